@@ -63,8 +63,10 @@ class HeldStates:
         self._held: list[HeldState] = []
 
     def due(self, step: int) -> bool:
-        """Whether a copy is to be made of the state after that step: without any, of any."""
-        return self.every > 0 and (step % self.every == 0 or not self._held)
+        """Whether a copy is to be made of the state after that step: without any, of any; and again of the
+        newest one's, to which the run went back.
+        """
+        return self.every > 0 and (step % self.every == 0 or not self._held or self._held[-1].step == step)
 
     def take(self, step: int, tensors: Iterable[StateTensor], stored: Mapping[str, Any]) -> None:
         """Make one; of a step that the run went back to, it is there."""

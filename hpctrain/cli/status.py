@@ -22,5 +22,7 @@ def command(run_dirs: tuple[Path, ...], as_json: bool, faulty: bool) -> int:
     from hpctrain.comm.launcher import started_rank
     from hpctrain.watch.statuses import show_faulty, show_statuses
 
+    if as_json and faulty:
+        raise click.UsageError("--faulty prints names for scripts, and --json everything: give one of them.")
     show = click.echo if started_rank(os.environ) == 0 else lambda _: None
     return show_faulty(run_dirs, show) if faulty else show_statuses(run_dirs, as_json, show)

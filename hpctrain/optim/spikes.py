@@ -8,7 +8,7 @@ about spikes, PaLM did by hand (arXiv 2204.02311, section 5.1): go back and leav
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from math import inf, isfinite
 from statistics import median
@@ -138,3 +138,21 @@ def recorded_spikes(state: Mapping[str, Any]) -> list[Spike]:
     kept = state.get("spikes")
     rows = kept.get("found") if isinstance(kept, dict) else None
     return [spike for row in rows or () if (spike := Spike.of(row)) is not None]
+
+
+def turns(spikes: Iterable[Spike]) -> list[int]:
+    """The steps to which a run went back without ever going behind them, of all its spikes in their order."""
+    found: list[int] = []
+    for spike in spikes:
+        if spike.back_to is not None:
+            found = [*(step for step in found if step < spike.back_to), spike.back_to]
+    return found
+
+
+def left_behind(state: Mapping[str, Any], known: Iterable[Spike]) -> int | None:
+    """The step to which a run went back, behind the `state` that it had stored or to that step, after it had
+    done so, by the spikes that are `known` of it; None where the run as it is now went on from there.
+    """
+    own, step = recorded_spikes(state), state.get("step", 0)
+    later = [each.back_to for each in known if each.back_to is not None and each not in own]
+    return min((back for back in later if back <= step), default=None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 import h5py
 
 from hpctrain.checkpoint.exchange.source import settled_keys
-from hpctrain.checkpoint.names import checkpoint_step, checkpoints
+from hpctrain.checkpoint.names import checkpoint_step, present_checkpoints
 from hpctrain.checkpoint.provenance import HistorySegment, Loss, history, losses
 from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.checkpoint.structure import Structure, examine
@@ -19,7 +19,7 @@ from hpctrain.comm.world import World
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
-from hpctrain.optim.spikes import recorded_spikes
+from hpctrain.optim.spikes import Spike, left_behind, recorded_spikes, turns
 from hpctrain.report.rows import METRICS_FILE, Row, read_metrics
 
 _DECK = "deck.toml"
@@ -30,8 +30,8 @@ class ComparedRun:
     """A run as `path` names it: a folder, or one of its checkpoints, before which nothing is looked at.
 
     `rows` are those of its metrics, `figures` losses and norms, which checkpoints tell too, by step; `stored`
-    are its checkpoints, by step, that of another run from which it went on among them. `damaged` are
-    sentences of what could not be read.
+    are its checkpoints, by step, that of another run from which it went on among them, without those that it
+    left behind. `damaged` are sentences of what could not be read, or was left behind.
     """
 
     path: Path
@@ -60,9 +60,9 @@ class ComparedRun:
 
     def turn(self, step: int) -> int | None:
         """The first step behind `step` to which it went back, to go on from there with other samples."""
-        spikes = recorded_spikes(self.stored[max(self.stored)].state) if self.stored else []
-        backs = [each.back_to for each in spikes if each.back_to is not None and each.back_to > step]
-        return min(backs, default=None)
+        newest = self.stored[max(self.stored)].state if self.stored else {}
+        known = known_spikes(newest, self.rows.values())
+        return min((each for each in turns(known) if each > step), default=None)
 
     def segments(self, first: int, last: int) -> list[HistorySegment]:
         """Which runs of the chain made the steps `first` to `last`."""
@@ -92,6 +92,12 @@ def load_run(world: World, path: Path) -> ComparedRun:
     damaged: list[str] = []
     for file in map(Path, files):
         _examine(world, file, stored, damaged)
+    newest = next((each.state for each in stored.values() if each.path != path), {})
+    spikes = known_spikes(newest, rows)
+    for step, structure in list(stored.items()):
+        if (back := left_behind(structure.state, spikes)) is not None:
+            damaged.append(left_sentence(structure.path, back))
+            del stored[step]
     if folder is not None and path.is_dir() and stored:
         for segment in history(stored[max(stored)].state):
             origin = Path(segment.went_on_from) if segment.went_on_from else None
@@ -124,14 +130,26 @@ def load_run(world: World, path: Path) -> ComparedRun:
     )
 
 
+def known_spikes(newest: Mapping[str, Any], rows: Iterable[Row]) -> list[Spike]:
+    """The spikes that a run had, by the state of its newest checkpoint and its metrics."""
+    found = recorded_spikes(newest)
+    of_rows = (Spike.of(row.get("went_back")) for row in rows)
+    return [*found, *(spike for spike in of_rows if spike is not None and spike not in found)]
+
+
+def left_sentence(path: Path, back: int) -> str:
+    """What there is to say of a checkpoint that a run left behind."""
+    return f"{path}: the run went back to step {back} after it had written this, and left it behind"
+
+
 def _look(path: Path) -> tuple[str | None, list[str], list[Row]]:
     """The folder of a run, its checkpoints, the newest first, and its metrics; on rank 0."""
     if not path.exists():
         raise HpctrainError(f"{path}: no such run folder or checkpoint")
     if path.is_dir():
-        folder, files = path, checkpoints(path / "checkpoints")
+        folder, files = path, present_checkpoints(path / "checkpoints")
     elif path.is_file() and h5py.is_hdf5(path):
-        beside = checkpoints(path.parent) if checkpoint_step(path) is not None else []
+        beside = present_checkpoints(path.parent) if checkpoint_step(path) is not None else []
         step = checkpoint_step(path) or 0
         files = [path, *(each for each in beside if (checkpoint_step(each) or 0) > step)]
         folder = path.absolute().parent.parent

@@ -24,9 +24,10 @@ from hpctrain.engine.build import Engine
 from hpctrain.errors import EXIT_INTERNAL, HpctrainError
 from hpctrain.sharding.fingerprint import fingerprint
 from hpctrain.sharding.resting import RestingState, Watched, learned
+from hpctrain.train.counters import Counters
 from hpctrain.train.hook import Hook, StepDone
 from hpctrain.train.repeated import Repetition
-from hpctrain.train.step import Unguarded
+from hpctrain.train.step import TrainState, Unguarded
 
 REPEATED = 10
 """A micro-batch is computed again so many times less often than copies are compared."""
@@ -59,14 +60,18 @@ class Guard(Unguarded, Hook):
     Its place is first among the hooks, so that nothing comes between an update and its fingerprints.
     """
 
-    def __init__(self, engine: Engine, every: int, repetition: Repetition | None = None) -> None:
+    def __init__(
+        self, engine: Engine, state: TrainState, every: int, repetition: Repetition | None = None
+    ) -> None:
         self.engine, self.every, self.repetition = engine, every, repetition
+        self.counters = Counters(engine, state)
         self.resting = RestingState(engine.buckets, engine.state())
         self._learning = [tensor for tensor in engine.state() if tensor.changes_in_step]
         self.learned = Watched(learned(self._learning), engine.world.rank)
         self._products, self._messages = engine.groups.audit, engine.world.auditing
         self._early: list[Fault] = []
         self._repeated: list[Fault] = []
+        self._miscounted: list[Fault] = []
         self._before: HeldState | None = None
         self._gradients: Tensor | None = None
         self._step = 0
@@ -74,13 +79,14 @@ class Guard(Unguarded, Hook):
     @contextmanager
     def around_step(self, step: int) -> Iterator[None]:
         """Look at what the step itself changes, and keep it: it has to be there again for another try."""
-        self._step, self._early, self._repeated = step, self.learned.changed(), []
+        self._miscounted = self.counters.put_right()
+        self._step, self._early, self._repeated = self.counters.step or step, self.learned.changed(), []
         if self._learning:
-            former, self._before = self._before, HeldState(step, {})
+            former, self._before = self._before, HeldState(self._step, {})
             self._before.take(self._learning, former)
         if self._products is not None:
-            self._products.begin(step)
-        if self.repetition is not None and step > 1 and step % (REPEATED * self.every) == 0:
+            self._products.begin(self._step)
+        if self.repetition is not None and self._step > 1 and self._step % (REPEATED * self.every) == 0:
             self._repeated = self.repetition.compare()
             if self._before is not None:
                 self._before.give_back(self._learning)
@@ -97,7 +103,9 @@ class Guard(Unguarded, Hook):
         resting = [*self._early, *self.resting.changed()]
         computed = [] if self._products is None else self._products.settle()
         try:
-            found = [*resting, *self._repeated, *computed, *self._sent(), *self._changed_gradients()]
+            miscounted = [*self._miscounted, *self.counters.put_right()]
+            wrong = [*self._repeated, *computed, *self._sent(), *self._changed_gradients()]
+            found = [*resting, *miscounted, *wrong]
             self._agree(totals, found, spoilt=bool(resting))
         except SilentFaultError:
             self.engine.synchronizer.after_step(False, 1.0)
@@ -118,7 +126,7 @@ class Guard(Unguarded, Hook):
         """Know again what lies in memory from here on; see whether it is what ranks sent each other."""
         self.resting.take()
         self.learned.take()
-        faults = self._sent()
+        faults = [*self.counters.take(), *self._sent()]
         if done.state.step % self.every == 0:
             faults += self.resting.differing()
         self._agree([], faults)
@@ -127,6 +135,7 @@ class Guard(Unguarded, Hook):
         """Something else than a step has changed the state."""
         self.resting.forget()
         self.learned.forget()
+        self.counters.forget()
 
     def _agree(self, totals: Sequence[float], own: list[Fault], spoilt: bool = True) -> None:
         """Raise SilentFaultError where any rank found anything, or has other `totals`; `spoilt` says that the

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import h5py
 
-from hpctrain.checkpoint.names import checkpoint_step, checkpoints
+from hpctrain.checkpoint.names import checkpoint_path, checkpoint_step, present_checkpoints
 from hpctrain.checkpoint.provenance import HistorySegment, Loss, history, losses
 from hpctrain.checkpoint.structure import examine
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
+from hpctrain.optim.spikes import left_behind
 from hpctrain.report.rows import METRICS_FILE, read_metrics
+from hpctrain.train.compared_run import known_spikes, left_sentence
 
 
 @dataclass(frozen=True)
@@ -28,52 +33,59 @@ class Recorded:
     segments: list[HistorySegment] = field(default_factory=list)
 
 
-def find_recorded(world: World, path: Path, step: int, against: Path | None) -> Recorded:
-    """What was recorded after the checkpoint at `path`; collective, rank 0 looks, all learn it.
+def find_recorded(world: World, path: Path, state: Mapping[str, Any], against: Path | None) -> Recorded:
+    """What was recorded after the checkpoint at `path`, of this `state`; collective, rank 0 looks, all learn
+    it.
 
     In `against` where it is given; else in the metrics file of the run's folder or, where that has none, in
-    the later checkpoints beside it. Errors, on all ranks: those of reading `against` or the metrics file.
+    the later checkpoints beside it. Errors, on all ranks: those of reading `against` or the metrics file, and
+    an HpctrainError where the run has left the checkpoint behind.
     """
     with world.agreement():
-        recorded = _look(path, step, against) if world.rank == 0 else None
+        recorded = _look(path, state, against) if world.rank == 0 else None
     shared: Recorded = world.everyone.broadcast_object(recorded)
     return shared
 
 
-def _look(path: Path, step: int, against: Path | None) -> Recorded:
-    if against is not None and not (against.is_file() and h5py.is_hdf5(against)):
-        return Recorded(step, _following(_metrics(against), step), str(against))
+def _look(path: Path, state: Mapping[str, Any], against: Path | None) -> Recorded:
+    step, folder = int(state["step"]), path.parent
+    states: list[Mapping[str, Any]] = []
+    metrics: Path | None = folder.parent / METRICS_FILE
     if against is not None:
-        return _in_checkpoints([against], step, str(against))
-    later = [other for other in checkpoints(path.parent) if (checkpoint_step(other) or 0) > step]
-    beside = _in_checkpoints(later, step, f"the later checkpoints of {path.parent}", strict=False)
-    metrics = path.absolute().parent.parent / METRICS_FILE
-    if path.absolute().parent.name == "checkpoints" and metrics.is_file():
-        following = _following(_metrics(metrics), step)
-        if following or not beside.losses:
-            return Recorded(step, following, str(path.parent.parent / METRICS_FILE), beside.segments)
-    return beside
+        metrics = None if against.is_file() and h5py.is_hdf5(against) else against
+        states, source = [examine(against).state] if metrics is None else states, str(against)
+    else:
+        states, source = list(_readable(folder, step)), f"the later checkpoints of {folder}"
+        if path.absolute().parent.name != "checkpoints" or not (folder.parent / METRICS_FILE).is_file():
+            metrics = None
+    rows = [] if metrics is None else [row for row in read_metrics(metrics) if "loss" in row]
+    spikes = known_spikes(states[0] if states else {}, rows)
+    if (back := left_behind(state, spikes)) is not None:
+        there = f"; {checkpoint_path(folder, back)} is where it went on from" if against is None else ""
+        raise HpctrainError(f"{left_sentence(path, back)}, so that no recorded step goes on from it{there}")
+    beside = _in_states((each for each in states if left_behind(each, spikes) is None), step, source)
+    following = _following(losses({"losses": rows}), step)
+    if metrics is None or (beside.losses and not following):
+        return beside
+    return Recorded(step, following, str(metrics), beside.segments)
 
 
-def _in_checkpoints(paths: list[Path], step: int, source: str, strict: bool = True) -> Recorded:
-    """Losses and runs that these checkpoints tell, the first one first; damaged ones only if not `strict`."""
+def _readable(folder: Path, step: int) -> Iterator[Mapping[str, Any]]:
+    """What the later checkpoints in a folder tell that can be read, the newest first."""
+    for path in present_checkpoints(folder):
+        if (checkpoint_step(path) or 0) > step:
+            with suppress(HpctrainError):
+                yield examine(path).state
+
+
+def _in_states(states: Iterable[Mapping[str, Any]], step: int, source: str) -> Recorded:
+    """Losses and runs that checkpoints tell, the first one first."""
     known: dict[int, Loss] = {}
     segments: list[HistorySegment] = []
-    for path in paths:
-        try:
-            state = examine(path).state
-        except HpctrainError:
-            if strict:
-                raise
-            continue
+    for state in states:
         known = {each.step: each for each in losses(state)} | known
         segments = segments or [each for each in history(state) if each.last_step > step]
     return Recorded(step, _following(list(known.values()), step), source, segments)
-
-
-def _metrics(path: Path) -> list[Loss]:
-    """The steps of a metrics file; evaluations that belong to no step have no "loss"."""
-    return losses({"losses": [row for row in read_metrics(path) if "loss" in row]})
 
 
 def _following(recorded: list[Loss], step: int) -> list[Loss]:

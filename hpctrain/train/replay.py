@@ -55,7 +55,7 @@ def replay(
     else to rounding; 1 where they do not. HpctrainError on all ranks where there is nothing to replay.
     """
     state = read_state(path, world.everyone)
-    recorded = find_recorded(world, path, int(state["step"]), against)
+    recorded = find_recorded(world, path, state, against)
     with world.agreement():
         # A run that went on to more steps than this checkpoint knows of took another learning rate.
         made = [f"run.steps={segment.steps}" for segment in recorded.segments[:1] if segment.steps]

@@ -40,7 +40,7 @@ class Trainer:
         if deck.stability.corruption != "off":
             full = deck.stability.corruption == "full"
             again = Repetition(engine, self.step, self.state, self.next_batch) if full else None
-            self.step.guard = guard = Guard(engine, deck.stability.corruption_every, again)
+            self.step.guard = guard = Guard(engine, self.state, deck.stability.corruption_every, again)
             self.hooks.append(guard)
 
     @property

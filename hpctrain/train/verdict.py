@@ -222,6 +222,11 @@ def _hints(found: Found, first: Apart) -> list[str]:
                 f"In the {wrong} run it is not the sum of what its ranks had, from which it is "
                 f"{max(gaps):.1e} of its length apart ({right:.1e} in the other run)."
             ]
+    if first.phase == "update":
+        runs = {"first": found.one, "second": found.other}
+        left = [name for name, run in runs.items() if run.rows.get(first.step, {}).get("spike")]
+        if len(left) == 1:
+            return [f"The {left[0]} run left this update out, as a spike."]
     if first.phase == "start" and number:
         names = {}
         for name, steps in (("first", found.first), ("second", found.second)):

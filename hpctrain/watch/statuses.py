@@ -58,15 +58,29 @@ def show_faulty(folders: Sequence[Path], show: Callable[[str], None]) -> int:
     """Show the nodes, by their short names, that the statuses of runs do not trust any more, with commas
     between as schedulers take them; nothing where there are none. The exit code; errors as of `read_status`.
     """
-    nodes = [
-        str(each["node"]).partition(".")[0]
+    nodes = dict.fromkeys(
+        each["node"].partition(".")[0]
         for folder in folders
-        for each in read_status(folder).get("faulty") or []
-        if each.get("faults", 0) >= MOST_OF_A_RANK
-    ]
+        for each in _faulty(folder)
+        if each["faults"] >= MOST_OF_A_RANK
+    )
     if nodes:
-        show(",".join(map(escaped, dict.fromkeys(nodes))))
+        show(",".join(map(escaped, nodes)))
     return EXIT_DONE
+
+
+def _faulty(folder: Path) -> list[dict[str, Any]]:
+    """The ranks of a run that had silent faults, each with its node."""
+    told = read_status(folder).get("faulty") or []
+    kinds = {"node": str, "faults": int}
+    if not isinstance(told, list) or not all(
+        isinstance(each, dict) and all(isinstance(each.get(name), kind) for name, kind in kinds.items())
+        for each in told
+    ):
+        raise InputOutputError(
+            f"{folder / STATUS_FILE}: is no status of a run (`faulty` is not a list of ranks)"
+        )
+    return told
 
 
 def read_status(folder: Path) -> dict[str, Any]:

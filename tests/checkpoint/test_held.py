@@ -40,6 +40,17 @@ def test_what_was_there_is_there_again() -> None:
     assert copy.stored == {"step": 4, "losses": [1.0]}
 
 
+def test_a_copy_that_a_run_went_back_to_tells_what_it_goes_on_with() -> None:
+    """That of step 12 was made because there was none; others are due every 50 steps."""
+    values, held = Values(), HeldStates(50)
+    assert held.due(12)
+    held.take(12, values.state(), {"samples": 96})
+    assert not held.due(13)
+    assert held.due(12)
+    held.take(12, values.state(), {"samples": 136})
+    assert [copy.stored for copy in held.all] == [{"samples": 136}]
+
+
 def test_a_copy_that_changed_is_not_good() -> None:
     values, copy = Values(), HeldState(1, {})
     copy.take(values.state())

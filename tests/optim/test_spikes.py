@@ -8,7 +8,14 @@ from math import inf, nan
 
 import pytest
 
-from hpctrain.optim.spikes import LEAST_DEVIATION, Spike, Spikes, recorded_spikes
+from hpctrain.optim.spikes import (
+    LEAST_DEVIATION,
+    Spike,
+    Spikes,
+    left_behind,
+    recorded_spikes,
+    turns,
+)
 
 
 def watching(window: int = 16, factor: float = 6.0, most: int = 3, scales: bool = False) -> Spikes:
@@ -116,3 +123,29 @@ def test_the_record_stays_where_a_run_goes_back() -> None:
     spikes.went_back(record, second)
     assert spikes.state()["spikes"]["window"] == before["spikes"]["window"]
     assert (spikes.count, list(spikes.found)) == (2, [first, second])
+
+
+def test_what_a_run_left_behind_is_told_by_its_spikes() -> None:
+    """It went back from step 17 to 12, from there on to 16 and back to 10, left out an update, and went back
+    from 30 to 26.
+    """
+    skipped = Spike(21, 9.0, 1.0, "far", 0, 8)
+    first, second, third = (
+        Spike(step, 9.0, 1.0, "far", 0, 8, back) for step, back in ((17, 12), (16, 10), (30, 26))
+    )
+    known = [first, second, skipped, third]
+    assert turns(known) == [10, 26]
+
+    def stored(step: int, *spikes: Spike) -> dict[str, object]:
+        spiking = Spikes("rollback", 8, 3.0, 9, 0)
+        for spike in spikes:
+            spiking.remember(spike)
+        return {"step": step, **spiking.state()}
+
+    cases = {
+        None: [stored(9), stored(10, first, second), stored(25, *known[:3]), stored(26, *known)],
+        10: [stored(10), stored(11), stored(12, first), stored(15, first)],
+        26: [stored(26, *known[:3]), stored(29, *known[:3])],
+    }
+    for back, states in cases.items():
+        assert [left_behind(state, known) for state in states] == [back] * len(states)

@@ -1,7 +1,7 @@
 """Silent faults in memory: each is found and located, and healed so that nothing is left of it.
 
 Tests of train/corruption.py, train/healing.py, train/way_back.py, sharding/resting.py,
-sharding/fingerprint.py and deck/check_stability.py.
+sharding/fingerprint.py, train/counters.py and deck/check_stability.py.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from hpctrain.sharding.fingerprint import fingerprint
 from hpctrain.train import corruption, healing
 from hpctrain.train.corruption import SilentFaultError
 from hpctrain.train.run import open_run, resume
+from hpctrain.train.step import Step
+from hpctrain.train.trainer import Trainer
 from tests.comm.random_calls import Flip as Message
 from tests.comm.random_calls import FlippingTransport
 from tests.train.flips import Flip, Flips, flip, gradients, states
@@ -280,8 +282,6 @@ def test_figures_that_come_wrong_at_one_rank_part_nobody(
 ) -> None:
     deck, done = make_deck(world, mpi_tmp_path), []
     train(world, deck, "clean", *SHORT)
-    from hpctrain.train.step import Step
-
     agree = Step.agree
 
     def wrong(
@@ -300,6 +300,53 @@ def test_figures_that_come_wrong_at_one_rank_part_nobody(
     assert code == 0
     assert_same_end(mpi_tmp_path / "clean", mpi_tmp_path / "wrong")
     assert [(row["kind"], row["ranks"]) for row in found_in(mpi_tmp_path / "wrong")] == [("message", [0, 1])]
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_what_is_counted_is_kept_twice(
+    world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(healing, "MOST_OF_A_RANK", 100)
+    deck, keys = make_deck(world, mpi_tmp_path), (*SHORT, "precision.compute=fp16")
+    train(world, deck, "clean", *keys)
+    make, accumulate = Trainer.train_step, Step.accumulate
+    planned = {
+        3: ("between", "samples"),
+        5: ("between", "step"),
+        7: ("within", "step"),
+        9: ("within", "samples"),
+        11: ("between", "loss_scale"),
+        13: ("within", "updates"),
+    }
+
+    def change(moment: str, state: Any, engine: Any) -> None:
+        if planned.get(state.step, ("",))[0] != moment:
+            return
+        _, name = planned.pop(state.step)
+        if world.rank == 1 and name == "loss_scale":
+            engine.loss_scale.value *= 2
+        elif world.rank == 1:
+            at = engine.optimizer if name == "updates" else state
+            setattr(at, name, getattr(at, name) ^ 4)
+
+    def train_step(trainer: Trainer, batch: int | None = None) -> Any:
+        change("between", trainer.state, trainer.engine)
+        return make(trainer, batch)
+
+    def accumulated(step: Step, state: Any, batch: int) -> Any:
+        result = accumulate(step, state, batch)
+        change("within", state, step.engine)
+        return result
+
+    told = [(step + 1, [1], name) for step, (_, name) in planned.items()]
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "train_step", train_step)
+        patch.setattr(Step, "accumulate", accumulated)
+        code, _ = train(world, deck, "wrong", *keys, *CHEAP)
+    assert (code, planned) == (0, {})
+    assert_same_end(mpi_tmp_path / "clean", mpi_tmp_path / "wrong")
+    found = found_in(mpi_tmp_path / "wrong")
+    assert [(row["step"], row["ranks"], row["name"]) for row in found] == told
 
 
 @pytest.mark.mpi(max_size=1)

@@ -6,6 +6,7 @@ Tests of train/going_back.py, checkpoint/held.py and what optim/spikes.py tells 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,9 +16,12 @@ import pytest
 from hpctrain.checkpoint.read import read_state
 from hpctrain.comm.world import World
 from hpctrain.deck.read import read_deck
+from hpctrain.errors import HpctrainError
 from hpctrain.optim.spikes import recorded_spikes
 from hpctrain.plan.memory import held_bytes
 from hpctrain.report.rows import read_metrics
+from hpctrain.train.compared_run import load_run
+from hpctrain.train.replay import replay
 from hpctrain.train.run import open_run, resume
 from tests.train.poisoned import BACK, BATCH, SKIP, Jump, Poison, make_deck, train
 from tests.train.test_run import contents
@@ -209,3 +213,25 @@ def test_copies_take_the_memory_that_is_planned(world: World, mpi_tmp_path: Path
     taken = [values.nbytes for held in run.checkpoints.held.all for values in held._values]
     assert sum(taken) == held_bytes(deck, run.trainer.engine)
     run.trainer.engine.close()
+
+
+@pytest.mark.mpi(max_size=1)
+def test_what_a_run_left_behind_is_not_taken_for_its_own(
+    world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint of step 12, to which it went back, and behind which it went back again."""
+    deck, folder = make_deck(world, mpi_tmp_path), mpi_tmp_path / "went-back"
+    disk = ("checkpoint.memory_every=4", "checkpoint.every=10", "checkpoint.keep=20")
+    with monkeypatch.context() as patch:
+        poison = Poison(patch, [16 * BATCH, 20 * BATCH], loud=True)
+        train(world, deck, "went-back", *BACK, *SHORT, *disk, "stability.spike_back=5")
+    assert poison.met == [16, 15]
+    left = folder / "checkpoints" / "step-00000012.h5"
+    os.utime(left)  # times do not tell
+    run = load_run(world, folder)
+    assert sorted(run.stored) == [10, 20, 24]
+    assert [run.turn(step) for step in (0, 9, 10)] == [10, 10, None]
+    said: list[str] = []
+    with pytest.raises(HpctrainError, match="the run went back to step 10 after it had written this"):
+        replay(world, left, 3, [], None, said.append)
+    assert replay(world, left.with_name("step-00000010.h5"), 3, [], None, said.append) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from hpctrain.comm.world import World
 from hpctrain.train.common_start import CommonStart
 from hpctrain.train.divergence import ROUNDING, Comparison
 from hpctrain.train.fingerprints import PHASES
-from hpctrain.train.verdict import Found, phase_table, verdict_of
+from hpctrain.train.verdict import Found, _hints, phase_table, verdict_of
 from tests.train.planted import Plant, in_moment, in_sum, in_weights, no_reduction, other_kernel, other_token
 from tests.train.test_divergence import BIAS, DATA, UP, steps_of
 
@@ -24,7 +25,7 @@ def said(world: World, plant: Plant) -> tuple[str, list[str]]:
         found = comparison.of(one[number - 1], each)
         if comparison.first(found) is not None:
             break
-    run: Any = None
+    run: Any = SimpleNamespace(rows={})
     start = CommonStart(0, True, None, None)
     code, lines = verdict_of(
         Found(run, run, start, one, other[:number], found, True, [], [], comparison.rounding)
@@ -58,3 +59,15 @@ def test_what_is_different_is_told(world: World) -> None:
     assert "In the second run it has changed between two steps, when nothing computes: in memory." in text
     text, _ = said(world, in_moment(UP))
     assert f"before the step: exp_avg of {UP}, by" in text
+
+
+def test_an_update_that_one_run_left_out_is_told() -> None:
+    spiked, clean = (SimpleNamespace(rows={3: row}) for row in ({"spike": "far above"}, {}))
+    first: Any = SimpleNamespace(phase="update", step=3)
+    for runs, hint in (
+        ((spiked, clean), ["The first run left this update out, as a spike."]),
+        ((clean, spiked), ["The second run left this update out, as a spike."]),
+        ((spiked, spiked), []),
+    ):
+        found: Any = SimpleNamespace(one=runs[0], other=runs[1], first=[None], second=[None])
+        assert _hints(found, first) == hint
