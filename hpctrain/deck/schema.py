@@ -19,6 +19,7 @@ from hpctrain.deck.learning_rate import LearningRateSection
 from hpctrain.deck.optimizer import OptimizerSection
 from hpctrain.deck.precision import PrecisionSection
 from hpctrain.deck.presets import PresetName
+from hpctrain.deck.report import ReportSection
 from hpctrain.deck.sources import Sources
 
 _LARGEST = 10_000_000  # of a model's sizes: beyond any model, and small enough to search for divisors
@@ -561,6 +562,7 @@ class Deck(Section):
     checkpoint: Checkpoint
     stability: Stability
     machine: Machine
+    report: ReportSection
 
     _sources: Sources = PrivateAttr(default_factory=Sources)
     _found: Found = PrivateAttr(default_factory=Found)

@@ -16,6 +16,7 @@ from hpctrain.deck.toml import DECK_BYTES
 from hpctrain.engine.sizes import crosses
 from hpctrain.errors import HpctrainError
 from hpctrain.files import read_bytes
+from hpctrain.watch.dashboards import require_packages
 
 SECONDS_TO_APPEAR = 5.0  # a network file system may take to show one node what another has written
 
@@ -117,9 +118,12 @@ def _cores() -> tuple[int, ...]:
 
 
 def prepare_ranks(world: World, deck: Deck) -> str:
-    """Refuse uneven nodes, warn of a tensor axis across nodes and of threads without cores, bind if the deck
-    says so: in words, to what. Collective; nothing is written.
+    """Refuse uneven nodes and packages that are not there, warn of a tensor axis across nodes and of threads
+    without cores, bind if the deck says so: in words, to what. Collective; nothing is written.
     """
+    with world.agreement():
+        if world.rank == 0:
+            require_packages(deck)
     check_nodes(world)
     cores = world.everyone.all_gather_object((world.hostname, _cores()))
     for warning in (crossing(world, deck), crowding(deck.run.threads, cores)):

@@ -11,6 +11,7 @@ from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.report.terminal import columns, fit
+from hpctrain.watch.dashboards import Dashboards
 from hpctrain.watch.log import close_log, open_log
 from hpctrain.watch.metrics import MetricsWriter, StepMetrics
 from hpctrain.watch.progress import Progress
@@ -27,11 +28,14 @@ class Reporter:
         self.world, self.deck, self.start = world, deck, start
         folder = Path(deck.run.dir)
         self.metrics: MetricsWriter | None = None
+        self.dashboards: Dashboards | None = None
+        self.whole = False
         self.progress: Progress | None = None
         with world.agreement():
             self.log = open_log(folder, world.rank)
             if world.rank == 0:
                 self.metrics = MetricsWriter(folder / "metrics.jsonl", None if checkpoint is None else start)
+                self.dashboards = Dashboards(deck, start)
         facts = {
             "title": deck.run.title,
             "started_in": str(Path.cwd()),
@@ -78,12 +82,16 @@ class Reporter:
         with self.world.agreement():
             if self.metrics is not None:
                 self.metrics.go_back(step)
+            if self.dashboards is not None:
+                self.dashboards.go_back(step)
 
     def step(self, row: StepMetrics, longest: float, checkpoint: Path | None) -> None:
         """A step that was done, on rank 0; `longest` are the seconds of the longest recent one."""
         assert self.metrics is not None
+        assert self.dashboards is not None
         assert self.progress is not None
         self.metrics.write(row)
+        self.dashboards.write(row.row)
         self.progress.step(row)
         if row.validation_loss is not None:
             self.progress.evaluation(row.step, row.validation_loss)
@@ -104,6 +112,7 @@ class Reporter:
 
     def ended(self, checkpoint: Path | None, stopped: str = "") -> None:
         """All steps are done; or the run stops before, for the reason `stopped`."""
+        self.whole = True
         if stopped:
             self.status.change("stopped", checkpoint=_text(checkpoint), reason=stopped)
         else:
@@ -125,6 +134,8 @@ class Reporter:
     def close(self) -> None:
         """Close all files."""
         self.stepped()
+        if self.dashboards is not None:
+            self.dashboards.close(self.whole)
         if self.metrics is not None:
             self.metrics.close()
         self.status.close()

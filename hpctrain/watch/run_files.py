@@ -24,16 +24,18 @@ CHECKPOINT_FILE, STOP_FILE = "checkpoint", "stop"  # empty files that ask as SIG
 
 _MARK = "The folder of a run. hpctrain writes here; `hpctrain run --fresh` deletes what a run wrote.\n"
 
-_CHECKPOINTS, _OFFLOAD, _PLOTS = "checkpoints", "offload", "plots"
+_CHECKPOINTS, _OFFLOAD, _PLOTS, _EVENTS = "checkpoints", "offload", "plots", "tensorboard"
 
 _FILE = (
     r"deck\.toml|metrics\.jsonl(\.new)?|faults\.jsonl|status\.json(\.new)?|ledger\.json|plan\.json|peak\.json|trace\.json(\.partial)?"
+    r"|metrics\.csv(\.new)?|dashboards\.json"
     r"|routing\.h5|\.routing\.h5\.partial|mirror\.json(\.new)?"
     r"|log(\.\d+)?\.txt|\.?hang\.(\d+\.txt(\.new)?|ask(\.\d+)?)|\.seen-[0-9a-f]{32}"
 )
 _WRITTEN = re.compile(rf"{_FILE}|{re.escape(LOCK)}|{re.escape(MARKER)}")
 _CHECKPOINT = r"step-\d{8,}\.h5|\.step-\d{8,}\.h5\.tmp"
 _LINKS = ("latest", ".latest.tmp")
+_EVENT_FILE = r"events\.out\.tfevents\.\d+\.[^/]+"
 _PICTURE = r"(loss|learning_rate|throughput|grad_norm|noise_scale|fp8|expert_load|schedule)\.png"
 
 _AT_LEAST = {"deck.toml", "log.txt", LOCK}  # what every run wrote before there was a marker
@@ -164,7 +166,7 @@ def kind_of_folder(folder: Path) -> str:
     mounted = _mount_points()
     if path.is_mount() or str(path) in mounted:
         return "a mount point"
-    for name in (_CHECKPOINTS, _OFFLOAD, _PLOTS):
+    for name in (_CHECKPOINTS, _OFFLOAD, _PLOTS, _EVENTS):
         if (folder / name).is_symlink():
             return f"a folder whose {name} is a symbolic link"
         if (path / name).is_mount() or str(path / name) in mounted:
@@ -199,7 +201,7 @@ def _foreign(folder: Path) -> Iterator[str]:
 
 
 def _delete(folder: Path) -> None:
-    for name in (_CHECKPOINTS, _PLOTS):
+    for name in (_CHECKPOINTS, _PLOTS, _EVENTS):
         if (folder / name).is_dir():
             delete_folder(folder / name, _OWN[name])
     if (folder / _OFFLOAD).is_dir():
@@ -217,5 +219,10 @@ def _own_checkpoint(entry: os.DirEntry[str]) -> bool:
     return files_named(_CHECKPOINT)(entry) or (entry.name in _LINKS and entry.is_symlink())
 
 
-_OWN = {_CHECKPOINTS: _own_checkpoint, _PLOTS: files_named(_PICTURE), _OFFLOAD: is_scratch}
+_OWN = {
+    _CHECKPOINTS: _own_checkpoint,
+    _PLOTS: files_named(_PICTURE),
+    _EVENTS: files_named(_EVENT_FILE),
+    _OFFLOAD: is_scratch,
+}
 """What is a run's in the folders that it makes."""
