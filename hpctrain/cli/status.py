@@ -9,20 +9,33 @@ import click
 
 
 @click.command(name="status")
-@click.argument("run_dirs", metavar="RUN_DIR...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("run_dirs", metavar="[RUN_DIR...]", nargs=-1, type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print everything as a JSON list.")
 @click.option("--faulty", is_flag=True, help="Print the nodes that had silent faults again and again, alone.")
-def command(run_dirs: tuple[Path, ...], as_json: bool, faulty: bool) -> int:
-    """Tell of one or more runs what they do, how far they are and when their last step ended.
+@click.option("--watch", "watches", is_flag=True, help="Show a live table, until Ctrl-C.")
+def command(run_dirs: tuple[Path, ...], as_json: bool, faulty: bool, watches: bool) -> int:
+    """Tell of runs what they do, how far they are and when their last step ended: of all below here, if none
+    is named.
 
     Besides what runs say of themselves, "stalled" means that no step has ended for long, and "lost" that the
     job is gone without a word. Of runs that ended early, the command is told that goes on with them. Run
-    folders are read, nothing else: any node that sees them will do.
+    folders are read, nothing else: any node that sees them will do. The live table takes a terminal;
+    elsewhere --watch prints once.
     """
     from hpctrain.comm.launcher import started_rank
+    from hpctrain.report.terminal import can_be_drawn_on
+    from hpctrain.watch.found_runs import runs_below
     from hpctrain.watch.statuses import show_faulty, show_statuses
 
-    if as_json and faulty:
-        raise click.UsageError("--faulty prints names for scripts, and --json everything: give one of them.")
-    show = click.echo if started_rank(os.environ) == 0 else lambda _: None
-    return show_faulty(run_dirs, show) if faulty else show_statuses(run_dirs, as_json, show)
+    if sum((watches, as_json, faulty)) > 1:
+        raise click.UsageError(
+            "--watch is for people, --faulty for scripts, and --json tells everything: give one of them"
+        )
+    first = started_rank(os.environ) == 0
+    if watches and first and can_be_drawn_on():
+        from hpctrain.watch.live import watch_runs
+
+        return watch_runs(run_dirs)
+    show = click.echo if first else lambda _: None
+    folders = run_dirs or runs_below(Path())
+    return show_faulty(folders, show) if faulty else show_statuses(folders, as_json, show)

@@ -60,7 +60,7 @@ def columns() -> int | None:
 
 def coloured() -> bool:
     """Whether stdout is to have colours and bold letters: on a terminal that can, unless NO_COLOR is set."""
-    return find_terminal() is not None and os.environ.get("TERM", "") not in _BLIND and _colours_wanted()
+    return can_be_drawn_on() and _colours_wanted()
 
 
 def stdout_console() -> Console:
@@ -74,6 +74,25 @@ def stdout_console() -> Console:
         highlight=False,
         soft_wrap=True,
     )
+
+
+def live_console() -> Console:
+    """For a table that is drawn again and again on the terminal of stdout."""
+    from rich.console import Console
+
+    return Console(
+        force_terminal=True,
+        color_system="auto" if _colours_wanted() else None,
+        legacy_windows=False,
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+def can_be_drawn_on() -> bool:
+    """Whether stdout is a terminal that can draw over what it shows."""
+    return find_terminal() is not None and os.environ.get("TERM", "") not in _BLIND
 
 
 def stderr_console() -> Console:

@@ -83,24 +83,27 @@ def _faulty(folder: Path) -> list[dict[str, Any]]:
     return told
 
 
-def read_status(folder: Path) -> dict[str, Any]:
+def read_status(folder: Path, finds: bool = True) -> dict[str, Any]:
     """The status of a run, with `folder` and, of one that has a job, `seconds_since_step`.
 
     Its state is "lost" where the file says that it has a job, but nothing holds the folder, and "stalled"
     where no step has ended for long. `checkpoint` is the newest good one even where the run could not write
-    so; of a run that ended before its last step, `go_on` is the command that goes on with it, or "".
+    so; of a run that ended before its last step, `go_on` is the command that goes on with it, or "". With
+    `finds` false neither is looked for.
     """
     path = folder / STATUS_FILE
     try:
         status: dict[str, Any] = parse_json(read_text(path, STATUS_BYTES))
         status |= {"folder": str(folder), **_judged(status, folder)}
-        newest = _newest_good(folder, status.get("checkpoint"))
+        newest = _newest_good(folder, status.get("checkpoint")) if finds else None
     except OSError as error:
         below = f"; {command('status')} takes the folders of runs, as {folder}/*" if _has_runs(folder) else ""
         reason = f"cannot be read: {error.strerror or error} (a run writes it while it trains){below}"
         raise InputOutputError(f"{path}: {reason}") from error
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise InputOutputError(f"{path}: is no status of a run ({error!r})") from error
+    if not finds:
+        return status
     status["checkpoint"] = None if newest is None else str(newest)
     if status["state"] in ENDED:
         status["go_on"] = way_on(folder, newest)
