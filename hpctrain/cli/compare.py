@@ -17,7 +17,8 @@ import click
     help="Steps to replay.  [default: up to where records or checkpoints differ, at most 50]",
 )
 @click.option("--no-replay", is_flag=True, help="Compare decks, figures and records alone.")
-def command(first: Path, second: Path, steps: int | None, no_replay: bool) -> None:
+@click.option("--figures", is_flag=True, help="Show decks and figures alone, and exit with 0.")
+def command(first: Path, second: Path, steps: int | None, no_replay: bool, figures: bool) -> None:
     """Tell how two runs differ, and the first step, phase and tensor in which they part.
 
     RUN is a run's folder, or one of its checkpoints. Both are replayed from the newest checkpoint at which
@@ -28,4 +29,6 @@ def command(first: Path, second: Path, steps: int | None, no_replay: bool) -> No
     from hpctrain.comm.verb import run_verb
     from hpctrain.train.compare import compare
 
-    run_verb(lambda world: compare(world, (first, second), steps, not no_replay, click.echo))
+    if figures and steps is not None:
+        raise click.UsageError("--steps is for a replay, which --figures leaves out")
+    run_verb(lambda world: compare(world, (first, second), steps, not no_replay, click.echo, figures))

@@ -1,11 +1,12 @@
-"""Two runs side by side: what they are, what came of them, and the keys in which their decks differ."""
+"""Two runs side by side: the keys in which their decks differ, what they are, and what came of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
+from statistics import median
 from textwrap import shorten
 
 from hpctrain.checkpoint.provenance import HistorySegment
@@ -14,11 +15,21 @@ from hpctrain.report.contents import layout_text
 from hpctrain.report.differences import changes, value_text
 from hpctrain.report.rows import Row
 from hpctrain.table import fitted
-from hpctrain.units import format_count, format_seconds
+from hpctrain.units import format_bytes, format_count, format_seconds
 from hpctrain.words import counted
 
 _NAMING = frozenset({"run.title", "run.dir"})
 _TITLE = 32
+_FEW = 20
+"""Rows of a run of fewer are too few for means of the last tenth to tell more than the last one."""
+
+
+@dataclass(frozen=True)
+class Fact:
+    """What is known of a run, in words; "" where it is not. `number` is there where two may be compared."""
+
+    text: str
+    number: float | None = None
 
 
 @dataclass(frozen=True)
@@ -35,20 +46,25 @@ class RunRecord:
 
 
 def side_by_side(one: RunRecord, other: RunRecord, width: int | None) -> list[str]:
-    """A table of both, in lines of at most `width`: what is told of neither is left out."""
-    facts = [_facts(each) for each in (one, other)]
-    rows: list[tuple[str, ...]] = [("", "first", "second")]
-    rows += [
-        (name, *(each[name] or "-" for each in facts))
-        for name in facts[0]
-        if any(each[name] for each in facts)
-    ]
+    """Tables of what differs in their decks, and of both, in lines of at most `width`.
+
+    What is told of neither is left out. The last column tells how far a figure of the second is above the
+    first one's, or below.
+    """
     differing = changes(deck_keys(one.deck), deck_keys(other.deck))
     keys: list[tuple[str, ...]] = [(key, *map(value_text, values)) for key, values in differing.items()]
     if keys:
-        keys.insert(0, ("other keys in their decks", "first", "second"))
-        return [*fitted(rows, (0, 1, 2), width), "", *fitted(keys, (0, 1, 2), width)]
-    return [*fitted(rows, (0, 1, 2), width), "", "Their decks have the same keys."]
+        lines = fitted([("other keys in their decks", "first", "second"), *keys], (0, 1, 2), width)
+    else:
+        lines = ["Their decks have the same keys."]
+    facts = [_facts(each) for each in (one, other)]
+    rows: list[tuple[str, ...]] = [("", "first", "second", "difference")]
+    rows += [
+        (name, *(each[name].text or "-" for each in facts), _apart(*(each[name].number for each in facts)))
+        for name in facts[0]
+        if any(each[name].text for each in facts)
+    ]
+    return [*lines, "", *fitted(rows, (0, 1, 2), width)]
 
 
 def deck_keys(deck: Deck) -> dict[str, object]:
@@ -63,33 +79,76 @@ def deck_keys(deck: Deck) -> dict[str, object]:
     }
 
 
-def _facts(record: RunRecord) -> dict[str, str]:
-    """By name, in words; "" of what is not recorded."""
+def _facts(record: RunRecord) -> dict[str, Fact]:
+    """By name; those of figures are of the rows there are."""
     newest, rows = record.newest, [record.rows[step] for step in sorted(record.rows)]
     ranks = "" if newest is None else counted(newest.ranks, "rank")
     layout = "" if newest is None else layout_text(newest.layout)
     version = "" if newest is None else newest.versions.get("hpctrain", "")
     commit = "" if newest is None or newest.commit is None else f" ({newest.commit[:8]})"
-    seconds = sum(each for row in rows if (each := _number(row, "seconds")) is not None)
     skipped = sum(row.get("skipped") is True for row in rows)
-    tokens = _last(rows, "tokens")
     return {
-        "run": str(record.path),
-        "title": shorten(record.deck.run.title, _TITLE, placeholder="...") or record.deck.run.title[:_TITLE],
-        "steps": f"{record.last} of {record.deck.run.steps}" + (f", {skipped} skipped" if skipped else ""),
-        "ranks": ranks if layout in {"", "one rank"} else f"{ranks}, {layout}",
-        "version": f"{version}{commit}",
-        "tokens": "" if tokens is None else format_count(tokens),
-        "time": format_seconds(seconds) if seconds else "",
-        "loss": _figure(_last(rows, "loss")),
-        "validation loss": _figure(_last(rows, "validation_loss")),
-        "gradient norm": _figure(_last(rows, "grad_norm")),
+        "run": Fact(str(record.path)),
+        "title": Fact(
+            shorten(record.deck.run.title, _TITLE, placeholder="...") or record.deck.run.title[:_TITLE]
+        ),
+        "steps": Fact(
+            f"{record.last} of {record.deck.run.steps}" + (f", {skipped} skipped" if skipped else "")
+        ),
+        "ranks": Fact(ranks if layout in {"", "one rank"} else f"{ranks}, {layout}"),
+        "version": Fact(f"{version}{commit}"),
+        "tokens": _fact(_last(rows, "tokens"), format_count),
+        "time": _fact(sum(_numbers(rows, "seconds")) or None, format_seconds),
+        "loss": _fact(_last(rows, "loss"), _figure),
+        "loss of the last tenth": _fact(_end(_numbers(rows, "loss")), _figure),
+        "validation loss": _fact(_last(rows, "validation_loss"), _figure),
+        "best validation loss": _best(rows),
+        "gradient norm": Fact(_figure(_last(rows, "grad_norm"))),
+        "tokens/s, median": _fact(_middle(_numbers(rows, "tokens_per_s")), format_count),
+        "MFU, median": _fact(_middle(_numbers(rows, "mfu")), lambda share: f"{share:.1%}"),
+        "memory of rank 0, peak": _fact(max(_numbers(rows, "peak_rss_bytes"), default=None), format_bytes),
+        "sent by rank 0": _fact(sum(_numbers(rows, "payload_bytes")) or None, format_bytes),
     }
 
 
+def _fact(number: float | None, words: Callable[[float], str]) -> Fact:
+    return Fact("") if number is None else Fact(words(number), number)
+
+
+def _apart(one: float | None, other: float | None) -> str:
+    """How much more or less the other one is; "" where either is not known, or the first is not above 0."""
+    if one is None or other is None or not one > 0:
+        return ""
+    share = other / one - 1
+    return "equal" if other == one else f"{share:+.2%}" if abs(share) < 10 else f"{other / one:.3g} times"
+
+
+def _best(rows: Sequence[Row]) -> Fact:
+    """The lowest validation loss, and the step after which it was."""
+    found = [(each, row["step"]) for row in rows if (each := _number(row, "validation_loss")) is not None]
+    if len(found) < 2:  # else it is the last one
+        return Fact("")
+    loss, step = min(found)
+    return Fact(f"{_figure(loss)} (step {step})", loss)
+
+
+def _end(losses: Sequence[float]) -> float | None:
+    """The mean of the last tenth, which tells more than the last one, of a run that is long enough."""
+    count = len(losses) // 10
+    return sum(losses[-count:]) / count if len(losses) >= _FEW else None
+
+
+def _middle(numbers: Sequence[float]) -> float | None:
+    return median(numbers) if numbers else None
+
+
 def _last(rows: Sequence[Row], key: str) -> float | None:
-    found = [each for row in rows if (each := _number(row, key)) is not None]
+    found = _numbers(rows, key)
     return found[-1] if found else None
+
+
+def _numbers(rows: Sequence[Row], key: str) -> list[float]:
+    return [each for row in rows if (each := _number(row, key)) is not None]
 
 
 def _number(row: Row, key: str) -> float | None:

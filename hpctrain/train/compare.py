@@ -60,12 +60,17 @@ class Replay:
 
 
 def compare(
-    world: World, paths: tuple[Path, Path], steps: int | None, replays: bool, show: Callable[[str], None]
+    world: World,
+    paths: tuple[Path, Path],
+    steps: int | None,
+    replays: bool,
+    show: Callable[[str], None],
+    figures: bool = False,
 ) -> int:
     """Show on rank 0 how two runs differ, and where they part; the exit code. Collective.
 
-    0 where they differ by no more than rounding, 1 where they do. HpctrainError on all ranks where they
-    cannot be compared.
+    0 where they differ by no more than rounding, 1 where they do; with `figures` alone, always 0.
+    HpctrainError on all ranks where they cannot be compared.
     """
 
     def tell(lines: Sequence[str]) -> None:
@@ -79,6 +84,8 @@ def compare(
     tell(side_by_side(_record(one), _record(other), columns()))
     damaged = [f"Left out: {each}" for run in (one, other) for each in run.damaged]
     tell([line for each in damaged for line in ("", *fit(each, columns()))])
+    if figures:
+        return EXIT_DONE
     parts = recorded_part(one, other)
     alike = recorded_alike(one, other)
     tell(["", *fit(recorded_sentence(one, other, parts, alike), columns())])
