@@ -302,6 +302,18 @@ def hang(*_: object) -> None:
 
 
 @pytest.mark.mpi(min_size=1, max_size=2)
+def test_a_run_without_a_package_ends_before_it_begins(
+    world: World, deck_file: Path, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_installed", lambda package: package != "wandb")
+    keys = [f"run.dir={mpi_tmp_path}/run", "report.wandb=offline", "report.tensorboard=true"]
+    with pytest.raises(HpctrainError, match=r"report\.wandb=offline: needs the package wandb") as caught:
+        run_deck(world, deck_file, keys)
+    assert len(caught.value.problems) == 1
+    assert not (mpi_tmp_path / "run").exists()
+
+
+@pytest.mark.mpi(min_size=1, max_size=2)
 def test_a_run_has_the_same_bits_with_all_of_it(
     world: World, deck_file: Path, mpi_tmp_path: Path, fakes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
