@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 SECONDS_PER_LOOK = 2.0
 LOOKS_PER_SEARCH = 10  # for runs that were not there before
 _SHARE = 0.2  # of the time at most is spent on looking, where a file system is slow
-_CURVE, _GAP = 16, "  "
-_NAME, _LEAST_NAME, _NEEDED = 24, 8, 5
+_WIDE, _CURVES, _GAP = 100, (8, 16), "  "  # from so many columns on, curves are longer
+_NAME, _LEAST_NAME, _NEEDED = 20, 8, 5
 """Letters of a run's name that stay as long as there are columns which are not needed, and in any case."""
 
 _STYLES = {
@@ -42,13 +42,21 @@ _STYLES = {
 
 
 @dataclass(frozen=True)
+class Style:
+    """How curves are drawn: by which marks, and how many."""
+
+    marks: str
+    curve: int
+
+
+@dataclass(frozen=True)
 class Column:
     """A column: its head, the cell of a run, whether cells begin at its left, and how soon it has to go where
     the window is narrow; "" in all rows is no column at all.
     """
 
     head: str
-    cell: Callable[[Look, str], str]
+    cell: Callable[[Look, Style], str]
     left: bool
     goes: int
 
@@ -116,8 +124,9 @@ def table_lines(looks: Sequence[Look], width: int, marks: str = BLOCKS) -> list[
     """
     if not looks:
         return []
-    columns = [each for each in COLUMNS if any(each.cell(look, marks) for look in looks)]
-    cells = {each: [each.head, *(each.cell(look, marks) for look in looks)] for each in columns}
+    drawn = Style(marks, _CURVES[width >= _WIDE])
+    columns = [each for each in COLUMNS if any(each.cell(look, drawn) for look in looks)]
+    cells = {each: [each.head, *(each.cell(look, drawn) for look in looks)] for each in columns}
     widths = {each: max(map(len, cells[each])) for each in columns}
     while sum(widths[each] for each in columns) + len(_GAP) * (len(columns) - 1) > width:
         least = max(columns, key=lambda each: each.goes)
@@ -156,32 +165,32 @@ def _foot(looks: Sequence[Look], count: int) -> Iterator[str]:
             yield look.problem
 
 
-def _step(look: Look, marks: str) -> str:  # noqa: ARG001
+def _step(look: Look, style: Style) -> str:  # noqa: ARG001
     steps = look.status.get("steps")
     return f"{look.status.get('step', 0)}/{'?' if steps is None else steps}" if look.status else ""
 
 
-def _loss(look: Look, marks: str) -> str:  # noqa: ARG001
+def _loss(look: Look, style: Style) -> str:  # noqa: ARG001
     loss = _number(look.status, "loss")
     return "" if loss is None else f"{loss:.4f}"
 
 
-def _rate(look: Look, marks: str) -> str:  # noqa: ARG001
+def _rate(look: Look, style: Style) -> str:  # noqa: ARG001
     rate = _number(look.status, "tokens_per_s")
     return "" if rate is None or not _at_work(look) else format_count(rate)
 
 
-def _left(look: Look, marks: str) -> str:  # noqa: ARG001
+def _left(look: Look, style: Style) -> str:  # noqa: ARG001
     left = _number(look.status, "seconds_left")
     return "" if left is None or not _at_work(look) else format_seconds(round(left))
 
 
-def _ago(look: Look, marks: str) -> str:  # noqa: ARG001
+def _ago(look: Look, style: Style) -> str:  # noqa: ARG001
     since = _number(look.status, "seconds_since_step")
     return "" if since is None or not _at_work(look) else format_seconds(round(since))
 
 
-def _slow(look: Look, marks: str) -> str:  # noqa: ARG001
+def _slow(look: Look, style: Style) -> str:  # noqa: ARG001
     """The stragglers: of one, which rank it is; of several, how many."""
     slow = look.status.get("stragglers")
     if not isinstance(slow, list) or not slow or not _at_work(look):
@@ -190,7 +199,7 @@ def _slow(look: Look, marks: str) -> str:  # noqa: ARG001
     return f"rank {first.get('rank', '?')}" if len(slow) == 1 else counted(len(slow), "rank")
 
 
-def _faults(look: Look, marks: str) -> str:  # noqa: ARG001
+def _faults(look: Look, style: Style) -> str:  # noqa: ARG001
     faults = _number(look.status, "silent_faults")
     return f"{faults:.0f}" if faults else ""
 
@@ -210,8 +219,8 @@ COLUMNS = (
     Column("state", lambda look, _: str(look.status.get("state", "unreadable")), left=True, goes=1),
     Column("step", _step, left=False, goes=2),
     Column("loss", _loss, left=False, goes=3),
-    Column("newest losses", lambda look, marks: sparkline(look.losses, _CURVE, marks), left=True, goes=8),
-    Column("tokens/s", _rate, left=False, goes=7),
+    Column("curve", lambda look, style: sparkline(look.losses, style.curve, style.marks), left=True, goes=7),
+    Column("tokens/s", _rate, left=False, goes=8),
     Column("left", _left, left=False, goes=4),
     Column("last step", _ago, left=False, goes=9),
     Column("slow", _slow, left=True, goes=6),

@@ -153,7 +153,7 @@ def test_any_window_is_wide_enough(tmp_path: Path) -> None:
     watched = Watched([folder, tmp_path / "other"])
     wide = [line.plain for line in watched.lines(250, 20)]
     heads = " ".join(wide[1].split())
-    assert heads == "run state step loss newest losses tokens/s left last step slow faults disk"
+    assert heads == "run state step loss curve tokens/s left last step slow faults disk"
     for word in ("running", "30/100", "2.5000", "█▅▁", "1.23K", "1 min 10 s", "rank 5", "3"):
         assert word in wide[2]
     assert "done" in wide[3]
@@ -165,7 +165,7 @@ def test_any_window_is_wide_enough(tmp_path: Path) -> None:
             assert "ng-name" in lines[2]
             assert "running" in lines[2]
             assert "30/100" in lines[2]
-    assert "a-run-with-a-long-name" in watched.lines(75, 20)[2].plain
+    assert "un-with-a-long-name" in watched.lines(75, 20)[2].plain
     assert "faults" in watched.lines(75, 20)[1].plain.split()
     assert "disk" not in watched.lines(75, 20)[1].plain.split()
 
