@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hpctrain.data.documents import Documents
 from hpctrain.data.fit import needed_tokens, split_sizes
 from hpctrain.data.order import Integers, SampleOrder
 from hpctrain.data.tokens import TokenFile
@@ -31,19 +32,23 @@ class MicroBatch:
     """What one data rank computes at once: `fields` by name, each with a row for every sample [b, ...].
 
     Rows that are no samples come behind the `samples` (None: all rows are). `sequences` says that all fields
-    are [b, s], of which context ranks have a piece each.
+    are [b, s], of which context ranks have a piece each. `documents`, if any, are those in sequences, which
+    do not see each other.
     """
 
     fields: Mapping[str, Tensor]
     samples: int | None = None
     sequences: bool = False
+    documents: Documents | None = None
 
     @staticmethod
-    def of_tokens(tokens: Tensor, targets: Tensor, samples: int | None = None) -> MicroBatch:
+    def of_tokens(
+        tokens: Tensor, targets: Tensor, samples: int | None = None, documents: Documents | None = None
+    ) -> MicroBatch:
         """That of a token file: both int64 [b, s]; `targets` is -1 where nothing is to be predicted, as in
         rows that are no samples.
         """
-        return MicroBatch({"tokens": tokens, "targets": targets}, samples, sequences=True)
+        return MicroBatch({"tokens": tokens, "targets": targets}, samples, True, documents)
 
     @property
     def tokens(self) -> Tensor:
@@ -88,10 +93,14 @@ class Samples(Protocol):
 
 
 class Sequences(ABC):
-    """Samples that are sequences of `length` tokens, each with its targets (see `MicroBatch.of_tokens`)."""
+    """Samples that are sequences of `length` tokens, each with its targets (see `MicroBatch.of_tokens`).
+
+    Where an `end_of_document` is given, documents do not see each other: none of them predicts the next one.
+    """
 
     length: int
     count: int
+    end_of_document: int | None = None
 
     @abstractmethod
     def sequence(self, index: int) -> tuple[Tensor, Tensor]:
@@ -104,7 +113,11 @@ class Sequences(ABC):
             targets = torch.full_like(tokens, MASKED)
             for row, index in enumerate(each.indices):
                 tokens[row], targets[row] = self.sequence(int(index))
-            yield MicroBatch.of_tokens(tokens, targets, len(each.indices))
+            documents, end, samples = None, self.end_of_document, len(each.indices)
+            if end is not None:
+                documents = Documents.of(tokens, end, samples)
+                targets.masked_fill_(tokens == end, MASKED)
+            yield MicroBatch.of_tokens(tokens, targets, samples, documents)
 
 
 class SequenceSource(Sequences):
@@ -114,9 +127,12 @@ class SequenceSource(Sequences):
     HpctrainError when the file is too short to give both splits one sequence.
     """
 
-    def __init__(self, file: TokenFile, sequence: int, fraction: float, split: str) -> None:
+    def __init__(
+        self, file: TokenFile, sequence: int, fraction: float, split: str, document_mask: bool = False
+    ) -> None:
         assert split in SPLITS and 0 <= fraction < 1 and sequence > 0, (split, fraction, sequence)
         self.file = file
+        self.end_of_document = file.end_of_document if document_mask else None
         self.length = sequence
         trained, held_out = split_sizes(file.tokens, sequence, fraction)
         if not trained:

@@ -29,6 +29,7 @@ _DEFAULTS = {
     "communication.server": "is for our families yet",
     "communication.compress": "is for our families yet",
     "run.noise_scale_steps": "is for our families yet",
+    "data.document_mask": "masks attention of our families",
     "machine.compile": "compiles functions of our families' blocks",
     "machine.rates": "is for plans of our families' seconds",
 }

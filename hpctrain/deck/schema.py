@@ -293,6 +293,10 @@ class Data(Section):
     other_tokenizer: bool = key(
         "Take tokens of another tokenizer than that of the weights that a run starts or goes on from.", False
     )
+    document_mask: bool = key(
+        "Whether documents in a sequence do not see each other, and none predicts what comes behind its end.",
+        False,
+    )
     validation: float = key("Share of the sequences held out for evaluation.", 0.01, ge=0, lt=1)
 
 

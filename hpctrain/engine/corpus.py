@@ -43,9 +43,9 @@ def open_corpus(deck: Deck, world: World) -> Corpus:
         problems = [deck.problem(each.key, each.sentence) for each in token_problems(deck, file)]
         if problems:
             raise HpctrainError(problems)
-        sequence, held_out = deck.batch.sequence, deck.data.validation
-        train = Batches(SequenceSource(file, sequence, held_out, "train"), deck.run.seed)
-        validation = Batches(SequenceSource(file, sequence, held_out, "validation"), deck.run.seed)
+        sequence, held_out, mask = deck.batch.sequence, deck.data.validation, deck.data.document_mask
+        train = Batches(SequenceSource(file, sequence, held_out, "train", mask), deck.run.seed)
+        validation = Batches(SequenceSource(file, sequence, held_out, "validation", mask), deck.run.seed)
     return Corpus(file, train, validation if held_out else None)
 
 

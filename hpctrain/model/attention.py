@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from hpctrain.data.documents import Documents
 from hpctrain.model.query_key_norm import QueryKeyNorm
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.all_to_all_attention import all_to_all_attention
@@ -95,8 +96,8 @@ class Attention(nn.Module):
         """Whether the core's output comes back from other ranks, and is another tensor there."""
         return self.groups.context.size > 1 and self.groups.context_form == "all_to_all"
 
-    def forward(self, x: Tensor, rotary: Rotary | None) -> Tensor:
-        """Attend to all earlier positions of the same sequence."""
+    def forward(self, x: Tensor, rotary: Rotary | None, documents: Documents | None = None) -> Tensor:
+        """Attend to all earlier positions of the same sequence, or of the same of its documents."""
         inner = self.inner(x)
         parts = [
             part.unflatten(-1, (-1, self.head_size)) for part in inner.split(self.inner.split_sizes, dim=-1)
@@ -104,20 +105,23 @@ class Attention(nn.Module):
         if self.norm is not None:
             parts[:2] = self.norm(*parts[:2])
         tables = rotary.tables if rotary is not None else ()
-        attended = self.groups.saved_policy.attend(self._attend, parts, tables)
+        core = partial(self._attend, documents)
+        attended = self.groups.saved_policy.attend(core, parts, tables)
         output: Tensor = self.output(attended.flatten(2))
         return output
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, *tables: Tensor) -> Tensor:
+    def _attend(
+        self, documents: Documents | None, query: Tensor, key: Tensor, value: Tensor, *tables: Tensor
+    ) -> Tensor:
         """The core: rotation, where there are tables for it, and softmax attention."""
         context, attend = self.groups.context, self.groups.functions.attend
         if context.size == 1:
-            return attend(query, key, value, tables, self.scale)
+            return attend(query, key, value, tables, self.scale, documents)
         if tables:
             query, key = turned(query, *tables), turned(key, *tables)
         if self.groups.context_form == "ring":
-            return ring_attention(query, key, value, context, self.scale)
-        whole = partial(attend, tables=(), scale=self.scale)
+            return ring_attention(query, key, value, context, self.scale, documents)
+        whole = partial(attend, tables=(), scale=self.scale, documents=documents)
         return all_to_all_attention(query, key, value, context, whole)
 
     def saved(self, at: Saving) -> list[Storage]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hpctrain.data.documents import Documents
 from hpctrain.model.choices import Choices
 from hpctrain.parallel.random import DropoutSource
 
@@ -65,7 +66,8 @@ class Inputs:
     `positions` [s] int64, global positions of the local piece of the sequence; `dropout` draws masks, or is
     None where nothing is dropped; `terms` takes what layers add to the losses. Of the b rows the first
     `samples` are samples (None: all are), others fill the micro-batch up. `choices`, if any, gives routers
-    their experts, or takes which ones they chose.
+    their experts, or takes which ones they chose. `documents`, if any, are those of whole sequences, within
+    which attention stays and learned positions count.
     """
 
     fields: Mapping[str, Tensor]
@@ -74,6 +76,7 @@ class Inputs:
     terms: Terms = field(default_factory=Terms)
     samples: int | None = None
     choices: Choices | None = None
+    documents: Documents | None = None
 
     @staticmethod
     def of_tokens(

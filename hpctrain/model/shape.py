@@ -20,7 +20,8 @@ class ModelShape(Sizes, Architecture):
     """The sizes that fix a decoder-only transformer.
 
     `gpt2`: learned positions, LayerNorm, GELU, biases. `llama`: RoPE, RMSNorm, SwiGLU, no biases. Of what
-    concerns mixtures, what is meant is told by the deck's keys of these names.
+    concerns mixtures, what is meant is told by the deck's keys of these names. `packed` says that documents
+    in a sequence do not see each other.
     """
 
     sequence: int
@@ -37,6 +38,7 @@ class ModelShape(Sizes, Architecture):
     balance_rate: float = 0.001
     capacity: float | None = None
     parametrization: Parametrization = STANDARD
+    packed: bool = False
 
     def __post_init__(self) -> None:
         """Features of one attention head are hidden / heads where they are not given."""
@@ -55,6 +57,7 @@ class ModelShape(Sizes, Architecture):
             )
         settled: dict[str, Any] = {"vocabulary": vocabulary, "sequence": deck.batch.sequence}
         settled["parametrization"] = Parametrization.of(deck)
+        settled["packed"] = deck.data.document_mask
         names = {field.name for field in fields(ModelShape)} - settled.keys()
         return ModelShape(**{name: getattr(deck.model, name) for name in names}, **settled)
 

@@ -72,8 +72,9 @@ class PositionEmbedding(nn.Module):
         self.table = Parameter(Shard.whole(f"{name}.weight", size, groups.sequence_partial), initial="table")
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Rows of x stand at `positions`."""
-        return x + functional.embedding(positions, self.table).unsqueeze(1)
+        """Rows of x stand at `positions`, [s or s/t] or, where documents count their own, [s or s/t, b]."""
+        added = functional.embedding(positions, self.table)
+        return x + (added.unsqueeze(1) if positions.dim() == 1 else added)
 
 
 class Embedding(TransformerLayer):
@@ -83,7 +84,7 @@ class Embedding(TransformerLayer):
 
     def __init__(self, shape: ModelShape, groups: LayerGroups, table: Parameter) -> None:
         super().__init__()
-        self.hidden, self.probability = shape.hidden, shape.dropout
+        self.hidden, self.probability, self.packed = shape.hidden, shape.dropout, shape.packed
         self.tokens = VocabularyEmbedding(table, groups)
         learned = shape.family == "gpt2"
         self.positions = PositionEmbedding("embedding.positions", shape, groups) if learned else None
@@ -97,7 +98,8 @@ class Embedding(TransformerLayer):
         """The first hidden states."""
         x: Tensor = self.tokens(tokens)
         if self.positions is not None:
-            x = self.positions(x, around.positions)
+            documents = around.inputs.documents
+            x = self.positions(x, around.positions if documents is None else documents.at(around.positions))
         return dropout(x, around.inputs.dropout, 0, around.positions, self.probability)
 
     def run(self, x: Tensor, around: Surroundings, residency: Residency) -> Tensor:
@@ -119,7 +121,9 @@ class Embedding(TransformerLayer):
     def saved(self, at: Saving) -> list[Storage]:
         """Token ids, with a mark of those that other ranks look up, and the places of learned positions."""
         ids = 8 if self.tokens.groups.tensor.size == 1 else 9
-        positions = 8 * at.tokens // at.micro_size if self.positions is not None else 0
+        positions = (
+            8 * at.tokens // (1 if self.packed else at.micro_size) if self.positions is not None else 0
+        )
         return [Storage(ids * at.tokens + positions, 8, features=False), *_masks(self, at)]
 
 
@@ -148,7 +152,7 @@ class Block(TransformerLayer):
     def forward(self, x: Tensor, around: Surroundings) -> Tensor:
         """[s or s/t, b, h] -> the same."""
         source, positions = around.inputs.dropout, around.positions
-        attended = self.attention(self.attention_norm(x), around.rotary)
+        attended = self.attention(self.attention_norm(x), around.rotary, around.inputs.documents)
         x = x + dropout(attended, source, self.site, positions, self.probability)
         normal = self.feed_forward_norm(x)
         if isinstance(self.feed_forward, Mixture):

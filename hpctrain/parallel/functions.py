@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hpctrain.data.documents import Documents
+from hpctrain.parallel.document_attention import document_attention
 from hpctrain.parallel.library import Attention, Heads, workspace_floats
 from hpctrain.parallel.partition import CompiledPartition, Logits, Partition
 
@@ -59,15 +61,24 @@ class Functions:
         return Partition(logits, column)
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, tables: Sequence[Tensor], scale: float | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        tables: Sequence[Tensor],
+        scale: float | None,
+        documents: Documents | None = None,
     ) -> Tensor:
         """Causal softmax attention of [s, b, heads, d] tensors, keys and values with as many or fewer heads,
-        all of whole sequences, after a rotation by the tables of a Rotary, if there are any.
+        all of whole sequences, after a rotation by the tables of a Rotary, if there are any; within their
+        `documents`, if these are given.
 
         Scores are products of queries and keys times `scale`, by default 1 / sqrt(d).
         """
         if tables:
             query, key = turned(query, *tables), turned(key, *tables)
+        if documents is not None:
+            return document_attention(query, key, value, documents, scale)
         output = functional.scaled_dot_product_attention(
             query.permute(1, 2, 0, 3),
             key.permute(1, 2, 0, 3),
@@ -127,11 +138,17 @@ class CompiledFunctions(Functions):
         return CompiledPartition(logits, column, self.call)
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, tables: Sequence[Tensor], scale: float | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        tables: Sequence[Tensor],
+        scale: float | None,
+        documents: Documents | None = None,
     ) -> Tensor:
         """See Functions."""
         scale = query.shape[-1] ** -0.5 if scale is None else scale
-        result: Tensor = _Attend.apply(query, key, value, self, tables, scale)
+        result: Tensor = _Attend.apply(query, key, value, self, tables, scale, documents)
         return result
 
 
@@ -310,15 +327,18 @@ class _Attend(torch.autograd.Function):
         functions: CompiledFunctions,
         tables: Sequence[Tensor],
         scale: float,
+        documents: Documents | None,
     ) -> Tensor:
         query, key, value = map(_rows, (query, key, value))
         rows, batch, heads, head = query.shape
         output, log_sums = query.new_empty(query.shape), torch.empty(batch, heads, rows)
-        ctx.functions, ctx.tables, ctx.scale = functions, tables, scale
-        sizes = _sizes(query, key, tables, scale)
+        ctx.functions, ctx.tables, ctx.scale, ctx.documents = functions, tables, scale, documents
         memory = torch.empty(workspace_floats(rows, head))
-        operands = map(_heads, (query, key, value, output))
-        functions.call("attend", sizes, *operands, log_sums, memory, 0, batch * key.shape[2])
+        for at in _alone(query, documents):
+            operands = [x[at] for x in (query, key, value, output)]
+            sizes = _sizes(operands[0], operands[1], [table[at[0]] for table in tables], scale)
+            pairs = sizes.batch * sizes.groups
+            functions.call("attend", sizes, *map(_heads, operands), _of(log_sums, at), memory, 0, pairs)
         ctx.save_for_backward(query, key, value, output, log_sums)
         return output
 
@@ -327,12 +347,26 @@ class _Attend(torch.autograd.Function):
         query, key, value, output, log_sums = ctx.saved_tensors
         gradient = _rows(gradient)
         results = [x.new_empty(x.shape) for x in (query, key, value)]
-        sizes = _sizes(query, key, ctx.tables, ctx.scale)
         memory = torch.empty(workspace_floats(query.shape[0], query.shape[3]))
-        operands = map(_heads, (query, key, value, output, gradient, *results))
-        pairs = query.shape[1] * key.shape[2]
-        ctx.functions.call("attend_gradient", sizes, *operands, log_sums, memory, 0, pairs)
-        return *results, None, None, None
+        for at in _alone(query, ctx.documents):
+            operands = [x[at] for x in (query, key, value, output, gradient, *results)]
+            sizes = _sizes(operands[0], operands[1], [table[at[0]] for table in ctx.tables], ctx.scale)
+            given = *map(_heads, operands), _of(log_sums, at)
+            ctx.functions.call("attend_gradient", sizes, *given, memory, 0, sizes.batch * sizes.groups)
+        return *results, None, None, None, None, None
+
+
+def _alone(query: Tensor, documents: Documents | None) -> list[tuple[slice, slice]]:
+    """Positions and rows of what attends to itself alone: all sequences, or each of their documents."""
+    if documents is None:
+        return [(slice(0, query.shape[0]), slice(0, query.shape[1]))]
+    return [(slice(begin, end), slice(row, row + 1)) for row, begin, end in documents.pieces]
+
+
+def _of(log_sums: Tensor, at: tuple[slice, slice]) -> Tensor:
+    """Memory of [b, heads, s] for log-sum-exps of what is `at` some positions and rows, up to the end."""
+    _, heads, length = log_sums.shape
+    return log_sums.view(-1)[heads * (at[1].start * length + at[0].start) :]
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ rank's keys, or its late queries over all keys of a later rank.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from hpctrain.comm.group import Group
 from hpctrain.comm.work import Work
+from hpctrain.data.documents import Documents
 from hpctrain.parallel.attention_block import attend, attend_backward, merge
 
 _KEYS, _GRADIENTS = 1, 2
@@ -50,26 +52,66 @@ def _visible(source: int, rank: int, half: int) -> tuple[slice, slice, bool]:
     return slice(half, None), slice(None), False
 
 
+def _held(place: int, rank: int, ranks: int, half: int) -> int:
+    """How many of a rank's rows stand before a place of the whole sequence."""
+    early, late = rank * half, (2 * ranks - 1 - rank) * half
+    return min(max(place - early, 0), half) + min(max(place - late, 0), half)
+
+
+Block = tuple[slice, slice, slice, bool]
+"""Rows of the batch, of the queries and of the keys, and whether a causal mask applies between these."""
+
+
+def _blocks(source: int, group: Group, half: int, documents: Documents | None) -> Iterator[Block]:
+    """What this rank's queries see of `source`'s keys: all as one, or by document.
+
+    What a rank holds of a document is a run of its rows, even of both its pieces: between these it has none.
+    """
+    rank, ranks = group.rank, group.size
+    queries, keys, causal = _visible(source, rank, half)
+    if documents is None:
+        yield slice(None), queries, keys, causal
+        return
+    for row, begin, end in documents.pieces:
+        found = []
+        for holder, visible in ((rank, queries), (source, keys)):
+            first, last, _ = visible.indices(2 * half)
+            own = (_held(place, holder, ranks, half) for place in (begin, end))
+            found.append(slice(*(min(max(place, first), last) for place in own)))
+        if all(each.start < each.stop for each in found):
+            yield slice(row, row + 1), found[0], found[1], causal
+
+
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, group: Group, scale: float | None
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        group: Group,
+        scale: float | None,
+        documents: Documents | None,
     ) -> Tensor:
-        ctx.group, ctx.scale, half = group, scale, query.shape[0] // 2
+        ctx.group, ctx.scale, ctx.documents, half = group, scale, documents, query.shape[0] // 2
         held = torch.stack((key, value))
         arriving = torch.empty_like(held)
         ring = _Ring(group, _KEYS)
-        output, log_sum = torch.empty(0), torch.empty(0)
+        rows, batch, heads, _ = query.shape
+        output = query.new_empty(query.shape, dtype=torch.float32)
+        log_sum = query.new_empty(batch, heads, rows, dtype=torch.promote_types(query.dtype, torch.float32))
         for turn in range(group.size):
             if turn < group.size - 1:
                 ring.start(held, arriving)
             source = (group.rank - turn) % group.size
-            queries, keys, causal = _visible(source, group.rank, half)
-            part, part_log_sum = attend(query[queries], held[0][keys], held[1][keys], causal, scale)
-            if turn == 0:
-                output, log_sum = part.to(torch.float32, copy=True), part_log_sum.contiguous()
-            else:
-                merge(output[queries], log_sum[..., queries], part, part_log_sum)
+            for some, queries, keys, causal in _blocks(source, group, half, documents):
+                part = attend(query[queries, some], held[0][keys, some], held[1][keys, some], causal, scale)
+                into = output[queries, some], log_sum[some, :, queries]
+                if turn == 0:  # with its own keys, of which every query sees some
+                    for mine, each in zip(into, part, strict=True):
+                        mine.copy_(each)
+                else:
+                    merge(*into, *part)
             if turn < group.size - 1:
                 ring.wait()
                 held, arriving = arriving, held
@@ -78,7 +120,7 @@ class _RingAttention(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
         group: Group = ctx.group
         query, key, value, output, log_sum = ctx.saved_tensors
         half = query.shape[0] // 2
@@ -94,24 +136,28 @@ class _RingAttention(torch.autograd.Function):
             if turn < group.size - 1:
                 keys_ring.start(held, arriving)
             source = (group.rank - turn) % group.size
-            queries, keys, causal = _visible(source, group.rank, half)
-            of_part = attend_backward(
-                output_gradient[queries],
-                query[queries],
-                held[0][keys],
-                held[1][keys],
-                output[queries],
-                log_sum[..., queries],
-                causal,
-                ctx.scale,
-            )
-            of_query[queries] += of_part[0]
+            blocks = list(_blocks(source, group, half, ctx.documents))
+            of_blocks = [
+                attend_backward(
+                    output_gradient[queries, some],
+                    query[queries, some],
+                    held[0][keys, some],
+                    held[1][keys, some],
+                    output[queries, some],
+                    log_sum[some, :, queries],
+                    causal,
+                    ctx.scale,
+                )
+                for some, queries, keys, causal in blocks
+            ]
             if turn > 1:
                 gradients_ring.wait()
                 carried, incoming = incoming, carried
             target = own if turn == 0 else carried
-            target[0][keys] += of_part[1]
-            target[1][keys] += of_part[2]
+            for (some, queries, keys, _), of_block in zip(blocks, of_blocks, strict=True):
+                of_query[queries, some] += of_block[0]
+                target[0][keys, some] += of_block[1]
+                target[1][keys, some] += of_block[2]
             if turn > 0:
                 gradients_ring.start(carried, incoming)
             if turn < group.size - 1:
@@ -120,15 +166,21 @@ class _RingAttention(torch.autograd.Function):
         gradients_ring.wait()
         own += incoming
         of_key, of_value = own.to(key.dtype)
-        return of_query.to(query.dtype), of_key, of_value, None, None
+        return of_query.to(query.dtype), of_key, of_value, None, None, None
 
 
 def ring_attention(
-    query: Tensor, key: Tensor, value: Tensor, group: Group, scale: float | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group: Group,
+    scale: float | None = None,
+    documents: Documents | None = None,
 ) -> Tensor:
-    """Causal attention of [s/c, b, heads, d] pieces (early and late, see above) over the whole sequence.
+    """Causal attention of [s/c, b, heads, d] pieces (early and late, see above) over the whole sequence, or
+    within its `documents`, if these are given.
 
     `scale` as in `attend`.
     """
-    result: Tensor = _RingAttention.apply(query, key, value, group, scale)
+    result: Tensor = _RingAttention.apply(query, key, value, group, scale, documents)
     return result

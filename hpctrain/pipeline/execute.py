@@ -63,7 +63,9 @@ class PreparedBatch:
         fields = {name: field.to(device, non_blocking=True) for name, field in micro.fields.items()}
         if micro.sequences:
             fields = {name: context_piece(field, positions).t() for name, field in fields.items()}
-        inputs = Inputs(fields, positions, dropout, Terms(terms_scale), micro.samples, choices)
+        inputs = Inputs(
+            fields, positions, dropout, Terms(terms_scale), micro.samples, choices, micro.documents
+        )
         return PreparedBatch(inputs, objective.losses(inputs, scale))
 
 

@@ -43,6 +43,8 @@ from hpctrain.train.trainer import Trainer
 
 _WATCHED = 4  # data ranks whose outputs are compared
 
+_DOCUMENTS = 0.2  # share of tokens that end a document, where these are masked
+
 ROUGHNESS = 0.2  # standard deviation of what biases and norm weights differ by
 
 
@@ -83,7 +85,10 @@ def tiny_trainer(deck: Deck, world: World, mesh: Mesh) -> Trainer:
     if deck.data.dataset is not None:
         return Trainer(deck, engine, Batches(DatasetSource(dataset_of(deck), 0.0, "train"), deck.run.seed))
     assert deck.model.vocabulary is not None
-    source = SyntheticSource(deck.batch.sequence, deck.model.vocabulary, seed=deck.run.seed, masked=0.2)
+    documents = _DOCUMENTS if deck.data.document_mask else 0.0
+    source = SyntheticSource(
+        deck.batch.sequence, deck.model.vocabulary, seed=deck.run.seed, masked=0.2, documents=documents
+    )
     return Trainer(deck, engine, Batches(source, deck.run.seed))
 
 

@@ -316,6 +316,13 @@ def _pieces(value: object, theirs: Theirs) -> Keys:
     return {"layout.sequence_parallel": True} if switch(value) and not alone else {}
 
 
+def _of_documents(value: object, theirs: Theirs) -> Keys:
+    """What data.document_mask does by itself."""
+    if switch(value) and not theirs.is_on("--reset-attention-mask"):
+        raise UntranslatedError("goes with data.document_mask alone, and there is no --reset-attention-mask")
+    return {}
+
+
 def _of_names(names: Sequence[str], rule: Rule) -> dict[str, Rule]:
     return {f"--{name}": rule for name in names}
 
@@ -402,6 +409,9 @@ _RUN: dict[str, Rule] = {
     "--distributed-timeout-minutes": lambda value, _: {"stability.hang_seconds": f"{whole(value)} min"},
     "--async-save": when_on({"checkpoint.mode": "background"}),
     "--split": _held_out,
+    "--reset-attention-mask": when_on({"data.document_mask": True}),
+    "--reset-position-ids": _of_documents,
+    "--eod-mask-loss": _of_documents,
     "--profile": when_on({"run.trace": True}),
     **_of_names(
         ("data-path", "train-data-path", "valid-data-path", "test-data-path", "mock-data"), nothing(_TOKENS)
