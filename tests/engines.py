@@ -95,7 +95,10 @@ class Trainer(trainer_module.Trainer):
 def trainer(world: World, deck: Deck, masked: float = 0.2) -> Trainer:
     """A trainer of the deck on all ranks of the world."""
     engine = build_engine(deck, world, make_mesh(deck, world), roughness=ROUGHNESS)
-    source = SyntheticSource(deck.batch.sequence, deck.model.vocabulary or 0, masked=masked)
+    documents = 0.15 if deck.data.document_mask else 0.0
+    source = SyntheticSource(
+        deck.batch.sequence, deck.model.vocabulary or 0, masked=masked, documents=documents
+    )
     return Trainer(deck, engine, Batches(source, 1))
 
 

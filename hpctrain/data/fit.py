@@ -42,3 +42,9 @@ def token_problems(deck: Deck, file: TokenFile) -> Iterator[Problem]:
         needed = f"of which it needs {needed_tokens(sequence, fraction)}{held_out}"
         sentence = f"is too long for the {file.tokens} tokens of {deck.data.tokens}, {needed} ({would})"
         yield Problem("batch.sequence", sentence, ("data.validation",))
+    if deck.data.document_mask and int(file.read(file.tokens - 1, 1)[0]) != file.end_of_document:
+        missing = (
+            f"and {deck.data.tokens} does not end with token {file.end_of_document}, which ends a document"
+        )
+        sentence = f"needs documents that end, {missing} (leave it out, or prepare the text again)"
+        yield Problem("data.document_mask", sentence, ("data.tokens",))

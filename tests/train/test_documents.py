@@ -23,9 +23,11 @@ from hpctrain.engine.build import build_engine, make_mesh
 from hpctrain.engine.functions import with_functions
 from hpctrain.parallel.shard import Shard
 from hpctrain.train.hook import Hook
+from hpctrain.train.miniature import miniature
 from hpctrain.train.trainer import Trainer
-from hpctrain.train.verify import ROUGHNESS, _pieces, on_one_rank
-from tests.engines import LLAMA, by_rank_0, small_deck
+from hpctrain.train.verify import ROUGHNESS, _pieces, compare, on_one_rank
+from tests.engines import LLAMA, by_rank_0, small_deck, trainer
+from tests.memory.test_recompute import predicted, saved_bytes
 
 VOCABULARY, LENGTH = 61, 32
 KEYS = ("data.document_mask=true", "batch.global_size=8", "model.dropout=0")
@@ -153,3 +155,26 @@ def test_losses_and_gradients_are_those_of_separate_documents(world: World, fami
             assert largest > 1e-3 or shard.name.endswith("key.bias")  # which softmax does not see
             assert float(difference.abs().max()) <= 1e-6 * max(largest, 0.1), (layout, shard.name)
         trainer.engine.close()
+
+
+EXPERTS = ("model.experts=4", "model.experts_per_token=2", "model.balance_over=sequence")
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("layout", [("layout.context=2",), ("layout.expert=2", *EXPERTS)])
+def test_the_check_of_a_layout_has_documents(world: World, layout: tuple[str, ...]) -> None:
+    deck = miniature(small_deck(*LLAMA, *KEYS, *layout))
+    assert deck.data.document_mask
+    for difference in compare(deck, world, make_mesh(deck, world)):
+        assert difference.error <= 1e-5, difference
+
+
+@pytest.mark.mpi(min_size=1, max_size=2)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_saved_bytes_are_those_predicted(world: World, family: str) -> None:
+    context = f"layout.context={world.size}"
+    for more in ((context,), (context, "layout.context_form=all_to_all"), (f"layout.tensor={world.size}",)):
+        for recompute in ("none", "full", "selective"):
+            keys = ("data.document_mask=true", *more, f"memory.recompute={recompute}")
+            training = trainer(world, small_deck(*FAMILIES[family], *keys))
+            assert saved_bytes(training) == predicted(training), (more, recompute)
