@@ -1,6 +1,6 @@
 """Where documents begin in packed sequences, and that none of them predicts the next one.
 
-Tests of data/documents.py, and of what data/batches.py and data/synthetic.py make of it.
+Tests of data/documents.py, and of what data/batches.py, data/synthetic.py and data/fit.py make of it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import torch
 from hpctrain.comm.world import World
 from hpctrain.data.batches import MASKED, Batches, SequenceSource
 from hpctrain.data.documents import Documents, Piece
+from hpctrain.data.fit import token_problems
 from hpctrain.data.prepare import prepare
 from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.data.tokens import TokenFile
+from tests.engines import small_deck
 
 END = 9
 
@@ -78,3 +80,13 @@ def test_of_a_token_file_documents_are_those_that_were_prepared(file: TokenFile,
     unmasked = SequenceSource(file, sequence, 0.0, "train")
     (plain,) = Batches(unmasked, 0).evaluation(source.count, 0, 1, source.count)
     assert plain.documents is None and bool((plain.targets >= 0).all())
+
+
+def test_a_file_that_ends_no_document_is_refused(file: TokenFile) -> None:
+    deck = small_deck("model.vocabulary=257", "data.document_mask=true", "data.validation=0")
+    assert not list(token_problems(deck, file))
+    file.end_of_document = 255
+    (problem,) = token_problems(deck, file)
+    assert problem.key == "data.document_mask"
+    assert "does not end with token 255, which ends a document" in problem.sentence
+    assert not list(token_problems(deck.with_keys(data={"document_mask": False}), file))

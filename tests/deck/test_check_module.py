@@ -68,6 +68,7 @@ def test_axes_that_come_later_are_refused_in_a_sentence(key: str) -> None:
         "memory.activations=disk",
         "memory.activation_format=int8",
         "communication.compress=int8",
+        "data.document_mask=true",
         "machine.compile=true",
         "run.noise_scale_steps=5",
         "precision.compute=fp8",

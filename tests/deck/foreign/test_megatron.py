@@ -141,6 +141,7 @@ def test_models(arguments: str, expected: dict[str, object]) -> None:
     ("arguments", "expected"),
     [
         ("--train-samples 1000 --global-batch-size 64", {"run.steps": 15, "batch.global_size": 64}),
+        ("--reset-attention-mask --reset-position-ids --eod-mask-loss", {"data.document_mask": True}),
         ("--lr 2e-4 --min-lr 2e-5", {"learning_rate.peak": 2e-4, "learning_rate.floor": 0.1}),
         (
             "--lr-warmup-fraction 0.01 --train-iters 5000",
@@ -199,6 +200,7 @@ def test_steps_and_layouts(arguments: str, expected: dict[str, object]) -> None:
     ("arguments", "words"),
     [
         ("--no-such-thing 3", "--no-such-thing = 3: is no argument of Megatron-LM that is known here"),
+        ("--eod-mask-loss", "goes with data.document_mask alone, and there is no --reset-attention-mask"),
         ("--num-layers many", "--num-layers = many: is no number"),
         ("--num-layers 2.5", "--num-layers = 2.5: is no whole number"),
         ("--seq-length inf", "--seq-length = inf: is no number"),
