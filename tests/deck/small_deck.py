@@ -64,6 +64,7 @@ VALUES: dict[str, list[str]] = {
     "model.parametrization": ['"mup"'],
     "model.base_width": ["1", "8", "64"],
     "model.base_head_size": ["1", "16"],
+    "data.document_mask": ["true"],
     "data.validation": ["0", "1e-9", "0.3", "0.5", "0.999"],
     "layout.data": ["1", "2"],
     "layout.tensor": ["2"],
