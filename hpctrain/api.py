@@ -28,9 +28,10 @@ from hpctrain.comm.library import MPI
 from hpctrain.comm.outcome import print_problems
 from hpctrain.comm.verb import run_verb
 from hpctrain.comm.world import World
-from hpctrain.deck.find import article, is_of_a_run
+from hpctrain.deck.find import is_of_a_run
 from hpctrain.deck.sources import toml_value
 from hpctrain.errors import EXIT_DIFFERENT, EXIT_DONE, HpctrainError
+from hpctrain.words import kind_of, path_of
 
 __all__ = ["Given", "HpctrainError", "World", "check", "resume", "run"]
 
@@ -91,7 +92,7 @@ def run(
     def verb(own: World) -> int:
         from hpctrain.train.run import run_deck
 
-        return run_deck(own, _path(deck, "deck"), _changes(given), fresh, again)
+        return run_deck(own, path_of(deck, "deck"), _changes(given), fresh, again)
 
     _within(world, verb)
 
@@ -106,7 +107,8 @@ def resume(
     def verb(own: World) -> int:
         from hpctrain.train.run import resume as go_on
 
-        return go_on(own, _path(target, "target"), _changes({"changes": {} if changes is None else changes}))
+        given: Given = {"changes": {} if changes is None else changes}
+        return go_on(own, path_of(target, "target"), _changes(given))
 
     _within(world, verb)
 
@@ -119,7 +121,7 @@ def check(deck: str | Path, *, world: World | None = None, **given: Unpack[Given
     def verb(own: World) -> int:
         from hpctrain.train.check import check as compare
 
-        return compare(own, _path(deck, "deck"), _changes(given), print)
+        return compare(own, path_of(deck, "deck"), _changes(given), print)
 
     return _within(world, verb, EXIT_DIFFERENT) == EXIT_DONE
 
@@ -148,13 +150,6 @@ def _within(world: World | None, verb: Callable[[World], int], *expected: int) -
         return int(end.code or EXIT_DONE)
 
 
-def _path(given: object, what: str) -> Path:
-    """The path of a file or folder. HpctrainError where it is none."""
-    if not isinstance(given, str | os.PathLike) or not str(given):
-        raise HpctrainError(f"{what}: is to be the path of a file, not {_kind(given)}")
-    return Path(given)
-
-
 def _changes(given: Given) -> list[str]:
     """What is given, as `--set` has it."""
     unknown = sorted(given.keys() - Given.__annotations__.keys())
@@ -164,17 +159,12 @@ def _changes(given: Given) -> list[str]:
     changes: object = given.get("changes", {})
     if not isinstance(changes, Mapping) or not all(isinstance(key, str) for key in changes):
         raise HpctrainError(
-            f'changes: is to have values by keys, as {{"batch.micro_size": 4}}, not {_kind(changes)}'
+            f'changes: is to have values by keys, as {{"batch.micro_size": 4}}, not {kind_of(changes)}'
         )
     named = {name: value for name, value in given.items() if name in _KEYS}
     keys = {_KEYS[name]: _written(name, value) for name, value in named.items()}
     keys |= {key: _plain(f"changes: {key}", value) for key, value in changes.items()}
     return [f"{name}={'' if value is None else toml_value(value)}" for name, value in keys.items()]
-
-
-def _kind(value: object) -> str:
-    """What an object is, in words."""
-    return "None" if value is None else article(type(value).__name__)
 
 
 def _plain(name: str, value: object) -> Any:
@@ -190,8 +180,8 @@ def _plain(name: str, value: object) -> Any:
     if isinstance(value, np.generic):
         return _plain(name, value.item())
     raise HpctrainError(
-        f"{name}: {_kind(value)} is nothing that a deck can say (texts, numbers, true and false, lists, and "
-        "dicts of these by name are)"
+        f"{name}: {kind_of(value)} is nothing that a deck can say (texts, numbers, true and false, lists, "
+        "and dicts of these by name are)"
     )
 
 
@@ -210,7 +200,7 @@ def _written(name: str, value: object) -> object:
     qualified = getattr(value, "__qualname__", None)
     if qualified is None or not callable(value):
         raise HpctrainError(
-            f"{name}: give a function or a class at the top of a file, or its name, not {_kind(value)} "
+            f"{name}: give a function or a class at the top of a file, or its name, not {kind_of(value)} "
             "itself, as what goes on with a run has to make it again"
         )
     home = inspect.getmodule(value)

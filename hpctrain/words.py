@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Iterable
 from difflib import SequenceMatcher
 from importlib import import_module
+from pathlib import Path
 
 from hpctrain.errors import HpctrainError
 
@@ -47,6 +49,23 @@ def either(choices: Iterable[object]) -> str:
 def counted(number: int, noun: str) -> str:
     """`1 rank`, `2 batches`, `2 processes`: a number and a noun that takes s or es."""
     return f"{number} {noun}{'' if number == 1 else 'es' if noun[-1] in 'hs' else 's'}"
+
+
+def article(name: str) -> str:
+    """With "a" or "an" before it."""
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+
+
+def kind_of(value: object) -> str:
+    """What an object is, in words."""
+    return "None" if value is None else article(type(value).__name__)
+
+
+def path_of(given: object, name: str, what: str = "a file") -> Path:
+    """The path that a script gives, under that name, of what it is to be. HpctrainError where it is none."""
+    if not isinstance(given, str | os.PathLike) or not str(given):
+        raise HpctrainError(f"{name}: is to be the path of {what}, not {kind_of(given)}")
+    return Path(given)
 
 
 def ranges(numbers: Iterable[int], separator: str) -> str:

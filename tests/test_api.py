@@ -17,6 +17,7 @@ import torch
 
 import hpctrain.api
 from hpctrain.errors import HpctrainError
+from hpctrain.words import path_of
 
 Launch = Callable[..., "CompletedProcess[str]"]
 
@@ -176,8 +177,8 @@ def test_what_is_given_is_written_as_a_deck_has_it() -> None:
 @pytest.mark.parametrize("deck", [None, {}, 3, ""])
 def test_a_deck_is_a_path(deck: Any) -> None:
     with pytest.raises(HpctrainError, match="deck: is to be the path of a file, not "):
-        hpctrain.api._path(deck, "deck")
-    assert hpctrain.api._path("a", "deck") == Path("a")
+        path_of(deck, "deck")
+    assert path_of("a", "deck") == Path("a")
 
 
 GUARDED = """

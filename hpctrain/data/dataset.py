@@ -14,8 +14,9 @@ import torch
 from hpctrain.data.items import FieldForm, Fields, Forms, batch_tensors, stack
 from hpctrain.data.items import item_tensors as tensors_of
 from hpctrain.data.seeded import as_before, seed_by
-from hpctrain.deck.find import article, call_with, find_function, users_code
+from hpctrain.deck.find import call_with, find_function, users_code
 from hpctrain.errors import HpctrainError
+from hpctrain.words import article
 
 if TYPE_CHECKING:
     from hpctrain.deck.schema import Deck  # processes that load are to start soon

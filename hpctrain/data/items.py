@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpctrain.deck.find import article
 from hpctrain.errors import UsersError
+from hpctrain.words import article
 
 Fields = dict[str, Tensor]
 

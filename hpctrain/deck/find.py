@@ -131,8 +131,3 @@ def call_with(function: Callable[..., Any], arguments: Mapping[str, Any], short:
             raise HpctrainError(f"{short}: [{table}] does not fit: {error} (it takes {names})") from None
     with users_code(f"{short} fails"):
         return function(**arguments)
-
-
-def article(name: str) -> str:
-    """With "a" or "an" before it."""
-    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"

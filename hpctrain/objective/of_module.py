@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from hpctrain.data.batches import MicroBatch
 from hpctrain.data.items import FieldForm
-from hpctrain.deck.find import article, find_function, users_code
+from hpctrain.deck.find import find_function, users_code
 from hpctrain.errors import HpctrainError
 from hpctrain.model.foreign.arguments import logits_of
 from hpctrain.model.foreign.split import SplitHead, SplitOutputs
@@ -22,6 +22,7 @@ from hpctrain.objective.next_token import CrossEntropy, NextToken
 from hpctrain.objective.objective import Losses, LossOf
 from hpctrain.parallel.partition import Logits
 from hpctrain.parallel.vocabulary import chunk_rows
+from hpctrain.words import article
 
 _IGNORED = -100
 

@@ -20,8 +20,11 @@ def read_metrics(path: Path | str) -> list[Row]:
 
     Raises InputOutputError where the file cannot be read or a line before the last is not a row.
     """
-    path = Path(path)
-    rows: list[Row] = []
+    return list(metric_rows(Path(path)))
+
+
+def metric_rows(path: Path) -> Iterator[Row]:
+    """As `read_metrics`, one row at a time."""
     unreadable: int | None = None
     for number, (_, row) in enumerate(scan_metrics(path), start=1):
         if unreadable is not None:
@@ -32,8 +35,7 @@ def read_metrics(path: Path | str) -> list[Row]:
         if row is None:
             unreadable = number
         else:
-            rows.append(row)
-    return rows
+            yield row
 
 
 def scan_metrics(path: Path) -> Iterator[tuple[bytes, Row | None]]:

@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from hpctrain.deck.find import article, call_with, find_function, users_code
+from hpctrain.deck.find import call_with, find_function, users_code
 from hpctrain.errors import HpctrainError
 from hpctrain.model.foreign.config import unknown_names
+from hpctrain.words import article
 
 
 def build_module(target: str, arguments: Mapping[str, Any]) -> nn.Module:
