@@ -5,6 +5,7 @@
     loss = hpctrain.metrics("runs/quickstart")["loss"]  # an array of numpy's
     with hpctrain.open_checkpoint("runs/quickstart") as checkpoint:
         first = checkpoint.model["embedding.tokens"][:8]  # eight rows are read, as a tensor of torch's
+    model = hpctrain.load("runs/quickstart")  # model.logits(tokens), model.generate("def ")
 
 These are the names of `hpctrain.api`, each loaded when it is first used: nothing heavy comes with the import.
 """
@@ -19,16 +20,18 @@ if TYPE_CHECKING:
     from hpctrain.checkpoint.lazy import open_checkpoint
     from hpctrain.comm.world import World
     from hpctrain.errors import HpctrainError
+    from hpctrain.generate.loaded import load
     from hpctrain.report.series import metrics
 
 __version__ = "0.1.0"
-__all__ = ["Given", "HpctrainError", "World", "check", "metrics", "open_checkpoint", "resume", "run"]
+__all__ = ["Given", "HpctrainError", "World", "check", "load", "metrics", "open_checkpoint", "resume", "run"]
 
 _HOMES = {
     "Given": "api",
     "HpctrainError": "errors",
     "World": "comm.world",
     "check": "api",
+    "load": "generate.loaded",
     "metrics": "report.series",
     "open_checkpoint": "checkpoint.lazy",
     "resume": "api",

@@ -219,10 +219,16 @@ def load_model(world: World, path: Path) -> tuple[Part, Tokenizer]:
     """
     state = read_state(path, world.everyone)
     with world.agreement():
-        deck = _deck(state, path, world.size)
-        tokenizer = _tokenizer(state, path)
+        deck = split_deck(state, path, world.size)
+        tokenizer = stored_tokenizer(state, path)
         assert deck.model.vocabulary is not None and tokenizer.vocabulary <= deck.model.vocabulary
     torch.set_num_threads(deck.run.threads)
+    return load_part(world, path, deck), tokenizer
+
+
+def load_part(world: World, path: Path, deck: Deck) -> Part:
+    """The model of a checkpoint whose `split_deck` this is, as of `load_model`. Collective."""
+    assert deck.model.vocabulary is not None
     mesh = Mesh(world, {"tensor": world.size} | expert_sizes(deck))
     groups = make_groups(deck, mesh, SavedPolicy(), world.device)
     shape = ModelShape.of(deck, deck.model.vocabulary)
@@ -232,11 +238,11 @@ def load_model(world: World, path: Path) -> tuple[Part, Tokenizer]:
     model = build_model(shape, groups)
     stage = build_stage(deck, groups, [model], Replications.uncut(mesh))
     load_parameters(path, stage, world.everyone)
-    return model, tokenizer
+    return model
 
 
-def _deck(state: dict[str, Any], path: Path, ranks: int) -> Deck:
-    """The checkpoint's deck with all ranks along the tensor axis."""
+def split_deck(state: dict[str, Any], path: Path, ranks: int) -> Deck:
+    """The checkpoint's deck with all ranks along the tensor axis; HpctrainErrors as of `load_model`."""
     deck = stored_deck(state, path)
     layout: dict[str, object] = {"data": None, "context": 1, "tensor": ranks, "sequence_parallel": False}
     # Experts lie spread over as many of the ranks as divide them.
@@ -251,7 +257,8 @@ def _deck(state: dict[str, Any], path: Path, ranks: int) -> Deck:
     return deck
 
 
-def _tokenizer(state: dict[str, Any], path: Path) -> Tokenizer:
+def stored_tokenizer(state: dict[str, Any], path: Path) -> Tokenizer:
+    """The tokenizer in a checkpoint; HpctrainError where it has none."""
     text = state.get("tokenizer")
     if not isinstance(text, str):
         raise HpctrainError(

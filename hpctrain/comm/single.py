@@ -1,0 +1,42 @@
+"""A world of one process, for notebooks and scripts that look at a model: no verb begins or ends it."""
+
+from __future__ import annotations
+
+import atexit
+import os
+
+from hpctrain.comm.library import MPI
+from hpctrain.comm.start_checks import check_srun
+from hpctrain.comm.world import World
+from hpctrain.errors import HpctrainError
+
+ENDED = (
+    "MPI was ended by an earlier run of this process: give that run a world (World.start()), or begin anew"
+)
+
+
+def single_world(device: str = "auto") -> World:
+    """This process alone, whatever others there are; MPI is started where nobody has, and ends with it.
+
+    `device` as in `World.start`. HpctrainError where MPI cannot be started, or was ended already.
+    """
+    if MPI.Is_finalized():
+        raise HpctrainError(ENDED)
+    if not MPI.Is_initialized():
+        check_srun(os.environ)
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        atexit.register(_end)
+    world = World(MPI.COMM_SELF)
+    world.use_device(device)
+    return world
+
+
+def require_running() -> None:
+    """HpctrainError where MPI was ended, and groups are of no use any more."""
+    if MPI.Is_finalized():
+        raise HpctrainError(ENDED)
+
+
+def _end() -> None:
+    if not MPI.Is_finalized():
+        MPI.Finalize()

@@ -1,0 +1,181 @@
+"""A model of a checkpoint in one process, for a script or a notebook: logits and text."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hpctrain.checkpoint.read import read_state
+from hpctrain.checkpoint.stored_deck import stored_deck
+from hpctrain.comm.device import on_host
+from hpctrain.comm.host_memory import unused_bytes
+from hpctrain.comm.single import require_running, single_world
+from hpctrain.comm.world import World
+from hpctrain.data.tokenizer import Tokenizer
+from hpctrain.deck.schema import Deck
+from hpctrain.errors import HpctrainError
+from hpctrain.generate.text import Sampling, continue_tokens, load_part, split_deck, stored_tokenizer
+from hpctrain.model.part import Part, logits_of
+from hpctrain.units import format_bytes
+from hpctrain.watch.newest import find_checkpoint
+from hpctrain.words import kind_of, path_of
+
+Tokens = Sequence[int] | Sequence[Sequence[int]] | Tensor | NDArray[np.integer[Any]]
+_SMALL_BYTES = 64 << 20  # for which nobody asks how much memory is free
+
+
+def load(path: str | os.PathLike[str], *, device: str = "auto") -> Model:
+    """The model of a checkpoint, or of the newest good one in a run's folder, whole in this process, whatever
+    layout wrote it; see Model. `device` is "auto" (a GPU where there is one), "cpu", "cuda" or "cuda:N".
+
+    HpctrainError for what is no checkpoint of a transformer, or has no room in memory; InputOutputError for
+    one that is missing or damaged.
+    """
+    target = path_of(path, "path", "a checkpoint or a run's folder")
+    world = single_world(device)
+    found = find_checkpoint(world, target)
+    state = read_state(found)
+    module = stored_deck(state, found).model.module
+    if module is not None:
+        raise HpctrainError(
+            f"{found}: its model is a module of a user's (model.module = {module}), of which `load` knows no "
+            "logits; hpctrain.open_checkpoint reads its tensors"
+        )
+    deck = split_deck(state, found, 1)
+    return Model(world, found, state, deck, load_part(world, found, deck))
+
+
+class Model:
+    """A model that is not trained: its parameters, and nothing for backward.
+
+        model = hpctrain.load("runs/quickstart")
+        model.logits(model.tokenizer.encode("def f"))[-1].argmax()
+        print(model.generate("def ", tokens=50, seed=1))
+
+    `deck` is the deck of its run, on one rank; `part` the torch module; `step` how many steps it was trained;
+    `window` how many tokens it sees, and `vocabulary` how many there are.
+    """
+
+    def __init__(self, world: World, path: Path, state: dict[str, Any], deck: Deck, part: Part) -> None:
+        assert deck.model.vocabulary is not None
+        self.path, self.deck, self.part = path, deck, part
+        self.step = int(state.get("step", 0))
+        self.window, self.vocabulary = part.hidden_shape(1)[0], deck.model.vocabulary
+        self._world = world
+        self._tokenizer = stored_tokenizer(state, path) if isinstance(state.get("tokenizer"), str) else None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """What makes tokens of text. HpctrainError where the checkpoint has none."""
+        if self._tokenizer is None:
+            return stored_tokenizer({}, self.path)  # which says so
+        return self._tokenizer
+
+    @property
+    def device(self) -> torch.device:
+        """Where its parameters are."""
+        return self._world.device
+
+    def __repr__(self) -> str:
+        count = sum(parameter.numel() for layer in self.part.layers for parameter in layer.own)
+        return f"<{self.path}: step {self.step}, {count} parameters on {self.device}>"
+
+    def logits(self, tokens: Tokens) -> Tensor:
+        """Logits [s, V] in fp32 of tokens [s], or [b, s, V] of [b, s]: of the token behind each of them, of
+        all V that the model has, more than the tokenizer's where the deck says so.
+
+        HpctrainError for what are no tokens of the model's, or more than its window, or than have room.
+        """
+        require_running()
+        given = self._given(tokens)
+        size = prod(given.shape) * self.vocabulary * 4
+        free = unused_bytes(os.environ) if size > _SMALL_BYTES and on_host(self.device) else None
+        if free is not None and size > free:
+            raise HpctrainError(
+                f"tokens: the logits of {list(given.shape)} need {format_bytes(size)}, and "
+                f"{format_bytes(free)} of memory are free; give fewer rows"
+            )
+        batch = given if given.dim() == 2 else given.unsqueeze(0)
+        logits = logits_of(self.part, batch.to(self.device)).float()
+        return logits if given.dim() == 2 else logits[0]
+
+    def generate(
+        self,
+        prompt: str = "",
+        *,
+        tokens: int = 200,
+        temperature: float = 0.8,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+    ) -> str:
+        """The prompt and what the model continues it with, as `hpctrain generate` draws it, whose options
+        these are. HpctrainError where one is out of range, or the checkpoint has no tokenizer.
+        """
+        require_running()
+        sampling = Sampling(tokens, temperature, top_k, top_p, seed)
+        try:
+            sampling.check()
+        except HpctrainError as error:  # tells options of the command, which are names here
+            raise HpctrainError([_named(each) for each in error.problems]) from None
+        if not isinstance(prompt, str):
+            raise HpctrainError(f"prompt: is to be a text, not {kind_of(prompt)}")
+        tokenizer = self.tokenizer
+        ids = tokenizer.encode(prompt) or [tokenizer.end_of_document]
+
+        def next_logits(context: Tensor) -> Tensor:
+            last = logits_of(self.part, context.to(self.device), 1)[:, 0, : tokenizer.vocabulary]
+            if not bool(last.isfinite().all()):
+                raise HpctrainError(
+                    f"{self.path}: the model's logits are not finite, so that nothing can be drawn"
+                )
+            return last.float().cpu()
+
+        rest = continue_tokens(
+            next_logits,
+            ids,
+            self.window,
+            tokenizer.end_of_document,
+            sampling,
+            sampling.generators(),
+            self._world.everyone,
+        )
+        return tokenizer.decode([*ids, *(drawn[0] for drawn in rest)])
+
+    def _given(self, tokens: Tokens) -> Tensor:
+        """The tokens [s] or [b, s], int64."""
+        try:
+            given = torch.as_tensor(tokens)
+        except (TypeError, ValueError, RuntimeError):
+            raise HpctrainError(
+                f"tokens: are to be whole numbers, one row or rows of the same length, not {kind_of(tokens)}"
+            ) from None
+        if given.dtype.is_floating_point or given.dtype == torch.bool or given.dtype.is_complex:
+            raise HpctrainError(f"tokens: are to be whole numbers, not {str(given.dtype)[6:]}")
+        if given.dim() not in (1, 2) or not given.numel():
+            raise HpctrainError(f"tokens: are to have shape [s] or [b, s], not {list(given.shape)}")
+        if given.shape[-1] > self.window:
+            raise HpctrainError(
+                f"tokens: {given.shape[-1]} in a row are more than the {self.window} that the model sees "
+                "(batch.sequence)"
+            )
+        given = given.long()
+        least, most = int(given.min()), int(given.max())
+        if least < 0 or most >= self.vocabulary:
+            wrong = least if least < 0 else most
+            raise HpctrainError(f"tokens: {wrong} is none of the {self.vocabulary} of the model, from 0")
+        return given
+
+
+def _named(problem: str) -> str:
+    """A problem of an option, with the name that it has in Python."""
+    option, _, rest = problem.partition(" ")
+    return f"{option.removeprefix('--').replace('-', '_')} = {rest}"
