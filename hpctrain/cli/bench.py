@@ -262,6 +262,36 @@ def mup(
     run_bench(lambda world: bench_mup(world, deck, overrides, wished, path, picture), path, picture)
 
 
+@command.command()
+@deck_file
+@click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key, e.g. layout.tensor=2."
+)
+@click.option(
+    "--from", "first", default=1e-6, show_default=True, metavar="RATE", help="Rate of the first step."
+)
+@click.option("--to", "last", default=1.0, show_default=True, metavar="RATE", help="Rate of the last one.")
+@click.option(
+    "--steps", default=100, show_default=True, metavar="N", help="Steps, if the loss does not diverge."
+)
+@click.option(
+    "--window", type=int, metavar="N", help="Losses of which a smoothed one is the mean.  [default: a tenth]"
+)
+@click.option("--plot", "picture", type=PATH, metavar="FILE", help="Draw the losses, as PNG.")
+@figures_file
+def rate(
+    deck: Path, overrides: tuple[str, ...], picture: Path | None, path: Path | None, **wish: Any
+) -> None:
+    """Train DECK at rising learning rates, and suggest the one at which its loss falls most.
+
+    The training ends where the loss diverges. Nothing of it is kept.
+    """
+    from hpctrain.bench.rate import RateWish, bench_rate
+
+    wished = RateWish(**wish)
+    run_bench(lambda world: bench_rate(world, deck, overrides, wished, path, picture), path, picture)
+
+
 def numbers(option: str, text: str, kind: Callable[[str], Number]) -> tuple[Number, ...]:
     """Numbers above 0, separated by commas, each once."""
     try:
