@@ -6,6 +6,7 @@
     with hpctrain.open_checkpoint("runs/quickstart") as checkpoint:
         first = checkpoint.model["embedding.tokens"][:8]  # eight rows are read, as a tensor of torch's
     model = hpctrain.load("runs/quickstart")  # model.logits(tokens), model.generate("def ")
+    hpctrain.run(hpctrain.make_deck("inputs/quickstart.toml", changes={"run.steps": 100}))
 
 These are the names of `hpctrain.api`, each loaded when it is first used: nothing heavy comes with the import.
 """
@@ -16,22 +17,38 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hpctrain.api import Given, check, resume, run
-    from hpctrain.checkpoint.lazy import open_checkpoint
+    from hpctrain.api import Given, check, make_deck, resume, run
+    from hpctrain.checkpoint.lazy import Checkpoint, open_checkpoint
     from hpctrain.comm.world import World
     from hpctrain.errors import HpctrainError
-    from hpctrain.generate.loaded import load
+    from hpctrain.generate.loaded import Model, load
     from hpctrain.report.series import metrics
 
 __version__ = "0.1.0"
-__all__ = ["Given", "HpctrainError", "World", "check", "load", "metrics", "open_checkpoint", "resume", "run"]
+__all__ = [
+    "Checkpoint",
+    "Given",
+    "HpctrainError",
+    "Model",
+    "World",
+    "check",
+    "load",
+    "make_deck",
+    "metrics",
+    "open_checkpoint",
+    "resume",
+    "run",
+]
 
 _HOMES = {
+    "Checkpoint": "checkpoint.lazy",
     "Given": "api",
     "HpctrainError": "errors",
+    "Model": "generate.loaded",
     "World": "comm.world",
     "check": "api",
     "load": "generate.loaded",
+    "make_deck": "api",
     "metrics": "report.series",
     "open_checkpoint": "checkpoint.lazy",
     "resume": "api",

@@ -1,6 +1,7 @@
-"""The Python interface, for those who write a `train.py` and start it as `mpirun -n 8 python train.py`.
+"""The Python interface, for those who write a `train.py` and start it as `mpirun -n 8 python train.py`, and
+for notebooks. `import hpctrain` has the same names.
 
-    from hpctrain.api import run
+    from hpctrain import run
 
     def build(hidden=512, layers=8): ...
 
@@ -15,25 +16,44 @@ from __future__ import annotations
 
 import ast
 import inspect
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
-import numpy as np
 from typing_extensions import Unpack
 
+from hpctrain.checkpoint.lazy import Checkpoint, open_checkpoint
 from hpctrain.comm.library import MPI
 from hpctrain.comm.outcome import print_problems
+from hpctrain.comm.single import ENDED
 from hpctrain.comm.verb import run_verb
 from hpctrain.comm.world import World
 from hpctrain.deck.find import is_of_a_run
+from hpctrain.deck.plain import plain, toml_of
+from hpctrain.deck.read import deck_text, parse_deck, read_deck
+from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import toml_value
-from hpctrain.errors import EXIT_DIFFERENT, EXIT_DONE, HpctrainError
+from hpctrain.errors import EXIT_DIFFERENT, EXIT_DONE, HpctrainError, failing_as
+from hpctrain.files import check_output
+from hpctrain.generate.loaded import Model, load
+from hpctrain.report.series import metrics
 from hpctrain.words import kind_of, path_of
 
-__all__ = ["Given", "HpctrainError", "World", "check", "resume", "run"]
+__all__ = [
+    "Checkpoint",
+    "Given",
+    "HpctrainError",
+    "Model",
+    "World",
+    "check",
+    "load",
+    "make_deck",
+    "metrics",
+    "open_checkpoint",
+    "resume",
+    "run",
+]
 
 Function = Callable[..., Any] | str
 """One at the top of a file, or its name, as a deck has it."""
@@ -74,15 +94,16 @@ _KEYS = {
 
 
 def run(
-    deck: str | Path,
+    deck: str | Path | Deck,
     *,
     fresh: bool = False,
     again: bool = False,
     world: World | None = None,
     **given: Unpack[Given],
 ) -> None:
-    """Train a deck, as `hpctrain run` does, on all ranks that call it; `fresh` and `again` are its options
-    --fresh and --resume, see `Given` for what stands above the deck.
+    """Train a deck, a file or one of `make_deck`, as `hpctrain run` does, on all ranks that call it: without
+    mpirun that is this process alone. `fresh` and `again` are its options --fresh and --resume, see `Given`
+    for what stands above the deck.
 
     Without a `world` MPI is started and ended here, once in a process, and what goes wrong ends the script
     with the command's exit code, after one sentence of rank 0. With one (`World.start()`) that is an
@@ -92,9 +113,37 @@ def run(
     def verb(own: World) -> int:
         from hpctrain.train.run import run_deck
 
-        return run_deck(own, path_of(deck, "deck"), _changes(given), fresh, again)
+        return run_deck(own, _source(deck), _changes(given), fresh, again)
 
     _within(world, verb)
+
+
+def make_deck(
+    base: str | Path | Mapping[str, object],
+    *,
+    ranks: int | None = None,
+    file: str | Path | None = None,
+    **given: Unpack[Given],
+) -> Deck:
+    """The deck of a file, or of sections of keys, {"run": {"steps": 10}}, with what is `given` on top:
+    checked, for so many `ranks` if that is said, and with every default there (deck.learning_rate.peak).
+
+    It is for `run` and `check`; with a `file` it is written there, too, for `hpctrain run`, `plan` and `job`,
+    which makes of it what is to be submitted. HpctrainError with all that is wrong with it.
+    """
+    from hpctrain.checkpoint.exchange.source import settled_keys
+
+    changes = _changes(given)
+    if isinstance(base, Mapping):
+        deck = parse_deck(toml_of(base), changes, "the deck", ranks, settled_keys)
+    else:
+        deck = read_deck(path_of(base, "base"), changes, ranks, settled_keys)
+    if file is not None:
+        output = path_of(file, "file")
+        check_output(output, replace=True)
+        with failing_as(f"{output}: cannot be written"):
+            output.write_text(deck_text(deck), encoding="utf-8")
+    return deck
 
 
 def resume(
@@ -113,7 +162,7 @@ def resume(
     _within(world, verb)
 
 
-def check(deck: str | Path, *, world: World | None = None, **given: Unpack[Given]) -> bool:
+def check(deck: str | Path | Deck, *, world: World | None = None, **given: Unpack[Given]) -> bool:
     """Whether the layout of a deck computes what one rank does, as `hpctrain check` does, which prints what
     came of it; else as `run`.
     """
@@ -121,7 +170,7 @@ def check(deck: str | Path, *, world: World | None = None, **given: Unpack[Given
     def verb(own: World) -> int:
         from hpctrain.train.check import check as compare
 
-        return compare(own, path_of(deck, "deck"), _changes(given), print)
+        return compare(own, _source(deck), _changes(given), print)
 
     return _within(world, verb, EXIT_DIFFERENT) == EXIT_DONE
 
@@ -139,8 +188,7 @@ def _within(world: World | None, verb: Callable[[World], int], *expected: int) -
             raise HpctrainError(f"the run stopped in good order with exit code {code}")
         return code
     if MPI.Is_finalized():
-        sentence = "MPI was ended by an earlier run of this process: give both one world (World.start())"
-        print_problems([sentence])
+        print_problems([ENDED])
         sys.exit(HpctrainError.exit_code)
     try:
         run_verb(verb)
@@ -148,6 +196,11 @@ def _within(world: World | None, verb: Callable[[World], int], *expected: int) -
         if end.code not in {None, EXIT_DONE, *expected}:
             raise
         return int(end.code or EXIT_DONE)
+
+
+def _source(deck: object) -> Path | Deck:
+    """What a deck is read from."""
+    return deck if isinstance(deck, Deck) else path_of(deck, "deck")
 
 
 def _changes(given: Given) -> list[str]:
@@ -163,32 +216,8 @@ def _changes(given: Given) -> list[str]:
         )
     named = {name: value for name, value in given.items() if name in _KEYS}
     keys = {_KEYS[name]: _written(name, value) for name, value in named.items()}
-    keys |= {key: _plain(f"changes: {key}", value) for key, value in changes.items()}
+    keys |= {key: plain(f"changes: {key}", value) for key, value in changes.items()}
     return [f"{name}={'' if value is None else toml_value(value)}" for name, value in keys.items()]
-
-
-def _plain(name: str, value: object) -> Any:
-    """A value as TOML has it; None where the key is to be as if nobody had written it."""
-    if value is None or isinstance(value, str | bool | int | float):
-        return value
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {key: _within_plain(f"{name}.{key}", each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_within_plain(name, each) for each in value]
-    if isinstance(value, np.generic):
-        return _plain(name, value.item())
-    raise HpctrainError(
-        f"{name}: {kind_of(value)} is nothing that a deck can say (texts, numbers, true and false, lists, "
-        "and dicts of these by name are)"
-    )
-
-
-def _within_plain(name: str, value: object) -> Any:
-    if value is None:
-        raise HpctrainError(f"{name}: None is nothing that a deck can say (leave it out)")
-    return _plain(name, value)
 
 
 def _written(name: str, value: object) -> object:
@@ -196,7 +225,7 @@ def _written(name: str, value: object) -> object:
     is none.
     """
     if name not in _FUNCTIONS or value is None or isinstance(value, str):
-        return _plain(name, value)
+        return plain(name, value)
     qualified = getattr(value, "__qualname__", None)
     if qualified is None or not callable(value):
         raise HpctrainError(

@@ -10,9 +10,7 @@ from hpctrain.comm.start_checks import check_srun
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 
-ENDED = (
-    "MPI was ended by an earlier run of this process: give that run a world (World.start()), or begin anew"
-)
+ENDED = "MPI was ended by an earlier run of this process: give runs one world (World.start())"
 
 
 def single_world(device: str = "auto") -> World:

@@ -80,12 +80,12 @@ def toml_value(value: object) -> str:
         case list() | tuple():
             return "[" + ", ".join(toml_value(item) for item in value) + "]"
         case dict():
-            items = (f"{_toml_key(name)} = {toml_value(item)}" for name, item in value.items())
+            items = (f"{toml_key(name)} = {toml_value(item)}" for name, item in value.items())
             return "{" + ", ".join(items) + "}"
         case _:
             return str(value)
 
 
-def _toml_key(name: str) -> str:
+def toml_key(name: str) -> str:
     """A key of a table, in quotes where it needs them."""
     return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else toml_value(name)

@@ -9,10 +9,8 @@ from time import perf_counter
 
 import torch
 
-from hpctrain.checkpoint.exchange.source import settled_keys
 from hpctrain.comm.check import MismatchError
 from hpctrain.comm.world import World
-from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import make_mesh
 from hpctrain.engine.functions import with_functions
@@ -22,7 +20,7 @@ from hpctrain.table import fitted
 from hpctrain.train.difference import TOLERANCE, LayoutDifference
 from hpctrain.train.layout import choose_layout
 from hpctrain.train.probe import Finding
-from hpctrain.train.startup import check_deck_file
+from hpctrain.train.startup import read_agreed
 from hpctrain.train.verify import compare_miniature
 from hpctrain.units import format_seconds
 from hpctrain.words import counted
@@ -40,14 +38,12 @@ _KINDS = (
 )
 
 
-def check(world: World, path: Path, overrides: Sequence[str], show: Callable[[str], None]) -> int:
+def check(world: World, source: Path | Deck, overrides: Sequence[str], show: Callable[[str], None]) -> int:
     """Compare two steps of a deck in miniature on these ranks with those of one, and `show` on rank 0 what
     came of it; the exit code, 1 where a tensor differs. Collective.
     """
     began = perf_counter()
-    check_deck_file(world, path)
-    with world.agreement():
-        deck = read_deck(path, overrides, world.size, settled_keys)
+    deck = read_agreed(world, source, overrides, world.size)
     deck, chose = choose_layout(world, deck)
     torch.set_num_threads(deck.run.threads)
     world.use_device(deck.run.device)

@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 
-from hpctrain.checkpoint.exchange.source import settled_keys
 from hpctrain.checkpoint.names import checkpoints
 from hpctrain.checkpoint.read import read_state
 from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.checkpoint.verify import verify
 from hpctrain.comm.world import World
 from hpctrain.deck.check_world import check_world
-from hpctrain.deck.read import deck_text, read_deck
+from hpctrain.deck.read import deck_text
 from hpctrain.deck.replicas import begun_with, with_ranks
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import make_mesh
@@ -55,7 +54,7 @@ from hpctrain.train.start import (
     require_training_state,
     start_from_source,
 )
-from hpctrain.train.startup import check_deck_file, check_run_folder, prepare_ranks
+from hpctrain.train.startup import check_run_folder, prepare_ranks, read_agreed
 from hpctrain.train.summary import decay_ended, introduction, rate_jumps, warms_again
 from hpctrain.train.taken import Taken, take_mirror
 from hpctrain.train.time_limit import BYTES_PER_SECOND, Pace, TimeLimit
@@ -330,7 +329,7 @@ def _open_served(
 
 def run_deck(
     world: World,
-    path: Path,
+    source: Path | Deck,
     overrides: Sequence[str],
     fresh: bool = False,
     again: bool = False,
@@ -342,10 +341,8 @@ def run_deck(
     `replayed` see `open_run`.
     """
     with Signals() as signals:
-        check_deck_file(world, path)
-        with world.agreement():
-            # Of a run that goes on the number of replicas follows that of ranks, which is checked then.
-            deck = read_deck(path, overrides, None if again else world.size, settled_keys)
+        # Of a run that goes on the number of replicas follows that of ranks, which is checked then.
+        deck = read_agreed(world, source, overrides, None if again else world.size)
         deck, chose = choose_layout(world, deck)
         with world.agreement():
             folder = Path(deck.run.dir)

@@ -7,10 +7,13 @@ import logging
 import os
 import time
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 
+from hpctrain.checkpoint.exchange.source import settled_keys
 from hpctrain.comm.launcher import crowding
 from hpctrain.comm.world import World
+from hpctrain.deck.read import deck_text, parse_deck, read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.toml import DECK_BYTES
 from hpctrain.engine.sizes import crosses
@@ -36,6 +39,24 @@ def check_deck_file(world: World, path: Path) -> None:
                 f"{path}: rank 0 on {hosts[0]} reads this deck, but rank {rank} on {hosts[rank]} {what}; "
                 "put it in a folder that all nodes share"
             )
+
+
+def read_agreed(world: World, source: Path | Deck, overrides: Sequence[str], ranks: int | None) -> Deck:
+    """The deck of a file, as all ranks see it, or one that a script has made, the same on all; with `--set`
+    arguments. Collective; errors as in `read_deck`, on all ranks.
+    """
+    if isinstance(source, Path):
+        check_deck_file(world, source)
+        with world.agreement():
+            return read_deck(source, overrides, ranks, settled_keys)
+    text = deck_text(source)
+    alike = len(set(world.everyone.all_gather_object(text))) == 1
+    with world.agreement():
+        if not alike:
+            raise HpctrainError(
+                "the deck that was made is not the same on all ranks; make it of the same values"
+            )
+        return parse_deck(text, overrides, source.sources.name, ranks, settled_keys)
 
 
 def check_nodes(world: World) -> None:

@@ -1,0 +1,52 @@
+"""What a script gives as a deck: the same as a file that says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpctrain.deck.plain import toml_of
+from hpctrain.deck.read import parse_deck
+from hpctrain.deck.toml import parse_toml
+from hpctrain.errors import HpctrainError
+from tests.engines import DECK
+
+
+def test_sections_and_dotted_names_make_one_deck() -> None:
+    given: dict[str, Any] = {
+        "run": {"steps": np.int64(20), "title": None},
+        "model": {"family": "gpt2", "layers": 2, "hidden": 32, "heads": 8, "vocabulary": 61},
+        "model.initial_std": np.float32(0.5),
+        "data.tokens": Path("none"),
+        "batch": {"global_size": 8, "micro_size": 2, "sequence": 32},
+        "learning_rate": {"peak": 1e-2, "warmup": 2},
+        "communication": {"bucket_bytes": 20000},
+    }
+    assert parse_deck(toml_of(given)) == parse_deck(DECK, ["model.initial_std=0.5"])
+
+
+def test_toml_reads_back_what_was_given() -> None:
+    given = {
+        "layout": "auto",
+        "model": {"frozen": ["a*", 'q"uote'], "arguments": {"a b": {"deep": [1, True]}}},
+        "evaluation": [{"name": "one", "tokens": "a.h5"}, {"name": "two"}],
+    }
+    assert parse_toml(toml_of(given))[0] == given
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"run": {"steps": object()}}, r"^run\.steps: an object is nothing that a deck can say"),
+        ({"run.steps": {1}}, r"^run\.steps: a set is nothing"),
+        ({3: 4}, "^the deck: is to have sections or keys by name"),
+        ({"evaluation": [{"name": lambda: 3}]}, "^evaluation.name: a function is nothing"),
+        ({"run": {"notes": [None]}}, r"^run\.notes: None is nothing"),
+    ],
+)
+def test_what_no_deck_can_say_is_told(given: Any, told: str) -> None:
+    with pytest.raises(HpctrainError, match=told):
+        toml_of(given)
