@@ -36,6 +36,7 @@ VERBS = {
     "export": ("export", "Write a checkpoint's model for Hugging Face's transformers."),
     "import": ("import_checkpoint", "Make a checkpoint of such a model."),
     "schedule": ("schedule", "Draw, cost and check a pipeline schedule."),
+    "sweep": ("sweep", "Train a deck with every combination of some values."),
     "bench": ("bench", "Measure collectives and training."),
     "doctor": ("doctor", "Tell whether a run could start here, and what is wrong."),
 }
@@ -84,8 +85,8 @@ def command() -> None:
     \b
     Exit codes:
       0    done
-      1    a comparison found a difference, or nobody
-           read the output on
+      1    a comparison found a difference, a run of a
+           sweep failed, or nobody read the output on
       2    a mistake in the deck or the command
       3    input or output failed
       70   a hang or an internal fault

@@ -28,7 +28,7 @@ def on_ranks(ranks: int | None, environment: Mapping[str, str] = os.environ) -> 
         raise HpctrainError(
             f"--ranks {ranks}: the launcher started {started}: leave --ranks out, or start {ranks}"
         )
-    command = _launch(environment)
+    command = launch_words(environment)
     if command is None:
         raise HpctrainError(
             f"--ranks {ranks}: there is no mpirun or $MPIRUN here: start {ranks} ranks by srun"
@@ -41,7 +41,7 @@ def on_ranks(ranks: int | None, environment: Mapping[str, str] = os.environ) -> 
     os.execvpe(words[0], words, own)
 
 
-def _launch(environment: Mapping[str, str]) -> Sequence[str] | None:
+def launch_words(environment: Mapping[str, str]) -> Sequence[str] | None:
     """The words that start ranks; None where there is no such program."""
     program, *options = shlex.split(environment.get("MPIRUN", "")) or ["mpirun"]
     path = shutil.which(program, path=environment.get("PATH"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from textwrap import indent
 
@@ -138,7 +138,9 @@ def _slurm(job: Job, _file: str) -> dict[str, str]:
         "faults": f'"{job.name}-$SLURM_JOB_ID.faults"',
         "again": 'echo "exit code $code: queued again"\nscontrol requeue "$SLURM_JOB_ID"',
     }
-    if tasks:
+    if tasks and job.wish.folders:
+        fields["sweep"] = _render("array.sh", {"cases": "\n".join(_cases(job))})
+    elif tasks:
         changes = "\n".join(f"    {shlex.quote(' '.join(variant))}" for variant in job.wish.variants)
         own = {
             "variants": changes,
@@ -149,11 +151,19 @@ def _slurm(job: Job, _file: str) -> dict[str, str]:
     return fields
 
 
+def _cases(job: Job) -> Iterator[str]:
+    """Of each task of an array the line that gives it its settings."""
+    for number, (variant, folder) in enumerate(zip(job.wish.variants, job.wish.folders, strict=True)):
+        yield f"{number}) run_dir={shlex.quote(folder)}; settings+=({_settings(variant)}) ;;"
+
+
 def _without_faulty(job: Job, file: str) -> str:
     """Lines by which a job goes on without nodes that had silent faults, or that say what cannot be done."""
     fields = {"faulty_dir": path_word(job.deck.run.dir), "array_task": "", "file": file}
     if job.wish.variants:
-        fields["faulty_dir"] = _of_task("run.dir", job.deck.run.dir).replace("run.dir=", "", 1)
+        own = '"$run_dir"'
+        numbered = _of_task("run.dir", job.deck.run.dir).replace("run.dir=", "", 1)
+        fields["faulty_dir"] = own if job.wish.folders else numbered
         fields["array_task"] = ' --array="$SLURM_ARRAY_TASK_ID"'
     return _render("faulty-slurm.sh" if job.wish.scheduler == "slurm" else "faulty.sh", fields)
 

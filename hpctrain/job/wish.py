@@ -14,7 +14,8 @@ class Wish:
     """What the user says of a job, beside the deck; None: by the deck's [machine], or a default.
 
     `nodes` are the fewest and the most; `variants` are further `--set` arguments, one tuple for each task
-    of an array of jobs; `directives` are further options for the scheduler, `modules` what the script loads.
+    of an array of jobs, which get titles and run folders by its number, or have them, where `folders` are
+    given; `directives` are further options for the scheduler, `modules` what the script loads.
     On Kubernetes, `volume` is a claim and where it is mounted, `shared_memory` the size of /dev/shm in bytes.
     """
 
@@ -27,6 +28,7 @@ class Wish:
     account: str | None = None
     partition: str | None = None
     variants: tuple[tuple[str, ...], ...] = ()
+    folders: tuple[str, ...] = ()
     directives: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
     image: str | None = None

@@ -1,0 +1,1 @@
+"""Sweeps: many runs of a deck with other values of some keys."""

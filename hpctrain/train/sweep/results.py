@@ -1,0 +1,109 @@
+"""What came of the runs of a sweep: a row of each, and which one is best."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite, nan
+
+import numpy as np
+
+from hpctrain.errors import EXIT_DONE, HpctrainError
+from hpctrain.report.series import metrics
+from hpctrain.report.swept import SweptRun
+from hpctrain.table import fitted
+from hpctrain.train.sweep.variants import Sweep, Variant
+from hpctrain.units import format_count
+from hpctrain.watch.statuses import read_status
+
+_SHARE = 0.1  # of the steps, the last ones, of whose losses the mean is told
+
+
+@dataclass(frozen=True)
+class Result:
+    """A run: its state in a word, steps done, mean loss of the last tenth of them, the last validation loss,
+    and the median of tokens/s; nan where there is none.
+    """
+
+    variant: Variant
+    state: str
+    step: int = 0
+    loss: float = nan
+    validation: float = nan
+    tokens_per_s: float = nan
+
+    @property
+    def done(self) -> bool:
+        """Whether all steps of its deck are done."""
+        return self.state == "done"
+
+
+def results_of(sweep: Sweep, codes: Mapping[str, int] | None = None) -> list[Result]:
+    """The results of all runs of a sweep, as their folders tell; `codes` are those of runs that ended now."""
+    return [_result(each, {} if codes is None else codes) for each in sweep.variants]
+
+
+def _result(variant: Variant, codes: Mapping[str, int]) -> Result:
+    code = codes.get(variant.name, EXIT_DONE)
+    try:
+        status = read_status(variant.folder)
+        columns = metrics(variant.folder)
+    except HpctrainError:
+        return Result(variant, "failed" if code else "waiting")
+    state, steps = str(status["state"]), variant.deck.run.steps
+    if state == "done" and int(status.get("step") or 0) < steps:
+        state = "waiting"  # for more steps than it had
+    if code not in (EXIT_DONE, 75) and state != "done":
+        state = "failed"
+    count = len(columns["step"])
+    return Result(
+        variant,
+        state,
+        int(columns["step"][-1]) if count else 0,
+        _mean(columns.get("loss"), max(1, round(_SHARE * count))),
+        _last(columns.get("validation_loss")),
+        float(np.median(columns["tokens_per_s"])) if count and "tokens_per_s" in columns else nan,
+    )
+
+
+def _mean(losses: np.ndarray | None, count: int) -> float:
+    """Of the last ones; nan where one of them was not finite."""
+    return nan if losses is None or not len(losses) else float(np.mean(losses[-count:]))
+
+
+def _last(losses: np.ndarray | None) -> float:
+    known = [] if losses is None else losses[np.isfinite(losses)]
+    return float(known[-1]) if len(known) else nan
+
+
+def best_of(results: Sequence[Result]) -> Result | None:
+    """The run with the least validation loss where all that are done have one, else with the least loss."""
+    done = [each for each in results if each.done]
+    validated = bool(done) and all(isfinite(each.validation) for each in done)
+    known = [each for each in done if isfinite(each.validation if validated else each.loss)]
+    return min(known, key=lambda each: each.validation if validated else each.loss, default=None)
+
+
+def result_lines(sweep: Sweep, results: Sequence[Result], width: int | None) -> list[str]:
+    """The table, in the order of the command, and the best run."""
+    best = best_of(results)
+    head = (*sweep.keys, "state", "step", "loss", "validation", "tokens/s", "")
+    rows = [head, *(_row(each, sweep.keys, each is best) for each in results)]
+    left = (*range(len(sweep.keys) + 1), len(head) - 1)
+    lines = fitted(rows, left, width)
+    if best is not None:
+        lines += ["", f"best: {best.variant.folder}"]
+    return lines
+
+
+def _row(result: Result, keys: Sequence[str], best: bool) -> tuple[str, ...]:
+    losses = (f"{each:.4f}" if isfinite(each) else "" for each in (result.loss, result.validation))
+    rate = format_count(result.tokens_per_s) if isfinite(result.tokens_per_s) else ""
+    step = f"{result.step}/{result.variant.deck.run.steps}"
+    values = (result.variant.values[key] for key in keys)
+    return (*values, result.state, step, *losses, rate, "best" if best else "")
+
+
+def swept_runs(results: Sequence[Result]) -> list[SweptRun]:
+    """What a picture shows of them."""
+    return [SweptRun(each.variant.values, each.loss, each.validation) for each in results if each.step]
