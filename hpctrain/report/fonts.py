@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 
+from hpctrain.report.palette import ON_LIGHT
 from hpctrain.words import require
 
 _MISSING = "\N{WHITE SQUARE}"
@@ -22,11 +23,14 @@ _OTHERS = (
 
 @contextmanager
 def drawing() -> Iterator[None]:
-    """Pictures are drawn and written inside it; HpctrainError without matplotlib."""
+    """Pictures are drawn and written inside it, C0, C1 and so on in our colours; HpctrainError without
+    matplotlib.
+    """
     require("matplotlib", "drawing pictures")
     import matplotlib as mpl
 
-    with mpl.rc_context({"font.family": _families()}):
+    colours = mpl.cycler(color=ON_LIGHT)
+    with mpl.rc_context({"font.family": _families(), "axes.prop_cycle": colours}):
         yield
 
 

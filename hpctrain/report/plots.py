@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,13 +12,16 @@ import numpy as np
 import numpy.typing as npt
 
 from hpctrain.errors import InputOutputError, failing_as
+from hpctrain.report.axis import XAxis, lacking, places
 from hpctrain.report.comparison import draw_comparison
 from hpctrain.report.eight_bits import draw_losses
 from hpctrain.report.fonts import drawable, drawing
 from hpctrain.report.loads import draw_load
+from hpctrain.report.marks import FAULTS_FILE, LOG_FILE, Mark, marks_of, read_faults, read_log
+from hpctrain.report.palette import line_of
 from hpctrain.report.recorded import TRACE_FILE, read_trace
 from hpctrain.report.rows import METRICS_FILE, Row, read_metrics
-from hpctrain.units import format_count
+from hpctrain.units import format_count, format_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,14 +36,18 @@ _POINTS_UNSMOOTHED = 200
 _POINTS_DRAWN = 20_000
 _WINDOWS = 60
 _SKIPPED_COLOUR = "#b00020"
+_OTHER_MARKS = {"resumed": "^", "went back": "<", "fault": "D"}
+_X_WORDS: dict[XAxis, str] = {"steps": "step", "tokens": "tokens", "time": "time of the steps"}
 
 
 @dataclass(frozen=True)
 class PlottedRun:
-    """A run to be drawn: what the legend calls it, and its rows."""
+    """A run to be drawn: what the legend calls it, its rows, what happened, and what it is drawn over."""
 
     name: str
     rows: list[Row]
+    marks: Sequence[Mark] = ()
+    axis: XAxis = "steps"
 
     @property
     def label(self) -> str:
@@ -48,30 +56,52 @@ class PlottedRun:
         return drawable(self.name) + " (emulated link)" * slowed
 
     def series(self, key: str) -> tuple[Array, Array]:
-        """Steps and values of the rows that hold a number under `key`, both [points]."""
-        points = [(row["step"], row[key]) for row in self.rows if isinstance(row.get(key), (int, float))]
+        """Places on the axis and values of the rows that hold a number under `key`, both [points]."""
+        at = self.places
+        points = [
+            (at[row["step"]], row[key])
+            for row in self.rows
+            if isinstance(row.get(key), (int, float)) and row["step"] in at
+        ]
         table = np.array(points, dtype=np.float64).reshape(-1, 2)
         table = table[np.isfinite(table[:, 1])]
         return table[:, 0], table[:, 1]
 
+    @cached_property
+    def places(self) -> dict[int, float]:
+        """Where on the axis each step lies."""
+        return places(self.rows, self.axis)
+
     def skipped(self) -> Array:
-        """The steps that were skipped, [skipped steps]."""
-        return np.array([row["step"] for row in self.rows if row.get("skipped")], dtype=np.float64)
+        """Where the steps lie that were skipped, [skipped steps]."""
+        return self._at(row["step"] for row in self.rows if row.get("skipped"))
+
+    def marked(self, kind: str) -> Array:
+        """Where the steps lie of what happened of a kind, [marks]."""
+        return self._at(mark.step for mark in self.marks if mark.kind == kind)
+
+    def _at(self, steps: Iterable[int]) -> Array:
+        return np.array([self.places[step] for step in steps if step in self.places], dtype=np.float64)
 
 
 def plot_runs(
-    run_dirs: Sequence[Path | str], out_dir: Path | str | None = None, *, log_loss: bool = False
+    run_dirs: Sequence[Path | str],
+    out_dir: Path | str | None = None,
+    *,
+    log_loss: bool = False,
+    axis: XAxis = "steps",
 ) -> list[Path]:
-    """Draw runs over one another as PNG files and give their paths.
+    """Draw runs over one another, over the same axis, as PNG files and give their paths.
 
     Of a run with mixtures of experts their load is drawn, and what products in 8 bits lose where it was
     watched; where one of several pipeline stages has a trace, its schedule, too, as it ran and as simulated.
     The files go to `out_dir`, by default `plots/` of the run
     directory, or of the current one for several runs. InputOutputError, with all problems at once, for
-    directories without metrics, for a broken trace, and where nothing can be written.
+    directories without metrics, or whose metrics lack what the axis is of, for a broken trace, and where
+    nothing can be written.
     """
     folders = [Path(run_dir) for run_dir in run_dirs]
-    runs = load_runs(folders)
+    runs = load_runs(folders, axis)
     folder = Path(out_dir) if out_dir is not None else (folders[0] if len(runs) == 1 else Path()) / "plots"
     with failing_as(f"{folder}: pictures cannot be written"), drawing():
         figures = {
@@ -88,10 +118,11 @@ def plot_runs(
     return written
 
 
-def load_runs(run_dirs: Sequence[Path]) -> list[PlottedRun]:
-    """The rows of every run directory, each run with the shortest name that tells it from the others."""
+def load_runs(run_dirs: Sequence[Path], axis: XAxis = "steps") -> list[PlottedRun]:
+    """The rows and marks of every run directory, each run with the shortest name that tells it apart."""
     problems: list[str] = []
     tables: list[list[Row]] = []
+    marks: list[list[Mark]] = []
     for run_dir in run_dirs:
         path = run_dir / METRICS_FILE
         if not run_dir.is_dir():
@@ -103,14 +134,19 @@ def load_runs(run_dirs: Sequence[Path]) -> list[PlottedRun]:
         else:
             try:
                 tables.append(read_metrics(path))
+                log, faults = read_log(run_dir / LOG_FILE), read_faults(run_dir / FAULTS_FILE)
+                marks.append(marks_of(tables[-1], log, faults))
             except InputOutputError as error:
                 problems.extend(error.problems)
                 continue
             if not tables[-1]:
                 problems.append(f"{path}: holds no step yet; there is something to draw after the first one")
+            elif key := lacking(tables[-1], axis):
+                problems.append(f"{path}: its first row has no {key}; draw it over steps")
     if problems:
         raise InputOutputError(problems)
-    return [PlottedRun(name, rows) for name, rows in zip(_names(run_dirs), tables, strict=True)]
+    names = names_of(run_dirs)
+    return [PlottedRun(*each, axis) for each in zip(names, tables, marks, strict=True)]
 
 
 def draw(runs: Sequence[PlottedRun], *, log_loss: bool = False) -> dict[str, Figure]:
@@ -166,7 +202,7 @@ def _loss(runs: Sequence[PlottedRun], *, log_loss: bool) -> Figure:
             axes.plot(*validation, color=colour, label=label, **style)
     if log_loss:
         logarithmic(axes)
-    mark_skipped(axes, runs)
+    mark_events(axes, runs)
     add_legend(axes)
     return figure
 
@@ -210,7 +246,7 @@ def _grad_norm(runs: Sequence[PlottedRun]) -> Figure:
             spread = max(spread, norms.max() / np.median(norms))
     if spread > 20:  # one spike would press all else flat
         logarithmic(axes)
-    mark_skipped(axes, runs)
+    mark_events(axes, runs)
     add_legend(axes)
     return figure
 
@@ -239,7 +275,7 @@ def _noise_scale(runs: Sequence[PlottedRun]) -> Figure:
 def make_figure(title: str, labels: Sequence[str], runs: Sequence[PlottedRun]) -> tuple[Figure, list[Axes]]:
     """A figure with one panel a label, one above the other over the same steps."""
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     figure = Figure(figsize=(_INCHES[0], _INCHES[1] + 1.5 * (len(labels) - 1)), layout="constrained")
     panels = list(figure.subplots(len(labels), 1, sharex=True, squeeze=False)[:, 0])
@@ -251,8 +287,12 @@ def make_figure(title: str, labels: Sequence[str], runs: Sequence[PlottedRun]) -
         axes.grid(color="#dddddd", linewidth=0.7)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
-    panels[-1].set_xlabel("step", fontsize=12)
+    axis = runs[0].axis
+    panels[-1].set_xlabel(_X_WORDS[axis], fontsize=12)
     panels[-1].xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
+    if axis != "steps":
+        written = format_count if axis == "tokens" else format_seconds
+        panels[-1].xaxis.set_major_formatter(FuncFormatter(lambda value, _: written(value) if value else "0"))
     return figure, panels
 
 
@@ -261,7 +301,8 @@ def draw_curve(
 ) -> None:
     """A line; with many points a faint one, and a smooth one over it."""
     steps, values = series
-    style: dict[str, Any] = {"color": f"C{index}"}
+    _, dashes = line_of(index)
+    style: dict[str, Any] = {"color": f"C{index}", **({"dashes": dashes} if dashes else {})}
     if len(values) <= _POINTS_UNSMOOTHED:
         axes.plot(steps, values, linewidth=1.6, marker="." if len(values) < 3 else None, label=label, **style)
         return
@@ -288,15 +329,18 @@ def smoothed(
     return centres, np.array(smooth)
 
 
-def mark_skipped(axes: Axes, runs: Sequence[PlottedRun]) -> None:
-    """Crosses at the steps that were skipped."""
+def mark_events(axes: Axes, runs: Sequence[PlottedRun]) -> None:
+    """Crosses at the steps that were skipped, and other marks where a run resumed, went back, met a fault."""
     for index, run in enumerate(runs):
-        steps = run.skipped()
-        if len(steps):
-            name = f"{run.label}, skipped steps" if len(runs) > 1 else "skipped steps"
-            colour = f"C{index}" if len(runs) > 1 else _SKIPPED_COLOUR
+        at = {"skipped steps": ("x", run.skipped())}
+        at |= {kind: (marker, run.marked(kind)) for kind, marker in _OTHER_MARKS.items()}
+        for words, (marker, steps) in at.items():
+            if not len(steps):
+                continue
+            name = f"{run.label}, {words}" if len(runs) > 1 else words
+            colour = f"C{index}" if len(runs) > 1 else _SKIPPED_COLOUR if marker in "xD" else "#404040"
             height = np.full(len(steps), 0.02 + 0.03 * index)
-            style: dict[str, Any] = {"marker": "x", "markersize": 6, "linestyle": "none", "color": colour}
+            style: dict[str, Any] = {"marker": marker, "markersize": 6, "linestyle": "none", "color": colour}
             label = f"{name} ({len(steps)})"
             axes.plot(steps, height, transform=axes.get_xaxis_transform(), label=label, **style)
 
@@ -319,7 +363,7 @@ def add_legend(axes: Axes) -> None:
         axes.legend(fontsize=10, framealpha=0.85, edgecolor="none")
 
 
-def _names(run_dirs: Sequence[Path]) -> list[str]:
+def names_of(run_dirs: Sequence[Path]) -> list[str]:
     """The last parts of the paths, as few of them as tell the runs apart."""
     parts = [run_dir.resolve().parts for run_dir in run_dirs]
     for count in range(1, max(map(len, parts)) + 1):

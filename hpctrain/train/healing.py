@@ -11,10 +11,10 @@ from hpctrain.comm.faults import Fault
 from hpctrain.comm.outcome import name_ranks
 from hpctrain.errors import failing_as
 from hpctrain.files import strict_json
+from hpctrain.report.marks import FAULTS_FILE
 from hpctrain.train.control import Order
 from hpctrain.train.corruption import SilentFaultError, sentence
 from hpctrain.train.way_back import WayBack
-from hpctrain.watch.run_files import FAULTS_FILE
 from hpctrain.watch.status import MOST_OF_A_RANK, now_text
 from hpctrain.words import counted
 

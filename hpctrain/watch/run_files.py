@@ -19,7 +19,6 @@ from hpctrain.memory.offload_folder import delete_offload_folder, delete_scratch
 
 MARKER = ".hpctrain-run"  # the file that tells a run's folder from any other
 LOCK = "lock"  # the file that is locked while a job writes to the folder; it tells which one
-FAULTS_FILE = "faults.jsonl"  # silent faults that were found
 CHECKPOINT_FILE, STOP_FILE = "checkpoint", "stop"  # empty files that ask as SIGUSR1 and SIGUSR2 do
 
 _MARK = "The folder of a run. hpctrain writes here; `hpctrain run --fresh` deletes what a run wrote.\n"

@@ -1,0 +1,133 @@
+"""What happened to a run at which step: it went on from a checkpoint, left a step out, went back, or met a
+silent fault.
+
+Read from its metrics, its log and the file of its silent faults: within bounds, as anybody may have written them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from hpctrain.errors import failing_as
+from hpctrain.files import open_regular, parse_json
+from hpctrain.report.rows import Row
+
+LOG_FILE = "log.txt"
+FAULTS_FILE = "faults.jsonl"  # silent faults that were found
+
+MarkKind = Literal["resumed", "skipped", "spike", "went back", "fault"]
+KINDS: tuple[MarkKind, ...] = ("resumed", "went back", "spike", "skipped", "fault")
+
+LOG_BYTES = 16 << 20  # of a log at most: its end
+LINE_BYTES = 1 << 16  # of a line; what is longer counts as several
+MOST_LINES = 5000  # that are kept of a log: the newest
+MOST_FAULTS = 2000
+
+_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ ([A-Z]+) +(.*)", re.DOTALL)
+_GOES_ON = re.compile(r"goes on from (.*) at step (\d{1,15})")
+_TELLING = re.compile(rb" (WARNING|ERROR|CRITICAL) |goes on from .* at step \d")
+_MOST_STEPS = 1 << 53
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What happened at a step, and in words how; the next step was the first one of a run that resumed."""
+
+    step: int
+    kind: MarkKind
+    words: str
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """A line of a log: when it was written, in that node's time, how bad it is, and what it says."""
+
+    time: str
+    level: str
+    text: str
+
+    @property
+    def resumed_at(self) -> int | None:
+        """The step from which it says that the run goes on."""
+        found = _GOES_ON.fullmatch(self.text)
+        return int(found[2]) if found else None
+
+
+def marks_of(rows: Sequence[Row], log: Sequence[LogLine], faults: Sequence[Row]) -> list[Mark]:
+    """All marks of a run, in the order of their steps."""
+    marks = [
+        Mark(step, "resumed", line.text) for line in log if (step := line.resumed_at) is not None and step > 0
+    ]
+    for row in rows:
+        step, spike, back = row["step"], row.get("spike"), row.get("went_back")
+        if isinstance(back, dict):
+            marks.append(Mark(step - 1, "went back", _went_back(back)))
+        if isinstance(spike, str):
+            marks.append(Mark(step, "spike", f"{spike}; update left out"))
+        elif row.get("skipped") is True:
+            marks.append(Mark(step, "skipped", "the step was left out: it was not finite"))
+    marks += [Mark(fault["step"], "fault", fault_text(fault)) for fault in faults]
+    return sorted(dict.fromkeys(marks), key=lambda mark: mark.step)
+
+
+def fault_text(row: Row) -> str:
+    """A row of the file of silent faults, in words."""
+    ranks = row.get("ranks")
+    where = f" on rank {', '.join(map(str, ranks))}" if isinstance(ranks, list) and ranks else ""
+    detail = f": {row['detail']}" if row.get("detail") else ""
+    return f"silent fault in {row.get('kind')} {row.get('name')} ({row.get('phase')}){where}{detail}"
+
+
+def read_log(path: Path, most: int = MOST_LINES) -> list[LogLine]:
+    """The newest lines of a log that are warnings or worse, or say that the run went on; none without a log.
+
+    InputOutputError where it is there and cannot be read.
+    """
+    with failing_as(f"{path}: cannot be read"):
+        if not os.path.lexists(path):
+            return []
+        lines = [line for raw in _ends(path) if _TELLING.search(raw) and (line := _line(raw)) is not None]
+    return lines[-most:]
+
+
+def read_faults(path: Path) -> list[dict[str, Any]]:
+    """The silent faults that a run has found, the newest ones of many, what is no row left out; none without
+    the file. InputOutputError where it cannot be read.
+    """
+    rows: list[dict[str, Any]] = []
+    with failing_as(f"{path}: cannot be read"):
+        if not os.path.lexists(path):
+            return []
+        for raw in _ends(path):
+            with suppress(ValueError):
+                row = parse_json(raw)
+                if isinstance(row, dict) and type(row.get("step")) is int and 0 <= row["step"] < _MOST_STEPS:
+                    rows.append(row)
+    return rows[-MOST_FAULTS:]
+
+
+def _ends(path: Path) -> Iterator[bytes]:
+    """The lines of the end of a file, without the first one where it may be torn."""
+    with open_regular(path) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        if size > LOG_BYTES:
+            stream.seek(size - LOG_BYTES)
+            stream.readline(LINE_BYTES)
+        while line := stream.readline(LINE_BYTES):
+            yield line
+
+
+def _line(raw: bytes) -> LogLine | None:
+    found = _LINE.fullmatch(raw.decode("utf-8", errors="replace").rstrip("\n"))
+    return LogLine(found[1], found[2], found[3]) if found else None
+
+
+def _went_back(spike: Row) -> str:
+    """Why a run had gone back to the state from which this step was made."""
+    return f"went back from step {spike.get('step')}: {spike.get('why')}"

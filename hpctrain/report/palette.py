@@ -1,0 +1,39 @@
+"""Colours of runs, for pictures and pages: told apart by the colour-blind, too (Okabe and Ito, 2008).
+
+Yellow and black are left for last, since each is hard to see on one of white and black.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+ON_LIGHT: Sequence[str] = (
+    "#0072b2",  # blue
+    "#d55e00",  # vermillion
+    "#009e73",  # bluish green
+    "#cc79a7",  # reddish purple
+    "#e69f00",  # orange
+    "#56b4e9",  # sky blue
+    "#4d4d4d",  # in place of black, beside the black of axes
+    "#a89a00",  # yellow, darker, that it is seen on white
+)
+
+ON_DARK: Sequence[str] = (
+    "#4a9fe0",
+    "#f08746",
+    "#1fc296",
+    "#e39bc3",
+    "#f2b632",
+    "#9ad5f8",
+    "#c4c8cf",
+    "#f0e442",
+)
+"""The same hues, lighter, in the same order."""
+
+DASHES: Sequence[Sequence[float]] = ((), (6, 3), (2, 2), (8, 3, 2, 3))
+"""Of lines, once all colours are taken; then they begin anew."""
+
+
+def line_of(index: int) -> tuple[int, Sequence[float]]:
+    """Which of the colours, and the dashes, by which the line of a run is told from those before it."""
+    return index % len(ON_LIGHT), DASHES[index // len(ON_LIGHT) % len(DASHES)]
