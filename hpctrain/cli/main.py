@@ -28,6 +28,7 @@ VERBS = {
     "calibrate": ("calibrate", "Measure this machine, for plans."),
     "prepare": ("prepare", "Make a token file of text files."),
     "plot": ("plot", "Draw what runs measured."),
+    "report": ("report", "Write a page that tells of runs."),
     "status": ("status", "Tell where runs stand."),
     "inspect": ("inspect", "Tell what a checkpoint holds, verify it, compare two."),
     "replay": ("replay", "Tell whether a run's losses come out again."),

@@ -28,8 +28,9 @@ def drawing() -> Iterator[None]:
     """
     require("matplotlib", "drawing pictures")
     import matplotlib as mpl
+    from cycler import cycler
 
-    colours = mpl.cycler(color=ON_LIGHT)
+    colours = cycler(color=ON_LIGHT)
     with mpl.rc_context({"font.family": _families(), "axes.prop_cycle": colours}):
         yield
 

@@ -1,7 +1,7 @@
 """What happened to a run at which step: it went on from a checkpoint, left a step out, went back, or met a
 silent fault.
 
-Read from its metrics, its log and the file of its silent faults: within bounds, as anybody may have written them.
+Read from its metrics, log and file of silent faults, within bounds: anybody may have written them.
 """
 
 from __future__ import annotations

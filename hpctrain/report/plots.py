@@ -134,8 +134,7 @@ def load_runs(run_dirs: Sequence[Path], axis: XAxis = "steps") -> list[PlottedRu
         else:
             try:
                 tables.append(read_metrics(path))
-                log, faults = read_log(run_dir / LOG_FILE), read_faults(run_dir / FAULTS_FILE)
-                marks.append(marks_of(tables[-1], log, faults))
+                marks.append(_marks(run_dir, tables[-1]))
             except InputOutputError as error:
                 problems.extend(error.problems)
                 continue
@@ -147,6 +146,14 @@ def load_runs(run_dirs: Sequence[Path], axis: XAxis = "steps") -> list[PlottedRu
         raise InputOutputError(problems)
     names = names_of(run_dirs)
     return [PlottedRun(*each, axis) for each in zip(names, tables, marks, strict=True)]
+
+
+def _marks(run_dir: Path, rows: Sequence[Row]) -> list[Mark]:
+    """What happened to a run; without a log or faults that can be read, what its metrics tell alone."""
+    try:
+        return marks_of(rows, read_log(run_dir / LOG_FILE), read_faults(run_dir / FAULTS_FILE))
+    except InputOutputError:
+        return marks_of(rows, (), ())
 
 
 def draw(runs: Sequence[PlottedRun], *, log_loss: bool = False) -> dict[str, Figure]:

@@ -1,0 +1,1 @@
+"""One HTML file that tells of runs, and asks no other machine for anything."""

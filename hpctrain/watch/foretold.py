@@ -1,0 +1,166 @@
+"""What was foretold of a run beside what it measured: memory by kind, seconds by cause, bytes by axis.
+
+Read from `plan.json`, `ledger.json` and the deck, of whatever version and by whomever these were written.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from math import fsum, isfinite
+from pathlib import Path
+from typing import Any
+
+from hpctrain.errors import HpctrainError
+from hpctrain.files import JSON_BYTES, parse_json, read_text
+from hpctrain.report.page.told import Comparison, Pair
+from hpctrain.report.plots import PlottedRun
+from hpctrain.words import counted
+
+PLAN_FILE, LEDGER_FILE, DECK_FILE = "plan.json", "ledger.json", "deck.toml"
+STAGES_SHOWN = 8  # of a pipeline, whose memory is told
+RANKS = 1 << 14  # up to which what ranks send is planned for a report
+
+_OF_STEP = frozenset({"forward", "backward", "synchronize", "step"})
+"""Phases of the ledger that make up a step."""
+
+_LEAST = 5e-4  # of a step: less is not worth a line
+_AXES = 50
+
+
+def foretold(
+    folder: Path, tables: Mapping[str, Any], run: PlottedRun, problems: list[str]
+) -> list[Comparison]:
+    """All comparisons that the files of a run allow; what cannot be read is added to the problems."""
+    plan = _json(folder / PLAN_FILE, problems)
+    ledger = _json(folder / LEDGER_FILE, problems)
+    plan = plan if isinstance(plan, dict) else {}
+    found = [*_memory(plan), *_seconds(plan), *_traffic(folder, plan, ledger, tables, run)]
+    return [each for each in found if each.pairs]
+
+
+def _json(path: Path, problems: list[str]) -> Any:
+    if not os.path.lexists(path):
+        return None
+    try:
+        return parse_json(read_text(path, JSON_BYTES))
+    except (OSError, ValueError) as error:
+        problems.append(f"{path}: cannot be read: {error}")
+        return None
+
+
+def _memory(plan: Mapping[str, Any]) -> Iterator[Comparison]:
+    """Of a rank of each stage, by kind."""
+    from hpctrain.plan.words import KINDS
+
+    predicted = _dicts(_dict(plan.get("predicted")).get("stages"))
+    measured = _dicts(plan.get("measured"))
+    roles = list(_dict(_dict(plan.get("predicted")).get("roles")))
+    kinds = {**KINDS, "total": "total"}
+    for stage in range(min(STAGES_SHOWN, max(len(predicted), len(measured)))):
+        sides = [each[stage] if stage < len(each) else {} for each in (predicted, measured)]
+        pairs = [
+            Pair(words, *(_number(side.get(f"{kind}_bytes")) for side in sides))
+            for kind, words in kinds.items()
+        ]
+        several = max(len(predicted), len(measured)) > 1
+        holder = f"a rank of stage {stage}" if several else "a rank"
+        if stage < len(roles):
+            holder = f"a rank of the {roles[stage]}"
+        # Kinds that neither holds would fill the table with zeros.
+        shown = [pair for pair in pairs if any(pair[1:])]
+        yield Comparison(f"Memory of {holder}", "bytes", shown)
+
+
+def _seconds(plan: Mapping[str, Any]) -> Iterator[Comparison]:
+    """Of a step, by cause where that was measured."""
+    from hpctrain.plan.time.measured import side_by_side
+    from hpctrain.plan.time.words import WHAT, WHAT_TOGETHER
+
+    time = _dict(plan.get("time"))
+    predicted, measured = _dict(time.get("predicted")), _dict(time.get("measured"))
+    whole = Pair("the whole step", _number(predicted.get("seconds")), _number(measured.get("seconds")))
+    if whole.predicted is None and whole.measured is None:
+        return
+    there = _numbers(predicted.get("seconds_by_cause"))
+    here = _numbers(measured.get("seconds_by_cause"))
+    pairs: list[Pair] = []
+    try:
+        rows = side_by_side(there, here) if here else [(cause, each, None) for cause, each in there.items()]
+    except KeyError:  # causes of another version
+        rows = []
+    words = WHAT | WHAT_TOGETHER
+    least = _LEAST * max(whole.predicted or 0.0, whole.measured or 0.0)
+    for cause, one, other in rows:
+        if max(one, other or 0.0) > least:
+            pairs.append(Pair(words.get(cause, cause), one, other))
+    machine = time.get("machine")
+    note = f"Predicted by the rates of {machine}." if isinstance(machine, str) else ""
+    yield Comparison("Seconds of a step", "seconds", [*pairs, whole], note)
+
+
+def _traffic(
+    folder: Path, plan: Mapping[str, Any], ledger: Any, tables: Mapping[str, Any], run: PlottedRun
+) -> Iterator[Comparison]:
+    """What rank 0 sent or received in a step, by axis."""
+    steps = _steps(run)
+    measured: dict[str, float] = {}
+    for row in _dicts(ledger):
+        size, axis, phase = _number(row.get("bytes")), row.get("axis"), row.get("phase")
+        if isinstance(axis, str) and isinstance(phase, str) and phase in _OF_STEP and size and steps:
+            measured[axis] = measured.get(axis, 0.0) + size / steps
+    ranks, roles = (_dict(plan.get("predicted")).get(name) for name in ("ranks", "roles"))
+    predicted: dict[str, float] = {}
+    if measured and isinstance(ranks, int) and 0 < ranks <= RANKS and not roles:
+        predicted = _planned(folder, tables, ranks)
+    axes = list(dict.fromkeys((*predicted, *measured)))[:_AXES]
+    pairs = [Pair(axis, predicted.get(axis), measured.get(axis)) for axis in axes]
+    if not pairs:
+        return
+    sums = [fsum(each.values()) if each else None for each in (predicted, measured)]
+    pairs.append(Pair("all axes", *sums))
+    note = f"Payload as the ledger counts it; measured is the mean of {counted(steps, 'step')} of rank 0."
+    yield Comparison("Bytes that a rank sends and receives in a step, by axis", "bytes", pairs, note)
+
+
+def _steps(run: PlottedRun) -> int:
+    """Steps that the last job of a run made, of which its ledger is."""
+    first = max((mark.step for mark in run.marks if mark.kind == "resumed"), default=0)
+    return max(0, int(run.rows[-1]["step"]) - first)
+
+
+def _planned(folder: Path, tables: Mapping[str, Any], ranks: int) -> dict[str, float]:
+    """Bytes of a step by axis, as planned for the first stage; none where that would run code of the user's,
+    or the deck is not valid here.
+    """
+    model, data = _dict(tables.get("model")), _dict(tables.get("data"))
+    if "module" in model or "dataset" in data:
+        return {}
+    from hpctrain.deck.read import read_deck
+    from hpctrain.plan.traffic import plan_traffic
+
+    try:
+        deck = read_deck(folder / DECK_FILE)
+        if deck.model.vocabulary is None:
+            return {}
+        return plan_traffic(deck, ranks, deck.model.vocabulary).stages[0].payload()
+    except HpctrainError:
+        return {}
+
+
+def _dict(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _dicts(value: object) -> list[dict[str, Any]]:
+    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+
+
+def _number(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e30:
+        return None
+    return float(value) if isfinite(value) else None
+
+
+def _numbers(value: object) -> dict[str, float]:
+    return {name: each for name, found in _dict(value).items() if (each := _number(found)) is not None}

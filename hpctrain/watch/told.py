@@ -1,0 +1,249 @@
+"""What the folders of runs tell of them, read within bounds and never changed; and the report made of it.
+
+Metrics have to be there; of all else what is missing is left out, and what cannot be read is told.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from hpctrain.checkpoint.names import LATEST, checkpoints
+from hpctrain.checkpoint.provenance import HistorySegment, history
+from hpctrain.deck.sources import toml_value
+from hpctrain.deck.toml import DECK_BYTES, TomlError, parse_toml
+from hpctrain.errors import HpctrainError, InputOutputError, failing_as
+from hpctrain.files import check_output, open_regular, read_text, require_writable
+from hpctrain.report.marks import FAULTS_FILE, LOG_FILE, LogLine, Mark, marks_of, read_faults, read_log
+from hpctrain.report.page.page import HEAD, page
+from hpctrain.report.page.told import Event, Kept, ToldRun
+from hpctrain.report.plots import PlottedRun, load_runs
+from hpctrain.report.recorded import TRACE_FILE, RecordedStep, read_trace
+from hpctrain.report.rows import Row
+from hpctrain.watch.foretold import foretold
+from hpctrain.watch.status import STATUS_FILE
+from hpctrain.watch.statuses import read_status
+
+RANK_FILES = 64  # logs of other ranks than the first, or reports of hangs, that are read at most
+RANK_LINES = 100  # of each of those logs
+BEST = "best"  # name of the link to the best checkpoint, where there is one
+
+_LOG_OF_RANK = re.compile(r"log\.(\d{1,9})\.txt")
+_HANG = re.compile(r"hang\.(\d{1,9})\.txt")
+_HANG_LINES = 2
+_LINE = 400
+_EXAMINED = 3  # checkpoints at most, until one can be read
+_OF_STEP = re.compile(r"step (\d{1,15}): (.*)", re.DOTALL)
+_WENT_BACK = re.compile(r"went back from step (\d{1,15}): ")
+_VALUE_LETTERS = 300
+_DECK_KEYS = 5000
+
+_FACTS = {
+    "steps": "steps",
+    "ranks": "ranks",
+    "nodes": "nodes",
+    "host": "node of rank 0",
+    "job": "job",
+    "started": "last started (UTC)",
+    "time": "last word (UTC)",
+    "started_in": "started in",
+}
+
+
+def write_report(run_dirs: Sequence[Path], output: Path, *, force: bool = False) -> int:
+    """Write the report of at least one run into a file, and give its bytes. A report is replaced, another
+    file only with `force`.
+
+    InputOutputError, with all problems at once, for folders without metrics; HpctrainError for an output that
+    is another file or a folder, InputOutputError where it cannot be written.
+    """
+    check_output(output, replace=force or is_report(output))
+    require_writable(output)
+    content = page(read_runs(run_dirs)).encode()
+    partial = output.with_name(f".{output.name}.partial")
+    with failing_as(f"{output}: cannot be written"):
+        try:
+            partial.write_bytes(content)
+            partial.replace(output)
+        except OSError:
+            with suppress(OSError):
+                partial.unlink()
+            raise
+    return len(content)
+
+
+def is_report(path: Path) -> bool:
+    """Whether a file is a report that was written here before."""
+    try:
+        with open_regular(path) as stream:
+            return stream.read(len(HEAD)) == HEAD.encode()
+    except OSError:
+        return False
+
+
+def read_runs(run_dirs: Sequence[Path]) -> list[ToldRun]:
+    """What the folders of runs tell; InputOutputError, with all problems, where one has no metrics."""
+    return [read_run(folder, run) for folder, run in zip(run_dirs, load_runs(run_dirs), strict=True)]
+
+
+def read_run(folder: Path, run: PlottedRun) -> ToldRun:
+    """What a folder tells of a run besides its metrics."""
+    problems: list[str] = []
+    status = _status(folder, problems)
+    tables = _deck(folder / "deck.toml", problems)
+    kept, chain = _checkpoints(folder, problems)
+    facts = {words: str(status[key]) for key, words in _FACTS.items() if status.get(key) not in (None, "")}
+    own = tables.get("run")
+    title = status.get("title") or (own.get("title") if isinstance(own, dict) else None)
+    return ToldRun(
+        name=run.name,
+        folder=folder,
+        title=title if isinstance(title, str) else "",
+        rows=run.rows,
+        marks=run.marks,
+        counts="samples" if status.get("counts") == "samples" else "tokens",
+        state=str(status.get("state", "")),
+        reason=str(status.get("reason") or ""),
+        facts=facts,
+        deck=dict(_deck_keys(tables)),
+        comparisons=foretold(folder, tables, run, problems),
+        step=_recorded(folder / TRACE_FILE, problems),
+        checkpoints=kept,
+        history=chain,
+        events=_events(folder, run.rows, status, problems),
+        problems=problems,
+    )
+
+
+def _status(folder: Path, problems: list[str]) -> Mapping[str, Any]:
+    if not os.path.lexists(folder / STATUS_FILE):
+        return {}
+    try:
+        return read_status(folder)
+    except InputOutputError as error:
+        problems.extend(error.problems)
+        return {}
+
+
+def _deck(path: Path, problems: list[str]) -> Mapping[str, Any]:
+    """The tables of the deck, as it is written: one of another version may not be valid here."""
+    try:
+        return parse_toml(read_text(path, DECK_BYTES))[0]
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError, TomlError) as error:
+        problems.append(f"{path}: is no deck ({error})")
+        return {}
+
+
+def _deck_keys(tables: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Keys with their full names, and what is given for them; of tables in a list by their numbers."""
+    left = _DECK_KEYS
+    for section, content in tables.items():
+        for key, value in content.items() if isinstance(content, dict) else [("", content)]:
+            if left == 0:
+                return
+            left -= 1
+            yield f"{section}.{key}".rstrip("."), toml_value(value)[:_VALUE_LETTERS]
+
+
+def _recorded(path: Path, problems: list[str]) -> RecordedStep | None:
+    """The middle one of the steps of a trace, where it is one of several stages."""
+    if not os.path.lexists(path):
+        return None
+    try:
+        steps = read_trace(path)
+    except (HpctrainError, ValueError) as error:
+        problems.append(str(error))
+        return None
+    return steps[len(steps) // 2] if steps and steps[0].schedule.stage_count > 1 else None
+
+
+def _checkpoints(folder: Path, problems: list[str]) -> tuple[list[Kept], list[HistorySegment]]:
+    """The checkpoints that are there, newest first, and the chain of runs that led to the newest good one."""
+    inner = folder / "checkpoints"
+    try:
+        paths = checkpoints(inner)
+    except OSError as error:
+        problems.append(f"{inner}: cannot be read: {error.strerror or error}")
+        return [], []
+    links: dict[str, list[str]] = {}
+    for name in (LATEST, BEST):
+        if (inner / name).is_symlink():
+            links.setdefault(Path(os.path.realpath(inner / name)).name, []).append(name)
+    kept: list[Kept] = []
+    for path in paths:
+        with suppress(OSError):  # a run deletes old ones at any time
+            status = path.stat()
+            written = datetime.fromtimestamp(status.st_mtime, timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
+            kept.append(Kept(path, status.st_size, written, ", ".join(links.get(path.name, []))))
+    return kept, _history(paths[:_EXAMINED], problems)
+
+
+def _history(paths: Sequence[Path], problems: list[str]) -> list[HistorySegment]:
+    for path in paths:
+        from hpctrain.checkpoint.structure import examine  # with torch, which takes seconds
+
+        try:
+            return history(examine(path).state)
+        except HpctrainError as error:
+            problems.extend(error.problems[:1])
+    return []
+
+
+def _events(folder: Path, rows: Sequence[Row], status: Mapping[str, Any], problems: list[str]) -> list[Event]:
+    """What logs warn of, faults, hangs, and how the run stands; what is in no log comes first, by step."""
+    try:
+        log, faults = read_log(folder / LOG_FILE), read_faults(folder / FAULTS_FILE)
+        names = sorted(entry.name for entry in os.scandir(folder) if entry.is_file(follow_symlinks=False))
+    except (InputOutputError, OSError) as error:
+        problems.append(str(error))
+        log, faults, names = [], [], []
+    marks = [mark for mark in marks_of(rows, log, faults) if mark.kind != "resumed"]
+    kinds = {_step_of(mark): mark.kind for mark in marks}
+    told = [_logged(line, kinds) for line in log]
+    known = {event.step for event in told}
+    events = [Event("", mark.step, mark.kind, mark.words) for mark in marks if _step_of(mark) not in known]
+    events += told
+    for rank, name in _of_ranks(names, _LOG_OF_RANK):
+        with suppress(InputOutputError):
+            lines = read_log(folder / name, RANK_LINES)
+            # All ranks log what they agree on: that stands in the first one's log already.
+            said = {line.text for line in log}
+            events += [_logged(line, kinds, f"rank {rank}: ") for line in lines if line.text not in said]
+    for _, name in _of_ranks(names, _HANG):
+        with suppress(OSError), open_regular(folder / name) as stream:
+            head = [stream.readline(_LINE).decode(errors="replace").strip() for _ in range(_HANG_LINES)]
+            events.append(Event("", None, "hang", " ".join(head)))
+    events.sort(key=lambda event: event.time)
+    reason = status.get("reason")
+    if reason:
+        time = str(status.get("time", "")).replace("T", " ").removesuffix("Z")
+        step = status.get("step")
+        events.append(Event(time, step if isinstance(step, int) else None, str(status["state"]), str(reason)))
+    return events
+
+
+def _step_of(mark: Mark) -> int:
+    """The step that the log names for it: of going back the one that was the spike."""
+    found = _WENT_BACK.match(mark.words) if mark.kind == "went back" else None
+    return int(found[1]) if found else mark.step
+
+
+def _logged(line: LogLine, kinds: Mapping[int, str], whose: str = "") -> Event:
+    found = _OF_STEP.fullmatch(line.text)
+    step, words = (int(found[1]), found[2]) if found else (line.resumed_at, line.text)
+    of_step = kinds.get(step, "") if found and step is not None else ""
+    kind = "resumed" if line.resumed_at is not None else of_step or line.level.lower()
+    return Event(line.time, step, kind, whose + words)
+
+
+def _of_ranks(names: Sequence[str], pattern: re.Pattern[str]) -> list[tuple[int, str]]:
+    """Files of ranks among these names, by rank: so many at most."""
+    found = sorted((int(match[1]), name) for name in names if (match := pattern.fullmatch(name)))
+    return found[:RANK_FILES]
