@@ -16,7 +16,8 @@ CELLS = 12_000  # that are drawn at most
 NUMBERS = 2500  # cells of which the micro-batches are written into them
 STAGES = 256
 
-_WIDTH, _LEFT, _ROW = 1160.0, 40.0, 22.0
+_LEFT, _ROW = 40.0, 22.0
+_NARROWEST, _WIDEST, _CELL = 1160.0, 8000.0, 12.0  # of a drawing, and of each of the longest row's cells
 _LETTER = 7.0
 
 
@@ -37,7 +38,7 @@ def schedule_of(step: RecordedStep) -> str:
         figures = f"bubble {100 * result.bubble_rate:.1f}%, cost {format_seconds(result.cost)}"
         told.append(
             f"<h4>{text(heading)}: {figures}, ideal {format_seconds(result.ideal)}</h4>"
-            f'<div class="wide" tabindex="0">{_drawing(step, result, total, heading)}</div>'
+            f'<div class="wide full" tabindex="0">{_drawing(step, result, total, heading)}</div>'
         )
     return "".join([*told, _balance(step, measured, foretold)])
 
@@ -46,7 +47,8 @@ def _drawing(step: RecordedStep, result: Simulation, total: float, heading: str)
     """A row a stage, a box an action; boxes of one kind and chunk are one path."""
     schedule = step.schedule
     rows = arrange(schedule, result)
-    scale = (_WIDTH - _LEFT - 8) / total
+    width = min(_WIDEST, max(_NARROWEST, _CELL * max(map(len, rows), default=0)))
+    scale = (width - _LEFT - 8) / total
     boxes: dict[tuple[Kind, int], list[str]] = {}
     letters: list[str] = []
     writes = sum(map(len, rows)) <= NUMBERS
@@ -59,7 +61,7 @@ def _drawing(step: RecordedStep, result: Simulation, total: float, heading: str)
             if writes:
                 letters += _number(each, left, right, top, schedule.chunks)
     height = len(rows) * _ROW
-    parts = [f'<rect class="idle" x="{_LEFT:g}" y="0" width="{_WIDTH - _LEFT:g}" height="{height:g}"/>']
+    parts = [f'<rect class="idle" x="{_LEFT:g}" y="0" width="{width - _LEFT:g}" height="{height:g}"/>']
     parts += [
         f'<path fill="{_colour(kind, chunk, schedule.chunks)}" stroke="#fff" stroke-width=".6" '
         f'd="{"".join(paths)}"/>'
@@ -71,11 +73,11 @@ def _drawing(step: RecordedStep, result: Simulation, total: float, heading: str)
     ]
     ends = (
         f'<text x="{_LEFT:g}" y="{height + 14:g}">0</text>'
-        f'<text class="end" x="{_WIDTH - 8:g}" y="{height + 14:g}">{format_seconds(total)}</text>'
+        f'<text class="end" x="{width - 8:g}" y="{height + 14:g}">{format_seconds(total)}</text>'
         f'<text class="left" x="{_LEFT - 8:g}" y="{height + 14:g}">stage</text>'
     )
     return (
-        f'<svg class="schedule" viewBox="0 0 {_WIDTH:g} {height + 20:g}" role="img" '
+        f'<svg class="schedule" width="{width:g}" viewBox="0 0 {width:g} {height + 20:g}" role="img" '
         f'aria-label="{text(heading)}">{"".join(parts)}{"".join(letters)}{ends}</svg>'
     )
 

@@ -21,6 +21,7 @@ DECK_KEYS = 2000
 SEGMENTS = 100
 CHECKPOINTS = 200
 _LONG = "text long"
+_NAMING = frozenset({"run.title", "run.dir"})
 _BAR = 120.0
 _FAR = 0.1  # what is further from its prediction is marked
 
@@ -138,11 +139,11 @@ def _decks(runs: Sequence[ToldRun]) -> str:
     if len(runs) == 1 or len(told) < len(runs):
         return whole
     keys = dict.fromkeys(key for run in runs for key in run.deck)
-    differing = [key for key in keys if len({run.deck.get(key) for run in runs}) > 1][:DECK_KEYS]
+    differing = [key for key in keys if len({run.deck.get(key) for run in runs}) > 1 and key not in _NAMING]
     if not differing:
         return note("The decks have the same keys.") + whole
     rows = []
-    for key in differing:
+    for key in differing[:DECK_KEYS]:
         values = (
             cell(run.deck.get(key, "-"), _LONG if len(run.deck.get(key, "")) > 40 else "") for run in runs
         )
@@ -163,8 +164,8 @@ def _comparisons(runs: Sequence[ToldRun]) -> str:
     for run in runs:
         for each in run.comparisons:
             heading = f"{run.name}: {each.heading}" if len(runs) > 1 else each.heading
-            told.append(f"<h4>{text(heading)}</h4>{_comparison(each)}{note(each.note)}")
-    return "".join(told)
+            told.append(f"<div><h4>{text(heading)}</h4>{_comparison(each)}{note(each.note)}</div>")
+    return f'<div class="beside">{"".join(told)}</div>' if told else ""
 
 
 def _comparison(each: Comparison) -> str:

@@ -126,19 +126,55 @@ def test_what_a_link_asks_for_is_shown(tmp_path: Path) -> None:
     assert re.findall(r'class="(?:below|end)">(20K)</text>', tokens)
 
 
-def test_a_phone_scrolls_no_page_to_the_side(tmp_path: Path) -> None:
-    """Within a frame, as no window of a headless Chromium is so narrow; it tells how wide all of it is."""
-    framed = html.escape(page([a_run(0), a_run(1)]))
-    (tmp_path / "phone.html").write_text(
-        f'<!doctype html><iframe width="360" height="999" frameborder="0" srcdoc="{framed}"></iframe><script>'
-        'const frame = document.querySelector("iframe"); frame.onload = () => {'
-        "const inner = frame.contentDocument.documentElement;"
-        "document.body.dataset.sizes = [inner.clientWidth, inner.scrollWidth, inner.dataset.wider].join(); };"
-        "</script>",
+def framed(folder: Path, runs: Sequence[ToldRun], width: int, script: str) -> list[str]:
+    """What a script says of the page of runs in a frame so wide: `inner` is its document, `say` says."""
+    content = html.escape(page(runs))
+    (folder / "frame.html").write_text(
+        f'<!doctype html><iframe width="{width}" height="999" frameborder="0" srcdoc="{content}"></iframe>'
+        '<script>const frame = document.querySelector("iframe"), said = [];'
+        "const say = (...each) => { said.push(...each); document.body.dataset.said = said.join(' | '); };"
+        f"frame.onload = () => {{ const inner = frame.contentDocument; {script} }};</script>",
         encoding="utf-8",
     )
-    found = browse(tmp_path, "phone.html", "--dump-dom")
-    assert noted(found.rpartition("<body")[2], "sizes") == "360,360,0"
+    found = browse(folder, "frame.html", "--dump-dom")
+    return html.unescape(noted(found.rpartition("<body")[2], "said")).split(" | ")
+
+
+def test_a_phone_scrolls_no_page_to_the_side(tmp_path: Path) -> None:
+    """Within a frame, as no window of a headless Chromium is so narrow."""
+    script = "const all = inner.documentElement; say(all.clientWidth, all.scrollWidth, all.dataset.wider);"
+    assert framed(tmp_path, [a_run(0), a_run(1)], 360, script) == ["360", "360", "0"]
+
+
+def test_the_pointer_tells_values_and_runs_can_be_hidden(tmp_path: Path) -> None:
+    runs = [a_run(0), a_run(1)]
+    found = framed(
+        tmp_path,
+        runs,
+        900,
+        """
+        const chart = inner.querySelector(".chart"), svg = chart.querySelector("svg");
+        const box = svg.getBoundingClientRect();
+        const event = { clientX: box.left + box.width / 2, clientY: box.top + 50, bubbles: true };
+        svg.dispatchEvent(new frame.contentWindow.PointerEvent("pointermove", event));
+        const told = chart.querySelector("b[data-curve='0/1/loss']");
+        say(chart.querySelector(".place").textContent, told.dataset.step, told.textContent);
+        say(inner.querySelectorAll(".guide").length);
+        svg.dispatchEvent(new frame.contentWindow.PointerEvent("pointerleave", event));
+        say(chart.querySelector(".place").textContent, told.textContent);
+        inner.querySelector("input[data-run='1']").click();
+        say(told.parentNode.hidden, inner.querySelectorAll(".line.strong.c1").length);
+        inner.querySelector("input[name=axis][value=tokens]").click();
+        say(inner.documentElement.dataset.axis, inner.documentElement.dataset.error);
+        """,
+    )
+    place, step, value, guides, away, last, hidden, left, axis, error = found
+    assert place.startswith("step ")
+    assert 180 < int(step) < 240
+    assert value == f"{runs[1].rows[int(step) - 1]['loss']:.6g}"
+    assert (guides, away.partition(";")[0]) == ("7", "last values")
+    assert last == f"{runs[1].rows[-1]['loss']:.6g}"
+    assert (hidden, left, axis, error) == ("true", "0", "tokens", "")
 
 
 @pytest.mark.parametrize(("scheme", "dark"), [(0, True), (1, False)])
