@@ -23,6 +23,7 @@ _LARGEST = 1e300  # what is larger is no measurement, and its differences would 
 _SPREAD = 20.0  # from such a ratio to the median on, one spike would press all else flat
 _MOST_STEP = 1 << 53
 _LOSS = "loss"
+_SET, _BITS = "evaluation/", "bits_per_byte"
 
 Number = str
 """How a chart writes its values: "plain", "count", "percent", "bytes" or "seconds"."""
@@ -61,18 +62,23 @@ def charts_of(tables: Sequence[Sequence[Row]]) -> list[dict[str, Any]]:
     known = {key for chart in CHARTS for key, _ in chart.keys}
     sets = dict.fromkeys(key for rows in tables for key in evaluations(rows))
     loss, *others = CHARTS
-    loss = Chart(loss.name, loss.unit, (*loss.keys, *((key, _called(key)) for key in sets)), middle="mean")
-    unknown = dict.fromkeys(key for rows in tables for key in _numeric(rows) if key not in known | set(sets))
+    loss = Chart(loss.name, loss.unit, (*loss.keys, *((key, _set_of(key)) for key in sets)), middle="mean")
+    numeric = list(dict.fromkeys(key for rows in tables for key in _numeric(rows)))
+    of_bytes = [key for key in numeric if key.endswith(_BITS)]
+    bits = Chart("Bits per byte", "of text", tuple((key, _set_of(key)) for key in of_bytes), middle="mean")
+    known |= {*sets, *of_bytes}
+    # Perplexity says once more what the loss does.
+    unknown = [key for key in numeric if key not in known and not key.endswith("perplexity")]
     told = [key for key in unknown if not _constant(tables, key)]
     more = [Chart(key[:KEY_LETTERS], "", ((key, ""),)) for key in told[:MORE_CHARTS]]
     most = max(LEAST_POINTS, min(POINTS, POINTS_OF_CHART // max(1, len(tables))))
-    drawn = [_chart(chart, tables, most) for chart in (loss, *others, *more)]
+    drawn = [_chart(chart, tables, most) for chart in (loss, bits, *others, *more)]
     return [chart for chart in drawn if chart["curves"]]
 
 
 def evaluations(rows: Sequence[Row]) -> list[str]:
-    """Keys of losses on other sets than the held-out share: `evaluation/<name>` and the like."""
-    return [key for key in _numeric(rows) if key.startswith("evaluation") and not _figure_of_a_set(key)]
+    """Keys of losses on other sets than the held-out share: `evaluation/<name>`."""
+    return [key for key in _numeric(rows) if key.startswith(_SET) and "/" not in key.removeprefix(_SET)]
 
 
 def axis_of(rows: Sequence[Row], axis: XAxis) -> dict[str, Any] | None:
@@ -171,10 +177,6 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST
 
 
-def _figure_of_a_set(key: str) -> bool:
-    """Whether it is another figure of a set than its loss."""
-    return key.endswith(("perplexity", "bits_per_byte", "tokens", "sequences", "seconds"))
-
-
-def _called(key: str) -> str:
-    return key.removeprefix("evaluation").strip("/_.").removesuffix("loss").strip("/_.")[:KEY_LETTERS] or key
+def _set_of(key: str) -> str:
+    """What a legend calls the set of which a key is."""
+    return key.removeprefix(_SET).removesuffix(_BITS).strip("/_")[:KEY_LETTERS] or key

@@ -160,12 +160,16 @@ def _deck(run: ToldRun, *, several: bool) -> str:
 
 
 def _comparisons(runs: Sequence[ToldRun]) -> str:
+    """Those of each run beside each other."""
     told = []
     for run in runs:
-        for each in run.comparisons:
-            heading = f"{run.name}: {each.heading}" if len(runs) > 1 else each.heading
-            told.append(f"<div><h4>{text(heading)}</h4>{_comparison(each)}{note(each.note)}</div>")
-    return f'<div class="beside">{"".join(told)}</div>' if told else ""
+        of_run = f"{run.name}: " if len(runs) > 1 else ""
+        own = [
+            f"<div><h4>{text(of_run + each.heading)}</h4>{_comparison(each)}{note(each.note)}</div>"
+            for each in run.comparisons
+        ]
+        told += [f'<div class="beside">{"".join(own)}</div>'] if own else []
+    return "".join(told)
 
 
 def _comparison(each: Comparison) -> str:

@@ -113,6 +113,19 @@ def test_unknown_numbers_get_charts_of_their_own() -> None:
     assert list(charts(table))[-2:] == ["noise_scale", "k" * 40]
 
 
+def test_figures_of_sets_share_charts() -> None:
+    table = rows(3)
+    for name in ("validation_", "evaluation/tokens/"):
+        for index, row in enumerate(table):
+            row |= {f"{name}bits_per_byte": 1.5 + index, f"{name}perplexity": 9 - index}
+            row["evaluation/tokens"] = 3.0
+    found = charts(table)
+    assert list(found)[:2] == ["Loss", "Bits per byte"]
+    assert [curve["name"] for curve in found["Loss"]["curves"]] == ["training", "tokens"]
+    assert [curve["name"] for curve in found["Bits per byte"]["curves"]] == ["validation", "tokens"]
+    assert not any("perplexity" in name for name in found)
+
+
 def test_one_spike_asks_for_a_logarithmic_axis() -> None:
     table = rows(10)
     assert charts(table)["Gradient norm"]["log"] is False
