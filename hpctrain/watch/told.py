@@ -24,8 +24,9 @@ from hpctrain.report.page.page import HEAD, page
 from hpctrain.report.page.told import Event, Kept, ToldRun
 from hpctrain.report.plots import PlottedRun, load_runs
 from hpctrain.report.recorded import TRACE_FILE, RecordedStep, read_trace
-from hpctrain.report.rows import Row
+from hpctrain.report.rows import METRICS_FILE, Row
 from hpctrain.watch.foretold import foretold
+from hpctrain.watch.run_files import is_run
 from hpctrain.watch.status import STATUS_FILE
 from hpctrain.watch.statuses import read_status
 
@@ -59,9 +60,11 @@ def write_report(run_dirs: Sequence[Path], output: Path, *, force: bool = False)
     """Write the report of at least one run into a file, and give its bytes. A report is replaced, another
     file only with `force`.
 
-    InputOutputError, with all problems at once, for folders without metrics; HpctrainError for an output that
-    is another file or a folder, InputOutputError where it cannot be written.
+    HpctrainError, with all problems at once, for folders that are no runs or have no step yet, and for an
+    output that is another file or a folder; InputOutputError for metrics that cannot be read, and where the
+    output cannot be written.
     """
+    require_runs(run_dirs)
     check_output(output, replace=force or is_report(output))
     require_writable(output)
     content = page(read_runs(run_dirs)).encode()
@@ -75,6 +78,21 @@ def write_report(run_dirs: Sequence[Path], output: Path, *, force: bool = False)
                 partial.unlink()
             raise
     return len(content)
+
+
+def require_runs(run_dirs: Sequence[Path]) -> None:
+    """HpctrainError where one of these is no run's folder, or has no step to tell of."""
+    problems = []
+    for folder in run_dirs:
+        path = folder / METRICS_FILE
+        if not folder.is_dir():
+            problems.append(f"{folder}: no such folder; name the folder of a run, such as runs/quickstart")
+        elif not path.is_file() and not is_run(folder):
+            problems.append(f"{folder}: is no run's folder: it holds no {METRICS_FILE}")
+        elif not path.is_file() or path.stat().st_size == 0:
+            problems.append(f"{folder}: has made no step yet; there is something to tell after the first one")
+    if problems:
+        raise HpctrainError(problems)
 
 
 def is_report(path: Path) -> bool:

@@ -223,11 +223,24 @@ def test_the_verb_writes_a_page_and_replaces_only_such(tmp_path: Path) -> None:
 def test_what_cannot_be_reported_is_one_sentence(tmp_path: Path) -> None:
     one = a_run(tmp_path / "one")
     empty = a_run(tmp_path / "empty", **{"metrics.jsonl": ""})
+    begun = a_run(tmp_path / "begun")
+    (begun / "metrics.jsonl").unlink()
+    (begun / ".hpctrain-run").write_text("")
     (tmp_path / "bare").mkdir()
-    with pytest.raises(InputOutputError) as caught:
-        write_report([one, empty, tmp_path / "bare", tmp_path / "gone"], tmp_path / "report.html")
-    assert len(caught.value.problems) == 3
-    assert "holds no step yet" in caught.value.problems[0]
+    with pytest.raises(HpctrainError) as caught:
+        write_report([one, empty, begun, tmp_path / "bare", tmp_path / "gone"], tmp_path / "report.html")
+    assert caught.value.exit_code == 2
+    assert [problem.partition(": ")[2].partition(";")[0] for problem in caught.value.problems] == [
+        "has made no step yet",
+        "has made no step yet",
+        "is no run's folder: it holds no metrics.jsonl",
+        "no such folder",
+    ]
+    torn = a_run(tmp_path / "torn", **{"metrics.jsonl": '{"step": 1}\nnot a row\n{"step": 2}\n'})
+    with pytest.raises(InputOutputError, match="the file is damaged"):
+        write_report([torn], tmp_path / "report.html")
+    half = a_run(tmp_path / "half", **{"metrics.jsonl": '{"step": 1'})
+    assert invoke(half, "--output", tmp_path / "report.html")[0] == 3
     assert invoke(one, "--output", tmp_path / "gone" / "report.html")[0] == 3
     assert invoke(one, "--output", tmp_path)[0] == 2
     with pytest.raises(HpctrainError, match="control character"):
