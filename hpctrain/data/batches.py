@@ -20,7 +20,7 @@ from torch import Tensor
 from hpctrain.data.documents import Documents
 from hpctrain.data.fit import needed_tokens, split_sizes
 from hpctrain.data.order import Integers, SampleOrder
-from hpctrain.data.tokens import TokenFile
+from hpctrain.data.shards import Tokens
 from hpctrain.errors import HpctrainError
 
 MASKED = -1
@@ -128,7 +128,7 @@ class SequenceSource(Sequences):
     """
 
     def __init__(
-        self, file: TokenFile, sequence: int, fraction: float, split: str, document_mask: bool = False
+        self, file: Tokens, sequence: int, fraction: float, split: str, document_mask: bool = False
     ) -> None:
         assert split in SPLITS and 0 <= fraction < 1 and sequence > 0, (split, fraction, sequence)
         self.file = file
@@ -150,6 +150,16 @@ class SequenceSource(Sequences):
         return window[:-1], window[1:]
 
 
+class Order(Protocol):
+    """Which sample comes where, counted over all epochs."""
+
+    def at(self, places: Integers, /) -> Integers:
+        """The samples at places >= 0 [n]."""
+
+    def epochs(self, places: Integers, /) -> Integers:
+        """The epochs of these samples, from 0."""
+
+
 class Batches:
     """The micro-batches of every step.
 
@@ -158,9 +168,10 @@ class Batches:
     all micro-batches, some have fewer or none, so that all ranks have equally many.
     """
 
-    def __init__(self, source: Samples, seed: int) -> None:
+    def __init__(self, source: Samples, seed: int, order: Order | None = None) -> None:
+        """In the `order` given, else as the seed shuffles them."""
         self.source = source
-        self.order = SampleOrder(source.count, seed) if source.count else None
+        self.order = SampleOrder(source.count, seed) if order is None and source.count else order
 
     def step(
         self, first_sample: int, global_size: int, data_rank: int, data_ranks: int, micro_size: int
@@ -190,10 +201,10 @@ class Batches:
     ) -> Iterator[Wanted]:
         assert self.order is not None
         end = np.array([first_sample + size - 1])
-        last = int(self.order.at(end)[0]), int(end[0]) // self.source.count
+        last = int(self.order.at(end)[0]), int(self.order.epochs(end)[0])
         for positions in _positions(size, rank, ranks, micro_size):
             places = first_sample + positions
-            yield Wanted(self.order.at(places), places // self.source.count, micro_size, last)
+            yield Wanted(self.order.at(places), self.order.epochs(places), micro_size, last)
 
 
 def _positions(size: int, rank: int, ranks: int, micro_size: int) -> Iterator[Integers]:

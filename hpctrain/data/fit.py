@@ -1,10 +1,11 @@
-"""Whether a token file is one for a deck: its vocabulary, and tokens enough for the deck's sequences."""
+"""Whether token files are such for a deck: their vocabulary, and tokens enough for the deck's sequences."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from hpctrain.data.tokens import TokenFile
+from hpctrain.data.shards import Tokens, title_of
+from hpctrain.deck.data_mixture import entries_of
 from hpctrain.deck.problem import Problem
 from hpctrain.deck.schema import Deck
 
@@ -28,23 +29,26 @@ def needed_tokens(sequence: int, fraction: float) -> int:
     return (2 if fraction else 1) * sequence + 1
 
 
-def token_problems(deck: Deck, file: TokenFile) -> Iterator[Problem]:
-    """Everything in the deck that does not fit its token file."""
+def token_problems(deck: Deck, tokens: Sequence[Tokens]) -> Iterator[Problem]:
+    """Everything in the deck that does not fit the tokens of its entries."""
+    for entry, each in zip(entries_of(deck), tokens, strict=True):
+        yield from _problems(deck, each, title_of(entry.tokens))
+
+
+def _problems(deck: Deck, file: Tokens, title: str) -> Iterator[Problem]:
     vocabulary, sequence, fraction = deck.model.vocabulary, deck.batch.sequence, deck.data.validation
     if vocabulary is not None and file.vocabulary > vocabulary:
         would = "which adds tokens" if deck.model.source is not None else "or leave the key out"
-        smaller = f"is smaller than the vocabulary of {deck.data.tokens}, {file.vocabulary}"
+        smaller = f"is smaller than the vocabulary of {title}, {file.vocabulary}"
         yield Problem("model.vocabulary", f"{smaller}: give at least that, {would}")
     if not split_sizes(file.tokens, sequence, fraction)[0]:
         held_out = f" with data.validation = {fraction:g}" if fraction else ""
         longest = (file.tokens - 1) // (2 if fraction else 1)
         would = f"at most {longest} would do" if longest > 0 else "take a file with more"
         needed = f"of which it needs {needed_tokens(sequence, fraction)}{held_out}"
-        sentence = f"is too long for the {file.tokens} tokens of {deck.data.tokens}, {needed} ({would})"
+        sentence = f"is too long for the {file.tokens} tokens of {title}, {needed} ({would})"
         yield Problem("batch.sequence", sentence, ("data.validation",))
     if deck.data.document_mask and int(file.read(file.tokens - 1, 1)[0]) != file.end_of_document:
-        missing = (
-            f"and {deck.data.tokens} does not end with token {file.end_of_document}, which ends a document"
-        )
+        missing = f"and {title} does not end with token {file.end_of_document}, which ends a document"
         sentence = f"needs documents that end, {missing} (leave it out, or prepare the text again)"
         yield Problem("data.document_mask", sentence, ("data.tokens",))

@@ -51,6 +51,10 @@ class SampleOrder:
             walking = walking[positions[walking] >= np.uint64(self.count)]
         return positions.astype(np.int64)
 
+    def epochs(self, indices: Integers) -> Integers:
+        """The epochs that positions are in, from 0."""
+        return indices // self.count
+
     @staticmethod
     def _permute(positions: Words, keys: Words, radix: np.uint64) -> Words:
         """Permute range(radix^2), each position under its own key."""

@@ -16,6 +16,7 @@ from hpctrain.deck.check_precision import precision_problems
 from hpctrain.deck.check_server import server_problems
 from hpctrain.deck.check_stability import stability_problems
 from hpctrain.deck.check_world import batch_sizes
+from hpctrain.deck.data_mixture import data_problems
 from hpctrain.deck.dataset import dataset_problems
 from hpctrain.deck.defaults import first_beta, second_beta, usual_momentum
 from hpctrain.deck.learning_rate import ENDLESS
@@ -45,6 +46,7 @@ def check_deck(deck: Deck, ranks: int | None = None) -> list[Problem]:
         *precision_problems(deck),
         *server_problems(deck),
         *dataset_problems(deck),
+        *data_problems(deck),
         *_batch(deck, ranks),
         *_learning_rate(deck),
         *_optimizer(deck),

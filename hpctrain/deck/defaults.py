@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, TypeGuard
 
+from hpctrain.deck.data_mixture import fill_mixture
 from hpctrain.deck.dataset import fill_dataset
 from hpctrain.deck.learning_rate import ENDLESS
 from hpctrain.deck.module import fill_module
@@ -69,6 +70,8 @@ def fill(tables: Tables, deck_name: str, source: Mapping[str, object]) -> Filled
         fill_module(tables["model"], deck_name)
     if tables["data"].get("dataset") is not None:
         fill_dataset(tables, deck_name)
+    elif tables["data"].get("mixture") is not None:
+        fill_mixture(tables)
     tables["run"].setdefault("title", PurePath(deck_name).stem or "deck")
     _follow_others(tables, filled.others)
     return filled

@@ -12,7 +12,7 @@ from hpctrain.deck.key import present_name
 from hpctrain.deck.schema import fields, sections
 from hpctrain.deck.sources import Place, clipped, toml_value
 from hpctrain.deck.toml import DECK_BYTES, TomlError, parse_argument, parse_toml
-from hpctrain.deck.words import plain_type, unknown_key, unknown_section
+from hpctrain.deck.words import plain_type, takes_list, unknown_key, unknown_section
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.files import is_unfit, read_text
 from hpctrain.words import command
@@ -182,7 +182,7 @@ class Written:
             self.add(place, f"{place.prefix}: {error.reason}")
             return
         if known and plain_type(fields(section)[key]) is str and not isinstance(value, str):
-            value = text.strip()
+            value = value if isinstance(value, list) and takes_list(fields(section)[key]) else text.strip()
         if full == "layout.auto" and value is True:
             self._leave_open()
         table[key] = value

@@ -92,7 +92,7 @@ def deck_text(deck: Deck, ranks: int | None = None) -> str:
     so that they still follow when the text is read with other values of those.
     """
     lines: list[str] = []
-    has = deck.model.module is not None, deck.data.dataset is not None
+    has = deck.model.module is not None, deck.data.dataset is not None, deck.data.mixture is not None
     values: Tables = {
         section: {
             name: value

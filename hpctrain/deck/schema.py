@@ -264,9 +264,14 @@ class Model(Section):
 class Data(Section):
     """What to train on."""
 
-    tokens: str = key(
-        "Token file made by `hpctrain prepare`; relative to the folder where the run is started.",
+    tokens: str | Annotated[tuple[str, ...], Field(strict=False)] = key(
+        "Token file of `hpctrain prepare`, or several as one: a list, or a pattern such as *.h5.",
         min_length=1,
+    )
+    mixture: Annotated[tuple[dict[str, Any], ...], Field(strict=False)] | None = key(
+        "Instead, several in shares: tables [[data.mixture]] with tokens (as above), weight, perhaps name.",
+        None,
+        derived="none: data.tokens alone",
     )
     dataset: str | None = key(
         "Instead, samples for a module of your own: what makes the dataset, named as model.module is.",

@@ -24,11 +24,11 @@ def wanted(field: FieldInfo) -> str:
     if extra(field, "unit") == "bit/s":
         return 'a link of at least 1 kbit/s, such as "100 Mbit/s, 20 ms"'
     if kind is str:
-        return "text in quotes, not empty"
+        return "text in quotes, not empty" + ", or a list of such" * takes_list(field)
     if get_origin(kind) is dict:
         return either(["a table of its own", *map(toml_value, _choices(field))])
     if get_origin(kind) is tuple:
-        items = "texts in quotes" if get_args(kind)[0] is str else "whole numbers"
+        items = {str: "texts in quotes", int: "whole numbers"}.get(get_args(kind)[0], "tables")
         return either([f"a list of {items}", *map(toml_value, _choices(field))])
     if extra(field, "unit") == "bytes":
         return 'a size above 0, such as 25000000 or "25 MB"'
@@ -44,6 +44,13 @@ def plain_type(field: FieldInfo) -> Any:
         kind = next(kind for kind in get_args(field.annotation) if kind is not type(None))
         return get_args(kind)[0] if get_origin(kind) is Annotated else kind
     return field.annotation
+
+
+def takes_list(field: FieldInfo) -> bool:
+    """Whether a key that holds one value may hold a list of such instead."""
+    kinds = get_args(field.annotation) if get_origin(field.annotation) in {Union, UnionType} else ()
+    plain = {get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in kinds}
+    return str in plain and any(get_origin(kind) is tuple for kind in plain)
 
 
 def _choices(field: FieldInfo) -> list[str]:
@@ -71,7 +78,7 @@ def given(value: object, field: FieldInfo) -> str:
                 return f" (write {int(value)})"
             return ", not a fraction" if isfinite(value) else ""
         case list():
-            return "" if get_origin(kind) is tuple else ", not a list"
+            return "" if get_origin(kind) is tuple or takes_list(field) else ", not a list"
         case dict():
             return ", not a section"
         case str() | int() | float():

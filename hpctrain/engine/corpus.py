@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hpctrain.comm.world import World
-from hpctrain.data.batches import Batches, SequenceSource
+from hpctrain.data.batches import Batches
 from hpctrain.data.dataset import DatasetName, UsersDataset, dataset_of
+from hpctrain.data.entries import open_entries
 from hpctrain.data.fit import token_problems
 from hpctrain.data.loader import DatasetSource
-from hpctrain.data.tokens import TokenFile
+from hpctrain.data.mixture import Trained
+from hpctrain.data.shards import Tokens
 from hpctrain.data.workers import Workers
 from hpctrain.deck.check_world import batch_sizes, data_ranks
 from hpctrain.deck.schema import Deck
@@ -18,15 +20,17 @@ from hpctrain.errors import HpctrainError
 
 @dataclass(frozen=True)
 class Corpus:
-    """The samples of a run: to train on, and held out (None where nothing is); of the token file, or of the
-    dataset, which may have processes that load its items.
+    """The samples of a run: to train on, and held out (None where nothing is); of the token files, or of the
+    dataset, which may have processes that load its items. Of a mixture `file` is the first entry's.
     """
 
-    file: TokenFile | None
+    file: Tokens | None
     train: Batches
     validation: Batches | None
     dataset: UsersDataset | None = None
     workers: Workers | None = None
+    trained: Trained | None = None
+    """What is known of token files by entry."""
 
     def close(self) -> None:
         """End the processes that load."""
@@ -39,14 +43,18 @@ def open_corpus(deck: Deck, world: World) -> Corpus:
     if deck.data.dataset is not None:
         return _open_dataset(deck, world)
     with world.agreement():
-        file = TokenFile(deck.data.tokens)
-        problems = [deck.problem(each.key, each.sentence) for each in token_problems(deck, file)]
+        tokens = open_entries(deck)
+        problems = [deck.problem(each.key, each.sentence) for each in token_problems(deck, tokens)]
         if problems:
             raise HpctrainError(problems)
-        sequence, held_out, mask = deck.batch.sequence, deck.data.validation, deck.data.document_mask
-        train = Batches(SequenceSource(file, sequence, held_out, "train", mask), deck.run.seed)
-        validation = Batches(SequenceSource(file, sequence, held_out, "validation", mask), deck.run.seed)
-    return Corpus(file, train, validation if held_out else None)
+        trained = Trained.of(deck, tokens)
+    sizes = [each.tokens for each in tokens]
+    others = world.everyone.all_gather_object(sizes)
+    with world.agreement():
+        if any(each != sizes for each in others):
+            raise HpctrainError("data: by the same names, ranks find token files of other sizes")
+    validation = trained.validation if deck.data.validation else None
+    return Corpus(tokens[0], trained.train, validation, trained=trained)
 
 
 def settle_vocabulary(deck: Deck, corpus: Corpus) -> Deck:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from hpctrain.checkpoint.exchange.source import settled_keys
 from hpctrain.deck.check_world import check_world, world_problems
+from hpctrain.deck.data_mixture import tokens_exist
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.replicas import begun_with, with_ranks
 from hpctrain.deck.schema import Deck
@@ -189,7 +190,7 @@ def _memory(
     Nothing is predicted where the vocabulary would come from a token file that is not there yet.
     """
     given = deck.machine.memory
-    if deck.model.vocabulary is None and not Path(deck.data.tokens).exists():
+    if deck.model.vocabulary is None and not tokens_exist(deck):
         return given, []
     plan = plan_deck(path, ranks, overrides, ranks_per_node, advised=False)
     predicted = plan.memory.largest.memory.total * ranks_per_node

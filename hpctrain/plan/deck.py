@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from hpctrain.checkpoint.exchange.source import settled_keys
-from hpctrain.data.tokens import TokenFile
+from hpctrain.data.entries import vocabulary_of
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
@@ -109,7 +109,7 @@ def plan_deck(
     deck = read()
     rates = deck_rates(deck) if rates is None else rates
     per_node = ranks_per_node or deck.communication.ranks_per_node
-    vocabulary = deck.model.vocabulary or TokenFile(deck.data.tokens).vocabulary
+    vocabulary = vocabulary_of(deck)
     holding = Holding(ranks, vocabulary, ranks_per_node, () if rates is None else rates.memories)
     title = architecture_of(deck, vocabulary).title  # and what building a module loads is a library
     holding.libraries(deck)

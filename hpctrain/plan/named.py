@@ -6,11 +6,12 @@ A run refuses what does not fit at its start; this tells it beforehand, with the
 
 from __future__ import annotations
 
-import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hpctrain.deck.check_world import data_ranks, world_problems
+from hpctrain.deck.data_mixture import tokens_exist
 from hpctrain.deck.problem import Problem
 from hpctrain.deck.schedules import NAMES
 from hpctrain.deck.schema import Deck
@@ -26,7 +27,7 @@ def named_problems(
     with `code` a user's own is, too, and what a module starts from. HpctrainError with what is wrong with it.
     """
     # What a deck does not name does not cost the import of what could read it.
-    if deck.data.dataset is None and os.path.lexists(deck.data.tokens):
+    if deck.data.dataset is None and tokens_exist(deck):
         yield from _tokens(deck)
     if code and deck.model.module is not None:
         _require_module(deck)
@@ -39,16 +40,17 @@ def named_problems(
 
 
 def _tokens(deck: Deck) -> Iterator[Problem]:
+    from hpctrain.data.entries import open_entries
     from hpctrain.data.fit import token_problems
-    from hpctrain.data.tokens import TokenFile
 
+    key = "data.tokens" if deck.data.mixture is None else "data.mixture"
     try:
-        file = TokenFile(deck.data.tokens)
+        tokens = open_entries(deck)
     except HpctrainError as error:
-        named = f"data.tokens = {deck.data.tokens}: "
-        yield from (Problem("data.tokens", problem.removeprefix(named)) for problem in error.problems)
+        named = re.compile(rf"{key}(, |: | = {re.escape(str(deck.data.tokens))}: )")
+        yield from (Problem(key, named.sub("", problem, count=1)) for problem in error.problems)
     else:
-        yield from token_problems(deck, file)
+        yield from token_problems(deck, tokens)
 
 
 def _require_module(deck: Deck) -> None:

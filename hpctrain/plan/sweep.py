@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoint.exchange.source import settled_keys
-from hpctrain.data.tokens import TokenFile
+from hpctrain.data.entries import vocabulary_of
+from hpctrain.deck.data_mixture import token_names
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError, InputOutputError
@@ -147,7 +148,7 @@ class _Planner:
         self.title = ""
         self.machine: str | None = None
         self.problems: list[tuple[str, ...]] = []
-        self.vocabularies: dict[str, int] = {}
+        self.vocabularies: dict[tuple[str, ...], int] = {}
         self.plans: dict[tuple[int, str], tuple[MemoryPlan, Room | None, StepPlan | None]] = {}
 
     def point(self, changes: Changes, ranks: int) -> Point:
@@ -182,10 +183,10 @@ class _Planner:
 
     def plan(self, deck: Deck, ranks: int) -> tuple[MemoryPlan, Room | None, StepPlan | None]:
         """Memory, whether it fits, and on a machine the step."""
-        tokens = deck.data.tokens
+        tokens = token_names(deck)
         vocabulary = deck.model.vocabulary or self.vocabularies.get(tokens)
         if vocabulary is None:
-            vocabulary = self.vocabularies[tokens] = TokenFile(tokens).vocabulary
+            vocabulary = self.vocabularies[tokens] = vocabulary_of(deck)
         rates = self.rates_of(deck)
         kinds = () if rates is None else rates.memories
         holding = Holding(ranks, vocabulary, self.ranks_per_node, kinds, self.libraries)

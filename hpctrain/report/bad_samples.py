@@ -11,11 +11,12 @@ import numpy as np
 from hpctrain.characters import escaped
 from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.checkpoint.structure import Structure
-from hpctrain.data.batches import SequenceSource
+from hpctrain.data.batches import Order, Sequences
 from hpctrain.data.dataset import dataset_of
+from hpctrain.data.entries import open_entries
 from hpctrain.data.fit import split_samples
+from hpctrain.data.mixture import Trained
 from hpctrain.data.order import SampleOrder
-from hpctrain.data.tokens import TokenFile
 from hpctrain.deck.schema import Deck
 from hpctrain.optim.spikes import Spike, recorded_spikes
 from hpctrain.report.terminal import fit
@@ -45,22 +46,24 @@ class _Samples:
     """What a deck trains on, by its order."""
 
     def __init__(self, deck: Deck) -> None:
-        self.source: SequenceSource | None = None
+        self.source: Sequences | None = None
+        self.order: Order
         if deck.data.dataset is None:
-            self.file = TokenFile(deck.data.tokens)
-            self.source = SequenceSource(self.file, deck.batch.sequence, deck.data.validation, "train")
-            count = self.source.count
+            trained = Trained.of(deck, open_entries(deck))
+            self.tokenizer, batches = trained.tokens[0].tokenizer, trained.train
+            assert isinstance(batches.source, Sequences) and batches.order is not None
+            self.source, self.order = batches.source, batches.order
         else:
             count, _ = split_samples(dataset_of(deck).count, deck.data.validation)
-        self.order = SampleOrder(count, deck.run.seed)
+            self.order = SampleOrder(count, deck.run.seed)
 
     def of(self, spike: Spike) -> Iterator[dict[str, Any]]:
         places = np.arange(spike.first_sample, spike.first_sample + spike.samples, dtype=np.int64)
         for place, index in zip(places.tolist(), self.order.at(places).tolist(), strict=True):
-            row = {"sample": place, "index": index}
+            row: dict[str, Any] = {"sample": place, "index": index}
             if self.source is not None:
                 tokens, _ = self.source.sequence(index)
-                row["text"] = self.file.tokenizer.decode(tokens.tolist())[:CHARACTERS]
+                row["text"] = self.tokenizer.decode(tokens.tolist())[:CHARACTERS]
             yield row
 
 

@@ -9,8 +9,9 @@ from typing import Any
 from hpctrain.checkpoint.exchange.source import source_tokenizer
 from hpctrain.checkpoint.read import read_state
 from hpctrain.comm.world import World
+from hpctrain.data.shards import Tokens, title_of
 from hpctrain.data.tokenizer_difference import tokenizer_difference
-from hpctrain.data.tokens import TokenFile
+from hpctrain.deck.data_mixture import token_names
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import toml_value
 from hpctrain.engine.corpus import Corpus
@@ -64,11 +65,16 @@ def same_corpus(state: Mapping[str, Any], corpus: Corpus) -> bool:
 
 def corpus_key(deck: Deck) -> tuple[str, str]:
     """The key that names what is trained on, and what that is."""
-    return ("data.tokens", "token file") if deck.data.dataset is None else ("data.dataset", "dataset")
+    if deck.data.dataset is not None:
+        return "data.dataset", "dataset"
+    if deck.data.mixture is not None:
+        return "data.mixture", "mixture"
+    return "data.tokens", "token file"
 
 
-def _compare_tokenizers(deck: Deck, file: TokenFile, source: str, text: object, missing: str) -> list[str]:
-    unknown = f"whether {deck.data.tokens} has the tokenizer of {source} is not known"
+def _compare_tokenizers(deck: Deck, file: Tokens, source: str, text: object, missing: str) -> list[str]:
+    title = title_of(token_names(deck))
+    unknown = f"whether {title} has the tokenizer of {source} is not known"
     if not isinstance(text, str):
         return [f"{unknown}: {missing}"]
     try:
@@ -78,23 +84,23 @@ def _compare_tokenizers(deck: Deck, file: TokenFile, source: str, text: object, 
     if difference and not deck.data.other_tokenizer:
         raise HpctrainError(
             deck.problem(
-                "data.tokens",
+                corpus_key(deck)[0],
                 f"its tokenizer is not that of {source}: {difference} (`hpctrain prepare --tokenizer` makes "
                 "tokens that the weights know; data.other_tokenizer = true allows others)",
             )
         )
-    sentence = f"the tokenizer of {deck.data.tokens} is not that of {source}: {difference}"
+    sentence = f"the tokenizer of {title} is not that of {source}: {difference}"
     return [sentence] if difference else []
 
 
 def _compare_corpora(deck: Deck, corpus: Corpus, checkpoint: Path, state: Mapping[str, Any]) -> list[str]:
     if same_corpus(state, corpus):
         return []
-    key, what = corpus_key(deck)
+    _, what = corpus_key(deck)
     before, now = state[CORPUS], _describe(corpus)
     sizes = f"{_size(now)}, there {_size(before)}"
     return [
-        f"{deck.value(key)} is not the {what} that {checkpoint} was trained on ({sizes}): samples come "
+        f"{_title(deck)} is not the {what} that {checkpoint} was trained on ({sizes}): samples come "
         "in another order, some of them perhaps again"
     ]
 
@@ -106,9 +112,15 @@ def _size(known: Mapping[str, Any]) -> str:
     return f"{known['samples']} samples of {known['dataset']} with {toml_value(known['arguments'])}"
 
 
+def _title(deck: Deck) -> str:
+    if deck.data.dataset is not None:
+        return deck.data.dataset
+    return "data.mixture" if deck.data.mixture is not None else title_of(token_names(deck))
+
+
 def _describe(corpus: Corpus) -> dict[str, Any]:
     """What one is known by."""
     if corpus.dataset is not None:
         return corpus.dataset.described()
-    assert corpus.file is not None
-    return {"tokens": corpus.file.tokens, "fingerprint": corpus.file.fingerprint}
+    assert corpus.trained is not None
+    return corpus.trained.described()

@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from hpctrain.comm.mesh import sizes_text
+from hpctrain.data.mixture import material_of, mixture_lines
+from hpctrain.data.shards import title_of
+from hpctrain.deck.data_mixture import token_names
 from hpctrain.deck.learning_rate import ENDLESS
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import toml_value
@@ -46,6 +49,8 @@ def introduction(deck: Deck, engine: Engine, corpus: Corpus, peak: float, ranks:
         f"{'takes' if deck.run.steps == 1 else 'take'} {taken} epochs; a matrix product runs at "
         f"{peak / 1e9:.1f} GFLOP/s a rank" + " (= 100% MFU)" * (corpus.dataset is None),
     ]
+    if deck.data.mixture is not None and corpus.trained is not None:
+        lines += mixture_lines(corpus.trained, samples_of(deck.batch, deck.run.steps))
     lines += architecture.notes
     nodes = deck.communication.ranks_per_node
     if nodes is not None:
@@ -65,8 +70,9 @@ def introduction(deck: Deck, engine: Engine, corpus: Corpus, peak: float, ranks:
             "but slower than bf16"
         )
     if epochs >= MANY_EPOCHS and corpus.dataset is None:
+        title = "data.mixture" if deck.data.mixture is not None else title_of(token_names(deck))
         lines.append(
-            f"{deck.data.tokens} is small for this run: each of its {counted(sequences, 'sequence')} of "
+            f"{title} is small for this run: each of its {counted(sequences, 'sequence')} of "
             f"{deck.batch.sequence} tokens is trained on {epochs:,.0f} times, and would be learned by heart; "
             "more text or fewer steps would do"
         )
@@ -83,8 +89,8 @@ def introduction(deck: Deck, engine: Engine, corpus: Corpus, peak: float, ranks:
 
 def _material(corpus: Corpus, deck: Deck) -> str:
     """What is trained on."""
-    if corpus.file is not None:
-        return f"{deck.data.tokens}: {format_count(corpus.file.tokens)} tokens"
+    if corpus.trained is not None:
+        return material_of(corpus.trained)
     assert corpus.dataset is not None
     held_out = corpus.validation.source.count if corpus.validation is not None else 0
     apart = f", {format_count(held_out)} of them held out" if held_out else ""

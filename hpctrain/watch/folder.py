@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TextIO
 
 from hpctrain.checkpoint.names import checkpoints
+from hpctrain.deck.data_mixture import token_files
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.files import delete_folder, files_named, open_regular, read_text
@@ -83,7 +84,7 @@ def clear_folder(deck: Deck, fresh: bool, again: bool, reads: Sequence[str] = ()
     folder = Path(deck.run.dir)
     needed = [
         *reads,
-        deck.data.tokens,
+        *token_files(deck),
         deck.layout.schedule,
         *([deck.model.source] if deck.model.source else []),
     ]

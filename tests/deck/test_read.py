@@ -121,9 +121,8 @@ def test_missing_keys_are_named_with_their_section() -> None:
         "deck.toml: model.preset is missing: name a published shape, or give model.family, layers, "
         "hidden and heads",
         "deck.toml: run.steps is missing: a whole number of at least 1 (optimizer steps of the whole run)",
-        "deck.toml: data.tokens is missing: text in quotes, not empty (token file made by `hpctrain "
-        "prepare`; "
-        "relative to the folder where the run is started)",
+        "deck.toml: data.tokens is missing: text in quotes, not empty, or a list of such (token file of "
+        "`hpctrain prepare`, or several as one: a list, or a pattern such as *.h5)",
     ]
 
 
@@ -170,9 +169,8 @@ sequence = 64
         "deck.toml:13: batch.global_size = 9: must be a multiple of batch.micro_size x data ranks = 2 x "
         "1 = 2 "
         "(8 or 10 would)",
-        "deck.toml: data.tokens is missing: text in quotes, not empty (token file made by `hpctrain "
-        "prepare`; "
-        "relative to the folder where the run is started)",
+        "deck.toml: data.tokens is missing: text in quotes, not empty, or a list of such (token file of "
+        "`hpctrain prepare`, or several as one: a list, or a pattern such as *.h5)",
         "--set batch.ramp_from=3: must be a multiple of batch.micro_size x data ranks = 2 x 1 = 2 (2 or "
         "4 would)",
         "--set batch.ramp_from=3: needs batch.ramp_steps of at least 1",

@@ -91,7 +91,8 @@ from tests.deck.small_text import SMALL, changed, problems
         (
             'tokens = "tokens.h5"',
             "tokens = 5",
-            "deck.toml:11: data.tokens = 5: must be text in quotes, not empty, not a number",
+            "deck.toml:11: data.tokens = 5: must be text in quotes, not empty, or a list of such, "
+            "not a number",
         ),
         (
             "tensor = 1",

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpctrain.checkpoint.exchange.source import settled_keys
-from hpctrain.data.tokens import TokenFile
+from hpctrain.data.entries import vocabulary_of
 from hpctrain.deck.check import check_deck
 from hpctrain.deck.check_world import world_problems
 from hpctrain.deck.read import deck_text, read_deck
@@ -185,7 +185,7 @@ def _search(
         raise HpctrainError(deck.problem(key, "layouts are searched where all ranks train as one"))
     deck = with_values(deck, {"layout.auto": False})
     deck = machine.of_deck(on_nodes_of(deck, wished.ranks_per_node))
-    vocabulary = deck.model.vocabulary or TokenFile(deck.data.tokens).vocabulary
+    vocabulary = vocabulary_of(deck)
     holding = Holding(ranks, vocabulary, wished.ranks_per_node, machine.memories)
     holding.libraries(deck)  # measured while nothing large is there
     # Those schedules that hold least are tried too where no other has room.

@@ -1,0 +1,50 @@
+"""The token files that a deck names, opened: one corpus, or those of each entry of its mixture."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from hpctrain.data.shards import Tokens, open_tokens, paths_of, raise_together, require_one_tokenizer
+from hpctrain.deck.data_mixture import Entry, entries_of, tokens_key
+from hpctrain.deck.schema import Deck
+from hpctrain.deck.sources import toml_value
+from hpctrain.errors import HpctrainError
+
+
+def open_entries(deck: Deck) -> tuple[Tokens, ...]:
+    """The tokens of each entry. HpctrainError with all that is wrong with them, but for what they are short
+    of.
+    """
+    tokens: list[Tokens] = []
+    problems: list[HpctrainError] = []
+    for entry in entries_of(deck):
+        try:
+            tokens.append(open_tokens(entry.tokens, tokens_key(deck, entry)))
+        except HpctrainError as error:
+            problems.append(error)
+    raise_together(problems)
+    require_one_tokenizer(tokens)
+    require_apart(deck, tokens)
+    return tuple(tokens)
+
+
+def require_apart(deck: Deck, tokens: Sequence[Tokens]) -> None:
+    """HpctrainError that names each file of more than one entry: its samples would come twice an epoch."""
+    entries = entries_of(deck)
+    first: dict[str, Entry] = {}
+    problems = []
+    for entry, each in zip(entries, tokens, strict=True):
+        for path in map(str, paths_of(each)):
+            before = first.setdefault(os.path.realpath(path), entry)
+            if before is not entry:
+                both = f"entries {toml_value(before.name)} and {toml_value(entry.name)} both name it"
+                would = "one alone, with the sum of their weights, would do"
+                problems.append(f"data.mixture: {path}: {both} ({would})")
+    if problems:
+        raise HpctrainError(problems)
+
+
+def vocabulary_of(deck: Deck) -> int:
+    """That of a deck, else of the tokens that it names. Errors as of `open_entries`."""
+    return deck.model.vocabulary or open_entries(deck)[0].vocabulary

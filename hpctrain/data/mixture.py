@@ -1,0 +1,161 @@
+"""What a deck trains on, of token files: one corpus, or several in shares, each with epochs of its own."""
+
+from __future__ import annotations
+
+import zlib
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from hpctrain.data.batches import Batches, Sequences, SequenceSource
+from hpctrain.data.interleave import Interleaving
+from hpctrain.data.order import Integers, SampleOrder
+from hpctrain.data.shards import Tokens, common_fingerprint, paths_of, title_of
+from hpctrain.deck.data_mixture import Entry, entries_of
+from hpctrain.deck.schema import Deck
+from hpctrain.units import format_count
+from hpctrain.words import counted
+
+_APART = 0xD1B54A32D192ED03
+"""By what seeds of entries differ, so that two of one size are not shuffled alike."""
+
+
+class MixtureOrder:
+    """The samples of a mixture, of which each of the `entries` has so many, numbered one entry after another.
+
+    Which entry a sample comes from follows from the shares (see Interleaving); of an entry they come in the
+    order that it would have alone.
+    """
+
+    def __init__(self, entries: Sequence[Entry], counts: Sequence[int], seed: int) -> None:
+        self.interleaving = Interleaving([entry.share for entry in entries], seed)
+        self.orders = [SampleOrder(count, seed + number * _APART) for number, count in enumerate(counts)]
+        self.begins = list(accumulate(counts, initial=0))
+
+    def at(self, places: Integers) -> Integers:
+        """See Order."""
+        sources, nth = self.interleaving.at(places)
+        for number, order in enumerate(self.orders):
+            here = sources == number
+            nth[here] = self.begins[number] + order.at(nth[here])
+        return nth
+
+    def epochs(self, places: Integers) -> Integers:
+        """See Order: of the entry that a sample comes from."""
+        sources, nth = self.interleaving.at(places)
+        return nth // np.diff(self.begins)[sources]
+
+
+class Joined(Sequences):
+    """The sequences of several sources, one after another."""
+
+    def __init__(self, sources: Sequence[Sequences]) -> None:
+        self.sources, self.length = tuple(sources), sources[0].length
+        self.end_of_document = sources[0].end_of_document
+        self._begins = list(accumulate((source.count for source in sources), initial=0))
+        self.count = self._begins[-1]
+
+    def sequence(self, index: int) -> tuple[Tensor, Tensor]:
+        """See Sequences."""
+        number = self.source_of(index)
+        return self.sources[number].sequence(index - self._begins[number])
+
+    def source_of(self, index: int) -> int:
+        """Which of the sources a sequence is of."""
+        assert 0 <= index < self.count, (index, self.count)
+        return bisect_right(self._begins, index) - 1
+
+
+class HeldOut(Joined):
+    """What several sources hold out: the first of them are in the shares that are trained on, until one has
+    no more; then the others go on.
+    """
+
+    def __init__(self, sources: Sequence[Sequences], entries: Sequence[Entry]) -> None:
+        super().__init__(sources)
+        self.shares = [float(entry.share) for entry in entries]
+
+    def sequence(self, index: int) -> tuple[Tensor, Tensor]:
+        """See Sequences."""
+        return super().sequence(int(self._arranged[index]))
+
+    @cached_property
+    def _arranged(self) -> Integers:
+        due = [
+            (np.arange(source.count) + 0.5) / share
+            for source, share in zip(self.sources, self.shares, strict=True)
+        ]
+        return np.argsort(np.concatenate(due), kind="stable")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The token files of a deck, opened, by entry; and the samples of its splits."""
+
+    entries: tuple[Entry, ...]
+    tokens: tuple[Tokens, ...]
+    train: Batches
+    validation: Batches
+    counts: tuple[int, ...]
+    """Sequences that an epoch of each entry trains on."""
+
+    @staticmethod
+    def of(deck: Deck, tokens: Sequence[Tokens]) -> Trained:
+        """The tokens of each entry of a deck, in its splits."""
+        entries = entries_of(deck)
+        length, fraction, seed = deck.batch.sequence, deck.data.validation, deck.run.seed
+        train, held_out = (
+            [SequenceSource(each, length, fraction, split, deck.data.document_mask) for each in tokens]
+            for split in ("train", "validation")
+        )
+        counts = tuple(source.count for source in train)
+        if deck.data.mixture is None:
+            of_train, of_validation = Batches(train[0], seed), Batches(held_out[0], seed)
+        else:
+            of_train = Batches(Joined(train), seed, MixtureOrder(entries, counts, seed))
+            of_validation = Batches(HeldOut(held_out, entries), seed)
+        return Trained(entries, tuple(tokens), of_train, of_validation, counts)
+
+    def described(self) -> dict[str, Any]:
+        """What it is known by in checkpoints; shares count, by which samples come in another order."""
+        if len(self.tokens) == 1:
+            return {"tokens": self.tokens[0].tokens, "fingerprint": self.tokens[0].fingerprint}
+        shares = " ".join(str(entry.share) for entry in self.entries)
+        return {
+            "tokens": sum(each.tokens for each in self.tokens),
+            "fingerprint": zlib.crc32(shares.encode(), common_fingerprint(self.tokens)),
+        }
+
+    def epochs(self, samples: int) -> dict[str, float]:
+        """How often each entry was trained on after so many samples, by name."""
+        order = self.train.order
+        taken = order.interleaving.counts(samples) if isinstance(order, MixtureOrder) else [samples]
+        rows = zip(self.entries, taken, self.counts, strict=True)
+        return {entry.name: each / count for entry, each, count in rows}
+
+
+def material_of(trained: Trained) -> str:
+    """What is trained on, in a few words."""
+    tokens, entries = trained.tokens, trained.entries
+    total = format_count(sum(each.tokens for each in tokens))
+    if len(tokens) > 1:
+        return f"a mixture of {len(tokens)}: {total} tokens"
+    files = len(paths_of(tokens[0]))
+    return f"{title_of(entries[0].tokens)}: {total} tokens" + f" in {files} files" * (files > 1)
+
+
+def mixture_lines(trained: Trained, samples: int) -> list[str]:
+    """Each entry with its share, what it has, and how often a run of so many samples takes it."""
+    lines = []
+    for entry, tokens, count in zip(trained.entries, trained.tokens, trained.counts, strict=True):
+        epochs = trained.epochs(samples)[entry.name]
+        has = f"{counted(count, 'sequence')} of {format_count(tokens.tokens)} tokens"
+        share = f"{float(entry.share):.4g} of all samples"
+        lines.append(f"  {entry.name}: {share}; {has}, taken {epochs:.3g} times")
+    return lines

@@ -1,0 +1,162 @@
+"""Several token files that are read as one, end to end in their order, as what a deck names in a place.
+
+A name may be a pattern such as "shards/*.h5", which stands for the files that match it, sorted by name. All
+files must have one tokenizer. Every file ends with the end of a document, so that none goes over two files.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from glob import glob, has_magic
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpctrain.data.tokenizer import Tokenizer
+from hpctrain.data.tokenizer_difference import tokenizer_difference
+from hpctrain.data.tokens import TokenFile
+from hpctrain.deck.sources import toml_value
+from hpctrain.errors import HpctrainError, InputOutputError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MOST_FILES = 512
+"""Of a run: each is open as long as it is read, and systems allow a process 1024 open files."""
+
+
+class Shards:
+    """Token files as one: what a TokenFile tells and reads, of all of them. HpctrainError where one has
+    another tokenizer than the first.
+    """
+
+    def __init__(self, files: Sequence[TokenFile], where: str) -> None:
+        self.files, self.where = tuple(files), where
+        require_one_tokenizer(self.files)
+        self.vocabulary, self.end_of_document = files[0].vocabulary, files[0].end_of_document
+        self.tokenizer_text = files[0].tokenizer_text
+        self._begins = list(accumulate((file.tokens for file in files), initial=0))
+        self._documents = list(accumulate((file.documents for file in files), initial=0))
+        self.tokens, self.documents = self._begins[-1], self._documents[-1]
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """What made the tokens, and makes text of them."""
+        return self.files[0].tokenizer
+
+    @cached_property
+    def fingerprint(self) -> int:
+        """A number that other tokens, or these in another order, do not share."""
+        return common_fingerprint(self.files)
+
+    def read(self, start: int, count: int) -> Tensor:
+        """Tokens start .. start + count - 1, int64 [count]. Errors as of the file that they are in."""
+        import torch  # what looks at a header alone need not wait for it
+
+        assert 0 <= start <= start + count <= self.tokens, (start, count, self.tokens)
+        pieces, end = [], start + count
+        number = bisect_right(self._begins, start, hi=len(self.files)) - 1
+        while start < end:
+            begin, stop = self._begins[number], min(end, self._begins[number + 1])
+            pieces.append(self.files[number].read(start - begin, stop - start))
+            start, number = stop, number + 1
+        if len(pieces) == 1:
+            return pieces[0]
+        return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64)
+
+    def document_end(self, document: int) -> int:
+        """The token behind the last one of a document (its end of document)."""
+        number = bisect_right(self._documents, document, hi=len(self.files)) - 1
+        return self._begins[number] + self.files[number].document_end(document - self._documents[number])
+
+
+Tokens = TokenFile | Shards
+"""What sequences are read of."""
+
+
+def token_paths(names: Sequence[str], key: str) -> list[str]:
+    """The files that are meant by names and patterns, in their order.
+
+    HpctrainErrors, as sentences that begin with `key`, where a pattern matches nothing, a file is named twice
+    or there are too many.
+    """
+    paths: list[str] = []
+    problems: list[HpctrainError] = []
+    seen: dict[str, str] = {}
+    for name in names:
+        found = [name]
+        if has_magic(name) and not os.path.lexists(name):
+            found = sorted(glob(name))  # noqa: PTH207 - relative names stay as they are written
+            if not found:
+                problems.append(InputOutputError(f"{key} = {name}: no file matches this pattern"))
+        for path in found:
+            real = os.path.realpath(path)
+            if real in seen:
+                same = "" if seen[real] == path else f", as {seen[real]}"
+                problems.append(HpctrainError(f"{key}: {path} is named twice{same}: each file is read once"))
+            seen.setdefault(real, path)
+        paths += found
+    if len(paths) > MOST_FILES and not problems:
+        sentence = f"are {len(paths)} files, and {MOST_FILES} can be open at once: prepare fewer, larger ones"
+        problems.append(HpctrainError(f"{key}: {sentence}"))
+    raise_together(problems)
+    return paths
+
+
+def open_tokens(names: Sequence[str], key: str) -> Tokens:
+    """What the names at `key` in the deck stand for. HpctrainError with all problems of all files."""
+    paths = token_paths(names, key)
+    if len(paths) == 1:
+        return TokenFile(paths[0], key)
+    files: list[TokenFile] = []
+    problems: list[HpctrainError] = []
+    for path in paths:
+        try:
+            files.append(TokenFile(path, key))
+        except HpctrainError as error:
+            problems.append(error)
+    raise_together(problems)
+    shown = toml_value(names[0] if len(names) == 1 else list(names))
+    return Shards(files, f"{key} = {shown}")
+
+
+def require_one_tokenizer(files: Sequence[Tokens]) -> None:
+    """HpctrainError that names each file whose tokenizer gives other ids than the first one's."""
+    first, problems = files[0], []
+    for file in files[1:]:
+        difference = tokenizer_difference(file.tokenizer_text, first.tokenizer_text, file.where, first.where)
+        if not difference and file.end_of_document != first.end_of_document:
+            ends = f"{file.end_of_document}, there {first.end_of_document}"
+            difference = f"its documents end with token {ends}"
+        if difference:
+            sentence = f"its tokenizer is not that of {first.where}: {difference}"
+            problems.append(f"{file.where}: {sentence} (what is trained on together needs one tokenizer)")
+    if problems:
+        raise HpctrainError(problems)
+
+
+def common_fingerprint(parts: Iterable[Tokens]) -> int:
+    """A number for several in this order."""
+    return zlib.crc32(" ".join(f"{part.tokens} {part.fingerprint}" for part in parts).encode())
+
+
+def paths_of(tokens: Tokens) -> list[Path]:
+    """The files that tokens are in, in their order."""
+    return [tokens.path] if isinstance(tokens, TokenFile) else [file.path for file in tokens.files]
+
+
+def title_of(names: Sequence[str]) -> str:
+    """Names in a few words."""
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+def raise_together(problems: Sequence[HpctrainError]) -> None:
+    """All problems as one error; of input and output where nothing else is wrong."""
+    if problems:
+        missing = all(isinstance(problem, InputOutputError) for problem in problems)
+        texts = [text for problem in problems for text in problem.problems]
+        raise (InputOutputError if missing else HpctrainError)(texts)

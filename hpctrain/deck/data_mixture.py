@@ -1,0 +1,163 @@
+"""What a deck names to train on: token files, and the weighted entries of [[data.mixture]]."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from glob import glob
+from math import isfinite
+from pathlib import PurePath
+from typing import Any
+
+from hpctrain.characters import control_problem
+from hpctrain.deck.problem import Problem
+from hpctrain.deck.schema import Deck
+from hpctrain.deck.sources import clipped, toml_value
+from hpctrain.words import nearest
+
+STAND_IN = "none"
+"""The value of data.tokens where a mixture is trained on, which nobody reads."""
+
+LEAST_SHARE = Fraction(1, 100_000)
+"""Of an entry: a sample of it comes within so many."""
+
+_KEY = "data.mixture"
+_NAMES = ("tokens", "weight", "name")
+_LONGEST_NAME = 100
+_MOST_ENTRIES = 512
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Tokens that are trained on, by names and patterns of their files, and their share of all samples."""
+
+    name: str
+    tokens: tuple[str, ...]
+    share: Fraction
+
+
+def names_of(tokens: object) -> tuple[str, ...]:
+    """Files and patterns as they are written: one text, or a list."""
+    return (tokens,) if isinstance(tokens, str) else tuple(tokens)  # type: ignore[arg-type]
+
+
+def entries_of(deck: Deck) -> tuple[Entry, ...]:
+    """The entries of a deck's mixture, which was checked; where it has none, its tokens are all of it."""
+    if deck.data.mixture is None:
+        names = names_of(deck.data.tokens)
+        return (Entry(PurePath(names[0]).stem, names, Fraction(1)),)
+    shares = _shares(deck.data.mixture)
+    return tuple(
+        Entry(_name(entry), names_of(entry["tokens"]), share)
+        for entry, share in zip(deck.data.mixture, shares, strict=True)
+    )
+
+
+def token_names(deck: Deck) -> tuple[str, ...]:
+    """All names and patterns of token files that a deck trains on; none of a dataset."""
+    if deck.data.dataset is not None:
+        return ()
+    return tuple(name for entry in entries_of(deck) for name in entry.tokens)
+
+
+def token_files(deck: Deck) -> list[str]:
+    """The files that these are, as far as they are there, and the names of others."""
+    return [file for name in token_names(deck) for file in glob(name) or [name]]  # noqa: PTH207
+
+
+def tokens_exist(deck: Deck) -> bool:
+    """Whether all token files and patterns that a deck names are there: else they may still be made."""
+    return all(os.path.lexists(name) or glob(name) for name in token_names(deck))  # noqa: PTH207
+
+
+def tokens_key(deck: Deck, entry: Entry) -> str:
+    """How a message calls the place where an entry names its tokens."""
+    if deck.data.mixture is None:
+        return "data.tokens"
+    return f"data.mixture, entry {toml_value(entry.name)}: tokens"
+
+
+def fill_mixture(tables: Mapping[str, dict[str, Any]]) -> None:
+    """What a deck with a mixture has in its tables, in place."""
+    tables["data"].setdefault("tokens", STAND_IN)
+
+
+def data_problems(deck: Deck) -> Iterator[Problem]:
+    """All that is wrong with what a deck says of token files, whatever is in them."""
+    entries = deck.data.mixture
+    if entries is None:
+        if deck.data.dataset is None and (wrong := _wrong_tokens(deck.data.tokens)):
+            yield Problem("data.tokens", wrong)
+        return
+    for key, other in (("data.tokens", "names tokens"), ("data.dataset", "names a dataset")):
+        if key in deck.sources.places:
+            sentence = f"{other} beside data.mixture, which is trained on (one of both has to go)"
+            yield Problem(key, sentence, (_KEY,))
+    if not 1 <= len(entries) <= _MOST_ENTRIES:
+        yield Problem(_KEY, f"has {len(entries)} entries, and must have from 1 to {_MOST_ENTRIES}")
+        return
+    faults = [f"entry {number}: {each}" for number, entry in enumerate(entries, 1) for each in _wrong(entry)]
+    yield from (Problem(_KEY, each) for each in faults)
+    if faults:
+        return
+    for name, times in Counter(map(_name, entries)).items():
+        if times > 1:
+            several = f"has {times} entries called {toml_value(name)}"
+            yield Problem(_KEY, f"{several}: a name of its own would tell each apart")
+    total = sum(Fraction(str(entry["weight"])) for entry in entries)
+    if not total:
+        yield Problem(_KEY, "has no weight above 0: nothing would be trained on (give one of them a weight)")
+        return
+    for number, (entry, share) in enumerate(zip(entries, _shares(entries), strict=True), 1):
+        if not share:
+            yield Problem(_KEY, f"entry {number}: weight = 0: must be above 0 (or leave the entry out)")
+        elif share < LEAST_SHARE:
+            least = f"must make a share of at least {float(LEAST_SHARE):g} of all weights"
+            sentence = f"entry {number}: weight = {entry['weight']}: {least}, and makes {float(share):.2g}"
+            yield Problem(_KEY, sentence)
+
+
+def _wrong(entry: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with an entry by itself."""
+    for name in entry:
+        if name not in _NAMES:
+            near = nearest(name, _NAMES)
+            meant = f"did you mean {near}?" if near else "an entry has tokens, weight and perhaps name"
+            yield f"{clipped(toml_value(name))}: unknown key ({meant})"
+    for name, wanted in (("tokens", "token files, as data.tokens"), ("weight", "a number above 0")):
+        if name not in entry:
+            yield f"{name} is missing: {wanted}"
+    if "tokens" in entry and (wrong := _wrong_tokens(entry["tokens"])):
+        yield f"tokens = {clipped(toml_value(entry['tokens']))}: {wrong}"
+    weight = entry.get("weight", 1)
+    number = isinstance(weight, int | float) and not isinstance(weight, bool)
+    if not number or not isfinite(weight) or weight < 0:
+        yield f"weight = {clipped(toml_value(weight))}: must be a number above 0"
+    name = entry.get("name", "x")
+    if not isinstance(name, str) or not name.strip() or len(name) > _LONGEST_NAME:
+        yield f"name = {clipped(toml_value(name))}: must be text of 1 to {_LONGEST_NAME} characters"
+    elif problem := control_problem(name):
+        yield f"name: {problem}"
+
+
+def _wrong_tokens(tokens: object) -> str:
+    """What is wrong with what names token files; "" where nothing is."""
+    names = [tokens] if isinstance(tokens, str) else tokens
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        return "must be text in quotes, or a list of such"
+    if not names or not all(names):
+        return "must name files, and none by an empty text"
+    return control_problem("".join(names))
+
+
+def _name(entry: Mapping[str, Any]) -> str:
+    return str(entry.get("name") or PurePath(names_of(entry["tokens"])[0]).stem)
+
+
+def _shares(entries: tuple[dict[str, Any], ...]) -> list[Fraction]:
+    """Weights are taken as they are written: 0.1 is a tenth."""
+    weights = [Fraction(str(entry["weight"])) for entry in entries]
+    return [weight / sum(weights) for weight in weights]
