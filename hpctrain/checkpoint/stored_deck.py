@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hpctrain.data.epochs import EpochReader
 from hpctrain.deck.read import deck_text, parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
@@ -36,4 +37,6 @@ def stored_deck(state: Mapping[str, Any], path: Path, overrides: Sequence[str] =
     text = stored_deck_text(state, path)
     name = f"{path.name}, its deck"
     written = not state.get(FOLLOWING)
-    return parse_deck(text, overrides, name=name, includes=False, defaults_written=written)
+    return parse_deck(
+        text, overrides, name=name, read_source=EpochReader(), includes=False, defaults_written=written
+    )

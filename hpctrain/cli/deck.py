@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from functools import partial
+from typing import TYPE_CHECKING
 
 import click
+
+if TYPE_CHECKING:
+    from hpctrain.deck.schema import Deck
 
 
 @click.command(name="deck")
@@ -57,7 +61,7 @@ def command(
     elif deck is None:
         raise click.UsageError("give a DECK, --from or --reference")
     else:
-        found = read_deck(deck, overrides, ranks, _read_source, partial(named_problems, code=True))
+        found = read_deck(deck, overrides, ranks, _Reader(), partial(named_problems, code=True))
         if found.layout.auto and ranks is not None:
             from hpctrain.plan.search.deck import laid_out
 
@@ -67,8 +71,17 @@ def command(
         click.echo(text, nl=False)
 
 
-def _read_source(path: str) -> Mapping[str, object]:
-    """The keys that a model settles; only such decks cost the import of what can read it."""
-    from hpctrain.checkpoint.exchange.source import settled_keys
+class _Reader:
+    """Only decks that name a model, or epochs, cost the import of what can read it."""
 
-    return settled_keys(path)
+    def __call__(self, path: str) -> Mapping[str, object]:
+        """The keys that a model settles."""
+        from hpctrain.checkpoint.exchange.source import settled_keys
+
+        return settled_keys(path)
+
+    def sequences(self, deck: Deck) -> int:
+        """Those of an epoch."""
+        from hpctrain.checkpoint.exchange.source import settled_keys
+
+        return settled_keys.sequences(deck)

@@ -159,6 +159,9 @@ class Order(Protocol):
     def epochs(self, places: Integers, /) -> Integers:
         """The epochs of these samples, from 0."""
 
+    def by_entry(self, samples: int, /) -> dict[str, float]:
+        """Of a mixture, how often each entry was taken in so many samples, by name."""
+
 
 class Batches:
     """The micro-batches of every step.
@@ -184,6 +187,10 @@ class Batches:
         share = global_size, data_rank, data_ranks, micro_size
         later = self._of_step(first_sample + global_size, *share)
         yield from self.source.micro_batches(self._of_step(first_sample, *share), later)
+
+    def epoch(self, samples: int) -> float:
+        """How often as many samples were taken as there are, of which each comes once in an epoch."""
+        return samples / self.source.count
 
     def evaluation(
         self, samples: int, data_rank: int, data_ranks: int, micro_size: int

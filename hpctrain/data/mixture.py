@@ -36,6 +36,7 @@ class MixtureOrder:
     def __init__(self, entries: Sequence[Entry], counts: Sequence[int], seed: int) -> None:
         self.interleaving = Interleaving([entry.share for entry in entries], seed)
         self.orders = [SampleOrder(count, seed + number * _APART) for number, count in enumerate(counts)]
+        self.names, self.counts = [entry.name for entry in entries], list(counts)
         self.begins = list(accumulate(counts, initial=0))
 
     def at(self, places: Integers) -> Integers:
@@ -50,6 +51,11 @@ class MixtureOrder:
         """See Order: of the entry that a sample comes from."""
         sources, nth = self.interleaving.at(places)
         return nth // np.diff(self.begins)[sources]
+
+    def by_entry(self, samples: int) -> dict[str, float]:
+        """See Order."""
+        rows = zip(self.names, self.interleaving.counts(samples), self.counts, strict=True)
+        return {name: taken / count for name, taken, count in rows}
 
 
 class Joined(Sequences):
@@ -134,10 +140,8 @@ class Trained:
 
     def epochs(self, samples: int) -> dict[str, float]:
         """How often each entry was trained on after so many samples, by name."""
-        order = self.train.order
-        taken = order.interleaving.counts(samples) if isinstance(order, MixtureOrder) else [samples]
-        rows = zip(self.entries, taken, self.counts, strict=True)
-        return {entry.name: each / count for entry, each, count in rows}
+        assert self.train.order is not None
+        return self.train.order.by_entry(samples) or {self.entries[0].name: self.train.epoch(samples)}
 
 
 def material_of(trained: Trained) -> str:

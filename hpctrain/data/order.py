@@ -55,6 +55,10 @@ class SampleOrder:
         """The epochs that positions are in, from 0."""
         return indices // self.count
 
+    def by_entry(self, samples: int) -> dict[str, float]:  # noqa: ARG002
+        """Nothing is told of the entries of a mixture, which this is none of."""
+        return {}
+
     @staticmethod
     def _permute(positions: Words, keys: Words, radix: np.uint64) -> Words:
         """Permute range(radix^2), each position under its own key."""

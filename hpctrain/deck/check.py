@@ -22,6 +22,7 @@ from hpctrain.deck.defaults import first_beta, second_beta, usual_momentum
 from hpctrain.deck.learning_rate import ENDLESS
 from hpctrain.deck.optimizer import IN_BLOCKS, OWN_KEYS
 from hpctrain.deck.problem import Problem, divisors, must_divide, nearest_numbers
+from hpctrain.deck.run_length import length_problems
 from hpctrain.deck.schema import Deck, fields, sections
 from hpctrain.deck.sources import toml_value
 from hpctrain.words import either
@@ -50,6 +51,7 @@ def check_deck(deck: Deck, ranks: int | None = None) -> list[Problem]:
         *_batch(deck, ranks),
         *_learning_rate(deck),
         *_optimizer(deck),
+        *length_problems(deck),
         *_run(deck),
         *_offload(deck),
         *local_step_problems(deck),

@@ -12,6 +12,7 @@ from hpctrain.deck.dataset import fill_dataset
 from hpctrain.deck.learning_rate import ENDLESS
 from hpctrain.deck.module import fill_module
 from hpctrain.deck.presets import MIXTURE_KEYS, PRESETS, Preset
+from hpctrain.deck.run_length import fill_steps
 from hpctrain.deck.schedules import TWO_CHUNKS
 
 Tables = dict[str, dict[str, Any]]
@@ -117,6 +118,8 @@ def _follow_others(tables: Tables, filled: set[str]) -> None:
             filled.add(f"{section}.{name}")
 
     run, model = tables["run"], tables["model"]
+    if fill_steps(tables):
+        filled.add("run.steps")
     if isinstance(run["title"], str) and run["title"]:
         default("run", "dir", f"runs/{run['title']}")
     steps = run.get("steps")

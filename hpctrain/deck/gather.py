@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.deck.key import present_name
+from hpctrain.deck.run_length import LENGTHS
 from hpctrain.deck.schema import fields, sections
 from hpctrain.deck.sources import Place, clipped, toml_value
 from hpctrain.deck.toml import DECK_BYTES, TomlError, parse_argument, parse_toml
@@ -130,6 +131,8 @@ class Written:
             self.values[section] = table
             return
         below = self.values.get(section)
+        if section == "run":
+            self._replace_length(table)
         present = {present_name(section, key): value for key, value in table.items()}
         self.values[section] = {**below, **present} if isinstance(below, dict) else present
         for key, value in table.items():
@@ -185,8 +188,21 @@ class Written:
             value = value if isinstance(value, list) and takes_list(fields(section)[key]) else text.strip()
         if full == "layout.auto" and value is True:
             self._leave_open()
+        if section == "run":
+            self._replace_length({key: value})
         table[key] = value
         self.places[full] = replace(place, value=value)
+
+    def _replace_length(self, keys: Mapping[str, object]) -> None:
+        """Forget how another file gave the length of the run, where these keys of [run] give it."""
+        run = self.values.get("run")
+        if not isinstance(run, dict) or not any(name in keys for name in LENGTHS):
+            return
+        for name in LENGTHS:
+            place = self.places.get(f"run.{name}")
+            if name not in keys and place is not None and place.override is None:
+                run.pop(name, None)
+                del self.places[f"run.{name}"]
 
     def _leave_open(self) -> None:
         """Forget the keys that were chosen for a run (layout.chosen)."""

@@ -20,6 +20,13 @@ Duration = Annotated[
 """A time; written as a number of seconds or as "50 min", printed as a number."""
 
 
+Whole = Annotated[
+    int,
+    BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value),
+]
+"""A whole number, which may be written as 1e9, printed as a whole one."""
+
+
 def _link(value: str) -> str:
     parse_link(value)
     return value

@@ -22,6 +22,7 @@ from hpctrain.deck.gather import Written
 from hpctrain.deck.key import extra
 from hpctrain.deck.module import shown
 from hpctrain.deck.problem import Problem
+from hpctrain.deck.run_length import LENGTHS, are_epochs, steps_of_epochs
 from hpctrain.deck.schema import Deck, fields, sections
 from hpctrain.deck.searched import leaves_open
 from hpctrain.deck.sources import Place, Sources, clipped, toml_value
@@ -31,7 +32,10 @@ from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.files import is_unfit
 
 SourceReader = Callable[[str], Mapping[str, object]]
-"""What model.from names -> the full names and values of the keys that its model settles."""
+"""What model.from names -> the full names and values of the keys that its model settles.
+
+Where it has a method `sequences`, that counts those of an epoch of a deck, for run.epochs.
+"""
 
 Further = Callable[[Deck, int | None], Iterable[Problem]]
 """A deck that is right in itself and the number of ranks, if known -> what is wrong with what it names."""
@@ -178,6 +182,8 @@ class _Validation:
         tables, bad = self._known_tables()
         if tables["model"].get("module") is None:
             self._look_into_source(tables["model"].get("from"))
+        if not {"steps", "tokens"} & tables["run"].keys() and are_epochs(tables["run"].get("epochs")):
+            self._count_epochs(tables)
         given_keys = {f"{section}.{key}" for section, table in tables.items() for key in table}
         self._idle_preset(given_keys)
         deck, wrong = self._validate(tables)
@@ -221,6 +227,30 @@ class _Validation:
         self.readable = False
         for problem in problems:
             self.written.add(place, f"{place.prefix}: model.from: {problem}", file_missing=missing)
+
+    def _count_epochs(self, tables: Tables) -> None:
+        """Write run.steps in place of run.epochs, in place; 1 where something else is wrong."""
+        run, place = tables["run"], self.places["run.epochs"]
+        epochs = run.pop("epochs")
+        run["steps"] = 1
+        self.places["run.steps"] = replace(place, value=None, note="from run.epochs")
+        deck, _ = self._validate(tables)
+        if deck is None or not self.readable:
+            return
+        problems: Sequence[str] = ()
+        sequences, missing = getattr(self.read_source, "sequences", None), False
+        if deck.data.dataset is not None or sequences is None:
+            problems = ["counts the sequences of token files, which cannot be done here (run.steps would do)"]
+        else:
+            try:
+                found = sequences(deck)
+            except HpctrainError as error:
+                problems, missing = error.problems, isinstance(error, InputOutputError)
+            else:
+                run["steps"] = steps_of_epochs(epochs, found, tables["batch"]) if found else 1
+        for problem in problems:
+            sentence = f"{place.prefix}: run.epochs = {toml_value(epochs)}: {problem}"
+            self.written.add(place, sentence, file_missing=missing)
 
     def _known_tables(self) -> tuple[Tables, set[str]]:
         """The sections and keys that the schema has; and the keys of sections that are none."""
@@ -291,6 +321,9 @@ class _Validation:
             elif not extra(field, "derived"):
                 meaning = str(field.description).rstrip(".")
                 self._missing(section, full, f"{wanted(field)} ({meaning[0].lower()}{meaning[1:]})")
+            elif full == "run.steps" and not any(name in tables["run"] for name in LENGTHS):
+                meaning = "optimizer steps of the whole run"
+                self._missing(section, full, f"{wanted(field)} ({meaning}), or run.tokens or run.epochs")
             elif (full in shape or full == "batch.sequence") and not no_model:
                 self._missing(section, full, f"{wanted(field)}, or give model.preset")
 

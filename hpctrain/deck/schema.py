@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from hpctrain.deck.communication import Communication
 from hpctrain.deck.found import Found
-from hpctrain.deck.key import Bytes, Duration, Section, key, name_of
+from hpctrain.deck.key import Bytes, Duration, Section, Whole, key, name_of
 from hpctrain.deck.learning_rate import LearningRateSection
 from hpctrain.deck.optimizer import OptimizerSection
 from hpctrain.deck.precision import PrecisionSection
@@ -38,7 +38,25 @@ class RunSection(Section):
         min_length=1,
     )
     dir: str = key("Folder of the run; made if it is not there.", derived="runs/<title>", min_length=1)
-    steps: int = key("Optimizer steps of the whole run.", unit="steps", ge=1)
+    steps: int = key(
+        "Optimizer steps of the whole run.",
+        unit="steps",
+        derived="what run.tokens or run.epochs take, else required",
+        ge=1,
+    )
+    tokens: Whole | None = key(
+        "Instead of steps, tokens of the whole run: 1e9 has the fewest steps that take so many.",
+        None,
+        unit="tokens",
+        derived="none: run.steps",
+        ge=1,
+    )
+    epochs: float | None = key(
+        "Instead of steps, times through the data, which is counted: it becomes run.steps.",
+        None,
+        derived="none: run.steps",
+        gt=0,
+    )
     seed: int = key("Seed of initial parameters, sample order and dropout.", 1234, ge=0, lt=2**63)
     log_every: int = key("A line in the log every so many steps.", 10, unit="steps", ge=1)
     evaluate_every: int = key(

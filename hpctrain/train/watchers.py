@@ -144,7 +144,11 @@ class StepReport(Hook):
                 state.skipped,
             )
         if self.world.rank == 0:
-            self.reporter.step(self._row(done), max(self.pace.steps), self.checkpoints.newest)
+            row = self._row(done)
+            self.reporter.step(row, max(self.pace.steps), self.checkpoints.newest)
+            if row.epochs and row.validation_loss is not None:
+                taken = ", ".join(f"{name} {times:.2f}" for name, times in row.epochs.items())
+                self.reporter.say([f"epochs of the mixture: {taken}"])
 
     def _row(self, done: StepDone) -> StepMetrics:
         result, engine = done.result, self.engine
@@ -155,6 +159,8 @@ class StepReport(Hook):
         rate = taken / done.seconds
         # Of a sample of a dataset nobody knows the FLOPs.
         flops = None if of_samples else count(engine.architecture).flops_per_token
+        batches = self.trainer.step.batches
+        assert batches.order is not None
         load = ExpertLoad.of(result.noted, engine.shape) if self.deck.model.experts else None
         return StepMetrics(
             step=done.state.step,
@@ -166,6 +172,8 @@ class StepReport(Hook):
             tokens_per_s=rate,
             batch=result.batch,
             skipped=result.skipped,
+            epoch=batches.epoch(done.state.samples),
+            epochs=batches.order.by_entry(done.state.samples) or None,
             loss_scale=engine.loss_scale.value if engine.loss_scale.window else None,
             mfu=None if flops is None else self.peak.share(rate * flops / self.trainer.computing),
             peak_rss_bytes=peak_rss_bytes(),

@@ -21,7 +21,8 @@ class StepMetrics:
     `step` counts steps done, this one included; `tokens` counts the tokens of all of them, of a
     dataset that users bring the samples. `figures` are the
     objective's, "loss" among them in nats per token, `grad_norm` is before clipping, `seconds` is this step's
-    wall time, `batch` its sequences, `mfu` the model FLOPs over the peak FLOPs (0 to 1), `experts`
+    wall time, `batch` its sequences, `epoch` how often as many were taken as there are, and `epochs` that of
+    each entry of a mixture; `mfu` the model FLOPs over the peak FLOPs (0 to 1), `experts`
     the figures of the mixtures, by name lists with a value a mixture, and `fp8` what products in 8 bits lose
     and their scales, likewise with a value a kind of layer (`parallel/fp8/watched.py`). `payload_bytes` are
     those that rank 0 sent to others in this step, or received from them, as the ledger counts;
@@ -41,6 +42,8 @@ class StepMetrics:
     tokens_per_s: float
     batch: int
     skipped: bool = False
+    epoch: float | None = None
+    epochs: Mapping[str, float] | None = None
     loss_scale: float | None = None
     mfu: float | None = None
     peak_rss_bytes: int | None = None

@@ -145,6 +145,7 @@ class Progress:
             f"loss {_number(metrics.loss, 4):>7}",
             f"grad norm {_number(metrics.grad_norm, 3):>7}",
             f"lr {metrics.lr:.2e}",
+            "" if metrics.epoch is None else f"epoch {metrics.epoch:.2f}",
             f"{format_count(metrics.tokens_per_s):>5} {self._unit}/s",
             "" if metrics.mfu is None else f"mfu {metrics.mfu:4.0%}",
             noise,

@@ -120,7 +120,8 @@ def test_missing_keys_are_named_with_their_section() -> None:
         "(sequences of one optimizer step, over all ranks)",
         "deck.toml: model.preset is missing: name a published shape, or give model.family, layers, "
         "hidden and heads",
-        "deck.toml: run.steps is missing: a whole number of at least 1 (optimizer steps of the whole run)",
+        "deck.toml: run.steps is missing: a whole number of at least 1 (optimizer steps of the whole run), "
+        "or run.tokens or run.epochs",
         "deck.toml: data.tokens is missing: text in quotes, not empty, or a list of such (token file of "
         "`hpctrain prepare`, or several as one: a list, or a pattern such as *.h5)",
     ]

@@ -47,7 +47,7 @@ def test_fewer_columns_do_as_well(width: int) -> None:
 
 def test_some_rows() -> None:
     rows = [" ".join(row.split()) for row in reference_text().splitlines()]
-    assert "steps whole number of at least 1 required steps" in rows
+    assert "micro_size whole number of at least 1 1 sequences" in rows
     assert 'compute "fp32", "bf16", "fp16" or "fp32"' in rows
     assert "bucket_bytes size above 0, such as 25000000 25000000 (25 MB) bytes" in rows
     assert "dropout number from 0 to below 1 0.0" in rows

@@ -125,3 +125,26 @@ def test_a_file_cut_in_shards_trains_the_same(world: World, work: Path) -> None:
     world.everyone.barrier()
     with pytest.raises(HpctrainError, match=r"^data.tokens = c.h5: no such file"):
         resume(world, Path("two"), ['data.tokens=["b.h5", "c.h5"]', "run.steps=7"])
+
+
+@pytest.mark.mpi(min_size=1, max_size=2)
+def test_a_run_of_tokens_and_of_epochs(world: World, work: Path) -> None:
+    """What the deck says of both comes out in metrics and log; a run goes on to more epochs."""
+    keys = ["data.mixture=", "data.tokens=a.h5", "data.validation=0", "run.evaluate_every=0"]
+    assert run_deck(world, Path("deck.toml"), [*keys, "run.dir=some", "run.tokens=500"]) == 0
+    assert run_deck(world, Path("deck.toml"), [*keys, "run.dir=all", "run.epochs=1"]) == 0
+    assert resume(world, Path("all"), ["run.epochs=1.5"]) == 0
+    assert run_deck(world, Path("deck.toml"), ["run.dir=mixed", "run.epochs=0.5"]) == 0
+    with pytest.raises(HpctrainError, match=r"deck.toml:4: run.epochs|--set run.epochs=1.*no such file"):
+        run_deck(world, Path("deck.toml"), [*keys, "run.dir=no", "run.epochs=1", "data.tokens=no.h5"])
+    if world.rank == 0:
+        some, every = (list(read_metrics(Path(name) / "metrics.jsonl")) for name in ("some", "all"))
+        assert len(some) == 4 and some[-1]["tokens"] == 512
+        assert len(every) == 8 and [row["epoch"] for row in every[3:5]] == [32 / 39, 40 / 39]
+        assert "\nsteps = 8\n" in Path("all/deck.toml").read_text()
+        assert "\n# steps = 4  # " in Path("some/deck.toml").read_text()
+        rows = list(read_metrics(Path("mixed/metrics.jsonl")))
+        assert len(rows) == 5 and rows[-1]["epoch"] == 40 / 78
+        assert rows[-1]["epochs"] == {"a": 25 / 36, "others": 15 / 42}
+        assert "epochs of the mixture: a 0.69, others 0.36" in Path("mixed/log.txt").read_text()
+    world.everyone.barrier()

@@ -80,6 +80,11 @@ def test_line_has_exactly_this_form() -> None:
     ]
 
 
+def test_the_epoch_is_told_where_it_is_known() -> None:
+    (line,) = lines(metrics(10, epoch=1.23456))
+    assert "lr 2.90e-04  epoch 1.23  12.3K tokens/s" in line
+
+
 def test_columns_stay_in_place() -> None:
     shown = lines(
         metrics(1, 11.25, tokens_per_s=80.0, grad_norm=123.456),

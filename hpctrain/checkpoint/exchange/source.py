@@ -32,6 +32,7 @@ from hpctrain.checkpoint.read import load
 from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.checkpoint.structure import Structure, examine
 from hpctrain.comm.world import World
+from hpctrain.data.epochs import EpochReader
 from hpctrain.deck.presets import MIXTURE_KEYS
 from hpctrain.errors import HpctrainError
 from hpctrain.model.build import bare_model
@@ -79,14 +80,20 @@ class ModelFolder:
         return self.folder.read(theirs.name, start, shape).float()
 
 
-def settled_keys(path: str) -> dict[str, object]:
-    """The keys of a deck that the model at `path` settles; what the deck's reader asks for.
+class SourceReader(EpochReader):
+    """What the deck's reader asks of files that it names."""
 
-    HpctrainError, InputOutputError where there is no such model, or none that hpctrain has.
-    """
-    shape = source_shape(Path(path))
-    keys = {f"model.{name}": value for name, value in model_keys(shape).items()}
-    return keys | {"batch.sequence": shape.sequence}
+    def __call__(self, path: str) -> dict[str, object]:
+        """The keys of a deck that the model at `path` settles.
+
+        HpctrainError, InputOutputError where there is no such model, or none that hpctrain has.
+        """
+        shape = source_shape(Path(path))
+        keys = {f"model.{name}": value for name, value in model_keys(shape).items()}
+        return keys | {"batch.sequence": shape.sequence}
+
+
+settled_keys = SourceReader()
 
 
 def model_keys(shape: ModelShape) -> dict[str, object]:

@@ -30,7 +30,7 @@ def test_all_of_it_is_read_back() -> None:
     assert (deck.batch.global_size, deck.batch.sequence) == (8, 128)
     assert (deck.optimizer.beta2, deck.learning_rate.floor, deck.model.dropout) == (0.999, 0.1, 0.1)
     assert "\nbeta2 = 0.999  # Megatron-LM's default\n" in text
-    assert "\n# tokens =   # to be given: Token file made by `hpctrain prepare`" in text
+    assert "\n# tokens =   # to be given: Token file of `hpctrain prepare`" in text
     assert "Not in this deck" not in text
 
 

@@ -1,0 +1,23 @@
+"""How many sequences a deck's data has, which its reader asks for where run.epochs says how long a run is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hpctrain.data.entries import open_entries
+from hpctrain.data.fit import split_sizes
+from hpctrain.deck.schema import Deck
+
+
+class EpochReader:
+    """What a deck's reader asks of files: sequences of tokens, but nothing of what model.from names."""
+
+    def __call__(self, path: str) -> Mapping[str, object]:  # noqa: ARG002
+        """The keys that a model settles: none are looked for."""
+        return {}
+
+    @staticmethod
+    def sequences(deck: Deck) -> int:
+        """Those that one epoch trains on, of all entries of a mixture. Errors as of `open_entries`."""
+        length, fraction = deck.batch.sequence, deck.data.validation
+        return sum(split_sizes(each.tokens, length, fraction)[0] for each in open_entries(deck))
