@@ -25,16 +25,25 @@ SECONDS_BETWEEN_LINES = 30.0
 )
 @click.option("--train-bpe", type=int, metavar="N", help="Train a byte-level BPE of N tokens on the text.")
 @click.option(
-    "--text-key", default="text", metavar="KEY", show_default=True, help="Where .jsonl has the text."
+    "--field",
+    "--text-key",
+    "text_key",
+    default="text",
+    metavar="NAME",
+    show_default=True,
+    help="Where .jsonl and .parquet have the text.",
 )
 @click.option("--binary", is_flag=True, help="Take files that are binary or not UTF-8, too.")
 @click.option("--force", "replace", is_flag=True, help="Replace OUT if it exists.")
 def command(out: Path, paths: tuple[str, ...], **choices: Any) -> None:
     """Make the token file OUT (HDF5) of text files and folders, alone or under mpirun or srun.
 
-    A file is one document, a .jsonl file one document a line; both may be gzip (.gz). Files are taken in
-    the order given, those of a folder (with its subfolders, without hidden ones) sorted by name. Without
-    --glob a folder gives its .txt .text .md .rst .tex .html .py .c .h .cpp and .jsonl files, also .gz.
+    A file is one document, a .jsonl file one document a line; both may be compressed (.gz, .zst). Of a
+    .parquet file each row of a column is one. Files are taken in the order given, those of a folder (with
+    its subfolders, without hidden ones) sorted by name. Without --glob a folder gives its .txt .text .md
+    .rst .tex .html .py .c .h .cpp .jsonl and .parquet files, also .gz and .zst.
+
+    Killed, it goes on where it was when it is started again, alike and on as many ranks.
 
     What is left out is said, with the reason. A file that is binary (has a zero byte) or not UTF-8 is
     refused if it is named, and left out of a folder. With --binary such files are taken byte for byte,

@@ -8,13 +8,16 @@ of ranks.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import hpctrain
 from hpctrain.data.sources import BINARY, LeftOut, TextSource, find_sources, printable, raise_all
 from hpctrain.data.text import (
     PIECE,
@@ -26,10 +29,12 @@ from hpctrain.data.text import (
     read_piece,
     share_of,
 )
+from hpctrain.data.token_part import TokenPart, part_path, remove_others
 from hpctrain.data.tokenizer import BYTES, Tokenizer
-from hpctrain.data.write import Report, TokenPart, write_tokens
+from hpctrain.data.write import Report, write_tokens
 from hpctrain.errors import HpctrainError
 from hpctrain.files import check_output
+from hpctrain.words import counted
 
 if TYPE_CHECKING:
     from hpctrain.comm.world import World
@@ -74,7 +79,7 @@ def prepare(
     UTF-8, are refused if named and else left out, unless `binary`: then the tokenizer "bytes" takes their
     bytes, and others U+FFFD for what is no text. An existing `out` is only replaced if asked
     to, and stays what it is until the new file is complete. Every error is an HpctrainError, the same on
-    all ranks, and leaves no file behind.
+    all ranks, and leaves no file behind; a process that is ended does, for the next one to go on from.
     """
     begun = time.perf_counter()
     sources: list[TextSource] = []
@@ -83,6 +88,7 @@ def prepare(
         if world.rank == 0:
             check_output(out, replace)
             out.parent.mkdir(parents=True, exist_ok=True)
+            remove_others(out, world.size)
             sources, left = find_sources(paths, globs, without=[out])
     rows = world.everyone.broadcast_object([[source.path, source.size, source.named] for source in sources])
     sources = [TextSource(*row) for row in rows]
@@ -100,9 +106,16 @@ def prepare(
     if used.text == BYTES:
         sources = [dataclasses.replace(each, raw=each.path in faults and not each.lines) for each in sources]
         pieces = cut_into_pieces(sources, piece_bytes)
-    with TokenPart(out.with_name(f".{out.name}.part-{world.rank}"), used) as part:
+    key = _key_of(world, sources, used, text_key, piece_bytes)
+    mine = share_of(pieces, world.rank, world.size)
+    with TokenPart(part_path(out, world.rank), used, key) as part:
         with world.agreement():
-            _tokenize(share_of(pieces, world.rank, world.size), used, text_key, part, report)
+            done = part.go_on()
+        before = sum(world.everyone.all_gather_object(done))
+        if before and world.rank == 0:
+            say(f"goes on where it was ended: {before} of {counted(len(pieces), 'piece')} of text are tokens")
+        with world.agreement():
+            _tokenize(mine[done:], used, text_key, part, report)
         header = write_tokens(world, out, part, used, ", ".join([*paths, *globs]), report)
     return Prepared(
         path=out,
@@ -113,6 +126,23 @@ def prepare(
         vocabulary=header.vocabulary,
         seconds=time.perf_counter() - begun,
     )
+
+
+def _key_of(
+    world: World, sources: Sequence[TextSource], tokenizer: Tokenizer, text_key: str, piece_bytes: int
+) -> str:
+    """What tokens of a rank are known by, when an ended process has left them: all that they follow from."""
+    facts: list[object] = [
+        hpctrain.__version__,
+        tokenizer.text,
+        text_key,
+        piece_bytes,
+        world.rank,
+        world.size,
+    ]
+    with suppress(OSError):  # a file that is gone is told of where it is read
+        facts += [[each.path, each.size, each.raw, Path(each.path).stat().st_mtime_ns] for each in sources]
+    return hashlib.sha256(json.dumps(facts).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _examine(world: World, pieces: Sequence[TextPiece], report: Report) -> dict[str, int]:
@@ -177,10 +207,23 @@ def _agree_on_tokenizer(
 def _tokenize(
     pieces: Sequence[TextPiece], tokenizer: Tokenizer, text_key: str, part: TokenPart, report: Report
 ) -> None:
-    for source, text, ends in _documents(pieces, text_key, "tokenize", report):
-        part.add(tokenizer.encode_array(text, "surrogateescape" if source.raw else "replace"))
-        if ends:
-            part.end_document(tokenizer.end_of_document)
+    faulty = False
+
+    with _collecting() as complain:
+
+        def complain_of(problem: HpctrainError) -> None:
+            nonlocal faulty
+            faulty = True  # a piece that is told of is to be told of again
+            complain(problem)
+
+        for piece in _progress(pieces, "tokenize", report):
+            unknown = "surrogateescape" if piece.source.raw else "replace"
+            for text, ends in read_piece(piece, text_key, complain_of):
+                part.add(tokenizer.encode_array(text, unknown))
+                if ends:
+                    part.end_document(tokenizer.end_of_document)
+            if not faulty:
+                part.end_piece()
     part.finish()
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import gzip
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from io import BufferedIOBase
 from pathlib import Path, PurePosixPath
 
+from hpctrain.data.packed import COMPRESSED, TABLE, open_packed, plain_name
 from hpctrain.errors import HpctrainError, InputOutputError
 
-TEXT_ENDINGS = (".txt", ".text", ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cpp", ".jsonl")
+TEXT_ENDINGS = (".txt", ".text", ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cpp", ".jsonl", TABLE)
 EXAMPLES = 2
 
 NAME, HIDDEN, IRREGULAR, EMPTY, BINARY, NOT_UTF8 = range(6)
@@ -41,17 +41,22 @@ class TextSource:
 
     @property
     def compressed(self) -> bool:
-        """Whether it is gzip, by its name."""
-        return self.path.endswith(".gz")
+        """Whether it is gzip or Zstandard, by its name."""
+        return self.path.endswith(COMPRESSED)
+
+    @property
+    def table(self) -> bool:
+        """Whether every row of a column is a document of its own."""
+        return self.path.endswith(TABLE)
 
     @property
     def lines(self) -> bool:
         """Whether every line is a document of its own."""
-        return self.path.removesuffix(".gz").endswith(".jsonl")
+        return plain_name(self.path).endswith(".jsonl")
 
     def open(self) -> BufferedIOBase:
         """The file, decompressed."""
-        return gzip.open(self.path, "rb") if self.compressed else Path(self.path).open("rb")
+        return open_packed(self.path) if self.compressed else Path(self.path).open("rb")
 
 
 @dataclass
@@ -167,5 +172,5 @@ def _reason(file: Path) -> int | None:
 def _matching(below: Path, globs: Sequence[str]) -> list[str]:
     """The patterns that a file matches; of none given, the ending."""
     if not globs:
-        return [end for end in TEXT_ENDINGS if below.name.removesuffix(".gz").endswith(end)]
+        return [end for end in TEXT_ENDINGS if plain_name(below.name).endswith(end)]
     return [pattern for pattern in globs if PurePosixPath(below.as_posix()).match(pattern)]

@@ -1,6 +1,7 @@
 """Text as documents: how files are cut into pieces, whether these are text, and what they say.
 
-A plain file is one document, a `.jsonl` file one document a line; either may be compressed (`.gz`).
+A plain file is one document, a `.jsonl` file one document a line; either may be compressed (`.gz`, `.zst`).
+Of a `.parquet` table a column has one document a row.
 Files are cut into pieces at places that depend on the file alone, so that any number of ranks reads
 the same pieces: behind the first newline that follows every PIECE bytes, or, in text without newlines,
 before the next space or character. Bytes that are not UTF-8 become U+FFFD, or, in raw sources, the
@@ -18,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedIOBase
 
+from hpctrain.data.packed import DamagedError, table_texts
 from hpctrain.data.sources import BINARY, NOT_UTF8, TextSource
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.files import parse_json
@@ -49,12 +51,12 @@ class TextPiece:
 
 
 def cut_into_pieces(sources: Sequence[TextSource], size: int = PIECE) -> list[TextPiece]:
-    """All sources as pieces of about `size` bytes, in order; compressed files cannot be cut."""
+    """All sources as pieces of about `size` bytes, in order; compressed files and tables cannot be cut."""
     assert size >= 8, size  # a cut looks at whole characters of the next piece
     return [
         TextPiece(source, begin, min(begin + stride, source.size), size)
         for source in sources
-        for stride in (source.size if source.compressed else size,)
+        for stride in (source.size if source.compressed or source.table else size,)
         for begin in range(0, source.size, stride)
     ]
 
@@ -77,6 +79,11 @@ def read_piece(piece: TextPiece, text_key: str, complain: Complaint) -> Iterator
     What cannot be read, a line that is no JSON object or has no text under `text_key`, goes to
     `complain` as one sentence with file and line.
     """
+    if piece.source.table:
+        with _complaining(piece, complain):
+            for text in table_texts(piece.source.path, text_key):
+                yield text, True
+        return
     with _complaining(piece, complain), piece.source.open() as file:
         if piece.source.lines:
             yield from _read_lines(file, piece, text_key, complain)
@@ -86,8 +93,10 @@ def read_piece(piece: TextPiece, text_key: str, complain: Complaint) -> Iterator
 
 
 def examine_piece(piece: TextPiece, complain: Complaint) -> int | None:
-    """Why a piece is no text: BINARY (it has a zero byte) or NOT_UTF8; None where it is."""
+    """Why a piece is no text: BINARY (it has a zero byte) or NOT_UTF8; None where it is, as in a table."""
     fault = None
+    if piece.source.table:
+        return None
     with _complaining(piece, complain), piece.source.open() as file:
         for block, _, _ in _blocks(file, piece):
             if b"\0" in block:
@@ -107,6 +116,10 @@ def _complaining(piece: TextPiece, complain: Complaint) -> Iterator[None]:
         yield
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         complain(InputOutputError(f"{path}: is damaged or cut short gzip ({error})"))
+    except DamagedError as error:
+        complain(InputOutputError(f"{path}: is damaged or cut short ({error})"))
+    except HpctrainError as error:
+        complain(error)
     except OSError as error:
         complain(InputOutputError(f"{path}: cannot be read ({error.strerror or error})"))
 
@@ -169,7 +182,7 @@ def _read_lines(
                 if content:
                     yield content, True
                 continue
-            wrong = f"has no text under {text_key!r}; see --text-key"
+            wrong = f"has no text under {text_key!r}; see --field"
         complain(HpctrainError(f"{piece.source.path}:{_lines_before(piece) + number}: the line {wrong}"))
 
 

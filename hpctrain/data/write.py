@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import shutil
 import zlib
-from array import array
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import h5py
 import numpy as np
@@ -24,8 +23,9 @@ import numpy.typing as npt
 
 import hpctrain
 from hpctrain.comm.outcome import reason, reported_as
+from hpctrain.data.token_part import TokenPart
 from hpctrain.data.tokenizer import Tokenizer
-from hpctrain.data.tokens import CHECKSUM, ENDS, PIECE_TOKENS, TEXT, Header, TokenFile, token_type
+from hpctrain.data.tokens import CHECKSUM, ENDS, PIECE_TOKENS, TEXT, Header, TokenFile
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.files import synchronize
 
@@ -38,69 +38,6 @@ SOURCE_LENGTH = 1000
 
 # What is going on, how much of it is done, how much there is (bytes or tokens).
 Report = Callable[[str, int, int], None]
-
-
-class TokenPart:
-    """One rank's tokens, in order, in a temporary file that `close` removes."""
-
-    def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
-        self.path = path
-        self.vocabulary = tokenizer.vocabulary
-        self.dtype = token_type(tokenizer.vocabulary)
-        self.tokens = 0
-        self.ends = array("q")
-        self._file: BinaryIO | None = None
-
-    def __enter__(self) -> TokenPart:
-        """Nothing is made before the first token."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            with suppress(OSError):  # what it could not write was said when it was tried
-                self._file.close()
-            with suppress(OSError):
-                self.path.unlink()
-
-    def add(self, ids: npt.NDArray[Any]) -> None:
-        """Append tokens [n]; HpctrainError if one is not in the vocabulary."""
-        if len(ids) and int(ids.max()) >= self.vocabulary:
-            raise HpctrainError(
-                f"the tokenizer made token {ids.max()}, beyond its vocabulary {self.vocabulary}"
-            )
-        with self._naming_the_folder():
-            if self._file is None:
-                self._file = self.path.open("wb", buffering=1 << 20)
-            self._file.write(ids.astype(self.dtype).data)
-        self.tokens += len(ids)
-
-    def end_document(self, token: int) -> None:
-        """Append the end of a document."""
-        self.add(np.array([token]))
-        self.ends.append(self.tokens)
-
-    def finish(self) -> None:
-        """Nothing more is added; everything can be read."""
-        if self._file is not None:
-            with self._naming_the_folder():
-                self._file.flush()
-
-    def read(self, start: int, count: int) -> npt.NDArray[Any]:
-        """Tokens [count]; OSError if they are not there."""
-        if not count:
-            return np.empty(0, self.dtype)
-        values = np.fromfile(self.path, self.dtype, count, offset=start * self.dtype.itemsize)
-        if len(values) != count:
-            raise OSError(f"{self.path} became shorter")
-        return values
-
-    @contextmanager
-    def _naming_the_folder(self) -> Iterator[None]:
-        """Say where it went wrong: a full disk does not."""
-        try:
-            yield
-        except OSError as error:
-            raise InputOutputError(f"{self.path.parent}: cannot be written to ({reason(error)})") from None
 
 
 @dataclass(frozen=True)

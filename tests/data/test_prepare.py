@@ -216,7 +216,7 @@ def test_mistakes_are_everyones(world: World, mpi_tmp_path: Path) -> None:
     for training in (None, 300):
         first, second = problems(2, "bad.jsonl", train_bpe=training)
         assert "bad.jsonl:41: the line is no JSON" in first
-        assert "bad.jsonl:42: the line has no text under 'text'; see --text-key" in second
+        assert "bad.jsonl:42: the line has no text under 'text'; see --field" in second
     assert "cut short gzip" in problems(3, "cut.txt.gz")[0]
     assert "no such file or folder" in problems(3, "none.txt")[0]
     assert "no file in this folder matches" in problems(2, "empty")[0]

@@ -129,7 +129,7 @@ def test_bad_lines_are_named(tmp_path: Path, size: int) -> None:
         assert documents(path, size, complaints) == ["a", "b"]
         assert [text.split(": ")[0] for text in complaints] == [f"{path}:{line}" for line in (2, 4, 5, 6)]
         assert "is no JSON" in complaints[1]
-        assert "--text-key" in complaints[0]
+        assert "--field" in complaints[0]
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
