@@ -63,6 +63,27 @@ def test_a_place_follows_from_its_number_alone(weights: list[float], seed: int, 
     assert alone[0] == source[place] and nth[0] == before[source[place]]
 
 
+@pytest.mark.parametrize(
+    ("weights", "seed"),
+    [
+        ([27, 6, 24, 26, 22, 28, 10], 1),
+        ([12, 18, 30, 15, 17, 9, 29, 2, 28, 1], 4),
+        ([15, 30, 11, 30, 13, 14, 29], 5),
+    ],
+)
+def test_what_came_before_is_chosen_again_where_dates_alone_do_not_tell(
+    weights: list[float], seed: int
+) -> None:
+    """Of these, a sample has come before one that has to come sooner, which might not come yet then."""
+    shares = shares_of(weights)
+    source = Interleaving(shares, seed)._choose(0, 600, [0] * len(shares))
+    before = [np.bincount(source[:place], minlength=len(shares)).tolist() for place in range(600)]
+    order, hasty = Interleaving(shares, seed), Interleaving(shares, seed)
+    hasty.back = 0
+    assert [order._reached(place) for place in range(600)] == before
+    assert [hasty._reached(place) for place in range(600)] != before
+
+
 def test_any_order_of_asking_and_far_away() -> None:
     shares = shares_of([0.7, 0.2, 0.0991, 0.0009])
     order = Interleaving(shares, 3)
