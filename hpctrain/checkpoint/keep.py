@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hpctrain.checkpoint.agree import together
-from hpctrain.checkpoint.names import LATEST, checkpoint_step, checkpoints, present_checkpoints
+from hpctrain.checkpoint.names import BEST, LATEST, checkpoint_step, checkpoints, present_checkpoints
 from hpctrain.checkpoint.structure import examine
 from hpctrain.checkpoint.verify import verify
 from hpctrain.comm.group import Group
@@ -45,31 +45,44 @@ def newest_good(folder: str | Path, group: Group, strict: bool = False) -> tuple
 def keep(folder: str | Path, count: int, group: Group, every: int = 0) -> list[Path]:
     """Delete the checkpoints older than the `count` newest good ones; collective, rank 0 deletes.
 
-    Those of every `every`-th step stay. Call it after a save. A checkpoint counts as good if its structure
-    and state are (its data was compared when it was written). Fewer than `count` good ones: nothing is
-    deleted. Returns, on rank 0, what was deleted. InputOutputError if something cannot be deleted.
+    Those of every `every`-th step stay, and that to which the link `best` leads. Call it after a save. A
+    checkpoint counts as good if its structure and state are (its data was compared when it was written).
+    Fewer than `count` good ones: nothing is deleted. Returns, on rank 0, what was deleted. InputOutputError
+    if something cannot be deleted.
     """
     assert count >= 1, count
     deleted: list[Path] = []
     with together(group):
         if group.rank == 0:
-            good = 0
+            good, best = 0, linked(folder, BEST)
             for path in checkpoints(folder):
                 if good < count:
                     good += is_complete(path)
-                elif path.is_symlink() or not path.is_file():
-                    continue  # not written by a run
+                elif path.is_symlink() or not path.is_file() or path.name == best:
+                    continue  # not written by a run, or to stay
                 elif not every or (checkpoint_step(path) or 0) % every:
                     path.unlink()
                     deleted.append(path)
     return deleted
 
 
-def point_to(path: Path, group: Group) -> None:
-    """Let the link `latest` beside a checkpoint lead to it; collective, rank 0 does it."""
+def linked(folder: str | Path, name: str) -> str:
+    """Which file of the folder a link in it leads to; "" where there is no such link."""
+    link = Path(folder) / name
+    return link.readlink().name if link.is_symlink() else ""
+
+
+def unlink(folder: str | Path, name: str) -> None:
+    """Remove a link, if it is there and is one."""
+    if (link := Path(folder) / name).is_symlink():
+        link.unlink()
+
+
+def point_to(path: Path, group: Group, name: str = LATEST) -> None:
+    """Let the link `latest` beside a checkpoint, or another one, lead to it; collective, rank 0 does it."""
     with together(group):
         if group.rank == 0:
-            fresh, link = path.with_name(f".{LATEST}.tmp"), path.with_name(LATEST)
+            fresh, link = path.with_name(f".{name}.tmp"), path.with_name(name)
             if link.exists() and not link.is_symlink():
                 return  # a file of somebody else's
             if fresh.is_symlink():

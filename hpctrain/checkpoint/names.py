@@ -11,6 +11,9 @@ from pathlib import Path
 LATEST = "latest"
 """Name of the link that leads to the newest checkpoint, each of which was verified when it was written."""
 
+BEST = "best"
+"""Name of the link that leads to the checkpoint with the lowest loss of an evaluation, if one is kept."""
+
 _NAME = re.compile(r"step-(\d{8,})\.h5")
 
 

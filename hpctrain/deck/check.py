@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from hpctrain.characters import control_problem
 from hpctrain.deck.check_compression import compression_problems
+from hpctrain.deck.check_evaluation import evaluation_problems
 from hpctrain.deck.check_layout import layout_problems, zero_problems
 from hpctrain.deck.check_local_steps import in_replicas, local_step_problems
 from hpctrain.deck.check_mixture import mixture_problems
@@ -53,6 +54,7 @@ def check_deck(deck: Deck, ranks: int | None = None) -> list[Problem]:
         *_optimizer(deck),
         *length_problems(deck),
         *_run(deck),
+        *evaluation_problems(deck),
         *_offload(deck),
         *local_step_problems(deck),
         *noise_scale_problems(deck),
@@ -201,10 +203,6 @@ def _batch(deck: Deck, ranks: int | None) -> Iterator[Problem]:
 
 def _run(deck: Deck) -> Iterator[Problem]:
     run, limit, margin = deck.run, deck.run.time_limit, deck.run.time_margin
-    if run.evaluate_every and not deck.data.validation:
-        sentence = "evaluates on held-out sequences, but data.validation = 0 holds none out"
-        would = f"{sentence} (0.01 would; or leave the key out)"
-        yield Problem("run.evaluate_every", would, ("data.validation",), for_writers=True)
     if limit is not None and margin is not None and margin >= limit:
         sentence = f"must be less than run.time_limit = {toml_value(limit)}"
         yield Problem("run.time_margin", sentence, ("run.time_limit",))

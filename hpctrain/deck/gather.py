@@ -136,9 +136,12 @@ class Written:
         present = {present_name(section, key): value for key, value in table.items()}
         self.values[section] = {**below, **present} if isinstance(below, dict) else present
         for key, value in table.items():
-            line = lines.get((section, key), lines.get((section,)) if isinstance(written, str) else None)
+            line = lines.get((section, key), None if written is table else lines.get((section,)))
             place = Place(name, line, value=value)
             self.places[f"{section}.{present_name(section, key)}"] = place
+        if isinstance(written, list):
+            rows = (path for path in lines if path[0] == section and len(path) > 1)
+            self.places |= {f"{section}.{'.'.join(path[1:])}": Place(name, lines[path]) for path in rows}
 
     def override(self, argument: str) -> None:
         """Take a `--set` argument: section.key=value; without a value the key is as if never written."""
@@ -154,7 +157,7 @@ class Written:
         if section == "include":
             self.add(place, f"{place.prefix}: only a deck can include another, at its top")
             return
-        whole = whole_section(section, text.strip().strip('"')) if not dot else None
+        whole = whole_section(section, _word_or_list(text)) if not dot else None
         if isinstance(whole, dict):
             self._leave_open()
             self.values[section] = dict(whole)
@@ -217,8 +220,21 @@ class Written:
 
 
 def whole_section(section: str, written: object) -> object:
-    """The table that a word stands for in place of a section, else what was written."""
+    """The table that a word, or tables in a row, stand for in place of a section, else what was written."""
+    if section == "evaluation" and (isinstance(written, list) or written == ""):
+        return {"sets": written or []}
     return {"auto": True} if (section, written) == ("layout", "auto") else written
+
+
+def _word_or_list(text: str) -> object:
+    """What an argument gives in place of a section; None where that can be neither."""
+    word = text.strip()
+    if not word.startswith("["):
+        return word.strip('"')
+    try:
+        return parse_argument(word)
+    except TomlError:
+        return None
 
 
 def _is_one_of(path: Path, others: Sequence[Path]) -> bool:

@@ -22,6 +22,7 @@ from hpctrain.deck.gather import Written
 from hpctrain.deck.key import extra
 from hpctrain.deck.module import shown
 from hpctrain.deck.problem import Problem
+from hpctrain.deck.rows import wrong_rows
 from hpctrain.deck.run_length import LENGTHS, are_epochs, steps_of_epochs
 from hpctrain.deck.schema import Deck, fields, sections
 from hpctrain.deck.searched import leaves_open
@@ -315,6 +316,11 @@ class _Validation:
                 if name not in tables[section]:
                     continue  # a default that follows from a wrong key
                 value = tables[section][name]
+                rows = list(wrong_rows(full, field, value, Sources(self.written.name, self.places)))
+                for place, sentence in rows:
+                    self.written.add(place, sentence)
+                if rows:
+                    continue
                 self._add_key(full, value, f"must be {wanted(field)}{given(value, field)}")
             elif full in silent or not self.readable or (unknown and extra(field, "derived")):
                 continue

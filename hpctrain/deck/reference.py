@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, get_origin
 
 from pydantic.fields import FieldInfo
@@ -12,7 +12,7 @@ from hpctrain.deck.key import extra
 from hpctrain.deck.presets import PRESETS
 from hpctrain.deck.schema import fields, sections
 from hpctrain.deck.sources import toml_value
-from hpctrain.deck.words import plain_type, unknown_section, wanted
+from hpctrain.deck.words import plain_type, row_of, unknown_section, wanted
 from hpctrain.errors import HpctrainError
 from hpctrain.table import table
 from hpctrain.units import format_bytes
@@ -44,21 +44,31 @@ def reference_text(section: str | None = None, width: int = _WIDTH) -> str:
     parts: list[list[str]] = [] if section else [_wrapped(" ".join(_HEAD.split()), width, 0)]
     for name in [section] if section else sections():
         parts.append([*_wrapped(f"[{name}]  {sections()[name].__doc__}", width, 2), ""])
-        parts[-1] += _section_table(name) if as_table else _section_list(name, width)
+        for heading, keys in _tables(name):
+            parts[-1] += ["", *_wrapped(heading, width, 2), ""] if heading else []
+            parts[-1] += _section_table(keys) if as_table else _section_list(keys, width)
     if section in {None, "model"}:
         parts.append(_presets(width, as_table))
     return "\n\n".join("\n".join(part) for part in parts) + "\n"
 
 
-def _section_table(name: str) -> Iterator[str]:
+def _tables(section: str) -> Iterator[tuple[str, Mapping[str, FieldInfo]]]:
+    """The keys of a section, and behind them, each with its heading, those of tables that a key holds."""
+    yield "", fields(section)
+    for key, field in fields(section).items():
+        if row := row_of(field):
+            yield f"  Keys of each [[{section}]], a table of {section}.{key}:", row.model_fields
+
+
+def _section_table(keys: Mapping[str, FieldInfo]) -> Iterator[str]:
     yield from _row(("key", "type", "default", "unit"))
-    for key, field in fields(name).items():
+    for key, field in keys.items():
         yield from _row((key, _type(key, field), _default(field), extra(field, "unit")))
         yield from _indented(field.description or "", _WIDTH)
 
 
-def _section_list(name: str, width: int) -> Iterator[str]:
-    for key, field in fields(name).items():
+def _section_list(keys: Mapping[str, FieldInfo], width: int) -> Iterator[str]:
+    for key, field in keys.items():
         yield f"  {key}"
         unit, default = extra(field, "unit"), _default(field)
         facts = [_type(key, field), default if default == "required" else f"default: {default}"]

@@ -13,6 +13,7 @@ from pydantic import Field, PrivateAttr
 from pydantic.fields import FieldInfo
 
 from hpctrain.deck.communication import Communication
+from hpctrain.deck.evaluation import EvaluationSection
 from hpctrain.deck.found import Found
 from hpctrain.deck.key import Bytes, Duration, Section, Whole, key, name_of
 from hpctrain.deck.learning_rate import LearningRateSection
@@ -60,10 +61,19 @@ class RunSection(Section):
     seed: int = key("Seed of initial parameters, sample order and dropout.", 1234, ge=0, lt=2**63)
     log_every: int = key("A line in the log every so many steps.", 10, unit="steps", ge=1)
     evaluate_every: int = key(
-        "Loss on the held-out part every so many steps; 0: only at the end.", 0, unit="steps", ge=0
+        "Loss on the held-out part, and on sets [[evaluation]], every so many steps; 0: only at the end.",
+        0,
+        unit="steps",
+        ge=0,
     )
     evaluate_sequences: int = key(
         "Held-out sequences of one evaluation, at most.", 64, unit="sequences", ge=1
+    )
+    patience: int = key(
+        "The run ends after so many evaluations without a lower loss of what checkpoint.keep_best "
+        "names; 0: not.",
+        0,
+        ge=0,
     )
     noise_scale_steps: int = key(
         "Steps over which the gradient noise scale, a batch worth its tokens, is averaged; 0: not measured.",
@@ -452,6 +462,12 @@ class Checkpoint(Section):
     keep_every: int = key(
         "Checkpoints of steps that are multiples of this stay for good; 0: none.", 0, unit="steps", ge=0
     )
+    keep_best: str | None = key(
+        'The set ("validation" is one) of which the checkpoint with the lowest loss stays, linked as "best".',
+        None,
+        derived="none",
+        min_length=1,
+    )
     memory_every: int = key(
         "A copy of the state in memory every so many steps, for going back without the disk; 0: none.",
         0,
@@ -579,6 +595,7 @@ class Deck(Section):
     run: RunSection
     model: Model
     data: Data
+    evaluation: EvaluationSection
     layout: Layout
     batch: Batch
     optimizer: OptimizerSection

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from pydantic import BaseModel
+
 from hpctrain.characters import escaped
 
 LONGEST_SHOWN = 200  # characters of what a user wrote that a sentence repeats
@@ -82,6 +84,8 @@ def toml_value(value: object) -> str:
         case dict():
             items = (f"{toml_key(name)} = {toml_value(item)}" for name, item in value.items())
             return "{" + ", ".join(items) + "}"
+        case BaseModel():
+            return toml_value(value.model_dump(exclude_none=True))
         case _:
             return str(value)
 

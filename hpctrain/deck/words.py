@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from hpctrain.deck.key import extra
+from hpctrain.deck.key import Section, extra
 from hpctrain.deck.schema import fields, sections
 from hpctrain.deck.sources import toml_value
 from hpctrain.words import either, nearest
@@ -27,6 +27,8 @@ def wanted(field: FieldInfo) -> str:
         return "text in quotes, not empty" + ", or a list of such" * takes_list(field)
     if get_origin(kind) is dict:
         return either(["a table of its own", *map(toml_value, _choices(field))])
+    if row_of(field) is not None:
+        return "tables in a row, such as [[evaluation]]"
     if get_origin(kind) is tuple:
         items = {str: "texts in quotes", int: "whole numbers"}.get(get_args(kind)[0], "tables")
         return either([f"a list of {items}", *map(toml_value, _choices(field))])
@@ -51,6 +53,13 @@ def takes_list(field: FieldInfo) -> bool:
     kinds = get_args(field.annotation) if get_origin(field.annotation) in {Union, UnionType} else ()
     plain = {get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in kinds}
     return str in plain and any(get_origin(kind) is tuple for kind in plain)
+
+
+def row_of(field: FieldInfo) -> type[Section] | None:
+    """Of a key that holds tables in a row, what each of them is."""
+    kind = plain_type(field)
+    row = get_args(kind)[0] if get_origin(kind) is tuple else None
+    return row if isinstance(row, type) and issubclass(row, Section) else None
 
 
 def _choices(field: FieldInfo) -> list[str]:

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain import __version__
+from hpctrain.checkpoint.agree import together
 from hpctrain.checkpoint.background import BackgroundSave
 from hpctrain.checkpoint.draft import PIECE_BYTES
 from hpctrain.checkpoint.entries import resumed_entries, stored_replicas, training_entries
 from hpctrain.checkpoint.held import HeldState, HeldStates
-from hpctrain.checkpoint.keep import keep, point_to
-from hpctrain.checkpoint.names import checkpoint_path
+from hpctrain.checkpoint.keep import is_complete, keep, point_to, unlink
+from hpctrain.checkpoint.names import BEST, checkpoint_path
 from hpctrain.checkpoint.provenance import Provenance
 from hpctrain.checkpoint.read import load
 from hpctrain.checkpoint.snapshot import HostBuffer
@@ -28,6 +29,7 @@ from hpctrain.engine.build import Engine
 from hpctrain.engine.deck_kernels import computed_by
 from hpctrain.sharding.bucket import await_readers
 from hpctrain.sharding.state import OPTIMIZER
+from hpctrain.train.best import RECORD, BestSoFar
 from hpctrain.train.hook import Hook, StepDone
 from hpctrain.train.start import begins_anew, left_bias
 from hpctrain.train.step import TrainState
@@ -45,6 +47,7 @@ class Checkpoints(Hook):
         self.folder = Path(deck.run.dir) / "checkpoints"
         self.newest: Path | None = None
         self.heeded: list[str] = []
+        self.best = BestSoFar(deck)
         self.longest = 0.0  # seconds from beginning to end of the slowest one so far
         replicas = {"replicas": deck.layout.replicas} if deck.layout.replicas > 1 else {}
         self.layout = {**engine.mesh.sizes, "zero": deck.layout.zero, **replicas}
@@ -63,6 +66,7 @@ class Checkpoints(Hook):
         self._held_up = 0.0
         self._began = 0.0
         self._step: int | None = None
+        self._is_best = False
 
     @property
     def under_way(self) -> bool:
@@ -87,6 +91,7 @@ class Checkpoints(Hook):
         """
         self.finish()
         self._began, self._step = time.perf_counter(), state.step
+        self._is_best = self.best.wants(state.step)
         engine, checkpoint = self.engine, self.deck.checkpoint
         path, everyone = checkpoint_path(self.folder, state.step), engine.world.everyone
         entries = training_entries(engine.state(), writing=True)
@@ -127,6 +132,10 @@ class Checkpoints(Hook):
         """Whether the deck wants one after that step."""
         every = self.deck.checkpoint.every
         return step == self.deck.run.steps or (every > 0 and step % every == 0)
+
+    def lacks_best(self, step: int) -> bool:
+        """Whether the state after that step is the best so far, and is not written or being written."""
+        return self.best.wants(step) and not self.has(step)
 
     def poll(self, wait: bool = False) -> None:
         """Complete the checkpoint under way if all ranks have written theirs; call it between steps."""
@@ -204,13 +213,33 @@ class Checkpoints(Hook):
         engine.spikes.resume(state)
         engine.synchronizer.after_step(True, engine.loss_scale.value / float(state.get("loss_scale") or 1.0))
         self.provenance.go_on(state, origin)
+        self.best.resume(state.get(RECORD))
+        self._find_best()
         return TrainState(**{key: int(state[key]) for key in asdict(TrainState())})
+
+    def _find_best(self) -> None:
+        """Have the link `best` lead to the best one so far of a run that goes on, if it is there."""
+        if not self.best.keeps:
+            return
+        path, everyone = checkpoint_path(self.folder, self.best.kept), self.engine.world.everyone
+        if everyone.broadcast_object(_holds(path, self.best.record()) if everyone.rank == 0 else None):
+            point_to(path, everyone, BEST)
+            return
+        if self.best.kept and self.newest is not None and self.newest.parent == self.folder:
+            sentence = f"{path}: the best so far is not there any more; the next evaluation makes the best"
+            self.heeded.append(sentence)
+        self.best.lose()
+        with together(everyone):
+            if everyone.rank == 0:
+                unlink(self.folder, BEST)
 
     def _saved(self, path: Path) -> None:
         """A checkpoint is complete: lead to it, and forget those beyond `checkpoint.keep`."""
         everyone, checkpoint = self.engine.world.everyone, self.deck.checkpoint
         self.newest = path  # it is, even if what follows fails
         point_to(path, everyone)
+        if self._is_best:
+            point_to(path, everyone, BEST)
         keep(self.folder, checkpoint.keep, everyone, checkpoint.keep_every)
         self.longest = max(self.longest, time.perf_counter() - self._began)
         sentence = "checkpoint %s written, which held up training for %.2f s"
@@ -239,6 +268,7 @@ class Checkpoints(Hook):
             "loss_scale_good_steps": engine.loss_scale.good_steps,
             **engine.noise_scale.state(),
             **engine.spikes.state(),
+            **({RECORD: self.best.record()} if self.best.of else {}),
             **deck_state(self.deck),
             "split": list(engine.placement.split),
             "products": engine.groups.kernels.record,
@@ -248,3 +278,13 @@ class Checkpoints(Hook):
             "code_version": __version__,
             **self.provenance.stored(state.step),
         }
+
+
+def _holds(path: Path, record: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint is complete, and is that of the evaluation in the record."""
+    if not record["kept"] or not is_complete(path):
+        return False
+    state, names = examine(path).state, ("of", "kept", "kept_loss")
+    own = state.get(RECORD)
+    same = isinstance(own, dict) and all(own.get(name) == record[name] for name in names)
+    return same and state["step"] == record["kept"]

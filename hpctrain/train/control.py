@@ -30,13 +30,14 @@ _MEASURE = "measure"
 class Order:
     """What all ranks do now: write a checkpoint, and perhaps stop; `why` is for rank 0 to say.
 
-    `measure`: find out again how fast the machine is.
+    `measure`: find out again how fast the machine is; `early`: end here, since nothing is left to learn.
     """
 
     checkpoint: bool = False
     stop: bool = False
     why: str = ""
     measure: bool = False
+    early: bool = False
 
 
 class Control:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hpctrain.optim.spikes import Spike
 from hpctrain.train.control import Order
@@ -13,8 +14,9 @@ from hpctrain.train.step import StepResult, TrainState
 @dataclass
 class StepDone:
     """A step that was made: its result, the state after it, and this rank's seconds, of which it spent
-    `computing` outside of communication, and payload in bytes. `validation` is the held-out loss where it was
-    evaluated after it; `went_back` is why the run went back to the state before it, if it did.
+    `computing` outside of communication, and payload in bytes. `evaluated` are figures of each set that was
+    evaluated after it, by name, the loss among them; `went_back` is why the run went back to the state before
+    it, if it did.
     """
 
     result: StepResult
@@ -22,7 +24,7 @@ class StepDone:
     seconds: float
     computing: float
     payload: int = 0
-    validation: float | None = None
+    evaluated: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     went_back: Spike | None = None
 
 

@@ -25,6 +25,7 @@ from hpctrain.engine.build import make_mesh
 from hpctrain.engine.corpus import Corpus, open_corpus, settle_vocabulary
 from hpctrain.engine.deck_kernels import as_before
 from hpctrain.engine.functions import with_functions
+from hpctrain.engine.held_out import HeldOut, open_held_out
 from hpctrain.errors import EXIT_AGAIN, EXIT_DONE, HpctrainError
 from hpctrain.model.shape import ModelShape
 from hpctrain.plan.engine import build_within_memory
@@ -77,7 +78,7 @@ class Run:
 
     `heeded` are sentences of what was noticed on the way here, said at the start; `limit` is the clock's;
     `routing` is there where routers' choices are written down or followed, `planned` where a step's seconds
-    are.
+    are; `held_out` is what it is evaluated on.
     """
 
     deck: Deck
@@ -89,6 +90,7 @@ class Run:
     heeded: tuple[str, ...]
     routing: Routing | None = None
     planned: PlannedSeconds | None = None
+    held_out: tuple[HeldOut, ...] = ()
 
     @property
     def world(self) -> World:
@@ -160,7 +162,7 @@ class Loop:
         self.steps, self.limit, self.reporter, self.peak = run.deck.run.steps, run.limit, reporter, peak
         self.trainer, self.checkpoints = trainer, checkpoints = run.trainer, run.checkpoints
         self.pace = Pace(checkpoints.expected_bytes() / (BYTES_PER_SECOND * run.world.nodes))
-        self.evaluation = Evaluation(trainer, run.corpus.validation, self.pace, reporter)
+        self.evaluation = Evaluation(trainer, run.held_out, self.pace, reporter, checkpoints.best)
         way = WayBack(trainer, checkpoints, reporter)
         self.back, self.healing = GoingBack(trainer, way), Healing(way, Path(run.deck.run.dir))
         self._asked: Order | None = None
@@ -183,6 +185,10 @@ class Loop:
     def run(self, control: Control) -> Order:
         """All steps; the last order, which says whether to stop."""
         while self.trainer.state.step < self.steps:
+            if why := self.checkpoints.best.impatience:
+                self.save_unless_there()
+                control.forget()
+                return Order(why=why, early=True)
             try:
                 order = self.advance(control)
             except SilentFaultError as found:
@@ -201,8 +207,7 @@ class Loop:
         if order.checkpoint:
             self.reporter.log.info("checkpoint asked for: %s", order.why)
             self._asked = order  # until it is there
-            if not self.checkpoints.has(state.step):
-                self.save()
+            self.save_unless_there()
             self._asked = None
             control.saved()
         if order.stop:
@@ -216,6 +221,8 @@ class Loop:
             return Order(checkpoint=True, stop=True, why=self.back.stop)
         elif self.checkpoints.due(state.step):
             self.save()
+        if self.checkpoints.lacks_best(state.step):
+            self.save()
         return None
 
     def due(self, step: int) -> bool:
@@ -227,6 +234,11 @@ class Loop:
         if self.checkpoints.held.due(self.trainer.state.step):
             self.trainer.guard.require_rest()
             self.checkpoints.hold(self.trainer.state)
+
+    def save_unless_there(self) -> None:
+        """Write a checkpoint of the present state where there is none."""
+        if not self.checkpoints.has(self.trainer.state.step):
+            self.save()
 
     def save(self) -> None:
         """Write a checkpoint of the present state, or begin to."""
@@ -267,9 +279,10 @@ def open_run(
     world.compare_calls(deck.communication.check)
     corpus = open_corpus(deck, world)
     deck = settle_vocabulary(deck, corpus)
+    held_out = open_held_out(deck, world, corpus)
     compared = compare_corpus(world, deck, corpus, checkpoint)
     if deck.communication.server != "none":
-        return _open_served(world, deck, corpus, checkpoint, clear, limit, compared)
+        return _open_served(world, deck, corpus, held_out, checkpoint, clear, limit, compared)
     deck, mesh = with_functions(deck, world), make_mesh(deck, world)
     planned, seconds = plan_seconds(world, deck, goes_on=checkpoint is not None)
     given = None
@@ -295,13 +308,14 @@ def open_run(
         trainer.step.choices = routing.choices
     follows = routing.sentence(replayed) if routing is not None and replayed is not None else ""
     heeded = (stays, checked, started_from, *checkpoints.heeded, follows, *compared, seconds)
-    return Run(deck, corpus, trainer, checkpoints, predicted, limit, heeded, routing, planned)
+    return Run(deck, corpus, trainer, checkpoints, predicted, limit, heeded, routing, planned, held_out)
 
 
 def _open_served(
     world: World,
     deck: Deck,
     corpus: Corpus,
+    held_out: tuple[HeldOut, ...],
     checkpoint: Path | None,
     clear: Callable[[], str],
     limit: TimeLimit | None,
@@ -324,7 +338,7 @@ def _open_served(
     source = deck.model.source if checkpoint is None else None
     started_from = checkpoints.start_from(deck) if source is not None else ""
     heeded = (stays, started_from, *checkpoints.heeded, *compared)
-    return Run(deck, corpus, trainer, checkpoints, predicted, limit, heeded)
+    return Run(deck, corpus, trainer, checkpoints, predicted, limit, heeded, held_out=held_out)
 
 
 def run_deck(

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
 from hpctrain.comm.host_memory import peak_rss_bytes
 from hpctrain.comm.timeline import Timeline
-from hpctrain.data.batches import Batches
+from hpctrain.engine.held_out import HeldOut
 from hpctrain.model.count import count
 from hpctrain.model.load import ExpertLoad
 from hpctrain.parallel.fp8.watched import watched_row
 from hpctrain.report.recorded import TRACE_FILE
 from hpctrain.report.trace import write_trace
+from hpctrain.train.best import BestSoFar
 from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.control import Order
 from hpctrain.train.hook import Hook, StepDone
@@ -49,24 +51,34 @@ class SlowRanks(Hook):
 
 
 class Evaluation(Hook):
-    """Evaluates held-out sequences every so many steps and after the last one; None for `batches`: never."""
+    """Evaluates what is held out every so many steps and after the last one; without any `sets`: never."""
 
-    def __init__(self, trainer: Trainer, batches: Batches | None, pace: Pace, reporter: Reporter) -> None:
-        self.run, self.trainer, self.batches = trainer.deck.run, trainer, batches
-        self.pace, self.reporter = pace, reporter
+    def __init__(
+        self, trainer: Trainer, sets: Sequence[HeldOut], pace: Pace, reporter: Reporter, best: BestSoFar
+    ) -> None:
+        self.run, self.trainer, self.sets = trainer.deck.run, trainer, sets
+        self.pace, self.reporter, self.best = pace, reporter, best
 
     def due(self, step: int) -> bool:
         """Whether an evaluation comes after that step."""
         every = self.run.evaluate_every
-        return self.batches is not None and (step == self.run.steps or (every > 0 and step % every == 0))
+        return bool(self.sets) and (step == self.run.steps or (every > 0 and step % every == 0))
 
     def after_step(self, done: StepDone) -> None:
-        """Enter the loss where an evaluation is due."""
-        if self.batches is None or not self.due(done.state.step):
+        """Enter the figures of all sets where an evaluation is due."""
+        if not self.due(done.state.step):
             return
         self.reporter.working("evaluating")
         started = time.perf_counter()
-        done.validation = self.trainer.evaluate(self.batches, self.run.evaluate_sequences)["loss"]
+        done.evaluated = {
+            each.name: each.figures(self.trainer.evaluate(each.batches, each.sequences)["loss"])
+            for each in self.sets
+        }
+        self.best.heed(done.state.step, done.evaluated)
+        self.reporter.status.note(
+            evaluated={"step": done.state.step, "sets": done.evaluated},
+            best={"of": self.best.of, "step": self.best.step, "loss": self.best.loss},
+        )
         self.pace.evaluation = time.perf_counter() - started
 
 
@@ -177,7 +189,7 @@ class StepReport(Hook):
             loss_scale=engine.loss_scale.value if engine.loss_scale.window else None,
             mfu=None if flops is None else self.peak.share(rate * flops / self.trainer.computing),
             peak_rss_bytes=peak_rss_bytes(),
-            validation_loss=done.validation,
+            evaluated=done.evaluated,
             experts=None if load is None else load.row(),
             fp8=watched_row(result.noted),
             payload_bytes=done.payload,
@@ -202,4 +214,7 @@ class StepReport(Hook):
         if order.stop:
             step = f"after step {self.state.step} of {run.steps}"
             reporter.say([f"stopped {step}: {order.why}; go on with `{way_on(self.folder, newest)}`"])
-        reporter.ended(newest, order.why if order.stop else "")
+        elif order.early:
+            step = f"after step {self.state.step} of {run.steps}"
+            reporter.say([f"ended {step}: {order.why}; a higher run.patience, or 0, goes on"])
+        reporter.ended(newest, order.why, order.early)

@@ -85,6 +85,7 @@ def clear_folder(deck: Deck, fresh: bool, again: bool, reads: Sequence[str] = ()
     needed = [
         *reads,
         *token_files(deck),
+        *(each.tokens for each in deck.evaluation.sets),
         deck.layout.schedule,
         *([deck.model.source] if deck.model.source else []),
     ]

@@ -6,9 +6,10 @@ import contextlib
 import errno
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from hpctrain.deck.evaluation import VALIDATION
 from hpctrain.errors import HpctrainError, failing_as
 from hpctrain.files import strict_json, synchronize
 from hpctrain.report.rows import Row, scan_metrics
@@ -27,7 +28,8 @@ class StepMetrics:
     and their scales, likewise with a value a kind of layer (`parallel/fp8/watched.py`). `payload_bytes` are
     those that rank 0 sent to others in this step, or received from them, as the ledger counts;
     `emulated_link` is there where seconds are those of a link that is not (`communication.emulate`);
-    `staleness`, with servers, is how many
+    `evaluated` are the figures of what was evaluated after this step, by set
+    (see `evaluation_keys`); `staleness`, with servers, is how many
     pushes had one of 0, 1, and so on. `spike` is why the step was left out as one, `went_back` the spike for
     which the run had gone back to the state before this step. A measure that is None was not made and gets no
     key.
@@ -47,7 +49,7 @@ class StepMetrics:
     loss_scale: float | None = None
     mfu: float | None = None
     peak_rss_bytes: int | None = None
-    validation_loss: float | None = None
+    evaluated: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     experts: Mapping[str, Sequence[float]] | None = None
     fp8: Mapping[str, Sequence[str | float | None]] | None = None
     payload_bytes: int | None = None
@@ -63,9 +65,28 @@ class StepMetrics:
 
     def row(self) -> Row:
         """The row of the metrics file: what was measured in this order, and the figures besides the loss."""
-        values = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "figures"}
+        own = (each.name for each in fields(self) if each.name not in {"figures", "evaluated"})
+        values = {name: getattr(self, name) for name in own}
         measured = {name: value for name, value in values.items() if value is not None}
+        measured |= evaluation_keys(self.evaluated)
         return {"step": self.step, "tokens": self.tokens, "loss": self.loss} | measured | dict(self.figures)
+
+    @property
+    def validation_loss(self) -> float | None:
+        """That of the held-out share, where it was evaluated."""
+        return self.evaluated.get(VALIDATION, {}).get("loss")
+
+
+def evaluation_keys(evaluated: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Figures of sets by their keys in a row: of the held-out share `validation_loss` and so on; of another
+    set the loss as `evaluation/NAME`, others as `evaluation/NAME/perplexity`.
+    """
+    found: dict[str, float] = {}
+    for name, figures in evaluated.items():
+        for figure, value in figures.items():
+            other = f"evaluation/{name}" + (f"/{figure}" if figure != "loss" else "")
+            found[f"{VALIDATION}_{figure}" if name == VALIDATION else other] = value
+    return found
 
 
 class MetricsWriter:

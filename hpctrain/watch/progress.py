@@ -8,11 +8,13 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Literal, TextIO
 
+from hpctrain.deck.evaluation import VALIDATION
 from hpctrain.report.terminal import DEFAULT_COLUMNS, Terminal, bar_console, columns, find_terminal, fit
 from hpctrain.units import format_count, format_seconds
+from hpctrain.watch.evaluated import evaluation_words
 from hpctrain.watch.log import show_warnings
 from hpctrain.watch.metrics import StepMetrics
 
@@ -92,10 +94,13 @@ class Progress:
         elif metrics.step in {self.start + 1, self.steps} or metrics.step % self.log_every == 0:
             self._write(self._line(metrics) + "\n")
 
-    def evaluation(self, step: int, loss: float) -> None:
-        """Show the validation loss after a step, in nats per token."""
-        self._validation = loss
-        self.message(f"{self._count(step)}  validation loss {loss:.4f}")
+    def evaluation(self, step: int, name: str, figures: Mapping[str, float]) -> str:
+        """Show figures of a set after a step, the loss in nats per token; the line."""
+        if name == VALIDATION:
+            self._validation = figures["loss"]
+        line = f"{self._count(step)}  {evaluation_words(name, figures)}"
+        self.message(line)
+        return line
 
     def message(self, text: str) -> None:
         """Print a line, above the bar where there is one."""

@@ -93,8 +93,8 @@ class Reporter:
         self.metrics.write(row)
         self.dashboards.write(row.row)
         self.progress.step(row)
-        if row.validation_loss is not None:
-            self.progress.evaluation(row.step, row.validation_loss)
+        for name, figures in row.evaluated.items():
+            self.log.info("%s", self.progress.evaluation(row.step, name, figures))
         self.status.step(
             step=row.step,
             loss=row.loss,
@@ -110,13 +110,16 @@ class Reporter:
         if self.progress is not None:
             self.progress.close()
 
-    def ended(self, checkpoint: Path | None, stopped: str = "") -> None:
-        """All steps are done; or the run stops before, for the reason `stopped`."""
+    def ended(self, checkpoint: Path | None, why: str = "", early: bool = False) -> None:
+        """All steps are done; or the run ends before, for a reason: `early` with nothing left to do, else
+        stopped.
+        """
         self.whole = True
-        if stopped:
-            self.status.change("stopped", checkpoint=_text(checkpoint), reason=stopped)
+        reason = {"reason": why} if why else {}
+        if why and not early:
+            self.status.change("stopped", checkpoint=_text(checkpoint), **reason)
         else:
-            self.status.change("done", checkpoint=_text(checkpoint), seconds_left=0.0)
+            self.status.change("done", checkpoint=_text(checkpoint), seconds_left=0.0, **reason)
 
     def failed(self, error: BaseException, checkpoint: Path | None) -> None:
         """The run ends by an error; the newest complete checkpoint."""

@@ -16,6 +16,7 @@ from hpctrain.files import parse_json, read_text
 from hpctrain.report.terminal import columns, fit
 from hpctrain.table import fitted
 from hpctrain.units import format_count, format_seconds
+from hpctrain.watch.evaluated import evaluated_note
 from hpctrain.watch.folder import is_free, way_on
 from hpctrain.watch.run_files import MARKER
 from hpctrain.watch.status import ACTIVE, MOST_OF_A_RANK, STATUS_BYTES, STATUS_FILE, stored_status
@@ -192,6 +193,7 @@ def _notes(row: dict[str, Any]) -> list[str]:
         notes.append(f"go on by `{row['go_on']}`")
     if row["state"] == "stalled":
         notes.append(f"steps took {format_seconds(row.get('step_seconds') or 0.0)} before")
+    notes += evaluated_note(row)
     if row.get("silent_faults"):
         notes.append(f"{counted(row['silent_faults'], 'silent fault')} found so far (faults.jsonl)")
     return notes + [slow["words"] for slow in row.get("stragglers") or []]

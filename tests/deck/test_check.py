@@ -77,7 +77,7 @@ def test_what_fits(overrides: list[str]) -> None:
             ["run.evaluate_every=5", "data.validation=0"],
             [
                 "run.evaluate_every=5: evaluates on held-out sequences, but data.validation = 0 holds none "
-                "out (0.01 would; or leave the key out)"
+                "out (0.01 would, or [[evaluation]]; or leave the key out)"
             ],
         ),
         (

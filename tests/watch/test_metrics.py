@@ -39,7 +39,15 @@ def refuse_constant(name: str) -> None:
 def test_row_has_what_was_measured_in_order(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with closing(MetricsWriter(path)) as writer:
-        writer.write(step(1, mfu=0.4, peak_rss_bytes=1000, validation_loss=3.0, extra={"wait_seconds": 0.01}))
+        writer.write(
+            step(
+                1,
+                mfu=0.4,
+                peak_rss_bytes=1000,
+                evaluated={"validation": {"loss": 3.0}},
+                extra={"wait_seconds": 0.01},
+            )
+        )
     assert path.read_text() == (
         '{"step": 1, "tokens": 512, "loss": 2.5, "grad_norm": 0.5, "lr": 0.0003, "seconds": 0.25, '
         '"tokens_per_s": 2048.0, "batch": 4, "skipped": false, "mfu": 0.4, "peak_rss_bytes": 1000, '

@@ -119,10 +119,12 @@ def test_lines_come_every_so_many_steps_and_for_the_first_and_last() -> None:
 def test_messages_and_evaluations_are_lines() -> None:
     output = io.StringIO()
     with closing(Progress(1000, style="lines", output=output)) as progress:
-        progress.evaluation(40, 3.10206)
+        progress.evaluation(40, "validation", {"loss": 3.10206, "perplexity": 22.2436})
         progress.message("checkpoint saved")
         progress.working("evaluating")
-    assert output.getvalue() == "step   40/1000  validation loss 3.1021\ncheckpoint saved\n"
+    assert (
+        output.getvalue() == "step   40/1000  validation loss 3.1021  perplexity 22.244\ncheckpoint saved\n"
+    )
 
 
 def test_time_left_is_by_wall_time_of_the_last_hundred_steps() -> None:
@@ -146,7 +148,7 @@ def test_bar_is_one_line_and_messages_stand_above_it(terminal: Terminal) -> None
         progress.message("checkpoint saved")
         progress.working("evaluating")
         assert screen(output.getvalue())[-1].endswith("evaluating")
-        progress.evaluation(100, 3.0)
+        progress.evaluation(100, "validation", {"loss": 3.0})
         clock.now += 1.0
         progress.step(metrics(101))
     shown = screen(output.getvalue())
@@ -162,7 +164,7 @@ def test_bar_fits_the_window(terminal: Terminal, width: int, monkeypatch: pytest
     monkeypatch.setattr(Wide, "width", width)
     output = io.StringIO()
     with closing(Progress(200, output=output, terminal=terminal)) as progress:
-        progress.step(metrics(200, mfu=0.4, validation_loss=3.0, skipped=True))
+        progress.step(metrics(200, mfu=0.4, evaluated={"validation": {"loss": 3.0}}, skipped=True))
     shown = screen(output.getvalue())[-2]
     assert 0 < len(shown) < width
     assert shown.startswith("step 200/"[: width - 1])

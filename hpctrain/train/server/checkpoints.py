@@ -50,7 +50,9 @@ class ServedCheckpoints(Checkpoints):
         with self.world.agreement():
             if self.serves:
                 state = super().restore(path)
-        shared = self.world.everyone.broadcast_object(None if state is None else asdict(state), HEAD)
+        own = None if state is None else (asdict(state), self.best.record())
+        shared, best = self.world.everyone.broadcast_object(own, HEAD)
+        self.best.resume(best)
         self.newest = path
         if path.parent == self.folder:
             self._step = int(shared["step"])

@@ -1,0 +1,74 @@
+"""Checks of what a run is evaluated on, and of what follows from evaluations."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+from hpctrain.characters import control_problem
+from hpctrain.deck.evaluation import VALIDATION
+from hpctrain.deck.problem import Problem
+from hpctrain.deck.schema import Deck
+from hpctrain.deck.sources import toml_value
+from hpctrain.words import either, nearest
+
+_SETS = "evaluation.sets"
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+def set_names(deck: Deck) -> list[str]:
+    """The sets that a run of the deck is evaluated on, the held-out share first."""
+    return [VALIDATION] * bool(deck.data.validation) + [each.name for each in deck.evaluation.sets]
+
+
+def watched_set(deck: Deck) -> str:
+    """The set whose lowest loss counts: that of checkpoint.keep_best, else the first one; "" without any."""
+    return deck.checkpoint.keep_best or next(iter(set_names(deck)), "")
+
+
+def evaluation_problems(deck: Deck) -> Iterator[Problem]:
+    """Everything wrong with a deck's evaluations, whatever the files hold."""
+    run, names = deck.run, set_names(deck)
+    if run.evaluate_every and not names:
+        sentence = "evaluates on held-out sequences, but data.validation = 0 holds none out"
+        would = f"{sentence} (0.01 would, or [[evaluation]]; or leave the key out)"
+        yield Problem("run.evaluate_every", would, ("data.validation", _SETS), for_writers=True)
+    yield from _sets(deck)
+    yield from _followed(deck, names)
+
+
+def _sets(deck: Deck) -> Iterator[Problem]:
+    sets = deck.evaluation.sets
+    if sets and deck.data.dataset is not None:
+        sentence = "are of token files, but data.dataset brings samples (data.validation holds some out)"
+        yield Problem(_SETS, sentence, ("data.dataset",))
+    for name, count in Counter(each.name for each in sets).items():
+        if not _NAME.fullmatch(name):
+            sentence = 'may have letters, digits, ".", "_" and "-" in it, 64 of them at most'
+            yield Problem(_SETS, f"the name {toml_value(name[:80])} is none of a set: it {sentence}")
+        elif name == VALIDATION:
+            sentence = f'"{VALIDATION}" is the share that data.validation holds out: a set has another name'
+            yield Problem(_SETS, sentence)
+        elif count > 1:
+            yield Problem(_SETS, f"{count} sets are called {toml_value(name)}: each has a name of its own")
+    for each in sets:
+        if problem := control_problem(each.tokens):
+            yield Problem(_SETS, f"the tokens of {toml_value(each.name)}: {problem}")
+
+
+def _followed(deck: Deck, names: list[str]) -> Iterator[Problem]:
+    """What goes by losses of evaluations."""
+    best, others = deck.checkpoint.keep_best, ("run.evaluate_every", "data.validation", _SETS)
+    asked = {"checkpoint.keep_best": best is not None, "run.patience": deck.run.patience > 0}
+    for key in (key for key, wanted in asked.items() if wanted):
+        if not names:
+            sentence = "goes by evaluations, but nothing is evaluated (data.validation = 0.01 would be, or "
+            yield Problem(key, f"{sentence}sets [[evaluation]])", others)
+        elif not deck.run.evaluate_every:
+            sentence = "compares evaluations, but there is one alone, at the end (run.evaluate_every = 100"
+            yield Problem(key, f"{sentence} makes more)", others)
+    if best is not None and names and best not in names:
+        near = nearest(best, names)
+        would = f"did you mean {toml_value(near)}?" if near else f"{either(list(map(toml_value, names)))} is"
+        yield Problem("checkpoint.keep_best", f"names no set that is evaluated ({would})", others)

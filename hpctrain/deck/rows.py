@@ -1,0 +1,67 @@
+"""Keys that hold tables in a row, such as [[evaluation]]: what is wrong with single ones, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from hpctrain.deck.key import Section
+from hpctrain.deck.schema import Deck
+from hpctrain.deck.sources import Place, Sources, clipped, toml_value
+from hpctrain.deck.words import given, row_of, wanted
+from hpctrain.words import nearest
+
+
+def wrong_rows(key: str, field: FieldInfo, value: object, sources: Sources) -> Iterator[tuple[Place, str]]:
+    """Everything wrong with the single tables of a key, with its place; nothing where they are none."""
+    row = row_of(field)
+    if row is None or not isinstance(value, list):
+        return
+    for number, table in enumerate(value):
+        if isinstance(table, dict):
+            yield from _wrong_keys(key, number, row, table, sources)
+
+
+def row_problem(deck: Deck, key: str, number: int, name: str, sentence: str) -> str:
+    """As Deck.problem, of key `name` of the table of this number (from 0) of a key."""
+    value = getattr(deck.value(key)[number], name)  # type: ignore[index]
+    return _said(place_of_row(deck.sources, key, number, name), key, name, value, sentence)
+
+
+def place_of_row(sources: Sources, key: str, number: int, name: str) -> Place:
+    """Where a key of the table of that number was given, or else the table, or all of them."""
+    section = key.partition(".")[0]
+    names = (f"{section}.{number}.{name}", f"{section}.{number}")
+    return next((sources.places[each] for each in names if each in sources.places), sources.place(key))
+
+
+def _wrong_keys(
+    key: str, number: int, row: type[Section], table: dict[str, Any], sources: Sources
+) -> Iterator[tuple[Place, str]]:
+    try:
+        row.model_validate(table)
+    except ValidationError as error:
+        faults = {str(fault["loc"][0]): fault["type"] for fault in error.errors()}
+    else:
+        return
+    for name, kind in faults.items():
+        place = place_of_row(sources, key, number, name)
+        if kind == "extra_forbidden":
+            near = nearest(name, row.model_fields)
+            hint = f"did you mean {near}?" if near else f"it has {', '.join(row.model_fields)}"
+            yield place, _said(place, key, name, table[name], f"unknown key ({hint})")
+        elif kind == "missing":
+            begin = f"{place.prefix}: {key.partition('.')[0]}.{name} is missing"
+            yield place, f"{begin} in table {number + 1}: {wanted(row.model_fields[name])}"
+        else:
+            field = row.model_fields[name]
+            sentence = f"must be {wanted(field)}{given(table[name], field)}"
+            yield place, _said(place, key, name, table[name], sentence)
+
+
+def _said(place: Place, key: str, name: str, value: object, sentence: str) -> str:
+    shown = f"{key.partition('.')[0]}.{clipped(name)} = {clipped(toml_value(value))}"
+    return f"{place.prefix}: {shown}: {sentence}"

@@ -1,0 +1,111 @@
+"""What a run is evaluated on: the share that it holds out of what it is trained on, and sets of their own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from hpctrain.comm.world import World
+from hpctrain.data.batches import MASKED, Batches, SequenceSource
+from hpctrain.data.text_bytes import token_bytes
+from hpctrain.data.tokenizer import Tokenizer
+from hpctrain.data.tokenizer_difference import tokenizer_difference
+from hpctrain.data.tokens import TokenFile
+from hpctrain.deck.evaluation import VALIDATION
+from hpctrain.deck.rows import row_problem
+from hpctrain.deck.schema import Deck
+from hpctrain.engine.corpus import Corpus
+from hpctrain.errors import HpctrainError
+
+_SETS = "evaluation.sets"
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """The first `sequences` of these batches. In `tokens` that are to be predicted there are so many bytes of
+    text, None where nobody knows; `in_nats` says whether the loss is that of the next token.
+    """
+
+    name: str
+    batches: Batches
+    sequences: int
+    tokens: int = 0
+    text_bytes: int | None = None
+    in_nats: bool = False
+
+    def figures(self, loss: float) -> dict[str, float]:
+        """What is told of a mean loss: itself, and where it is one of text, its exponential, the perplexity,
+        and bits per byte.
+        """
+        found = {"loss": loss}
+        if self.in_nats:
+            found["perplexity"] = math.exp(loss) if loss < _LARGEST else math.inf
+            if self.text_bytes:
+                found["bits_per_byte"] = loss * self.tokens / (math.log(2) * self.text_bytes)
+        return found
+
+
+_LARGEST = 709.0  # of what exp is a finite number
+
+
+def open_held_out(deck: Deck, world: World, corpus: Corpus) -> tuple[HeldOut, ...]:
+    """All that a deck is evaluated on, the held-out share first. Collective.
+
+    HpctrainError on all ranks where a set's file is too short, or of another tokenizer.
+    """
+    found: list[HeldOut] = []
+    if corpus.validation is not None:
+        found.append(HeldOut(VALIDATION, corpus.validation, deck.run.evaluate_sequences))
+    with world.agreement():
+        problems: list[str] = []
+        for number, each in enumerate(deck.evaluation.sets):
+            file = TokenFile(each.tokens, f"evaluation.tokens of {each.name}")
+            wrong = list(unfit(deck, file, "" if corpus.file is None else corpus.file.tokenizer_text))
+            problems += [row_problem(deck, _SETS, number, "tokens", sentence) for sentence in wrong]
+            if not wrong:
+                sequences = each.sequences or deck.run.evaluate_sequences
+                found.append(HeldOut(each.name, batches_of(deck, file), sequences))
+        if problems:
+            raise HpctrainError(problems)
+    if corpus.file is None:
+        return tuple(found)
+    return tuple(counted_out(deck, world, each, corpus.file.tokenizer) for each in found)
+
+
+def unfit(deck: Deck, file: TokenFile, tokenizer: str) -> Iterator[str]:
+    """What keeps a model with this tokenizer (its text) from being evaluated on a file, in words."""
+    sequence = deck.batch.sequence
+    if file.tokens <= sequence:
+        yield (
+            f"has {file.tokens} tokens, but a sequence takes {sequence + 1}, one more than batch.sequence = "
+            f"{sequence} (take a file with more)"
+        )
+    difference = tokenizer_difference(file.tokenizer_text, tokenizer, file.where, "the model's tokenizer")
+    if difference:
+        yield (
+            f"its tokenizer is not that of what is trained on: {difference} (`hpctrain prepare --tokenizer` "
+            "makes tokens of the same one)"
+        )
+
+
+def batches_of(deck: Deck, file: TokenFile) -> Batches:
+    """All sequences of a file."""
+    return Batches(SequenceSource(file, deck.batch.sequence, 0.0, "train"), deck.run.seed)
+
+
+def counted_out(deck: Deck, world: World, held_out: HeldOut, tokenizer: Tokenizer) -> HeldOut:
+    """The same, with its tokens and their bytes, each rank having read a part of them. Collective."""
+    if deck.model.loss is not None:
+        return held_out
+    sizes, counts = token_bytes(tokenizer), torch.zeros(2, dtype=torch.int64)
+    with world.agreement():
+        for batch in held_out.batches.evaluation(held_out.sequences, world.rank, world.size, 1):
+            predicted = batch.targets[batch.targets != MASKED]
+            counts[0] += predicted.numel()
+            counts[1] += 0 if sizes is None else int(sizes[predicted].sum())
+    tokens, text = map(int, world.everyone.all_reduce(counts).tolist())
+    batches, sequences = held_out.batches, held_out.sequences
+    return HeldOut(held_out.name, batches, sequences, tokens, None if sizes is None else text, in_nats=True)
