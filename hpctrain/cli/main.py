@@ -33,6 +33,7 @@ VERBS = {
     "inspect": ("inspect", "Tell what a checkpoint holds, verify it, compare two."),
     "replay": ("replay", "Tell whether a run's losses come out again."),
     "compare": ("compare", "Tell where two runs part."),
+    "evaluate": ("evaluate", "Tell a checkpoint's loss and perplexity on token files."),
     "generate": ("generate", "Sample text from a checkpoint."),
     "export": ("export", "Write a checkpoint's model for Hugging Face's transformers."),
     "import": ("import_checkpoint", "Make a checkpoint of such a model."),

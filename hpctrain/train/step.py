@@ -222,6 +222,10 @@ class Step:
 
     def evaluate(self, batches: Batches, sequences: int) -> dict[str, float]:
         """Figures of the first `sequences` sequences, the same on all ranks, of the outer model."""
+        return self.evaluate_counted(batches, sequences)[0]
+
+    def evaluate_counted(self, batches: Batches, sequences: int) -> tuple[dict[str, float], int]:
+        """The same, and of how many tokens that are predicted."""
         mesh, ledger = self.engine.mesh, self.engine.world.ledger
         ledger.phase = "evaluation"
         share = mesh.coordinate("data"), mesh.size("data"), self.micro_size
@@ -240,7 +244,7 @@ class Step:
         figures, _ = self.agree(sums, tokens, min(sequences, batches.source.count))
         self.engine.objective.settle(figures)
         ledger.phase = "other"
-        return figures
+        return figures, tokens
 
     def read(self, micro_batches: Iterator[MicroBatch]) -> tuple[list[MicroBatch], int]:
         """All of them, and how many tokens all data ranks together are to predict.

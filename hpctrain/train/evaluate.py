@@ -1,0 +1,186 @@
+"""`hpctrain evaluate`: the loss of a checkpoint's model on token files, by the run's own evaluation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hpctrain.checkpoint.read import read_state
+from hpctrain.checkpoint.stored_deck import stored_deck
+from hpctrain.comm.mesh import sizes_text
+from hpctrain.comm.world import World
+from hpctrain.data.batches import Batches, MicroBatch, Samples, Wanted
+from hpctrain.data.tokenizer import Tokenizer
+from hpctrain.data.tokens import TokenFile
+from hpctrain.deck.check_world import check_world, world_problems
+from hpctrain.deck.schema import Deck
+from hpctrain.engine.held_out import HeldOut, batches_of, counted_out, unfit
+from hpctrain.errors import HpctrainError
+from hpctrain.files import strict_json
+from hpctrain.report.terminal import columns
+from hpctrain.table import fitted
+from hpctrain.train.shown import shown_engine
+from hpctrain.train.step import Step
+from hpctrain.train.verify import on_one_rank
+from hpctrain.units import format_count
+from hpctrain.watch.newest import find_checkpoint
+
+MICRO_BATCHES = 64
+"""Of a rank at a time: what is read of a file together."""
+
+SECONDS_PER_LINE = 10.0
+
+
+@dataclass
+class Window:
+    """Samples `first` to `first + count` of others."""
+
+    samples: Samples
+    first: int
+    count: int
+
+    def micro_batches(self, wanted: Iterable[Wanted], later: Iterable[Wanted]) -> Iterator[MicroBatch]:
+        """See Samples."""
+        yield from self.samples.micro_batches(map(self._there, wanted), map(self._there, later))
+
+    def _there(self, each: Wanted) -> Wanted:
+        index, epoch = each.last
+        return each._replace(indices=each.indices + self.first, last=(index + self.first, epoch))
+
+
+def evaluate(
+    world: World,
+    target: Path,
+    files: Sequence[Path],
+    sequences: int | None,
+    overrides: Sequence[str],
+    as_json: bool,
+    show: Callable[[str], None],
+    say: Callable[[str], None],
+) -> None:
+    """Evaluate a checkpoint, or the newest good one of a run's folder, on at most so many sequences of each
+    file, and `show` a table, or JSON, from rank 0. Collective.
+
+    What takes long is told by `say`. HpctrainError or InputOutputError, on all ranks, before anything is
+    computed, where a file, the checkpoint or the layout will not do.
+    """
+    with world.agreement():
+        if sequences is not None and sequences < 1:
+            raise HpctrainError(f"--sequences {sequences}: must be at least 1")
+        if len(set(files)) < len(files):
+            raise HpctrainError("--tokens: a file is given twice")
+    path = find_checkpoint(world, target)
+    state = read_state(path, world.everyone)
+    with world.agreement():
+        deck = _deck(state, path, overrides, world.size)
+        tokenizer = _tokenizer(state, path)
+        sets = _sets(deck, files, sequences, tokenizer.text)
+    torch.set_num_threads(deck.run.threads)
+    world.use_device(deck.run.device)
+    counted = [counted_out(deck, world, each, tokenizer) for each in sets]
+    engine = shown_engine(path, deck, world)
+    step = Step(engine, sets[0].batches, deck.batch.micro_size, 0.0, deck.run.seed)
+    rows: list[dict[str, Any]] = []
+    for file, each in zip(files, counted, strict=True):
+        loss = mean_loss(step, each, partial(_tell, say if world.rank == 0 else lambda _: None, file))
+        told = {"tokens": str(file), "sequences": each.sequences, "predicted": each.tokens}
+        rows.append(told | each.figures(loss))
+    if world.rank == 0:
+        facts = {
+            "checkpoint": str(path),
+            "step": state.get("step"),
+            "ranks": world.size,
+            "layout": {**engine.mesh.sizes, "zero": deck.layout.zero},
+            "evaluations": rows,
+        }
+        where = f"{path}, step {state.get('step')}, on {sizes_text(engine.mesh.sizes)}"
+        show(strict_json(facts, indent=1) if as_json else "\n".join([*_table(rows), "", where]))
+
+
+def mean_loss(step: Step, held_out: HeldOut, say: Callable[[int, int], None] = lambda *_: None) -> float:
+    """The mean loss of a token, of so many sequences at a time as ranks have memory for. Collective."""
+    batches, told = held_out.batches, time.monotonic()
+    most = MICRO_BATCHES * step.micro_size * step.engine.mesh.size("data")
+    if not held_out.in_nats:
+        most = held_out.sequences  # what a loss of its own counts, only that knows
+    total, tokens = 0.0, 0
+    for first in range(0, held_out.sequences, most):
+        size = min(most, held_out.sequences - first)
+        figures, predicted = step.evaluate_counted(Batches(Window(batches.source, first, size), 0), size)
+        total += figures["loss"] * predicted
+        tokens += predicted
+        if time.monotonic() - told > SECONDS_PER_LINE:
+            told = time.monotonic()
+            say(first + size, held_out.sequences)
+    return total / max(1, tokens)
+
+
+def _tell(say: Callable[[str], None], file: Path, done: int, whole: int) -> None:
+    say(f"{file}: {done} of {whole} sequences")
+
+
+def _deck(state: Mapping[str, Any], path: Path, overrides: Sequence[str], ranks: int) -> Deck:
+    """The checkpoint's deck, as it evaluates on so many ranks: in the run's layout where that fits them, else
+    all of them data ranks.
+    """
+    deck = stored_deck(state, path, overrides)
+    if deck.data.dataset is not None:
+        raise HpctrainError(
+            f"{path}: was trained on data.dataset, not on tokens, of which files could be read"
+        )
+    # One step of every rank: the run's own batch does not matter here.
+    batch = {"global_size": deck.batch.micro_size * ranks, "ramp_from": 0, "ramp_steps": 0}
+    deck = deck.with_keys(
+        batch=batch,
+        layout={"data": None, "replicas": 1, "auto": False},
+        memory={"optimizer": "device", "parameters": "device", "activations": "keep"},
+        communication={"server": "none", "compress": "none", "local_steps": 1, "outer": "average"},
+        run={"noise_scale_steps": 0},
+        machine={"compile": False},
+        stability={"corruption": "off", "check_parameters": False},
+    )
+    given = any(argument.strip().startswith("layout.") for argument in overrides)
+    if world_problems(deck, ranks) and not given:
+        deck = on_one_rank(deck)
+    check_world(deck, ranks)
+    return deck
+
+
+def _tokenizer(state: Mapping[str, Any], path: Path) -> Tokenizer:
+    text = state.get("tokenizer")
+    if not isinstance(text, str):
+        sentence = "holds no tokenizer, so that nobody knows which tokens it was trained on"
+        raise HpctrainError(f"{path}: {sentence} (`hpctrain export` and `import` keep one)")
+    return Tokenizer(text, f"{path}: tokenizer")
+
+
+def _sets(deck: Deck, files: Sequence[Path], sequences: int | None, tokenizer: str) -> list[HeldOut]:
+    """What is evaluated; HpctrainError with all files that will not do."""
+    found, problems = [], []
+    for path in files:
+        file = TokenFile(path, "--tokens")
+        wrong = [f"{file.where}: {sentence}" for sentence in unfit(deck, file, tokenizer)]
+        problems += wrong
+        if not wrong:
+            batches = batches_of(deck, file)
+            count = batches.source.count
+            found.append(HeldOut(path.stem, batches, count if sequences is None else min(sequences, count)))
+    if problems:
+        raise HpctrainError(problems)
+    return found
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    cells = [("tokens of", "sequences", "predicted", "loss", "perplexity", "bits/byte")]
+    for row in rows:
+        figures = (row.get("perplexity"), row.get("bits_per_byte"))
+        told = ("" if value is None else f"{value:.4f}" for value in figures)
+        size = str(row["sequences"]), format_count(row["predicted"])
+        cells.append((row["tokens"], *size, f"{row['loss']:.6f}", *told))
+    return fitted(cells, (0,), columns())
