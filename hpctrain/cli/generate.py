@@ -16,7 +16,13 @@ PICTURES |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
 @click.command(name="generate")
 @click.argument("target", metavar="RUN_DIR|CHECKPOINT", type=click.Path(path_type=Path))
-@click.option("--prompt", default="", metavar="TEXT", help="What to continue; empty: begin a document.")
+@click.option("--prompt", metavar="TEXT", help="What to continue; without one a document begins.")
+@click.option("--prompt-file", metavar="FILE", help="A file with it, but for its last line end; -: stdin.")
+@click.option(
+    "--json-lines",
+    metavar="FILE",
+    help='Several: a line {"prompt": "..."} each, of which come lines with "text", too; -: stdin.',
+)
 @click.option("--tokens", default=200, metavar="N", show_default=True, help="Tokens to draw, at most.")
 @click.option(
     "--temperature", default=0.8, metavar="T", show_default=True, help="0: always the likeliest token."
@@ -26,23 +32,43 @@ PICTURES |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
     "--top-p", type=float, metavar="P", help="Draw from the fewest tokens whose probability reaches P."
 )
 @click.option(
+    "--min-p", type=float, metavar="P", help="Draw from tokens at least P times as likely as the likeliest."
+)
+@click.option(
+    "--repetition-penalty",
+    default=1.0,
+    metavar="R",
+    show_default=True,
+    help="Divide logits of tokens that the text has by R (negative ones: multiply), as in CTRL.",
+)
+@click.option(
+    "--stop",
+    "stops",
+    multiple=True,
+    metavar="TEXT",
+    help="End a text before this; may be given several times.",
+)
+@click.option(
     "--seed", type=int, metavar="S", help="The same seed gives the same text.  [default: a new one]"
 )
 @click.option("--samples", default=1, metavar="N", show_default=True, help="Texts to generate.")
-def command(target: Path, prompt: str, **sampling: Any) -> None:
+def command(
+    target: Path, prompt: str | None, prompt_file: str | None, json_lines: str | None, **sampling: Any
+) -> None:
     """Continue a text with the model of a checkpoint, or of the newest good one of a run folder.
 
     Prints the prompt and what follows, on a terminal while it is drawn; a sample ends early where the model
-    ends a document. The model sees as many of the last tokens as it was trained on (batch.sequence). Under
-    mpirun or srun it is split over all ranks, whatever the layout of its run.
+    ends a document, or before a text of --stop. The model sees as many of the last tokens as it was trained
+    on (batch.sequence). Under mpirun or srun it is split over all ranks, whatever the layout of its run.
     """
     from hpctrain.comm.verb import run_verb
+    from hpctrain.generate.prompts import PromptSource
     from hpctrain.generate.text import Sampling, generate
     from hpctrain.report.terminal import find_terminal
 
-    drawn = Sampling(**sampling)
+    source, drawn = PromptSource(prompt, prompt_file, json_lines), Sampling(**sampling)
     output = Output(terminal=find_terminal() is not None)
-    run_verb(lambda world: generate(world, target, prompt, drawn, output.show, output.terminal))
+    run_verb(lambda world: generate(world, target, source, drawn, output.show, output.terminal))
 
 
 class Output:

@@ -7,6 +7,7 @@ samples of a batch share the pass.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import gcd, inf
@@ -28,6 +29,8 @@ from hpctrain.deck.schema import Deck, Machine
 from hpctrain.engine.sizes import expert_sizes
 from hpctrain.engine.stage import build_stage, load_parameters, make_groups
 from hpctrain.errors import HpctrainError
+from hpctrain.generate.prompts import Prompt, PromptSource
+from hpctrain.generate.stopping import Continuation
 from hpctrain.model.build import build_model
 from hpctrain.model.count import count
 from hpctrain.model.part import Part, logits_of
@@ -46,11 +49,14 @@ NextLogits = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn.
+    """How tokens are drawn, and where a text ends.
 
-    `temperature` 0 takes the likeliest token. Then, in this order, only the `top_k` likeliest tokens are
-    drawn, and of these only the fewest whose probability reaches `top_p` (nucleus sampling, arXiv
-    1904.09751). `seed` None is another one each time.
+    First logits of tokens that the text has are lowered: positive ones divided by `repetition_penalty`,
+    negative ones multiplied with it (CTRL, arXiv 1909.05858). `temperature` 0 takes the likeliest token.
+    Then, in this order, only the `top_k` likeliest tokens are drawn, of these only the fewest whose
+    probability reaches `top_p` (nucleus sampling, arXiv 1904.09751), and of these those that are at least
+    `min_p` times as likely as the likeliest (arXiv 2407.01082). `seed` None is another one each time. A text
+    ends before any of `stops`.
     """
 
     tokens: int = 200
@@ -59,6 +65,9 @@ class Sampling:
     top_p: float | None = None
     seed: int | None = None
     samples: int = 1
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    stops: tuple[str, ...] = ()
 
     def check(self) -> None:
         """Raise HpctrainError with every option that is out of range."""
@@ -72,6 +81,13 @@ class Sampling:
             problems.append(f"--top-k {self.top_k}: must be at least 1")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             problems.append(f"--top-p {self.top_p:g}: must be above 0 and at most 1")
+        if self.min_p is not None and not 0 <= self.min_p <= 1:
+            problems.append(f"--min-p {self.min_p:g}: must be from 0 (any token) to 1 (the likeliest)")
+        if not 0 < self.repetition_penalty < inf:
+            asked = "must be a number above 0: 1 changes nothing, 1.2 lowers what the text has"
+            problems.append(f"--repetition-penalty {self.repetition_penalty:g}: {asked}")
+        if not all(self.stops):
+            problems.append("--stop: is empty, and would end every text at once (leave it out)")
         if self.seed is not None and not 0 <= self.seed < 2**63:
             problems.append(f"--seed {self.seed}: must be from 0 to 2^63 - 1")
         if self.samples < 1:
@@ -93,6 +109,9 @@ class Sampling:
             before = chances.cumsum(-1) - chances
             chances[before >= self.top_p] = 0.0
             chances /= chances.sum(-1, keepdim=True)
+        if self.min_p is not None:
+            chances[chances < self.min_p * chances[:, :1]] = 0.0
+            chances /= chances.sum(-1, keepdim=True)
         return torch.zeros_like(chances).scatter_(-1, order, chances)
 
     def generators(self) -> list[torch.Generator]:
@@ -106,45 +125,47 @@ class Sampling:
         return [torch.Generator().manual_seed(seed) for seed in seeds.tolist()]
 
 
-class TextStream:
-    """The text of token ids that come one after another; unfinished characters wait for their rest."""
+class Seen:
+    """Which tokens each of some samples has, its prompt's too."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
-        self._shown: list[int] = []
-        self._waiting: list[int] = []
+    def __init__(self, prompt: Sequence[int], samples: int) -> None:
+        self._tokens = [set(prompt) for _ in range(samples)]
 
-    def add(self, ids: Sequence[int]) -> str:
-        """The text that these ids complete."""
-        self._waiting += ids
-        text = self.end()
-        # What is no UTF-8 yet reads as U+FFFD, and so does what never will be.
-        if text.endswith("\N{REPLACEMENT CHARACTER}"):
-            return ""
-        self._shown, self._waiting = self._waiting, []
-        return text
+    def add(self, sample: int, token: int) -> None:
+        """A sample has one more."""
+        self._tokens[sample].add(token)
 
-    def end(self) -> str:
-        """The text of what still waits."""
-        # Some decoders drop a blank at the start of their ids: those before show that this is none.
-        shown = self.tokenizer.decode(self._shown)
-        return self.tokenizer.decode(self._shown + self._waiting)[len(shown) :]
+    def penalized(self, logits: Tensor, sample: int, sampling: Sampling) -> Tensor:
+        """The logits [V] of a sample's next token, lower where it has that already."""
+        if sampling.repetition_penalty == 1:
+            return logits
+        tokens = torch.tensor(sorted(self._tokens[sample]))
+        tokens = tokens[tokens < logits.shape[0]]
+        had, penalty = logits[tokens], sampling.repetition_penalty
+        return logits.index_put((tokens,), torch.where(had < 0, had * penalty, had / penalty))
 
 
 def generate(
-    world: World, target: Path, prompt: str, sampling: Sampling, show: Callable[[str], None], live: bool
+    world: World,
+    target: Path,
+    source: PromptSource,
+    sampling: Sampling,
+    show: Callable[[str], None],
+    live: bool,
 ) -> None:
-    """`hpctrain generate`: continue the prompt and show the texts, prompt included, from rank 0.
+    """`hpctrain generate`: continue prompts and show the texts, from rank 0.
 
-    Collective. With `live`, a single sample is shown while it grows. An empty prompt begins a document,
-    and where the model ends one the sample ends. HpctrainError or InputOutputError, on all ranks, where an
-    option or the checkpoint will not do, or something cannot be shown.
+    Collective. Those of lines of JSON are shown as such, others with their prompt. With `live`, a single
+    sample is shown while it grows. An empty prompt begins a document, and where the model ends one the sample
+    ends, or before one of `sampling.stops`. HpctrainError or InputOutputError, on all ranks, where an option
+    or the checkpoint will not do, or something cannot be shown.
     """
     with world.agreement():
         sampling.check()
+        prompts = source.read() if world.rank == 0 else []
+    prompts = world.everyone.broadcast_object(prompts)
     path = find_checkpoint(world, target)
     model, tokenizer = load_model(world, path)
-    ids = tokenizer.encode(prompt) or [tokenizer.end_of_document]
 
     def show_agreed(text: str) -> None:
         with world.agreement():
@@ -157,27 +178,57 @@ def generate(
             raise HpctrainError(f"{path}: the model's logits are not finite, so that nothing can be drawn")
         return logits
 
-    def continued(generators: Sequence[torch.Generator]) -> Iterator[list[int]]:
+    def grow(
+        ids: Sequence[int], generators: Sequence[torch.Generator], each: Callable[[Continuation], None]
+    ) -> list[Continuation]:
+        """Samples of a prompt, one a generator; `each` is called with those that have grown."""
         window, end = model.hidden_shape(1)[0], tokenizer.end_of_document
-        return continue_tokens(next_logits, ids, window, end, sampling, generators, world.everyone)
+        samples = [Continuation(tokenizer, ids, sampling.stops) for _ in generators]
+        drawn = continue_tokens(
+            next_logits,
+            ids,
+            window,
+            end,
+            sampling,
+            generators,
+            world.everyone,
+            lambda n, t: samples[n].add(t),
+        )
+        for _ in drawn:
+            for sample in samples:
+                each(sample)
+        for sample in samples:
+            sample.finish()
+        return samples
 
-    generators = sampling.generators()
-    if live and sampling.samples == 1:
-        stream = TextStream(tokenizer)
-        show_agreed(stream.add(ids))
-        for drawn in continued(generators):
-            show_agreed(stream.add(drawn))
-        show_agreed(stream.end() + "\n")
-        return
-    for first in range(0, sampling.samples, SAMPLES_AT_A_TIME):
-        some = generators[first : first + SAMPLES_AT_A_TIME]
-        texts = [list(ids) for _ in some]
-        for drawn in continued(some):
-            for text, token in zip(texts, drawn, strict=True):
-                text.append(token)
-        for number, text in enumerate(texts, first + 1):
-            heading = f"--- sample {number} of {sampling.samples} ---\n" if sampling.samples > 1 else ""
-            show_agreed(f"{heading}{tokenizer.decode(text)}\n")
+    for prompt in prompts:
+        ids, generators = tokenizer.encode(prompt.text) or [tokenizer.end_of_document], sampling.generators()
+        if live and sampling.samples == 1 and source.json_lines is None:
+            beginning, shown = Continuation(tokenizer, ids, ()).beginning, 0
+            show_agreed(beginning)
+
+            def more(sample: Continuation) -> None:
+                nonlocal shown
+                show_agreed(sample.text[shown:])
+                shown = len(sample.text)
+
+            [sample] = grow(ids, generators, more)
+            show_agreed(sample.text[shown:] + "\n")
+            continue
+        for first in range(0, sampling.samples, SAMPLES_AT_A_TIME):
+            samples = grow(ids, generators[first : first + SAMPLES_AT_A_TIME], lambda _: None)
+            for number, sample in enumerate(samples, first + 1):
+                if source.json_lines is not None:
+                    show_agreed(json_line(prompt, sample, number if sampling.samples > 1 else None))
+                    continue
+                heading = f"--- sample {number} of {sampling.samples} ---\n" if sampling.samples > 1 else ""
+                show_agreed(f"{heading}{sample.beginning}{sample.text}\n")
+
+
+def json_line(prompt: Prompt, sample: Continuation, number: int | None) -> str:
+    """What is told of a sample of a prompt that came as a line of JSON, whose other keys go with it."""
+    told = {"prompt": prompt.text, "text": sample.text, "tokens": sample.tokens, "ended": sample.why}
+    return json.dumps(prompt.others | told | ({} if number is None else {"sample": number})) + "\n"
 
 
 def continue_tokens(
@@ -188,23 +239,29 @@ def continue_tokens(
     sampling: Sampling,
     generators: Sequence[torch.Generator],
     group: Group,
+    ends: Callable[[int, int], bool] = lambda *_: False,
 ) -> Iterator[list[int]]:
     """The next token of each sample, `sampling.tokens` times or until every sample has met `end`.
 
-    One sample a generator; one that has ended goes on with `end`. The model sees the last `window`
-    tokens. Collective over the group: its rank 0 draws.
+    One sample a generator; one that has ended goes on with `end`, and so does one of which `ends(number,
+    token)` says that it ends there: the same on all ranks. The model sees the last `window` tokens.
+    Collective over the group: its rank 0 draws.
     """
     context = torch.tensor([list(prompt[-window:])] * len(generators))
     ended = torch.zeros(len(generators), dtype=torch.bool)
+    seen = Seen(prompt, len(generators))
     for _ in range(sampling.tokens):
         drawn = torch.full((len(generators),), end)
         logits = next_logits(context)
         if group.rank == 0:
             for row in (~ended).nonzero().flatten().tolist():
-                chances = sampling.probabilities(logits[row : row + 1])
+                chances = sampling.probabilities(seen.penalized(logits[row], row, sampling).unsqueeze(0))
                 drawn[row] = torch.multinomial(chances, 1, generator=generators[row])[0, 0]
         group.broadcast(drawn)
         ended |= drawn == end
+        for row in (~ended).nonzero().flatten().tolist():
+            ended[row] = ends(row, int(drawn[row]))
+            seen.add(row, int(drawn[row]))
         yield drawn.tolist()
         if bool(ended.all()):
             return

@@ -17,7 +17,9 @@ from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.deck.read import deck_text
 from hpctrain.engine.build import build_engine, make_mesh
 from hpctrain.errors import HpctrainError
-from hpctrain.generate.text import Sampling, TextStream, continue_tokens, generate, load_model
+from hpctrain.generate.prompts import PromptSource
+from hpctrain.generate.stopping import TextStream
+from hpctrain.generate.text import Sampling, continue_tokens, generate, load_model
 from hpctrain.model.part import blocks_of, logits_of
 from hpctrain.model.transformer import Transformer
 from tests.engines import LLAMA, small_deck
@@ -49,7 +51,7 @@ def make_checkpoint(
 def texts(world: World, target: Path, prompt: str, sampling: Sampling, live: bool = False) -> list[str]:
     """All that `generate` shows, as it shows it."""
     shown: list[str] = []
-    generate(world, target, prompt, sampling, shown.append, live)
+    generate(world, target, PromptSource(prompt), sampling, shown.append, live)
     return shown
 
 
