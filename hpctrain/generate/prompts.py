@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from hpctrain.characters import escaped
 from hpctrain.deck.sources import clipped
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.files import parse_json, read_text
@@ -76,7 +77,7 @@ def _of_line(line: str) -> Prompt:
     try:
         given = parse_json(line)
     except ValueError:
-        raise ValueError(f'is no JSON: {clipped(line)} ({{"prompt": "..."}} would do)') from None
+        raise ValueError(f'is no JSON: {escaped(clipped(line))} ({{"prompt": "..."}} would do)') from None
     others = dict(given) if isinstance(given, dict) else {"prompt": given}
     if "prompt" not in others:
         return Prompt(others=others)
@@ -99,7 +100,7 @@ def _text(option: str, name: str) -> str:
     try:
         if name != STDIN:
             return read_text(name, MOST_BYTES)
-        content = sys.stdin.buffer.read(MOST_BYTES + 1)
+        content = sys.stdin.buffer.read(MOST_BYTES + 1) if sys.stdin is not None else b""
         if len(content) > MOST_BYTES:
             raise HpctrainError(f"{where}: has more than {MOST_BYTES} bytes")
         return content.decode()

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from hpctrain.characters import escaped
 from hpctrain.checkpoint.read import read_state
 from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.comm.mesh import sizes_text
@@ -182,5 +183,5 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         figures = (row.get("perplexity"), row.get("bits_per_byte"))
         told = ("" if value is None else f"{value:.4f}" for value in figures)
         size = str(row["sequences"]), format_count(row["predicted"])
-        cells.append((row["tokens"], *size, f"{row['loss']:.6f}", *told))
+        cells.append((escaped(row["tokens"]), *size, f"{row['loss']:.6f}", *told))
     return fitted(cells, (0,), columns())

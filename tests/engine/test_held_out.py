@@ -50,6 +50,9 @@ def test_tokens_and_bytes_of_sets(world: World, mpi_tmp_path: Path) -> None:
     length = 3 * (3 * len(TEXT) + 1)  # three documents and their ends, of which the last one may be left over
     assert whole.tokens == (length - 1) // 32 * 32
     assert whole.text_bytes == whole.tokens - 2 - (whole.tokens + 1 == length)
+    one = both.replace("999", "1")
+    [first] = opened(world, deck_of(world, mpi_tmp_path, "data.validation=0", one, other="x" * 32))
+    assert (first.tokens, first.text_bytes) == (32, 31)  # the last target is the document's end
 
 
 def test_figures_of_a_loss() -> None:

@@ -185,6 +185,23 @@ def test_the_best_stays_beside_the_newest(
         assert read_status(folder)["best"] == {"of": "validation", "step": 7, "loss": 3.0}
 
 
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_servers_keep_the_best_too(world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted(monkeypatch, {1: 5.0, 2: 4.0, 3: 3.9, 4: 4.1, 5: 3.0, 6: 3.5, 7: 3.4, 8: 3.3})
+    folder, deck = mpi_tmp_path / "run", write_deck(world, mpi_tmp_path)
+    keys = [f"run.dir={folder}", "checkpoint.keep_best=validation", "learning_rate.decay=constant"]
+    keys += ["communication.server=sync", "communication.server_ranks=1", "batch.micro_size=2"]
+    assert run_deck(world, deck, [*keys, "run.steps=4"]) == 0
+    if world.rank == 0:
+        assert best_of(folder) == "step-00000003.h5"
+    world.everyone.barrier()
+    assert resume(world, folder, ["run.steps=8", "run.patience=2"]) == 0
+    if world.rank == 0:
+        assert best_of(folder) == "step-00000005.h5"
+        assert len(read_metrics(folder / "metrics.jsonl")) == 7
+        assert "evaluation/other" not in read_metrics(folder / "metrics.jsonl")[-1]
+
+
 @pytest.mark.mpi(min_size=1, max_size=1)
 def test_a_run_that_goes_on_finds_the_best_or_makes_another(
     world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
