@@ -178,7 +178,9 @@ def _sets(deck: Deck, files: Sequence[Path], sequences: int | None, tokenizer: s
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    cells = [("tokens of", "sequences", "predicted", "loss", "perplexity", "bits/byte")]
+    cells: list[tuple[str, ...]] = [
+        ("tokens of", "sequences", "predicted", "loss", "perplexity", "bits/byte")
+    ]
     for row in rows:
         figures = (row.get("perplexity"), row.get("bits_per_byte"))
         told = ("" if value is None else f"{value:.4f}" for value in figures)
