@@ -93,7 +93,8 @@ def unfit(deck: Deck, file: TokenFile, tokenizer: str) -> Iterator[str]:
 
 def batches_of(deck: Deck, file: TokenFile) -> Batches:
     """All sequences of a file."""
-    return Batches(SequenceSource(file, deck.batch.sequence, 0.0, "train"), deck.run.seed)
+    mask = deck.data.document_mask
+    return Batches(SequenceSource(file, deck.batch.sequence, 0.0, "train", mask), deck.run.seed)
 
 
 def counted_out(deck: Deck, world: World, held_out: HeldOut, tokenizer: Tokenizer) -> HeldOut:
