@@ -42,7 +42,7 @@ class HeldOut:
         """
         found = {"loss": loss}
         if self.in_nats:
-            found["perplexity"] = math.exp(loss) if loss < _LARGEST else math.inf
+            found["perplexity"] = math.inf if loss >= _LARGEST else math.exp(loss)
             if self.text_bytes:
                 found["bits_per_byte"] = loss * self.tokens / (math.log(2) * self.text_bytes)
         return found

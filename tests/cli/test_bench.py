@@ -106,7 +106,18 @@ def test_counts_begin_at_one(benchmark: str, option: str) -> None:
         assert f"Invalid value for '{option}': {count} is not in the range x>=1" in done.output
 
 
-ALL = ("collectives", "train", "mixture", "offload", "checkpoint", "communication", "fp8", "mup", "plan")
+ALL = (
+    "collectives",
+    "train",
+    "mixture",
+    "offload",
+    "checkpoint",
+    "communication",
+    "fp8",
+    "mup",
+    "plan",
+    "rate",
+)
 
 
 def test_files_that_cannot_be_written_are_told_before_anything_is_measured(tmp_path: Path) -> None:
@@ -114,7 +125,7 @@ def test_files_that_cannot_be_written_are_told_before_anything_is_measured(tmp_p
     assert {*ALL} == {*command.commands}
     for benchmark in ALL:
         deck = () if benchmark in {"collectives", "fp8", "plan"} else ("gone.toml",)
-        for option in ("--json", *(["--plot"] if benchmark == "mup" else [])):
+        for option in ("--json", *(["--plot"] if benchmark in {"mup", "rate"} else [])):
             file = tmp_path / "no" / "figures"
             with pytest.MonkeyPatch.context() as patch:
                 told: list[str] = []

@@ -84,9 +84,9 @@ def test_of_a_token_file_documents_are_those_that_were_prepared(file: TokenFile,
 
 def test_a_file_that_ends_no_document_is_refused(file: TokenFile) -> None:
     deck = small_deck("model.vocabulary=257", "data.document_mask=true", "data.validation=0")
-    assert not list(token_problems(deck, file))
+    assert not list(token_problems(deck, [file]))
     file.end_of_document = 255
-    (problem,) = token_problems(deck, file)
+    (problem,) = token_problems(deck, [file])
     assert problem.key == "data.document_mask"
     assert "does not end with token 255, which ends a document" in problem.sentence
-    assert not list(token_problems(deck.with_keys(data={"document_mask": False}), file))
+    assert not list(token_problems(deck.with_keys(data={"document_mask": False}), [file]))
