@@ -215,6 +215,9 @@ class Bucket:
 
         The gradients are final after all of them, with `each` after every one.
         """
+        if self._gradients is not None:  # what is nobody's is summed with the rest, again and again
+            for gap in self.layout.gaps:
+                self._gradients[gap].zero_()
         for segment in self.segments:
             segment.parameter.forget_gradient()
             if segment.parameter.lookups is not None:

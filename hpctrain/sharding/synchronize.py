@@ -45,6 +45,10 @@ class GradientSynchronizer:
         self.buckets = buckets = [reducer.bucket for reducer in reducers]
         self._outer, self._each, self.first = outer, each, first
         self.before_sums: Callable[[Bucket], None] = lambda _: None
+        self.after_sum: Callable[[Bucket], None] = lambda _: None
+        """Called with each bucket whose `own_gradients` are sums from here on."""
+        self.before_adding: Callable[[Bucket], None] = lambda _: None
+        """Called with each bucket to whose sums others are about to be added, if there are any by now."""
         self._in_order, self._to_come, self._waiting = in_order, list[Bucket](), set[Bucket]()
         self._reducer = dict(zip(buckets, reducers, strict=True))
         self._bucket = {s.parameter: bucket for bucket in buckets for s in bucket.segments}
@@ -98,7 +102,12 @@ class GradientSynchronizer:
             if self._tied[bucket]:
                 self._start(bucket)
         self._complete(0)
+        shared = [bucket for bucket in self.buckets if bucket.sharding.replicas.size > 1]
+        for bucket in shared:
+            self.before_adding(bucket)
         self._outer.before_update(self.buckets)
+        for bucket in shared:
+            self.after_sum(bucket)
 
     def after_step(self, updated: bool, factor: float) -> None:
         """See Summation."""
@@ -151,7 +160,9 @@ class GradientSynchronizer:
         while len(self._under_way) > but:
             reducer, work = self._under_way.popleft()
             work.wait()
+            self.before_adding(reducer.bucket)
             reducer.complete()
+            self.after_sum(reducer.bucket)
 
 
 def from_other_end(pipeline: Group, own: Tensor) -> Tensor:

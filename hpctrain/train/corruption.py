@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
 
 from hpctrain.checkpoint.held import HeldState
 from hpctrain.comm.faults import Fault
@@ -24,6 +23,7 @@ from hpctrain.engine.build import Engine
 from hpctrain.errors import EXIT_INTERNAL, HpctrainError
 from hpctrain.sharding.fingerprint import fingerprint
 from hpctrain.sharding.resting import RestingState, Watched, learned
+from hpctrain.sharding.summed import SummedGradients
 from hpctrain.train.counters import Counters
 from hpctrain.train.hook import Hook, StepDone
 from hpctrain.train.repeated import Repetition
@@ -68,12 +68,12 @@ class Guard(Unguarded, Hook):
         self.resting = RestingState(engine.buckets, engine.state())
         self._learning = [tensor for tensor in engine.state() if tensor.changes_in_step]
         self.learned = Watched(learned(self._learning), engine.world.rank)
+        self.summed = SummedGradients(engine.synchronizer, engine.world.rank)
         self._products, self._messages = engine.groups.audit, engine.world.auditing
         self._early: list[Fault] = []
         self._repeated: list[Fault] = []
         self._miscounted: list[Fault] = []
         self._before: HeldState | None = None
-        self._gradients: Tensor | None = None
         self._step = 0
 
     @contextmanager
@@ -90,11 +90,8 @@ class Guard(Unguarded, Hook):
             self._repeated = self.repetition.compare()
             if self._before is not None:
                 self._before.give_back(self._learning)
+        self.summed.forget()
         yield
-
-    def summed(self) -> None:
-        """Gradients are summed and wait for the update."""
-        self._gradients = self._of_gradients()
 
     def require_sound(self, totals: Sequence[float]) -> None:
         """Raise SilentFaultError on all ranks if anything is wrong with what this step did so far, or with
@@ -104,7 +101,7 @@ class Guard(Unguarded, Hook):
         computed = [] if self._products is None else self._products.settle()
         try:
             miscounted = [*self._miscounted, *self.counters.put_right()]
-            wrong = [*self._repeated, *computed, *self._sent(), *self._changed_gradients()]
+            wrong = [*self._repeated, *computed, *self._sent(), *self.summed.changed()]
             found = [*resting, *miscounted, *wrong]
             self._agree(totals, found, spoilt=bool(resting))
         except SilentFaultError:
@@ -158,27 +155,6 @@ class Guard(Unguarded, Hook):
     def _sent(self) -> list[Fault]:
         """What was wrong with messages since the last time."""
         return [] if self._messages is None else self._messages.settle()
-
-    def _changed_gradients(self) -> Iterator[Fault]:
-        """Of which parameters they are not those that were summed."""
-        if self._gradients is None:
-            return
-        same = (self._of_gradients() == self._gradients).tolist()
-        rank = self.engine.world.rank
-        for (name, _), is_same in zip(self._waiting(), same, strict=True):
-            if not is_same:
-                what = "changed between its sum and the update"
-                yield Fault("memory", f"gradient/{name}", "synchronize", (rank,), what)
-        self._gradients = None
-
-    def _of_gradients(self) -> Tensor:
-        return torch.stack([fingerprint(values) for _, values in self._waiting()])
-
-    def _waiting(self) -> Iterator[tuple[str, Tensor]]:
-        """Summed gradients that this rank updates by, and of which parameters they are."""
-        for bucket in self.engine.buckets:
-            for segment, values, _ in bucket.owned(bucket.own_gradients):
-                yield segment.parameter.shard.name, values
 
 
 def _of_figures(digests: Sequence[int], ranks: Sequence[int]) -> Fault:

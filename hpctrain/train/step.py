@@ -63,9 +63,6 @@ ChoicesOf = Callable[[range, int], Choices | None]
 class Unguarded:
     """What checks steps for silent faults where none are looked for."""
 
-    def summed(self) -> None:
-        """Gradients are summed and wait for the update."""
-
     def require_sound(self, totals: Sequence[float]) -> None:
         """All of a step is done but its update, and ranks agree in these figures. Collective."""
 
@@ -108,7 +105,6 @@ class Step:
         """
         engine = self.engine
         sums, tokens = self.accumulate(state, batch)
-        self.guard.summed()
         noted = engine.groups.noted.agree(engine.world.everyone)
         replica, replicas = engine.replica
         squares = sums.new_zeros(replicas)
