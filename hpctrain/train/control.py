@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from hpctrain.comm.audit import COPIES, voted
 from hpctrain.comm.world import World
 from hpctrain.train.signals import Signals
 from hpctrain.watch.run_files import CHECKPOINT_FILE, STOP_FILE, is_request
@@ -59,9 +60,11 @@ class Control:
         came, late = self._here()
         came |= {_MEASURE} if measure else set()
         causes = (*_CAUSES, _MEASURE)
-        # The largest is that of the lowest rank which was asked.
+        # The largest is that of the lowest rank which was asked. One bit that arrives wrong at a rank would
+        # have it stop alone.
         asked = torch.tensor([world.size - world.rank if cause in came else 0 for cause in causes])
-        numbers = world.everyone.all_reduce(asked, "max").tolist()
+        copies = world.everyone.all_reduce(asked.repeat(COPIES), "max").view(COPIES, -1)
+        numbers = voted(copies.t()).tolist()
         ranks = {cause: world.size - number for cause, number in zip(causes, numbers, strict=True) if number}
         measure = ranks.pop(_MEASURE, None) is not None
         if not ranks:

@@ -20,6 +20,7 @@ import torch
 from hpctrain.checkpoint.background import BackgroundSave
 from hpctrain.comm import audited
 from hpctrain.comm.faults import Fault
+from hpctrain.comm.group import Group
 from hpctrain.comm.transports import Pair
 from hpctrain.comm.world import World
 from hpctrain.deck.read import read_deck
@@ -27,10 +28,13 @@ from hpctrain.errors import HpctrainError
 from hpctrain.report.rows import read_metrics
 from hpctrain.sharding.fingerprint import fingerprint
 from hpctrain.train import corruption, healing
+from hpctrain.train.control import Control, Order
 from hpctrain.train.corruption import SilentFaultError
 from hpctrain.train.run import open_run, resume
+from hpctrain.train.signals import Signals
 from hpctrain.train.step import Step
 from hpctrain.train.trainer import Trainer
+from hpctrain.watch.run_files import STOP_FILE
 from tests.comm.random_calls import Flip as Message
 from tests.comm.random_calls import FlippingTransport
 from tests.train.flips import Flip, Flips, flip, gradients, states
@@ -347,6 +351,58 @@ def test_what_is_counted_is_kept_twice(
     assert_same_end(mpi_tmp_path / "clean", mpi_tmp_path / "wrong")
     found = found_in(mpi_tmp_path / "wrong")
     assert [(row["step"], row["ranks"], row["name"]) for row in found] == told
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("bit", [0, 1, 40, 63])
+def test_an_order_that_comes_wrong_at_one_rank_parts_nobody(
+    world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bit: int
+) -> None:
+    control, reduce = Control(world, mpi_tmp_path, Signals(), str), Group.all_reduce
+
+    def wrong(group: Group, tensor: torch.Tensor, *how: Any) -> torch.Tensor:
+        result = reduce(group, tensor, *how)
+        if world.rank == 1:
+            flip(result, random.Random(bit).randrange(len(result)), bit)
+        return result
+
+    monkeypatch.setattr(Group, "all_reduce", wrong)
+    assert control.agree() == Order()
+    if world.rank == 0:
+        (mpi_tmp_path / STOP_FILE).touch()
+    control._looked = -np.inf
+    order = control.agree()
+    assert order.stop and order.checkpoint and "stop asked for it" in order.why
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_what_is_told_wrong_after_an_update_makes_no_step_again(
+    world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deck = read_deck(make_deck(world, mpi_tmp_path), [*SHORT, f"run.dir={mpi_tmp_path}/run", *CHEAP], 2)
+    run = open_run(world, deck)
+    guard, gather, done = run.trainer.guard, Group.all_gather, list[int]()
+    after_step = guard.after_step  # type: ignore[attr-defined]
+
+    def wrong(group: Group, tensor: torch.Tensor, *how: Any) -> torch.Tensor:
+        result = gather(group, tensor, *how)
+        if len(done) == 1 and tensor.shape == (1, 2):
+            done.append(2)
+            if world.rank == 1:
+                flip(result, 0, 17)
+        return result
+
+    def then(step: Any) -> None:
+        done.append(1)
+        after_step(step)
+
+    guard.after_step = then  # type: ignore[attr-defined]
+    monkeypatch.setattr(Group, "all_gather", wrong)
+    run.trainer.train_step()
+    assert done == [1, 2]
+    run.trainer.train_step()
+    assert run.trainer.state.step == 2
+    run.trainer.engine.close()
 
 
 @pytest.mark.mpi(max_size=1)
