@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import queue
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -61,7 +61,7 @@ class Column:
     goes: int
 
 
-def watch_runs(folders: Sequence[Path], stop: threading.Event | None = None) -> int:
+def watch_runs(folders: Sequence[Path]) -> int:
     """Show these runs, or all below here, until somebody ends it; the exit code."""
     from rich.console import Group
     from rich.live import Live
@@ -69,15 +69,14 @@ def watch_runs(folders: Sequence[Path], stop: threading.Event | None = None) -> 
     console = live_console()
     marks = BLOCKS if "utf" in console.encoding.lower() else LETTERS
     watched = Watched(folders)
-    stop = stop or threading.Event()
     lines: list[Text] = []
-    with _ended_by_signals(stop):
+    with ended_by_signals() as ended:
         with Live(console=console, screen=True, auto_refresh=False, redirect_stderr=False) as live:
-            while not stop.is_set():
+            while not ended.asked:
                 began = time.monotonic()
                 lines = watched.lines(console.width, console.height, marks)
                 live.update(Group(*lines), refresh=True)
-                stop.wait(max(SECONDS_PER_LOOK, (time.monotonic() - began) / _SHARE))
+                ended.wait(max(SECONDS_PER_LOOK, (time.monotonic() - began) / _SHARE))
         console.print(*lines, sep="\n")  # the last table stays, where the screen was before
     return EXIT_DONE
 
@@ -243,18 +242,41 @@ def _tail(text: str, width: int, marks: str) -> str:
     return text if len(text) <= width else dots + text[len(text) - width + 1 :]
 
 
+class Ended:
+    """Whether somebody asked for the end, which a handler of signals may say at any instruction.
+
+    A `threading.Event` takes a lock to be set, and a handler that interrupts this very thread in `wait` would
+    wait for itself; a SimpleQueue may be put to from within its own calls.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._woken: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def ask(self) -> None:
+        """Ask for it, from a handler as well."""
+        self.asked = True
+        self._woken.put(None)
+
+    def wait(self, seconds: float) -> None:
+        """Until it is asked for, at most so long."""
+        with suppress(queue.Empty):
+            self._woken.get(timeout=seconds)
+
+
 @contextmanager
-def _ended_by_signals(stop: threading.Event) -> Iterator[None]:
-    """Ctrl-C and SIGTERM set `stop`, so that the screen is given back whole; a second one interrupts."""
+def ended_by_signals() -> Iterator[Ended]:
+    """Ctrl-C and SIGTERM ask for the end, so that the screen is given back whole; a second one interrupts."""
+    ended = Ended()
 
     def heed(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
-        if stop.is_set():
+        if ended.asked:
             raise KeyboardInterrupt
-        stop.set()
+        ended.ask()
 
     before = {each: signal.signal(each, heed) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        yield ended
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)

@@ -25,7 +25,7 @@ from hpctrain.report.sparkline import BLOCKS, LETTERS, sparkline
 from hpctrain.watch import found_runs as module
 from hpctrain.watch import look as look_module
 from hpctrain.watch.found_runs import find_runs, runs_below
-from hpctrain.watch.live import Watched, table_lines
+from hpctrain.watch.live import Watched, ended_by_signals, table_lines
 from hpctrain.watch.look import Looker
 from hpctrain.watch.run_files import MARKER
 from tests.watch.test_status import ago, write
@@ -190,6 +190,35 @@ def test_runs_that_begin_later_are_found(tmp_path: Path) -> None:
     for _ in range(10):
         texts = [line.plain for line in watched.lines(200, 20)]
     assert "new" in texts[2]
+
+
+def test_a_signal_may_come_at_any_instruction() -> None:
+    def heed(*_: object) -> None:
+        raise TimeoutError
+
+    former = signal.signal(signal.SIGALRM, heed)
+    try:
+        for moment in range(20):
+            events = 0
+
+            def trace(*_: object, moment: int = moment) -> object:
+                nonlocal events
+                events += 1
+                if events > moment:
+                    sys.settrace(None)
+                    signal.raise_signal(signal.SIGINT)
+                return trace
+
+            signal.alarm(20)  # where the handler waits for what it has interrupted
+            with ended_by_signals() as ended:
+                sys.settrace(trace)  # type: ignore[arg-type]
+                ended.wait(0.01)
+                sys.settrace(None)
+                assert ended.asked == (events > moment)
+    finally:
+        sys.settrace(None)
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, former)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
