@@ -17,6 +17,7 @@ from hpctrain.data.batches import Batches, Sequences, SequenceSource
 from hpctrain.data.interleave import Interleaving
 from hpctrain.data.order import Integers, SampleOrder
 from hpctrain.data.shards import Tokens, common_fingerprint, paths_of, title_of
+from hpctrain.data.tokens import TokenFile
 from hpctrain.deck.data_mixture import Entry, entries_of
 from hpctrain.deck.schema import Deck
 from hpctrain.units import format_count
@@ -69,13 +70,14 @@ class Joined(Sequences):
 
     def sequence(self, index: int) -> tuple[Tensor, Tensor]:
         """See Sequences."""
-        number = self.source_of(index)
-        return self.sources[number].sequence(index - self._begins[number])
+        number, within = self.source_of(index)
+        return self.sources[number].sequence(within)
 
-    def source_of(self, index: int) -> int:
-        """Which of the sources a sequence is of."""
+    def source_of(self, index: int) -> tuple[int, int]:
+        """Which of the sources a sequence is of, and which one of that it is."""
         assert 0 <= index < self.count, (index, self.count)
-        return bisect_right(self._begins, index) - 1
+        number = bisect_right(self._begins, index) - 1
+        return number, index - self._begins[number]
 
 
 class HeldOut(Joined):
@@ -101,6 +103,15 @@ class HeldOut(Joined):
 
 
 @dataclass(frozen=True)
+class Origin:
+    """Where a sequence comes from: an entry, by name, the file that it begins in, and its number there."""
+
+    entry: str
+    file: str
+    index: int
+
+
+@dataclass(frozen=True)
 class Trained:
     """The token files of a deck, opened, by entry; and the samples of its splits."""
 
@@ -110,6 +121,8 @@ class Trained:
     validation: Batches
     counts: tuple[int, ...]
     """Sequences that an epoch of each entry trains on."""
+    length: int
+    """Tokens of each."""
 
     @staticmethod
     def of(deck: Deck, tokens: Sequence[Tokens]) -> Trained:
@@ -126,7 +139,7 @@ class Trained:
         else:
             of_train = Batches(Joined(train), seed, MixtureOrder(entries, counts, seed))
             of_validation = Batches(HeldOut(held_out, entries), seed)
-        return Trained(entries, tuple(tokens), of_train, of_validation, counts)
+        return Trained(entries, tuple(tokens), of_train, of_validation, counts, length)
 
     def described(self) -> dict[str, Any]:
         """What it is known by in checkpoints; shares count, by which samples come in another order."""
@@ -137,6 +150,15 @@ class Trained:
             "tokens": sum(each.tokens for each in self.tokens),
             "fingerprint": zlib.crc32(shares.encode(), common_fingerprint(self.tokens)),
         }
+
+    def origin(self, index: int) -> Origin:
+        """Where a sequence that is trained on comes from."""
+        number = 0
+        if isinstance(source := self.train.source, Joined):
+            number, index = source.source_of(index)
+        tokens = self.tokens[number]
+        file = tokens if isinstance(tokens, TokenFile) else tokens.file_at(index * self.length)
+        return Origin(self.entries[number].name, str(file.path), index)
 
     def epochs(self, samples: int) -> dict[str, float]:
         """How often each entry was trained on after so many samples, by name."""

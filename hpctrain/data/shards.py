@@ -68,6 +68,11 @@ class Shards:
             return pieces[0]
         return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64)
 
+    def file_at(self, token: int) -> TokenFile:
+        """The file that a token is in."""
+        assert 0 <= token < self.tokens, (token, self.tokens)
+        return self.files[bisect_right(self._begins, token, hi=len(self.files)) - 1]
+
     def document_end(self, document: int) -> int:
         """The token behind the last one of a document (its end of document)."""
         number = bisect_right(self._documents, document, hi=len(self.files)) - 1

@@ -1,8 +1,8 @@
-"""The samples that a run left out for spikes, with their text, of its token file."""
+"""The samples that a run left out for spikes, with their files and text, of what it was trained on."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -18,6 +18,7 @@ from hpctrain.data.fit import split_samples
 from hpctrain.data.mixture import Trained
 from hpctrain.data.order import SampleOrder
 from hpctrain.deck.schema import Deck
+from hpctrain.errors import HpctrainError
 from hpctrain.optim.spikes import Spike, recorded_spikes
 from hpctrain.report.terminal import fit
 from hpctrain.words import counted
@@ -30,26 +31,33 @@ SHOWN = 20
 
 def bad_samples(structure: Structure) -> list[dict[str, Any]]:
     """Each spike that the run of a checkpoint had, with its `left_out` samples: the number in the order of
-    training, that in the file or dataset, and of a token file the text.
+    training, that in the dataset or in the token files of an entry of the mixture, and of tokens the text and
+    the file that it begins in.
 
-    Errors as TokenFile and `dataset_of` raise them.
+    Errors as TokenFile and `dataset_of` raise them; HpctrainError where other tokens lie there now.
     """
     spikes = recorded_spikes(structure.state)
     if not spikes:
         return []
     deck = stored_deck(structure.state, structure.path)
-    samples = _Samples(deck)
+    samples = _Samples(deck, structure)
     return [asdict(spike) | {"left_out": list(samples.of(spike))} for spike in spikes]
 
 
 class _Samples:
     """What a deck trains on, by its order."""
 
-    def __init__(self, deck: Deck) -> None:
+    def __init__(self, deck: Deck, structure: Structure) -> None:
         self.source: Sequences | None = None
         self.order: Order
         if deck.data.dataset is None:
-            trained = Trained.of(deck, open_entries(deck))
+            self.trained = trained = Trained.of(deck, open_entries(deck))
+            self.mixture = deck.data.mixture is not None
+            before, now = structure.state.get("corpus"), trained.described()
+            if isinstance(before, Mapping) and any(before.get(name) != now[name] for name in now):
+                key = "data.mixture" if self.mixture else "data.tokens"
+                other = f"other tokens lie there now than {structure.path} was trained on"
+                raise HpctrainError(f"{key}: {other}, so that nobody can tell which samples were left out")
             self.tokenizer, batches = trained.tokens[0].tokenizer, trained.train
             assert isinstance(batches.source, Sequences) and batches.order is not None
             self.source, self.order = batches.source, batches.order
@@ -62,7 +70,9 @@ class _Samples:
         for place, index in zip(places.tolist(), self.order.at(places).tolist(), strict=True):
             row: dict[str, Any] = {"sample": place, "index": index}
             if self.source is not None:
-                tokens, _ = self.source.sequence(index)
+                origin, (tokens, _) = self.trained.origin(index), self.source.sequence(index)
+                row |= {"index": origin.index, "file": origin.file}
+                row |= {"entry": origin.entry} if self.mixture else {}
                 row["text"] = self.tokenizer.decode(tokens.tolist())[:CHARACTERS]
             yield row
 
@@ -78,10 +88,10 @@ def bad_samples_text(spikes: list[dict[str, Any]], width: int | None) -> list[st
         without = f"without {counted(spike['samples'], 'sample')}"
         lines += [*fit(f"step {spike['step']}: {spike['why']}; {done}, {without}", width)]
         for row in spike["left_out"][:SHOWN]:
-            text = escaped(row["text"]) if "text" in row else ""
+            text = escaped(f"{row['file']}  {row['text']}") if "text" in row else ""
             line = f"  {row['sample']:>10}  {row['index']:>10}  {text}".rstrip()
             lines.append(line if width is None else line[:width])
         more = len(spike["left_out"]) - SHOWN
         lines += [f"  and {counted(more, 'other')}, which --json tells"] if more > 0 else []
     head = f"  {'sample':>10}  {'index':>10}"
-    return [f"{head}  text" if "text" in spikes[0]["left_out"][0] else head, *lines]
+    return [f"{head}  file and text" if "text" in spikes[0]["left_out"][0] else head, *lines]
