@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hpctrain.comm.world import World
@@ -48,13 +49,24 @@ def open_corpus(deck: Deck, world: World) -> Corpus:
         if problems:
             raise HpctrainError(problems)
         trained = Trained.of(deck, tokens)
-    sizes = [each.tokens for each in tokens]
-    others = world.everyone.all_gather_object(sizes)
-    with world.agreement():
-        if any(each != sizes for each in others):
-            raise HpctrainError("data: by the same names, ranks find token files of other sizes")
+    require_alike(world, tokens)
     validation = trained.validation if deck.data.validation else None
     return Corpus(tokens[0], trained.train, validation, trained=trained)
+
+
+def require_alike(world: World, tokens: Sequence[Tokens]) -> None:
+    """HpctrainError on all ranks that names what some of them do not find the same by a name. Collective."""
+    with world.agreement():
+        known = [(each.tokens, each.fingerprint) for each in tokens]
+    others = world.everyone.all_gather_object(known)
+    with world.agreement():
+        problems = [
+            f"{each.where}: not all ranks find the same tokens by this name (give all nodes the same file)"
+            for number, each in enumerate(tokens)
+            if any(other[number] != known[number] for other in others)
+        ]
+        if problems:
+            raise HpctrainError(problems)
 
 
 def settle_vocabulary(deck: Deck, corpus: Corpus) -> Deck:

@@ -17,7 +17,7 @@ from hpctrain.data.tokens import TokenFile
 from hpctrain.deck.evaluation import VALIDATION
 from hpctrain.deck.rows import row_problem
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.corpus import Corpus
+from hpctrain.engine.corpus import Corpus, require_alike
 from hpctrain.errors import HpctrainError
 
 _SETS = "evaluation.sets"
@@ -59,6 +59,7 @@ def open_held_out(deck: Deck, world: World, corpus: Corpus) -> tuple[HeldOut, ..
     found: list[HeldOut] = []
     if corpus.validation is not None:
         found.append(HeldOut(VALIDATION, corpus.validation, deck.run.evaluate_sequences))
+    files: list[TokenFile] = []
     with world.agreement():
         problems: list[str] = []
         for number, each in enumerate(deck.evaluation.sets):
@@ -68,8 +69,10 @@ def open_held_out(deck: Deck, world: World, corpus: Corpus) -> tuple[HeldOut, ..
             if not wrong:
                 sequences = each.sequences or deck.run.evaluate_sequences
                 found.append(HeldOut(each.name, batches_of(deck, file), sequences))
+                files.append(file)
         if problems:
             raise HpctrainError(problems)
+    require_alike(world, files)
     if corpus.file is None:
         return tuple(found)
     return tuple(counted_out(deck, world, each, corpus.file.tokenizer) for each in found)

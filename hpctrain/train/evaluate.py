@@ -21,6 +21,7 @@ from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.data.tokens import TokenFile
 from hpctrain.deck.check_world import check_world, world_problems
 from hpctrain.deck.schema import Deck
+from hpctrain.engine.corpus import require_alike
 from hpctrain.engine.held_out import HeldOut, batches_of, counted_out, unfit
 from hpctrain.errors import HpctrainError
 from hpctrain.files import strict_json
@@ -81,7 +82,9 @@ def evaluate(
     with world.agreement():
         deck = _deck(state, path, overrides, world.size)
         tokenizer = _tokenizer(state, path)
-        sets = _sets(deck, files, sequences, tokenizer.text)
+        opened = [TokenFile(path, "--tokens") for path in files]
+        sets = _sets(deck, opened, sequences, tokenizer.text)
+    require_alike(world, opened)
     torch.set_num_threads(deck.run.threads)
     world.use_device(deck.run.device)
     counted = [counted_out(deck, world, each, tokenizer) for each in sets]
@@ -161,17 +164,18 @@ def _tokenizer(state: Mapping[str, Any], path: Path) -> Tokenizer:
     return Tokenizer(text, f"{path}: tokenizer")
 
 
-def _sets(deck: Deck, files: Sequence[Path], sequences: int | None, tokenizer: str) -> list[HeldOut]:
+def _sets(deck: Deck, files: Sequence[TokenFile], sequences: int | None, tokenizer: str) -> list[HeldOut]:
     """What is evaluated; HpctrainError with all files that will not do."""
     found, problems = [], []
-    for path in files:
-        file = TokenFile(path, "--tokens")
+    for file in files:
         wrong = [f"{file.where}: {sentence}" for sentence in unfit(deck, file, tokenizer)]
         problems += wrong
         if not wrong:
             batches = batches_of(deck, file)
             count = batches.source.count
-            found.append(HeldOut(path.stem, batches, count if sequences is None else min(sequences, count)))
+            found.append(
+                HeldOut(file.path.stem, batches, count if sequences is None else min(sequences, count))
+            )
     if problems:
         raise HpctrainError(problems)
     return found

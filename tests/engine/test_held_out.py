@@ -96,3 +96,20 @@ def test_files_that_do_not_do(world: World, mpi_tmp_path: Path) -> None:
     table = 'evaluation=[{name = "x", tokens = "nowhere.h5"}]'
     with pytest.raises(HpctrainError, match=r"evaluation.tokens of x = nowhere.h5: no such file"):
         opened(world, deck_of(world, mpi_tmp_path, table))
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_a_name_under_which_ranks_find_other_tokens(
+    world: World, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """As long, and of the same tokenizer: nothing but their checksums tells."""
+    monkeypatch.chdir(tmp_path_factory.mktemp("own"))
+    for each in ("a", "b"):
+        Path(f"{each}.txt").write_text(TEXT.replace("text", f"tex{world.rank if each == name else 0}"))
+        prepare(world.alone(), Path(f"{each}.h5"), [f"{each}.txt"])
+    table = '[[evaluation]]\nname = "other"\ntokens = "b.h5"\n'
+    deck = parse_deck(SMALL + table, ["data.tokens=a.h5", "batch.sequence=16"])
+    key = "data.tokens = a.h5" if name == "a" else "evaluation.tokens of other = b.h5"
+    with pytest.raises(HpctrainError, match=f"^{key}: not all ranks find the same tokens by this name"):
+        opened(world, deck)
