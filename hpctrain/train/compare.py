@@ -12,6 +12,7 @@ from os.path import realpath
 from pathlib import Path
 
 from hpctrain.checkpoint.provenance import Loss
+from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.comm.world import World
 from hpctrain.deck.check_world import check_world, world_problems
 from hpctrain.deck.schema import Deck
@@ -197,9 +198,10 @@ def _replay(
     stepped: Callable[[Replay], bool],
 ) -> Replay:
     """Replay `count` steps of a run, or fewer, where one tells to stop. Collective."""
-    state = run.state_at(start.step)
-    before = run.deck_behind(start.step)
-    changed = as_before(deck.with_keys(run={"noise_scale_steps": 0}), before, state)
+    known = run.stored_at(start.step)
+    state, before = known.state, run.deck_behind(start.step)
+    # What was measured is the checkpoint's, whose run may have been on another layout than the steps behind.
+    changed = as_before(deck.with_keys(run={"noise_scale_steps": 0}), stored_deck(state, known.path), state)
     path = run.stored[start.step].path if start.step else None
     following = [each for step, each in run.figures.items() if step > start.step]
     recorded = Recorded(start.step, following, "", run.segments(start.step + 1, start.step + count))

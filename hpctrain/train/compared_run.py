@@ -68,9 +68,9 @@ class ComparedRun:
         """Which runs of the chain made the steps `first` to `last`."""
         return [each for each in self.history if each.first_step <= last and each.last_step >= first]
 
-    def state_at(self, step: int) -> Mapping[str, Any]:
-        """The state of the checkpoint after so many steps; of the beginning, that of the first there is."""
-        return self.stored[step if step in self.stored else min(self.stored)].state
+    def stored_at(self, step: int) -> Structure:
+        """The checkpoint after so many steps; of the beginning, the first there is."""
+        return self.stored[step if step in self.stored else min(self.stored)]
 
     def deck_behind(self, step: int) -> Deck:
         """That of the steps after `step`: of the next checkpoint, or of the folder, or of that checkpoint."""
