@@ -105,6 +105,7 @@ class Feed:
                     writer.go_back(told.step)
                 else:
                     writer.write(told.row, told.time)
+            writer.abandon()  # which nobody had where it was given up before it was made
         except BaseException as error:  # noqa: BLE001  (packages of others may raise anything, SystemExit too)
             self._drop(_reason(error))
 

@@ -169,3 +169,21 @@ def test_the_end_of_a_run_waits_for_so_long_and_not_longer(caplog: pytest.LogCap
     assert 0.2 <= time.monotonic() - began < 5
     assert writer.abandoned
     assert "had not taken all of it when the run was over" in warned(caplog)[0]
+
+
+def test_one_that_is_made_too_late_is_abandoned(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It begins after it was given up, and would keep what it has opened as long as the run lasts."""
+    free, writer = threading.Event(), Kept()
+
+    def make() -> Kept:
+        free.wait(60)
+        return writer
+
+    feed = Feed("slow", make, clock=iter([0.0, 500.0, 501.0, 502.0]).__next__)
+    feed.write({"step": 1})
+    assert feed.lost and len(warned(caplog)) == 1
+    free.set()
+    until(lambda: writer.abandoned)
+    assert writer.told == []

@@ -8,7 +8,7 @@ from math import isfinite, nan
 
 import numpy as np
 
-from hpctrain.errors import EXIT_DONE, HpctrainError
+from hpctrain.errors import EXIT_AGAIN, EXIT_DONE, HpctrainError
 from hpctrain.report.series import metrics
 from hpctrain.report.swept import SweptRun
 from hpctrain.table import fitted
@@ -49,11 +49,11 @@ def _result(variant: Variant, codes: Mapping[str, int]) -> Result:
         status = read_status(variant.folder)
         columns = metrics(variant.folder)
     except HpctrainError:
-        return Result(variant, "failed" if code else "waiting")
+        return Result(variant, "waiting" if code in (EXIT_DONE, EXIT_AGAIN) else "failed")
     state, steps = str(status["state"]), variant.deck.run.steps
     if state == "done" and int(status.get("step") or 0) < steps:
         state = "waiting"  # for more steps than it had
-    if code not in (EXIT_DONE, 75) and state != "done":
+    if code not in (EXIT_DONE, EXIT_AGAIN) and state != "done":
         state = "failed"
     count = len(columns["step"])
     return Result(

@@ -74,8 +74,8 @@ def train_all(
     """Train the variants, each in the next slot that is free, and go on where runs were stopped; their exit
     codes by name, of those that ended. What they say goes to a file beside the folder of each.
 
-    Asked to end (SIGINT, SIGTERM), it has its runs stop with a checkpoint and starts no other; asked again,
-    it ends them. HpctrainError where runs of several ranks cannot be started here.
+    Asked to end (SIGINT, SIGTERM, SIGHUP), it has its runs stop with a checkpoint and starts no other; asked
+    again, it ends them. HpctrainError where runs of several ranks cannot be started here.
     """
     words = command(ranks, os.environ)
     waiting, free = list(reversed(variants)), list(slots)
@@ -94,6 +94,7 @@ def train_all(
                     _ask(each, asked.times)
                     code = each.process.poll()
                     if code is not None:
+                        code = _outcome(each, code)
                         running.remove(each)
                         free.append(each.slot)
                         codes[each.variant.name] = code
@@ -165,6 +166,12 @@ def _ask(each: _Running, times: int) -> None:
         _signal(each.process, signal.SIGUSR2 if times == 1 else signal.SIGKILL)
 
 
+def _outcome(each: _Running, code: int) -> int:
+    """The exit code; what asks a run to stop ends one that has not come to heed it yet, and loses nothing."""
+    early = each.asked == 1 and code in (-signal.SIGUSR2, 128 + signal.SIGUSR2)
+    return EXIT_AGAIN if early else code
+
+
 def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
     with suppress(ProcessLookupError, PermissionError):
         if number == signal.SIGKILL:
@@ -184,13 +191,15 @@ def _ended(variant: Variant, code: int) -> str:
 
 @contextmanager
 def heeding() -> Iterator[Asked]:
-    """Count what asks this process to end meanwhile."""
+    """Count what asks this process to end meanwhile, but what its starter lets it ignore, as `nohup` does."""
     asked = Asked()
 
     def heed(_: int, __: FrameType | None) -> None:
         asked.times += 1
 
-    former = {number: signal.signal(number, heed) for number in (signal.SIGINT, signal.SIGTERM)}
+    ending = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    heeded = [number for number in ending if signal.getsignal(number) is not signal.SIG_IGN]
+    former = {number: signal.signal(number, heed) for number in heeded}
     try:
         yield asked
     finally:
