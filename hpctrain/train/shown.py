@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 
 import torch
@@ -14,8 +15,9 @@ from hpctrain.deck.schema import Deck, Machine
 from hpctrain.engine.build import Engine, arrange, assemble, make_mesh
 from hpctrain.engine.offload import Offload
 from hpctrain.engine.stage import TrainedStage, build_stage, load_parameters
-from hpctrain.model.count import count
-from hpctrain.model.part import Part
+from hpctrain.model.architecture import Architecture
+from hpctrain.model.build import bare_model
+from hpctrain.model.part import Part, parameter_list
 from hpctrain.model.precision import Precision
 from hpctrain.optim.optimizer import Agreement, Optimizer
 from hpctrain.parallel.groups import LayerGroups
@@ -45,11 +47,7 @@ def shown_engine(path: Path, deck: Deck, world: World) -> Engine:
     """
     mesh = make_mesh(deck, world)
     arrangement = arrange(deck, world, mesh)
-    own = (
-        count(arrangement.architecture).parameters
-        * Precision.of(deck).storage.itemsize
-        // _shares(deck, mesh)
-    )
+    own = _elements(arrangement.architecture, deck, mesh) * Precision.of(deck).storage.itemsize
     demand_room(
         world, Machine(), str(path), resident_bytes() + own, lambda _: "more nodes would share the model"
     )
@@ -58,10 +56,16 @@ def shown_engine(path: Path, deck: Deck, world: World) -> Engine:
     return engine
 
 
-def _shares(deck: Deck, mesh: Mesh) -> int:
-    """In how many parts the ranks have the model between them."""
-    names = ["pipeline", "tensor", *(["data", "context"] if deck.layout.zero == 3 else [])]
-    return int(torch.tensor([mesh.size(name) for name in names]).prod())
+def _elements(architecture: Architecture, deck: Deck, mesh: Mesh) -> int:
+    """About how many of the model's parameters a rank has."""
+    total = 0.0
+    for parameter in parameter_list(bare_model(architecture)):
+        shard = parameter.shard
+        axes = ["pipeline", *shard.split]
+        if deck.layout.zero == 3:
+            axes += ["expert_data"] if "expert" in shard.split else ["data", "context"]
+        total += prod(shard.shape) / prod(map(mesh.size, axes))
+    return round(total)
 
 
 def _build(

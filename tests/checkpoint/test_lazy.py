@@ -184,3 +184,22 @@ def test_what_is_no_checkpoint_is_told(path: Path, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(lazy, "unused_bytes", lambda _: 1000)
     with pytest.raises(HpctrainError, match="do not fit into the 1 kB of memory that are free; read a slice"):
         hpctrain.open_checkpoint(path).model["matrix"].torch()
+
+
+def test_one_that_is_replaced_while_it_is_opened_is_not_read(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else checksums of one file would be compared with the tensors of another."""
+    target, new = tmp_path / "a.h5", tmp_path / "new.h5"
+    for each in (target, new):
+        each.write_bytes(path.read_bytes())
+    examine = lazy.examine
+
+    def replaced(opened: Path) -> object:
+        structure = examine(opened)
+        new.replace(target)
+        return structure
+
+    monkeypatch.setattr(lazy, "examine", replaced)
+    with pytest.raises(InputOutputError, match=r"a\.h5: was replaced while it was opened; open it again"):
+        hpctrain.open_checkpoint(target)

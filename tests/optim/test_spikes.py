@@ -135,6 +135,7 @@ def test_what_a_run_left_behind_is_told_by_its_spikes() -> None:
     )
     known = [first, second, skipped, third]
     assert turns(known) == [10, 26]
+    assert turns([first, skipped, Spike(20, 9.0, 1.0, "far", 0, 8, 12)]) == [12]
 
     def stored(step: int, *spikes: Spike) -> dict[str, object]:
         spiking = Spikes("rollback", 8, 3.0, 9, 0)
@@ -144,7 +145,7 @@ def test_what_a_run_left_behind_is_told_by_its_spikes() -> None:
 
     cases = {
         None: [stored(9), stored(10, first, second), stored(25, *known[:3]), stored(26, *known)],
-        10: [stored(10), stored(11), stored(12, first), stored(15, first)],
+        10: [stored(10), stored(11), stored(16), stored(12, first), stored(15, first)],
         26: [stored(26, *known[:3]), stored(29, *known[:3])],
     }
     for back, states in cases.items():

@@ -13,14 +13,17 @@ import pytest
 from click.testing import CliRunner
 
 from hpctrain.checkpoint.read import read_state
+from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.cli.evaluate import command
 from hpctrain.comm.world import World
 from hpctrain.data.prepare import prepare
 from hpctrain.errors import HpctrainError
 from hpctrain.report.rows import read_metrics
 from hpctrain.train import evaluate as module
+from hpctrain.train import shown
 from hpctrain.train.evaluate import evaluate
 from hpctrain.train.run import run_deck
+from tests.generate.test_text import MIXTURE, make_checkpoint
 from tests.train.test_evaluation import write_deck
 
 KEYS = ("run.steps=2", "run.evaluate_every=0", "model.layers=2", "checkpoint.every=0")
@@ -121,6 +124,30 @@ def test_what_it_refuses(world: World, run: Path) -> None:
         assert any(sentence in problem for problem in caught.value.problems), caught.value.problems
     with pytest.raises(HpctrainError, match="no such run folder or checkpoint"):
         evaluate(world, folder / "nowhere", [folder / "a.h5"], None, (), True, print, print)
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        (*MIXTURE, "layout.expert=2"),
+        (*MIXTURE, "layout.expert=2", "layout.zero=3"),
+        ("layout.tensor=2",),
+        ("layout.zero=3",),
+    ],
+)
+def test_ranks_ask_for_as_much_memory_as_they_hold(
+    world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: tuple[str, ...]
+) -> None:
+    """Experts, too, of which each rank has some."""
+    asked: list[int] = []
+    monkeypatch.setattr(shown, "resident_bytes", lambda: 0)
+    monkeypatch.setattr(shown, "demand_room", lambda *given: asked.append(given[3]))
+    make_checkpoint(world, mpi_tmp_path / "a.h5", *layout)
+    deck = stored_deck(read_state(mpi_tmp_path / "a.h5"), mpi_tmp_path / "a.h5")
+    engine = shown.shown_engine(mpi_tmp_path / "a.h5", deck, world)
+    held = sum(bucket.own_values.nbytes for bucket in engine.buckets)
+    assert asked == [pytest.approx(held, rel=0.1)]
 
 
 def test_the_verb_wants_tokens() -> None:

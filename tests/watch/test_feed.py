@@ -187,3 +187,24 @@ def test_one_that_is_made_too_late_is_abandoned(
     free.set()
     until(lambda: writer.abandoned)
     assert writer.told == []
+
+
+def test_one_that_nothing_ends_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Given up for its rows, it is still at work when the run is over."""
+    free = threading.Event()
+
+    class Deaf(Kept):
+        def write(self, row: Row, now: float) -> None:
+            free.wait(60)
+
+    now = [0.0]
+    feed = Feed("deaf", Deaf, clock=lambda: now[0])
+    feed.write({"step": 1})
+    until(lambda: feed._told.empty() and feed._busy is not None)
+    now[0] = 500.0
+    feed.write({"step": 2})
+    feed.write({"step": 3})
+    feed.end(whole=True)
+    feed.close(0.0)
+    assert len(warned(caplog)) == 1
+    free.set()

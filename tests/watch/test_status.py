@@ -267,12 +267,13 @@ def test_what_is_no_status_is_a_sentence(tmp_path: Path) -> None:
 def test_nodes_that_are_not_trusted_are_named_for_scripts(tmp_path: Path) -> None:
     ranks = [
         {"rank": 0, "node": "n1.cluster", "faults": 1},
-        {"rank": 1, "node": "n2.cluster", "faults": 2},
-        {"rank": 3, "node": "n2.cluster", "faults": 3},
+        {"rank": 1, "node": "n2.cluster", "faults": 3},
+        {"rank": 3, "node": "n2.cluster", "faults": 4},
+        {"rank": 4, "node": "n\x1b[2J.cluster", "faults": 2},
     ]
     folder = write(tmp_path / "run", faulty=ranks)
     done = CliRunner().invoke(command, [str(folder), "--faulty"], standalone_mode=False)
-    assert (done.exit_code, done.output) == (0, "n2\n")
+    assert (done.exit_code, done.output) == (0, "n2,n\\u001B[2J\n")
     for damaged in (7, ["x"], [{"rank": 1}], [{"node": 3, "faults": 2}], [{"node": "n1", "faults": "2"}]):
         write(tmp_path / "run", faulty=damaged)
         done = CliRunner().invoke(command, [str(folder), "--faulty"], standalone_mode=False)
