@@ -13,6 +13,8 @@ from hpctrain.words import counted
 RECORD = "best"
 """Under which key a checkpoint's state holds it."""
 
+_KEPT = ("step", "loss", "waited", "kept", "kept_loss")
+
 
 class BestSoFar:
     """What evaluations of one set, `of`, have come to; the same on all ranks, since their losses are.
@@ -61,17 +63,18 @@ class BestSoFar:
 
     def record(self) -> dict[str, Any]:
         """What a checkpoint holds of it."""
-        names = ("of", "step", "loss", "waited", "kept", "kept_loss")
-        found = {name: getattr(self, name) for name in names}
+        found = {name: getattr(self, name) for name in ("of", *_KEPT)}
         return {name: None if value == math.inf else value for name, value in found.items()}
 
     def resume(self, record: object) -> None:
-        """Go on from what a checkpoint holds; one that knows of no evaluation of this set begins anew."""
+        """Go on from what a checkpoint holds; where it knows of no evaluation of this set, begin anew."""
         self.begin()
         if not isinstance(record, dict) or record.get("of") != self.of:
             return
-        for name, value in record.items():
-            if name in vars(self):
-                setattr(self, name, math.inf if value is None else value)
+        known = {name: record[name] for name in _KEPT if name in record}
+        if not all(value is None or type(value) in (int, float) for value in known.values()):
+            return
+        for name, value in known.items():
+            setattr(self, name, math.inf if value is None else value)
         if not self.keeps:
             self.lose()

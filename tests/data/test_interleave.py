@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from hpctrain.data.interleave import Interleaving
+from hpctrain.data.interleave import _KEPT, Interleaving
 from hpctrain.data.order import Integers
 
 
@@ -111,3 +111,14 @@ def test_the_order_never_changes() -> None:
     """Written down once: a checkpoint's sample position must mean the same in every version."""
     first = consecutive(shares_of([5, 3, 2]), 42, 20).tolist()
     assert first == [0, 1, 0, 2, 0, 1, 0, 2, 1, 0, 0, 1, 0, 2, 0, 1, 0, 1, 0, 2]
+
+
+def test_no_more_blocks_are_kept_than_a_step_and_the_next_need() -> None:
+    """However long it goes, or wherever it is asked for; what was let go comes again as it was."""
+    order = Interleaving(shares_of([5, 3, 1]), 7)
+    first = order.at(np.arange(3000))
+    for place in (*range(0, 60_000, 1000), 10_000_000, 5):
+        order.at(np.arange(place, place + 10))
+    assert len(order._blocks) <= _KEPT
+    again = order.at(np.arange(3000))
+    assert all(np.array_equal(one, other) for one, other in zip(first, again, strict=True))

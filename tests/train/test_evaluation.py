@@ -313,6 +313,11 @@ def test_what_is_remembered_of_evaluations() -> None:
     assert other.impatience == (
         "2 evaluations without a lower validation loss, which was 2.0000 after step 3 (run.patience = 2)"
     )
+    without = BestSoFar(small_deck("run.patience=2", "run.evaluate_every=1"))
+    without.resume({**best.record(), "of": without.of, "keeps": True})
+    assert (without.step, without.loss, without.kept, without.keeps) == (3, 2.0, 0, False)
+    without.resume({**best.record(), "loss": "low"})
+    assert without.step == 0
     anew = BestSoFar(small_deck("run.evaluate_every=1"))
     anew.resume({**best.record(), "of": "books"})
     assert vars(anew) == vars(BestSoFar(small_deck("run.evaluate_every=1")))
