@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from hpctrain.characters import escaped
 from hpctrain.comm.outcome import print_error
 from hpctrain.errors import failing_as
 
@@ -27,7 +28,7 @@ def open_log(run_dir: Path | str, rank: int) -> logging.Logger:
     path = Path(run_dir) / ("log.txt" if rank == 0 else f"log.{rank}.txt")
     with failing_as(f"{path}: cannot be opened"):
         file = _LogFile(path, encoding="utf-8", delay=rank != 0)
-    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s"))
+    file.setFormatter(_Formatter("%(asctime)s %(levelname)-7s %(message)s"))
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     logger.propagate = False
     logger.addHandler(file)
@@ -53,6 +54,14 @@ def show_warnings(logger: logging.Logger, show: Callable[[str], None] | None) ->
     for handler in logger.handlers:
         if isinstance(handler, _Screen):
             handler.show = show
+
+
+class _Formatter(logging.Formatter):
+    """Without control characters, such as packages of others may have in what they say of their errors."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record as text; it may have several lines."""
+        return escaped(super().format(record), "\n\t")
 
 
 class _LogFile(logging.FileHandler):
@@ -85,6 +94,7 @@ class _Screen(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
+        self.setFormatter(_Formatter())
         self.show: Callable[[str], None] | None = None
 
     def emit(self, record: logging.LogRecord) -> None:

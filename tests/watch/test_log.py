@@ -81,3 +81,17 @@ def test_log_that_cannot_be_written_complains_once(tmp_path: Path, capfd: pytest
     assert error.startswith("warning: ")
     assert error.count("\n") == 1
     assert "lines are missing" in error
+
+
+def test_no_control_characters_reach_file_or_screen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Errors of packages that a run tells of may have colours, or worse."""
+    logger = open_log(tmp_path, 0)
+    try:
+        logger.warning("%s: fails: \x1b[2J\x07%s", "report.wandb", "näh\u202e\nsecond")
+    finally:
+        close_log(logger)
+    said = "report.wandb: fails: \\u001B[2J\\u0007näh\\u202E\nsecond\n"
+    assert (tmp_path / "log.txt").read_text().endswith(said)
+    assert capsys.readouterr().err == f"warning: {said}"
