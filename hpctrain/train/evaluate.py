@@ -104,7 +104,7 @@ def evaluate(
             "evaluations": rows,
         }
         where = f"{path}, step {state.get('step')}, on {sizes_text(engine.mesh.sizes)}"
-        show(strict_json(facts, indent=1) if as_json else "\n".join([*_table(rows), "", where]))
+        show(strict_json(facts, indent=1) if as_json else "\n".join([*_table(rows), "", escaped(where)]))
 
 
 def mean_loss(step: Step, held_out: HeldOut, say: Callable[[int, int], None] = lambda *_: None) -> float:
@@ -126,7 +126,7 @@ def mean_loss(step: Step, held_out: HeldOut, say: Callable[[int, int], None] = l
 
 
 def _tell(say: Callable[[str], None], file: Path, done: int, whole: int) -> None:
-    say(f"{file}: {done} of {whole} sequences")
+    say(f"{escaped(str(file))}: {done} of {whole} sequences")
 
 
 def _deck(state: Mapping[str, Any], path: Path, overrides: Sequence[str], ranks: int) -> Deck:

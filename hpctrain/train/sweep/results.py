@@ -8,6 +8,7 @@ from math import isfinite, nan
 
 import numpy as np
 
+from hpctrain.characters import escaped
 from hpctrain.errors import EXIT_AGAIN, EXIT_DONE, HpctrainError
 from hpctrain.report.series import metrics
 from hpctrain.report.swept import SweptRun
@@ -48,10 +49,10 @@ def _result(variant: Variant, codes: Mapping[str, int]) -> Result:
     try:
         status = read_status(variant.folder)
         columns = metrics(variant.folder)
-    except HpctrainError:
+        state, done = escaped(str(status["state"])), int(status.get("step") or 0)
+    except (HpctrainError, TypeError, ValueError):  # anybody may have written such a file
         return Result(variant, "waiting" if code in (EXIT_DONE, EXIT_AGAIN) else "failed")
-    state, steps = str(status["state"]), variant.deck.run.steps
-    if state == "done" and int(status.get("step") or 0) < steps:
+    if state == "done" and done < variant.deck.run.steps:
         state = "waiting"  # for more steps than it had
     if code not in (EXIT_DONE, EXIT_AGAIN) and state != "done":
         state = "failed"

@@ -140,3 +140,13 @@ def test_a_run_is_done_by_the_steps_of_this_sweep_alone(
     written(2, "done", 4)
     states = [each.state for each in results_of(sweep, {"seed=1": 75, "seed=2": 70, "seed=3": 70})]
     assert states == ["waiting", "failed", "done"]
+
+
+def test_a_status_that_somebody_else_wrote_harms_no_table(
+    sweep: Sweep, written: Callable[[int, str, int], None]
+) -> None:
+    written(0, "\x1b[2Jdone", 4)
+    written(1, "done", 4)
+    path = sweep.variants[1].folder / STATUS_FILE
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"step": "many"}))
+    assert [each.state for each in results_of(sweep)] == ["\\u001B[2Jdone", "waiting", "waiting"]
