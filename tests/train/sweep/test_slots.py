@@ -38,7 +38,7 @@ def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sweep:
 
 
 def trained(
-    sweep: Sweep, monkeypatch: pytest.MonkeyPatch, program: str, *numbers: signal.Signals
+    sweep: Sweep, monkeypatch: pytest.MonkeyPatch, program: str, *numbers: signal.Signals, count: int = 1
 ) -> tuple[dict[str, int], list[str]]:
     """Codes and words of a sweep whose runs are this program; these signals come when the first one is up."""
     monkeypatch.setattr(slots, "command", lambda *_: [sys.executable, "-c", program])
@@ -57,7 +57,7 @@ def trained(
     asking.start()
     try:
         return train_all(
-            Path("deck.toml"), sweep.variants, 1, slots_of(1, 1, 1, range(2), []), told.append
+            Path("deck.toml"), sweep.variants, 1, slots_of(count, 1, 1, range(2), []), told.append
         ), told
     finally:
         over.set()
@@ -76,6 +76,16 @@ def test_a_run_that_does_not_heed_yet_is_stopped_and_has_not_failed(
     assert signal.getsignal(number) is former
 
 
+def test_nothing_is_begun_any_more_while_others_come_to_their_end(
+    sweep: Sweep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a second slot one takes its time, when the first is free."""
+    program = f"import sys\nif 'seed=2' in sys.argv[3]: {IGNORES.replace('100', '4')}\nelse: {SLEEPS}"
+    codes, told = trained(sweep, monkeypatch, program, signal.SIGTERM, count=2)
+    assert codes == {"seed=1": 75, "seed=2": 0}
+    assert told[-1] == "1 run not begun; the same command goes on"
+
+
 def test_asked_again_it_ends_what_does_not_stop(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
     codes, told = trained(sweep, monkeypatch, IGNORES, signal.SIGTERM, signal.SIGTERM)
     assert codes == {"seed=1": -9}
@@ -86,7 +96,7 @@ def test_asked_again_it_ends_what_does_not_stop(sweep: Sweep, monkeypatch: pytes
 def test_a_signal_that_is_ignored_stays_so(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
     former = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        codes, _ = trained(sweep, monkeypatch, "print('up', flush=True)", signal.SIGHUP)
+        codes, _ = trained(sweep, monkeypatch, SLEEPS.replace("100", "1"), signal.SIGHUP)
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, former)
