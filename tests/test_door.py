@@ -102,6 +102,11 @@ def test_a_deck_that_will_not_do_is_told(tmp_path: Path) -> None:
     assert "batch.global_size = 0: must be" in text and "run.stepz" in text and "run.steps" in text
     with pytest.raises(HpctrainError, match=r"layout\.tensor"):
         hpctrain.make_deck(SIZES, ranks=2, changes={"layout.tensor": 3})
+    wide, file = {"layout.tensor": 2}, tmp_path / "wide.toml"
+    assert hpctrain.make_deck(SIZES, ranks=2, changes=wide, file=file).layout.tensor == 2
+    for base in (SIZES, file):  # of one rank, which alone makes it wrong
+        with pytest.raises(HpctrainError, match="must divide the number of ranks, 1 "):
+            hpctrain.make_deck(base, ranks=1, changes=wide)
     with pytest.raises(HpctrainError, match="base: is to be the path of a file, not a list"):
         hpctrain.make_deck([])  # type: ignore[arg-type]
     with pytest.raises(HpctrainError, match="is a folder; name the file to be made"):
