@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from math import prod
+from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, overload
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import Unpack
 
 from hpctrain.checkpoint.read import read_state
 from hpctrain.checkpoint.stored_deck import stored_deck
@@ -22,11 +24,11 @@ from hpctrain.comm.world import World
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
-from hpctrain.generate.text import Sampling, continue_tokens, load_part, split_deck, stored_tokenizer
+from hpctrain.generate.text import Sampling, TextModel, load_part, split_deck, stored_tokenizer
 from hpctrain.model.part import Part, logits_of
 from hpctrain.units import format_bytes
 from hpctrain.watch.newest import find_checkpoint
-from hpctrain.words import kind_of, path_of
+from hpctrain.words import kind_of, nearest, path_of
 
 Tokens = Sequence[int] | Sequence[Sequence[int]] | Tensor | NDArray[np.integer[Any]]
 _SMALL_BYTES = 64 << 20  # for which nobody asks how much memory is free
@@ -51,6 +53,29 @@ def load(path: str | os.PathLike[str], *, device: str = "auto") -> Model:
         )
     deck = split_deck(state, found, 1)
     return Model(world, found, state, deck, load_part(world, found, deck))
+
+
+class Drawn(TypedDict, total=False):
+    """How text is drawn, with the meanings and defaults of `hpctrain generate`.
+
+    At most 200 `tokens`, of `temperature` 0.8 (0 takes the likeliest); only the `top_k` likeliest, of these
+    the fewest whose probability reaches `top_p`, and of these those at least `min_p` times as likely as the
+    likeliest. Logits of what the text has are divided by `repetition_penalty` (negative ones multiplied). A
+    text ends before a `stop`. The same `seed` gives the same text.
+    """
+
+    tokens: int
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float
+    stop: str | Sequence[str]
+    seed: int | None
+
+
+_WHOLE = {"tokens", "top_k", "seed"}
+_NONE = {"top_k", "top_p", "min_p", "seed"}
 
 
 class Model:
@@ -107,48 +132,26 @@ class Model:
         logits = logits_of(self.part, batch.to(self.device)).float()
         return logits if given.dim() == 2 else logits[0]
 
+    @overload
+    def generate(self, prompt: str = "", **options: Unpack[Drawn]) -> str: ...
+
+    @overload
+    def generate(self, prompt: list[str] | tuple[str, ...], **options: Unpack[Drawn]) -> list[str]: ...
+
     def generate(
-        self,
-        prompt: str = "",
-        *,
-        tokens: int = 200,
-        temperature: float = 0.8,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        seed: int | None = None,
-    ) -> str:
-        """The prompt and what the model continues it with, as `hpctrain generate` draws it, whose options
-        these are. HpctrainError where one is out of range, or the checkpoint has no tokenizer.
+        self, prompt: str | list[str] | tuple[str, ...] = "", **options: Unpack[Drawn]
+    ) -> str | list[str]:
+        """The prompt and what the model continues it with, as `hpctrain generate` draws it; of several
+        prompts, each of theirs, which does not depend on the others. See Drawn for the options.
+
+        HpctrainError where one is out of range, or the checkpoint has no tokenizer.
         """
         require_running()
-        sampling = Sampling(tokens, temperature, top_k, top_p, seed)
-        try:
-            sampling.check()
-        except HpctrainError as error:  # tells options of the command, which are names here
-            raise HpctrainError([_named(each) for each in error.problems]) from None
-        if not isinstance(prompt, str):
-            raise HpctrainError(f"prompt: is to be a text, not {kind_of(prompt)}")
-        tokenizer = self.tokenizer
-        ids = tokenizer.encode(prompt) or [tokenizer.end_of_document]
-
-        def next_logits(context: Tensor) -> Tensor:
-            last = logits_of(self.part, context.to(self.device), 1)[:, 0, : tokenizer.vocabulary]
-            if not bool(last.isfinite().all()):
-                raise HpctrainError(
-                    f"{self.path}: the model's logits are not finite, so that nothing can be drawn"
-                )
-            return last.float().cpu()
-
-        rest = continue_tokens(
-            next_logits,
-            ids,
-            self.window,
-            tokenizer.end_of_document,
-            sampling,
-            sampling.generators(),
-            self._world.everyone,
-        )
-        return tokenizer.decode([*ids, *(drawn[0] for drawn in rest)])
+        prompts = _texts("prompt", prompt)
+        sampling = _sampling(options)
+        writer = TextModel(self._world, self.path, self.part, self.tokenizer)
+        texts = [sample.whole for each in prompts for sample in writer.samples_of(each, sampling)]
+        return texts[0] if isinstance(prompt, str) else texts
 
     def _given(self, tokens: Tokens) -> Tensor:
         """The tokens [s] or [b, s], int64."""
@@ -175,7 +178,43 @@ class Model:
         return given
 
 
+def _texts(name: str, given: object) -> list[str]:
+    """One text, or several; HpctrainError where it is neither."""
+    texts = [given] if isinstance(given, str) else given
+    if not isinstance(texts, list | tuple):
+        raise HpctrainError(f"{name}: is to be a text, or several, not {kind_of(given)}")
+    wrong = next((each for each in texts if not isinstance(each, str)), None)
+    if wrong is not None or None in texts:
+        raise HpctrainError(f"{name}: is to have texts, not {kind_of(wrong)}")
+    return list(texts)
+
+
+def _sampling(options: Drawn) -> Sampling:
+    """How these options have tokens drawn; HpctrainError with all that is wrong with them."""
+    names = Drawn.__annotations__
+    if unknown := sorted(options.keys() - names.keys()):
+        near = nearest(unknown[0], names)
+        hint = f"did you mean {near}?" if near else f"{', '.join(names)} are"
+        raise HpctrainError(f"{', '.join(unknown)}: nothing of that name is taken ({hint})")
+    given: dict[str, Any] = dict(options)
+    stops = _texts("stop", given.pop("stop", ()))
+    for name, value in given.items():
+        whole = name in _WHOLE
+        if value is None and name in _NONE:
+            continue
+        if isinstance(value, bool) or not isinstance(value, Integral if whole else Real):
+            kind = "a whole number" if whole else "a number"
+            raise HpctrainError(f"{name}: is to be {kind}, not {kind_of(value)}")
+    sampling = Sampling(stops=tuple(stops), **given)
+    try:
+        sampling.check()
+    except HpctrainError as error:  # tells options of the command, which are names here
+        raise HpctrainError([_named(each) for each in error.problems]) from None
+    return sampling
+
+
 def _named(problem: str) -> str:
     """A problem of an option, with the name that it has in Python."""
     option, _, rest = problem.partition(" ")
-    return f"{option.removeprefix('--').replace('-', '_')} = {rest}"
+    name = option.removeprefix("--").replace("-", "_")
+    return f"{name} {rest}" if name.endswith(":") else f"{name} = {rest}"

@@ -50,6 +50,11 @@ class Continuation:
         self._stops, self._held = stops, ""
         self._end = tokenizer.end_of_document
 
+    @property
+    def whole(self) -> str:
+        """The text with its prompt."""
+        return self.beginning + self.text
+
     def add(self, token: int) -> bool:
         """Take the next token; whether the sample has ended. What comes after that changes nothing."""
         if self.why != "length":

@@ -165,64 +165,90 @@ def generate(
         prompts = source.read() if world.rank == 0 else []
     prompts = world.everyone.broadcast_object(prompts)
     path = find_checkpoint(world, target)
-    model, tokenizer = load_model(world, path)
+    writer = TextModel(world, path, *load_model(world, path))
 
     def show_agreed(text: str) -> None:
         with world.agreement():
             if world.rank == 0 and text:
                 show(text)
 
-    def next_logits(tokens: Tensor) -> Tensor:
-        logits = logits_of(model, tokens.to(world.device), 1)[:, 0, : tokenizer.vocabulary].float().cpu()
-        if not bool(logits.isfinite().all()):
-            raise HpctrainError(f"{path}: the model's logits are not finite, so that nothing can be drawn")
-        return logits
+    shown = 0
 
-    def grow(
-        ids: Sequence[int], generators: Sequence[torch.Generator], each: Callable[[Continuation], None]
+    def show_more(sample: Continuation) -> None:
+        nonlocal shown
+        show_agreed(sample.whole[shown:])
+        shown = len(sample.whole)
+
+    several = sampling.samples > 1
+    for prompt in prompts:
+        if live and not several and source.json_lines is None:
+            shown = 0
+            for _ in writer.samples_of(prompt.text, sampling, show_more):
+                show_agreed("\n")
+            continue
+        for number, sample in enumerate(writer.samples_of(prompt.text, sampling), 1):
+            if source.json_lines is not None:
+                show_agreed(json_line(prompt, sample, number if several else None))
+                continue
+            heading = f"--- sample {number} of {sampling.samples} ---\n" if several else ""
+            show_agreed(f"{heading}{sample.whole}\n")
+
+
+class TextModel:
+    """A model of a checkpoint and its tokenizer, by which all ranks of a world continue prompts together."""
+
+    def __init__(self, world: World, path: Path, part: Part, tokenizer: Tokenizer) -> None:
+        self.world, self.path, self.part, self.tokenizer = world, path, part, tokenizer
+
+    def samples_of(
+        self, prompt: str, sampling: Sampling, grown: Callable[[Continuation], None] = lambda _: None
+    ) -> Iterator[Continuation]:
+        """The samples of a prompt, each when it is whole; an empty one begins a document. Collective.
+
+        `grown` is called with each of them before its first token, behind every one, and at its end.
+        """
+        ids = self.tokenizer.encode(prompt) or [self.tokenizer.end_of_document]
+        generators = sampling.generators()
+        for first in range(0, sampling.samples, SAMPLES_AT_A_TIME):
+            yield from self._grow(ids, sampling, generators[first : first + SAMPLES_AT_A_TIME], grown)
+
+    def _grow(
+        self,
+        ids: Sequence[int],
+        sampling: Sampling,
+        generators: Sequence[torch.Generator],
+        grown: Callable[[Continuation], None],
     ) -> list[Continuation]:
-        """Samples of a prompt, one a generator; `each` is called with those that have grown."""
-        window, end = model.hidden_shape(1)[0], tokenizer.end_of_document
-        samples = [Continuation(tokenizer, ids, sampling.stops) for _ in generators]
+        """Samples that share forward passes, one a generator."""
+        samples = [Continuation(self.tokenizer, ids, sampling.stops) for _ in generators]
         drawn = continue_tokens(
-            next_logits,
+            self._next_logits,
             ids,
-            window,
-            end,
+            self.part.hidden_shape(1)[0],
+            self.tokenizer.end_of_document,
             sampling,
             generators,
-            world.everyone,
-            lambda n, t: samples[n].add(t),
+            self.world.everyone,
+            lambda number, token: samples[number].add(token),
         )
+        for sample in samples:
+            grown(sample)
         for _ in drawn:
             for sample in samples:
-                each(sample)
+                grown(sample)
         for sample in samples:
             sample.finish()
+            grown(sample)
         return samples
 
-    for prompt in prompts:
-        ids, generators = tokenizer.encode(prompt.text) or [tokenizer.end_of_document], sampling.generators()
-        if live and sampling.samples == 1 and source.json_lines is None:
-            beginning, shown = Continuation(tokenizer, ids, ()).beginning, 0
-            show_agreed(beginning)
-
-            def more(sample: Continuation) -> None:
-                nonlocal shown
-                show_agreed(sample.text[shown:])
-                shown = len(sample.text)
-
-            [sample] = grow(ids, generators, more)
-            show_agreed(sample.text[shown:] + "\n")
-            continue
-        for first in range(0, sampling.samples, SAMPLES_AT_A_TIME):
-            samples = grow(ids, generators[first : first + SAMPLES_AT_A_TIME], lambda _: None)
-            for number, sample in enumerate(samples, first + 1):
-                if source.json_lines is not None:
-                    show_agreed(json_line(prompt, sample, number if sampling.samples > 1 else None))
-                    continue
-                heading = f"--- sample {number} of {sampling.samples} ---\n" if sampling.samples > 1 else ""
-                show_agreed(f"{heading}{sample.beginning}{sample.text}\n")
+    def _next_logits(self, tokens: Tensor) -> Tensor:
+        """As NextLogits; HpctrainError where they are not finite."""
+        logits = logits_of(self.part, tokens.to(self.world.device), 1)
+        logits = logits[:, 0, : self.tokenizer.vocabulary].float().cpu()
+        if not bool(logits.isfinite().all()):
+            sentence = "the model's logits are not finite, so that nothing can be drawn"
+            raise HpctrainError(f"{self.path}: {sentence}")
+        return logits
 
 
 def json_line(prompt: Prompt, sample: Continuation, number: int | None) -> str:

@@ -18,6 +18,7 @@ import hpctrain
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.generate import loaded
+from hpctrain.generate.loaded import Drawn
 from hpctrain.generate.text import Sampling
 from hpctrain.model.part import logits_of
 from tests.engines import LLAMA
@@ -70,6 +71,65 @@ def test_text_is_that_of_the_command(world: World, tmp_path: Path) -> None:
         drawn = Sampling(tokens=30, seed=seed, top_k=20, top_p=0.9)
         shown = texts(alone, path, prompt, drawn)
         assert [model.generate(prompt, tokens=30, seed=seed, top_k=20, top_p=0.9) + "\n"] == shown
+
+
+def test_every_option_is_that_of_the_command(world: World, tmp_path: Path) -> None:
+    """Several prompts, too, of which each begins with the seed, as its own command would."""
+    alone, path = world.alone(), tmp_path / "a.h5"
+    make_checkpoint(alone, path)
+    model = hpctrain.load(path, device="cpu")
+    options: list[Drawn] = [
+        {"tokens": 30, "seed": 3, "min_p": 0.05},
+        {"tokens": 30, "temperature": 0.0, "repetition_penalty": 1.3},
+        {"tokens": 40, "seed": 4, "top_k": 9, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.1},
+        {"tokens": 40, "seed": 5, "temperature": 1.5},
+    ]
+    prompts = ("def ", "", "class A:\n")
+    plain = []
+    for each in options:
+        shown = [texts(alone, path, prompt, Sampling(**each)) for prompt in prompts]  # type: ignore[arg-type]
+        found = model.generate(prompts, **each)
+        assert [[text + "\n"] for text in found] == shown
+        assert model.generate(prompts[2], **each) == found[2]
+        plain.append(found)
+    assert len({tuple(each) for each in plain}) == len(options)
+    for whole, prompt in zip(plain[-1], prompts, strict=True):
+        rest = whole[len(prompt) :]
+        stop = rest[3:5]
+        found = model.generate([prompt], tokens=40, seed=5, temperature=1.5, stop=["nowhere" * 9, stop])
+        assert found == [prompt + rest[: rest.index(stop)]]
+        assert model.generate(prompt, tokens=40, seed=5, temperature=1.5, stop=stop) == found[0]
+    assert model.generate([]) == []
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "stop: is empty, and would end every text at once": {"stop": ""},
+    "stop: is to have texts, not an int": {"stop": ["a", 3]},
+    "stop: is to be a text, or several, not an int": {"stop": 3},
+    "prompt: is to be a text, or several, not None": {"prompt": None},
+    "prompt: is to have texts, not None": {"prompt": ["a", None]},
+    "repetition_penalty = 0: must be a number above 0": {"repetition_penalty": 0},
+    "min_p = 2: must be from 0": {"min_p": 2},
+    "min_p: is to be a number, not a str": {"min_p": "a"},
+    "top_k: is to be a whole number, not a float": {"top_k": 1.5},
+    "temperature: is to be a number, not None": {"temperature": None},
+    r"stops: nothing of that name is taken \(did you mean stop\?\)": {"stops": "a"},
+    r"beams: nothing of that name is taken \(tokens, temperature, ": {"beams": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def bare(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint."""
+    path = tmp_path_factory.mktemp("bare") / "a.h5"
+    make_checkpoint(world.alone(), path)
+    return path
+
+
+@pytest.mark.parametrize("told", OPTIONS)
+def test_an_option_that_will_not_do_is_told(told: str, bare: Path) -> None:
+    with pytest.raises(HpctrainError, match=f"^{told}"):
+        hpctrain.load(bare, device="cpu").generate(**OPTIONS[told])
 
 
 TOKENS: dict[str, Any] = {
