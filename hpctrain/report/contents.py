@@ -10,6 +10,7 @@ from typing import Any
 
 import h5py
 
+from hpctrain.characters import escaped
 from hpctrain.checkpoint.provenance import HistorySegment, Loss, history, losses
 from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.checkpoint.structure import StoredTensor, Structure
@@ -42,6 +43,7 @@ def contents(structure: Structure, tensors: bool = False) -> Contents:
         version = int(file.attrs["version"])
     facts: Contents = {
         "file": str(path),
+        "leads_to": escaped(path.readlink().name) if path.is_symlink() else None,
         "bytes": path.stat().st_size,
         "format": version,
         "title": deck.run.title if deck else None,
@@ -80,7 +82,8 @@ def contents(structure: Structure, tensors: bool = False) -> Contents:
 def contents_text(facts: Contents) -> list[str]:
     """The same for people, in lines of at most about a hundred columns, or what the terminal has."""
     width = columns()
-    head = f"{facts['file']}: checkpoint, format {facts['format']}, {format_bytes(facts['bytes'])}"
+    link = f" ({facts['leads_to']})" if facts["leads_to"] else ""
+    head = f"{facts['file']}{link}: checkpoint, format {facts['format']}, {format_bytes(facts['bytes'])}"
     lines = [*fit(head, width), ""]
     for name, text in _sentences(facts):
         lines += fit(f"{name:<11} {text}", width) if text else []

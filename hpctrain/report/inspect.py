@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from hpctrain.characters import escaped
 from hpctrain.checkpoint.agree import together
-from hpctrain.checkpoint.keep import agreed_checkpoints, newest_good
-from hpctrain.checkpoint.names import checkpoint_step
+from hpctrain.checkpoint.keep import agreed_checkpoints, linked, newest_good
+from hpctrain.checkpoint.names import BEST, checkpoint_step
 from hpctrain.checkpoint.provenance import losses
 from hpctrain.checkpoint.stored_deck import stored_deck_text
 from hpctrain.checkpoint.structure import examine
@@ -48,6 +49,8 @@ def inspect(group: Group, target: Path, wish: InspectionWish, show: Callable[[st
     """
     with together(group):
         if not target.exists():
+            if gone := linked(target.parent, target.name):
+                raise InputOutputError(f"{target}: leads to {escaped(gone)}, which is not there")
             raise InputOutputError(f"{target}: no such checkpoint or run folder")
         if target.is_dir() and (wish.deck or wish.other is not None or wish.tensors):
             raise HpctrainError(
@@ -99,11 +102,17 @@ def _inspect_samples(group: Group, target: Path, wish: InspectionWish, show: Cal
 
 
 def _inspect_folder(group: Group, target: Path, wish: InspectionWish, show: Callable[[str], None]) -> int:
-    """A table of the checkpoints, newest first, good or damaged; the newest good one is marked."""
+    """A table of the checkpoints, newest first, good or damaged; the newest good one is marked, and that to
+    which the link `best` leads, with the loss of an evaluation that made it that.
+    """
     folder = target / "checkpoints" if (target / "checkpoints").is_dir() else target
     paths = agreed_checkpoints(folder, group)
     if not paths:
         raise InputOutputError(f"{folder}: holds no checkpoint (files such as step-00000100.h5)")
+    best = ""
+    with together(group):
+        if group.rank == 0:
+            best = linked(folder, BEST)
     rows: list[dict[str, Any]] = []
     by_file: dict[str, str] = {}
     for path in paths:
@@ -116,6 +125,8 @@ def _inspect_folder(group: Group, target: Path, wish: InspectionWish, show: Call
             recorded = losses(structure.state)
             row["loss"] = recorded[-1].loss if recorded else None
             by_file[path.name] = loss_text(row["loss"]) if recorded else ""
+            if path.name == best:
+                row["evaluated"] = _evaluated(structure.state, row["step"])
         with together(group):
             if group.rank == 0 and path.exists():
                 status = path.stat()
@@ -126,28 +137,36 @@ def _inspect_folder(group: Group, target: Path, wish: InspectionWish, show: Call
     damaged = [row for row in rows if row["problems"]]
     if group.rank == 0:
         name = newest["file"] if newest else None
-        held = {"folder": str(folder), "newest": name, "checkpoints": rows}
-        show(_json(held) if wish.as_json else _folder_text(folder, rows, name, by_file))
+        held = {"folder": str(folder), "newest": name, "best": best or None, "checkpoints": rows}
+        show(_json(held) if wish.as_json else _folder_text(folder, rows, name, best, by_file))
     return EXIT_INPUT_OUTPUT if damaged else EXIT_DONE
 
 
+def _evaluated(state: Mapping[str, Any], step: object) -> dict[str, Any] | None:
+    """The loss for which a checkpoint is the best, and of what it is one; None where it does not tell."""
+    record = state.get(BEST)
+    if not isinstance(record, dict) or record.get("kept") != step:
+        return None
+    found = {"of": record.get("of"), "loss": record.get("kept_loss")}
+    return found if isinstance(found["of"], str) and isinstance(found["loss"], float) else None
+
+
 def _folder_text(
-    folder: Path, rows: list[dict[str, Any]], newest: str | None, by_file: dict[str, str]
+    folder: Path, rows: list[dict[str, Any]], newest: str | None, best: str, by_file: dict[str, str]
 ) -> str:
     """The table; `by_file` are the losses by file, where they are recorded."""
     cells = [("file", "step", "size", "written (UTC)", "loss", "")]
-    cells += [
-        (
-            row["file"],
-            str(row["step"]),
-            format_bytes(row["bytes"]),
-            row["written"].replace("T", " ").removesuffix("Z"),
-            by_file.get(row["file"], ""),
-            "damaged" if row["problems"] else "good, newest" if row["file"] == newest else "good",
-        )
-        for row in rows
-    ]
+    for row in rows:
+        marks = ["damaged" if row["problems"] else "good"]
+        marks += ["newest"] if row["file"] == newest else []
+        if row["file"] == best:
+            evaluated = row.get("evaluated")
+            marks.append(f"best ({evaluated['of']} {evaluated['loss']:.4f})" if evaluated else "best")
+        told = row["written"].replace("T", " ").removesuffix("Z"), by_file.get(row["file"], "")
+        cells.append((row["file"], str(row["step"]), format_bytes(row["bytes"]), *told, ", ".join(marks)))
     problems = [f"{row['file']}: {problem}" for row in rows for problem in row["problems"]]
+    if best and best not in (row["file"] for row in rows):
+        problems.append(f"{BEST}: leads to {escaped(best)}, which is not there")
     lines = [f"{folder}:", "", *fitted(cells, (0, 3, 5), columns())]
     return "\n".join([*lines, "", *problems] if problems else lines)
 

@@ -6,11 +6,12 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from hpctrain.checkpoint.names import BEST
 from hpctrain.deck.check_evaluation import watched_set
 from hpctrain.deck.schema import Deck
 from hpctrain.words import counted
 
-RECORD = "best"
+RECORD = BEST
 """Under which key a checkpoint's state holds it."""
 
 _KEPT = ("step", "loss", "waited", "kept", "kept_loss")

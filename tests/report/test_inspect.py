@@ -173,6 +173,35 @@ def test_a_folder_lists_its_checkpoints(
         told(group, tmp_path / "run", deck=True)
 
 
+def test_the_best_checkpoint_is_marked(group: Group, tmp_path: Path) -> None:
+    """As the link leads to it, with the loss that it tells of an evaluation."""
+    folder = tmp_path / "run" / "checkpoints"
+    folder.mkdir(parents=True)
+    record = {"of": "books", "step": 5, "loss": 1.25, "waited": 0, "kept": 5, "kept_loss": 1.25}
+    for step in (5, 10):
+        write(group, folder / f"step-{step:08d}.h5", step=step, best=record)
+    assert as_json(group, folder)[1]["best"] is None
+    assert "best" not in told(group, folder)[1].replace(str(folder), "")
+    (folder / "best").symlink_to("step-00000005.h5")
+    code, text = told(group, tmp_path / "run")
+    rows = [line.split(None, 7)[-1] for line in text.splitlines() if line.startswith("step-")]
+    assert (code, rows) == (0, ["good, newest", "good, best (books 1.2500)"])
+    found = as_json(group, folder)[1]
+    assert (found["best"], found["newest"]) == ("step-00000005.h5", "step-00000010.h5")
+    assert [row.get("evaluated") for row in found["checkpoints"]] == [None, {"of": "books", "loss": 1.25}]
+    code, text = told(group, folder / "best", verify=True)
+    assert code == 0 and f"{folder / 'best'} (step-00000005.h5): checkpoint" in " ".join(text.split())
+    assert told(group, folder / "best", other=folder / "step-00000005.h5")[0] == 0
+    assert as_json(group, folder / "best")[1]["leads_to"] == "step-00000005.h5"
+    for wrong in ({**record, "kept": 3}, {**record, "kept_loss": None}, {**record, "of": 3}, 7):
+        write(group, folder / "step-00000005.h5", step=5, best=wrong)
+        assert "good, best" in told(group, folder)[1] and "best (" not in told(group, folder)[1]
+    (folder / "step-00000005.h5").unlink()
+    assert told(group, folder)[1].endswith("\nbest: leads to step-00000005.h5, which is not there")
+    with pytest.raises(InputOutputError, match="best: leads to step-00000005"):
+        told(group, folder / "best")
+
+
 @pytest.mark.mpi(min_size=1)
 def test_two_files_beside_each_other(world: World, mpi_tmp_path: Path) -> None:
     group = world.everyone
