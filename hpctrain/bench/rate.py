@@ -8,7 +8,7 @@ layout; nothing is kept.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from math import isfinite, nan
@@ -21,10 +21,12 @@ import torch
 from hpctrain.bench.timing import write_json
 from hpctrain.checkpoint.exchange.source import settled_keys
 from hpctrain.comm.world import World
+from hpctrain.deck.figures import TRAINING, Figure, figure_of
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.corpus import open_corpus, settle_vocabulary
+from hpctrain.engine.corpus import Corpus, open_corpus, settle_vocabulary
 from hpctrain.engine.functions import with_functions
+from hpctrain.engine.held_out import open_held_out
 from hpctrain.errors import HpctrainError
 from hpctrain.optim.schedule import LearningRate
 from hpctrain.report.rate import draw_rates
@@ -46,13 +48,15 @@ _ROWS = 24
 @dataclass(frozen=True)
 class RateWish:
     """Rates from `first` to `last` in so many `steps`; `window` losses make a smoothed one, by default a
-    tenth of the steps.
+    tenth of the steps. `figure` is what counts as loss: that of training, or one of an evaluation after each
+    step.
     """
 
     first: float = 1e-6
     last: float = 1.0
     steps: int = 100
     window: int | None = None
+    figure: str = TRAINING
 
     @property
     def averaged(self) -> int:
@@ -124,6 +128,7 @@ def bench_rate(
         if deck.communication.server != "none":
             sentence = 'has steps of each worker, and no common rate to be tried ("none" would do here)'
             raise HpctrainError(deck.problem("communication.server", sentence))
+        wanted = figure_of(deck, wish.figure)
     deck, _ = choose_layout(world, deck)
     torch.set_num_threads(deck.run.threads)
     world.use_device(deck.run.device)
@@ -134,9 +139,10 @@ def bench_rate(
     deck = with_functions(settle_vocabulary(steady(deck), corpus), world)
     trainer = new_trainer(world, deck, corpus.train)
     try:
+        judge = _judge(deck, trainer, corpus, wanted, wish.figure) if wanted.of else None
         if deck.model.source is not None:
             start_from_source(deck, trainer.engine)
-        figures = rise(trainer, wish, tell=world.rank == 0)
+        figures = rise(trainer, wish, tell=world.rank == 0, judge=judge)
     finally:
         trainer.engine.close()
         corpus.close()
@@ -153,7 +159,20 @@ def bench_rate(
             if picture is not None:
                 points = figures.points
                 losses = [(each.rate, each.loss, each.smoothed) for each in points]
-                draw_rates(picture, deck.run.title, losses, figures.suggestion)
+                draw_rates(picture, deck.run.title, losses, figures.suggestion, wanted.words)
+
+
+def _judge(deck: Deck, trainer: Trainer, corpus: Corpus, wanted: Figure, name: str) -> Callable[[], float]:
+    """What evaluates the figure. Collective, as are its calls; HpctrainError where there is none."""
+    world = trainer.engine.world
+    [held_out] = [each for each in open_held_out(deck, world, corpus) if each.name == wanted.of]
+    if wanted.kind not in held_out.figures(1.0):
+        raise HpctrainError(
+            f"--figure {name}: nothing tells how many bytes of text the tokens of the set are"
+        )
+    return lambda: held_out.figures(trainer.evaluate(held_out.batches, held_out.sequences)["loss"])[
+        wanted.kind
+    ]
 
 
 def steady(deck: Deck) -> Deck:
@@ -165,9 +184,11 @@ def steady(deck: Deck) -> Deck:
     )
 
 
-def rise(trainer: Trainer, wish: RateWish, tell: bool = False) -> RateFigures:
-    """Train at rising rates until the last one, or until the loss diverges. Collective; with `tell`, a line
-    is printed now and then.
+def rise(
+    trainer: Trainer, wish: RateWish, tell: bool = False, judge: Callable[[], float] | None = None
+) -> RateFigures:
+    """Train at rising rates until the last one, or until the loss diverges: that of the step, or what `judge`
+    finds after it. Collective; with `tell`, a line is printed now and then.
     """
     factor = (wish.last / wish.first) ** (1 / (wish.steps - 1))
     rate = trainer.engine.learning_rate
@@ -178,15 +199,15 @@ def rise(trainer: Trainer, wish: RateWish, tell: bool = False) -> RateFigures:
     for step in range(1, wish.steps + 1):
         result = trainer.train_step()
         rates.append(result.learning_rate)
-        losses.append(result.loss)
-        if not isfinite(result.loss):
+        losses.append(result.loss if judge is None or not isfinite(result.loss) else judge())
+        if not isfinite(losses[-1]):
             ended = f"the loss was not finite at rate {rates[-1]:.3g}"
             break
         if diverged(losses, wish.averaged):
             ended = f"the loss diverged at rate {rates[-1]:.3g}"
             break
         if tell and step % max(1, wish.steps // 10) == 0:
-            print(f"{step} of {wish.steps}: rate {rates[-1]:.3g}, loss {losses[-1]:.4f}", flush=True)
+            print(f"{step} of {wish.steps}: rate {rates[-1]:.3g}, {wish.figure} {losses[-1]:.4f}", flush=True)
     trainer.engine.learning_rate = rate
     points = list(map(Point, rates, losses, centred(losses, wish.averaged)))
     return RateFigures(points, steepest(points, wish.averaged // 2), ended)
@@ -230,7 +251,8 @@ def told(figures: RateFigures, wish: RateWish, deck: Deck) -> list[str]:
     points = figures.points
     shown = np.unique(np.linspace(0, len(points) - 1, min(_ROWS, len(points))).astype(int)).tolist()
     least = min(points, key=lambda point: (not isfinite(point.smoothed), point.smoothed))
-    rows = [["step", "rate", "loss", "smoothed", ""]]
+    figure = figure_of(deck, wish.figure).words
+    rows = [["step", "rate", figure, "smoothed", ""]]
     marks = {figures.suggestion: "steepest", least.rate: "least"}
     shown = sorted({*shown, *(number for number, point in enumerate(points) if point.rate in marks)})
     for number in shown:

@@ -277,6 +277,13 @@ def mup(
 @click.option(
     "--window", type=int, metavar="N", help="Losses of which a smoothed one is the mean.  [default: a tenth]"
 )
+@click.option(
+    "--figure",
+    default="loss",
+    show_default=True,
+    metavar="NAME",
+    help="Evaluate a set (as checkpoint.keep_best has it) after each step, and go by that.",
+)
 @click.option("--plot", "picture", type=PATH, metavar="FILE", help="Draw the losses, as PNG.")
 @figures_file
 def rate(

@@ -31,6 +31,11 @@ PATH = click.Path(path_type=Path)
 @click.option("--show", "show_only", is_flag=True, help="Train nothing: tell what came of the runs so far.")
 @click.option("--plot", "picture", type=PATH, metavar="FILE", help="Draw losses over the values, as PNG.")
 @click.option("--json", "output", type=PATH, metavar="FILE", help="Write the table to a file too.")
+@click.option(
+    "--figure",
+    metavar="NAME",
+    help="Least of the best run: a set, as checkpoint.keep_best has it, or loss.  [default: validation]",
+)
 @click.option("--slurm", "script_file", type=PATH, metavar="FILE", help="Train nothing: write an array job.")
 @click.option("--nodes", type=click.IntRange(1), default=1, show_default=True, help="Of a run (--slurm).")
 @click.option("--time", metavar="T", help='Of a job (--slurm): "2 h" or 2:00:00.')

@@ -16,6 +16,11 @@ from hpctrain.words import either, nearest
 _SETS = "evaluation.sets"
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
+NOTHING_EVALUATED = (
+    "goes by evaluations, but nothing is evaluated (data.validation = 0.01 would be, or sets [[evaluation]])"
+)
+"""What is wrong with what names a set where there is none."""
+
 
 def set_names(deck: Deck) -> list[str]:
     """The sets that a run of the deck is evaluated on, the held-out share first."""
@@ -63,12 +68,16 @@ def _followed(deck: Deck, names: list[str]) -> Iterator[Problem]:
     asked = {"checkpoint.keep_best": best is not None, "run.patience": deck.run.patience > 0}
     for key in (key for key, wanted in asked.items() if wanted):
         if not names:
-            sentence = "goes by evaluations, but nothing is evaluated (data.validation = 0.01 would be, or "
-            yield Problem(key, f"{sentence}sets [[evaluation]])", others)
+            yield Problem(key, NOTHING_EVALUATED, others)
         elif not deck.run.evaluate_every:
             sentence = "compares evaluations, but there is one alone, at the end (run.evaluate_every = 100"
             yield Problem(key, f"{sentence} makes more)", others)
     if best is not None and names and best not in names:
-        near = nearest(best, names)
-        would = f"did you mean {toml_value(near)}?" if near else f"{either(list(map(toml_value, names)))} is"
-        yield Problem("checkpoint.keep_best", f"names no set that is evaluated ({would})", others)
+        yield Problem("checkpoint.keep_best", unknown_set(best, names), others)
+
+
+def unknown_set(name: str, names: list[str]) -> str:
+    """What is wrong with a name that is none of the sets."""
+    near = nearest(name, names)
+    would = f"did you mean {toml_value(near)}?" if near else f"{either(list(map(toml_value, names)))} is"
+    return f"names no set that is evaluated ({would})"

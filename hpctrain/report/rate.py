@@ -18,20 +18,22 @@ Losses = Sequence[tuple[float, float, float]]
 _DOTS_PER_INCH = 150
 
 
-def draw_rates(path: Path, title: str, losses: Losses, suggestion: float | None) -> None:
+def draw_rates(
+    path: Path, title: str, losses: Losses, suggestion: float | None, figure: str = "loss"
+) -> None:
     """Write the picture; HpctrainError without matplotlib, InputOutputError where it cannot be written."""
     with failing_as(f"{path}: the picture cannot be written"), drawing():
-        picture(title, losses, suggestion).savefig(path, dpi=_DOTS_PER_INCH, format="png")
+        picture(title, losses, suggestion, figure).savefig(path, dpi=_DOTS_PER_INCH, format="png")
 
 
-def picture(title: str, losses: Losses, suggestion: float | None) -> Figure:
+def picture(title: str, losses: Losses, suggestion: float | None, figure_name: str = "loss") -> Figure:
     """The loss over the logarithm of the rate, faint, the smoothed one, and the rate that is suggested."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     rates, loss, smoothed = zip(*losses, strict=True)
-    axes.plot(rates, loss, color="C0", alpha=0.35, linewidth=0.9, label="loss")
+    axes.plot(rates, loss, color="C0", alpha=0.35, linewidth=0.9, label=drawable(figure_name))
     axes.plot(rates, smoothed, color="C0", linewidth=1.8, label="smoothed")
     if suggestion is not None:
         axes.axvline(
@@ -40,7 +42,7 @@ def picture(title: str, losses: Losses, suggestion: float | None) -> Figure:
     axes.set_xscale("log")
     axes.set_title(f"Learning rate: {drawable(title)}", fontsize=14, loc="left", pad=10)
     axes.set_xlabel("learning rate", fontsize=12)
-    axes.set_ylabel("loss", fontsize=12)
+    axes.set_ylabel(drawable(figure_name), fontsize=12)
     axes.tick_params(labelsize=11)
     axes.grid(color="#dddddd", linewidth=0.7)
     axes.set_axisbelow(True)

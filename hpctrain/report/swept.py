@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
+from math import isfinite, nan
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,26 +21,31 @@ _DECADES_APART = 10
 
 @dataclass(frozen=True)
 class SweptRun:
-    """A run: its values by key, as written, its loss and its validation loss, nan where there is none."""
+    """A run: its values by key, as written, its loss, its validation loss and the figure that is wanted, nan
+    where there is none.
+    """
 
     values: Mapping[str, str]
     loss: float
     validation: float
+    wanted: float = nan
 
 
-def draw_sweep(path: Path, title: str, runs: Sequence[SweptRun]) -> None:
+def draw_sweep(path: Path, title: str, runs: Sequence[SweptRun], wanted: str = "") -> None:
     """Write the picture; HpctrainError without matplotlib or where no run has a loss, InputOutputError where
     it cannot be written.
     """
+    if wanted and not any(isfinite(run.wanted) for run in runs):
+        raise HpctrainError(f"{path}: there is nothing to draw before a run of the sweep has a {wanted}")
     if not any(isfinite(run.loss) for run in runs):
         raise HpctrainError(f"{path}: there is nothing to draw before a run of the sweep has a loss")
     with failing_as(f"{path}: the picture cannot be written"), drawing():
-        picture(title, runs).savefig(path, dpi=_DOTS_PER_INCH, format="png")
+        picture(title, runs, wanted).savefig(path, dpi=_DOTS_PER_INCH, format="png")
 
 
-def picture(title: str, runs: Sequence[SweptRun]) -> Figure:
-    """The validation loss of each run, or its loss where not all have one, over its first key; runs whose
-    other values are the same are a line.
+def picture(title: str, runs: Sequence[SweptRun], wanted: str = "") -> Figure:
+    """The figure of each run that is `wanted`, else its validation loss, or its loss where not all have one,
+    over its first key; runs whose other values are the same are a line.
     """
     from matplotlib.figure import Figure
 
@@ -62,7 +67,7 @@ def picture(title: str, runs: Sequence[SweptRun]) -> Figure:
             value = run.values.get(first, "")
             number = numbers[value]
             place = number if numeric and number is not None else float(texts.index(value))
-            points.append((place, run.validation if validated else run.loss))
+            points.append((place, run.wanted if wanted else run.validation if validated else run.loss))
         points.sort()
         axes.plot(
             [x for x, _ in points],
@@ -78,7 +83,8 @@ def picture(title: str, runs: Sequence[SweptRun]) -> Figure:
         axes.set_xticks(range(len(texts)), [drawable(text) for text in texts])
     axes.set_title(f"Sweep: {drawable(title)}", fontsize=14, loc="left", pad=10)
     axes.set_xlabel(drawable(first), fontsize=12)
-    axes.set_ylabel("validation loss" if validated else "loss, mean of the last tenth", fontsize=12)
+    label = "validation loss" if validated else "loss, mean of the last tenth"
+    axes.set_ylabel(drawable(wanted) or label, fontsize=12)
     axes.tick_params(labelsize=11)
     axes.grid(color="#dddddd", linewidth=0.7)
     axes.set_axisbelow(True)

@@ -16,6 +16,7 @@ from hpctrain.bench.rate import (
     Point,
     RateFigures,
     RateWish,
+    RisingRate,
     bench_rate,
     centred,
     diverged,
@@ -25,7 +26,9 @@ from hpctrain.bench.rate import (
     told,
 )
 from hpctrain.comm.world import World
+from hpctrain.data.batches import Batches
 from hpctrain.data.prepare import prepare
+from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.errors import HpctrainError
 from hpctrain.report.rate import picture
 from tests.engines import reference, small_deck, trainer
@@ -101,6 +104,23 @@ def test_smoothed_losses_are_means_around_each() -> None:
     assert centred([1.0, 2.0, 6.0, 4.0, 9.0], 3) == [1.0, 3.0, 4.0, 19 / 3, 9.0]
     assert centred([1.0, 2.0], 1) == [1.0, 2.0]
     assert centred([1.0, 3.0, nan], 3)[:2] == [1.0, 3.0]
+
+
+@pytest.mark.mpi(min_size=1, max_size=2)
+def test_a_figure_of_a_set_is_that_of_its_evaluation(world: World) -> None:
+    """After each step, which it does not change."""
+    deck = steady(small_deck(*SGD))
+    batches = Batches(SyntheticSource(deck.batch.sequence, deck.model.vocabulary or 0, seed=5), 1)
+    trained, other = trainer(world, deck), trainer(world, deck)
+    wish = RateWish(1e-3, 1e-1, 10)
+    figures = rise(trained, wish, judge=lambda: trained.evaluate(batches, 6)["loss"])
+    expected = []
+    other.engine.learning_rate = RisingRate(**{**vars(other.engine.learning_rate), "peak": 1e-3}, factor=1.0)
+    for rate in np.geomspace(1e-3, 1e-1, 10):
+        other.engine.learning_rate = RisingRate(**{**vars(other.engine.learning_rate), "peak": float(rate)})
+        other.train_step()
+        expected.append(other.evaluate(batches, 6)["loss"])
+    assert [point.loss for point in figures.points] == pytest.approx(expected, rel=1e-6)
 
 
 def test_what_diverges_is_far_above_the_least_or_the_first() -> None:

@@ -9,12 +9,15 @@ from math import isfinite, nan
 import numpy as np
 
 from hpctrain.characters import escaped
+from hpctrain.deck.evaluation import VALIDATION
+from hpctrain.deck.figures import Figure, figure_of
 from hpctrain.errors import EXIT_AGAIN, EXIT_DONE, HpctrainError
 from hpctrain.report.series import metrics
 from hpctrain.report.swept import SweptRun
 from hpctrain.table import fitted
 from hpctrain.train.sweep.variants import Sweep, Variant
 from hpctrain.units import format_count
+from hpctrain.watch.metrics import evaluation_keys
 from hpctrain.watch.statuses import read_status
 
 _SHARE = 0.1  # of the steps, the last ones, of whose losses the mean is told
@@ -23,7 +26,7 @@ _SHARE = 0.1  # of the steps, the last ones, of whose losses the mean is told
 @dataclass(frozen=True)
 class Result:
     """A run: its state in a word, steps done, mean loss of the last tenth of them, the last validation loss,
-    and the median of tokens/s; nan where there is none.
+    the median of tokens/s, and the figure that is `wanted`; nan where there is none.
     """
 
     variant: Variant
@@ -32,6 +35,7 @@ class Result:
     loss: float = nan
     validation: float = nan
     tokens_per_s: float = nan
+    wanted: float = nan
 
     @property
     def done(self) -> bool:
@@ -39,12 +43,30 @@ class Result:
         return self.state == "done"
 
 
-def results_of(sweep: Sweep, codes: Mapping[str, int] | None = None) -> list[Result]:
+def wanted_figure(sweep: Sweep, name: str | None) -> Figure | None:
+    """The figure of that name; HpctrainError where a run of the sweep has none."""
+    if name is None:
+        return None
+    problems: list[str] = []
+    found = Figure()
+    for each in sweep.variants:
+        try:
+            found = figure_of(each.deck, name)
+        except HpctrainError as error:
+            problems += error.problems
+    if problems:
+        raise HpctrainError(list(dict.fromkeys(problems)))
+    return found
+
+
+def results_of(
+    sweep: Sweep, codes: Mapping[str, int] | None = None, wanted: Figure | None = None
+) -> list[Result]:
     """The results of all runs of a sweep, as their folders tell; `codes` are those of runs that ended now."""
-    return [_result(each, {} if codes is None else codes) for each in sweep.variants]
+    return [_result(each, {} if codes is None else codes, wanted) for each in sweep.variants]
 
 
-def _result(variant: Variant, codes: Mapping[str, int]) -> Result:
+def _result(variant: Variant, codes: Mapping[str, int], wanted: Figure | None) -> Result:
     code = codes.get(variant.name, EXIT_DONE)
     try:
         status = read_status(variant.folder)
@@ -57,13 +79,20 @@ def _result(variant: Variant, codes: Mapping[str, int]) -> Result:
     if code not in (EXIT_DONE, EXIT_AGAIN) and state != "done":
         state = "failed"
     count = len(columns["step"])
+    loss, figure = _mean(columns.get("loss"), max(1, round(_SHARE * count))), nan
+    if wanted is not None and wanted.of:
+        [key] = evaluation_keys({wanted.of: {wanted.kind: nan}})
+        figure = _last(columns.get(key))
+    elif wanted is not None:
+        figure = loss
     return Result(
         variant,
         state,
         int(columns["step"][-1]) if count else 0,
-        _mean(columns.get("loss"), max(1, round(_SHARE * count))),
+        loss,
         _last(columns.get("validation_loss")),
         float(np.median(columns["tokens_per_s"])) if count and "tokens_per_s" in columns else nan,
+        figure,
     )
 
 
@@ -77,28 +106,44 @@ def _last(losses: np.ndarray | None) -> float:
     return float(known[-1]) if len(known) else nan
 
 
-def best_of(results: Sequence[Result]) -> Result | None:
-    """The run with the least validation loss where all that are done have one, else with the least loss."""
+def best_of(results: Sequence[Result], wanted: Figure | None = None) -> Result | None:
+    """The run with the least of the figure that is wanted; without one, with the least validation loss where
+    all that are done have one, else with the least loss.
+    """
     done = [each for each in results if each.done]
+    if wanted is not None:
+        known = [each for each in done if isfinite(each.wanted)]
+        return min(known, key=lambda each: each.wanted, default=None)
     validated = bool(done) and all(isfinite(each.validation) for each in done)
     known = [each for each in done if isfinite(each.validation if validated else each.loss)]
     return min(known, key=lambda each: each.validation if validated else each.loss, default=None)
 
 
-def result_lines(sweep: Sweep, results: Sequence[Result], width: int | None) -> list[str]:
+def result_lines(
+    sweep: Sweep, results: Sequence[Result], width: int | None, wanted: Figure | None = None
+) -> list[str]:
     """The table, in the order of the command, and the best run."""
-    best = best_of(results)
-    head = (*sweep.keys, "state", "step", "loss", "validation", "tokens/s", "")
-    rows = [head, *(_row(each, sweep.keys, each is best) for each in results)]
+    best = best_of(results, wanted)
+    more = wanted is not None and wanted not in _COLUMNS
+    head = (*sweep.keys, "state", "step", *([wanted.words] if wanted is not None and more else []))
+    head = (*head, "loss", "validation", "tokens/s", "")
+    rows = [head, *(_row(each, sweep.keys, each is best, more) for each in results)]
     left = (*range(len(sweep.keys) + 1), len(head) - 1)
     lines = fitted(rows, left, width)
     if best is not None:
         lines += ["", f"best: {best.variant.folder}"]
+    elif wanted is not None and any(each.done for each in results):
+        lines += ["", f"best: none, as no run that is done has a {wanted.words}"]
     return lines
 
 
-def _row(result: Result, keys: Sequence[str], best: bool) -> tuple[str, ...]:
-    losses = (f"{each:.4f}" if isfinite(each) else "" for each in (result.loss, result.validation))
+_COLUMNS = (Figure(), Figure(VALIDATION))
+"""Figures that the table has always."""
+
+
+def _row(result: Result, keys: Sequence[str], best: bool, more: bool) -> tuple[str, ...]:
+    figures = (*([result.wanted] if more else []), result.loss, result.validation)
+    losses = (f"{each:.4f}" if isfinite(each) else "" for each in figures)
     rate = format_count(result.tokens_per_s) if isfinite(result.tokens_per_s) else ""
     step = f"{result.step}/{result.variant.deck.run.steps}"
     values = (result.variant.values[key] for key in keys)
@@ -107,4 +152,8 @@ def _row(result: Result, keys: Sequence[str], best: bool) -> tuple[str, ...]:
 
 def swept_runs(results: Sequence[Result]) -> list[SweptRun]:
     """What a picture shows of them."""
-    return [SweptRun(each.variant.values, each.loss, each.validation) for each in results if each.step]
+    return [
+        SweptRun(each.variant.values, each.loss, each.validation, each.wanted)
+        for each in results
+        if each.step
+    ]

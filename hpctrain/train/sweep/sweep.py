@@ -14,7 +14,14 @@ from hpctrain.job.ranks import Job, plan_job
 from hpctrain.job.wish import Wish
 from hpctrain.report.swept import draw_sweep
 from hpctrain.report.terminal import columns
-from hpctrain.train.sweep.results import Result, result_lines, results_of, swept_runs
+from hpctrain.train.sweep.results import (
+    Result,
+    best_of,
+    result_lines,
+    results_of,
+    swept_runs,
+    wanted_figure,
+)
 from hpctrain.train.sweep.slots import slots_of, train_all
 from hpctrain.train.sweep.variants import Sweep, Variant, make_sweep, record
 from hpctrain.words import require
@@ -34,11 +41,13 @@ def sweep_deck(
     show_only: bool,
     picture: Path | None,
     output: Path | None,
+    figure: str | None,
     show: Told,
 ) -> int:
     """Train all runs of a sweep on this machine, but those that are done, and `show` what came of them; the
     exit code: 0 where all are done, 1 where one failed, 75 where some were stopped. With `show_only` nothing
-    is trained, and it is 0. HpctrainError with all that is wrong with a run, before any begins.
+    is trained, and it is 0. The best run is that with the least `figure`. HpctrainError with all that is
+    wrong with a run, before any begins.
     """
     for file in (picture, output):
         if file is not None:
@@ -46,6 +55,7 @@ def sweep_deck(
     if picture is not None:
         require("matplotlib", "drawing pictures")
     sweep = make_sweep(path, arguments, ranks, name)
+    wanted = wanted_figure(sweep, figure)
     codes: Mapping[str, int] = {}
     if not show_only:
         refuse_ranks(os.environ)
@@ -57,12 +67,16 @@ def sweep_deck(
             most = max(each.deck.run.threads for each in left)
             free = slots_of(slots, ranks, most, _cores(), _gpus(left[0].deck.run.device))
             codes = train_all(path, left, ranks, free[: len(left)], show)
-    results = results_of(sweep, codes)
-    show("\n".join(result_lines(sweep, results, columns())))
+    results = results_of(sweep, codes, wanted)
+    show("\n".join(result_lines(sweep, results, columns(), wanted)))
     if output is not None:
-        output.write_text(strict_json({"runs": [_told(each) for each in results]}, indent=1) + "\n")
+        best = best_of(results, wanted)
+        told = {"best": None if best is None else str(best.variant.folder), "figure": figure}
+        runs = [_told(each) | ({} if wanted is None else {"figure": each.wanted}) for each in results]
+        output.write_text(strict_json({**told, "runs": runs}, indent=1) + "\n")
     if picture is not None:
-        draw_sweep(picture, sweep.folder.name, swept_runs(results))
+        words = "" if wanted is None else wanted.words
+        draw_sweep(picture, sweep.folder.name, swept_runs(results), words)
     if show_only or all(each.done for each in results):
         return EXIT_DONE
     return EXIT_DIFFERENT if any(each.state in ("failed", "lost") for each in results) else EXIT_AGAIN

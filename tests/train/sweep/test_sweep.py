@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from math import nan
+from math import exp, nan
 from pathlib import Path
 
 import pytest
@@ -27,7 +27,7 @@ from hpctrain.job.script import script
 from hpctrain.job.wish import Wish
 from hpctrain.report.rows import read_metrics
 from hpctrain.report.swept import SweptRun, picture
-from hpctrain.train.sweep.results import Result, best_of, result_lines
+from hpctrain.train.sweep.results import Result, best_of, result_lines, swept_runs, wanted_figure
 from hpctrain.train.sweep.slots import slots_of
 from hpctrain.train.sweep.sweep import sweep_job
 from hpctrain.train.sweep.variants import make_sweep, record, recorded, split_values
@@ -165,7 +165,7 @@ def test_one_that_fails_stops_no_other_and_is_tried_again(tokens: Path) -> None:
     assert row[1:4] == ["done", "4/4", f"{losses[-1]:.4f}"] and row[-1] == "best" and float(row[4]) > 0
     trained = (folder / "tokens=tokens.h5/metrics.jsonl").stat().st_mtime_ns
     shutil.copy("tokens.h5", "away.h5")
-    again = ["deck.toml", *sets, "--plot", "a.png", "--json", "a.json"]
+    again = ["deck.toml", *sets, "--plot", "a.png", "--json", "a.json", "--figure", "validation/perplexity"]
     done = runner.invoke(command, again, standalone_mode=False)
     assert done.exception is None and done.return_value == 0, done.output
     assert "1 of 2 runs are done already" in done.output and "tokens=tokens.h5: begun" not in done.output
@@ -174,6 +174,8 @@ def test_one_that_fails_stops_no_other_and_is_tried_again(tokens: Path) -> None:
     runs = json.loads(Path("a.json").read_text())["runs"]
     assert [run["state"] for run in runs] == ["done", "done"] and runs[0]["loss"] == runs[1]["loss"]
     assert runs[0]["values"] == {"data.tokens": "tokens.h5"}
+    assert runs[0]["figure"] == pytest.approx(exp(runs[0]["validation_loss"])) == runs[1]["figure"]
+    assert "validation perplexity" in done.output and "best: runs/small-sweep/" in done.output
     done = runner.invoke(command, [*again[:5], "--show"], standalone_mode=False)
     assert done.return_value == 0 and "begun" not in done.output and "best: runs/small-sweep/" in done.output
 
@@ -234,6 +236,46 @@ def test_the_best_run_is_that_of_the_least_validation_loss(deck: Path) -> None:
     assert lines[0].split() == ["run.seed", "state", "step", "loss", "validation", "tokens/s"]
     assert lines[2].split() == ["2", "done", "4/4", "2.5000", "2.5000", "best"]
     assert lines[-1] == "best: runs/small-sweep/seed=2"
+
+
+def test_the_best_run_is_that_of_the_figure_that_is_wanted(deck: Path) -> None:
+    sweep = make_sweep(deck, ["run.seed=1,2,3"], 1, None)
+    one, two, three = sweep.variants
+    rows = [
+        Result(one, "done", 4, 2.0, 3.0, wanted=1.5),
+        Result(two, "done", 4, 2.5, 2.5, wanted=nan),
+        Result(three, "done", 4, 2.2, 2.6, wanted=1.25),
+    ]
+    wanted = wanted_figure(sweep, "validation/bits_per_byte")
+    assert best_of(rows, wanted) is rows[2] and best_of(rows[1:2], wanted) is None
+    lines = result_lines(sweep, rows, None, wanted)
+    assert lines[0].split()[3:6] == ["validation", "bits/byte", "loss"]
+    assert lines[3].split() == ["3", "done", "4/4", "1.2500", "2.2000", "2.6000", "best"]
+    assert result_lines(sweep, rows[1:2], None, wanted)[-1].startswith("best: none, as no run that is done")
+    (axes,) = picture("a", swept_runs(rows), "validation bits/byte").axes
+    assert axes.get_ylabel() == "validation bits/byte" and [*axes.lines[0].get_ydata()][::2] == [1.5, 1.25]
+
+
+@pytest.mark.parametrize(
+    ("figure", "sets", "told"),
+    [
+        ("valdation", (), '--figure valdation: names no set that is evaluated (did you mean "validation"?)'),
+        ("xyz", (), '--figure xyz: names no set that is evaluated ("validation" is)'),
+        (
+            "validation/accuracy",
+            (),
+            "--figure validation/accuracy: is no figure of an evaluation (validation,",
+        ),
+        ("validation", ("data.validation=0", "run.evaluate_every=0"), "but nothing is evaluated"),
+    ],
+)
+def test_a_figure_that_there_is_not_is_told_before_any_run(
+    deck: Path, figure: str, sets: tuple[str, ...], told: str
+) -> None:
+    words = ["deck.toml", "--set", "run.seed=1,2", *(word for each in sets for word in ("--set", each))]
+    done = CliRunner().invoke(command, [*words, "--figure", figure], standalone_mode=False)
+    assert told in str(done.exception) and isinstance(done.exception, HpctrainError)
+    assert len(done.exception.problems) == 1 and not Path("runs").exists()
 
 
 def test_the_picture_has_a_line_for_other_values() -> None:
