@@ -33,9 +33,14 @@ SECONDS_BETWEEN_LINES = 30.0
     show_default=True,
     help="Where .jsonl and .parquet have the text.",
 )
+@click.option(
+    "--shard-bytes",
+    metavar="SIZE",
+    help='Make files OUT-00000.h5, ... of so much, as "100 MB"; a document stays whole.',
+)
 @click.option("--binary", is_flag=True, help="Take files that are binary or not UTF-8, too.")
 @click.option("--force", "replace", is_flag=True, help="Replace OUT if it exists.")
-def command(out: Path, paths: tuple[str, ...], **choices: Any) -> None:
+def command(out: Path, paths: tuple[str, ...], shard_bytes: str | None, **choices: Any) -> None:
     """Make the token file OUT (HDF5) of text files and folders, alone or under mpirun or srun.
 
     A file is one document, a .jsonl file one document a line; both may be compressed (.gz, .zst). Of a
@@ -53,15 +58,27 @@ def command(out: Path, paths: tuple[str, ...], **choices: Any) -> None:
     from hpctrain.comm.verb import run_verb
     from hpctrain.comm.world import World
     from hpctrain.data.prepare import prepare
+    from hpctrain.units import UnitError, parse_bytes
+    from hpctrain.words import counted
+
+    try:
+        most = None if shard_bytes is None else parse_bytes(shard_bytes)
+    except UnitError as error:
+        raise click.UsageError(f"--shard-bytes {shard_bytes}: {error}") from None
+    if most is not None and most < 1:
+        raise click.UsageError(f"--shard-bytes {shard_bytes}: must be at least 1 B")
 
     def work(world: World) -> None:
         with Display(visible=world.rank == 0) as display:
-            made = prepare(world, out, paths, **choices, say=display.say, report=display.report)
+            made = prepare(
+                world, out, paths, shard_bytes=most, **choices, say=display.say, report=display.report
+            )
         if world.rank == 0:
             files = "1 file" if made.files == 1 else f"{made.files} files"
+            shards = "" if most is None else f"in {counted(made.shards, 'token file')}, "
             click.echo(
                 f"{made.path}: {made.tokens} tokens of {made.documents} documents, "
-                f"vocabulary {made.vocabulary}, from {made.size} bytes in {files}, "
+                f"vocabulary {made.vocabulary}, {shards}from {made.size} bytes in {files}, "
                 f"{made.seconds:.1f} s"
             )
 

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hpctrain
+from hpctrain.data.shard_files import ShardFiles, slices_of
+from hpctrain.data.shards import MOST_FILES
 from hpctrain.data.sources import BINARY, LeftOut, TextSource, find_sources, printable, raise_all
 from hpctrain.data.text import (
     PIECE,
@@ -31,7 +33,7 @@ from hpctrain.data.text import (
 )
 from hpctrain.data.token_part import TokenPart, part_path, remove_others
 from hpctrain.data.tokenizer import BYTES, Tokenizer
-from hpctrain.data.write import Report, write_tokens
+from hpctrain.data.write import Report, write_files, write_tokens
 from hpctrain.errors import HpctrainError
 from hpctrain.files import check_output
 from hpctrain.words import counted
@@ -42,7 +44,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What was made of what: `files` of `size` bytes on the disk, in `seconds`."""
+    """What was made of what: `shards` token files, of which `path` is the name or the pattern, of `files` of
+    `size` bytes on the disk, in `seconds`.
+    """
 
     path: Path
     files: int
@@ -51,6 +55,7 @@ class Prepared:
     tokens: int
     vocabulary: int
     seconds: float
+    shards: int = 1
 
 
 # Called on rank 0 with a line of what the user should know.
@@ -68,6 +73,7 @@ def prepare(
     text_key: str = "text",
     replace: bool = False,
     binary: bool = False,
+    shard_bytes: int | None = None,
     say: Say = lambda _: None,
     report: Report = lambda *_: None,
     piece_bytes: int = PIECE,
@@ -78,18 +84,25 @@ def prepare(
     from the text instead (on rank 0: its time does not shrink with ranks). Files that are binary, or not
     UTF-8, are refused if named and else left out, unless `binary`: then the tokenizer "bytes" takes their
     bytes, and others U+FFFD for what is no text. An existing `out` is only replaced if asked
-    to, and stays what it is until the new file is complete. Every error is an HpctrainError, the same on
-    all ranks, and leaves no file behind; a process that is ended does, for the next one to go on from.
+    to, and stays what it is until the new file is complete. With `shard_bytes` there are several files of
+    so many bytes of tokens at most, but where a document has more, as ShardFiles names them. Every error is
+    an HpctrainError, the same on all ranks, and leaves no file behind; a process that is ended does, for the
+    next one to go on from.
     """
     begun = time.perf_counter()
     sources: list[TextSource] = []
     left = LeftOut()
+    shards = None if shard_bytes is None else ShardFiles(out)
     with world.agreement():
         if world.rank == 0:
-            check_output(out, replace)
+            if shards is None:
+                check_output(out, replace)
+            else:
+                shards.check(replace)
+                shards.remove_left()
             out.parent.mkdir(parents=True, exist_ok=True)
             remove_others(out, world.size)
-            sources, left = find_sources(paths, globs, without=[out])
+            sources, left = find_sources(paths, globs, without=[out] if shards is None else shards.present())
     rows = world.everyone.broadcast_object([[source.path, source.size, source.named] for source in sources])
     sources = [TextSource(*row) for row in rows]
     faults = _examine(world, cut_into_pieces(sources, piece_bytes), report)
@@ -116,15 +129,25 @@ def prepare(
             say(f"goes on where it was ended: {before} of {counted(len(pieces), 'piece')} of text are tokens")
         with world.agreement():
             _tokenize(mine[done:], used, text_key, part, report)
-        header = write_tokens(world, out, part, used, ", ".join([*paths, *globs]), report)
+        source = ", ".join([*paths, *globs])
+        if shards is None or shard_bytes is None:
+            headers = [write_tokens(world, out, part, used, source, report)]
+        else:
+            slices = slices_of(world, part, shard_bytes)
+            with world.agreement():
+                outs = shards.paths(len(slices))
+            headers = write_files(world, outs, slices, used, source, report, shards.place)
+    if len(headers) > MOST_FILES and world.rank == 0:
+        say(f"a run reads {MOST_FILES} files at most, and these are {len(headers)}: larger ones are fewer")
     return Prepared(
-        path=out,
+        path=out if shards is None else shards.pattern,
         files=len(sources),
         size=sum(source.size for source in sources),
-        documents=header.documents,
-        tokens=header.tokens,
-        vocabulary=header.vocabulary,
+        documents=sum(header.documents for header in headers),
+        tokens=sum(header.tokens for header in headers),
+        vocabulary=headers[0].vocabulary,
         seconds=time.perf_counter() - begun,
+        shards=len(headers),
     )
 
 

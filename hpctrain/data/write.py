@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 import hpctrain
 from hpctrain.comm.outcome import reason, reported_as
+from hpctrain.data.shard_files import TokenSlice
 from hpctrain.data.token_part import TokenPart
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.data.tokens import CHECKSUM, ENDS, PIECE_TOKENS, TEXT, Header, TokenFile
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
 CALL_BYTES = 64 << 20
 ZEROS = bytes(1 << 20)
 SOURCE_LENGTH = 1000
+
+Part = TokenPart | TokenSlice
+"""Tokens of one rank."""
 
 # What is going on, how much of it is done, how much there is (bytes or tokens).
 Report = Callable[[str, int, int], None]
@@ -65,30 +69,50 @@ class Range:
 def write_tokens(
     world: World, out: Path, part: TokenPart, tokenizer: Tokenizer, source: str, report: Report
 ) -> Header:
-    """Make the token file `out` of all ranks' parts, in the order of the ranks; collective.
+    """Make the token file `out` of all ranks' parts, in the order of the ranks; as `write_files`."""
 
-    It is written under a temporary name, synced, read back against its checksums and renamed: it is
-    complete or not there. HpctrainError where no rank has a token, InputOutputError where it cannot
+    def place(temporary: Sequence[Path], paths: Sequence[Path]) -> None:
+        temporary[0].replace(paths[0])
+        synchronize(out.parent)
+
+    [header] = write_files(world, [out], [part], tokenizer, source, report, place)
+    return header
+
+
+def write_files(
+    world: World,
+    outs: Sequence[Path],
+    parts: Sequence[Part],
+    tokenizer: Tokenizer,
+    source: str,
+    report: Report,
+    place: Callable[[Sequence[Path], Sequence[Path]], None],
+) -> list[Header]:
+    """Make the token files `outs`, each of one of `parts` of every rank, in the order of the ranks.
+
+    They are written under temporary names, synced, read back against their checksums, and get their names by
+    `place` on rank 0. Collective. HpctrainError where no rank has a token, InputOutputError where one cannot
     be written; both the same on all ranks.
     """
-    temporary = out.with_name(f".{out.name}.partial")
+    made = [out.with_name(f".{out.name}.partial") for out in outs]
+    headers: list[Header] = []
     try:
-        with reported_as(temporary, out):
-            header = _write(world, temporary, part, tokenizer, source, report)
-            with world.agreement():
-                if world.local_rank == 0:
-                    synchronize(temporary)
-            with world.agreement():
-                TokenFile(temporary, "written file").verify(world.rank, world.size)
-            with world.agreement():
-                if world.rank == 0:
-                    temporary.replace(out)
-                    synchronize(out.parent)
+        for temporary, out, part in zip(made, outs, parts, strict=True):
+            with reported_as(temporary, out):
+                headers.append(_write(world, temporary, part, tokenizer, source, report))
+                with world.agreement():
+                    if world.local_rank == 0:
+                        synchronize(temporary)
+                with world.agreement():
+                    TokenFile(temporary, "written file").verify(world.rank, world.size)
+        with reported_as(made[0], outs[0]), world.agreement():
+            if world.rank == 0:
+                place(made, outs)
     finally:
-        if world.rank == 0:
+        for temporary in made if world.rank == 0 else ():
             with suppress(OSError):
                 temporary.unlink()
-    return header
+    return headers
 
 
 def combine(first: int, second: int, length: int) -> int:
@@ -104,9 +128,7 @@ def combine(first: int, second: int, length: int) -> int:
     return with_first ^ without ^ second
 
 
-def _write(
-    world: World, path: Path, part: TokenPart, tokenizer: Tokenizer, source: str, report: Report
-) -> Header:
+def _write(world: World, path: Path, part: Part, tokenizer: Tokenizer, source: str, report: Report) -> Header:
     """All but the syncing and renaming."""
     counts = world.everyone.all_gather_object([part.tokens, len(part.ends)])
     start, first_document = (sum(count[i] for count in counts[: world.rank]) for i in (0, 1))
@@ -147,7 +169,7 @@ def _write(
     return header
 
 
-def _segments(part: TokenPart, start: int) -> list[list[int]]:
+def _segments(part: Part, start: int) -> list[list[int]]:
     """[piece, CRC-32, bytes] of this rank's part of each piece that it has tokens of."""
     segments = []
     at, end = start, start + part.tokens
