@@ -6,7 +6,8 @@ Tests of report/rate.py, too.
 from __future__ import annotations
 
 import json
-from math import nan
+from dataclasses import replace
+from math import log, nan
 from pathlib import Path
 
 import numpy as np
@@ -190,3 +191,15 @@ def test_a_deck_is_tried_and_nothing_is_left(
     )
     with pytest.raises(HpctrainError, match=r"communication\.server"):
         bench_rate(world, Path("deck.toml"), ["communication.server=sync"], wish, None, None)
+    with pytest.raises(HpctrainError, match=r"^--figure validation: goes by evaluations, but nothing is"):
+        bench_rate(world, Path("deck.toml"), ["data.validation=0"], RateWish(figure="validation"), None, None)
+    wish, held_out = RateWish(1e-3, 0.1, 10, figure="validation/bits_per_byte"), ["data.validation=0.1"]
+    bench_rate(world.alone(), Path("deck.toml"), held_out, wish, Path("b.json"), None)
+    bits = [point["loss"] for point in json.loads((tmp_path / "b.json").read_text())["points"]]
+    bench_rate(
+        world.alone(), Path("deck.toml"), held_out, replace(wish, figure="validation"), Path("c.json"), None
+    )
+    losses = [point["loss"] for point in json.loads((tmp_path / "c.json").read_text())["points"]]
+    ratios = [one / other for one, other in zip(bits, losses, strict=True)]
+    assert ratios == pytest.approx([ratios[0]] * 10) and ratios[0] >= 1 / log(2)
+    assert "validation bits/byte" in capsys.readouterr().out
