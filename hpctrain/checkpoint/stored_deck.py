@@ -35,8 +35,12 @@ def stored_deck(state: Mapping[str, Any], path: Path, overrides: Sequence[str] =
     ones did, those count that have the values they would get.
     """
     text = stored_deck_text(state, path)
-    name = f"{path.name}, its deck"
-    written = not state.get(FOLLOWING)
     return parse_deck(
-        text, overrides, name=name, read_source=EpochReader(), includes=False, defaults_written=written
+        text,
+        overrides,
+        name=f"{path.name}, its deck",
+        read_source=EpochReader(),
+        includes=False,
+        defaults_written=not state.get(FOLLOWING),
+        begun=(int(state.get("step", 0)), int(state.get("samples", 0))),
     )

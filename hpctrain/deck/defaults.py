@@ -12,7 +12,7 @@ from hpctrain.deck.dataset import fill_dataset
 from hpctrain.deck.learning_rate import ENDLESS
 from hpctrain.deck.module import fill_module
 from hpctrain.deck.presets import MIXTURE_KEYS, PRESETS, Preset
-from hpctrain.deck.run_length import fill_steps
+from hpctrain.deck.run_length import Begun, fill_steps
 from hpctrain.deck.schedules import TWO_CHUNKS
 
 Tables = dict[str, dict[str, Any]]
@@ -34,11 +34,13 @@ class Filled:
     """Those that follow other keys of the deck."""
 
 
-def fill(tables: Tables, deck_name: str, source: Mapping[str, object]) -> Filled:
+def fill(
+    tables: Tables, deck_name: str, source: Mapping[str, object], begun: Begun = Begun()  # noqa: B008
+) -> Filled:
     """Write every default that depends on other keys into the tables, in place.
 
-    `deck_name` is the deck's file name, `source` the keys of the model that model.from names. A key stays
-    away where the keys it depends on are not given or of a wrong type.
+    `deck_name` is the deck's file name, `source` the keys of the model that model.from names, `begun` what
+    the run has done. A key stays away where the keys it depends on are not given or of a wrong type.
     """
     batch = tables["batch"]
     filled = Filled(set(), set(), set())
@@ -74,7 +76,7 @@ def fill(tables: Tables, deck_name: str, source: Mapping[str, object]) -> Filled
     elif tables["data"].get("mixture") is not None:
         fill_mixture(tables)
     tables["run"].setdefault("title", PurePath(deck_name).stem or "deck")
-    _follow_others(tables, filled.others)
+    _follow_others(tables, filled.others, begun)
     return filled
 
 
@@ -111,14 +113,14 @@ def usual_momentum(optimizer: object) -> float:
     return 0.95 if optimizer == "muon" else 0.0
 
 
-def _follow_others(tables: Tables, filled: set[str]) -> None:
+def _follow_others(tables: Tables, filled: set[str], begun: Begun) -> None:
     def default(section: str, name: str, value: object) -> None:
         if name not in tables[section]:
             tables[section][name] = value
             filled.add(f"{section}.{name}")
 
     run, model = tables["run"], tables["model"]
-    if fill_steps(tables):
+    if fill_steps(tables, begun):
         filled.add("run.steps")
     if isinstance(run["title"], str) and run["title"]:
         default("run", "dir", f"runs/{run['title']}")

@@ -23,7 +23,7 @@ from hpctrain.deck.key import extra
 from hpctrain.deck.module import shown
 from hpctrain.deck.problem import Problem
 from hpctrain.deck.rows import wrong_rows
-from hpctrain.deck.run_length import LENGTHS, are_epochs, steps_of_epochs
+from hpctrain.deck.run_length import LENGTHS, Begun, are_epochs, steps_of_epochs
 from hpctrain.deck.schema import Deck, fields, sections
 from hpctrain.deck.searched import leaves_open
 from hpctrain.deck.sources import Place, Sources, clipped, toml_value
@@ -75,18 +75,21 @@ def parse_deck(
     read_source: SourceReader | None = None,
     includes: bool = True,
     defaults_written: bool = False,
+    begun: tuple[int, int] = (0, 0),
 ) -> Deck:
     """As `read_deck`, from text; `name` stands for the file's name in messages and for included files.
 
     Text out of a checkpoint is not to open files: then `includes` is false. With `defaults_written`, the text
     has all defaults as if they were given: then keys with values that they would get from other keys count
-    as not given.
+    as not given. Of a run that has `begun`, (steps, samples), a length in tokens or epochs counts these.
     """
     written = Written(name, includes)
     written.read_text(text, Path(name), name, ())
     if defaults_written:
         _leave_out_defaults(written)
-    return _deck(written, overrides, ranks, read_source)
+    sequence = written.values.get("batch", {}).get("sequence")
+    known = Begun(*begun, sequence if isinstance(sequence, int) else 0)
+    return _deck(written, overrides, ranks, read_source, begun=known)
 
 
 def deck_text(deck: Deck, ranks: int | None = None) -> str:
@@ -107,7 +110,10 @@ def deck_text(deck: Deck, ranks: int | None = None) -> str:
         for section in sections()
     }
     known = {f"{section}.{name}" for section, table in values.items() for name in table}
-    following = {key for key in deck.sources.defaulted & known if is_default(values, key)}
+    # Steps that run.tokens make depend on what a run has done, too.
+    following = {
+        key for key in deck.sources.defaulted & known if key == "run.steps" or is_default(values, key)
+    }
     for section in sections():
         lines += ["", f"[{section}]"]
         for name, field in fields(section).items():
@@ -142,12 +148,13 @@ def _deck(
     read_source: SourceReader | None,
     further: Further | None = None,
     searched: bool = False,
+    begun: Begun = Begun(),  # noqa: B008
 ) -> Deck:
     """The deck of what was written, or every problem raised as one error."""
     readable = not written.problems
     for argument in overrides:
         written.override(argument)
-    deck = _Validation(written, readable, read_source, searched).deck(ranks)
+    deck = _Validation(written, readable, read_source, searched, begun).deck(ranks)
     if deck is not None and further is not None and not written.problems:
         try:
             for problem in further(deck, ranks):
@@ -169,9 +176,14 @@ class _Validation:
     """
 
     def __init__(
-        self, written: Written, readable: bool, read_source: SourceReader | None, searched: bool
+        self,
+        written: Written,
+        readable: bool,
+        read_source: SourceReader | None,
+        searched: bool,
+        begun: Begun,
     ) -> None:
-        self.written = written
+        self.written, self.begun = written, begun
         self.searched = searched
         self.places = written.places
         self.readable = readable
@@ -248,7 +260,7 @@ class _Validation:
             except HpctrainError as error:
                 problems, missing = error.problems, isinstance(error, InputOutputError)
             else:
-                run["steps"] = steps_of_epochs(epochs, found, tables["batch"]) if found else 1
+                run["steps"] = steps_of_epochs(epochs, found, deck.batch, self.begun) if found else 1
         for problem in problems:
             sentence = f"{place.prefix}: run.epochs = {toml_value(epochs)}: {problem}"
             self.written.add(place, sentence, file_missing=missing)
@@ -289,7 +301,7 @@ class _Validation:
         """The deck, or each wrong key with the validator's name for what is wrong ("missing" is one)."""
         resolved = deepcopy(tables)
         places = dict(self.places)
-        filled = fill(resolved, self.written.name, self.source)
+        filled = fill(resolved, self.written.name, self.source, self.begun)
         origins = [("preset", "from the preset", filled.preset), ("from", "from model.from", filled.source)]
         for origin, note, keys in origins:
             for key in keys:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil, isfinite
 from typing import Any, TypeGuard
 
 from hpctrain.deck.problem import Problem
-from hpctrain.deck.schema import Deck
+from hpctrain.deck.schema import Batch, Deck
 
 LENGTHS = ("steps", "tokens", "epochs")
 """Keys of [run] of which a deck has one: another file of it, or `--set`, replaces it by any of them."""
 
 
-def steps_taking(samples: int, global_size: int, ramp_from: int, ramp_steps: int) -> int:
-    """The fewest steps that take so many samples (or more), by the keys of [batch]: see `batch_at`."""
-    step = done = 0
+def steps_taking(samples: int, global_size: int, ramp_from: int, ramp_steps: int, begun: int = 0) -> int:
+    """The fewest steps, those that have `begun` the run among them, of which the others take so many samples
+    (or more), by the keys of [batch]: see `batch_at`. Of samples below none it is fewer than have begun it.
+    """
+    step, done = begun, 0
     while ramp_from and step < ramp_steps:
         more = global_size - ramp_from
         size = (ramp_from + more * step // ramp_steps) // ramp_from * ramp_from
@@ -29,7 +32,22 @@ def steps_taking(samples: int, global_size: int, ramp_from: int, ramp_steps: int
     return step - (done - samples) // global_size
 
 
-def fill_steps(tables: Mapping[str, dict[str, Any]]) -> bool:
+@dataclass(frozen=True)
+class Begun:
+    """What a run that goes on has done: so many steps, of so many samples, perhaps with other batches; and
+    how many tokens such a sample has, 0 where nobody knows.
+    """
+
+    steps: int = 0
+    samples: int = 0
+    sequence: int = 0
+
+    def taken(self, sequence: int) -> int:
+        """As how many sequences of another length the samples count."""
+        return self.samples * (self.sequence or sequence) // sequence
+
+
+def fill_steps(tables: Mapping[str, dict[str, Any]], begun: Begun = Begun()) -> bool:  # noqa: B008
     """Write run.steps where the tables have run.tokens instead, in place; whether that was so."""
     run, batch = tables["run"], tables["batch"]
     sizes = [run.get("tokens"), batch.get("sequence"), batch.get("global_size")]
@@ -39,15 +57,15 @@ def fill_steps(tables: Mapping[str, dict[str, Any]]) -> bool:
         return False
     tokens, sequence, global_size, *_ = whole
     ramp = (batch.get(name, 0) for name in ("ramp_from", "ramp_steps"))
-    run["steps"] = steps_taking(-(-tokens // sequence), global_size, *ramp)
+    samples = -(-tokens // sequence) - begun.taken(sequence)
+    run["steps"] = steps_taking(samples, global_size, *ramp, begun=begun.steps)
     return True
 
 
-def steps_of_epochs(epochs: float, sequences: int, batch: Mapping[str, Any]) -> int:
-    """The fewest steps that go so many times through that many sequences."""
-    samples = ceil(Fraction(str(epochs)) * sequences)
-    ramp = (batch.get(name, 0) for name in ("ramp_from", "ramp_steps"))
-    return steps_taking(samples, batch["global_size"], *ramp)
+def steps_of_epochs(epochs: float, sequences: int, batch: Batch, begun: Begun) -> int:
+    """The fewest steps of a run that goes so many times through that many sequences."""
+    samples = ceil(Fraction(str(epochs)) * sequences) - begun.taken(batch.sequence)
+    return steps_taking(samples, batch.global_size, batch.ramp_from, batch.ramp_steps, begun.steps)
 
 
 def are_epochs(value: object) -> bool:

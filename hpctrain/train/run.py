@@ -121,7 +121,7 @@ class Run:
         try:
             peak = Peak(world, deck, folder)
             peak.find()
-            reporter.say(introduction(deck, engine, self.corpus, peak.flops, self.trainer.ranks))
+            reporter.say(introduction(deck, engine, self.corpus, peak.flops, state, self.trainer.ranks))
             stays, *others = self.heeded
             reporter.say(line for line in (stays, *opening, *others) if line)
             if world.rank == 0 and (ended := decay_ended(deck, state.step)):
@@ -425,6 +425,8 @@ def _go_on(
         step = int(state.get("step", 0))
         if deck.run.steps < step:
             below = f"is below the step of {path}, {step}; a run goes on to a later one"
+            if deck.run.tokens is not None:
+                raise HpctrainError(deck.problem("run.tokens", f"ends a run at step {deck.run.steps}, which {below}"))
             raise HpctrainError(deck.problem("run.steps", below))
         if world.rank == 0 and deck.run.steps == step:
             done = is_done(Path(deck.run.dir))

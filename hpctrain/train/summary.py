@@ -25,17 +25,23 @@ from hpctrain.report.recorded import TRACE_FILE
 from hpctrain.sharding.eight_bit_gather import EightBitBucket
 from hpctrain.sharding.fragments import Timing
 from hpctrain.train.batch_size import samples_of
+from hpctrain.train.step import TrainState
 from hpctrain.units import format_bytes, format_count
 from hpctrain.words import command, counted
 
 MANY_EPOCHS = 16  # from here on, more passes over the same text teach next to nothing (arXiv 2305.16264)
 
 
-def introduction(deck: Deck, engine: Engine, corpus: Corpus, peak: float, ranks: str = "") -> list[str]:
-    """What will be trained, on what and how; `peak` is the FLOP/s of a rank, `ranks` who trains, in words."""
+def introduction(
+    deck: Deck, engine: Engine, corpus: Corpus, peak: float, state: TrainState, ranks: str = ""
+) -> list[str]:
+    """What will be trained, on what and how, from that state on; `peak` is the FLOP/s of a rank, `ranks` who
+    trains, in words.
+    """
     architecture, world, mesh = engine.architecture, engine.world, engine.mesh
     sequences = corpus.train.source.count
-    epochs = samples_of(deck.batch, deck.run.steps) / sequences
+    rest = samples_of(deck.batch, deck.run.steps) - samples_of(deck.batch, state.step)
+    epochs = (state.samples + rest) / sequences
     taken = f"{epochs:.2g}" if epochs < MANY_EPOCHS else f"{epochs:,.0f}"
     numbers = count(architecture)
     engine_ranks = f"{counted(world.size, 'rank')} ({sizes_text(mesh.sizes)})"

@@ -11,7 +11,7 @@ from hypothesis import strategies as some
 from hpctrain.deck.read import deck_text, parse_deck, read_deck
 from hpctrain.deck.run_length import steps_taking
 from hpctrain.deck.schema import Deck
-from hpctrain.train.batch_size import samples_of
+from hpctrain.train.batch_size import batch_at, samples_of
 from tests.deck.small_text import SMALL, changed, problems
 
 
@@ -48,6 +48,26 @@ def test_tokens_make_steps_which_follow_the_batch() -> None:
     assert parse_deck(text, ["batch.global_size=16"], name="other.toml").run.steps == 977
 
 
+def test_what_a_run_has_taken_counts() -> None:
+    """10 steps of 8 sequences of 64 tokens, of 12,000 tokens; then others take 16 at a time."""
+    text = deck_text(parse_deck(changed("steps = 20", "tokens = 12000")))
+    same = parse_deck(text, begun=(10, 80))
+    assert same.run.steps == 24 == parse_deck(text).run.steps
+    larger = parse_deck(text, ["batch.global_size=16"], begun=(10, 80))
+    assert larger.run.steps == 10 + 7  # 108 sequences are left
+    assert larger.learning_rate.decay_steps == 17
+    again = deck_text(larger)
+    assert "\n# steps = 17  # " in again
+    assert parse_deck(again, begun=(12, 112)).run.steps == 17
+    assert parse_deck(again, ["batch.sequence=32"], begun=(12, 112)).run.steps == 12 + 10  # 151 half ones
+    assert parse_deck(text, ["run.tokens=5632"], begun=(12, 96)).run.steps == 11  # it has gone beyond
+    ramp = ("batch.ramp_from=4", "batch.ramp_steps=6")
+    grown = parse_deck(text, ramp, begun=(2, 8)).batch, parse_deck(text, ramp, begun=(2, 8)).run.steps
+    taken = 8 + sum(batch_at(grown[0], step) for step in range(2, grown[1]))
+    assert 0 <= taken - 188 < 8
+    assert parse_deck(text, begun=(10, 80)) == parse_deck(text)
+
+
 def test_epochs_become_steps(tmp_path: Path) -> None:
     (tmp_path / "deck.toml").write_text(changed("steps = 20", "epochs = 2.5"))
     deck = read_deck(tmp_path / "deck.toml", [], None, Reader())
@@ -55,6 +75,9 @@ def test_epochs_become_steps(tmp_path: Path) -> None:
     assert "\nsteps = 32\n" in deck_text(deck)
     assert deck.problem("run.steps", "x").endswith("deck.toml:2: run.steps = 32 (from run.epochs): x")
     assert read_deck(tmp_path / "deck.toml", ["run.steps=3"], None, Reader()).run.steps == 3
+    more = ["run.epochs=3", "batch.global_size=16"]
+    begun = parse_deck(deck_text(deck), more, read_source=Reader(), begun=(10, 80))
+    assert begun.run.steps == 10 + 14  # 220 of 300 sequences are left
 
 
 def test_another_length_replaces_it(tmp_path: Path) -> None:
@@ -82,6 +105,7 @@ def test_another_length_replaces_it(tmp_path: Path) -> None:
         ),
         ("epochs = 0", "deck.toml:2: run.epochs = 0: must be a number above 0"),
         ("epochs = nan", "deck.toml:2: run.epochs = nan: must be a number above 0"),
+        ("tokens = 1e300", "deck.toml:2: run.tokens = 1e+300: must be "),
         ("tokens = 0", "deck.toml:2: run.tokens = 0: must be a whole number of at least 1"),
         (
             "tokens = 1.5",

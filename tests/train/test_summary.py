@@ -11,6 +11,7 @@ from hpctrain.comm.world import World
 from hpctrain.data.prepare import prepare
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.corpus import open_corpus
+from hpctrain.train.step import TrainState
 from hpctrain.train.summary import decay_ended, introduction, rate_jumps, warms_again
 from tests.engines import small_deck, trainer
 
@@ -29,7 +30,7 @@ def test_epochs_are_said(world: World, tmp_path: Path, steps: int, epochs: str, 
         "batch.global_size=16",
     )
     deck = small_deck(*keys, "data.validation=0")
-    lines = introduction(deck, trainer(world, deck).engine, open_corpus(deck, world), 1e9)
+    lines = introduction(deck, trainer(world, deck).engine, open_corpus(deck, world), 1e9, TrainState())
     assert f"tokens; a step takes 512, {epochs if not small else '794 steps take 127'} epochs; " in lines[1]
     told = (
         f"{tmp_path}/tokens.h5 is small for this run: each of its 100 sequences of 32 tokens is trained on "
@@ -48,7 +49,7 @@ def test_products_that_are_emulated_are_said(
 
     def said(*more: str) -> list[str]:
         deck = small_deck(*keys, *more)
-        lines = introduction(deck, trainer(world, deck).engine, open_corpus(deck, world), 1e9)
+        lines = introduction(deck, trainer(world, deck).engine, open_corpus(deck, world), 1e9, TrainState())
         return [line for line in lines if "emulated" in line]
 
     told = 'precision.fp8 = "row" is emulated on this device: the same numbers, but slower than bf16'
@@ -69,7 +70,7 @@ def test_one_node_that_compresses_nothing_is_said(
     deck = small_deck(f"data.tokens={mpi_tmp_path}/tokens.h5", "model.vocabulary=257", *keys)
 
     def said() -> bool:
-        lines = introduction(deck, trainer(world, deck).engine, open_corpus(deck, world), 1e9)
+        lines = introduction(deck, trainer(world, deck).engine, open_corpus(deck, world), 1e9, TrainState())
         return any(line.startswith("communication.compress_between") for line in lines)
 
     assert said()
@@ -87,7 +88,7 @@ def test_steps_after_the_last_meeting_are_said(
     prepare(world, mpi_tmp_path / "tokens.h5", [str(mpi_tmp_path / "a.txt")])
     keys = ("layout.replicas=2", "communication.local_steps=4", f"run.steps={steps}")
     deck = small_deck(f"data.tokens={mpi_tmp_path}/tokens.h5", "model.vocabulary=257", *keys)
-    lines = introduction(deck, trainer(world, deck).engine, open_corpus(deck, world), 1e9)
+    lines = introduction(deck, trainer(world, deck).engine, open_corpus(deck, world), 1e9, TrainState())
     told = [line for line in lines if line.startswith("2 replicas of 1 rank meet every 4 steps (average)")]
     assert len(told) == 1
     assert told[0].endswith(")") if not left else left in told[0]
@@ -102,7 +103,7 @@ def test_how_gradients_are_summed_is_said(world: World, mpi_tmp_path: Path) -> N
 
     def said(*keys: str) -> list[str]:
         deck = small_deck(*tokens, *keys)
-        lines = introduction(deck, trainer(world, deck).engine, open_corpus(deck, world), 1e9)
+        lines = introduction(deck, trainer(world, deck).engine, open_corpus(deck, world), 1e9, TrainState())
         return [line for line in lines if line.startswith(("communication", "gradients"))]
 
     onebit = ("communication.compress=onebit", "communication.warmup=1")
@@ -125,7 +126,7 @@ def test_weights_that_are_there_already_are_said(world: World, mpi_tmp_path: Pat
 
     def said(*more: str) -> bool:
         deck = small_deck(*keys, "precision.compute=fp8", *more)
-        lines = introduction(deck, trainer(world, deck).engine, open_corpus(deck, world), 1e9)
+        lines = introduction(deck, trainer(world, deck).engine, open_corpus(deck, world), 1e9, TrainState())
         return any(line.startswith("precision.fp8_gather = true sends nothing less here") for line in lines)
 
     assert said("precision.fp8_gather=true")
