@@ -51,7 +51,7 @@ class RunSection(Section):
         unit="tokens",
         derived="none: run.steps",
         ge=1,
-        lt=2**63,
+        le=10**18,
     )
     epochs: float | None = key(
         "Instead of steps, times through the data, which is counted: it becomes run.steps.",

@@ -106,12 +106,12 @@ def test_another_length_replaces_it(tmp_path: Path) -> None:
         ("epochs = 0", "deck.toml:2: run.epochs = 0: must be a number above 0"),
         ("epochs = nan", "deck.toml:2: run.epochs = nan: must be a number above 0"),
         ("tokens = 1e300", "deck.toml:2: run.tokens = 1e+300: must be "),
-        ("tokens = 0", "deck.toml:2: run.tokens = 0: must be a whole number of at least 1"),
+        ("tokens = 0", "deck.toml:2: run.tokens = 0: must be a whole number from 1 to 1000000000000000000"),
         (
             "tokens = 1.5",
-            "deck.toml:2: run.tokens = 1.5: must be a whole number of at least 1, not a fraction",
+            "deck.toml:2: run.tokens = 1.5: must be a whole number from 1 to 1000000000000000000, not a fraction",
         ),
-        ('tokens = "9"', 'deck.toml:2: run.tokens = "9": must be a whole number of at least 1, not text'),
+        ('tokens = "9"', 'deck.toml:2: run.tokens = "9": must be a whole number from 1 to 1000000000000000000, not text'),
         (
             "seed = 1",
             "deck.toml:1: run.steps is missing: a whole number of at least 1 (optimizer steps of the whole",
