@@ -32,6 +32,15 @@ def check_output(path: Path, replace: bool) -> None:
         raise HpctrainError(f"{escaped(str(path))}: {problem}")
 
 
+def identity(path: str | Path) -> object:
+    """What two names of one file have in common, links of any kind; of one that is not there, where it leads."""
+    try:
+        status = os.stat(path)  # noqa: PTH116 - a name as it is written
+    except OSError:
+        return os.path.realpath(path)
+    return status.st_dev, status.st_ino
+
+
 def require_writable(path: Path) -> None:
     """HpctrainError or OSError where no file of this name could be written, or written over: for what is made
     last, before the work that it tells of is done. Nothing is made here.

@@ -138,10 +138,10 @@ def program() -> str:
 
 
 @contextmanager
-def written(path: Path, text: str, force: bool) -> Iterator[None]:
+def written(path: Path, text: str, force: bool, option: str = "--output") -> Iterator[None]:
     """Write a script, executable unless it is YAML; where what is done with it fails, all is as before.
 
-    HpctrainError where another file is there, and may not be replaced.
+    HpctrainError where another file is there, and may not be replaced; `option` names the file.
     """
     try:
         before = path.read_bytes() if path.is_file() else None
@@ -152,9 +152,9 @@ def written(path: Path, text: str, force: bool) -> Iterator[None]:
             if path.suffix != ".yaml":
                 path.chmod(path.stat().st_mode | 0o111)
         elif before != text.encode():
-            raise HpctrainError(f"{path}: exists already; --force replaces it, --output names another file")
+            raise HpctrainError(f"{path}: exists already; --force replaces it, {option} names another file")
     except FileExistsError:
-        raise HpctrainError(f"{path}: is in the way and no plain file; --output names another file") from None
+        raise HpctrainError(f"{path}: is in the way and no plain file; {option} names another file") from None
     except OSError as error:
         raise InputOutputError(f"{path}: {error.strerror or error}") from error
     try:

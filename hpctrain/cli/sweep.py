@@ -78,7 +78,7 @@ def command(
     for warning in job.warnings:
         click.echo(f"hpctrain: warning: {warning}", err=True)
     by = shlex.join(["hpctrain", *(word for word in sys.argv[1:] if word != "--force")])
-    with written(script_file, script(job, program(), str(script_file), by), force):
+    with written(script_file, script(job, program(), str(script_file), by), force, "--slurm"):
         how = submission("slurm", str(script_file))
         click.echo(f"{script_file}: written; submit it by `{how}`", err=True)
     return 0

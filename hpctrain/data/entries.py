@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 from hpctrain.data.shards import Tokens, open_tokens, paths_of, raise_together, require_one_tokenizer
@@ -10,6 +9,7 @@ from hpctrain.deck.data_mixture import Entry, entries_of, tokens_key
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError
+from hpctrain.files import identity
 
 
 def open_entries(deck: Deck) -> tuple[Tokens, ...]:
@@ -32,11 +32,11 @@ def open_entries(deck: Deck) -> tuple[Tokens, ...]:
 def require_apart(deck: Deck, tokens: Sequence[Tokens]) -> None:
     """HpctrainError that names each file of more than one entry: its samples would come twice an epoch."""
     entries = entries_of(deck)
-    first: dict[str, Entry] = {}
+    first: dict[object, Entry] = {}
     problems = []
     for entry, each in zip(entries, tokens, strict=True):
         for path in map(str, paths_of(each)):
-            before = first.setdefault(os.path.realpath(path), entry)
+            before = first.setdefault(identity(path), entry)
             if before is not entry:
                 both = f"entries {toml_value(before.name)} and {toml_value(entry.name)} both name it"
                 would = "one alone, with the sum of their weights, would do"

@@ -21,6 +21,7 @@ from hpctrain.data.tokenizer_difference import tokenizer_difference
 from hpctrain.data.tokens import TokenFile
 from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError, InputOutputError
+from hpctrain.files import identity
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -91,7 +92,7 @@ def token_paths(names: Sequence[str], key: str) -> list[str]:
     """
     paths: list[str] = []
     problems: list[HpctrainError] = []
-    seen: dict[str, str] = {}
+    seen: dict[object, str] = {}
     for name in names:
         found = [name]
         if has_magic(name) and not os.path.lexists(name):
@@ -99,7 +100,7 @@ def token_paths(names: Sequence[str], key: str) -> list[str]:
             if not found:
                 problems.append(InputOutputError(f"{key} = {name}: no file matches this pattern"))
         for path in found:
-            real = os.path.realpath(path)
+            real = identity(path)
             if real in seen:
                 same = "" if seen[real] == path else f", as {seen[real]}"
                 problems.append(HpctrainError(f"{key}: {path} is named twice{same}: each file is read once"))

@@ -35,7 +35,10 @@ class Filled:
 
 
 def fill(
-    tables: Tables, deck_name: str, source: Mapping[str, object], begun: Begun = Begun()  # noqa: B008
+    tables: Tables,
+    deck_name: str,
+    source: Mapping[str, object],
+    begun: Begun = Begun(),  # noqa: B008
 ) -> Filled:
     """Write every default that depends on other keys into the tables, in place.
 

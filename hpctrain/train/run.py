@@ -426,7 +426,9 @@ def _go_on(
         if deck.run.steps < step:
             below = f"is below the step of {path}, {step}; a run goes on to a later one"
             if deck.run.tokens is not None:
-                raise HpctrainError(deck.problem("run.tokens", f"ends a run at step {deck.run.steps}, which {below}"))
+                raise HpctrainError(
+                    deck.problem("run.tokens", f"ends a run at step {deck.run.steps}, which {below}")
+                )
             raise HpctrainError(deck.problem("run.steps", below))
         if world.rank == 0 and deck.run.steps == step:
             done = is_done(Path(deck.run.dir))

@@ -111,7 +111,10 @@ def test_another_length_replaces_it(tmp_path: Path) -> None:
             "tokens = 1.5",
             "deck.toml:2: run.tokens = 1.5: must be a whole number from 1 to 1000000000000000000, not a fraction",
         ),
-        ('tokens = "9"', 'deck.toml:2: run.tokens = "9": must be a whole number from 1 to 1000000000000000000, not text'),
+        (
+            'tokens = "9"',
+            'deck.toml:2: run.tokens = "9": must be a whole number from 1 to 1000000000000000000, not text',
+        ),
         (
             "seed = 1",
             "deck.toml:1: run.steps is missing: a whole number of at least 1 (optimizer steps of the whole",
