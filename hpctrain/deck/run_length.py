@@ -47,7 +47,7 @@ class Begun:
         return self.samples * (self.sequence or sequence) // sequence
 
 
-def fill_steps(tables: Mapping[str, dict[str, Any]], begun: Begun = Begun()) -> bool:  # noqa: B008
+def fill_steps(tables: Mapping[str, dict[str, Any]], begun: Begun = Begun()) -> bool:
     """Write run.steps where the tables have run.tokens instead, in place; whether that was so."""
     run, batch = tables["run"], tables["batch"]
     sizes = [run.get("tokens"), batch.get("sequence"), batch.get("global_size")]
