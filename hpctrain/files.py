@@ -33,7 +33,7 @@ def check_output(path: Path, replace: bool) -> None:
 
 
 def identity(path: str | Path) -> object:
-    """What all names of a file have in common, links of any kind; of one that is not there, where it leads."""
+    """What all names of a file have in common, of any kind of link; where there is none, where it leads."""
     try:
         status = os.stat(path)  # noqa: PTH116 - a name as it is written
     except OSError:
