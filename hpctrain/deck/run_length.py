@@ -56,9 +56,9 @@ def fill_steps(tables: Mapping[str, dict[str, Any]], begun: Begun = Begun()) -> 
     if "steps" in run or len(whole) < len(sizes) or min(whole) < 1:
         return False
     tokens, sequence, global_size, *_ = whole
-    ramp = (batch.get(name, 0) for name in ("ramp_from", "ramp_steps"))
+    ramp = batch.get("ramp_from", 0), batch.get("ramp_steps", 0)
     samples = -(-tokens // sequence) - begun.taken(sequence)
-    run["steps"] = steps_taking(samples, global_size, *ramp, begun=begun.steps)
+    run["steps"] = steps_taking(samples, global_size, *ramp, begun.steps)
     return True
 
 
