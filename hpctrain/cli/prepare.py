@@ -38,6 +38,16 @@ SECONDS_BETWEEN_LINES = 30.0
     metavar="SIZE",
     help='Make files OUT-00000.h5, ... of so much, as "100 MB"; a document stays whole.',
 )
+@click.option("--chat", "kind", flag_value="chat", help="Each row is a conversation, to learn answers of.")
+@click.option(
+    "--preferences", "kind", flag_value="preferences", help="Each row has answers, one chosen, one rejected."
+)
+@click.option("--prompts", "kind", flag_value="prompts", help="Each row has a prompt, to be answered.")
+@click.option(
+    "--template",
+    metavar="NAME|FILE",
+    help="Chat template: chatml, llama3, plain, raw, or a Jinja file.  [default: the tokenizer's]",
+)
 @click.option("--binary", is_flag=True, help="Take files that are binary or not UTF-8, too.")
 @click.option("--force", "replace", is_flag=True, help="Replace OUT if it exists.")
 def command(out: Path, paths: tuple[str, ...], shard_bytes: str | None, **choices: Any) -> None:
@@ -54,12 +64,14 @@ def command(out: Path, paths: tuple[str, ...], shard_bytes: str | None, **choice
     refused if it is named, and left out of a folder. With --binary such files are taken byte for byte,
     but with another tokenizer than bytes what is not UTF-8 becomes U+FFFD.
     The output is the same for any number of ranks.
+
+    With --chat, --preferences or --prompts, files have a JSON object a line (or a row of a .parquet table)
+    with `messages`, or `prompt` and `response`, `chosen` and `rejected`. A chat template makes text of them.
     """
     from hpctrain.comm.verb import run_verb
     from hpctrain.comm.world import World
-    from hpctrain.data.prepare import prepare
+    from hpctrain.data.prepare_any import made_text, prepare_any
     from hpctrain.units import UnitError, parse_bytes
-    from hpctrain.words import counted
 
     try:
         most = None if shard_bytes is None else parse_bytes(shard_bytes)
@@ -70,17 +82,10 @@ def command(out: Path, paths: tuple[str, ...], shard_bytes: str | None, **choice
 
     def work(world: World) -> None:
         with Display(visible=world.rank == 0) as display:
-            made = prepare(
-                world, out, paths, shard_bytes=most, **choices, say=display.say, report=display.report
-            )
+            wishes = {"shard_bytes": most, **choices}
+            made = prepare_any(world, out, paths, wishes, display.say, display.report)
         if world.rank == 0:
-            files = "1 file" if made.files == 1 else f"{made.files} files"
-            shards = "" if most is None else f"in {counted(made.shards, 'token file')}, "
-            click.echo(
-                f"{made.path}: {made.tokens} tokens of {made.documents} documents, "
-                f"vocabulary {made.vocabulary}, {shards}from {made.size} bytes in {files}, "
-                f"{made.seconds:.1f} s"
-            )
+            click.echo(made_text(made, in_shards=most is not None))
 
     run_verb(work, device="cpu")
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 from collections.abc import Iterator
+from contextlib import contextmanager
 from io import BufferedIOBase, BufferedReader, RawIOBase
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -91,22 +92,37 @@ def table_texts(path: str, column: str) -> Iterator[str]:
 
     HpctrainError where there is no such column of texts, DamagedError where the table cannot be read.
     """
+    with _table(path) as table:
+        import pyarrow as pa
+
+        names = table.schema_arrow.names
+        if column not in names:
+            near = nearest(column, names)
+            has = f"did you mean {near}?" if near else f"it has {', '.join(names[:10])}"
+            raise HpctrainError(f"{path}: has no column {column!r} ({has}); see --field")
+        kind = table.schema_arrow.field(column).type
+        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+            raise HpctrainError(f"{path}: column {column!r} is of {kind}, not of texts; see --field")
+        for batch in table.iter_batches(_ROWS, columns=[column]):
+            yield from filter(None, batch.column(0).to_pylist())
+
+
+def table_rows(path: str) -> Iterator[dict[str, Any]]:
+    """The rows of a Parquet table, by column. DamagedError where it cannot be read."""
+    with _table(path) as table:
+        for batch in table.iter_batches(_ROWS):
+            yield from batch.to_pylist()
+
+
+@contextmanager
+def _table(path: str) -> Iterator[Any]:
     require("pyarrow", f"{path}: reading {TABLE}")
     import pyarrow as pa
     from pyarrow import parquet
 
     try:
         with parquet.ParquetFile(path) as table:
-            names = table.schema_arrow.names
-            if column not in names:
-                near = nearest(column, names)
-                has = f"did you mean {near}?" if near else f"it has {', '.join(names[:10])}"
-                raise HpctrainError(f"{path}: has no column {column!r} ({has}); see --field")
-            kind = table.schema_arrow.field(column).type
-            if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-                raise HpctrainError(f"{path}: column {column!r} is of {kind}, not of texts; see --field")
-            for batch in table.iter_batches(_ROWS, columns=[column]):
-                yield from filter(None, batch.column(0).to_pylist())
+            yield table
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         if isinstance(error, FileNotFoundError | PermissionError):
             raise

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hpctrain
+from hpctrain.data.contents import TEXT_KIND
 from hpctrain.data.shard_files import ShardFiles, slices_of
 from hpctrain.data.shards import MOST_FILES
 from hpctrain.data.sources import BINARY, LeftOut, TextSource, find_sources, printable, raise_all
@@ -45,7 +46,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Prepared:
     """What was made of what: `shards` token files, of which `path` is the name or the pattern, of `files` of
-    `size` bytes on the disk, in `seconds`.
+    `size` bytes on the disk, in `seconds`; of a `kind` other than text, so many `rows`, and tokens that are
+    `learned`.
     """
 
     path: Path
@@ -56,6 +58,9 @@ class Prepared:
     vocabulary: int
     seconds: float
     shards: int = 1
+    kind: str = TEXT_KIND
+    rows: int = 0
+    learned: int = 0
 
 
 # Called on rank 0 with a line of what the user should know.
@@ -90,25 +95,12 @@ def prepare(
     next one to go on from.
     """
     begun = time.perf_counter()
-    sources: list[TextSource] = []
-    left = LeftOut()
     shards = None if shard_bytes is None else ShardFiles(out)
-    with world.agreement():
-        if world.rank == 0:
-            if shards is None:
-                check_output(out, replace)
-            else:
-                shards.check(replace)
-                shards.remove_left()
-            out.parent.mkdir(parents=True, exist_ok=True)
-            remove_others(out, world.size)
-            sources, left = find_sources(paths, globs, without=[out] if shards is None else shards.present())
-    rows = world.everyone.broadcast_object([[source.path, source.size, source.named] for source in sources])
-    sources = [TextSource(*row) for row in rows]
-    faults = _examine(world, cut_into_pieces(sources, piece_bytes), report)
+    sources, left = begin(world, out, paths, globs, replace, shards)
+    faults = examine(world, cut_into_pieces(sources, piece_bytes), report)
     with world.agreement():
         if not binary:
-            sources = _text_alone(sources, faults, left)
+            sources = text_alone(sources, faults, left)
         if world.rank == 0:
             for line in left.lines():
                 say(line)
@@ -151,6 +143,31 @@ def prepare(
     )
 
 
+def begin(
+    world: World,
+    out: Path,
+    paths: Sequence[str],
+    globs: Sequence[str],
+    replace: bool,
+    shards: ShardFiles | None = None,
+) -> tuple[list[TextSource], LeftOut]:
+    """The files that are meant, where `out` can be made; what is left out, rank 0 knows. Collective."""
+    sources: list[TextSource] = []
+    left = LeftOut()
+    with world.agreement():
+        if world.rank == 0:
+            if shards is None:
+                check_output(out, replace)
+            else:
+                shards.check(replace)
+                shards.remove_left()
+            out.parent.mkdir(parents=True, exist_ok=True)
+            remove_others(out, world.size)
+            sources, left = find_sources(paths, globs, without=[out] if shards is None else shards.present())
+    rows = world.everyone.broadcast_object([[source.path, source.size, source.named] for source in sources])
+    return [TextSource(*row) for row in rows], left
+
+
 def _key_of(
     world: World, sources: Sequence[TextSource], tokenizer: Tokenizer, text_key: str, piece_bytes: int
 ) -> str:
@@ -168,11 +185,11 @@ def _key_of(
     return hashlib.sha256(json.dumps(facts).encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _examine(world: World, pieces: Sequence[TextPiece], report: Report) -> dict[str, int]:
+def examine(world: World, pieces: Sequence[TextPiece], report: Report) -> dict[str, int]:
     """Which files are no text, by path, and why; every rank looks at its share. Collective."""
     mine: dict[str, int] = {}
-    with world.agreement(), _collecting() as complain:
-        for piece in _progress(share_of(pieces, world.rank, world.size), "look at", report):
+    with world.agreement(), collecting() as complain:
+        for piece in in_progress(share_of(pieces, world.rank, world.size), "look at", report):
             fault = examine_piece(piece, complain)
             if fault is not None:
                 mine[piece.source.path] = min(fault, mine.get(piece.source.path, fault))
@@ -182,7 +199,7 @@ def _examine(world: World, pieces: Sequence[TextPiece], report: Report) -> dict[
     return faults
 
 
-def _text_alone(sources: Sequence[TextSource], faults: Mapping[str, int], left: LeftOut) -> list[TextSource]:
+def text_alone(sources: Sequence[TextSource], faults: Mapping[str, int], left: LeftOut) -> list[TextSource]:
     """The sources that are text; the others of folders go to `left`, those that were named are an error."""
     refused = []
     for source in sources:
@@ -232,14 +249,14 @@ def _tokenize(
 ) -> None:
     faulty = False
 
-    with _collecting() as complain:
+    with collecting() as complain:
 
         def complain_of(problem: HpctrainError) -> None:
             nonlocal faulty
             faulty = True  # a piece that is told of is to be told of again
             complain(problem)
 
-        for piece in _progress(pieces, "tokenize", report):
+        for piece in in_progress(pieces, "tokenize", report):
             unknown = "surrogateescape" if piece.source.raw else "replace"
             for text, ends in read_piece(piece, text_key, complain_of):
                 part.add(tokenizer.encode_array(text, unknown))
@@ -257,14 +274,14 @@ def _documents(
 
     All problems are raised together.
     """
-    with _collecting() as complain:
-        for piece in _progress(pieces, activity, report):
+    with collecting() as complain:
+        for piece in in_progress(pieces, activity, report):
             for text, ends in read_piece(piece, text_key, complain):
                 yield piece.source, text, ends
 
 
 @contextmanager
-def _collecting() -> Iterator[Complaint]:
+def collecting() -> Iterator[Complaint]:
     """Takes complaints, and raises all of them at the end, or before it when they are many."""
     problems: list[HpctrainError] = []
 
@@ -277,7 +294,7 @@ def _collecting() -> Iterator[Complaint]:
     raise_all(problems)
 
 
-def _progress(pieces: Sequence[TextPiece], activity: str, report: Report) -> Iterator[TextPiece]:
+def in_progress(pieces: Sequence[TextPiece], activity: str, report: Report) -> Iterator[TextPiece]:
     """The pieces, each reported when it is done."""
     done, total = 0, sum(piece.size for piece in pieces)
     for piece in pieces:

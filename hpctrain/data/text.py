@@ -18,8 +18,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedIOBase
+from typing import Any
 
-from hpctrain.data.packed import DamagedError, table_texts
+from hpctrain.data.packed import DamagedError, table_rows, table_texts
 from hpctrain.data.sources import BINARY, NOT_UTF8, TextSource
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.files import parse_json
@@ -92,6 +93,35 @@ def read_piece(piece: TextPiece, text_key: str, complain: Complaint) -> Iterator
                 yield _decode(block, begin, piece.source.raw), ends
 
 
+@dataclass(frozen=True)
+class Row:
+    """A JSON value, the `number`th line of a piece or row of a table."""
+
+    value: Any
+    piece: TextPiece
+    number: int
+
+    @property
+    def where(self) -> str:
+        """File and line; looked up when something is said of it."""
+        before = 0 if self.piece.source.table else _lines_before(self.piece)
+        return f"{self.piece.source.path}:{before + self.number}"
+
+
+def read_rows(piece: TextPiece, complain: Complaint) -> Iterator[Row]:
+    """The lines of a piece as JSON, whatever its file is called, or the rows of a table.
+
+    What cannot be read goes to `complain`, as of `read_piece`.
+    """
+    with _complaining(piece, complain):
+        if piece.source.table:
+            for number, value in enumerate(table_rows(piece.source.path), 1):
+                yield Row(value, piece, number)
+            return
+        with piece.source.open() as file:
+            yield from _rows_of_lines(file, piece, complain)
+
+
 def examine_piece(piece: TextPiece, complain: Complaint) -> int | None:
     """Why a piece is no text: BINARY (it has a zero byte) or NOT_UTF8; None where it is, as in a table."""
     fault = None
@@ -158,6 +188,16 @@ def _read_lines(
     file: BufferedIOBase, piece: TextPiece, text_key: str, complain: Complaint
 ) -> Iterator[tuple[str, bool]]:
     """The documents of the lines that begin in the piece, or of all lines of a compressed file."""
+    for row in _rows_of_lines(file, piece, complain):
+        content = row.value.get(text_key) if isinstance(row.value, dict) else None
+        if not isinstance(content, str):
+            complain(HpctrainError(f"{row.where}: the line has no text under {text_key!r}; see --field"))
+        elif content:
+            yield content, True
+
+
+def _rows_of_lines(file: BufferedIOBase, piece: TextPiece, complain: Complaint) -> Iterator[Row]:
+    """The lines, as JSON, that begin in the piece, or all lines of a compressed file."""
     if piece.begin:
         file.seek(piece.begin - 1)
         file.readline()
@@ -171,18 +211,12 @@ def _read_lines(
         if not text:
             continue
         try:
-            document = parse_json(text)
+            yield Row(parse_json(text), piece, number)
+            continue
         except json.JSONDecodeError as error:
             wrong = f"is no JSON ({error.msg} at column {error.colno})"
         except ValueError as error:
             wrong = f"is no JSON that can be read ({error})"
-        else:
-            content = document.get(text_key) if isinstance(document, dict) else None
-            if isinstance(content, str):
-                if content:
-                    yield content, True
-                continue
-            wrong = f"has no text under {text_key!r}; see --field"
         complain(HpctrainError(f"{piece.source.path}:{_lines_before(piece) + number}: the line {wrong}"))
 
 

@@ -31,13 +31,14 @@ _BLOCK = 1 << 24
 class TokenPart:
     """One rank's tokens, in order, in a temporary file that `close` removes, but where the process is ended.
 
-    `key` is what the file is known by as one of the same text, cut alike.
+    They are of a tokenizer, or any of so many values. `key` is what the file is known by as one of the same
+    text, cut alike; without one, an ended process leaves nothing to go on from.
     """
 
-    def __init__(self, path: Path, tokenizer: Tokenizer, key: str = "") -> None:
+    def __init__(self, path: Path, values: Tokenizer | int, key: str = "") -> None:
         self.path, self.journal = path, path.with_name(f"{path.name}.done")
-        self.vocabulary = tokenizer.vocabulary
-        self.dtype = token_type(tokenizer.vocabulary)
+        self.vocabulary = values if isinstance(values, int) else values.vocabulary
+        self.dtype = token_type(self.vocabulary)
         self.tokens = 0
         self.ends = array("q")
         self._key = key
@@ -98,6 +99,10 @@ class TokenPart:
     def end_document(self, token: int) -> None:
         """Append the end of a document."""
         self.add(np.array([token]))
+        self.end_here()
+
+    def end_here(self) -> None:
+        """A document ends, and no token says so."""
         self.ends.append(self.tokens)
 
     def end_piece(self) -> None:
@@ -159,14 +164,16 @@ class TokenPart:
             raise InputOutputError(f"{self.path.parent}: cannot be written to ({reason(error)})") from None
 
 
-def part_path(out: Path, rank: int) -> Path:
-    """Where a rank's tokens are while they are made."""
-    return out.with_name(f".{out.name}.part-{rank}")
+def part_path(out: Path, rank: int, what: str = "part") -> Path:
+    """Where a rank's tokens are while they are made, or what else of them: "learned" or "others"."""
+    return out.with_name(f".{out.name}.{what}-{rank}")
 
 
 def remove_others(out: Path, ranks: int) -> None:
     """Remove what ended processes have left of ranks that are not among these, and of the file itself."""
-    ours = files_named(rf"\.{re.escape(out.name)}\.(partial|part-(?P<rank>[0-9]+)(\.done)?)")
+    ours = files_named(
+        rf"\.{re.escape(out.name)}\.(partial|learned-[0-9]+|others-[0-9]+|part-(?P<rank>[0-9]+)(\.done)?)"
+    )
     kept = {part_path(out, rank).name for rank in range(ranks)}
     kept |= {f"{name}.done" for name in kept}
     with suppress(OSError):

@@ -7,7 +7,8 @@
     /checksums        uint32 [pieces], the CRC-32 of every `piece` tokens
 
 All numbers are little-endian and all datasets contiguous. They are read where they lie, when they are used:
-the ranks of a node share one copy, the page cache's. Unlike memory that is mapped, a read of a file that
+the ranks of a node share one copy, the page cache's. data/contents.py tells of files that hold conversations,
+preferences or prompts. Unlike memory that is mapped, a read of a file that
 was cut, or of a disk that fails, is an error that can be told.
 """
 
@@ -27,6 +28,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hpctrain.comm.outcome import reason
+from hpctrain.data.contents import CONTENTS_VERSION, Contents
+from hpctrain.data.stored import CHECKSUM, TEXT, PiecedArray, StoredArray
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.errors import InputOutputError
 from hpctrain.files import open_regular
@@ -39,9 +42,6 @@ FORMAT = "hpctrain tokens"
 VERSION = 1
 PIECE_TOKENS = 1 << 16  # of 16 bits: what the kernel reads ahead anyway, and 0.1 ms to sum up
 ENDS = np.dtype("<i8")
-CHECKSUM = np.dtype("<u4")
-TEXT = np.dtype("u1")
-BLOCK = 1 << 20
 
 
 def token_type(vocabulary: int) -> np.dtype[Any]:
@@ -73,50 +73,17 @@ class Header:
         """CRC-32 of all fields."""
         return zlib.crc32(json.dumps(asdict(self), sort_keys=True).encode())
 
-    def attributes(self) -> dict[str, Any]:
-        """All attributes of the file.
+    def attributes(self, contents: Contents) -> dict[str, Any]:
+        """All attributes of the file, with those of its contents.
 
         Text has a fixed length: HDF5 keeps other text in a heap without checksums, and can crash on it.
         """
-        values = {"format": FORMAT, "version": VERSION, **asdict(self), "header_checksum": self.checksum}
-        return {
+        version = VERSION if contents.of_text else CONTENTS_VERSION
+        values = {"format": FORMAT, "version": version, **asdict(self), "header_checksum": self.checksum}
+        return contents.attributes() | {
             name: np.bytes_(value.encode("utf-8", "replace")) if isinstance(value, str) else value
             for name, value in values.items()
         }
-
-
-@dataclass(frozen=True)
-class StoredArray:
-    """A contiguous dataset in a file that is open; `where` begins what is said of it."""
-
-    where: str
-    file: int
-    offset: int
-    dtype: np.dtype[Any]
-    size: int
-
-    def read(self, start: int, count: int) -> npt.NDArray[Any]:
-        """Elements [count]; InputOutputError where they cannot be read."""
-        assert 0 <= start <= start + count <= self.size, (start, count, self.size)
-        values = np.empty(count, self.dtype)
-        rest = memoryview(values.view(TEXT).data)
-        offset = self.offset + start * self.dtype.itemsize
-        while rest:
-            try:
-                done = os.preadv(self.file, [rest], offset)
-            except OSError as error:
-                raise InputOutputError(f"{self.where}: cannot be read ({error.strerror})") from None
-            if not done:
-                raise InputOutputError(f"{self.where}: has become shorter since it was opened")
-            rest, offset = rest[done:], offset + done
-        return values
-
-    def checksum(self) -> int:
-        """CRC-32 of all elements."""
-        crc = 0
-        for start in range(0, self.size, BLOCK):
-            crc = zlib.crc32(self.read(start, min(BLOCK, self.size - start)).data, crc)
-        return crc
 
 
 class TokenFile:
@@ -124,7 +91,7 @@ class TokenFile:
 
     Opening checks the header and that the file is as long as it says; `read` verifies a piece when it first
     reads of it, `verify` all of them. All ids are below `vocabulary`, `end_of_document` follows every
-    document; `tokens` and `documents` are how many there are, `dtype` is a token's type in the file.
+    document of text; `tokens` and `documents` are how many there are, `dtype` is a token's type in the file.
     """
 
     def __init__(self, path: str | Path, key: str = "data.tokens") -> None:
@@ -144,7 +111,11 @@ class TokenFile:
             except (OSError, KeyError, RuntimeError, TypeError, ValueError) as error:
                 raise self._error(f"is damaged ({reason(error)})") from None
         self._stamp = self._last_change()
-        self._verified = bytearray(-(-self.header.pieces // 8))
+
+    @property
+    def kind(self) -> str:
+        """What it holds: "text", "chat", "preferences" or "prompts"."""
+        return self.contents.kind
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -154,9 +125,10 @@ class TokenFile:
     @cached_property
     def fingerprint(self) -> int:
         """A number that files of other tokens do not share; made from the checksums alone."""
-        return zlib.crc32(
-            f"{self.tokens} {self.header.document_ends_checksum}".encode(), self._checksums.checksum()
-        )
+        known = self._tokens.checksums.checksum()
+        if self._learned is not None:
+            known = zlib.crc32(f"{self._learned.checksums.checksum()}".encode(), known)
+        return zlib.crc32(f"{self.tokens} {self.header.document_ends_checksum}".encode(), known)
 
     def read(self, start: int, count: int) -> Tensor:
         """Tokens start .. start + count - 1, int64 [count].
@@ -167,14 +139,31 @@ class TokenFile:
         import torch  # what looks at a header alone need not wait for it
 
         assert 0 <= start <= start + count <= self.tokens, (start, count, self.tokens)
-        if (stamp := self._last_change()) != self._stamp:
-            self._stamp, self._verified = stamp, bytearray(len(self._verified))
-        size, end = self.header.piece, start + count
         tokens = np.empty(count, np.int64)
-        for piece in range(start // size, -(-end // size)):
-            first, last = max(start, piece * size), min(end, (piece + 1) * size)
-            tokens[first - start : last - start] = self._read_of_piece(piece, first, last)
+        self._read(self._tokens, start, tokens)
         return torch.from_numpy(tokens)
+
+    def learned(self, start: int, count: int) -> Tensor:
+        """Whether each of these tokens is to be predicted, bool [count]; errors as of `read`."""
+        import torch
+
+        learned = np.ones(count, np.uint8)
+        if self._learned is not None:
+            self._read(self._learned, start, learned)
+        return torch.from_numpy(learned).bool()
+
+    def others(self, row: int) -> dict[str, Any]:
+        """What else a row of preferences or prompts has; errors as of `read`."""
+        assert self._others is not None and 0 <= row < self.contents.rows, row
+        begin = int(self._other_ends.read(row - 1, 1)[0]) if row else 0
+        text = np.empty(int(self._other_ends.read(row, 1)[0]) - begin, np.uint8)
+        self._read(self._others, begin, text)
+        found: dict[str, Any] = json.loads(text.tobytes())
+        return found
+
+    def document_ends(self) -> npt.NDArray[np.int64]:
+        """The tokens behind the last one of every document, int64 [documents]."""
+        return self._verified_ends.read(0, self.documents).astype(np.int64)
 
     def document_end(self, document: int) -> int:
         """The token behind the last one of a document (its end of document)."""
@@ -188,12 +177,8 @@ class TokenFile:
                 self._compare_ends()
             except InputOutputError as error:
                 problems += error.problems
-        pieces = self.header.pieces
-        for piece in range(pieces * rank // ranks, pieces * (rank + 1) // ranks):
-            try:
-                self._read_piece(piece)
-            except InputOutputError as error:
-                problems += error.problems
+        for array in (self._tokens, self._learned, self._others):
+            problems += array.problems(rank, ranks) if array is not None else ()
         if problems:
             raise InputOutputError(problems)
 
@@ -207,25 +192,14 @@ class TokenFile:
         if self._ends.checksum() != self.header.document_ends_checksum:
             raise self._error("the document boundaries are damaged (wrong checksum)")
 
-    def _read_of_piece(self, piece: int, first: int, last: int) -> npt.NDArray[Any]:
-        """Tokens first .. last - 1 of a piece, which is verified unless it was before."""
-        byte, bit = piece // 8, 1 << piece % 8
-        if self._verified[byte] & bit:
-            return self._tokens.read(first, last - first)
-        begin = piece * self.header.piece
-        whole = self._read_piece(piece)
-        self._verified[byte] |= bit
-        return whole[first - begin : last - begin]
-
-    def _read_piece(self, piece: int) -> npt.NDArray[Any]:
-        """All tokens of a piece; InputOutputError where they have another checksum."""
-        start = piece * self.header.piece
-        tokens = self._tokens.read(start, min(self.header.piece, self.tokens - start))
-        if zlib.crc32(tokens.data) != self._checksums.read(piece, 1)[0]:
-            where = f"piece {piece + 1} of {self.header.pieces}, tokens {start} to {start + len(tokens) - 1}"
-            again = "copy or prepare the file again"
-            raise self._error(f"{where}, is not what was written (wrong checksum); {again}")
-        return tokens
+    def _read(self, array: PiecedArray, start: int, out: npt.NDArray[Any]) -> None:
+        """Elements from `start` on; verified anew where the file was written to."""
+        if (stamp := self._last_change()) != self._stamp:
+            self._stamp = stamp
+            for each in (self._tokens, self._learned, self._others):
+                if each is not None:
+                    each.forget()
+        array.read(start, len(out), out)
 
     def _last_change(self) -> tuple[int, int]:
         """Length of the file and when it was last written to."""
@@ -257,26 +231,50 @@ class TokenFile:
         attributes = file.attrs
         if "format" not in attributes or _text(attributes["format"]) != FORMAT:
             raise self._error("is HDF5, but no token file of ours; `hpctrain prepare` makes one")
-        if (version := int(attributes["version"])) > VERSION:
-            known = f"this hpctrain reads up to {VERSION}: take a newer one"
+        if (version := int(attributes["version"])) > CONTENTS_VERSION:
+            known = f"this hpctrain reads up to {CONTENTS_VERSION}: take a newer one"
             raise self._error(f"has version {version}; {known}")
-        stored: dict[str, Any] = {
-            field.name: (_text if field.type == "str" else int)(attributes[field.name])
-            for field in fields(Header)
-        }
-        self.header = header = Header(**stored)
-        if header.checksum != int(attributes["header_checksum"]):
+        self.header = header = Header(**_fields(Header, attributes))
+        self.contents = Contents()
+        if version >= CONTENTS_VERSION:
+            self.contents = Contents(**_fields(Contents, attributes))
+        if header.checksum != int(attributes["header_checksum"]) or (
+            not self.contents.of_text and self.contents.checksum != int(attributes["contents_checksum"])
+        ):
             raise ValueError("its header has a wrong checksum")
         self.vocabulary, self.end_of_document = header.vocabulary, header.end_of_document
         self.tokens, self.documents = header.tokens, header.documents
         self.dtype = token_type(header.vocabulary)
-        self._tokens = self._find(file, "tokens", self.dtype, self.tokens)
+        checksums = self._find(file, "checksums", CHECKSUM, header.pieces)
+        tokens = self._find(file, "tokens", self.dtype, self.tokens)
+        self._tokens = PiecedArray(tokens, checksums, header.piece, "tokens")
         self._ends = self._find(file, "document_ends", ENDS, self.documents)
-        self._checksums = self._find(file, "checksums", CHECKSUM, self.header.pieces)
-        text = self._find(file, "tokenizer", TEXT, file["tokenizer"].size).read(0, file["tokenizer"].size)
-        if zlib.crc32(text.data) != self.header.tokenizer_checksum:
-            raise ValueError("its tokenizer has a wrong checksum")
-        self.tokenizer_text = text.tobytes().decode("utf-8")
+        self.tokenizer_text = self._read_text(file, "tokenizer", header.tokenizer_checksum)
+        self._learned: PiecedArray | None = None
+        self._others: PiecedArray | None = None
+        self.template_text = ""
+        if self.contents.of_text:
+            return
+        self.template_text = self._read_text(file, "template", self.contents.template_checksum)
+        self._learned = self._find_pieces(file, "learned", self.tokens, "tokens")
+        if self.contents.with_others:
+            self._others = self._find_pieces(file, "others", self.contents.others, "bytes")
+            self._other_ends = self._find(file, "others_ends", ENDS, self.contents.rows)
+            if self._other_ends.checksum() != self.contents.others_ends_checksum:
+                raise ValueError("where its rows end has a wrong checksum")
+
+    def _find_pieces(self, file: h5py.File, name: str, size: int, noun: str) -> PiecedArray:
+        """Bytes with their checksums."""
+        piece = self.header.piece
+        checksums = self._find(file, f"{name}_checksums", CHECKSUM, -(-size // piece))
+        return PiecedArray(self._find(file, name, TEXT, size), checksums, piece, f"{noun} of /{name}")
+
+    def _read_text(self, file: h5py.File, name: str, checksum: int) -> str:
+        """All of a text."""
+        text = self._find(file, name, TEXT, file[name].size).read(0, file[name].size)
+        if zlib.crc32(text.data) != checksum:
+            raise ValueError(f"its {name} has a wrong checksum")
+        return text.tobytes().decode("utf-8")
 
     def _find(self, file: h5py.File, name: str, dtype: np.dtype[Any], size: int) -> StoredArray:
         """A contiguous dataset that lies in the file with all its elements."""
@@ -288,6 +286,13 @@ class TokenFile:
         if end > length:
             raise self._error(f"is truncated: {length} bytes of at least {end} are there")
         return StoredArray(self.where, self._file, offset, dtype, size)
+
+
+def _fields(kind: type[Header | Contents], attributes: h5py.AttributeManager) -> dict[str, Any]:
+    """Those of a dataclass, of the attributes."""
+    return {
+        field.name: (_text if field.type == "str" else int)(attributes[field.name]) for field in fields(kind)
+    }
 
 
 def _text(value: Any) -> str:

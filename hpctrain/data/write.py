@@ -23,10 +23,12 @@ import numpy.typing as npt
 
 import hpctrain
 from hpctrain.comm.outcome import reason, reported_as
+from hpctrain.data.contents import Contents
 from hpctrain.data.shard_files import TokenSlice
+from hpctrain.data.stored import CHECKSUM, TEXT
 from hpctrain.data.token_part import TokenPart
 from hpctrain.data.tokenizer import Tokenizer
-from hpctrain.data.tokens import CHECKSUM, ENDS, PIECE_TOKENS, TEXT, Header, TokenFile
+from hpctrain.data.tokens import ENDS, PIECE_TOKENS, Header, TokenFile
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.files import synchronize
 
@@ -66,8 +68,28 @@ class Range:
         return CALL_BYTES // self.dtype.itemsize
 
 
+@dataclass(frozen=True)
+class RowsPart:
+    """What a rank has, beside tokens, of a file that is not of text: whether each is learned, and of
+    preferences and prompts what else their rows have, whose ends are those of documents.
+    """
+
+    kind: str
+    template: str
+    rows: int
+    learned: TokenPart
+    learned_tokens: int
+    others: TokenPart | None
+
+
 def write_tokens(
-    world: World, out: Path, part: TokenPart, tokenizer: Tokenizer, source: str, report: Report
+    world: World,
+    out: Path,
+    part: TokenPart,
+    tokenizer: Tokenizer,
+    source: str,
+    report: Report,
+    rows: RowsPart | None = None,
 ) -> Header:
     """Make the token file `out` of all ranks' parts, in the order of the ranks; as `write_files`."""
 
@@ -75,7 +97,7 @@ def write_tokens(
         temporary[0].replace(paths[0])
         synchronize(out.parent)
 
-    [header] = write_files(world, [out], [part], tokenizer, source, report, place)
+    [header] = write_files(world, [out], [part], tokenizer, source, report, place, rows)
     return header
 
 
@@ -87,6 +109,7 @@ def write_files(
     source: str,
     report: Report,
     place: Callable[[Sequence[Path], Sequence[Path]], None],
+    rows: RowsPart | None = None,
 ) -> list[Header]:
     """Make the token files `outs`, each of one of `parts` of every rank, in the order of the ranks.
 
@@ -99,7 +122,7 @@ def write_files(
     try:
         for temporary, out, part in zip(made, outs, parts, strict=True):
             with reported_as(temporary, out):
-                headers.append(_write(world, temporary, part, tokenizer, source, report))
+                headers.append(_write(world, temporary, part, tokenizer, source, report, rows))
                 with world.agreement():
                     if world.local_rank == 0:
                         synchronize(temporary)
@@ -128,26 +151,28 @@ def combine(first: int, second: int, length: int) -> int:
     return with_first ^ without ^ second
 
 
-def _write(world: World, path: Path, part: Part, tokenizer: Tokenizer, source: str, report: Report) -> Header:
+def _write(
+    world: World,
+    path: Path,
+    part: Part,
+    tokenizer: Tokenizer,
+    source: str,
+    report: Report,
+    rows: RowsPart | None,
+) -> Header:
     """All but the syncing and renaming."""
     counts = world.everyone.all_gather_object([part.tokens, len(part.ends)])
-    start, first_document = (sum(count[i] for count in counts[: world.rank]) for i in (0, 1))
     tokens, documents = (sum(count[i] for count in counts) for i in (0, 1))
-    segments: list[list[int]] = []
     with world.agreement():
         if not tokens:
             raise HpctrainError(f"{source}: there is no text in it")
-        needed = tokens * part.dtype.itemsize + documents * ENDS.itemsize
+        needed = tokens * (part.dtype.itemsize + (rows is not None)) + documents * ENDS.itemsize
         free = shutil.disk_usage(path.parent).free
         if free < needed:
             raise InputOutputError(f"{path.parent}: {free} bytes are free, the token file needs {needed}")
-        segments = _segments(part, start)
-    checksums = _checksums(segments, world.everyone.all_gather_object(segments[:1]), start, world.rank)
-    ends = np.array(part.ends, dtype=ENDS) + start
-    text = np.frombuffer(tokenizer.text.encode("utf-8"), TEXT)
-    ends_checksum = 0
-    for crc, length in world.everyone.all_gather_object([zlib.crc32(ends.data), ends.nbytes]):
-        ends_checksum = combine(ends_checksum, crc, length)
+    pieces = _pieces(world, "tokens", "checksums", part)
+    ends, ends_checksum = _ends(world, "document_ends", part)
+    text, tokenizer_checksum = _text(world, "tokenizer", tokenizer.text)
     header = Header(
         vocabulary=tokenizer.vocabulary,
         end_of_document=tokenizer.end_of_document,
@@ -155,18 +180,61 @@ def _write(world: World, path: Path, part: Part, tokenizer: Tokenizer, source: s
         documents=documents,
         piece=PIECE_TOKENS,
         document_ends_checksum=ends_checksum,
-        tokenizer_checksum=zlib.crc32(text.data),
+        tokenizer_checksum=tokenizer_checksum,
         source=source.encode("utf-8", "replace").decode()[:SOURCE_LENGTH],
         package=hpctrain.__version__,
     )
-    ranges = [
-        Range.of("tokenizer", text.size, 0, text if world.rank == 0 else text[:0]),
-        Range.of("checksums", header.pieces, -(-start // PIECE_TOKENS), checksums),
-        Range.of("document_ends", documents, first_document, ends),
-        Range("tokens", part.dtype, tokens, start, part.tokens, part.read),
-    ]
-    _write_file(world, path, header.attributes(), ranges, report)
+    contents, more = Contents(), list[Range]()
+    if rows is not None:
+        contents, more = _rows(world, rows)
+    ranges = [text, pieces[0], ends, pieces[1], *more]
+    _write_file(world, path, header.attributes(contents), ranges, report)
     return header
+
+
+def _rows(world: World, rows: RowsPart) -> tuple[Contents, list[Range]]:
+    """What is written beside text. Collective."""
+    counts = world.everyone.all_gather_object([rows.rows, rows.learned_tokens])
+    template, template_checksum = _text(world, "template", rows.template)
+    ranges = [template, *_pieces(world, "learned", "learned_checksums", rows.learned)]
+    others, ends_checksum = 0, 0
+    if rows.others is not None:
+        ends, ends_checksum = _ends(world, "others_ends", rows.others)
+        checksums, texts = _pieces(world, "others", "others_checksums", rows.others)
+        others = texts.size
+        ranges += [ends, checksums, texts]
+    total, learned = (sum(count[i] for count in counts) for i in (0, 1))
+    return Contents(rows.kind, total, learned, others, ends_checksum, template_checksum), ranges
+
+
+def _text(world: World, name: str, text: str) -> tuple[Range, int]:
+    """A text, which rank 0 writes, and its checksum."""
+    values = np.frombuffer(text.encode("utf-8"), TEXT)
+    return Range.of(name, values.size, 0, values if world.rank == 0 else values[:0]), zlib.crc32(values.data)
+
+
+def _ends(world: World, name: str, part: Part) -> tuple[Range, int]:
+    """Where documents of all ranks' parts end, and the checksum of that. Collective."""
+    counts = world.everyone.all_gather_object([part.tokens, len(part.ends)])
+    start, first = (sum(count[i] for count in counts[: world.rank]) for i in (0, 1))
+    ends, checksum = np.array(part.ends, dtype=ENDS) + start, 0
+    for crc, length in world.everyone.all_gather_object([zlib.crc32(ends.data), ends.nbytes]):
+        checksum = combine(checksum, crc, length)
+    return Range.of(name, sum(count[1] for count in counts), first, ends), checksum
+
+
+def _pieces(world: World, name: str, checksums_name: str, part: Part) -> tuple[Range, Range]:
+    """The checksums of all ranks' parts, and the parts. Collective."""
+    counts = world.everyone.all_gather_object(part.tokens)
+    start, total, segments = sum(counts[: world.rank]), sum(counts), list[list[int]]()
+    with world.agreement():
+        segments = _segments(part, start)
+    checksums = _checksums(segments, world.everyone.all_gather_object(segments[:1]), start, world.rank)
+    first = -(-start // PIECE_TOKENS)
+    return (
+        Range.of(checksums_name, -(-total // PIECE_TOKENS), first, checksums),
+        Range(name, part.dtype, total, start, part.tokens, part.read),
+    )
 
 
 def _segments(part: Part, start: int) -> list[list[int]]:

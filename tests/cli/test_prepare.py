@@ -40,6 +40,14 @@ def test_what_is_left_out_is_said_once(launch: Launch, tmp_path: Path, ranks: in
     assert TokenFile(tmp_path / "out.h5").read(0, 4).tolist() == [0, 1, 2, 256]
 
 
+def test_rows_are_prepared_alike(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "2+2", "response": "4"}\n')
+    done = launch(2, "-c", PROGRAM, "out.h5", "--chat", "--template", "plain", "a.jsonl")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("out.h5: 24 tokens of 1 conversation, 3 of them learned, vocabulary 257, ")
+    assert TokenFile(tmp_path / "out.h5").kind == "chat"
+
+
 def test_a_mistake_is_said_once(launch: Launch, tmp_path: Path) -> None:
     done = launch(2, "-c", PROGRAM, "out.h5", "none.txt", "gone")
     assert done.returncode == 3

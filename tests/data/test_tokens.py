@@ -149,7 +149,7 @@ def test_what_is_no_token_file(path: Path, tmp_path: Path, monkeypatch: pytest.M
         other["tokens"] = np.arange(5)
     assert "no token file of ours" in sentence(tmp_path / "other.h5")
     for name, value, wanted in [
-        ("version", 2, "version 2; this hpctrain reads up to 1"),
+        ("version", 3, "version 3; this hpctrain reads up to 2"),
         ("vocabulary", 300, "header has a wrong checksum"),
         ("tokens", 58, "header has a wrong checksum"),
         ("source", "elsewhere", "header has a wrong checksum"),

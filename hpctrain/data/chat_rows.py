@@ -1,0 +1,191 @@
+"""The messages that a row of JSON means, in any of the spellings that files of conversations have.
+
+A conversation is `messages` of role and content, `conversations` of from and value (ShareGPT), `prompt` with
+`response` or `completion`, or `instruction` with `output` and perhaps `input` (Alpaca); a `system` text may
+stand beside the last two. Problems are HpctrainErrors which do not say where the row is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from hpctrain.data.chat_template import Message
+from hpctrain.errors import HpctrainError
+from hpctrain.words import counted, kind_of
+
+ASSISTANT = "assistant"
+_LISTS = ("messages", "conversations", "conversation")
+_ANSWERS = ("response", "completion")
+_ROLES = {"human": "user", "gpt": ASSISTANT, "chatgpt": ASSISTANT, "bing": ASSISTANT, "model": ASSISTANT}
+_FORMS = "`messages`, `conversations`, `prompt` with `response`, or `instruction` with `output`"
+
+
+class Conversation(NamedTuple):
+    """Messages, of which those of an assistant are learned from number `first` on."""
+
+    messages: Sequence[Message]
+    first: int = 0
+    tools: Any = None
+
+
+class Preference(NamedTuple):
+    """The conversation that is preferred to the other one, from the same messages on; and other keys."""
+
+    chosen: Conversation
+    rejected: Conversation
+    others: Mapping[str, Any]
+
+    @property
+    def equal(self) -> bool:
+        """Whether there is nothing to prefer."""
+        return self.chosen.messages == self.rejected.messages
+
+
+class Prompt(NamedTuple):
+    """What an assistant is to answer; and other keys of the row."""
+
+    asked: Conversation
+    others: Mapping[str, Any]
+
+
+def conversation_of(row: Any) -> Conversation:
+    """That of a row."""
+    row = _object(row)
+    name = next((each for each in _LISTS if row.get(each) is not None), None)
+    if name is not None:
+        messages = _messages(row[name], name)
+    elif row.get("instruction") is not None:
+        messages = [*_system(row), _said("user", _instruction(row))]
+        messages += _turn(row, "output", ASSISTANT)
+    elif row.get("prompt") is not None and (answers := [a for a in _ANSWERS if row.get(a) is not None]):
+        messages = [*_system(row), *_turn(row, "prompt", "user"), *_turn(row, answers[0], ASSISTANT)]
+    else:
+        raise HpctrainError(f"has no conversation: {_FORMS}{_has(row)}")
+    return Conversation(messages, 0, row.get("tools"))
+
+
+def preference_of(row: Any) -> Preference:
+    """That of a row: `chosen` and `rejected`, each the answer to `prompt` or a conversation as a whole."""
+    row = _object(row)
+    missing = [name for name in ("chosen", "rejected") if row.get(name) is None]
+    if missing:
+        raise HpctrainError(f"has no `{missing[0]}`{_has(row)}")
+    tools = row.get("tools")
+    chosen, rejected = (_turn(row, name, ASSISTANT) for name in ("chosen", "rejected"))
+    prompt: list[Message] = []
+    if row.get("prompt") is not None:
+        prompt = [*_system(row), *_turn(row, "prompt", "user")]
+        if not all(_begins_with(answer, prompt) for answer in (chosen, rejected)):
+            chosen, rejected = [*prompt, *chosen], [*prompt, *rejected]
+    elif isinstance(row["chosen"], str) or isinstance(row["rejected"], str):
+        raise HpctrainError("has no `prompt`, to which `chosen` and `rejected` would be answers")
+    common = 0
+    for one, other in zip(chosen[:-1], rejected[:-1], strict=False):
+        if one != other:
+            break
+        common += 1
+    if not common:
+        raise HpctrainError("has `chosen` and `rejected` that do not begin with the same message")
+    first = max(common, len(prompt))
+    if prompt and common < len(prompt):
+        raise HpctrainError("has a `prompt` that ends within `chosen` or `rejected`")
+    for name, messages in (("chosen", chosen), ("rejected", rejected)):
+        if not any(each["role"] == ASSISTANT for each in messages[first:]):
+            raise HpctrainError(f"has nothing that an assistant says in what is `{name}`")
+    others = {
+        key: value for key, value in row.items() if key not in {"prompt", "chosen", "rejected", "tools"}
+    }
+    return Preference(Conversation(chosen, first, tools), Conversation(rejected, first, tools), others)
+
+
+def prompt_of(row: Any) -> Prompt:
+    """That of a row: `prompt`, or `messages` that an assistant is to go on with."""
+    row = _object(row)
+    name = next((each for each in ("prompt", *_LISTS) if row.get(each) is not None), None)
+    if name is None:
+        raise HpctrainError(f"has neither `prompt` nor `messages`{_has(row)}")
+    messages = _turn(row, name, "user") if name == "prompt" else _messages(row[name], name)
+    if messages[-1]["role"] == ASSISTANT:
+        raise HpctrainError(f"has `{name}` that end with what an assistant says: nothing is to be answered")
+    system = _system(row) if name == "prompt" else []
+    used = {name, "tools", *(["system"] if system else [])}
+    others = {key: value for key, value in row.items() if key not in used}
+    asked = [*system, *messages]
+    return Prompt(Conversation(asked, len(asked), row.get("tools")), others)
+
+
+def _object(row: Any) -> Mapping[str, Any]:
+    if not isinstance(row, Mapping):
+        raise HpctrainError(f"is {kind_of(row)}, not an object with {_FORMS}")
+    return row
+
+
+def _has(row: Mapping[str, Any]) -> str:
+    names = [name for name, value in row.items() if value is not None]
+    return f" (it has {', '.join(names[:8])})" if names else " (it is empty)"
+
+
+def _system(row: Mapping[str, Any]) -> list[Message]:
+    """What stands beside a prompt."""
+    system = row.get("system")
+    return [_said("system", system)] if isinstance(system, str) and system else []
+
+
+def _instruction(row: Mapping[str, Any]) -> str:
+    parts = [row[name] for name in ("instruction", "input") if row.get(name) not in {None, ""}]
+    wrong = next((part for part in parts if not isinstance(part, str)), None)
+    if wrong is not None:
+        raise HpctrainError(f"has {kind_of(wrong)} in `instruction` or `input`, not text")
+    return "\n\n".join(parts)
+
+
+def _turn(row: Mapping[str, Any], name: str, role: str) -> list[Message]:
+    """A text that `role` says, or messages."""
+    value = row.get(name)
+    if isinstance(value, str):
+        return [_said(role, value)]
+    if isinstance(value, Mapping):  # one message
+        value = [value]
+    if not isinstance(value, list):
+        raise HpctrainError(f"has {kind_of(value)} for `{name}`, not text or a list of messages")
+    return _messages(value, name)
+
+
+def _said(role: str, content: str) -> Message:
+    return {"role": role, "content": content}
+
+
+def _messages(found: Any, name: str) -> list[Message]:
+    if not isinstance(found, list) or not found:
+        what = "no message" if isinstance(found, list) else f"{kind_of(found)}, not a list of messages"
+        raise HpctrainError(f"has {what} in `{name}`")
+    return [_message(each, f"message {number} of {len(found)}") for number, each in enumerate(found, 1)]
+
+
+def _message(found: Any, title: str) -> Message:
+    if not isinstance(found, Mapping):
+        raise HpctrainError(f"{title} is {kind_of(found)}, not an object with role and content")
+    # Columns of a table have nothing where a key is not there.
+    message = {key: value for key, value in found.items() if value is not None}
+    role = message.pop("role", None) or message.pop("from", None)
+    if not isinstance(role, str):
+        has = f" (it has {', '.join(map(str, found))})" if found else ""
+        raise HpctrainError(f"{title} has no `role`{has}")
+    if "content" not in message and "value" in message:
+        message["content"] = message.pop("value")
+    content = message.get("content", "" if message.get("tool_calls") else None)
+    if not isinstance(content, str):
+        raise HpctrainError(f"{title} has {kind_of(content)} for its content, not text")
+    return {**message, "role": _ROLES.get(role, role), "content": content}
+
+
+def _begins_with(messages: Sequence[Message], prompt: Sequence[Message]) -> bool:
+    """Whether messages are those of a prompt, and more."""
+    return len(messages) > len(prompt) and list(messages[: len(prompt)]) == list(prompt)
+
+
+def left_out_words(number: int, examples: Sequence[str], noun: str, why: str) -> str:
+    """A line about rows that are not taken."""
+    shown = ", ".join(examples[:2]) + (" ..." if number > 2 else "")
+    return f"left out {counted(number, noun)}, {why} ({shown})"

@@ -1,0 +1,219 @@
+"""Conversations, preferences and prompts, of JSON lines or tables, to one token file, over all ranks.
+
+As of text, each rank makes the tokens of a contiguous run of pieces of the files, and the token file is the
+same for any number of ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpctrain.data.chat_rows import conversation_of, left_out_words, preference_of, prompt_of
+from hpctrain.data.chat_template import ChatTemplate
+from hpctrain.data.chat_tokens import ChatTokenizer, Tokens
+from hpctrain.data.contents import CHAT, KINDS, NOUNS, PREFERENCES, PROMPTS, TEXT_KIND
+from hpctrain.data.packed import COMPRESSED, TABLE
+from hpctrain.data.prepare import Prepared, Say, begin, collecting, examine, in_progress, text_alone
+from hpctrain.data.text import PIECE, Row, TextPiece, cut_into_pieces, read_rows, share_of
+from hpctrain.data.token_part import TokenPart, part_path
+from hpctrain.data.tokenizer import BYTES, END_OF_TEXT, Tokenizer
+from hpctrain.data.tokens import TokenFile
+from hpctrain.data.write import Report, RowsPart, write_tokens
+from hpctrain.errors import HpctrainError
+from hpctrain.words import either
+
+if TYPE_CHECKING:
+    from hpctrain.comm.world import World
+
+_GLOBS = ("*.jsonl", *(f"*.jsonl{each}" for each in COMPRESSED), f"*{TABLE}")
+_LEARNED_VALUES, _BYTE_VALUES = 2, 256
+EQUAL, SILENT = "whose answers are equal", "in which no assistant says anything"
+_EXAMPLES = 3
+
+
+def prepare_rows(
+    world: World,
+    out: Path,
+    paths: Sequence[str],
+    *,
+    kind: str,
+    template: str | None = None,
+    globs: Sequence[str] = (),
+    tokenizer: str = BYTES,
+    replace: bool = False,
+    say: Say = lambda _: None,
+    report: Report = lambda *_: None,
+    piece_bytes: int = PIECE,
+) -> Prepared:
+    """Make the token file `out` of a `kind` ("chat", "preferences", "prompts") of rows; collective.
+
+    `template` is a name, a Jinja file, or None for that of the tokenizer's folder. Pairs whose answers are
+    equal and conversations in which no assistant speaks are left out, which is said. Every error is an
+    HpctrainError, the same on all ranks, and leaves no file behind.
+    """
+    assert kind in KINDS and kind != TEXT_KIND, kind
+    begun = time.perf_counter()
+    sources, left = begin(world, out, paths, globs or _GLOBS, replace)
+    pieces = cut_into_pieces(sources, piece_bytes)
+    faults = examine(world, pieces, report)
+    with world.agreement():
+        sources = text_alone(sources, faults, left)
+        if world.rank == 0:
+            for line in left.lines():
+                say(line)
+        if not sources:
+            raise HpctrainError(f"{', '.join(paths)}: there is nothing in it")
+    chat = _agree_on_template(world, tokenizer, template)
+    if world.rank == 0 and chat.only_text:
+        those = either(chat.only_text) if len(chat.only_text) < 5 else f"{', '.join(chat.only_text[:4])} ..."
+        say(
+            f"{chat.template.title}: {those} is no token of the vocabulary, but text, which anybody can spell"
+        )
+    pieces = cut_into_pieces(sources, piece_bytes)
+    with ExitStack() as stack:
+        made = _Making(kind, chat, out, world.rank, stack)
+        with world.agreement():
+            made.add_all(share_of(pieces, world.rank, world.size), report)
+        _tell_left_out(world, made, say)
+        _require_rows(world, made, paths)
+        header = write_tokens(
+            world, out, made.tokens, chat.tokenizer, ", ".join([*paths, *globs]), report, made.part
+        )
+    contents = TokenFile(out, "written file").contents
+    return Prepared(
+        path=out,
+        files=len(sources),
+        size=sum(source.size for source in sources),
+        documents=header.documents,
+        tokens=header.tokens,
+        vocabulary=header.vocabulary,
+        seconds=time.perf_counter() - begun,
+        kind=kind,
+        rows=contents.rows,
+        learned=contents.learned,
+    )
+
+
+class _Making:
+    """What a rank makes of its rows."""
+
+    def __init__(self, kind: str, chat: ChatTokenizer, out: Path, rank: int, stack: ExitStack) -> None:
+        self.kind, self.chat = kind, chat
+        self.rows = self.learned_tokens = 0
+        self.left_out: dict[str, tuple[int, list[str]]] = {}
+        parts = (
+            TokenPart(part_path(out, rank), chat.tokenizer),
+            TokenPart(part_path(out, rank, "learned"), _LEARNED_VALUES),
+            TokenPart(part_path(out, rank, "others"), _BYTE_VALUES),
+        )
+        self.tokens, self.learned, self.others = map(stack.enter_context, parts)
+
+    @property
+    def part(self) -> RowsPart:
+        """What is written of it beside tokens."""
+        others = self.others if self.kind != CHAT else None
+        template = self.chat.template.to_json()
+        return RowsPart(self.kind, template, self.rows, self.learned, self.learned_tokens, others)
+
+    def add_all(self, pieces: Sequence[TextPiece], report: Report) -> None:
+        """All rows of pieces. HpctrainError with what is wrong with any of them."""
+        with collecting() as complain:
+            for piece in in_progress(pieces, "tokenize", report):
+                for row in read_rows(piece, complain):
+                    try:
+                        self._add(row)
+                    except HpctrainError as error:
+                        complain(HpctrainError([f"{row.where}: {each}" for each in error.problems]))
+        for part in (self.tokens, self.learned, self.others):
+            part.finish()
+
+    def _add(self, row: Row) -> None:
+        others: Mapping[str, Any] | None = None
+        if self.kind == CHAT:
+            made = [self.chat.conversation(conversation_of(row.value))]
+            if not made[0].learned.any():
+                self._leave_out(row, SILENT)
+                return
+        elif self.kind == PREFERENCES:
+            pair = preference_of(row.value)
+            if pair.equal:
+                self._leave_out(row, EQUAL)
+                return
+            made, others = (
+                [self.chat.conversation(each) for each in (pair.chosen, pair.rejected)],
+                pair.others,
+            )
+        else:
+            prompt = prompt_of(row.value)
+            made, others = [self.chat.prompt(prompt.asked)], prompt.others
+        if any(not len(each.ids) for each in made):
+            raise HpctrainError("has no text, as the template writes it")
+        for document in made:
+            self._append(document)
+        self.rows += 1
+        if others is not None:
+            text = json.dumps(others, ensure_ascii=True, default=str)
+            self.others.add(np.frombuffer(text.encode(), np.uint8))
+            self.others.end_here()
+
+    def _append(self, document: Tokens) -> None:
+        self.tokens.add(document.ids)
+        self.tokens.end_here()
+        self.learned.add(document.learned)
+        self.learned_tokens += int(document.learned.sum())
+
+    def _leave_out(self, row: Row, why: str) -> None:
+        number, examples = self.left_out.get(why, (0, []))
+        if len(examples) < _EXAMPLES:
+            examples = [*examples, row.where]
+        self.left_out[why] = number + 1, examples
+
+
+def _agree_on_template(world: World, tokenizer: str, template: str | None) -> ChatTokenizer:
+    """The tokenizer and the template that rank 0 reads."""
+    texts = "", ""
+    with world.agreement():
+        if world.rank == 0:
+            used = Tokenizer.from_argument(tokenizer)
+            texts = used.text, ChatTemplate.of(template, tokenizer, end_of(used)).to_json()
+    text, chat = world.everyone.broadcast_object(texts)
+    return ChatTokenizer(Tokenizer(text), ChatTemplate.from_json(chat))
+
+
+def end_of(tokenizer: Tokenizer) -> str:
+    """What the token that ends a document is called."""
+    if tokenizer.text == BYTES:
+        return END_OF_TEXT
+    from tokenizers import Tokenizer as Library
+
+    return Library.from_str(tokenizer.text).id_to_token(tokenizer.end_of_document) or ""
+
+
+def _tell_left_out(world: World, made: _Making, say: Say) -> None:
+    """Rows of all ranks that are left out, with examples. Collective."""
+    counts: dict[str, tuple[int, list[str]]] = {}
+    for each in world.everyone.all_gather_object(made.left_out):
+        for why, (number, examples) in each.items():
+            before = counts.get(why, (0, []))
+            counts[why] = before[0] + number, [*before[1], *examples]
+    if world.rank == 0:
+        for why, (number, examples) in counts.items():
+            say(left_out_words(number, examples, NOUNS[made.kind], why))
+
+
+def _require_rows(world: World, made: _Making, paths: Sequence[str]) -> None:
+    """HpctrainError where there is nothing, or nothing to learn."""
+    counts = world.everyone.all_gather_object([made.rows, made.learned_tokens])
+    rows, learned = (sum(count[i] for count in counts) for i in (0, 1))
+    with world.agreement():
+        if rows and (made.kind == PROMPTS or learned):
+            return
+        what = {CHAT: "no conversation in which an assistant speaks", PREFERENCES: "no pair of two answers"}
+        raise HpctrainError(f"{', '.join(paths)}: there is {what.get(made.kind, 'no prompt')} in it")
