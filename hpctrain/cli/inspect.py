@@ -9,7 +9,7 @@ import click
 
 
 @click.command(name="inspect")
-@click.argument("target", metavar="CHECKPOINT|RUN_DIR", type=click.Path(path_type=Path))
+@click.argument("target", metavar="CHECKPOINT|RUN_DIR|TOKENS", type=click.Path(path_type=Path))
 @click.option("--tensors", is_flag=True, help="List every tensor: name, shape, type, bytes.")
 @click.option("--bad-samples", is_flag=True, help="List the samples that were left out for spikes.")
 @click.option("--deck", is_flag=True, help="Print the stored deck, and nothing else.")
@@ -19,7 +19,8 @@ import click
 )
 @click.option("--json", "as_json", is_flag=True, help="Print all of it as JSON.")
 def command(target: Path, **wish: Any) -> None:
-    """Tell what a checkpoint holds and where it came from, or which checkpoints a run folder has.
+    """Tell what a checkpoint holds and where it came from, or which checkpoints a run folder has; or what a
+    token file of `hpctrain prepare` holds.
 
     Under mpirun or srun the ranks share the reading. Exits with 1 if tensors differ from those of OTHER, with
     3 if something is damaged.

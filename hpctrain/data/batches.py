@@ -102,22 +102,36 @@ class Sequences(ABC):
     count: int
     end_of_document: int | None = None
 
+    @property
+    def apart(self) -> bool:
+        """Whether micro-batches tell of documents, which do not see each other."""
+        return self.end_of_document is not None
+
     @abstractmethod
     def sequence(self, index: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets of one sequence, each int64 [length]."""
+
+    def row(self, index: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The same, without targets of ends of documents; and places in these (None: it is one)."""
+        tokens, targets = self.sequence(index)
+        end = self.end_of_document
+        if end is None:
+            return tokens, targets, None
+        places = Documents.of(tokens.unsqueeze(0), end).places[0]
+        return tokens, targets.masked_fill(tokens == end, MASKED), places
 
     def micro_batches(self, wanted: Iterable[Wanted], later: Iterable[Wanted]) -> Iterator[MicroBatch]:  # noqa: ARG002
         """See Samples: filled up to `micro_size` with rows of zeros, whose targets are masked."""
         for each in wanted:
             tokens = torch.zeros(each.micro_size, self.length, dtype=torch.int64)
             targets = torch.full_like(tokens, MASKED)
-            for row, index in enumerate(each.indices):
-                tokens[row], targets[row] = self.sequence(int(index))
-            documents, end, samples = None, self.end_of_document, len(each.indices)
-            if end is not None:
-                documents = Documents.of(tokens, end, samples)
-                targets.masked_fill_(tokens == end, MASKED)
-            yield MicroBatch.of_tokens(tokens, targets, samples, documents)
+            places = torch.arange(self.length).expand_as(tokens).clone()
+            for row, index in enumerate(each.indices.tolist()):
+                tokens[row], targets[row], own = self.row(index)
+                if own is not None:
+                    places[row] = own
+            documents = Documents(places) if self.apart else None
+            yield MicroBatch.of_tokens(tokens, targets, len(each.indices), documents)
 
 
 class SequenceSource(Sequences):

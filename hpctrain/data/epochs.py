@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hpctrain.data.entries import open_entries
-from hpctrain.data.fit import split_sizes
+from hpctrain.data.fit import sequence_count, split_samples
 from hpctrain.deck.schema import Deck
 
 
 class EpochReader:
-    """What a deck's reader asks of files: sequences of tokens, but nothing of what model.from names."""
+    """What a deck's reader asks of files: how many sequences they have, nothing of what model.from names."""
 
     def __call__(self, path: str) -> Mapping[str, object]:  # noqa: ARG002
         """The keys that a model settles: none are looked for."""
@@ -20,4 +20,5 @@ class EpochReader:
     def sequences(deck: Deck) -> int:
         """Those that one epoch trains on, of all entries of a mixture. Errors as of `open_entries`."""
         length, fraction = deck.batch.sequence, deck.data.validation
-        return sum(split_sizes(each.tokens, length, fraction)[0] for each in open_entries(deck))
+        counts = [sequence_count(each, length, deck.data.pack) for each in open_entries(deck)]
+        return sum(split_samples(count, fraction)[0] for count in counts)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from hpctrain.data.contents import CHAT, TEXT_KIND
+from hpctrain.data.packing import Packing
 from hpctrain.data.shards import Tokens, title_of
 from hpctrain.deck.data_mixture import entries_of
 from hpctrain.deck.problem import Problem
 from hpctrain.deck.schema import Deck
+from hpctrain.words import counted
 
 
 def split_sizes(tokens: int, sequence: int, fraction: float) -> tuple[int, int]:
@@ -29,18 +32,56 @@ def needed_tokens(sequence: int, fraction: float) -> int:
     return (2 if fraction else 1) * sequence + 1
 
 
+def masks_documents(deck: Deck, tokens: Sequence[Tokens]) -> bool:
+    """Whether documents do not see each other: conversations never do, nor what is trained on with them."""
+    return deck.data.document_mask or any(each.kind == CHAT for each in tokens)
+
+
 def token_problems(deck: Deck, tokens: Sequence[Tokens]) -> Iterator[Problem]:
     """Everything in the deck that does not fit the tokens of its entries."""
+    mask = masks_documents(deck, tokens)
     for entry, each in zip(entries_of(deck), tokens, strict=True):
-        yield from _problems(deck, each, title_of(entry.tokens))
+        yield from _problems(deck, each, title_of(entry.tokens), mask)
 
 
-def _problems(deck: Deck, file: Tokens, title: str) -> Iterator[Problem]:
+def sequence_count(file: Tokens, sequence: int, pack: bool) -> int:
+    """The sequences of a file, to train on or held out."""
+    if file.kind == CHAT:
+        return Packing.of(file.document_ends(), sequence, pack).rows
+    return max(0, (file.tokens - 1) // sequence)
+
+
+def _key(deck: Deck) -> str:
+    return "data.tokens" if deck.data.mixture is None else "data.mixture"
+
+
+def _of_conversations(deck: Deck, file: Tokens, title: str) -> Iterator[Problem]:
+    fraction = deck.data.validation
+    rows = sequence_count(file, deck.batch.sequence, deck.data.pack)
+    if deck.model.module is not None:
+        sentence = f"{title} holds conversations, which see each other in a module's own attention"
+        yield Problem(_key(deck), f"{sentence}: they are for our own families yet", ("model.module",))
+    elif not split_samples(rows, fraction)[0]:
+        has = f"{title} has {counted(rows, 'sequence')} of conversations"
+        more = ", one of them held out" if rows else ", none with anything to predict"
+        yield Problem(_key(deck), f"{has}{more}, and there must be one to train on", ("data.validation",))
+
+
+def _problems(deck: Deck, file: Tokens, title: str, mask: bool) -> Iterator[Problem]:
     vocabulary, sequence, fraction = deck.model.vocabulary, deck.batch.sequence, deck.data.validation
     if vocabulary is not None and file.vocabulary > vocabulary:
         would = "which adds tokens" if deck.model.source is not None else "or leave the key out"
         smaller = f"is smaller than the vocabulary of {title}, {file.vocabulary}"
         yield Problem("model.vocabulary", f"{smaller}: give at least that, {would}")
+    if file.kind not in {TEXT_KIND, CHAT}:
+        would = "text or conversations are trained on, see `hpctrain prepare`"
+        yield Problem(
+            _key(deck), f"{title} holds {file.kind}, in which no next token is to be learned ({would})"
+        )
+        return
+    if file.kind == CHAT:
+        yield from _of_conversations(deck, file, title)
+        return
     if not split_sizes(file.tokens, sequence, fraction)[0]:
         held_out = f" with data.validation = {fraction:g}" if fraction else ""
         longest = (file.tokens - 1) // (2 if fraction else 1)
@@ -48,7 +89,7 @@ def _problems(deck: Deck, file: Tokens, title: str) -> Iterator[Problem]:
         needed = f"of which it needs {needed_tokens(sequence, fraction)}{held_out}"
         sentence = f"is too long for the {file.tokens} tokens of {title}, {needed} ({would})"
         yield Problem("batch.sequence", sentence, ("data.validation",))
-    if deck.data.document_mask and int(file.read(file.tokens - 1, 1)[0]) != file.end_of_document:
+    if mask and int(file.read(file.tokens - 1, 1)[0]) != file.end_of_document:
         missing = f"and {title} does not end with token {file.end_of_document}, which ends a document"
         sentence = f"needs documents that end, {missing} (leave it out, or prepare the text again)"
         yield Problem("data.document_mask", sentence, ("data.tokens",))

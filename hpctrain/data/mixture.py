@@ -14,6 +14,9 @@ import numpy as np
 from torch import Tensor
 
 from hpctrain.data.batches import Batches, Sequences, SequenceSource
+from hpctrain.data.contents import CHAT
+from hpctrain.data.conversations import ConversationSource
+from hpctrain.data.fit import masks_documents
 from hpctrain.data.interleave import Interleaving
 from hpctrain.data.order import Integers, SampleOrder
 from hpctrain.data.shards import Tokens, common_fingerprint, paths_of, title_of
@@ -73,6 +76,16 @@ class Joined(Sequences):
         number, within = self.source_of(index)
         return self.sources[number].sequence(within)
 
+    @property
+    def apart(self) -> bool:
+        """See Sequences."""
+        return any(source.apart for source in self.sources)
+
+    def row(self, index: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """See Sequences."""
+        number, within = self.source_of(index)
+        return self.sources[number].row(within)
+
     def source_of(self, index: int) -> tuple[int, int]:
         """Which of the sources a sequence is of, and which one of that it is."""
         assert 0 <= index < self.count, (index, self.count)
@@ -89,9 +102,9 @@ class HeldOut(Joined):
         super().__init__(sources)
         self.shares = [float(entry.share) for entry in entries]
 
-    def sequence(self, index: int) -> tuple[Tensor, Tensor]:
-        """See Sequences."""
-        return super().sequence(int(self._arranged[index]))
+    def source_of(self, index: int) -> tuple[int, int]:
+        """See Joined."""
+        return super().source_of(int(self._arranged[index]))
 
     @cached_property
     def _arranged(self) -> Integers:
@@ -123,15 +136,24 @@ class Trained:
     """Sequences that an epoch of each entry trains on."""
     length: int
     """Tokens of each."""
+    notes: tuple[str, ...] = ()
+    """What is to be known of conversations, in lines."""
+    pack: bool = True
 
     @staticmethod
     def of(deck: Deck, tokens: Sequence[Tokens]) -> Trained:
         """The tokens of each entry of a deck, in its splits."""
         entries = entries_of(deck)
         length, fraction, seed = deck.batch.sequence, deck.data.validation, deck.run.seed
+        mask, pack = masks_documents(deck, tokens), deck.data.pack
         train, held_out = (
-            [SequenceSource(each, length, fraction, split, deck.data.document_mask) for each in tokens]
+            [sequences_of(each, length, fraction, split, mask, pack) for each in tokens]
             for split in ("train", "validation")
+        )
+        notes = tuple(
+            source.said(title_of(entry.tokens))
+            for entry, source in zip(entries, train, strict=True)
+            if isinstance(source, ConversationSource)
         )
         counts = tuple(source.count for source in train)
         if deck.data.mixture is None:
@@ -139,13 +161,17 @@ class Trained:
         else:
             of_train = Batches(Joined(train), seed, MixtureOrder(entries, counts, seed))
             of_validation = Batches(HeldOut(held_out, entries), seed)
-        return Trained(entries, tuple(tokens), of_train, of_validation, counts, length)
+        return Trained(entries, tuple(tokens), of_train, of_validation, counts, length, notes, pack)
 
     def described(self) -> dict[str, Any]:
         """What it is known by in checkpoints; shares count, by which samples come in another order."""
+        # Conversations that are not packed come in other sequences.
+        form = "" if self.pack or not any(each.kind == CHAT for each in self.tokens) else " apart"
         if len(self.tokens) == 1:
-            return {"tokens": self.tokens[0].tokens, "fingerprint": self.tokens[0].fingerprint}
-        shares = " ".join(str(entry.share) for entry in self.entries)
+            known = self.tokens[0].fingerprint
+            known = zlib.crc32(form.encode(), known) if form else known
+            return {"tokens": self.tokens[0].tokens, "fingerprint": known}
+        shares = " ".join(str(entry.share) for entry in self.entries) + form
         return {
             "tokens": sum(each.tokens for each in self.tokens),
             "fingerprint": zlib.crc32(shares.encode(), common_fingerprint(self.tokens)),
@@ -153,17 +179,30 @@ class Trained:
 
     def origin(self, index: int) -> Origin:
         """Where a sequence that is trained on comes from."""
-        number = 0
-        if isinstance(source := self.train.source, Joined):
+        number, source = 0, self.train.source
+        if isinstance(source, Joined):
             number, index = source.source_of(index)
+            source = source.sources[number]
+        first = index * self.length
+        if isinstance(source, ConversationSource):
+            first = source.first_token(index)
         tokens = self.tokens[number]
-        file = tokens if isinstance(tokens, TokenFile) else tokens.file_at(index * self.length)
+        file = tokens if isinstance(tokens, TokenFile) else tokens.file_at(first)
         return Origin(self.entries[number].name, str(file.path), index)
 
     def epochs(self, samples: int) -> dict[str, float]:
         """How often each entry was trained on after so many samples, by name."""
         assert self.train.order is not None
         return self.train.order.by_entry(samples) or {self.entries[0].name: self.train.epoch(samples)}
+
+
+def sequences_of(
+    file: Tokens, length: int, fraction: float, split: str, document_mask: bool, pack: bool
+) -> Sequences:
+    """Those of a file of text or of conversations, see SequenceSource and ConversationSource."""
+    if file.kind == CHAT:
+        return ConversationSource(file, length, fraction, split, pack)
+    return SequenceSource(file, length, fraction, split, document_mask)
 
 
 def material_of(trained: Trained) -> str:

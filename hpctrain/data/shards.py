@@ -9,12 +9,15 @@ from __future__ import annotations
 import os
 import zlib
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from glob import glob, has_magic
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
 
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.data.tokenizer_difference import tokenizer_difference
@@ -38,6 +41,11 @@ class Shards:
     def __init__(self, files: Sequence[TokenFile], where: str) -> None:
         self.files, self.where = tuple(files), where
         require_one_tokenizer(self.files)
+        self.kind = files[0].kind
+        for file in files:
+            if file.kind != self.kind:
+                kinds = f"{file.where} holds {file.kind}, {files[0].where} {self.kind}"
+                raise HpctrainError(f"{where}: {kinds}; as one corpus, all are to hold the same")
         self.vocabulary, self.end_of_document = files[0].vocabulary, files[0].end_of_document
         self.tokenizer_text = files[0].tokenizer_text
         self._begins = list(accumulate((file.tokens for file in files), initial=0))
@@ -59,12 +67,7 @@ class Shards:
         import torch  # what looks at a header alone need not wait for it
 
         assert 0 <= start <= start + count <= self.tokens, (start, count, self.tokens)
-        pieces, end = [], start + count
-        number = bisect_right(self._begins, start, hi=len(self.files)) - 1
-        while start < end:
-            begin, stop = self._begins[number], min(end, self._begins[number + 1])
-            pieces.append(self.files[number].read(start - begin, stop - start))
-            start, number = stop, number + 1
+        pieces = [file.read(begin, number) for file, begin, number in self._parts(start, count)]
         if len(pieces) == 1:
             return pieces[0]
         return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64)
@@ -73,6 +76,34 @@ class Shards:
         """The file that a token is in."""
         assert 0 <= token < self.tokens, (token, self.tokens)
         return self.files[bisect_right(self._begins, token, hi=len(self.files)) - 1]
+
+    def _parts(self, start: int, count: int) -> Iterator[tuple[TokenFile, int, int]]:
+        """The files that so many tokens from `start` on are in, where they begin there, and their number."""
+        end, number = start + count, bisect_right(self._begins, start, hi=len(self.files)) - 1
+        while start < end:
+            begin, stop = self._begins[number], min(end, self._begins[number + 1])
+            yield self.files[number], start - begin, stop - start
+            start, number = stop, number + 1
+
+    def learned(self, start: int, count: int) -> Tensor:
+        """Whether each of these tokens is to be predicted, bool [count]; errors as of `read`."""
+        import torch
+
+        if not count:
+            return torch.empty(0, dtype=torch.bool)
+        parts = [file.learned(begin, number) for file, begin, number in self._parts(start, count)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def others(self, row: int) -> dict[str, Any]:
+        """What else a row of preferences or prompts has."""
+        rows = list(accumulate((file.contents.rows for file in self.files), initial=0))
+        number = bisect_right(rows, row, hi=len(self.files)) - 1
+        return self.files[number].others(row - rows[number])
+
+    def document_ends(self) -> npt.NDArray[np.int64]:
+        """The tokens behind the last one of every document, int64 [documents]."""
+        parts = zip(self.files, self._begins, strict=False)
+        return np.concatenate([file.document_ends() + begin for file, begin in parts])
 
     def document_end(self, document: int) -> int:
         """The token behind the last one of a document (its end of document)."""

@@ -331,6 +331,9 @@ class Data(Section):
         "Whether documents in a sequence do not see each other, and none predicts what comes behind its end.",
         False,
     )
+    pack: bool = key(
+        "Whether several conversations share a sequence, each by itself; else each has one.", True
+    )
     validation: float = key("Share of the sequences held out for evaluation.", 0.01, ge=0, lt=1)
 
 

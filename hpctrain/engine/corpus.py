@@ -9,7 +9,7 @@ from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches
 from hpctrain.data.dataset import DatasetName, UsersDataset, dataset_of
 from hpctrain.data.entries import open_entries
-from hpctrain.data.fit import token_problems
+from hpctrain.data.fit import masks_documents, token_problems
 from hpctrain.data.loader import DatasetSource
 from hpctrain.data.mixture import Trained
 from hpctrain.data.shards import Tokens
@@ -70,7 +70,11 @@ def require_alike(world: World, tokens: Sequence[Tokens]) -> None:
 
 
 def settle_vocabulary(deck: Deck, corpus: Corpus) -> Deck:
-    """The deck with its vocabulary: the one given, or the token file's."""
+    """The deck with its vocabulary: the one given, or the token file's; and with document_mask, where there
+    are conversations.
+    """
+    if corpus.trained is not None and masks_documents(deck, corpus.trained.tokens):
+        deck = deck.with_keys(data={"document_mask": True})
     if deck.model.vocabulary is not None:
         return deck
     assert corpus.file is not None

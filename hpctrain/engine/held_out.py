@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from hpctrain.comm.world import World
-from hpctrain.data.batches import MASKED, Batches, SequenceSource
+from hpctrain.data.batches import MASKED, Batches
+from hpctrain.data.contents import CHAT, TEXT_KIND
+from hpctrain.data.mixture import sequences_of
 from hpctrain.data.text_bytes import token_bytes
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.data.tokenizer_difference import tokenizer_difference
@@ -81,7 +83,9 @@ def open_held_out(deck: Deck, world: World, corpus: Corpus) -> tuple[HeldOut, ..
 def unfit(deck: Deck, file: TokenFile, tokenizer: str) -> Iterator[str]:
     """What keeps a model with this tokenizer (its text) from being evaluated on a file, in words."""
     sequence = deck.batch.sequence
-    if file.tokens <= sequence:
+    if file.kind not in {TEXT_KIND, CHAT}:
+        yield f"holds {file.kind}, in which no next token is to be learned (take text or conversations)"
+    elif file.kind == TEXT_KIND and file.tokens <= sequence:
         yield (
             f"has {file.tokens} tokens, but a sequence takes {sequence + 1}, one more than batch.sequence = "
             f"{sequence} (take a file with more)"
@@ -96,8 +100,8 @@ def unfit(deck: Deck, file: TokenFile, tokenizer: str) -> Iterator[str]:
 
 def batches_of(deck: Deck, file: TokenFile) -> Batches:
     """All sequences of a file."""
-    mask = deck.data.document_mask
-    return Batches(SequenceSource(file, deck.batch.sequence, 0.0, "train", mask), deck.run.seed)
+    mask, pack = deck.data.document_mask, deck.data.pack
+    return Batches(sequences_of(file, deck.batch.sequence, 0.0, "train", mask, pack), deck.run.seed)
 
 
 def counted_out(deck: Deck, world: World, held_out: HeldOut, tokenizer: Tokenizer) -> HeldOut:

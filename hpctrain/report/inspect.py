@@ -23,6 +23,7 @@ from hpctrain.report.bad_samples import bad_samples, bad_samples_text
 from hpctrain.report.contents import contents, contents_text, loss_text
 from hpctrain.report.differences import differences, differences_text
 from hpctrain.report.terminal import columns
+from hpctrain.report.token_contents import is_token_file, token_contents, token_contents_text
 from hpctrain.table import fitted
 from hpctrain.units import format_bytes
 
@@ -42,7 +43,8 @@ class InspectionWish:
 
 
 def inspect(group: Group, target: Path, wish: InspectionWish, show: Callable[[str], None]) -> int:
-    """Tell of a checkpoint, or of all those of a run's folder; the exit code. Collective, rank 0 shows.
+    """Tell of a checkpoint, a token file, or all checkpoints of a folder; the exit code. Collective, rank 0
+    shows.
 
     1 where the tensors of two files differ, 3 where a checkpoint of a folder is damaged;
     errors are raised on all ranks as `examine`, `verify` and `compare` raise them.
@@ -57,6 +59,8 @@ def inspect(group: Group, target: Path, wish: InspectionWish, show: Callable[[st
                 f"{target}: a folder, of which the checkpoints are listed; --tensors, --deck and --diff "
                 "need one checkpoint file"
             )
+    if not target.is_dir() and is_token_file(target):
+        return _inspect_tokens(group, target, wish, show)
     if wish.bad_samples:
         return _inspect_samples(group, target, wish, show)
     if target.is_dir():
@@ -79,6 +83,24 @@ def inspect(group: Group, target: Path, wish: InspectionWish, show: Callable[[st
                 show(_json(held | ({"verified": True} if wish.verify else {})))
             else:
                 show("\n".join([*contents_text(held), *(["", verified] if wish.verify else [])]))
+    return EXIT_DONE
+
+
+def _inspect_tokens(group: Group, target: Path, wish: InspectionWish, show: Callable[[str], None]) -> int:
+    """What a token file holds."""
+    with together(group):
+        asked = {
+            "tensors": wish.tensors,
+            "deck": wish.deck,
+            "bad-samples": wish.bad_samples,
+            "diff": wish.other,
+        }
+        wrong = [f"--{name}" for name, value in asked.items() if value]
+        if wrong:
+            raise HpctrainError(f"{target}: is a token file, of which {wrong[0]} tells nothing")
+        if group.rank == 0:
+            found = token_contents(target, wish.verify)
+            show(_json(found) if wish.as_json else "\n".join(token_contents_text(found)))
     return EXIT_DONE
 
 

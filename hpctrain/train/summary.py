@@ -57,6 +57,7 @@ def introduction(
     ]
     if deck.data.mixture is not None and corpus.trained is not None:
         lines += mixture_lines(corpus.trained, samples_of(deck.batch, deck.run.steps))
+    lines += corpus.trained.notes if corpus.trained is not None else ()
     lines += architecture.notes
     nodes = deck.communication.ranks_per_node
     if nodes is not None:

@@ -1,0 +1,192 @@
+"""What token files of conversations, preferences and prompts give: sequences, pairs of rows, and token ids.
+
+All follow from the file, the length of a sequence and the number of a sample alone, so that every layout has
+the same, and a run that goes on.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from hpctrain.data.batches import MASKED, SPLITS, MicroBatch, Sequences, Wanted
+from hpctrain.data.contents import CHAT, NOUNS, PREFERENCES, PROMPTS
+from hpctrain.data.fit import split_samples
+from hpctrain.data.packing import Array, Packing
+from hpctrain.data.shards import Tokens
+from hpctrain.errors import HpctrainError
+from hpctrain.words import counted
+
+Booleans = npt.NDArray[np.bool_]
+
+
+class ConversationSource(Sequences):
+    """Sequences of one split of a file of conversations, several whole ones in each, or with `pack` off one.
+
+    Each is a document, which the others do not see; targets are what is learned of it. Behind them are zeros,
+    which are a document, too, and predict nothing.
+    """
+
+    def __init__(self, file: Tokens, length: int, fraction: float, split: str, pack: bool = True) -> None:
+        assert split in SPLITS and file.kind == CHAT, (split, file.kind)
+        self.file, self.length = file, length
+        self.packing = Packing.of(file.document_ends(), length, pack)
+        trained, held_out = split_samples(self.packing.rows, fraction)
+        self._first = 0 if split == "train" else trained
+        self.count = trained if split == "train" else held_out
+
+    @property
+    def apart(self) -> bool:
+        """See Sequences: they never see each other."""
+        return True
+
+    def sequence(self, index: int) -> tuple[Tensor, Tensor]:
+        """See Sequences."""
+        tokens, targets, _ = self.row(index)
+        return tokens, targets
+
+    def row(self, index: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """See Sequences."""
+        assert 0 <= index < self.count, (index, self.count)
+        tokens = torch.zeros(self.length, dtype=torch.int64)
+        targets, places = torch.full_like(tokens, MASKED), torch.arange(self.length)
+        at = 0
+        for document in self.packing.documents(self._first + index):
+            begin, count = int(self.packing.begins[document]), int(self.packing.places[document])
+            window, learned = self.file.read(begin, count + 1), self.file.learned(begin + 1, count)
+            here = slice(at, at + count)
+            tokens[here], places[here] = window[:-1], torch.arange(count)
+            targets[here] = window[1:].masked_fill(~learned, MASKED)
+            at += count
+        places[at:] = torch.arange(self.length - at)
+        return tokens, targets, places
+
+    def first_token(self, index: int) -> int:
+        """Where the first conversation of a sequence begins in the file."""
+        return int(self.packing.begins[self.packing.documents(self._first + index)[0]])
+
+    def said(self, title: str) -> str:
+        """How they lie in sequences, in a line."""
+        packing, length = self.packing, self.length
+        filled = packing.places.sum() / max(1, packing.rows * length)
+        sequences = counted(packing.rows, "sequence")
+        conversations = counted(len(packing.places), "conversation")
+        line = f"{title}: {conversations} in {sequences}, {100 * filled:.0f}% filled"
+        if packing.cut:
+            share = packing.lost / (packing.lost + packing.places.sum())
+            line += (
+                f"; {packing.cut} longer than batch.sequence = {length} lose {packing.lost} tokens at their "
+                f"ends ({100 * share:.2g}% of all)"
+            )
+        return line
+
+
+class _Rows(ABC):
+    """Rows of one split of a file; those of which nothing remains in so many tokens are left out."""
+
+    def __init__(self, file: Tokens, kind: str, length: int, fraction: float, split: str) -> None:
+        assert split in SPLITS
+        if file.kind != kind:
+            raise HpctrainError(
+                f"{file.where}: holds {file.kind}, where {kind} are needed (see `hpctrain prepare`)"
+            )
+        self.file, self.length, self.kind = file, length, kind
+        self._ends = file.document_ends()
+        self._begins = np.concatenate((np.zeros(1, np.int64), self._ends[:-1]))
+        fits = self._fit()
+        self.left_out = int((~fits).sum())
+        self._rows = np.flatnonzero(fits)
+        trained, held_out = split_samples(len(self._rows), fraction)
+        if not trained:
+            sentence = f"{file.where}: of its {counted(len(fits), NOUNS[kind])} {len(self._rows)} fit"
+            raise HpctrainError(
+                f"{sentence} {length} tokens, of which data.validation = {fraction:g} holds out {held_out}: "
+                "none is left to train on"
+            )
+        begin = 0 if split == "train" else trained
+        self._rows = self._rows[begin : begin + (trained if split == "train" else held_out)]
+        self.count = len(self._rows)
+
+    def row(self, index: int) -> int:
+        """The number in the file of a sample."""
+        assert 0 <= index < self.count, (index, self.count)
+        return int(self._rows[index])
+
+    def others(self, index: int) -> dict[str, Any]:
+        """What else the row of a sample has."""
+        return self.file.others(self.row(index))
+
+    def said(self, title: str) -> str:
+        """How many there are, in a line."""
+        line = f"{title}: {counted(self.count, NOUNS[self.kind])}"
+        if self.left_out:
+            line += f"; {self.left_out} left out, which have nothing to answer in {self.length} tokens"
+        return line
+
+    @abstractmethod
+    def _fit(self) -> Booleans:
+        """Of every row whether it is taken."""
+
+
+class PreferenceSource(_Rows):
+    """Pairs of answers: sample i is two rows of a micro-batch, 2i what is preferred and 2i + 1 what is not,
+    each prompt and answer from its first place on.
+
+    `targets` are those of the answer alone. A pair longer than `length` is cut at its end; one of whose
+    answers nothing would remain is left out. `micro_size` counts pairs; of a micro-batch `samples` counts
+    rows, since it is by rows that layers tell what is there.
+    """
+
+    def __init__(self, file: Tokens, length: int, fraction: float, split: str) -> None:
+        super().__init__(file, PREFERENCES, length, fraction, split)
+
+    def micro_batches(self, wanted: Iterable[Wanted], later: Iterable[Wanted]) -> Iterator[MicroBatch]:  # noqa: ARG002
+        """See Samples."""
+        for each in wanted:
+            tokens = torch.zeros(2 * each.micro_size, self.length, dtype=torch.int64)
+            targets = torch.full_like(tokens, MASKED)
+            for number, index in enumerate(each.indices.tolist()):
+                for answer in (0, 1):
+                    place = 2 * number + answer
+                    tokens[place], targets[place] = self.document(2 * self.row(index) + answer)
+            yield MicroBatch.of_tokens(tokens, targets, 2 * len(each.indices))
+
+    def document(self, document: int) -> tuple[Tensor, Tensor]:
+        """Tokens and targets of an answer with its prompt, each [length]."""
+        tokens = torch.zeros(self.length, dtype=torch.int64)
+        targets = torch.full_like(tokens, MASKED)
+        begin, end = int(self._begins[document]), int(self._ends[document])
+        window = self.file.read(begin, min(end - begin, self.length + 1))
+        tokens[: len(window)] = window[: self.length]
+        learned = self.file.learned(begin + 1, len(window) - 1)
+        targets[: len(window) - 1] = window[1:].masked_fill(~learned, MASKED)
+        return tokens, targets
+
+    def _fit(self) -> Booleans:
+        fits = np.ones(len(self._ends), np.bool_)
+        for document in np.flatnonzero(self._ends - self._begins > self.length + 1).tolist():
+            fits[document] = bool(self.file.learned(int(self._begins[document]) + 1, self.length).any())
+        return fits[::2] & fits[1::2]
+
+
+class PromptSource(_Rows):
+    """Prompts of at most `length` tokens, from which an assistant goes on."""
+
+    def __init__(self, file: Tokens, length: int, fraction: float, split: str) -> None:
+        super().__init__(file, PROMPTS, length, fraction, split)
+
+    def prompt(self, index: int) -> tuple[list[int], dict[str, Any]]:
+        """Token ids, and the other keys of the row."""
+        document = self.row(index)
+        begin, end = int(self._begins[document]), int(self._ends[document])
+        return self.file.read(begin, end - begin).tolist(), self.others(index)
+
+    def _fit(self) -> Booleans:
+        lengths: Array = self._ends - self._begins
+        return lengths <= self.length

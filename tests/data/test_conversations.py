@@ -1,0 +1,220 @@
+"""How conversations lie in sequences, pairs in rows, and prompts: beside what is read by hand.
+
+Tests of data/conversations.py and data/packing.py, and of what fit.py, mixture.py and epochs.py there make of
+them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hpctrain.comm.world import World
+from hpctrain.data.batches import MASKED, Batches
+from hpctrain.data.conversations import ConversationSource, PreferenceSource, PromptSource
+from hpctrain.data.entries import open_entries
+from hpctrain.data.epochs import EpochReader
+from hpctrain.data.fit import token_problems
+from hpctrain.data.mixture import Trained
+from hpctrain.data.packing import Packing
+from hpctrain.data.prepare import prepare
+from hpctrain.data.prepare_rows import prepare_rows
+from hpctrain.data.shards import Shards, open_tokens
+from hpctrain.data.tokens import TokenFile
+from hpctrain.deck.read import parse_deck
+from hpctrain.errors import HpctrainError
+from tests.data.chats import talk, write_rows
+from tests.deck.small_text import SMALL
+from tests.engines import small_deck
+
+CHATS = [
+    {"messages": talk("q" * (n % 7), "a" * (n * 5 % 13), *(["more", "b" * n] if n % 3 == 0 else []))}
+    for n in range(30)
+]
+PAIRS = [{"prompt": "p" * (n + 1), "chosen": "c" * 3, "rejected": "r" * (n % 4), "n": n} for n in range(20)]
+PROMPTS = [{"prompt": "p" * n, "answer": n} for n in range(1, 20)]
+
+
+@pytest.fixture
+def folder(world: World, tmp_path: Path) -> Path:
+    """Files of each kind, of bytes, by the template `raw`."""
+    for kind, rows in (("chat", CHATS), ("preferences", PAIRS), ("prompts", PROMPTS)):
+        source = write_rows(tmp_path / f"{kind}.jsonl", rows)
+        prepare_rows(world.alone(), tmp_path / f"{kind}.h5", [source], kind=kind, template="raw")
+    half = write_rows(tmp_path / "half.jsonl", CHATS[:11])
+    prepare_rows(world.alone(), tmp_path / "half.h5", [half], kind="chat", template="raw")
+    (tmp_path / "text.txt").write_text("some text " * 40)
+    prepare(world.alone(), tmp_path / "text.h5", [str(tmp_path / "text.txt")])
+    return tmp_path
+
+
+def by_hand(rows: list[dict], length: int) -> list[tuple[list[int], list[int]]]:
+    """Of each conversation inputs and targets, by the template `raw`."""
+    found = []
+    for row in rows:
+        tokens, learned = [], []
+        for message in row["messages"]:
+            said = [*message["content"].encode(), *([256] if message["role"] == "assistant" else [])]
+            tokens += said
+            learned += [message["role"] == "assistant"] * len(said)
+        targets = [token if own else MASKED for token, own in zip(tokens[1:], learned[1:], strict=True)]
+        if targets:
+            found.append((tokens[:-1][:length], targets[:length]))
+    return found
+
+
+@pytest.mark.parametrize("length", [8, 24, 64])
+@pytest.mark.parametrize("pack", [True, False])
+def test_conversations_lie_whole_in_sequences(folder: Path, length: int, pack: bool) -> None:
+    """In their order, as many in each as fit, none in two; what is left is nobody's."""
+    source = ConversationSource(TokenFile(folder / "chat.h5"), length, 0.0, "train", pack)
+    (micro,) = Batches(source, 0).evaluation(source.count, 0, 1, source.count + 1)
+    assert micro.documents is not None and micro.samples == source.count
+    expected = by_hand(CHATS, length)
+    found, room = [], []
+    for row in range(source.count):
+        pieces = [piece for piece in micro.documents.pieces if piece.row == row]
+        own = [(micro.tokens[row, p.begin : p.end].tolist(), micro.targets[row, p.begin : p.end].tolist())
+               for p in pieces]  # fmt: skip
+        whole = len(source.packing.documents(row))
+        rest = [tokens for tokens, _ in own[whole:]]
+        assert len(rest) <= 1 and not any(map(any, rest))
+        assert all(set(targets) == {MASKED} for _, targets in own[whole:])
+        found += own[:whole]
+        room.append(sum(map(len, rest)))
+    assert found == expected
+    assert bool((micro.targets[source.count :] == MASKED).all())
+    if pack:
+        at = 0
+        for row, rest in enumerate(room[:-1]):
+            at += len(source.packing.documents(row))
+            assert len(expected[at][0]) > rest  # the next one did not fit
+    else:
+        assert source.count == len(expected)
+    cut = [whole[0] for whole in by_hand(CHATS, 10**6) if len(whole[0]) > length]
+    assert (source.packing.cut, source.packing.lost) == (len(cut), sum(len(each) - length for each in cut))
+    words = f"{len(cut)} longer than batch.sequence = {length} lose {source.packing.lost} tokens"
+    assert (words in source.said("x")) == bool(cut)
+
+
+def test_what_has_nothing_to_predict_takes_no_place() -> None:
+    packing = Packing.of(np.array([1, 1, 4, 5, 9]), 4)
+    assert packing.begins.tolist() == [1, 5] and packing.places.tolist() == [2, 3]
+    assert packing.rows == 2
+    assert Packing.of(np.array([1, 1, 4, 5, 9]), 5).rows == 1
+    assert Packing.of(np.array([1, 1]), 5).rows == Packing.of(np.array([1, 1]), 5, False).rows == 0
+
+
+def test_several_files_are_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    files = open_tokens(["chat.h5", "half.h5"], "data.tokens")
+    assert isinstance(files, Shards) and files.kind == "chat"
+    source = ConversationSource(files, 24, 0.0, "train", pack=False)
+    expected = by_hand([*CHATS, *CHATS[:11]], 24)
+    rows = [source.sequence(index) for index in range(source.count)]
+    pairs = zip(rows, expected, strict=True)
+    assert all(tokens[: len(own)].tolist() == own for (tokens, _), (own, _) in pairs)
+    assert files.learned(3, files.tokens - 5).tolist() == [
+        *files.files[0].learned(3, files.files[0].tokens - 3).tolist(),
+        *files.files[1].learned(0, files.files[1].tokens - 2).tolist(),
+    ]
+    with pytest.raises(HpctrainError, match=r"text.h5 holds text, .*chat.h5 chat; as one corpus"):
+        open_tokens(["chat.h5", "text.h5"], "data.tokens")
+
+
+def test_any_ranks_have_the_same_samples(folder: Path) -> None:
+    source = ConversationSource(TokenFile(folder / "chat.h5"), 24, 0.1, "train")
+    whole = [row for micro in Batches(source, 5).step(6, 6, 0, 1, 6) for row in micro.tokens.tolist()]
+    parts = [list(Batches(source, 5).step(6, 6, rank, 2, 1)) for rank in (0, 1)]
+    assert whole == [micro.tokens[0].tolist() for pair in zip(*parts, strict=True) for micro in pair]
+    held_out = ConversationSource(TokenFile(folder / "chat.h5"), 24, 0.1, "validation")
+    every = ConversationSource(TokenFile(folder / "chat.h5"), 24, 0.0, "train")
+    assert source.count + held_out.count == every.count
+    assert torch.equal(held_out.sequence(0)[0], every.sequence(source.count)[0])
+
+
+def test_a_mixture_with_text(folder: Path) -> None:
+    """Text that is trained on with conversations keeps its documents apart, too."""
+    weights = {"chat": 3, "text": 1}
+    rows = "".join(f'{{tokens="{folder}/{name}.h5", weight={each}}},' for name, each in weights.items())
+    keys = ["data.tokens=", f"data.mixture=[{rows}]", "batch.sequence=24", "data.validation=0.1"]
+    deck = parse_deck(SMALL, keys)
+    tokens = open_entries(deck)
+    assert not list(token_problems(deck, tokens))
+    trained = Trained.of(deck, tokens)
+    (micro,) = trained.train.step(0, 16, 0, 1, 16)
+    assert micro.documents is not None
+    text = [bool((row >= 0).all()) for row in micro.targets]
+    assert sum(text) == 4
+    chat = ConversationSource(tokens[0], 24, 0.1, "train")
+    for row, of_text in enumerate(text):
+        if of_text:
+            assert micro.documents.places[row].tolist() == list(range(24))
+    alone = [chat.row(index) for index in range(chat.count)]
+    for row in (row for row, of_text in enumerate(text) if not of_text):
+        assert any(
+            torch.equal(micro.tokens[row], tokens_) and torch.equal(micro.documents.places[row], places)
+            for tokens_, _, places in alone
+            if places is not None
+        )
+    assert trained.notes == (chat.said(f"{folder}/chat.h5"),)
+    assert EpochReader.sequences(deck) == sum(trained.counts)
+    assert Trained.of(deck.with_keys(data={"pack": False}), tokens).described() != trained.described()
+
+
+def test_pairs(folder: Path) -> None:
+    file = TokenFile(folder / "preferences.h5")
+    source = PreferenceSource(file, 24, 0.0, "train")
+    assert source.count == 20 and source.left_out == 0 and "20 pairs" in source.said("x")
+    (micro,) = Batches(source, 0).evaluation(3, 0, 1, 4)
+    assert micro.rows == 8 and micro.samples == micro.present == 6 and micro.documents is None
+    for index in range(3):
+        for answer, text in enumerate((PAIRS[index]["chosen"], PAIRS[index]["rejected"])):
+            asked = str(PAIRS[index]["prompt"]).encode()
+            tokens = [*asked, *str(text).encode(), 256]
+            assert micro.tokens[2 * index + answer].tolist() == tokens + [0] * (24 - len(tokens))
+            targets = [MASKED] * (len(asked) - 1) + tokens[len(asked) :]
+            assert micro.targets[2 * index + answer].tolist() == targets + [MASKED] * (24 - len(targets))
+    assert bool((micro.targets[6:] == MASKED).all()) and source.others(7) == {"n": 7}
+    short = PreferenceSource(file, 10, 0.25, "train")
+    assert short.left_out == 10 and "10 left out, which have nothing to answer in 10 tokens" in short.said(
+        "x"
+    )
+    assert short.count == 8 and PreferenceSource(file, 10, 0.25, "validation").row(0) == 8
+    tokens, targets = short.document(20)
+    assert tokens.tolist() == [ord("p")] * 10 and targets.tolist() == [MASKED] * 10
+    tokens, targets = short.document(18)
+    assert tokens.tolist() == [ord("p")] * 10 and targets.tolist() == [MASKED] * 9 + [ord("c")]
+    with pytest.raises(HpctrainError, match=r"of its 20 pairs 1 fit 1 tokens, .* none is left"):
+        PreferenceSource(file, 1, 0.5, "train")
+    with pytest.raises(HpctrainError, match=r"chat.h5: holds chat, where preferences are needed"):
+        PreferenceSource(TokenFile(folder / "chat.h5"), 10, 0.0, "train")
+
+
+def test_prompts(folder: Path) -> None:
+    file = TokenFile(folder / "prompts.h5")
+    source = PromptSource(file, 10, 0.2, "train")
+    assert source.count == 8 and source.left_out == 9
+    assert source.prompt(3) == ([ord("p")] * 4, {"answer": 4})
+    assert PromptSource(file, 10, 0.2, "validation").prompt(0) == ([ord("p")] * 9, {"answer": 9})
+
+
+def test_files_that_are_not_trained_on(folder: Path) -> None:
+    def problems(name: str, *more: str) -> list[str]:
+        deck = small_deck(
+            f"data.tokens={folder}/{name}.h5", "model.vocabulary=257", "batch.sequence=24", *more
+        )
+        return [f"{each.key}: {each.sentence}" for each in token_problems(deck, open_entries(deck))]
+
+    assert not problems("chat")
+    for name in ("preferences", "prompts"):
+        (problem,) = problems(name)
+        assert problem.startswith("data.tokens: ") and f"holds {name}, in which no next token is" in problem
+    (problem,) = problems("chat", "batch.sequence=4096")
+    assert (
+        "has 1 sequence of conversations, one of them held out, and there must be one to train on" in problem
+    )
+    assert not problems("chat", "batch.sequence=4096", "data.validation=0")
