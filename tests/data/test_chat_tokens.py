@@ -154,7 +154,7 @@ def test_a_turn_that_others_change(folder: Path) -> None:
         "{{ m.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
     )
-    assert learned_texts(chat(folder, thinking), talk("a", "four", "b", "now")) == [
+    assert learned_texts(chat(folder, thinking), talk("four", "four", "b", "now")) == [
         "four<|im_end|>",
         "hm now<|im_end|>",
     ]

@@ -210,6 +210,12 @@ def test_files_that_are_not_trained_on(folder: Path) -> None:
         return [f"{each.key}: {each.sentence}" for each in token_problems(deck, open_entries(deck))]
 
     assert not problems("chat")
+    deck = small_deck(f"data.tokens={folder}/chat.h5", "model.vocabulary=257", "batch.sequence=24")
+    described = [
+        Trained.of(deck.with_keys(data={"pack": pack}), open_entries(deck)).described()
+        for pack in (True, False)
+    ]
+    assert described[0] != described[1]
     for name in ("preferences", "prompts"):
         (problem,) = problems(name)
         assert problem.startswith("data.tokens: ") and f"holds {name}, in which no next token is" in problem
