@@ -62,7 +62,7 @@ _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 @dataclass(frozen=True)
 class ChatTemplate:
     """A template's `text`; `tokens` are names that it may use, such as eos_token; `title` is what messages
-    call it; `now`, in ISO 8601, is what it takes for the time.
+    call it; `now`, in ISO 8601, is what one that asks takes for the time.
     """
 
     text: str
@@ -80,15 +80,15 @@ class ChatTemplate:
         folder = Path(tokenizer) if Path(tokenizer).is_dir() else None
         config = {} if folder is None else _config(folder / CONFIG)
         tokens = {"eos_token": ends} | dict(_tokens(config))
-        now = datetime.now().astimezone().replace(tzinfo=None).isoformat(timespec="seconds")
         if argument is None:
             text, title = _own(folder, config, tokenizer)
         elif argument in BUILT_IN:
             text, title = BUILT_IN[argument], f"--template {argument}"
         else:
             text, title = _of_file(argument)
-        made = ChatTemplate(text, tokens, title, now)
-        return made.parsed()
+        # Where nothing asks for the time, a file does not depend on it.
+        now = datetime.now().isoformat(timespec="seconds") if "strftime_now" in text else ""
+        return ChatTemplate(text, tokens, title, now).parsed()
 
     @staticmethod
     def from_json(text: str) -> ChatTemplate:

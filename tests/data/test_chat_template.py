@@ -75,6 +75,7 @@ def test_where_a_template_comes_from(tmp_path: Path) -> None:
     assert ChatTemplate.of(None, str(folder), "e").render([])[0] == "of its file"
     own = tmp_path / "own.jinja"
     own.write_text("{{ strftime_now('%d %b %Y') }}{{ messages | length }}")
+    assert ChatTemplate.of(str(own), "bytes", "e").now and not ChatTemplate.of("plain", "bytes", "e").now
     made = ChatTemplate.from_json(ChatTemplate(own.read_text(), {}, "t", "2026-01-02T03:04:05").to_json())
     assert made.render(MESSAGES)[0] == "02 Jan 20267"
 
