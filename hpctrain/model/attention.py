@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.data.documents import Documents
+from hpctrain.model.inputs import Cache
 from hpctrain.model.query_key_norm import QueryKeyNorm
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.all_to_all_attention import all_to_all_attention
@@ -35,12 +36,12 @@ class Rotary:
 
 
 class Attention(nn.Module):
-    """[s or s/t, b, h] -> the same."""
+    """[s or s/t, b, h] -> the same, in the block of that number."""
 
-    def __init__(self, name: str, shape: ModelShape, groups: LayerGroups) -> None:
+    def __init__(self, name: str, shape: ModelShape, groups: LayerGroups, block: int) -> None:
         super().__init__()
         size = shape.head_size
-        self.groups, self.head_size = groups, size
+        self.groups, self.head_size, self.block = groups, size, block
         changed = shape.parametrization.of_scores
         self.scale = None if changed == 1 else changed * size**-0.5
         self.core = Core(shape.heads, shape.key_value_heads, size, shape.sequence)
@@ -96,14 +97,26 @@ class Attention(nn.Module):
         """Whether the core's output comes back from other ranks, and is another tensor there."""
         return self.groups.context.size > 1 and self.groups.context_form == "all_to_all"
 
-    def forward(self, x: Tensor, rotary: Rotary | None, documents: Documents | None = None) -> Tensor:
-        """Attend to all earlier positions of the same sequence, or of the same of its documents."""
+    def forward(
+        self,
+        x: Tensor,
+        rotary: Rotary | None,
+        documents: Documents | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        """Attend to all earlier positions of the same sequence, or of the same of its documents, or with a
+        cache of the same of its texts.
+        """
         inner = self.inner(x)
         parts = [
             part.unflatten(-1, (-1, self.head_size)) for part in inner.split(self.inner.split_sizes, dim=-1)
         ]
         if self.norm is not None:
             parts[:2] = self.norm(*parts[:2])
+        if cache is not None:
+            query, key, value = parts
+            cached: Tensor = self.output(cache.attend(self.block, query, key, value, self.scale).flatten(2))
+            return cached
         tables = rotary.tables if rotary is not None else ()
         core = partial(self._attend, documents)
         attended = self.groups.saved_policy.attend(core, parts, tables)

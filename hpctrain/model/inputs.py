@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -58,6 +58,15 @@ class _WithTerm(torch.autograd.Function):
         return gradient, ctx.scale, None
 
 
+class Cache(Protocol):
+    """Keys and values of texts that grow, to which the rows of a pass are added."""
+
+    def attend(self, block: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        """Of a block of the model, in place of its attention's core: of rows [n, 1, heads, d], none of which
+        is turned yet, each attends to what its own text has up to it.
+        """
+
+
 @dataclass(frozen=True)
 class Inputs:
     """One micro-batch as this rank's model sees it.
@@ -67,7 +76,8 @@ class Inputs:
     None where nothing is dropped; `terms` takes what layers add to the losses. Of the b rows the first
     `samples` are samples (None: all are), others fill the micro-batch up. `choices`, if any, gives routers
     their experts, or takes which ones they chose. `documents`, if any, are those of whole sequences, within
-    which attention stays and learned positions count.
+    which attention stays and learned positions count. With a `cache`, s is any rows of any texts, b is 1, and
+    `positions` are those of each row in its own text.
     """
 
     fields: Mapping[str, Tensor]
@@ -77,6 +87,7 @@ class Inputs:
     samples: int | None = None
     choices: Choices | None = None
     documents: Documents | None = None
+    cache: Cache | None = None
 
     @staticmethod
     def of_tokens(

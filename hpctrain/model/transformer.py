@@ -138,7 +138,7 @@ class Block(TransformerLayer):
         name = f"blocks.{index}"
         self.site, self.hidden, self.probability = 1 + 2 * index, shape.hidden, shape.dropout
         self.attention_norm = Norm(f"{name}.attention_norm", shape, groups)
-        self.attention = Attention(f"{name}.attention", shape, groups)
+        self.attention = Attention(f"{name}.attention", shape, groups, index)
         self.feed_forward_norm = Norm(f"{name}.feed_forward_norm", shape, groups)
         self.feed_forward: FeedForward | Mixture
         if shape.is_mixture(index):
@@ -152,7 +152,8 @@ class Block(TransformerLayer):
     def forward(self, x: Tensor, around: Surroundings) -> Tensor:
         """[s or s/t, b, h] -> the same."""
         source, positions = around.inputs.dropout, around.positions
-        attended = self.attention(self.attention_norm(x), around.rotary, around.inputs.documents)
+        inputs = around.inputs
+        attended = self.attention(self.attention_norm(x), around.rotary, inputs.documents, inputs.cache)
         x = x + dropout(attended, source, self.site, positions, self.probability)
         normal = self.feed_forward_norm(x)
         if isinstance(self.feed_forward, Mixture):
@@ -364,7 +365,7 @@ class Transformer(nn.Module):
         rows = inputs.positions
         if self.groups.sequence_parallel:
             rows = rows.chunk(tensor.size)[tensor.rank]
-        if self.shape.family == "llama":
+        if self.shape.family == "llama" and inputs.cache is None:
             rotary = Rotary(inputs.positions, self.shape.head_size, self.shape.rope_base, self.dtype)
         return Surroundings(inputs, rows, rotary, self.residency)
 

@@ -605,3 +605,140 @@ void attend_gradient(const Attention *a, const Heads *q, const Heads *k, const H
         }
     }
 }
+
+/* Keys and values of texts, in pages of PANEL tokens: of a page and a group the keys [width, PANEL], turned, in elements
+ * of `key_element`, and the values [PANEL, width] in those of `of`. A row of the pass is of the text `texts` [rows], none
+ * where that is negative, at `positions` [rows]; the `across` pages of a text stand in `tables`. */
+typedef struct {
+    Attention of;
+    int64_t across;
+    int key_element;
+    char *keys, *values;
+    const int64_t *texts, *positions, *tables;
+} Paged;
+
+INLINE size_t page_of(const Paged *p, int64_t text, int64_t number, int64_t group) {
+    return (p->tables[text * p->across + number] * p->of.groups + group) * PANEL * up_to(p->of.head, LANES);
+}
+
+/* Chains as of `tile`, of `high` queries and all of the keys of a page. */
+INLINE void page_scores(int high, int wide, int size, int width, const float *query, const char *page, float *into, int keys) {
+    for (int column = 0; column < PANEL; column += wide * LANES) {
+        Floats sum[HIGH][PANEL / LANES];
+        for (int i = 0; i < high; ++i)
+            for (int j = 0; j < wide; ++j) sum[i][j] = all(0);
+        for (int l = 0; l < width; ++l) {
+            Floats b[PANEL / LANES];
+            for (int j = 0; j < wide; ++j) b[j] = load(page + ((size_t)l * PANEL + column + j * LANES) * size, size);
+            for (int i = 0; i < high; ++i) {
+                const Floats a = all(query[i * width + l]);
+                for (int j = 0; j < wide; ++j) sum[i][j] += a * b[j];
+            }
+        }
+        for (int i = 0; i < high; ++i)
+            for (int j = 0; j < wide; ++j) *(Floats *)(into + (size_t)i * keys + column + j * LANES) = sum[i][j];
+    }
+}
+
+/* And of their chances and the first `ends` values of a text, from `column` on. */
+INLINE void page_values(int high, int wide, const Paged *p, int64_t text, int64_t group, int column, int ends,
+                        const float *chance, int keys, float *output) {
+    const int width = up_to(p->of.head, LANES), size = p->of.element;
+    Floats sum[HIGH][4];
+    for (int i = 0; i < high; ++i)
+        for (int j = 0; j < wide; ++j) sum[i][j] = all(0);
+    for (int first = 0; first < ends; first += PANEL) {
+        const char *page = p->values + (page_of(p, text, first / PANEL, group) + column) * size;
+        const int some = ends - first < PANEL ? ends - first : PANEL;
+        for (int l = 0; l < some; ++l, page += (size_t)width * size) {
+            Floats b[4];
+            for (int j = 0; j < wide; ++j) b[j] = load(page + (size_t)j * LANES * size, size);
+            for (int i = 0; i < high; ++i) {
+                const Floats a = all(chance[(size_t)i * keys + first + l]);
+                for (int j = 0; j < wide; ++j) sum[i][j] += a * b[j];
+            }
+        }
+    }
+    for (int i = 0; i < high; ++i)
+        for (int j = 0; j < wide; ++j) *(Floats *)(output + i * width + column + j * LANES) = sum[i][j];
+}
+
+/* `high` queries, in fp32, of a text at `positions`, the last of which is the furthest: as in `attend`. */
+INLINE void attend_some(int high, const Paged *p, int64_t text, int64_t group, const float *query,
+                        const int64_t *positions, float *chance, float *output, float *inverse) {
+    const int width = up_to(p->of.head, LANES), ends = (int)positions[high - 1] + 1, keys = up_to(ends, PANEL);
+    const int size = p->key_element;
+    for (int first = 0; first < ends; first += PANEL) {
+        const char *page = p->keys + page_of(p, text, first / PANEL, group) * size;
+        if (size == 4) page_scores(high, high == 1 ? 2 : WIDE, 4, width, query, page, chance + first, keys);
+        else page_scores(high, high == 1 ? 2 : WIDE, 2, width, query, page, chance + first, keys);
+    }
+    for (int i = 0; i < high; ++i) {
+        float *row = chance + (size_t)i * keys;
+        Floats most = all(-INFINITY), sum = all(0);
+        for (int j = 0; j < keys; j += LANES) {
+            Floats x = *(Floats *)(row + j);
+            if (j + LANES > positions[0]) *(Floats *)(row + j) = x = chosen(beyond(j, positions[i]), all(-INFINITY), x);
+            most = chosen(x > most, x, most);
+        }
+        float largest = most[0];
+        for (int lane = 1; lane < LANES; ++lane) largest = most[lane] > largest ? most[lane] : largest;
+        for (int j = 0; j < keys; j += LANES) {
+            Floats x = *(Floats *)(row + j), c = power_of_2(x - largest);
+            if (j + LANES > positions[0]) c = chosen(beyond(j, positions[i]), all(0), c);
+            *(Floats *)(row + j) = c;
+            sum += c;
+        }
+        inverse[i] = 1 / total(sum);
+    }
+    int column = 0;
+    if (high == 1)
+        for (; column + 4 * LANES <= width; column += 4 * LANES)
+            page_values(high, 4, p, text, group, column, ends, chance, keys, output);
+    for (; column < width; column += LANES) page_values(high, 1, p, text, group, column, ends, chance, keys, output);
+}
+
+/* Puts keys and values of all rows into their pages, and has each row attend to what its text has up to it. Rows of a
+ * text stand behind each other, in order. `memory`: HIGH * (across * PANEL + 2 * width) floats. */
+void attend_paged(const Paged *p, const Heads *q, const Heads *k, const Heads *v, const Heads *o, float *memory) {
+    const Attention *a = &p->of;
+    const int width = up_to(a->head, LANES), size = a->element, key_size = p->key_element;
+    const int64_t shared = a->heads / a->groups;
+    float *query = memory, *output = query + HIGH * width, *chance = output + HIGH * width;
+    for (int64_t row = 0; row < a->rows; ++row)
+        for (int64_t group = 0; p->texts[row] >= 0 && group < a->groups; ++group) {
+            const int64_t position = p->positions[row], lane = position % PANEL;
+            const size_t page = page_of(p, p->texts[row], position / PANEL, group);
+            read_row(a, k->at + (row * k->row + group * k->head) * size, position, query, 1, 1);
+            for (int i = 0; i < width; ++i)
+                store_some(p->keys + (page + (size_t)i * PANEL + lane) * key_size, key_size, 1, all(query[i]));
+            read_row(a, v->at + (row * v->row + group * v->head) * size, position, query, 0, 1);
+            for (int i = 0; i < width; i += LANES)
+                store(p->values + (page + (size_t)lane * width + i) * size, size, *(Floats *)(query + i));
+        }
+    for (int64_t first = 0, rows; first < a->rows; first += rows) {
+        const int64_t text = p->texts[first];
+        for (rows = 1; first + rows < a->rows && p->texts[first + rows] == text;) ++rows;
+        /* Queries of a group by row, then head: the furthest one is always the last. */
+        for (int64_t group = 0; text >= 0 && group < a->groups; ++group)
+            for (int64_t next = 0, some; next < rows * shared; next += some) {
+                some = rows * shared - next < HIGH ? 1 : HIGH;
+                int64_t positions[HIGH];
+                float inverse[HIGH];
+                for (int64_t i = 0; i < some; ++i) {
+                    const int64_t row = first + (next + i) / shared, head = group * shared + (next + i) % shared;
+                    positions[i] = p->positions[row];
+                    read_row(a, q->at + (row * q->row + head * q->head) * size, positions[i], query + i * width, 1, a->scale * LOG2_E);
+                }
+                if (some == HIGH) attend_some(HIGH, p, text, group, query, positions, chance, output, inverse);
+                else attend_some(1, p, text, group, query, positions, chance, output, inverse);
+                for (int64_t i = 0; i < some; ++i) {
+                    const int64_t row = first + (next + i) / shared, head = group * shared + (next + i) % shared;
+                    write_row(a, o->at + (row * o->row + head * o->head) * size, positions[i], output + i * width, 0, inverse[i]);
+                }
+            }
+        for (int64_t row = first; text < 0 && row < first + rows; ++row)
+            for (int64_t head = 0; head < a->heads; ++head)
+                memset(o->at + (row * o->row + head * o->head) * size, 0, a->head * size);
+    }
+}

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 _LANES, _ROWS, _PANEL, _BLOCK = 16, 64, 32, 1024  # as in functions.c
+PAGE, HIGHEST = _PANEL, 8  # tokens of a page there, and the most queries at a time
 
 
 class Heads(ctypes.Structure):
@@ -37,9 +38,25 @@ class Attention(ctypes.Structure):
     )
 
 
+class Paged(ctypes.Structure):
+    """See functions.c."""
+
+    _fields_ = (
+        ("of", Attention),
+        ("across", ctypes.c_int64),
+        ("key_element", ctypes.c_int),
+        *((name, ctypes.c_void_p) for name in ("keys", "values", "texts", "positions", "tables")),
+    )
+
+
+def padded(head: int) -> int:
+    """Features of a head, filled up to whole lanes."""
+    return -(-head // _LANES) * _LANES
+
+
 def workspace_floats(rows: int, head: int) -> int:
     """Floats that attention needs in passing."""
-    keys, width = -(-rows // _PANEL) * _PANEL, -(-head // _LANES) * _LANES
+    keys, width = -(-rows // _PANEL) * _PANEL, padded(head)
     return 6 * keys * width + _ROWS * (2 * keys + 3 * width)
 
 
@@ -65,6 +82,8 @@ def call_all(library: ctypes.CDLL) -> None:
     tensor = ctypes.byref(Heads(address, heads * head, heads * head, head))
     first, last = ctypes.c_int64(0), ctypes.c_int64(1)
     column = (ctypes.c_int64 * 2)(-1, _BLOCK)
+    texts = (ctypes.c_int64 * rows)()
+    beside = ctypes.create_string_buffer(4 * HIGHEST * (_PANEL + 2 * padded(head)))
     for size in (4, 2):
         sizes = ctypes.byref(Attention(rows, 1, heads, 1, head, size, 1.0, address, address))
         library.gelu(x, x, ctypes.c_int64(rows * head + 1), size)
@@ -80,6 +99,14 @@ def call_all(library: ctypes.CDLL) -> None:
         library.partition_gradient(memory, column, x, x, x, *of_rows)
         library.attend(sizes, *[tensor] * 4, x, memory, first, last)
         library.attend_gradient(sizes, *[tensor] * 8, x, memory, first, last)
+        # All rows are of text 0 and stand at its first position, in page 0.
+        none = ctypes.addressof(texts)
+        of = Attention(HIGHEST + 1, 1, heads, 1, head, size, 1.0, address, address)
+        for key_size in (4, size):
+            pages = Paged(
+                of, 1, key_size, ctypes.addressof(memory), ctypes.addressof(memory), none, none, none
+            )
+            library.attend_paged(ctypes.byref(pages), *[tensor] * 4, beside)
 
 
 if __name__ == "__main__":

@@ -157,7 +157,9 @@ class VocabularyHead(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Whole logits [s, b, V] of hidden [s or s/t, b, h], for sampling."""
         tensor = self.groups.tensor
-        local = self.product.forward(self.groups.gathered(hidden))
+        whole = self.groups.gathered(hidden)
+        # As the loss does: its logits have these bits.
+        local: Tensor = self.product.logits(whole.flatten(0, -2)).view(*whole.shape[:-1], -1)
         if self.multiplier != 1:
             local = local * self.multiplier
         if tensor.size > 1:

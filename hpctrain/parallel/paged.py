@@ -1,0 +1,175 @@
+"""Keys and values of texts that grow, in pages, and the attention of new tokens to them.
+
+A page has PAGE tokens of one text, and the same number in all layers; texts hold as many pages as they have
+come to (arXiv 2309.06180). Keys are kept turned, so that none is turned again for each token behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hpctrain.parallel.functions import CompiledFunctions, Functions, turned
+from hpctrain.parallel.library import HIGHEST, PAGE, Attention, Heads, Paged, padded
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the rows of a pass stand, those of a text behind each other and in order.
+
+    `runs` tells these in numbers: the text (-1: none's, rows that fill up), the first position, how many.
+    The same by row are `texts` and `positions`, int64 [n], and `tables` [texts, pages] are each text's pages.
+    """
+
+    runs: Sequence[tuple[int, int, int]]
+    texts: Tensor
+    positions: Tensor
+    tables: Tensor
+
+    @staticmethod
+    def of(runs: Sequence[tuple[int, int, int]], tables: Tensor) -> Places:
+        """Those of some runs; all tensors go where the tables are."""
+        texts = torch.tensor([text for text, _, count in runs for _ in range(count)])
+        positions = torch.tensor([first + n for _, first, count in runs for n in range(count)])
+        return Places(runs, texts.to(tables.device), positions.to(tables.device), tables)
+
+
+@dataclass(frozen=True)
+class PageForm:
+    """How keys and values of a layer lie in memory: so many `heads` of them, of `head` features in `dtype`.
+
+    Functions that are `compiled` turn keys in fp32, of which nothing is to be rounded away, and read features
+    by sixteen.
+    """
+
+    heads: int
+    head: int
+    dtype: torch.dtype
+    turned: bool
+    compiled: bool
+
+    @property
+    def width(self) -> int:
+        """Features of a head, filled up."""
+        return padded(self.head) if self.compiled else self.head
+
+    @property
+    def key_dtype(self) -> torch.dtype:
+        """Format of the keys."""
+        return torch.float32 if self.compiled and self.turned else self.dtype
+
+    @property
+    def bytes(self) -> int:
+        """Of a page in one layer."""
+        return PAGE * self.heads * self.width * (self.key_dtype.itemsize + self.dtype.itemsize)
+
+
+class LayerPages:
+    """A layer's `keys` [pages, heads, width, PAGE] and `values` [pages, heads, PAGE, width]."""
+
+    def __init__(self, form: PageForm, pages: int, device: torch.device, functions: Functions) -> None:
+        self.form, self.functions = form, functions
+        self.keys = torch.zeros((pages, form.heads, form.width, PAGE), dtype=form.key_dtype, device=device)
+        self.values = torch.zeros((pages, form.heads, PAGE, form.width), dtype=form.dtype, device=device)
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        tables: Sequence[Tensor],
+        scale: float | None,
+        places: Places,
+    ) -> Tensor:
+        """As Functions.attend, of rows [n, 1, heads, d]: each attends to what its text has up to it, new keys
+        and values included, which are kept. `tables` are those of a Rotary of all positions there are.
+        """
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        if isinstance(self.functions, CompiledFunctions):
+            return self._compiled(self.functions, query, key, value, tables, scale, places)
+        if tables:
+            of_rows = [table[places.positions] for table in tables]
+            query, key = turned(query, *of_rows), turned(key, *of_rows)
+        self._keep(key.squeeze(1), value.squeeze(1), places)
+        output = torch.zeros_like(query)
+        singles, row = [], 0
+        for text, first, count in places.runs:
+            if text >= 0 and count == 1:
+                singles.append((row, text, first))
+            elif text >= 0:
+                rows = slice(row, row + count)
+                chosen = torch.tensor([text], device=query.device)
+                output[rows, 0] = self._seen(
+                    query[rows, 0].unsqueeze(0), chosen, first + count, scale, places
+                )[0]
+            row += count
+        if singles:
+            rows_of, texts, positions = map(list, zip(*singles, strict=True))
+            chosen = torch.tensor(texts, device=query.device)
+            output[rows_of] = self._seen(query[rows_of], chosen, max(positions) + 1, scale, places, positions)
+        return output
+
+    def _keep(self, key: Tensor, value: Tensor, places: Places) -> None:
+        """Put keys and values [n, heads, d] into their pages."""
+        there = places.texts >= 0
+        texts, positions = places.texts[there], places.positions[there]
+        pages, lanes = places.tables[texts, positions // PAGE], positions % PAGE
+        self.keys[pages, :, :, lanes] = key[there]
+        self.values[pages, :, lanes] = value[there]
+
+    def _seen(
+        self,
+        query: Tensor,
+        texts: Tensor,
+        ends: int,
+        scale: float,
+        places: Places,
+        positions: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Of queries [texts, n, heads, d], the last ones before `ends` or one of a text at its position."""
+        pages = places.tables[texts, : -(-ends // PAGE)]
+        keys = self.keys[pages].permute(0, 2, 1, 4, 3).flatten(2, 3)
+        values = self.values[pages].permute(0, 2, 1, 3, 4).flatten(2, 3)
+        last = list(range(ends - query.shape[1], ends)) if positions is None else positions
+        columns = torch.arange(keys.shape[2], device=query.device)
+        mask = columns <= torch.tensor(last, device=query.device).unsqueeze(1)
+        mask = mask.unsqueeze(0).unsqueeze(0) if positions is None else mask.unsqueeze(1).unsqueeze(1)
+        output = functional.scaled_dot_product_attention(
+            query.transpose(1, 2),
+            keys,
+            values,
+            attn_mask=mask,
+            scale=scale,
+            enable_gqa=query.shape[2] != keys.shape[1],
+        )
+        return output.transpose(1, 2)
+
+    def _compiled(
+        self,
+        functions: CompiledFunctions,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        tables: Sequence[Tensor],
+        scale: float,
+        places: Places,
+    ) -> Tensor:
+        rows, _, heads, head = query.shape
+        operands = [x if x.stride(3) == 1 else x.contiguous() for x in (query, key, value)]
+        output = query.new_empty(query.shape)
+        turning: list[int | None] = [table.data_ptr() for table in tables] or [None, None]
+        across = places.tables.shape[1]
+        paged = Paged(
+            Attention(rows, 1, heads, key.shape[2], head, query.element_size(), scale, *turning),
+            across,
+            self.keys.element_size(),
+            *(x.data_ptr() for x in (self.keys, self.values, places.texts, places.positions, places.tables)),
+        )
+        memory = torch.empty(HIGHEST * (across * PAGE + 2 * self.form.width))
+        heads_of = [Heads(x.data_ptr(), *x.stride()[:3]) for x in (*operands, output)]
+        functions.call("attend_paged", paged, *heads_of, memory)
+        return output
