@@ -51,24 +51,37 @@ PICTURES |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 @click.option(
     "--seed", type=int, metavar="S", help="The same seed gives the same text.  [default: a new one]"
 )
+@click.option(
+    "--tensor",
+    type=int,
+    metavar="N",
+    help="Ranks that share a copy of the model; copies share the prompts.  [default: what suits]",
+)
 @click.option("--samples", default=1, metavar="N", show_default=True, help="Texts to generate.")
 def command(
-    target: Path, prompt: str | None, prompt_file: str | None, json_lines: str | None, **sampling: Any
+    target: Path,
+    prompt: str | None,
+    prompt_file: str | None,
+    json_lines: str | None,
+    tensor: int | None,
+    **sampling: Any,
 ) -> None:
     """Continue a text with the model of a checkpoint, or of the newest good one of a run folder.
 
     Prints the prompt and what follows, on a terminal while it is drawn; a sample ends early where the model
     ends a document, or before a text of --stop. The model sees as many of the last tokens as it was trained
-    on (batch.sequence). Under mpirun or srun it is split over all ranks, whatever the layout of its run.
+    on (batch.sequence). Under mpirun or srun it is split over all ranks, whatever the layout of its run, or
+    where there are many texts and it is small, each rank has all of it and continues some of them.
     """
     from hpctrain.comm.verb import run_verb
     from hpctrain.generate.prompts import PromptSource
-    from hpctrain.generate.text import Sampling, generate
+    from hpctrain.generate.sampling import Sampling
+    from hpctrain.generate.text import generate
     from hpctrain.report.terminal import find_terminal
 
     source, drawn = PromptSource(prompt, prompt_file, json_lines), Sampling(**sampling)
     output = Output(terminal=find_terminal() is not None)
-    run_verb(lambda world: generate(world, target, source, drawn, output.show, output.terminal))
+    run_verb(lambda world: generate(world, target, source, drawn, output.show, output.terminal, tensor))
 
 
 class Output:

@@ -24,7 +24,8 @@ from hpctrain.comm.world import World
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
-from hpctrain.generate.text import Sampling, TextModel, load_part, split_deck, stored_tokenizer
+from hpctrain.generate.sampling import Sampling
+from hpctrain.generate.text import TextModel, load_part, split_deck, stored_tokenizer
 from hpctrain.model.part import Part, logits_of
 from hpctrain.units import format_bytes
 from hpctrain.watch.newest import find_checkpoint
@@ -150,7 +151,7 @@ class Model:
         prompts = _texts("prompt", prompt)
         sampling = _sampling(options)
         writer = TextModel(self._world, self.path, self.part, self.tokenizer)
-        texts = [sample.whole for each in prompts for sample in writer.samples_of(each, sampling)]
+        texts = [sample.whole for sample in writer.samples_of(prompts, sampling)]
         return texts[0] if isinstance(prompt, str) else texts
 
     def _given(self, tokens: Tokens) -> Tensor:

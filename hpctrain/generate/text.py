@@ -1,148 +1,55 @@
-"""Text from a checkpoint: the model alone is loaded, and continues a prompt token by token.
+"""Text from a checkpoint: the model alone is loaded, and continues prompts token by token.
 
-Every token takes one forward pass over what the model sees of the text so far, at most `batch.sequence`
-tokens: nothing is cached between tokens, so that the window may slide over learned positions too. The
-samples of a batch share the pass.
+Keys and values of a text are kept from token to token for as long as the model sees all of it, that is at
+most `batch.sequence` tokens. Beyond that each token takes a pass over the last ones, whose positions change.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from math import gcd, inf
+from functools import cached_property
+from math import gcd
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from hpctrain.checkpoint.read import read_state
 from hpctrain.checkpoint.stored_deck import stored_deck
-from hpctrain.comm.group import Group
-from hpctrain.comm.host_memory import resident_bytes
+from hpctrain.comm.device import on_host
+from hpctrain.comm.host_memory import available_bytes, resident_bytes
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.deck.check import check_deck
 from hpctrain.deck.schema import Deck, Machine
+from hpctrain.engine.functions import with_functions
 from hpctrain.engine.sizes import expert_sizes
 from hpctrain.engine.stage import build_stage, load_parameters, make_groups
 from hpctrain.errors import HpctrainError
+from hpctrain.generate.cache import CachePlan
+from hpctrain.generate.continuing import Text, continue_texts
+from hpctrain.generate.passes import CachedPasses, can_cache, least_rows
 from hpctrain.generate.prompts import Prompt, PromptSource
+from hpctrain.generate.sampling import KeyedDraws, Sampling
 from hpctrain.generate.stopping import Continuation
 from hpctrain.model.build import build_model
 from hpctrain.model.count import count
-from hpctrain.model.part import Part, logits_of
+from hpctrain.model.part import Part
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
+from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.saved_policy import SavedPolicy
 from hpctrain.plan.room import demand_room
 from hpctrain.sharding.replication import Replications
 from hpctrain.watch.newest import find_checkpoint
 
-SAMPLES_AT_A_TIME = 8  # share a forward pass, which bounds the memory of activations
+TEXTS_AT_A_TIME = 32
+"""That have places in the cache at the most: as many as share a pass over the matrices with profit."""
 
-NextLogits = Callable[[Tensor], Tensor]
-"""Tokens [b, s] int64 on the CPU -> fp32 logits [b, V] of the token behind them."""
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How tokens are drawn, and where a text ends.
-
-    First logits of tokens that the text has are lowered: positive ones divided by `repetition_penalty`,
-    negative ones multiplied with it (CTRL, arXiv 1909.05858). `temperature` 0 takes the likeliest token.
-    Then, in this order, only the `top_k` likeliest tokens are drawn, of these only the fewest whose
-    probability reaches `top_p` (nucleus sampling, arXiv 1904.09751), and of these those that are at least
-    `min_p` times as likely as the likeliest (arXiv 2407.01082). `seed` None is another one each time. A text
-    ends before any of `stops`.
-    """
-
-    tokens: int = 200
-    temperature: float = 0.8
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int | None = None
-    samples: int = 1
-    min_p: float | None = None
-    repetition_penalty: float = 1.0
-    stops: tuple[str, ...] = ()
-
-    def check(self) -> None:
-        """Raise HpctrainError with every option that is out of range."""
-        problems = []
-        if self.tokens < 1:
-            problems.append(f"--tokens {self.tokens}: must be at least 1")
-        if not 0 <= self.temperature < inf:
-            asked = "must be a number from 0 (the likeliest token) up"
-            problems.append(f"--temperature {self.temperature:g}: {asked}")
-        if self.top_k is not None and self.top_k < 1:
-            problems.append(f"--top-k {self.top_k}: must be at least 1")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            problems.append(f"--top-p {self.top_p:g}: must be above 0 and at most 1")
-        if self.min_p is not None and not 0 <= self.min_p <= 1:
-            problems.append(f"--min-p {self.min_p:g}: must be from 0 (any token) to 1 (the likeliest)")
-        if not 0 < self.repetition_penalty < inf:
-            asked = "must be a number above 0: 1 changes nothing, 1.2 lowers what the text has"
-            problems.append(f"--repetition-penalty {self.repetition_penalty:g}: {asked}")
-        if not all(self.stops):
-            problems.append("--stop: is empty, and would end every text at once (leave it out)")
-        if self.seed is not None and not 0 <= self.seed < 2**63:
-            problems.append(f"--seed {self.seed}: must be from 0 to 2^63 - 1")
-        if self.samples < 1:
-            problems.append(f"--samples {self.samples}: must be at least 1")
-        if self.samples > 1 and (self.temperature == 0 or self.top_k == 1):
-            why = "--temperature 0" if self.temperature == 0 else "--top-k 1"
-            problems.append(f"--samples {self.samples}: {why} gives the same text each time; leave one out")
-        if problems:
-            raise HpctrainError(problems)
-
-    def probabilities(self, logits: Tensor) -> Tensor:
-        """Probabilities [b, V] fp64, zero for what may not be drawn, of finite logits [b, V]."""
-        # Stable, so that of equal logits the first counts as the larger one, as in argmax.
-        values, order = logits.double().sort(dim=-1, descending=True, stable=True)
-        count = 1 if self.temperature == 0 else self.top_k or values.shape[-1]
-        values[:, count:] = -inf
-        chances = ((values - values[:, :1]) / (self.temperature or 1.0)).softmax(-1)
-        if self.top_p is not None:
-            before = chances.cumsum(-1) - chances
-            chances[before >= self.top_p] = 0.0
-            chances /= chances.sum(-1, keepdim=True)
-        if self.min_p is not None:
-            chances[chances < self.min_p * chances[:, :1]] = 0.0
-            chances /= chances.sum(-1, keepdim=True)
-        return torch.zeros_like(chances).scatter_(-1, order, chances)
-
-    def generators(self) -> list[torch.Generator]:
-        """One generator a sample; the first ones are the same whatever the number of samples."""
-        source = torch.Generator()
-        if self.seed is None:
-            source.seed()
-        else:
-            source.manual_seed(self.seed)
-        seeds = torch.randint(2**63 - 1, (self.samples,), generator=source)
-        return [torch.Generator().manual_seed(seed) for seed in seeds.tolist()]
-
-
-class Seen:
-    """Which tokens each of some samples has, its prompt's too."""
-
-    def __init__(self, prompt: Sequence[int], samples: int) -> None:
-        self._tokens = [set(prompt) for _ in range(samples)]
-
-    def add(self, sample: int, token: int) -> None:
-        """A sample has one more."""
-        self._tokens[sample].add(token)
-
-    def penalized(self, logits: Tensor, sample: int, sampling: Sampling) -> Tensor:
-        """The logits [V] of a sample's next token, lower where it has that already."""
-        if sampling.repetition_penalty == 1:
-            return logits
-        tokens = torch.tensor(sorted(self._tokens[sample]))
-        tokens = tokens[tokens < logits.shape[0]]
-        had, penalty = logits[tokens], sampling.repetition_penalty
-        return logits.index_put((tokens,), torch.where(had < 0, had * penalty, had / penalty))
+PROMPTS_AT_A_TIME = 64
+"""Of each copy of the model, where there are several: so many are continued before their texts are shown."""
 
 
 def generate(
@@ -152,25 +59,34 @@ def generate(
     sampling: Sampling,
     show: Callable[[str], None],
     live: bool,
+    tensor: int | None = None,
 ) -> None:
     """`hpctrain generate`: continue prompts and show the texts, from rank 0.
 
     Collective. Those of lines of JSON are shown as such, others with their prompt. With `live`, a single
     sample is shown while it grows. An empty prompt begins a document, and where the model ends one the sample
-    ends, or before one of `sampling.stops`. HpctrainError or InputOutputError, on all ranks, where an option
-    or the checkpoint will not do, or something cannot be shown.
+    ends, or before one of `sampling.stops`. Each `tensor` ranks share a copy of the model, and copies the
+    prompts; None is what suits. HpctrainError or InputOutputError, on all ranks, where an option or the
+    checkpoint will not do, or something cannot be shown.
     """
     with world.agreement():
         sampling.check()
         prompts = source.read() if world.rank == 0 else []
     prompts = world.everyone.broadcast_object(prompts)
-    path = find_checkpoint(world, target)
-    writer = TextModel(world, path, *load_model(world, path))
+    sampling = sampling.settled(world.everyone)
+    path, several = find_checkpoint(world, target), sampling.samples > 1
+    writer = TextModel(world, path, *load_model(world, path, tensor, len(prompts) * sampling.samples))
 
     def show_agreed(text: str) -> None:
         with world.agreement():
             if world.rank == 0 and text:
                 show(text)
+
+    def told(prompt: Prompt, number: int, sample: Continuation) -> str:
+        if source.json_lines is not None:
+            return json_line(prompt, sample, number if several else None)
+        heading = f"--- sample {number} of {sampling.samples} ---\n" if several else ""
+        return f"{heading}{sample.whole}\n"
 
     shown = 0
 
@@ -179,76 +95,122 @@ def generate(
         show_agreed(sample.whole[shown:])
         shown = len(sample.whole)
 
-    several = sampling.samples > 1
-    for prompt in prompts:
-        if live and not several and source.json_lines is None:
-            shown = 0
-            for _ in writer.samples_of(prompt.text, sampling, show_more):
-                show_agreed("\n")
-            continue
-        for number, sample in enumerate(writer.samples_of(prompt.text, sampling), 1):
-            if source.json_lines is not None:
-                show_agreed(json_line(prompt, sample, number if several else None))
-                continue
-            heading = f"--- sample {number} of {sampling.samples} ---\n" if several else ""
-            show_agreed(f"{heading}{sample.whole}\n")
+    if live and not several and source.json_lines is None:
+        for _ in writer.samples_of([prompt.text for prompt in prompts], sampling, show_more):
+            show_agreed("\n")
+        return
+    for first in range(0, len(prompts), PROMPTS_AT_A_TIME * writer.copies):
+        some = prompts[first : first + PROMPTS_AT_A_TIME * writer.copies]
+        for text in writer.told_by_all(some, sampling, told):
+            show_agreed(text)
 
 
 class TextModel:
-    """A model of a checkpoint and its tokenizer, by which all ranks of a world continue prompts together."""
+    """A model of a checkpoint and its tokenizer, by which the ranks of a world continue prompts: those that
+    share a copy of the model together, and each copy other prompts.
+    """
 
     def __init__(self, world: World, path: Path, part: Part, tokenizer: Tokenizer) -> None:
+        assert isinstance(part, Transformer)
         self.world, self.path, self.part, self.tokenizer = world, path, part, tokenizer
+        tensor = part.groups.tensor
+        self.copies, self.copy = world.size // tensor.size, world.rank // tensor.size
+
+    @cached_property
+    def least_rows(self) -> int:
+        """See the function of this name. Collective at first."""
+        return least_rows(self.part)
+
+    def told_by_all(
+        self, prompts: Sequence[Prompt], sampling: Sampling, told: Callable[[Prompt, int, Continuation], str]
+    ) -> Iterator[str]:
+        """What is told of each sample of each prompt, in their order, whichever copy continues it.
+
+        Collective; an error of a copy is that of all.
+        """
+        own, found = prompts[self.copy :: self.copies], list[str]()
+        samples = self.samples_of([prompt.text for prompt in own], sampling)
+        if self.copies == 1:
+            for number, sample in enumerate(samples):
+                prompt, which = divmod(number, sampling.samples)
+                yield told(own[prompt], which + 1, sample)
+            return
+        problem: HpctrainError | None = None
+        try:
+            for number, sample in enumerate(samples):
+                prompt, which = divmod(number, sampling.samples)
+                found.append(told(own[prompt], which + 1, sample))
+        except HpctrainError as error:
+            problem = error
+        with self.world.agreement():
+            if problem is not None:
+                raise problem
+        every = self.world.everyone.all_gather_object(found if self.part.groups.tensor.rank == 0 else [])
+        of_copies = every[:: self.part.groups.tensor.size]
+        for prompt in range(len(prompts)):
+            copy, first = prompt % self.copies, prompt // self.copies * sampling.samples
+            yield from of_copies[copy][first : first + sampling.samples]
 
     def samples_of(
-        self, prompt: str, sampling: Sampling, grown: Callable[[Continuation], None] = lambda _: None
+        self,
+        prompts: Sequence[str],
+        sampling: Sampling,
+        grown: Callable[[Continuation], None] = lambda _: None,
     ) -> Iterator[Continuation]:
-        """The samples of a prompt, each when it is whole; an empty one begins a document. Collective.
+        """The samples of each prompt, in their order, each when it is whole and those before it are; an empty
+        prompt begins a document. Collective: on other copies of the model there may be other prompts.
 
         `grown` is called with each of them before its first token, behind every one, and at its end.
         """
-        ids = self.tokenizer.encode(prompt) or [self.tokenizer.end_of_document]
-        generators = sampling.generators()
-        for first in range(0, sampling.samples, SAMPLES_AT_A_TIME):
-            yield from self._grow(ids, sampling, generators[first : first + SAMPLES_AT_A_TIME], grown)
+        sampling = sampling.settled(self.world.everyone)
+        end = self.tokenizer.end_of_document
+        given = [self.tokenizer.encode(prompt) or [end] for prompt in prompts]
+        passes = self._passes(given, sampling)
+        draw = KeyedDraws(sampling, self.tokenizer.vocabulary, str(self.path), self.part.groups.tensor)
+        samples: dict[Text, Continuation] = {}
 
-    def _grow(
-        self,
-        ids: Sequence[int],
-        sampling: Sampling,
-        generators: Sequence[torch.Generator],
-        grown: Callable[[Continuation], None],
-    ) -> list[Continuation]:
-        """Samples that share forward passes, one a generator."""
-        samples = [Continuation(self.tokenizer, ids, sampling.stops) for _ in generators]
-        drawn = continue_tokens(
-            self._next_logits,
-            ids,
-            self.part.hidden_shape(1)[0],
-            self.tokenizer.end_of_document,
-            sampling,
-            generators,
-            self.world.everyone,
-            lambda number, token: samples[number].add(token),
-        )
-        for sample in samples:
-            grown(sample)
-        for _ in drawn:
-            for sample in samples:
-                grown(sample)
-        for sample in samples:
-            sample.finish()
-            grown(sample)
-        return samples
+        def texts() -> Iterator[Text]:
+            for ids in given:
+                for number in range(sampling.samples):
+                    # Every prompt has the number 0: what is drawn for it does not depend on the others.
+                    text = Text(list(ids), sampling.tokens, 0, number)
+                    samples[text] = Continuation(self.tokenizer, ids, sampling.stops)
+                    grown(samples[text])
+                    yield text
 
-    def _next_logits(self, tokens: Tensor) -> Tensor:
-        """As NextLogits; HpctrainError where they are not finite."""
-        logits = logits_of(self.part, tokens.to(self.world.device), 1)
-        logits = logits[:, 0, : self.tokenizer.vocabulary].float().cpu()
-        if not bool(logits.isfinite().all()):
-            sentence = "the model's logits are not finite, so that nothing can be drawn"
-            raise HpctrainError(f"{self.path}: {sentence}")
-        return logits
+        for step in continue_texts(passes, texts(), draw, lambda text, token: samples[text].add(token)):
+            for text in step:
+                grown(samples[text])
+                if text.ended:
+                    samples[text].finish()
+                    grown(samples[text])
+            while samples and (first := next(iter(samples))).ended:
+                yield samples.pop(first)
+
+    def _passes(self, given: Sequence[Sequence[int]], sampling: Sampling) -> CachedPasses:
+        """Those for texts that begin so, their memory demanded first. Collective."""
+        longest = max(map(len, given), default=0) + sampling.tokens
+        count = min(TEXTS_AT_A_TIME, max(1, len(given) * sampling.samples))
+        if not can_cache(self.part):
+            longest, count = 1, 1
+        room = share_of_memory(self.world)
+        while count > 1 and room is not None and CachePlan.of(self.part, count, longest).bytes > room // 2:
+            count //= 2
+        plan = CachePlan.of(self.part, count, longest)
+        advice = "fewer --tokens need fewer keys and values"
+        demand_room(self.world, Machine(), str(self.path), resident_bytes() + plan.bytes, lambda _: advice)
+        return CachedPasses(self.part, plan, self.least_rows)
+
+
+def share_of_memory(world: World) -> int | None:
+    """Bytes that are free for each rank where that is least, of memory on nodes; None where nobody knows, or
+    for ranks on GPUs. Collective.
+    """
+    free = available_bytes() if on_host(world.device) else None
+    every = world.everyone.all_gather_object((world.node, free))
+    nodes = [node for node, _ in every]
+    shares = [size // nodes.count(node) for node, size in every if size is not None]
+    return min(shares) if len(shares) == len(every) else None
 
 
 def json_line(prompt: Prompt, sample: Continuation, number: int | None) -> str:
@@ -257,66 +219,45 @@ def json_line(prompt: Prompt, sample: Continuation, number: int | None) -> str:
     return json.dumps(prompt.others | told | ({} if number is None else {"sample": number})) + "\n"
 
 
-def continue_tokens(
-    next_logits: NextLogits,
-    prompt: Sequence[int],
-    window: int,
-    end: int,
-    sampling: Sampling,
-    generators: Sequence[torch.Generator],
-    group: Group,
-    ends: Callable[[int, int], bool] = lambda *_: False,
-) -> Iterator[list[int]]:
-    """The next token of each sample, `sampling.tokens` times or until every sample has met `end`.
+def load_model(world: World, path: Path, tensor: int | None = None, texts: int = 1) -> tuple[Part, Tokenizer]:
+    """The model of a checkpoint, split over each `tensor` ranks of the world, and its tokenizer. Collective.
 
-    One sample a generator; one that has ended goes on with `end`, and so does one of which `ends(number,
-    token)` says that it ends there: the same on all ranks. The model sees the last `window` tokens.
-    Collective over the group: its rank 0 draws.
-    """
-    context = torch.tensor([list(prompt[-window:])] * len(generators))
-    ended = torch.zeros(len(generators), dtype=torch.bool)
-    seen = Seen(prompt, len(generators))
-    for _ in range(sampling.tokens):
-        drawn = torch.full((len(generators),), end)
-        logits = next_logits(context)
-        if group.rank == 0:
-            for row in (~ended).nonzero().flatten().tolist():
-                chances = sampling.probabilities(seen.penalized(logits[row], row, sampling).unsqueeze(0))
-                drawn[row] = torch.multinomial(chances, 1, generator=generators[row])[0, 0]
-        group.broadcast(drawn)
-        ended |= drawn == end
-        for row in (~ended).nonzero().flatten().tolist():
-            ended[row] = ends(row, int(drawn[row]))
-            seen.add(row, int(drawn[row]))
-        yield drawn.tolist()
-        if bool(ended.all()):
-            return
-        context = torch.cat((context, drawn.unsqueeze(1)), dim=1)[:, -window:]
-
-
-def load_model(world: World, path: Path) -> tuple[Part, Tokenizer]:
-    """The model of a checkpoint, split over all ranks of the world, and its tokenizer. Collective.
-
-    No gradients and no optimizer: the memory is that of the parameters. HpctrainError if the checkpoint
+    None splits it over all ranks, unless there are as many `texts` or more and each rank has room for all of
+    it. No gradients and no optimizer: the memory is that of the parameters. HpctrainError if the checkpoint
     has no deck or tokenizer, or the ranks cannot split the model; else errors as in checkpoint.read.load.
     """
     state = read_state(path, world.everyone)
+    room = share_of_memory(world) if tensor is None and texts >= world.size > 1 else None
     with world.agreement():
-        deck = split_deck(state, path, world.size)
+        if tensor is not None and (tensor < 1 or world.size % tensor):
+            ranks = f"{world.size} rank{'s' if world.size > 1 else ''}"
+            raise HpctrainError(f"--tensor {tensor}: must divide the {ranks} (each copy takes as many)")
+        if room is not None and parameter_bytes(split_deck(state, path, 1)) <= room // 2:
+            tensor = 1
+        deck = split_deck(state, path, world.size if tensor is None else tensor)
         tokenizer = stored_tokenizer(state, path)
         assert deck.model.vocabulary is not None and tokenizer.vocabulary <= deck.model.vocabulary
     torch.set_num_threads(deck.run.threads)
     return load_part(world, path, deck), tokenizer
 
 
+def parameter_bytes(deck: Deck) -> int:
+    """Of all parameters of a deck's model, as stored."""
+    assert deck.model.vocabulary is not None
+    shape = ModelShape.of(deck, deck.model.vocabulary)
+    return count(shape).parameters * Precision.of(deck).storage.itemsize
+
+
 def load_part(world: World, path: Path, deck: Deck) -> Part:
     """The model of a checkpoint whose `split_deck` this is, as of `load_model`. Collective."""
     assert deck.model.vocabulary is not None
-    mesh = Mesh(world, {"tensor": world.size} | expert_sizes(deck))
+    tensor, shape = deck.layout.tensor, ModelShape.of(deck, deck.model.vocabulary)
+    if all(world.everyone.all_gather_object(on_host(world.device))):
+        deck = with_functions(deck, world)
+    mesh = Mesh(world, {"data": world.size // tensor, "tensor": tensor} | expert_sizes(deck))
     groups = make_groups(deck, mesh, SavedPolicy(), world.device)
-    shape = ModelShape.of(deck, deck.model.vocabulary)
-    own = count(shape).parameters // world.size * Precision.of(deck).storage.itemsize
-    needed, advice = resident_bytes() + own, "more nodes would share the model"
+    needed = resident_bytes() + parameter_bytes(deck) // tensor
+    advice = "more nodes would share the model"
     demand_room(world, Machine(), str(path), needed, lambda _: advice)
     model = build_model(shape, groups)
     stage = build_stage(deck, groups, [model], Replications.uncut(mesh))

@@ -1,6 +1,6 @@
 """Penalties, min-p, stop strings and prompts from files, against transformers' processors and plain Python.
 
-Tests of generate/prompts.py, generate/stopping.py and Sampling in generate/text.py.
+Tests of generate/prompts.py, generate/stopping.py and Sampling in generate/sampling.py.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from hpctrain.comm.world import World
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.errors import HpctrainError
 from hpctrain.generate.prompts import Prompt, PromptSource
+from hpctrain.generate.sampling import Sampling, penalized
 from hpctrain.generate.stopping import Continuation
-from hpctrain.generate.text import Sampling, Seen, continue_tokens, generate
-from tests.generate.test_text import GREEDY, make_checkpoint, scripted, texts
+from hpctrain.generate.text import generate
+from tests.generate.test_continuing import continued_by
+from tests.generate.test_text import GREEDY, make_checkpoint, texts
 
 BYTES = Tokenizer("bytes")
 
@@ -39,10 +41,7 @@ def test_chances_are_those_of_transformers(
     logits = torch.randn(257, generator=random) * 3
     prompt = torch.randint(257, (30,), generator=random).tolist()
     sampling = Sampling(temperature=0.7, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=penalty)
-    seen = Seen(prompt[:20], 2)
-    for token in prompt[20:]:
-        seen.add(1, token)
-    found = sampling.probabilities(seen.penalized(logits, 1, sampling).unsqueeze(0))[0]
+    found = sampling.probabilities(penalized(logits, prompt, penalty).unsqueeze(0))[0]
 
     scores, ids = logits.double().unsqueeze(0), torch.tensor([prompt])
     wanted = [processors.RepetitionPenaltyLogitsProcessor(penalty)] if penalty != 1 else []
@@ -58,13 +57,12 @@ def test_chances_are_those_of_transformers(
 
 
 def test_a_penalty_by_its_definition() -> None:
-    logits, sampling = torch.tensor([2.0, -2.0, 1.0, 0.5]), Sampling(repetition_penalty=2.0)
-    seen = Seen([0, 1, 0], 1)
-    assert seen.penalized(logits, 0, sampling).tolist() == [1.0, -4.0, 1.0, 0.5]
-    seen.add(0, 3)
-    assert seen.penalized(logits, 0, sampling).tolist() == [1.0, -4.0, 1.0, 0.25]
+    logits = torch.tensor([2.0, -2.0, 1.0, 0.5])
+    assert penalized(logits, [0, 1, 0], 2.0).tolist() == [1.0, -4.0, 1.0, 0.5]
+    assert penalized(logits, [0, 1, 0, 3], 2.0).tolist() == [1.0, -4.0, 1.0, 0.25]
+    assert penalized(logits, [9, 0], 2.0).tolist() == [1.0, -2.0, 1.0, 0.5]
     assert logits.tolist() == [2.0, -2.0, 1.0, 0.5]
-    assert seen.penalized(logits, 0, Sampling()) is logits
+    assert penalized(logits, [0], 1.0) is logits
 
 
 @pytest.mark.mpi(min_size=1, max_size=2)
@@ -75,9 +73,7 @@ def test_a_penalty_counts_prompt_and_text(world: World) -> None:
         return logits
 
     sampling = Sampling(tokens=4, temperature=0.0, repetition_penalty=1.5)
-    generators = [torch.Generator()]
-    drawn = continue_tokens(same, [0], 8, BYTES.end_of_document, sampling, generators, world.everyone)
-    assert [each[0] for each in drawn] == [1, 2, 0, 0]
+    assert continued_by(same, [[0]], sampling, world.everyone) == [[1, 2, 0, 0]]
 
 
 def continued(pieces: Sequence[int], stops: Sequence[str]) -> tuple[str, str, list[str]]:
@@ -112,26 +108,6 @@ def test_an_end_of_document_ends_a_text() -> None:
     assert continued([*b"abc", BYTES.end_of_document, *b"d"], ["cd"])[:2] == ("abc", "end")
     assert continued([*b"ab", 0xC3], [])[:2] == ("ab\N{REPLACEMENT CHARACTER}", "length")
     assert Continuation(BYTES, BYTES.encode("x\N{REPLACEMENT CHARACTER}"), ()).beginning == "x\ufffd"
-
-
-@pytest.mark.mpi(min_size=1, max_size=2)
-def test_a_sample_that_has_stopped_goes_on_with_ends(world: World) -> None:
-    samples = [Continuation(BYTES, [0], ["b"]), Continuation(BYTES, [0], ["b"])]
-    drawn = list(
-        continue_tokens(
-            scripted([97, 97], [98, 97], [97, 97], [97, 98]),
-            [0],
-            8,
-            BYTES.end_of_document,
-            Sampling(tokens=9, temperature=0.0),
-            [torch.Generator(), torch.Generator()],
-            world.everyone,
-            lambda number, token: samples[number].add(token),
-        )
-    )
-    end = BYTES.end_of_document
-    assert drawn == [[97, 97], [98, 97], [end, 97], [end, 98]]
-    assert [sample.finish() for sample in samples] == ["a", "aaa"]
 
 
 @pytest.mark.mpi(min_size=1, max_size=2)

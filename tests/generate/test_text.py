@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,9 @@ from hpctrain.deck.read import deck_text
 from hpctrain.engine.build import build_engine, make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.generate.prompts import PromptSource
+from hpctrain.generate.sampling import Sampling
 from hpctrain.generate.stopping import TextStream
-from hpctrain.generate.text import Sampling, continue_tokens, generate, load_model
+from hpctrain.generate.text import generate, load_model
 from hpctrain.model.part import blocks_of, logits_of
 from hpctrain.model.transformer import Transformer
 from tests.engines import LLAMA, small_deck
@@ -53,17 +54,6 @@ def texts(world: World, target: Path, prompt: str, sampling: Sampling, live: boo
     shown: list[str] = []
     generate(world, target, PromptSource(prompt), sampling, shown.append, live)
     return shown
-
-
-def scripted(*columns: Sequence[int]) -> Callable[[Tensor], Tensor]:
-    """Logits of one call after another, whose likeliest token is the given one of each sample."""
-    calls = iter(columns)
-
-    def next_logits(_: Tensor) -> Tensor:
-        likely = torch.tensor(next(calls))
-        return torch.nn.functional.one_hot(likely, BYTES.vocabulary).float() * 50
-
-    return next_logits
 
 
 def reference(logits: Tensor, sampling: Sampling) -> list[float]:
@@ -108,57 +98,9 @@ def test_ties_leave_no_more_than_k_tokens_and_the_first_is_the_likeliest() -> No
     assert Sampling(top_k=1).probabilities(logits).tolist() == [[0.0, 1.0, 0.0, 0.0]]
 
 
-def test_tokens_are_drawn_as_often_as_they_are_likely(world: World) -> None:
-    logits = torch.tensor([2.0, 1.0, 0.0, -1.0]).log_softmax(0)
-    sampling = Sampling(tokens=4000, temperature=1.0, seed=5)
-    steps = continue_tokens(
-        lambda context: logits.expand(len(context), -1),
-        [0],
-        4,
-        99,
-        sampling,
-        sampling.generators(),
-        world.alone().everyone,
-    )
-    counts = torch.bincount(torch.tensor([token for [token] in steps]), minlength=4)
-    assert torch.allclose(counts / 4000, logits.exp(), atol=0.03)
-
-
-def test_each_sample_ends_by_itself_and_all_together_end_the_work(world: World) -> None:
-    logits = scripted([1, 2], [END, 3], [4, 5], [6, END], [7, 7])
-    sampling = Sampling(tokens=100, samples=2, seed=1)
-    steps = continue_tokens(logits, [9], 8, END, sampling, sampling.generators(), world.alone().everyone)
-    assert list(steps) == [[1, 2], [END, 3], [END, 5], [END, END]]
-
-
 @pytest.mark.parametrize(
-    ("prompt", "expected"),
-    [
-        ([1, 2, 3], [[1, 2, 3], [1, 2, 3, 10], [2, 3, 10, 11]]),
-        ([1, 2, 3, 4, 5, 6], [[3, 4, 5, 6], [4, 5, 6, 10], [5, 6, 10, 11]]),
-    ],
+    ("family", "compute"), [((), "fp32"), (LLAMA, "fp32"), ((), "bf16")], ids=["gpt2", "llama", "bf16"]
 )
-def test_the_model_sees_the_last_tokens_of_its_window(
-    world: World, prompt: list[int], expected: list[list[int]]
-) -> None:
-    seen: list[list[int]] = []
-    follow = scripted([10], [11], [12])
-
-    def next_logits(context: Tensor) -> Tensor:
-        seen.extend(context.tolist())
-        return follow(context)
-
-    sampling, group = Sampling(tokens=3, temperature=0.0), world.alone().everyone
-    assert list(continue_tokens(next_logits, prompt, 4, END, sampling, sampling.generators(), group)) == [
-        [10],
-        [11],
-        [12],
-    ]
-    assert seen == expected
-
-
-@pytest.mark.parametrize("family", [(), LLAMA], ids=["gpt2", "llama"])
-@pytest.mark.parametrize("compute", ["fp32", "bf16"])
 def test_greedy_is_the_argmax_of_the_logits(
     world: World, tmp_path: Path, family: tuple[str, ...], compute: str
 ) -> None:

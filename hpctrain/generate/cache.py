@@ -1,0 +1,119 @@
+"""The cache of keys and values of texts that grow: what memory it takes, and who has which of its pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hpctrain.model.attention import Rotary
+from hpctrain.model.transformer import Transformer
+from hpctrain.parallel.library import PAGE
+from hpctrain.parallel.paged import LayerPages, PageForm, Places
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """A cache of so many `places` for texts, each of which has at most `tokens`, on a rank's `blocks`.
+
+    All that of the model's `window` have to be turned share their tables, of so many bytes a position.
+    """
+
+    places: int
+    tokens: int
+    blocks: int
+    form: PageForm
+    window: int
+
+    @staticmethod
+    def of(model: Transformer, places: int, tokens: int) -> CachePlan:
+        """For texts of so many tokens, as far as the model sees them."""
+        shape, groups = model.shape, model.groups
+        heads = max(1, shape.key_value_heads // groups.tensor.size)
+        compiled, turned = groups.functions.compiled, shape.family == "llama"
+        form = PageForm(heads, shape.head_size, model.dtype, turned, compiled)
+        return CachePlan(places, min(tokens, shape.sequence), model.span.blocks, form, shape.sequence)
+
+    @property
+    def pages_of_text(self) -> int:
+        """That a text takes at the most."""
+        return -(-self.tokens // PAGE)
+
+    @property
+    def pages(self) -> int:
+        """Of all texts."""
+        return self.places * self.pages_of_text
+
+    @property
+    def bytes(self) -> int:
+        """2 x blocks x tokens x heads x features in all, in their formats, with the table of pages, and those
+        by which keys are turned.
+        """
+        turning = 2 * self.window * self.form.head * self.form.dtype.itemsize if self.form.turned else 0
+        return self.pages * (self.blocks * self.form.bytes + 8) + turning
+
+
+class KeyValueCache:
+    """Places for texts, and the pages that each has come to."""
+
+    def __init__(self, model: Transformer, plan: CachePlan) -> None:
+        self.plan = plan
+        span, shape, device = model.span, model.shape, model.groups.tensor.device
+        functions = model.groups.functions
+        self.layers = {
+            block: LayerPages(plan.form, plan.pages, device, functions)
+            for block in range(span.first, span.last)
+        }
+        self.turning: tuple[Tensor, ...] = ()
+        if plan.form.turned:
+            positions = torch.arange(plan.window, device=device)
+            self.turning = Rotary(positions, plan.form.head, shape.rope_base, plan.form.dtype).tables
+        self.tables = torch.zeros((plan.places, plan.pages_of_text), dtype=torch.int64, device=device)
+        self._free = list(range(plan.pages))[::-1]
+        self._held: dict[int, list[int]] = {}
+
+    @property
+    def bytes(self) -> int:
+        """Of all its tensors."""
+        of_layers = [tensor for layer in self.layers.values() for tensor in (layer.keys, layer.values)]
+        return sum(tensor.nbytes for tensor in (*of_layers, *self.turning, self.tables))
+
+    @property
+    def free_pages(self) -> int:
+        """Those that no text has."""
+        return len(self._free)
+
+    def open(self) -> int:
+        """A place that no text has, one of those that there are."""
+        free = next(place for place in range(self.plan.places) if place not in self._held)
+        self._held[free] = []
+        return free
+
+    def close(self, place: int) -> None:
+        """Give the pages of its text back."""
+        self._free += self._held.pop(place)
+
+    def begin(self, runs: Sequence[tuple[int, int, int]]) -> CachePass:
+        """What a pass attends to, whose rows are these runs, see Places; places get the pages for them."""
+        for place, first, count in runs:
+            if place < 0:
+                continue
+            held = self._held[place]
+            while len(held) * PAGE < first + count:
+                self.tables[place, len(held)] = self._free[-1]
+                held.append(self._free.pop())
+        return CachePass(self, Places.of(runs, self.tables))
+
+
+class CachePass:
+    """One pass over some rows; a Cache."""
+
+    def __init__(self, cache: KeyValueCache, places: Places) -> None:
+        self.cache, self.places = cache, places
+
+    def attend(self, block: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        """See Cache."""
+        layer = self.cache.layers[block]
+        return layer.attend(query, key, value, self.cache.turning, scale, self.places)

@@ -1,0 +1,158 @@
+"""Texts that grow beside each other, of different lengths: who takes part in which forward pass.
+
+Each pass has the next token of every text that has come so far, and tokens of prompts as there is room. A
+text that ends makes room for the next one at once (continuous batching, Orca, OSDI 2022).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(eq=False)
+class Text:
+    """The `tokens` of a text, those given and those added, at most `limit`.
+
+    `number` and `sample` tell it from others in what is drawn. It has `ended` when it grows no more.
+    """
+
+    tokens: list[int]
+    limit: int
+    number: int = 0
+    sample: int = 0
+    given: int = field(init=False)
+    ended: bool = False
+
+    def __post_init__(self) -> None:
+        self.given = len(self.tokens)
+
+    @property
+    def longest(self) -> int:
+        """Tokens that it will have at the most."""
+        return self.given + self.limit
+
+
+Draw = Callable[[Sequence[Text], Tensor], Sequence[int]]
+"""The next token of each text by logits [texts, V], the same on all ranks that compute these."""
+
+Grown = Callable[[Text, int], bool]
+"""Called with a token that a text has got: whether the text has ended with it."""
+
+
+class Piece(NamedTuple):
+    """Tokens of the text in a `place` of the cache, from the `first` position on; those before it are there.
+    `predicts` says that logits of the token behind them are wanted.
+    """
+
+    place: int
+    first: int
+    tokens: Sequence[int]
+    predicts: bool
+
+
+class Passes(Protocol):
+    """Forward passes of a model that sees `window` tokens: of at most `rows` tokens of texts that are in its
+    cache, which have `places` there and at most `reach` tokens; or of windows.
+    """
+
+    window: int
+    reach: int
+    rows: int
+    places: int
+
+    def open(self) -> int:
+        """A place for a text."""
+
+    def close(self, place: int) -> None:
+        """Its text has ended, or is too long."""
+
+    def cached(self, pieces: Sequence[Piece]) -> Tensor:
+        """Logits [n, V] of those pieces that predict, in their order."""
+
+    def windowed(self, tokens: Tensor) -> Tensor:
+        """Logits [b, V] of the tokens behind these [b, s] int64, by these alone."""
+
+
+WINDOWS = 8
+"""Windows that share a pass, which bounds the memory of activations."""
+
+
+@dataclass(eq=False)
+class _Growing:
+    """A text in its `place`, if it has one, with so many tokens in the cache."""
+
+    text: Text
+    place: int | None
+    done: int = 0
+
+
+def continue_texts(passes: Passes, texts: Iterable[Text], draw: Draw, grown: Grown) -> Iterator[list[Text]]:
+    """Have all texts grow until each has ended; after each pass those that have come by a token.
+
+    What does not fit into the model's window has no cache: positions would be others with each token.
+    """
+    waiting, growing = iter(texts), list[_Growing]()
+    coming = next(waiting, None)
+    while True:
+        while coming is not None and len(growing) < passes.places:
+            place = None
+            if coming.given <= passes.reach:
+                place = passes.open()
+            growing.append(_Growing(coming, place))
+            coming = next(waiting, None)
+        if not growing:
+            return
+        ready, logits = _pass(passes, growing)
+        if not ready:
+            continue
+        drawn = draw([each.text for each in ready], logits)
+        for each, token in zip(ready, drawn, strict=True):
+            text = each.text
+            text.tokens.append(token)
+            text.ended = grown(text, token) or len(text.tokens) == text.longest
+            if each.place is not None and (text.ended or len(text.tokens) > passes.reach):
+                passes.close(each.place)
+                each.place = None
+        growing = [each for each in growing if not each.text.ended]
+        yield [each.text for each in ready]
+
+
+def _pass(passes: Passes, growing: Sequence[_Growing]) -> tuple[list[_Growing], Tensor]:
+    """Bring all as far as rows go: those of which the next token can be drawn, and logits of these."""
+    cached = [each for each in growing if each.place is not None]
+    # Those of which least is missing come first, which are those that have their prompts behind them.
+    cached.sort(key=lambda each: len(each.text.tokens) - each.done)
+    pieces, ready, rows = list[Piece](), list[_Growing](), passes.rows
+    for each in cached:
+        tokens = each.text.tokens[each.done : each.done + rows]
+        if not tokens:
+            break
+        assert each.place is not None
+        predicts = each.done + len(tokens) == len(each.text.tokens)
+        pieces.append(Piece(each.place, each.done, tokens, predicts))
+        each.done += len(tokens)
+        rows -= len(tokens)
+        if predicts:
+            ready.append(each)
+    found = [passes.cached(pieces)] if pieces else []
+    for some in _windows(growing, passes.window):
+        windows = [each.text.tokens[-passes.window :] for each in some]
+        found.append(passes.windowed(torch.tensor(windows)))
+        ready += some
+    return ready, torch.cat(found)
+
+
+def _windows(growing: Sequence[_Growing], window: int) -> Iterator[list[_Growing]]:
+    """Those without a place, by how much the model sees of them, WINDOWS at a time."""
+    lengths: dict[int, list[_Growing]] = {}
+    for each in growing:
+        if each.place is None:
+            lengths.setdefault(min(window, len(each.text.tokens)), []).append(each)
+    for same in lengths.values():
+        for first in range(0, len(same), WINDOWS):
+            yield same[first : first + WINDOWS]

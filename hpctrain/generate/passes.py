@@ -1,0 +1,113 @@
+"""Forward passes of a model over any rows of texts in its cache, with the bits of those over whole texts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from hpctrain.generate.cache import CachePlan, KeyValueCache
+from hpctrain.generate.continuing import Piece
+from hpctrain.model.inputs import Inputs
+from hpctrain.model.part import logits_of
+from hpctrain.model.transformer import Transformer
+from hpctrain.parallel.vocabulary import VocabularyHead
+
+ROWS = 256
+"""Of a pass at the most, most of them of prompts: texts that grow wait for it."""
+
+_TRIED, _MANY = (1, 2, 3, 4, 5, 8, 9, 16, 17, 33), 128
+
+
+def least_rows(model: Transformer) -> int:
+    """Rows from which on a product's rows are those of a large product, bit for bit. Collective over the
+    tensor axis.
+
+    Libraries multiply a few rows in another order than many. By each matrix some numbers of random rows are
+    multiplied: where none is enough, it is 64, and bits may differ.
+    """
+    tried: dict[object, int] = {}
+    for layer in model.layers:
+        for multiplier in layer.multipliers:
+            product, head = multiplier.product, isinstance(multiplier, VocabularyHead)
+            of = type(product), product.shape, head
+            if of not in tried:
+                multiply: Callable[[Tensor], Tensor] = product.logits if head else product.forward
+                tried[of] = _least(multiply, product.shape[1], model.dtype, model.groups.tensor.device)
+    found: list[int] = model.groups.tensor.all_gather_object(max(tried.values(), default=1))
+    return max(found)
+
+
+@torch.no_grad()
+def _least(
+    multiply: Callable[[Tensor], Tensor], inputs: int, dtype: torch.dtype, device: torch.device
+) -> int:
+    random = torch.randn(_MANY, inputs, generator=torch.Generator().manual_seed(0))
+    rows = random.to(device, dtype)
+    many = multiply(rows)
+    wrong = [count for count in _TRIED if not torch.equal(multiply(rows[:count].clone()), many[:count])]
+    return 1 << max(wrong, default=0).bit_length()
+
+
+def can_cache(model: Transformer) -> bool:
+    """Whether a token's hidden states depend on those before it in its text alone: not where experts that
+    have a capacity drop tokens for the sake of others.
+    """
+    return model.shape.capacity is None
+
+
+class CachedPasses:
+    """Passes of a whole model by a cache of this plan, of `least` rows or more, see `least_rows`; see Passes.
+
+    Collective over the tensor axis.
+    """
+
+    def __init__(self, model: Transformer, plan: CachePlan, least: int, rows: int = ROWS) -> None:
+        self.model, self.least, self.rows = model, least, rows
+        self.cache = KeyValueCache(model, plan)
+        self.window, self.places = model.shape.sequence, plan.places
+        self.reach = self.window if can_cache(model) else 0
+
+    def open(self) -> int:
+        """See Passes."""
+        return self.cache.open()
+
+    def close(self, place: int) -> None:
+        """See Passes."""
+        self.cache.close(place)
+
+    @torch.no_grad()
+    def cached(self, pieces: Sequence[Piece]) -> Tensor:
+        """See Passes."""
+        runs = [(piece.place, piece.first, len(piece.tokens)) for piece in pieces]
+        tokens = [token for piece in pieces for token in piece.tokens]
+        idle = max(0, self.least - len(tokens))
+        if idle:
+            runs.append((-1, 0, idle))
+        attending = self.cache.begin(runs)
+        device = self.model.groups.tensor.device
+        given = torch.tensor([tokens + [0] * idle], device=device)
+        inputs = Inputs({"tokens": given}, attending.places.positions, cache=attending)
+        hidden: Tensor = self.model(inputs)
+        wanted = list(_last_rows(pieces))
+        if not wanted:
+            return hidden.new_empty(0, self.model.shape.vocabulary)
+        filled = wanted + wanted[:1] * (self.least - len(wanted))
+        logits: Tensor = self.model.predict(hidden[filled], VocabularyHead.logits)[: len(wanted), 0]
+        return logits
+
+    def windowed(self, tokens: Tensor) -> Tensor:
+        """See Passes."""
+        device = self.model.groups.tensor.device
+        logits: Tensor = logits_of(self.model, tokens.to(device), self.least)[:, -1]
+        return logits
+
+
+def _last_rows(pieces: Sequence[Piece]) -> Iterable[int]:
+    """Where in the rows the last one of each piece is that predicts."""
+    end = 0
+    for piece in pieces:
+        end += len(piece.tokens)
+        if piece.predicts:
+            yield end - 1

@@ -1,0 +1,227 @@
+"""Texts that grow beside each other, by scripted logits: who is in which pass, what is drawn, who ends.
+
+Tests of generate/continuing.py and of the draws of generate/sampling.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from hpctrain.comm.group import Group
+from hpctrain.comm.world import World
+from hpctrain.data.tokenizer import Tokenizer
+from hpctrain.generate.continuing import Piece, Text, continue_texts
+from hpctrain.generate.sampling import KeyedDraws, Sampling, uniforms
+from hpctrain.generate.stopping import Continuation
+
+BYTES = Tokenizer("bytes")
+END = BYTES.end_of_document
+
+
+class Windows:
+    """Passes without a cache, by what gives the logits of windows."""
+
+    reach, rows = 0, 1
+
+    def __init__(self, windowed: Callable[[Tensor], Tensor], window: int, places: int = 8) -> None:
+        self.windowed, self.window, self.places = windowed, window, places
+
+    def open(self) -> int:
+        raise AssertionError
+
+    def close(self, _: int) -> None:
+        raise AssertionError
+
+    def cached(self, _: Sequence[Piece]) -> Tensor:
+        raise AssertionError
+
+
+class Recorded:
+    """Passes with a cache, whose logits say that what comes behind a text is its length; what came when."""
+
+    def __init__(self, window: int, rows: int, places: int) -> None:
+        self.window, self.rows, self.places, self.reach = window, rows, places, window
+        self.texts: dict[int, list[int]] = {}
+        self.passes: list[list[Piece]] = []
+        self.most = 0
+
+    def open(self) -> int:
+        place = min(set(range(self.places)) - set(self.texts))
+        self.texts[place] = []
+        self.most = max(self.most, len(self.texts))
+        return place
+
+    def close(self, place: int) -> None:
+        del self.texts[place]
+
+    def cached(self, pieces: Sequence[Piece]) -> Tensor:
+        assert 0 < sum(len(piece.tokens) for piece in pieces) <= self.rows
+        self.passes.append(list(pieces))
+        for piece in pieces:
+            assert len(self.texts[piece.place]) == piece.first
+            self.texts[piece.place] += piece.tokens
+        lengths = [len(self.texts[piece.place]) for piece in pieces if piece.predicts]
+        return likely(lengths)
+
+    def windowed(self, tokens: Tensor) -> Tensor:
+        return likely([100 + tokens.shape[1]] * len(tokens))
+
+
+def likely(tokens: Sequence[int]) -> Tensor:
+    return torch.nn.functional.one_hot(torch.tensor(tokens, dtype=torch.int64), BYTES.vocabulary).float() * 50
+
+
+def scripted(*columns: Sequence[int]) -> Callable[[Tensor], Tensor]:
+    """Logits of one call after another, whose likeliest token is the given one of each sample."""
+    calls = iter(columns)
+    return lambda _: likely(next(calls))
+
+
+def continued_by(
+    windowed: Callable[[Tensor], Tensor],
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    group: Group,
+    window: int = 8,
+    ends: Callable[[Text, int], bool] = lambda _, token: token == END,
+) -> list[list[int]]:
+    """What is added to each prompt."""
+    texts = [Text(list(prompt), sampling.tokens, number) for number, prompt in enumerate(prompts)]
+    draws = KeyedDraws(sampling.settled(group), BYTES.vocabulary, "model", group)
+    for _ in continue_texts(Windows(windowed, window), texts, draws, ends):
+        pass
+    assert all(text.ended for text in texts)
+    return [text.tokens[text.given :] for text in texts]
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(None, None), (3, None), (None, 0.9)])
+def test_tokens_are_drawn_as_often_as_they_are_likely(
+    world: World, top_k: int | None, top_p: float | None
+) -> None:
+    chances = torch.tensor([2.0, 1.0, 0.0, -1.0]).softmax(0)
+    logits = torch.full((BYTES.vocabulary,), -100.0)
+    logits[:4] = chances.log()
+    sampling = Sampling(tokens=4000, temperature=1.0, top_k=top_k, top_p=top_p, seed=5)
+    group = world.alone().everyone
+    [drawn] = continued_by(lambda context: logits.expand(len(context), -1), [[0]], sampling, group)
+    expected = chances if top_k is top_p is None else chances * torch.tensor([1, 1, 1, 0])
+    counts = torch.bincount(torch.tensor(drawn), minlength=4)
+    assert torch.allclose(counts / 4000, expected / expected.sum(), atol=0.03)
+
+
+def test_random_numbers_are_even_and_differ() -> None:
+    found = torch.from_numpy(uniforms([7] * 20000 + [8] * 20000, [*range(20000), *range(20000)]))
+    assert 0 <= found.min() < 1e-3 and 0.999 < found.max() < 1
+    assert torch.histc(found, 20).sub(2000).abs().max() < 200
+    assert len(found.unique()) == 40000
+    pair = found[:20000], found[20000:]
+    assert abs(float(torch.corrcoef(torch.stack(pair))[0, 1])) < 0.03
+    assert uniforms([8], [3])[0] == found[20003]
+
+
+@pytest.mark.mpi(min_size=1, max_size=3)
+def test_each_text_ends_by_itself_and_all_together_end_the_work(world: World) -> None:
+    logits = scripted([1, 2], [END, 3], [5], [END])
+    sampling = Sampling(tokens=100, temperature=0.0)
+    assert continued_by(logits, [[9], [8]], sampling, world.everyone) == [[1, END], [2, 3, 5, END]]
+
+
+@pytest.mark.mpi(min_size=1, max_size=2)
+def test_a_text_ends_with_its_stop_and_is_in_no_pass_any_more(world: World) -> None:
+    samples = [Continuation(BYTES, [0], ["b"]), Continuation(BYTES, [0], ["b"])]
+    drawn = continued_by(
+        scripted([97, 97], [98, 97], [97], [98]),
+        [[0], [0]],
+        Sampling(tokens=9, temperature=0.0),
+        world.everyone,
+        ends=lambda text, token: samples[text.number].add(token),
+    )
+    assert drawn == [[97, 98], [97, 97, 97, 98]]
+    assert [sample.finish() for sample in samples] == ["a", "aaa"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ([1, 2, 3], [[1, 2, 3], [1, 2, 3, 10], [2, 3, 10, 11]]),
+        ([1, 2, 3, 4, 5, 6], [[3, 4, 5, 6], [4, 5, 6, 10], [5, 6, 10, 11]]),
+    ],
+)
+def test_the_model_sees_the_last_tokens_of_its_window(
+    world: World, prompt: list[int], expected: list[list[int]]
+) -> None:
+    seen: list[list[int]] = []
+    follow = scripted([10], [11], [12])
+
+    def windowed(context: Tensor) -> Tensor:
+        seen.extend(context.tolist())
+        return follow(context)
+
+    sampling, group = Sampling(tokens=3, temperature=0.0), world.alone().everyone
+    assert continued_by(windowed, [prompt], sampling, group, window=4) == [[10, 11, 12]]
+    assert seen == expected
+
+
+def greedy(passes: Recorded, texts: Sequence[Text]) -> list[list[Text]]:
+    def draw(_: Sequence[Text], logits: Tensor) -> list[int]:
+        found: list[int] = logits.argmax(-1).tolist()
+        return found
+
+    return list(continue_texts(passes, texts, draw, lambda *_: False))
+
+
+def test_forty_prompts_by_five_places() -> None:
+    texts = [Text(list(range(1 + 7 * number % 23)), 1 + number % 11, number) for number in range(40)]
+    passes = Recorded(window=64, rows=16, places=5)
+    greedy(passes, texts)
+    for text in texts:
+        assert text.ended
+        assert text.tokens == list(range(text.given)) + list(range(text.given, text.longest))
+    assert passes.most == 5
+    assert passes.texts == {}
+    whole = sum(text.longest - 1 for text in texts)
+    assert sum(len(piece.tokens) for each in passes.passes for piece in each) == whole
+    # Few places are idle before the last prompts.
+    assert len(passes.passes) < 1.5 * max(sum(text.limit for text in texts) / 5, whole / 16)
+
+
+def test_long_prompts_come_in_pieces_beside_texts_that_grow() -> None:
+    texts = [Text([0], 6, 0), Text(list(range(30)), 2, 1)]
+    passes = Recorded(window=64, rows=8, places=2)
+    greedy(passes, texts)
+    assert [[len(piece.tokens) for piece in each] for each in passes.passes] == [
+        [1, 7], [1, 7], [1, 7], [1, 7], [1, 2], [1, 1],
+    ]  # fmt: skip
+
+
+def test_beyond_the_window_there_is_no_cache() -> None:
+    texts = [Text([0, 1], 6, 0), Text(list(range(9)), 2, 1)]
+    passes = Recorded(window=4, rows=8, places=2)
+    greedy(passes, texts)
+    assert texts[0].tokens == [0, 1, 2, 3, 4, 104, 104, 104]
+    assert texts[1].tokens[9:] == [104, 104]
+    assert passes.texts == {}
+
+
+@pytest.mark.mpi(min_size=1, max_size=3)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_neither_ranks_nor_other_texts_change_what_is_drawn(world: World, temperature: float) -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(20, 300, generator=generator)
+    logits[:, 257:] = 100  # beyond the vocabulary of the tokenizer
+    logits[0, 5] = logits[0, 9] = 50
+    texts = [Text([0] * (1 + number % 4), 5, number, number % 3) for number in range(20)]
+    sampling = Sampling(temperature=temperature, seed=4)
+    together = KeyedDraws(sampling, 257, "model", world.everyone)(texts, logits)
+    alone = KeyedDraws(sampling, 257, "model", world.alone().everyone)
+    assert together == [alone([text], logits[n : n + 1])[0] for n, text in enumerate(texts)]
+    assert together[0] == 5 or temperature
+    if temperature:
+        other = KeyedDraws(Sampling(temperature=1.0, seed=5), 257, "model", world.everyone)
+        assert other(texts, logits) != together
+        same = [Text([0], 5, number, sample) for number in range(3) for sample in range(3)]
+        assert len(set(alone(same, logits[1:2].expand(9, -1)))) > 5

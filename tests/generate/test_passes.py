@@ -1,0 +1,172 @@
+"""The cache beside passes over whole texts: bits of logits, memory, pages; nothing beside a text counts.
+
+Tests of generate/passes.py and generate/cache.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from hpctrain.comm.world import World
+from hpctrain.engine.build import build_engine, make_mesh
+from hpctrain.engine.functions import compiled_functions
+from hpctrain.generate.cache import CachePlan
+from hpctrain.generate.continuing import Text, continue_texts
+from hpctrain.generate.passes import CachedPasses, can_cache, least_rows
+from hpctrain.generate.sampling import KeyedDraws, Sampling
+from hpctrain.model.part import logits_of
+from hpctrain.model.transformer import Transformer
+from hpctrain.parallel.functions import TORCH, CompiledFunctions, Functions
+from hpctrain.parallel.library import open_library
+from tests.engines import LLAMA, small_deck
+
+VOCABULARY = 61
+NORMED = (*LLAMA, "model.query_key_norm=head", "model.head_size=8", "model.mlp=40")
+MIXTURE = (*LLAMA, "model.experts=4", "model.expert_mlp=16")
+ROUGH = ("model.initial_std=0.3", "batch.sequence=64")
+
+PROMPTS = [
+    torch.randint(VOCABULARY, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+    for length in (1, 9, 40, 3, 60, 2, 17, 64, 33)
+]
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Functions:
+    return CompiledFunctions(open_library(compiled_functions()))
+
+
+def model_of(world: World, *overrides: str, functions: Functions = TORCH) -> Transformer:
+    """A model with rough weights, as a run builds it."""
+    compiling = f"machine.compile={str(functions.compiled).lower()}"
+    deck = small_deck(*ROUGH, "machine.products=library", compiling, *overrides)
+    deck = deck.with_found(replace(deck.found, functions=functions))
+    model = build_engine(deck, world, make_mesh(deck, world), roughness=0.2).model
+    assert isinstance(model, Transformer)
+    assert model.groups.functions is functions
+    return model
+
+
+def grown_by(
+    model: Transformer,
+    places: int,
+    rows: int,
+    order: Sequence[int] = range(len(PROMPTS)),
+    tokens: int = 20,
+    temperature: float = 1.0,
+) -> tuple[dict[int, list[int]], dict[tuple[int, int], Tensor]]:
+    """All texts by number, and the logits by which each token was drawn, by number and place in the text."""
+    plan = CachePlan.of(model, places, 64)
+    passes = CachedPasses(model, plan, least_rows(model), rows)
+    assert passes.cache.bytes == plan.bytes
+    draws = KeyedDraws(Sampling(temperature=temperature, seed=1), VOCABULARY, "", model.groups.tensor)
+    seen: dict[tuple[int, int], Tensor] = {}
+
+    def draw(texts: Sequence[Text], logits: Tensor) -> Sequence[int]:
+        for text, row in zip(texts, logits, strict=True):
+            seen[text.number, len(text.tokens)] = row
+        return draws(texts, logits)
+
+    texts = [Text(list(PROMPTS[number]), tokens, number) for number in order]
+    for _ in continue_texts(passes, texts, draw, lambda text, token: token == 0 and text.number % 2 == 0):
+        pass
+    assert passes.cache.free_pages == plan.pages
+    assert all(text.ended for text in texts)
+    return {text.number: text.tokens for text in texts}, seen
+
+
+def beside_expected(
+    model: Transformer, texts: Mapping[int, Sequence[int]], seen: Mapping[tuple[int, int], Tensor]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Logits by which tokens were drawn, and those of passes over all that the model sees of the texts."""
+    window = model.shape.sequence
+    for number, tokens in texts.items():
+        # The text as it was in the end, filled up: what is behind is not seen, and rows are many.
+        whole = [*tokens[:window], *[0] * (window - len(tokens))]
+        within = logits_of(model, torch.tensor([whole]))[0]
+        for place in range(len(PROMPTS[number]), len(tokens)):
+            if place <= window:
+                yield seen[number, place], within[place - 1]
+            elif place % 4 == 0:
+                yield (
+                    seen[number, place],
+                    logits_of(model, torch.tensor([tokens[place - window : place]]))[0, -1],
+                )
+
+
+@pytest.mark.mpi(min_size=1, max_size=2)
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", [(), LLAMA, NORMED], ids=["gpt2", "llama", "normed"])
+def test_logits_have_the_bits_of_whole_texts(
+    world: World, compiled: Functions, compute: str, family: tuple[str, ...]
+) -> None:
+    keys = *family, f"precision.compute={compute}", f"layout.tensor={world.size}"
+    model = model_of(world, *keys, functions=compiled)
+    texts, seen = grown_by(model, places=4, rows=24)
+    assert len(seen) > 100
+    assert sum(place > 64 for _, place in seen) > 20
+    for logits, expected in beside_expected(model, texts, seen):
+        assert torch.equal(logits, expected)
+
+
+@pytest.mark.mpi(min_size=1, max_size=2)
+@pytest.mark.parametrize("family", [(), NORMED, MIXTURE], ids=["gpt2", "normed", "mixture"])
+def test_by_torch_they_agree(world: World, family: tuple[str, ...]) -> None:
+    experts = (f"layout.expert={world.size}",) if family == MIXTURE else ()
+    model = model_of(world, *family, f"layout.tensor={world.size}", *experts)
+    texts, seen = grown_by(model, places=4, rows=24)
+    for logits, expected in beside_expected(model, texts, seen):
+        assert (logits - expected).norm() <= 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp16"])
+def test_by_torch_in_16_bits_they_are_as_exact_as_whole_texts(world: World, compute: str) -> None:
+    alone = world.alone()
+    model, exact = (model_of(alone, *LLAMA, f"precision.compute={each}") for each in (compute, "fp32"))
+    for parameter, rounded in zip(exact.parameters(), model.parameters(), strict=True):
+        parameter.data.copy_(rounded)
+    texts, seen = grown_by(model, places=4, rows=24)
+    errors = torch.zeros(2, dtype=torch.float64)
+    own, right = beside_expected(model, texts, seen), beside_expected(exact, texts, seen)
+    for (cached, whole), (_, expected) in zip(own, right, strict=True):
+        for n, found in enumerate((cached, whole)):
+            errors[n] += (found - expected).norm() / expected.norm()
+    assert errors[0] <= 1.2 * errors[1]
+
+
+@pytest.mark.mpi(min_size=1, max_size=2)
+@pytest.mark.parametrize("by", ["compiled", "torch"])
+def test_neither_batch_nor_order_nor_layout_changes_a_text(
+    world: World, compiled: Functions, by: str
+) -> None:
+    alone, functions = world.alone(), compiled if by == "compiled" else TORCH
+    one = model_of(alone, *LLAMA, functions=functions)
+    expected, _ = grown_by(one, places=3, rows=200)
+    for places, rows, order in ((1, 7, range(9)), (9, 33, (4, 0, 8, 2, 6, 1, 3, 7, 5))):
+        assert grown_by(one, places, rows, order)[0] == expected
+    both = model_of(world, *LLAMA, f"layout.tensor={world.size}", functions=functions)
+    assert grown_by(both, places=4, rows=50)[0] == expected
+    assert len({token for tokens in expected.values() for token in tokens}) > 30
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_some_rows_are_multiplied_as_many_are(world: World, compute: str) -> None:
+    model = model_of(world.alone(), f"precision.compute={compute}")
+    least = least_rows(model)
+    assert least in {1, 2, 4, 8, 16, 32, 64}
+    product = model.layers[1].attention.inner.product  # type: ignore[union-attr]
+    rows = torch.randn(100, 32, generator=torch.Generator().manual_seed(5)).to(model.dtype)
+    with torch.no_grad():
+        whole = product.forward(rows)
+        for count in range(least, 100):
+            assert torch.equal(product.forward(rows[:count]), whole[:count])
+
+
+def test_experts_that_drop_tokens_have_no_cache(world: World) -> None:
+    assert can_cache(model_of(world.alone(), *MIXTURE))
+    assert not can_cache(model_of(world.alone(), *MIXTURE, "model.capacity=1.0"))
