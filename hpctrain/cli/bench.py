@@ -141,6 +141,22 @@ def mixture(deck: Path, overrides: tuple[str, ...], steps: int, rounds: int, pat
 
 @command.command()
 @deck_file
+@click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key, e.g. machine.compile=true."
+)
+@click.option("--prompts", default=32, show_default=True, type=COUNT, help="Texts that are continued.")
+@click.option("--tokens", default=128, show_default=True, type=COUNT, help="Tokens that each gets.")
+@in_rounds
+@figures_file
+def generate(deck: Path, overrides: tuple[str, ...], path: Path | None, **wish: int) -> None:
+    """Time greedy text by DECK's model, with a cache and without, beside transformers' with its cache."""
+    from hpctrain.bench.generate import bench_generate
+
+    run_bench(lambda world: bench_generate(world, deck, overrides, output=path, **wish), path, device="cpu")
+
+
+@command.command()
+@deck_file
 @layout_of_state
 @in_rounds
 @figures_file

@@ -1,0 +1,206 @@
+"""`hpctrain bench generate`: tokens/s of greedy text by a deck's model, with a cache and without, in turns.
+
+Without a cache each prompt is continued alone, every token by a pass over all of the text: what the cache and
+texts beside each other are for. transformers' GPT-2 or Llama of the same sizes continues all prompts as one
+batch, with its cache, in one process with as many threads as there are ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpctrain.bench.timing import slowest, with_vocabulary, write_json
+from hpctrain.checkpoint.exchange.source import settled_keys
+from hpctrain.comm.group import Group
+from hpctrain.comm.world import World
+from hpctrain.deck.read import read_deck
+from hpctrain.deck.schema import Deck
+from hpctrain.engine.build import build_engine, make_mesh
+from hpctrain.engine.functions import with_functions
+from hpctrain.errors import HpctrainError
+from hpctrain.generate.cache import CachePlan
+from hpctrain.generate.continuing import Passes, Text, continue_texts
+from hpctrain.generate.passes import CachedPasses, can_cache, least_rows
+from hpctrain.generate.sampling import KeyedDraws, Sampling
+from hpctrain.generate.text import TEXTS_AT_A_TIME
+from hpctrain.model.shape import ModelShape
+from hpctrain.model.transformer import Transformer
+from hpctrain.table import table
+from hpctrain.train.verify import on_one_rank
+
+ALONE = 2
+"""Prompts that are continued without a cache: of all of them it would take minutes."""
+
+_NAP = 0.02
+
+
+def bench_generate(
+    world: World,
+    path: Path,
+    overrides: Sequence[str],
+    prompts: int,
+    tokens: int,
+    rounds: int,
+    output: Path | None,
+) -> int:
+    """Time `tokens` for each of so many random prompts, a quarter as long; the exit code. Collective."""
+    with world.agreement():
+        deck = with_vocabulary(read_deck(path, overrides, world.size, settled_keys))
+        if deck.model.module is not None or deck.model.experts:
+            raise HpctrainError(
+                f"{path}: only GPT-2 and Llama without experts are timed beside transformers'"
+            )
+        longest = tokens + tokens // 4 + 1
+        if longest > deck.batch.sequence:
+            asked = f"must be at least {longest}, for a prompt and --tokens {tokens}"
+            raise HpctrainError(deck.problem("batch.sequence", asked))
+    torch.set_num_threads(deck.run.threads)
+    random = torch.Generator().manual_seed(0)
+    assert deck.model.vocabulary is not None
+    given = torch.randint(deck.model.vocabulary, (prompts, tokens // 4 + 1), generator=random)
+    ours = _ours(world, deck, given, tokens)
+    timed: dict[str, tuple[Callable[[], None], int]] = ours | {
+        "transformers, with its cache": (_theirs(world, deck, given, tokens), prompts * tokens)
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in timed}
+    for turn in range(rounds + 1):
+        for name in timed if turn % 2 else reversed(timed):
+            world.everyone.barrier()
+            began = time.perf_counter()
+            timed[name][0]()
+            taken = slowest(world, time.perf_counter() - began)
+            if turn:
+                seconds[name].append(taken)
+    rates = {name: timed[name][1] / median(each) for name, each in seconds.items()}
+    if world.rank == 0:
+        _show(world, rates, prompts, tokens)
+        if output is not None:
+            write_json(output, {"tokens_per_s": rates, "seconds": seconds})
+    return 0
+
+
+def _show(world: World, rates: dict[str, float], prompts: int, tokens: int) -> None:
+    first = next(iter(rates.values()))
+    rows = [["", "tokens/s", "of the first"]]
+    rows += [[name, f"{rate:.0f}", f"{rate / first:.2f}"] for name, rate in rates.items()]
+    print(f"{prompts} prompts, {tokens} tokens each, on {world.size} ranks")
+    print("\n".join(table(rows)))
+
+
+def _ours(world: World, deck: Deck, given: Tensor, tokens: int) -> dict[str, tuple[Callable[[], None], int]]:
+    """What is timed of ours by name, and how many tokens all ranks have of it."""
+    alone = on_one_rank(deck).with_keys(run={"noise_scale_steps": 0})
+    layouts = {"shared": alone.with_keys(layout={"tensor": world.size}), "copies": alone}
+    models: dict[str, Transformer] = {}
+    for name, each in layouts.items():
+        own = with_functions(each, world)
+        engine = build_engine(own, world, make_mesh(own, world))
+        assert isinstance(engine.model, Transformer) and can_cache(engine.model)
+        models[name] = engine.model
+    shared, copies, whole = models["shared"], models["copies"], len(given) * tokens
+    together, single = shared.groups.tensor, copies.groups.tensor
+    without, cached, part = _Alone(shared), _passes(shared, given, tokens), given[world.rank :: world.size]
+    by_copies = _passes(copies, part, tokens)
+
+    def each_alone() -> None:
+        for prompt in given[:ALONE].split(1):
+            _continue(without, prompt, tokens, together)
+
+    return {
+        "without a cache, one prompt after another": (each_alone, min(ALONE, len(given)) * tokens),
+        "cached, the model split over all ranks": (lambda: _continue(cached, given, tokens, together), whole),
+        "cached, a copy on every rank": (lambda: _continue(by_copies, part, tokens, single), whole),
+    }
+
+
+def _passes(model: Transformer, given: Tensor, tokens: int) -> CachedPasses:
+    places = max(1, min(TEXTS_AT_A_TIME, len(given)))
+    return CachedPasses(model, CachePlan.of(model, places, given.shape[1] + tokens), least_rows(model))
+
+
+class _Alone(CachedPasses):
+    """Passes without the cache."""
+
+    def __init__(self, model: Transformer) -> None:
+        super().__init__(model, CachePlan.of(model, 1, 1), 1)
+        self.reach = 0
+
+
+def _continue(passes: Passes, given: Tensor, tokens: int, group: Group) -> None:
+    texts = [Text(prompt, tokens, number) for number, prompt in enumerate(given.tolist())]
+    draw = KeyedDraws(Sampling(temperature=0.0, seed=0), 2**31, "the model", group)
+    for _ in continue_texts(passes, texts, draw, lambda *_: False):
+        pass
+    assert all(len(text.tokens) == given.shape[1] + tokens for text in texts)
+
+
+def _theirs(world: World, deck: Deck, given: Tensor, tokens: int) -> Callable[[], None]:
+    """All prompts by transformers on rank 0, with the threads of all; the other ranks sleep. Collective."""
+    model = None
+    with world.agreement():
+        if world.rank == 0:
+            model = _model(ModelShape.of(deck, deck.model.vocabulary or 0))
+
+    def generate() -> None:
+        if model is not None:
+            torch.set_num_threads(world.size * deck.run.threads)
+            found = model.generate(
+                given,
+                attention_mask=torch.ones_like(given),
+                min_new_tokens=tokens,
+                max_new_tokens=tokens,
+                do_sample=False,
+            )
+            torch.set_num_threads(deck.run.threads)
+            assert found.shape[1] == given.shape[1] + tokens
+        work = world.everyone.start_all_reduce(torch.zeros(1))
+        while not work.test():
+            time.sleep(_NAP)
+        work.wait()
+
+    return generate
+
+
+def _model(shape: ModelShape) -> Any:
+    """Of these sizes, with random weights; HpctrainError where there is no such library."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise HpctrainError(f"bench generate: needs transformers ({error})") from None
+    sizes: dict[str, Any] = {
+        "vocab_size": shape.vocabulary,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
+    torch.manual_seed(0)
+    config: Any
+    if shape.family == "gpt2":
+        config = transformers.GPT2Config(
+            n_layer=shape.layers,
+            n_embd=shape.hidden,
+            n_head=shape.heads,
+            n_inner=shape.mlp,
+            n_positions=shape.sequence,
+            **sizes,
+        )
+        return transformers.GPT2LMHeadModel(config).eval()
+    config = transformers.LlamaConfig(
+        num_hidden_layers=shape.layers,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.mlp,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.key_value_heads,
+        head_dim=shape.head_size,
+        max_position_embeddings=shape.sequence,
+        tie_word_embeddings=shape.tied,
+        **sizes,
+    )
+    return transformers.LlamaForCausalLM(config).eval()
