@@ -297,6 +297,28 @@ def test_mixtures_give_the_text_of_one_rank(world: World, mpi_tmp_path: Path, mo
         assert torch.equal(mixture.router.bias.cpu(), bias)
 
 
+@pytest.mark.mpi(min_size=2, max_size=4)
+def test_copies_of_the_model_share_the_prompts(world: World, mpi_tmp_path: Path) -> None:
+    """By themselves where there are as many texts as ranks, and as they are told: the texts are the same."""
+    path, lines = mpi_tmp_path / "a.h5", mpi_tmp_path / "prompts.jsonl"
+    make_checkpoint(world, path, *LLAMA)
+    if world.rank == 0:
+        lines.write_text("\n".join(f'{{"prompt": "{"ab" * (1 + n % 5)}", "n": {n}}}' for n in range(7)))
+    world.everyone.barrier()
+    source, sampling = PromptSource(json_lines=str(lines)), Sampling(tokens=9, samples=2, seed=3)
+    found = []
+    for ranks, tensor in ((world, None), (world, 1), (world, world.size), (world.alone(), None)):
+        shown: list[str] = []
+        generate(ranks, path, source, sampling, shown.append, live=False, tensor=tensor)
+        found.append(shown)
+    assert found[:3] == ([found[3]] * 3 if world.rank == 0 else [[]] * 3)
+    assert len(found[3]) == len(set(found[3])) == 14
+    assert load_model(world, path, None, texts=world.size)[0].groups.tensor.size == 1  # type: ignore[attr-defined]
+    assert load_model(world, path, None, texts=1)[0].groups.tensor.size == world.size  # type: ignore[attr-defined]
+    with pytest.raises(HpctrainError, match=f"--tensor 5: must divide the {world.size} ranks"):
+        generate(world, path, source, sampling, found[0].append, live=False, tensor=5)
+
+
 @pytest.mark.mpi(min_size=2)
 def test_ranks_that_cannot_split_the_model_are_told(world: World, mpi_tmp_path: Path) -> None:
     path = mpi_tmp_path / "a.h5"
