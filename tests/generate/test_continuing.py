@@ -189,10 +189,11 @@ def test_forty_prompts_by_five_places() -> None:
     assert len(passes.passes) < 1.5 * max(sum(text.limit for text in texts) / 5, whole / 16)
 
 
-def test_long_prompts_come_in_pieces_beside_texts_that_grow() -> None:
+@pytest.mark.parametrize("long_first", [False, True])
+def test_long_prompts_come_in_pieces_beside_texts_that_grow(long_first: bool) -> None:
     texts = [Text([0], 6, 0), Text(list(range(30)), 2, 1)]
     passes = Recorded(window=64, rows=8, places=2)
-    greedy(passes, texts)
+    greedy(passes, texts[::-1] if long_first else texts)
     assert [[len(piece.tokens) for piece in each] for each in passes.passes] == [
         [1, 7], [1, 7], [1, 7], [1, 7], [1, 2], [1, 1],
     ]  # fmt: skip
