@@ -48,18 +48,21 @@ def _sets(deck: Deck) -> Iterator[Problem]:
     if sets and deck.data.dataset is not None:
         sentence = "are of token files, but data.dataset brings samples (data.validation holds some out)"
         yield Problem(_SETS, sentence, ("data.dataset",))
-    for name, count in Counter(each.name for each in sets).items():
-        if not _NAME.fullmatch(name):
-            sentence = 'may have letters, digits, ".", "_" and "-" in it, 64 of them at most'
-            yield Problem(_SETS, f"the name {toml_value(name[:80])} is none of a set: it {sentence}")
-        elif name == VALIDATION:
-            sentence = f'"{VALIDATION}" is the share that data.validation holds out: a set has another name'
-            yield Problem(_SETS, sentence)
-        elif count > 1:
-            yield Problem(_SETS, f"{count} sets are called {toml_value(name)}: each has a name of its own")
-    for each in sets:
+    times = Counter(each.name for each in sets)
+    told: set[str] = set()
+    for number, each in enumerate(sets):
+        at = (number, "name")
+        if not _NAME.fullmatch(each.name):
+            sentence = 'is no name of a set: it may have letters, digits, ".", "_" and "-" in it, 64 at most'
+            yield Problem(_SETS, sentence, row=at)
+        elif each.name == VALIDATION:
+            sentence = "is the share that data.validation holds out: a set has another name"
+            yield Problem(_SETS, sentence, row=at)
+        elif each.name in told and (count := times.pop(each.name, 0)):
+            yield Problem(_SETS, f"{count} sets are called so: each has a name of its own", row=at)
+        told.add(each.name)
         if problem := control_problem(each.tokens):
-            yield Problem(_SETS, f"the tokens of {toml_value(each.name)}: {problem}")
+            yield Problem(_SETS, problem, row=(number, "tokens"))
 
 
 def _followed(deck: Deck, names: list[str]) -> Iterator[Problem]:

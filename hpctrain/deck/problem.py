@@ -14,6 +14,7 @@ class Problem:
 
     `others` are the other keys whose values the check looked at. What is `for_writers` is told whoever writes
     it, but a deck that has trained so is good; so is one where a key that a run has stored is `idle` by now.
+    `row` is, of a key that holds tables in a row, the number of one of them (from 0) and its own key.
     """
 
     key: str
@@ -21,6 +22,7 @@ class Problem:
     others: tuple[str, ...] = ()
     for_writers: bool = False
     idle: bool = False
+    row: tuple[int, str] | None = None
 
 
 def divisors(number: int) -> list[int]:

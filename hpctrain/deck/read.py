@@ -22,7 +22,7 @@ from hpctrain.deck.gather import Written
 from hpctrain.deck.key import extra
 from hpctrain.deck.module import shown
 from hpctrain.deck.problem import Problem
-from hpctrain.deck.rows import wrong_rows
+from hpctrain.deck.rows import located, wrong_rows
 from hpctrain.deck.run_length import LENGTHS, Begun, are_epochs, steps_of_epochs
 from hpctrain.deck.schema import Deck, fields, sections
 from hpctrain.deck.searched import leaves_open
@@ -158,7 +158,7 @@ def _deck(
     if deck is not None and further is not None and not written.problems:
         try:
             for problem in further(deck, ranks):
-                written.add(deck.sources.place(problem.key), deck.problem(problem.key, problem.sentence))
+                written.add(*located(deck, problem))
         except HpctrainError as error:
             for sentence in error.problems:
                 missing = isinstance(error, InputOutputError)
@@ -214,8 +214,7 @@ class _Validation:
                 if self.searched or deck.layout.auto:
                     forgiven = forgiven or leaves_open(self.places, keys)
                 if not bad & keys and not forgiven:
-                    sentence = deck.problem(problem.key, problem.sentence)
-                    self.written.add(deck.sources.place(problem.key), sentence)
+                    self.written.add(*located(deck, problem))
         return deck
 
     def _stored(self, keys: set[str]) -> bool:

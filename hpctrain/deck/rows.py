@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from hpctrain.deck.key import Section
+from hpctrain.deck.problem import Problem
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import Place, Sources, clipped, toml_value
 from hpctrain.deck.words import given, row_of, wanted
@@ -23,6 +24,16 @@ def wrong_rows(key: str, field: FieldInfo, value: object, sources: Sources) -> I
     for number, table in enumerate(value):
         if isinstance(table, dict):
             yield from _wrong_keys(key, number, row, table, sources)
+
+
+def located(deck: Deck, problem: Problem) -> tuple[Place, str]:
+    """A problem as the user should read it, and where."""
+    if problem.row is None:
+        return deck.sources.place(problem.key), deck.problem(problem.key, problem.sentence)
+    return (
+        place_of_row(deck.sources, problem.key, *problem.row),
+        row_problem(deck, problem.key, *problem.row, problem.sentence),
+    )
 
 
 def row_problem(deck: Deck, key: str, number: int, name: str, sentence: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -16,7 +17,8 @@ from hpctrain.data.text_bytes import token_bytes
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.data.tokenizer_difference import tokenizer_difference
 from hpctrain.data.tokens import TokenFile
-from hpctrain.deck.evaluation import VALIDATION
+from hpctrain.deck.evaluation import VALIDATION, EvaluationSet
+from hpctrain.deck.problem import Problem
 from hpctrain.deck.rows import row_problem
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.corpus import Corpus, require_alike
@@ -65,7 +67,7 @@ def open_held_out(deck: Deck, world: World, corpus: Corpus) -> tuple[HeldOut, ..
     with world.agreement():
         problems: list[str] = []
         for number, each in enumerate(deck.evaluation.sets):
-            file = TokenFile(each.tokens, f"evaluation.tokens of {each.name}")
+            file = open_set(each)
             wrong = list(unfit(deck, file, "" if corpus.file is None else corpus.file.tokenizer_text))
             problems += [row_problem(deck, _SETS, number, "tokens", sentence) for sentence in wrong]
             if not wrong:
@@ -80,8 +82,30 @@ def open_held_out(deck: Deck, world: World, corpus: Corpus) -> tuple[HeldOut, ..
     return tuple(counted_out(deck, world, each, corpus.file.tokenizer) for each in found)
 
 
-def unfit(deck: Deck, file: TokenFile, tokenizer: str) -> Iterator[str]:
-    """What keeps a model with this tokenizer (its text) from being evaluated on a file, in words."""
+def open_set(given: EvaluationSet) -> TokenFile:
+    """The file of a set; InputOutputError as of TokenFile."""
+    return TokenFile(given.tokens, f"evaluation.tokens of {given.name}")
+
+
+def set_problems(deck: Deck, tokenizer: str | None) -> Iterator[Problem]:
+    """Everything in the files of sets that a run would refuse; a file that is missing may still be made, and
+    so may the one that has the tokenizer, then None.
+    """
+    for number, each in enumerate(deck.evaluation.sets):
+        if not os.path.lexists(each.tokens):
+            continue
+        try:
+            wrong = list(unfit(deck, open_set(each), tokenizer))
+        except HpctrainError as error:
+            begin = f"evaluation.tokens of {each.name} = {each.tokens}: "
+            wrong = [problem.removeprefix(begin) for problem in error.problems]
+        yield from (Problem(_SETS, sentence, row=(number, "tokens")) for sentence in wrong)
+
+
+def unfit(deck: Deck, file: TokenFile, tokenizer: str | None) -> Iterator[str]:
+    """What keeps a model with this tokenizer (its text), if it is known, from being evaluated on a file, in
+    words.
+    """
     sequence = deck.batch.sequence
     if file.kind not in {TEXT_KIND, CHAT}:
         yield f"holds {file.kind}, in which no next token is to be learned (take text or conversations)"
@@ -90,6 +114,8 @@ def unfit(deck: Deck, file: TokenFile, tokenizer: str) -> Iterator[str]:
             f"has {file.tokens} tokens, but a sequence takes {sequence + 1}, one more than batch.sequence = "
             f"{sequence} (take a file with more)"
         )
+    if tokenizer is None:
+        return
     difference = tokenizer_difference(file.tokenizer_text, tokenizer, file.where, "the model's tokenizer")
     if difference:
         yield (

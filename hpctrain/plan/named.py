@@ -1,4 +1,4 @@
-"""What a deck names outside of itself: token file, parameters that it freezes or gives to Muon, layers that
+"""What a deck names outside of itself: token files, parameters that it freezes or gives to Muon, layers that
 it leaves out of 8 bits, the file of its schedule, the rates of its machine.
 
 A run refuses what does not fit at its start; this tells it beforehand, with the same sentences.
@@ -7,8 +7,9 @@ A run refuses what does not fit at its start; this tells it beforehand, with the
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hpctrain.deck.check_world import data_ranks, world_problems
 from hpctrain.deck.data_mixture import tokens_exist
@@ -16,6 +17,9 @@ from hpctrain.deck.problem import Problem
 from hpctrain.deck.schedules import NAMES
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
+
+if TYPE_CHECKING:
+    from hpctrain.data.shards import Tokens
 
 
 def named_problems(
@@ -27,8 +31,10 @@ def named_problems(
     with `code` a user's own is, too, and what a module starts from. HpctrainError with what is wrong with it.
     """
     # What a deck does not name does not cost the import of what could read it.
-    if deck.data.dataset is None and tokens_exist(deck):
-        yield from _tokens(deck)
+    if deck.data.dataset is None:
+        tokens = (yield from _tokens(deck)) if tokens_exist(deck) else []
+        if deck.evaluation.sets:
+            yield from _evaluated(deck, tokens)
     if code and deck.model.module is not None:
         _require_module(deck)
     if deck.model.frozen or deck.optimizer.name == "muon" or deck.precision.fp8_exclude:
@@ -39,7 +45,8 @@ def named_problems(
         yield from _rates(deck)
 
 
-def _tokens(deck: Deck) -> Iterator[Problem]:
+def _tokens(deck: Deck) -> Generator[Problem, None, Sequence[Tokens]]:
+    """What is wrong with token files, and these, where they can be opened."""
     from hpctrain.data.entries import open_entries
     from hpctrain.data.fit import token_problems
 
@@ -49,8 +56,15 @@ def _tokens(deck: Deck) -> Iterator[Problem]:
     except HpctrainError as error:
         named = re.compile(rf"{key}(, |: | = {re.escape(str(deck.data.tokens))}: )")
         yield from (Problem(key, named.sub("", problem, count=1)) for problem in error.problems)
-    else:
-        yield from token_problems(deck, tokens)
+        return []
+    yield from token_problems(deck, tokens)
+    return tokens
+
+
+def _evaluated(deck: Deck, trained: Sequence[Tokens]) -> Iterator[Problem]:
+    from hpctrain.engine.held_out import set_problems
+
+    yield from set_problems(deck, trained[0].tokenizer_text if trained else None)
 
 
 def _require_module(deck: Deck) -> None:

@@ -62,10 +62,22 @@ def test_what_is_wrong_with_a_table_is_told_at_its_line() -> None:
 @pytest.mark.parametrize(
     ("text", "overrides", "told"),
     [
-        (BOOKS + BOOKS, (), '2 sets are called "books": each has a name of its own'),
+        (
+            BOOKS + BOOKS,
+            (),
+            f'deck.toml:{LINE + 4}: evaluation.name = "books": 2 sets are called so: each has ',
+        ),
         (BOOKS.replace("books", "validation"), (), "is the share that data.validation holds out"),
-        (BOOKS.replace("books", "a/b"), (), 'the name "a/b" is none of a set'),
-        (BOOKS.replace("b.h5", "b\\u0007"), (), 'the tokens of "books": '),
+        (
+            BOOKS.replace("books", "a/b"),
+            (),
+            f'deck.toml:{LINE + 1}: evaluation.name = "a/b": is no name of a set',
+        ),
+        (
+            BOOKS.replace("b.h5", "b\\u0007"),
+            (),
+            f'deck.toml:{LINE + 2}: evaluation.tokens = "b\\u0007": has a control character',
+        ),
         ("", ("checkpoint.keep_best=validation", "data.validation=0"), "goes by evaluations, but nothing is"),
         ("", ("run.patience=2", "data.validation=0"), "goes by evaluations, but nothing is evaluated"),
         (

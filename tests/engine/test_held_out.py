@@ -11,10 +11,12 @@ from hpctrain.comm.world import World
 from hpctrain.data.prepare import prepare
 from hpctrain.data.tokenizer import bytes_json
 from hpctrain.deck.read import parse_deck
+from hpctrain.deck.rows import located
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.corpus import open_corpus
 from hpctrain.engine.held_out import HeldOut, open_held_out
 from hpctrain.errors import HpctrainError
+from hpctrain.plan.named import named_problems
 from tests.deck.small_text import SMALL
 
 TEXT = "a text of ninety bytes, or nearly so many of them; none that matters to anybody at all: the end."
@@ -36,6 +38,11 @@ def deck_of(world: World, folder: Path, *overrides: str, other: str = TEXT * 3) 
 def opened(world: World, deck: Deck) -> tuple[HeldOut, ...]:
     corpus = open_corpus(deck, world)
     return open_held_out(deck, world, corpus)
+
+
+def foreseen(deck: Deck) -> list[str]:
+    """What `hpctrain deck` says of the files of a deck."""
+    return [located(deck, problem)[1] for problem in named_problems(deck)]
 
 
 @pytest.mark.mpi(min_size=1, max_size=2)
@@ -76,6 +83,7 @@ def test_files_that_do_not_do(world: World, mpi_tmp_path: Path) -> None:
     with pytest.raises(HpctrainError) as caught:
         opened(world, deck)
     [told] = caught.value.problems
+    assert foreseen(deck) == [told]
     assert f"has {sequence} tokens, but a sequence takes 33, one more than batch.sequence = 32" in told
     assert told.startswith(f'deck.toml:21: evaluation.tokens = "{mpi_tmp_path / "b.h5"}": ')
 
@@ -91,11 +99,24 @@ def test_files_that_do_not_do(world: World, mpi_tmp_path: Path) -> None:
         tokenizer=str(mpi_tmp_path / "other.json"),
     )
     table = 'evaluation=[{name = "x", tokens = "C"}]'.replace("C", str(mpi_tmp_path / "c.h5"))
-    with pytest.raises(HpctrainError, match="its tokenizer is not that of what is trained on: it is"):
-        opened(world, deck_of(world, mpi_tmp_path, table))
+    deck = deck_of(world, mpi_tmp_path, table)
+    with pytest.raises(
+        HpctrainError, match="its tokenizer is not that of what is trained on: it is"
+    ) as caught:
+        opened(world, deck)
+    assert foreseen(deck) == list(caught.value.problems)
+    assert not foreseen(deck.with_keys(data={"tokens": "still to be made.h5"}))
     table = 'evaluation=[{name = "x", tokens = "nowhere.h5"}]'
+    deck = deck_of(world, mpi_tmp_path, table)
     with pytest.raises(HpctrainError, match=r"evaluation.tokens of x = nowhere.h5: no such file"):
-        opened(world, deck_of(world, mpi_tmp_path, table))
+        opened(world, deck)
+    assert not foreseen(deck)  # it may still be made
+    if world.rank == 0:
+        (mpi_tmp_path / "d.h5").write_text("no tokens")
+    world.everyone.barrier()
+    damaged = str(mpi_tmp_path / "d.h5")
+    [told] = foreseen(deck_of(world, mpi_tmp_path, table.replace("nowhere.h5", damaged)))
+    assert f'evaluation.tokens = "{damaged}": is ' in told
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
