@@ -34,6 +34,17 @@ def control_problem(text: str) -> str:
     return f"has {several if len(controls) > 1 else f'a control character ({names})'}; leave it out"
 
 
+def text_problem(text: str) -> str:
+    """What keeps a text from being UTF-8, to end a sentence; "" where nothing does. Python has surrogates for
+    bytes that are none, and for halves of pairs of UTF-16.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"is not UTF-8 text (byte {len(text[: error.start].encode())})"
+    return ""
+
+
 def escaped(text: str, allowed: str = "") -> str:
     r"""The text with its control characters, but for those in `allowed`, written as \n, \u001B and so on."""
     if text.isascii() and text.isprintable():

@@ -97,6 +97,10 @@ def parse_json(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise
+    except ValueError:  # Python tells how to have it read numbers of any length
+        raise ValueError("a number has too many digits") from None
 
 
 def finite(value: Any) -> Any:

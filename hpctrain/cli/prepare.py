@@ -20,9 +20,7 @@ SECONDS_BETWEEN_LINES = 30.0
 @click.option(
     "--glob", "globs", multiple=True, metavar="PATTERN", help="Which files of a folder, e.g. '*.py'."
 )
-@click.option(
-    "--tokenizer", default="bytes", metavar="bytes|FILE.json|DIR", show_default=True, help="How to cut text."
-)
+@click.option("--tokenizer", metavar="bytes|FILE.json|DIR", help="How to cut text.  [default: bytes]")
 @click.option("--train-bpe", type=int, metavar="N", help="Train a byte-level BPE of N tokens on the text.")
 @click.option(
     "--field",
@@ -62,7 +60,7 @@ def command(out: Path, paths: tuple[str, ...], shard_bytes: str | None, **choice
 
     What is left out is said, with the reason. A file that is binary (has a zero byte) or not UTF-8 is
     refused if it is named, and left out of a folder. With --binary such files are taken byte for byte,
-    but with another tokenizer than bytes what is not UTF-8 becomes U+FFFD.
+    but with another tokenizer than bytes, and in texts of a .jsonl file, what is not UTF-8 becomes U+FFFD.
     The output is the same for any number of ranks.
 
     With --chat, --preferences or --prompts, files have a JSON object a line (or a row of a .parquet table)

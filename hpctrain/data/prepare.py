@@ -73,7 +73,7 @@ def prepare(
     paths: Sequence[str],
     *,
     globs: Sequence[str] = (),
-    tokenizer: str = BYTES,
+    tokenizer: str | None = None,
     train_bpe: int | None = None,
     text_key: str = "text",
     replace: bool = False,
@@ -85,18 +85,22 @@ def prepare(
 ) -> Prepared:
     """Tokenize the text of `paths` into the token file `out`; collective, the same arguments everywhere.
 
-    `tokenizer` is "bytes" or the path of a `tokenizers` JSON; `train_bpe` makes one of that vocabulary
-    from the text instead (on rank 0: its time does not shrink with ranks). Files that are binary, or not
-    UTF-8, are refused if named and else left out, unless `binary`: then the tokenizer "bytes" takes their
-    bytes, and others U+FFFD for what is no text. An existing `out` is only replaced if asked
-    to, and stays what it is until the new file is complete. With `shard_bytes` there are several files of
-    so many bytes of tokens at most, but where a document has more, as ShardFiles names them. Every error is
-    an HpctrainError, the same on all ranks, and leaves no file behind; a process that is ended does, for the
-    next one to go on from.
+    `tokenizer` is "bytes" (also without one) or the path of a `tokenizers` JSON; `train_bpe` makes one of
+    that vocabulary from the text instead (on rank 0: its time does not shrink with ranks). Files that are
+    binary, or not UTF-8, are refused if named and else left out, unless `binary`: then the tokenizer "bytes"
+    takes their bytes, and others, and texts in lines of JSON, have U+FFFD for what is no text. An existing
+    `out` is only replaced if asked to, and stays what it is until the new file is complete. With
+    `shard_bytes` there are several files of so many bytes of tokens at most, but where a document has more,
+    as ShardFiles names them. Every error is an HpctrainError, the same on all ranks, and leaves no file
+    behind; a process that is ended does, for the next one to go on from.
     """
     begun = time.perf_counter()
     shards = None if shard_bytes is None else ShardFiles(out)
+    with world.agreement():
+        if tokenizer is not None and train_bpe is not None:
+            raise HpctrainError(f"--train-bpe {train_bpe} and --tokenizer {tokenizer}: give one of them")
     sources, left = begin(world, out, paths, globs, replace, shards)
+    sources = [dataclasses.replace(each, lenient=binary) for each in sources]
     faults = examine(world, cut_into_pieces(sources, piece_bytes), report)
     with world.agreement():
         if not binary:
@@ -107,7 +111,7 @@ def prepare(
         if not sources:
             raise HpctrainError(f"{', '.join(paths)}: there is no text in it")
     pieces = cut_into_pieces(sources, piece_bytes)
-    used = _agree_on_tokenizer(world, pieces, tokenizer, train_bpe, text_key, say, report)
+    used = _agree_on_tokenizer(world, pieces, tokenizer or BYTES, train_bpe, text_key, say, report)
     if used.text == BYTES:
         sources = [dataclasses.replace(each, raw=each.path in faults and not each.lines) for each in sources]
         pieces = cut_into_pieces(sources, piece_bytes)
@@ -181,7 +185,10 @@ def _key_of(
         world.size,
     ]
     with suppress(OSError):  # a file that is gone is told of where it is read
-        facts += [[each.path, each.size, each.raw, Path(each.path).stat().st_mtime_ns] for each in sources]
+        facts += [
+            [each.path, each.size, each.raw, each.lenient, Path(each.path).stat().st_mtime_ns]
+            for each in sources
+        ]
     return hashlib.sha256(json.dumps(facts).encode("utf-8", "surrogatepass")).hexdigest()
 
 
@@ -230,8 +237,6 @@ def _agree_on_tokenizer(
         if world.rank == 0:
             if train_bpe is None:
                 text = Tokenizer.from_argument(tokenizer).text
-            elif tokenizer != BYTES:
-                raise HpctrainError(f"--train-bpe {train_bpe} and --tokenizer {tokenizer}: give one of them")
             else:
                 texts = _documents(pieces, text_key, "train the tokenizer", report)
                 trained = Tokenizer.train((part for _, part, _ in texts), train_bpe)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.data.contents import NOUNS, PROMPTS, TEXT_KIND
 from hpctrain.data.prepare import Prepared, Say, prepare
+from hpctrain.data.tokenizer import BYTES
 from hpctrain.data.write import Report
 from hpctrain.errors import HpctrainError
 from hpctrain.words import counted
@@ -39,20 +40,21 @@ def prepare_any(
     wrong = [f"{typed}: is for text, and does not go with --{kind}" for typed in _given(rest)]
     if wrong:
         raise HpctrainError(wrong)
+    rest["tokenizer"] = rest.get("tokenizer") or BYTES
     return prepare_rows(world, out, paths, kind=kind, template=template, **rest, say=say, report=report)
 
 
 def made_text(made: Prepared, in_shards: bool = False) -> str:
     """What was made, in a line."""
-    files = "1 file" if made.files == 1 else f"{made.files} files"
-    what = f"{made.documents} documents"
+    files = counted(made.files, "file")
+    what = counted(made.documents, "document")
     if made.kind != TEXT_KIND:
         learned = "" if made.kind == PROMPTS else f", {made.learned} of them learned"
         what = f"{counted(made.rows, NOUNS[made.kind])}{learned}"
     shards = f"in {counted(made.shards, 'token file')}, " if in_shards else ""
     return (
-        f"{made.path}: {made.tokens} tokens of {what}, "
-        f"vocabulary {made.vocabulary}, {shards}from {made.size} bytes in {files}, "
+        f"{made.path}: {counted(made.tokens, 'token')} of {what}, "
+        f"vocabulary {made.vocabulary}, {shards}from {counted(made.size, 'byte')} in {files}, "
         f"{made.seconds:.1f} s"
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from io import BufferedIOBase
@@ -10,6 +11,7 @@ from pathlib import Path, PurePosixPath
 
 from hpctrain.data.packed import COMPRESSED, TABLE, open_packed, plain_name
 from hpctrain.errors import HpctrainError, InputOutputError
+from hpctrain.words import counted
 
 TEXT_ENDINGS = (".txt", ".text", ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cpp", ".jsonl", TABLE)
 EXAMPLES = 2
@@ -31,13 +33,15 @@ _WORDS = {
 class TextSource:
     """One input file; `size` is its length on the disk in bytes.
 
-    `named` by the user, not found in a folder; `raw` where its bytes are taken as they are, text or not.
+    `named` by the user, not found in a folder; `raw` where its bytes are taken as they are, text or not;
+    `lenient` where a text in a line of JSON that is not UTF-8 is taken, with U+FFFD for what is not.
     """
 
     path: str
     size: int
     named: bool = False
     raw: bool = False
+    lenient: bool = False
 
     @property
     def compressed(self) -> bool:
@@ -61,18 +65,21 @@ class TextSource:
 
 @dataclass
 class LeftOut:
-    """Files that are not taken, with the reason, in the order found; and patterns that no file matches."""
+    """Files that are not taken, with the reason, in the order found; patterns that no file matches; and paths
+    that were named more than once.
+    """
 
     files: dict[str, int] = field(default_factory=dict)
     idle: list[str] = field(default_factory=list)
+    again: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
         """In words, a line for each reason: how many files, and the first ones."""
-        lines = []
+        lines = [f"{printable(path)}: is named more than once, and read once" for path in self.again]
         for reason in sorted(set(self.files.values())):
             files = [printable(file) for file, why in self.files.items() if why == reason]
             words, hint = _WORDS[reason]
-            count = "1 file" if len(files) == 1 else f"{len(files)} files"
+            count = counted(len(files), "file")
             shown = ", ".join(files[:EXAMPLES]) + (" ..." if len(files) > EXAMPLES else "")
             lines.append(f"left out {words}: {count} ({shown}){f'; {hint}' if hint else ''}")
         return [*lines, *(f"--glob {printable(pattern)}: no file matches" for pattern in self.idle)]
@@ -85,8 +92,9 @@ def find_sources(
 
     A file that is named is taken; in folders (searched in depth, hidden ones and hidden files left out)
     those are taken whose name, or path where the pattern has a slash, matches one of `globs`, by
-    default those with TEXT_ENDINGS, compressed or not. `without` are never taken. Empty files have
-    no document and are left out, as is what is no file. HpctrainError names every path that gives nothing.
+    default those with TEXT_ENDINGS, compressed or not. `without`, the output, is never taken. Empty files
+    have no document and are left out, as is what is no file. HpctrainError names every path that gives
+    nothing.
     """
     if any(not pattern.strip("/") for pattern in globs):
         raise HpctrainError("--glob: the pattern is empty; give one such as '*.txt'")
@@ -94,13 +102,18 @@ def find_sources(
     sources: dict[str, TextSource] = {}
     left: dict[str, tuple[str, int]] = {}
     avoided = {os.path.realpath(path) for path in without}
-    named = {os.path.realpath(path) for path in paths}
+    named = Counter(os.path.realpath(path) for path in paths)
     matched: set[str] = set()
     for given in paths:
         folder = Path(given)
         try:
             if folder.exists() and not folder.is_dir() and not folder.is_file():
                 problems.append(HpctrainError(f"{given}: is no regular file"))
+                continue
+            if os.path.realpath(folder) in avoided and folder.exists():
+                problems.append(
+                    HpctrainError(f"{given}: is OUT itself, which is to be made (give it another name)")
+                )
                 continue
             walked = _walk(folder, globs, matched) if folder.is_dir() else _named(folder)
             for file, reason in walked:
@@ -122,7 +135,12 @@ def find_sources(
     raise_all(problems)
     idle = [pattern for pattern in globs if pattern not in matched]
     others = {file: reason for real, (file, reason) in left.items() if real not in sources}
-    return list(sources.values()), LeftOut(others, idle if any(Path(path).is_dir() for path in paths) else [])
+    names = {os.path.realpath(path): path for path in reversed(paths)}
+    return list(sources.values()), LeftOut(
+        others,
+        idle if any(Path(path).is_dir() for path in paths) else [],
+        [names[real] for real, times in named.items() if times > 1],
+    )
 
 
 def raise_all(problems: Sequence[HpctrainError]) -> None:

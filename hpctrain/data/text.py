@@ -5,7 +5,8 @@ Of a `.parquet` table a column has one document a row.
 Files are cut into pieces at places that depend on the file alone, so that any number of ranks reads
 the same pieces: behind the first newline that follows every PIECE bytes, or, in text without newlines,
 before the next space or character. Bytes that are not UTF-8 become U+FFFD, or, in raw sources, the
-surrogates that stand for them in Python; line ends stay as they are.
+surrogates that stand for them in Python; line ends stay as they are. Half of a pair of UTF-16, as a line of JSON
+may have it as an escape, is not UTF-8 either.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import codecs
 import gzip
 import json
+import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,6 +30,7 @@ from hpctrain.files import parse_json
 PIECE = 4 << 20
 SEARCH = 64 << 10
 PROBLEMS = 10
+HALF = re.compile("[\ud800-\udfff]")
 
 # Called with every problem found in a file; reading goes on behind it.
 Complaint = Callable[[HpctrainError], None]
@@ -190,10 +193,14 @@ def _read_lines(
     """The documents of the lines that begin in the piece, or of all lines of a compressed file."""
     for row in _rows_of_lines(file, piece, complain):
         content = row.value.get(text_key) if isinstance(row.value, dict) else None
+        half = HALF.search(content) if isinstance(content, str) else None
         if not isinstance(content, str):
             complain(HpctrainError(f"{row.where}: the line has no text under {text_key!r}; see --field"))
+        elif half is not None and not piece.source.lenient:
+            told = f"the line has a text that is not UTF-8 (U+{ord(half[0]):04X}); --binary takes it"
+            complain(HpctrainError(f"{row.where}: {told}"))
         elif content:
-            yield content, True
+            yield content if half is None else HALF.sub("\ufffd", content), True
 
 
 def _rows_of_lines(file: BufferedIOBase, piece: TextPiece, complain: Complaint) -> Iterator[Row]:

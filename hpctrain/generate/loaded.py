@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import Unpack
 
+from hpctrain.characters import text_problem
 from hpctrain.checkpoint.read import read_state
 from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.comm.device import on_host
@@ -162,9 +163,11 @@ class Model:
             raise HpctrainError(
                 f"tokens: are to be whole numbers, one row or rows of the same length, not {kind_of(tokens)}"
             ) from None
+        if not given.numel():
+            raise HpctrainError("tokens: are empty; give at least one")
         if given.dtype.is_floating_point or given.dtype == torch.bool or given.dtype.is_complex:
             raise HpctrainError(f"tokens: are to be whole numbers, not {str(given.dtype)[6:]}")
-        if given.dim() not in (1, 2) or not given.numel():
+        if given.dim() not in (1, 2):
             raise HpctrainError(f"tokens: are to have shape [s] or [b, s], not {list(given.shape)}")
         if given.shape[-1] > self.window:
             raise HpctrainError(
@@ -187,6 +190,8 @@ def _texts(name: str, given: object) -> list[str]:
     wrong = next((each for each in texts if not isinstance(each, str)), None)
     if wrong is not None or None in texts:
         raise HpctrainError(f"{name}: is to have texts, not {kind_of(wrong)}")
+    if problem := next(filter(None, map(text_problem, texts)), ""):
+        raise HpctrainError(f"{name}: {problem}")
     return list(texts)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpctrain.characters import escaped
+from hpctrain.characters import escaped, text_problem
 from hpctrain.deck.sources import clipped
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.files import parse_json, read_text
@@ -16,6 +16,9 @@ MOST_BYTES = 64 << 20
 """Of a file of prompts."""
 
 STDIN = "-"
+
+TOLD = ("text", "tokens", "ended", "sample")
+"""What is told of a sample of a line, which has no such keys of its own."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,8 @@ class PromptSource:
                 _of_lines(_named("--json-lines", self.json_lines), _text("--json-lines", self.json_lines))
             )
         if self.file is None:
+            if problem := text_problem(self.text or ""):
+                raise HpctrainError(f"--prompt: {problem}")
             return [Prompt(self.text or "")]
         text = _text("--prompt-file", self.file).removesuffix("\n")
         if not text:
@@ -79,6 +84,10 @@ def _of_line(line: str) -> Prompt:
     except ValueError:
         raise ValueError(f'is no JSON: {escaped(clipped(line))} ({{"prompt": "..."}} would do)') from None
     others = dict(given) if isinstance(given, dict) else {"prompt": given}
+    if "prompt" not in others and "text" in others:
+        raise ValueError('has a "text" but no "prompt" ({"prompt": "..."} is continued)')
+    if told := next((name for name in TOLD if name in others), None):
+        raise ValueError(f'has "{told}", which is told of a sample (give it another name)')
     if "prompt" not in others:
         return Prompt(others=others)
     prompt = others.pop("prompt")
@@ -88,6 +97,8 @@ def _of_line(line: str) -> Prompt:
         )
     if not prompt:
         raise ValueError('its prompt is empty (without "prompt", a document begins)')
+    if problem := text_problem(prompt):
+        raise ValueError(f"its prompt {problem}")
     return Prompt(prompt, others)
 
 

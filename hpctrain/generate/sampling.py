@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from hpctrain.characters import text_problem
 from hpctrain.comm.group import Group
 from hpctrain.errors import HpctrainError
 from hpctrain.generate.continuing import Text
@@ -64,6 +65,8 @@ class Sampling:
             problems.append(f"--repetition-penalty {self.repetition_penalty:g}: {asked}")
         if not all(self.stops):
             problems.append("--stop: is empty, and would end every text at once (leave it out)")
+        if problem := next(filter(None, map(text_problem, self.stops)), ""):
+            problems.append(f"--stop: {problem}")
         if self.seed is not None and not 0 <= self.seed < 2**63:
             problems.append(f"--seed {self.seed}: must be from 0 to 2^63 - 1")
         if self.samples < 1:

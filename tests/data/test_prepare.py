@@ -155,7 +155,7 @@ def test_what_is_no_text_is_refused_unless_asked_for(world: World, mpi_tmp_path:
         f"{folder / 'c.md'}: is binary, no text to train on; --binary takes it",
     )
     found, said = tokens(".", binary=True)
-    raw = [data[name] for name in ("a.txt", "b.txt", "c.md", "d.txt")] + ["\ufffd?".encode()]
+    raw = [data[name] for name in ("a.txt", "b.txt", "c.md", "d.txt")] + ["\ufffd\ufffd".encode()]
     assert found == [number for content in raw for number in (*content, 256)]
     assert said == [f"left out as empty: 1 file ({folder / 'e.txt'})"]
     world.everyone.barrier()
@@ -224,3 +224,43 @@ def test_mistakes_are_everyones(world: World, mpi_tmp_path: Path) -> None:
     assert "there is no text in it" in problems(2, "blank.jsonl")[0]
     assert "no such file" in problems(3, "bad.jsonl", tokenizer=str(mpi_tmp_path / "none.json"))[0]
     assert "give one of them" in problems(2, "bad.jsonl", tokenizer="x.json", train_bpe=300)[0]
+    assert "give one of them" in problems(2, "bad.jsonl", tokenizer="bytes", train_bpe=300)[0]
+
+
+@pytest.mark.mpi(min_size=1, max_size=2)
+def test_files_named_twice_and_the_output_itself(world: World, mpi_tmp_path: Path) -> None:
+    out, other = mpi_tmp_path / "out.h5", str(mpi_tmp_path / "other.txt")
+    name, again = str(mpi_tmp_path / "a.txt"), str(mpi_tmp_path / "." / "link.txt")
+    if world.rank == 0:
+        Path(name).write_text("a")
+        Path(other).write_text("b")
+        Path(again).symlink_to(name)
+    world.everyone.barrier()
+    said: list[str] = []
+    prepare(world, out, [name, other, again, name], say=said.append)
+    assert TokenFile(out).read(0, 4).tolist() == [97, 256, 98, 256]
+    assert said == ([f"{name}: is named more than once, and read once"] if world.rank == 0 else [])
+    prepare(world, out, [str(mpi_tmp_path)], replace=True, say=said.append)
+    for paths in ([str(out)], [name, str(out), str(out)]):
+        with pytest.raises(HpctrainError) as caught:
+            prepare(world, out, paths, replace=True)
+        assert set(caught.value.problems) == {
+            f"{out}: is OUT itself, which is to be made (give it another name)"
+        }
+    assert TokenFile(out).tokens == 4
+
+
+@pytest.mark.mpi(min_size=1, max_size=2)
+@pytest.mark.parametrize("bpe", [None, 300])
+def test_half_of_a_pair_is_no_text(world: World, mpi_tmp_path: Path, bpe: int | None) -> None:
+    out, name = mpi_tmp_path / "out.h5", str(mpi_tmp_path / "a.jsonl")
+    if world.rank == 0:
+        Path(name).write_text('{"text": "\\ud83d\\ude00"}\n{"text": "a\\ud800b"}\n')
+    world.everyone.barrier()
+    with pytest.raises(HpctrainError) as caught:
+        prepare(world, out, [name], train_bpe=bpe)
+    sentence = "the line has a text that is not UTF-8 (U+D800); --binary takes it"
+    assert caught.value.problems == (f"{name}:2: {sentence}",)
+    prepare(world, out, [name], train_bpe=bpe, binary=True)
+    file = TokenFile(out)
+    assert file.tokenizer.decode(file.read(0, file.tokens).tolist()) == "\U0001f600a\ufffdb"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -175,6 +176,17 @@ def test_what_is_no_prompt(tmp_path: Path) -> None:
         '--json-lines /x, line 4: must be an object with a text as its "prompt", or a text',
         '--json-lines /x, line 5: must be an object with a text as its "prompt", or a text',
     )
+    lines = b'{"text": "a"}\n{"prompt": "a", "text": "b"}\n{"tokens": 3}\n{"prompt": "a\\ud800b"}\n'
+    assert told(lines, json_lines="") == (
+        '--json-lines /x, line 1: has a "text" but no "prompt" ({"prompt": "..."} is continued)',
+        '--json-lines /x, line 2: has "text", which is told of a sample (give it another name)',
+        '--json-lines /x, line 3: has "tokens", which is told of a sample (give it another name)',
+        "--json-lines /x, line 4: its prompt is not UTF-8 text (byte 1)",
+    )
+    with pytest.raises(HpctrainError, match=r"^--prompt: is not UTF-8 text \(byte 5\)$"):
+        PromptSource(os.fsdecode("groß".encode() + b"\xff")).read()
+    with pytest.raises(HpctrainError, match=r"^--stop: is not UTF-8 text \(byte 1\)$"):
+        Sampling(stops=("a\ud800",)).check()
     assert told(b"x", file="", json_lines="") == (
         "--prompt-file and --json-lines both say what to continue: give one of them",
     )

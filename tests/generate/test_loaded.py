@@ -104,6 +104,7 @@ def test_every_option_is_that_of_the_command(world: World, tmp_path: Path) -> No
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "stop: is empty, and would end every text at once": {"stop": ""},
+    "prompt: is not UTF-8 text": {"prompt": "a\ud800"},
     "stop: is to have texts, not an int": {"stop": ["a", 3]},
     "stop: is to be a text, or several, not an int": {"stop": 3},
     "prompt: is to be a text, or several, not None": {"prompt": None},
@@ -140,7 +141,8 @@ TOKENS: dict[str, Any] = {
     "rows of the same length, not a list": [[1], [1, 2]],
     "rows of the same length, not a str": "abc",
     r"shape \[s\] or \[b, s\], not \[1, 1, 1\]": [[[1]]],
-    r"shape \[s\] or \[b, s\], not \[0\]": torch.zeros(0, dtype=torch.int64),
+    "tokens: are empty; give": torch.zeros(0, dtype=torch.int64),
+    "tokens: are empty; give at least": [],
 }
 
 
