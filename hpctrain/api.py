@@ -18,6 +18,7 @@ import ast
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -33,7 +34,7 @@ from hpctrain.deck.find import is_of_a_run
 from hpctrain.deck.plain import plain, toml_of
 from hpctrain.deck.read import deck_text, parse_deck, read_deck
 from hpctrain.deck.schema import Deck
-from hpctrain.deck.sources import toml_value
+from hpctrain.deck.sources import ScriptArgument, toml_value
 from hpctrain.errors import EXIT_DIFFERENT, EXIT_DONE, HpctrainError, failing_as
 from hpctrain.files import check_output
 from hpctrain.generate.loaded import Model, load
@@ -109,11 +110,12 @@ def run(
     with the command's exit code, after one sentence of rank 0. With one (`World.start()`) that is an
     HpctrainError on all ranks, and the world is the caller's to `finish`.
     """
+    source = _source(deck)
 
     def verb(own: World) -> int:
         from hpctrain.train.run import run_deck
 
-        return run_deck(own, _source(deck), _changes(given), fresh, again)
+        return run_deck(own, source, _changes(given), fresh, again)
 
     _within(world, verb)
 
@@ -134,6 +136,7 @@ def make_deck(
     from hpctrain.checkpoint.exchange.source import settled_keys
 
     changes = _changes(given)
+    _require_ranks(ranks)
     if isinstance(base, Mapping):
         deck = parse_deck(toml_of(base), changes, "the deck", ranks, settled_keys)
     else:
@@ -152,12 +155,13 @@ def resume(
     """Go on from a checkpoint, or from the newest good one of a run's folder, as `hpctrain resume` does; else
     as `run`.
     """
+    path = path_of(target, "target")
 
     def verb(own: World) -> int:
         from hpctrain.train.run import resume as go_on
 
         given: Given = {"changes": {} if changes is None else changes}
-        return go_on(own, path_of(target, "target"), _changes(given))
+        return go_on(own, path, _changes(given))
 
     _within(world, verb)
 
@@ -166,11 +170,12 @@ def check(deck: str | Path | Deck, *, world: World | None = None, **given: Unpac
     """Whether the layout of a deck computes what one rank does, as `hpctrain check` does, which prints what
     came of it; else as `run`.
     """
+    source = _source(deck)
 
     def verb(own: World) -> int:
         from hpctrain.train.check import check as compare
 
-        return compare(own, _source(deck), _changes(given), print)
+        return compare(own, source, _changes(given), print)
 
     return _within(world, verb, EXIT_DIFFERENT) == EXIT_DONE
 
@@ -198,6 +203,13 @@ def _within(world: World | None, verb: Callable[[World], int], *expected: int) -
         return int(end.code or EXIT_DONE)
 
 
+def _require_ranks(ranks: object) -> None:
+    """HpctrainError for what is neither None nor a number of ranks."""
+    whole = isinstance(ranks, Integral) and not isinstance(ranks, bool) and int(ranks) >= 1
+    if not whole and ranks is not None:
+        raise HpctrainError(f"ranks: is to be a whole number of at least 1, not {ranks!r}")
+
+
 def _source(deck: object) -> Path | Deck:
     """What a deck is read from."""
     return deck if isinstance(deck, Deck) else path_of(deck, "deck")
@@ -215,9 +227,12 @@ def _changes(given: Given) -> list[str]:
             f'changes: is to have values by keys, as {{"batch.micro_size": 4}}, not {kind_of(changes)}'
         )
     named = {name: value for name, value in given.items() if name in _KEYS}
-    keys = {_KEYS[name]: _written(name, value) for name, value in named.items()}
-    keys |= {key: plain(f"changes: {key}", value) for key, value in changes.items()}
-    return [f"{name}={'' if value is None else toml_value(value)}" for name, value in keys.items()]
+    keys = {_KEYS[name]: (name, _written(name, value)) for name, value in named.items()}
+    keys |= {key: ("changes", plain(f"changes: {key}", value)) for key, value in changes.items()}
+    return [
+        ScriptArgument.of(name, f"{key}={'' if value is None else toml_value(value)}")
+        for key, (name, value) in keys.items()
+    ]
 
 
 def _written(name: str, value: object) -> object:

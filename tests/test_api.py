@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -172,6 +173,29 @@ def test_what_is_given_is_written_as_a_deck_has_it() -> None:
         *("model.loss=", "model.arguments={sizes = [1, 2]}", 'model.module="torch.nn.modules.linear:Linear"'),
         *("run.steps=", 'run.dir="a b"', "batch.micro_size=2", "optimizer.clip=0.5"),
     ]
+
+
+@pytest.mark.parametrize("ranks", [0, -1, True, 2.0, "2"])
+def test_ranks_are_at_least_one(ranks: Any) -> None:
+    with pytest.raises(HpctrainError, match=r"^ranks: is to be a whole number of at least 1, not "):
+        hpctrain.make_deck({"run": {"steps": 1}}, ranks=ranks)
+
+
+def test_a_change_is_told_as_a_change() -> None:
+    with pytest.raises(HpctrainError) as caught:
+        hpctrain.make_deck({"run": {"steps": 1}}, changes={"run.stepz": 3}, blocks="a")
+    unknown, *_ = (problem for problem in caught.value.problems if "stepz" in problem)
+    assert unknown == "changes: run.stepz=3: unknown key (did you mean run.steps?)"
+    assert not any("--set" in problem for problem in caught.value.problems)
+    assert any(problem.startswith('blocks: model.blocks="a": ') for problem in caught.value.problems)
+    [given] = pickle.loads(pickle.dumps(hpctrain.api._changes({"changes": {"run.steps": 3}})))
+    assert (given, given.name) == ("run.steps=3", "changes")
+
+
+@pytest.mark.parametrize("call", [hpctrain.check, hpctrain.run, hpctrain.resume])
+def test_what_is_no_path_at_all_ends_no_script(call: Callable[[Any], object]) -> None:
+    with pytest.raises(HpctrainError, match="is to be the path of a file, not an int"):
+        call(3)
 
 
 @pytest.mark.parametrize("deck", [None, {}, 3, ""])

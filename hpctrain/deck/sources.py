@@ -15,6 +15,19 @@ from hpctrain.characters import escaped
 LONGEST_SHOWN = 200  # characters of what a user wrote that a sentence repeats
 
 
+class ScriptArgument(str):
+    """What stands above a deck as `--set` has it, but is of a script, which gave it under this `name`."""
+
+    name: str
+
+    @classmethod
+    def of(cls, name: str, argument: str) -> ScriptArgument:
+        """An argument with the name under which a script gave it."""
+        given = cls(argument)
+        given.name = name
+        return given
+
+
 @dataclass(frozen=True)
 class Place:
     """Where one key was given: a line of a file, or a `--set` argument (then `override` is its text).
@@ -30,7 +43,9 @@ class Place:
 
     @property
     def prefix(self) -> str:
-        """`deck.toml:14`, or `deck.toml` where no line is known, or `--set a.b=value`."""
+        """`deck.toml:14` (`deck.toml` where no line is known), `--set a.b=value` or `changes: a.b=value`."""
+        if isinstance(self.override, ScriptArgument):
+            return f"{self.override.name}: {clipped(self.override)}"
         if self.override is not None:
             return f"--set {clipped(self.override)}"
         return self.file if self.line is None else f"{self.file}:{self.line}"
