@@ -5,8 +5,8 @@ Of a `.parquet` table a column has one document a row.
 Files are cut into pieces at places that depend on the file alone, so that any number of ranks reads
 the same pieces: behind the first newline that follows every PIECE bytes, or, in text without newlines,
 before the next space or character. Bytes that are not UTF-8 become U+FFFD, or, in raw sources, the
-surrogates that stand for them in Python; line ends stay as they are. Half of a pair of UTF-16, as a line of JSON
-may have it as an escape, is not UTF-8 either.
+surrogates that stand for them in Python; line ends stay as they are. Half of a pair of UTF-16, which JSON can
+have as an escape, is not UTF-8 either.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from hpctrain.errors import InputOutputError, failing_as
+from hpctrain.errors import HpctrainError, InputOutputError, failing_as
 from hpctrain.report.axis import XAxis, lacking, places
 from hpctrain.report.comparison import draw_comparison
 from hpctrain.report.eight_bits import draw_losses
@@ -96,9 +96,9 @@ def plot_runs(
     Of a run with mixtures of experts their load is drawn, and what products in 8 bits lose where it was
     watched; where one of several pipeline stages has a trace, its schedule, too, as it ran and as simulated.
     The files go to `out_dir`, by default `plots/` of the run
-    directory, or of the current one for several runs. InputOutputError, with all problems at once, for
-    directories without metrics, or whose metrics lack what the axis is of, for a broken trace, and where
-    nothing can be written.
+    directory, or of the current one for several runs. HpctrainError, with all problems at once, for
+    directories without metrics, or whose metrics lack what the axis is of; InputOutputError for what is
+    damaged, and where nothing can be written.
     """
     folders = [Path(run_dir) for run_dir in run_dirs]
     runs = load_runs(folders, axis)
@@ -121,6 +121,7 @@ def plot_runs(
 def load_runs(run_dirs: Sequence[Path], axis: XAxis = "steps") -> list[PlottedRun]:
     """The rows and marks of every run directory, each run with the shortest name that tells it apart."""
     problems: list[str] = []
+    damaged = False
     tables: list[list[Row]] = []
     marks: list[list[Mark]] = []
     for run_dir in run_dirs:
@@ -137,13 +138,14 @@ def load_runs(run_dirs: Sequence[Path], axis: XAxis = "steps") -> list[PlottedRu
                 marks.append(_marks(run_dir, tables[-1]))
             except InputOutputError as error:
                 problems.extend(error.problems)
+                damaged = True
                 continue
             if not tables[-1]:
                 problems.append(f"{path}: holds no step yet; there is something to draw after the first one")
             elif key := lacking(tables[-1], axis):
                 problems.append(f"{path}: its first row has no {key}; draw it over steps")
     if problems:
-        raise InputOutputError(problems)
+        raise (InputOutputError if damaged else HpctrainError)(problems)
     names = names_of(run_dirs)
     return [PlottedRun(*each, axis) for each in zip(names, tables, marks, strict=True)]
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.errors import HpctrainError, InputOutputError
+from hpctrain.errors import HpctrainError
 from hpctrain.report.rows import METRICS_FILE, Row, metric_rows
 from hpctrain.words import path_of
 
@@ -34,15 +34,15 @@ def metrics(run: str | os.PathLike[str]) -> dict[str, NDArray[Any]]:
     are objects ("" where there is none). A list, as of all mixtures of experts, is a row of a matrix [steps,
     values]. What is within another record is named "experts.balance". Steps rise: where a run has gone back,
     what it did last counts. A run may be under way: a line that is not yet complete is left out.
-    InputOutputError for a folder without metrics or a damaged file, HpctrainError where there is no room.
+    HpctrainError for a folder without metrics or no room, InputOutputError for a damaged file.
     """
     path = path_of(run, "run", "a run's folder")
     if path.is_dir():
         path /= METRICS_FILE
         if not path.exists():
-            raise InputOutputError(f"{run}: not a run directory: it holds no {METRICS_FILE}")
+            raise HpctrainError(f"{run}: not a run directory: it holds no {METRICS_FILE}")
     elif not path.exists():
-        raise InputOutputError(f"{run}: no such run directory or {METRICS_FILE}")
+        raise HpctrainError(f"{run}: no such run directory or {METRICS_FILE}")
     table = _Table(path)
     for row in metric_rows(path):
         table.add(row)

@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-_MANY = 1000.0  # from here on a perplexity is told by its magnitude
+_MANY = 1000.0  # from here on a perplexity has one decimal
+_MOST = 1e9  # and from here on it is told by its magnitude
 
 
 def evaluation_words(name: str, figures: Mapping[str, float]) -> str:
@@ -14,8 +15,8 @@ def evaluation_words(name: str, figures: Mapping[str, float]) -> str:
     words = [f"{name} loss {figures['loss']:.4f}"]
     if "perplexity" in figures:
         perplexity = figures["perplexity"]
-        few = math.isfinite(perplexity) and perplexity < _MANY
-        words.append(f"perplexity {perplexity:.3f}" if few else f"perplexity {perplexity:.1e}")
+        form = ".3f" if perplexity < _MANY else ".1f" if perplexity < _MOST else ".1e"
+        words.append(f"perplexity {perplexity:{form}}")
     if "bits_per_byte" in figures:
         words.append(f"{figures['bits_per_byte']:.4f} bits/byte")
     return "  ".join(words)

@@ -11,7 +11,7 @@ from typing import Any
 
 from hpctrain.characters import escaped
 from hpctrain.checkpoint.names import checkpoints
-from hpctrain.errors import EXIT_DONE, InputOutputError
+from hpctrain.errors import EXIT_DONE, HpctrainError, InputOutputError
 from hpctrain.files import parse_json, read_text
 from hpctrain.report.terminal import columns, fit
 from hpctrain.table import fitted
@@ -32,17 +32,19 @@ LATE_SECONDS = 30.0
 def show_statuses(folders: Sequence[Path], as_json: bool, show: Callable[[str], None]) -> int:
     """Show a table, or a JSON list, of the runs in these folders; the exit code.
 
-    InputOutputError, once the others are shown, with every folder that has no readable status. Beside runs,
-    as in `runs/*`, folders of other things are passed over.
+    HpctrainError, once the others are shown, with every folder that has no readable status, InputOutputError
+    where one is of a run. Beside runs, as in `runs/*`, folders of other things are passed over.
     """
     rows: list[dict[str, Any]] = []
     problems: list[str] = []
     others: list[str] = []
+    damaged = False
     for folder in folders:
         try:
             rows.append(read_status(folder))
         except InputOutputError as error:
-            marked = any((folder / name).exists() for name in (MARKER, STATUS_FILE))
+            marked = _is_marked(folder)
+            damaged = damaged or marked
             (others if folder.is_dir() and not marked else problems).extend(error.problems)
     if not rows:
         problems = others + problems
@@ -51,13 +53,14 @@ def show_statuses(folders: Sequence[Path], as_json: bool, show: Callable[[str], 
     elif rows:
         show(statuses_text(rows))
     if problems:
-        raise InputOutputError(problems)
+        raise (InputOutputError if damaged else HpctrainError)(problems)
     return EXIT_DONE
 
 
 def show_faulty(folders: Sequence[Path], show: Callable[[str], None]) -> int:
     """Show the nodes, by their short names, that the statuses of runs do not trust any more, with commas
-    between as schedulers take them; nothing where there are none. The exit code; errors as of `read_status`.
+    between as schedulers take them; nothing where there are none. The exit code; HpctrainError for a
+    folder of no run, InputOutputError as of `read_status`.
     """
     nodes = dict.fromkeys(
         each["node"].partition(".")[0]
@@ -72,7 +75,10 @@ def show_faulty(folders: Sequence[Path], show: Callable[[str], None]) -> int:
 
 def _faulty(folder: Path) -> list[dict[str, Any]]:
     """The ranks of a run that had silent faults, each with its node."""
-    told = read_status(folder).get("faulty") or []
+    try:
+        told = read_status(folder).get("faulty") or []
+    except InputOutputError as error:
+        raise (InputOutputError if _is_marked(folder) else HpctrainError)(error.problems) from None
     kinds = {"node": str, "faults": int}
     if not isinstance(told, list) or not all(
         isinstance(each, dict) and all(isinstance(each.get(name), kind) for name, kind in kinds.items())
@@ -82,6 +88,11 @@ def _faulty(folder: Path) -> list[dict[str, Any]]:
             f"{folder / STATUS_FILE}: is no status of a run (`faulty` is not a list of ranks)"
         )
     return told
+
+
+def _is_marked(folder: Path) -> bool:
+    """Whether a folder is one of a run, or has what it says that it is a status."""
+    return any((folder / name).exists() for name in (MARKER, STATUS_FILE))
 
 
 def read_status(folder: Path, finds: bool = True) -> dict[str, Any]:

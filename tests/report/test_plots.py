@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from hpctrain.cli.plot import command as plot
-from hpctrain.errors import InputOutputError
+from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.report.fonts import drawable
 from hpctrain.report.plots import PlottedRun, draw, load_runs, plot_runs, smoothed
 
@@ -145,14 +145,17 @@ def test_every_problem_is_told_at_once(tmp_path: Path) -> None:
     bare.mkdir()
     empty = write_run(tmp_path / "empty", [])
     good = write_run(tmp_path / "good", rows(3))
-    with pytest.raises(InputOutputError) as caught:
+    with pytest.raises(HpctrainError) as caught:
         plot_runs([tmp_path / "gone", bare, empty, good])
     assert [problem.partition(": ")[2].partition(";")[0] for problem in caught.value.problems] == [
         "no such directory",
         "not a run directory: it holds no metrics.jsonl",
         "holds no step yet",
     ]
-    assert caught.value.exit_code == 3
+    assert caught.value.exit_code == 2
+    (good / "metrics.jsonl").write_text("{\n{\n")
+    with pytest.raises(InputOutputError, match="no such directory"):
+        plot_runs([tmp_path / "gone", good])
 
 
 def test_place_where_nothing_can_be_written(tmp_path: Path) -> None:

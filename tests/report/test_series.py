@@ -61,10 +61,13 @@ def test_a_line_under_way_is_left_out_and_a_damaged_one_told(tmp_path: Path) -> 
 
 
 def test_what_is_no_run_is_told(tmp_path: Path) -> None:
-    with pytest.raises(InputOutputError, match=r"not a run directory: it holds no metrics.jsonl"):
-        hpctrain.metrics(tmp_path)
-    with pytest.raises(InputOutputError, match="no such run directory"):
-        hpctrain.metrics(tmp_path / "away")
+    for folder, told in (
+        (tmp_path, "it holds no metrics.jsonl"),
+        (tmp_path / "away", "no such run dir"),
+    ):
+        with pytest.raises(HpctrainError, match=told) as caught:
+            hpctrain.metrics(folder)
+        assert caught.value.exit_code == 2
     with pytest.raises(HpctrainError, match="run: is to be the path of a run's folder, not None"):
         hpctrain.metrics(None)  # type: ignore[arg-type]
 

@@ -1,12 +1,13 @@
 """`status.json` while a run goes, and what `hpctrain status` makes of it.
 
-Tests of watch/status.py and watch/statuses.py.
+Tests of watch/status.py, watch/statuses.py and watch/evaluated.py.
 """
 
 from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import socket
 import subprocess
@@ -24,11 +25,12 @@ from hpctrain.checkpoint.names import checkpoint_path
 from hpctrain.checkpoint.write import save
 from hpctrain.cli.status import command
 from hpctrain.comm.world import World
-from hpctrain.errors import InputOutputError
+from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.train import checkpoints as checkpoints_module
 from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.run import run_deck
 from hpctrain.watch import status as module
+from hpctrain.watch.evaluated import evaluation_words
 from hpctrain.watch.folder import lock_folder
 from hpctrain.watch.run_files import MARKER
 from hpctrain.watch.status import Status, job_name
@@ -278,6 +280,9 @@ def test_nodes_that_are_not_trusted_are_named_for_scripts(tmp_path: Path) -> Non
         write(tmp_path / "run", faulty=damaged)
         done = CliRunner().invoke(command, [str(folder), "--faulty"], standalone_mode=False)
         assert isinstance(done.exception, InputOutputError), damaged
+    done = CliRunner().invoke(command, [str(tmp_path), "--faulty"], standalone_mode=False)
+    assert isinstance(done.exception, HpctrainError)
+    assert done.exception.exit_code == 2
     done = CliRunner().invoke(command, [str(folder), "--faulty", "--json"])
     assert done.exit_code == 2
 
@@ -324,12 +329,27 @@ def test_folders_of_other_things_beside_runs_are_passed_over(tmp_path: Path) -> 
     done = CliRunner().invoke(command, [str(good), str(other), "--json"], standalone_mode=False)
     assert done.exit_code == 0
     assert [row["folder"] for row in json.loads(done.output)] == [str(good)]
-    for folders in ([other], [good, begun], [good, tmp_path / "none"]):
+    for folders, code in (([other], 2), ([good, begun], 3), ([good, tmp_path / "none"], 2)):
         done = CliRunner().invoke(command, list(map(str, folders)), standalone_mode=False)
-        assert isinstance(done.exception, InputOutputError)
+        assert isinstance(done.exception, HpctrainError)
+        assert done.exception.exit_code == code
         assert str(folders[-1] / "status.json") in done.exception.problems[0]
 
 
 def test_status_does_without_torch(launch: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     program = "import sys, hpctrain.watch.statuses; print('torch' in sys.modules)"
     assert launch(0, "-c", program, cold=True).stdout == "False\n"
+
+
+def test_a_perplexity_is_told_as_a_number_that_people_read() -> None:
+    told = {
+        3.0: "3.000",
+        999.0: "999.000",
+        1600.0: "1600.0",
+        2e9: "2.0e+09",
+        math.inf: "inf",
+        math.nan: "nan",
+    }
+    for perplexity, text in told.items():
+        line = evaluation_words("books", {"loss": 1.0, "perplexity": perplexity})
+        assert line == f"books loss 1.0000  perplexity {text}"
