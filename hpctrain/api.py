@@ -205,8 +205,9 @@ def _within(world: World | None, verb: Callable[[World], int], *expected: int) -
 
 def _require_ranks(ranks: object) -> None:
     """HpctrainError for what is neither None nor a number of ranks."""
-    whole = isinstance(ranks, Integral) and not isinstance(ranks, bool) and int(ranks) >= 1
-    if not whole and ranks is not None:
+    if ranks is None:
+        return
+    if isinstance(ranks, bool) or not isinstance(ranks, Integral) or int(ranks) < 1:
         raise HpctrainError(f"ranks: is to be a whole number of at least 1, not {ranks!r}")
 
 
