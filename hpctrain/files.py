@@ -9,7 +9,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -39,6 +39,14 @@ def identity(path: str | Path) -> object:
     except OSError:
         return os.path.realpath(path)
     return status.st_dev, status.st_ino
+
+
+def distinct(paths: Iterable[Path]) -> list[Path]:
+    """The paths, each file or folder once, by the first of its names."""
+    first: dict[object, Path] = {}
+    for path in paths:
+        first.setdefault(identity(path), path)
+    return list(first.values())
 
 
 def require_writable(path: Path) -> None:

@@ -6,7 +6,15 @@ from pathlib import Path
 import pytest
 
 from hpctrain.errors import HpctrainError
-from hpctrain.files import is_unfit, open_regular, parse_json, read_bytes, read_text, require_writable
+from hpctrain.files import (
+    distinct,
+    is_unfit,
+    open_regular,
+    parse_json,
+    read_bytes,
+    read_text,
+    require_writable,
+)
 
 
 def test_text_has_newlines_whatever_its_line_ends(tmp_path: Path) -> None:
@@ -60,6 +68,13 @@ def test_names_that_no_file_can_have(name: str) -> None:
     with pytest.raises(OSError, match="name") as caught:
         open_regular(name)
     assert is_unfit(caught.value)
+
+
+def test_each_file_is_taken_once_by_its_first_name(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    gone, other, link = tmp_path / "gone", tmp_path / "other", tmp_path / "link"
+    assert distinct([other, link, gone, tmp_path / "a", gone, other]) == [other, link, gone]
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "1" * 5000, "{", ""])

@@ -22,6 +22,7 @@ from hpctrain.data.fit import needed_tokens, split_sizes
 from hpctrain.data.order import Integers, SampleOrder
 from hpctrain.data.shards import Tokens
 from hpctrain.errors import HpctrainError
+from hpctrain.words import counted
 
 MASKED = -1
 SPLITS = ("train", "validation")
@@ -151,7 +152,7 @@ class SequenceSource(Sequences):
         trained, held_out = split_sizes(file.tokens, sequence, fraction)
         if not trained:
             raise HpctrainError(
-                f"{file.where}: has {file.tokens} tokens, but batch.sequence = {sequence} with "
+                f"{file.where}: has {counted(file.tokens, 'token')}, but batch.sequence = {sequence} with "
                 f"data.validation = {fraction:g} needs at least {needed_tokens(sequence, fraction)}"
             )
         self._first = 0 if split == "train" else trained

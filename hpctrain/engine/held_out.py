@@ -23,6 +23,7 @@ from hpctrain.deck.rows import row_problem
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.corpus import Corpus, require_alike
 from hpctrain.errors import HpctrainError
+from hpctrain.words import counted
 
 _SETS = "evaluation.sets"
 
@@ -111,8 +112,8 @@ def unfit(deck: Deck, file: TokenFile, tokenizer: str | None) -> Iterator[str]:
         yield f"holds {file.kind}, in which no next token is to be learned (take text or conversations)"
     elif file.kind == TEXT_KIND and file.tokens <= sequence:
         yield (
-            f"has {file.tokens} tokens, but a sequence takes {sequence + 1}, one more than batch.sequence = "
-            f"{sequence} (take a file with more)"
+            f"has {counted(file.tokens, 'token')}, but a sequence takes {sequence + 1}, one more than "
+            f"batch.sequence = {sequence} (take a file with more)"
         )
     if tokenizer is None:
         return

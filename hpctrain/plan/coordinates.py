@@ -12,6 +12,7 @@ from hpctrain.comm.topology import Topology, neighbours
 from hpctrain.deck.read import read_deck
 from hpctrain.engine.sizes import axis_sizes, crosses
 from hpctrain.errors import HpctrainError
+from hpctrain.words import counted
 
 
 def map_deck(report: Report, path: Path, overrides: Sequence[str]) -> None:
@@ -43,7 +44,7 @@ def map_deck(report: Report, path: Path, overrides: Sequence[str]) -> None:
 
 def ways(topology: Topology, places: Sequence[Mapping[str, int]]) -> str:
     """How the ranks along each axis of a mesh reach each other, in words: `places` are their coordinates."""
-    texts = [f"{len(set(topology.nodes))} nodes{', emulated' * (topology.per_node is not None)}"]
+    texts = [f"{counted(len(set(topology.nodes)), 'node')}{', emulated' * (topology.per_node is not None)}"]
     for axis in places[0]:
         groups: dict[tuple[int, ...], list[int]] = {}
         for node, place in zip(topology.nodes, places, strict=True):

@@ -15,7 +15,7 @@ from hpctrain.deck.schema import fields, sections
 from hpctrain.deck.sources import toml_value
 from hpctrain.deck.toml import DECK_BYTES, TomlError, parse_toml
 from hpctrain.errors import InputOutputError, failing_as
-from hpctrain.files import read_text
+from hpctrain.files import distinct, read_text
 from hpctrain.report.fonts import drawing
 from hpctrain.report.plots import (
     DOTS_PER_INCH,
@@ -49,6 +49,7 @@ def plot_against(cost: Cost, run_dirs: Sequence[Path], out_dir: Path | None, *, 
 
     InputOutputError as there, and where a run has not recorded what is asked for, or sent nothing.
     """
+    run_dirs = distinct(run_dirs)
     runs = load_runs(run_dirs)
     told = labels(run_dirs)
     runs = [replace(run, name=label or run.name) for run, label in zip(runs, told, strict=True)]

@@ -158,10 +158,11 @@ def _sentences(facts: Contents) -> Iterator[tuple[str, str]]:
         yield "precision", facts["precision"]
     elif model is not None:
         shared = model["key_value_heads"] != model["heads"]
+        heads = counted(model["heads"], "head") + f" ({model['key_value_heads']} of keys)" * shared
+        layers = counted(model["layers"], "layer")
         yield (
             "model",
-            f"{model['family']}, {parameters}: {model['layers']} layers, hidden {model['hidden']}, "
-            f"{model['heads']} heads" + (f" ({model['key_value_heads']} of keys)" if shared else ""),
+            f"{model['family']}, {parameters}: {layers}, hidden {model['hidden']}, {heads}",
         )
         if model["experts"]:
             yield "", _mixture_text(model)
@@ -188,7 +189,7 @@ def _mixture_text(model: Mapping[str, Any]) -> str:
     balance = {"loss": "balanced by a loss", "bias": "balanced by a bias", "none": "not balanced"}
     capacity = f", capacity {model['capacity']:g}" if model["capacity"] is not None else ""
     return (
-        f"mixtures of {model['experts']} experts of {model['expert_mlp']}, "
+        f"mixtures of {counted(model['experts'], 'expert')} of {model['expert_mlp']}, "
         f"{model['experts_per_token']} a token{shared}, in {every}{first}; "
         f"{model['router']}, {balance[model['balance']]}{capacity}"
     )

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hpctrain.errors import HpctrainError, InputOutputError, failing_as
+from hpctrain.files import distinct
 from hpctrain.report.axis import XAxis, lacking, places
 from hpctrain.report.comparison import draw_comparison
 from hpctrain.report.eight_bits import draw_losses
@@ -100,7 +101,7 @@ def plot_runs(
     directories without metrics, or whose metrics lack what the axis is of; InputOutputError for what is
     damaged, and where nothing can be written.
     """
-    folders = [Path(run_dir) for run_dir in run_dirs]
+    folders = distinct(Path(run_dir) for run_dir in run_dirs)
     runs = load_runs(folders, axis)
     folder = Path(out_dir) if out_dir is not None else (folders[0] if len(runs) == 1 else Path()) / "plots"
     with failing_as(f"{folder}: pictures cannot be written"), drawing():

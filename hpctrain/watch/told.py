@@ -18,7 +18,7 @@ from hpctrain.checkpoint.provenance import HistorySegment, history
 from hpctrain.deck.sources import toml_value
 from hpctrain.deck.toml import DECK_BYTES, TomlError, parse_toml
 from hpctrain.errors import HpctrainError, InputOutputError, failing_as
-from hpctrain.files import check_output, open_regular, read_text, require_writable
+from hpctrain.files import check_output, distinct, open_regular, read_text, require_writable
 from hpctrain.report.marks import FAULTS_FILE, LOG_FILE, LogLine, Mark, marks_of, read_faults, read_log
 from hpctrain.report.page.page import HEAD, page
 from hpctrain.report.page.told import Event, Kept, ToldRun
@@ -57,13 +57,14 @@ _FACTS = {
 
 
 def write_report(run_dirs: Sequence[Path], output: Path, *, force: bool = False) -> int:
-    """Write the report of at least one run into a file, and give its bytes. A report is replaced, another
-    file only with `force`.
+    """Write the report of at least one run, each once, into a file, and give its bytes. A report is replaced,
+    another file only with `force`.
 
     HpctrainError, with all problems at once, for folders that are no runs or have no step yet, and for an
     output that is another file or a folder; InputOutputError for metrics that cannot be read, and where the
     output cannot be written.
     """
+    run_dirs = distinct(run_dirs)
     require_runs(run_dirs)
     check_output(output, replace=force or is_report(output))
     require_writable(output)

@@ -214,6 +214,9 @@ def test_the_verb_writes_a_page_and_replaces_only_such(tmp_path: Path) -> None:
     assert "2 runs" in output.read_text()
     assert invoke(one, "--output", output)[0] == 0
     assert "2 runs" not in output.read_text()
+    (tmp_path / "again").symlink_to(one)
+    assert invoke(one, tmp_path / "again", one, "--output", output)[0] == 0
+    assert "2 runs" not in output.read_text() and "3 runs" not in output.read_text()
     output.write_text("notes of mine")
     assert invoke(one, "--output", output) == (2, f"{output}: exists already; --force replaces it")
     assert output.read_text() == "notes of mine"
@@ -240,7 +243,7 @@ def test_what_cannot_be_reported_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(InputOutputError, match="the file is damaged"):
         write_report([torn], tmp_path / "report.html")
     half = a_run(tmp_path / "half", **{"metrics.jsonl": '{"step": 1'})
-    assert invoke(half, "--output", tmp_path / "report.html")[0] == 3
+    assert invoke(half, "--output", tmp_path / "report.html")[0] == 2
     assert invoke(one, "--output", tmp_path / "gone" / "report.html")[0] == 3
     assert invoke(one, "--output", tmp_path)[0] == 2
     with pytest.raises(HpctrainError, match="control character"):

@@ -39,6 +39,7 @@ from hpctrain.model.build import bare_model
 from hpctrain.model.parametrization import STANDARD
 from hpctrain.model.part import parameter_list
 from hpctrain.model.shape import ModelShape
+from hpctrain.words import counted
 
 # Tensors whose rows may be more or fewer than a deck's, and the size that counts them.
 _ROWS = {
@@ -150,12 +151,12 @@ def open_model(path: Path) -> ModelFolder:
     shape = _folder_shape(path)
     folder = open_folder(path)
     if shape.layers > len(folder.tensors):
-        held = f"the files hold {len(folder.tensors)} tensors"
-        raise HpctrainError(f"{path / CONFIG}: describes {shape.layers} layers, but {held}")
+        held = f"the files hold {counted(len(folder.tensors), 'tensor')}"
+        raise HpctrainError(f"{path / CONFIG}: describes {counted(shape.layers, 'layer')}, but {held}")
     mixtures = sum(map(shape.is_mixture, range(shape.layers)))
     if shape.experts * mixtures > len(folder.tensors):
-        held = f"the files hold {len(folder.tensors)} tensors"
-        described = f"{shape.experts} experts in each of {mixtures} layers"
+        held = f"the files hold {counted(len(folder.tensors), 'tensor')}"
+        described = f"{counted(shape.experts, 'expert')} in each of {counted(mixtures, 'layer')}"
         raise HpctrainError(f"{path / CONFIG}: describes {described}, but {held}")
     architecture = architecture_of(read_json(path / CONFIG), str(path / CONFIG))
     shapes = tensor_shapes(shape)
