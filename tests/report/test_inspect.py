@@ -85,6 +85,13 @@ def test_what_a_file_holds(group: Group, tmp_path: Path) -> None:
     assert max(map(len, text.removeprefix(str(path)).splitlines())) <= 100
 
 
+def test_one_of_a_thing_is_told_as_one(group: Group, tmp_path: Path) -> None:
+    path = tmp_path / "step-00000007.h5"
+    write(group, path, "model.layers=1", "model.heads=1")
+    text = " ".join(told(group, path)[1].split())
+    assert ": 1 layer, hidden " in text and ", 1 head " in text
+
+
 def test_mixtures_are_told_of(group: Group, tmp_path: Path) -> None:
     path = tmp_path / "step-00000007.h5"
     write(group, path)
