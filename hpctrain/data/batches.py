@@ -203,6 +203,10 @@ class Batches:
         later = self._of_step(first_sample + global_size, *share)
         yield from self.source.micro_batches(self._of_step(first_sample, *share), later)
 
+    def of(self, source: Samples) -> Batches:
+        """In this order, of another source, whose samples are these with more fields."""
+        return Batches(source, 0, self.order if source.count else None)
+
     def epoch(self, samples: int) -> float:
         """How often as many samples were taken as there are, of which each comes once in an epoch."""
         return samples / self.source.count

@@ -7,7 +7,6 @@ the same, and a run that goes on.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hpctrain.data.batches import MASKED, SPLITS, MicroBatch, Sequences, Wanted
+from hpctrain.data.batches import MASKED, SPLITS, Sequences
 from hpctrain.data.contents import CHAT, NOUNS, PREFERENCES, PROMPTS
 from hpctrain.data.fit import split_samples
 from hpctrain.data.packing import Array, Packing
@@ -113,18 +112,18 @@ class _Rows(ABC):
         self._rows = self._rows[begin : begin + (trained if split == "train" else held_out)]
         self.count = len(self._rows)
 
-    def row(self, index: int) -> int:
-        """The number in the file of a sample."""
-        assert 0 <= index < self.count, (index, self.count)
+    def number(self, index: int) -> int:
+        """The number in the file of a row."""
+        assert 0 <= index < len(self._rows), (index, len(self._rows))
         return int(self._rows[index])
 
     def others(self, index: int) -> dict[str, Any]:
-        """What else the row of a sample has."""
-        return self.file.others(self.row(index))
+        """What else a row has."""
+        return self.file.others(self.number(index))
 
     def said(self, title: str) -> str:
         """How many there are, in a line."""
-        line = f"{title}: {counted(self.count, NOUNS[self.kind])}"
+        line = f"{title}: {counted(len(self._rows), NOUNS[self.kind])}"
         if self.left_out:
             line += f"; {self.left_out} left out, which have nothing to answer in {self.length} tokens"
         return line
@@ -134,28 +133,26 @@ class _Rows(ABC):
         """Of every row whether it is taken."""
 
 
-class PreferenceSource(_Rows):
-    """Pairs of answers: sample i is two rows of a micro-batch, 2i what is preferred and 2i + 1 what is not,
-    each prompt and answer from its first place on.
+class PreferenceSource(_Rows, Sequences):
+    """Pairs of answers as sequences: 2i is what is preferred of pair i, 2i + 1 what is not, each prompt and
+    answer from its first place on.
 
-    `targets` are those of the answer alone. A pair longer than `length` is cut at its end; one of whose
-    answers nothing would remain is left out. `micro_size` counts pairs; of a micro-batch `samples` counts
-    rows, since it is by rows that layers tell what is there.
+    Targets are those of the answer alone. A pair longer than `length` is cut at its end; one of whose
+    answers nothing would remain is left out.
     """
 
     def __init__(self, file: Tokens, length: int, fraction: float, split: str) -> None:
         super().__init__(file, PREFERENCES, length, fraction, split)
+        self.count = 2 * len(self._rows)
 
-    def micro_batches(self, wanted: Iterable[Wanted], later: Iterable[Wanted]) -> Iterator[MicroBatch]:  # noqa: ARG002
-        """See Samples."""
-        for each in wanted:
-            tokens = torch.zeros(2 * each.micro_size, self.length, dtype=torch.int64)
-            targets = torch.full_like(tokens, MASKED)
-            for number, index in enumerate(each.indices.tolist()):
-                for answer in (0, 1):
-                    place = 2 * number + answer
-                    tokens[place], targets[place] = self.document(2 * self.row(index) + answer)
-            yield MicroBatch.of_tokens(tokens, targets, 2 * len(each.indices))
+    def sequence(self, index: int) -> tuple[Tensor, Tensor]:
+        """See Sequences."""
+        assert 0 <= index < self.count, (index, self.count)
+        return self.document(2 * self.number(index // 2) + index % 2)
+
+    def first_token(self, index: int) -> int:
+        """Where the document of a sequence begins in the file."""
+        return int(self._begins[2 * self.number(index // 2) + index % 2])
 
     def document(self, document: int) -> tuple[Tensor, Tensor]:
         """Tokens and targets of an answer with its prompt, each [length]."""
@@ -183,7 +180,7 @@ class PromptSource(_Rows):
 
     def prompt(self, index: int) -> tuple[list[int], dict[str, Any]]:
         """Token ids, and the other keys of the row."""
-        document = self.row(index)
+        document = self.number(index)
         begin, end = int(self._begins[document]), int(self._ends[document])
         return self.file.read(begin, end - begin).tolist(), self.others(index)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hpctrain.data.entries import open_entries
-from hpctrain.data.fit import sequence_count, split_samples
+from hpctrain.data.fit import trained_count
 from hpctrain.deck.schema import Deck
 
 
@@ -20,5 +20,4 @@ class EpochReader:
     def sequences(deck: Deck) -> int:
         """Those that one epoch trains on, of all entries of a mixture. Errors as of `open_entries`."""
         length, fraction = deck.batch.sequence, deck.data.validation
-        counts = [sequence_count(each, length, deck.data.pack) for each in open_entries(deck)]
-        return sum(split_samples(count, fraction)[0] for count in counts)
+        return sum(trained_count(each, length, fraction, deck.data.pack) for each in open_entries(deck))

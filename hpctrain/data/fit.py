@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from hpctrain.data.contents import CHAT, TEXT_KIND
+from hpctrain.data.contents import CHAT, PREFERENCES, TEXT_KIND
 from hpctrain.data.packing import Packing
 from hpctrain.data.shards import Tokens, title_of
 from hpctrain.deck.data_mixture import entries_of
+from hpctrain.deck.objective import PREFERENCES as OF_PAIRS
 from hpctrain.deck.problem import Problem
 from hpctrain.deck.schema import Deck
 from hpctrain.words import counted
@@ -44,11 +45,31 @@ def token_problems(deck: Deck, tokens: Sequence[Tokens]) -> Iterator[Problem]:
         yield from _problems(deck, each, title_of(entry.tokens), mask)
 
 
+def unfit_kind(deck: Deck, file: Tokens) -> str:
+    """What keeps the deck's objective from learning of what a file holds, in words; "" where nothing does."""
+    if deck.objective.kind in OF_PAIRS:
+        if file.kind == PREFERENCES:
+            return ""
+        learns = f'objective.kind = "{deck.objective.kind}" learns from preferences'
+        return f"holds {file.kind}, and {learns} (`hpctrain prepare --preferences` makes such)"
+    if file.kind in {TEXT_KIND, CHAT}:
+        return ""
+    learned = ', or objective.kind = "dpo"' * (file.kind == PREFERENCES)
+    return f"holds {file.kind}, in which no next token is to be learned (take text or conversations{learned})"
+
+
 def sequence_count(file: Tokens, sequence: int, pack: bool) -> int:
     """The sequences of a file, to train on or held out."""
     if file.kind == CHAT:
         return Packing.of(file.document_ends(), sequence, pack).rows
     return max(0, (file.tokens - 1) // sequence)
+
+
+def trained_count(file: Tokens, sequence: int, fraction: float, pack: bool) -> int:
+    """The sequences of a file that are trained on; of pairs, whatever else keeps one out."""
+    if file.kind == PREFERENCES:
+        return 2 * split_samples(file.documents // 2, fraction)[0]
+    return split_samples(sequence_count(file, sequence, pack), fraction)[0]
 
 
 def _key(deck: Deck) -> str:
@@ -73,11 +94,10 @@ def _problems(deck: Deck, file: Tokens, title: str, mask: bool) -> Iterator[Prob
         would = "which adds tokens" if deck.model.source is not None else "or leave the key out"
         smaller = f"is smaller than the vocabulary of {title}, {file.vocabulary}"
         yield Problem("model.vocabulary", f"{smaller}: give at least that, {would}")
-    if file.kind not in {TEXT_KIND, CHAT}:
-        would = "text or conversations are trained on, see `hpctrain prepare`"
-        yield Problem(
-            _key(deck), f"{title} holds {file.kind}, in which no next token is to be learned ({would})"
-        )
+    if unfit := unfit_kind(deck, file):
+        yield Problem(_key(deck), f"{title} {unfit}", ("objective.kind",))
+        return
+    if file.kind == PREFERENCES:
         return
     if file.kind == CHAT:
         yield from _of_conversations(deck, file, title)

@@ -14,11 +14,11 @@ import numpy as np
 from torch import Tensor
 
 from hpctrain.data.batches import Batches, Sequences, SequenceSource
-from hpctrain.data.contents import CHAT
-from hpctrain.data.conversations import ConversationSource
+from hpctrain.data.contents import CHAT, PREFERENCES
+from hpctrain.data.conversations import ConversationSource, PreferenceSource
 from hpctrain.data.fit import masks_documents
 from hpctrain.data.interleave import Interleaving
-from hpctrain.data.order import Integers, SampleOrder
+from hpctrain.data.order import Integers, PairedOrder, SampleOrder
 from hpctrain.data.shards import Tokens, common_fingerprint, paths_of, title_of
 from hpctrain.data.tokens import TokenFile
 from hpctrain.deck.data_mixture import Entry, entries_of
@@ -153,11 +153,11 @@ class Trained:
         notes = tuple(
             source.said(title_of(entry.tokens))
             for entry, source in zip(entries, train, strict=True)
-            if isinstance(source, ConversationSource)
+            if isinstance(source, ConversationSource | PreferenceSource)
         )
         counts = tuple(source.count for source in train)
         if deck.data.mixture is None:
-            of_train, of_validation = Batches(train[0], seed), Batches(held_out[0], seed)
+            of_train, of_validation = batches_of(train[0], seed), Batches(held_out[0], seed)
         else:
             of_train = Batches(Joined(train), seed, MixtureOrder(entries, counts, seed))
             of_validation = Batches(HeldOut(held_out, entries), seed)
@@ -184,7 +184,7 @@ class Trained:
             number, index = source.source_of(index)
             source = source.sources[number]
         first = index * self.length
-        if isinstance(source, ConversationSource):
+        if isinstance(source, ConversationSource | PreferenceSource):
             first = source.first_token(index)
         tokens = self.tokens[number]
         file = tokens if isinstance(tokens, TokenFile) else tokens.file_at(first)
@@ -199,10 +199,18 @@ class Trained:
 def sequences_of(
     file: Tokens, length: int, fraction: float, split: str, document_mask: bool, pack: bool
 ) -> Sequences:
-    """Those of a file of text or of conversations, see SequenceSource and ConversationSource."""
+    """Those of a file, by what it holds: see SequenceSource, ConversationSource and PreferenceSource."""
     if file.kind == CHAT:
         return ConversationSource(file, length, fraction, split, pack)
+    if file.kind == PREFERENCES:
+        return PreferenceSource(file, length, fraction, split)
     return SequenceSource(file, length, fraction, split, document_mask)
+
+
+def batches_of(source: Sequences, seed: int) -> Batches:
+    """The sequences in a seeded order, in which pairs stay together."""
+    paired = isinstance(source, PreferenceSource)
+    return Batches(source, seed, PairedOrder(source.count // 2, seed) if paired else None)
 
 
 def material_of(trained: Trained) -> str:

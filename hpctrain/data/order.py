@@ -68,3 +68,16 @@ class SampleOrder:
             word = mix(mix(keys + salt) + right)
             left, right = right, (left + word % radix) % radix
         return left * radix + right
+
+
+@dataclass(frozen=True)
+class PairedOrder(SampleOrder):
+    """Of `count` pairs of sequences, next to each other: pairs come in a seeded order, each whole."""
+
+    def at(self, indices: Integers) -> Integers:
+        """The sequences, in range(2 * count), at positions >= 0 [n]."""
+        return 2 * super().at(indices // 2) + indices % 2
+
+    def epochs(self, indices: Integers) -> Integers:
+        """See SampleOrder."""
+        return super().epochs(indices // 2)

@@ -21,6 +21,7 @@ from hpctrain.deck.data_mixture import data_problems
 from hpctrain.deck.dataset import dataset_problems
 from hpctrain.deck.defaults import first_beta, second_beta, usual_momentum
 from hpctrain.deck.learning_rate import ENDLESS
+from hpctrain.deck.objective import objective_problems
 from hpctrain.deck.optimizer import IN_BLOCKS, OWN_KEYS
 from hpctrain.deck.problem import Problem, divisors, must_divide, nearest_numbers
 from hpctrain.deck.run_length import length_problems
@@ -49,6 +50,7 @@ def check_deck(deck: Deck, ranks: int | None = None) -> list[Problem]:
         *server_problems(deck),
         *dataset_problems(deck),
         *data_problems(deck),
+        *objective_problems(deck),
         *_batch(deck, ranks),
         *_learning_rate(deck),
         *_optimizer(deck),

@@ -17,6 +17,7 @@ from hpctrain.deck.evaluation import EvaluationSection
 from hpctrain.deck.found import Found
 from hpctrain.deck.key import Bytes, Duration, Section, Whole, key, name_of
 from hpctrain.deck.learning_rate import LearningRateSection
+from hpctrain.deck.objective import ObjectiveSection
 from hpctrain.deck.optimizer import OptimizerSection
 from hpctrain.deck.precision import PrecisionSection
 from hpctrain.deck.presets import PresetName
@@ -599,6 +600,7 @@ class Deck(Section):
     run: RunSection
     model: Model
     data: Data
+    objective: ObjectiveSection
     evaluation: EvaluationSection
     layout: Layout
     batch: Batch

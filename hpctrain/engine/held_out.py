@@ -11,13 +11,15 @@ import torch
 
 from hpctrain.comm.world import World
 from hpctrain.data.batches import MASKED, Batches
-from hpctrain.data.contents import CHAT, TEXT_KIND
+from hpctrain.data.contents import TEXT_KIND
+from hpctrain.data.fit import unfit_kind
 from hpctrain.data.mixture import sequences_of
 from hpctrain.data.text_bytes import token_bytes
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.data.tokenizer_difference import tokenizer_difference
 from hpctrain.data.tokens import TokenFile
 from hpctrain.deck.evaluation import VALIDATION, EvaluationSet
+from hpctrain.deck.objective import PREFERENCES
 from hpctrain.deck.problem import Problem
 from hpctrain.deck.rows import row_problem
 from hpctrain.deck.schema import Deck
@@ -41,11 +43,11 @@ class HeldOut:
     text_bytes: int | None = None
     in_nats: bool = False
 
-    def figures(self, loss: float) -> dict[str, float]:
+    def figures(self, loss: float, **others: float) -> dict[str, float]:
         """What is told of a mean loss: itself, and where it is one of text, its exponential, the perplexity,
-        and bits per byte.
+        and bits per byte; of another, what its objective has beside it.
         """
-        found = {"loss": loss}
+        found = {"loss": loss, **others}
         if self.in_nats:
             found["perplexity"] = math.inf if loss >= _LARGEST else math.exp(loss)
             if self.text_bytes:
@@ -108,8 +110,8 @@ def unfit(deck: Deck, file: TokenFile, tokenizer: str | None) -> Iterator[str]:
     words.
     """
     sequence = deck.batch.sequence
-    if file.kind not in {TEXT_KIND, CHAT}:
-        yield f"holds {file.kind}, in which no next token is to be learned (take text or conversations)"
+    if unfit := unfit_kind(deck, file):
+        yield unfit
     elif file.kind == TEXT_KIND and file.tokens <= sequence:
         yield (
             f"has {counted(file.tokens, 'token')}, but a sequence takes {sequence + 1}, one more than "
@@ -133,7 +135,7 @@ def batches_of(deck: Deck, file: TokenFile) -> Batches:
 
 def counted_out(deck: Deck, world: World, held_out: HeldOut, tokenizer: Tokenizer) -> HeldOut:
     """The same, with its tokens and their bytes, each rank having read a part of them. Collective."""
-    if deck.model.loss is not None:
+    if deck.model.loss is not None or deck.objective.kind in PREFERENCES:
         return held_out
     sizes, counts = token_bytes(tokenizer), torch.zeros(2, dtype=torch.int64)
     with world.agreement():

@@ -6,6 +6,7 @@ from hpctrain.data.dataset import dataset_of
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.model.foreign.arguments import ANSWERS
+from hpctrain.objective.dpo import DirectPreference
 from hpctrain.objective.next_token import NextToken
 from hpctrain.objective.objective import Objective
 from hpctrain.objective.of_module import ClassesOfLogits, NextTokenOfLogits, users_loss
@@ -23,6 +24,8 @@ def make_objective(deck: Deck) -> Objective:
         return _of_answers(deck)
     if deck.model.module is not None:
         return NextTokenOfLogits(deck.stability.z_loss)
+    if deck.objective.kind == "dpo":
+        return DirectPreference(deck.objective.beta, deck.objective.form, deck.objective.smoothing)
     return NextToken(deck.stability.z_loss)
 
 

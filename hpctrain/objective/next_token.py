@@ -58,7 +58,9 @@ class NextToken:
 
 @dataclass(frozen=True)
 class CrossEntropy:
-    """Of `targets` [s, b] int64, negative where nothing is to be predicted; see NextToken."""
+    """Of `targets` [s, b] int64, negative where nothing is to be predicted; see NextToken. `scale`, 0-dim or
+    one a token [s * b], is the factor of the losses in the gradient.
+    """
 
     targets: Tensor
     scale: Tensor
@@ -90,7 +92,7 @@ class CrossEntropy:
         loss = (log_partition - at_target).masked_fill(~predicted, 0.0)
         if not learning:
             return loss, None
-        weight = predicted * self.scale
+        weight = predicted * (self.scale[rows] if self.scale.dim() else self.scale)
         probability = (own.maximum - maximum).exp() / total * weight
         if self.z_loss:
             probability = probability * (1 + 2 * self.z_loss * log_partition)

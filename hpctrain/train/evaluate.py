@@ -146,6 +146,7 @@ def _deck(state: Mapping[str, Any], path: Path, overrides: Sequence[str], ranks:
         memory={"optimizer": "device", "parameters": "device", "activations": "keep"},
         communication={"server": "none", "compress": "none", "local_steps": 1, "outer": "average"},
         run={"noise_scale_steps": 0},
+        objective={"kind": "next-token"},
         machine={"compile": False},
         stability={"corruption": "off", "check_parameters": False},
     )

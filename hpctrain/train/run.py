@@ -18,6 +18,7 @@ from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.checkpoint.verify import verify
 from hpctrain.comm.world import World
 from hpctrain.deck.check_world import check_world
+from hpctrain.deck.objective import PREFERENCES
 from hpctrain.deck.read import deck_text
 from hpctrain.deck.replicas import begun_with, with_ranks
 from hpctrain.deck.schema import Deck
@@ -42,6 +43,7 @@ from hpctrain.train.layout import choose_layout
 from hpctrain.train.memory import MemoryLedger
 from hpctrain.train.mirror import begin_mirrors, require_neighbour
 from hpctrain.train.origin import compare_corpus, known_corpus
+from hpctrain.train.reference import refer
 from hpctrain.train.routing import Routing, read_given
 from hpctrain.train.seconds import PlannedSeconds, StepSeconds, plan_seconds
 from hpctrain.train.server.checkpoints import ServedCheckpoints
@@ -302,6 +304,8 @@ def open_run(
     source = deck.model.source if checkpoint is None else None
     started_from = start_from_source(deck, engine) if source is not None else ""
     trainer = Trainer(deck, engine, corpus.train, state)
+    if deck.objective.kind in PREFERENCES:
+        held_out = refer(trainer.step, corpus, held_out, Path(deck.run.dir), checkpoint)
     routing: Routing | None = None
     if deck.model.record_routing or given is not None:
         routing = Routing(engine, trainer.state, deck.model.record_routing, given)

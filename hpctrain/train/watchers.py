@@ -70,9 +70,11 @@ class Evaluation(Hook):
             return
         self.reporter.working("evaluating")
         started = time.perf_counter()
+        names = self.trainer.engine.objective.figures
         done.evaluated = {
-            each.name: each.figures(self.trainer.evaluate(each.batches, each.sequences)["loss"])
+            each.name: each.figures(**{name: value for name, value in found.items() if name in names})
             for each in self.sets
+            for found in [self.trainer.evaluate(each.batches, each.sequences)]
         }
         self.best.heed(done.state.step, done.evaluated)
         self.reporter.status.note(

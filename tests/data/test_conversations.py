@@ -19,6 +19,7 @@ from hpctrain.data.entries import open_entries
 from hpctrain.data.epochs import EpochReader
 from hpctrain.data.fit import token_problems
 from hpctrain.data.mixture import Trained
+from hpctrain.data.order import PairedOrder
 from hpctrain.data.packing import Packing
 from hpctrain.data.prepare import prepare
 from hpctrain.data.prepare_rows import prepare_rows
@@ -168,8 +169,8 @@ def test_a_mixture_with_text(folder: Path) -> None:
 def test_pairs(folder: Path) -> None:
     file = TokenFile(folder / "preferences.h5")
     source = PreferenceSource(file, 24, 0.0, "train")
-    assert source.count == 20 and source.left_out == 0 and "20 pairs" in source.said("x")
-    (micro,) = Batches(source, 0).evaluation(3, 0, 1, 4)
+    assert source.count == 40 and source.left_out == 0 and "20 pairs" in source.said("x")
+    (micro,) = Batches(source, 0).evaluation(6, 0, 1, 8)
     assert micro.rows == 8 and micro.samples == micro.present == 6 and micro.documents is None
     for index in range(3):
         for answer, text in enumerate((PAIRS[index]["chosen"], PAIRS[index]["rejected"])):
@@ -183,7 +184,11 @@ def test_pairs(folder: Path) -> None:
     assert short.left_out == 10 and "10 left out, which have nothing to answer in 10 tokens" in short.said(
         "x"
     )
-    assert short.count == 8 and PreferenceSource(file, 10, 0.25, "validation").row(0) == 8
+    assert short.count == 16 and PreferenceSource(file, 10, 0.25, "validation").number(0) == 8
+    order = PairedOrder(8, 3).at(np.arange(32))
+    assert sorted(order[:16].tolist()) == sorted(order[16:].tolist()) == [*range(16)]
+    assert (order[::2] % 2 == 0).all() and (order[1::2] == order[::2] + 1).all()
+    assert order[:16].tolist() != order[16:].tolist() != [*range(16)]
     tokens, targets = short.document(20)
     assert tokens.tolist() == [ord("p")] * 10 and targets.tolist() == [MASKED] * 10
     tokens, targets = short.document(18)

@@ -1,0 +1,183 @@
+"""What the model that a run starts from makes of every answer: computed before the first step, and stored.
+
+In the run's folder `reference.train.npy`, and a file for what is held out, have a row a sequence: the
+log-probabilities of its targets, and the CRC-32 of these. A file is complete or not there; a run that goes on
+reads it.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from numpy.lib import format as npy
+from torch import Tensor
+
+from hpctrain.data.batches import Batches, MicroBatch, Samples, Wanted
+from hpctrain.data.stored import StoredArray
+from hpctrain.engine.corpus import Corpus
+from hpctrain.engine.held_out import HeldOut
+from hpctrain.errors import InputOutputError, failing_as
+from hpctrain.files import open_regular, synchronize
+from hpctrain.objective.dpo import REFERENCE
+from hpctrain.objective.log_probabilities import log_probabilities
+from hpctrain.objective.objective import Losses
+from hpctrain.parallel.vocabulary import VocabularyHead
+from hpctrain.pipeline.execute import PreparedBatch, forward_only
+from hpctrain.train.evaluate import Window
+from hpctrain.train.step import Step
+
+MICRO_BATCHES = 16
+"""Of a data rank at a time: what all ranks hold together of what they have found."""
+
+
+@dataclass
+class Referenced:
+    """Samples whose micro-batches have the reference's log-probabilities, as rows of a file have them."""
+
+    samples: Samples
+    rows: StoredArray
+    count: int
+
+    def micro_batches(self, wanted: Iterable[Wanted], later: Iterable[Wanted]) -> Iterator[MicroBatch]:
+        """See Samples. InputOutputError where the file is damaged."""
+        kept = list(wanted)
+        for each, micro in zip(kept, self.samples.micro_batches(kept, later), strict=True):
+            found = torch.zeros(micro.targets.shape)
+            for row, index in enumerate(each.indices):
+                stored = self.rows.read(int(index), 1)[0]
+                if zlib.crc32(stored["values"].tobytes()) != stored["checksum"]:
+                    raise InputOutputError(f"{self.rows.where}: is damaged (row {index})")
+                found[row] = torch.from_numpy(stored["values"])
+            yield replace(micro, fields={**micro.fields, REFERENCE: found})
+
+
+class _Kept:
+    """The log-probabilities of a micro-batch, as an objective's losses are computed, which here are none."""
+
+    def __init__(self, targets: Tensor, figures: int) -> None:
+        self.targets, self.figures = targets, figures
+        self.found: Tensor | None = None
+
+    def __call__(self, head: VocabularyHead, hidden: Tensor) -> Losses:
+        self.found = log_probabilities(head, hidden, self.targets)
+        nothing = self.found.new_zeros(())
+        return Losses(nothing, (nothing,) * self.figures)
+
+
+def refer(
+    step: Step, corpus: Corpus, held_out: tuple[HeldOut, ...], folder: Path, checkpoint: Path | None
+) -> tuple[HeldOut, ...]:
+    """Have a run train on batches with the reference; what it evaluates, with the same. Collective, errors as
+    in `with_reference`.
+    """
+    step.batches = with_reference(step, corpus.train, folder, "train", checkpoint)
+    return tuple(
+        replace(each, batches=with_reference(step, each.batches, folder, each.name, checkpoint))
+        for each in held_out
+    )
+
+
+def with_reference(
+    step: Step, batches: Batches, folder: Path, split: str, checkpoint: Path | None = None
+) -> Batches:
+    """The batches with the reference's log-probabilities. These are computed with the present parameters, and
+    stored in the run's folder; a run that goes on from a `checkpoint` has them there, or in the folder that
+    this is of. Collective; InputOutputError, on all ranks, where they cannot be stored or read.
+    """
+    world, path = step.engine.world, folder / f"reference.{split}.npy"
+    if checkpoint is None:
+        _store(step, batches, path)
+    elif not world.everyone.broadcast_object(path.exists()):
+        path = checkpoint.parent.parent / path.name
+    with world.agreement():
+        rows = _open(path, batches.source.count, step.engine.architecture.sequence)
+    return batches.of(Referenced(batches.source, rows, batches.source.count))
+
+
+def _row(sequence: int) -> np.dtype[Any]:
+    return np.dtype([("values", "<f4", (sequence,)), ("checksum", "<u4")])
+
+
+def _open(path: Path, count: int, sequence: int) -> StoredArray:
+    lost = "which a run writes at its start, and needs to go on (bring it back, or start the run anew)"
+    kind = _row(sequence)
+    try:
+        with open_regular(path) as file:
+            npy.read_magic(file)
+            shape, _, found = npy.read_array_header_1_0(file)
+            whole = os.fstat(file.fileno()).st_size == file.tell() + count * kind.itemsize
+            if shape == (count,) and found == kind and whole:
+                return StoredArray(str(path), os.dup(file.fileno()), file.tell(), kind, count)
+    except FileNotFoundError:
+        raise InputOutputError(f"{path}: is not there, {lost}") from None
+    except (OSError, ValueError, EOFError) as error:
+        raise InputOutputError(f"{path}: cannot be read ({error}), {lost}") from None
+    raise InputOutputError(f"{path}: is not whole, or not of {count} sequences of {sequence} tokens, {lost}")
+
+
+def _store(step: Step, batches: Batches, path: Path) -> None:
+    world, count, sequence = step.engine.world, batches.source.count, step.engine.architecture.sequence
+    size = MICRO_BATCHES * step.micro_size * step.engine.mesh.size("data")
+    partial, first = path.with_name(f".{path.name}.partial"), world.rank == 0
+    kind = _row(sequence)
+    with ExitStack() as opened:
+        file: BinaryIO | None = None
+        with world.agreement(), failing_as(f"{path}: cannot be written"):
+            if first:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                file = opened.enter_context(partial.open("wb"))
+                head = {"descr": npy.dtype_to_descr(kind), "fortran_order": False, "shape": (count,)}
+                npy.write_array_header_1_0(file, head)
+        for begin in range(0, count, size):
+            taken = min(size, count - begin)
+            found = _of_window(step, Batches(Window(batches.source, begin, taken), 0), taken).numpy()
+            with world.agreement(), failing_as(f"{path}: cannot be written"):
+                if file is not None:
+                    rows = np.empty(taken, kind)
+                    rows["values"] = found
+                    rows["checksum"] = [zlib.crc32(row.tobytes()) for row in found]
+                    file.write(rows.tobytes())
+    with world.agreement(), failing_as(f"{path}: cannot be written"):
+        if first:
+            synchronize(partial)
+            partial.replace(path)
+            synchronize(path.parent)
+
+
+def _of_window(step: Step, batches: Batches, sequences: int) -> Tensor:
+    """Log-probabilities [sequences, s] of the first so many, the same on all ranks. Collective."""
+    engine, data = step.engine, step.engine.mesh
+    rank, ranks = data.coordinate("data"), data.size("data")
+    micro_batches, _ = step.read(batches.evaluation(sequences, rank, ranks, step.micro_size))
+    one, figures = torch.ones((), device=engine.world.device), len(engine.objective.figures)
+    prepared, kept = [], []
+    for micro in micro_batches:
+        inputs = step.prepare(micro, one, None).inputs
+        kept.append(_Kept(inputs.fields["targets"].t(), figures))
+        prepared.append(PreparedBatch(inputs, kept[-1]))
+    ledger = engine.world.ledger
+    ledger.phase = "evaluation"
+    with (
+        engine.weight_maxima.known(),
+        engine.groups.kernels.matrices_stay(),
+        engine.residency.step(("evaluate", len(prepared))),
+    ):
+        step.executor.run(forward_only(engine.schedule, len(prepared)), prepared, training=False)
+    # A value is found by those who hold its place of the sequence, of whom one tells it: zeros add nothing.
+    whole = torch.zeros(sequences, engine.architecture.sequence)
+    for number, each in enumerate(kept):
+        if each.found is not None and engine.mesh.coordinate("tensor") == 0:
+            first = (number * ranks + rank) * step.micro_size
+            rows = each.found.t()[: max(0, sequences - first)].cpu()
+            whole[first : first + len(rows), engine.positions.cpu()] = rows
+    summed: Tensor = engine.world.everyone.all_reduce(whole.to(engine.world.device)).cpu()
+    ledger.phase = "other"
+    return summed

@@ -1,0 +1,115 @@
+"""Preferences are learned alike on every layout, beginning at ln 2; what was stored is what is read.
+
+Tests of train/reference.py and, through the run's own step, of objective/dpo.py.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hpctrain.comm.world import World
+from hpctrain.data.batches import MASKED, Batches
+from hpctrain.data.order import Integers, SampleOrder
+from hpctrain.data.synthetic import SyntheticSource
+from hpctrain.deck.schema import Deck
+from hpctrain.errors import InputOutputError
+from hpctrain.train.reference import with_reference
+from hpctrain.train.verify import on_one_rank
+from tests.engines import LLAMA, Trainer, by_rank_0, small_deck, trainer
+
+PAIRS = 12
+DPO = (
+    *("objective.kind=dpo", "objective.beta=0.5", "data.validation=0", "batch.global_size=8"),
+    *("learning_rate.peak=1e-3", "run.evaluate_sequences=2"),
+)
+LAYOUTS = {
+    "data": (),
+    "zero": ("layout.zero=3",),
+    "tensor": ("layout.tensor=2", "layout.sequence_parallel=true"),
+    "ring": ("layout.context=2",),
+    "exchanged": ("layout.context=2", "layout.context_form=all_to_all"),
+    "stages": ("layout.pipeline=2", "layout.schedule=zb-h1"),
+}
+
+
+class Pairs(SyntheticSource):
+    """Answers of other lengths, one behind the other of which is preferred."""
+
+    def sequence(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens, targets = super().sequence(index)
+        targets = targets.clone()
+        begin, end = 3 + index // 2 % 5, 12 + index % 7
+        targets[:begin] = targets[end:] = MASKED
+        return tokens, targets
+
+
+class PairOrder(SampleOrder):
+    """Pairs in an order, each with its rows in theirs."""
+
+    def at(self, indices: Integers) -> Integers:
+        return 2 * super().at(indices // 2) + indices % 2
+
+
+def learner(world: World, deck: Deck, folder: Path, checkpoint: Path | None = None) -> Trainer:
+    made = trainer(world, deck)
+    source = Pairs(deck.batch.sequence, deck.model.vocabulary or 0, 2 * PAIRS)
+    batches = Batches(source, 1, PairOrder(PAIRS, 1))
+    made.step.batches = with_reference(made.step, batches, folder, "train", checkpoint)
+    return made
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_learns_what_one_rank_does(world: World, tmp_path: Path, name: str) -> None:
+    folder = world.everyone.broadcast_object(tmp_path)
+    deck = small_deck(*LLAMA, *DPO, *LAYOUTS[name])
+    made = learner(world, deck, folder / "all")
+    steps = made.train(4)
+    assert steps[0].loss == pytest.approx(math.log(2), abs=1e-7)
+    assert steps[0].figures["accuracy"] == 0.5
+    assert steps[-1].loss < steps[0].loss - 1e-3
+
+    def alone() -> list[tuple[float, float]]:
+        one = learner(world.alone(), on_one_rank(deck), folder / "one")
+        return [(step.loss, step.grad_norm) for step in one.train(4)]
+
+    expected = by_rank_0(world, alone)
+    assert [step.loss for step in steps] == pytest.approx([loss for loss, _ in expected], rel=1e-5)
+    assert [step.grad_norm for step in steps] == pytest.approx([norm for _, norm in expected], rel=1e-4)
+    if world.rank == 0:
+        own, other = (np.load(folder / each / "reference.train.npy")["values"] for each in ("all", "one"))
+        np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-5)
+        assert (own != 0).sum() == (other != 0).sum() > 3 * PAIRS
+
+
+@pytest.mark.mpi(max_size=1)
+def test_what_is_stored_is_read_again_or_refused(world: World, tmp_path: Path) -> None:
+    deck = small_deck(*DPO)
+    first = learner(world, deck, tmp_path).train(2)
+    saved = tmp_path / "checkpoints" / "step-00000002.h5"  # of which only the folder is asked for
+    moved = learner(world, deck, tmp_path)
+    moved.train(3)
+    path = tmp_path / "reference.train.npy"
+    kept = path.read_bytes()
+    moved.step.batches = with_reference(moved.step, moved.step.batches, tmp_path, "train", saved)
+    assert path.read_bytes() == kept
+    again = learner(world, deck, tmp_path, saved).train(2)
+    assert [step.loss for step in again] == [step.loss for step in first]
+    elsewhere = learner(world, deck, tmp_path / "other", saved).train(2)
+    assert [step.loss for step in elsewhere] == [step.loss for step in first]
+    damaged = bytearray(kept)
+    damaged[-100] ^= 4
+    path.write_bytes(damaged)
+    with pytest.raises(InputOutputError, match=r"reference.train.npy: is damaged \(row 23\)"):
+        learner(world, deck, tmp_path, saved).train(3)
+    path.write_bytes(kept[:-1])
+    with pytest.raises(InputOutputError, match="is not whole"):
+        learner(world, deck, tmp_path, saved)
+    path.unlink()
+    with pytest.raises(InputOutputError, match="is not there"):
+        learner(world, deck, tmp_path, saved)
