@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help run shell test test-full cluster-test link-bench install lint format bench clean
+.PHONY: help run shell test test-full cluster-test browser-test link-bench install lint format bench clean
 
 RANKS ?= 1 2 4 8
 ARGS ?=
@@ -12,6 +12,8 @@ export VENV
 PYTHON_HERE := $(VENV)/bin/python
 HPCTRAIN := $(VENV)/bin/hpctrain
 QUICK := runs/quickstart
+CLUSTER := munged=munge slurmctld=slurm-wlm slurmd=slurm-wlm srun=slurm-wlm ip=iproute2 tc=iproute2 \
+  unshare=util-linux setpriv=util-linux
 
 # One thread a rank; more ranks than cores; root in a container. MPIs other than Open MPI ignore its variables.
 export OMP_NUM_THREADS ?= 1
@@ -49,6 +51,7 @@ help:
 	@echo "make test-full the same with every case of tests of which make test runs some, as pairs of layouts, and then"
 	@echo "               hundreds of damaged checkpoints, kills and signals"
 	@echo "make cluster-test  as root: jobs on a virtual Slurm cluster of two nodes; its packages through apt where it may"
+	@echo "make browser-test  reports of runs in headless Chromium, which comes through apt where it may"
 	@echo "make link-bench  as root: tokens/s over a link of 100 Mbit/s between two virtual nodes, measured and planned"
 	@echo "make install   virtual environment with torch, mpi4py and parallel h5py; MPI and HDF5 through apt where it may"
 	@echo "make lint      ruff, mypy, import-linter"
@@ -78,11 +81,15 @@ test-full: SLOW := --slow
 test-full: test
 
 cluster-test: install
-	@tests/cluster/install.sh
+	@tests/packages.sh cluster $(CLUSTER)
 	@. $(VENV)/hpctrain.env; $(PYTHON_HERE) -m pytest -q -n 3 --dist worksteal -m cluster tests/cluster $(ARGS)
 
+browser-test: install
+	@tests/packages.sh browser chromium=chromium
+	@$(PYTHON_HERE) -m pytest -q -n 2 tests/report/page/test_browser.py $(ARGS)
+
 link-bench: install
-	@tests/cluster/install.sh
+	@tests/packages.sh cluster $(CLUSTER)
 	@. $(VENV)/hpctrain.env; $(PYTHON_HERE) -m tests.cluster.link_speed $(ARGS)
 
 $(QUICK)-data/tokens.h5: | install

@@ -1,15 +1,14 @@
 #!/usr/bin/env bash
-# Installs what the virtual cluster needs, where apt may; says so, and goes on, where it may not: its tests then skip.
-# No service is started, and one that was running stays so.
+# packages.sh WHAT PROGRAM=PACKAGE...: installs the packages whose programs are missing, where apt may; says so, and
+# goes on, where it may not: the tests of WHAT then skip. No service is started, and one that was running stays so.
 set -euo pipefail
 export DEBIAN_FRONTEND=noninteractive LC_ALL=C PATH=$PATH:/usr/sbin:/sbin
 
-say() { echo "cluster: $*"; }
-declare -A package_of=([munged]=munge [slurmctld]=slurm-wlm [slurmd]=slurm-wlm [srun]=slurm-wlm [ip]=iproute2
-    [tc]=iproute2 [unshare]=util-linux [setpriv]=util-linux)
-packages=()
-for program in "${!package_of[@]}"; do
-    command -v "$program" >/dev/null || packages+=("${package_of[$program]}")
+what=$1 packages=()
+shift
+say() { echo "$what: $*"; }
+for each; do
+    command -v "${each%%=*}" >/dev/null || packages+=("${each#*=}")
 done
 [ ${#packages[@]} -gt 0 ] || exit 0
 mapfile -t packages < <(printf '%s\n' "${packages[@]}" | sort -u)
