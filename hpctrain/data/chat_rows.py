@@ -7,9 +7,11 @@ stand beside the last two. Problems are HpctrainErrors which do not say where th
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from hpctrain.characters import text_problem
 from hpctrain.data.chat_template import Message
 from hpctrain.errors import HpctrainError
 from hpctrain.words import counted, kind_of
@@ -118,6 +120,8 @@ def prompt_of(row: Any) -> Prompt:
 def _object(row: Any) -> Mapping[str, Any]:
     if not isinstance(row, Mapping):
         raise HpctrainError(f"is {kind_of(row)}, not an object with {_FORMS}")
+    if text_problem(json.dumps(row, ensure_ascii=False, default=str)):
+        raise HpctrainError("has half a pair of UTF-16 in a text, which is no character")
     return row
 
 

@@ -208,6 +208,7 @@ def test_spellings_of_preferences_and_prompts() -> None:
     [
         (conversation_of, [1], "is a list, not an object with"),
         (conversation_of, {}, "has no conversation: `messages`, .* (it is empty)"),
+        (preference_of, {"prompt": "a", "chosen": "b\ud800", "rejected": "c"}, "has half a pair of UTF-16"),
         (conversation_of, {"text": "x"}, "(it has text)"),
         (conversation_of, {"messages": []}, "has no message in `messages`"),
         (conversation_of, {"messages": "x"}, "has a str, not a list of messages in `messages`"),
