@@ -14,10 +14,17 @@ import click
     "--tokens",
     "files",
     multiple=True,
-    required=True,
     metavar="FILE",
     type=click.Path(path_type=Path),
     help="A token file made by `hpctrain prepare`, of the model's tokenizer; may be given several times.",
+)
+@click.option(
+    "--task",
+    "tasks",
+    multiple=True,
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="Instead, questions as lines of JSON with prompt, answer and perhaps choices; also several times.",
 )
 @click.option(
     "--sequences", type=int, metavar="N", help="The first N sequences of each file.  [default: all]"
@@ -31,17 +38,37 @@ import click
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON in place of a table.")
 def command(
-    target: Path, files: tuple[Path, ...], sequences: int | None, overrides: tuple[str, ...], as_json: bool
+    target: Path,
+    files: tuple[Path, ...],
+    tasks: tuple[Path, ...],
+    sequences: int | None,
+    overrides: tuple[str, ...],
+    as_json: bool,
 ) -> None:
-    """Evaluate the model of a checkpoint, or of the newest good one of a run folder, on token files.
+    """Evaluate the model of a checkpoint, or of the newest good one of a run folder, on token files or tasks.
 
     Prints the mean loss of a token in nats, its exponential, the perplexity, and bits per byte of text, where
     the tokenizer tells bytes. Under mpirun or srun the ranks share the work by the run's layout, or, where
     that does not fit them, as data ranks; --set layout.tensor=2 and the like choose another. The numbers
     are those of the run's own evaluations.
+
+    Of a task with choices it prints how often the right one is the likeliest behind its prompt, as a whole
+    and by the byte of its text; of one without, how often the model writes the answer (up to the end of the
+    line, each token the likeliest); each with its standard error.
     """
     from hpctrain.comm.verb import run_verb
+    from hpctrain.post.task import evaluate_task
     from hpctrain.train.evaluate import evaluate
 
     say = partial(click.echo, err=True)
-    run_verb(lambda world: evaluate(world, target, files, sequences, overrides, as_json, click.echo, say))
+    if bool(files) == bool(tasks):
+        raise click.UsageError("give token files (--tokens FILE) or tasks (--task FILE), one of both")
+    if tasks and sequences is not None:
+        raise click.UsageError("--sequences: is for --tokens; of a task all rows are tried")
+    if tasks:
+        verb = partial(evaluate_task, files=tasks)
+    else:
+        verb = partial(evaluate, files=files, sequences=sequences)
+    run_verb(
+        lambda world: verb(world, target, overrides=overrides, as_json=as_json, show=click.echo, say=say)
+    )

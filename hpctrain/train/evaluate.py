@@ -80,8 +80,8 @@ def evaluate(
     path = find_checkpoint(world, target)
     state = read_state(path, world.everyone)
     with world.agreement():
-        deck = _deck(state, path, overrides, world.size)
-        tokenizer = _tokenizer(state, path)
+        deck = evaluated_deck(state, path, overrides, world.size)
+        tokenizer = known_tokenizer(state, path)
         opened = [TokenFile(path, "--tokens") for path in files]
         sets = _sets(deck, opened, sequences, tokenizer.text)
     require_alike(world, opened)
@@ -129,7 +129,7 @@ def _tell(say: Callable[[str], None], file: Path, done: int, whole: int) -> None
     say(f"{escaped(str(file))}: {done} of {whole} sequences")
 
 
-def _deck(state: Mapping[str, Any], path: Path, overrides: Sequence[str], ranks: int) -> Deck:
+def evaluated_deck(state: Mapping[str, Any], path: Path, overrides: Sequence[str], ranks: int) -> Deck:
     """The checkpoint's deck, as it evaluates on so many ranks: in the run's layout where that fits them, else
     all of them data ranks.
     """
@@ -157,7 +157,8 @@ def _deck(state: Mapping[str, Any], path: Path, overrides: Sequence[str], ranks:
     return deck
 
 
-def _tokenizer(state: Mapping[str, Any], path: Path) -> Tokenizer:
+def known_tokenizer(state: Mapping[str, Any], path: Path) -> Tokenizer:
+    """The tokenizer in a checkpoint's state; HpctrainError where it has none."""
     text = state.get("tokenizer")
     if not isinstance(text, str):
         sentence = "holds no tokenizer, so that nobody knows which tokens it was trained on"

@@ -18,7 +18,6 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 from numpy.lib import format as npy
-from torch import Tensor
 
 from hpctrain.data.batches import Batches, MicroBatch, Samples, Wanted
 from hpctrain.data.stored import StoredArray
@@ -27,15 +26,8 @@ from hpctrain.engine.held_out import HeldOut
 from hpctrain.errors import InputOutputError, failing_as
 from hpctrain.files import open_regular, synchronize
 from hpctrain.objective.dpo import REFERENCE
-from hpctrain.objective.log_probabilities import log_probabilities
-from hpctrain.objective.objective import Losses
-from hpctrain.parallel.vocabulary import VocabularyHead
-from hpctrain.pipeline.execute import PreparedBatch, forward_only
-from hpctrain.train.evaluate import Window
+from hpctrain.train.scored import log_probabilities_of
 from hpctrain.train.step import Step
-
-MICRO_BATCHES = 16
-"""Of a data rank at a time: what all ranks hold together of what they have found."""
 
 
 @dataclass
@@ -57,19 +49,6 @@ class Referenced:
                     raise InputOutputError(f"{self.rows.where}: is damaged (row {index})")
                 found[row] = torch.from_numpy(stored["values"])
             yield replace(micro, fields={**micro.fields, REFERENCE: found})
-
-
-class _Kept:
-    """The log-probabilities of a micro-batch, as an objective's losses are computed, which here are none."""
-
-    def __init__(self, targets: Tensor, figures: int) -> None:
-        self.targets, self.figures = targets, figures
-        self.found: Tensor | None = None
-
-    def __call__(self, head: VocabularyHead, hidden: Tensor) -> Losses:
-        self.found = log_probabilities(head, hidden, self.targets)
-        nothing = self.found.new_zeros(())
-        return Losses(nothing, (nothing,) * self.figures)
 
 
 def refer(
@@ -125,7 +104,6 @@ def _open(path: Path, count: int, sequence: int) -> StoredArray:
 
 def _store(step: Step, batches: Batches, path: Path) -> None:
     world, count, sequence = step.engine.world, batches.source.count, step.engine.architecture.sequence
-    size = MICRO_BATCHES * step.micro_size * step.engine.mesh.size("data")
     partial, first = path.with_name(f".{path.name}.partial"), world.rank == 0
     kind = _row(sequence)
     with ExitStack() as opened:
@@ -136,48 +114,15 @@ def _store(step: Step, batches: Batches, path: Path) -> None:
                 file = opened.enter_context(partial.open("wb"))
                 head = {"descr": npy.dtype_to_descr(kind), "fortran_order": False, "shape": (count,)}
                 npy.write_array_header_1_0(file, head)
-        for begin in range(0, count, size):
-            taken = min(size, count - begin)
-            found = _of_window(step, Batches(Window(batches.source, begin, taken), 0), taken).numpy()
+        for found in log_probabilities_of(step, batches):
             with world.agreement(), failing_as(f"{path}: cannot be written"):
                 if file is not None:
-                    rows = np.empty(taken, kind)
-                    rows["values"] = found
-                    rows["checksum"] = [zlib.crc32(row.tobytes()) for row in found]
+                    rows = np.empty(len(found), kind)
+                    rows["values"] = found.numpy()
+                    rows["checksum"] = [zlib.crc32(row.tobytes()) for row in rows["values"]]
                     file.write(rows.tobytes())
     with world.agreement(), failing_as(f"{path}: cannot be written"):
         if first:
             synchronize(partial)
             partial.replace(path)
             synchronize(path.parent)
-
-
-def _of_window(step: Step, batches: Batches, sequences: int) -> Tensor:
-    """Log-probabilities [sequences, s] of the first so many, the same on all ranks. Collective."""
-    engine, data = step.engine, step.engine.mesh
-    rank, ranks = data.coordinate("data"), data.size("data")
-    micro_batches, _ = step.read(batches.evaluation(sequences, rank, ranks, step.micro_size))
-    one, figures = torch.ones((), device=engine.world.device), len(engine.objective.figures)
-    prepared, kept = [], []
-    for micro in micro_batches:
-        inputs = step.prepare(micro, one, None).inputs
-        kept.append(_Kept(inputs.fields["targets"].t(), figures))
-        prepared.append(PreparedBatch(inputs, kept[-1]))
-    ledger = engine.world.ledger
-    ledger.phase = "evaluation"
-    with (
-        engine.weight_maxima.known(),
-        engine.groups.kernels.matrices_stay(),
-        engine.residency.step(("evaluate", len(prepared))),
-    ):
-        step.executor.run(forward_only(engine.schedule, len(prepared)), prepared, training=False)
-    # A value is found by those who hold its place of the sequence, of whom one tells it: zeros add nothing.
-    whole = torch.zeros(sequences, engine.architecture.sequence)
-    for number, each in enumerate(kept):
-        if each.found is not None and engine.mesh.coordinate("tensor") == 0:
-            first = (number * ranks + rank) * step.micro_size
-            rows = each.found.t()[: max(0, sequences - first)].cpu()
-            whole[first : first + len(rows), engine.positions.cpu()] = rows
-    summed: Tensor = engine.world.everyone.all_reduce(whole.to(engine.world.device)).cpu()
-    ledger.phase = "other"
-    return summed

@@ -1,0 +1,1 @@
+"""What comes after training: tasks that a model is tried on."""

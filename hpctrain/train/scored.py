@@ -1,0 +1,72 @@
+"""What a model makes of the targets of sequences, token by token, on any layout: by the run's own pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from hpctrain.data.batches import Batches
+from hpctrain.objective.log_probabilities import log_probabilities
+from hpctrain.objective.objective import Losses
+from hpctrain.parallel.vocabulary import VocabularyHead
+from hpctrain.pipeline.execute import PreparedBatch, forward_only
+from hpctrain.train.evaluate import Window
+from hpctrain.train.step import Step
+
+MICRO_BATCHES = 16
+"""Of a data rank at a time: all ranks hold what all have found of them."""
+
+
+class _Kept:
+    """The log-probabilities of a micro-batch, as an objective's losses are computed, which here are none."""
+
+    def __init__(self, targets: Tensor, figures: int) -> None:
+        self.targets, self.figures = targets, figures
+        self.found: Tensor | None = None
+
+    def __call__(self, head: VocabularyHead, hidden: Tensor) -> Losses:
+        self.found = log_probabilities(head, hidden, self.targets)
+        nothing = self.found.new_zeros(())
+        return Losses(nothing, (nothing,) * self.figures)
+
+
+def log_probabilities_of(step: Step, batches: Batches) -> Iterator[Tensor]:
+    """Log-probabilities [n, s] of the targets of all sequences in their order, some at a time, zero where
+    there is no target, the same on all ranks. Collective.
+    """
+    count, size = batches.source.count, MICRO_BATCHES * step.micro_size * step.engine.mesh.size("data")
+    for first in range(0, count, size):
+        taken = min(size, count - first)
+        yield _of_first(step, Batches(Window(batches.source, first, taken), 0), taken)
+
+
+def _of_first(step: Step, batches: Batches, sequences: int) -> Tensor:
+    engine, data = step.engine, step.engine.mesh
+    rank, ranks = data.coordinate("data"), data.size("data")
+    micro_batches, _ = step.read(batches.evaluation(sequences, rank, ranks, step.micro_size))
+    one, figures = torch.ones((), device=engine.world.device), len(engine.objective.figures)
+    prepared, kept = [], []
+    for micro in micro_batches:
+        inputs = step.prepare(micro, one, None).inputs
+        kept.append(_Kept(inputs.fields["targets"].t(), figures))
+        prepared.append(PreparedBatch(inputs, kept[-1]))
+    ledger = engine.world.ledger
+    ledger.phase = "evaluation"
+    with (
+        engine.weight_maxima.known(),
+        engine.groups.kernels.matrices_stay(),
+        engine.residency.step(("evaluate", len(prepared))),
+    ):
+        step.executor.run(forward_only(engine.schedule, len(prepared)), prepared, training=False)
+    # A value is found by those who hold its place of the sequence, of whom one tells it: zeros add nothing.
+    whole = torch.zeros(sequences, engine.architecture.sequence)
+    for number, each in enumerate(kept):
+        if each.found is not None and engine.mesh.coordinate("tensor") == 0:
+            first = (number * ranks + rank) * step.micro_size
+            rows = each.found.t()[: max(0, sequences - first)].cpu()
+            whole[first : first + len(rows), engine.positions.cpu()] = rows
+    summed: Tensor = engine.world.everyone.all_reduce(whole.to(engine.world.device)).cpu()
+    ledger.phase = "other"
+    return summed
