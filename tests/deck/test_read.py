@@ -1,6 +1,6 @@
 """A deck from its text and back, and all that is wrong with it at once.
 
-Tests of deck/schema.py beside deck/read.py.
+Tests of deck/schema.py and deck/sources.py beside deck/read.py.
 """
 
 from __future__ import annotations
