@@ -26,7 +26,7 @@ class ObjectiveSection(Section):
     beta: float = key(
         "How dear it is to leave the model that the run starts from, the reference (dpo).", 0.1, gt=0, le=1000
     )
-    form: Literal["sigmoid", "ipo"] = key(
+    loss: Literal["sigmoid", "ipo"] = key(
         "Loss of a pair (dpo): sigmoid, as in the paper; ipo: a square, of means over each answer's tokens.",
         "sigmoid",
     )
@@ -39,14 +39,14 @@ def objective_problems(deck: Deck) -> Iterator[Problem]:
     """Everything that keeps a deck from its objective, and keys that are given in vain."""
     keys, kind = deck.objective, deck.objective.kind
     if kind not in PREFERENCES:
-        for name in ("beta", "form", "smoothing"):
+        for name in ("beta", "loss", "smoothing"):
             if getattr(keys, name) != ObjectiveSection.model_fields[name].default:
                 sentence = f'is for objective.kind = "dpo", which is {toml_value(kind)} (leave it out)'
                 yield Problem(f"objective.{name}", sentence, ("objective.kind",))
         return
-    if keys.form == "ipo" and keys.smoothing:
-        sentence = 'is for objective.form = "sigmoid" ("ipo" knows no labels that are wrong; leave it out)'
-        yield Problem("objective.smoothing", sentence, ("objective.form",))
+    if keys.loss == "ipo" and keys.smoothing:
+        sentence = 'is for objective.loss = "sigmoid" ("ipo" knows no labels that are wrong; leave it out)'
+        yield Problem("objective.smoothing", sentence, ("objective.loss",))
     for name in ("model.module", "model.loss", "data.dataset", "data.mixture"):
         if deck.value(name) is not None:
             sentence = (

@@ -25,7 +25,7 @@ def make_objective(deck: Deck) -> Objective:
     if deck.model.module is not None:
         return NextTokenOfLogits(deck.stability.z_loss)
     if deck.objective.kind == "dpo":
-        return DirectPreference(deck.objective.beta, deck.objective.form, deck.objective.smoothing)
+        return DirectPreference(deck.objective.beta, deck.objective.loss, deck.objective.smoothing)
     return NextToken(deck.stability.z_loss)
 
 

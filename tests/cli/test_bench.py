@@ -114,6 +114,7 @@ ALL = (
     "checkpoint",
     "communication",
     "fp8",
+    "generate",
     "mup",
     "plan",
     "rate",

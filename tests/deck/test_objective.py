@@ -11,7 +11,7 @@ from tests.deck.small_text import SMALL, changed, problems
 def test_kinds() -> None:
     assert parse_deck(SMALL).objective.kind == "next-token"
     deck = parse_deck(SMALL, ["objective.kind=dpo", "objective.beta=0.3", "batch.micro_size=2"])
-    assert (deck.objective.beta, deck.objective.form, deck.objective.smoothing) == (0.3, "sigmoid", 0.0)
+    assert (deck.objective.beta, deck.objective.loss, deck.objective.smoothing) == (0.3, "sigmoid", 0.0)
 
 
 @pytest.mark.parametrize(
@@ -22,14 +22,14 @@ def test_kinds() -> None:
             'objective.beta = 0.3: is for objective.kind = "dpo", which is "next-token" (leave it out)',
         ),
         (
-            'form = "ipo"',
-            'objective.form = "ipo": is for objective.kind = "dpo", which is "next-token" (leave',
+            'loss = "ipo"',
+            'objective.loss = "ipo": is for objective.kind = "dpo", which is "next-token" (leave',
         ),
         ('kind = "dpo"\nbeta = 0', "objective.beta = 0: must be a number above 0"),
         ('kind = "dpo"\nsmoothing = 0.5', "objective.smoothing = 0.5: must be"),
         (
-            'kind = "dpo"\nform = "ipo"\nsmoothing = 0.1',
-            'objective.smoothing = 0.1: is for objective.form = "sigmoid"',
+            'kind = "dpo"\nloss = "ipo"\nsmoothing = 0.1',
+            'objective.smoothing = 0.1: is for objective.loss = "sigmoid"',
         ),
         (
             'kind = "dpo"\n[stability]\nz_loss = 1e-4',

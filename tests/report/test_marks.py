@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from hpctrain.cli.plot import command as plot
-from hpctrain.errors import InputOutputError
+from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.report.axis import lacking, places
 from hpctrain.report.marks import (
     LINE_BYTES,
@@ -133,8 +133,9 @@ def test_verb_draws_over_an_axis(tmp_path: Path) -> None:
     both = CliRunner().invoke(plot, [str(run), "--x", "time", "--against", "time"])
     assert (both.exit_code, "--x and --against" in both.output) == (2, True)
     bare = a_run(tmp_path / "bare", [{"step": 1, "loss": 2.0}] * 10)
-    with pytest.raises(InputOutputError, match=r"its first row has no seconds; draw it over steps$"):
+    with pytest.raises(HpctrainError, match=r"its first row has no seconds; draw it over steps$") as caught:
         plot_runs([bare], axis="time")
+    assert caught.value.exit_code == 2
 
 
 def test_runs_keep_apart_when_colours_are_used_up() -> None:
