@@ -422,8 +422,15 @@ requirements=$("$python" - "$EXTRAS" <<'PYTHON'
 import re, sys
 from setuptools.config.pyprojecttoml import read_configuration
 project = read_configuration("pyproject.toml", expand=False)["project"]
-extras = [name.strip() for name in sys.argv[1].split(",") if name.strip()]
-wanted = project["dependencies"] + [line for name in extras for line in project["optional-dependencies"].get(name, [])]
+
+def of_extras(names):
+    """What extras want, an extra that stands in another (as hpctrain[data]) by what it wants itself."""
+    for name in names.split(","):
+        for line in project["optional-dependencies"].get(name.strip(), []):
+            ours = re.fullmatch(r"hpctrain\[(.*)\]", line)
+            yield from of_extras(ours[1]) if ours else [line]
+
+wanted = [*project["dependencies"], *of_extras(sys.argv[1])]
 print("\n".join(line for line in wanted if re.match(r"[\w.-]+", line)[0] not in ("h5py", "mpi4py", "torch")))
 PYTHON
 )

@@ -151,6 +151,9 @@ def test_h5py_is_built_while_torch_is_installed(
     assert "h5py" not in everything
     assert "mpi4py" not in everything
     assert "numpy" in everything
+    # An extra within an extra is what it wants: no index knows hpctrain.
+    assert "pyarrow" in everything
+    assert "hpctrain[" not in everything
     assert sum("--force-reinstall" in line for line in told) == 2
     assert told[-2].endswith("-e .[test]")
     kept = sorted(path.name for path in (tmp_path / "cache").rglob("*") if path.is_file())
