@@ -6,7 +6,6 @@ memory.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -19,20 +18,18 @@ from typing import BinaryIO
 
 import torch
 
+from hpctrain.comm.helper import end_with
 from hpctrain.data.dataset import DatasetName, UsersDataset
 from hpctrain.data.items import Fields
 from hpctrain.data.mapped import to_memory
 from hpctrain.errors import HpctrainError
-
-_DIES_WITH_PARENT = 1  # of prctl
 
 
 def serve(socket_number: int, parent: int) -> None:
     """Answer until nobody asks any more: after the dataset's name come numbers and epochs of items."""
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(each, signal.SIG_IGN)  # they are for ranks
-    ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
+    if not end_with(parent):
         return
     torch.set_num_threads(1)
     lines, answers = sys.stdin.buffer, socket.socket(fileno=socket_number)

@@ -1,7 +1,6 @@
 """Processes that load batches of a user's dataset ahead, for one rank.
 
-They are started anew, not forked, as MPI is up by then, and know nothing of its launcher. They end with the
-rank, however that ends.
+They end with the rank, however that ends.
 """
 
 from __future__ import annotations
@@ -10,20 +9,17 @@ import contextlib
 import json
 import os
 import socket
-import subprocess
-import sys
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from hpctrain.comm.launcher import without_rank
+from hpctrain.comm.helper import how_ended, start_helper
 from hpctrain.data.dataset import DatasetName
 from hpctrain.data.items import Fields
 from hpctrain.data.mapped import of_memory
 from hpctrain.errors import EXIT_INTERNAL, UsersError
 
-_START = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from hpctrain.data.worker import serve; "
-_SECONDS_TO_END = 5.0
+_START = "from hpctrain.data.worker import serve; "
 
 
 class WorkerLostError(UsersError):
@@ -68,7 +64,7 @@ class Workers:
             if answer is None:
                 raise WorkerLostError(
                     f"{self.name.title}: a process that loads items ({ticket.worker + 1} of data.workers = "
-                    f"{self.count}) {worker.end()}"
+                    f"{self.count}) {how_ended(worker.process)}"
                 )
             if not first.dropped:
                 first.answer = answer
@@ -92,15 +88,7 @@ class _Worker:
         self.answers, theirs = socket.socketpair()
         with theirs:
             number = theirs.fileno()
-            self.process = subprocess.Popen(
-                [
-                    *(sys.executable, "-c", f"{_START}serve({number}, {os.getpid()})"),
-                    json.dumps([os.path.abspath(path) for path in sys.path]),  # noqa: PTH100
-                ],
-                stdin=subprocess.PIPE,
-                pass_fds=(number,),
-                env={**without_rank(os.environ), "OMP_NUM_THREADS": "1"},
-            )
+            self.process = start_helper(f"{_START}serve({number}, {os.getpid()})", number)
         self.send(asdict(name))
 
     def send(self, what: object) -> None:
@@ -117,16 +105,6 @@ class _Worker:
         except ConnectionError:
             return None
         return of_memory(files[0]) if content else None
-
-    def end(self) -> str:
-        """How it ended, in words."""
-        try:
-            code = self.process.wait(_SECONDS_TO_END)
-        except subprocess.TimeoutExpired:
-            return "does not answer any more"
-        if code == -9:
-            return "was killed (signal 9), as where memory runs out: fewer of them need less"
-        return f"was ended by signal {-code}" if code < 0 else f"ended by itself, with exit code {code}"
 
     def close(self) -> None:
         """End it at once: it keeps nothing."""

@@ -7,21 +7,23 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from inspect import signature
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 from zlib import crc32
 
-import torch
-
 from hpctrain.deck.target import is_file
 from hpctrain.errors import HpctrainError, UsersError
 from hpctrain.words import nearest
 
 _OURS = str(Path(__file__).resolve().parents[1])
-_NOT_THEIRS = _OURS, str(Path(torch.__file__).parent), str(Path(importlib.__file__).parent), "<frozen"
+_TORCH = find_spec("torch")  # it is not imported for this: processes that only judge texts do without
+_NOT_THEIRS = (
+    *(_OURS, str(Path(importlib.__file__).parent), "<frozen"),
+    *(() if _TORCH is None or _TORCH.origin is None else (str(Path(_TORCH.origin).parent),)),
+)
 
 _OF_WITH = 2
 """Frames of what fails in the very lines of a `with users_code(...)`: its own, and theirs."""
@@ -38,7 +40,7 @@ def users_code(doing: str) -> Iterator[None]:
     """
     try:
         yield
-    except (HpctrainError, MemoryError, torch.OutOfMemoryError):
+    except (HpctrainError, MemoryError):
         raise
     except SystemExit as left:
         raise UsersError(
@@ -46,6 +48,8 @@ def users_code(doing: str) -> Iterator[None]:
             'started, is to be under `if __name__ == "__main__":`'
         ) from left
     except Exception as error:
+        if (torch := sys.modules.get("torch")) is not None and isinstance(error, torch.OutOfMemoryError):
+            raise
         every = traceback.extract_tb(error.__traceback__)
         frames = [frame for frame in every if not frame.filename.startswith(_NOT_THEIRS)]
         ill_fitting = isinstance(error, TypeError | ValueError | OverflowError) and len(every) <= _OF_WITH

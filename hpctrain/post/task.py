@@ -27,6 +27,7 @@ from hpctrain.files import strict_json
 from hpctrain.generate.prompts import Prompt
 from hpctrain.generate.sampling import Sampling
 from hpctrain.generate.text import TextModel, load_model
+from hpctrain.post.rewards.reward import is_exact_match
 from hpctrain.post.task_rows import Choice, Written, is_choice, read_rows
 from hpctrain.report.terminal import columns
 from hpctrain.table import fitted
@@ -173,8 +174,8 @@ def _of_written(writer: TextModel, rows: Sequence[Written]) -> dict[str, Any]:
     prompts = [Prompt(row.prompt, {"number": number}) for number, row in enumerate(rows)]
 
     def judged(prompt: Prompt, _: int, sample: Any) -> str:
-        answers = {answer.strip() for answer in rows[prompt.others["number"]].answers}
-        return "right" if sample.text.strip() in answers else "wrong"
+        right = is_exact_match(sample.text, rows[prompt.others["number"]].answers)
+        return "right" if right else "wrong"
 
     share = Share([*writer.told_by_all(prompts, sampling, judged)].count("right"), len(rows))
     return {"rows": len(rows), "exact_match": share.share, "exact_match_error": share.error}

@@ -1,0 +1,152 @@
+"""Rewards as a deck or a command names them: what each is, their weighted sum, and their sum on all ranks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from math import isfinite
+from pathlib import Path
+
+from hpctrain.comm.world import World
+from hpctrain.deck.target import found_from, is_file, is_target
+from hpctrain.errors import HpctrainError
+from hpctrain.post.rewards.in_processes import RegularExpression, UsersReward
+from hpctrain.post.rewards.reward import ExactMatch, Reward, Sample, quoted
+from hpctrain.words import nearest
+
+EXACT_MATCH = "exact-match"
+PATTERN = "regular-expression"
+FORMS = f'"{EXACT_MATCH}", "{PATTERN}:PATTERN" or "FILE.py:FUNCTION"'
+_USUAL_KEY, _USUAL_SECONDS = "answer", 30.0
+
+
+@dataclass(frozen=True)
+class RewardName:
+    """What a deck says of a reward: a built-in one, a pattern of one, or what names a function."""
+
+    kind: str
+    text: str = ""
+
+    def open(self, key: str = _USUAL_KEY, seconds: float = _USUAL_SECONDS, processes: int = 1) -> Reward:
+        """What judges by it: compared with what rows have under `key`, each call within `seconds`."""
+        if self.kind == EXACT_MATCH:
+            return ExactMatch(key)
+        if self.kind == PATTERN:
+            return RegularExpression(self.text, key, seconds, processes)
+        return UsersReward(self.text, seconds, processes)
+
+
+def reward_from(text: str, deck_name: str) -> str:
+    """The same reward from any folder: a file's is relative to that of the deck which names it."""
+    return text if _built_in(text) else found_from(text, deck_name)
+
+
+def parse_reward(text: str, where: str) -> RewardName:
+    """The reward of a text as in FORMS. HpctrainError, beginning with `where`, with what is wrong; of a
+    function whether it is there, and can judge, is known when it is loaded (Rewards.start).
+    """
+    if (kind := _built_in(text)) == EXACT_MATCH:
+        return RewardName(EXACT_MATCH)
+    if kind == PATTERN:
+        pattern = text.partition(":")[2]
+        if not pattern:
+            raise HpctrainError(f'{where}: names no pattern ("{PATTERN}:[0-9]+" would do)')
+        try:
+            re.compile(pattern)
+        except (re.error, OverflowError, RecursionError) as error:
+            why = "nested too deeply" if isinstance(error, RecursionError) else error
+            raise HpctrainError(f"{where}: {quoted(pattern)} is no regular expression ({why})") from None
+        return RewardName(PATTERN, pattern)
+    if not is_target(text) or ":" not in text:
+        near = nearest(text.partition(":")[0], (EXACT_MATCH, PATTERN))
+        meant = f" (did you mean {near}?)" if near else ""
+        raise HpctrainError(f"{where}: {quoted(text)} is no reward{meant}: {FORMS} would do")
+    home = text.rpartition(":")[0]
+    if is_file(text) and not Path(home).is_file():
+        raise HpctrainError(f"{where}: {home}: there is no such file")
+    package = home.partition(".")[0]
+    if not is_file(text) and not (package.isidentifier() and find_spec(package)):
+        raise HpctrainError(f"{where}: there is no package {quoted(package)} here (a file is named FILE.py)")
+    return RewardName("function", text)
+
+
+def _built_in(text: str) -> str:
+    """Which of the built-in ones it is, "" for what names a function."""
+    kind = text.partition(":")[0]
+    return kind if text == EXACT_MATCH or kind == PATTERN else ""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Of samples: their weighted sums, and each reward's own, by name."""
+
+    totals: list[float]
+    parts: dict[str, list[float]]
+
+    def figures(self) -> dict[str, float]:
+        """The mean of all samples, and of each reward, where there are several."""
+        several = self.parts if len(self.parts) > 1 else {}
+        named = {"reward": self.totals, **{f"reward_{name}": scores for name, scores in several.items()}}
+        return {name: sum(scores) / max(1, len(scores)) for name, scores in named.items()}
+
+
+@dataclass
+class Rewards:
+    """Several rewards with weights, or one. Of those that are called alike, the later ones have a number."""
+
+    weighted: Sequence[tuple[Reward, float]]
+    names: list[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        assert self.weighted and all(isfinite(weight) for _, weight in self.weighted)
+        self.names = []
+        for reward, _ in self.weighted:
+            alike = [name for name in self.names if re.fullmatch(re.escape(reward.name) + r"(_\d+)?", name)]
+            self.names.append(f"{reward.name}_{len(alike) + 1}" if alike else reward.name)
+
+    def check(self, others: Mapping[str, object], where: str) -> None:
+        """HpctrainError, beginning with `where`, where a prompt's row lacks what they need."""
+        for reward, _ in self.weighted:
+            try:
+                reward.check(others)
+            except ValueError as error:
+                raise HpctrainError(f"{where} {error}") from None
+
+    def start(self) -> None:
+        """Load what they need. HpctrainError where there is no such function, or none that judges."""
+        for reward, _ in self.weighted:
+            reward.start()
+
+    def scores(self, samples: Sequence[Sample]) -> Scores:
+        """Of these samples, on this rank. HpctrainError, with the sample, where one has no score."""
+        parts = [reward.scores(samples) for reward, _ in self.weighted]
+        return self._summed(dict(zip(self.names, parts, strict=True)))
+
+    def close(self) -> None:
+        """End all processes."""
+        for reward, _ in self.weighted:
+            reward.close()
+
+    def _summed(self, parts: dict[str, list[float]]) -> Scores:
+        weights = [weight for _, weight in self.weighted]
+        columns = zip(*parts.values(), strict=True)
+        totals = [
+            sum(weight * score for weight, score in zip(weights, column, strict=True)) for column in columns
+        ]
+        return Scores(totals, parts)
+
+    def joined(self, shares: Sequence[Scores]) -> Scores:
+        """The scores of samples of which each share has some, one after another."""
+        return self._summed({name: [s for share in shares for s in share.parts[name]] for name in self.names})
+
+
+def agreed_scores(world: World, rewards: Rewards, samples: Sequence[Sample]) -> Scores:
+    """The scores of samples that all ranks have, each of which computes a share of them. Collective:
+    HpctrainError on all ranks where one fails.
+    """
+    first, last = (len(samples) * rank // world.size for rank in (world.rank, world.rank + 1))
+    with world.agreement():
+        own = rewards.scores(samples[first:last])
+    return rewards.joined(world.everyone.all_gather_object(own))

@@ -1,0 +1,212 @@
+"""A process that judges completions for a rank, with which it ends. It is no rank.
+
+Messages, both ways through a socket, are lines of JSON: what it is to judge by, and whether it can; then
+texts of samples, and their scores, or what is wrong. Of a problem the words go on from the reward's title.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, BinaryIO
+
+from hpctrain.comm.helper import end_with
+from hpctrain.deck.find import find_function
+from hpctrain.deck.sources import clipped
+from hpctrain.errors import HpctrainError
+from hpctrain.post.rewards.reward import answers_of, is_exact_match
+from hpctrain.words import counted, either, kind_of
+
+GIVEN = ("prompts", "completions", "tokens")
+"""What a function is given by name, besides what rows have."""
+
+_OURS = str(Path(__file__).resolve().parents[2])
+_FIRST_TO_GO = "1000"  # where the system's memory runs out, rather than the rank
+
+Columns = Mapping[str, list[Any]]
+Judge = Callable[[Columns], Any]
+
+
+@dataclass
+class _UnfitError(Exception):
+    """Scores will not do: why, and of which sample of those that were asked about, where it is known."""
+
+    problem: str
+    index: int | None = None
+
+
+def serve(number: int, parent: int) -> None:
+    """Answer until nobody asks any more."""
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        # They are for ranks. What a function starts would inherit it if they were ignored.
+        signal.signal(each, lambda *_: None)
+    if not end_with(parent):
+        return
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(_FIRST_TO_GO, encoding="ascii")
+    os.set_inheritable(number, False)
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr
+    channel = socket.socket(fileno=number)
+    asked: SimpleQueue[bytes] = SimpleQueue()
+    threading.Thread(target=_read, args=(channel.makefile("rb"), asked), daemon=True).start()
+    judge, told = _ready(json.loads(asked.get()))
+    while True:
+        sys.stderr.flush()
+        try:
+            channel.sendall(json.dumps(told).encode() + b"\n")
+        except OSError:
+            return  # nobody reads it any more
+        told = _judged(judge, json.loads(asked.get()))
+
+
+def _read(lines: BinaryIO, asked: SimpleQueue[bytes]) -> None:
+    """Take what is asked as it comes, and end this process, with what functions have started, where nobody
+    can ask any more.
+    """
+    with suppress(OSError):
+        for line in lines:
+            asked.put(line)
+    if os.getpgid(0) == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(0)
+
+
+def _ready(work: Mapping[str, Any]) -> tuple[Judge, dict[str, Any]]:
+    """What judges, and what to tell of it."""
+    judge: Judge = len
+    try:
+        if "pattern" in work:
+            return _by_pattern(work["pattern"], work["key"]), {}
+        judge = _by_function(find_function(work["target"]), work["target"])
+    except HpctrainError as error:
+        sentence, *frames = error.problems
+        last = f" ({frames[-1].strip()})" if frames else ""
+        return judge, {"problem": sentence + last}
+    except BaseException as error:  # noqa: BLE001 - whatever a user's file does when it is loaded
+        return judge, {"problem": f"{work['target']} fails to load: {_what(error, '')}"}
+    return judge, {}
+
+
+def _judged(judge: Judge, columns: Columns) -> dict[str, Any]:
+    """The scores of samples, or what is wrong."""
+    try:
+        return {"scores": judge(columns)}
+    except _UnfitError as error:
+        return {"problem": error.problem, "index": error.index}
+
+
+def _by_pattern(pattern: str, key: str) -> Judge:
+    """1 where the pattern is found in a completion, and its first group, if it has one, is the row's answer,
+    if that has one; else 0.
+    """
+    compiled = re.compile(pattern)
+
+    def score(completion: str, answer: Any) -> float:
+        found = compiled.search(completion)
+        if found is None or not compiled.groups or answer is None:
+            return float(found is not None)
+        return float(found[1] is not None and is_exact_match(found[1], answers_of({key: answer}, key)))
+
+    def judge(columns: Columns) -> list[float]:
+        completions = columns["completions"]
+        return [*map(score, completions, columns.get(key, [None] * len(completions)))]
+
+    return judge
+
+
+def _by_function(function: Callable[..., Any], target: str) -> Judge:
+    """What a user's function gives, as floats. HpctrainError where it is none to judge completions."""
+    short = target.rpartition("/")[2]
+    taken: Mapping[str, inspect.Parameter] = {}
+    try:
+        taken = inspect.signature(function).parameters
+        takes_any = any(each.kind == inspect.Parameter.VAR_KEYWORD for each in taken.values())
+    except (TypeError, ValueError):  # nobody knows what it takes
+        takes_any = True
+    by_name = {name for name, each in taken.items() if each.kind in _BY_NAME}
+    if "completions" not in by_name and not takes_any:
+        names = ", ".join(taken) or "nothing"
+        raise HpctrainError(
+            f"{short} takes no completions, but {names}: it is called as function(prompts=[...], "
+            "completions=[...], **others)"
+        )
+    wanted = [name for name in by_name if taken[name].default is inspect.Parameter.empty]
+    folder = os.path.dirname(getattr(getattr(function, "__code__", None), "co_filename", ""))  # noqa: PTH120
+
+    def judge(columns: Columns) -> list[float]:
+        if absent := [name for name in taken if name in wanted and name not in columns]:
+            others = [name for name in columns if name not in GIVEN]
+            raise _UnfitError(
+                f"takes {either(absent)}, which no row has (rows have "
+                f"{', '.join(others) or 'their prompts alone'})"
+            )
+        given = {name: column for name, column in columns.items() if takes_any or name in by_name}
+        try:
+            made = function(**given)
+            if inspect.isawaitable(made):
+                made = import_module("asyncio").run(_awaited(made))
+            values = None if isinstance(made, _NO_LISTS) or not hasattr(made, "__iter__") else list(made)
+        except BaseException as error:
+            raise _UnfitError(f"fails: {_what(error, folder)}") from error
+        return _floats(made, values, len(columns["completions"]), folder)
+
+    return judge
+
+
+_BY_NAME = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+_NO_LISTS = str, bytes, Mapping, Set
+
+
+async def _awaited(made: Awaitable[Any]) -> Any:
+    return await made
+
+
+def _floats(made: Any, values: Sequence[Any] | None, count: int, folder: str) -> list[float]:
+    """The values as finite numbers, `count` of them."""
+    wanted = "a list with a number for each completion"
+    if values is None:
+        raise _UnfitError(f"gives {kind_of(made)}, not {wanted}")
+    if len(values) != count:
+        raise _UnfitError(f"gives {counted(len(values), 'value')} for {counted(count, 'completion')}")
+    found = []
+    for index, value in enumerate(values):
+        if not hasattr(type(value), "__float__"):
+            hint = " (0.0 would do where it has nothing to say)" if value is None else ""
+            shown = f": {json.dumps(clipped(value))}" if isinstance(value, str) else ""
+            raise _UnfitError(f"gives {kind_of(value)}{shown}, which is no number{hint}", index)
+        try:
+            number = float(value)
+        except BaseException as error:
+            raise _UnfitError(f"gives what is no number: {_what(error, folder)}", index) from error
+        if not math.isfinite(number):
+            raise _UnfitError(f"gives {'NaN' if math.isnan(number) else f'{number:+}'}", index)
+        found.append(number)
+    return found
+
+
+def _what(error: BaseException, folder: str) -> str:
+    """What was raised, and in which line: the last of those in the folder, or else of those not of ours."""
+    said = "".join(traceback.format_exception_only(type(error), error)[-1:])
+    said = " ".join(said.split()).removeprefix(f"{type(error).__module__}.")
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith((_OURS, "<frozen"))
+    ]
+    own = [frame for frame in frames if folder and frame.filename.startswith(folder)] or frames
+    return f"{clipped(said)} ({own[-1].filename}, line {own[-1].lineno})" if own else clipped(said)

@@ -1,0 +1,109 @@
+"""Functions that judge completions, as users write them, and some that fail in each way there is."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+
+def length(prompts, completions, **others):
+    """As trl's users have it."""
+    assert len(prompts) == len(completions)
+    return [float(len(completion)) for completion in completions]
+
+
+def correct(completions, answer):
+    return [completion == right for completion, right in zip(completions, answer, strict=True)]
+
+
+async def later(completions, **others):
+    return [0.25] * len(completions)
+
+
+def as_array(completions, tokens):
+    return np.array(tokens, dtype=np.float32) / 2
+
+
+def says(completions, **others):
+    print("said by a function")
+    os.write(1, b"written by a function\n")
+    return [0.0] * len(completions)
+
+
+def process(completions, **others):
+    """What it runs in."""
+    assert Path("/proc/self/oom_score_adj").read_text() == "1000\n"
+    assert os.getsid(0) == os.getpid() and os.environ["OMP_NUM_THREADS"] == "1"
+    assert not [name for name in os.environ if name.startswith(("OMPI_", "PMIX_"))]
+    assert "torch" not in sys.modules and "mpi4py" not in sys.modules
+    return [float(os.getpid())] * len(completions)
+
+
+def of_each(bad):
+    """A function that does something bad for completions which are "bad", and else judges them."""
+    return lambda completions, **others: [bad() if each == "bad" else 1.0 for each in completions]
+
+
+def _raises():
+    raise KeyError("no such thing\nhere")
+
+
+def _hangs():
+    time.sleep(1000)
+
+
+def _spins():
+    while True:
+        pass
+
+
+def _starts_and_hangs():
+    child = subprocess.Popen(["sleep", "1000"])
+    Path(os.environ["CHILD"]).write_text(str(child.pid))
+    child.wait()
+
+
+def _out_of_memory():
+    return len(bytearray(1 << 60))
+
+
+raises, hangs, spins = of_each(_raises), of_each(_hangs), of_each(_spins)
+starts_and_hangs = of_each(_starts_and_hangs)
+leaves, exits = of_each(lambda: sys.exit("enough")), of_each(lambda: os._exit(3))
+killed = of_each(lambda: os.kill(os.getpid(), signal.SIGKILL))
+crashes, out_of_memory = of_each(lambda: ctypes.string_at(0)), of_each(_out_of_memory)
+nan, infinite, none, text = (of_each(lambda value=value: value) for value in (np.nan, -np.inf, None, "high"))
+
+
+def one_number(completions, **others):
+    return 1.0
+
+
+def too_few(completions, **others):
+    return [1.0]
+
+
+def not_at_once(completions, **others):
+    if len(completions) > 1:
+        raise ValueError("one by one, please")
+    return [1.0]
+
+
+def slow(completions, **others):
+    time.sleep(0.2 * len(completions))
+    return [1.0] * len(completions)
+
+
+def of_text(text, label):
+    return [1.0]
+
+
+def with_solution(completions, solution):
+    return [1.0]

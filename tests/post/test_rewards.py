@@ -1,0 +1,266 @@
+"""What completions are worth: scores of functions in processes, and every failure of these in a sentence.
+
+Tests of post/rewards/reward.py, post/rewards/rewards.py, post/rewards/in_processes.py,
+post/rewards/processes.py, post/rewards/worker.py and comm/helper.py.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from hpctrain.comm.world import World
+from hpctrain.errors import HpctrainError, UsersError
+from hpctrain.post.rewards.in_processes import RegularExpression, UsersReward
+from hpctrain.post.rewards.reward import ExactMatch, Reward, Sample
+from hpctrain.post.rewards.rewards import Rewards, agreed_scores, parse_reward, reward_from
+
+JUDGES = Path(__file__).with_name("judges.py")
+
+
+def samples_of(texts: Sequence[str], **others: object) -> list[Sample]:
+    return [Sample(f"prompt {n}", each, others, n // 4, n % 4 + 1, len(each)) for n, each in enumerate(texts)]
+
+
+def scores_of(function: str, texts: Sequence[str], seconds: float = 20.0, **others: object) -> list[float]:
+    reward = UsersReward(f"{JUDGES}:{function}", seconds)
+    try:
+        return reward.scores(samples_of(texts, **others))
+    finally:
+        reward.close()
+
+
+def sentence_of(reward: Reward, samples: Sequence[Sample]) -> str:
+    """What its error says, one sentence; no process is left."""
+    try:
+        with pytest.raises(HpctrainError) as raised:
+            reward.scores(samples)
+        (sentence,) = raised.value.problems
+        assert "\n" not in sentence
+        return sentence
+    finally:
+        reward.close()
+
+
+def test_functions_of_users_judge_as_they_are() -> None:
+    texts = ["a", "bb", "ccc", "", "é\n\udc80"]
+    assert scores_of("length", texts) == [1, 2, 3, 0, 3]
+    assert scores_of("correct", texts, answer="bb") == [0, 1, 0, 0, 0]
+    assert scores_of("later", texts, unused=1) == [0.25] * 5
+    assert scores_of("as_array", texts) == [0.5, 1, 1.5, 0, 1.5]
+    assert scores_of("length", ["x" * 5_000_000] * 2) == [5e6, 5e6]
+
+
+def test_batches_are_shared_by_processes_in_order() -> None:
+    texts = ["x" * (n % 7) for n in range(101)]
+    reward = UsersReward(f"{JUDGES}:length", processes=3, together=4)
+    assert reward.scores([]) == []
+    assert reward.scores(samples_of(texts)) == [*map(len, texts)]
+    assert reward.scores(samples_of(texts[:1])) == [0]
+    reward.close()
+    assert reward.scores(samples_of(texts)) == [*map(len, texts)]
+    reward.close()
+    processes = UsersReward(f"{JUDGES}:process", processes=2, together=1)
+    known = {*processes.scores(samples_of(texts))} - {os.getpid()}
+    assert len(known) == 2 and known == {*processes.scores(samples_of(texts))}
+    processes.close()
+
+
+def test_what_a_function_prints_is_no_answer(capfd: pytest.CaptureFixture[str]) -> None:
+    assert scores_of("says", ["a"]) == [0.0]
+    printed = capfd.readouterr()
+    assert not printed.out and "said by a function\n" in printed.err and "written by a" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("function", "what"),
+    [
+        ("raises", f"fails: KeyError: 'no such thing\\nhere' ({JUDGES}, line "),
+        ("leaves", "fails: SystemExit: enough ("),
+        ("out_of_memory", "fails: MemoryError ("),
+        ("exits", "loses its process, which ended by itself, with exit code 3, asked"),
+        ("killed", "loses its process, which was killed (signal 9), as where memory runs out: fewer"),
+        ("crashes", "loses its process, which was ended by signal 11, asked"),
+        ("hangs", "takes longer than 1 s, asked"),
+        ("spins", "takes longer than 1 s, asked"),
+        ("nan", "gives NaN, asked"),
+        ("infinite", "gives -inf, asked"),
+        ("none", "gives None, which is no number (0.0 would do where it has nothing to say), asked"),
+        ("text", 'gives a str: "high", which is no number, asked'),
+        ("one_number", "gives a float, not a list with a number for each completion, asked"),
+    ],
+)
+def test_what_fails_is_told_with_the_sample(function: str, what: str) -> None:
+    samples = samples_of(["good"] * 6 + ["bad"] + ["good"] * 3)
+    told = sentence_of(
+        UsersReward(f"{JUDGES}:{function}", 1.0 if what.startswith("takes") else 20.0), samples
+    )
+    assert told.startswith(f"judges.py:{function} {what}"), told
+    one = 'sample 1 of prompt 0 (prompt "prompt 0", completion "good")'
+    bad = 'sample 3 of prompt 1 (prompt "prompt 6", completion "bad")'
+    assert told.endswith(f"asked about {one if function == 'one_number' else bad}"), told
+
+
+def test_the_sample_is_told_on_one_line_and_clipped() -> None:
+    samples = [Sample("p" * 10_000, "bad"), Sample('"quoted"\x1b[2J\u202e', "bad", {}, 5, 2)]
+    told = sentence_of(UsersReward(f"{JUDGES}:nan"), samples[1:])
+    assert r'sample 2 of prompt 5 (prompt "\"quoted\"\u001b[2J\u202E", completion "bad")' in told
+    assert len(sentence_of(UsersReward(f"{JUDGES}:nan"), samples[:1])) < 400
+
+
+def test_what_fails_with_several_samples_alone_is_told_so() -> None:
+    several = samples_of(["good"] * 5)
+    told = sentence_of(UsersReward(f"{JUDGES}:not_at_once"), several)
+    assert "fails: ValueError: one by one, please" in told
+    assert "asked about sample 1 of prompt 0 to sample 1 of prompt 1" in told
+    assert told.endswith("at once, though about none of these 5 alone")
+    assert "gives 1 value for 5 completions" in sentence_of(UsersReward(f"{JUDGES}:too_few"), several)
+    began = time.monotonic()
+    told = sentence_of(UsersReward(f"{JUDGES}:slow", 1.0), samples_of(["good"] * 16))
+    assert told.startswith("judges.py:slow takes longer than 1 s, asked about sample 1 of prompt 0 to ")
+    assert " of 16 alone took 1" in told and time.monotonic() - began < 30
+
+
+def test_it_is_not_started_where_it_cannot_judge(tmp_path: Path) -> None:
+    for name, what in (
+        ("of_text", "judges.py:of_text takes no completions, but text, label: it is called as function("),
+        ("lenght", f"{JUDGES} has no lenght (did you mean length?)"),
+        ("JUDGES", f"{JUDGES} has no JUDGES"),
+    ):
+        with pytest.raises(UsersError) as raised:
+            UsersReward(f"{JUDGES}:{name}").start()
+        assert raised.value.problems[0].startswith(what) and len(raised.value.problems) == 1
+    told = sentence_of(UsersReward(f"{JUDGES}:with_solution"), samples_of(["a"], answer="a"))
+    assert told.startswith("judges.py:with_solution takes solution, which no row has (rows have answer)")
+    for content, what in (("x = 1 / 0\n", "division by zero"), ("x = (\n", "SyntaxError"), ("exit(4)", "4")):
+        (own := tmp_path / "own.py").write_text(content)
+        with pytest.raises(UsersError, match=r"own\.py fails to load|it ends the process") as raised:
+            UsersReward(f"{own}:f").start()
+        assert what in str(raised.value) and len(raised.value.problems) == 1
+    own.write_text("import os\nos._exit(5)\n")
+    with pytest.raises(UsersError, match=r"^own.py:f loses its process, .* code 5, while it is loaded$"):
+        UsersReward(f"{own}:f").start()
+
+
+def test_exact_match_and_patterns() -> None:
+    texts = [" 42\n", "41", "it is 42.", ""]
+    exact = ExactMatch()
+    assert exact.scores(samples_of(texts, answer="42 ")) == [1, 0, 0, 0]
+    assert ExactMatch("right").scores(samples_of(texts, right=["41", "42"])) == [1, 1, 0, 0]
+    told = sentence_of(exact, samples_of(["a"], solution="a"))
+    assert told.startswith('exact-match: the row of prompt 0 ("prompt 0") has no "answer", with which')
+    assert "has an int as its" in sentence_of(exact, samples_of(["a"], answer=42))
+    for pattern, others, wanted in (
+        ("[0-9]+", {}, [1, 1, 1, 0]),
+        (r"is ([0-9]+)\.", {"answer": "42"}, [0, 0, 1, 0]),
+        (r"is ([0-9]+)\.", {"answer": "41"}, [0, 0, 0, 0]),
+        (r"is ([0-9]+)\.", {}, [0, 0, 1, 0]),
+        (r"41|([0-9]+)", {"answer": ["42", "43"]}, [1, 0, 1, 0]),
+    ):
+        reward = RegularExpression(pattern)
+        assert reward.scores(samples_of(texts, **others)) == wanted, pattern
+        reward.close()
+    endless = [Sample("p", "a"), Sample("p", "a" * 60 + "b", {}, 3, 2)]
+    told = sentence_of(RegularExpression("^(a+)+$", seconds=1.0), endless)
+    assert told.startswith("regular-expression takes longer than 1 s, asked about sample 2 of prompt 3 (")
+    assert "has an int as its" in sentence_of(RegularExpression("(x)"), samples_of(["a"], answer=42))
+
+
+def test_names_of_rewards(tmp_path: Path) -> None:
+    assert isinstance(parse_reward("exact-match", "deck").open(), ExactMatch)
+    assert isinstance(parse_reward("regular-expression:a:(b)", "deck").open(), RegularExpression)
+    assert isinstance(parse_reward(f"{JUDGES}:length", "deck").open(), UsersReward)
+    assert isinstance(parse_reward("json:loads", "deck").open(), UsersReward)
+    for text, what in (
+        ("regular-expression:(", r'"\(" is no regular expression \(missing \), unterminated subpattern'),
+        ("regular-expression:", "names no pattern"),
+        ("regular-expression", "names no pattern"),
+        ("exact_match", r"is no reward \(did you mean exact-match\?\)"),
+        ("", "is no reward"),
+        (f"{tmp_path}/none.py:f", "none.py: there is no such file$"),
+        ("no_such_package:f", 'there is no package "no_such_package" here'),
+        ("file.py:", "is no reward"),
+    ):
+        with pytest.raises(HpctrainError, match=rf"^deck\.toml:3: .*{what}"):
+            parse_reward(text, "deck.toml:3")
+    assert reward_from("own.py:f", "/decks/one.toml") == "/decks/own.py:f"
+    assert reward_from("regular-expression:own.py:f", "/decks/one.toml") == "regular-expression:own.py:f"
+
+
+def test_weighted_sums() -> None:
+    length = UsersReward(f"{JUDGES}:length")
+    rewards = Rewards([(length, 0.5), (ExactMatch(), 1), (ExactMatch("other"), -1.0)])
+    scores = rewards.scores(samples_of(["aa", "b", "ccc"], answer="aa", other="b"))
+    assert scores.parts == {"length": [2, 1, 3], "exact_match": [1, 0, 0], "exact_match_2": [0, 1, 0]}
+    assert scores.totals == [2.0, -0.5, 1.5]
+    assert scores.figures() == pytest.approx(
+        {"reward": 1, "reward_length": 2, "reward_exact_match": 1 / 3, "reward_exact_match_2": 1 / 3}
+    )
+    rewards.close()
+    with pytest.raises(HpctrainError, match=r'^rows\.jsonl:4 has no "answer", .* \(it has "other"\)$'):
+        rewards.check({"other": "b"}, "rows.jsonl:4")
+    with pytest.raises(HpctrainError, match=r'^rows\.jsonl:4 has "tokens", which stands'):
+        rewards.check({"answer": "a", "other": "b", "tokens": 1}, "rows.jsonl:4")
+
+
+def gone(pid: int) -> bool:
+    """Whether a process ends within seconds."""
+    for _ in range(200):
+        try:
+            if ") Z " in Path(f"/proc/{pid}/stat").read_text():
+                return True
+        except OSError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_what_hangs_ends_with_what_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHILD", str(tmp_path / "child"))
+    told = sentence_of(UsersReward(f"{JUDGES}:starts_and_hangs", 1.0), samples_of(["bad"]))
+    assert "takes longer than 1 s" in told and gone(int((tmp_path / "child").read_text()))
+
+
+@pytest.mark.parametrize("function", ["hangs", "spins"])
+def test_processes_end_with_a_killed_rank(function: str, tmp_path: Path) -> None:
+    code = (
+        "import sys; from hpctrain.post.rewards.in_processes import *; "
+        f"r = UsersReward({f'{JUDGES}:{function}'!r}, processes=2, together=1); r.start(); "
+        "r._processes.start(2); print(*[p.process.pid for p in r._processes._processes], flush=True); "
+        "r.scores([Sample('', 'bad')] * 2)"
+    )
+    rank = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert rank.stdout is not None
+    pids = [*map(int, rank.stdout.readline().split())]
+    time.sleep(0.5)
+    rank.send_signal(signal.SIGKILL)
+    rank.wait()
+    rank.stdout.close()
+    assert len(pids) == 2 and all(map(gone, pids))
+
+
+@pytest.mark.mpi
+def test_ranks_judge_shares_and_agree(world: World) -> None:
+    texts = ["x" * (n % 5) for n in range(11)]
+    rewards = Rewards([(UsersReward(f"{JUDGES}:length"), 1.0), (ExactMatch(), 10.0)])
+    scores = agreed_scores(world, rewards, samples_of(texts, answer="xx"))
+    alone = [float(len(text)) + 10 * (text == "xx") for text in texts]
+    assert scores.totals == alone and scores.parts["length"] == [*map(len, texts)]
+    assert agreed_scores(world, rewards, samples_of(["xx"], answer="xx")).totals == [12.0]
+    assert agreed_scores(world, rewards, []).totals == []
+    rewards.close()
+    bad = Rewards([(UsersReward(f"{JUDGES}:nan"), 1.0)])
+    for place in (0, 10):
+        texts = ["good"] * place + ["bad"] + ["good"] * (10 - place)
+        with pytest.raises(HpctrainError) as raised:
+            agreed_scores(world, bad, samples_of(texts))
+        numbers = f"sample {place % 4 + 1} of prompt {place // 4} "
+        assert len(raised.value.problems) == 1 and f"gives NaN, asked about {numbers}" in str(raised.value)
+    bad.close()
