@@ -24,6 +24,9 @@ from hpctrain.words import counted
 
 Booleans = npt.NDArray[np.bool_]
 
+MARGIN = "margin"
+"""The key of a row of preferences, and the field of micro-batches: by how much more it is preferred."""
+
 
 class ConversationSource(Sequences):
     """Sequences of one split of a file of conversations, several whole ones in each, or with `pack` off one.

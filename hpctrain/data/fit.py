@@ -54,7 +54,7 @@ def unfit_kind(deck: Deck, file: Tokens) -> str:
         return f"holds {file.kind}, and {learns} (`hpctrain prepare --preferences` makes such)"
     if file.kind in {TEXT_KIND, CHAT}:
         return ""
-    learned = ', or objective.kind = "dpo"' * (file.kind == PREFERENCES)
+    learned = ', or objective.kind = "dpo" or "reward"' * (file.kind == PREFERENCES)
     return f"holds {file.kind}, in which no next token is to be learned (take text or conversations{learned})"
 
 

@@ -21,7 +21,7 @@ from hpctrain.deck.data_mixture import data_problems
 from hpctrain.deck.dataset import dataset_problems
 from hpctrain.deck.defaults import first_beta, second_beta, usual_momentum
 from hpctrain.deck.learning_rate import ENDLESS
-from hpctrain.deck.objective import objective_problems
+from hpctrain.deck.objective import OF_SCORES, objective_problems
 from hpctrain.deck.optimizer import IN_BLOCKS, OWN_KEYS
 from hpctrain.deck.problem import Problem, divisors, must_divide, nearest_numbers
 from hpctrain.deck.run_length import length_problems
@@ -93,7 +93,7 @@ def source_problems(deck: Deck, source: Mapping[str, object]) -> list[Problem]:
             if deck.model.family == "gpt2" and isinstance(own, int) and deck.batch.sequence > own:
                 sentence = f"is longer than the {own} learned positions of {name}"
                 problems.append(Problem(key, sentence, ("model.family",)))
-        elif value != own:
+        elif value != own and not (key == "model.tied" and deck.objective.kind in OF_SCORES):
             sentence = f"contradicts {name}, whose model has {toml_value(own)} (leave the key out)"
             problems.append(Problem(key, sentence))
     if source and deck.model.parametrization == "mup" and "model.parametrization" not in source:

@@ -46,7 +46,7 @@ def parametrization_problems(deck: Deck) -> Iterator[Problem]:
         )
         yield Problem("optimizer.name", sentence, by)
     if optimizer == "muon":
-        for name in ("embedding.tokens.weight", "embedding.positions.weight", "head.weight"):
+        for name in ("embedding.tokens.weight", "embedding.positions.weight", "head.weight", "score.weight"):
             if any(fnmatchcase(name, pattern) for pattern in deck.optimizer.matrices):
                 sentence = f'names {name}, of whose rate with model.parametrization = "mup" no rule is known'
                 yield Problem("optimizer.matrices", sentence, by)

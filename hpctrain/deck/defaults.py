@@ -11,6 +11,7 @@ from hpctrain.deck.data_mixture import fill_mixture
 from hpctrain.deck.dataset import fill_dataset
 from hpctrain.deck.learning_rate import ENDLESS
 from hpctrain.deck.module import fill_module
+from hpctrain.deck.objective import OF_SCORES
 from hpctrain.deck.presets import MIXTURE_KEYS, PRESETS, Preset
 from hpctrain.deck.run_length import Begun, fill_steps
 from hpctrain.deck.schedules import TWO_CHUNKS
@@ -55,10 +56,11 @@ def fill(
         follows |= {"head_size": "heads"} | ({"expert_mlp": "mlp"} if "mlp" in model else {})
         # Without experts it is a dense model of its sizes.
         dense = set(MIXTURE_KEYS) if model.get("experts") == 0 else set()
+        scored = _of_scores(tables)
         values = {
             name: value
             for name, value in preset.model_keys().items()
-            if follows.get(name) not in model and name not in dense
+            if follows.get(name) not in model and name not in dense and (name, scored) != ("tied", True)
         }
         filled.preset.update(f"model.{name}" for name in values if name not in model)
         tables["model"] = {**values, **model}
@@ -68,7 +70,7 @@ def fill(
 
     for full, value in source.items():
         section, _, name = full.partition(".")
-        if name not in tables[section]:
+        if name not in tables[section] and not (full == "model.tied" and _of_scores(tables)):
             tables[section][name] = value
             filled.source.add(full)
 
@@ -160,7 +162,7 @@ def _follow_others(tables: Tables, filled: set[str], begun: Begun) -> None:
     if as_base and _is_integer(model.get("head_size")):
         default("model", "base_head_size", model["head_size"])
     if family == "gpt2":
-        default("model", "tied", True)
+        default("model", "tied", not _of_scores(tables))
         if _is_integer(hidden):
             default("model", "mlp", 4 * hidden)
     elif family == "llama":
@@ -169,6 +171,11 @@ def _follow_others(tables: Tables, filled: set[str], begun: Begun) -> None:
             default("model", "mlp", -(-8 * hidden // (3 * 256)) * 256)
     if _is_integer(model.get("mlp")):
         default("model", "expert_mlp", model["mlp"])
+
+
+def _of_scores(tables: Tables) -> bool:
+    """Whether the model's head is a row of its own, which no embedding is tied to."""
+    return tables["objective"].get("kind") in OF_SCORES
 
 
 def _is_integer(value: object) -> TypeGuard[int]:

@@ -12,15 +12,23 @@ from hpctrain.deck.sources import toml_value
 if TYPE_CHECKING:
     from hpctrain.deck.schema import Deck
 
-PREFERENCES = ("dpo",)
+PREFERENCES = ("dpo", "reward")
 """Kinds that learn from pairs of answers, which are sequences next to each other."""
+
+REFERRED = ("dpo",)
+"""Those of them that compare with what the model made of the answers when the run began."""
+
+OF_SCORES = ("reward",)
+"""Kinds whose model gives a number a token, in place of logits."""
+
+_OWN = {"dpo": ("beta", "loss", "smoothing"), "reward": ("margin", "centering")}
 
 
 class ObjectiveSection(Section):
     """What is learned: the next token (of conversations, those of the answers), or which answer is better."""
 
-    kind: Literal["next-token", "dpo"] = key(
-        "next-token: also of conversations (supervised fine-tuning); dpo: of pairs, by the start's own odds.",
+    kind: Literal["next-token", "dpo", "reward"] = key(
+        "next-token: also of conversations; of pairs of answers dpo: by the start's odds; reward: by scores.",
         "next-token",
     )
     beta: float = key(
@@ -33,17 +41,33 @@ class ObjectiveSection(Section):
     smoothing: float = key(
         "Share of pairs that are taken to be labelled the wrong way round (dpo, sigmoid).", 0.0, ge=0, lt=0.5
     )
+    margin: float = key(
+        "By how much the preferred answer's reward is to be ahead, beside a row's own `margin` (reward).",
+        0.0,
+        ge=0,
+        le=1000,
+    )
+    centering: float = key(
+        "Weight of the square of a pair's two rewards' sum, which keeps rewards about zero (reward).",
+        0.0,
+        ge=0,
+        le=1000,
+    )
 
 
 def objective_problems(deck: Deck) -> Iterator[Problem]:
     """Everything that keeps a deck from its objective, and keys that are given in vain."""
     keys, kind = deck.objective, deck.objective.kind
-    if kind not in PREFERENCES:
-        for name in ("beta", "loss", "smoothing"):
-            if getattr(keys, name) != ObjectiveSection.model_fields[name].default:
-                sentence = f'is for objective.kind = "dpo", which is {toml_value(kind)} (leave it out)'
+    for other, names in _OWN.items():
+        for name in names:
+            if kind != other and getattr(keys, name) != ObjectiveSection.model_fields[name].default:
+                sentence = f'is for objective.kind = "{other}", which is {toml_value(kind)} (leave it out)'
                 yield Problem(f"objective.{name}", sentence, ("objective.kind",))
+    if kind not in PREFERENCES:
         return
+    if kind in OF_SCORES and deck.model.module is None and deck.model.tied:
+        sentence = f"must be false for objective.kind = {toml_value(kind)}, whose head is a row of its own"
+        yield Problem("model.tied", f"{sentence} (leave it out)", ("objective.kind",))
     if keys.loss == "ipo" and keys.smoothing:
         sentence = 'is for objective.loss = "sigmoid" ("ipo" knows no labels that are wrong; leave it out)'
         yield Problem("objective.smoothing", sentence, ("objective.loss",))

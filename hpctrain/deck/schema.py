@@ -164,7 +164,9 @@ class Model(Section):
         ge=2,
         le=_LARGEST,
     )
-    tied: bool = key("Whether output and input embedding are one.", derived="true (gpt2), false (llama)")
+    tied: bool = key(
+        "Whether output and input embedding are one.", derived="true (gpt2), false (llama, reward models)"
+    )
     frozen: tuple[str, ...] = key(
         'Parameters that are not trained, by name; * stands for any text: ["blocks.0.*"].', (), strict=False
     )

@@ -27,7 +27,7 @@ from hpctrain.parallel.eight_bits import names
 from hpctrain.parallel.linear import SplitLinear
 from hpctrain.parallel.shard import Parameter
 
-_NEVER_IN_8_BITS = ("head.weight", "embedding.tokens.weight", "embedding.positions.weight")
+_NEVER_IN_8_BITS = ("head.weight", "score.weight", "embedding.tokens.weight", "embedding.positions.weight")
 """Names that precision.fp8_exclude may have in vain."""
 
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from hpctrain.deck.objective import OF_SCORES
 from hpctrain.deck.presets import Sizes
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.model.architecture import Architecture
 from hpctrain.model.parametrization import STANDARD, Parametrization
+
+Head = Literal["vocabulary", "scalar"]
+"""What predicts: logits of every token of the vocabulary, or one number a token."""
 
 Recomputed = int | Literal["none", "full", "selective", "sqrt"]
 """What backward computes again; a number is that of blocks of which only the first one's input is kept."""
@@ -21,7 +25,7 @@ class ModelShape(Sizes, Architecture):
 
     `gpt2`: learned positions, LayerNorm, GELU, biases. `llama`: RoPE, RMSNorm, SwiGLU, no biases. Of what
     concerns mixtures, what is meant is told by the deck's keys of these names. `packed` says that documents
-    in a sequence do not see each other.
+    in a sequence do not see each other; a `head` that is scalar has a row of its own, whatever is `tied`.
     """
 
     sequence: int
@@ -39,6 +43,7 @@ class ModelShape(Sizes, Architecture):
     capacity: float | None = None
     parametrization: Parametrization = STANDARD
     packed: bool = False
+    head: Head = "vocabulary"
 
     def __post_init__(self) -> None:
         """Features of one attention head are hidden / heads where they are not given."""
@@ -58,6 +63,8 @@ class ModelShape(Sizes, Architecture):
         settled: dict[str, Any] = {"vocabulary": vocabulary, "sequence": deck.batch.sequence}
         settled["parametrization"] = Parametrization.of(deck)
         settled["packed"] = deck.data.document_mask
+        settled["head"] = "scalar" if deck.objective.kind in OF_SCORES else "vocabulary"
+        settled["tied"] = deck.model.tied and settled["head"] == "vocabulary"
         names = {field.name for field in fields(ModelShape)} - settled.keys()
         return ModelShape(**{name: getattr(deck.model, name) for name in names}, **settled)
 

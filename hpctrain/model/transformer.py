@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ from hpctrain.parallel.random import dropout
 from hpctrain.parallel.residency import Residency
 from hpctrain.parallel.saved import Saving, Storage, Waiting, total
 from hpctrain.parallel.saved_policy import LayerPass
+from hpctrain.parallel.scalar_head import ScalarHead
 from hpctrain.parallel.shard import Parameter, Shard
 from hpctrain.parallel.vocabulary import VocabularyEmbedding, VocabularyHead, vocabulary_shard
 
@@ -229,14 +231,23 @@ class Block(TransformerLayer):
 
 
 class Predictor(TransformerLayer):
-    """Final norm and head; `own` says that the head's table is not another layer's."""
+    """Final norm and head: that of the vocabulary, of which `own` says that its `table` is not another
+    layer's, or without a table a scalar one.
+    """
 
     kind = "head"
 
-    def __init__(self, shape: ModelShape, groups: LayerGroups, table: Parameter, own: bool) -> None:
+    def __init__(
+        self, shape: ModelShape, groups: LayerGroups, table: Parameter | None, own: bool = False
+    ) -> None:
         super().__init__()
         self.norm = Norm("final_norm", shape, groups)
-        self.head = VocabularyHead(table, groups, shape.parametrization.of_logits)
+        multiplier = shape.parametrization.of_logits
+        self.head: VocabularyHead | ScalarHead
+        if table is None:
+            self.head = ScalarHead(shape.hidden, groups, multiplier)
+        else:
+            self.head = VocabularyHead(table, groups, multiplier)
         if own:
             self.owned = nn.Module()
             self.owned.register_parameter("table", table)
@@ -268,18 +279,16 @@ class Predictor(TransformerLayer):
     @property
     def matrices(self) -> list[Matrix]:
         """See Layer."""
-        rows, hidden = self.head.table.shard.shape
-        return [Matrix(rows, hidden, "outputs")]
+        return [self.head.matrix]
 
     @property
     def elementwise(self) -> list[Elementwise]:
         """See Layer."""
-        rows, hidden = self.head.table.shard.shape
-        return [Elementwise("norm", hidden), Elementwise("loss", rows, True)]
+        return [Elementwise("norm", *self.norm.size), *self.head.elementwise]
 
     def saved(self, at: Saving) -> list[Storage]:
         """See Layer: the gradient of the hidden states is computed in the forward pass."""
-        return [*self.norm.saved(at), at.features(*self.norm.size)]
+        return [*self.norm.saved(at), self.head.saved(at)]
 
     def workspace(self, at: Saving) -> int:
         """See Layer."""
@@ -305,7 +314,9 @@ class Transformer(nn.Module):
             table = self._table("embedding.tokens.weight", shape.tied)
             layers.append(Embedding(shape, groups, table))
         layers += [Block(index, shape, groups) for index in range(self.span.first, self.span.last)]
-        if self.span.predicts:
+        if self.span.predicts and shape.head == "scalar":
+            layers.append(Predictor(shape, groups, None))
+        elif self.span.predicts:
             own = not shape.tied or table is None
             if own or table is None:
                 name = "embedding.tokens.weight" if shape.tied else "head.weight"
@@ -369,7 +380,7 @@ class Transformer(nn.Module):
             rotary = Rotary(inputs.positions, self.shape.head_size, self.shape.rope_base, self.dtype)
         return Surroundings(inputs, rows, rotary, self.residency)
 
-    def predict(self, hidden: Tensor, compute: Callable[[VocabularyHead, Tensor], Computed]) -> Computed:
+    def predict(self, hidden: Tensor, compute: Callable[[Any, Tensor], Computed]) -> Computed:
         """See Part."""
         head = self.predictor.head
         with self.residency.held(head.table):

@@ -10,6 +10,7 @@ from hpctrain.objective.dpo import DirectPreference
 from hpctrain.objective.next_token import NextToken
 from hpctrain.objective.objective import Objective
 from hpctrain.objective.of_module import ClassesOfLogits, NextTokenOfLogits, users_loss
+from hpctrain.objective.reward import Reward
 
 
 def make_objective(deck: Deck) -> Objective:
@@ -26,6 +27,8 @@ def make_objective(deck: Deck) -> Objective:
         return NextTokenOfLogits(deck.stability.z_loss)
     if deck.objective.kind == "dpo":
         return DirectPreference(deck.objective.beta, deck.objective.loss, deck.objective.smoothing)
+    if deck.objective.kind == "reward":
+        return Reward(deck.objective.margin, deck.objective.centering)
     return NextToken(deck.stability.z_loss)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 Initial = Literal["normal", "residual", "table", "router", "ones", "zeros"]
 """How a parameter starts, by its role: "residual" is a normal weight that ends a residual branch, "table" one
-with a row for each token or position, "router" one with a row for each expert.
+with a row for each token or position, or that of a scalar head, "router" one with a row for each expert.
 """
 
 

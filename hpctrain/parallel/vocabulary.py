@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.operations import Elementwise, Matrix
 from hpctrain.parallel.partition import Logits
 from hpctrain.parallel.products import make_product
-from hpctrain.parallel.saved import Saving
+from hpctrain.parallel.saved import Saving, Storage
 from hpctrain.parallel.shard import Parameter, Shard
 
 CHUNK_ELEMENTS, CHUNK_ELEMENTS_ON_GPU = 6_500_000, 1 << 26
@@ -165,6 +166,21 @@ class VocabularyHead(nn.Module):
         if tensor.size > 1:
             local = tensor.all_gather(local.permute(2, 0, 1).contiguous()).permute(1, 2, 0)
         return local[..., : self.table.shard.shape[0]]
+
+    @property
+    def matrix(self) -> Matrix:
+        """What hidden states are multiplied with."""
+        rows, hidden = self.table.shard.shape
+        return Matrix(rows, hidden, "outputs")
+
+    @property
+    def elementwise(self) -> list[Elementwise]:
+        """What is done to the logits."""
+        return [Elementwise("loss", self.table.shard.shape[0], True)]
+
+    def saved(self, at: Saving) -> Storage:
+        """The gradient of the hidden states, which is computed in the forward pass."""
+        return at.features(self.table.shard.shape[1])
 
     def workspace(self, at: Saving) -> int:
         """Bytes of a loss in passing: logits, or their gradients, of a chunk of tokens; beside these what

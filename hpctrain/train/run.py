@@ -18,7 +18,7 @@ from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.checkpoint.verify import verify
 from hpctrain.comm.world import World
 from hpctrain.deck.check_world import check_world
-from hpctrain.deck.objective import PREFERENCES
+from hpctrain.deck.objective import REFERRED
 from hpctrain.deck.read import deck_text
 from hpctrain.deck.replicas import begun_with, with_ranks
 from hpctrain.deck.schema import Deck
@@ -304,7 +304,7 @@ def open_run(
     source = deck.model.source if checkpoint is None else None
     started_from = start_from_source(deck, engine) if source is not None else ""
     trainer = Trainer(deck, engine, corpus.train, state)
-    if deck.objective.kind in PREFERENCES:
+    if deck.objective.kind in REFERRED:
         held_out = refer(trainer.step, corpus, held_out, Path(deck.run.dir), checkpoint)
     routing: Routing | None = None
     if deck.model.record_routing or given is not None:

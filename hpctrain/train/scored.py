@@ -1,8 +1,11 @@
-"""What a model makes of the targets of sequences, token by token, on any layout: by the run's own pass."""
+"""What a model makes of sequences, token by token, on any layout, by the run's own pass: log-probabilities of
+their targets, or scores.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +13,7 @@ from torch import Tensor
 from hpctrain.data.batches import Batches
 from hpctrain.objective.log_probabilities import log_probabilities
 from hpctrain.objective.objective import Losses
-from hpctrain.parallel.vocabulary import VocabularyHead
+from hpctrain.parallel.scalar_head import ScalarHead
 from hpctrain.pipeline.execute import PreparedBatch, forward_only
 from hpctrain.train.evaluate import Window
 from hpctrain.train.step import Step
@@ -19,15 +22,19 @@ MICRO_BATCHES = 16
 """Of a data rank at a time: all ranks hold what all have found of them."""
 
 
-class _Kept:
-    """The log-probabilities of a micro-batch, as an objective's losses are computed, which here are none."""
+Finding = Callable[[Any, Tensor, Tensor], Tensor]
+"""Of a head, hidden states and targets [s, b]: what is found of each token, fp32 [s, b]."""
 
-    def __init__(self, targets: Tensor, figures: int) -> None:
-        self.targets, self.figures = targets, figures
+
+class _Kept:
+    """What is found of a micro-batch, as an objective's losses are computed, which here are none."""
+
+    def __init__(self, targets: Tensor, figures: int, find: Finding) -> None:
+        self.targets, self.figures, self.find = targets, figures, find
         self.found: Tensor | None = None
 
-    def __call__(self, head: VocabularyHead, hidden: Tensor) -> Losses:
-        self.found = log_probabilities(head, hidden, self.targets)
+    def __call__(self, head: Any, hidden: Tensor) -> Losses:
+        self.found = self.find(head, hidden, self.targets)
         nothing = self.found.new_zeros(())
         return Losses(nothing, (nothing,) * self.figures)
 
@@ -36,13 +43,29 @@ def log_probabilities_of(step: Step, batches: Batches) -> Iterator[Tensor]:
     """Log-probabilities [n, s] of the targets of all sequences in their order, some at a time, zero where
     there is no target, the same on all ranks. Collective.
     """
+    return _of_all(step, batches, log_probabilities)
+
+
+def values_of(step: Step, batches: Batches) -> Iterator[Tensor]:
+    """The scores [n, s] of all tokens of all sequences in their order by a model with a scalar head, some
+    sequences at a time, the same on all ranks: of a critic values, of a reward model at the ends of answers
+    their rewards. Collective.
+    """
+
+    def scores(head: ScalarHead, hidden: Tensor, targets: Tensor) -> Tensor:  # noqa: ARG001
+        return head.scores(hidden)
+
+    return _of_all(step, batches, scores)
+
+
+def _of_all(step: Step, batches: Batches, find: Finding) -> Iterator[Tensor]:
     count, size = batches.source.count, MICRO_BATCHES * step.micro_size * step.engine.mesh.size("data")
     for first in range(0, count, size):
         taken = min(size, count - first)
-        yield _of_first(step, Batches(Window(batches.source, first, taken), 0), taken)
+        yield _of_first(step, Batches(Window(batches.source, first, taken), 0), taken, find)
 
 
-def _of_first(step: Step, batches: Batches, sequences: int) -> Tensor:
+def _of_first(step: Step, batches: Batches, sequences: int, find: Finding) -> Tensor:
     engine, data = step.engine, step.engine.mesh
     rank, ranks = data.coordinate("data"), data.size("data")
     micro_batches, _ = step.read(batches.evaluation(sequences, rank, ranks, step.micro_size))
@@ -50,7 +73,7 @@ def _of_first(step: Step, batches: Batches, sequences: int) -> Tensor:
     prepared, kept = [], []
     for micro in micro_batches:
         inputs = step.prepare(micro, one, None).inputs
-        kept.append(_Kept(inputs.fields["targets"].t(), figures))
+        kept.append(_Kept(inputs.fields["targets"].t(), figures, find))
         prepared.append(PreparedBatch(inputs, kept[-1]))
     ledger = engine.world.ledger
     ledger.phase = "evaluation"

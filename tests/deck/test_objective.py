@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.deck.read import parse_deck
+from hpctrain.deck.read import deck_text, parse_deck
+from hpctrain.model.shape import ModelShape
 from tests.deck.small_text import SMALL, changed, problems
 
 
@@ -31,6 +32,20 @@ def test_kinds() -> None:
             'kind = "dpo"\nloss = "ipo"\nsmoothing = 0.1',
             'objective.smoothing = 0.1: is for objective.loss = "sigmoid"',
         ),
+        ("centering = 0.01", 'objective.centering = 0.01: is for objective.kind = "reward", which is "next'),
+        (
+            'kind = "dpo"\nmargin = 0.5',
+            'objective.margin = 0.5: is for objective.kind = "reward", which is "dpo',
+        ),
+        (
+            'kind = "reward"\nbeta = 0.3',
+            'objective.beta = 0.3: is for objective.kind = "dpo", which is "reward',
+        ),
+        ('kind = "reward"\nmargin = "big"', 'objective.margin = "big": must be a number'),
+        (
+            'kind = "reward"\n[stability]\nz_loss = 1e-4',
+            'objective.kind = "reward": has no z-loss: stability.z_loss is for "next-token" (leave it out)',
+        ),
         (
             'kind = "dpo"\n[stability]\nz_loss = 1e-4',
             'objective.kind = "dpo": has no z-loss: stability.z_loss is for "next-token" (leave it out)',
@@ -52,3 +67,21 @@ def test_pairs_are_not_parted() -> None:
     for name, size in (("micro_size", 3), ("global_size", 9)):
         told = f"batch.{name} = {size}: must be even: a pair of answers is two sequences"
         assert any(told in sentence for sentence in sentences), sentences
+
+
+def test_a_reward_model_has_a_head_of_its_own() -> None:
+    keys = ["objective.kind=reward", "objective.margin=0.5", "objective.centering=0.01"]
+    for family, tied in (("gpt2", True), ("llama", False)):
+        of_family = [f"model.family={family}", "batch.micro_size=2"]
+        deck = parse_deck(SMALL, [*of_family, *keys])
+        shape = ModelShape.of(deck, 61)
+        assert (deck.model.tied, shape.tied, shape.head) == (False, False, "scalar")
+        assert parse_deck(deck_text(deck)) == deck
+        assert not [line for line in deck_text(deck).splitlines() if line.startswith("tied")]
+        assert ModelShape.of(parse_deck(SMALL, of_family), 61).head == "vocabulary"
+        assert parse_deck(SMALL, of_family).model.tied is tied
+    own = changed("global_size = 8", "global_size = 8\nmicro_size = 2").replace(
+        "[model]", "[model]\ntied = true"
+    )
+    (told,) = problems(f'{own}\n[objective]\nkind = "reward"\n')
+    assert 'model.tied = true: must be false for objective.kind = "reward", whose head is' in told
