@@ -169,7 +169,7 @@ def plan_traffic(deck: Deck, ranks: int, vocabulary: int, ranks_per_node: int = 
             steps, of_update = _steps(deck, stage, schedule, number, listener)
             noted[kind] = stage.groups.noted.numbers("max")
             keep = LAYERS if layers is not None else frozenset[str]()
-            of_all = [*_of_all(architecture, mesh, stage), *_of_weights(stage, listener, keep)]
+            of_all = [*_of_all(deck, architecture, mesh, stage), *_of_weights(stage, listener, keep)]
             in_layers = layers if layers is not None else _exchanges(deck, stage, schedule, number)
             more = [*in_layers, *of_all, *of_update]
             planned[kind] = tuple((*(m for m in step if m.axis not in keep), *more) for step in steps)
@@ -384,9 +384,10 @@ def _exchanges(deck: Deck, stage: TrainedStage, schedule: Schedule, number: int)
     return [Moved("expert", exchanged, Traffic(exchanged, exchanged, calls))] if exchanged else []
 
 
-def _of_all(architecture: Architecture, mesh: PlannedMesh, stage: TrainedStage) -> list[Moved]:
-    """The counts and figures that all ranks sum, see Step."""
-    figures = len(count(architecture).terms) + 1 + stage.replica[1]
+def _of_all(deck: Deck, architecture: Architecture, mesh: PlannedMesh, stage: TrainedStage) -> list[Moved]:
+    """The counts and figures that all ranks sum, see Step; of a module's own loss it has one."""
+    own = 1 if deck.model.module is not None else len(make_objective(deck).figures)
+    figures = len(count(architecture).terms) + own + stage.replica[1]
     everyone = mesh.group(*EVERYONE)
     sums = [(mesh.group("data"), 1), (everyone, figures)]
     sums += [(everyone, 2)] if stage.synchronizer.measured else []
