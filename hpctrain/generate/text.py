@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +18,11 @@ from hpctrain.checkpoint.read import read_state
 from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.comm.device import on_host
 from hpctrain.comm.host_memory import available_bytes, resident_bytes
-from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.data.tokenizer import Tokenizer
-from hpctrain.deck.check import check_deck
 from hpctrain.deck.schema import Deck, Machine
-from hpctrain.engine.functions import with_functions
-from hpctrain.engine.sizes import expert_sizes
-from hpctrain.engine.stage import build_stage, load_parameters, make_groups
+from hpctrain.engine.generation import generation_deck, generation_stage
+from hpctrain.engine.stage import load_parameters
 from hpctrain.errors import HpctrainError
 from hpctrain.generate.cache import CachePlan
 from hpctrain.generate.continuing import Text, continue_texts
@@ -34,15 +30,12 @@ from hpctrain.generate.passes import CachedPasses, can_cache, least_rows
 from hpctrain.generate.prompts import Prompt, PromptSource
 from hpctrain.generate.sampling import KeyedDraws, Sampling
 from hpctrain.generate.stopping import Continuation
-from hpctrain.model.build import build_model
 from hpctrain.model.count import count
 from hpctrain.model.part import Part
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Transformer
-from hpctrain.parallel.saved_policy import SavedPolicy
 from hpctrain.plan.room import demand_room
-from hpctrain.sharding.replication import Replications
 from hpctrain.watch.newest import find_checkpoint
 
 TEXTS_AT_A_TIME = 32
@@ -250,35 +243,18 @@ def parameter_bytes(deck: Deck) -> int:
 
 def load_part(world: World, path: Path, deck: Deck) -> Part:
     """The model of a checkpoint whose `split_deck` this is, as of `load_model`. Collective."""
-    assert deck.model.vocabulary is not None
-    tensor, shape = deck.layout.tensor, ModelShape.of(deck, deck.model.vocabulary)
-    if all(world.everyone.all_gather_object(on_host(world.device))):
-        deck = with_functions(deck, world)
-    mesh = Mesh(world, {"data": world.size // tensor, "tensor": tensor} | expert_sizes(deck))
-    groups = make_groups(deck, mesh, SavedPolicy(), world.device)
+    tensor = deck.layout.tensor
     needed = resident_bytes() + parameter_bytes(deck) // tensor
     advice = "more nodes would share the model"
     demand_room(world, Machine(), str(path), needed, lambda _: advice)
-    model = build_model(shape, groups)
-    stage = build_stage(deck, groups, [model], Replications.uncut(mesh))
+    model, stage = generation_stage(deck, world, tensor)
     load_parameters(path, stage, world.everyone)
     return model
 
 
 def split_deck(state: dict[str, Any], path: Path, ranks: int) -> Deck:
     """The checkpoint's deck with all ranks along the tensor axis; HpctrainErrors as of `load_model`."""
-    deck = stored_deck(state, path)
-    layout: dict[str, object] = {"data": None, "context": 1, "tensor": ranks, "sequence_parallel": False}
-    # Experts lie spread over as many of the ranks as divide them.
-    layout |= {"expert": gcd(ranks, deck.model.experts) if deck.model.experts else 1, "expert_tensor": 1}
-    # In 8 bits a row would take longer, and its text would depend on those beside it.
-    compute = "bf16" if deck.precision.compute == "fp8" else deck.precision.compute
-    deck = deck.with_keys(layout=layout, precision={"compute": compute}, run={"noise_scale_steps": 0})
-    problems = [problem for problem in check_deck(deck) if not (problem.for_writers or problem.idle)]
-    if problems:
-        begin = f"{ranks} ranks: the model of {path} is split over all of them, and their number"
-        raise HpctrainError([f"{begin} {problem.sentence}" for problem in problems])
-    return deck
+    return generation_deck(stored_deck(state, path), ranks, of=f"the model of {path}")
 
 
 def stored_tokenizer(state: dict[str, Any], path: Path) -> Tokenizer:

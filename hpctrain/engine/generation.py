@@ -1,0 +1,69 @@
+"""A model that generates, in memory and without weights yet: its deck's layout, its mesh and its stage."""
+
+from __future__ import annotations
+
+from math import gcd
+
+from hpctrain.comm.device import on_host
+from hpctrain.comm.mesh import Mesh
+from hpctrain.comm.world import World
+from hpctrain.deck.check import check_deck
+from hpctrain.deck.schema import Deck
+from hpctrain.engine.functions import with_functions
+from hpctrain.engine.sizes import expert_sizes
+from hpctrain.engine.stage import Stage, build_stage, make_groups
+from hpctrain.errors import HpctrainError
+from hpctrain.model.build import build_parts
+from hpctrain.model.part import Span
+from hpctrain.model.shape import ModelShape
+from hpctrain.model.transformer import Transformer
+from hpctrain.parallel.saved_policy import SavedPolicy
+from hpctrain.pipeline.split import even_split
+from hpctrain.sharding.replication import Replications
+
+
+def generation_deck(deck: Deck, tensor: int, pipeline: int = 1, of: str = "the model") -> Deck:
+    """The deck with each copy of its model over so many ranks, and the others along the data axis.
+
+    HpctrainError with all that keeps these from splitting it; `of` says what is split.
+    """
+    layout: dict[str, object] = {"data": None, "context": 1, "tensor": tensor, "sequence_parallel": False}
+    # Experts lie spread over as many of the ranks as divide them.
+    layout |= {"expert": gcd(tensor, deck.model.experts) if deck.model.experts else 1, "expert_tensor": 1}
+    layout |= {"pipeline": pipeline, "chunks": 1, "schedule": "1f1b", "split": None}
+    # In 8 bits a row would take longer, and its text would depend on those beside it.
+    compute = "bf16" if deck.precision.compute == "fp8" else deck.precision.compute
+    split = deck.with_keys(layout=layout, precision={"compute": compute}, run={"noise_scale_steps": 0})
+    problems = [problem for problem in check_deck(split) if not (problem.for_writers or problem.idle)]
+    if problems:
+        ranks = tensor * pipeline
+        begin = f"{ranks} ranks: {of} is split over all of them, and their number"
+        raise HpctrainError([f"{begin} {problem.sentence}" for problem in problems])
+    return split
+
+
+def generation_stage(deck: Deck, world: World, tensor: int, pipeline: int = 1) -> tuple[Transformer, Stage]:
+    """The model of a deck of transformers whose vocabulary is settled, or this rank's part of it, to compute
+    with what `load_parameters` or a Transfer fills in: `pipeline` x `tensor` ranks share a copy of it.
+
+    It has no gradients. It computes by the kernels and functions that were found for the deck, or that are
+    found now. Collective; HpctrainErrors as of `generation_deck`.
+    """
+    vocabulary = deck.model.vocabulary
+    assert vocabulary is not None and world.size % (pipeline * tensor) == 0
+    with world.agreement():
+        deck = generation_deck(deck, tensor, pipeline)
+    if all(world.everyone.all_gather_object(on_host(world.device))):
+        deck = with_functions(deck, world)
+    sizes = {"pipeline": pipeline, "data": world.size // (pipeline * tensor), "tensor": tensor}
+    mesh = Mesh(world, sizes | expert_sizes(deck))
+    groups = make_groups(deck, mesh, SavedPolicy(), world.device)
+    shape = ModelShape.of(deck, vocabulary)
+    blocks = even_split(shape.layers, pipeline)
+    number, last = mesh.coordinate("pipeline"), pipeline - 1
+    first = sum(blocks[:number])
+    ends = min(2, pipeline)
+    span = Span(first, first + blocks[number], number == 0, number == last, int(number == last > 0), ends)
+    (model,) = build_parts(shape, groups, [span])
+    assert isinstance(model, Transformer)
+    return model, build_stage(deck, groups, [model], Replications.uncut(mesh))
