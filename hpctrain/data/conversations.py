@@ -7,6 +7,8 @@ the same, and a run that goes on.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,11 +16,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hpctrain.data.batches import MASKED, SPLITS, Sequences
+from hpctrain.data.batches import MASKED, SPLITS, MicroBatch, Sequences, Wanted
 from hpctrain.data.contents import CHAT, NOUNS, PREFERENCES, PROMPTS
 from hpctrain.data.fit import split_samples
 from hpctrain.data.packing import Array, Packing
 from hpctrain.data.shards import Tokens
+from hpctrain.data.tokens import TokenFile
+from hpctrain.deck.sources import clipped, toml_value
 from hpctrain.errors import HpctrainError
 from hpctrain.words import counted
 
@@ -26,6 +30,8 @@ Booleans = npt.NDArray[np.bool_]
 
 MARGIN = "margin"
 """The key of a row of preferences, and the field of micro-batches: by how much more it is preferred."""
+
+_LARGEST_MARGIN = 1e4
 
 
 class ConversationSource(Sequences):
@@ -138,20 +144,48 @@ class _Rows(ABC):
 
 class PreferenceSource(_Rows, Sequences):
     """Pairs of answers as sequences: 2i is what is preferred of pair i, 2i + 1 what is not, each prompt and
-    answer from its first place on.
+    answer from its first place on. With `margins`, micro-batches have those of pairs as a field, if the file
+    has any: [b, s], the same everywhere in both rows of a pair. HpctrainError for one that is no number.
 
     Targets are those of the answer alone. A pair longer than `length` is cut at its end; one of whose
     answers nothing would remain is left out.
     """
 
-    def __init__(self, file: Tokens, length: int, fraction: float, split: str) -> None:
+    def __init__(self, file: Tokens, length: int, fraction: float, split: str, margins: bool = False) -> None:
         super().__init__(file, PREFERENCES, length, fraction, split)
         self.count = 2 * len(self._rows)
+        self.margins = self._margins() if margins else None
 
     def sequence(self, index: int) -> tuple[Tensor, Tensor]:
         """See Sequences."""
         assert 0 <= index < self.count, (index, self.count)
         return self.document(2 * self.number(index // 2) + index % 2)
+
+    def micro_batches(self, wanted: Iterable[Wanted], later: Iterable[Wanted]) -> Iterator[MicroBatch]:
+        """See Samples."""
+        kept = list(wanted)
+        for each, micro in zip(kept, super().micro_batches(kept, later), strict=True):
+            if self.margins is None:
+                yield micro
+                continue
+            field = torch.zeros(micro.targets.shape)
+            field[: len(each.indices)] = self.margins[each.indices // 2].unsqueeze(1)
+            yield replace(micro, fields={**micro.fields, MARGIN: field})
+
+    def _margins(self) -> Tensor | None:
+        """Those of all pairs, fp32, 0 where one has none; None where none has."""
+        if isinstance(self.file, TokenFile) and self.file.contents.others <= 2 * self.file.contents.rows:
+            return None  # all are {}
+        found = [self.others(index).get(MARGIN) for index in range(len(self._rows))]
+        for number, margin in zip(self._rows.tolist(), found, strict=True):
+            is_number = isinstance(margin, int | float) and not isinstance(margin, bool)
+            if margin is not None and not (is_number and abs(margin) <= _LARGEST_MARGIN):
+                told = f"pair {number + 1} has {MARGIN} = {clipped(toml_value(margin))}"
+                raise HpctrainError(
+                    f"{self.file.where}: {told}: must be a number of at most {_LARGEST_MARGIN:g} "
+                    f'(how much more its chosen answer is preferred), for objective.kind = "reward"'
+                )
+        return torch.tensor([margin or 0.0 for margin in found]) if any(found) else None
 
     def first_token(self, index: int) -> int:
         """Where the document of a sequence begins in the file."""

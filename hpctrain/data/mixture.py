@@ -146,8 +146,9 @@ class Trained:
         entries = entries_of(deck)
         length, fraction, seed = deck.batch.sequence, deck.data.validation, deck.run.seed
         mask, pack = masks_documents(deck, tokens), deck.data.pack
+        margins = deck.objective.kind == "reward"
         train, held_out = (
-            [sequences_of(each, length, fraction, split, mask, pack) for each in tokens]
+            [sequences_of(each, length, fraction, split, mask, pack, margins) for each in tokens]
             for split in ("train", "validation")
         )
         notes = tuple(
@@ -197,13 +198,19 @@ class Trained:
 
 
 def sequences_of(
-    file: Tokens, length: int, fraction: float, split: str, document_mask: bool, pack: bool
+    file: Tokens,
+    length: int,
+    fraction: float,
+    split: str,
+    document_mask: bool,
+    pack: bool,
+    margins: bool = False,
 ) -> Sequences:
     """Those of a file, by what it holds: see SequenceSource, ConversationSource and PreferenceSource."""
     if file.kind == CHAT:
         return ConversationSource(file, length, fraction, split, pack)
     if file.kind == PREFERENCES:
-        return PreferenceSource(file, length, fraction, split)
+        return PreferenceSource(file, length, fraction, split, margins)
     return SequenceSource(file, length, fraction, split, document_mask)
 
 

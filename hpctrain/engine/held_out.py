@@ -130,7 +130,9 @@ def unfit(deck: Deck, file: TokenFile, tokenizer: str | None) -> Iterator[str]:
 def batches_of(deck: Deck, file: TokenFile) -> Batches:
     """All sequences of a file."""
     mask, pack = deck.data.document_mask, deck.data.pack
-    return Batches(sequences_of(file, deck.batch.sequence, 0.0, "train", mask, pack), deck.run.seed)
+    margins = deck.objective.kind == "reward"
+    source = sequences_of(file, deck.batch.sequence, 0.0, "train", mask, pack, margins)
+    return Batches(source, deck.run.seed)
 
 
 def counted_out(deck: Deck, world: World, held_out: HeldOut, tokenizer: Tokenizer) -> HeldOut:

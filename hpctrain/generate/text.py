@@ -20,6 +20,7 @@ from hpctrain.comm.device import on_host
 from hpctrain.comm.host_memory import available_bytes, resident_bytes
 from hpctrain.comm.world import World
 from hpctrain.data.tokenizer import Tokenizer
+from hpctrain.deck.objective import OF_SCORES
 from hpctrain.deck.schema import Deck, Machine
 from hpctrain.engine.generation import generation_deck, generation_stage
 from hpctrain.engine.stage import load_parameters
@@ -252,9 +253,20 @@ def load_part(world: World, path: Path, deck: Deck) -> Part:
     return model
 
 
+def require_logits(deck: Deck, path: Path) -> None:
+    """HpctrainError where a checkpoint with this deck is of a model that predicts no tokens."""
+    if deck.objective.kind in OF_SCORES:
+        raise HpctrainError(
+            f"{path}: is a reward model, which gives scores and writes no text (`hpctrain evaluate` tells "
+            "how often it prefers what was preferred)"
+        )
+
+
 def split_deck(state: dict[str, Any], path: Path, ranks: int) -> Deck:
     """The checkpoint's deck with all ranks along the tensor axis; HpctrainErrors as of `load_model`."""
-    return generation_deck(stored_deck(state, path), ranks, of=f"the model of {path}")
+    deck = stored_deck(state, path)
+    require_logits(deck, path)
+    return generation_deck(deck, ranks, of=f"the model of {path}")
 
 
 def stored_tokenizer(state: dict[str, Any], path: Path) -> Tokenizer:

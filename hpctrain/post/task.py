@@ -26,7 +26,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.files import strict_json
 from hpctrain.generate.prompts import Prompt
 from hpctrain.generate.sampling import Sampling
-from hpctrain.generate.text import TextModel, load_model
+from hpctrain.generate.text import TextModel, load_model, require_logits
 from hpctrain.post.rewards.reward import is_exact_match
 from hpctrain.post.task_rows import Choice, Written, is_choice, read_rows
 from hpctrain.report.terminal import columns
@@ -116,6 +116,7 @@ def evaluate_task(
     with world.agreement():
         deck = evaluated_deck(state, path, overrides, world.size)
         tokenizer = known_tokenizer(state, path)
+        require_logits(deck, path)
         if deck.model.module is not None:
             raise HpctrainError(f"{path}: its model is a module of a user's, of which no task is tried")
         length = deck.batch.sequence

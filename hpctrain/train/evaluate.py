@@ -1,4 +1,6 @@
-"""`hpctrain evaluate`: the loss of a checkpoint's model on token files, by the run's own evaluation."""
+"""`hpctrain evaluate`: the loss of a checkpoint's model on token files, by the run's own evaluation; of a
+reward model how often it prefers what was preferred.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +22,7 @@ from hpctrain.data.batches import Batches, MicroBatch, Samples, Wanted
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.data.tokens import TokenFile
 from hpctrain.deck.check_world import check_world, world_problems
+from hpctrain.deck.objective import OF_SCORES, PREFERENCES
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.corpus import require_alike
 from hpctrain.engine.held_out import HeldOut, batches_of, counted_out, unfit
@@ -82,6 +85,8 @@ def evaluate(
     with world.agreement():
         deck = evaluated_deck(state, path, overrides, world.size)
         tokenizer = known_tokenizer(state, path)
+        if deck.objective.kind in PREFERENCES and sequences is not None and sequences % 2:
+            raise HpctrainError(f"--sequences {sequences}: must be even, as a pair of answers is two of them")
         opened = [TokenFile(path, "--tokens") for path in files]
         sets = _sets(deck, opened, sequences, tokenizer.text)
     require_alike(world, opened)
@@ -92,9 +97,12 @@ def evaluate(
     step = Step(engine, sets[0].batches, deck.batch.micro_size, 0.0, deck.run.seed)
     rows: list[dict[str, Any]] = []
     for file, each in zip(files, counted, strict=True):
-        loss = mean_loss(step, each, partial(_tell, say if world.rank == 0 else lambda _: None, file))
-        told = {"tokens": str(file), "sequences": each.sequences, "predicted": each.tokens}
-        rows.append(told | each.figures(loss))
+        tell = partial(_tell, say if world.rank == 0 else lambda _: None, file)
+        # A module's own loss may count nothing in a part.
+        found = mean_figures(step, each, deck.model.loss is None, tell)
+        told = {"tokens": str(file), "sequences": each.sequences}
+        told |= {} if deck.objective.kind in PREFERENCES else {"predicted": each.tokens}
+        rows.append(told | each.figures(**found))
     if world.rank == 0:
         facts = {
             "checkpoint": str(path),
@@ -107,22 +115,26 @@ def evaluate(
         show(strict_json(facts, indent=1) if as_json else "\n".join([*_table(rows), "", escaped(where)]))
 
 
-def mean_loss(step: Step, held_out: HeldOut, say: Callable[[int, int], None] = lambda *_: None) -> float:
-    """The mean loss of a token, of so many sequences at a time as ranks have memory for. Collective."""
+def mean_figures(
+    step: Step, held_out: HeldOut, in_parts: bool, say: Callable[[int, int], None] = lambda *_: None
+) -> dict[str, float]:
+    """The objective's figures, means over tokens or pairs: `in_parts`, of so many sequences at a time as
+    ranks have memory for. Collective.
+    """
     batches, told = held_out.batches, time.monotonic()
     most = MICRO_BATCHES * step.micro_size * step.engine.mesh.size("data")
-    if not held_out.in_nats:
-        most = held_out.sequences  # what a loss of its own counts, only that knows
-    total, tokens = 0.0, 0
+    if not in_parts:
+        most = held_out.sequences
+    totals, count = dict[str, float](), 0.0
     for first in range(0, held_out.sequences, most):
         size = min(most, held_out.sequences - first)
-        figures, predicted = step.evaluate_counted(Batches(Window(batches.source, first, size), 0), size)
-        total += figures["loss"] * predicted
-        tokens += predicted
+        figures, _, counted = step.evaluate_settled(Batches(Window(batches.source, first, size), 0), size)
+        totals = {name: totals.get(name, 0.0) + value * counted for name, value in figures.items()}
+        count += counted
         if time.monotonic() - told > SECONDS_PER_LINE:
             told = time.monotonic()
             say(first + size, held_out.sequences)
-    return total / max(1, tokens)
+    return {name: total / max(1.0, count) for name, total in totals.items() if name not in step.engine.terms}
 
 
 def _tell(say: Callable[[str], None], file: Path, done: int, whole: int) -> None:
@@ -146,7 +158,7 @@ def evaluated_deck(state: Mapping[str, Any], path: Path, overrides: Sequence[str
         memory={"optimizer": "device", "parameters": "device", "activations": "keep"},
         communication={"server": "none", "compress": "none", "local_steps": 1, "outer": "average"},
         run={"noise_scale_steps": 0},
-        objective={"kind": "next-token"},
+        objective={} if deck.objective.kind in OF_SCORES else {"kind": "next-token"},
         machine={"compile": False},
         stability={"corruption": "off", "check_parameters": False},
     )
@@ -184,12 +196,26 @@ def _sets(deck: Deck, files: Sequence[TokenFile], sequences: int | None, tokeniz
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    cells: list[tuple[str, ...]] = [
-        ("tokens of", "sequences", "predicted", "loss", "perplexity", "bits/byte")
-    ]
+    titles = _OF_TEXT if "predicted" in rows[0] else _OF_PAIRS
+    cells: list[tuple[str, ...]] = [("tokens of", "sequences", *titles.values())]
     for row in rows:
-        figures = (row.get("perplexity"), row.get("bits_per_byte"))
-        told = ("" if value is None else f"{value:.4f}" for value in figures)
-        size = str(row["sequences"]), format_count(row["predicted"])
-        cells.append((escaped(row["tokens"]), *size, f"{row['loss']:.6f}", *told))
+        told = (_shown(name, row.get(name)) for name in titles)
+        cells.append((escaped(row["tokens"]), str(row["sequences"]), *told))
     return fitted(cells, (0,), columns())
+
+
+_OF_TEXT = {
+    "predicted": "predicted",
+    "loss": "loss",
+    "perplexity": "perplexity",
+    "bits_per_byte": "bits/byte",
+}
+_OF_PAIRS = {name: name for name in ("loss", "accuracy", "margin", "chosen", "rejected")}
+
+
+def _shown(name: str, value: float | None) -> str:
+    if value is None:
+        return ""
+    if name == "predicted":
+        return format_count(int(value))
+    return f"{value:.6f}" if name == "loss" else f"{value:.4f}"

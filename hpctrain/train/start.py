@@ -36,7 +36,7 @@ def start_from_source(deck: Deck, engine: Engine) -> str:
         return _start_module(path, engine)
     optimizer, shape = engine.optimizer, engine.shape
     biases = training_entries(tensor for tensor in engine.state() if tensor.kind == ROUTER_BIAS)
-    source = load_source(path, engine.world, [*master_entries(engine.state()), *biases])
+    source = load_source(path, engine.world, [*master_entries(engine.state()), *biases], shape.head)
     optimizer.publish()
     engine.outer.begin(optimizer)
     if deck.stability.check_parameters:
@@ -47,6 +47,8 @@ def start_from_source(deck: Deck, engine: Engine) -> str:
         sentence += f", {shape.vocabulary - source.vocabulary} tokens added to its {source.vocabulary}"
     if shape.experts and not source.experts:
         sentence += f", {shape.experts} experts each a copy of its feed-forward part, routers new"
+    if shape.head != source.head:
+        sentence += ", in place of whose head there is a new one of scores"
     if shape.family == "gpt2" and shape.sequence < source.sequence:
         sentence += f", the first {shape.sequence} of its {source.sequence} positions"
     return sentence

@@ -222,6 +222,11 @@ class Step:
 
     def evaluate_counted(self, batches: Batches, sequences: int) -> tuple[dict[str, float], int]:
         """The same, and of how many tokens that are predicted."""
+        figures, tokens, _ = self.evaluate_settled(batches, sequences)
+        return figures, tokens
+
+    def evaluate_settled(self, batches: Batches, sequences: int) -> tuple[dict[str, float], int, float]:
+        """The same, and of how many these are means: tokens, or what the objective counts instead."""
         mesh, ledger = self.engine.mesh, self.engine.world.ledger
         ledger.phase = "evaluation"
         share = mesh.coordinate("data"), mesh.size("data"), self.micro_size
@@ -238,9 +243,9 @@ class Step:
         ):
             sums = self.executor.run(forward, prepared, training=False)
         figures, _ = self.agree(sums, tokens, min(sequences, batches.source.count))
-        self.engine.objective.settle(figures)
+        counted = self.engine.objective.settle(figures)
         ledger.phase = "other"
-        return figures, tokens
+        return figures, tokens, max(1, tokens) * counted
 
     def read(self, micro_batches: Iterator[MicroBatch]) -> tuple[list[MicroBatch], int]:
         """All of them, and how many tokens all data ranks together are to predict.

@@ -199,6 +199,30 @@ def test_pairs(folder: Path) -> None:
         PreferenceSource(TokenFile(folder / "chat.h5"), 10, 0.0, "train")
 
 
+def test_margins_of_pairs(world: World, tmp_path: Path) -> None:
+    def source(*margins: object, split: str = "train") -> PreferenceSource:
+        rows = [
+            {"prompt": "p", "chosen": "yes", "rejected": "no", **({} if each is None else {"margin": each})}
+            for each in margins
+        ]
+        path = tmp_path / "pairs.h5"
+        given = write_rows(tmp_path / "pairs.jsonl", rows)
+        prepare_rows(world, path, [given], kind="preferences", template="raw", replace=True)
+        return PreferenceSource(TokenFile(path), 8, 0.34, split, margins=True)
+
+    (micro,) = Batches(source(2, None, 0.5), 0).evaluation(4, 0, 1, 6)
+    assert micro.fields["margin"].tolist() == [[each] * 8 for each in (2.0, 2.0, 0.0, 0.0, 0.0, 0.0)]
+    assert micro.fields["margin"].dtype == torch.float32
+    (micro,) = Batches(source(2, None, -0.5, split="validation"), 0).evaluation(2, 0, 1, 2)
+    assert micro.fields["margin"][:, 0].tolist() == [-0.5, -0.5]
+    for none in (source(None, None, None), source(0, None, 0.0)):
+        (micro,) = Batches(none, 0).evaluation(4, 0, 1, 4)
+        assert "margin" not in micro.fields
+    for wrong, shown in (("big", '"big"'), (True, "true"), ([1], r"\[1\]"), (1e30, "1e\\+30")):
+        with pytest.raises(HpctrainError, match=rf"pairs.h5: pair 2 has margin = {shown}: must be a number"):
+            source(1.0, wrong, 0.5)
+
+
 def test_prompts(folder: Path) -> None:
     file = TokenFile(folder / "prompts.h5")
     source = PromptSource(file, 10, 0.2, "train")

@@ -38,7 +38,8 @@ from hpctrain.errors import HpctrainError
 from hpctrain.model.build import bare_model
 from hpctrain.model.parametrization import STANDARD
 from hpctrain.model.part import parameter_list
-from hpctrain.model.shape import ModelShape
+from hpctrain.model.shape import Head, ModelShape
+from hpctrain.parallel.scalar_head import NAME as SCORE
 from hpctrain.words import counted
 
 # Tensors whose rows may be more or fewer than a deck's, and the size that counts them.
@@ -184,31 +185,44 @@ def tensor_shapes(shape: ModelShape) -> dict[str, Index]:
     return shapes
 
 
-def load_source(path: Path, world: World, entries: Sequence[Entry]) -> ModelShape:
+def load_source(path: Path, world: World, entries: Sequence[Entry], head: Head = "vocabulary") -> ModelShape:
     """Fill fp32 entries `/model/<name>` with the weights at `path`, each rank its pieces; collective.
 
     Where the source has no experts, they are copies of its feed-forward parts, see `upcycle`. Biases of
     routers may be entries, too, which stay as they are where the source has none.
 
     Rows that the source does not have (of a larger vocabulary) and padding stay as they are; positions
-    beyond the entries' are left out. Checksums of a checkpoint are compared. Returns the source's shape.
-    Errors, the same on all ranks, as in `source_shape`, `open_model` and `checkpoint.read.load`.
+    beyond the entries' are left out. So is the source's head where the entries have a scalar `head` in its
+    place, which stays as it is; a reward model has none for a language model. Checksums of a checkpoint are
+    compared. Returns the source's shape. Errors, the same on all ranks, as in `source_shape`, `open_model`
+    and `checkpoint.read.load`.
     """
     group = world.everyone
     if not _is_checkpoint(path):
         with together(group):
             model = open_model(path)
+            _require_head(path, model.shape, head)
             for entry in _known(entries, model.shape):
                 _fill(_fitted(entry, model.shape), model)
         return model.shape
     structure = examine(path, group)
     with together(group):
         shape = stored_shape(structure)
+        _require_head(path, shape, head)
     stored = "/master" if any(name.startswith("/master/") for name in structure.datasets) else "/model"
     fitted = [_fitted(entry, shape) for entry in _known(entries, shape)]
     fitted = [replace(each, dataset=each.dataset.replace("/model", stored, 1)) for each in fitted]
-    load(structure, group, fitted, zero_padding=False)
+    load(structure, group, fitted, strict=head == shape.head, zero_padding=False)
     return shape
+
+
+def _require_head(path: Path, shape: ModelShape, head: Head) -> None:
+    """HpctrainError where a model that has no logits is to be one that has."""
+    if shape.head == "scalar" and head == "vocabulary":
+        raise HpctrainError(
+            f"{path}: is a reward model, whose head gives scores in place of logits; start from the "
+            "language model that it was trained from"
+        )
 
 
 def _is_checkpoint(path: Path) -> bool:
@@ -226,6 +240,8 @@ def _folder_shape(path: Path) -> ModelShape:
 
 def _known(entries: Sequence[Entry], shape: ModelShape) -> list[Entry]:
     """The entries that a source of this shape has, of experts those of its feed-forward parts."""
+    if shape.head == "vocabulary":
+        entries = [entry for entry in entries if entry.dataset != f"/model/{SCORE}"]
     if not shape.experts:
         entries = [dense for entry in entries for dense in upcycled(entry)]
     bias = f"/{ROUTER_BIAS}/"
