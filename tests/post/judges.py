@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -60,8 +61,8 @@ def _hangs():
 
 
 def _spins():
-    while True:
-        pass
+    """Without end, and without letting another thread on."""
+    re.match("(a+)+$", "a" * 60 + "b")
 
 
 def _starts_and_hangs():
