@@ -32,7 +32,8 @@ def start_helper(
         ],
         stdin=stdin,
         pass_fds=(kept,),
-        env={**without_rank(os.environ), "OMP_NUM_THREADS": "1"},
+        # Sets have the same order in each of them, and in a run that goes on.
+        env={"PYTHONHASHSEED": "0", **without_rank(os.environ), "OMP_NUM_THREADS": "1"},
         start_new_session=own_session,
     )
 
