@@ -20,7 +20,7 @@ from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError, UsersError
 from hpctrain.post.rewards.in_processes import RegularExpression, UsersReward
 from hpctrain.post.rewards.reward import ExactMatch, Reward, Sample
-from hpctrain.post.rewards.rewards import Rewards, agreed_scores, parse_reward, reward_from
+from hpctrain.post.rewards.rewards import Rewards, agreed_scores, open_rewards, parse_reward, reward_from
 
 JUDGES = Path(__file__).with_name("judges.py")
 
@@ -208,6 +208,18 @@ def test_weighted_sums() -> None:
         rewards.check({"other": "b"}, "rows.jsonl:4")
     with pytest.raises(HpctrainError, match=r'^rows\.jsonl:4 has "tokens", which stands'):
         rewards.check({"answer": "a", "other": "b", "tokens": 1}, "rows.jsonl:4")
+
+
+def test_rewards_are_opened_by_their_texts() -> None:
+    rewards = open_rewards({f"{JUDGES}:length": 2.0, "regular-expression:a": -1.0}, "post.rewards")
+    rewards.start()
+    assert rewards.scores(samples_of(["a", "bb"])).totals == [1.0, 4.0]
+    rewards.close()
+    with pytest.raises(HpctrainError) as raised:
+        open_rewards({"exact": 1.0, "regular-expression:(": 1.0, "exact-match": float("nan")}, "post.rewards")
+    assert len(raised.value.problems) == 3
+    with pytest.raises(HpctrainError, match=r"^post\.rewards: names no reward: "):
+        open_rewards({}, "post.rewards")
 
 
 def gone(pid: int) -> bool:

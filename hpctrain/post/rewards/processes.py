@@ -148,8 +148,12 @@ class _Process:
 
     def is_over(self) -> bool:
         """Whether it has ended; it is not waited for, so that its number, and its group's, stay its own."""
-        flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        return self.process.returncode is not None or os.waitid(os.P_PID, self.process.pid, flags) is not None
+        if self.process.returncode is not None:
+            return True
+        try:
+            return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:  # where SIGCHLD is ignored, nobody can wait for it
+            return True
 
     def close(self) -> None:
         """End it at once, with what it has started: it keeps nothing."""

@@ -142,6 +142,32 @@ class Rewards:
         return self._summed({name: [s for share in shares for s in share.parts[name]] for name in self.names})
 
 
+def open_rewards(
+    weighted: Mapping[str, float],
+    where: str,
+    key: str = _USUAL_KEY,
+    seconds: float = _USUAL_SECONDS,
+    processes: int = 1,
+) -> Rewards:
+    """Rewards of texts as in FORMS, each with its weight; arguments as of RewardName.open. HpctrainError, with all
+    that is wrong, as from parse_reward.
+    """
+    names, problems = list[RewardName](), list[str]()
+    for text, weight in weighted.items():
+        try:
+            names.append(parse_reward(text, where))
+        except HpctrainError as error:
+            problems += error.problems
+        if not isfinite(weight):
+            problems.append(f"{where}: {quoted(text)} has the weight {weight:g}, which is no finite number")
+    if not weighted:
+        problems.append(f"{where}: names no reward: {FORMS} would do")
+    if problems:
+        raise HpctrainError(problems)
+    opened = [name.open(key, seconds, processes) for name in names]
+    return Rewards([*zip(opened, weighted.values(), strict=True)])
+
+
 def agreed_scores(world: World, rewards: Rewards, samples: Sequence[Sample]) -> Scores:
     """The scores of samples that all ranks have, each of which computes a share of them. Collective:
     HpctrainError on all ranks where one fails.
