@@ -15,6 +15,7 @@ from hpctrain.checkpoint.provenance import HistorySegment, Loss, history, losses
 from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.checkpoint.structure import StoredTensor, Structure
 from hpctrain.deck.module import model_keys
+from hpctrain.deck.objective import OF_SCORES
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.report.terminal import columns, fit
@@ -54,6 +55,7 @@ def contents(structure: Structure, tensors: bool = False) -> Contents:
         "skipped": state.get("skipped"),
         "parameters": sum(s.elements for name, s in structure.datasets.items() if name.startswith("/model/")),
         "model": model_keys(deck.model.model_dump(mode="json")) if deck else None,
+        "objective": deck.objective.kind if deck else None,
         "sequence": deck.batch.sequence if deck and deck.data.dataset is None else None,
         "dataset": deck.data.dataset if deck else None,
         "precision": deck.precision.words if deck else None,
@@ -167,8 +169,9 @@ def _sentences(facts: Contents) -> Iterator[tuple[str, str]]:
         if model["experts"]:
             yield "", _mixture_text(model)
         vocabulary = f"vocabulary {model['vocabulary']}, " if model["vocabulary"] else ""
-        tied = "tied" if model["tied"] else "untied"
-        yield "", f"feed-forward {model['mlp']}, {vocabulary}sequence {facts['sequence']}, {tied} embeddings"
+        head = f"{'tied' if model['tied'] else 'untied'} embeddings"
+        head = "a head of scores" if facts["objective"] in OF_SCORES else head
+        yield "", f"feed-forward {model['mlp']}, {vocabulary}sequence {facts['sequence']}, {head}"
         yield "precision", facts["precision"]
     else:
         yield "model", parameters

@@ -53,6 +53,7 @@ from hpctrain.train.start import (
     begins_anew,
     require_no_second_warm_up,
     require_same_blocks,
+    require_same_head,
     require_same_parametrization,
     require_training_state,
     start_from_source,
@@ -425,6 +426,7 @@ def _go_on(
     with world.agreement():
         before = stored_deck(state, path)
         require_same_blocks(deck, before, path)
+        require_same_head(deck, before, path)
         require_same_parametrization(deck, before, path)
         step = int(state.get("step", 0))
         if deck.run.steps < step:

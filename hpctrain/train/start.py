@@ -12,6 +12,7 @@ from hpctrain.checkpoint.exchange.convert import MODEL_ONLY
 from hpctrain.checkpoint.exchange.names import ROUTER_BIAS
 from hpctrain.checkpoint.exchange.source import load_source
 from hpctrain.deck.check_local_steps import in_replicas
+from hpctrain.deck.objective import OF_SCORES
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import toml_value
 from hpctrain.engine.build import Engine
@@ -90,6 +91,17 @@ def require_same_blocks(deck: Deck, before: Deck, path: Path) -> None:
         )
         sentence = f"{path} is {was} and does not go on as {becomes}{start}"
         raise HpctrainError(deck.problem("model.experts", sentence))
+
+
+def require_same_head(deck: Deck, before: Deck, path: Path) -> None:
+    """Raise HpctrainError if a run is to go on as a reward model from a language model, or otherwise."""
+    if (deck.objective.kind in OF_SCORES) != (before.objective.kind in OF_SCORES):
+        is_scored = before.objective.kind in OF_SCORES
+        was, becomes = ("a reward model", "one of tokens") if is_scored else ("no reward model", "one")
+        start = "" if is_scored else f'; a run of its own starts from it with [model] from = "{path}"'
+        raise HpctrainError(
+            deck.problem("objective.kind", f"{path} is {was} and does not go on as {becomes}{start}")
+        )
 
 
 def require_same_parametrization(deck: Deck, before: Deck, path: Path) -> None:

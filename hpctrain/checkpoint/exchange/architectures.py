@@ -8,12 +8,13 @@ matrix for each expert, where we have those of all experts in one tensor.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
 from hpctrain.checkpoint.exchange.names import ROUTER_BIAS, NameRule, Rule, StackRule
 from hpctrain.deck.presets import Family
+from hpctrain.model.shape import Head
 
 HEAD = "lm_head.weight"
 
@@ -65,6 +66,7 @@ class Architecture:
     """The routed_scaling_factor where it is not there, None where there is no such key."""
     slides: bool = False
     """Whether a window slides where the config has one and does not say that it is not in use."""
+    head: Head = "vocabulary"
 
     @property
     def choice_is_biased(self) -> bool:
@@ -316,6 +318,33 @@ _DEEPSEEK_V3 = Architecture(
     scale=2.5,
 )
 
+
+def _scored(of: Architecture, name: str) -> Architecture:
+    """The same with a head of one score."""
+    rules = tuple(NameRule("score", ("score",)) if "head" in rule.ours else rule for rule in of.rules)
+    return replace(of, name=name, rules=rules, head="scalar")
+
+
+SCORED: Mapping[str, Architecture] = MappingProxyType(
+    {
+        of.name: _scored(of, f"{base}ForSequenceClassification")
+        for of, base in (
+            (_GPT2, "GPT2"),
+            (_LLAMA, "Llama"),
+            (_QWEN3, "Qwen3"),
+            (_MIXTRAL, "Mixtral"),
+            (_QWEN3_MOE, "Qwen3Moe"),
+        )
+    }
+)
+"""Reward models, by the names of the language models that are like them but for the head."""
+
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
-    {each.name: each for each in (_GPT2, _LLAMA, _QWEN3, _MIXTRAL, _QWEN3_MOE, _OLMOE, _DOTS1, _DEEPSEEK_V3)}
+    {
+        each.name: each
+        for each in (
+            *(_GPT2, _LLAMA, _QWEN3, _MIXTRAL, _QWEN3_MOE, _OLMOE, _DOTS1, _DEEPSEEK_V3),
+            *SCORED.values(),
+        )
+    }
 )

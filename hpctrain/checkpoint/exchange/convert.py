@@ -262,10 +262,9 @@ def _texts(shape: ModelShape, wanted: torch.dtype, tokenizer: str | None) -> dic
     end = None if tokenizer is None else Tokenizer(tokenizer).end_of_document
     config = config_of(shape, str(wanted).removeprefix("torch."), end)
     generation = {"_from_model_config": True, "bos_token_id": end, "eos_token_id": end}
-    texts = {
-        CONFIG: json.dumps(config, indent=2) + "\n",
-        "generation_config.json": json.dumps(generation, indent=2) + "\n",
-    }
+    texts = {CONFIG: json.dumps(config, indent=2) + "\n"}
+    if shape.head == "vocabulary":
+        texts["generation_config.json"] = json.dumps(generation, indent=2) + "\n"
     return texts if tokenizer is None else {**texts, **tokenizer_files(tokenizer, shape.sequence)}
 
 
@@ -324,5 +323,7 @@ def _model_deck(shape: ModelShape, out: Path, folder: Path) -> Deck:
     """A deck of a model alone: what a deck needs besides is there in form only."""
     lines = ["[run]", f"title = {toml_value(out.stem or 'model')}", "steps = 1", "[model]"]
     lines += [f"{name} = {toml_value(value)}" for name, value in model_keys(shape).items()]
-    lines += ["[data]", 'tokens = "tokens.h5"', "[batch]", "global_size = 1", f"sequence = {shape.sequence}"]
+    lines += ["[data]", 'tokens = "tokens.h5"', "[batch]", f"sequence = {shape.sequence}"]
+    pairs = ["global_size = 2", "micro_size = 2", "[objective]", 'kind = "reward"']
+    lines += pairs if shape.head == "scalar" else ["global_size = 1"]
     return parse_deck("\n".join(lines) + "\n", name=f"{folder}: deck", includes=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hpctrain.checkpoint.exchange.architectures import ARCHITECTURES, Architecture
+from hpctrain.checkpoint.exchange.architectures import ARCHITECTURES, SCORED, Architecture
 from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError
 from hpctrain.model.shape import ModelShape
@@ -63,12 +63,14 @@ class _Reading:
         if architecture.mixture:
             sizes |= self.mixture(sizes)
         sizes["norm_epsilon"] = self.number(*architecture.epsilon)
-        sizes["tied"] = self.flag("tie_word_embeddings", architecture.tied)
+        sizes["tied"] = self.flag("tie_word_embeddings", architecture.tied) and architecture.head != "scalar"
+        if architecture.head == "scalar":
+            self.check_labels()
         if not self.problems:
             self.check(sizes)
         if self.problems:
             raise HpctrainError(self.problems)
-        return ModelShape(family=architecture.family, **architecture.always, **sizes)
+        return ModelShape(family=architecture.family, head=architecture.head, **architecture.always, **sizes)
 
     def problem(self, key: str, value: object, told: str) -> None:
         self.problems.append(f"{self.where}: {key} = {value!r}: {told}")
@@ -109,6 +111,12 @@ class _Reading:
             else:
                 base = self.number("rope_theta", base, rope, f"{key}: ")
         return base
+
+    def check_labels(self) -> None:
+        """Of a head of scores there is one; a config that says nothing means two."""
+        labels = self.config.get("id2label")
+        if not isinstance(labels, dict) or len(labels) != 1:
+            self.problem("id2label", labels, "the heads of hpctrain's reward models have one score alone")
 
     def check_windows(self, layers: int) -> None:
         """Attention to the last tokens alone, which Qwen3 and those after it may have, is not ours."""
@@ -219,7 +227,10 @@ def config_of(shape: ModelShape, dtype: str, end_of_document: int | None) -> dic
         }
         if architecture.model_type not in {"llama", "olmoe"}:
             own |= {"sliding_window": None, "use_sliding_window": False}
-    named = {"architectures": [architecture.name], "model_type": architecture.model_type}
+    named: dict[str, Any] = {"architectures": [architecture.name], "model_type": architecture.model_type}
+    if architecture.head == "scalar":
+        # No pad_token_id: scores are taken of the last token that is another, which an answer's end may be.
+        named |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     return named | sizes | own | fixed | shared
 
 
@@ -280,6 +291,11 @@ def exported_as(shape: ModelShape) -> Architecture:
             raise _refused(shape, "shared_experts", "has 1 or more", family)
     elif shape.query_key_norm == "all":
         raise _refused(shape, "query_key_norm", 'has "none", and Qwen3 "head", in dense models', "Llama")
+    if shape.head == "scalar":
+        if name not in SCORED:
+            told = f"transformers has no {family} with a head of one score, so this model cannot be exported"
+            raise HpctrainError(f'objective.kind = "reward": {told}')
+        return SCORED[name]
     return architecture
 
 
@@ -293,6 +309,8 @@ def _of_mixtures(shape: ModelShape) -> str:
 def _dense(shape: ModelShape) -> str:
     return "LlamaForCausalLM" if shape.query_key_norm == "none" else "Qwen3ForCausalLM"
 
+
+_LANGUAGE_MODELS = [each for each in ARCHITECTURES.values() if each.head == "vocabulary"]
 
 _LLAMAS: Mapping[bool, Callable[[ModelShape], str]] = {True: _of_mixtures, False: _dense}
 
@@ -313,7 +331,7 @@ def architecture_of(config: Config, where: str) -> Architecture:
     named = config.get("architectures")
     if named is None:
         # Older files name the type alone.
-        named = [each.name for each in ARCHITECTURES.values() if config.get("model_type") == each.model_type]
+        named = [each.name for each in _LANGUAGE_MODELS if config.get("model_type") == each.model_type]
     known = [each for name, each in ARCHITECTURES.items() if named == [name]]
     if not known:
         named = f"architectures = {config.get('architectures')!r}, model_type = {config.get('model_type')!r}"
