@@ -56,7 +56,9 @@ class CachePlan:
 
 
 class KeyValueCache:
-    """Places for texts, and the pages that each has come to."""
+    """Places for texts, and the pages that each has come to; of those with a beginning in common some are the
+    same.
+    """
 
     def __init__(self, model: Transformer, plan: CachePlan) -> None:
         self.plan = plan
@@ -73,6 +75,7 @@ class KeyValueCache:
         self.tables = torch.zeros((plan.places, plan.pages_of_text), dtype=torch.int64, device=device)
         self._free = list(range(plan.pages))[::-1]
         self._held: dict[int, list[int]] = {}
+        self._users = [0] * plan.pages
 
     @property
     def bytes(self) -> int:
@@ -93,18 +96,40 @@ class KeyValueCache:
 
     def close(self, place: int) -> None:
         """Give the pages of its text back."""
-        self._free += self._held.pop(place)
+        for page in self._held.pop(place):
+            self._users[page] -= 1
+            if not self._users[page]:
+                self._free.append(page)
+
+    def share(self, source: int, place: int, count: int) -> None:
+        """Let a text that has nothing yet have the first `count` tokens of another one: pages that these fill
+        are both texts', and what is in the next one is copied.
+        """
+        own, pages = self._held[place], self._held[source]
+        assert not own and count <= len(pages) * PAGE, (own, pages, count)
+        for page in pages[: count // PAGE]:
+            self._have(place, page)
+        if count % PAGE:
+            copy = self._free.pop()
+            for layer in self.layers.values():
+                layer.copy(pages[count // PAGE], copy)
+            self._have(place, copy)
 
     def begin(self, runs: Sequence[tuple[int, int, int]]) -> CachePass:
         """What a pass attends to, whose rows are these runs, see Places; places get the pages for them."""
         for place, first, count in runs:
             if place < 0:
                 continue
-            held = self._held[place]
-            while len(held) * PAGE < first + count:
-                self.tables[place, len(held)] = self._free[-1]
-                held.append(self._free.pop())
+            while len(self._held[place]) * PAGE < first + count:
+                self._have(place, self._free.pop())
         return CachePass(self, Places.of(runs, self.tables))
+
+    def _have(self, place: int, page: int) -> None:
+        """Let a page be the next one of a place."""
+        held = self._held[place]
+        self.tables[place, len(held)] = page
+        held.append(page)
+        self._users[page] += 1
 
 
 class CachePass:

@@ -1,7 +1,8 @@
 """Texts that grow beside each other, of different lengths: who takes part in which forward pass.
 
 Each pass has the next token of every text that has come so far, and tokens of prompts as there is room. A
-text that ends makes room for the next one at once (continuous batching, Orca, OSDI 2022).
+text that ends makes room for the next one at once (continuous batching, Orca, OSDI 2022). Texts that begin
+alike, as the samples of a prompt do, have one of them compute that beginning for all (arXiv 2309.06180).
 """
 
 from __future__ import annotations
@@ -71,6 +72,9 @@ class Passes(Protocol):
     def close(self, place: int) -> None:
         """Its text has ended, or is too long."""
 
+    def share(self, source: int, place: int, count: int) -> None:
+        """Put into an empty place the first `count` tokens of the text in another one."""
+
     def cached(self, pieces: Sequence[Piece]) -> Tensor:
         """Logits [n, V] of those pieces that predict, in their order."""
 
@@ -84,11 +88,19 @@ WINDOWS = 8
 
 @dataclass(eq=False)
 class _Growing:
-    """A text in its `place`, if it has one, with so many tokens in the cache."""
+    """A text in its `place`, if it has one, with so many tokens in the cache. While it has a `source`, it
+    waits for all but the last of the tokens that both were given.
+    """
 
     text: Text
     place: int | None
     done: int = 0
+    source: _Growing | None = None
+
+    @property
+    def shared(self) -> int:
+        """What it takes from a source: of the last token's row the next one is drawn."""
+        return self.text.given - 1
 
 
 def continue_texts(passes: Passes, texts: Iterable[Text], draw: Draw, grown: Grown) -> Iterator[list[Text]]:
@@ -100,10 +112,12 @@ def continue_texts(passes: Passes, texts: Iterable[Text], draw: Draw, grown: Gro
     coming = next(waiting, None)
     while True:
         while coming is not None and len(growing) < passes.places:
-            place = None
+            each = _Growing(coming, None)
             if coming.given <= passes.reach:
-                place = passes.open()
-            growing.append(_Growing(coming, place))
+                each.source = _with_its_beginning(growing, coming)
+                each.place = passes.open()
+                _share(passes, each)
+            growing.append(each)
             coming = next(waiting, None)
         if not growing:
             return
@@ -124,7 +138,7 @@ def continue_texts(passes: Passes, texts: Iterable[Text], draw: Draw, grown: Gro
 
 def _pass(passes: Passes, growing: Sequence[_Growing]) -> tuple[list[_Growing], Tensor]:
     """Bring all as far as rows go: those of which the next token can be drawn, and logits of these."""
-    cached = [each for each in growing if each.place is not None]
+    cached = [each for each in growing if each.place is not None and each.source is None]
     # Those of which least is missing come first, which are those that have their prompts behind them.
     cached.sort(key=lambda each: len(each.text.tokens) - each.done)
     pieces, ready, rows = list[Piece](), list[_Growing](), passes.rows
@@ -140,11 +154,32 @@ def _pass(passes: Passes, growing: Sequence[_Growing]) -> tuple[list[_Growing], 
         if predicts:
             ready.append(each)
     found = [passes.cached(pieces)] if pieces else []
+    for each in growing:
+        _share(passes, each)
     for some in _windows(growing, passes.window):
         windows = [each.text.tokens[-passes.window :] for each in some]
         found.append(passes.windowed(torch.tensor(windows)))
         ready += some
     return ready, torch.cat(found)
+
+
+def _with_its_beginning(growing: Sequence[_Growing], text: Text) -> _Growing | None:
+    """One with a place that was given the same tokens, if there are several of these."""
+    for each in growing:
+        there = each.place is not None and each.source is None
+        if there and 1 < each.text.given == text.given and each.text.tokens[: text.given] == text.tokens:
+            return each
+    return None
+
+
+def _share(passes: Passes, each: _Growing) -> None:
+    """Let it have what it waits for, if that is there."""
+    source = each.source
+    if source is None or source.done < each.shared:
+        return
+    assert source.place is not None and each.place is not None
+    passes.share(source.place, each.place, each.shared)
+    each.done, each.source = each.shared, None
 
 
 def _windows(growing: Sequence[_Growing], window: int) -> Iterator[list[_Growing]]:

@@ -78,6 +78,11 @@ class CachedPasses:
         self.cache.close(place)
 
     @torch.no_grad()
+    def share(self, source: int, place: int, count: int) -> None:
+        """See Passes."""
+        self.cache.share(source, place, count)
+
+    @torch.no_grad()
     def cached(self, pieces: Sequence[Piece]) -> Tensor:
         """See Passes."""
         runs = [(piece.place, piece.first, len(piece.tokens)) for piece in pieces]

@@ -76,6 +76,10 @@ class LayerPages:
         self.keys = torch.zeros((pages, form.heads, form.width, PAGE), dtype=form.key_dtype, device=device)
         self.values = torch.zeros((pages, form.heads, PAGE, form.width), dtype=form.dtype, device=device)
 
+    def copy(self, source: int, target: int) -> None:
+        """What one page has, in another."""
+        self.keys[target], self.values[target] = self.keys[source], self.values[source]
+
     def attend(
         self,
         query: Tensor,

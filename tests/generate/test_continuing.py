@@ -36,6 +36,9 @@ class Windows:
     def close(self, _: int) -> None:
         raise AssertionError
 
+    def share(self, *_: int) -> None:
+        raise AssertionError
+
     def cached(self, _: Sequence[Piece]) -> Tensor:
         raise AssertionError
 
@@ -47,7 +50,7 @@ class Recorded:
         self.window, self.rows, self.places, self.reach = window, rows, places, window
         self.texts: dict[int, list[int]] = {}
         self.passes: list[list[Piece]] = []
-        self.most = 0
+        self.most = self.shared = 0
 
     def open(self) -> int:
         place = min(set(range(self.places)) - set(self.texts))
@@ -57,6 +60,11 @@ class Recorded:
 
     def close(self, place: int) -> None:
         del self.texts[place]
+
+    def share(self, source: int, place: int, count: int) -> None:
+        assert self.texts[place] == [] and count <= len(self.texts[source])
+        self.texts[place] += self.texts[source][:count]
+        self.shared += count
 
     def cached(self, pieces: Sequence[Piece]) -> Tensor:
         assert 0 < sum(len(piece.tokens) for piece in pieces) <= self.rows
@@ -184,9 +192,42 @@ def test_forty_prompts_by_five_places() -> None:
     assert passes.most == 5
     assert passes.texts == {}
     whole = sum(text.longest - 1 for text in texts)
-    assert sum(len(piece.tokens) for each in passes.passes for piece in each) == whole
+    assert sum(len(piece.tokens) for each in passes.passes for piece in each) == whole - passes.shared
     # Few places are idle before the last prompts.
     assert len(passes.passes) < 1.5 * max(sum(text.limit for text in texts) / 5, whole / 16)
+
+
+def test_samples_of_a_prompt_compute_it_once() -> None:
+    texts = [Text(list(range(20)), 3, 0, sample) for sample in range(4)]
+    texts += [Text(list(range(20))[::-1], 3, 1), Text([0], 3, 2), Text([0], 3, 2, 1)]
+    passes = Recorded(window=64, rows=64, places=6)
+    steps = greedy(passes, texts)
+    for text in texts[:4]:
+        assert text.tokens == list(range(23))
+    assert passes.shared == 3 * 19
+    assert [[len(piece.tokens) for piece in each] for each in passes.passes] == [
+        [1, 20, 20], [1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1], [1, 1, 1, 1], [1], [1],
+    ]  # fmt: skip
+    assert len(steps[0]) == 3
+    assert all(text.ended for text in texts)
+
+
+def test_a_source_that_ends_with_its_first_token_has_given_before() -> None:
+    texts = [Text(list(range(20)), 1 + 2 * (sample == 2), 0, sample) for sample in range(3)]
+    passes = Recorded(window=64, rows=8, places=3)
+    greedy(passes, texts)
+    assert [len(text.tokens) for text in texts] == [21, 21, 23]
+    assert passes.shared == 2 * 19
+    assert passes.texts == {}
+
+
+def test_who_comes_later_takes_what_is_there() -> None:
+    lengths = (1, 5, 4, 3)
+    texts = [Text(list(range(9)), length, 0, sample) for sample, length in enumerate(lengths)]
+    passes = Recorded(window=64, rows=64, places=2)
+    greedy(passes, texts)
+    assert [text.tokens[9:] for text in texts] == [list(range(9, 9 + length)) for length in lengths]
+    assert passes.shared == 3 * 8
 
 
 @pytest.mark.parametrize("long_first", [False, True])

@@ -16,7 +16,7 @@ from hpctrain.comm.world import World
 from hpctrain.engine.build import build_engine, make_mesh
 from hpctrain.engine.functions import compiled_functions
 from hpctrain.generate.cache import CachePlan
-from hpctrain.generate.continuing import Text, continue_texts
+from hpctrain.generate.continuing import Piece, Text, continue_texts
 from hpctrain.generate.passes import CachedPasses, can_cache, least_rows
 from hpctrain.generate.sampling import KeyedDraws, Sampling
 from hpctrain.model.part import logits_of
@@ -152,6 +152,59 @@ def test_neither_batch_nor_order_nor_layout_changes_a_text(
     both = model_of(world, *LLAMA, f"layout.tensor={world.size}", functions=functions)
     assert grown_by(both, places=4, rows=50)[0] == expected
     assert len({token for tokens in expected.values() for token in tokens}) > 30
+
+
+@pytest.mark.mpi(min_size=1, max_size=2)
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", [(), LLAMA], ids=["gpt2", "llama"])
+def test_samples_that_share_their_prompt_are_as_without(
+    world: World, compiled: Functions, compute: str, family: tuple[str, ...]
+) -> None:
+    keys = *family, f"precision.compute={compute}", f"layout.tensor={world.size}"
+    model = model_of(world, *keys, functions=compiled)
+    expected, logits, rows, _ = sampled(model, places=1)
+    found, shared, fewer, most = sampled(model, places=6)
+    assert found == expected
+    assert len({tuple(tokens) for tokens in found.values()}) == len(found)
+    assert shared.keys() == logits.keys()
+    assert all(torch.equal(shared[key], logits[key]) for key in logits)
+    assert fewer == rows - sum(3 * (len(PROMPTS[number]) - 1) for number in SAMPLED)
+    # Places that grow beside each other would have all pages: the two full ones of 64 are had once.
+    assert most <= 6 * 2 - 2
+
+
+SAMPLED = (2, 4, 7)
+"""Prompts of 40, 60 and 64 tokens."""
+
+
+def sampled(
+    model: Transformer, places: int
+) -> tuple[dict[tuple[int, int], list[int]], dict[tuple[int, int, int], Tensor], int, int]:
+    """Four samples of each: tokens, logits by which they were drawn, rows computed, and pages had at most."""
+    plan = CachePlan.of(model, places, 64)
+    passes = CachedPasses(model, plan, least_rows(model))
+    draws = KeyedDraws(Sampling(temperature=1.0, seed=1), VOCABULARY, "", model.groups.tensor)
+    seen: dict[tuple[int, int, int], Tensor] = {}
+    compute, rows, most = passes.cached, 0, 0
+
+    def cached(pieces: Sequence[Piece]) -> Tensor:
+        nonlocal rows, most
+        rows += sum(len(piece.tokens) for piece in pieces)
+        found = compute(pieces)
+        most = max(most, plan.pages - passes.cache.free_pages)
+        return found
+
+    def draw(texts: Sequence[Text], logits: Tensor) -> Sequence[int]:
+        for text, row in zip(texts, logits, strict=True):
+            seen[text.number, text.sample, len(text.tokens)] = row
+        return draws(texts, logits)
+
+    passes.cached = cached  # type: ignore[method-assign]
+    texts = [Text(list(PROMPTS[number]), 4, number, sample) for number in SAMPLED for sample in range(4)]
+    for _ in continue_texts(passes, texts, draw, lambda *_: False):
+        pass
+    assert passes.cache.free_pages == plan.pages
+    return {(text.number, text.sample): text.tokens for text in texts}, seen, rows, most
 
 
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
