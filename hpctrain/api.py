@@ -113,9 +113,10 @@ def run(
     source = _source(deck)
 
     def verb(own: World) -> int:
+        from hpctrain.post.trainer import make_trainer
         from hpctrain.train.run import run_deck
 
-        return run_deck(own, source, _changes(given), fresh, again)
+        return run_deck(own, source, _changes(given), fresh, again, make=make_trainer)
 
     _within(world, verb)
 

@@ -29,6 +29,7 @@ def command(target: Path, overrides: tuple[str, ...], strict: bool, replayed: Pa
     """
     heed_from_now()
     from hpctrain.comm.verb import run_verb
+    from hpctrain.post.trainer import make_trainer
     from hpctrain.train.run import resume
 
-    run_verb(lambda world: resume(world, target, overrides, strict, replayed))
+    run_verb(lambda world: resume(world, target, overrides, strict, replayed, make_trainer))

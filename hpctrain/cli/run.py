@@ -47,9 +47,10 @@ def command(
     """
     heed_from_now()
     from hpctrain.comm.verb import run_verb
+    from hpctrain.post.trainer import make_trainer
     from hpctrain.train.run import run_deck
 
     if fresh and again:
         raise click.UsageError("--fresh and --resume exclude one another")
     changes = [*overrides, "stability.verify_layout=true"] if verify_layout else overrides
-    run_verb(lambda world: run_deck(world, deck, changes, fresh, again, replayed))
+    run_verb(lambda world: run_deck(world, deck, changes, fresh, again, replayed, make_trainer))

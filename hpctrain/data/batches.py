@@ -186,9 +186,11 @@ class Batches:
     all micro-batches, some have fewer or none, so that all ranks have equally many.
     """
 
-    def __init__(self, source: Samples, seed: int, order: Order | None = None) -> None:
-        """In the `order` given, else as the seed shuffles them."""
-        self.source = source
+    def __init__(self, source: Samples, seed: int, order: Order | None = None, repeats: float = 1.0) -> None:
+        """In the `order` given, else as the seed shuffles them. In an epoch each is taken so often
+        (`repeats`).
+        """
+        self.source, self.repeats = source, repeats
         self.order = SampleOrder(source.count, seed) if order is None and source.count else order
 
     def step(
@@ -208,8 +210,8 @@ class Batches:
         return Batches(source, 0, self.order if source.count else None)
 
     def epoch(self, samples: int) -> float:
-        """How often as many samples were taken as there are, of which each comes once in an epoch."""
-        return samples / self.source.count
+        """How often as many samples were taken as there are in an epoch."""
+        return samples / (self.source.count * self.repeats)
 
     def evaluation(
         self, samples: int, data_rank: int, data_ranks: int, micro_size: int

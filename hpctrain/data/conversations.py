@@ -209,8 +209,8 @@ class PreferenceSource(_Rows, Sequences):
         return fits[::2] & fits[1::2]
 
 
-class PromptSource(_Rows):
-    """Prompts of at most `length` tokens, from which an assistant goes on."""
+class PromptSource(_Rows, Sequences):
+    """Prompts of at most `length` tokens, from which an assistant goes on; as sequences without targets."""
 
     def __init__(self, file: Tokens, length: int, fraction: float, split: str) -> None:
         super().__init__(file, PROMPTS, length, fraction, split)
@@ -220,6 +220,17 @@ class PromptSource(_Rows):
         document = self.number(index)
         begin, end = int(self._begins[document]), int(self._ends[document])
         return self.file.read(begin, end - begin).tolist(), self.others(index)
+
+    def sequence(self, index: int) -> tuple[Tensor, Tensor]:
+        """See Sequences."""
+        tokens = torch.zeros(self.length, dtype=torch.int64)
+        ids, _ = self.prompt(index)
+        tokens[: len(ids)] = torch.tensor(ids)
+        return tokens, torch.full_like(tokens, MASKED)
+
+    def first_token(self, index: int) -> int:
+        """Where the document of a prompt begins in the file."""
+        return int(self._begins[self.number(index)])
 
     def _fit(self) -> Booleans:
         lengths: Array = self._ends - self._begins

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from hpctrain.data.contents import CHAT, PREFERENCES, TEXT_KIND
+from hpctrain.data.contents import CHAT, PREFERENCES, PROMPTS, TEXT_KIND
 from hpctrain.data.packing import Packing
 from hpctrain.data.shards import Tokens, title_of
 from hpctrain.deck.data_mixture import entries_of
 from hpctrain.deck.objective import PREFERENCES as OF_PAIRS
+from hpctrain.deck.policy import POLICIES
 from hpctrain.deck.problem import Problem
 from hpctrain.deck.schema import Deck
 from hpctrain.words import counted
@@ -47,11 +48,13 @@ def token_problems(deck: Deck, tokens: Sequence[Tokens]) -> Iterator[Problem]:
 
 def unfit_kind(deck: Deck, file: Tokens) -> str:
     """What keeps the deck's objective from learning of what a file holds, in words; "" where nothing does."""
-    if deck.objective.kind in OF_PAIRS:
-        if file.kind == PREFERENCES:
+    kind = deck.objective.kind
+    learned_from = {**dict.fromkeys(OF_PAIRS, PREFERENCES), **dict.fromkeys(POLICIES, PROMPTS), "sft": CHAT}
+    if (needed := learned_from.get(kind)) is not None:
+        if file.kind == needed:
             return ""
-        learns = f'objective.kind = "{deck.objective.kind}" learns from preferences'
-        return f"holds {file.kind}, and {learns} (`hpctrain prepare --preferences` makes such)"
+        learns = f'objective.kind = "{kind}" learns from {needed}'
+        return f"holds {file.kind}, and {learns} (`hpctrain prepare --{needed}` makes such)"
     if file.kind in {TEXT_KIND, CHAT}:
         return ""
     learned = ', or objective.kind = "dpo" or "reward"' * (file.kind == PREFERENCES)
@@ -97,7 +100,7 @@ def _problems(deck: Deck, file: Tokens, title: str, mask: bool) -> Iterator[Prob
     if unfit := unfit_kind(deck, file):
         yield Problem(_key(deck), f"{title} {unfit}", ("objective.kind",))
         return
-    if file.kind == PREFERENCES:
+    if file.kind in {PREFERENCES, PROMPTS}:
         return
     if file.kind == CHAT:
         yield from _of_conversations(deck, file, title)

@@ -14,14 +14,15 @@ import numpy as np
 from torch import Tensor
 
 from hpctrain.data.batches import Batches, Sequences, SequenceSource
-from hpctrain.data.contents import CHAT, PREFERENCES
-from hpctrain.data.conversations import ConversationSource, PreferenceSource
+from hpctrain.data.contents import CHAT, PREFERENCES, PROMPTS
+from hpctrain.data.conversations import ConversationSource, PreferenceSource, PromptSource
 from hpctrain.data.fit import masks_documents
 from hpctrain.data.interleave import Interleaving
 from hpctrain.data.order import Integers, PairedOrder, SampleOrder
 from hpctrain.data.shards import Tokens, common_fingerprint, paths_of, title_of
 from hpctrain.data.tokens import TokenFile
 from hpctrain.deck.data_mixture import Entry, entries_of
+from hpctrain.deck.policy import answers_to_each, room_for_samples
 from hpctrain.deck.schema import Deck
 from hpctrain.units import format_count
 from hpctrain.words import counted
@@ -144,7 +145,7 @@ class Trained:
     def of(deck: Deck, tokens: Sequence[Tokens]) -> Trained:
         """The tokens of each entry of a deck, in its splits."""
         entries = entries_of(deck)
-        length, fraction, seed = deck.batch.sequence, deck.data.validation, deck.run.seed
+        length, fraction, seed = room_for_samples(deck), deck.data.validation, deck.run.seed
         mask, pack = masks_documents(deck, tokens), deck.data.pack
         margins = deck.objective.kind == "reward"
         train, held_out = (
@@ -154,11 +155,12 @@ class Trained:
         notes = tuple(
             source.said(title_of(entry.tokens))
             for entry, source in zip(entries, train, strict=True)
-            if isinstance(source, ConversationSource | PreferenceSource)
+            if isinstance(source, ConversationSource | PreferenceSource | PromptSource)
         )
         counts = tuple(source.count for source in train)
         if deck.data.mixture is None:
-            of_train, of_validation = batches_of(train[0], seed), Batches(held_out[0], seed)
+            repeats = answers_to_each(deck)
+            of_train, of_validation = batches_of(train[0], seed, repeats), Batches(held_out[0], seed)
         else:
             of_train = Batches(Joined(train), seed, MixtureOrder(entries, counts, seed))
             of_validation = Batches(HeldOut(held_out, entries), seed)
@@ -185,7 +187,7 @@ class Trained:
             number, index = source.source_of(index)
             source = source.sources[number]
         first = index * self.length
-        if isinstance(source, ConversationSource | PreferenceSource):
+        if isinstance(source, ConversationSource | PreferenceSource | PromptSource):
             first = source.first_token(index)
         tokens = self.tokens[number]
         file = tokens if isinstance(tokens, TokenFile) else tokens.file_at(first)
@@ -206,18 +208,22 @@ def sequences_of(
     pack: bool,
     margins: bool = False,
 ) -> Sequences:
-    """Those of a file, by what it holds: see SequenceSource, ConversationSource and PreferenceSource."""
+    """Those of a file, by what it holds: see SequenceSource, ConversationSource, PreferenceSource and
+    PromptSource.
+    """
     if file.kind == CHAT:
         return ConversationSource(file, length, fraction, split, pack)
     if file.kind == PREFERENCES:
         return PreferenceSource(file, length, fraction, split, margins)
+    if file.kind == PROMPTS:
+        return PromptSource(file, length, fraction, split)
     return SequenceSource(file, length, fraction, split, document_mask)
 
 
-def batches_of(source: Sequences, seed: int) -> Batches:
-    """The sequences in a seeded order, in which pairs stay together."""
+def batches_of(source: Sequences, seed: int, repeats: int = 1) -> Batches:
+    """The sequences in a seeded order, in which pairs stay together, each so often in an epoch."""
     paired = isinstance(source, PreferenceSource)
-    return Batches(source, seed, PairedOrder(source.count // 2, seed) if paired else None)
+    return Batches(source, seed, PairedOrder(source.count // 2, seed) if paired else None, repeats)
 
 
 def material_of(trained: Trained) -> str:

@@ -23,6 +23,7 @@ from hpctrain.deck.defaults import first_beta, second_beta, usual_momentum
 from hpctrain.deck.learning_rate import ENDLESS
 from hpctrain.deck.objective import OF_SCORES, objective_problems
 from hpctrain.deck.optimizer import IN_BLOCKS, OWN_KEYS
+from hpctrain.deck.policy import policy_problems
 from hpctrain.deck.problem import Problem, divisors, must_divide, nearest_numbers
 from hpctrain.deck.run_length import length_problems
 from hpctrain.deck.schema import Deck, fields, sections
@@ -51,6 +52,7 @@ def check_deck(deck: Deck, ranks: int | None = None) -> list[Problem]:
         *dataset_problems(deck),
         *data_problems(deck),
         *objective_problems(deck),
+        *policy_problems(deck),
         *_batch(deck, ranks),
         *_learning_rate(deck),
         *_optimizer(deck),

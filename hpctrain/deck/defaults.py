@@ -12,6 +12,7 @@ from hpctrain.deck.dataset import fill_dataset
 from hpctrain.deck.learning_rate import ENDLESS
 from hpctrain.deck.module import fill_module
 from hpctrain.deck.objective import OF_SCORES
+from hpctrain.deck.policy import fill_policy, fill_rewards
 from hpctrain.deck.presets import MIXTURE_KEYS, PRESETS, Preset
 from hpctrain.deck.run_length import Begun, fill_steps
 from hpctrain.deck.schedules import TWO_CHUNKS
@@ -80,6 +81,7 @@ def fill(
         fill_dataset(tables, deck_name)
     elif tables["data"].get("mixture") is not None:
         fill_mixture(tables)
+    fill_rewards(tables["policy"], deck_name)
     tables["run"].setdefault("title", PurePath(deck_name).stem or "deck")
     _follow_others(tables, filled.others, begun)
     return filled
@@ -148,6 +150,7 @@ def _follow_others(tables: Tables, filled: set[str], begun: Begun) -> None:
     default("optimizer", "momentum", usual_momentum(optimizer))
     default("optimizer", "nesterov", optimizer == "muon" and tables["optimizer"]["momentum"] != 0)
 
+    fill_policy(tables, default)
     schedule = tables["layout"].get("schedule")
     two = isinstance(schedule, str) and schedule in TWO_CHUNKS
     default("layout", "chunks", 2 if two else 1)

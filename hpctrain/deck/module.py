@@ -29,9 +29,15 @@ def fill_module(model: dict[str, Any], deck_name: str) -> None:
         model.setdefault(name, value)
 
 
-def shown(key: str, has_module: bool, has_dataset: bool = False, has_mixture: bool = False) -> bool:
+def shown(
+    key: str,
+    has_module: bool,
+    has_dataset: bool = False,
+    has_mixture: bool = False,
+    has_policy: bool = True,
+) -> bool:
     """Whether a resolved deck shows a key."""
-    if has_mixture and key == "data.tokens":
+    if (has_mixture and key == "data.tokens") or (key.startswith("policy.") and not has_policy):
         return False
     section, _, name = key.partition(".")
     if has_dataset and key in {"data.tokens", "data.other_tokenizer", "batch.sequence", "model.vocabulary"}:

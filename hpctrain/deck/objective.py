@@ -6,11 +6,15 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
 from hpctrain.deck.key import Section, key
+from hpctrain.deck.policy import POLICIES
 from hpctrain.deck.problem import Problem, multiples
 from hpctrain.deck.sources import toml_value
 
 if TYPE_CHECKING:
     from hpctrain.deck.schema import Deck
+
+LANGUAGE = ("next-token", "sft")
+"""Kinds that learn the next token, whose loss is in nats."""
 
 PREFERENCES = ("dpo", "reward")
 """Kinds that learn from pairs of answers, which are sequences next to each other."""
@@ -27,12 +31,15 @@ _OWN = {"dpo": ("beta", "loss", "smoothing"), "reward": ("margin", "centering")}
 class ObjectiveSection(Section):
     """What is learned: the next token (of conversations, those of the answers), or which answer is better."""
 
-    kind: Literal["next-token", "dpo", "reward"] = key(
-        "next-token: also of conversations; of pairs of answers dpo: by the start's odds; reward: by scores.",
+    kind: Literal["next-token", "sft", "dpo", "reward", "ppo", "grpo"] = key(
+        "next-token; sft: of conversations; dpo, reward: of pairs, by odds or scores; ppo, grpo: of rewards.",
         "next-token",
     )
     beta: float = key(
-        "How dear it is to leave the model that the run starts from, the reference (dpo).", 0.1, gt=0, le=1000
+        "How dear it is to leave the reference, which a run starts from; 0: there is none (dpo, ppo, grpo).",
+        0.1,
+        ge=0,
+        le=1000,
     )
     loss: Literal["sigmoid", "ipo"] = key(
         "Loss of a pair (dpo): sigmoid, as in the paper; ipo: a square, of means over each answer's tokens.",
@@ -55,16 +62,23 @@ class ObjectiveSection(Section):
     )
 
 
+def _differs(keys: ObjectiveSection, name: str) -> bool:
+    return bool(getattr(keys, name) != ObjectiveSection.model_fields[name].default)
+
+
 def objective_problems(deck: Deck) -> Iterator[Problem]:
     """Everything that keeps a deck from its objective, and keys that are given in vain."""
     keys, kind = deck.objective, deck.objective.kind
     for other, names in _OWN.items():
         for name in names:
-            if kind != other and getattr(keys, name) != ObjectiveSection.model_fields[name].default:
+            taken = kind in POLICIES and name == "beta"
+            if kind != other and not taken and _differs(keys, name):
                 sentence = f'is for objective.kind = "{other}", which is {toml_value(kind)} (leave it out)'
                 yield Problem(f"objective.{name}", sentence, ("objective.kind",))
     if kind not in PREFERENCES:
         return
+    if kind in REFERRED and not keys.beta:
+        yield Problem("objective.beta", 'must be above 0 for "dpo" (0.1 would do)', ("objective.kind",))
     if kind in OF_SCORES and deck.model.module is None and deck.model.tied:
         sentence = f"must be false for objective.kind = {toml_value(kind)}, whose head is a row of its own"
         yield Problem("model.tied", f"{sentence} (leave it out)", ("objective.kind",))

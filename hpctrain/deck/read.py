@@ -21,6 +21,7 @@ from hpctrain.deck.defaults import Tables, fill, find_preset, is_default
 from hpctrain.deck.gather import Written
 from hpctrain.deck.key import extra
 from hpctrain.deck.module import shown
+from hpctrain.deck.policy import POLICIES
 from hpctrain.deck.problem import Problem
 from hpctrain.deck.rows import located, wrong_rows
 from hpctrain.deck.run_length import LENGTHS, Begun, are_epochs, steps_of_epochs
@@ -100,7 +101,12 @@ def deck_text(deck: Deck, ranks: int | None = None) -> str:
     so that they still follow when the text is read with other values of those.
     """
     lines: list[str] = []
-    has = deck.model.module is not None, deck.data.dataset is not None, deck.data.mixture is not None
+    has = (
+        deck.model.module is not None,
+        deck.data.dataset is not None,
+        deck.data.mixture is not None,
+        deck.objective.kind in POLICIES,
+    )
     values: Tables = {
         section: {
             name: value
@@ -115,6 +121,8 @@ def deck_text(deck: Deck, ranks: int | None = None) -> str:
         key for key in deck.sources.defaulted & known if key == "run.steps" or is_default(values, key)
     }
     for section in sections():
+        if not any(shown(f"{section}.{name}", *has) for name in fields(section)):
+            continue
         lines += ["", f"[{section}]"]
         for name, field in fields(section).items():
             if not shown(f"{section}.{name}", *has):

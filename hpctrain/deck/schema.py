@@ -19,6 +19,7 @@ from hpctrain.deck.key import Bytes, Duration, Section, Whole, key, name_of
 from hpctrain.deck.learning_rate import LearningRateSection
 from hpctrain.deck.objective import ObjectiveSection
 from hpctrain.deck.optimizer import OptimizerSection
+from hpctrain.deck.policy import PolicySection
 from hpctrain.deck.precision import PrecisionSection
 from hpctrain.deck.presets import PresetName
 from hpctrain.deck.report import ReportSection
@@ -603,6 +604,7 @@ class Deck(Section):
     model: Model
     data: Data
     objective: ObjectiveSection
+    policy: PolicySection
     evaluation: EvaluationSection
     layout: Layout
     batch: Batch

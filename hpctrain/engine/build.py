@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -46,6 +46,7 @@ from hpctrain.parallel.context import context_positions
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.split import spans_of
+from hpctrain.sharding.state import StateTensor
 from hpctrain.sharding.synchronize import check_replicas
 
 
@@ -67,6 +68,7 @@ class Engine(TrainedStage):
     """Everything that computes, on one mesh.
 
     `terms` names what layers add to the losses; `schedule` is the pipeline schedule of the deck's batch.
+    `companions` are engines of the same run that are trained beside it, by name: their state is its own.
     """
 
     world: World
@@ -83,6 +85,18 @@ class Engine(TrainedStage):
     positions: torch.Tensor
     placement: Placement
     schedule: Schedule
+    companions: dict[str, Engine] = field(default_factory=dict)
+
+    def own_state(self) -> Iterator[StateTensor]:
+        """Its state without that of companions."""
+        return super().state()
+
+    def state(self) -> Iterator[StateTensor]:
+        """See TrainedStage; of a companion by names that begin with its own."""
+        yield from self.own_state()
+        for name, engine in self.companions.items():
+            for each in engine.state():
+                yield replace(each, shard=replace(each.shard, name=f"{name}.{each.shard.name}"))
 
     @property
     def shape(self) -> ModelShape:
@@ -97,6 +111,8 @@ class Engine(TrainedStage):
 
     def close(self) -> None:
         """Remove the files in place of memory; nothing can be computed afterwards."""
+        for engine in self.companions.values():
+            engine.close()
         for scratch in (self.offload.scratch, self.activation_files):
             if scratch is not None:
                 scratch.close()

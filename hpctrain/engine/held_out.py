@@ -19,7 +19,7 @@ from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.data.tokenizer_difference import tokenizer_difference
 from hpctrain.data.tokens import TokenFile
 from hpctrain.deck.evaluation import VALIDATION, EvaluationSet
-from hpctrain.deck.objective import PREFERENCES
+from hpctrain.deck.objective import LANGUAGE
 from hpctrain.deck.problem import Problem
 from hpctrain.deck.rows import row_problem
 from hpctrain.deck.schema import Deck
@@ -137,7 +137,7 @@ def batches_of(deck: Deck, file: TokenFile) -> Batches:
 
 def counted_out(deck: Deck, world: World, held_out: HeldOut, tokenizer: Tokenizer) -> HeldOut:
     """The same, with its tokens and their bytes, each rank having read a part of them. Collective."""
-    if deck.model.loss is not None or deck.objective.kind in PREFERENCES:
+    if deck.model.loss is not None or deck.objective.kind not in LANGUAGE:
         return held_out
     sizes, counts = token_bytes(tokenizer), torch.zeros(2, dtype=torch.int64)
     with world.agreement():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hpctrain.data.dataset import dataset_of
+from hpctrain.deck.policy import POLICIES
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.model.foreign.arguments import ANSWERS
@@ -10,6 +11,7 @@ from hpctrain.objective.dpo import DirectPreference
 from hpctrain.objective.next_token import NextToken
 from hpctrain.objective.objective import Objective
 from hpctrain.objective.of_module import ClassesOfLogits, NextTokenOfLogits, users_loss
+from hpctrain.objective.policy import PolicyOptimization
 from hpctrain.objective.reward import Reward
 
 
@@ -29,7 +31,23 @@ def make_objective(deck: Deck) -> Objective:
         return DirectPreference(deck.objective.beta, deck.objective.loss, deck.objective.smoothing)
     if deck.objective.kind == "reward":
         return Reward(deck.objective.margin, deck.objective.centering)
+    if deck.objective.kind in POLICIES:
+        return _policy(deck)
     return NextToken(deck.stability.z_loss)
+
+
+def _policy(deck: Deck) -> Objective:
+    """PPO has the divergence in its rewards, GRPO in its loss."""
+    keys, in_loss = deck.policy, deck.objective.kind == "grpo"
+    return PolicyOptimization(
+        keys.clip_low,
+        keys.clip_low if keys.clip_high is None else keys.clip_high,
+        keys.mean or "tokens",
+        keys.tokens,
+        deck.objective.beta if in_loss else 0.0,
+        keys.kl or "k3",
+        referenced=deck.objective.beta > 0,
+    )
 
 
 def _of_answers(deck: Deck) -> Objective:

@@ -40,7 +40,9 @@ class ClippedValue:
     def losses(self, inputs: Inputs, scale: Tensor) -> LossOf:
         """See Objective."""
         predicted = inputs.fields["targets"].t() >= 0
-        returns, before = inputs.fields[RETURNS].t(), inputs.fields[VALUES].t()
+        # Where scores alone are asked for, nothing has come yet.
+        nothing = torch.zeros(predicted.shape, device=predicted.device).t()
+        returns, before = (inputs.fields.get(name, nothing).t() for name in (RETURNS, VALUES))
 
         def weigh(scores: Tensor, context: Group) -> tuple[Tensor, tuple[Tensor, ...]]:  # noqa: ARG001
             # What stands where nothing is predicted may be anything.

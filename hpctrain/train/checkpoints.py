@@ -34,6 +34,9 @@ from hpctrain.train.hook import Hook, StepDone
 from hpctrain.train.start import begins_anew, left_bias
 from hpctrain.train.step import TrainState
 
+COMPANIONS = "companions"
+"""Under which key a checkpoint's state has what companions of the engine have besides tensors, by name."""
+
 
 class Checkpoints(Hook):
     """Writes the state of an engine into the folder of a run, and reads it."""
@@ -199,19 +202,9 @@ class Checkpoints(Hook):
 
     def _resume(self, state: Mapping[str, Any], replicas: int, origin: str, anew: bool = False) -> TrainState:
         """Go on with what is there besides tensors, which are there by now; `replicas` were stored apart."""
-        engine = self.engine
-        engine.optimizer.totals = {} if anew else state.get("totals") or {}
-        engine.optimizer.publish()
-        engine.optimizer.updates = 0 if anew else int(state["updates"])
-        # By how many updates what is under way was begun, those that begin anew do not tell.
-        under_way = {} if anew else state.get("under_way") or {}
-        engine.outer.resumed(engine.optimizer, replicas, under_way)
-        if engine.loss_scale.window and state["loss_scale"] is not None:
-            engine.loss_scale.value = float(state["loss_scale"])
-            engine.loss_scale.good_steps = int(state["loss_scale_good_steps"])
-        engine.noise_scale.resume(state)
-        engine.spikes.resume(state)
-        engine.synchronizer.after_step(True, engine.loss_scale.value / float(state.get("loss_scale") or 1.0))
+        _resume_engine(self.engine, state, replicas, anew)
+        for name, engine in self.engine.companions.items():
+            _resume_engine(engine, state[COMPANIONS][name], replicas, anew)
         self.provenance.go_on(state, origin)
         self.best.resume(state.get(RECORD))
         self._find_best()
@@ -259,15 +252,11 @@ class Checkpoints(Hook):
     def stored(self, state: TrainState) -> dict[str, Any]:
         """What the file holds besides tensors."""
         engine = self.engine
+        companions = {name: _stored_engine(each) for name, each in engine.companions.items()}
         return {
             **asdict(state),
-            "updates": engine.optimizer.updates,
-            "totals": engine.optimizer.totals,
-            "under_way": engine.outer.under_way,
-            "loss_scale": engine.loss_scale.value if engine.loss_scale.window else None,
-            "loss_scale_good_steps": engine.loss_scale.good_steps,
-            **engine.noise_scale.state(),
-            **engine.spikes.state(),
+            **_stored_engine(engine),
+            **({COMPANIONS: companions} if companions else {}),
             **({RECORD: self.best.record()} if self.best.of else {}),
             **deck_state(self.deck),
             "split": list(engine.placement.split),
@@ -278,6 +267,35 @@ class Checkpoints(Hook):
             "code_version": __version__,
             **self.provenance.stored(state.step),
         }
+
+
+def _stored_engine(engine: Engine) -> dict[str, Any]:
+    """What an engine's state has besides tensors."""
+    return {
+        "updates": engine.optimizer.updates,
+        "totals": engine.optimizer.totals,
+        "under_way": engine.outer.under_way,
+        "loss_scale": engine.loss_scale.value if engine.loss_scale.window else None,
+        "loss_scale_good_steps": engine.loss_scale.good_steps,
+        **engine.noise_scale.state(),
+        **engine.spikes.state(),
+    }
+
+
+def _resume_engine(engine: Engine, state: Mapping[str, Any], replicas: int, anew: bool) -> None:
+    """Have an engine, whose tensors are there, go on with the rest of its state."""
+    engine.optimizer.totals = {} if anew else state.get("totals") or {}
+    engine.optimizer.publish()
+    engine.optimizer.updates = 0 if anew else int(state["updates"])
+    # By how many updates what is under way was begun, those that begin anew do not tell.
+    under_way = {} if anew else state.get("under_way") or {}
+    engine.outer.resumed(engine.optimizer, replicas, under_way)
+    if engine.loss_scale.window and state["loss_scale"] is not None:
+        engine.loss_scale.value = float(state["loss_scale"])
+        engine.loss_scale.good_steps = int(state["loss_scale_good_steps"])
+    engine.noise_scale.resume(state)
+    engine.spikes.resume(state)
+    engine.synchronizer.after_step(True, engine.loss_scale.value / float(state.get("loss_scale") or 1.0))
 
 
 def _holds(path: Path, record: Mapping[str, Any]) -> bool:

@@ -59,10 +59,11 @@ from hpctrain.train.start import (
     start_from_source,
 )
 from hpctrain.train.startup import check_run_folder, prepare_ranks, read_agreed
+from hpctrain.train.step import TrainState
 from hpctrain.train.summary import decay_ended, introduction, rate_jumps, warms_again
 from hpctrain.train.taken import Taken, take_mirror
 from hpctrain.train.time_limit import BYTES_PER_SECOND, Pace, TimeLimit
-from hpctrain.train.trainer import Trainer
+from hpctrain.train.trainer import Beginning, MakeTrainer, Trainer, make_trainer
 from hpctrain.train.verify import verify_layout
 from hpctrain.train.watchers import EightBitWatch, Evaluation, SlowRanks, StepReport, Trace
 from hpctrain.train.way_back import WayBack
@@ -151,6 +152,7 @@ class Run:
             gc.unfreeze()
             world.ledger.timeline = None
             reporter.close()
+            self.trainer.close()
             engine.close()
             self.corpus.close()
             if lock is not None:
@@ -204,7 +206,9 @@ class Loop:
     def advance(self, control: Control) -> Order | None:
         """What is asked for, and the next step; the order to stop, if there is one."""
         state = self.trainer.state
-        order = self._asked or control.agree(self.peak.exceeded)
+        order = self._asked or Order()
+        if self.trainer.settled and self._asked is None:
+            order = control.agree(self.peak.exceeded)
         if order.measure:
             self.peak.measure_again()
         if order.checkpoint:
@@ -269,8 +273,9 @@ def open_run(
     checkpoint: Path | None = None,
     clear: Callable[[], str] = str,
     replayed: Path | None = None,
+    make: MakeTrainer = make_trainer,
 ) -> Run:
-    """The run of a deck from its beginning, or from a checkpoint on. Collective.
+    """The run of a deck from its beginning, or from a checkpoint on; `make` makes what trains it. Collective.
 
     `clear` makes the run's folder ready, on rank 0, once nothing can be refused any more; what it returns is
     said at the start. Tokens of the samples of the file `replayed` go to the experts that it names.
@@ -301,10 +306,16 @@ def open_run(
 
     engine, predicted = build_within_memory(deck, world, mesh, ready)
     checkpoints = Checkpoints(deck, engine, known_corpus(world, corpus))
-    state = None if checkpoint is None else checkpoints.restore(checkpoint)
-    source = deck.model.source if checkpoint is None else None
-    started_from = start_from_source(deck, engine) if source is not None else ""
-    trainer = Trainer(deck, engine, corpus.train, state)
+    started_from = ""
+
+    def fill() -> TrainState | None:
+        nonlocal started_from
+        if checkpoint is not None:
+            return checkpoints.restore(checkpoint)
+        started_from = start_from_source(deck, engine) if deck.model.source is not None else ""
+        return None
+
+    trainer = make(Beginning(deck, engine, corpus, checkpoint, fill))
     if deck.objective.kind in REFERRED:
         held_out = refer(trainer.step, corpus, held_out, Path(deck.run.dir), checkpoint)
     routing: Routing | None = None
@@ -353,6 +364,7 @@ def run_deck(
     fresh: bool = False,
     again: bool = False,
     replayed: Path | None = None,
+    make: MakeTrainer = make_trainer,
 ) -> int:
     """`hpctrain run`: train a deck, from its beginning; the exit code.
 
@@ -375,7 +387,8 @@ def run_deck(
         if any(world.everyone.all_gather_object(begun)):
             checkpoint = find_checkpoint(world, folder)
             state = read_state(checkpoint, world.everyone)
-            return _go_on(world, deck, checkpoint, state, signals, replayed, True, (chose, *taken.sentences))
+            said = chose, *taken.sentences
+            return _go_on(world, deck, checkpoint, state, signals, replayed, True, said, make)
         with world.agreement():
             if world.rank == 0:
                 replaces(deck, fresh, again)
@@ -383,12 +396,17 @@ def run_deck(
         if not taken.mirrored:  # else a job goes on with what nodes are left
             require_neighbour(world, deck)
         reads = [] if replayed is None else [str(replayed)]
-        run = open_run(world, deck, clear=lambda: clear_folder(deck, fresh, again, reads), replayed=replayed)
+        run = open_run(world, deck, None, lambda: clear_folder(deck, fresh, again, reads), replayed, make)
         return run.train(signals, (bound, makes, chose, *taken.sentences))
 
 
 def resume(
-    world: World, target: Path, overrides: Sequence[str], strict: bool = False, replayed: Path | None = None
+    world: World,
+    target: Path,
+    overrides: Sequence[str],
+    strict: bool = False,
+    replayed: Path | None = None,
+    make: MakeTrainer = make_trainer,
 ) -> int:
     """`hpctrain resume`: go on from a checkpoint, or from the newest good one of a run's folder.
 
@@ -403,7 +421,8 @@ def resume(
             deck = stored_deck(state, path, [f"run.dir={path.parent.parent}", *overrides])
         deck, chose = choose_layout(world, deck)
         given = deck.sources.place("layout.replicas").override is not None
-        return _go_on(world, deck, path, state, signals, replayed, not given, (chose, *taken.sentences))
+        said = chose, *taken.sentences
+        return _go_on(world, deck, path, state, signals, replayed, not given, said, make)
 
 
 def _go_on(
@@ -415,6 +434,7 @@ def _go_on(
     replayed: Path | None,
     follows: bool,
     said: Sequence[str],
+    make: MakeTrainer,
 ) -> int:
     """Train on from a checkpoint with that state; the exit code.
 
@@ -458,4 +478,4 @@ def _go_on(
     opening = prepare_ranks(world, deck), *rates, makes, *said
     if not before.checkpoint.mirror:  # else it goes on with what nodes are left
         require_neighbour(world, deck)
-    return open_run(world, deck, path, replayed=replayed).train(signals, opening)
+    return open_run(world, deck, path, replayed=replayed, make=make).train(signals, opening)

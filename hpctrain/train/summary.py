@@ -9,6 +9,7 @@ from hpctrain.data.mixture import material_of, mixture_lines
 from hpctrain.data.shards import title_of
 from hpctrain.deck.data_mixture import token_names
 from hpctrain.deck.learning_rate import ENDLESS
+from hpctrain.deck.policy import POLICIES
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import toml_value
 from hpctrain.engine.build import Engine
@@ -41,7 +42,7 @@ def introduction(
     architecture, world, mesh = engine.architecture, engine.world, engine.mesh
     sequences = corpus.train.source.count
     rest = samples_of(deck.batch, deck.run.steps) - samples_of(deck.batch, state.step)
-    epochs = (state.samples + rest) / sequences
+    epochs = corpus.train.epoch(state.samples + rest)
     taken = f"{epochs:.2g}" if epochs < MANY_EPOCHS else f"{epochs:,.0f}"
     numbers = count(architecture)
     engine_ranks = f"{counted(world.size, 'rank')} ({sizes_text(mesh.sizes)})"
@@ -76,7 +77,7 @@ def introduction(
             f"precision.fp8 = {toml_value(deck.precision.fp8)} is emulated on this device: the same numbers, "
             "but slower than bf16"
         )
-    if epochs >= MANY_EPOCHS and corpus.dataset is None:
+    if epochs >= MANY_EPOCHS and corpus.dataset is None and deck.objective.kind not in POLICIES:
         title = "data.mixture" if deck.data.mixture is not None else title_of(token_names(deck))
         lines.append(
             f"{title} is small for this run: each of its {counted(sequences, 'sequence')} of "

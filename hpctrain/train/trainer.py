@@ -9,12 +9,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
 
 from hpctrain.comm.mesh import sizes_text
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine
+from hpctrain.engine.corpus import Corpus
 from hpctrain.train.batch_size import batch_at
 from hpctrain.train.corruption import Guard
 from hpctrain.train.hook import Hook, StepDone
@@ -23,6 +26,20 @@ from hpctrain.train.repeated import Repetition
 from hpctrain.train.step import Step, StepResult, TrainState, Unguarded
 from hpctrain.watch.stragglers import Comparison, Stragglers, work_of
 from hpctrain.words import counted
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """What a trainer is made of: the deck and its engine, the samples, and the checkpoint that its run goes
+    on from, if any. `fill`, which is collective, gives the engine and its companions their state, that of the
+    checkpoint, or of the model that the run starts from; and returns how far that is.
+    """
+
+    deck: Deck
+    engine: Engine
+    corpus: Corpus
+    checkpoint: Path | None
+    fill: Callable[[], TrainState | None]
 
 
 class Trainer:
@@ -34,7 +51,7 @@ class Trainer:
     def __init__(self, deck: Deck, engine: Engine, batches: Batches, state: TrainState | None = None) -> None:
         self.deck, self.engine = deck, engine
         self.state = TrainState() if state is None else state
-        self.step = Step(engine, batches, deck.batch.micro_size, deck.optimizer.clip, deck.run.seed)
+        self.step = self.make_step(batches)
         self.activations = ActivationPeak(engine)
         self.hooks: list[Hook] = [self.activations]
         if deck.stability.corruption != "off":
@@ -42,6 +59,23 @@ class Trainer:
             again = Repetition(engine, self.step, self.state, self.next_batch) if full else None
             self.step.guard = guard = Guard(engine, self.state, deck.stability.corruption_every, again)
             self.hooks.append(guard)
+
+    def close(self) -> None:
+        """End what it has started; nothing can be trained afterwards."""
+
+    def make_step(self, batches: Batches) -> Step:
+        """What makes its steps."""
+        return step_of(self.deck, self.engine, batches)
+
+    @property
+    def settled(self) -> bool:
+        """Whether a run that ends here goes on with the same bits."""
+        return True
+
+    @property
+    def evaluated(self) -> tuple[str, ...]:
+        """Names of the figures of an evaluation."""
+        return self.engine.objective.figures
 
     @property
     def world(self) -> World:
@@ -112,3 +146,16 @@ class Trainer:
     def _before_update(self) -> None:
         for hook in self.hooks:
             hook.before_update()
+
+
+MakeTrainer = Callable[[Beginning], Trainer]
+
+
+def step_of(deck: Deck, engine: Engine, batches: Batches) -> Step:
+    """What makes a step of an engine by its deck."""
+    return Step(engine, batches, deck.batch.micro_size, deck.optimizer.clip, deck.run.seed)
+
+
+def make_trainer(beginning: Beginning) -> Trainer:
+    """The trainer of a run that learns from what there is."""
+    return Trainer(beginning.deck, beginning.engine, beginning.corpus.train, beginning.fill())

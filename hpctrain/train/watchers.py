@@ -70,7 +70,7 @@ class Evaluation(Hook):
             return
         self.reporter.working("evaluating")
         started = time.perf_counter()
-        names = self.trainer.engine.objective.figures
+        names = self.trainer.evaluated
         done.evaluated = {
             each.name: each.figures(**{name: value for name, value in found.items() if name in names})
             for each in self.sets

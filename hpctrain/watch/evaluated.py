@@ -8,6 +8,7 @@ from typing import Any
 
 _MANY = 1000.0  # from here on a perplexity has one decimal
 _MOST = 1e9  # and from here on it is told by its magnitude
+_NOTABLE = ("reward", "accuracy", "kl")
 
 
 def evaluation_words(name: str, figures: Mapping[str, float]) -> str:
@@ -19,7 +20,12 @@ def evaluation_words(name: str, figures: Mapping[str, float]) -> str:
         words.append(f"perplexity {perplexity:{form}}")
     if "bits_per_byte" in figures:
         words.append(f"{figures['bits_per_byte']:.4f} bits/byte")
-    return "  ".join(words)
+    return "  ".join([*words, *notable_words(figures)])
+
+
+def notable_words(figures: Mapping[str, float]) -> list[str]:
+    """Those figures that say better than the loss what was learned, where an objective has them."""
+    return [f"{name} {figures[name]:.4f}" for name in _NOTABLE if name in figures]
 
 
 def evaluated_note(status: Mapping[str, Any]) -> list[str]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, TextIO
 from hpctrain.deck.evaluation import VALIDATION
 from hpctrain.report.terminal import DEFAULT_COLUMNS, Terminal, bar_console, columns, find_terminal, fit
 from hpctrain.units import format_count, format_seconds
-from hpctrain.watch.evaluated import evaluation_words
+from hpctrain.watch.evaluated import evaluation_words, notable_words
 from hpctrain.watch.log import show_warnings
 from hpctrain.watch.metrics import StepMetrics
 
@@ -148,6 +148,7 @@ class Progress:
         texts = [
             self._count(metrics.step),
             f"loss {_number(metrics.loss, 4):>7}",
+            *notable_words(figures),
             f"grad norm {_number(metrics.grad_norm, 3):>7}",
             f"lr {metrics.lr:.2e}",
             "" if metrics.epoch is None else f"epoch {metrics.epoch:.2f}",
@@ -174,6 +175,7 @@ class Progress:
         fields = [
             (0, "bold", self._count(metrics.step)),
             (1, "red" if metrics.skipped else "green", f"loss {_number(metrics.loss, 4)}"),
+            *((1, "green", words) for words in notable_words(metrics.figures)[:1]),
             (5, "green", validation),
             (6, "", f"grad norm {_number(metrics.grad_norm, 3)}"),
             (3, "", f"{format_count(metrics.tokens_per_s):>5} {self._unit}/s"),

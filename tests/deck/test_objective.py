@@ -26,7 +26,7 @@ def test_kinds() -> None:
             'loss = "ipo"',
             'objective.loss = "ipo": is for objective.kind = "dpo", which is "next-token" (leave',
         ),
-        ('kind = "dpo"\nbeta = 0', "objective.beta = 0: must be a number above 0"),
+        ('kind = "dpo"\nbeta = 0', 'objective.beta = 0: must be above 0 for "dpo" (0.1 would do)'),
         ('kind = "dpo"\nsmoothing = 0.5', "objective.smoothing = 0.5: must be"),
         (
             'kind = "dpo"\nloss = "ipo"\nsmoothing = 0.1',

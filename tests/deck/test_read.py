@@ -45,7 +45,8 @@ def test_decks_are_frozen_hashable_and_copied_whole() -> None:
 
 
 def test_resolved_text_shows_every_key_and_parses_back() -> None:
-    deck = parse_deck(SMALL)
+    keys = 'kind = "ppo"\n[policy]\nreward = ["exact-match"]\ntokens = 5\n'
+    deck = parse_deck(f"{SMALL}\n[objective]\n{keys}")
     text = deck_text(deck)
     for section in sections():
         part = text[text.index(f"[{section}]\n") :].split("\n[", maxsplit=1)[0]
@@ -53,6 +54,7 @@ def test_resolved_text_shows_every_key_and_parses_back() -> None:
             assert f"\n{name} = " in part or f"\n# {name}: " in part or f"\n# {name} = " in part
     assert parse_deck(text, name="other.toml") == deck
     assert "\n# data: fills the rest: 4 on 4 ranks\n" in deck_text(deck, 4)
+    assert "policy" not in deck_text(parse_deck(SMALL))
 
 
 LINES = some.text(min_size=1, max_size=20).filter(lambda text: not control_problem(text))

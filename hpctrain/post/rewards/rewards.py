@@ -149,8 +149,8 @@ def open_rewards(
     seconds: float = _USUAL_SECONDS,
     processes: int = 1,
 ) -> Rewards:
-    """Rewards of texts as in FORMS, each with its weight; arguments as of RewardName.open. HpctrainError, with all
-    that is wrong, as from parse_reward.
+    """Rewards of texts as in FORMS, each with its weight; arguments as of RewardName.open.
+    HpctrainError, with all that is wrong, as from parse_reward.
     """
     names, problems = list[RewardName](), list[str]()
     for text, weight in weighted.items():

@@ -46,6 +46,8 @@ class Chart:
 
 CHARTS = (
     Chart("Loss", "nats per token", ((_LOSS, "training"), ("validation_loss", "validation")), middle="mean"),
+    Chart("Reward", "of an answer", (("reward", "training"), ("validation_reward", "validation"))),
+    Chart("Accuracy", "of pairs", (("accuracy", "training"), ("validation_accuracy", "validation"))),
     Chart("Gradient norm", "before clipping", (("grad_norm", ""),)),
     Chart("Learning rate", "", (("lr", ""),), from_zero=True),
     Chart("Throughput", "tokens per second", (("tokens_per_s", ""),), "count", from_zero=True),

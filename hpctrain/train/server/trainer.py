@@ -14,7 +14,7 @@ from dataclasses import asdict
 from hpctrain.comm.mailbox import Mailbox
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches
-from hpctrain.deck.objective import PREFERENCES
+from hpctrain.deck.objective import LANGUAGE
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine, make_mesh
 from hpctrain.engine.roles import Roles
@@ -186,7 +186,7 @@ def new_trainer(world: World, deck: Deck, batches: Batches) -> Trainer:
 
     HpctrainError on all ranks where its memory is not there, or the deck cannot be run here.
     """
-    if deck.objective.kind in PREFERENCES:
+    if deck.objective.kind not in LANGUAGE:
         sentence = "needs what a run computes at its start: it is for `hpctrain run` and `resume`"
         raise HpctrainError(deck.problem("objective.kind", sentence))
     if deck.communication.server == "none":

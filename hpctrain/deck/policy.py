@@ -1,0 +1,220 @@
+"""The section [policy]: how a model that writes answers is made better by rewards, and its checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
+
+from hpctrain.deck.key import Duration, Section, key
+from hpctrain.deck.problem import Problem, multiples
+from hpctrain.deck.sources import toml_value
+from hpctrain.deck.target import found_from, is_file, is_target
+
+if TYPE_CHECKING:
+    from hpctrain.deck.schema import Deck
+
+POLICIES = ("ppo", "grpo")
+"""Kinds of objectives that learn from rewards of what the model writes itself."""
+
+Texts = Annotated[tuple[str, ...], Field(strict=False)]
+Numbers = Annotated[tuple[float, ...], Field(strict=False)]
+
+
+class PolicySection(Section):
+    """Answers to prompts, their rewards, and how the model is moved by these (ppo, grpo)."""
+
+    reward: Texts = key(
+        "Rewards: exact-match, regular-expression:PATTERN, FILE.py:function, or a reward model's checkpoint.",
+        (),
+    )
+    weights: Numbers = key("The weight of each of these rewards in the sum.", (), derived="all 1")
+    answer: str = key(
+        "Key of a prompt's row that has the right answer, or a list of them.", "answer", min_length=1
+    )
+    seconds: Duration = key(
+        "How long a reward's function may take for one call.", 30.0, unit="seconds", gt=0, le=86400
+    )
+    processes: int = key("Processes of each rank that call a reward's function.", 1, ge=1, le=256)
+    tokens: int = key("Tokens of an answer, at most; prompts have the rest of batch.sequence.", 128, ge=1)
+    stops: Texts = key("Texts before which an answer ends, as does the end of a document.", ())
+    samples: int | None = key("Answers to each prompt, a group.", None, derived="8 for grpo, 1 for ppo", ge=1)
+    rollout: int | None = key(
+        "Answers that are written, then learned from.",
+        None,
+        unit="sequences",
+        derived="batch.global_size",
+        ge=1,
+    )
+    epochs: int = key("How often each answer is learned from.", 1, ge=1, le=1000)
+    clip_low: float = key("By what share the chance of a token may fall in a rollout.", 0.2, gt=0, lt=1)
+    clip_high: float | None = key("By how much it may rise.", None, derived="policy.clip_low", gt=0, le=100)
+    kl: Literal["k1", "k3"] | None = key(
+        "Estimate of the divergence from the start: k1, the difference; k3, which is never negative.",
+        None,
+        derived="k1 (in the reward) for ppo, k3 (in the loss) for grpo",
+    )
+    mean: Literal["tokens", "answers", "constant"] | None = key(
+        "What losses are means of: all tokens; each answer's mean; each answer's sum over policy.tokens.",
+        None,
+        derived="tokens for ppo, answers for grpo",
+    )
+    scale: bool = key("Whether a group's rewards are divided by their deviation (grpo).", True)
+    whiten: bool = key("Whether advantages of a rollout get mean 0 and deviation 1 (ppo).", True)
+    gamma: float = key("What a reward is worth a token earlier (ppo).", 1.0, gt=0, le=1)
+    gae_lambda: float = key("How far advantages look ahead: 0 a token, 1 to the end (ppo).", 0.95, ge=0, le=1)
+    value_clip: float = key("How far the critic's values may move in a rollout (ppo).", 0.2, gt=0, le=1000)
+    critic: Texts = key(
+        "Keys of the critic that differ, as --set has them: model.from, learning_rate.peak, layout.* (ppo).",
+        (),
+    )
+    reference: Texts = key(
+        "Keys of the reference that differ, as --set has them: layout.*, memory.parameters.", ()
+    )
+    shown: int = key(
+        "Answers of a rollout, and of an evaluation, that samples.jsonl gets.", 4, ge=0, le=10000
+    )
+
+
+_OF_PPO = ("whiten", "gamma", "gae_lambda", "value_clip", "critic")
+
+
+def fill_rewards(policy: dict[str, Any], deck_name: str) -> None:
+    """Have functions in files be found from any folder, in place."""
+    given = policy.get("reward")
+    if isinstance(given, list | tuple) and all(isinstance(each, str) for each in given):
+        policy["reward"] = [
+            found_from(each, deck_name) if is_target(each) and is_file(each) else each for each in given
+        ]
+
+
+def fill_policy(tables: dict[str, dict[str, Any]], default: Callable[[str, str, object], None]) -> None:
+    """Write the defaults that follow other keys."""
+    kind = tables["objective"].get("kind")
+    if kind not in POLICIES:
+        return
+    grpo, batch = kind == "grpo", tables["batch"].get("global_size")
+    default("policy", "samples", 8 if grpo else 1)
+    default("policy", "kl", "k3" if grpo else "k1")
+    default("policy", "mean", "answers" if grpo else "tokens")
+    default("policy", "clip_high", tables["policy"].get("clip_low", 0.2))
+    if isinstance(batch, int):
+        default("policy", "rollout", batch)
+
+
+def steps_of_rollout(deck: Deck) -> int:
+    """Optimizer steps on what is written at once."""
+    rollout = deck.policy.rollout or deck.batch.global_size
+    return rollout * deck.policy.epochs // deck.batch.global_size
+
+
+def room_for_samples(deck: Deck) -> int:
+    """Tokens that a sample of the data may have: a prompt leaves room for its answer."""
+    own = deck.policy.tokens if deck.objective.kind in POLICIES else 0
+    return max(1, deck.batch.sequence - own)
+
+
+def answers_to_each(deck: Deck) -> int:
+    """How many sequences an epoch trains on for each of the data: a prompt's answers, so many times."""
+    return (deck.policy.samples or 1) * deck.policy.epochs if deck.objective.kind in POLICIES else 1
+
+
+def policy_problems(deck: Deck) -> Iterator[Problem]:
+    """Everything that keeps a deck from learning by rewards, and keys that are given in vain."""
+    keys, kind = deck.policy, deck.objective.kind
+    if kind not in POLICIES:
+        for name, field in PolicySection.model_fields.items():
+            if getattr(keys, name) != field.default:
+                sentence = (
+                    f'is for objective.kind = "ppo" or "grpo", which is {toml_value(kind)} (leave it out)'
+                )
+                yield Problem(f"policy.{name}", sentence, ("objective.kind",))
+        return
+    if not keys.reward:
+        yield Problem("policy.reward", 'must name what rewards answers ("exact-match" would do)')
+    if keys.weights and len(keys.weights) != len(keys.reward):
+        sentence = f"must have a weight for each of the {len(keys.reward)} rewards (left out, all are 1)"
+        yield Problem("policy.weights", sentence, ("policy.reward",))
+    if keys.tokens >= deck.batch.sequence:
+        sentence = f"leaves no room for prompts in batch.sequence = {deck.batch.sequence}"
+        yield Problem("policy.tokens", sentence, ("batch.sequence",))
+    if not all(keys.stops):
+        yield Problem(
+            "policy.stops", "has an empty text, which would end every answer at once (leave it out)"
+        )
+    yield from _sizes(deck)
+    yield from _others(deck)
+    if kind == "grpo":
+        for name in _OF_PPO:
+            if getattr(keys, name) != PolicySection.model_fields[name].default:
+                sentence = 'is for objective.kind = "ppo", which has a critic (leave it out)'
+                yield Problem(f"policy.{name}", sentence, ("objective.kind",))
+    elif not keys.scale:
+        yield Problem("policy.scale", 'is for objective.kind = "grpo" (leave it out)', ("objective.kind",))
+    if keys.reference and not deck.objective.beta:
+        sentence = "is never asked, since objective.beta = 0 (leave it out)"
+        yield Problem("policy.reference", sentence, ("objective.beta",))
+
+
+def _sizes(deck: Deck) -> Iterator[Problem]:
+    keys, batch = deck.policy, deck.batch.global_size
+    samples, rollout = keys.samples or 1, keys.rollout or batch
+    if samples == 1 and deck.objective.kind == "grpo":
+        sentence = (
+            'leaves an answer nothing to be compared with (2 or more would do, or objective.kind = "ppo")'
+        )
+        yield Problem("policy.samples", sentence, ("objective.kind",))
+    if rollout % samples:
+        sentence = (
+            f"must be whole groups of policy.samples = {samples} ({multiples(rollout, samples)} would do)"
+        )
+        yield Problem("policy.rollout", sentence, ("policy.samples",))
+    if rollout % batch:
+        sentence = (
+            f"must be whole steps of batch.global_size = {batch} ({multiples(rollout, batch)} would do)"
+        )
+        yield Problem("policy.rollout", sentence, ("batch.global_size",))
+        return
+    steps = steps_of_rollout(deck)
+    every = {
+        "run.steps": deck.run.steps,
+        "checkpoint.every": deck.checkpoint.every,
+        "checkpoint.memory_every": deck.checkpoint.memory_every,
+        "run.evaluate_every": deck.run.evaluate_every,
+    }
+    for name, value in every.items():
+        if value % steps:
+            sentence = (
+                f"must be whole rollouts of {steps} steps (policy.rollout * policy.epochs / "
+                f"batch.global_size; {multiples(value, steps)} would do)"
+            )
+            yield Problem(name, sentence, ("policy.rollout", "policy.epochs", "batch.global_size"))
+
+
+def _others(deck: Deck) -> Iterator[Problem]:
+    """What does not go with answers that the model writes itself."""
+    for name in ("model.module", "model.loss", "data.dataset", "data.mixture", "run.tokens", "run.epochs"):
+        if deck.value(name) is not None:
+            sentence = f"{name} is not for a model that learns from what it writes itself (leave it out)"
+            yield Problem("objective.kind", sentence, (name,))
+    wrong = {
+        "communication.server": deck.communication.server != "none",
+        "layout.replicas": deck.layout.replicas > 1,
+        "batch.ramp_from": deck.batch.ramp_from > 0,
+        "stability.z_loss": deck.stability.z_loss > 0,
+        "evaluation.sets": bool(deck.evaluation.sets),
+        "checkpoint.mirror": deck.checkpoint.mirror,
+    }
+    for name, given in wrong.items():
+        if given:
+            sentence = f"{name} is not for a model that learns from what it writes itself (leave it out)"
+            yield Problem("objective.kind", sentence, (name,))
+    if deck.model.experts and deck.model.capacity is not None:
+        sentence = "has experts with a capacity, which drop tokens by what is beside them (leave it out)"
+        yield Problem("objective.kind", sentence, ("model.capacity",))
+
+
+def weights_of(keys: PolicySection) -> tuple[float, ...]:
+    """One for each reward."""
+    return keys.weights or (1.0,) * len(keys.reward)

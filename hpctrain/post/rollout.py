@@ -1,0 +1,85 @@
+"""A rollout: answers that were written by one policy, and what was found out about them, as samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hpctrain.data.batches import MASKED, MicroBatch, Sequences, Wanted
+
+
+class Answer(NamedTuple):
+    """What a model wrote behind a prompt: the prompt's `number` and which `sample` of it this is, all token
+    ids of both, how many of them are the answer's, its text, and why it ended, see Continuation.
+    """
+
+    number: int
+    sample: int
+    ids: tuple[int, ...]
+    written: int
+    text: str
+    why: str
+
+
+class AnswerRows(Sequences):
+    """Answers as sequences of `length` tokens: each with its prompt from the first place on; targets are the
+    answer's tokens.
+    """
+
+    def __init__(self, answers: Sequence[Answer], length: int) -> None:
+        self.length, self.count = length, len(answers)
+        self.tokens = torch.zeros(self.count, length, dtype=torch.int64)
+        self.targets = torch.full_like(self.tokens, MASKED)
+        for row, answer in enumerate(answers):
+            ids = torch.tensor(answer.ids)
+            assert len(ids) <= length, (len(ids), length)
+            self.tokens[row, : len(ids)] = ids
+            first = len(ids) - answer.written
+            self.targets[row, first - 1 : len(ids) - 1] = ids[first:]
+
+    @property
+    def answered(self) -> Tensor:
+        """Which places predict a token of an answer, [n, s]."""
+        return self.targets >= 0
+
+    def sequence(self, index: int) -> tuple[Tensor, Tensor]:
+        """See Sequences."""
+        return self.tokens[index], self.targets[index]
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Answers, each with `scores` [n] of its rewards; `fields` by name, [n, s] fp32 each, beside their tokens
+    and targets; and `figures` of all.
+    """
+
+    answers: Sequence[Answer]
+    rows: AnswerRows
+    scores: Tensor
+    fields: Mapping[str, Tensor]
+    figures: Mapping[str, float]
+    rewards: Mapping[str, Sequence[float]] = field(default_factory=dict)
+
+
+class OfRollouts:
+    """The answers of the present rollout as samples: as many as there always are; see Samples."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.rollout: Rollout | None = None
+
+    def micro_batches(self, wanted: Iterable[Wanted], later: Iterable[Wanted]) -> Iterator[MicroBatch]:
+        """See Samples."""
+        assert self.rollout is not None
+        kept = list(wanted)
+        for each, micro in zip(kept, self.rollout.rows.micro_batches(kept, later), strict=True):
+            own = torch.from_numpy(each.indices)
+            more: dict[str, Tensor] = {}
+            for name, values in self.rollout.fields.items():
+                more[name] = torch.zeros(each.micro_size, values.shape[1])
+                more[name][: len(own)] = values[own]
+            yield MicroBatch({**micro.fields, **more}, micro.samples, micro.sequences)

@@ -1,0 +1,67 @@
+"""What a policy wrote, for people to read: some answers of every rollout and evaluation, in samples.jsonl."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hpctrain.data.tokenizer import Tokenizer
+from hpctrain.errors import failing_as
+from hpctrain.post.rollout import Answer
+
+FILE = "samples.jsonl"
+
+
+class SamplesFile:
+    """The file in a run's folder, of which `writes` this rank alone; lines of steps after `step`, which a run
+    that goes on makes anew, are forgotten. In another folder than a run's nothing is written.
+    """
+
+    def __init__(self, folder: Path, step: int, shown: int, writes: bool) -> None:
+        self.path, self.step, self.shown, self.writes = folder / FILE, step, shown, writes
+        self._begun = False
+
+    def write(
+        self,
+        step: int,
+        of: str,
+        answers: Sequence[Answer],
+        rewards: Mapping[str, Sequence[float]],
+        tokenizer: Tokenizer,
+    ) -> None:
+        """Add the first answers. InputOutputError where that cannot be."""
+        if not self.writes or not self.shown or not self.path.parent.is_dir():
+            return
+        lines = []
+        for index, answer in enumerate(answers[: self.shown]):
+            prompt = tokenizer.decode(answer.ids[: len(answer.ids) - answer.written])
+            row = {
+                "step": step,
+                "of": of,
+                "prompt": prompt,
+                "text": answer.text,
+                "rewards": {name: scores[index] for name, scores in rewards.items()},
+                "tokens": answer.written,
+                "ended": answer.why,
+            }
+            lines.append(json.dumps(row) + "\n")
+        with failing_as(f"{self.path}: cannot be written"):
+            if not self._begun:
+                self._forget()
+            with self.path.open("a", encoding="utf-8") as file:
+                file.writelines(lines)
+
+    def _forget(self) -> None:
+        self._begun = True
+        if not self.path.exists():
+            return
+        kept = [line for line in self.path.read_text(encoding="utf-8").splitlines() if self._stays(line)]
+        self.path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+
+    def _stays(self, line: str) -> bool:
+        try:
+            row = json.loads(line)
+            return isinstance(row, dict) and row["step"] <= self.step
+        except (ValueError, KeyError, TypeError):
+            return False

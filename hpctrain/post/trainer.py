@@ -1,0 +1,247 @@
+"""The trainer of a policy: a run's trainer whose samples are what the model itself writes, rollout by
+rollout.
+
+The policy is the run's engine, with all that watches it. A critic is an engine of its own beside it, whose
+state is in the run's checkpoints; a reference and reward models are only looked at. A rollout is made when
+the one before it is used up, so that between rollouts the run's state is all there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+
+from hpctrain.comm.mesh import Mesh
+from hpctrain.comm.world import World
+from hpctrain.data.batches import Batches
+from hpctrain.data.conversations import PromptSource
+from hpctrain.data.order import SampleOrder
+from hpctrain.data.tokenizer import Tokenizer
+from hpctrain.deck.policy import POLICIES, weights_of
+from hpctrain.deck.read import deck_text, parse_deck
+from hpctrain.deck.schema import Deck
+from hpctrain.engine.build import Engine
+from hpctrain.engine.generation import generation_stage
+from hpctrain.engine.sizes import axis_sizes
+from hpctrain.engine.transfer import Transfer
+from hpctrain.model.transformer import Transformer
+from hpctrain.objective.value import ClippedValue
+from hpctrain.plan.engine import build_within_memory
+from hpctrain.post.experience import Experience, figures_of
+from hpctrain.post.reference import open_reference
+from hpctrain.post.reward_model import RewardModel, is_checkpoint, open_reward_model
+from hpctrain.post.rewards.rewards import Rewards, open_rewards
+from hpctrain.post.rollout import OfRollouts
+from hpctrain.post.samples import SamplesFile
+from hpctrain.post.writer import Writer
+from hpctrain.train import trainer as training
+from hpctrain.train.scored import log_probabilities_of, values_of
+from hpctrain.train.start import start_from_source
+from hpctrain.train.step import Step, StepResult, TrainState
+from hpctrain.train.trainer import Beginning, Trainer
+
+CRITIC = "critic"
+
+
+def make_trainer(beginning: Beginning) -> Trainer:
+    """What trains a run of any deck. Collective; HpctrainError on all ranks where something that it needs, as
+    a reward, is not to be had.
+    """
+    if beginning.deck.objective.kind not in POLICIES:
+        return training.make_trainer(beginning)
+    return PolicyTrainer(beginning)
+
+
+class PolicyTrainer(Trainer):
+    """See above."""
+
+    def __init__(self, beginning: Beginning) -> None:
+        deck, engine, corpus = beginning.deck, beginning.engine, beginning.corpus
+        world, prompts = engine.world, corpus.train.source
+        assert isinstance(prompts, PromptSource) and corpus.file is not None
+        self.tokenizer = corpus.file.tokenizer
+        rewards, models = self._rewards(deck, world)
+        if rewards is not None:
+            with world.agreement():
+                for index in range(prompts.count):
+                    row = f"{corpus.file.where}: the row of prompt {prompts.number(index)}"
+                    rewards.check(prompts.others(index), row)
+                rewards.start()
+        self.closing = [] if rewards is None else [rewards.close]
+        if deck.objective.kind == "ppo":
+            engine.companions[CRITIC] = _critic(deck, engine, fresh=beginning.checkpoint is None)
+        state = beginning.fill()
+        rollout = deck.policy.rollout or deck.batch.global_size
+        self.answers = OfRollouts(rollout)
+        self.experience: Experience | None = None
+        order, repeats = SampleOrder(rollout, deck.run.seed), corpus.train.repeats * prompts.count / rollout
+        super().__init__(deck, engine, Batches(self.answers, 0, order, repeats), state)
+        reference = open_reference(deck, engine, self.state, beginning.checkpoint)
+        critic = None if (own := self._step.critic) is None else partial(values_of, own)
+        self.experience = Experience(
+            deck,
+            world,
+            self.tokenizer,
+            prompts,
+            make_writer(deck, engine, self.tokenizer),
+            rewards,
+            models,
+            old=partial(log_probabilities_of, self.step),
+            reference=None if reference is None else partial(log_probabilities_of, reference),
+            values=critic,
+        )
+        self.samples = SamplesFile(Path(deck.run.dir), self.state.step, deck.policy.shown, world.rank == 0)
+
+    def make_step(self, batches: Batches) -> Step:
+        """See Trainer."""
+        self._step = PolicyStep(self.deck, self.engine, batches, self._gather)
+        return self._step
+
+    @property
+    def settled(self) -> bool:
+        """Between rollouts."""
+        return self.state.samples % self._per_rollout == 0
+
+    @property
+    def evaluated(self) -> tuple[str, ...]:
+        """See Trainer; the loss is the reward with its sign turned, so that the lowest is the best."""
+        return "loss", "reward", "reward_deviation", "length", "ended"
+
+    @property
+    def _per_rollout(self) -> int:
+        return self.answers.count * self.deck.policy.epochs
+
+    def _gather(self, state: TrainState) -> dict[str, float]:
+        """Have the rollout that a step learns from; its figures."""
+        assert self.experience is not None
+        number, begun = divmod(state.samples, self._per_rollout)
+        if not begun or self.answers.rollout is None:
+            self.answers.rollout = rollout = self.experience.gather(number)
+            with self.world.agreement():
+                self.samples.write(
+                    state.step + 1, "rollout", rollout.answers, rollout.rewards, self.tokenizer
+                )
+        return dict(self.answers.rollout.figures)
+
+    def evaluate(self, batches: Batches, sequences: int) -> dict[str, float]:
+        """Of an answer to each of the first held-out prompts, drawn alike each time. Collective."""
+        prompts = batches.source
+        assert isinstance(prompts, PromptSource) and self.experience is not None
+        indices = range(min(sequences, prompts.count))
+        answers, scores = self.experience.written(prompts, indices, [-1 - index for index in indices], 1)
+        with self.world.agreement():
+            self.samples.write(self.state.step, "evaluation", answers, scores.parts, self.tokenizer)
+        figures = figures_of(answers, scores)
+        return {"loss": -figures["reward"], **figures}
+
+    def close(self) -> None:
+        """See Trainer."""
+        for each in self.closing:
+            each()
+
+    def _rewards(
+        self, deck: Deck, world: World
+    ) -> tuple[Rewards | None, dict[str, tuple[RewardModel, float]]]:
+        """What judges answers by their texts, and what does by their tokens, with their weights."""
+        keys, functions = deck.policy, dict[str, float]()
+        models: dict[str, tuple[RewardModel, float]] = {}
+        where = deck.problem("policy.reward", "").rstrip(": ")
+        for name, weight in zip(keys.reward, weights_of(keys), strict=True):
+            if is_checkpoint(name):
+                model = open_reward_model(world, name, self.tokenizer, deck.batch.sequence, where)
+                models[f"model_{len(models) + 1}" if models else "model"] = model, weight
+            else:
+                functions[name] = weight
+        if not functions:
+            return None, models
+        with world.agreement():
+            rewards = open_rewards(functions, where, keys.answer, keys.seconds, keys.processes)
+        return rewards, models
+
+
+class PolicyStep(Step):
+    """A step on answers of the present rollout, which `gather` has made where it is due; then one of the
+    critic, if there is one, on the same.
+    """
+
+    def __init__(
+        self, deck: Deck, engine: Engine, batches: Batches, gather: Callable[[TrainState], dict[str, float]]
+    ) -> None:
+        super().__init__(engine, batches, deck.batch.micro_size, deck.optimizer.clip, deck.run.seed)
+        self.gather = gather
+        self.critic: Step | None = None
+        if (critic := engine.companions.get(CRITIC)) is not None:
+            self.critic = Step(critic, batches, deck.batch.micro_size, deck.optimizer.clip, deck.run.seed)
+
+    def __call__(
+        self, state: TrainState, batch: int, before_update: Callable[[], None] = lambda: None
+    ) -> StepResult:
+        """See Step; the critic's figures and norm have its name before theirs."""
+        figures = self.gather(state)
+        before = TrainState(**asdict(state))
+        result = super().__call__(state, batch, before_update)
+        figures |= result.figures
+        if self.critic is not None:
+            of_critic = self.critic(before, batch, before_update)
+            figures |= {f"{CRITIC}_{name}": value for name, value in of_critic.figures.items()}
+            figures[f"{CRITIC}_grad_norm"] = of_critic.grad_norm
+        return replace(result, figures=figures)
+
+
+def companion_deck(deck: Deck, changes: Sequence[str], ranks: int) -> Deck:
+    """The deck with other values of keys, as `--set` has them; HpctrainError with all that is wrong then."""
+    return parse_deck(deck_text(deck), list(changes), ranks=ranks) if changes else deck
+
+
+def _critic(deck: Deck, engine: Engine, fresh: bool) -> Engine:
+    """The engine of a critic in its layout over the same ranks; where the run is `fresh`, with the weights
+    that it starts from. Collective.
+    """
+    world = engine.world
+    with world.agreement():
+        own = companion_deck(deck, deck.policy.critic, world.size)
+    own = own.with_keys(
+        objective={"kind": "reward"}, run={"noise_scale_steps": 0}, stability={"spike": "off"}
+    )
+    sizes = axis_sizes(own, world.size)
+    mesh = engine.mesh if sizes == axis_sizes(deck, world.size) else Mesh(world, sizes, engine.mesh.transport)
+    critic, _ = build_within_memory(own, world, mesh)
+    critic.objective = ClippedValue(deck.policy.value_clip)
+    if fresh and own.model.source is not None:
+        start_from_source(own, critic)
+    return critic
+
+
+def make_writer(deck: Deck, engine: Engine, tokenizer: Tokenizer) -> Writer:
+    """What writes with the engine's model: its own parts, where each rank of its tensor axis has all that
+    takes; else a copy in that layout, which gets the weights before it writes. Collective.
+    """
+    world, mesh, layout = engine.world, engine.mesh, deck.layout
+    whole = layout.pipeline == layout.context == layout.expert == 1 and not layout.sequence_parallel
+    if whole and layout.zero < 3 and deck.memory.parameters == "device":
+        part = engine.models[0]
+        assert isinstance(part, Transformer)
+
+        @contextmanager
+        def ready() -> Iterator[None]:
+            with ExitStack() as stack:
+                stack.enter_context(engine.weight_maxima.known())
+                stack.enter_context(engine.groups.kernels.matrices_stay())
+                yield
+
+        copies = mesh.size("data"), mesh.coordinate("data")
+        return Writer(world, part, tokenizer, *copies, deck.run.title, ready)
+    part, stage = generation_stage(deck, world, layout.tensor)
+    transfer = Transfer(world, engine, stage)
+
+    @contextmanager
+    def moved() -> Iterator[None]:
+        transfer.move()
+        yield
+
+    tensor = part.groups.tensor
+    copies = world.size // tensor.size, world.rank // tensor.size
+    return Writer(world, part, tokenizer, *copies, deck.run.title, moved)

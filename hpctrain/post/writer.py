@@ -1,0 +1,103 @@
+"""Answers to prompts by a model that is trained meanwhile, on all ranks, each copy writing its share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from hpctrain.comm.host_memory import resident_bytes
+from hpctrain.comm.world import World
+from hpctrain.data.tokenizer import Tokenizer
+from hpctrain.deck.schema import Machine
+from hpctrain.errors import HpctrainError
+from hpctrain.generate.cache import CachePlan
+from hpctrain.generate.continuing import Text, continue_texts
+from hpctrain.generate.passes import CachedPasses, least_rows
+from hpctrain.generate.sampling import KeyedDraws, Sampling
+from hpctrain.generate.stopping import Continuation
+from hpctrain.generate.text import share_of_memory
+from hpctrain.model.transformer import Transformer
+from hpctrain.plan.room import demand_room
+from hpctrain.post.rollout import Answer
+
+TEXTS_AT_A_TIME = 64
+"""Of each copy of the model, which have places in the cache."""
+
+
+class Asked(NamedTuple):
+    """A prompt: its number, which with the seed decides what is drawn, and its token ids."""
+
+    number: int
+    ids: tuple[int, ...]
+
+
+@dataclass
+class Writer:
+    """Ranks that have a model to write with: `copies` of it, of which this rank's is number `copy`, each on
+    the ranks of its tensor axis. `ready` brings it up to date, and is what surrounds its passes.
+    """
+
+    world: World
+    part: Transformer
+    tokenizer: Tokenizer
+    copies: int
+    copy: int
+    name: str
+    ready: Callable[[], AbstractContextManager[object]] = nullcontext
+
+    @cached_property
+    def least_rows(self) -> int:
+        """See the function of this name. Collective at first."""
+        return least_rows(self.part)
+
+    def write(self, prompts: Sequence[Asked], sampling: Sampling) -> list[Answer]:
+        """`sampling.samples` answers to each prompt, in their order, the same on all ranks. Collective.
+
+        HpctrainError on all ranks where logits are not finite, or there is no memory for keys and values.
+        """
+        assert sampling.seed is not None
+        own, answers = prompts[self.copy :: self.copies], list[Answer]()
+        problem: HpctrainError | None = None
+        with self.ready():
+            passes = self._passes(prompts, sampling)
+            try:
+                answers = self._write(passes, own, sampling)
+            except HpctrainError as error:
+                problem = error
+        with self.world.agreement():
+            if problem is not None:
+                raise problem
+        told = answers if self.part.groups.tensor.rank == 0 else []
+        every = [each for some in self.world.everyone.all_gather_object(told) for each in some]
+        found = {(each.number, each.sample): each for each in every}
+        return [found[each.number, sample] for each in prompts for sample in range(sampling.samples)]
+
+    def _write(self, passes: CachedPasses, prompts: Sequence[Asked], sampling: Sampling) -> list[Answer]:
+        draw = KeyedDraws(sampling, self.tokenizer.vocabulary, self.name, self.part.groups.tensor)
+        growing: dict[Text, Continuation] = {}
+        for each in prompts:
+            for sample in range(sampling.samples):
+                text = Text(list(each.ids), sampling.tokens, each.number, sample)
+                growing[text] = Continuation(self.tokenizer, each.ids, sampling.stops)
+        for _ in continue_texts(passes, growing, draw, lambda text, token: growing[text].add(token)):
+            pass
+        found = []
+        for text, written in growing.items():
+            ids, count = tuple(text.tokens), len(text.tokens) - text.given
+            found.append(Answer(text.number, text.sample, ids, count, written.finish(), written.why))
+        return found
+
+    def _passes(self, prompts: Sequence[Asked], sampling: Sampling) -> CachedPasses:
+        """Those that all texts fit, of as many at a time as there is memory for. Collective."""
+        longest = max(len(each.ids) for each in prompts) + sampling.tokens
+        shares = -(-len(prompts) // self.copies) * sampling.samples
+        count, room = min(TEXTS_AT_A_TIME, max(1, shares)), share_of_memory(self.world)
+        while count > 1 and room is not None and CachePlan.of(self.part, count, longest).bytes > room // 2:
+            count //= 2
+        plan = CachePlan.of(self.part, count, longest)
+        advice = "a smaller policy.tokens needs fewer keys and values"
+        demand_room(self.world, Machine(), self.name, resident_bytes() + plan.bytes, lambda _: advice)
+        return CachedPasses(self.part, plan, self.least_rows)

@@ -1,0 +1,137 @@
+"""PPO's and GRPO's losses against plain torch, written from the papers, on whole and split logits.
+
+Tests of objective/policy.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hpctrain.comm.world import World
+from hpctrain.model.inputs import Inputs
+from hpctrain.objective.log_probabilities import log_probabilities
+from hpctrain.objective.policy import ADVANTAGES, OLD, Mean, PolicyOptimization, divergence
+from hpctrain.parallel import vocabulary
+from tests.objective.test_dpo import case
+from tests.objective.test_next_token import VOCABULARY, head
+
+LOW, HIGH, BETA, LONGEST = 0.1, 0.25, 0.05, 9
+
+
+def given() -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Weight [V, h], hidden [s, b, h], and fields [s, b]: chances have moved, some beyond the clip."""
+    weight, hidden, targets, reference = case()
+    generator = torch.Generator().manual_seed(9)
+    own = torch.log_softmax(functional.linear(hidden.double(), weight.double()), -1)
+    own = own.gather(-1, targets.clamp_min(0).unsqueeze(-1)).squeeze(-1)
+    old = (own + 0.2 * torch.randn(own.shape, generator=generator)).float()
+    advantages = torch.randn(own.shape, generator=generator)
+    # What stands where nothing is predicted must not matter.
+    filled = {"targets": targets, OLD: old, ADVANTAGES: advantages, "reference": reference}
+    return (
+        weight,
+        hidden,
+        {
+            name: values if name == "targets" else values.masked_fill(targets < 0, 3.0)
+            for name, values in filled.items()
+        },
+    )
+
+
+def by_torch(logits: Tensor, fields: dict[str, Tensor], mean: str, estimate: str) -> dict[str, Tensor]:
+    """The loss and figures of logits [s, b, V], answer by answer and token by token."""
+    own = torch.log_softmax(logits, -1)
+    losses, tokens, kl, clipped, moved = [], 0, 0.0, 0, 0.0
+    for row in range(logits.shape[1]):
+        each = []
+        for place in range(logits.shape[0]):
+            target = int(fields["targets"][place, row])
+            if target < 0:
+                continue
+            log_probability = own[place, row, target]
+            ratio = torch.exp(log_probability - fields[OLD][place, row].double())
+            advantage = float(fields[ADVANTAGES][place, row])
+            bounded = max(min(float(ratio.detach()), 1 + HIGH), 1 - LOW)
+            surrogate = ratio * advantage
+            if bounded * advantage < float(surrogate.detach()):
+                surrogate = torch.tensor(bounded * advantage, dtype=torch.float64)
+                clipped += 1
+            ahead = log_probability - fields["reference"][place, row].double()
+            apart = ahead if estimate == "k1" else torch.exp(-ahead) - 1 + ahead
+            each.append(-surrogate + BETA * apart)
+            kl, tokens = kl + float(apart.detach()), tokens + 1
+            moved += float((ratio - 1 - torch.log(ratio)).detach())
+        losses.append(torch.stack(each))
+    if mean == "tokens":
+        loss = torch.cat(losses).mean()
+    elif mean == "answers":
+        loss = torch.stack([each.mean() for each in losses]).mean()
+    else:
+        loss = torch.stack([each.sum() / LONGEST for each in losses]).mean()
+    return {"loss": loss, "kl": kl / tokens, "clip_share": clipped / tokens, "moved": moved / tokens}
+
+
+@pytest.mark.mpi(min_size=1, max_size=2)
+@pytest.mark.parametrize("mean", ["tokens", "answers", "constant"])
+@pytest.mark.parametrize("estimate", ["k1", "k3"])
+def test_losses_and_gradients(
+    world: World, monkeypatch: pytest.MonkeyPatch, mean: Mean, estimate: str
+) -> None:
+    monkeypatch.setattr(vocabulary, "CHUNK_ELEMENTS", 5 * VOCABULARY)
+    monkeypatch.setattr(vocabulary, "CHUNK_ROWS", 5)
+    weight, hidden, fields = given()
+    exact, wide = weight.double().requires_grad_(), hidden.double().requires_grad_()
+    wanted = by_torch(functional.linear(wide, exact), fields, mean, estimate)
+    assert 0.1 < wanted["clip_share"] < 0.9
+    wanted["loss"].backward()
+
+    layer, mine = head(world, weight), hidden.clone().requires_grad_()
+    objective = PolicyOptimization(LOW, HIGH, mean, LONGEST, BETA, estimate, referenced=True)  # type: ignore[arg-type]
+    inputs = Inputs({name: each.t() for name, each in fields.items()}, torch.arange(len(hidden)))
+    tokens = int((fields["targets"] >= 0).sum())
+    found = objective.losses(inputs, torch.tensor(1 / tokens))(layer, mine)
+    found.total.backward()
+    figures = {
+        name: float(each) / tokens for name, each in zip(objective.figures, found.figures, strict=True)
+    }
+    counted = objective.settle(figures)
+    assert set(figures) == {"loss", "clip_share", "moved", "entropy", "kl"}
+    for name, value in wanted.items():
+        assert figures[name] == pytest.approx(float(value), rel=1e-5), name
+    table = layer.table
+    assert mine.grad is not None
+    assert wide.grad is not None
+    assert exact.grad is not None
+    assert table.gradient is not None
+    torch.testing.assert_close(mine.grad.double() / counted, wide.grad, rtol=1e-4, atol=1e-7)
+    expected = table.shard.take(exact.grad)
+    torch.testing.assert_close(table.gradient.double() / counted, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.mpi(min_size=1, max_size=2)
+def test_what_was_drawn_just_now_has_moved_nowhere(world: World) -> None:
+    weight, hidden, fields = given()
+    layer = head(world, weight)
+    fields[OLD] = log_probabilities(layer, hidden, fields["targets"])
+    inputs = Inputs({name: each.t() for name, each in fields.items()}, torch.arange(len(hidden)))
+    objective = PolicyOptimization()
+    found = objective.losses(inputs, torch.tensor(1.0))(layer, hidden.clone().requires_grad_())
+    figures = dict(zip(objective.figures, map(float, found.figures), strict=True))
+    assert (figures["moved"], figures["clip_share"]) == (0.0, 0.0)
+    assert figures["loss"] == pytest.approx(
+        -float(fields[ADVANTAGES][fields["targets"] >= 0].sum()), rel=1e-6
+    )
+
+
+def test_divergences_are_what_they_estimate() -> None:
+    """Of many draws the means are the divergence itself, and k3 is never negative."""
+    generator = torch.Generator().manual_seed(2)
+    policy, reference = torch.randn(2, 5, generator=generator, dtype=torch.float64).log_softmax(-1)
+    exact = float((policy.exp() * (policy - reference)).sum())
+    for estimate in ("k1", "k3"):
+        each = divergence(policy, reference, estimate)  # type: ignore[arg-type]
+        assert float((policy.exp() * each).sum()) == pytest.approx(exact, rel=1e-12)
+    assert bool((divergence(policy, reference, "k3") >= 0).all())
