@@ -52,7 +52,9 @@ class ClippedValue:
                 free, limited = (scores - returns).square(), (held - returns).square()
                 losses = (0.5 * torch.maximum(free, limited)).masked_fill(~predicted, 0.0)
                 (gradient,) = torch.autograd.grad(losses.sum(), scores)
-            told = (losses, scores, (limited > free).double())
+            # Within the clip both are the same but for rounding.
+            clipped = (limited > free) & ((scores - before).abs() > self.clip)
+            told = (losses, scores, clipped.double())
             sums = (each.detach().double().masked_fill(~predicted, 0.0).sum() for each in told)
             return gradient.masked_fill(~predicted, 0.0), tuple(sums)
 
