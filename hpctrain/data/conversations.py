@@ -187,6 +187,11 @@ class PreferenceSource(_Rows, Sequences):
                 )
         return torch.tensor([margin or 0.0 for margin in found]) if any(found) else None
 
+    def said(self, title: str) -> str:
+        """See _Rows."""
+        has = 0 if self.margins is None else int((self.margins != 0).sum())
+        return super().said(title) + (f"; {has} with a margin" if has else "")
+
     def first_token(self, index: int) -> int:
         """Where the document of a sequence begins in the file."""
         return int(self._begins[2 * self.number(index // 2) + index % 2])

@@ -213,6 +213,7 @@ def test_margins_of_pairs(world: World, tmp_path: Path) -> None:
     (micro,) = Batches(source(2, None, 0.5), 0).evaluation(4, 0, 1, 6)
     assert micro.fields["margin"].tolist() == [[each] * 8 for each in (2.0, 2.0, 0.0, 0.0, 0.0, 0.0)]
     assert micro.fields["margin"].dtype == torch.float32
+    assert source(2, None, 0.5).said("x") == "x: 2 pairs; 1 with a margin"
     (micro,) = Batches(source(2, None, -0.5, split="validation"), 0).evaluation(2, 0, 1, 2)
     assert micro.fields["margin"][:, 0].tolist() == [-0.5, -0.5]
     for none in (source(None, None, None), source(0, None, 0.0)):
