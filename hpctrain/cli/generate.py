@@ -57,6 +57,13 @@ PICTURES |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
     metavar="N",
     help="Ranks that share a copy of the model; copies share the prompts.  [default: what suits]",
 )
+@click.option(
+    "--pipeline",
+    default=1,
+    metavar="N",
+    show_default=True,
+    help="Stages of --tensor ranks each that share a copy, each some of its layers.",
+)
 @click.option("--samples", default=1, metavar="N", show_default=True, help="Texts to generate.")
 def command(
     target: Path,
@@ -64,6 +71,7 @@ def command(
     prompt_file: str | None,
     json_lines: str | None,
     tensor: int | None,
+    pipeline: int,
     **sampling: Any,
 ) -> None:
     """Continue a text with the model of a checkpoint, or of the newest good one of a run folder.
@@ -81,7 +89,8 @@ def command(
 
     source, drawn = PromptSource(prompt, prompt_file, json_lines), Sampling(**sampling)
     output = Output(terminal=find_terminal() is not None)
-    run_verb(lambda world: generate(world, target, source, drawn, output.show, output.terminal, tensor))
+    terminal = output.terminal
+    run_verb(lambda world: generate(world, target, source, drawn, output.show, terminal, tensor, pipeline))
 
 
 class Output:

@@ -20,6 +20,7 @@ from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.saved_policy import SavedPolicy
 from hpctrain.pipeline.split import even_split
 from hpctrain.sharding.replication import Replications
+from hpctrain.words import counted
 
 
 def generation_deck(deck: Deck, tensor: int, pipeline: int = 1, of: str = "the model") -> Deck:
@@ -36,8 +37,10 @@ def generation_deck(deck: Deck, tensor: int, pipeline: int = 1, of: str = "the m
     split = deck.with_keys(layout=layout, precision={"compute": compute}, run={"noise_scale_steps": 0})
     problems = [problem for problem in check_deck(split) if not (problem.for_writers or problem.idle)]
     if problems:
-        ranks = tensor * pipeline
-        begin = f"{ranks} ranks: {of} is split over all of them, and their number"
+        if pipeline > 1:
+            begin = f"{of}, over {pipeline} stages of {counted(tensor, 'rank')}:"
+            raise HpctrainError([f"{begin} {problem.key} {problem.sentence}" for problem in problems])
+        begin = f"{tensor} ranks: {of} is split over all of them, and their number"
         raise HpctrainError([f"{begin} {problem.sentence}" for problem in problems])
     return split
 

@@ -166,6 +166,7 @@ def make_groups(deck: Deck, mesh: Axes, saved_policy: SavedPolicy, device: torch
         expert_tensor=mesh.group("expert_tensor"),
         micro_batch=mesh.group("context", "tensor"),
         data=mesh.group("data"),
+        pipeline=mesh.group("pipeline"),
     )
 
 

@@ -7,12 +7,17 @@ alike, as the samples of a prompt do, have one of them compute that beginning fo
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from hpctrain.errors import HpctrainError
 
 
 @dataclass(eq=False)
@@ -41,6 +46,9 @@ class Text:
 Draw = Callable[[Sequence[Text], Tensor], Sequence[int]]
 """The next token of each text by logits [texts, V], the same on all ranks that compute these."""
 
+Drawn = Callable[[], Sequence[int]]
+"""Waits for what is being drawn."""
+
 Grown = Callable[[Text, int], bool]
 """Called with a token that a text has got: whether the text has ended with it."""
 
@@ -58,13 +66,15 @@ class Piece(NamedTuple):
 
 class Passes(Protocol):
     """Forward passes of a model that sees `window` tokens: of at most `rows` tokens of texts that are in its
-    cache, which have `places` there and at most `reach` tokens; or of windows.
+    cache, which have `places` there and at most `reach` tokens; or of windows. So many groups of texts take
+    `turns`, of which each has its pass before the next token of the others is known.
     """
 
     window: int
     reach: int
     rows: int
     places: int
+    turns: int
 
     def open(self) -> int:
         """A place for a text."""
@@ -81,6 +91,16 @@ class Passes(Protocol):
     def windowed(self, tokens: Tensor) -> Tensor:
         """Logits [b, V] of the tokens behind these [b, s] int64, by these alone."""
 
+    def start_draw(self, draw: Draw, texts: Sequence[Text], logits: Tensor) -> Drawn:
+        """Start to draw the next token of these texts by their logits, which not every rank may have."""
+
+
+def at_once(draw: Draw, texts: Sequence[Text], logits: Tensor) -> Drawn:
+    """What is drawn already, as on ranks that all have the logits."""
+    return partial(list, draw(texts, logits))
+
+
+_NOTHING: Drawn = partial(tuple[int, ...], ())
 
 WINDOWS = 8
 """Windows that share a pass, which bounds the memory of activations."""
@@ -106,26 +126,49 @@ class _Growing:
 def continue_texts(passes: Passes, texts: Iterable[Text], draw: Draw, grown: Grown) -> Iterator[list[Text]]:
     """Have all texts grow until each has ended; after each pass those that have come by a token.
 
-    What does not fit into the model's window has no cache: positions would be others with each token.
+    What does not fit into the model's window has no cache: positions would be others with each token. Where
+    several ranks have parts of the model, all of them are to stop after the same pass, if before the end.
     """
-    waiting, growing = iter(texts), list[_Growing]()
-    coming = next(waiting, None)
+    waiting = iter(texts)
+    shares = [len(range(turn, passes.places, passes.turns)) for turn in range(passes.turns)]
+    turns = deque((_grow(passes, waiting, draw, grown, share), _NOTHING) for share in shares if share)
+    try:
+        while turns:
+            growing, _ = turns.popleft()
+            for step in growing:
+                if not isinstance(step, list):
+                    turns.append((growing, step))
+                    break
+                yield step
+    except (HpctrainError, GeneratorExit):
+        # What is on its way to this rank is to arrive there.
+        for _, drawn in turns:
+            with suppress(HpctrainError):
+                drawn()
+        raise
+
+
+def _grow(
+    passes: Passes, waiting: Iterator[Text], draw: Draw, grown: Grown, places: int
+) -> Iterator[list[Text] | Drawn]:
+    """Have texts grow in so many places. Begins to draw, and leaves it to others to have their turn; then
+    gives those that have come by a token.
+    """
+    growing = list[_Growing]()
     while True:
-        while coming is not None and len(growing) < passes.places:
+        while len(growing) < places and (coming := next(waiting, None)) is not None:
             each = _Growing(coming, None)
             if coming.given <= passes.reach:
                 each.source = _with_its_beginning(growing, coming)
                 each.place = passes.open()
                 _share(passes, each)
             growing.append(each)
-            coming = next(waiting, None)
         if not growing:
             return
         ready, logits = _pass(passes, growing)
-        if not ready:
-            continue
-        drawn = draw([each.text for each in ready], logits)
-        for each, token in zip(ready, drawn, strict=True):
+        drawn = passes.start_draw(draw, [each.text for each in ready], logits) if ready else _NOTHING
+        yield drawn
+        for each, token in zip(ready, drawn(), strict=True):
             text = each.text
             text.tokens.append(token)
             text.ended = grown(text, token) or len(text.tokens) == text.longest
@@ -133,7 +176,8 @@ def continue_texts(passes: Passes, texts: Iterable[Text], draw: Draw, grown: Gro
                 passes.close(each.place)
                 each.place = None
         growing = [each for each in growing if not each.text.ended]
-        yield [each.text for each in ready]
+        if ready:
+            yield [each.text for each in ready]
 
 
 def _pass(passes: Passes, growing: Sequence[_Growing]) -> tuple[list[_Growing], Tensor]:

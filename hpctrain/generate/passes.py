@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from hpctrain.generate.cache import CachePlan, KeyValueCache
-from hpctrain.generate.continuing import Piece
+from hpctrain.generate.continuing import Draw, Drawn, Piece, Text
+from hpctrain.generate.stages import Stages
 from hpctrain.model.inputs import Inputs
-from hpctrain.model.part import logits_of
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.vocabulary import VocabularyHead
 
@@ -22,7 +22,7 @@ _TRIED, _MANY = (1, 2, 3, 4, 5, 8, 9, 16, 17, 33), 128
 
 def least_rows(model: Transformer) -> int:
     """Rows from which on a product's rows are those of a large product, bit for bit. Collective over the
-    tensor axis.
+    tensor axis, and over the stages that have parts of the model.
 
     Libraries multiply a few rows in another order than many. By each matrix some numbers of random rows are
     multiplied: where none is enough, it is 64, and bits may differ.
@@ -36,7 +36,8 @@ def least_rows(model: Transformer) -> int:
                 multiply: Callable[[Tensor], Tensor] = product.logits if head else product.forward
                 tried[of] = _least(multiply, product.shape[1], model.dtype, model.groups.tensor.device)
     found: list[int] = model.groups.tensor.all_gather_object(max(tried.values(), default=1))
-    return max(found)
+    of_stages: list[int] = model.groups.pipeline.all_gather_object(max(found))
+    return max(of_stages)
 
 
 @torch.no_grad()
@@ -58,14 +59,16 @@ def can_cache(model: Transformer) -> bool:
 
 
 class CachedPasses:
-    """Passes of a whole model by a cache of this plan, of `least` rows or more, see `least_rows`; see Passes.
+    """Passes of a model by a cache of this plan, of `least` rows or more, see `least_rows`; see Passes. The
+    model is whole, or this stage's part of it: see Stages.
 
-    Collective over the tensor axis.
+    Collective over the tensor axis, and over the stages.
     """
 
     def __init__(self, model: Transformer, plan: CachePlan, least: int, rows: int = ROWS) -> None:
         self.model, self.least, self.rows = model, least, rows
-        self.cache = KeyValueCache(model, plan)
+        self.cache, self.stages = KeyValueCache(model, plan), Stages(model)
+        self.turns = self.stages.count
         self.window, self.places = model.shape.sequence, plan.places
         self.reach = self.window if can_cache(model) else 0
 
@@ -94,19 +97,30 @@ class CachedPasses:
         device = self.model.groups.tensor.device
         given = torch.tensor([tokens + [0] * idle], device=device)
         inputs = Inputs({"tokens": given}, attending.places.positions, cache=attending)
-        hidden: Tensor = self.model(inputs)
+        hidden = self.stages.through(inputs)
         wanted = list(_last_rows(pieces))
+        if not self.model.span.predicts:
+            return hidden.new_empty(len(wanted), 0)
         if not wanted:
             return hidden.new_empty(0, self.model.shape.vocabulary)
         filled = wanted + wanted[:1] * (self.least - len(wanted))
         logits: Tensor = self.model.predict(hidden[filled], VocabularyHead.logits)[: len(wanted), 0]
         return logits
 
+    @torch.no_grad()
     def windowed(self, tokens: Tensor) -> Tensor:
         """See Passes."""
-        device = self.model.groups.tensor.device
-        logits: Tensor = logits_of(self.model, tokens.to(device), self.least)[:, -1]
+        given = tokens.to(self.model.groups.tensor.device)
+        positions = torch.arange(given.shape[1], device=given.device)
+        hidden = self.stages.through(Inputs.of_tokens(given.t().contiguous(), positions))
+        if not self.model.span.predicts:
+            return hidden.new_empty(len(given), 0)
+        logits: Tensor = self.model.predict(hidden[-self.least :], VocabularyHead.logits)[-1]
         return logits
+
+    def start_draw(self, draw: Draw, texts: Sequence[Text], logits: Tensor) -> Drawn:
+        """See Passes."""
+        return self.stages.start_draw(draw, texts, logits)
 
 
 def _last_rows(pieces: Sequence[Piece]) -> Iterable[int]:

@@ -31,13 +31,15 @@ from hpctrain.generate.passes import CachedPasses, can_cache, least_rows
 from hpctrain.generate.prompts import Prompt, PromptSource
 from hpctrain.generate.sampling import KeyedDraws, Sampling
 from hpctrain.generate.stopping import Continuation
-from hpctrain.model.count import count
+from hpctrain.model.build import bare_model
 from hpctrain.model.part import Part
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Transformer
+from hpctrain.pipeline.split import cut, even_split
 from hpctrain.plan.room import demand_room
 from hpctrain.watch.newest import find_checkpoint
+from hpctrain.words import counted
 
 TEXTS_AT_A_TIME = 32
 """That have places in the cache at the most: as many as share a pass over the matrices with profit."""
@@ -54,14 +56,15 @@ def generate(
     show: Callable[[str], None],
     live: bool,
     tensor: int | None = None,
+    pipeline: int = 1,
 ) -> None:
     """`hpctrain generate`: continue prompts and show the texts, from rank 0.
 
     Collective. Those of lines of JSON are shown as such, others with their prompt. With `live`, a single
     sample is shown while it grows. An empty prompt begins a document, and where the model ends one the sample
-    ends, or before one of `sampling.stops`. Each `tensor` ranks share a copy of the model, and copies the
-    prompts; None is what suits. HpctrainError or InputOutputError, on all ranks, where an option or the
-    checkpoint will not do, or something cannot be shown.
+    ends, or before one of `sampling.stops`. Each `pipeline` x `tensor` ranks share a copy of the model, and
+    copies the prompts; None is what suits. HpctrainError or InputOutputError, on all ranks, where an option
+    or the checkpoint will not do, or something cannot be shown.
     """
     with world.agreement():
         sampling.check()
@@ -69,7 +72,8 @@ def generate(
     prompts = world.everyone.broadcast_object(prompts)
     sampling = sampling.settled(world.everyone)
     path, several = find_checkpoint(world, target), sampling.samples > 1
-    writer = TextModel(world, path, *load_model(world, path, tensor, len(prompts) * sampling.samples))
+    loaded = load_model(world, path, tensor, len(prompts) * sampling.samples, pipeline)
+    writer = TextModel(world, path, *loaded)
 
     def show_agreed(text: str) -> None:
         with world.agreement():
@@ -107,8 +111,10 @@ class TextModel:
     def __init__(self, world: World, path: Path, part: Part, tokenizer: Tokenizer) -> None:
         assert isinstance(part, Transformer)
         self.world, self.path, self.part, self.tokenizer = world, path, part, tokenizer
-        tensor = part.groups.tensor
-        self.copies, self.copy = world.size // tensor.size, world.rank // tensor.size
+        groups = part.groups
+        self.copies = world.size // (groups.pipeline.size * groups.tensor.size)
+        self.copy = world.rank // groups.tensor.size % self.copies
+        self._speaks = groups.pipeline.rank == groups.tensor.rank == 0
 
     @cached_property
     def least_rows(self) -> int:
@@ -139,8 +145,10 @@ class TextModel:
         with self.world.agreement():
             if problem is not None:
                 raise problem
-        every = self.world.everyone.all_gather_object(found if self.part.groups.tensor.rank == 0 else [])
-        of_copies = every[:: self.part.groups.tensor.size]
+        every = self.world.everyone.all_gather_object((self.copy, found if self._speaks else []))
+        of_copies = [
+            [text for copy, told in every if copy == number for text in told] for number in range(self.copies)
+        ]
         for prompt in range(len(prompts)):
             copy, first = prompt % self.copies, prompt // self.copies * sampling.samples
             yield from of_copies[copy][first : first + sampling.samples]
@@ -190,6 +198,8 @@ class TextModel:
         room = share_of_memory(self.world)
         while count > 1 and room is not None and CachePlan.of(self.part, count, longest).bytes > room // 2:
             count //= 2
+        # Stages have more or fewer layers.
+        count = min(self.part.groups.pipeline.all_gather_object(count))
         plan = CachePlan.of(self.part, count, longest)
         advice = "fewer --tokens need fewer keys and values"
         demand_room(self.world, Machine(), str(self.path), resident_bytes() + plan.bytes, lambda _: advice)
@@ -213,22 +223,31 @@ def json_line(prompt: Prompt, sample: Continuation, number: int | None) -> str:
     return json.dumps(prompt.others | told | ({} if number is None else {"sample": number})) + "\n"
 
 
-def load_model(world: World, path: Path, tensor: int | None = None, texts: int = 1) -> tuple[Part, Tokenizer]:
-    """The model of a checkpoint, split over each `tensor` ranks of the world, and its tokenizer. Collective.
+def load_model(
+    world: World, path: Path, tensor: int | None = None, texts: int = 1, pipeline: int = 1
+) -> tuple[Part, Tokenizer]:
+    """The model of a checkpoint, or this rank's part of it, and its tokenizer: each `pipeline` x `tensor`
+    ranks of the world share one. Collective.
 
-    None splits it over all ranks, unless there are as many `texts` or more and each rank has room for all of
-    it. No gradients and no optimizer: the memory is that of the parameters. HpctrainError if the checkpoint
-    has no deck or tokenizer, or the ranks cannot split the model; else errors as in checkpoint.read.load.
+    None splits it over all ranks, unless there are as many `texts` or more and each stage's ranks have room
+    for all of it. No gradients and no optimizer: the memory is that of the parameters. HpctrainError if the
+    checkpoint has no deck or tokenizer, or the ranks cannot split the model; else errors as in
+    checkpoint.read.load.
     """
     state = read_state(path, world.everyone)
     room = share_of_memory(world) if tensor is None and texts >= world.size > 1 else None
     with world.agreement():
-        if tensor is not None and (tensor < 1 or world.size % tensor):
-            ranks = f"{world.size} rank{'s' if world.size > 1 else ''}"
-            raise HpctrainError(f"--tensor {tensor}: must divide the {ranks} (each copy takes as many)")
-        if room is not None and parameter_bytes(split_deck(state, path, 1)) <= room // 2:
+        for option, count in (("--pipeline", pipeline), ("--tensor", tensor)):
+            if count is not None and (count < 1 or world.size % count):
+                ranks = counted(world.size, "rank")
+                raise HpctrainError(f"{option} {count}: must divide the {ranks} (each copy takes as many)")
+        most = world.size // pipeline
+        if tensor is not None and most % tensor:
+            takes = f"--pipeline {pipeline} x --tensor {tensor} = {pipeline * tensor}"
+            raise HpctrainError(f"{takes}: must divide the {world.size} ranks (each copy takes as many)")
+        if room is not None and parameter_bytes(split_deck(state, path, 1, pipeline)) <= room // 2:
             tensor = 1
-        deck = split_deck(state, path, world.size if tensor is None else tensor)
+        deck = split_deck(state, path, most if tensor is None else tensor, pipeline)
         tokenizer = stored_tokenizer(state, path)
         assert deck.model.vocabulary is not None and tokenizer.vocabulary <= deck.model.vocabulary
     torch.set_num_threads(deck.run.threads)
@@ -236,19 +255,22 @@ def load_model(world: World, path: Path, tensor: int | None = None, texts: int =
 
 
 def parameter_bytes(deck: Deck) -> int:
-    """Of all parameters of a deck's model, as stored."""
+    """Of all parameters of a deck's model, as stored; of its stage that has most, where there are several."""
     assert deck.model.vocabulary is not None
     shape = ModelShape.of(deck, deck.model.vocabulary)
-    return count(shape).parameters * Precision.of(deck).storage.itemsize
+    stages = cut(bare_model(shape).layers, even_split(shape.layers, deck.layout.pipeline))
+    of_stages = ({parameter for layer in stage for parameter in layer.own} for stage in stages)
+    most = max(sum(parameter.shard.elements for parameter in own) for own in of_stages)
+    return most * Precision.of(deck).storage.itemsize
 
 
 def load_part(world: World, path: Path, deck: Deck) -> Part:
     """The model of a checkpoint whose `split_deck` this is, as of `load_model`. Collective."""
-    tensor = deck.layout.tensor
+    tensor, pipeline = deck.layout.tensor, deck.layout.pipeline
     needed = resident_bytes() + parameter_bytes(deck) // tensor
     advice = "more nodes would share the model"
     demand_room(world, Machine(), str(path), needed, lambda _: advice)
-    model, stage = generation_stage(deck, world, tensor)
+    model, stage = generation_stage(deck, world, tensor, pipeline)
     load_parameters(path, stage, world.everyone)
     return model
 
@@ -262,11 +284,11 @@ def require_logits(deck: Deck, path: Path) -> None:
         )
 
 
-def split_deck(state: dict[str, Any], path: Path, ranks: int) -> Deck:
-    """The checkpoint's deck with all ranks along the tensor axis; HpctrainErrors as of `load_model`."""
+def split_deck(state: dict[str, Any], path: Path, tensor: int, pipeline: int = 1) -> Deck:
+    """The checkpoint's deck with a copy of the model over so many ranks; errors as of `load_model`."""
     deck = stored_deck(state, path)
     require_logits(deck, path)
-    return generation_deck(deck, ranks, of=f"the model of {path}")
+    return generation_deck(deck, tensor, pipeline, f"the model of {path}")
 
 
 def stored_tokenizer(state: dict[str, Any], path: Path) -> Tokenizer:

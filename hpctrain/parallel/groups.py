@@ -28,6 +28,11 @@ def _unsplit() -> Group:
     return planned_group(("expert",), 0, 1, Ledger())
 
 
+def _one_stage() -> Group:
+    """The group of a pipeline of one stage."""
+    return planned_group(("pipeline",), 0, 1, Ledger())
+
+
 @dataclass(frozen=True)
 class LayerGroups:
     """The groups over which layers are split, and how.
@@ -40,7 +45,7 @@ class LayerGroups:
     `noted` takes what layers and Products note of a step, and `audit`, if any, checks products; of a table
     split over the vocabulary every rank has a multiple of `table_rows`. Experts are spread over `expert` and
     each of them split over `expert_tensor`; the ranks of `micro_batch` train on tokens of the same
-    micro-batches, those of `data` on others.
+    micro-batches, those of `data` on others; layers before and behind these lie on the ranks of `pipeline`.
     """
 
     tensor: Group
@@ -60,6 +65,7 @@ class LayerGroups:
     expert_tensor: Group = field(default_factory=_unsplit)
     micro_batch: Group = field(default_factory=_unsplit)
     data: Group = field(default_factory=_unsplit)
+    pipeline: Group = field(default_factory=_one_stage)
 
     def row_sizes(self, rows: int) -> list[int]:
         """How many of the rows of all tensor ranks each one takes where they are split."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
 from hpctrain.data.tokenizer import Tokenizer
-from hpctrain.generate.continuing import Piece, Text, continue_texts
+from hpctrain.generate.continuing import Piece, Text, at_once, continue_texts
 from hpctrain.generate.sampling import KeyedDraws, Sampling, uniforms
 from hpctrain.generate.stopping import Continuation
 
@@ -25,7 +25,8 @@ END = BYTES.end_of_document
 class Windows:
     """Passes without a cache, by what gives the logits of windows."""
 
-    reach, rows = 0, 1
+    reach, rows, turns = 0, 1, 1
+    start_draw = staticmethod(at_once)
 
     def __init__(self, windowed: Callable[[Tensor], Tensor], window: int, places: int = 8) -> None:
         self.windowed, self.window, self.places = windowed, window, places
@@ -45,6 +46,9 @@ class Windows:
 
 class Recorded:
     """Passes with a cache, whose logits say that what comes behind a text is its length; what came when."""
+
+    turns = 1
+    start_draw = staticmethod(at_once)
 
     def __init__(self, window: int, rows: int, places: int) -> None:
         self.window, self.rows, self.places, self.reach = window, rows, places, window

@@ -1,0 +1,188 @@
+"""Texts by a model whose layers lie on the stages of a pipeline: those of one rank, bit for bit.
+
+Tests of generate/stages.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from hpctrain.comm.world import World
+from hpctrain.engine.build import build_engine, make_mesh
+from hpctrain.engine.functions import compiled_functions
+from hpctrain.engine.generation import generation_stage
+from hpctrain.engine.transfer import Transfer
+from hpctrain.errors import HpctrainError
+from hpctrain.generate.cache import CachePlan
+from hpctrain.generate.continuing import Text, continue_texts
+from hpctrain.generate.passes import CachedPasses, least_rows
+from hpctrain.generate.prompts import PromptSource
+from hpctrain.generate.sampling import KeyedDraws, Sampling
+from hpctrain.generate.text import TextModel, generate, load_model
+from hpctrain.model.transformer import Transformer
+from hpctrain.parallel.functions import CompiledFunctions, Functions
+from hpctrain.parallel.library import open_library
+from tests.engines import LLAMA, small_deck
+from tests.generate.test_text import make_checkpoint
+
+VOCABULARY = 61
+LAYERS = ("model.layers=3", "model.initial_std=0.3", "batch.sequence=64")
+MIXTURE = (*LLAMA, "model.experts=4", "model.expert_mlp=16")
+MODELS = {
+    "gpt2": (),
+    "llama": (*LLAMA, "model.tied=true"),
+    "untied": ("model.tied=false", "precision.compute=bf16"),
+    "llama untied": (*LLAMA, "precision.compute=bf16", "model.tied=false"),
+}
+PROMPTS = [
+    torch.randint(VOCABULARY, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+    for length in (1, 9, 40, 3, 70, 2, 60, 64, 33, 9)
+]
+LATE = [7, 0, 4, 2, 9, 1, 8, 3, 6, 5]
+Seen = dict[tuple[int, int], Tensor]
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Functions:
+    return CompiledFunctions(open_library(compiled_functions()))
+
+
+def of_layouts(
+    world: World, functions: Functions, keys: Sequence[str], *layouts: tuple[int, int]
+) -> list[Transformer]:
+    """A model with rough weights, moved into stages of these (tensor, pipeline) sizes."""
+    deck = small_deck(*LAYERS, "machine.products=library", "machine.compile=true", *keys)
+    deck = deck.with_found(replace(deck.found, functions=functions))
+    engine = build_engine(deck, world, make_mesh(deck, world), roughness=0.2)
+    models = []
+    for tensor, pipeline in layouts:
+        model, stage = generation_stage(deck, world, tensor, pipeline)
+        Transfer(world, engine, stage).move()
+        models.append(model)
+    return models
+
+
+def grown_by(
+    model: Transformer,
+    places: int = 4,
+    rows: int = 24,
+    order: Sequence[int] = range(len(PROMPTS)),
+    stop_after: int | None = None,
+    temperature: float = 1.0,
+) -> tuple[dict[int, list[int]], Seen]:
+    """All texts by number, and the logits by which each token was drawn, where these are."""
+    plan = CachePlan.of(model, places, 64)
+    passes = CachedPasses(model, plan, least_rows(model), rows)
+    assert passes.cache.bytes == plan.bytes
+    draws = KeyedDraws(Sampling(temperature=temperature, seed=1), VOCABULARY, "", model.groups.tensor)
+    seen: Seen = {}
+
+    def draw(texts: Sequence[Text], logits: Tensor) -> Sequence[int]:
+        assert model.span.predicts
+        for text, row in zip(texts, logits, strict=True):
+            seen[text.number, len(text.tokens)] = row
+        return draws(texts, logits)
+
+    texts = [Text(list(PROMPTS[number]), 8 + number, number) for number in order]
+    for step, _ in enumerate(continue_texts(passes, texts, draw, lambda text, token: token == 0)):
+        if step == stop_after:
+            break
+    else:
+        assert passes.cache.free_pages == plan.pages
+        assert all(text.ended for text in texts)
+    return {text.number: text.tokens for text in texts}, seen
+
+
+@pytest.mark.mpi(min_size=2, max_size=3)
+@pytest.mark.parametrize("keys", MODELS.values(), ids=MODELS)
+def test_stages_give_the_bits_of_one_rank(world: World, compiled: Functions, keys: tuple[str, ...]) -> None:
+    whole, part = of_layouts(world, compiled, keys, (1, 1), (1, world.size))
+    assert part.span.blocks < 3
+    expected, right = grown_by(whole)
+    ways = ((4, range(10)), (1, LATE), (10, LATE))
+    for texts, seen in [grown_by(part, places, 30, order) for places, order in ways]:
+        assert texts == expected
+        assert seen.keys() == (right.keys() if part.span.predicts else set())
+        assert all(torch.equal(seen[key], right[key]) for key in seen)
+    assert len({token for tokens in expected.values() for token in tokens}) > 30
+
+
+@pytest.mark.mpi(min_size=4, max_size=4)
+@pytest.mark.parametrize("keys", [(), MIXTURE], ids=["gpt2", "mixture"])
+def test_stages_of_tensor_ranks(world: World, compiled: Functions, keys: tuple[str, ...]) -> None:
+    both, tensor = of_layouts(world, compiled, keys, (2, 2), (2, 1))
+    assert grown_by(both, temperature=0.0)[0] == grown_by(tensor, temperature=0.0)[0]
+
+
+@pytest.mark.mpi(min_size=2, max_size=3)
+def test_who_stops_early_leaves_nothing_behind(world: World, compiled: Functions) -> None:
+    whole, part = of_layouts(world, compiled, (), (1, 1), (1, world.size))
+    expected, _ = grown_by(whole)
+    again = []
+    for stop in (0, 1, 5, 6):
+        grown_by(part, stop_after=stop)
+        again.append(grown_by(part)[0])
+    assert again == [expected] * 4
+
+
+@pytest.mark.mpi(min_size=2, max_size=3)
+def test_an_error_of_the_last_stage_is_that_of_all(world: World, compiled: Functions) -> None:
+    whole, part = of_layouts(world, compiled, (), (1, 1), (1, world.size))
+    expected, _ = grown_by(whole)
+    kept = [parameter.clone() for parameter in part.parameters()]
+    for parameter in part.parameters():
+        parameter.data.mul_(1e30)
+    with pytest.raises(HpctrainError, match="logits are not finite, so that nothing can be drawn"):
+        grown_by(part)
+    for parameter, values in zip(part.parameters(), kept, strict=True):
+        parameter.data.copy_(values)
+    assert grown_by(part)[0] == expected
+
+
+@pytest.mark.mpi(min_size=2, max_size=4)
+@pytest.mark.parametrize("family", [(), LLAMA], ids=["gpt2", "llama"])
+def test_the_verb_shows_the_texts_of_one_rank(
+    world: World, mpi_tmp_path: Path, family: tuple[str, ...]
+) -> None:
+    path, lines = mpi_tmp_path / "a.h5", mpi_tmp_path / "prompts.jsonl"
+    layers = max(2, world.size - 1)
+    make_checkpoint(world, path, *family, f"model.layers={layers}", "model.tied=false")
+    if world.rank == 0:
+        lines.write_text("\n".join(f'{{"prompt": "{"ab" * (1 + n % 5)}", "n": {n}}}' for n in range(7)))
+    world.everyone.barrier()
+    source, sampling = PromptSource(json_lines=str(lines)), Sampling(tokens=9, samples=2, seed=3)
+    layouts = [(None, 1), (1, world.size)] if world.size < 4 else [(2, 2), (1, 2), (None, 4)]
+    expected: list[str] = []
+    generate(world.alone(), path, source, sampling, expected.append, live=False)
+    assert len(expected) == len(set(expected)) == 14
+    for tensor, pipeline in layouts:
+        shown: list[str] = []
+        generate(world, path, source, sampling, shown.append, False, tensor, pipeline)
+        assert shown == (expected if world.rank == 0 else [])
+    live: list[str] = []
+    generate(world, path, PromptSource("ab"), Sampling(tokens=50, seed=3), live.append, True, 1, world.size)
+    alone: list[str] = []
+    generate(world.alone(), path, PromptSource("ab"), Sampling(tokens=50, seed=3), alone.append, live=True)
+    assert live == (alone if world.rank == 0 else [])
+    model, tokenizer = load_model(world, path, 1, 1, 2) if world.size % 2 == 0 else load_model(world, path)
+    writer = TextModel(world, path, model, tokenizer)
+    copies = world.everyone.all_gather_object(writer.copy)
+    assert copies == {2: [0, 0], 3: [0, 0, 0], 4: [0, 1, 0, 1]}[world.size]
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_what_ranks_cannot_share_is_told(world: World, mpi_tmp_path: Path) -> None:
+    path = mpi_tmp_path / "a.h5"
+    make_checkpoint(world, path, "model.layers=1")
+    for tensor, pipeline, sentence in (
+        (None, 3, "--pipeline 3: must divide the 2 ranks"),
+        (2, 2, "--pipeline 2 x --tensor 2 = 4: must divide the 2 ranks"),
+    ):
+        with pytest.raises(HpctrainError, match=sentence):
+            load_model(world, path, tensor, 1, pipeline)
