@@ -1,4 +1,4 @@
-"""Stages of a pipeline as texts grow: hidden states go from each to the next, drawn tokens from the last back.
+"""Stages of a pipeline as texts grow: each passes hidden states on, and the last one tells all what it drew.
 
 Each rank has some layers of the model, and keys and values of these alone. All ranks of a copy know the same
 texts, and so who takes part in which pass, without a word. As many groups of texts as there are stages take

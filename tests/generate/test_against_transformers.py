@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +19,9 @@ from hpctrain.generate.cache import CachePlan
 from hpctrain.generate.continuing import Text, continue_texts
 from hpctrain.generate.passes import CachedPasses, least_rows
 from hpctrain.generate.sampling import KeyedDraws, Sampling
+from hpctrain.model.part import Span
 from hpctrain.model.transformer import Transformer
-from hpctrain.parallel.functions import TORCH, CompiledFunctions
+from hpctrain.parallel.functions import TORCH, CompiledFunctions, Functions
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.library import open_library
 from hpctrain.sharding.replication import Replications
@@ -35,14 +37,13 @@ PROMPTS = [
 ]
 
 
-def of_transformers(family: str) -> torch.nn.Module:
+def of_transformers(family: str, tied: bool = False) -> torch.nn.Module:
     """A model with random weights, biases and norms too."""
     sizes = {"vocab_size": VOCABULARY, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    sizes["tie_word_embeddings"] = tied
     torch.manual_seed(7)
     if family == "gpt2":
-        config = transformers.GPT2Config(
-            n_layer=2, n_embd=32, n_head=4, n_positions=40, tie_word_embeddings=False, **sizes
-        )
+        config = transformers.GPT2Config(n_layer=2, n_embd=32, n_head=4, n_positions=40, **sizes)
         model = transformers.GPT2LMHeadModel(config)
     else:
         config = transformers.LlamaConfig(
@@ -66,17 +67,34 @@ def of_transformers(family: str) -> torch.nn.Module:
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 @pytest.mark.parametrize("by", ["torch", "compiled"])
 def test_greedy_text_is_that_of_transformers(world: World, mpi_tmp_path: Path, family: str, by: str) -> None:
-    theirs = of_transformers(family)
-    if world.rank == 0:
-        theirs.save_pretrained(mpi_tmp_path / "theirs")
-        import_model(world.alone(), mpi_tmp_path / "theirs", mpi_tmp_path / "model.h5")
-    world.everyone.barrier()
-    mesh = Mesh(world, {"tensor": world.size})
     functions = TORCH if by == "torch" else CompiledFunctions(open_library(compiled_functions()))
-    groups = LayerGroups(mesh.group("tensor"), mesh.group("context"), functions=functions)
-    model = Transformer(source_shape(mpi_tmp_path / "model.h5"), groups)
+    compare(world, mpi_tmp_path, of_transformers(family), functions, {"tensor": world.size})
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_text_of_stages_is_that_of_transformers(
+    world: World, mpi_tmp_path: Path, family: str, tied: bool
+) -> None:
+    compare(world, mpi_tmp_path, of_transformers(family, tied), TORCH, {"pipeline": world.size})
+
+
+def compare(world: World, path: Path, theirs: Any, functions: Functions, sizes: dict[str, int]) -> None:
+    """Greedy text of a model on a mesh of these sizes."""
+    if world.rank == 0:
+        theirs.save_pretrained(path / "theirs")
+        import_model(world.alone(), path / "theirs", path / "model.h5")
+    world.everyone.barrier()
+    mesh = Mesh(world, sizes)
+    pipeline, tensor = mesh.group("pipeline"), mesh.group("tensor")
+    groups = LayerGroups(tensor, mesh.group("context"), functions=functions, pipeline=pipeline)
+    shape, stage, stages = source_shape(path / "model.h5"), pipeline.rank, pipeline.size
+    ends = shape.layers * stage // stages, shape.layers * (stage + 1) // stages
+    tied = int(stage > 0), min(2, stages)
+    model = Transformer(shape, groups, Span(*ends, stage == 0, stage == stages - 1, *tied))
     buckets = make_buckets(model.units(), Replications.uncut(mesh), torch.float32, 10_000, trained=False)
-    load(mpi_tmp_path / "model.h5", world.everyone, model_entries(buckets))
+    load(path / "model.h5", world.everyone, model_entries(buckets))
 
     passes = CachedPasses(model, CachePlan.of(model, 3, 40), least_rows(model), rows=24)
     draw = KeyedDraws(Sampling(temperature=0.0, seed=0), VOCABULARY, "", groups.tensor)
