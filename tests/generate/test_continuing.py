@@ -14,7 +14,7 @@ from torch import Tensor
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
 from hpctrain.data.tokenizer import Tokenizer
-from hpctrain.generate.continuing import Piece, Text, at_once, continue_texts
+from hpctrain.generate.continuing import Draw, Drawn, Piece, Text, at_once, continue_texts
 from hpctrain.generate.sampling import KeyedDraws, Sampling, uniforms
 from hpctrain.generate.stopping import Continuation
 
@@ -199,6 +199,33 @@ def test_forty_prompts_by_five_places() -> None:
     assert sum(len(piece.tokens) for each in passes.passes for piece in each) == whole - passes.shared
     # Few places are idle before the last prompts.
     assert len(passes.passes) < 1.5 * max(sum(text.limit for text in texts) / 5, whole / 16)
+
+
+def test_groups_take_turns_before_the_tokens_of_others_are_known() -> None:
+    happened: list[str] = []
+    texts = [Text([0] * (1 + number), 2, number) for number in range(5)]
+
+    class Turns(Recorded):
+        turns = 2
+
+        def cached(self, pieces: Sequence[Piece]) -> Tensor:
+            happened.append("pass")
+            return super().cached(pieces)
+
+        def start_draw(self, draw: Draw, texts: Sequence[Text], logits: Tensor) -> Drawn:  # type: ignore[override]
+            def drawn() -> Sequence[int]:
+                happened.append("drawn " + "".join(str(text.number) for text in texts))
+                return draw(texts, logits)
+
+            return drawn
+
+    steps = greedy(Turns(window=64, rows=16, places=3), texts)
+    assert happened == [
+        "pass", "pass", "drawn 01", "pass", "drawn 2", "pass", "drawn 01", "pass", "drawn 2", "drawn 34",
+        "pass", "drawn 34",
+    ]  # fmt: skip
+    assert [[text.number for text in step] for step in steps] == [[0, 1], [2], [0, 1], [2], [3, 4], [3, 4]]
+    assert all(text.tokens[text.given :] == [text.given, text.given + 1] for text in texts)
 
 
 def test_samples_of_a_prompt_compute_it_once() -> None:

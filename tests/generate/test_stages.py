@@ -32,7 +32,7 @@ from tests.engines import LLAMA, small_deck
 from tests.generate.test_text import make_checkpoint
 
 VOCABULARY = 61
-LAYERS = ("model.layers=3", "model.initial_std=0.3", "batch.sequence=64")
+LAYERS = ("model.layers=3", "model.initial_std=0.3", "batch.sequence=64", "batch.global_size=24")
 MIXTURE = (*LLAMA, "model.experts=4", "model.expert_mlp=16")
 MODELS = {
     "gpt2": (),
@@ -152,7 +152,9 @@ def test_the_verb_shows_the_texts_of_one_rank(
 ) -> None:
     path, lines = mpi_tmp_path / "a.h5", mpi_tmp_path / "prompts.jsonl"
     layers = max(2, world.size - 1)
-    make_checkpoint(world, path, *family, f"model.layers={layers}", "model.tied=false")
+    make_checkpoint(
+        world, path, *family, f"model.layers={layers}", "model.tied=false", "batch.global_size=24"
+    )
     if world.rank == 0:
         lines.write_text("\n".join(f'{{"prompt": "{"ab" * (1 + n % 5)}", "n": {n}}}' for n in range(7)))
     world.everyone.barrier()
@@ -170,7 +172,7 @@ def test_the_verb_shows_the_texts_of_one_rank(
     alone: list[str] = []
     generate(world.alone(), path, PromptSource("ab"), Sampling(tokens=50, seed=3), alone.append, live=True)
     assert live == (alone if world.rank == 0 else [])
-    model, tokenizer = load_model(world, path, 1, 1, 2) if world.size % 2 == 0 else load_model(world, path)
+    model, tokenizer = load_model(world, path, 1, 1, pipeline=3 if world.size == 3 else 2)
     writer = TextModel(world, path, model, tokenizer)
     copies = world.everyone.all_gather_object(writer.copy)
     assert copies == {2: [0, 0], 3: [0, 0, 0], 4: [0, 1, 0, 1]}[world.size]
