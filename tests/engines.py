@@ -77,7 +77,7 @@ class Trainer(trainer_module.Trainer):
         """This rank's piece of every gradient, by name."""
         return {
             segment.parameter.shard.name: segment.view(flat)
-            for bucket in self.engine.buckets
+            for bucket in self.engine.synchronizer.buckets
             for flat in [bucket.gathered(bucket.own_gradients)]
             for segment in bucket.segments
         }

@@ -12,13 +12,17 @@ rank, whose verdict is final. So all that is read is verified, and as a rule not
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from hpctrain.checkpoint import checksum
 from hpctrain.checkpoint.agree import combined, first_of, together
@@ -71,6 +75,26 @@ def load(
     doubtful = [(each, int(piece)) for each in stored for piece in np.flatnonzero(different[each.pieces])]
     verify_pieces(structure, group, doubtful[group.rank :: group.size])
     return structure.state
+
+
+@contextmanager
+def in_types(entries: Sequence[Entry], kind: Callable[[Entry], str]) -> Iterator[list[Entry]]:
+    """Entries to fill within, of the types that `kind` tells; what they are for has the values afterwards."""
+    found = [
+        entry
+        if entry.kind == kind(entry)
+        else replace(entry, values=_tensor_of(entry).to(getattr(torch, kind(entry))))
+        for entry in entries
+    ]
+    yield found
+    for entry, each in zip(entries, found, strict=True):
+        if each is not entry:
+            _tensor_of(entry).copy_(_tensor_of(each))
+
+
+def _tensor_of(entry: Entry) -> Tensor:
+    assert isinstance(entry.values, Tensor), f"{entry.dataset}: is not of the file's type where it lies"
+    return entry.values
 
 
 def read_state(path: str | Path, group: Group | None = None) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from hpctrain.characters import control_problem
+from hpctrain.deck.check_adapters import adapter_problems
 from hpctrain.deck.check_compression import compression_problems
 from hpctrain.deck.check_evaluation import evaluation_problems
 from hpctrain.deck.check_layout import layout_problems, zero_problems
@@ -72,6 +73,7 @@ def _transformer(deck: Deck) -> list[Problem]:
         *without_module(deck),
         *_model(deck),
         *parametrization_problems(deck),
+        *adapter_problems(deck),
         *mixture_problems(deck),
         *layout_problems(deck),
         *_memory(deck),

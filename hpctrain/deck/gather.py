@@ -13,7 +13,7 @@ from hpctrain.deck.run_length import LENGTHS
 from hpctrain.deck.schema import fields, sections
 from hpctrain.deck.sources import Place, clipped, toml_value
 from hpctrain.deck.toml import DECK_BYTES, TomlError, parse_argument, parse_toml
-from hpctrain.deck.words import plain_type, takes_list, unknown_key, unknown_section
+from hpctrain.deck.words import plain_type, table_of, takes_list, unknown_key, unknown_section
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.files import is_unfit, read_text
 from hpctrain.words import command
@@ -141,7 +141,9 @@ class Written:
             self.places[f"{section}.{present_name(section, key)}"] = place
         if isinstance(written, list):
             rows = (path for path in lines if path[0] == section and len(path) > 1)
-            self.places |= {f"{section}.{'.'.join(path[1:])}": Place(name, lines[path]) for path in rows}
+        else:
+            rows = (path for path in lines if len(path) == 3 and _holds_table(*path[:2]))
+        self.places |= {f"{section}.{'.'.join(path[1:])}": Place(name, lines[path]) for path in rows}
 
     def override(self, argument: str) -> None:
         """Take a `--set` argument: section.key=value; without a value the key is as if never written."""
@@ -175,6 +177,10 @@ class Written:
         table = self.values.setdefault(section, {})
         if not isinstance(table, dict):
             table = self.values[section] = {}
+        outer, dot, inner = key.partition(".")
+        if dot and _holds_table(section, outer):
+            self._override_within(section, outer, inner, text, place)
+            return
         key = present_name(section, key)
         full = f"{section}.{key}"
         known = section in sections() and key in fields(section)
@@ -195,6 +201,23 @@ class Written:
             self._replace_length({key: value})
         table[key] = value
         self.places[full] = replace(place, value=value)
+
+    def _override_within(self, section: str, key: str, inner: str, text: str, place: Place) -> None:
+        """Take one that is of a key of the table that a key of a section holds."""
+        full = f"{section}.{key}"
+        table = self.values[section].get(key)
+        table = dict(table) if isinstance(table, dict) else {}
+        if not text.strip():
+            table.pop(inner, None)
+        else:
+            try:
+                table[inner] = parse_argument(text.strip())
+            except TomlError as error:
+                self.add(place, f"{place.prefix}: {error.reason}")
+                return
+            self.places[f"{full}.{inner}"] = replace(place, value=table[inner])
+        self.values[section][key] = table
+        self.places[full] = replace(place, value=table)
 
     def _replace_length(self, keys: Mapping[str, object]) -> None:
         """Forget how another file gave the length of the run, where these keys of [run] give it."""
@@ -217,6 +240,11 @@ class Written:
             if isinstance(table, dict) and self.places.get(str(full), Place("")).override is None:
                 table.pop(name, None)
                 self.places.pop(str(full), None)
+
+
+def _holds_table(section: str, key: str) -> bool:
+    """Whether this is a key that holds a table with keys of its own."""
+    return section in sections() and key in fields(section) and table_of(fields(section)[key]) is not None
 
 
 def whole_section(section: str, written: object) -> object:

@@ -12,7 +12,7 @@ from hpctrain.deck.key import extra
 from hpctrain.deck.presets import PRESETS
 from hpctrain.deck.schema import fields, sections
 from hpctrain.deck.sources import toml_value
-from hpctrain.deck.words import plain_type, row_of, unknown_section, wanted
+from hpctrain.deck.words import plain_type, row_of, table_of, unknown_section, wanted
 from hpctrain.errors import HpctrainError
 from hpctrain.table import table
 from hpctrain.units import format_bytes
@@ -58,6 +58,8 @@ def _tables(section: str) -> Iterator[tuple[str, Mapping[str, FieldInfo]]]:
     for key, field in fields(section).items():
         if row := row_of(field):
             yield f"  Keys of each [[{section}]], a table of {section}.{key}:", row.model_fields
+        if inner := table_of(field):
+            yield f"  Keys of [{section}.{key}], a table:", inner.model_fields
 
 
 def _section_table(keys: Mapping[str, FieldInfo]) -> Iterator[str]:

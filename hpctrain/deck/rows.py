@@ -1,4 +1,4 @@
-"""Keys that hold tables in a row, such as [[evaluation]]: what is wrong with single ones, and where."""
+"""Keys that hold tables, in a row as [[evaluation]] or one as [model.adapters]: what is wrong, and where."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from hpctrain.deck.key import Section
 from hpctrain.deck.problem import Problem
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import Place, Sources, clipped, toml_value
-from hpctrain.deck.words import given, row_of, wanted
+from hpctrain.deck.words import given, row_of, table_of, wanted
 from hpctrain.words import nearest
 
 
 def wrong_rows(key: str, field: FieldInfo, value: object, sources: Sources) -> Iterator[tuple[Place, str]]:
     """Everything wrong with the single tables of a key, with its place; nothing where they are none."""
+    if (table := table_of(field)) and isinstance(value, dict):
+        yield from _wrong_keys(key, None, table, value, sources)
     row = row_of(field)
     if row is None or not isinstance(value, list):
         return
@@ -39,18 +41,23 @@ def located(deck: Deck, problem: Problem) -> tuple[Place, str]:
 def row_problem(deck: Deck, key: str, number: int, name: str, sentence: str) -> str:
     """As Deck.problem, of key `name` of the table of this number (from 0) of a key."""
     value = getattr(deck.value(key)[number], name)  # type: ignore[index]
-    return _said(place_of_row(deck.sources, key, number, name), key, name, value, sentence)
+    place = place_of_row(deck.sources, key, number, name)
+    return _said(place, key.partition(".")[0], name, value, sentence)
 
 
-def place_of_row(sources: Sources, key: str, number: int, name: str) -> Place:
-    """Where a key of the table of that number was given, or else the table, or all of them."""
+def place_of_row(sources: Sources, key: str, number: int | None, name: str) -> Place:
+    """Where a key of the table of that number was given, or else the table, or all of them; without a number,
+    of the one that the key holds.
+    """
     section = key.partition(".")[0]
-    names = (f"{section}.{number}.{name}", f"{section}.{number}")
+    names = (
+        (f"{section}.{number}.{name}", f"{section}.{number}") if number is not None else (f"{key}.{name}",)
+    )
     return next((sources.places[each] for each in names if each in sources.places), sources.place(key))
 
 
 def _wrong_keys(
-    key: str, number: int, row: type[Section], table: dict[str, Any], sources: Sources
+    key: str, number: int | None, row: type[Section], table: dict[str, Any], sources: Sources
 ) -> Iterator[tuple[Place, str]]:
     try:
         row.model_validate(table)
@@ -58,21 +65,25 @@ def _wrong_keys(
         faults = {str(fault["loc"][0]): fault["type"] for fault in error.errors()}
     else:
         return
+    shown = key if number is None else key.partition(".")[0]
     for name, kind in faults.items():
         place = place_of_row(sources, key, number, name)
         if kind == "extra_forbidden":
             near = nearest(name, row.model_fields)
             hint = f"did you mean {near}?" if near else f"it has {', '.join(row.model_fields)}"
-            yield place, _said(place, key, name, table[name], f"unknown key ({hint})")
+            yield place, _said(place, shown, name, table[name], f"unknown key ({hint})")
         elif kind == "missing":
-            begin = f"{place.prefix}: {key.partition('.')[0]}.{name} is missing"
-            yield place, f"{begin} in table {number + 1}: {wanted(row.model_fields[name])}"
+            of_row = "" if number is None else f" in table {number + 1}"
+            yield (
+                place,
+                f"{place.prefix}: {shown}.{name} is missing{of_row}: {wanted(row.model_fields[name])}",
+            )
         else:
             field = row.model_fields[name]
             sentence = f"must be {wanted(field)}{given(table[name], field)}"
-            yield place, _said(place, key, name, table[name], sentence)
+            yield place, _said(place, shown, name, table[name], sentence)
 
 
-def _said(place: Place, key: str, name: str, value: object, sentence: str) -> str:
-    shown = f"{key.partition('.')[0]}.{clipped(name)} = {clipped(toml_value(value))}"
+def _said(place: Place, table: str, name: str, value: object, sentence: str) -> str:
+    shown = f"{table}.{clipped(name)} = {clipped(toml_value(value))}"
     return f"{place.prefix}: {shown}: {sentence}"

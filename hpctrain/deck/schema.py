@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import Field, PrivateAttr
 from pydantic.fields import FieldInfo
 
+from hpctrain.deck.adapters import Adapters
 from hpctrain.deck.communication import Communication
 from hpctrain.deck.evaluation import EvaluationSection
 from hpctrain.deck.found import Found
@@ -171,6 +172,11 @@ class Model(Section):
     frozen: tuple[str, ...] = key(
         'Parameters that are not trained, by name; * stands for any text: ["blocks.0.*"].', (), strict=False
     )
+    adapters: Adapters | None = key(
+        "Low-rank matrices beside those of blocks, trained alone (LoRA): a table [model.adapters].",
+        None,
+        derived="none: all parameters are trained",
+    )
     experts: int = key("Experts of a block's mixture; 0: dense blocks.", 0, ge=0, le=_MOST_EXPERTS)
     experts_per_token: int = key("Experts that each token goes to.", 2, ge=1, le=_MOST_EXPERTS)
     expert_mlp: int = key("Inner width of an expert.", derived="mlp", ge=1, le=4 * _LARGEST)
@@ -292,6 +298,11 @@ class Model(Section):
         None,
         derived="required with layout.tensor above 1",
     )
+
+    @property
+    def freezes(self) -> bool:
+        """Whether some of it is not trained."""
+        return bool(self.frozen) or self.adapters is not None
 
 
 class Data(Section):

@@ -27,6 +27,8 @@ def wanted(field: FieldInfo) -> str:
         return "text in quotes, not empty" + ", or a list of such" * takes_list(field)
     if get_origin(kind) is dict:
         return either(["a table of its own", *map(toml_value, _choices(field))])
+    if table_of(field) is not None:
+        return "a table of its own"
     if row_of(field) is not None:
         return "tables in a row, such as [[evaluation]]"
     if get_origin(kind) is tuple:
@@ -60,6 +62,12 @@ def row_of(field: FieldInfo) -> type[Section] | None:
     kind = plain_type(field)
     row = get_args(kind)[0] if get_origin(kind) is tuple else None
     return row if isinstance(row, type) and issubclass(row, Section) else None
+
+
+def table_of(field: FieldInfo) -> type[Section] | None:
+    """Of a key that holds a table with keys of its own, what that is."""
+    kind = plain_type(field)
+    return kind if isinstance(kind, type) and issubclass(kind, Section) else None
 
 
 def _choices(field: FieldInfo) -> list[str]:

@@ -12,6 +12,7 @@ from itertools import chain, groupby
 
 from torch import Tensor
 
+from hpctrain.deck.adapters import Adapters, targeted
 from hpctrain.deck.optimizer import OWN_KEYS
 from hpctrain.deck.problem import Problem
 from hpctrain.deck.schema import Deck
@@ -26,6 +27,7 @@ from hpctrain.optim.block_rule import BlockRules
 from hpctrain.parallel.eight_bits import names
 from hpctrain.parallel.linear import SplitLinear
 from hpctrain.parallel.shard import Parameter
+from hpctrain.words import either
 
 _NEVER_IN_8_BITS = ("head.weight", "score.weight", "embedding.tokens.weight", "embedding.positions.weight")
 """Names that precision.fp8_exclude may have in vain."""
@@ -84,6 +86,9 @@ def pattern_problems(deck: Deck, architecture: Architecture) -> Iterator[Problem
     if deck.model.frozen:
         frozen = _frozen(bare_model(architecture), deck.model.frozen)
         yield from (Problem("model.frozen", each) for each in frozen)
+    if deck.model.adapters is not None:
+        sentences = _adapted(bare_model(architecture), deck.model.adapters)
+        yield from (Problem("model.adapters", each) for each in sentences)
     if "matrices" in OWN_KEYS[optimizer.name] and optimizer.matrices:
         rule = RULES[optimizer.name](deck)
         assert isinstance(rule, BlockRules)
@@ -103,6 +108,24 @@ def _frozen(model: Part, patterns: Sequence[str]) -> list[str]:
     )
 
 
+def _adapted(model: Part, adapters: Adapters) -> Iterator[str]:
+    weights = [weight.shard for layer in _linear(model) for weight in layer.weights]
+    shapes = {shard.name.removesuffix(".weight"): shard.shape for shard in weights}
+    for pattern in adapters.targets:
+        if not any(targeted(pattern, name) for name in shapes):
+            kinds = either(list(dict.fromkeys(name.rpartition(".")[2] for name in shapes)))
+            yield f"targets: no matrix of a block is called {toml_value(pattern)} ({kinds} would do)"
+    small = [name for name, shape in shapes.items() if adapters.adapts(name) and adapters.rank > min(shape)]
+    if small:
+        size = " x ".join(map(str, shapes[small[0]]))
+        yield f"rank = {adapters.rank}: is more than {small[0]} has, which is {size}"
+
+
+def _linear(model: Part) -> list[SplitLinear]:
+    modules = (module for layer in model.layers for module in layer.modules())
+    return [module for module in modules if isinstance(module, SplitLinear)]
+
+
 def _matrices(model: Part, rule: BlockRules) -> list[str]:
     leaves = (leaf for unit in model.units() for leaf in unit)
     matrices = ([p for p in leaf if rule.blocks.block(p.shard) is not None] for leaf in leaves)
@@ -115,8 +138,7 @@ def _matrices(model: Part, rule: BlockRules) -> list[str]:
 
 
 def _excluded(model: Part, patterns: Sequence[str]) -> list[str]:
-    modules = (module for layer in model.layers for module in layer.modules())
-    fused = (module.weights for module in modules if isinstance(module, SplitLinear))
+    fused = (layer.weights for layer in _linear(model))
     return Named.of(patterns, fused, _NEVER_IN_8_BITS, names).problems(
         "leaves out {}, but not {}, with which it is one",
         "no linear layer is called {}",

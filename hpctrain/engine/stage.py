@@ -222,10 +222,15 @@ def build_stage(
 ) -> Stage:
     """Give the parts of a stage their memory. `store` makes that of slices, `trained` as in Bucket."""
     size, own = deck.communication.bucket_bytes, Precision.of(deck)
-    layouts = (layout for model in models for layout in bucket_layouts(model.units(), replications, size))
+    # Beside adapters nothing is trained: it has neither gradients nor state.
+    apart = deck.model.adapters is not None
+    layouts = (each for part in models for each in bucket_layouts(part.units(), replications, size, apart))
     layers = [layer for model in models for layer in model.layers]
     make = bucket_maker(layers)
-    buckets = [make(layout, own.storage, own.gradient, trained, store) for layout in layouts]
+    buckets = [
+        make(layout, own.storage, own.gradient, trained and (layout.trained or not apart), store)
+        for layout in layouts
+    ]
     blocks = [block.held for model in models for block in blocks_of(model)]
     lasting = [parameter for layer in layers if layer.lasting for parameter in layer.held]
     residency = make_residency(buckets, blocks, deck.memory.keep_gathered, lasting)
@@ -253,13 +258,14 @@ def build_trained_stage(
     if isinstance(rule, BlockRules):
         rule.assign([parameter for model in models for parameter in parameter_list(model)])
     stage = build_stage(deck, groups, models, replications, offload.parameters, trained=True)
-    summations = [SUMMATIONS[deck.communication.compress](deck, bucket) for bucket in stage.buckets]
+    summed = [bucket for bucket in stage.buckets if bucket.trained]
+    summations = [SUMMATIONS[deck.communication.compress](deck, bucket) for bucket in summed]
     summing, first = summations, None
     if deck.run.noise_scale_steps and all(bucket.sharding.ranks == 1 for bucket in stage.buckets):
         first = FirstMicroBatch(stage.buckets[0].sharding.group.device)
     elif deck.run.noise_scale_steps:
-        summing = list(map(MeasuredSum, stage.buckets, summations))
-    reducers = list(map(make_reducer, stage.buckets, summing))
+        summing = list(map(MeasuredSum, summed, summations))
+    reducers = list(map(make_reducer, summed, summing))
     outer, in_order = OuterChoice.of(deck).make(deck, stage), deck.model.module is not None
     sliced = deck.memory.accumulate == "sliced"
     return TrainedStage(

@@ -9,7 +9,7 @@ from math import prod
 from hpctrain.deck.schema import Deck
 from hpctrain.memory.compress import ActivationFormat, compressed_bytes
 from hpctrain.memory.recompute import segment_size
-from hpctrain.model.frozen import silent_blocks
+from hpctrain.model.frozen import embedding_trained, silent_blocks
 from hpctrain.model.part import Layer, Part, blocks_of
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape, Recomputed
@@ -94,7 +94,10 @@ class PartBytes:
         """What is kept of each of these: of a block, or of what is computed again as a whole."""
         seen = self.seen(silent)
         if self.recompute in {"none", "selective"}:
-            return [block.saved(self.at) for block in seen]
+            saved = [block.saved(self.at) for block in seen]
+            if seen and not embedding_trained(self.part) and not self.part.residency.gathers:
+                saved[0] = saved[0][len(seen[0].unseen(self.at)) :]
+            return saved
         own = [block.computed_again(self.at) for block in seen[:: self.segment_size]]
         return [[self.hidden] if each is None else each[0] for each in own]
 

@@ -57,12 +57,13 @@ class Attention(nn.Module):
             ],
             shape.biases,
             groups,
+            adapters=shape.adapters,
         )
         normed = shape.query_key_norm != "none"
         self.norm = QueryKeyNorm(name, shape, groups, queries, keys) if normed else None
         sizes = shape.heads * size, shape.hidden
         shared = groups.saved_policy.keeps_core and not self.exchanges
-        self.output = RowLinear(f"{name}.output", *sizes, shape.biases, groups, shared)
+        self.output = RowLinear(f"{name}.output", *sizes, shape.biases, groups, shared, shape.adapters)
 
     @property
     def _compiled(self) -> bool:
@@ -140,7 +141,7 @@ class Attention(nn.Module):
     def saved(self, at: Saving) -> list[Storage]:
         """What the core keeps, and its output, if it does not keep it itself."""
         alone = at.selective or self.exchanges
-        return [*self._core(at), *(self.output.kept(at) if alone else [])]
+        return [*self._core(at), *(self.output.kept(at) if alone else []), *self.output.beside(at)]
 
     def _core(self, at: Saving) -> list[Storage]:
         """The core's inputs as it keeps them, and unless it is computed again its output, or what is

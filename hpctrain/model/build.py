@@ -18,6 +18,7 @@ from hpctrain.model.foreign.architecture import ModuleArchitecture
 from hpctrain.model.foreign.cut import module_split_problems, require_order
 from hpctrain.model.foreign.initial import initialize_module
 from hpctrain.model.foreign.part import module_parts
+from hpctrain.model.frozen import freeze_all_but_adapters
 from hpctrain.model.initialize import initialize
 from hpctrain.model.part import Part, Span
 from hpctrain.model.shape import ModelShape
@@ -45,6 +46,8 @@ def _transformers(shape: ModelShape, groups: LayerGroups, spans: Sequence[Span])
     table: Parameter | None = None
     for span in spans:
         part = Transformer(shape, groups, span, table)
+        if shape.adapters is not None:
+            freeze_all_but_adapters(part)
         table = part.table if span.embeds else table
         parts.append(part)
     return parts

@@ -29,10 +29,13 @@ class FeedForward(nn.Module):
         rows = Rows.split(inner, groups.tensor)
         self.gated, self.functions = shape.family == "llama", groups.functions
         outputs = [(f"{name}.gate", rows)] if self.gated else []
+        outputs = [*outputs, (f"{name}.up", rows)]
         self.up = ColumnLinear(
-            shape.hidden, [*outputs, (f"{name}.up", rows)], shape.biases, groups, shared_input
+            shape.hidden, outputs, shape.biases, groups, shared_input, adapters=shape.adapters
         )
-        self.down = RowLinear(f"{name}.down", inner, shape.hidden, shape.biases, groups)
+        self.down = RowLinear(
+            f"{name}.down", inner, shape.hidden, shape.biases, groups, adapters=shape.adapters
+        )
 
     @property
     def elementwise(self) -> list[Elementwise]:
@@ -60,7 +63,8 @@ class FeedForward(nn.Module):
         computes it, and it.
         """
         widest = [at.features(self.widest)] if self.gated else []
-        return [*widest, *self._factor(at), *self.down.kept(at)]
+        kept = [*self._factor(at), *self.down.kept(at), *self.down.beside(at)]
+        return [*self.up.beside(at), *widest, *kept]
 
     def _factor(self, at: Saving) -> list[Storage]:
         one = self.gated and self.functions.compiled

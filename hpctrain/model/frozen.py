@@ -6,12 +6,28 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 from hpctrain.model.part import Part, blocks_of, parameter_list
+from hpctrain.parallel.adapter import Adapter
 
 
 def freeze_parameters(parts: Sequence[Part], patterns: Sequence[str]) -> None:
     """Freeze what the patterns name: no gradient, no weight decay."""
     for parameter in (parameter for part in parts for parameter in parameter_list(part)):
         if any(fnmatchcase(parameter.shard.name, pattern) for pattern in patterns):
+            parameter.requires_grad_(False)
+            parameter.decayed = False
+
+
+def freeze_all_but_adapters(part: Part) -> None:
+    """Freeze what is no adapter."""
+    kept = {
+        p
+        for layer in part.layers
+        for each in layer.modules()
+        if isinstance(each, Adapter)
+        for p in each.weights
+    }
+    for parameter in parameter_list(part):
+        if parameter not in kept:
             parameter.requires_grad_(False)
             parameter.decayed = False
 

@@ -2,7 +2,8 @@
 
 Weights are normal with standard deviation `initial_std`; those that end a residual branch are
 divided by sqrt(2 layers), as in GPT-2. Biases are zero, norm weights one. What the model's width changes
-besides, its `parametrization` says.
+besides, its `parametrization` says. The first factor of an adapter has the deviation that its authors' code
+gives it, 1 / sqrt(3 inputs), and the second one is zero.
 """
 
 from __future__ import annotations
@@ -67,7 +68,10 @@ def initialize(
     """
     for parameter, target, offset in targets:
         if parameter.initial not in ("ones", "zeros"):
-            fill_normal(target, offset, parameter.shard, seed, deviation(shape, parameter.initial))
+            std = deviation(shape, parameter.initial)
+            if parameter.initial == "adapter":
+                std = 1 / sqrt(3 * parameter.shard.shape[1])
+            fill_normal(target, offset, parameter.shard, seed, std)
             continue
         target.zero_()
         if roughness:

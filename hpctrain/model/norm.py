@@ -33,10 +33,13 @@ class Norm(nn.Module):
         return self.functions.layer_norm(x, self.weight, self.bias, self.epsilon)
 
     def saved(self, at: Saving) -> list[Storage]:
-        """Input and statistics; torch's RMSNorm on the CPU keeps input and normalized input in fp32."""
+        """Input and statistics; torch's RMSNorm on the CPU keeps in fp32 the input and, for the weight's
+        gradient, the normalized one.
+        """
         (hidden,), gpu = self.size, at.gpu
         if self.bias is not None:
             statistic = 4 if gpu or self.functions.compiled else at.itemsize
             return [at.row_features(hidden), *[Storage(statistic * at.rows, statistic, features=False)] * 2]
-        inputs = [at.itemsize] if gpu or self.functions.compiled else [4, 4]
+        own = [4, 4] if self.weight.requires_grad else [4]
+        inputs = [at.itemsize] if gpu or self.functions.compiled else own
         return [*(at.row_features(hidden, each) for each in inputs), Storage(4 * at.rows, 4, features=False)]

@@ -141,6 +141,10 @@ class Layer(nn.Module, ABC):
     def saved(self, at: Saving) -> list[Storage]:
         """What autograd saves of it, in the order of the forward pass, each storage once."""
 
+    def unseen(self, at: Saving) -> list[Storage]:  # noqa: ARG002
+        """What of that, from its beginning on, is not saved where no gradient is asked of its input."""
+        return []
+
     def unknown(self, at: Saving) -> str | None:  # noqa: ARG002
         """Why nobody knows what autograd saves of it, where nobody does."""
         return None

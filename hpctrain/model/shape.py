@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from hpctrain.deck.adapters import Adapters
 from hpctrain.deck.objective import OF_SCORES
 from hpctrain.deck.presets import Sizes
 from hpctrain.deck.schema import Deck
@@ -25,7 +26,8 @@ class ModelShape(Sizes, Architecture):
 
     `gpt2`: learned positions, LayerNorm, GELU, biases. `llama`: RoPE, RMSNorm, SwiGLU, no biases. Of what
     concerns mixtures, what is meant is told by the deck's keys of these names. `packed` says that documents
-    in a sequence do not see each other; a `head` that is scalar has a row of its own, whatever is `tied`.
+    in a sequence do not see each other; a `head` that is scalar has a row of its own, whatever is `tied`. With
+    `adapters` nothing else is trained, but for such a head.
     """
 
     sequence: int
@@ -44,6 +46,7 @@ class ModelShape(Sizes, Architecture):
     parametrization: Parametrization = STANDARD
     packed: bool = False
     head: Head = "vocabulary"
+    adapters: Adapters | None = None
 
     def __post_init__(self) -> None:
         """Features of one attention head are hidden / heads where they are not given."""

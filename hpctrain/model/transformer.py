@@ -62,6 +62,9 @@ class TransformerLayer(Layer):
 
     def run(self, x: Tensor, around: Surroundings, residency: Residency) -> Tensor:
         """`self(x, around)`, its parameters there in forward and backward."""
+        unseen = residency.gathers and torch.is_grad_enabled() and not x.requires_grad
+        if unseen and any(parameter.requires_grad for parameter in self.own):
+            x = x.detach().requires_grad_()  # so that the end of its backward is seen
         return residency.around(self.held[0], partial(self, around=around), x)
 
 
@@ -189,11 +192,17 @@ class Block(TransformerLayer):
     def saved(self, at: Saving) -> list[Storage]:
         """See Layer."""
         mask, expanding = _masks(self, at), self.feed_forward
-        attended = [*self.attention.inner.kept(at), *self.attention.saved(at)]
+        inner = self.attention.inner
+        attended = [*inner.kept(at), *inner.beside(at), *self.attention.saved(at)]
         rows = [at.row_features(self.hidden)]
         normal = rows if isinstance(expanding, Mixture) else expanding.up.kept(at)
         of_norms = self.attention_norm.saved(at), self.feed_forward_norm.saved(at)
         return [*of_norms[0], *attended, *mask, *of_norms[1], *normal, *expanding.saved(at), *mask]
+
+    def unseen(self, at: Saving) -> list[Storage]:
+        """See Layer."""
+        norm = self.attention_norm
+        return [] if norm.weight.requires_grad else norm.saved(at)
 
     def workspace(self, at: Saving) -> int:
         """See Layer."""

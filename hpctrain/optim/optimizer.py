@@ -155,7 +155,7 @@ class Optimizer(ABC):
         lie, stand for them.
         """
         for bucket, state in zip(self.buckets, self.states, strict=True):
-            single = bucket.dtype == torch.float32 or self._averaged is not None
+            single = bucket.dtype == torch.float32 or self._averaged is not None or not bucket.trained
             if not single:
                 yield from own_state(MODEL, bucket.own_values, bucket, "never", False)
             for name, flat in state.items():
@@ -163,11 +163,11 @@ class Optimizer(ABC):
                 kind = weights if name == MASTER else f"{OPTIMIZER}{name}"
                 yield from own_state(kind, flat, bucket, "always", False)
 
-    def publish(self) -> None:
+    def publish(self, updated: bool = False) -> None:
         """Copy the master weights, or what else is computed with, into the parameters, where these are whole
-        on all ranks. Collective.
+        on all ranks; of what is trained alone where it was `updated`. Collective.
         """
-        self._publish(self._averaged)
+        self._publish(self._averaged, updated)
 
     @contextmanager
     def shown(self) -> Iterator[None]:
@@ -181,14 +181,14 @@ class Optimizer(ABC):
         await_readers(self.buckets)
         self.publish()
 
-    def _publish(self, averaged: Averaged | None) -> None:
+    def _publish(self, averaged: Averaged | None, updated: bool = False) -> None:
         """Copy what is computed with by this rule, or else the master weights, into the parameters."""
         with self._agreement():
             for bucket, state in zip(self.buckets, self.states, strict=True):
                 if state[MASTER] is not bucket.own_values:
                     for first, piece in _weights(state, averaged):
                         bucket.own_values[first : first + piece.numel()].copy_(piece)
-        refresh(self.buckets)
+        refresh([bucket for bucket in self.buckets if bucket.trained or not updated])
 
 
 def _weights(state: BucketState, averaged: Averaged | None) -> Iterator[tuple[int, Tensor]]:
@@ -223,9 +223,10 @@ class ResidentOptimizer(Optimizer):
         self._parts = [
             _Part(bucket, treated, {name: flat[treated.part] for name, flat in state.items()}, updates)
             for bucket, state in zip(buckets, states, strict=True)
-            for treated in bucket.layout.own_treated
+            for treated in (bucket.layout.own_treated if bucket.trained else ())
             for updates in [torch.zeros((), device=state[MASTER].device)]
         ]
+        self._updates = 0
         single = all(bucket.gradient_dtype == torch.float32 for bucket in buckets)
         # Of another type, one bucket after the other has its gradients in fp32, for as long.
         by_bucket = [list(parts) for _, parts in groupby(self._parts, lambda part: part.bucket)]
@@ -234,10 +235,11 @@ class ResidentOptimizer(Optimizer):
     @property
     def updates(self) -> int:
         """See Optimizer."""
-        return int(self._parts[0].updates.item())
+        return int(self._parts[0].updates.item()) if self._parts else self._updates
 
     @updates.setter
     def updates(self, count: int) -> None:
+        self._updates = count
         for part in self._parts:
             part.updates.fill_(count)
 
@@ -253,7 +255,8 @@ class ResidentOptimizer(Optimizer):
             ]
             self.rule.update(elements, learning_rate, gradient_divisor)
             del elements
-        self.publish()
+        self._updates += 1
+        self.publish(updated=True)
 
 
 def refresh(buckets: Sequence[Bucket]) -> None:
@@ -264,8 +267,10 @@ def refresh(buckets: Sequence[Bucket]) -> None:
 
 
 def resident_state(rule: UpdateRule, bucket: Bucket) -> dict[str, Tensor]:
-    """Where the update is computed: of the rule's names zeros."""
+    """Where the update is computed: of the rule's names zeros; of what is not trained the values alone."""
     values = bucket.own_values
     assert isinstance(values, Tensor)
+    if not bucket.trained:
+        return {MASTER: values}
     master = values if is_master(bucket.dtype, True, rule) else values.to(torch.float32, copy=True)
     return {MASTER: master, **{name: torch.zeros(master.shape, device=master.device) for name in rule.names}}

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.comm.group import Group
+from hpctrain.deck.adapters import Adapters
+from hpctrain.parallel.adapter import Adapter, Place
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.operations import Cut, Matrix
 from hpctrain.parallel.product import Operand, Product, gradient_of, joined, operand_of, tensors_of
@@ -87,7 +89,7 @@ class Multiplying(nn.Module, ABC):
 class SplitLinear(Multiplying):
     """What both layers share: fused weights and biases, and the weight-gradient computation.
 
-    `shared_input` says that others keep the input for backward, too.
+    `shared_input` says that others keep the input for backward, too; `adapter`, if any, adds to the product.
     """
 
     cut: ClassVar[Cut]
@@ -95,6 +97,7 @@ class SplitLinear(Multiplying):
     def __init__(self, groups: LayerGroups, shared_input: bool) -> None:
         super().__init__()
         self.groups, self.shared_input = groups, shared_input
+        self.adapter: Adapter | None = None
         self.weights: list[Parameter] = []
         self.product: Product
         self.biases: list[Parameter] = []
@@ -110,6 +113,19 @@ class SplitLinear(Multiplying):
             self.biases.append(Parameter(bias, decayed=False, initial="zeros"))
             self.register_parameter(f"bias{index}", self.biases[-1])
 
+    def adapt(self, adapters: Adapters | None) -> None:
+        """Have adapters of those of its weights, all declared by now, that they are for."""
+        if adapters is None:
+            return
+        places, row = [], 0
+        for weight in self.weights:
+            rows = weight.shard.local[0]
+            if adapters.adapts(weight.shard.name.removesuffix(".weight")):
+                places.append(Place(weight.shard, slice(row, row + rows)))
+            row += rows
+        if places:
+            self.adapter = Adapter(places, self.cut, adapters, self.groups)
+
     def bias(self) -> Tensor | None:
         """All biases as one vector [n], if there are any."""
         return joined([parameter.detach() for parameter in self.biases]) if self.biases else None
@@ -118,12 +134,32 @@ class SplitLinear(Multiplying):
     def matrices(self) -> list[Matrix]:
         """See Multiplying: one, of all that are fused."""
         outputs = sum(weight.shard.shape[0] for weight in self.weights)
-        return [Matrix(outputs, self.weights[0].shard.shape[1], self.cut)]
+        beside = [] if self.adapter is None else self.adapter.matrices
+        return [Matrix(outputs, self.weights[0].shard.shape[1], self.cut), *beside]
 
     @property
     def late(self) -> list[Parameter]:
         """See Multiplying."""
-        return self.weights
+        return self.weights + self.adapting
+
+    @property
+    def adapting(self) -> list[Parameter]:
+        """The parameters of its adapter, if any."""
+        return [] if self.adapter is None else self.adapter.weights
+
+    def beside(self, at: Saving) -> list[Storage]:
+        """What its adapter keeps for backward."""
+        return [] if self.adapter is None else [self.adapter.saved(at)]
+
+    def _multiply(
+        self, x: Tensor, bias: Tensor | None, pieces: Group | None, training: bool
+    ) -> tuple[Tensor, Operand, tuple[Tensor, ...]]:
+        """The product, what is kept of x, and what its adapter keeps, see Product.forward_kept."""
+        if self.adapter is None:
+            return *self.product.forward_kept(x, bias, pieces, self.compact(training)), ()
+        whole = x if pieces is None else pieces.all_gather(x)
+        output = self.product.forward(whole, bias)
+        return output, x, (self.adapter.add(output, whole),)
 
     @property
     def pieces(self) -> Group | None:
@@ -139,10 +175,28 @@ class SplitLinear(Multiplying):
             return Product.kept(self.product, rows, at, pieces)
         return self.product.kept(rows, at, pieces)
 
-    def _add_gradients(self, output_gradient: Operand, kept: Operand) -> None:
+    def _add_gradients(self, output_gradient: Operand, kept: Operand, inner: Sequence[Tensor]) -> None:
+        """`inner` is what is between the factors of its adapter, if any, and the gradient of that."""
         if self.weights[0].requires_grad:
             self.product.add_weight_gradient_of(output_gradient, kept)
             self.added(self.weights)
+        if self.adapter is not None:
+            assert isinstance(output_gradient, Tensor) and isinstance(kept, Tensor)
+            between, gradient = inner
+            self.adapter.add_weight_gradients(output_gradient, between, gradient, kept)
+            self.added(self.adapter.weights)
+
+    def _pass_inner(self, output_gradient: Operand, input_gradient: Tensor | None) -> tuple[Tensor, ...]:
+        """The gradient of what is between the factors of its adapter, if any, whose part of the input's is
+        added to that, where there is one.
+        """
+        if self.adapter is None:
+            return ()
+        assert isinstance(output_gradient, Tensor)
+        inner_gradient = self.adapter.inner_gradient(output_gradient)
+        if input_gradient is not None:
+            self.adapter.add_input_gradient(input_gradient, inner_gradient)
+        return (inner_gradient,)
 
     def _add_bias_gradients(self, output_gradient: Tensor) -> None:
         """[n] += output_gradient [..., n] summed over all but the last dim, in fp32, in its own type."""
@@ -150,6 +204,11 @@ class SplitLinear(Multiplying):
             gradient = joined([gradient_of(bias) for bias in self.biases])
             gradient.add_(output_gradient.reshape(-1, output_gradient.shape[-1]).sum(0))
             self.added(self.biases)
+
+    def saved_of(self, saved: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Operand]:
+        """What a forward pass has saved: of its adapter, if any, and of the input."""
+        own = int(self.adapter is not None)
+        return saved[:own], operand_of(saved[own:])
 
     def met(self) -> None:
         """A backward pass has come to it."""
@@ -167,8 +226,8 @@ class ColumnFunction(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, layer: ColumnLinear, training: bool, *_: Tensor) -> Tensor:
         """See ColumnLinear."""
         ctx.layer = layer
-        output, kept = layer.product.forward_kept(x, layer.bias(), layer.pieces, layer.compact(training))
-        ctx.save_for_backward(*tensors_of(kept))
+        output, kept, inner = layer._multiply(x, layer.bias(), layer.pieces, training)
+        ctx.save_for_backward(*inner, *tensors_of(kept))
         return output
 
     @staticmethod
@@ -177,14 +236,16 @@ class ColumnFunction(torch.autograd.Function):
         layer: ColumnLinear = ctx.layer
         layer.met()
         groups, product, pieces = layer.groups, layer.product, layer.pieces
-        kept = operand_of(ctx.saved_tensors)
+        inner, kept = layer.saved_of(ctx.saved_tensors)
         output_gradient = output_gradient.contiguous()
         deferred = groups.weight_gradients.deferring
         coming = product.start_whole(kept, pieces) if pieces is not None and not deferred else None
         gradient = product.whole_gradient(output_gradient, None)
-        summing = None
+        summing, of_input = None, None
         if ctx.needs_input_grad[0]:
             of_input = product.input_gradient_of(gradient).view(*output_gradient.shape[:-1], -1)
+        inner = (*inner, *layer._pass_inner(gradient, of_input))
+        if of_input is not None:
             summing = groups.start_sum(of_input)
 
         of_biases = output_gradient if layer.biases else None
@@ -193,12 +254,12 @@ class ColumnFunction(torch.autograd.Function):
             whole = kept
             if pieces is not None:
                 whole = (product.start_whole(kept, pieces, True) if coming is None else coming)()
-            layer._add_gradients(gradient, whole)
+            layer._add_gradients(gradient, whole, inner)
             if of_biases is not None:
                 layer._add_bias_gradients(of_biases)
 
         others = () if of_biases is None or gradient is of_biases else (of_biases,)
-        groups.weight_gradients.submit(compute, *tensors_of(kept), *tensors_of(gradient), *others)
+        groups.weight_gradients.submit(compute, *tensors_of(kept), *tensors_of(gradient), *others, *inner)
         input_gradient = None if summing is None else summing.wait()
         return (input_gradient, None, None, *(None for _ in ctx.needs_input_grad[3:]))
 
@@ -209,8 +270,8 @@ class _Row(torch.autograd.Function):
         ctx.layer = layer
         groups, bias = layer.groups, layer.bias()
         of_product = bias if groups.tensor.size == 1 else None
-        output, kept = layer.product.forward_kept(x, of_product, None, layer.compact(training))
-        ctx.save_for_backward(*tensors_of(kept))
+        output, kept, inner = layer._multiply(x, of_product, None, training)
+        ctx.save_for_backward(*inner, *tensors_of(kept))
         if groups.tensor.size == 1:
             return output
         output = groups.sum(output)
@@ -221,7 +282,7 @@ class _Row(torch.autograd.Function):
         layer: RowLinear = ctx.layer
         layer.met()
         groups, product = layer.groups, layer.product
-        kept = operand_of(ctx.saved_tensors)
+        inner, kept = layer.saved_of(ctx.saved_tensors)
         output_gradient = output_gradient.contiguous()
         layer._add_bias_gradients(output_gradient)
         whole, input_gradient = product.whole_gradient(output_gradient, layer.pieces), None
@@ -229,8 +290,9 @@ class _Row(torch.autograd.Function):
             batch = output_gradient.shape[1:-1]
             of_input = product.input_gradient_of(whole)
             input_gradient = of_input.view(-1, *batch, of_input.shape[-1])
+        inner = (*inner, *layer._pass_inner(whole, input_gradient))
         groups.weight_gradients.submit(
-            lambda: layer._add_gradients(whole, kept), *tensors_of(whole), *tensors_of(kept)
+            lambda: layer._add_gradients(whole, kept, inner), *tensors_of(whole), *tensors_of(kept), *inner
         )
         return (input_gradient, None, None, *(None for _ in ctx.needs_input_grad[3:]))
 
@@ -253,28 +315,32 @@ class ColumnLinear(SplitLinear):
         bias: bool,
         groups: LayerGroups,
         shared_input: bool = False,
+        adapters: Adapters | None = None,
     ) -> None:
         super().__init__(groups, shared_input)
         self.split_sizes = [rows.local for _, rows in outputs]
         for name, rows in outputs:
             weight = rows_shard(f"{name}.weight", rows, (inputs,))
             self.declare(weight, rows_shard(f"{name}.bias", rows, ()) if bias else None)
+        self.adapt(adapters)
 
     def forward(self, x: Tensor) -> Tensor:
         """[s or s/t, b, k] -> [s, b, sum of split_sizes]."""
-        result: Tensor = ColumnFunction.apply(x, self, torch.is_grad_enabled(), *self.weights, *self.biases)
+        parameters = *self.weights, *self.biases, *self.adapting
+        result: Tensor = ColumnFunction.apply(x, self, torch.is_grad_enabled(), *parameters)
         return result
 
     @property
     def late(self) -> list[Parameter]:
         """See Multiplying."""
-        return self.weights + self.biases
+        return self.weights + self.biases + self.adapting
 
     def waiting(self, at: Saving) -> int:
         """See Multiplying."""
         gradient = self.product.operand_bytes(at.tokens, at)
         plain = at.features(sum(self.split_sizes)).bytes
-        return total(self.kept(at)) + gradient + (plain if self.biases and gradient < plain else 0)
+        between = 2 * total(self.beside(at))
+        return total(self.kept(at)) + gradient + (plain if self.biases and gradient < plain else 0) + between
 
     def kept(self, at: Saving) -> list[Storage]:
         """What is kept of the input for the weights' gradients."""
@@ -298,6 +364,7 @@ class RowLinear(SplitLinear):
         bias: bool,
         groups: LayerGroups,
         shared_input: bool = False,
+        adapters: Adapters | None = None,
     ) -> None:
         super().__init__(groups, shared_input)
         columns = Rows.split(inputs, groups.tensor)
@@ -312,15 +379,18 @@ class RowLinear(SplitLinear):
             Shard.whole(f"{name}.bias", (outputs,), partial=groups.sequence_partial) if bias else None,
             "residual",
         )
+        self.adapt(adapters)
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, k/t] -> [s or s/t, b, n]."""
-        result: Tensor = _Row.apply(x, self, torch.is_grad_enabled(), *self.weights, *self.biases)
+        parameters = *self.weights, *self.biases, *self.adapting
+        result: Tensor = _Row.apply(x, self, torch.is_grad_enabled(), *parameters)
         return result
 
     def waiting(self, at: Saving) -> int:
         """See Multiplying."""
-        return total(self.kept(at)) + self.product.operand_bytes(at.tokens, at)
+        between = 2 * total(self.beside(at))
+        return total(self.kept(at)) + self.product.operand_bytes(at.tokens, at) + between
 
     def kept(self, at: Saving) -> list[Storage]:
         """As of a ColumnLinear."""

@@ -17,7 +17,8 @@ class Matrix(NamedTuple):
     """A whole matrix, `outputs` by `inputs`, that activations are multiplied with; tensor ranks `cut` it.
 
     There are as many as `experts`, of which a token is multiplied with `met`: these lie on ranks of the
-    expert axis, and those of the expert_tensor axis cut them.
+    expert axis, and those of the expert_tensor axis cut them. What is multiplied `beside` another has no
+    messages of its own.
     """
 
     outputs: int
@@ -25,6 +26,7 @@ class Matrix(NamedTuple):
     cut: Cut
     met: int = 1
     experts: int = 1
+    beside: bool = False
 
     @property
     def elements(self) -> int:

@@ -14,9 +14,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-Initial = Literal["normal", "residual", "table", "router", "ones", "zeros"]
+Initial = Literal["normal", "residual", "table", "router", "adapter", "ones", "zeros"]
 """How a parameter starts, by its role: "residual" is a normal weight that ends a residual branch, "table" one
-with a row for each token or position, or that of a scalar head, "router" one with a row for each expert.
+with a row for each token or position, or that of a scalar head, "router" one with a row for each expert,
+"adapter" the first factor of a low-rank one.
 """
 
 
@@ -33,6 +34,7 @@ class Shard:
     `copies` is how many neighbours along the split axes hold this same piece; `stage_copy` and
     `stage_copies` number the pipeline stages that do (tied embeddings, on the first and the last one).
     `unit` are its rows that act together on what a layer computes: those of one head of queries or keys.
+    With `stays` ZeRO does not cut it where it cuts parameters: it is small.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Shard:
     stage_copy: int = 0
     stage_copies: int = 1
     unit: int = 1
+    stays: bool = False
 
     @staticmethod
     def whole(name: str, shape: tuple[int, ...], partial: frozenset[str] = frozenset()) -> Shard:

@@ -37,7 +37,12 @@ def named_problems(
             yield from _evaluated(deck, tokens)
     if code and deck.model.module is not None:
         _require_module(deck)
-    if deck.model.frozen or deck.optimizer.name == "muon" or deck.precision.fp8_exclude:
+    if (
+        deck.model.frozen
+        or deck.model.adapters
+        or deck.optimizer.name == "muon"
+        or deck.precision.fp8_exclude
+    ):
         yield from _patterns(deck)
     if deck.layout.schedule not in NAMES:
         yield from _schedule(deck, ranks)

@@ -131,7 +131,7 @@ class PlannedWeights:
 
     def publish(self) -> None:
         """See Weights."""
-        refresh(self.buckets)
+        refresh([bucket for bucket in self.buckets if bucket.trained])
 
 
 def plan_traffic(deck: Deck, ranks: int, vocabulary: int, ranks_per_node: int = 1) -> TrafficPlan:
@@ -158,7 +158,7 @@ def plan_traffic(deck: Deck, ranks: int, vocabulary: int, ranks_per_node: int = 
             ends and number,
             tuple((*kinds[s.first : s.last], s.embeds, s.predicts) for s in spans),
         )
-        if deck.model.frozen or deck.model.module is not None:
+        if deck.model.freezes or deck.model.module is not None:
             kind = number
         if kind not in planned:
             listener = _Listener()

@@ -50,7 +50,7 @@ class Bucket:
         trained: bool = True,
         store: Store | None = None,
     ) -> None:
-        self.layout, self.sharding, self.dtype = layout, layout.sharding, dtype
+        self.layout, self.sharding, self.dtype, self.trained = layout, layout.sharding, dtype, trained
         self.gradient_dtype = gradient_dtype
         self.segments, self.length = layout.segments, layout.length
         self.slice, self.own = layout.share, layout.own

@@ -69,6 +69,11 @@ class BucketLayout:
         return [slice(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
 
     @property
+    def trained(self) -> bool:
+        """Whether anything of it is."""
+        return any(segment.parameter.requires_grad for segment in self.segments)
+
+    @property
     def share(self) -> slice:
         """This rank's share of what is cut."""
         rank = self.sharding.group.rank
@@ -172,16 +177,19 @@ def _round_up(number: int, unit: int) -> int:
 
 
 def bucket_layouts(
-    units: Iterable[Sequence[Sequence[Parameter]]], replications: Replications, bucket_bytes: int
+    units: Iterable[Sequence[Sequence[Parameter]]],
+    replications: Replications,
+    bucket_bytes: int,
+    frozen_apart: bool = False,
 ) -> Iterator[BucketLayout]:
     """Cut a model into bucket layouts, in the order of the forward pass.
 
     `units` are what computes together (a block, the embedding), each a list of layers' parameters; those
     with another Sharding have buckets of their own. With ZeRO-3 every unit is one bucket; else layers
     are joined up to about `bucket_bytes` of fp32 gradients. A layer is never cut; one larger than that is a
-    bucket of its own.
+    bucket of its own. With `frozen_apart` what is not trained lies in others than what is.
     """
-    pending: dict[Sharding, list[Sequence[Parameter]]] = {}
+    pending: dict[_Alike, list[Sequence[Parameter]]] = {}
     loads: dict[Sharding, Loads] = {}
 
     def layout(leaves: Sequence[Sequence[Parameter]], sharding: Sharding) -> BucketLayout:
@@ -189,30 +197,36 @@ def bucket_layouts(
         return BucketLayout.of(leaves, sharding, replications, load)
 
     for unit in units:
-        for sharding, leaves in _by_sharding(unit, replications).items():
+        for alike, leaves in _by_sharding(unit, replications, frozen_apart).items():
+            sharding, _ = alike
             if sharding.zero == 3:
                 yield layout(leaves, sharding)
                 continue
-            joined = pending.setdefault(sharding, [])
+            joined = pending.setdefault(alike, [])
             for leaf in leaves:
                 elements = sum(parameter.shard.elements for each in (*joined, leaf) for parameter in each)
                 if joined and 4 * elements > bucket_bytes:
                     yield layout(joined, sharding)
                     joined.clear()
                 joined.append(leaf)
-    for sharding, joined in pending.items():
+    for (sharding, _), joined in pending.items():
         yield layout(joined, sharding)
 
 
+_Alike = tuple[Sharding, bool]
+"""What the parameters of a bucket have in common; the latter is whether they are trained, if that counts."""
+
+
 def _by_sharding(
-    unit: Sequence[Sequence[Parameter]], replications: Replications
-) -> dict[Sharding, list[Sequence[Parameter]]]:
+    unit: Sequence[Sequence[Parameter]], replications: Replications, frozen_apart: bool
+) -> dict[_Alike, list[Sequence[Parameter]]]:
     """The layers of a unit, each as far as it has the same Sharding."""
-    sorted_out: dict[Sharding, list[Sequence[Parameter]]] = {}
+    sorted_out: dict[_Alike, list[Sequence[Parameter]]] = {}
     for leaf in unit:
-        alike: dict[Sharding, list[Parameter]] = {}
+        alike: dict[_Alike, list[Parameter]] = {}
         for parameter in leaf:
-            alike.setdefault(replications.of(parameter.shard).sharding, []).append(parameter)
-        for sharding, parameters in alike.items():
-            sorted_out.setdefault(sharding, []).append(parameters)
+            sharding = replications.of(parameter.shard).sharding
+            alike.setdefault((sharding, parameter.requires_grad or not frozen_apart), []).append(parameter)
+        for each, parameters in alike.items():
+            sorted_out.setdefault(each, []).append(parameters)
     return sorted_out

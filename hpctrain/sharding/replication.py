@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -136,7 +136,7 @@ class Replications:
 
     def __init__(self, mesh: Axes, cut: Callable[[Group], Sharding]) -> None:
         self._mesh, self._cut = mesh, cut
-        self._shardings: dict[Group, Sharding] = {}
+        self._shardings: dict[tuple[Group, bool], Sharding] = {}
         self._sharing: dict[int, Group] = {}
         self._experts: Replication | None = None
 
@@ -160,15 +160,14 @@ class Replications:
         if EXPERTS[0] in shard.split:
             return self._of_expert()
         everyone = self._mesh.group(*(axis for axis in OTHER_TOKENS if axis not in shard.split))
-        if everyone not in self._shardings:
-            self._shardings[everyone] = self._cut(everyone)
+        sharding = self._sharding(everyone, shard.stays)
         holders = self._mesh.group(SAME_TOKENS)
         if SAME_TOKENS in shard.split:
             if shard.copies not in self._sharing:
                 self._sharing[shard.copies] = self._mesh.part(SAME_TOKENS, shard.copies)
             holders = self._sharing[shard.copies]
         return Replication(
-            self._shardings[everyone],
+            sharding,
             holders,
             SAME_TOKENS in shard.partial,
             self._mesh.group(SAME_TOKENS) if SAME_TOKENS in shard.split else None,
@@ -176,6 +175,14 @@ class Replications:
             shard.stage_copy,
             shard.stage_copies,
         )
+
+    def _sharding(self, everyone: Group, stays: bool) -> Sharding:
+        """What `cut` makes, once; another one of what stays whole where that cuts parameters."""
+        key = everyone, stays
+        if key not in self._shardings:
+            cut = self._sharding(everyone, False) if stays else self._cut(everyone)
+            self._shardings[key] = replace(cut, zero=2) if stays and cut.zero == 3 else cut
+        return self._shardings[key]
 
     def _of_expert(self) -> Replication:
         """That of experts' pieces, which are all cut alike."""

@@ -17,9 +17,10 @@ from hpctrain.checkpoint.draft import PIECE_BYTES
 from hpctrain.checkpoint.entries import resumed_entries, stored_replicas, training_entries
 from hpctrain.checkpoint.held import HeldState, HeldStates
 from hpctrain.checkpoint.keep import is_complete, keep, point_to, unlink
+from hpctrain.checkpoint.layout import Entry
 from hpctrain.checkpoint.names import BEST, checkpoint_path
 from hpctrain.checkpoint.provenance import Provenance
-from hpctrain.checkpoint.read import load
+from hpctrain.checkpoint.read import in_types, load
 from hpctrain.checkpoint.snapshot import HostBuffer
 from hpctrain.checkpoint.stored_deck import deck_state, stored_deck
 from hpctrain.checkpoint.structure import examine
@@ -28,7 +29,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine
 from hpctrain.engine.deck_kernels import computed_by
 from hpctrain.sharding.bucket import await_readers
-from hpctrain.sharding.state import OPTIMIZER
+from hpctrain.sharding.state import MODEL, OPTIMIZER
 from hpctrain.train.best import RECORD, BestSoFar
 from hpctrain.train.hook import Hook, StepDone
 from hpctrain.train.start import begins_anew, left_bias
@@ -190,7 +191,14 @@ class Checkpoints(Hook):
             self.heeded = [f"{path}: holds {anew}; {self.deck.optimizer.name} begins with new state"]
         entries, left = resumed_entries(wanted, structure.datasets)
         await_readers(engine.buckets)
-        load(structure, engine.world.everyone, entries, left=left)
+        kinds = {name: stored.kind for name, stored in structure.datasets.items()}
+        adapted = {MODEL} if self.deck.model.adapters is not None else set[str]()
+
+        def kind(entry: Entry) -> str:
+            return kinds.get(entry.dataset, entry.kind) if adapted else entry.kind
+
+        with in_types(entries, kind) as found:
+            load(structure, engine.world.everyone, found, left=left | adapted)
         for kind in sorted(set().union(*engine.world.everyone.all_gather_object(sorted(left)))):
             self.heeded.append(f"{path}: not all of its {kind} suits this run: the rest begins anew")
         if sentence := left_bias(self.deck, before, path):

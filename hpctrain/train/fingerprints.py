@@ -278,7 +278,7 @@ class Fingerprints(Hook):
     def _sums(self) -> None:
         """Look at the sums of gradients."""
         self._summed = True
-        for bucket in self.engine.buckets:
+        for bucket in self.engine.synchronizer.buckets:
             for segment, values, offset in bucket.owned(bucket.own_gradients):
                 shard = segment.parameter.shard
                 layer, index = self._places[shard.name]

@@ -13,6 +13,7 @@ from math import lcm
 from torch import nn
 
 from hpctrain.comm.mesh import Mesh
+from hpctrain.deck.adapters import Adapters
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.patterns import check_patterns
 from hpctrain.engine.place import pipeline_form, split_by_flops
@@ -30,6 +31,7 @@ MICRO_BATCHES, MICRO_SIZE = 2, 2
 
 _HEAD_SIZE, _LAYERS = 8, 2
 _EXPERTS, _CHOSEN = 4, 2
+_RANK = 3
 _RATE, _EPSILON, _CLIP = 0.1, 1.0, 0.1
 _STEPS = 2
 _SEQUENCE = 16
@@ -64,6 +66,7 @@ def miniature(deck: Deck) -> Deck:
             "initial_std": 0.1,
             **_few_experts(deck),
             **_base(deck, hidden),
+            "adapters": _few_adapters(deck),
         },
         batch={"sequence": 2 * layout.context * layout.tensor * 2},
     )
@@ -162,6 +165,15 @@ def _few_experts(deck: Deck) -> dict[str, object]:
         "expert_every": min(model.expert_every, 2),
         "dense_first": min(model.dense_first, 1),
     }
+
+
+def _few_adapters(deck: Deck) -> Adapters | None:
+    """Adapters of the same kinds of matrices, in whichever blocks these are, of few rows."""
+    adapters = deck.model.adapters
+    if adapters is None:
+        return None
+    kinds = dict.fromkeys(re.sub(r"^blocks\.[^.]*\.", "", pattern) for pattern in adapters.targets)
+    return adapters.model_copy(update={"rank": min(adapters.rank, _RANK), "targets": tuple(kinds)})
 
 
 def _standing(deck: Deck, small: Deck, patterns: Sequence[str]) -> tuple[str, ...] | None:

@@ -52,6 +52,7 @@ from hpctrain.train.signals import Signals
 from hpctrain.train.start import (
     begins_anew,
     require_no_second_warm_up,
+    require_same_adapters,
     require_same_blocks,
     require_same_head,
     require_same_parametrization,
@@ -448,6 +449,7 @@ def _go_on(
         require_same_blocks(deck, before, path)
         require_same_head(deck, before, path)
         require_same_parametrization(deck, before, path)
+        require_same_adapters(deck, before, path)
         step = int(state.get("step", 0))
         if deck.run.steps < step:
             below = f"is below the step of {path}, {step}; a run goes on to a later one"

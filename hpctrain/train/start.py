@@ -37,7 +37,8 @@ def start_from_source(deck: Deck, engine: Engine) -> str:
         return _start_module(path, engine)
     optimizer, shape = engine.optimizer, engine.shape
     biases = training_entries(tensor for tensor in engine.own_state() if tensor.kind == ROUTER_BIAS)
-    source = load_source(path, engine.world, [*master_entries(engine.own_state()), *biases], shape.head)
+    entries = [*master_entries(engine.own_state()), *biases]
+    source = load_source(path, engine.world, entries, shape.head, deck.model.adapters)
     optimizer.publish()
     engine.outer.begin(optimizer)
     if deck.stability.check_parameters:
@@ -50,6 +51,8 @@ def start_from_source(deck: Deck, engine: Engine) -> str:
         sentence += f", {shape.experts} experts each a copy of its feed-forward part, routers new"
     if shape.head != source.head:
         sentence += ", in place of whose head there is a new one of scores"
+    if shape.adapters is not None:
+        sentence += ", with its adapters" if source.adapters is not None else ", adapters new"
     if shape.family == "gpt2" and shape.sequence < source.sequence:
         sentence += f", the first {shape.sequence} of its {source.sequence} positions"
     return sentence
@@ -112,6 +115,16 @@ def require_same_parametrization(deck: Deck, before: Deck, path: Path) -> None:
             told = "without it" if had is None else f"with {toml_value(had)}"
             sentence = f"{path} was trained {told}, and its weights mean something else otherwise"
             raise HpctrainError(deck.problem(f"model.{name}", sentence))
+
+
+def require_same_adapters(deck: Deck, before: Deck, path: Path) -> None:
+    """Raise HpctrainError if a run would go on with other adapters, or without those that it trained."""
+    if deck.model.adapters != before.model.adapters:
+        had = "none" if before.model.adapters is None else toml_value(before.model.adapters)
+        sentence = (
+            f'{path} was trained with {had} (a run of its own starts from it with [model] from = "{path}")'
+        )
+        raise HpctrainError(deck.problem("model.adapters", sentence))
 
 
 def left_bias(deck: Deck, before: Deck, path: Path) -> str:

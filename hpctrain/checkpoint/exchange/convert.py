@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, cast
@@ -20,6 +20,7 @@ from hpctrain.checkpoint import checksum
 from hpctrain.checkpoint.agree import combined, first_of, together
 from hpctrain.checkpoint.checksum import Sums
 from hpctrain.checkpoint.exchange.hugging_face import config_of, exported_as
+from hpctrain.checkpoint.exchange.merge import Merge, merged
 from hpctrain.checkpoint.exchange.names import ROUTER_BIAS, Counterpart, TensorPart, counterparts
 from hpctrain.checkpoint.exchange.safetensors_folder import (
     CONFIG,
@@ -90,9 +91,11 @@ def export_model(world: World, checkpoint: Path, folder: Path, dtype: str | None
         wanted = _wanted_type(structure, dtype)
         text = structure.state.get("tokenizer")
         texts = _texts(shape, wanted, text if isinstance(text, str) else None)
-        shapes = tensor_shapes(shape)
+        shapes = tensor_shapes(replace(shape, adapters=None))
+        merge = Merge(structure, shape.adapters)
         folded = _folded(shape, shapes)
-        sources = _sources(structure, shapes, wanted, folded)
+        exact = {*folded, *filter(merge.has, shapes)}
+        sources = _sources(structure, shapes, wanted, exact)
         theirs = counterparts(exported_as(shape).rules, shapes)
     files = shared_out(
         [NewTensor(each.name, NAMES[_kept_type(each, wanted)], each.shape) for each in theirs], most
@@ -109,7 +112,7 @@ def export_model(world: World, checkpoint: Path, folder: Path, dtype: str | None
             with together(group), opened(structure.path) as source:
                 for name, tensors in list(files.items())[group.rank :: group.size]:
                     for tensor, view in new_file(temporary / name, tensors):
-                        _copy(source, structure, sources, by_name[tensor], view, wanted, sums, folded)
+                        _copy(source, merge, sources, by_name[tensor], view, wanted, sums, folded)
             totals = combined(group, sums).view(np.uint64)
             with together(group):
                 _compare(structure, sources.values(), totals)
@@ -270,7 +273,7 @@ def _texts(shape: ModelShape, wanted: torch.dtype, tokenizer: str | None) -> dic
 
 def _copy(
     source: TensorSource,
-    structure: Structure,
+    merge: Merge,
     sources: Mapping[str, StoredTensor],
     theirs: Counterpart,
     view: NDArray[Any],
@@ -279,16 +282,19 @@ def _copy(
     folded: Mapping[str, float],
 ) -> None:
     """Fill one tensor of a file, given as its bits, and add what was read to its checksums."""
-    wanted = _kept_type(theirs, wanted)
+    wanted, structure = _kept_type(theirs, wanted), merge.structure
     target = view.T if theirs.transposed else view
     bits = {2: torch.int16, 4: torch.int32}[wanted.itemsize]
     for part in theirs.parts:
         stored = sources[part.dataset]
+        factors = merge.factors(source, part.dataset)
         for piece, first in _pieces(part, stored):
             values = torch.empty(piece.elements, dtype=getattr(torch, stored.kind))
             source.fill([Wanted(Entry(stored.dataset, piece, values), stored, sums[stored.pieces])])
             if part.dataset in folded:
                 values = values.float() * folded[part.dataset]
+            if factors is not None:
+                values = merged(values, first - part.first, factors)
             converted = values.to(wanted)
             if wanted == torch.float16 and not torch.equal(converted.isfinite(), values.isfinite()):
                 beyond = "has values beyond the range of fp16; --dtype bf16 or fp32 would do"

@@ -28,18 +28,22 @@ from hpctrain.checkpoint.exchange.tokenizer_files import folder_tokenizer
 from hpctrain.checkpoint.exchange.upcycle import upcycled
 from hpctrain.checkpoint.extract import BUFFER_BYTES
 from hpctrain.checkpoint.layout import Entry, Index, rectangles_of
-from hpctrain.checkpoint.read import load
+from hpctrain.checkpoint.read import in_types, load
 from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.checkpoint.structure import Structure, examine
 from hpctrain.comm.world import World
 from hpctrain.data.epochs import EpochReader
+from hpctrain.deck.adapters import Adapters
 from hpctrain.deck.presets import MIXTURE_KEYS
+from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError
 from hpctrain.model.build import bare_model
 from hpctrain.model.parametrization import STANDARD
 from hpctrain.model.part import parameter_list
 from hpctrain.model.shape import Head, ModelShape
+from hpctrain.parallel.adapter import is_adapter
 from hpctrain.parallel.scalar_head import NAME as SCORE
+from hpctrain.sharding.state import MASTER, MODEL
 from hpctrain.words import counted
 
 # Tensors whose rows may be more or fewer than a deck's, and the size that counts them.
@@ -185,35 +189,51 @@ def tensor_shapes(shape: ModelShape) -> dict[str, Index]:
     return shapes
 
 
-def load_source(path: Path, world: World, entries: Sequence[Entry], head: Head = "vocabulary") -> ModelShape:
-    """Fill fp32 entries `/model/<name>` with the weights at `path`, each rank its pieces; collective.
+def load_source(
+    path: Path,
+    world: World,
+    entries: Sequence[Entry],
+    head: Head = "vocabulary",
+    adapters: Adapters | None = None,
+) -> ModelShape:
+    """Fill entries `/model/<name>` of a model, perhaps with `adapters`, from the weights at `path`, each rank
+    its pieces; collective.
 
     Where the source has no experts, they are copies of its feed-forward parts, see `upcycle`. Biases of
     routers may be entries, too, which stay as they are where the source has none.
 
     Rows that the source does not have (of a larger vocabulary) and padding stay as they are; positions
     beyond the entries' are left out. So is the source's head where the entries have a scalar `head` in its
-    place, which stays as it is; a reward model has none for a language model. Checksums of a checkpoint are
-    compared. Returns the source's shape. Errors, the same on all ranks, as in `source_shape`, `open_model`
-    and `checkpoint.read.load`.
+    place, which stays as it is; a reward model has none for a language model. Adapters stay as they are where
+    the source has none. Checksums of a checkpoint are compared. Returns the source's shape. Errors, the same
+    on all ranks, as in `source_shape`, `open_model` and `checkpoint.read.load`.
     """
     group = world.everyone
     if not _is_checkpoint(path):
         with together(group):
             model = open_model(path)
             _require_head(path, model.shape, head)
-            for entry in _known(entries, model.shape):
-                _fill(_fitted(entry, model.shape), model)
+            with in_types(_known(entries, model.shape), lambda _: "float32") as wanted:
+                for entry in wanted:
+                    _fill(_fitted(entry, model.shape), model)
         return model.shape
     structure = examine(path, group)
     with together(group):
         shape = stored_shape(structure)
         _require_head(path, shape, head)
-    stored = "/master" if any(name.startswith("/master/") for name in structure.datasets) else "/model"
-    fitted = [_fitted(entry, shape) for entry in _known(entries, shape)]
-    fitted = [replace(each, dataset=each.dataset.replace("/model", stored, 1)) for each in fitted]
-    load(structure, group, fitted, strict=head == shape.head, zero_padding=False)
+        _require_adapters(path, shape, adapters)
+    fitted = [_stored(_fitted(entry, shape), structure) for entry in _known(entries, shape)]
+    kinds = {name: stored.kind for name, stored in structure.datasets.items()}
+    left = () if shape.adapters is None else (MODEL,)
+    with in_types(fitted, lambda entry: kinds.get(entry.dataset, entry.kind)) as found:
+        load(structure, group, found, strict=head == shape.head, zero_padding=False, left=left)
     return shape
+
+
+def _stored(entry: Entry, structure: Structure) -> Entry:
+    """The entry by the name of what is most exact of it in a checkpoint."""
+    exact = entry.dataset.replace(f"/{MODEL}/", f"/{MASTER}/", 1)
+    return replace(entry, dataset=exact) if exact in structure.datasets else entry
 
 
 def _require_head(path: Path, shape: ModelShape, head: Head) -> None:
@@ -223,6 +243,18 @@ def _require_head(path: Path, shape: ModelShape, head: Head) -> None:
             f"{path}: is a reward model, whose head gives scores in place of logits; start from the "
             "language model that it was trained from"
         )
+
+
+def _require_adapters(path: Path, shape: ModelShape, adapters: Adapters | None) -> None:
+    """HpctrainError where a source has others than a run."""
+    if shape.adapters is not None and shape.adapters != adapters:
+        here = "this run has none" if adapters is None else f"not of {_told(adapters)}"
+        merged = "`hpctrain export` merges them into a model without"
+        raise HpctrainError(f"{path}: has adapters of {_told(shape.adapters)}, and {here} ({merged})")
+
+
+def _told(adapters: Adapters) -> str:
+    return f"rank {adapters.rank}, alpha {adapters.alpha:g}, targets {toml_value(adapters.targets)}"
 
 
 def _is_checkpoint(path: Path) -> bool:
@@ -242,6 +274,8 @@ def _known(entries: Sequence[Entry], shape: ModelShape) -> list[Entry]:
     """The entries that a source of this shape has, of experts those of its feed-forward parts."""
     if shape.head == "vocabulary":
         entries = [entry for entry in entries if entry.dataset != f"/model/{SCORE}"]
+    if shape.adapters is None:
+        entries = [entry for entry in entries if not is_adapter(entry.shard.name)]
     if not shape.experts:
         entries = [dense for entry in entries for dense in upcycled(entry)]
     bias = f"/{ROUTER_BIAS}/"

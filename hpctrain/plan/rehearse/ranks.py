@@ -75,7 +75,7 @@ class RankProgrammes:
         found: list[object] = []
         for number in range(self.schedule.stage_count):
             spans = spans_of(self.schedule, self.split, number)
-            ends = number in {0, self.schedule.stage_count - 1} or bool(self.deck.model.frozen)
+            ends = number in {0, self.schedule.stage_count - 1} or self.deck.model.freezes
             parts = tuple((*layers[s.first : s.last], s.embeds, s.predicts) for s in spans)
             found.append((ends and number, parts))
         return found

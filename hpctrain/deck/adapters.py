@@ -1,0 +1,38 @@
+"""The table [model.adapters]: low-rank matrices beside those of blocks, which are trained alone (LoRA)."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+from hpctrain.deck.key import Section, key
+
+_MOST_RANK = 65536
+
+
+class Adapters(Section):
+    """Low-rank matrices that are trained alone, W + (alpha / rank) B A for each matrix W of their targets
+    (LoRA, arXiv 2106.09685); everything else stays as it is.
+    """
+
+    rank: int = key("Rows of A, and columns of B.", 8, ge=1, le=_MOST_RANK)
+    alpha: float = key("What their product is multiplied with, over the rank.", 16.0, gt=0, le=1e6)
+    targets: tuple[str, ...] = key(
+        'Matrices of blocks that have them, by ends of names: ["query", "value"], ["feed_forward.*"].',
+        ("*",),
+        strict=False,
+        min_length=1,
+    )
+
+    @property
+    def scale(self) -> float:
+        """What B A is multiplied with."""
+        return self.alpha / self.rank
+
+    def adapts(self, name: str) -> bool:
+        """Whether a layer, "blocks.0.attention.query", has them."""
+        return any(targeted(pattern, name) for pattern in self.targets)
+
+
+def targeted(pattern: str, name: str) -> bool:
+    """Whether a pattern is of a layer, by its name or the end of it."""
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
