@@ -21,7 +21,7 @@ from hpctrain.memory.accounts import storage_bytes
 from hpctrain.plan.memory import MemoryPlan, plan_memory
 from hpctrain.plan.savings import find_savings
 from hpctrain.plan.words import KINDS
-from hpctrain.sharding.bucket import Bucket
+from hpctrain.sharding.bucket import Bucket, pool_bytes
 from hpctrain.sharding.state import MASTER
 from hpctrain.train.control import Order
 from hpctrain.train.memory import MemoryLedger
@@ -85,14 +85,14 @@ def held(training: Trainer) -> tuple[int, int, int, int]:
     values = [bucket.own_values for bucket in buckets]
     gradients = [bucket.own_gradients for bucket in buckets]
     lookups = [segment.parameter.lookups for bucket in buckets for segment in bucket.segments]
-    optimizer = [tensor for m in moments for tensor in (m["exp_avg"], m["exp_avg_sq"])]
+    optimizer = [tensor for m in moments for name, tensor in m.items() if name != MASTER]
     if values[0].dtype != torch.float32:
-        optimizer += [m[MASTER] for m in moments]
+        optimizer += [m[MASTER] for bucket, m in zip(buckets, moments, strict=True) if bucket.trained]
     return (
         sum(map(part_of_node, buckets)),
         storage_bytes([*gradients, *lookups]),
         storage_bytes(optimizer),
-        buckets[0].sharding.pool.bytes + training.engine.synchronizer.scratch_bytes,
+        pool_bytes(buckets) + training.engine.synchronizer.scratch_bytes,
     )
 
 
@@ -249,10 +249,12 @@ def test_the_table_after_a_run_is_of_one_stage(
 
 
 FROZEN = {
-    "first blocks": '["embedding.*", "blocks.0.*", "blocks.1.*"]',
-    "middle": '["blocks.1.*", "final_norm.*"]',
-    "all blocks": '["embedding.*", "blocks.*"]',
-    "embedding": '["embedding.*"]',
+    "first blocks": 'model.frozen=["embedding.*", "blocks.0.*", "blocks.1.*"]',
+    "middle": 'model.frozen=["blocks.1.*", "final_norm.*"]',
+    "all blocks": 'model.frozen=["embedding.*", "blocks.*"]',
+    "embedding": 'model.frozen=["embedding.*"]',
+    "all but adapters": "model.adapters.rank=3",
+    "all but adapters of the last block": 'model.adapters.targets=["blocks.3.*"]',
 }
 
 
@@ -268,7 +270,7 @@ def test_frozen_models_are_planned_as_they_are(world: World, which: str) -> None
             ("layout.pipeline=2", "layout.schedule=zb-h1"),
         ]
     for layout in layouts:
-        deck = small_deck(*layout, f"model.frozen={FROZEN[which]}", "model.layers=4", "model.tied=false")
+        deck = small_deck(*layout, FROZEN[which], "model.layers=4", "model.tied=false")
         training = trainer(world, deck)
         training.train(2)
         planned = plan_memory(deck, world.size, VOCABULARY)

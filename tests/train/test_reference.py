@@ -33,6 +33,7 @@ LAYOUTS = {
     "tensor": ("layout.tensor=2", "layout.sequence_parallel=true"),
     "ring": ("layout.context=2",),
     "exchanged": ("layout.context=2", "layout.context_form=all_to_all"),
+    "adapters": ("layout.tensor=2", "model.adapters.rank=3"),
     "stages": ("layout.pipeline=2", "layout.schedule=zb-h1"),
 }
 

@@ -1,0 +1,113 @@
+"""Adapters against plain torch: gradients through the model of `transformers`, and its logits when merged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import h5py
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hpctrain.checkpoint.entries import training_entries
+from hpctrain.checkpoint.exchange.convert import export_model
+from hpctrain.checkpoint.stored_deck import deck_state
+from hpctrain.checkpoint.write import save
+from hpctrain.comm.world import World
+from hpctrain.data.batches import MASKED
+from hpctrain.errors import InputOutputError
+from hpctrain.generate.loaded import load
+from tests.engines import LLAMA, small_deck, trainer
+
+transformers = pytest.importorskip("transformers")
+
+FAMILIES = {"gpt2": (), "llama": LLAMA}
+ADAPTERS = ("model.adapters.rank=3", "model.adapters.alpha=5", "optimizer.clip=0", "batch.micro_size=8")
+SCALE = 5 / 3
+THEIRS = {
+    "gpt2": {
+        "attn.c_attn": ("attention.query", "attention.key", "attention.value"),
+        "attn.c_proj": ("attention.output",),
+        "mlp.c_fc": ("feed_forward.up",),
+        "mlp.c_proj": ("feed_forward.down",),
+    },
+    "llama": {
+        "self_attn.q_proj": ("attention.query",),
+        "self_attn.k_proj": ("attention.key",),
+        "self_attn.v_proj": ("attention.value",),
+        "self_attn.o_proj": ("attention.output",),
+        "mlp.gate_proj": ("feed_forward.gate",),
+        "mlp.up_proj": ("feed_forward.up",),
+        "mlp.down_proj": ("feed_forward.down",),
+    },
+}
+BLOCKS = {"gpt2": "transformer.h", "llama": "model.layers"}
+
+
+def adapted(family: str, factors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What is added to each weight of theirs."""
+    found = {}
+    for block in range(2):
+        for theirs, ours in THEIRS[family].items():
+            names = [f"blocks.{block}.{each}.adapter" for each in ours]
+            parts = [SCALE * factors[f"{name}.b"] @ factors[f"{name}.a"] for name in names]
+            whole = torch.cat(parts)
+            name = f"{BLOCKS[family]}.{block}.{theirs}.weight"
+            found[name] = whole.t() if family == "gpt2" else whole
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_those_of_plain_torch_and_exports_merged(
+    world: World, tmp_path: Path, family: str
+) -> None:
+    lone = world.alone()
+    base, run = (trainer(lone, small_deck(*FAMILIES[family], *more)) for more in ((), ADAPTERS))
+    save(tmp_path / "base.h5", lone.everyone, training_entries(base.engine.state()), deck_state(base.deck))
+    export_model(lone, tmp_path / "base.h5", tmp_path / "base", "fp32", 1 << 30)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base").train(False)
+
+    factors = {n: v.clone().requires_grad_() for n, v in run.parameters().items() if ".adapter." in n}
+    assert len(factors) == 2 * 2 * len([n for names in THEIRS[family].values() for n in names])
+    assert all(bool(values.any()) for values in factors.values())
+    step, size = run.step, run.deck.batch.global_size
+    (micro,) = step.batches.step(run.state.samples, size, 0, 1, step.micro_size)
+    frozen = {name: value.detach() for name, value in theirs.state_dict().items()}
+    weights = {name: frozen[name] + more for name, more in adapted(family, factors).items()}
+    tokens, targets = micro.tokens, micro.targets
+    logits = torch.func.functional_call(theirs, weights, (tokens,), {"use_cache": False}).logits
+    loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=MASKED)
+    loss.backward()
+    (result,) = run.train(1)
+    assert result.loss == pytest.approx(loss.item(), rel=1e-5)
+    found = run.gradients()
+    assert found.keys() == factors.keys()
+    for name, factor in factors.items():
+        assert factor.grad is not None
+        error = (found[name] - factor.grad).abs().max() / factor.grad.abs().max()
+        assert error < 1e-5, name
+
+    path = tmp_path / "run.h5"
+    save(path, lone.everyone, training_entries(run.engine.state()), deck_state(run.deck))
+    export_model(lone, path, tmp_path / "merged", "fp32", 1 << 30)
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    expected, ours = merged(tokens).logits.detach(), load(path, device="cpu").logits(tokens)
+    assert torch.allclose(ours, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+    after = {n: v for n, v in run.parameters().items() if ".adapter." in n}
+    for name, more in adapted(family, after).items():
+        assert torch.allclose(merged.state_dict()[name], frozen[name] + more, rtol=0, atol=1e-6), name
+
+
+def test_damaged_adapters_are_not_merged(world: World, tmp_path: Path) -> None:
+    lone, path = world.alone(), tmp_path / "run.h5"
+    run = trainer(lone, small_deck(*ADAPTERS))
+    save(path, lone.everyone, training_entries(run.engine.state()), deck_state(run.deck))
+    with h5py.File(path) as file:
+        offset = file["model/blocks.1.feed_forward.up.adapter.b"].id.get_offset()
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(InputOutputError, match=r"up\.adapter\.b is damaged: it differs from its checksums"):
+        export_model(lone, path, tmp_path / "merged", "fp32", 1 << 30)
+    assert not (tmp_path / "merged").exists()

@@ -1,0 +1,71 @@
+"""Runs that train adapters alone: from a model's weights, on again on another layout, and from their own.
+
+Tests of train/start.py and checkpoint/exchange/source.py with adapters.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpctrain.comm.world import World
+from hpctrain.errors import HpctrainError
+from hpctrain.report.rows import read_metrics
+from hpctrain.train.run import resume, run_deck
+from tests.train.test_run import contents, write_deck
+
+LORA = ("model.adapters.rank=3", "run.steps=4", "checkpoint.every=2", "learning_rate.peak=1e-2")
+
+
+def losses(folder: Path) -> list[float]:
+    return [row["loss"] for row in read_metrics(folder / "metrics.jsonl")]
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_a_run_of_adapters_goes_on_on_any_layout(world: World, mpi_tmp_path: Path, compute: str) -> None:
+    deck, folder = write_deck(world, mpi_tmp_path), mpi_tmp_path
+    assert (
+        run_deck(world, deck, [f"run.dir={folder}/base", "run.steps=1", f"precision.compute={compute}"]) == 0
+    )
+    base = folder / "base/checkpoints/step-00000001.h5"
+    keys = [*LORA, f"precision.compute={compute}", f"model.from={base}"]
+    assert run_deck(world, deck, [*keys, f"run.dir={folder}/run", "layout.zero=3"]) == 0
+    half = folder / "run/checkpoints/step-00000002.h5"
+    before, whole = contents(base), contents(folder / "run/checkpoints/step-00000004.h5")
+    weights = {name: values for name, values in before.items() if name.startswith("model/")}
+    assert all(np.array_equal(whole[name], values) for name, values in weights.items())
+    trained = {name.partition("/")[2] for name in whole} - {name.partition("/")[2] for name in weights}
+    assert {name for name in whole if name.startswith(("master/", "optimizer/"))} == {
+        f"{kind}{name.rpartition('/')[2]}"
+        for name in trained
+        for kind in (
+            "optimizer/exp_avg/",
+            "optimizer/exp_avg_sq/",
+            *(("master/",) if compute != "fp32" else ()),
+        )
+    }
+    assert resume(world, half, [f"run.dir={folder}/same"]) == 0
+    again = contents(folder / "same/checkpoints/step-00000004.h5")
+    assert again.keys() == whole.keys()
+    assert all(np.array_equal(again[name], values) for name, values in whole.items())
+    assert resume(world, half, [f"run.dir={folder}/other", "layout.zero=0", "layout.tensor=2"]) == 0
+    rounding = 1e-5 if compute == "fp32" else 2.0**-8
+    assert losses(folder / "other") == pytest.approx(losses(folder / "run")[2:], rel=rounding)
+
+    assert run_deck(world, deck, [*keys, f"run.dir={folder}/on", f"model.from={half}", "run.steps=1"]) == 0
+    assert losses(folder / "on")[0] != losses(folder / "run")[0]
+    for folder_name, how in (("run", "adapters new"), ("on", "with its adapters")):
+        if world.rank == 0:
+            assert how in (folder / folder_name / "log.txt").read_text()
+    others = {
+        "model.adapters.rank=2": "has adapters of rank 3, alpha 16, targets .*, and not of rank 2",
+        "model.adapters=": "has adapters of rank 3, .*, and this run has none",
+    }
+    for other, told in others.items():
+        with pytest.raises(HpctrainError, match=told):
+            run_deck(world, deck, [*keys, other, f"run.dir={folder}/no", f"model.from={half}"])
+    with pytest.raises(HpctrainError, match=r"--set model.adapters.rank=2: .* was trained with"):
+        resume(world, half, [f"run.dir={folder}/no", "model.adapters.rank=2"])
