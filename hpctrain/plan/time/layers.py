@@ -6,7 +6,7 @@ Causes: `products` with the layer's matrices, the core of `attention`, what is d
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import isfinite, prod
@@ -36,7 +36,9 @@ class LayerSizes:
     parameters that tensor ranks split, that experts' ranks split, and that all ranks have whole, and `shapes`
     of these matrices, experts' or not; `trained` is the share of its matrices that has gradients, and no
     gradient comes to one that is `silent`. `saved` are bytes that autograd saves of a token, see `_saved`;
-    `tied_elements` are those of the table that the first and the last layer have in common.
+    `tied_elements` are those of the table that the first and the last layer have in common. Where adapters
+    are trained alone, they have `adapting` elements that tensor ranks split, and so many that all ranks have;
+    of the first block and what embeds no gradient of the input is asked for, which is `unasked`.
     """
 
     kind: str
@@ -53,6 +55,8 @@ class LayerSizes:
     silent: bool
     saved: tuple[tuple[float, float], ...]
     tied_elements: int
+    adapting: tuple[int, int] | None = None
+    unasked: bool = False
 
     @property
     def is_first(self) -> bool:
@@ -68,6 +72,20 @@ class LayerSizes:
         """Elements of its parameters on a rank: of experts, and of all else."""
         of_experts = self.expert_elements / (at.expert * at.expert_tensor)
         return of_experts, self.split_elements / at.tensor + self.whole_elements
+
+    def updated(self, at: Arrangement) -> tuple[float, float]:
+        """Those of them whose gradients are summed, and that are updated."""
+        if self.adapting is None:
+            return self.elements(at)
+        split, whole = self.adapting
+        return 0.0, split / at.tensor + whole
+
+    def partial(self, at: Arrangement) -> int:
+        """Those of them whose gradients tensor ranks have in parts: under sequence parallelism of what each
+        has whole, and of adapters ever.
+        """
+        whole = self.whole_elements if at.sequence_parallel else 0
+        return whole if self.adapting is None else self.adapting[1]
 
 
 @dataclass(frozen=True)
@@ -91,11 +109,14 @@ def layer_sizes(shape: ModelShape, frozen: tuple[str, ...] = ()) -> tuple[LayerS
     freeze_parameters([model], frozen)
     silent = silent_blocks(model)
     found: dict[LayerSizes, LayerSizes] = {}
-    sizes = (_sizes(layer, shape, number <= silent) for number, layer in enumerate(model.layers))
+    unasked = {0, silent + 1} if shape.adapters is not None else set[int]()
+    sizes = (
+        _sizes(layer, shape, number <= silent, number in unasked) for number, layer in enumerate(model.layers)
+    )
     return tuple(found.setdefault(each, each) for each in sizes)
 
 
-def _sizes(layer: Layer, shape: ModelShape, silent: bool) -> LayerSizes:
+def _sizes(layer: Layer, shape: ModelShape, silent: bool, unasked: bool) -> LayerSizes:
     of_axes = {"tensor": 0, "expert": 0, "none": 0}
     shapes = []
     for parameter in layer.own:
@@ -121,7 +142,17 @@ def _sizes(layer: Layer, shape: ModelShape, silent: bool) -> LayerSizes:
         layer.is_block and silent,
         tuple(_saved(layer, itemsize, selective) for itemsize in (2, 4) for selective in (False, True)),
         shape.vocabulary * shape.hidden if shape.tied and not layer.is_block else 0,
+        None if shape.adapters is None else _adapting(layer),
+        unasked,
     )
+
+
+def _adapting(layer: Layer) -> tuple[int, int]:
+    trained = [parameter.shard for parameter in layer.own if parameter.requires_grad]
+    split, whole = (
+        sum(prod(each.shape) for each in trained if bool(each.split) == cut) for cut in (True, False)
+    )
+    return split, whole
 
 
 def _saved(layer: Layer, itemsize: int, selective: bool) -> tuple[float, float]:
@@ -187,6 +218,8 @@ class _Times:
 
     def weight_gradient(self) -> dict[str, float]:
         """What the optimizer needs."""
+        if self.layer.adapting is not None:
+            return {"products": self._products(2, [each for each in self.layer.matrices if each.beside])}
         return {"products": self.layer.trained * self._products(2)}
 
     def _pass(self, direction: Direction, products: float, core: float, summed: float) -> dict[str, float]:
@@ -203,10 +236,10 @@ class _Times:
             "expert": self._experts(),
         }
 
-    def _products(self, turn: int) -> float:
-        """Seconds of a pass over all matrices: forward (0), gradients of inputs (1), of matrices (2)."""
+    def _products(self, turn: int, matrices: Sequence[Matrix] | None = None) -> float:
+        """Seconds of a pass over all matrices, or these: forward (0), input (1), or weight gradients (2)."""
         total, kind = 0.0, (_LOGITS if self.layer.is_last else _PASSES)[turn]
-        for matrix in self.layer.matrices:
+        for matrix in self.layer.matrices if matrices is None else matrices:
             m, n, k, count = self._shape(matrix)
             sizes = ((m, n, k), (m, k, n), (n, k, m))[turn]
             total += count * (self.rates.seconds(*sizes, kind) + self.machine.launch)
@@ -221,7 +254,7 @@ class _Times:
             ranks = at.expert_tensor
             count = matrix.experts / at.expert
             rows = at.tokens / at.tensor * matrix.met * at.expert_tensor / count
-        elif matrix.cut == "whole":
+        elif matrix.cut == "whole" and not matrix.beside:
             rows = at.tokens / at.tensor  # a router's: of the rows that a rank sends to experts
         n = matrix.outputs / ranks if matrix.cut == "outputs" else matrix.outputs
         k = matrix.inputs / ranks if matrix.cut == "inputs" else matrix.inputs
@@ -272,25 +305,27 @@ class _Times:
         which some may hide behind products that take so long.
         """
         at, machine = self.at, self.machine
-        if at.tensor == 1:
+        if at.tensor == 1 or (self.layer.is_first and self.layer.unasked and direction == "backward"):
             return 0.0
         hidden = at.tokens * self.layer.hidden * at.itemsize
         gathering = collective_seconds(machine, "all_gather", hidden, at.tensor_ranks)
         scattering = collective_seconds(machine, "reduce_scatter", hidden, at.tensor_ranks)
         summing = collective_seconds(machine, "all_reduce", hidden, at.tensor_ranks)
-        dense = [matrix for matrix in self.layer.matrices if matrix.experts == 1]
+        dense = [matrix for matrix in self.layer.matrices if matrix.experts == 1 and not matrix.beside]
         begins = sum(matrix.cut == "outputs" for matrix in dense)
         ends = sum(matrix.cut == "inputs" for matrix in dense) + float(self.layer.is_first)
         if any(matrix.experts > 1 for matrix in self.layer.matrices) and not at.sequence_parallel:
             ends += 0.5  # rows that ranks had apart are gathered again
+        seen = at.zero == 3 or at.recompute not in {"none", "selective"}
+        unasked = self.layer.unasked and direction == "backward" and not seen
         if at.sequence_parallel:
             first, second = (gathering, scattering) if direction == "forward" else (scattering, gathering)
             kept = direction == "forward" or self.layer.is_last
             again = 0.0 if kept else gathering  # of inputs, which no rank keeps whole
-            return begins * first + ends * second + self._left(begins * again, hiding)
+            return (begins - unasked) * first + ends * second + self._left(begins * again, hiding)
         if direction == "forward":
             return ends * summing
-        return self._left(begins * summing, hiding)
+        return self._left((begins - unasked) * summing, hiding)
 
     def _left(self, seconds: float, hiding: float) -> float:
         """What of a communication is waited for, beside products that take so long."""

@@ -32,10 +32,10 @@ def after_backward(
     held, exchanged = _with_tied(held, at, ends or (machine,))
     causes = {"gradients": exchanged, "parameters": 0.0, "offload": 0.0, "fixed": machine.fixed}
     (expert_group, expert_replicas), (group, replicas) = at.expert_cut, at.data_cut
-    elements = [sum(sizes) for sizes in zip(*(layer.elements(at) for layer in held), strict=True)]
+    elements = [sum(sizes) for sizes in zip(*(layer.updated(at) for layer in held), strict=True)]
     gathers = _gathers(held, at)
     for index, (cut, copies) in enumerate(((expert_group, expert_replicas), (group, replicas))):
-        if not elements[index]:
+        if not elements[index] and not gathers[index]:
             continue
         size = elements[index] * at.gradient_itemsize
         operation: Operation = "reduce_scatter" if at.zero else "all_reduce"
@@ -49,8 +49,8 @@ def after_backward(
         hiding = 1 - machine.overlap if at.zero == 3 else 1.0
         causes["parameters"] += hiding * gather_seconds(machine, size, cut)
         causes["offload"] += _read(size / cut.size, at, machine)
-    if at.sequence_parallel:  # of what tensor ranks have whole, each has the gradients of its tokens
-        size = sum(layer.whole_elements for layer in held) * at.gradient_itemsize
+    if at.tensor > 1 and (partial := sum(layer.partial(at) for layer in held)):
+        size = partial * at.gradient_itemsize
         causes["tensor"] = collective_seconds(machine, "all_reduce", size, at.tensor_ranks)
     cuts = (expert_group.size, group.size) if at.zero else (1, 1)
     for cause, seconds in update_seconds(held, cuts, at, machine).items():
@@ -98,16 +98,19 @@ def _buckets(held: Sequence[LayerSizes], elements: float, at: Arrangement) -> in
 
 
 def _gathers(held: Sequence[LayerSizes], at: Arrangement) -> tuple[float, float]:
-    """Elements of experts and of all else that are gathered in a step: all once, or with ZeRO-3 of each
-    micro-batch twice, but for blocks that stay.
+    """Elements of experts and of all else that are gathered in a step: what is updated once, or with ZeRO-3
+    all of each micro-batch twice, but for blocks that stay, and for adapters.
     """
     found, stay = [0.0, 0.0], at.keep_gathered
     for layer in held:
         times = 2 * at.micro_batches if at.zero == 3 else 1
         if at.zero == 3 and layer.is_block and stay:
             times, stay = 1, stay - 1
+        updated = layer.updated(at)
+        whole = layer.adapting is not None or at.zero < 3
         for index, elements in enumerate(layer.elements(at)):
-            found[index] += times * elements
+            once = updated[index] if whole else 0.0
+            found[index] += once + (times * (elements - once) if at.zero == 3 else 0.0)
     return found[0], found[1]
 
 

@@ -68,7 +68,7 @@ def update_seconds(
     update = at.update
     elements = moved = state = 0.0
     for layer in held:
-        own = sum(each / cut for each, cut in zip(layer.elements(at), cuts, strict=True))
+        own = sum(each / cut for each, cut in zip(layer.updated(at), cuts, strict=True))
         numbers = update.numbers(layer)
         elements += own
         moved += own * update.moved(numbers, at.itemsize)
