@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 
 from hpctrain.model.part import Part, blocks_of, parameter_list
 from hpctrain.parallel.adapter import Adapter
+from hpctrain.parallel.scalar_head import ScalarHead
 
 
 def freeze_parameters(parts: Sequence[Part], patterns: Sequence[str]) -> None:
@@ -18,14 +19,10 @@ def freeze_parameters(parts: Sequence[Part], patterns: Sequence[str]) -> None:
 
 
 def freeze_all_but_adapters(part: Part) -> None:
-    """Freeze what is no adapter."""
-    kept = {
-        p
-        for layer in part.layers
-        for each in layer.modules()
-        if isinstance(each, Adapter)
-        for p in each.weights
-    }
+    """Freeze what is neither an adapter nor a head of scores, which begins anew."""
+    modules = [module for layer in part.layers for module in layer.modules()]
+    kept = {parameter for each in modules if isinstance(each, Adapter) for parameter in each.weights}
+    kept |= {each.table for each in modules if isinstance(each, ScalarHead)}
     for parameter in parameter_list(part):
         if parameter not in kept:
             parameter.requires_grad_(False)

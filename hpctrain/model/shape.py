@@ -26,8 +26,8 @@ class ModelShape(Sizes, Architecture):
 
     `gpt2`: learned positions, LayerNorm, GELU, biases. `llama`: RoPE, RMSNorm, SwiGLU, no biases. Of what
     concerns mixtures, what is meant is told by the deck's keys of these names. `packed` says that documents
-    in a sequence do not see each other; a `head` that is scalar has a row of its own, whatever is `tied`. With
-    `adapters` nothing else is trained, but for such a head.
+    in a sequence do not see each other; a `head` that is scalar has a row of its own, whatever is `tied`.
+    With `adapters` nothing else is trained, but for such a head.
     """
 
     sequence: int
