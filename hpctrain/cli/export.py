@@ -22,13 +22,19 @@ from hpctrain.units import UnitError, parse_bytes
     show_default=True,
     help="Tensors of one file, at most.",
 )
-def command(target: Path, folder: Path, dtype: str | None, max_shard_size: str) -> None:
+@click.option(
+    "--adapters",
+    metavar="BASE",
+    help="The adapters alone, for `peft`, beside the model BASE: a folder, or a name of a hub.",
+)
+def command(target: Path, folder: Path, dtype: str | None, max_shard_size: str, adapters: str | None) -> None:
     """Write the model of a checkpoint, or of the newest good one of a run folder, for `transformers`.
 
     DIR, new or empty, gets safetensors, config.json and, where the checkpoint has a tokenizer, that. Under
     mpirun or srun the ranks share the files.
     """
     from hpctrain.checkpoint.exchange.convert import export_model
+    from hpctrain.checkpoint.exchange.peft import export_adapters
     from hpctrain.comm.verb import run_verb
     from hpctrain.comm.world import World
     from hpctrain.watch.newest import find_checkpoint
@@ -39,7 +45,11 @@ def command(target: Path, folder: Path, dtype: str | None, max_shard_size: str) 
         raise UnitError(f"--max-shard-size: {error}") from None
 
     def work(world: World) -> None:
-        sentence = export_model(world, find_checkpoint(world, target), folder, dtype, most)
+        checkpoint = find_checkpoint(world, target)
+        if adapters is not None:
+            sentence = export_adapters(world, checkpoint, folder, adapters)
+        else:
+            sentence = export_model(world, checkpoint, folder, dtype, most)
         if world.rank == 0:
             click.echo(sentence)
 

@@ -20,7 +20,7 @@ from hpctrain.checkpoint import checksum
 from hpctrain.checkpoint.agree import combined, first_of, together
 from hpctrain.checkpoint.checksum import Sums
 from hpctrain.checkpoint.exchange.hugging_face import config_of, exported_as
-from hpctrain.checkpoint.exchange.merge import Merge, merged
+from hpctrain.checkpoint.exchange.merge import Merge
 from hpctrain.checkpoint.exchange.names import ROUTER_BIAS, Counterpart, TensorPart, counterparts
 from hpctrain.checkpoint.exchange.safetensors_folder import (
     CONFIG,
@@ -80,19 +80,14 @@ def export_model(world: World, checkpoint: Path, folder: Path, dtype: str | None
     group = world.everyone
     structure = examine(checkpoint, group)
     with together(group):
-        problem = control_problem(str(folder))
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            problem = "holds something already; name a new folder, or empty this one"
-        elif folder.name in {"", ".."}:
-            problem = "has no name of its own that a new folder could take; name a new one"
-        if problem:
-            raise HpctrainError(f"{escaped(str(folder))}: {problem}")
+        require_new(folder)
         shape = stored_shape(structure)
+        merge = Merge(structure, shape.adapters)
+        shape = replace(shape, adapters=None)
         wanted = _wanted_type(structure, dtype)
         text = structure.state.get("tokenizer")
         texts = _texts(shape, wanted, text if isinstance(text, str) else None)
-        shapes = tensor_shapes(replace(shape, adapters=None))
-        merge = Merge(structure, shape.adapters)
+        shapes = tensor_shapes(shape)
         folded = _folded(shape, shapes)
         exact = {*folded, *filter(merge.has, shapes)}
         sources = _sources(structure, shapes, wanted, exact)
@@ -135,6 +130,17 @@ def export_model(world: World, checkpoint: Path, folder: Path, dtype: str | None
         f"{folder}: {_described(shape)}, {name}, "
         f"{format_bytes(size)} in {len(files)} file{'s' * (len(files) > 1)}, {tokenizer}"
     )
+
+
+def require_new(folder: Path) -> None:
+    """Raise HpctrainError where no new folder could be."""
+    problem = control_problem(str(folder))
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        problem = "holds something already; name a new folder, or empty this one"
+    elif folder.name in {"", ".."}:
+        problem = "has no name of its own that a new folder could take; name a new one"
+    if problem:
+        raise HpctrainError(f"{escaped(str(folder))}: {problem}")
 
 
 def import_model(world: World, folder: Path, out: Path, replace: bool = False) -> str:
@@ -294,7 +300,7 @@ def _copy(
             if part.dataset in folded:
                 values = values.float() * folded[part.dataset]
             if factors is not None:
-                values = merged(values, first - part.first, factors)
+                values = merge.merged(values, first - part.first, factors)
             converted = values.to(wanted)
             if wanted == torch.float16 and not torch.equal(converted.isfinite(), values.isfinite()):
                 beyond = "has values beyond the range of fp16; --dtype bf16 or fp32 would do"

@@ -31,13 +31,18 @@ class Merge:
         return self._stored(dataset, "a") is not None
 
     def factors(self, source: TensorSource, dataset: str) -> tuple[Tensor, Tensor] | None:
-        """(alpha / rank) B and A of a tensor, in fp32, if it has any. InputOutputError where the file is
-        damaged.
-        """
+        """B and A of a tensor, in fp32, if it has any. InputOutputError where the file is damaged."""
         a, b = self._stored(dataset, "a"), self._stored(dataset, "b")
         if self.adapters is None or a is None or b is None:
             return None
-        return self._read(source, b) * self.adapters.scale, self._read(source, a)
+        return self._read(source, b), self._read(source, a)
+
+    def merged(self, values: Tensor, first: int, factors: tuple[Tensor, Tensor]) -> Tensor:
+        """Rows of a matrix, flat, from the row `first` on, with those of (alpha / rank) B A added."""
+        assert self.adapters is not None
+        b, a = factors
+        own = values.view(-1, a.shape[1])
+        return (own.float() + self.adapters.scale * (b[first : first + len(own)] @ a)).reshape(-1)
 
     def _stored(self, dataset: str, factor: str) -> StoredTensor | None:
         name = f"{dataset.removesuffix('.weight')}.adapter.{factor}"
@@ -54,10 +59,3 @@ class Merge:
             damage = "is damaged: it differs from its checksums"
             raise InputOutputError(f"{self.structure.path}: {stored.dataset} {damage}")
         return values.float().view(stored.shape)
-
-
-def merged(values: Tensor, rows: int, factors: tuple[Tensor, Tensor]) -> Tensor:
-    """Rows of a matrix, flat, from the row `rows` on, with those of B A added."""
-    b, a = factors
-    own = values.view(-1, a.shape[1])
-    return (own.float() + b[rows : rows + len(own)] @ a).reshape(-1)

@@ -1,7 +1,12 @@
-"""Adapters against plain torch: gradients through the model of `transformers`, and its logits when merged."""
+"""Adapters against plain torch: gradients through the model of `transformers`, and its logits when merged.
+
+Tests of checkpoint/exchange/peft.py too; with the library itself where it is there.
+"""
 
 from __future__ import annotations
 
+import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import h5py
@@ -12,19 +17,22 @@ from torch.nn import functional
 
 from hpctrain.checkpoint.entries import training_entries
 from hpctrain.checkpoint.exchange.convert import export_model
+from hpctrain.checkpoint.exchange.peft import export_adapters
 from hpctrain.checkpoint.stored_deck import deck_state
 from hpctrain.checkpoint.write import save
 from hpctrain.comm.world import World
 from hpctrain.data.batches import MASKED
-from hpctrain.errors import InputOutputError
+from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.generate.loaded import load
 from tests.engines import LLAMA, small_deck, trainer
 
 transformers = pytest.importorskip("transformers")
+load_file = pytest.importorskip("safetensors.torch").load_file
 
 FAMILIES = {"gpt2": (), "llama": LLAMA}
 ADAPTERS = ("model.adapters.rank=3", "model.adapters.alpha=5", "optimizer.clip=0", "batch.micro_size=8")
 SCALE = 5 / 3
+TOKENS = torch.randint(0, 61, (2, 32), generator=torch.Generator().manual_seed(1))
 THEIRS = {
     "gpt2": {
         "attn.c_attn": ("attention.query", "attention.key", "attention.value"),
@@ -97,6 +105,42 @@ def test_gradients_are_those_of_plain_torch_and_exports_merged(
     after = {n: v for n, v in run.parameters().items() if ".adapter." in n}
     for name, more in adapted(family, after).items():
         assert torch.allclose(merged.state_dict()[name], frozen[name] + more, rtol=0, atol=1e-6), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("targets", ['["*"]', '["value", "blocks.1.feed_forward.up"]'])
+def test_adapters_alone_are_those_of_peft(world: World, tmp_path: Path, family: str, targets: str) -> None:
+    lone, keys = world.alone(), (*ADAPTERS, f"model.adapters.targets={targets}")
+    base, run = (trainer(lone, small_deck(*FAMILIES[family], *more)) for more in ((), keys))
+    for each, name in ((base, "base"), (run, "run")):
+        path = tmp_path / f"{name}.h5"
+        save(path, lone.everyone, training_entries(each.engine.state()), deck_state(each.deck))
+    export_model(lone, tmp_path / "base.h5", tmp_path / "base", "fp32", 1 << 30)
+    told = export_adapters(lone, tmp_path / "run.h5", tmp_path / "alone", str(tmp_path / "base"))
+    config = json.loads((tmp_path / "alone/adapter_config.json").read_text())
+    tensors = load_file(tmp_path / "alone/adapter_model.safetensors")
+    count = len(config["target_modules"])
+    assert f"{count} adapters" in told and len(tensors) == 2 * count
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    weights = model.state_dict()
+    for name in config["target_modules"]:
+        a, b = (tensors[f"base_model.model.{name}.lora_{factor}.weight"] for factor in "AB")
+        rank = config["rank_pattern"].get(name, config["r"])
+        alpha = config["alpha_pattern"].get(name, config["lora_alpha"])
+        assert (len(a), alpha / rank) == (rank, pytest.approx(SCALE))
+        more = alpha / rank * b @ a
+        weights[f"{name}.weight"] += more.t() if config["fan_in_fan_out"] else more
+    ours = load(tmp_path / "run.h5", device="cpu").logits(TOKENS)
+    expected = model(TOKENS).logits.detach()
+    assert torch.allclose(ours, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+    if find_spec("peft") is not None:
+        from peft import PeftModel
+
+        fresh = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        theirs = PeftModel.from_pretrained(fresh, tmp_path / "alone").eval()(TOKENS).logits.detach()
+        assert torch.allclose(ours, theirs, rtol=0, atol=1e-5 * float(expected.abs().max()))
+    with pytest.raises(HpctrainError, match=r"base\.h5: has no adapters"):
+        export_adapters(lone, tmp_path / "base.h5", tmp_path / "none", "x")
 
 
 def test_damaged_adapters_are_not_merged(world: World, tmp_path: Path) -> None:

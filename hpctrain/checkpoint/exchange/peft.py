@@ -1,0 +1,118 @@
+"""Adapters of a checkpoint by themselves, as the library `peft` has them.
+
+Where one of their matrices holds several of ours side by side, as GPT-2's of queries, keys and values, its
+factors hold those of ours, and its rank is the sum of theirs.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpctrain.checkpoint.agree import together
+from hpctrain.checkpoint.exchange.convert import require_new
+from hpctrain.checkpoint.exchange.hugging_face import exported_as
+from hpctrain.checkpoint.exchange.merge import Merge
+from hpctrain.checkpoint.exchange.names import Counterpart, counterparts
+from hpctrain.checkpoint.exchange.safetensors_folder import NewTensor, new_file, write_text
+from hpctrain.checkpoint.exchange.source import stored_shape, tensor_shapes
+from hpctrain.checkpoint.extract import TensorSource, opened
+from hpctrain.checkpoint.structure import examine
+from hpctrain.comm.outcome import reported_as
+from hpctrain.comm.world import World
+from hpctrain.deck.adapters import Adapters
+from hpctrain.errors import HpctrainError
+from hpctrain.files import delete_folder, files_named, synchronize
+from hpctrain.words import counted
+
+_CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_OWN_FILE = files_named(r"adapter_config\.json|adapter_model\.safetensors")
+_PREFIX = "base_model.model."
+
+
+def export_adapters(world: World, checkpoint: Path, folder: Path, base: str) -> str:
+    """Write the adapters of a checkpoint as a folder for `peft`, complete or not there, in fp32; collective,
+    rank 0 writes. `base` is where its user finds the model that they are for.
+
+    Returns what was written, in words. HpctrainError where there are none, or the folder has files.
+    """
+    group = world.everyone
+    structure = examine(checkpoint, group)
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    found: dict[str, tuple[Tensor, Tensor]] = {}
+    try:
+        with reported_as(temporary, folder), together(group):
+            if group.rank == 0:
+                require_new(folder)
+                shape = stored_shape(structure)
+                adapters = shape.adapters
+                if adapters is None:
+                    raise HpctrainError(f"{checkpoint}: has no adapters (without --adapters all is exported)")
+                architecture, merge = exported_as(shape), Merge(structure, adapters)
+                theirs = counterparts(architecture.rules, tensor_shapes(replace(shape, adapters=None)))
+                with opened(structure.path) as source:
+                    for each in theirs:
+                        if factors := _side_by_side(source, merge, each):
+                            found[each.name.removesuffix(".weight")] = factors
+                temporary.mkdir(parents=True)
+                _write(temporary / _TENSORS, found)
+                config = _config(adapters, found, base, architecture.family == "gpt2")
+                write_text(temporary / _CONFIG, json.dumps(config, indent=2) + "\n")
+                synchronize(temporary)
+                temporary.replace(folder)
+                synchronize(folder.absolute().parent)
+    finally:
+        if group.rank == 0 and temporary.exists():
+            with suppress(HpctrainError, OSError):
+                delete_folder(temporary, _OWN_FILE)
+    return f"{folder}: {counted(len(found), 'adapter')}, fp32, for `peft`, beside {base}"
+
+
+def _side_by_side(source: TensorSource, merge: Merge, theirs: Counterpart) -> tuple[Tensor, Tensor] | None:
+    """B and A of one of their matrices, of those of ours that it holds; None where these have none."""
+    found = [(part, merge.factors(source, part.dataset)) for part in theirs.parts]
+    own = [(part, *factors) for part, factors in found if factors is not None]
+    if not own:
+        return None
+    rows, rank = theirs.shape[::-1][0] if theirs.transposed else theirs.shape[0], own[0][2].shape[0]
+    outer = torch.zeros(rows, rank * len(own))
+    for number, (part, b, _) in enumerate(own):
+        outer[part.first : part.first + len(b), number * rank : (number + 1) * rank] = b
+    return outer, torch.cat([a for _, _, a in own])
+
+
+def _write(path: Path, found: dict[str, tuple[Tensor, Tensor]]) -> None:
+    tensors = {}
+    for name, (b, a) in found.items():
+        tensors[f"{_PREFIX}{name}.lora_A.weight"] = a
+        tensors[f"{_PREFIX}{name}.lora_B.weight"] = b
+    described = [NewTensor(name, "F32", tuple(tensor.shape)) for name, tensor in tensors.items()]
+    for name, view in new_file(path, described):
+        view[...] = tensors[name].contiguous().view(torch.int32).numpy().view(view.dtype)
+
+
+def _config(
+    adapters: Adapters, found: dict[str, tuple[Tensor, Tensor]], base: str, transposed: bool
+) -> dict[str, Any]:
+    """adapter_config.json; a matrix of several of ours has as many times the rank, and alpha."""
+    several = {name: len(a) // adapters.rank for name, (_, a) in found.items() if len(a) > adapters.rank}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": adapters.rank,
+        "lora_alpha": adapters.alpha,
+        "target_modules": sorted(found),
+        "rank_pattern": {name: times * adapters.rank for name, times in several.items()},
+        "alpha_pattern": {name: times * adapters.alpha for name, times in several.items()},
+        "fan_in_fan_out": transposed,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+    }
