@@ -9,8 +9,7 @@ from pathlib import Path
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.errors import failing_as
 from hpctrain.post.rollout import Answer
-
-FILE = "samples.jsonl"
+from hpctrain.report.samples import SAMPLES_FILE
 
 
 class SamplesFile:
@@ -19,7 +18,7 @@ class SamplesFile:
     """
 
     def __init__(self, folder: Path, step: int, shown: int, writes: bool) -> None:
-        self.path, self.step, self.shown, self.writes = folder / FILE, step, shown, writes
+        self.path, self.step, self.shown, self.writes = folder / SAMPLES_FILE, step, shown, writes
         self._begun = False
 
     def write(

@@ -25,6 +25,7 @@ from hpctrain.report.page.told import Event, Kept, ToldRun
 from hpctrain.report.plots import PlottedRun, load_runs
 from hpctrain.report.recorded import TRACE_FILE, RecordedStep, read_trace
 from hpctrain.report.rows import METRICS_FILE, Row
+from hpctrain.report.samples import SAMPLES_FILE, try_samples
 from hpctrain.watch.foretold import foretold
 from hpctrain.watch.run_files import is_run
 from hpctrain.watch.status import STATUS_FILE
@@ -135,6 +136,7 @@ def read_run(folder: Path, run: PlottedRun) -> ToldRun:
         checkpoints=kept,
         history=chain,
         events=_events(folder, run.rows, status, problems),
+        samples=try_samples(folder / SAMPLES_FILE, problems),
         problems=problems,
     )
 

@@ -20,6 +20,7 @@ EVENTS = 200  # of a run that are told at most: the newest
 DECK_KEYS = 2000
 SEGMENTS = 100
 CHECKPOINTS = 200
+LETTERS = 400  # of a prompt, its last ones, and of an answer
 _LONG = "text long"
 _NAMING = frozenset({"run.title", "run.dir"})
 _BAR = 120.0
@@ -29,6 +30,7 @@ _FAR = 0.1  # what is further from its prediction is marked
 def all_sections(runs: Sequence[ToldRun]) -> list[tuple[str, str, str]]:
     """Name, title and HTML of each part below the curves: those that have something to tell."""
     parts = [
+        ("samples", "What was written", _samples(runs)),
         ("events", "Events", _events(runs)),
         ("decks", "Decks" if len(runs) == 1 else "Where the decks differ", _decks(runs)),
         ("predicted", "Predicted and measured", _comparisons(runs)),
@@ -131,6 +133,25 @@ def _events(runs: Sequence[ToldRun]) -> str:
         return note("Nothing but steps: no stop, no hang, no spike, no fault, no warning.")
     marked = (0, 1, 3, 4) if len(runs) > 1 else (0, 2, 3)
     return table(head, rows, marked, "stack tall") + "".join(map(note, left))
+
+
+def _samples(runs: Sequence[ToldRun]) -> str:
+    """The newest answers of policies first."""
+    several = sum(bool(run.samples) for run in runs) > 1
+    rows = []
+    for index, run in enumerate(runs):
+        for each in reversed(run.samples):
+            own = [f'<td class="text">{named(runs, index)}</td>'] if several else []
+            words = cell(each.prompt[-LETTERS:], _LONG), cell(each.text[:LETTERS], _LONG)
+            figures = cell(each.rewards[:80]), cell(each.tokens[:20]), cell(each.ended[:20], "text")
+            rows.append([*own, cell(each.step), cell(each.of[:20], "text"), *words, *figures])
+    if not rows:
+        return ""
+    head = [*(["run"] if several else []), "step", "of", "prompt", "answer", "reward", "tokens", "ended by"]
+    marked = [
+        index for index, name in enumerate(head) if name in {"run", "of", "prompt", "answer", "ended by"}
+    ]
+    return table(head, rows, marked, "stack tall")
 
 
 def _decks(runs: Sequence[ToldRun]) -> str:

@@ -11,6 +11,7 @@ from hpctrain.checkpoint.provenance import HistorySegment
 from hpctrain.report.marks import Mark
 from hpctrain.report.recorded import RecordedStep
 from hpctrain.report.rows import Row
+from hpctrain.report.samples import ShownAnswer
 from hpctrain.units import format_bytes, format_seconds
 
 
@@ -80,4 +81,5 @@ class ToldRun:
     checkpoints: Sequence[Kept] = ()
     history: Sequence[HistorySegment] = ()
     events: Sequence[Event] = ()
+    samples: Sequence[ShownAnswer] = ()
     problems: Sequence[str] = ()
