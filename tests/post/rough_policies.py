@@ -1,0 +1,183 @@
+"""Policies for tests: small models that answer prompts of bytes, with trainers of a run on any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from hpctrain.comm.world import World
+from hpctrain.data.prepare_rows import prepare_rows
+from hpctrain.deck.read import parse_deck
+from hpctrain.deck.schema import Deck
+from hpctrain.engine.build import Engine, _initialize, build_engine, make_mesh
+from hpctrain.engine.corpus import open_corpus, settle_vocabulary
+from hpctrain.engine.functions import with_functions
+from hpctrain.parallel.shard import Shard
+from hpctrain.post.rewards.reward import Sample
+from hpctrain.post.rewards.rewards import Rewards
+from hpctrain.post.trainer import CRITIC, PolicyTrainer
+from hpctrain.train.hook import Hook
+from hpctrain.train.trainer import Beginning
+from hpctrain.train.verify import ROUGHNESS, _pieces
+from tests.data.chats import write_rows
+
+DECK = """
+[run]
+steps = 8
+evaluate_every = 0
+dir = "{folder}/{name}"
+[model]
+family = "llama"
+layers = 2
+hidden = 32
+heads = 8
+key_value_heads = 2
+mlp = 48
+initial_std = 0.15
+[data]
+tokens = "{folder}/prompts.h5"
+validation = 0
+[objective]
+kind = "ppo"
+beta = 0.3
+[policy]
+reward = ["exact-match", "exact-match"]
+weights = [0.7, -0.4]
+tokens = 10
+stops = {stops}
+samples = 2
+rollout = 12
+epochs = 2
+clip_low = 0.08
+clip_high = 0.1
+[batch]
+global_size = 6
+micro_size = 3
+sequence = 24
+[learning_rate]
+peak = 1e-2
+warmup = 0
+decay = "constant"
+[optimizer]
+epsilon = 1e-3
+clip = 0.5
+[communication]
+bucket_bytes = 20000
+[checkpoint]
+every = 0
+"""
+STOPS = [chr(code) for code in range(ord("A"), ord("Z"))]
+"""One in ten bytes: of an answer's ten, about as many end by these as by their length."""
+
+
+def prompts(world: World, folder: Path) -> Path:
+    """A file of prompts of other lengths. Collective."""
+    if world.rank == 0:
+        rows = [{"prompt": "what comes?"[: 2 + 5 * number % 9], "answer": "b"} for number in range(24)]
+        source = write_rows(folder / "prompts.jsonl", rows)
+        prepare_rows(world.alone(), folder / "prompts.h5", [source], kind="prompts", template="raw")
+    world.everyone.barrier()
+    return folder
+
+
+@pytest.fixture
+def folder(world: World, mpi_tmp_path: Path) -> Path:
+    """With the prompts, for all ranks."""
+    return prompts(world, mpi_tmp_path)
+
+
+def policy_deck(folder: Path, name: str, *overrides: str) -> Deck:
+    """The deck above, whose run is of this name, with changes."""
+    return parse_deck(DECK.format(folder=folder, name=name, stops=STOPS), overrides)
+
+
+class Judge:
+    """Judges by letters and by length, without any process."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def check(self, others: Mapping[str, Any]) -> None:
+        """See Reward."""
+
+    def start(self) -> None:
+        """See Reward."""
+
+    def close(self) -> None:
+        """See Reward."""
+
+    def scores(self, samples: Sequence[Sample]) -> list[float]:
+        """See Reward."""
+        return [judged(self.name, each.completion, each.tokens) for each in samples]
+
+
+def judged(name: str, text: str, tokens: int) -> float:
+    """What an answer is worth."""
+    return sum(map(ord, text)) % 11 / 5 - 1 if name == "letters" else tokens / 4
+
+
+REWARDS = {"letters": 0.7, "length": -0.4}
+
+
+def policy_trainer(world: World, deck: Deck) -> PolicyTrainer:
+    """That of a run, in which policy, reference and critic have weights of their own, of which no two tensors
+    are alike.
+    """
+    corpus = open_corpus(deck, world)
+    engine = first_engine(world, deck)
+    trainer = PolicyTrainer(Beginning(settled(world, deck), engine, corpus, None, lambda: None))
+    for number, each in enumerate(engines(trainer).values()):
+        _initialize(world, each.architecture, each, deck.run.seed + 1 + number, ROUGHNESS)
+    assert trainer.experience is not None
+    trainer.experience.rewards = Rewards([(Judge(name), weight) for name, weight in REWARDS.items()])
+    return trainer
+
+
+def settled(world: World, deck: Deck) -> Deck:
+    """With what is known of it once its run begins."""
+    return with_functions(settle_vocabulary(deck, open_corpus(deck, world)), world)
+
+
+def first_engine(world: World, deck: Deck) -> Engine:
+    """With the weights that its run begins with, which are the reference's."""
+    return build_engine(settled(world, deck), world, make_mesh(deck, world), roughness=ROUGHNESS)
+
+
+def engines(trainer: PolicyTrainer) -> dict[str, Engine]:
+    """Those that are trained, by name."""
+    return {"policy": trainer.engine, **trainer.engine.companions}
+
+
+Pieces = list[tuple[Shard, Tensor]]
+
+
+def pieces(engine: Engine, gradients: bool = False) -> Pieces:
+    """Copies of this rank's pieces of parameters, or of their gradients."""
+    return [(shard, piece.clone()) for shard, piece in _pieces(engine, gradients=gradients)]
+
+
+@dataclass
+class EveryGradient(Hook):
+    """Of each step, those of the policy, then those of its critic, before they are clipped."""
+
+    trainer: PolicyTrainer
+
+    def __post_init__(self) -> None:
+        self.steps: list[dict[str, Pieces]] = []
+
+    def before_update(self) -> None:
+        """Copy them: of the engine that is about to be updated."""
+        if not self.steps or len(self.steps[-1]) == len(engines(self.trainer)):
+            self.steps.append({})
+        name = CRITIC if self.steps[-1] else "policy"
+        self.steps[-1][name] = pieces(engines(self.trainer)[name], gradients=True)
+
+
+def whole(parts: Pieces) -> dict[str, Tensor]:
+    """Tensors by name, of all their pieces."""
+    return {shard.name: piece.view(shard.shape) for shard, piece in parts}
