@@ -25,11 +25,11 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import build_engine, make_mesh
 from hpctrain.engine.functions import with_functions
 from hpctrain.errors import HpctrainError
-from hpctrain.generate.cache import CachePlan
 from hpctrain.generate.continuing import Passes, Text, continue_texts
 from hpctrain.generate.passes import CachedPasses, can_cache, least_rows
 from hpctrain.generate.sampling import KeyedDraws, Sampling
 from hpctrain.generate.text import TEXTS_AT_A_TIME
+from hpctrain.memory.cached_texts import CachePlan
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Transformer
 from hpctrain.table import table

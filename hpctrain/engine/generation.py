@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from math import gcd
 
+import torch
+
 from hpctrain.comm.device import on_host
 from hpctrain.comm.mesh import Mesh
+from hpctrain.comm.planned import META, PlannedMesh
 from hpctrain.comm.world import World
 from hpctrain.deck.check import check_deck
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.functions import with_functions
+from hpctrain.engine.functions import planned_functions, with_functions
 from hpctrain.engine.sizes import expert_sizes
 from hpctrain.engine.stage import Stage, build_stage, make_groups
 from hpctrain.errors import HpctrainError
@@ -19,7 +22,7 @@ from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.saved_policy import SavedPolicy
 from hpctrain.pipeline.split import even_split
-from hpctrain.sharding.replication import Replications
+from hpctrain.sharding.replication import Axes, Replications
 from hpctrain.words import counted
 
 
@@ -52,18 +55,38 @@ def generation_stage(deck: Deck, world: World, tensor: int, pipeline: int = 1) -
     It has no gradients. It computes by the kernels and functions that were found for the deck, or that are
     found now. Collective; HpctrainErrors as of `generation_deck`.
     """
-    vocabulary = deck.model.vocabulary
-    assert vocabulary is not None and world.size % (pipeline * tensor) == 0
+    assert deck.model.vocabulary is not None and world.size % (pipeline * tensor) == 0
     with world.agreement():
         deck = generation_deck(deck, tensor, pipeline)
     if all(world.everyone.all_gather_object(on_host(world.device))):
         deck = with_functions(deck, world)
-    sizes = {"pipeline": pipeline, "data": world.size // (pipeline * tensor), "tensor": tensor}
-    mesh = Mesh(world, sizes | expert_sizes(deck))
-    groups = make_groups(deck, mesh, SavedPolicy(), world.device)
-    shape = ModelShape.of(deck, vocabulary)
-    blocks = even_split(shape.layers, pipeline)
-    number, last = mesh.coordinate("pipeline"), pipeline - 1
+    mesh = Mesh(world, _sizes(deck, world.size, tensor, pipeline))
+    return _stage(deck, mesh, world.device, mesh.coordinate("pipeline"), pipeline)
+
+
+def plan_generation_stage(
+    deck: Deck, ranks: int, tensor: int, ranks_per_node: int, device: torch.device
+) -> tuple[Transformer, Stage]:
+    """As `generation_stage` on so many ranks, where each has all blocks, without its memory."""
+    deck = planned_functions(generation_deck(deck, tensor))
+    mesh = PlannedMesh(_sizes(deck, ranks, tensor, 1), 0, ranks_per_node, device=device)
+    with META:
+        return _stage(deck, mesh, device)
+
+
+def _sizes(deck: Deck, ranks: int, tensor: int, pipeline: int) -> dict[str, int]:
+    sizes = {"pipeline": pipeline, "data": ranks // (pipeline * tensor), "context": 1, "tensor": tensor}
+    return sizes | expert_sizes(deck)
+
+
+def _stage(
+    deck: Deck, mesh: Axes, device: torch.device, number: int = 0, pipeline: int = 1
+) -> tuple[Transformer, Stage]:
+    """The stage of this number of a pipeline."""
+    groups = make_groups(deck, mesh, SavedPolicy(), device)
+    assert deck.model.vocabulary is not None
+    shape = ModelShape.of(deck, deck.model.vocabulary)
+    blocks, last = even_split(shape.layers, pipeline), pipeline - 1
     first = sum(blocks[:number])
     ends = min(2, pipeline)
     span = Span(first, first + blocks[number], number == 0, number == last, int(number == last > 0), ends)

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from hpctrain.generate.cache import CachePlan, KeyValueCache
+from hpctrain.generate.cache import KeyValueCache
 from hpctrain.generate.continuing import Draw, Drawn, Piece, Text
 from hpctrain.generate.stages import Stages
+from hpctrain.memory.cached_texts import CachePlan
 from hpctrain.model.inputs import Inputs
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.vocabulary import VocabularyHead

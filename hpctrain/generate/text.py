@@ -25,12 +25,12 @@ from hpctrain.deck.schema import Deck, Machine
 from hpctrain.engine.generation import generation_deck, generation_stage
 from hpctrain.engine.stage import load_parameters
 from hpctrain.errors import HpctrainError
-from hpctrain.generate.cache import CachePlan
 from hpctrain.generate.continuing import Text, continue_texts
 from hpctrain.generate.passes import CachedPasses, can_cache, least_rows
 from hpctrain.generate.prompts import Prompt, PromptSource
 from hpctrain.generate.sampling import KeyedDraws, Sampling
 from hpctrain.generate.stopping import Continuation
+from hpctrain.memory.cached_texts import CachePlan
 from hpctrain.model.build import bare_model
 from hpctrain.model.part import Part
 from hpctrain.model.precision import Precision

@@ -18,8 +18,9 @@ class Account:
     converted to fp32; of values that ranks of a node have in common, a part as large for each.
     `gradient`: their sums. `optimizer`:
     moments, master weights where these are not the parameters themselves, and what else belongs to them.
-    `activation`: what autograd keeps for backward, at its peak. `buffer`: memory that communication and
-    gathered or opened buckets take turns in. `other`: what computing needs in passing, and on a CPU the
+    `activation`: what autograd keeps for backward, at its peak. `cache`: keys and values of the texts that a
+    model which learns by rewards writes, while there are no activations. `buffer`: memory that communication
+    and gathered or opened buckets take turns in. `other`: what computing needs in passing, and on a CPU the
     interpreter, its libraries, what the allocator keeps free, and what a checkpoint copies meanwhile.
     """
 
@@ -27,13 +28,14 @@ class Account:
     gradient: int = 0
     optimizer: int = 0
     activation: int = 0
+    cache: int = 0
     buffer: int = 0
     other: int = 0
 
     @property
     def total(self) -> int:
-        """All kinds together."""
-        return sum(self.kinds().values())
+        """All kinds together, of activations and cache the larger one."""
+        return sum(self.kinds().values()) - min(self.activation, self.cache)
 
     def kinds(self) -> dict[str, int]:
         """Bytes by kind, in order."""

@@ -14,8 +14,9 @@ from hpctrain.engine.kernels import choose_kernels
 from hpctrain.engine.place import with_split
 from hpctrain.model.build import architecture_of
 from hpctrain.model.count import count
+from hpctrain.plan.companions import plan_run_memory
 from hpctrain.plan.libraries import library_bytes
-from hpctrain.plan.memory import MemoryPlan, plan_memory
+from hpctrain.plan.memory import MemoryPlan
 from hpctrain.plan.room import Room, demand_room
 from hpctrain.plan.savings import LEAST_SAVING, find_savings
 from hpctrain.plan.words import largest_kinds
@@ -46,15 +47,15 @@ def build_within_memory(
     planned = deck.with_keys(run={"device": world.device.type}, communication={"transport": mesh.transport})
     assert deck.model.vocabulary is not None
     numbers = world.size, deck.model.vocabulary, libraries, world.topology.ranks_per_node
-    plan = plan_memory(planned, *numbers, arrangement.placement.split, arrangement.schedule)
-    here = plan.stages[mesh.coordinate("pipeline")].memory.total
+    plan = plan_run_memory(planned, *numbers, arrangement.placement.split, arrangement.schedule)
+    here = plan.stages[mesh.coordinate("pipeline")].needed
 
     def advice(room: Room) -> str:
         savings = find_savings(
             deck,
             plan,
             lambda change: parse_deck(deck_text(planned), [change], ranks=world.size),
-            lambda changed: plan_memory(changed.with_found(deck.found), *numbers),
+            lambda changed: plan_run_memory(changed.with_found(deck.found), *numbers),
             ADVICE_SECONDS,
         )
         ways = [f"--set {each.change} ({format_bytes(each.total)} a rank)" for each in savings[:ADVISED]]

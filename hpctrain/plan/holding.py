@@ -14,8 +14,9 @@ from hpctrain.comm.host_memory import Limit, shared_bytes
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.kernels import with_kept_kernels
 from hpctrain.pipeline.action import Schedule
+from hpctrain.plan.companions import plan_run_memory
 from hpctrain.plan.libraries import library_bytes
-from hpctrain.plan.memory import MemoryPlan, plan_memory
+from hpctrain.plan.memory import MemoryPlan
 from hpctrain.plan.room import Room, limits_of
 from hpctrain.plan.served import plan_served
 
@@ -65,7 +66,7 @@ class Holding:
 
     def memory(self, deck: Deck) -> MemoryPlan:
         """What every rank holds. HpctrainError as a run would."""
-        plan = plan_memory if deck.communication.server == "none" else plan_served
+        plan = plan_run_memory if deck.communication.server == "none" else plan_served
         return plan(
             self.with_products(deck), self.ranks, self.vocabulary, self.libraries(deck), self._nodes(deck)
         )
@@ -73,7 +74,9 @@ class Holding:
     def memory_of(self, deck: Deck, schedule: Schedule, split: Sequence[int]) -> MemoryPlan:
         """As `memory`, where its schedule and the blocks of each part are known."""
         known, libraries = self.with_products(deck), self.libraries(deck)
-        return plan_memory(known, self.ranks, self.vocabulary, libraries, self._nodes(deck), split, schedule)
+        return plan_run_memory(
+            known, self.ranks, self.vocabulary, libraries, self._nodes(deck), split, schedule
+        )
 
     def _nodes(self, deck: Deck) -> int | None:
         return self.ranks_per_node or deck.communication.ranks_per_node or deck.machine.ranks_per_node

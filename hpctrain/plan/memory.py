@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -44,7 +44,9 @@ class StageMemory:
 
     Parameters that `sharers` ranks of a node have in common are counted in parts, as large for each.
     `exchanged` are the bytes that it sends to other ranks' experts and back in a step, where all have as many
-    rows.
+    rows. Of buffers `passing` ones, and of `other` what is not `kept`, serve all models of a run in turn.
+    `beside` is what models hold, by name, beside the one that is trained; of a cache it can do with
+    `least_cache`.
     """
 
     stage: int
@@ -53,12 +55,22 @@ class StageMemory:
     memory: Account
     exchanged: int = 0
     sharers: int = 1
+    passing: int = 0
+    kept: int = 0
+    beside: Mapping[str, int] = field(default_factory=dict)
+    least_cache: int = 0
 
-    def row(self) -> dict[str, int]:
+    @property
+    def needed(self) -> int:
+        """What it cannot do without."""
+        return replace(self.memory, cache=min(self.memory.cache, self.least_cache)).total
+
+    def row(self) -> dict[str, object]:
         """As written into JSON."""
-        here = {"stage": self.stage, "blocks": self.blocks, "parameters": self.parameters}
+        here: dict[str, object] = {"stage": self.stage, "blocks": self.blocks, "parameters": self.parameters}
         counted = {"exchanged_bytes": self.exchanged, "sharers": self.sharers}
-        return here | self.memory.row() | counted
+        beside = {"beside_bytes": dict(self.beside)} if self.beside else {}
+        return here | self.memory.row() | counted | beside
 
 
 @dataclass(frozen=True)
@@ -104,9 +116,7 @@ class MemoryPlan:
 
     def bytes_of_nodes(self, ranks: int, shared: int = 0) -> list[int]:
         """As `node_bytes`, of each node in the order of ranks."""
-        of_ranks = [
-            stage.memory.total for stage, n in zip(self.stages, self.ranks, strict=True) for _ in range(n)
-        ]
+        of_ranks = [stage.needed for stage, n in zip(self.stages, self.ranks, strict=True) for _ in range(n)]
         nodes = (of_ranks[first : first + ranks] for first in range(0, len(of_ranks), ranks))
         return [sum(node) - shared * (len(node) - 1) for node in nodes]
 
@@ -202,27 +212,29 @@ def plan_memory(
         senders = {number - 1, number + 1} & set(range(schedule.stage_count))
         # Hidden states and their gradients on their way between stages.
         buffer = (receives_ahead(device) + 1) * len(senders) * parts[0].hidden.bytes
+        kept = 0
         other = libraries + product_bytes(device) + _workspace(deck, parts)
         if on_host(device):
             # What the sum of an input gradient receives, while the weight gradient is computed.
             summed = parts[0].at.tokens * parts[0].part.hidden_shape(1)[-1], parts[0].at.itemsize
             buffer += stage.groups.tensor.host.scratch_bytes(*summed, deck.layout.sequence_parallel)
             other += max(layer.holes(part.at) for part in parts for layer in part.part.layers)
-            other += _snapshot(deck, stage) + held_bytes(deck, stage)
-            other += mirror_bytes(deck, stage) if ranks > per_node else 0
+            kept = _snapshot(deck, stage) + held_bytes(deck, stage)
+            kept += mirror_bytes(deck, stage) if ranks > per_node else 0
         memory = replace(
             states,
             parameter=states.parameter
             + planned_copies(layer for part in parts for layer in part.part.layers),
             activation=activation_peak(deck, parts, schedule.stages[number]) if unknown is None else 0,
             buffer=states.buffer + buffer,
-            other=other,
+            other=other + kept,
         )
         forwards = Counter(action.chunk for action in schedule.stages[number] if action.kind == "F")
         exchanged = sum(count * parts[chunk].exchanged for chunk, count in forwards.items())
         sharers = max(bucket.sharers for bucket in stage.buckets)
         blocks = sum(span.blocks for span in spans)
-        stages.append(StageMemory(number, blocks, used, memory, exchanged, sharers))
+        passing = buffer + stage.synchronizer.scratch_bytes
+        stages.append(StageMemory(number, blocks, used, memory, exchanged, sharers, passing, kept))
     zero_group = stage.buckets[0].sharding.group.size
     numbers = count(architecture)
     totals = numbers.parameters, numbers.active_parameters

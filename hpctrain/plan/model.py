@@ -44,6 +44,15 @@ def rehearse(
         stage.synchronizer.finish()
 
 
+def rehearse_forward(stage: TrainedStage, schedule: Schedule, number: int) -> None:
+    """The forward passes of a step alone, of a stage that is not trained."""
+    with stage.residency.step("plan"):
+        for action in schedule.stages[number]:
+            if action.kind == "F":
+                for layer in stage.models[action.chunk].layers:
+                    _compute(layer, stage.residency, trained=False)
+
+
 class _Step(NamedTuple):
     """Of a layer's backward: the parameter that is held meanwhile, those that are added, and those of them
     that do not wait for their W.
@@ -112,13 +121,13 @@ def _met(part: Part, recompute: Recomputed) -> Iterator[_Layer]:
         yield _Layer(again, layer.held[0] if layer.is_block else None, steps)
 
 
-def _compute(layer: Layer, residency: Residency) -> None:
+def _compute(layer: Layer, residency: Residency, trained: bool = True) -> None:
     """The forward pass of a layer."""
     with ExitStack() as throughout:
         for parameter in layer.held:
             with ExitStack() as held:
                 held.enter_context(residency.held(parameter))
-                if parameter in set(layer.added_in_forward):
+                if trained and parameter in set(layer.added_in_forward):
                     assert not parameter.requires_grad or parameter.gradient is not None
                 if layer.is_block and parameter is layer.held[0]:
                     throughout.push(held.pop_all())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from hpctrain.comm.device import device_named
 from hpctrain.comm.mesh import sizes_text
+from hpctrain.deck.policy import POLICIES
+from hpctrain.engine.companions import is_checkpoint, texts_at_a_time
 from hpctrain.engine.deck_kernels import introduce_kernels, kernels_of
 from hpctrain.memory.accounts import Account
 from hpctrain.plan.deck import DeckPlan
@@ -21,6 +23,7 @@ KINDS = {
     "gradient": "gradients",
     "optimizer": "optimizer",
     "activation": "activations",
+    "cache": "cache",
     "buffer": "buffers",
     "other": "other",
 }
@@ -50,6 +53,7 @@ def plan_text(plan: DeckPlan) -> str:
         f"{holder} holds at most {format_bytes(memory.largest.memory.total)}; {largest_kinds(memory)}.",
         *_in_common(memory),
         *_exchanges(memory),
+        *_beside(plan),
         *([] if memory.activations_known else [UNKNOWN.format(why=memory.unknown)]),
         _fits(plan),
     ]
@@ -76,7 +80,8 @@ def plan_text(plan: DeckPlan) -> str:
 
 def memory_table(memory: MemoryPlan) -> list[str]:
     """The bytes of one rank of every stage; stages alike share a line."""
-    rows = [("a rank of", "blocks", *KINDS.values(), "total")]
+    kinds = kinds_of(*(stage.memory for stage in memory.stages))
+    rows = [("a rank of", "blocks", *kinds.values(), "total")]
     groups: list[tuple[list[int], int, Account]] = []
     for stage in memory.stages:
         if groups and groups[-1][1:] == (stage.blocks, stage.memory):
@@ -89,7 +94,7 @@ def memory_table(memory: MemoryPlan) -> list[str]:
             name = "the run"
         elif memory.roles:
             name = ", ".join(memory.roles[stage][0] for stage in stages)
-        sizes = [_size(memory, account, kind) for kind in KINDS]
+        sizes = [_size(memory, account, kind) for kind in kinds]
         rows.append((name, str(blocks), *sizes, format_bytes(account.total)))
     return fitted(rows, (0,), columns())
 
@@ -104,7 +109,8 @@ def comparison_table(plan: MemoryPlan, stage: int, measured: Account) -> list[st
     """What was predicted of a rank of a stage beside what it held."""
     predicted, holder = plan.stages[stage].memory, holder_words(plan, stage)
     rows = [(f"memory of {holder}", *COMPARED)]
-    pairs = [(name, predicted.kinds()[kind], measured.kinds()[kind]) for kind, name in KINDS.items()]
+    kinds = kinds_of(predicted, measured)
+    pairs = [(name, predicted.kinds()[kind], measured.kinds()[kind]) for kind, name in kinds.items()]
     if not plan.activations_known:
         unknown = KINDS["activation"]
         for name, there, here in pairs:
@@ -114,6 +120,12 @@ def comparison_table(plan: MemoryPlan, stage: int, measured: Account) -> list[st
         ratio = f"{100 * (there - here) / here:+.1f}%" if here else ""
         rows.append((name, format_bytes(there), format_bytes(here), ratio))
     return table(rows)
+
+
+def kinds_of(*accounts: Account) -> dict[str, str]:
+    """The kinds and their names, without that of what only a model has which writes."""
+    writes = any(account.cache for account in accounts)
+    return {kind: name for kind, name in KINDS.items() if writes or kind != "cache"}
 
 
 def holder_words(plan: MemoryPlan, stage: int) -> str:
@@ -144,6 +156,28 @@ def _in_common(memory: MemoryPlan) -> list[str]:
     most = max(stage.sharers for stage in memory.stages)
     sentence = f"Parameters lie once in the memory that {most} ranks of a node see; each counts its part."
     return [sentence] if most > 1 else []
+
+
+def _beside(plan: DeckPlan) -> list[str]:
+    """What a model that learns by rewards has beside it, and what of its run is not planned."""
+    deck, stage = plan.deck, plan.memory.largest
+    if deck.objective.kind not in POLICIES:
+        return []
+    first, *others = [f"{format_bytes(size)} are a {name}'s" for name, size in stage.beside.items()] or [""]
+    held = " and ".join([first, *(each.replace(" are ", " ") for each in others)])
+    texts = texts_at_a_time(deck, plan.ranks // deck.layout.tensor)
+    lines = [f"Of that {held}."] if held else []
+    lines.append(
+        f"The cache has keys and values of {counted(texts, 'answer')}, which a copy of the model writes at a "
+        "time, while there are no activations; of fewer where memory is short."
+    )
+    if any(is_checkpoint(name) for name in deck.policy.reward):
+        lines.append("Reward models are not planned: what they hold comes on top.")
+    lines.append(
+        "What is sent, and how long a step takes, is planned of the policy's own learning: writing and "
+        "judging answers, and all other models, come on top."
+    )
+    return lines
 
 
 def _exchanges(memory: MemoryPlan) -> list[str]:

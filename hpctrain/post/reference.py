@@ -11,9 +11,9 @@ from hpctrain.checkpoint.exchange.convert import MODEL_ONLY
 from hpctrain.checkpoint.stored_deck import deck_state
 from hpctrain.checkpoint.write import save
 from hpctrain.data.batches import Batches
-from hpctrain.deck.read import deck_text, parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine
+from hpctrain.engine.companions import reference_deck
 from hpctrain.errors import InputOutputError
 from hpctrain.post.rollout import AnswerRows
 from hpctrain.sharding.state import MODEL, own_state
@@ -29,9 +29,11 @@ def open_reference(deck: Deck, engine: Engine, state: TrainState, checkpoint: Pa
     A run that begins writes it; one that goes on from a `checkpoint` reads it in the run's folder, or in the
     one that the checkpoint is of. InputOutputError on all ranks where that cannot be.
     """
-    if not deck.objective.beta:
-        return None
     world, path = engine.world, Path(deck.run.dir) / FILE
+    with world.agreement():
+        own = reference_deck(deck, world.size)
+    if own is None:
+        return None
     if checkpoint is None:
         with world.agreement():
             if world.rank == 0:
@@ -49,16 +51,6 @@ def open_reference(deck: Deck, engine: Engine, state: TrainState, checkpoint: Pa
             if world.rank == 0 and not path.exists():
                 needed = "which a run writes at its start, and needs to go on"
                 raise InputOutputError(f"{path}: is not there, {needed} (bring it back, or start anew)")
-    with world.agreement():
-        changed = deck.policy.reference
-        own = parse_deck(deck_text(deck), list(changed), ranks=world.size) if changed else deck
-    own = own.with_keys(
-        objective={"kind": "next-token"},
-        memory={"optimizer": "device", "activations": "keep"},
-        communication={"compress": "none"},
-        run={"noise_scale_steps": 0},
-        stability={"corruption": "off", "check_parameters": False},
-    )
     shown = shown_engine(path, own, world)
     return Step(
         shown, Batches(AnswerRows([], own.batch.sequence), 0), own.batch.micro_size, 0.0, own.run.seed

@@ -22,11 +22,6 @@ from hpctrain.train.step import Step
 from hpctrain.watch.newest import find_checkpoint
 
 
-def is_checkpoint(text: str) -> bool:
-    """Whether a reward is named by the checkpoint of a model, or by the folder of a run."""
-    return text.endswith(".h5") or "/checkpoints/" in text or Path(text).is_dir()
-
-
 @dataclass
 class RewardModel:
     """Gives an answer the value of its last token."""

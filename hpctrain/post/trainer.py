@@ -8,7 +8,7 @@ the one before it is used up, so that between rollouts the run's state is all th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -21,29 +21,29 @@ from hpctrain.data.conversations import PromptSource
 from hpctrain.data.order import SampleOrder
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.deck.policy import POLICIES, weights_of
-from hpctrain.deck.read import deck_text, parse_deck
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.build import Engine
+from hpctrain.engine.build import Engine, build_engine
+from hpctrain.engine.companions import CRITIC, critic_deck, is_checkpoint, texts_at_a_time, writes_itself
 from hpctrain.engine.generation import generation_stage
+from hpctrain.engine.place import with_split
 from hpctrain.engine.sizes import axis_sizes
+from hpctrain.engine.stage import Stage
 from hpctrain.engine.transfer import Transfer
 from hpctrain.model.transformer import Transformer
 from hpctrain.objective.value import ClippedValue
-from hpctrain.plan.engine import build_within_memory
 from hpctrain.post.experience import Experience, figures_of
 from hpctrain.post.reference import open_reference
-from hpctrain.post.reward_model import RewardModel, is_checkpoint, open_reward_model
+from hpctrain.post.reward_model import RewardModel, open_reward_model
 from hpctrain.post.rewards.rewards import Rewards, open_rewards
 from hpctrain.post.rollout import OfRollouts
 from hpctrain.post.samples import SamplesFile
 from hpctrain.post.writer import Writer
 from hpctrain.train import trainer as training
+from hpctrain.train.memory import Beside
 from hpctrain.train.scored import log_probabilities_of, values_of
 from hpctrain.train.start import start_from_source
 from hpctrain.train.step import Step, StepResult, TrainState
 from hpctrain.train.trainer import Beginning, Trainer
-
-CRITIC = "critic"
 
 
 def make_trainer(beginning: Beginning) -> Trainer:
@@ -80,13 +80,15 @@ class PolicyTrainer(Trainer):
         order, repeats = SampleOrder(rollout, deck.run.seed), corpus.train.repeats * prompts.count / rollout
         super().__init__(deck, engine, Batches(self.answers, 0, order, repeats), state)
         reference = open_reference(deck, engine, self.state, beginning.checkpoint)
+        self.writer, self.shown = make_writer(deck, engine, self.tokenizer)
+        self.shown += [] if reference is None else [reference.engine]
         critic = None if (own := self._step.critic) is None else partial(values_of, own)
         self.experience = Experience(
             deck,
             world,
             self.tokenizer,
             prompts,
-            make_writer(deck, engine, self.tokenizer),
+            self.writer,
             rewards,
             models,
             old=partial(log_probabilities_of, self.step),
@@ -99,6 +101,10 @@ class PolicyTrainer(Trainer):
         """See Trainer."""
         self._step = PolicyStep(self.deck, self.engine, batches, self._gather)
         return self._step
+
+    def beside(self) -> Beside:
+        """See Trainer."""
+        return Beside(self.shown, self.writer.cache)
 
     @property
     def settled(self) -> bool:
@@ -191,37 +197,30 @@ class PolicyStep(Step):
         return replace(result, figures=figures)
 
 
-def companion_deck(deck: Deck, changes: Sequence[str], ranks: int) -> Deck:
-    """The deck with other values of keys, as `--set` has them; HpctrainError with all that is wrong then."""
-    return parse_deck(deck_text(deck), list(changes), ranks=ranks) if changes else deck
-
-
 def _critic(deck: Deck, engine: Engine, fresh: bool) -> Engine:
     """The engine of a critic in its layout over the same ranks; where the run is `fresh`, with the weights
     that it starts from. Collective.
     """
     world = engine.world
     with world.agreement():
-        own = companion_deck(deck, deck.policy.critic, world.size)
-    own = own.with_keys(
-        objective={"kind": "reward"}, run={"noise_scale_steps": 0}, stability={"spike": "off"}
-    )
+        own = critic_deck(deck, world.size)
+        assert own is not None
     sizes = axis_sizes(own, world.size)
     mesh = engine.mesh if sizes == axis_sizes(deck, world.size) else Mesh(world, sizes, engine.mesh.transport)
-    critic, _ = build_within_memory(own, world, mesh)
+    critic = build_engine(with_split(own, own.found.split), world, mesh)
     critic.objective = ClippedValue(deck.policy.value_clip)
     if fresh and own.model.source is not None:
         start_from_source(own, critic)
     return critic
 
 
-def make_writer(deck: Deck, engine: Engine, tokenizer: Tokenizer) -> Writer:
+def make_writer(deck: Deck, engine: Engine, tokenizer: Tokenizer) -> tuple[Writer, list[Stage]]:
     """What writes with the engine's model: its own parts, where each rank of its tensor axis has all that
-    takes; else a copy in that layout, which gets the weights before it writes. Collective.
+    takes; else a copy in that layout, which gets the weights before it writes, and is then named, too.
+    Collective.
     """
-    world, mesh, layout = engine.world, engine.mesh, deck.layout
-    whole = layout.pipeline == layout.context == layout.expert == 1 and not layout.sequence_parallel
-    if whole and layout.zero < 3 and deck.memory.parameters == "device":
+    world, mesh, name = engine.world, engine.mesh, deck.run.title
+    if writes_itself(deck):
         part = engine.models[0]
         assert isinstance(part, Transformer)
 
@@ -232,9 +231,10 @@ def make_writer(deck: Deck, engine: Engine, tokenizer: Tokenizer) -> Writer:
                 stack.enter_context(engine.groups.kernels.matrices_stay())
                 yield
 
-        copies = mesh.size("data"), mesh.coordinate("data")
-        return Writer(world, part, tokenizer, *copies, deck.run.title, ready)
-    part, stage = generation_stage(deck, world, layout.tensor)
+        copies, copy = mesh.size("data"), mesh.coordinate("data")
+        places = texts_at_a_time(deck, copies)
+        return Writer(world, part, tokenizer, copies, copy, name, ready, places), []
+    part, stage = generation_stage(deck, world, deck.layout.tensor)
     transfer = Transfer(world, engine, stage)
 
     @contextmanager
@@ -243,5 +243,6 @@ def make_writer(deck: Deck, engine: Engine, tokenizer: Tokenizer) -> Writer:
         yield
 
     tensor = part.groups.tensor
-    copies = world.size // tensor.size, world.rank // tensor.size
-    return Writer(world, part, tokenizer, *copies, deck.run.title, moved)
+    copies, copy = world.size // tensor.size, world.rank // tensor.size
+    places = texts_at_a_time(deck, copies)
+    return Writer(world, part, tokenizer, copies, copy, name, moved, places), [stage]

@@ -12,19 +12,17 @@ from hpctrain.comm.host_memory import resident_bytes
 from hpctrain.comm.world import World
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.deck.schema import Machine
+from hpctrain.engine.companions import TEXTS_AT_A_TIME
 from hpctrain.errors import HpctrainError
-from hpctrain.generate.cache import CachePlan
 from hpctrain.generate.continuing import Text, continue_texts
 from hpctrain.generate.passes import CachedPasses, least_rows
 from hpctrain.generate.sampling import KeyedDraws, Sampling
 from hpctrain.generate.stopping import Continuation
 from hpctrain.generate.text import share_of_memory
+from hpctrain.memory.cached_texts import CachePlan
 from hpctrain.model.transformer import Transformer
 from hpctrain.plan.room import demand_room
 from hpctrain.post.rollout import Answer
-
-TEXTS_AT_A_TIME = 64
-"""Of each copy of the model, which have places in the cache."""
 
 
 class Asked(NamedTuple):
@@ -37,7 +35,8 @@ class Asked(NamedTuple):
 @dataclass
 class Writer:
     """Ranks that have a model to write with: `copies` of it, of which this rank's is number `copy`, each on
-    the ranks of its tensor axis. `ready` brings it up to date, and is what surrounds its passes.
+    the ranks of its tensor axis. `ready` brings it up to date, and is what surrounds its passes. So many
+    `places` for texts its cache has at the most, and so many bytes (`cache`) it has had.
     """
 
     world: World
@@ -47,6 +46,8 @@ class Writer:
     copy: int
     name: str
     ready: Callable[[], AbstractContextManager[object]] = nullcontext
+    places: int = TEXTS_AT_A_TIME
+    cache: int = 0
 
     @cached_property
     def least_rows(self) -> int:
@@ -94,10 +95,11 @@ class Writer:
         """Those that all texts fit, of as many at a time as there is memory for. Collective."""
         longest = max(len(each.ids) for each in prompts) + sampling.tokens
         shares = -(-len(prompts) // self.copies) * sampling.samples
-        count, room = min(TEXTS_AT_A_TIME, max(1, shares)), share_of_memory(self.world)
+        count, room = min(self.places, max(1, shares)), share_of_memory(self.world)
         while count > 1 and room is not None and CachePlan.of(self.part, count, longest).bytes > room // 2:
             count //= 2
         plan = CachePlan.of(self.part, count, longest)
         advice = "a smaller policy.tokens needs fewer keys and values"
         demand_room(self.world, Machine(), self.name, resident_bytes() + plan.bytes, lambda _: advice)
+        self.cache = max(self.cache, plan.bytes)
         return CachedPasses(self.part, plan, self.least_rows)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from hpctrain.comm.device import on_host
 from hpctrain.comm.world import World
 from hpctrain.engine.build import Engine
+from hpctrain.engine.stage import Stage
 from hpctrain.errors import failing_as
 from hpctrain.memory.accounts import Account
 from hpctrain.memory.live import Keeping, LiveActivations
@@ -43,20 +44,43 @@ class ActivationPeak(Hook):
         if self.bytes is not None:
             yield
             return
-        groups = self.engine.groups
-        others: list[Keeping | None] = [groups.weight_gradients]
-        if isinstance(groups.saved_policy, Recompute):
-            others += groups.saved_policy, groups.saved_policy.store
-        if isinstance(self.engine.residency, Gatherer):
-            others.append(self.engine.residency)
-        modules = (model for model in self.engine.models if isinstance(model, nn.Module))
+        engines = trained_engines(self.engine)
+        others = [each for engine in engines for each in _keeping(engine)]
+        modules = (model for each in engines for model in each.models if isinstance(model, nn.Module))
         buffers = [buffer for module in modules for buffer in module.buffers()]
-        with LiveActivations(lambda: [*buffers, *self._parameters()], *others) as live:
+
+        def parameters() -> list[Tensor]:
+            buckets = (bucket for engine in engines for bucket in engine.buckets)
+            return [bucket.values for bucket in buckets if bucket.values is not None]
+
+        with LiveActivations(lambda: [*buffers, *parameters()], *others) as live:
             yield
         self.bytes = live.peak
 
-    def _parameters(self) -> list[Tensor]:
-        return [bucket.values for bucket in self.engine.buckets if bucket.values is not None]
+
+def trained_engines(engine: Engine) -> list[Engine]:
+    """An engine with those that are trained beside it."""
+    return [engine, *engine.companions.values()]
+
+
+def _keeping(engine: Engine) -> Iterator[Keeping | None]:
+    """What of an engine keeps tensors for backward in ways of its own."""
+    groups = engine.groups
+    yield groups.weight_gradients
+    if isinstance(groups.saved_policy, Recompute):
+        yield from (groups.saved_policy, groups.saved_policy.store)
+    if isinstance(engine.residency, Gatherer):
+        yield engine.residency
+
+
+@dataclass
+class Beside:
+    """What else a run has in memory: `stages` of models that are only looked at, and the most bytes that a
+    `cache` of keys and values had.
+    """
+
+    stages: Sequence[Stage] = ()
+    cache: int = 0
 
 
 def _fullness(account: Account) -> tuple[int, int]:
@@ -70,7 +94,7 @@ def _fullness(account: Account) -> tuple[int, int]:
 class MemoryLedger(Hook):
     """Enters what this rank holds, by kind; `predicted` is what its deck's plan says of all ranks of `world`,
     of which this one is in a `stage`; where these are not given, the engine's. `seconds`, where a step's are
-    planned, stand beside it in `plan.json`.
+    planned, stand beside it in `plan.json`; `beside` tells at the end what else the run has.
     """
 
     def __init__(
@@ -82,8 +106,9 @@ class MemoryLedger(Hook):
         world: World | None = None,
         stage: int | None = None,
         seconds: StepSeconds | None = None,
+        beside: Callable[[], Beside] = Beside,
     ) -> None:
-        self.seconds = seconds
+        self.seconds, self.beside = seconds, beside
         self.world = engine.world if world is None else world
         self.stage = engine.mesh.coordinate("pipeline") if stage is None else stage
         self.engine, self.activations, self.predicted, self.folder = engine, activations, predicted, folder
@@ -92,15 +117,19 @@ class MemoryLedger(Hook):
 
     def held(self) -> Account:
         """What this rank has held at the most; `other` is what remains of the peak that the system saw."""
-        buckets = self.engine.buckets
-        state = state_bytes(self.engine.state(), buckets)
-        buffers = pool_bytes(buckets) + self.engine.world.buffer_bytes
-        if on_host(self.engine.world.device):
-            buffers += self.engine.optimizer.working_bytes
-        activations = self.activations.bytes or 0
-        copies = copied_bytes(layer for model in self.engine.models for layer in model.layers)
-        known = Account(value_bytes(buckets) + copies, gradient_bytes(buckets), state, activations, buffers)
-        return replace(known, other=max(0, self.engine.world.peak_bytes - known.total))
+        beside, engines = self.beside(), trained_engines(self.engine)
+        world, stages = self.engine.world, [*engines, *beside.stages]
+        layers = [layer for stage in stages for model in stage.models for layer in model.layers]
+        working = sum(each.optimizer.working_bytes for each in engines) if on_host(world.device) else 0
+        known = Account(
+            sum(value_bytes(stage.buckets) for stage in stages) + copied_bytes(layers),
+            sum(gradient_bytes(each.buckets) for each in engines),
+            sum(state_bytes(each.own_state(), each.buckets) for each in engines),
+            self.activations.bytes or 0,
+            beside.cache,
+            sum(pool_bytes(stage.buckets) for stage in stages) + world.buffer_bytes + working,
+        )
+        return replace(known, other=max(0, world.peak_bytes - known.total))
 
     def at_end(self, order: Order) -> None:  # noqa: ARG002
         """Measure, and write it beside what was predicted."""

@@ -113,9 +113,8 @@ class Run:
             lock = take_folder(folder) if world.rank == 0 else None
         check_run_folder(world, folder)
         seconds = None if self.planned is None else StepSeconds(self.trainer, self.planned)
-        memory = MemoryLedger(
-            engine, self.trainer.activations, self.predicted, folder, world, self.trainer.stage, seconds
-        )
+        where, beside = (folder, world, self.trainer.stage), self.trainer.beside
+        memory = MemoryLedger(engine, self.trainer.activations, self.predicted, *where, seconds, beside)
         with world.agreement():
             if world.rank == 0:
                 (folder / "checkpoints").mkdir(exist_ok=True)

@@ -21,7 +21,7 @@ from hpctrain.engine.corpus import Corpus
 from hpctrain.train.batch_size import batch_at
 from hpctrain.train.corruption import Guard
 from hpctrain.train.hook import Hook, StepDone
-from hpctrain.train.memory import ActivationPeak
+from hpctrain.train.memory import ActivationPeak, Beside
 from hpctrain.train.repeated import Repetition
 from hpctrain.train.step import Step, StepResult, TrainState, Unguarded
 from hpctrain.watch.stragglers import Comparison, Stragglers, work_of
@@ -105,6 +105,10 @@ class Trainer:
     def outcome(self) -> list[str]:
         """What is to be said at the end besides what any run says, on rank 0."""
         return []
+
+    def beside(self) -> Beside:
+        """What it has in memory besides its engine and companions of it."""
+        return Beside()
 
     @property
     def stage(self) -> int:

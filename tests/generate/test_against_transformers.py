@@ -15,10 +15,10 @@ from hpctrain.checkpoint.read import load
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.engine.functions import compiled_functions
-from hpctrain.generate.cache import CachePlan
 from hpctrain.generate.continuing import Text, continue_texts
 from hpctrain.generate.passes import CachedPasses, least_rows
 from hpctrain.generate.sampling import KeyedDraws, Sampling
+from hpctrain.memory.cached_texts import CachePlan
 from hpctrain.model.part import Span
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.functions import TORCH, CompiledFunctions, Functions

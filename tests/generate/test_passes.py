@@ -15,10 +15,10 @@ from torch import Tensor
 from hpctrain.comm.world import World
 from hpctrain.engine.build import build_engine, make_mesh
 from hpctrain.engine.functions import compiled_functions
-from hpctrain.generate.cache import CachePlan
 from hpctrain.generate.continuing import Piece, Text, continue_texts
 from hpctrain.generate.passes import CachedPasses, can_cache, least_rows
 from hpctrain.generate.sampling import KeyedDraws, Sampling
+from hpctrain.memory.cached_texts import CachePlan
 from hpctrain.model.part import logits_of
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.functions import TORCH, CompiledFunctions, Functions

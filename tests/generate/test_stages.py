@@ -19,12 +19,12 @@ from hpctrain.engine.functions import compiled_functions
 from hpctrain.engine.generation import generation_stage
 from hpctrain.engine.transfer import Transfer
 from hpctrain.errors import HpctrainError
-from hpctrain.generate.cache import CachePlan
 from hpctrain.generate.continuing import Text, continue_texts
 from hpctrain.generate.passes import CachedPasses, least_rows
 from hpctrain.generate.prompts import PromptSource
 from hpctrain.generate.sampling import KeyedDraws, Sampling
 from hpctrain.generate.text import TextModel, generate, load_model
+from hpctrain.memory.cached_texts import CachePlan
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.functions import CompiledFunctions, Functions
 from hpctrain.parallel.library import open_library

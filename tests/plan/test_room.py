@@ -67,9 +67,9 @@ def test_a_run_that_does_not_fit_is_refused_before_it_is_built(
 @pytest.mark.mpi(max_size=2)
 def test_advice_names_what_helps(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     planned = []
-    plan_memory = plan_engine.plan_memory
+    plan_memory = plan_engine.plan_run_memory
     monkeypatch.setattr(
-        plan_engine, "plan_memory", lambda *all_, **keys: planned.append(1) or plan_memory(*all_, **keys)
+        plan_engine, "plan_run_memory", lambda *all_, **keys: planned.append(1) or plan_memory(*all_, **keys)
     )
     monkeypatch.setattr(plan_engine, "library_bytes", lambda: 10)
     deck = small_deck("machine.memory=1 kB", "model.layers=4")

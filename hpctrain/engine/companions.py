@@ -1,0 +1,69 @@
+"""What a run that learns by rewards holds beside the model that it trains: their decks and layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from hpctrain.deck.policy import POLICIES
+from hpctrain.deck.read import deck_text, parse_deck
+from hpctrain.deck.schema import Deck
+
+CRITIC, REFERENCE, COPY = "critic", "reference", "copy that writes"
+
+TEXTS_AT_A_TIME = 64
+"""That each copy of the model writes, at the most: which have places in its cache."""
+
+
+def companion_deck(deck: Deck, changes: Sequence[str], ranks: int) -> Deck:
+    """The deck with other values of keys, as `--set` has them; HpctrainError with all that is wrong then."""
+    if not changes:
+        return deck
+    return parse_deck(deck_text(deck), list(changes), ranks=ranks).with_found(replace(deck.found, split=None))
+
+
+def critic_deck(deck: Deck, ranks: int) -> Deck | None:
+    """Of the engine that learns what rewards are to be expected, if there is one; errors as above."""
+    if deck.objective.kind != "ppo":
+        return None
+    own = companion_deck(deck, deck.policy.critic, ranks)
+    return own.with_keys(
+        objective={"kind": "reward"}, run={"noise_scale_steps": 0}, stability={"spike": "off"}
+    )
+
+
+def reference_deck(deck: Deck, ranks: int) -> Deck | None:
+    """Of the model that the run starts from, where something asks it; errors as above."""
+    if deck.objective.kind not in POLICIES or not deck.objective.beta:
+        return None
+    return companion_deck(deck, deck.policy.reference, ranks).with_keys(
+        objective={"kind": "next-token"},
+        memory={"optimizer": "device", "activations": "keep"},
+        communication={"compress": "none"},
+        run={"noise_scale_steps": 0},
+        stability={"corruption": "off", "check_parameters": False},
+    )
+
+
+def writes_itself(deck: Deck) -> bool:
+    """Whether the trained model's own parts write answers, as each rank of its tensor axis has all that
+    takes; else a copy does, in a layout of that axis alone.
+    """
+    layout = deck.layout
+    whole = layout.pipeline == layout.context == layout.expert == 1 and not layout.sequence_parallel
+    return whole and layout.zero < 3 and deck.memory.parameters == "device"
+
+
+def texts_at_a_time(deck: Deck, copies: int) -> int:
+    """Answers that each of so many copies of the model writes beside each other: those of a rollout that are
+    its own, or as many as there are places for.
+    """
+    samples = deck.policy.samples or 1
+    prompts = (deck.policy.rollout or deck.batch.global_size) // samples
+    return min(TEXTS_AT_A_TIME, -(-prompts // copies) * samples)
+
+
+def is_checkpoint(text: str) -> bool:
+    """Whether a reward is named by the checkpoint of a model, or by the folder of a run."""
+    return text.endswith(".h5") or "/checkpoints/" in text or Path(text).is_dir()

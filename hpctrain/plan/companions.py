@@ -1,0 +1,132 @@
+"""The memory of a whole run: of the model that it trains, and of what a policy has beside it.
+
+A critic is trained as the policy is, in its own layout; a reference and a copy that writes are parameters
+alone. All of them compute in turn: what serves a step in passing is there once, for the one that needs most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from hpctrain.comm.device import device_named
+from hpctrain.comm.planned import PlannedMesh
+from hpctrain.deck.policy import POLICIES
+from hpctrain.deck.schema import Deck
+from hpctrain.engine.companions import (
+    COPY,
+    CRITIC,
+    REFERENCE,
+    critic_deck,
+    reference_deck,
+    texts_at_a_time,
+    writes_itself,
+)
+from hpctrain.engine.generation import plan_generation_stage
+from hpctrain.engine.place import placed_by_flops
+from hpctrain.engine.shown import build_shown_stage
+from hpctrain.engine.sizes import axis_sizes, micro_batches
+from hpctrain.engine.stage import Stage, plan_stage
+from hpctrain.memory.accounts import Account
+from hpctrain.memory.cached_texts import CachePlan
+from hpctrain.model.build import architecture_of
+from hpctrain.parallel.copies import planned_copies
+from hpctrain.pipeline.action import Schedule
+from hpctrain.plan.memory import MemoryPlan, StageMemory, plan_memory
+from hpctrain.plan.model import rehearse_forward
+from hpctrain.sharding.bucket import pool_bytes, value_bytes
+
+
+@dataclass(frozen=True)
+class _Beside:
+    """What another model holds on the ranks of each of its pipeline's stages, in their order."""
+
+    name: str
+    stages: Sequence[StageMemory]
+
+    def of_stage(self, number: int, count: int) -> StageMemory:
+        """The most on ranks of that one of `count` stages of the model that is trained."""
+        own = len(self.stages)
+        first, last = number * own // count, -(-(number + 1) * own // count)
+        return max(self.stages[first:last], key=lambda stage: stage.memory.total)
+
+
+def plan_run_memory(
+    deck: Deck,
+    ranks: int,
+    vocabulary: int,
+    libraries: int = 0,
+    ranks_per_node: int | None = None,
+    split: Sequence[int] | None = None,
+    schedule: Schedule | None = None,
+) -> MemoryPlan:
+    """As `plan_memory`, of all that the run has. Reward models, which the deck does not tell, are not among
+    it.
+    """
+    plan = plan_memory(deck, ranks, vocabulary, libraries, ranks_per_node, split, schedule)
+    if deck.objective.kind not in POLICIES:
+        return plan
+    deck = deck.with_keys(model={"vocabulary": vocabulary})
+    per_node = ranks_per_node or deck.machine.ranks_per_node or deck.machine.gpus_per_node or ranks
+    beside = []
+    if (critic := critic_deck(deck, ranks)) is not None:
+        own = plan_memory(critic, ranks, critic.model.vocabulary or vocabulary, libraries, ranks_per_node)
+        beside.append(_Beside(CRITIC, own.stages))
+    if (reference := reference_deck(deck, ranks)) is not None:
+        beside.append(_Beside(REFERENCE, _shown(reference, ranks, vocabulary, per_node)))
+    device, tensor = device_named(deck.run.device), deck.layout.tensor
+    model, stage = plan_generation_stage(deck, ranks, tensor, per_node, device)
+    if not writes_itself(deck):
+        beside.append(_Beside(COPY, [_held(stage)]))
+    texts, longest = texts_at_a_time(deck, ranks // tensor), deck.batch.sequence
+    cache, least = (CachePlan.of(model, places, longest).bytes for places in (texts, 1))
+    stages = []
+    for each in plan.stages:
+        joined = replace(each, memory=replace(each.memory, cache=cache), least_cache=least)
+        for other in beside:
+            joined = _joined(joined, other.name, other.of_stage(each.stage, len(plan.stages)))
+        stages.append(joined)
+    return replace(plan, stages=tuple(stages))
+
+
+def _joined(stage: StageMemory, name: str, other: StageMemory) -> StageMemory:
+    """What a rank holds that holds both."""
+    one, two, kept = stage.memory, other.memory, stage.kept + other.kept
+    passing = max(stage.passing, other.passing)
+    memory = replace(
+        one,
+        parameter=one.parameter + two.parameter,
+        gradient=one.gradient + two.gradient,
+        optimizer=one.optimizer + two.optimizer,
+        activation=max(one.activation, two.activation),
+        buffer=one.buffer - stage.passing + two.buffer - other.passing + passing,
+        other=max(one.other - stage.kept, two.other - other.kept) + kept,
+    )
+    held = two.parameter + two.gradient + two.optimizer
+    beside = {**stage.beside, name: held}
+    return replace(stage, memory=memory, passing=passing, kept=kept, beside=beside)
+
+
+def _shown(deck: Deck, ranks: int, vocabulary: int, ranks_per_node: int) -> list[StageMemory]:
+    """Of a model that is only looked at, each stage of its pipeline."""
+    sizes, device = axis_sizes(deck, ranks), device_named(deck.run.device)
+    architecture = architecture_of(deck, vocabulary)
+    placement = placed_by_flops(deck, architecture, sizes["data"])
+    schedule = placement.schedule_of(micro_batches(deck, sizes["data"]))
+    transport = deck.communication.wished_transport
+    stages = []
+    for number in range(schedule.stage_count):
+        mesh = PlannedMesh(sizes, number, ranks_per_node, device=device, transport=transport)
+        numbers = schedule, placement.split, number, device
+        stage = plan_stage(deck, architecture, mesh, *numbers, build_shown_stage)
+        if deck.layout.zero > 2:
+            rehearse_forward(stage, schedule, number)
+        stages.append(_held(stage))
+    return stages
+
+
+def _held(stage: Stage) -> StageMemory:
+    """What its parameters take."""
+    copies = planned_copies(layer for model in stage.models for layer in model.layers)
+    memory = Account(parameter=value_bytes(stage.buckets) + copies, buffer=pool_bytes(stage.buckets))
+    return StageMemory(0, 0, 0, memory)
