@@ -35,9 +35,6 @@ def adapter_problems(deck: Deck) -> Iterator[Problem]:
         if getattr(memory, name) != "device":
             sentence = f'takes away what adapters have little of ("device" would do {with_them})'
             yield Problem(f"memory.{name}", sentence, (_KEY,))
-    if deck.objective.kind in {"ppo", "grpo"}:
-        sentence = f'trains whole policies ("sft", "dpo" and "reward" go {with_them})'
-        yield Problem("objective.kind", sentence, (_KEY,))
     if deck.layout.replicas > 1:
         sentence = f"has replicas keep apart what is not trained, too (1 would do {with_them})"
         yield Problem("layout.replicas", sentence, (_KEY,))

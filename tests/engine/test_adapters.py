@@ -120,7 +120,6 @@ def test_a_deck_has_them_in_a_table() -> None:
         ('[model.adapters]\n[optimizer]\nname = "muon"', "updates no adapters"),
         ('[model.adapters]\n[precision]\ncompute = "fp8"', "multiplies no matrices that have adapters"),
         ('[model.adapters]\n[communication]\nserver = "async"', '"none" would do with model.adapters'),
-        ('[model.adapters]\n[objective]\nkind = "grpo"', "trains whole policies"),
         ('[model.adapters]\n[memory]\noptimizer = "disk"', '"device" would do with model.adapters'),
     ],
 )

@@ -71,10 +71,13 @@ LAYOUTS = {
 
 
 @pytest.mark.mpi(min_size=1, max_size=2)
-@pytest.mark.parametrize("kind", ["grpo", "ppo"])
-def test_every_layout_writes_and_learns_the_same(world: World, mpi_tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "adapters"), [("grpo", False), ("ppo", False), ("ppo", True)])
+def test_every_layout_writes_and_learns_the_same(
+    world: World, mpi_tmp_path: Path, kind: str, adapters: bool
+) -> None:
     write_prompts(world, mpi_tmp_path)
     more = "epochs = 2\nrollout = 32\n" + ("samples = 4\n" if kind == "grpo" else "")
+    more += '[model.adapters]\nrank = 4\nalpha = 8\ntargets = ["*"]\n' if adapters else ""
     deck = write_deck(world, mpi_tmp_path, "all", policy(kind, more=more), steps=8, size=16)
     # Adam moves what has next to no gradient by the sign of rounding.
     keys = ["run.evaluate_every=8", "optimizer.name=sgd", "learning_rate.peak=0.1"]

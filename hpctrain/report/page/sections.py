@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from math import exp, fsum
+from math import fsum
 from statistics import median
 
 from hpctrain.report.contents import layout_text
@@ -22,6 +22,7 @@ SEGMENTS = 100
 CHECKPOINTS = 200
 LETTERS = 400  # of a prompt, its last ones, and of an answer
 _LONG = "text long"
+_LARGE = 1e43  # a perplexity that tells nothing
 _NAMING = frozenset({"run.title", "run.dir"})
 _BAR = 120.0
 _FAR = 0.1  # what is further from its prediction is marked
@@ -53,8 +54,9 @@ def overview(runs: Sequence[ToldRun]) -> str:
     head += [*sets, "gradient norm", f"{runs[0].counts}/s", "MFU", "memory of a rank", "ranks"]
     rows = []
     for index, run in enumerate(runs):
-        last = {key: _last(run, key) for key in ("tokens", "loss", "validation_loss", "grad_norm", *sets)}
-        held_out = last["validation_loss"]
+        own = "tokens", "loss", "validation_loss", "validation_perplexity", "grad_norm"
+        last = {key: _last(run, key) for key in (*own, *sets)}
+        held_out, perplexity = last["validation_loss"], last["validation_perplexity"]
         speeds, shares = points(run.rows, "tokens_per_s")[1], points(run.rows, "mfu")[1]
         peaks, seconds = points(run.rows, "peak_rss_bytes")[1], points(run.rows, "seconds")[1]
         state = f'<span class="state {_word(run.state)}">{text(run.state, 20)}</span>' if run.state else ""
@@ -70,7 +72,7 @@ def overview(runs: Sequence[ToldRun]) -> str:
                 cell(format_seconds(fsum(seconds)) if len(seconds) else ""),
                 cell(_figure(last["loss"])),
                 cell(_figure(held_out)),
-                cell("" if held_out is None or held_out > 100 else f"{exp(held_out):.5g}"),
+                cell("" if perplexity is None or perplexity > _LARGE else f"{perplexity:.5g}"),
                 *(cell(_figure(last[key])) for key in sets),
                 cell(_figure(last["grad_norm"])),
                 cell(format_count(median(speeds)) if len(speeds) else ""),
