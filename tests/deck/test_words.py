@@ -127,6 +127,11 @@ from tests.deck.small_text import SMALL, changed, problems
             "deck.toml:1: optimizer = 3: must be a section: [optimizer] on a line of its own, with its "
             "keys below",
         ),
+        (
+            "[run]",
+            'policy.weights = ["much"]\n[run]',
+            'deck.toml:1: policy.weights = ["much"]: must be a list of numbers',
+        ),
     ],
 )
 def test_one_wrong_key(line: str, new: str, told: str) -> None:
