@@ -30,6 +30,7 @@ from hpctrain.comm.processor import processor_name
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches
 from hpctrain.data.synthetic import SyntheticSource
+from hpctrain.deck.policy import POLICIES
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import build_engine, make_mesh
@@ -159,6 +160,9 @@ def _require_tokens(deck: Deck) -> None:
     for key in ("data.dataset", "model.loss"):
         if deck.value(key) is not None:
             raise HpctrainError(deck.problem(key, "is not timed here: modules are, with the loss of tokens"))
+    if deck.objective.kind in POLICIES:
+        sentence = 'writes its answers first, which is not timed here ("next-token" would time its layers)'
+        raise HpctrainError(deck.problem("objective.kind", sentence))
 
 
 def _rival(name: str, deck: Deck, world: World, peer: PeerProcess) -> Variant:

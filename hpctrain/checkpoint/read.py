@@ -121,7 +121,7 @@ def _differences(structure: Structure, entries: Sequence[Entry]) -> Iterator[str
 def _surplus(
     structure: Structure, group: Group, entries: Sequence[Entry], left: Collection[str]
 ) -> list[str]:
-    """What the file holds and no rank asks for; collective."""
+    """What the file holds and no rank asks for; collective. All of a companion may be left."""
     names = list(structure.datasets)
     asked = {entry.dataset for entry in entries}
     whole, of_left = (
@@ -132,11 +132,12 @@ def _surplus(
         2 if name in asked else int(name.startswith(of_left) or not name.startswith(whole)) for name in names
     ]
     wanted = combined(group, np.array(known, np.int64), "max")
-    folders = {name.split("/")[1] for name, flag in zip(names, wanted, strict=True) if flag == 2}
+    of = {name: (name.split("/")[1], structure.companion(name)) for name in names}
+    folders = {of[name] for name, flag in zip(names, wanted, strict=True) if flag == 2}
     return [
         f"{structure.path}: {name}: in this checkpoint, but not in this model"
         for name, flag in zip(names, wanted, strict=True)
-        if not flag and name.split("/")[1] in folders
+        if not flag and of[name] in folders
     ]
 
 

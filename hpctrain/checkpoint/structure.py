@@ -30,6 +30,8 @@ from hpctrain.files import open_regular
 FORMAT = "hpctrain checkpoint"
 VERSION = 1
 STATE, DECK, CHECKSUMS = "/state", "/deck", "/checksums"
+COMPANIONS = "companions"
+"""Key of the state whose keys name models that were trained beside the file's own."""
 DTYPE = b"dtype"
 NAMED = {np.dtype(stored): kind for kind, stored in STORED_AS.items() if kind not in ("bfloat16", "bool")}
 """Types of datasets that tell the elements' type; the others have the attribute DTYPE."""
@@ -95,6 +97,12 @@ class Structure:
     datasets: dict[str, StoredTensor]
     sums: Sums
     state: dict[str, Any]
+
+    def companion(self, dataset: str) -> str:
+        """The name of the model beside the file's own that a dataset belongs to; "" of its own."""
+        others, tensor = self.state.get(COMPANIONS), dataset.rsplit("/", 1)[-1]
+        names = others if isinstance(others, dict) else ()
+        return next((name for name in names if tensor.startswith(f"{name}.")), "")
 
 
 def examine(path: Path, group: Group | None = None) -> Structure:

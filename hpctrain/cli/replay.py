@@ -31,6 +31,7 @@ def command(checkpoint: Path, steps: int | None, overrides: tuple[str, ...], aga
     Exits with 1 if they do not come out again.
     """
     from hpctrain.comm.verb import run_verb
+    from hpctrain.post.trainer import make_trainer
     from hpctrain.train.replay import replay
 
-    run_verb(lambda world: replay(world, checkpoint, steps, overrides, against, click.echo))
+    run_verb(lambda world: replay(world, checkpoint, steps, overrides, against, click.echo, make_trainer))

@@ -37,7 +37,12 @@ def generation_deck(deck: Deck, tensor: int, pipeline: int = 1, of: str = "the m
     layout |= {"pipeline": pipeline, "chunks": 1, "schedule": "1f1b", "split": None}
     # In 8 bits a row would take longer, and its text would depend on those beside it.
     compute = "bf16" if deck.precision.compute == "fp8" else deck.precision.compute
-    split = deck.with_keys(layout=layout, precision={"compute": compute}, run={"noise_scale_steps": 0})
+    memory = {
+        "optimizer": "device",
+        "parameters": "device",
+    }  # it has its parameters alone, and has them there
+    others: dict[str, dict[str, object]] = {"run": {"noise_scale_steps": 0}, "memory": {**memory}}
+    split = deck.with_keys(layout=layout, precision={"compute": compute}, **others)
     problems = [problem for problem in check_deck(split) if not (problem.for_writers or problem.idle)]
     if problems:
         if pipeline > 1:

@@ -53,7 +53,11 @@ def contents(structure: Structure, tensors: bool = False) -> Contents:
         "samples": state.get("samples"),
         "tokens": state.get("tokens"),
         "skipped": state.get("skipped"),
-        "parameters": sum(s.elements for name, s in structure.datasets.items() if name.startswith("/model/")),
+        "parameters": sum(
+            stored.elements
+            for name, stored in structure.datasets.items()
+            if name.startswith("/model/") and not structure.companion(name)
+        ),
         "model": model_keys(deck.model.model_dump(mode="json")) if deck else None,
         "objective": deck.objective.kind if deck else None,
         "sequence": deck.batch.sequence if deck and deck.data.dataset is None else None,

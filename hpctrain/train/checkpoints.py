@@ -23,7 +23,7 @@ from hpctrain.checkpoint.provenance import Provenance
 from hpctrain.checkpoint.read import in_types, load
 from hpctrain.checkpoint.snapshot import HostBuffer
 from hpctrain.checkpoint.stored_deck import deck_state, stored_deck
-from hpctrain.checkpoint.structure import examine
+from hpctrain.checkpoint.structure import COMPANIONS, examine
 from hpctrain.checkpoint.write import save
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine
@@ -35,7 +35,6 @@ from hpctrain.train.hook import Hook, StepDone
 from hpctrain.train.start import begins_anew, left_bias
 from hpctrain.train.step import TrainState
 
-COMPANIONS = "companions"
 """Under which key a checkpoint's state has what companions of the engine have besides tensors, by name."""
 
 

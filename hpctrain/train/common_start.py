@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from hpctrain.checkpoint.fingerprint import file_fingerprints
 from hpctrain.checkpoint.structure import Structure
 from hpctrain.comm.world import World
+from hpctrain.deck.policy import POLICIES
 from hpctrain.errors import HpctrainError
 from hpctrain.sharding.sketch import Fingerprint
 from hpctrain.sharding.state import MODEL
@@ -59,6 +60,12 @@ def require_comparable(one: ComparedRun, other: ComparedRun) -> None:
         if run.deck.communication.server != "none":
             sentence = "is for runs that can be replayed (`--no-replay` compares what is recorded)"
             raise HpctrainError(run.deck.problem("communication.server", sentence))
+        if run.deck.objective.kind in POLICIES:
+            sentence = (
+                "learns from what it writes itself, which no other run's steps can be replayed beside "
+                "(`--no-replay` compares what is recorded, `hpctrain replay` one run with itself)"
+            )
+            raise HpctrainError(run.deck.problem("objective.kind", sentence))
     shapes = [_models(run.stored[max(run.stored)]) for run in (one, other)]
     for name in sorted(shapes[0].keys() | shapes[1].keys()):
         here, there = (shape.get(name) for shape in shapes)

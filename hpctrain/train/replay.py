@@ -29,6 +29,7 @@ from hpctrain.report.terminal import columns, fit
 from hpctrain.train.origin import corpus_key, same_corpus
 from hpctrain.train.recorded_losses import Recorded, find_recorded
 from hpctrain.train.run import Run, open_run
+from hpctrain.train.trainer import MakeTrainer, make_trainer
 
 STEPS = 10  # replayed at most, where no number is asked for
 ROUNDING = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 1e-2, "fp8": 3e-2}
@@ -48,6 +49,7 @@ def replay(
     overrides: Sequence[str],
     against: Path | None,
     show: Callable[[str], None],
+    make: MakeTrainer = make_trainer,
 ) -> int:
     """Run on from a checkpoint, compare every loss with the recorded one; the exit code. Collective.
 
@@ -66,7 +68,7 @@ def replay(
         refuse_other_order(deck)
     count = _steps(path, recorded, steps)
     deck = as_before(deck, original, state)
-    with engine_of(world, deck, path) as run:
+    with engine_of(world, deck, path, make) as run:
         with world.agreement():
             if not same_corpus(state, run.corpus):
                 key, what = corpus_key(deck)
@@ -176,7 +178,7 @@ def _steps(path: Path, recorded: Recorded, wanted: int | None) -> int:
 
 
 @contextmanager
-def engine_of(world: World, deck: Deck, path: Path | None) -> Iterator[Run]:
+def engine_of(world: World, deck: Deck, path: Path | None, make: MakeTrainer = make_trainer) -> Iterator[Run]:
     """The run as it goes on from the checkpoint, or begins, but out of its own folder. Collective."""
     name = world.everyone.broadcast_object(f"hpctrain-replay-{secrets.token_hex(8)}")
     elsewhere = str(Path(tempfile.gettempdir()) / name)
@@ -185,10 +187,11 @@ def engine_of(world: World, deck: Deck, path: Path | None) -> Iterator[Run]:
         memory={"offload_dir": deck.memory.offload_dir or elsewhere},
         stability={"verify_layout": False},
     )
-    run = open_run(world, changed, path)
+    run = open_run(world, changed, path, make=make)
     try:
         yield run
     finally:
+        run.trainer.close()
         run.trainer.engine.close()
         run.corpus.close()
 
