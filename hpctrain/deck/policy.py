@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 POLICIES = ("ppo", "grpo")
 """Kinds of objectives that learn from rewards of what the model writes itself."""
 
+PATTERN = "regular-expression:"
+"""What a reward begins with that is a pattern."""
+
 Texts = Annotated[tuple[str, ...], Field(strict=False)]
 Numbers = Annotated[tuple[float, ...], Field(strict=False)]
 
@@ -84,9 +87,12 @@ def fill_rewards(policy: dict[str, Any], deck_name: str) -> None:
     """Have functions in files be found from any folder, in place."""
     given = policy.get("reward")
     if isinstance(given, list | tuple) and all(isinstance(each, str) for each in given):
-        policy["reward"] = [
-            found_from(each, deck_name) if is_target(each) and is_file(each) else each for each in given
-        ]
+        policy["reward"] = [found_from(each, deck_name) if _is_in_file(each) else each for each in given]
+
+
+def _is_in_file(reward: str) -> bool:
+    """Whether it is a function of a file; a pattern may look like one."""
+    return not reward.startswith(PATTERN) and is_target(reward) and is_file(reward)
 
 
 def fill_policy(tables: dict[str, dict[str, Any]], default: Callable[[str, str, object], None]) -> None:
@@ -194,7 +200,7 @@ def _sizes(deck: Deck) -> Iterator[Problem]:
 
 def _others(deck: Deck) -> Iterator[Problem]:
     """What does not go with answers that the model writes itself."""
-    for name in ("model.module", "model.loss", "data.dataset", "data.mixture", "run.tokens", "run.epochs"):
+    for name in ("model.module", "model.loss", "data.dataset", "data.mixture", "run.tokens"):
         if deck.value(name) is not None:
             sentence = f"{name} is not for a model that learns from what it writes itself (leave it out)"
             yield Problem("objective.kind", sentence, (name,))

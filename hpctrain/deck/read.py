@@ -21,7 +21,7 @@ from hpctrain.deck.defaults import Tables, fill, find_preset, is_default
 from hpctrain.deck.gather import Written
 from hpctrain.deck.key import extra
 from hpctrain.deck.module import shown
-from hpctrain.deck.policy import POLICIES
+from hpctrain.deck.policy import POLICIES, steps_of_rollout
 from hpctrain.deck.problem import Problem
 from hpctrain.deck.rows import located, wrong_rows
 from hpctrain.deck.run_length import LENGTHS, Begun, are_epochs, steps_of_epochs
@@ -259,7 +259,10 @@ class _Validation:
             return
         problems: Sequence[str] = ()
         sequences, missing = getattr(self.read_source, "sequences", None), False
-        if deck.data.dataset is not None or sequences is None:
+        if deck.objective.kind in POLICIES:
+            run["steps"] = steps_of_rollout(deck)
+            problems = ["counts sequences of token files, and these are prompts (run.steps would do)"]
+        elif deck.data.dataset is not None or sequences is None:
             problems = ["counts the sequences of token files, which cannot be done here (run.steps would do)"]
         else:
             try:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hpctrain.deck.policy import POLICIES
+from hpctrain.deck.policy import PATTERN, POLICIES
 from hpctrain.deck.read import deck_text, parse_deck
 from hpctrain.deck.schema import Deck
 
@@ -66,4 +66,6 @@ def texts_at_a_time(deck: Deck, copies: int) -> int:
 
 def is_checkpoint(text: str) -> bool:
     """Whether a reward is named by the checkpoint of a model, or by the folder of a run."""
+    if text.startswith(PATTERN):
+        return False
     return text.endswith(".h5") or "/checkpoints/" in text or Path(text).is_dir()
