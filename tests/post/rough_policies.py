@@ -129,8 +129,9 @@ def policy_trainer(world: World, deck: Deck) -> PolicyTrainer:
     are alike.
     """
     corpus = open_corpus(deck, world)
+    deck = settled(world, deck)
     engine = first_engine(world, deck)
-    trainer = PolicyTrainer(Beginning(settled(world, deck), engine, corpus, None, lambda: None))
+    trainer = PolicyTrainer(Beginning(deck, engine, corpus, None, lambda: None))
     for number, each in enumerate(engines(trainer).values()):
         _initialize(world, each.architecture, each, deck.run.seed + 1 + number, ROUGHNESS)
     assert trainer.experience is not None
@@ -144,8 +145,8 @@ def settled(world: World, deck: Deck) -> Deck:
 
 
 def first_engine(world: World, deck: Deck) -> Engine:
-    """With the weights that its run begins with, which are the reference's."""
-    return build_engine(settled(world, deck), world, make_mesh(deck, world), roughness=ROUGHNESS)
+    """Of a settled deck, with the weights that its run begins with, which are the reference's."""
+    return build_engine(deck, world, make_mesh(deck, world), roughness=ROUGHNESS)
 
 
 def engines(trainer: PolicyTrainer) -> dict[str, Engine]:

@@ -285,7 +285,7 @@ def expected(world: World, deck: Deck) -> Expected:
     assert trainer.experience is not None
     answers = trainer.experience.gather(0).answers
     models = {name: plain(each) for name, each in engines(trainer).items()}
-    reference = plain(first_engine(world.alone(), deck))[0]
+    reference = plain(first_engine(world.alone(), trainer.deck))[0]
     rates = {"policy": RATE, CRITIC: 2 * RATE if deck.policy.critic else RATE}
     learners = {name: Learner(*each, rates[name]) for name, each in models.items()}
     policy, critic = learners["policy"].model, learners[CRITIC].model if CRITIC in learners else None
@@ -341,10 +341,17 @@ def test_every_layout_does_what_plain_torch_does(world: World, folder: Path, cas
 @pytest.mark.mpi(min_size=2, max_size=2)
 def test_critic_and_reference_have_layouts_of_their_own(world: World, folder: Path) -> None:
     right = by_rank_0(world, lambda: expected(world, policy_deck(folder, "alone", *CASES["ppo"])))
-    critic = '"learning_rate.peak=2e-2", "layout.zero=0", "layout.tensor=2", "layout.sequence_parallel=true"'
-    apart = f"policy.critic=[{critic}]", 'policy.reference=["layout.zero=0", "layout.pipeline=2"]'
+    keys = '"learning_rate.peak=2e-2", "layout.zero=0", "layout.tensor=2", "layout.sequence_parallel=true"'
+    apart = (
+        "machine.compile=true",
+        f"policy.critic=[{keys}]",
+        'policy.reference=["layout.zero=0", "layout.pipeline=2"]',
+    )
     trainer = policy_trainer(world, policy_deck(folder, "apart", *CASES["ppo"], "layout.zero=3", *apart))
-    assert engines(trainer)[CRITIC].mesh.size("tensor") == 2
+    critic = engines(trainer)[CRITIC]
+    assert critic.mesh.size("tensor") == 2
+    assert critic.groups.functions is trainer.engine.groups.functions
+    assert critic.groups.functions.compiled
     assert_alike(trainer, right, "apart")
     trainer.engine.close()
 
