@@ -32,7 +32,8 @@ def wanted(field: FieldInfo) -> str:
     if row_of(field) is not None:
         return "tables in a row, such as [[evaluation]]"
     if get_origin(kind) is tuple:
-        items = {str: "texts in quotes", int: "whole numbers", float: "numbers"}.get(get_args(kind)[0], "tables")
+        words = {str: "texts in quotes", int: "whole numbers", float: "numbers"}
+        items = words.get(get_args(kind)[0], "tables")
         return either([f"a list of {items}", *map(toml_value, _choices(field))])
     if extra(field, "unit") == "bytes":
         return 'a size above 0, such as 25000000 or "25 MB"'
