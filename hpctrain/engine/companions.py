@@ -34,8 +34,8 @@ def critic_deck(deck: Deck, ranks: int) -> Deck | None:
 
 
 def reference_deck(deck: Deck, ranks: int) -> Deck | None:
-    """Of the model that the run starts from, where something asks it; errors as above."""
-    if deck.objective.kind not in POLICIES or not deck.objective.beta:
+    """Of the model that the run starts from, where something asks one of its own; errors as above."""
+    if deck.objective.kind not in POLICIES or not deck.objective.beta or shares_reference(deck):
         return None
     return companion_deck(deck, deck.policy.reference, ranks).with_keys(
         objective={"kind": "next-token"},
@@ -44,6 +44,12 @@ def reference_deck(deck: Deck, ranks: int) -> Deck | None:
         run={"noise_scale_steps": 0},
         stability={"corruption": "off", "check_parameters": False},
     )
+
+
+def shares_reference(deck: Deck) -> bool:
+    """Whether the reference is the policy itself with the adapters of its start: nothing else is trained."""
+    asked = deck.objective.kind in POLICIES and deck.objective.beta > 0
+    return asked and deck.model.adapters is not None and not deck.policy.reference
 
 
 def writes_itself(deck: Deck) -> bool:

@@ -2,45 +2,70 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from hpctrain import __version__
 from hpctrain.checkpoint.entries import training_entries
 from hpctrain.checkpoint.exchange.convert import MODEL_ONLY
+from hpctrain.checkpoint.read import load
 from hpctrain.checkpoint.stored_deck import deck_state
 from hpctrain.checkpoint.write import save
 from hpctrain.data.batches import Batches
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine
-from hpctrain.engine.companions import reference_deck
+from hpctrain.engine.companions import reference_deck, shares_reference
 from hpctrain.errors import InputOutputError
+from hpctrain.optim.optimizer import refresh
 from hpctrain.post.rollout import AnswerRows
+from hpctrain.sharding.bucket import Bucket, await_readers
 from hpctrain.sharding.state import MODEL, own_state
+from hpctrain.train.scored import log_probabilities_of
 from hpctrain.train.shown import shown_engine
 from hpctrain.train.step import Step, TrainState
 
 FILE = "reference.h5"
 
 
-def open_reference(deck: Deck, engine: Engine, state: TrainState, checkpoint: Path | None) -> Step | None:
-    """What computes with the reference, in its own layout: None where nothing asks it. Collective.
+@dataclass(frozen=True)
+class Reference:
+    """What gives the reference's log-probabilities of sequences, see `log_probabilities_of`; and the engine
+    that it has of its own, if it has one.
+    """
+
+    scored: Callable[[Batches], Iterator[Tensor]]
+    engine: Engine | None = None
+
+
+def open_reference(deck: Deck, step: Step, state: TrainState, checkpoint: Path | None) -> Reference | None:
+    """What computes with the reference: None where nothing asks it. Collective.
+
+    In its own layout it is a model of its own; of a policy whose adapters are trained alone it is the policy
+    with those that it had at the start (`step` makes its steps).
 
     A run that begins writes it; one that goes on from a `checkpoint` reads it in the run's folder, or in the
     one that the checkpoint is of. InputOutputError on all ranks where that cannot be.
     """
+    engine = step.engine
     world, path = engine.world, Path(deck.run.dir) / FILE
     with world.agreement():
         own = reference_deck(deck, world.size)
-    if own is None:
+    shared = shares_reference(deck)
+    if own is None and not shared:
         return None
+    buckets = [bucket for bucket in engine.buckets if bucket.trained or not shared]
     if checkpoint is None:
         with world.agreement():
             if world.rank == 0:
                 path.parent.mkdir(parents=True, exist_ok=True)
         held = (
             tensor
-            for bucket in engine.buckets
+            for bucket in buckets
             for tensor in own_state(MODEL, bucket.own_values, bucket, apart=False)
         )
         known = {MODEL_ONLY: True, **asdict(state), **deck_state(deck), "code_version": __version__}
@@ -51,7 +76,45 @@ def open_reference(deck: Deck, engine: Engine, state: TrainState, checkpoint: Pa
             if world.rank == 0 and not path.exists():
                 needed = "which a run writes at its start, and needs to go on"
                 raise InputOutputError(f"{path}: is not there, {needed} (bring it back, or start anew)")
+    if own is None:
+        return Reference(partial(_with_start, step, _start(path, step, buckets)))
     shown = shown_engine(path, own, world)
-    return Step(
-        shown, Batches(AnswerRows([], own.batch.sequence), 0), own.batch.micro_size, 0.0, own.run.seed
-    )
+    rows = Batches(AnswerRows([], own.batch.sequence), 0)
+    other = Step(shown, rows, own.batch.micro_size, 0.0, own.run.seed)
+    return Reference(partial(log_probabilities_of, other), shown)
+
+
+_Values = Sequence[tuple[Bucket, Tensor]]
+
+
+def _start(path: Path, step: Step, buckets: Sequence[Bucket]) -> _Values:
+    """This rank's values of what is trained, as they were when the run began. Collective."""
+    world = step.engine.world
+    begun = [(bucket, torch.zeros_like(_own(bucket))) for bucket in buckets]
+    tensors = (each for bucket, flat in begun for each in own_state(MODEL, flat, bucket, apart=False))
+    load(path, world.everyone, training_entries(tensors))
+    return begun
+
+
+def _with_start(step: Step, start: _Values, batches: Batches) -> Iterator[Tensor]:
+    """Log-probabilities by the policy as it was at its start; then it has its bits again. Collective."""
+    buckets = [bucket for bucket, _ in start]
+    present = [(bucket, _own(bucket).clone()) for bucket in buckets]
+    _put(start)
+    found = list(log_probabilities_of(step, batches))
+    _put(present)
+    yield from found
+
+
+def _put(values: _Values) -> None:
+    buckets = [bucket for bucket, _ in values]
+    await_readers(buckets)
+    for bucket, own in values:
+        _own(bucket).copy_(own)
+    refresh(buckets)
+
+
+def _own(bucket: Bucket) -> Tensor:
+    values = bucket.own_values
+    assert isinstance(values, Tensor), "adapters lie where they are computed with"
+    return values

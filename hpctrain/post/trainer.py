@@ -79,9 +79,9 @@ class PolicyTrainer(Trainer):
         self.experience: Experience | None = None
         order, repeats = SampleOrder(rollout, deck.run.seed), corpus.train.repeats * prompts.count / rollout
         super().__init__(deck, engine, Batches(self.answers, 0, order, repeats), state)
-        reference = open_reference(deck, engine, self.state, beginning.checkpoint)
+        reference = open_reference(deck, self.step, self.state, beginning.checkpoint)
         self.writer, self.shown = make_writer(deck, engine, self.tokenizer)
-        self.shown += [] if reference is None else [reference.engine]
+        self.shown += [] if reference is None or reference.engine is None else [reference.engine]
         critic = None if (own := self._step.critic) is None else partial(values_of, own)
         self.experience = Experience(
             deck,
@@ -92,7 +92,7 @@ class PolicyTrainer(Trainer):
             rewards,
             models,
             old=partial(log_probabilities_of, self.step),
-            reference=None if reference is None else partial(log_probabilities_of, reference),
+            reference=None if reference is None else reference.scored,
             values=critic,
         )
         self.samples = SamplesFile(Path(deck.run.dir), self.state.step, deck.policy.shown, world.rank == 0)

@@ -122,6 +122,27 @@ def test_a_run_that_goes_on_has_the_same_bits(world: World, mpi_tmp_path: Path, 
                 assert row["reward"] == other["reward"]
 
 
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("more", [["layout.zero=3"], ["layout.pipeline=2"], ["precision.compute=bf16"]])
+def test_a_policy_with_adapters_is_its_own_reference(
+    world: World, mpi_tmp_path: Path, more: list[str]
+) -> None:
+    """To the bit as if that were a model of its own, from adapters on that have been trained before."""
+    write_prompts(world, mpi_tmp_path)
+    adapters = '[model.adapters]\nrank = 4\nalpha = 8\ntargets = ["*"]\n'
+    first = write_deck(world, mpi_tmp_path, "first", policy("grpo", more=f"samples = 4\n{adapters}"), size=16)
+    assert run_deck(world, first, more, make=make_trainer) == 0
+    source = mpi_tmp_path / "first/checkpoints/latest"
+    deck = write_deck(world, mpi_tmp_path, "shared", policy("ppo", more=adapters), model="", size=16)
+    keys = [*more, f"model.from={source}"]
+    assert run_deck(world, deck, keys, make=make_trainer) == 0
+    wanted = rows_of(mpi_tmp_path / "shared")
+    assert (wanted[0]["kl"], wanted[-1]["kl"] != 0) == (0, True)
+    apart = [f"run.dir={mpi_tmp_path}/apart", 'policy.reference=["batch.micro_size=4"]']
+    assert run_deck(world, deck, [*keys, *apart], make=make_trainer) == 0
+    assert rows_of(mpi_tmp_path / "apart") == wanted
+
+
 REWARDS = {
     "raises": ("def reward(completions, **others):\n    return [1 / 0]", "ZeroDivisionError"),
     "hangs": ("import time\ndef reward(completions, **others):\n    time.sleep(60)", "1 s"),
