@@ -1,0 +1,139 @@
+"""What answers are drawn by is what they are trained by: log-probabilities of their tokens, made of the very
+logits that a draw saw with a cache, beside those that training begins from, to the bit.
+
+Tests of post/writer.py and post/experience.py, with generate/passes.py and objective/log_probabilities.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hpctrain.comm.world import World
+from hpctrain.generate.continuing import Text
+from hpctrain.generate.sampling import KeyedDraws
+from hpctrain.objective.next_token import CrossEntropy
+from hpctrain.objective.policy import OLD
+from hpctrain.parallel.partition import Logits
+from hpctrain.parallel.vocabulary import VocabularyHead
+from hpctrain.post import writer
+from hpctrain.post.trainer import PolicyTrainer
+from tests.post.rough_policies import folder, policy_deck, policy_trainer
+
+__all__ = ["folder"]
+
+Drawn = dict[tuple[int, int, int], Tensor]
+"""Logits [V] by a text's number, its sample, and the place of the token that was drawn by them."""
+
+KEYS = ("policy.rollout=24", "policy.tokens=14", "batch.global_size=24", "policy.epochs=1", "run.steps=4")
+GPT2 = ("model.family=gpt2", "model.key_value_heads=8")
+NORMED = ("model.query_key_norm=head", "model.mlp=40")
+EXACT: dict[int, dict[str, tuple[str, ...]]] = {
+    1: {"one": ("memory.recompute=full",), "short": ("batch.micro_size=1",)},
+    2: {"data": ("layout.zero=2",), "tensor": ("layout.tensor=2",)},
+}
+OTHERS = {
+    "sequence": ("layout.tensor=2", "layout.sequence_parallel=true"),
+    "context": ("layout.context=2",),
+    "pipeline": ("layout.pipeline=2",),
+    "zero": ("layout.zero=3",),
+}
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> Drawn:
+    """What this rank draws by from now on."""
+    found: Drawn = {}
+
+    class Watched(KeyedDraws):
+        def __call__(self, texts: Sequence[Text], logits: Tensor) -> list[int]:
+            for text, row in zip(texts, logits, strict=True):
+                found[text.number, text.sample, len(text.tokens)] = row.clone()
+            return super().__call__(texts, logits)
+
+    monkeypatch.setattr(writer, "KeyedDraws", Watched)
+    return found
+
+
+def of_draws(head: VocabularyHead, logits: Tensor, tokens: Tensor) -> Tensor:
+    """Log-probabilities of tokens [n] by whole logits [n, V], as training computes them of this rank's."""
+    shard = head.table.shard
+    first, columns = shard.start[0], head.rows
+    own = logits[:, first : first + columns]
+    products = functional.pad(own, (0, shard.local[0] - columns)).contiguous()
+    entropy = CrossEntropy(tokens, torch.zeros(()))
+    losses, _ = entropy.of_chunk(
+        head, tokens, Logits(products, columns), slice(0, len(tokens)), learning=False
+    )
+    return -losses
+
+
+def both(trainer: PolicyTrainer, drawn: Mapping[tuple[int, int, int], Tensor]) -> tuple[Tensor, Tensor]:
+    """Of all tokens that this rank has drawn in a rollout: log-probabilities by the draws, and as they are
+    trained by. Collective.
+    """
+    assert trainer.experience is not None
+    rollout = trainer.answers.rollout
+    assert rollout is not None
+    (head,) = (each for each in trainer.experience.writer.part.modules() if isinstance(each, VocabularyHead))
+    logits, tokens, old = [], [], []
+    for row, answer in enumerate(rollout.answers):
+        for place in range(len(answer.ids) - answer.written, len(answer.ids)):
+            if (answer.number, answer.sample, place) in drawn:
+                logits.append(drawn[answer.number, answer.sample, place])
+                tokens.append(answer.ids[place])
+                old.append(rollout.fields[OLD][row, place - 1])
+    assert len(old) == len(drawn) > 60
+    return of_draws(head, torch.stack(logits), torch.tensor(tokens)), torch.stack(old)
+
+
+@pytest.mark.mpi(min_size=1, max_size=2)
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", [(), GPT2, NORMED], ids=["llama", "gpt2", "normed"])
+def test_the_same_bits_on_the_same_layout(
+    world: World, folder: Path, drawn: Drawn, compute: str, family: tuple[str, ...]
+) -> None:
+    compiled = "machine.compile=true", f"precision.compute={compute}"
+    for name, layout in EXACT[world.size].items():
+        trainer = policy_trainer(world, policy_deck(folder, name, *KEYS, *family, *compiled, *layout))
+        assert trainer.engine.groups.functions.compiled
+        drawn.clear()
+        result = trainer.train_step()
+        by_draws, trained = both(trainer, drawn)
+        assert float((by_draws - trained).abs().max()) == 0.0, name
+        # And so the pass with gradients has them.
+        assert (result.figures["moved"], result.figures["clip_share"]) == (0.0, 0.0)
+        assert result.figures["kl"] != 0
+        trainer.engine.close()
+
+
+@pytest.mark.mpi(min_size=1, max_size=2)
+def test_by_torch_they_agree(world: World, folder: Path, drawn: Drawn) -> None:
+    for name, layout in EXACT[world.size].items():
+        trainer = policy_trainer(world, policy_deck(folder, name, *KEYS, "machine.compile=false", *layout))
+        drawn.clear()
+        trainer.train_step()
+        by_draws, trained = both(trainer, drawn)
+        assert float((by_draws - trained).abs().max()) <= 1e-5, name
+        trainer.engine.close()
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("name", OTHERS)
+def test_by_a_copy_in_another_layout_they_agree(world: World, folder: Path, drawn: Drawn, name: str) -> None:
+    trainer = policy_trainer(world, policy_deck(folder, name, *KEYS, "machine.compile=true", *OTHERS[name]))
+    result = trainer.train_step()
+    assert result.figures["moved"] == 0.0  # trained in the layout that told `old`
+    by_draws, trained = both(trainer, drawn)
+    assert float((by_draws - trained).abs().max()) <= 1e-5
+    trainer.engine.close()
+    # After updates the copy draws by the new weights.
+    drawn.clear()
+    trainer.train_step()
+    by_draws, trained = both(trainer, drawn)
+    assert float((by_draws - trained).abs().max()) <= 1e-5
