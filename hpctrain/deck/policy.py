@@ -15,6 +15,9 @@ from hpctrain.deck.target import found_from, is_file, is_target
 if TYPE_CHECKING:
     from hpctrain.deck.schema import Deck
 
+CALLS_AT_ONCE = 4
+"""Calls of a reward's function by a process before its rank gives a sign of life."""
+
 POLICIES = ("ppo", "grpo")
 """Kinds of objectives that learn from rewards of what the model writes itself."""
 
@@ -145,6 +148,13 @@ def policy_problems(deck: Deck) -> Iterator[Problem]:
     if keys.tokens >= deck.batch.sequence:
         sentence = f"leaves no room for prompts in batch.sequence = {deck.batch.sequence}"
         yield Problem("policy.tokens", sentence, ("batch.sequence",))
+    hang = deck.stability.hang_seconds
+    if hang and CALLS_AT_ONCE * keys.seconds > hang:
+        sentence = (
+            f"is more than a {CALLS_AT_ONCE}th of stability.hang_seconds = {hang:g}, after which a run that "
+            f"waits so long for calls counts as hung ({hang / CALLS_AT_ONCE:g} would do)"
+        )
+        yield Problem("policy.seconds", sentence, ("stability.hang_seconds",))
     if not all(keys.stops):
         yield Problem(
             "policy.stops", "has an empty text, which would end every answer at once (leave it out)"

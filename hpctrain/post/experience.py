@@ -15,6 +15,7 @@ from hpctrain.data.batches import Batches
 from hpctrain.data.conversations import PromptSource
 from hpctrain.data.order import SampleOrder
 from hpctrain.data.tokenizer import Tokenizer
+from hpctrain.deck.policy import CALLS_AT_ONCE
 from hpctrain.deck.schema import Deck
 from hpctrain.generate.sampling import Sampling
 from hpctrain.objective.dpo import REFERENCE
@@ -22,6 +23,7 @@ from hpctrain.objective.policy import ADVANTAGES, OLD, Estimate, divergence
 from hpctrain.objective.value import RETURNS, VALUES
 from hpctrain.post.advantages import generalized_advantages, group_advantages, whitened
 from hpctrain.post.reward_model import RewardModel
+from hpctrain.post.rewards.in_processes import TOGETHER
 from hpctrain.post.rewards.reward import Sample
 from hpctrain.post.rewards.rewards import Rewards, Scores, agreed_scores
 from hpctrain.post.rollout import Answer, AnswerRows, Rollout
@@ -117,7 +119,8 @@ class Experience:
         totals = [0.0] * len(answers)
         if self.rewards is not None:
             samples = [self._sample(answer, other) for answer, other in zip(answers, others, strict=True)]
-            found = agreed_scores(self.world, self.rewards, samples)
+            at_once = CALLS_AT_ONCE * TOGETHER * self.deck.policy.processes
+            found = agreed_scores(self.world, self.rewards, samples, at_once)
             parts, totals = dict(found.parts), list(found.totals)
         for name, (model, weight) in self.models.items():
             parts[name] = model.scores(answers)

@@ -66,9 +66,12 @@ class PolicyTrainer(Trainer):
         rewards, models = self._rewards(deck, world)
         if rewards is not None:
             with world.agreement():
-                for index in range(prompts.count):
-                    row = f"{corpus.file.where}: the row of prompt {prompts.number(index)}"
-                    rewards.check(prompts.others(index), row)
+                held_out = [] if corpus.validation is None else [corpus.validation.source]
+                for source in (prompts, *held_out):
+                    assert isinstance(source, PromptSource)
+                    for index in range(source.count):
+                        row = f"{corpus.file.where}: the row of prompt {source.number(index)}"
+                        rewards.check(source.others(index), row)
                 rewards.start()
         self.closing = [] if rewards is None else [rewards.close]
         if deck.objective.kind == "ppo":

@@ -68,6 +68,7 @@ class Writer:
                 answers = self._write(passes, own, sampling)
             except HpctrainError as error:
                 problem = error
+        self.world.ledger.phase = "other"
         with self.world.agreement():
             if problem is not None:
                 raise problem
@@ -84,7 +85,7 @@ class Writer:
                 text = Text(list(each.ids), sampling.tokens, each.number, sample)
                 growing[text] = Continuation(self.tokenizer, each.ids, sampling.stops)
         for _ in continue_texts(passes, growing, draw, lambda text, token: growing[text].add(token)):
-            pass
+            self.world.ledger.phase = "evaluation"  # a sign of life: a rollout may take longer than a hang
         found = []
         for text, written in growing.items():
             ids, count = tuple(text.tokens), len(text.tokens) - text.given

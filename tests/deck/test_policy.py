@@ -66,6 +66,13 @@ def test_each_reward_has_a_weight() -> None:
     assert weights_of(deck.policy) == (2.0, -0.5)
 
 
+def test_a_call_is_no_hang() -> None:
+    told = "policy.seconds = 200.0: is more than a 4th of stability.hang_seconds = 600"
+    assert any(told in each for each in problems(text("grpo", "seconds = 200.0")))
+    for hang in ("0", "800"):
+        parse_deck(text("grpo", "seconds = 200.0"), [f"stability.hang_seconds={hang}"])
+
+
 def test_functions_are_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     home = tmp_path / "decks"

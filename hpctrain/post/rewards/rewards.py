@@ -168,11 +168,16 @@ def open_rewards(
     return Rewards([*zip(opened, weighted.values(), strict=True)])
 
 
-def agreed_scores(world: World, rewards: Rewards, samples: Sequence[Sample]) -> Scores:
-    """The scores of samples that all ranks have, each of which computes a share of them. Collective:
-    HpctrainError on all ranks where one fails.
+def agreed_scores(world: World, rewards: Rewards, samples: Sequence[Sample], at_once: int = 64) -> Scores:
+    """The scores of samples that all ranks have, each of which computes a share of them, so many `at_once`:
+    in between it gives a sign of life. Collective: HpctrainError on all ranks where one fails.
     """
     first, last = (len(samples) * rank // world.size for rank in (world.rank, world.rank + 1))
     with world.agreement():
-        own = rewards.scores(samples[first:last])
+        parts = []
+        for begin in range(first, last, at_once):
+            world.ledger.phase = "evaluation"
+            parts.append(rewards.scores(samples[begin : min(last, begin + at_once)]))
+        own = rewards.joined(parts)
+    world.ledger.phase = "other"
     return rewards.joined(world.everyone.all_gather_object(own))
