@@ -75,9 +75,7 @@ class PolicySection(Section):
         "Keys of the critic that differ, as --set has them: model.from, learning_rate.peak, layout.* (ppo).",
         (),
     )
-    reference: Texts = key(
-        "Keys of the reference that differ, as --set has them: layout.*, memory.parameters.", ()
-    )
+    reference: Texts = key("Keys of the reference that differ, as --set has them: layout.*, memory.*.", ())
     shown: int = key(
         "Answers of a rollout, and of an evaluation, that samples.jsonl gets.", 4, ge=0, le=10000
     )

@@ -182,7 +182,7 @@ def assemble(
     freeze_parameters(models, deck.model.frozen)
     replications = make_replications(deck, mesh)
     offload = Offload()
-    if deck.memory.optimizer != "device":
+    if {deck.memory.optimizer, deck.memory.parameters} != {"device"}:
         planned = PlannedMesh(mesh.sizes, number, world.topology.ranks_per_node)
         stage = plan_stage(deck, architecture, planned, schedule, split, number, world.device)
         offload = open_offload(deck, world, offloaded_bytes(deck, stage))

@@ -36,12 +36,12 @@ def build_shown_stage(
     groups: LayerGroups,
     models: Sequence[Part],
     replications: Replications,
-    offload: Offload,  # noqa: ARG001
+    offload: Offload,
     device: torch.device,  # noqa: ARG001
     agreement: Agreement = nullcontext,  # noqa: ARG001
 ) -> TrainedStage:
     """In place of `build_trained_stage`."""
-    stage, outer = build_stage(deck, groups, models, replications), EveryStep()
+    stage, outer = build_stage(deck, groups, models, replications, offload.parameters), EveryStep()
     nothing = GradientSynchronizer([], outer)
     return TrainedStage(
         **vars(stage), synchronizer=nothing, outer=outer, optimizer=NoOptimizer(), stateful=[stage.modules]

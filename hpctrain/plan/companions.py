@@ -113,15 +113,20 @@ def _shown(deck: Deck, ranks: int, vocabulary: int, ranks_per_node: int) -> list
     architecture = architecture_of(deck, vocabulary)
     placement = placed_by_flops(deck, architecture, sizes["data"])
     schedule = placement.schedule_of(micro_batches(deck, sizes["data"]))
-    transport = deck.communication.wished_transport
+    there = deck.memory.parameters == "device"
+    transport = deck.communication.wished_transport if there else "mpi"  # ranks have files of their own
     stages = []
     for number in range(schedule.stage_count):
         mesh = PlannedMesh(sizes, number, ranks_per_node, device=device, transport=transport)
         numbers = schedule, placement.split, number, device
         stage = plan_stage(deck, architecture, mesh, *numbers, build_shown_stage)
         if deck.layout.zero > 2:
-            rehearse_forward(stage, schedule, number)
-        stages.append(_held(stage))
+            for _ in range(2):  # the second time it gathers ahead, in the order of the first
+                rehearse_forward(stage, schedule, number)
+        held = _held(stage)
+        if not there:
+            held = replace(held, memory=replace(held.memory, parameter=0))
+        stages.append(held)
     return stages
 
 

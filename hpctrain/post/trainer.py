@@ -84,7 +84,9 @@ class PolicyTrainer(Trainer):
         super().__init__(deck, engine, Batches(self.answers, 0, order, repeats), state)
         reference = open_reference(deck, self.step, self.state, beginning.checkpoint)
         self.writer, self.shown = make_writer(deck, engine, self.tokenizer)
-        self.shown += [] if reference is None or reference.engine is None else [reference.engine]
+        if reference is not None and reference.engine is not None:
+            self.shown.append(reference.engine)
+            self.closing.append(reference.engine.close)
         critic = None if (own := self._step.critic) is None else partial(values_of, own)
         self.experience = Experience(
             deck,

@@ -22,6 +22,7 @@ from hpctrain.plan.engine import build_within_memory
 from hpctrain.plan.memory import plan_memory
 from hpctrain.plan.words import plan_text
 from hpctrain.post.trainer import make_trainer
+from hpctrain.report.rows import read_metrics
 from hpctrain.train.run import run_deck
 from tests.plan.policies import copying, prepare_copying
 
@@ -38,6 +39,7 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
         "sequence": ("layout.tensor=2", "layout.sequence_parallel=true"),
         "zero 3": ("layout.zero=3",),
         "pipeline": ("layout.pipeline=2",),
+        "gathered": ("layout.zero=3", "communication.transport=mpi", "run.steps=4"),
         "others": ('policy.critic=["layout.zero=3"]', 'policy.reference=["layout.pipeline=2"]'),
     },
 }
@@ -59,6 +61,28 @@ def test_all_that_a_run_holds_is_planned(world: World, mpi_tmp_path: Path, name:
         assert predicted["activation_bytes"] == pytest.approx(measured["activation_bytes"], rel=0.01)
         messages = 0 if len(rows["measured"]) == 1 else 3 * 2 * 16 * 16 * 4
         assert predicted["buffer_bytes"] == measured["buffer_bytes"] + messages
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_a_reference_may_lie_on_a_disk(world: World, mpi_tmp_path: Path) -> None:
+    """Where it takes no memory, and tells the same, bit for bit; its file goes at the end."""
+    prepare_copying(world, mpi_tmp_path)
+    found = list[tuple[int, list[tuple[float, ...]]]]()
+    for home in ("", ', "memory.optimizer=disk", "memory.parameters=disk"'):
+        folder = mpi_tmp_path / f"run{len(found)}"
+        keys = (f'policy.reference=["layout.zero=3"{home}]', f"run.dir={folder}")
+        assert run_deck(world, mpi_tmp_path / "deck.toml", keys, make=make_trainer) == 0
+        rows = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
+        predicted, measured = rows["predicted"]["stages"][0], rows["measured"][0]
+        assert predicted["parameter_bytes"] == measured["parameter_bytes"]
+        figures = [
+            (row["loss"], row["kl"], row["grad_norm"]) for row in read_metrics(folder / "metrics.jsonl")
+        ]
+        found.append((predicted["beside_bytes"][REFERENCE], figures))
+        world.everyone.barrier()
+        assert not list(folder.glob("offload/*"))
+    assert found[0][0] > found[1][0] == 0
+    assert found[0][1] == found[1][1] and found[0][1][1][1] != 0
 
 
 @pytest.mark.mpi(max_size=1)
