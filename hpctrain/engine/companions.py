@@ -10,7 +10,7 @@ from hpctrain.deck.policy import PATTERN, POLICIES
 from hpctrain.deck.read import deck_text, parse_deck
 from hpctrain.deck.schema import Deck
 
-CRITIC, REFERENCE, COPY = "critic", "reference", "copy that writes"
+CRITIC, REFERENCE, COPY = "critic", "reference", "writing copy"
 
 TEXTS_AT_A_TIME = 64
 """That each copy of the model writes, at the most: which have places in its cache."""

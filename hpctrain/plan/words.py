@@ -163,10 +163,9 @@ def _beside(plan: DeckPlan) -> list[str]:
     deck, stage = plan.deck, plan.memory.largest
     if deck.objective.kind not in POLICIES:
         return []
-    first, *others = [f"{format_bytes(size)} are a {name}'s" for name, size in stage.beside.items()] or [""]
-    held = " and ".join([first, *(each.replace(" are ", " ") for each in others)])
+    held = [f"{format_bytes(size)} a {name}'s" for name, size in stage.beside.items()]
     texts = texts_at_a_time(deck, plan.ranks // deck.layout.tensor)
-    lines = [f"Of that {held}."] if held else []
+    lines = [f"Of that it holds for other models: {', '.join(held)}."] if held else []
     lines.append(
         f"The cache has keys and values of {counted(texts, 'answer')}, which a copy of the model writes at a "
         "time, while there are no activations; of fewer where memory is short."
