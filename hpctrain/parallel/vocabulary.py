@@ -156,13 +156,13 @@ class VocabularyHead(nn.Module):
         return loss
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Whole logits [s, b, V] of hidden [s or s/t, b, h], for sampling."""
+        """Whole logits [s, b, V] of hidden [s or s/t, b, h], for sampling; in fp32 where they are scaled."""
         tensor = self.groups.tensor
         whole = self.groups.gathered(hidden)
         # As the loss does: its logits have these bits.
         local: Tensor = self.product.logits(whole.flatten(0, -2)).view(*whole.shape[:-1], -1)
         if self.multiplier != 1:
-            local = local * self.multiplier
+            local = local.float() * self.multiplier  # rounded no more than in a loss
         if tensor.size > 1:
             local = tensor.all_gather(local.permute(2, 0, 1).contiguous()).permute(1, 2, 0)
         return local[..., : self.table.shard.shape[0]]

@@ -123,6 +123,18 @@ def test_by_torch_they_agree(world: World, folder: Path, drawn: Drawn) -> None:
         trainer.engine.close()
 
 
+@pytest.mark.mpi(min_size=1, max_size=2)
+def test_logits_that_are_scaled_are_not_rounded_again(world: World, folder: Path, drawn: Drawn) -> None:
+    """A loss has their factor, 3/4 here, within its sums."""
+    scaled = "model.parametrization=mup", "model.base_width=24", "model.base_head_size=4"
+    keys = *KEYS, *scaled, "machine.compile=true", "precision.compute=bf16", f"layout.tensor={world.size}"
+    trainer = policy_trainer(world, policy_deck(folder, "scaled", *keys))
+    trainer.train_step()
+    by_draws, trained = both(trainer, drawn)
+    assert float((by_draws - trained).abs().max()) <= 1e-5
+    trainer.engine.close()
+
+
 @pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize("name", OTHERS)
 def test_by_a_copy_in_another_layout_they_agree(world: World, folder: Path, drawn: Drawn, name: str) -> None:
