@@ -102,6 +102,9 @@ def test_the_same_bits_on_the_same_layout(
     for name, layout in EXACT[world.size].items():
         trainer = policy_trainer(world, policy_deck(folder, name, *KEYS, *family, *compiled, *layout))
         assert trainer.engine.groups.functions.compiled
+        assert trainer.experience is not None
+        if name in {"short", "tensor"}:
+            trainer.experience.writer.places = 2  # passes have fewer rows than products of many begin with
         drawn.clear()
         result = trainer.train_step()
         by_draws, trained = both(trainer, drawn)
