@@ -216,6 +216,7 @@ def _others(deck: Deck) -> Iterator[Problem]:
         "communication.server": deck.communication.server != "none",
         "layout.replicas": deck.layout.replicas > 1,
         "batch.ramp_from": deck.batch.ramp_from > 0,
+        "model.dropout": deck.model.dropout > 0,
         "stability.z_loss": deck.stability.z_loss > 0,
         "evaluation.sets": bool(deck.evaluation.sets),
         "checkpoint.mirror": deck.checkpoint.mirror,

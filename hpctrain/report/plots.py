@@ -33,6 +33,9 @@ Average = Literal["mean", "median"]
 
 _INCHES = (8.0, 5.0)
 DOTS_PER_INCH = 150
+LEARNED = {"reward": "reward of an answer", "accuracy": "share of pairs"}
+"""Figures that say better than the loss what was learned, where an objective has them, and their units."""
+
 _POINTS_UNSMOOTHED = 200
 _POINTS_DRAWN = 20_000
 _WINDOWS = 60
@@ -161,7 +164,7 @@ def _marks(run_dir: Path, rows: Sequence[Row]) -> list[Mark]:
 
 def draw(runs: Sequence[PlottedRun], *, log_loss: bool = False) -> dict[str, Figure]:
     """The figures by name: loss, learning_rate, throughput (with MFU where measured), grad_norm, noise_scale
-    (where measured).
+    (where measured), and what objectives have that say better than a loss what was learned.
     """
     figures = {
         "loss": _loss(runs, log_loss=log_loss),
@@ -171,6 +174,9 @@ def draw(runs: Sequence[PlottedRun], *, log_loss: bool = False) -> dict[str, Fig
     }
     if any(len(run.series("gradient_noise")[0]) for run in runs):
         figures["noise_scale"] = _noise_scale(runs)
+    for key, unit in LEARNED.items():
+        if any(len(run.series(key)[0]) for run in runs):
+            figures[key] = _both(runs, key.capitalize(), key, unit)
     return figures
 
 
@@ -200,18 +206,25 @@ def _name_of(picture: str, run: PlottedRun, runs: Sequence[PlottedRun]) -> str:
 
 
 def _loss(runs: Sequence[PlottedRun], *, log_loss: bool) -> Figure:
-    figure, (axes,) = make_figure("Loss", ["loss (nats per token)"], runs)
+    figure = _both(runs, "Loss", "loss", "loss (nats per token)")
+    if log_loss:
+        logarithmic(figure.axes[0])
+    return figure
+
+
+def _both(runs: Sequence[PlottedRun], title: str, key: str, unit: str) -> Figure:
+    """A figure of what is measured in training, and of the held-out share."""
+    figure, (axes,) = make_figure(title, [unit], runs)
     for index, run in enumerate(runs):
-        validation = run.series("validation_loss")
+        validation = run.series(f"validation_{key}")
         label = f"{run.label}, training" if len(runs) > 1 else "training"
-        draw_curve(axes, run.series("loss"), index, label, "mean")
-        if len(validation[0]):
+        draw_curve(axes, run.series(key), index, label, "mean")
+        # A policy's loss of evaluations is its reward with another sign, which has a figure of its own.
+        if len(validation[0]) and not (key == "loss" and len(run.series("validation_reward")[0])):
             label = f"{run.label}, validation" if len(runs) > 1 else "validation"
             colour = f"C{index}" if len(runs) > 1 else "C1"
             style: dict[str, Any] = {"linestyle": "--", "marker": "o", "markersize": 4, "linewidth": 1.2}
             axes.plot(*validation, color=colour, label=label, **style)
-    if log_loss:
-        logarithmic(axes)
     mark_events(axes, runs)
     add_legend(axes)
     return figure

@@ -36,7 +36,9 @@ _WRITTEN = re.compile(rf"{_FILE}|{re.escape(LOCK)}|{re.escape(MARKER)}")
 _CHECKPOINT = r"step-\d{8,}\.h5|\.step-\d{8,}\.h5\.tmp"
 _LINKS = ("latest", ".latest.tmp", "best", ".best.tmp")
 _EVENT_FILE = r"events\.out\.tfevents\.\d+\.[^/]+"
-_PICTURE = r"(loss|learning_rate|throughput|grad_norm|noise_scale|fp8|expert_load|schedule)\.png"
+_PICTURE = (
+    r"(loss|learning_rate|throughput|grad_norm|noise_scale|fp8|reward|accuracy|expert_load|schedule)\.png"
+)
 
 _AT_LEAST = {"deck.toml", "log.txt", LOCK}  # what every run wrote before there was a marker
 

@@ -222,6 +222,7 @@ OTHERS = {
     "run.tokens": ["run.tokens=100000"],
     "communication.server": ["communication.server=async"],
     "layout.replicas": ["layout.replicas=2"],
+    "model.dropout": ["model.dropout=0.1"],
     "batch.ramp_from": ["batch.ramp_from=4", "batch.ramp_steps=4"],
     "stability.z_loss": ["stability.z_loss=1e-4"],
     "evaluation.sets": [],

@@ -85,6 +85,21 @@ def test_throughput_has_a_panel_for_mfu_where_it_was_measured(mfu: bool, panels:
     assert all(axes.get_ylim()[0] == 0 for axes in figure.axes)
 
 
+def test_what_says_more_than_a_loss_is_drawn_beside_it() -> None:
+    """Of a policy the loss of evaluations, its reward with another sign, is not drawn twice."""
+    table = rows(6)
+    assert not {"reward", "accuracy"} & draw([PlottedRun("small", table)]).keys()
+    for row in table:
+        row.update({"reward": 0.1 * row["step"], "accuracy": 0.5})
+    table[-1].update({"validation_reward": 0.75, "validation_loss": -0.75})
+    drawn = draw([PlottedRun("policy", table)])
+    assert len(drawn["loss"].axes[0].get_lines()) == 1
+    training, validation = drawn["reward"].axes[0].get_lines()
+    assert validation.get_ydata()[-1] == 0.75
+    assert training.get_ydata()[-1] == pytest.approx(0.1 * table[-1]["step"])
+    assert drawn["accuracy"].axes[0].get_ylabel() == "share of pairs"
+
+
 def test_the_noise_scale_is_drawn_where_it_was_measured() -> None:
     """With the batch, and what it is the ratio of; where a step gave no scale, the line goes on past it."""
     table = rows(20)
