@@ -187,6 +187,12 @@ class PolicyStep(Step):
         if (critic := engine.companions.get(CRITIC)) is not None:
             self.critic = Step(critic, batches, deck.batch.micro_size, deck.optimizer.clip, deck.run.seed)
 
+    @property
+    def has_samples(self) -> bool:
+        """See Step; a run that goes on has none before its first rollout."""
+        source = self.batches.source
+        return isinstance(source, OfRollouts) and source.rollout is not None
+
     def __call__(
         self, state: TrainState, batch: int, before_update: Callable[[], None] = lambda: None
     ) -> StepResult:

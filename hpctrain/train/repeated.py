@@ -26,8 +26,10 @@ class Repetition:
 
     def compare(self) -> list[Fault]:
         """What neighbours have otherwise than this rank had it; collective. Leaves gradients, and whatever
-        the passes of a step themselves change, to be begun anew.
+        the passes of a step themselves change, to be begun anew. Nothing where there are no samples yet.
         """
+        if not self.step.has_samples:
+            return []
         engine, step, state, batch = self.engine, self.step, self.state, self.batch()
         number, shares = step.share
         if engine.mesh.size("pipeline") == 1:

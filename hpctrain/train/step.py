@@ -144,6 +144,11 @@ class Step:
         return StepResult(figures, norm, rate, batch, tokens, not updated, noted, spike=spike)
 
     @property
+    def has_samples(self) -> bool:
+        """Whether what it would learn from is there by now."""
+        return True
+
+    @property
     def share(self) -> tuple[int, int]:
         """Which of how many shares of a step's samples this rank reads.
 
