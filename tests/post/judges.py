@@ -108,3 +108,8 @@ def of_text(text, label):
 
 def with_solution(completions, solution):
     return [1.0]
+
+
+def twice(completions: list[str]) -> list[float]:
+    os.fork()
+    return [1.0] * len(completions)

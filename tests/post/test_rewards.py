@@ -58,6 +58,15 @@ def test_functions_of_users_judge_as_they_are() -> None:
     assert scores_of("length", ["x" * 5_000_000] * 2) == [5e6, 5e6]
 
 
+def test_a_function_that_comes_back_twice_is_heard_once() -> None:
+    reward = UsersReward(f"{JUDGES}:twice", 20.0)
+    try:
+        for _ in range(5):
+            assert reward.scores(samples_of(["a", "b"])) == [1.0, 1.0]
+    finally:
+        reward.close()
+
+
 def test_batches_are_shared_by_processes_in_order() -> None:
     texts = ["x" * (n % 7) for n in range(101)]
     reward = UsersReward(f"{JUDGES}:length", processes=3, together=4)
