@@ -9,6 +9,7 @@ from pathlib import Path
 from hpctrain.deck.policy import PATTERN, POLICIES
 from hpctrain.deck.read import deck_text, parse_deck
 from hpctrain.deck.schema import Deck
+from hpctrain.errors import HpctrainError
 
 CRITIC, REFERENCE, COPY = "critic", "reference", "writing copy"
 
@@ -16,18 +17,39 @@ TEXTS_AT_A_TIME = 64
 """That each copy of the model writes, at the most: which have places in its cache."""
 
 
-def companion_deck(deck: Deck, changes: Sequence[str], ranks: int) -> Deck:
-    """The deck with other values of keys, as `--set` has them; HpctrainError with all that is wrong then."""
+_OWN_SECTIONS = (
+    *("model", "layout", "optimizer", "learning_rate", "precision", "memory"),
+    *("communication", "stability", "machine"),
+)
+_OWN_KEYS = ("batch.micro_size",)
+
+
+def companion_deck(deck: Deck, changes: Sequence[str], ranks: int, key: str) -> Deck:
+    """The deck with other values of keys, as `--set` has them, which `key` of the deck tells; HpctrainError
+    with all that is wrong then, under that key.
+    """
     if not changes:
         return deck
-    return parse_deck(deck_text(deck), list(changes), ranks=ranks).with_found(replace(deck.found, split=None))
+    for change in changes:
+        name = change.partition("=")[0].strip()
+        section, dot, _ = name.partition(".")
+        if dot and section in Deck.model_fields and section not in _OWN_SECTIONS and name not in _OWN_KEYS:
+            raise HpctrainError(
+                f"{key}: {name} is the run's, for all of its models (keys of {', '.join(_OWN_SECTIONS)} may "
+                f"differ, and {', '.join(_OWN_KEYS)})"
+            )
+    try:
+        own = parse_deck(deck_text(deck), list(changes), ranks=ranks)
+    except HpctrainError as error:
+        raise type(error)([f"{key}: {each.removeprefix('--set ')}" for each in error.problems]) from None
+    return own.with_found(replace(deck.found, split=None))
 
 
 def critic_deck(deck: Deck, ranks: int) -> Deck | None:
     """Of the engine that learns what rewards are to be expected, if there is one; errors as above."""
     if deck.objective.kind != "ppo":
         return None
-    own = companion_deck(deck, deck.policy.critic, ranks)
+    own = companion_deck(deck, deck.policy.critic, ranks, "policy.critic")
     return own.with_keys(
         objective={"kind": "reward"}, run={"noise_scale_steps": 0}, stability={"spike": "off"}
     )
@@ -37,7 +59,7 @@ def reference_deck(deck: Deck, ranks: int) -> Deck | None:
     """Of the model that the run starts from, where something asks one of its own; errors as above."""
     if deck.objective.kind not in POLICIES or not deck.objective.beta or shares_reference(deck):
         return None
-    return companion_deck(deck, deck.policy.reference, ranks).with_keys(
+    return companion_deck(deck, deck.policy.reference, ranks, "policy.reference").with_keys(
         objective={"kind": "next-token"},
         memory={"optimizer": "device", "activations": "keep"},
         communication={"compress": "none"},

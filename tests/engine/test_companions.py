@@ -1,4 +1,4 @@
-"""What names the checkpoint of a reward model. Tests of engine/companions.py."""
+"""What names a reward model, and what a critic may have of its own. Tests of engine/companions.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.engine.companions import is_checkpoint
+from hpctrain.deck.read import parse_deck
+from hpctrain.engine.companions import critic_deck, is_checkpoint
+from hpctrain.errors import HpctrainError
 
 
 @pytest.mark.parametrize(
@@ -24,3 +26,41 @@ from hpctrain.engine.companions import is_checkpoint
 )
 def test_checkpoints(tmp_path: Path, name: str, wanted: bool) -> None:
     assert is_checkpoint(name.format(folder=tmp_path)) == wanted
+
+
+PPO = """
+[run]
+steps = 2
+[model]
+family = "llama"
+layers = 2
+hidden = 32
+heads = 2
+vocabulary = 64
+[data]
+tokens = "prompts.h5"
+[objective]
+kind = "ppo"
+[policy]
+reward = ["exact-match"]
+tokens = 8
+critic = ["CHANGE"]
+[batch]
+sequence = 32
+global_size = 4
+"""
+
+
+@pytest.mark.parametrize("change", ["batch.sequence=16", "data.tokens=x.h5", "run.seed=9", "policy.tokens=4"])
+def test_what_all_models_of_a_run_have_in_common(change: str) -> None:
+    deck = parse_deck(PPO.replace("CHANGE", change), ranks=1)
+    with pytest.raises(HpctrainError, match=f"^policy.critic: {change.partition('=')[0]} is the run's"):
+        critic_deck(deck, 1)
+
+
+def test_what_is_wrong_with_a_critic_is_told_under_its_key() -> None:
+    deck = parse_deck(PPO.replace("CHANGE", "layout.tensor=2"), ranks=1)
+    with pytest.raises(HpctrainError, match=r"^policy\.critic: layout\.tensor=2: layout\.tensor x "):
+        critic_deck(deck, 1)
+    own = critic_deck(parse_deck(PPO.replace("CHANGE", "batch.micro_size=2"), ranks=1), 1)
+    assert own is not None and own.batch.micro_size == 2
