@@ -134,8 +134,12 @@ class _Rows(ABC):
         """How many there are, in a line."""
         line = f"{title}: {counted(len(self._rows), NOUNS[self.kind])}"
         if self.left_out:
-            line += f"; {self.left_out} left out, which have nothing to answer in {self.length} tokens"
+            line += f"; {self.left_out} left out, {self._why_left_out}"
         return line
+
+    @property
+    def _why_left_out(self) -> str:
+        return f"which have nothing to answer in {self.length} tokens"
 
     @abstractmethod
     def _fit(self) -> Booleans:
@@ -236,6 +240,10 @@ class PromptSource(_Rows, Sequences):
     def first_token(self, index: int) -> int:
         """Where the document of a prompt begins in the file."""
         return int(self._begins[self.number(index)])
+
+    @property
+    def _why_left_out(self) -> str:
+        return f"which have more than {self.length} tokens"
 
     def _fit(self) -> Booleans:
         lengths: Array = self._ends - self._begins

@@ -8,6 +8,7 @@ reads it.
 from __future__ import annotations
 
 import os
+import shutil
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 from numpy.lib import format as npy
 
+from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches, MicroBatch, Samples, Wanted
 from hpctrain.data.stored import StoredArray
 from hpctrain.engine.corpus import Corpus
@@ -28,6 +30,25 @@ from hpctrain.files import open_regular, synchronize
 from hpctrain.objective.dpo import REFERENCE
 from hpctrain.train.scored import log_probabilities_of
 from hpctrain.train.step import Step
+
+
+def bring_references(world: World, origin: Path, folder: Path) -> None:
+    """Have a run that goes on in another folder find its reference there, too: what the folder of its
+    `origin` has of one, and this lacks. Collective; InputOutputError on all ranks where it cannot be copied.
+    """
+    with world.agreement():
+        found = [*origin.glob("reference.*.npy"), origin / "reference.h5"] if world.rank == 0 else []
+        for path in found:
+            there = folder / path.name
+            if there.exists() or not path.is_file():
+                continue
+            with failing_as(f"{there}: cannot be written"):
+                partial = there.with_name(f".{there.name}.partial")
+                with open_regular(path) as read, partial.open("wb") as written:
+                    shutil.copyfileobj(read, written)
+                synchronize(partial)
+                partial.replace(there)
+                synchronize(folder)
 
 
 @dataclass

@@ -43,7 +43,7 @@ from hpctrain.train.layout import choose_layout
 from hpctrain.train.memory import MemoryLedger
 from hpctrain.train.mirror import begin_mirrors, require_neighbour
 from hpctrain.train.origin import compare_corpus, known_corpus
-from hpctrain.train.reference import refer
+from hpctrain.train.reference import bring_references, refer
 from hpctrain.train.routing import Routing, read_given
 from hpctrain.train.seconds import PlannedSeconds, StepSeconds, plan_seconds
 from hpctrain.train.server.checkpoints import ServedCheckpoints
@@ -121,6 +121,8 @@ class Run:
                 (folder / "deck.toml").write_text(deck_text(deck), encoding="utf-8")
                 memory.write()
         newest = self.checkpoints.newest
+        if newest is not None:
+            bring_references(world, newest.parent.parent, folder)
         reporter = Reporter(world, deck, state.step, newest)
         try:
             peak = Peak(world, deck, folder)

@@ -83,6 +83,9 @@ crashes, out_of_memory = of_each(lambda: ctypes.string_at(0)), of_each(_out_of_m
 nan, infinite, none, text = (of_each(lambda value=value: value) for value in (np.nan, -np.inf, None, "high"))
 
 
+huge = of_each(lambda: 1e308)
+
+
 def one_number(completions, **others):
     return 1.0
 

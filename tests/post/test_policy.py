@@ -114,6 +114,8 @@ def test_a_run_that_goes_on_has_the_same_bits(world: World, mpi_tmp_path: Path, 
         assert resume(world, middle, [f"run.dir={folder}", *layout], make=make_trainer) == 0
         rows = rows_of(folder)
         assert [row["step"] for row in rows] == list(range(5, 13))
+        # What it needs to go on once more has come with it.
+        assert (folder / "reference.h5").read_bytes() == (mpi_tmp_path / "whole/reference.h5").read_bytes()
         for row, other in zip(rows, wanted[4:], strict=True):
             if exact:
                 assert row == other

@@ -20,7 +20,7 @@ from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError, UsersError
 from hpctrain.post.rewards.in_processes import RegularExpression, UsersReward
 from hpctrain.post.rewards.reward import ExactMatch, Reward, Sample
-from hpctrain.post.rewards.rewards import Rewards, agreed_scores, open_rewards, parse_reward, reward_from
+from hpctrain.post.rewards.rewards import Rewards, agreed_scores, open_rewards, parse_reward
 
 JUDGES = Path(__file__).with_name("judges.py")
 
@@ -101,6 +101,7 @@ def test_what_a_function_prints_is_no_answer(capfd: pytest.CaptureFixture[str]) 
         ("spins", "takes longer than 1 s, asked"),
         ("nan", "gives NaN, asked"),
         ("infinite", "gives -inf, asked"),
+        ("huge", "gives 1e+308, which is beyond 1e+30, and leaves nothing to learn, asked"),
         ("none", "gives None, which is no number (0.0 would do where it has nothing to say), asked"),
         ("text", 'gives a str: "high", which is no number, asked'),
         ("one_number", "gives a float, not a list with a number for each completion, asked"),
@@ -191,6 +192,7 @@ def test_names_of_rewards(tmp_path: Path) -> None:
         ("regular-expression:(", r'"\(" is no regular expression \(missing \), unterminated subpattern'),
         ("regular-expression:", "names no pattern"),
         ("regular-expression", "names no pattern"),
+        ("exact-match:b", r'has more than a name \("exact-match" would do'),
         ("exact_match", r"is no reward \(did you mean exact-match\?\)"),
         ("", "is no reward"),
         (f"{tmp_path}/none.py:f", "none.py: there is no such file$"),
@@ -199,8 +201,6 @@ def test_names_of_rewards(tmp_path: Path) -> None:
     ):
         with pytest.raises(HpctrainError, match=rf"^deck\.toml:3: .*{what}"):
             parse_reward(text, "deck.toml:3")
-    assert reward_from("own.py:f", "/decks/one.toml") == "/decks/own.py:f"
-    assert reward_from("regular-expression:own.py:f", "/decks/one.toml") == "regular-expression:own.py:f"
 
 
 def test_weighted_sums() -> None:

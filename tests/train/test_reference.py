@@ -18,7 +18,7 @@ from hpctrain.data.order import Integers, SampleOrder
 from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import InputOutputError
-from hpctrain.train.reference import with_reference
+from hpctrain.train.reference import bring_references, with_reference
 from hpctrain.train.verify import on_one_rank
 from tests.engines import LLAMA, Trainer, by_rank_0, small_deck, trainer
 
@@ -103,6 +103,11 @@ def test_what_is_stored_is_read_again_or_refused(world: World, tmp_path: Path) -
     assert [step.loss for step in again] == [step.loss for step in first]
     elsewhere = learner(world, deck, tmp_path / "other", saved).train(2)
     assert [step.loss for step in elsewhere] == [step.loss for step in first]
+    (tmp_path / "third").mkdir()
+    for _ in range(2):  # what is there already stays
+        bring_references(world, tmp_path, tmp_path / "third")
+    assert [each.name for each in (tmp_path / "third").iterdir()] == [path.name]
+    assert (tmp_path / "third" / path.name).read_bytes() == kept
     damaged = bytearray(kept)
     damaged[-100] ^= 4
     path.write_bytes(damaged)

@@ -10,7 +10,7 @@ from math import isfinite
 from pathlib import Path
 
 from hpctrain.comm.world import World
-from hpctrain.deck.target import found_from, is_file, is_target
+from hpctrain.deck.target import is_file, is_target
 from hpctrain.errors import HpctrainError
 from hpctrain.post.rewards.in_processes import RegularExpression, UsersReward
 from hpctrain.post.rewards.reward import ExactMatch, Reward, Sample, quoted
@@ -18,7 +18,7 @@ from hpctrain.words import nearest
 
 EXACT_MATCH = "exact-match"
 PATTERN = "regular-expression"
-FORMS = f'"{EXACT_MATCH}", "{PATTERN}:PATTERN" or "FILE.py:FUNCTION"'
+FORMS = f'"{EXACT_MATCH}", "{PATTERN}:PATTERN", "FILE.py:FUNCTION" or a reward model\'s checkpoint'
 _USUAL_KEY, _USUAL_SECONDS = "answer", 30.0
 
 
@@ -38,17 +38,14 @@ class RewardName:
         return UsersReward(self.text, seconds, processes)
 
 
-def reward_from(text: str, deck_name: str) -> str:
-    """The same reward from any folder: a file's is relative to that of the deck which names it."""
-    return text if _built_in(text) else found_from(text, deck_name)
-
-
 def parse_reward(text: str, where: str) -> RewardName:
     """The reward of a text as in FORMS. HpctrainError, beginning with `where`, with what is wrong; of a
     function whether it is there, and can judge, is known when it is loaded (Rewards.start).
     """
     if (kind := _built_in(text)) == EXACT_MATCH:
         return RewardName(EXACT_MATCH)
+    if text.startswith(f"{EXACT_MATCH}:"):
+        raise HpctrainError(f'{where}: {quoted(text)} has more than a name ("{EXACT_MATCH}" would do)')
     if kind == PATTERN:
         pattern = text.partition(":")[2]
         if not pattern:

@@ -31,6 +31,9 @@ from hpctrain.errors import HpctrainError
 from hpctrain.post.rewards.reward import answers_of, is_exact_match
 from hpctrain.words import counted, either, kind_of
 
+LARGEST = 1e30
+"""Of a score: squares of what is larger are no number in single precision."""
+
 GIVEN = ("prompts", "completions", "tokens")
 """What a function is given by name, besides what rows have."""
 
@@ -198,6 +201,10 @@ def _floats(made: Any, values: Sequence[Any] | None, count: int, folder: str) ->
             raise _UnfitError(f"gives what is no number: {_what(error, folder)}", index) from error
         if not math.isfinite(number):
             raise _UnfitError(f"gives {'NaN' if math.isnan(number) else f'{number:+}'}", index)
+        if abs(number) > LARGEST:
+            raise _UnfitError(
+                f"gives {number:g}, which is beyond {LARGEST:g}, and leaves nothing to learn", index
+            )
         found.append(number)
     return found
 
