@@ -140,6 +140,8 @@ def policy_problems(deck: Deck) -> Iterator[Problem]:
         return
     if not keys.reward:
         yield Problem("policy.reward", 'must name what rewards answers ("exact-match" would do)')
+    if len(set(keys.reward)) < len(keys.reward):
+        yield Problem("policy.reward", "names one twice (policy.weights says how much it counts)")
     if keys.weights and len(keys.weights) != len(keys.reward):
         sentence = f"must have a weight for each of the {len(keys.reward)} rewards (left out, all are 1)"
         yield Problem("policy.weights", sentence, ("policy.reward",))

@@ -7,24 +7,24 @@ alone, and `reference` has the log-probabilities that the model had of these bef
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from hpctrain.comm.group import Group
-from hpctrain.data.batches import MicroBatch
 from hpctrain.model.inputs import Inputs
 from hpctrain.objective.log_probabilities import OfLogProbabilities, counted_once, whole_sums
 from hpctrain.objective.objective import LossOf
+from hpctrain.objective.pairs import OfPairs
 
 REFERENCE = "reference"
 """The field of a micro-batch that has the log-probabilities of the reference, fp32 [b, s]."""
 
 
 @dataclass(frozen=True)
-class DirectPreference:
+class DirectPreference(OfPairs):
     """How much more the model has learned to prefer the chosen answer than the reference does, is its margin:
     the difference of the two differences of log-probabilities, times `beta`.
 
@@ -36,17 +36,6 @@ class DirectPreference:
     beta: float = 0.1
     form: Literal["sigmoid", "ipo"] = "sigmoid"
     smoothing: float = 0.0
-    figures: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "margin", "chosen", "rejected", "pairs")
-
-    def count(self, micro_batch: MicroBatch) -> int:
-        """Tokens of answers; how many pairs these are, the pass tells."""
-        return int((micro_batch.targets >= 0).sum())
-
-    def settle(self, figures: dict[str, float]) -> float:
-        """See Objective: pairs for each token."""
-        pairs = figures.pop("pairs") or 1.0
-        figures |= {name: value / pairs for name, value in figures.items() if name in self.figures}
-        return pairs
 
     def losses(self, inputs: Inputs, scale: Tensor) -> LossOf:
         """See Objective."""

@@ -8,23 +8,22 @@ answers alone.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from hpctrain.comm.group import Group
-from hpctrain.data.batches import MicroBatch
 from hpctrain.data.conversations import MARGIN
 from hpctrain.model.inputs import Inputs
 from hpctrain.objective.log_probabilities import counted_once, whole_sums
 from hpctrain.objective.objective import LossOf
+from hpctrain.objective.pairs import OfPairs
 from hpctrain.objective.scores import OfScores
 
 
 @dataclass(frozen=True)
-class Reward:
+class Reward(OfPairs):
     """The reward of an answer is the score of its last token, see `answer_ends`. A pair's loss is -log
     sigmoid of the chosen one's reward minus the other's, minus `margin` and what its row asks for besides.
 
@@ -34,17 +33,6 @@ class Reward:
 
     margin: float = 0.0
     centering: float = 0.0
-    figures: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "margin", "chosen", "rejected", "pairs")
-
-    def count(self, micro_batch: MicroBatch) -> int:
-        """Tokens of answers; how many pairs these are, the pass tells."""
-        return int((micro_batch.targets >= 0).sum())
-
-    def settle(self, figures: dict[str, float]) -> float:
-        """See Objective: pairs for each token."""
-        pairs = figures.pop("pairs") or 1.0
-        figures |= {name: value / pairs for name, value in figures.items() if name in self.figures}
-        return pairs
 
     def losses(self, inputs: Inputs, scale: Tensor) -> LossOf:
         """See Objective."""

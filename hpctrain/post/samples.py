@@ -10,6 +10,7 @@ from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.errors import failing_as
 from hpctrain.post.rollout import Answer
 from hpctrain.report.samples import SAMPLES_FILE
+from hpctrain.watch.metrics import cut_rows
 
 
 class SamplesFile:
@@ -46,21 +47,8 @@ class SamplesFile:
             }
             lines.append(json.dumps(row) + "\n")
         with failing_as(f"{self.path}: cannot be written"):
-            if not self._begun:
-                self._forget()
+            if not self._begun and self.path.exists():
+                cut_rows(self.path, self.step)
+            self._begun = True
             with self.path.open("a", encoding="utf-8") as file:
                 file.writelines(lines)
-
-    def _forget(self) -> None:
-        self._begun = True
-        if not self.path.exists():
-            return
-        kept = [line for line in self.path.read_text(encoding="utf-8").splitlines() if self._stays(line)]
-        self.path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-
-    def _stays(self, line: str) -> bool:
-        try:
-            row = json.loads(line)
-            return isinstance(row, dict) and row["step"] <= self.step
-        except (ValueError, KeyError, TypeError):
-            return False

@@ -43,7 +43,7 @@ from hpctrain.train.memory import Beside
 from hpctrain.train.scored import log_probabilities_of, values_of
 from hpctrain.train.start import start_from_source
 from hpctrain.train.step import Step, StepResult, TrainState
-from hpctrain.train.trainer import Beginning, Trainer
+from hpctrain.train.trainer import Beginning, Trainer, step_of
 
 
 def make_trainer(beginning: Beginning) -> Trainer:
@@ -185,7 +185,9 @@ class PolicyStep(Step):
         self.gather = gather
         self.critic: Step | None = None
         if (critic := engine.companions.get(CRITIC)) is not None:
-            self.critic = Step(critic, batches, deck.batch.micro_size, deck.optimizer.clip, deck.run.seed)
+            own = critic_deck(deck, engine.world.size)
+            assert own is not None
+            self.critic = step_of(own, critic, batches)
 
     @property
     def has_samples(self) -> bool:

@@ -101,7 +101,7 @@ class MetricsWriter:
         self.path = Path(path)
         with failing_as(f"{path}: cannot be opened"):
             if resume_step is not None and self.path.exists():
-                _cut(self.path, resume_step)
+                cut_rows(self.path, resume_step)
             elif resume_step is None and self.path.exists() and self.path.stat().st_size > 0:
                 raise HpctrainError(
                     f"{path}: holds the metrics of an earlier run; replace it with `--fresh`, or give the "
@@ -127,7 +127,7 @@ class MetricsWriter:
         """Cut off the rows of later steps: the run makes them anew."""
         with failing_as(f"{self.path}: cannot be written"):
             self._file.close()
-            _cut(self.path, step)
+            cut_rows(self.path, step)
             self._file = self.path.open("ab", buffering=0)
 
     def close(self) -> None:
@@ -137,7 +137,7 @@ class MetricsWriter:
                 os.fsync(self._file.fileno())
 
 
-def _cut(path: Path, last_step: int) -> None:
+def cut_rows(path: Path, last_step: int) -> None:
     """Leave only the rows of steps up to `last_step`; the old file stands until the new one does."""
     shorter = path.with_name(path.name + ".new")
     with shorter.open("wb") as rows:

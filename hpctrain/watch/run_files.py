@@ -28,7 +28,7 @@ _CHECKPOINTS, _OFFLOAD, _PLOTS, _EVENTS = "checkpoints", "offload", "plots", "te
 _FILE = (
     r"deck\.toml|metrics\.jsonl(\.new)?|faults\.jsonl|status\.json(\.new)?|ledger\.json|plan\.json|peak\.json|trace\.json(\.partial)?"
     r"|metrics\.csv(\.new)?|dashboards\.json"
-    r"|samples\.jsonl|\.?reference\.h5(\.tmp|\.partial)?|\.?reference\.[\w.-]+\.npy(\.partial)?"
+    r"|samples\.jsonl(\.new)?|\.?reference\.h5(\.tmp|\.partial)?|\.?reference\.[\w.-]+\.npy(\.partial)?"
     r"|routing\.h5|\.routing\.h5\.partial|mirror\.json(\.new)?"
     r"|log(\.\d+)?\.txt|\.?hang\.(\d+\.txt(\.new)?|ask(\.\d+)?)|\.seen-[0-9a-f]{32}"
 )

@@ -66,6 +66,11 @@ def test_each_reward_has_a_weight() -> None:
     assert weights_of(deck.policy) == (2.0, -0.5)
 
 
+def test_a_reward_is_named_once() -> None:
+    twice = text("grpo").replace('["exact-match"]', '["exact-match", "exact-match"]')
+    assert any("names one twice" in each for each in problems(twice))
+
+
 def test_a_call_is_no_hang() -> None:
     told = "policy.seconds = 200.0: is more than a 4th of stability.hang_seconds = 600"
     assert any(told in each for each in problems(text("grpo", "seconds = 200.0")))

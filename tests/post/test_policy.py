@@ -124,6 +124,27 @@ def test_a_run_that_goes_on_has_the_same_bits(world: World, mpi_tmp_path: Path, 
             assert rows[0][key] == pytest.approx(wanted[4][key], rel=1e-4, abs=1e-6), key
 
 
+@pytest.mark.mpi(min_size=1, max_size=2)
+def test_a_critic_steps_by_its_own_keys(world: World, mpi_tmp_path: Path) -> None:
+    """By its own clip, with which it goes nowhere, and its own micro-batches, which change nothing."""
+    write_prompts(world, mpi_tmp_path)
+    more = 'epochs = 4\ncritic = ["optimizer.name=sgd", "optimizer.weight_decay=0", {}]\n'
+    found = {}
+    for name, keys in (
+        ("usual", '"optimizer.clip=1"'),
+        ("still", '"optimizer.clip=1e-9"'),
+        ("small", '"batch.micro_size=1"'),
+    ):
+        deck = write_deck(
+            world, mpi_tmp_path, name, policy("ppo", more=more.format(keys)), size=16, rate="0.1"
+        )
+        assert run_deck(world, deck, [], make=make_trainer) == 0
+        found[name] = [row["critic_loss"] for row in rows_of(mpi_tmp_path / name)]
+    assert found["still"][-1] == pytest.approx(found["still"][0], rel=1e-6)
+    assert found["usual"][-1] != pytest.approx(found["usual"][0], rel=1e-3)
+    assert found["small"] == pytest.approx(found["usual"], rel=1e-4)
+
+
 @pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize("more", [["layout.zero=3"], ["layout.pipeline=2"], ["precision.compute=bf16"]])
 def test_a_policy_with_adapters_is_its_own_reference(
