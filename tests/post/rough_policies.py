@@ -46,7 +46,7 @@ validation = 0
 kind = "ppo"
 beta = 0.3
 [policy]
-reward = ["exact-match", "exact-match"]
+reward = ["exact-match", "regular-expression:b"]
 weights = [0.7, -0.4]
 tokens = 10
 stops = {stops}
