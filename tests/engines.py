@@ -15,6 +15,7 @@ from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import build_engine, make_mesh
+from hpctrain.engine.sizes import on_one_rank
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.shard import Parameter
 from hpctrain.sharding.bucket import Bucket
@@ -22,7 +23,7 @@ from hpctrain.sharding.bucket_layout import bucket_layouts
 from hpctrain.sharding.replication import Replications
 from hpctrain.train import trainer as trainer_module
 from hpctrain.train.step import StepResult
-from hpctrain.train.verify import ROUGHNESS, on_one_rank
+from hpctrain.train.verify import ROUGHNESS
 
 DECK = """
 [run]

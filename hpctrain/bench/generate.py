@@ -24,6 +24,7 @@ from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import build_engine, make_mesh
 from hpctrain.engine.functions import with_functions
+from hpctrain.engine.sizes import on_one_rank
 from hpctrain.errors import HpctrainError
 from hpctrain.generate.continuing import Passes, Text, continue_texts
 from hpctrain.generate.passes import CachedPasses, can_cache, least_rows
@@ -33,7 +34,6 @@ from hpctrain.memory.cached_texts import CachePlan
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Transformer
 from hpctrain.table import table
-from hpctrain.train.verify import on_one_rank
 
 ALONE = 2
 """Prompts that are continued without a cache: of all of them it would take minutes."""

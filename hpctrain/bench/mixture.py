@@ -23,7 +23,7 @@ from hpctrain.comm.world import World
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import make_mesh
-from hpctrain.engine.sizes import expert_sizes
+from hpctrain.engine.sizes import expert_sizes, on_one_rank
 from hpctrain.errors import HpctrainError
 from hpctrain.model.feed_forward import FeedForward
 from hpctrain.model.inputs import Inputs
@@ -37,7 +37,6 @@ from hpctrain.parallel.linear import Multiplying
 from hpctrain.parallel.residency import Residency
 from hpctrain.parallel.shard import Parameter
 from hpctrain.table import table
-from hpctrain.train.verify import on_one_rank
 
 
 @dataclass(frozen=True)

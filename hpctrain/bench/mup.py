@@ -31,6 +31,7 @@ from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import build_engine
 from hpctrain.engine.corpus import open_corpus, settle_vocabulary
+from hpctrain.engine.sizes import on_one_rank
 from hpctrain.errors import HpctrainError
 from hpctrain.model.part import Part, blocks_of, logits_of
 from hpctrain.model.transformer import Block
@@ -38,7 +39,6 @@ from hpctrain.report.terminal import stdout_console
 from hpctrain.report.widths import draw_widths
 from hpctrain.table import table
 from hpctrain.train.trainer import Trainer
-from hpctrain.train.verify import on_one_rank
 from hpctrain.words import require
 
 PARAMETRIZATIONS = ("standard", "mup")

@@ -30,11 +30,11 @@ from hpctrain.comm.processor import processor_name
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches
 from hpctrain.data.synthetic import SyntheticSource
-from hpctrain.deck.policy import POLICIES
+from hpctrain.deck.objective import POLICIES
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import build_engine, make_mesh
-from hpctrain.engine.sizes import expert_sizes
+from hpctrain.engine.sizes import expert_sizes, on_one_rank
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.live import LiveActivations
 from hpctrain.memory.saved import gpt_activation_bytes
@@ -47,7 +47,6 @@ from hpctrain.parallel.random import DropoutSource
 from hpctrain.plan.engine import build_within_memory
 from hpctrain.report.terminal import stdout_console
 from hpctrain.train.trainer import Trainer
-from hpctrain.train.verify import on_one_rank
 from hpctrain.units import format_bytes
 from hpctrain.watch.machine import measure_gemm_flops
 

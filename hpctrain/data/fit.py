@@ -8,8 +8,8 @@ from hpctrain.data.contents import CHAT, PREFERENCES, PROMPTS, TEXT_KIND
 from hpctrain.data.packing import Packing
 from hpctrain.data.shards import Tokens, title_of
 from hpctrain.deck.data_mixture import entries_of
+from hpctrain.deck.objective import POLICIES
 from hpctrain.deck.objective import PREFERENCES as OF_PAIRS
-from hpctrain.deck.policy import POLICIES
 from hpctrain.deck.problem import Problem
 from hpctrain.deck.schema import Deck
 from hpctrain.words import counted

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
 from hpctrain.deck.key import Section, key
-from hpctrain.deck.policy import POLICIES
 from hpctrain.deck.problem import Problem, multiples
 from hpctrain.deck.sources import toml_value
 
@@ -21,6 +20,9 @@ PREFERENCES = ("dpo", "reward")
 
 REFERRED = ("dpo",)
 """Those of them that compare with what the model made of the answers when the run began."""
+
+POLICIES = ("ppo", "grpo")
+"""Kinds that learn from rewards of what the model writes itself."""
 
 OF_SCORES = ("reward",)
 """Kinds whose model gives a number a token, in place of logits."""

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
+from hpctrain.deck.division import RankRange, division_problems
 from hpctrain.deck.key import Duration, Section, key
+from hpctrain.deck.objective import POLICIES
 from hpctrain.deck.problem import Problem, multiples
 from hpctrain.deck.sources import toml_value
 from hpctrain.deck.target import found_from, is_file, is_target
@@ -17,9 +19,6 @@ if TYPE_CHECKING:
 
 CALLS_AT_ONCE = 4
 """Calls of a reward's function by a process before its rank gives a sign of life."""
-
-POLICIES = ("ppo", "grpo")
-"""Kinds of objectives that learn from rewards of what the model writes itself."""
 
 PATTERN = "regular-expression:"
 """What a reward begins with that is a pattern."""
@@ -76,6 +75,17 @@ class PolicySection(Section):
         (),
     )
     reference: Texts = key("Keys of the reference that differ, as --set has them: layout.*, memory.*.", ())
+    critic_ranks: RankRange = key(
+        'Ranks that have the critic, as "4-7", and not the policy; "policy": those of the policy (ppo).',
+        "policy",
+        unit="ranks",
+    )
+    reference_ranks: RankRange = key(
+        "Ranks that have the reference, and not the policy.", "policy", unit="ranks"
+    )
+    reward_ranks: RankRange = key(
+        "Ranks that have the reward models, and not the policy.", "policy", unit="ranks"
+    )
     shown: int = key(
         "Answers of a rollout, and of an evaluation, that samples.jsonl gets.", 4, ge=0, le=10000
     )
@@ -94,6 +104,11 @@ def fill_rewards(policy: dict[str, Any], deck_name: str) -> None:
 def _is_in_file(reward: str) -> bool:
     """Whether it is a function of a file; a pattern may look like one."""
     return not reward.startswith(PATTERN) and is_target(reward) and is_file(reward)
+
+
+def _reads_texts(reward: str) -> bool:
+    """Whether it is none of a reward model."""
+    return reward == "exact-match" or reward.startswith(PATTERN) or is_target(reward)
 
 
 def fill_policy(tables: dict[str, dict[str, Any]], default: Callable[[str, str, object], None]) -> None:
@@ -161,6 +176,8 @@ def policy_problems(deck: Deck) -> Iterator[Problem]:
         )
     yield from _sizes(deck)
     yield from _others(deck)
+    judged_by_models = not all(map(_reads_texts, keys.reward))
+    yield from division_problems(deck, judged_by_models, referred=deck.objective.beta > 0)
     if kind == "grpo":
         for name in _OF_PPO:
             if getattr(keys, name) != PolicySection.model_fields[name].default:

@@ -21,7 +21,8 @@ from hpctrain.deck.defaults import Tables, fill, find_preset, is_default
 from hpctrain.deck.gather import Written
 from hpctrain.deck.key import extra
 from hpctrain.deck.module import shown
-from hpctrain.deck.policy import POLICIES, steps_of_rollout
+from hpctrain.deck.objective import POLICIES
+from hpctrain.deck.policy import steps_of_rollout
 from hpctrain.deck.problem import Problem
 from hpctrain.deck.rows import located, wrong_rows
 from hpctrain.deck.run_length import LENGTHS, Begun, are_epochs, steps_of_epochs

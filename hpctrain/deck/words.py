@@ -23,6 +23,8 @@ def wanted(field: FieldInfo) -> str:
         return "true or false"
     if extra(field, "unit") == "bit/s":
         return 'a link of at least 1 kbit/s, such as "100 Mbit/s, 20 ms"'
+    if kind is str and extra(field, "unit") == "ranks":
+        return 'ranks such as "4-7", or "policy"'
     if kind is str:
         return "text in quotes, not empty" + ", or a list of such" * takes_list(field)
     if get_origin(kind) is dict:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hpctrain.deck.policy import PATTERN, POLICIES
+from hpctrain.deck.division import CRITIC, REFERENCE, Division, own_ranks, undivided
+from hpctrain.deck.objective import POLICIES
+from hpctrain.deck.policy import PATTERN
 from hpctrain.deck.read import deck_text, parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 
-CRITIC, REFERENCE, COPY = "critic", "reference", "writing copy"
+COPY = "writing copy"
 
 TEXTS_AT_A_TIME = 64
 """That each copy of the model writes, at the most: which have places in its cache."""
@@ -24,11 +27,15 @@ _OWN_SECTIONS = (
 _OWN_KEYS = ("batch.micro_size",)
 
 
+_WHERE = re.compile(r"^(--set |deck\.toml:\d+: )")
+
+
 def companion_deck(deck: Deck, changes: Sequence[str], ranks: int, key: str) -> Deck:
-    """The deck with other values of keys, as `--set` has them, which `key` of the deck tells; HpctrainError
-    with all that is wrong then, under that key.
+    """The deck of a model on so many ranks, which have no other; with other values of keys, as `--set` has
+    them, which `key` of the deck tells. HpctrainError with all that is wrong then, under that key.
     """
-    if not changes:
+    alone = undivided(deck)
+    if not changes and not own_ranks(deck):
         return deck
     for change in changes:
         name = change.partition("=")[0].strip()
@@ -39,17 +46,20 @@ def companion_deck(deck: Deck, changes: Sequence[str], ranks: int, key: str) -> 
                 f"differ, and {', '.join(_OWN_KEYS)})"
             )
     try:
-        own = parse_deck(deck_text(deck), list(changes), ranks=ranks)
+        own = parse_deck(deck_text(alone), list(changes), ranks=ranks)
     except HpctrainError as error:
-        raise type(error)([f"{key}: {each.removeprefix('--set ')}" for each in error.problems]) from None
+        raise type(error)([f"{key}: {_WHERE.sub('', each)}" for each in error.problems]) from None
     return own.with_found(replace(deck.found, split=None))
 
 
 def critic_deck(deck: Deck, ranks: int) -> Deck | None:
-    """Of the engine that learns what rewards are to be expected, if there is one; errors as above."""
+    """Of the engine that learns what rewards are to be expected in a run on so many ranks, if there is one;
+    errors as above.
+    """
     if deck.objective.kind != "ppo":
         return None
-    own = companion_deck(deck, deck.policy.critic, ranks, "policy.critic")
+    there = len(Division.of(deck, ranks).of_model(CRITIC))
+    own = companion_deck(deck, deck.policy.critic, there, "policy.critic")
     return own.with_keys(
         objective={"kind": "reward"}, run={"noise_scale_steps": 0}, stability={"spike": "off"}
     )
@@ -59,7 +69,8 @@ def reference_deck(deck: Deck, ranks: int) -> Deck | None:
     """Of the model that the run starts from, where something asks one of its own; errors as above."""
     if deck.objective.kind not in POLICIES or not deck.objective.beta or shares_reference(deck):
         return None
-    return companion_deck(deck, deck.policy.reference, ranks, "policy.reference").with_keys(
+    there = len(Division.of(deck, ranks).of_model(REFERENCE))
+    return companion_deck(deck, deck.policy.reference, there, "policy.reference").with_keys(
         objective={"kind": "next-token"},
         memory={"optimizer": "device", "activations": "keep"},
         communication={"compress": "none"},
@@ -71,7 +82,8 @@ def reference_deck(deck: Deck, ranks: int) -> Deck | None:
 def shares_reference(deck: Deck) -> bool:
     """Whether the reference is the policy itself with the adapters of its start: nothing else is trained."""
     asked = deck.objective.kind in POLICIES and deck.objective.beta > 0
-    return asked and deck.model.adapters is not None and not deck.policy.reference
+    own = deck.policy.reference or REFERENCE in own_ranks(deck)
+    return asked and deck.model.adapters is not None and not own
 
 
 def writes_itself(deck: Deck) -> bool:

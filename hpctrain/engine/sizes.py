@@ -30,6 +30,31 @@ def expert_sizes(deck: Deck) -> dict[str, int]:
     return {"expert": deck.layout.expert, "expert_tensor": deck.layout.expert_tensor}
 
 
+def on_one_rank(deck: Deck) -> Deck:
+    """The deck without any layout."""
+    layout = {
+        "data": None,
+        "pipeline": 1,
+        "schedule": "1f1b",
+        "chunks": 1,
+        "split": None,
+        "tensor": 1,
+        "context": 1,
+        "expert": 1,
+        "expert_tensor": 1,
+        "sequence_parallel": False,
+        "zero": 0,
+        "zero_group": None,
+        "replicas": 1,
+    }
+    return deck.with_keys(
+        layout=layout,
+        memory={"optimizer": "device", "parameters": "device"},
+        communication={"local_steps": 1, "outer": "average"},
+        run={"noise_scale_steps": 0},
+    )
+
+
 def micro_batches(deck: Deck, data: int) -> int:
     """Micro-batches that each of `data` data ranks takes in a step of the whole batch."""
     return -(-deck.batch.global_size // (deck.batch.micro_size * data))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hpctrain.data.dataset import dataset_of
-from hpctrain.deck.policy import POLICIES
+from hpctrain.deck.objective import POLICIES
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.model.foreign.arguments import ANSWERS

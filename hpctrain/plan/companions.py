@@ -1,7 +1,8 @@
 """The memory of a whole run: of the model that it trains, and of what a policy has beside it.
 
 A critic is trained as the policy is, in its own layout; a reference and a copy that writes are parameters
-alone. All of them compute in turn: what serves a step in passing is there once, for the one that needs most.
+alone. Each may have ranks of its own. Models beside each other compute in turn: what serves a step in passing
+is there once, for the one that needs most.
 """
 
 from __future__ import annotations
@@ -11,12 +12,11 @@ from dataclasses import dataclass, replace
 
 from hpctrain.comm.device import device_named
 from hpctrain.comm.planned import PlannedMesh
-from hpctrain.deck.policy import POLICIES
+from hpctrain.deck.division import CRITIC, POLICY, REFERENCE, Division
+from hpctrain.deck.objective import POLICIES
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.companions import (
     COPY,
-    CRITIC,
-    REFERENCE,
     critic_deck,
     reference_deck,
     texts_at_a_time,
@@ -60,25 +60,29 @@ def plan_run_memory(
     split: Sequence[int] | None = None,
     schedule: Schedule | None = None,
 ) -> MemoryPlan:
-    """As `plan_memory`, of all that the run has. Reward models, which the deck does not tell, are not among
-    it.
+    """As `plan_memory`, of all that the run has. Ranks that have other models alone come after those of the
+    policy, as roles. Reward models, which the deck does not tell, are not among it.
     """
     plan = plan_memory(deck, ranks, vocabulary, libraries, ranks_per_node, split, schedule)
     if deck.objective.kind not in POLICIES:
         return plan
     deck = deck.with_keys(model={"vocabulary": vocabulary})
     per_node = ranks_per_node or deck.machine.ranks_per_node or deck.machine.gpus_per_node or ranks
-    beside = []
+    division, others = Division.of(deck, ranks), dict[str, _Beside]()
     if (critic := critic_deck(deck, ranks)) is not None:
-        own = plan_memory(critic, ranks, critic.model.vocabulary or vocabulary, libraries, ranks_per_node)
-        beside.append(_Beside(CRITIC, own.stages))
+        there = len(division.of_model(CRITIC))
+        own = plan_memory(critic, there, critic.model.vocabulary or vocabulary, libraries, ranks_per_node)
+        others[CRITIC] = _Beside(CRITIC, own.stages)
     if (reference := reference_deck(deck, ranks)) is not None:
-        beside.append(_Beside(REFERENCE, _shown(reference, ranks, vocabulary, per_node)))
+        there = len(division.of_model(REFERENCE))
+        others[REFERENCE] = _Beside(REFERENCE, _shown(reference, there, vocabulary, per_node))
+    first, *apart = division.parties
+    beside = [others[model] for model in first.models if model in others]
     device, tensor = device_named(deck.run.device), deck.layout.tensor
-    model, stage = plan_generation_stage(deck, ranks, tensor, per_node, device)
+    model, stage = plan_generation_stage(deck, len(first.ranks), tensor, per_node, device)
     if not writes_itself(deck):
         beside.append(_Beside(COPY, [_held(stage)]))
-    texts, longest = texts_at_a_time(deck, ranks // tensor), deck.batch.sequence
+    texts, longest = texts_at_a_time(deck, len(first.ranks) // tensor), deck.batch.sequence
     cache, least = (CachePlan.of(model, places, longest).bytes for places in (texts, 1))
     stages = []
     for each in plan.stages:
@@ -86,7 +90,19 @@ def plan_run_memory(
         for other in beside:
             joined = _joined(joined, other.name, other.of_stage(each.stage, len(plan.stages)))
         stages.append(joined)
-    return replace(plan, stages=tuple(stages))
+    if not apart:
+        return replace(plan, stages=tuple(stages))
+    count = len(first.ranks) // len(stages)
+    names = [POLICY] if len(stages) == 1 else [f"stage {each.stage} of the {POLICY}" for each in stages]
+    roles = [(name, count) for name in names]
+    for party in apart:
+        joined = StageMemory(len(stages), 0, 0, Account(other=libraries))
+        for name in party.models:
+            if name in others:
+                joined = _joined(joined, name, others[name].of_stage(0, 1))
+        stages.append(joined)
+        roles.append((" and ".join(party.models), len(party.ranks)))
+    return replace(plan, stages=tuple(stages), roles=tuple(roles))
 
 
 def _joined(stage: StageMemory, name: str, other: StageMemory) -> StageMemory:

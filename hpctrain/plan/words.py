@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import starmap
+
 from hpctrain.comm.device import device_named
-from hpctrain.comm.mesh import sizes_text
-from hpctrain.deck.policy import POLICIES
+from hpctrain.comm.mesh import rank_count, sizes_text
+from hpctrain.deck.objective import POLICIES
 from hpctrain.engine.companions import is_checkpoint, texts_at_a_time
 from hpctrain.engine.deck_kernels import introduce_kernels, kernels_of
 from hpctrain.memory.accounts import Account
@@ -40,9 +42,7 @@ def plan_text(plan: DeckPlan) -> str:
     deck, memory = plan.deck, plan.memory
     holder = holder_words(memory, memory.largest.stage).capitalize()
     active = active_words(memory.parameters_total, memory.parameters_active)
-    ranks = ", ".join(counted(number, name.removesuffix("s")) for name, number in memory.roles) or sizes_text(
-        memory.sizes
-    )
+    ranks = ", ".join(starmap(_role, memory.roles)) or sizes_text(memory.sizes)
     lines = [
         f"{deck.run.title}: {plan.title}, {format_count(memory.parameters_total)} parameters, {active}"
         f"{deck.precision.words}, {counted(plan.ranks, 'rank')} ({ranks}), "
@@ -76,6 +76,11 @@ def plan_text(plan: DeckPlan) -> str:
     if deck.layout.split == "balanced":
         lines += ['layout.split = "balanced" is measured when the run starts; here layers go by FLOPs.']
     return "\n".join(line for each in lines for line in fit(each, columns())) + "\n"
+
+
+def _role(name: str, ranks: int) -> str:
+    """How many ranks have it."""
+    return counted(ranks, name.removesuffix("s")) if name.endswith("s") else f"{name} {ranks}"
 
 
 def memory_table(memory: MemoryPlan) -> list[str]:
@@ -164,7 +169,7 @@ def _beside(plan: DeckPlan) -> list[str]:
     if deck.objective.kind not in POLICIES:
         return []
     held = [f"{format_bytes(size)} a {name}'s" for name, size in stage.beside.items()]
-    texts = texts_at_a_time(deck, plan.ranks // deck.layout.tensor)
+    texts = texts_at_a_time(deck, rank_count(plan.memory.sizes) // deck.layout.tensor)
     lines = [f"Of that it holds for other models: {', '.join(held)}."] if held else []
     lines.append(
         f"The cache has keys and values of {counted(texts, 'answer')}, which a copy of the model writes at a "

@@ -10,13 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches
 from hpctrain.data.conversations import PromptSource
 from hpctrain.data.order import SampleOrder
 from hpctrain.data.tokenizer import Tokenizer
+from hpctrain.deck.division import CRITIC, POLICY, REWARD
+from hpctrain.deck.division import REFERENCE as REFERENCE_MODEL
 from hpctrain.deck.policy import CALLS_AT_ONCE
 from hpctrain.deck.schema import Deck
+from hpctrain.engine.seat import Seat
 from hpctrain.generate.sampling import Sampling
 from hpctrain.objective.dpo import REFERENCE
 from hpctrain.objective.policy import ADVANTAGES, OLD, Estimate, divergence
@@ -37,16 +39,17 @@ Scored = Callable[[Batches], Iterator[Tensor]]
 class Experience:
     """What makes rollouts of a deck: who writes, what rewards, and what tells of each token its log-
     probability by the policy (`old`) and by the reference, and by the critic what is expected from there on.
+    Of these a rank has what its `seat` gives it; what they find all know.
     """
 
     deck: Deck
-    world: World
+    seat: Seat
     tokenizer: Tokenizer
     prompts: PromptSource
-    writer: Writer
+    writer: Writer | None
     rewards: Rewards | None
-    models: Mapping[str, tuple[RewardModel, float]]
-    old: Scored
+    models: Mapping[str, tuple[RewardModel | None, float]]
+    old: Scored | None
     reference: Scored | None = None
     values: Scored | None = None
     order: SampleOrder = field(init=False)
@@ -63,18 +66,26 @@ class Experience:
         count = rollout // samples
         places = np.arange(number * count, (number + 1) * count)
         indices = self.order.at(places).tolist()
-        answers, rewarded = self.written(self.prompts, indices, places.tolist(), samples)
+        answers, others = self._written(self.prompts, indices, places.tolist(), samples)
         rows = AnswerRows(answers, self.deck.batch.sequence)
         batches = Batches(rows, 0)
-        fields = {OLD: torch.cat(list(self.old(batches)))}
-        if self.reference is not None:
-            fields[REFERENCE] = torch.cat(list(self.reference(batches)))
+        each_by = {POLICY: self.old, REFERENCE_MODEL: self.reference, CRITIC: self.values}
+        with self.seat.agreement():
+            own = {name: torch.cat(list(by(batches))) for name, by in each_by.items() if by is not None}
+            judged = self._judged(answers)
+        found = {name: self.seat.tell(name, own.get(name)) for name in each_by}
+        fields = {
+            name: values
+            for name, values in {OLD: found[POLICY], REFERENCE: found[REFERENCE_MODEL]}.items()
+            if values is not None
+        }
+        rewarded = self._rewarded(answers, others, judged)
         scores = torch.tensor(rewarded.totals, dtype=torch.float64)
-        if self.values is None:
+        if (expected := found[CRITIC]) is None:
             each = group_advantages(scores, samples, keys.scale)
             fields[ADVANTAGES] = (each.unsqueeze(1) * rows.answered).float()
         else:
-            fields |= self._expected(rows, scores, fields, torch.cat(list(self.values(batches))))
+            fields |= self._expected(rows, scores, fields, expected)
         figures = figures_of(answers, rewarded)
         return Rollout(answers, rows, scores, fields, figures, rewarded.parts)
 
@@ -99,31 +110,51 @@ class Experience:
             advantages = whitened(advantages, answered)
         return {ADVANTAGES: advantages.float(), RETURNS: returns.float(), VALUES: values.float()}
 
-    def written(
-        self, prompts: PromptSource, indices: Sequence[int], numbers: Sequence[int], samples: int
+    def judged(
+        self, prompts: PromptSource, indices: Sequence[int], numbers: Sequence[int]
     ) -> tuple[list[Answer], Scores]:
-        """Answers to prompts of these indices, the draws keyed by these numbers, and their scores.
+        """An answer to each prompt of these indices, the draws keyed by these numbers, and their scores.
         Collective.
         """
+        answers, others = self._written(prompts, indices, numbers, 1)
+        with self.seat.agreement():
+            judged = self._judged(answers)
+        return answers, self._rewarded(answers, others, judged)
+
+    def _written(
+        self, prompts: PromptSource, indices: Sequence[int], numbers: Sequence[int], samples: int
+    ) -> tuple[list[Answer], list[Mapping[str, Any]]]:
+        """So many answers to each prompt, and for each of them what its row has besides the prompt."""
         keys = self.deck.policy
-        with self.world.agreement():
+        with self.seat.whole.agreement():
             rows = [prompts.prompt(index) for index in indices]
         asked = [Asked(number, tuple(ids)) for number, (ids, _) in zip(numbers, rows, strict=True)]
         sampling = Sampling(keys.tokens, 1.0, seed=self.deck.run.seed, samples=samples, stops=keys.stops)
-        answers = self.writer.write(asked, sampling)
-        others = [other for _, other in rows for _ in range(samples)]
-        return answers, self._rewarded(answers, others)
+        with self.seat.agreement():
+            answers = [] if self.writer is None else self.writer.write(asked, sampling)
+        others: list[Mapping[str, Any]] = [other for _, other in rows for _ in range(samples)]
+        return self.seat.tell(POLICY, answers), others
 
-    def _rewarded(self, answers: Sequence[Answer], others: Sequence[Mapping[str, Any]]) -> Scores:
+    def _judged(self, answers: Sequence[Answer]) -> dict[str, list[float]]:
+        """The scores of those reward models that this rank has."""
+        return {name: model.scores(answers) for name, (model, _) in self.models.items() if model is not None}
+
+    def _rewarded(
+        self,
+        answers: Sequence[Answer],
+        others: Sequence[Mapping[str, Any]],
+        judged: Mapping[str, list[float]],
+    ) -> Scores:
         parts: dict[str, list[float]] = {}
         totals = [0.0] * len(answers)
         if self.rewards is not None:
             samples = [self._sample(answer, other) for answer, other in zip(answers, others, strict=True)]
             at_once = CALLS_AT_ONCE * TOGETHER * self.deck.policy.processes
-            found = agreed_scores(self.world, self.rewards, samples, at_once)
+            found = agreed_scores(self.seat.whole, self.rewards, samples, at_once)
             parts, totals = dict(found.parts), list(found.totals)
-        for name, (model, weight) in self.models.items():
-            parts[name] = model.scores(answers)
+        if self.models:
+            parts |= self.seat.tell(REWARD, judged)
+        for name, (_, weight) in self.models.items():
             totals = [total + weight * score for total, score in zip(totals, parts[name], strict=True)]
         return Scores(totals, parts)
 

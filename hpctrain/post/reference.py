@@ -16,10 +16,13 @@ from hpctrain.checkpoint.exchange.convert import MODEL_ONLY
 from hpctrain.checkpoint.read import load
 from hpctrain.checkpoint.stored_deck import deck_state
 from hpctrain.checkpoint.write import save
+from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches
+from hpctrain.deck.division import REFERENCE
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine
 from hpctrain.engine.companions import reference_deck, shares_reference
+from hpctrain.engine.seat import Seat
 from hpctrain.errors import InputOutputError
 from hpctrain.optim.optimizer import refresh
 from hpctrain.post.rollout import AnswerRows
@@ -42,8 +45,11 @@ class Reference:
     engine: Engine | None = None
 
 
-def open_reference(deck: Deck, step: Step, state: TrainState, checkpoint: Path | None) -> Reference | None:
-    """What computes with the reference: None where nothing asks it. Collective.
+def open_reference(
+    deck: Deck, seat: Seat, step: Step, state: TrainState, checkpoint: Path | None
+) -> Reference | None:
+    """What computes with the reference: None where nothing asks it, and on ranks that do not have it.
+    Collective.
 
     In its own layout it is a model of its own; of a policy whose adapters are trained alone it is the policy
     with those that it had at the start (`step` makes its steps).
@@ -52,7 +58,7 @@ def open_reference(deck: Deck, step: Step, state: TrainState, checkpoint: Path |
     one that the checkpoint is of. InputOutputError on all ranks where that cannot be.
     """
     engine = step.engine
-    world, path = engine.world, Path(deck.run.dir) / FILE
+    world, path = seat.whole, Path(deck.run.dir) / FILE
     with world.agreement():
         own = reference_deck(deck, world.size)
     shared = shares_reference(deck)
@@ -77,8 +83,13 @@ def open_reference(deck: Deck, step: Step, state: TrainState, checkpoint: Path |
                 needed = "which a run writes at its start, and needs to go on"
                 raise InputOutputError(f"{path}: is not there, {needed} (bring it back, or start anew)")
     if own is None:
-        return Reference(partial(_with_start, step, _start(path, step, buckets)))
-    shown = shown_engine(path, own, world)
+        start = _start(path, world, buckets)
+        return None if seat.idle else Reference(partial(_with_start, step, start))
+    there = seat.of_model(REFERENCE)
+    with seat.agreement():
+        if there is None:
+            return None
+        shown = shown_engine(path, own, there)
     rows = Batches(AnswerRows([], own.batch.sequence), 0)
     other = Step(shown, rows, own.batch.micro_size, 0.0, own.run.seed)
     return Reference(partial(log_probabilities_of, other), shown)
@@ -87,9 +98,8 @@ def open_reference(deck: Deck, step: Step, state: TrainState, checkpoint: Path |
 _Values = Sequence[tuple[Bucket, Tensor]]
 
 
-def _start(path: Path, step: Step, buckets: Sequence[Bucket]) -> _Values:
+def _start(path: Path, world: World, buckets: Sequence[Bucket]) -> _Values:
     """This rank's values of what is trained, as they were when the run began. Collective."""
-    world = step.engine.world
     begun = [(bucket, torch.zeros_like(_own(bucket))) for bucket in buckets]
     tensors = (each for bucket, flat in begun for each in own_state(MODEL, flat, bucket, apart=False))
     load(path, world.everyone, training_entries(tensors))

@@ -20,12 +20,15 @@ from hpctrain.data.batches import Batches
 from hpctrain.data.conversations import PromptSource
 from hpctrain.data.order import SampleOrder
 from hpctrain.data.tokenizer import Tokenizer
-from hpctrain.deck.policy import POLICIES, weights_of
+from hpctrain.deck.division import CRITIC, POLICY, REWARD
+from hpctrain.deck.objective import POLICIES
+from hpctrain.deck.policy import weights_of
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine, build_engine
-from hpctrain.engine.companions import CRITIC, critic_deck, is_checkpoint, texts_at_a_time, writes_itself
+from hpctrain.engine.companions import critic_deck, is_checkpoint, texts_at_a_time, writes_itself
 from hpctrain.engine.generation import generation_stage
 from hpctrain.engine.place import with_split
+from hpctrain.engine.seat import Seat
 from hpctrain.engine.sizes import axis_sizes
 from hpctrain.engine.stage import Stage
 from hpctrain.engine.transfer import Transfer
@@ -60,10 +63,11 @@ class PolicyTrainer(Trainer):
 
     def __init__(self, beginning: Beginning) -> None:
         deck, engine, corpus = beginning.deck, beginning.engine, beginning.corpus
-        world, prompts = engine.world, corpus.train.source
+        self.seat = seat = beginning.seat
+        world, prompts = seat.whole, corpus.train.source
         assert isinstance(prompts, PromptSource) and corpus.file is not None
         self.tokenizer = corpus.file.tokenizer
-        rewards, models = self._rewards(deck, world)
+        rewards, models = self._rewards(deck)
         if rewards is not None:
             with world.agreement():
                 held_out = [] if corpus.validation is None else [corpus.validation.source]
@@ -75,28 +79,31 @@ class PolicyTrainer(Trainer):
                 rewards.start()
         self.closing = [] if rewards is None else [rewards.close]
         if deck.objective.kind == "ppo":
-            engine.companions[CRITIC] = _critic(deck, engine, fresh=beginning.checkpoint is None)
+            engine.companions |= _critic(deck, seat, fresh=beginning.checkpoint is None)
         state = beginning.fill()
         rollout = deck.policy.rollout or deck.batch.global_size
         self.answers = OfRollouts(rollout)
         self.experience: Experience | None = None
         order, repeats = SampleOrder(rollout, deck.run.seed), corpus.train.repeats * prompts.count / rollout
         super().__init__(deck, engine, Batches(self.answers, 0, order, repeats), state)
-        reference = open_reference(deck, self.step, self.state, beginning.checkpoint)
-        self.writer, self.shown = make_writer(deck, engine, self.tokenizer)
+        reference = open_reference(deck, seat, self.step, self.state, beginning.checkpoint)
+        self.writer: Writer | None = None
+        self.shown: list[Stage] = []
+        if not seat.idle:
+            self.writer, self.shown = make_writer(seat.deck, engine, self.tokenizer)
         if reference is not None and reference.engine is not None:
             self.shown.append(reference.engine)
             self.closing.append(reference.engine.close)
         critic = None if (own := self._step.critic) is None else partial(values_of, own)
         self.experience = Experience(
             deck,
-            world,
+            seat,
             self.tokenizer,
             prompts,
             self.writer,
             rewards,
             models,
-            old=partial(log_probabilities_of, self.step),
+            old=None if seat.idle else partial(log_probabilities_of, self.step),
             reference=None if reference is None else reference.scored,
             values=critic,
         )
@@ -104,12 +111,32 @@ class PolicyTrainer(Trainer):
 
     def make_step(self, batches: Batches) -> Step:
         """See Trainer."""
-        self._step = PolicyStep(self.deck, self.engine, batches, self._gather)
+        self._step = PolicyStep(self.deck, self.engine, batches, self._gather, self.seat)
         return self._step
+
+    @property
+    def world(self) -> World:
+        """See Trainer."""
+        return self.seat.whole
+
+    @property
+    def computing(self) -> int:
+        """See Trainer: those that have the policy."""
+        return len(self.seat.division.policy)
+
+    @property
+    def ranks(self) -> str:
+        """See Trainer."""
+        return self.seat.words
+
+    @property
+    def stage(self) -> int:
+        """See Trainer."""
+        return self.seat.stage
 
     def beside(self) -> Beside:
         """See Trainer."""
-        return Beside(self.shown, self.writer.cache)
+        return Beside(self.shown, 0 if self.writer is None else self.writer.cache)
 
     @property
     def settled(self) -> bool:
@@ -142,7 +169,7 @@ class PolicyTrainer(Trainer):
         prompts = batches.source
         assert isinstance(prompts, PromptSource) and self.experience is not None
         indices = range(min(sequences, prompts.count))
-        answers, scores = self.experience.written(prompts, indices, [-1 - index for index in indices], 1)
+        answers, scores = self.experience.judged(prompts, indices, [-1 - index for index in indices])
         with self.world.agreement():
             self.samples.write(self.state.step, "evaluation", answers, scores.parts, self.tokenizer)
         figures = figures_of(answers, scores)
@@ -153,39 +180,48 @@ class PolicyTrainer(Trainer):
         for each in self.closing:
             each()
 
-    def _rewards(
-        self, deck: Deck, world: World
-    ) -> tuple[Rewards | None, dict[str, tuple[RewardModel, float]]]:
-        """What judges answers by their texts, and what does by their tokens, with their weights."""
+    def _rewards(self, deck: Deck) -> tuple[Rewards | None, dict[str, tuple[RewardModel | None, float]]]:
+        """What judges answers by their texts, and what does by their tokens, with their weights; the models
+        where they are.
+        """
         keys, functions = deck.policy, dict[str, float]()
-        models: dict[str, tuple[RewardModel, float]] = {}
+        models: dict[str, tuple[RewardModel | None, float]] = {}
         where = deck.problem("policy.reward", "").rstrip(": ")
-        for name, weight in zip(keys.reward, weights_of(keys), strict=True):
-            if is_checkpoint(name):
-                model = open_reward_model(world, name, self.tokenizer, deck.batch.sequence, where)
+        world = self.seat.of_model(REWARD)
+        with self.seat.agreement():
+            for name, weight in zip(keys.reward, weights_of(keys), strict=True):
+                if not is_checkpoint(name):
+                    functions[name] = weight
+                    continue
+                model: RewardModel | None = None
+                if world is not None:
+                    model = open_reward_model(world, name, self.tokenizer, deck.batch.sequence, where)
                 models[f"model_{len(models) + 1}" if models else "model"] = model, weight
-            else:
-                functions[name] = weight
         if not functions:
             return None, models
-        with world.agreement():
+        with self.seat.whole.agreement():
             rewards = open_rewards(functions, where, keys.answer, keys.seconds, keys.processes)
         return rewards, models
 
 
 class PolicyStep(Step):
-    """A step on answers of the present rollout, which `gather` has made where it is due; then one of the
-    critic, if there is one, on the same.
+    """A step on answers of the present rollout, which `gather` has made where it is due; then, or on other
+    ranks at once, one of the critic, if there is one, on the same.
     """
 
     def __init__(
-        self, deck: Deck, engine: Engine, batches: Batches, gather: Callable[[TrainState], dict[str, float]]
+        self,
+        deck: Deck,
+        engine: Engine,
+        batches: Batches,
+        gather: Callable[[TrainState], dict[str, float]],
+        seat: Seat,
     ) -> None:
         super().__init__(engine, batches, deck.batch.micro_size, deck.optimizer.clip, deck.run.seed)
-        self.gather = gather
+        self.gather, self.seat = gather, seat
         self.critic: Step | None = None
         if (critic := engine.companions.get(CRITIC)) is not None:
-            own = critic_deck(deck, engine.world.size)
+            own = critic_deck(deck, seat.whole.size)
             assert own is not None
             self.critic = step_of(own, critic, batches)
 
@@ -201,30 +237,41 @@ class PolicyStep(Step):
         """See Step; the critic's figures and norm have its name before theirs."""
         figures = self.gather(state)
         before = TrainState(**asdict(state))
-        result = super().__call__(state, batch, before_update)
+        result, of_critic = None, None
+        with self.seat.agreement():
+            if not self.seat.idle:
+                result = super().__call__(state, batch, before_update)
+            if self.critic is not None:
+                of_critic = self.critic(before, batch, before_update)
+        result, reached = self.seat.tell(POLICY, (result, state))
+        assert result is not None
+        vars(state).update(vars(reached))
         figures |= result.figures
-        if self.critic is not None:
-            of_critic = self.critic(before, batch, before_update)
+        if (of_critic := self.seat.tell(CRITIC, of_critic)) is not None:
             figures |= {f"{CRITIC}_{name}": value for name, value in of_critic.figures.items()}
             figures[f"{CRITIC}_grad_norm"] = of_critic.grad_norm
         return replace(result, figures=figures)
 
 
-def _critic(deck: Deck, engine: Engine, fresh: bool) -> Engine:
-    """The engine of a critic in its layout over the same ranks; where the run is `fresh`, with the weights
-    that it starts from. Collective.
+def _critic(deck: Deck, seat: Seat, fresh: bool) -> dict[str, Engine]:
+    """The engine of a critic in its layout, by its name, on ranks that have it; with the weights that it
+    starts from where the run is `fresh`. Collective.
     """
-    world = engine.world
-    with world.agreement():
-        own = critic_deck(deck, world.size)
+    with seat.whole.agreement():
+        own = critic_deck(deck, seat.whole.size)
         assert own is not None
-    sizes = axis_sizes(own, world.size)
-    mesh = engine.mesh if sizes == axis_sizes(deck, world.size) else Mesh(world, sizes, engine.mesh.transport)
-    critic = build_engine(with_split(own, own.found.split), world, mesh)
-    critic.objective = ClippedValue(deck.policy.value_clip)
-    if fresh and own.model.source is not None:
-        start_from_source(own, critic)
-    return critic
+    world = seat.of_model(CRITIC)
+    with seat.agreement():
+        if world is None:
+            return {}
+        sizes = axis_sizes(own, world.size)
+        same = world is seat.world and sizes == axis_sizes(seat.deck, world.size)
+        mesh = seat.mesh if same else Mesh(world, sizes, seat.mesh.transport)
+        critic = build_engine(with_split(own, own.found.split), world, mesh)
+        critic.objective = ClippedValue(deck.policy.value_clip)
+        if fresh and own.model.source is not None:
+            start_from_source(own, critic)
+    return {CRITIC: critic}
 
 
 def make_writer(deck: Deck, engine: Engine, tokenizer: Tokenizer) -> tuple[Writer, list[Stage]]:

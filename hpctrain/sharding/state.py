@@ -169,7 +169,7 @@ class StateOfModules:
 
 def state_bytes(tensors: Iterable[StateTensor], buckets: Sequence[Bucket]) -> int:
     """Bytes of the memory behind state where layers compute, without what is the parameters' own."""
-    device = buckets[0].sharding.group.device
+    devices = {bucket.sharding.group.device for bucket in buckets}
     own = [bucket.own_values for bucket in buckets]
-    beside = [tensor.values for tensor in tensors if tensor.values.device == device]
+    beside = [tensor.values for tensor in tensors if tensor.values.device in devices]
     return storage_bytes([*beside, *own]) - storage_bytes(own)

@@ -25,6 +25,7 @@ from hpctrain.checkpoint.snapshot import HostBuffer
 from hpctrain.checkpoint.stored_deck import deck_state, stored_deck
 from hpctrain.checkpoint.structure import COMPANIONS, examine
 from hpctrain.checkpoint.write import save
+from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine
 from hpctrain.engine.deck_kernels import computed_by
@@ -35,18 +36,20 @@ from hpctrain.train.hook import Hook, StepDone
 from hpctrain.train.start import begins_anew, left_bias
 from hpctrain.train.step import TrainState
 
-"""Under which key a checkpoint's state has what companions of the engine have besides tensors, by name."""
-
 
 class Checkpoints(Hook):
-    """Writes the state of an engine into the folder of a run, and reads it."""
+    """Writes the state of the engines of a run into its folder, and reads it."""
 
-    def __init__(self, deck: Deck, engine: Engine, known: Mapping[str, Any]) -> None:
-        """`deck` is resolved; `known` is what the files tell of the tokens that are trained on.
+    def __init__(
+        self, deck: Deck, engine: Engine, known: Mapping[str, Any], world: World | None = None
+    ) -> None:
+        """`deck` is resolved; `known` is what the files tell of the tokens that are trained on; `world` are
+        the run's ranks, where those of its engine are not all.
 
         `heeded` will be sentences of what was noticed of a checkpoint that was read, on all ranks.
         """
         self.deck, self.engine, self.known = deck, engine, known
+        self.world = engine.world if world is None else world
         self.folder = Path(deck.run.dir) / "checkpoints"
         self.newest: Path | None = None
         self.heeded: list[str] = []
@@ -58,7 +61,7 @@ class Checkpoints(Hook):
             deck.run.title,
             deck.run.dir,
             self.layout,
-            engine.world.size,
+            self.world.size,
             deck.run.steps,
             computed_by(engine.groups),
         )
@@ -80,7 +83,7 @@ class Checkpoints(Hook):
         """About the size of one. Collective."""
         entries = training_entries(self.engine.state(), writing=True)
         here = sum(entry.values.nbytes / entry.copies for entry in entries)
-        of_ranks: list[float] = self.engine.world.everyone.all_gather_object(here)
+        of_ranks: list[float] = self.world.everyone.all_gather_object(here)
         return sum(of_ranks)
 
     def has(self, step: int) -> bool:
@@ -96,7 +99,7 @@ class Checkpoints(Hook):
         self._began, self._step = time.perf_counter(), state.step
         self._is_best = self.best.wants(state.step)
         engine, checkpoint = self.engine, self.deck.checkpoint
-        path, everyone = checkpoint_path(self.folder, state.step), engine.world.everyone
+        path, everyone = checkpoint_path(self.folder, state.step), self.world.everyone
         entries = training_entries(engine.state(), writing=True)
         stored = self.stored(state)
         with self._timed():
@@ -181,7 +184,7 @@ class Checkpoints(Hook):
         HpctrainError on all ranks where another optimizer did, and this one is not to begin anew.
         """
         engine = self.engine
-        structure = examine(path, engine.world.everyone)
+        structure = examine(path, self.world.everyone)
         state = structure.state
         before = stored_deck(state, path)
         wanted = list(engine.state())
@@ -197,8 +200,8 @@ class Checkpoints(Hook):
             return kinds.get(entry.dataset, entry.kind) if adapted else entry.kind
 
         with in_types(entries, kind) as found:
-            load(structure, engine.world.everyone, found, left=left | adapted)
-        for kind in sorted(set().union(*engine.world.everyone.all_gather_object(sorted(left)))):
+            load(structure, self.world.everyone, found, left=left | adapted)
+        for kind in sorted(set().union(*self.world.everyone.all_gather_object(sorted(left)))):
             self.heeded.append(f"{path}: not all of its {kind} suits this run: the rest begins anew")
         if sentence := left_bias(self.deck, before, path):
             self.heeded.append(sentence)
@@ -221,7 +224,7 @@ class Checkpoints(Hook):
         """Have the link `best` lead to the best one so far of a run that goes on, if it is there."""
         if not self.best.keeps:
             return
-        path, everyone = checkpoint_path(self.folder, self.best.kept), self.engine.world.everyone
+        path, everyone = checkpoint_path(self.folder, self.best.kept), self.world.everyone
         if everyone.broadcast_object(_holds(path, self.best.record()) if everyone.rank == 0 else None):
             point_to(path, everyone, BEST)
             return
@@ -235,7 +238,7 @@ class Checkpoints(Hook):
 
     def _saved(self, path: Path) -> None:
         """A checkpoint is complete: lead to it, and forget those beyond `checkpoint.keep`."""
-        everyone, checkpoint = self.engine.world.everyone, self.deck.checkpoint
+        everyone, checkpoint = self.world.everyone, self.deck.checkpoint
         self.newest = path  # it is, even if what follows fails
         point_to(path, everyone)
         if self._is_best:
@@ -248,7 +251,7 @@ class Checkpoints(Hook):
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        ledger, started = self.engine.world.ledger, time.perf_counter()
+        ledger, started = self.world.ledger, time.perf_counter()
         phase, ledger.phase = ledger.phase, "checkpoint"
         try:
             yield
@@ -260,6 +263,9 @@ class Checkpoints(Hook):
         """What the file holds besides tensors."""
         engine = self.engine
         companions = {name: _stored_engine(each) for name, each in engine.companions.items()}
+        if self.world is not engine.world:  # others may have them
+            told = self.world.everyone.all_gather_object(companions)
+            companions = {name: each for some in told for name, each in some.items()}
         return {
             **asdict(state),
             **_stored_engine(engine),
@@ -270,7 +276,7 @@ class Checkpoints(Hook):
             "products": engine.groups.kernels.record,
             "compiled": engine.groups.functions.record,
             **self.known,
-            "ranks": engine.world.size,
+            "ranks": self.world.size,
             "code_version": __version__,
             **self.provenance.stored(state.step),
         }

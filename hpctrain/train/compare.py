@@ -17,6 +17,7 @@ from hpctrain.comm.world import World
 from hpctrain.deck.check_world import check_world, world_problems
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.deck_kernels import as_before, computed_by
+from hpctrain.engine.sizes import on_one_rank
 from hpctrain.errors import EXIT_DIFFERENT, EXIT_DONE, HpctrainError
 from hpctrain.files import finite
 from hpctrain.report.contents import layout_text
@@ -37,7 +38,6 @@ from hpctrain.train.fingerprints import LOSS, NORM, StepPrints, fingerprints
 from hpctrain.train.recorded_losses import Recorded
 from hpctrain.train.replay import COMPUTED, ROUNDING, STEPS, engine_of, reasons_of, refuse_other_order
 from hpctrain.train.verdict import Departure, Found, phase_table, recorded_sentence, size_text, verdict_of
-from hpctrain.train.verify import on_one_rank
 from hpctrain.words import counted
 
 MOST_STEPS = 50

@@ -26,13 +26,13 @@ from hpctrain.deck.objective import OF_SCORES, PREFERENCES
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.corpus import require_alike
 from hpctrain.engine.held_out import HeldOut, batches_of, counted_out, unfit
+from hpctrain.engine.sizes import on_one_rank
 from hpctrain.errors import HpctrainError
 from hpctrain.files import strict_json
 from hpctrain.report.terminal import columns
 from hpctrain.table import fitted
 from hpctrain.train.shown import shown_engine
 from hpctrain.train.step import Step
-from hpctrain.train.verify import on_one_rank
 from hpctrain.units import format_count
 from hpctrain.watch.newest import find_checkpoint
 

@@ -22,14 +22,14 @@ from hpctrain.deck.objective import REFERRED
 from hpctrain.deck.read import deck_text
 from hpctrain.deck.replicas import begun_with, with_ranks
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.build import make_mesh
 from hpctrain.engine.corpus import Corpus, open_corpus, settle_vocabulary
 from hpctrain.engine.deck_kernels import as_before
 from hpctrain.engine.functions import with_functions
 from hpctrain.engine.held_out import HeldOut, open_held_out
+from hpctrain.engine.seat import take_seat
 from hpctrain.errors import EXIT_AGAIN, EXIT_DONE, HpctrainError
 from hpctrain.model.shape import ModelShape
-from hpctrain.plan.engine import build_within_memory
+from hpctrain.plan.divided import build_seat_within_memory
 from hpctrain.plan.memory import MemoryPlan
 from hpctrain.plan.served import build_role_within_memory
 from hpctrain.report.terminal import columns, fit
@@ -127,7 +127,8 @@ class Run:
         try:
             peak = Peak(world, deck, folder)
             peak.find()
-            reporter.say(introduction(deck, engine, self.corpus, peak.flops, state, self.trainer.ranks))
+            if world.rank == 0:  # others may have no part of the model
+                reporter.say(introduction(deck, engine, self.corpus, peak.flops, state, self.trainer.ranks))
             stays, *others = self.heeded
             reporter.say(line for line in (stays, *opening, *others) if line)
             if world.rank == 0 and (ended := decay_ended(deck, state.step)):
@@ -293,12 +294,13 @@ def open_run(
     compared = compare_corpus(world, deck, corpus, checkpoint)
     if deck.communication.server != "none":
         return _open_served(world, deck, corpus, held_out, checkpoint, clear, limit, compared)
-    deck, mesh = with_functions(deck, world), make_mesh(deck, world)
+    deck = with_functions(deck, world)
+    seat = take_seat(deck, world)
     planned, seconds = plan_seconds(world, deck, goes_on=checkpoint is not None)
     given = None
     if replayed is not None:
         given = read_given(world, replayed, ModelShape.of(deck, deck.model.vocabulary or 0))
-    checked = verify_layout(deck, world, mesh) if deck.stability.verify_layout else ""
+    checked = verify_layout(deck, world, seat.mesh) if deck.stability.verify_layout else ""
     stays = ""
 
     def ready() -> None:
@@ -306,18 +308,19 @@ def open_run(
         with world.agreement():
             stays = clear() if world.rank == 0 else ""
 
-    engine, predicted = build_within_memory(deck, world, mesh, ready)
-    checkpoints = Checkpoints(deck, engine, known_corpus(world, corpus))
+    engine, predicted = build_seat_within_memory(deck, seat, ready)
+    checkpoints = Checkpoints(deck, engine, known_corpus(world, corpus), world)
     started_from = ""
 
     def fill() -> TrainState | None:
         nonlocal started_from
         if checkpoint is not None:
             return checkpoints.restore(checkpoint)
-        started_from = start_from_source(deck, engine) if deck.model.source is not None else ""
+        if deck.model.source is not None and not seat.idle:
+            started_from = start_from_source(deck, engine)
         return None
 
-    trainer = make(Beginning(deck, engine, corpus, checkpoint, fill))
+    trainer = make(Beginning(deck, engine, corpus, checkpoint, fill, seat))
     if deck.objective.kind in REFERRED:
         held_out = refer(trainer.step, corpus, held_out, Path(deck.run.dir), checkpoint)
     routing: Routing | None = None

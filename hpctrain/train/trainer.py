@@ -18,6 +18,7 @@ from hpctrain.data.batches import Batches
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine
 from hpctrain.engine.corpus import Corpus
+from hpctrain.engine.seat import Seat
 from hpctrain.train.batch_size import batch_at
 from hpctrain.train.corruption import Guard
 from hpctrain.train.hook import Hook, StepDone
@@ -32,7 +33,7 @@ from hpctrain.words import counted
 class Beginning:
     """What a trainer is made of: the deck and its engine, the samples, and the checkpoint that its run goes
     on from, if any. `fill`, which is collective, gives the engine and its companions their state, that of the
-    checkpoint, or of the model that the run starts from; and returns how far that is.
+    checkpoint, or of the model that the run starts from; and returns how far that is. `seat` is this rank's.
     """
 
     deck: Deck
@@ -40,6 +41,7 @@ class Beginning:
     corpus: Corpus
     checkpoint: Path | None
     fill: Callable[[], TrainState | None]
+    seat: Seat
 
 
 class Trainer:

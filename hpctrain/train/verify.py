@@ -30,6 +30,7 @@ from hpctrain.data.loader import DatasetSource
 from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine, build_engine
+from hpctrain.engine.sizes import on_one_rank
 from hpctrain.errors import EXIT_INTERNAL, HpctrainError
 from hpctrain.model.foreign.part import ModulePart
 from hpctrain.parallel.shard import Shard
@@ -52,31 +53,6 @@ class LayoutError(HpctrainError):
     """The layout does not compute what one rank computes."""
 
     exit_code = EXIT_INTERNAL
-
-
-def on_one_rank(deck: Deck) -> Deck:
-    """The deck without any layout."""
-    layout = {
-        "data": None,
-        "pipeline": 1,
-        "schedule": "1f1b",
-        "chunks": 1,
-        "split": None,
-        "tensor": 1,
-        "context": 1,
-        "expert": 1,
-        "expert_tensor": 1,
-        "sequence_parallel": False,
-        "zero": 0,
-        "zero_group": None,
-        "replicas": 1,
-    }
-    return deck.with_keys(
-        layout=layout,
-        memory={"optimizer": "device", "parameters": "device"},
-        communication={"local_steps": 1, "outer": "average"},
-        run={"noise_scale_steps": 0},
-    )
 
 
 def tiny_trainer(deck: Deck, world: World, mesh: Mesh) -> Trainer:

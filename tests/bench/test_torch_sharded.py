@@ -24,10 +24,10 @@ from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
+from hpctrain.engine.sizes import on_one_rank
 from hpctrain.errors import HpctrainError
 from hpctrain.model.count import count
 from hpctrain.model.shape import ModelShape
-from hpctrain.train.verify import on_one_rank
 from tests.engines import DECK, LLAMA, small_deck
 
 ON_DATA = [name for name, rival in RIVALS.items() if rival.axis == "data" and rival.alike]

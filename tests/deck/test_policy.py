@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.deck.objective import POLICIES
 from hpctrain.deck.policy import (
-    POLICIES,
     PolicySection,
     answers_to_each,
     policy_problems,
@@ -117,6 +117,9 @@ VAIN = {
     "value_clip": "0.1",
     "critic": '["learning_rate.peak=1"]',
     "reference": '["layout.zero=0"]',
+    "critic_ranks": '"1"',
+    "reference_ranks": '"1"',
+    "reward_ranks": '"1"',
     "shown": "1",
 }
 

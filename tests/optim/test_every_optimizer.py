@@ -20,6 +20,7 @@ from hpctrain.deck.optimizer import IN_BLOCKS
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import make_mesh
 from hpctrain.engine.rules import RULES
+from hpctrain.engine.sizes import on_one_rank
 from hpctrain.errors import HpctrainError
 from hpctrain.optim.block_rule import BlockRules
 from hpctrain.optim.optimizer import Averaged
@@ -29,7 +30,7 @@ from hpctrain.sharding.bucket import gradient_bytes, value_bytes
 from hpctrain.sharding.state import state_bytes
 from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.miniature import miniature
-from hpctrain.train.verify import on_one_rank, verify_layout
+from hpctrain.train.verify import verify_layout
 from tests.engines import LLAMA, Trainer, by_rank_0, reference, small_deck, trainer
 from tests.train.test_run import contents
 

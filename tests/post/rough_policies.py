@@ -12,15 +12,18 @@ from torch import Tensor
 
 from hpctrain.comm.world import World
 from hpctrain.data.prepare_rows import prepare_rows
+from hpctrain.deck.division import CRITIC
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.build import Engine, _initialize, build_engine, make_mesh
+from hpctrain.engine.build import Engine, _initialize, arrange, assemble, build_engine, make_mesh
 from hpctrain.engine.corpus import open_corpus, settle_vocabulary
 from hpctrain.engine.functions import with_functions
+from hpctrain.engine.kernels import choose_kernels
+from hpctrain.engine.seat import take_seat
 from hpctrain.parallel.shard import Shard
 from hpctrain.post.rewards.reward import Sample
 from hpctrain.post.rewards.rewards import Rewards
-from hpctrain.post.trainer import CRITIC, PolicyTrainer
+from hpctrain.post.trainer import PolicyTrainer
 from hpctrain.train.hook import Hook
 from hpctrain.train.trainer import Beginning
 from hpctrain.train.verify import ROUGHNESS, _pieces
@@ -121,6 +124,7 @@ def judged(name: str, text: str, tokens: int) -> float:
     return sum(map(ord, text)) % 11 / 5 - 1 if name == "letters" else tokens / 4
 
 
+SEEDS = {"policy": 1, CRITIC: 2}
 REWARDS = {"letters": 0.7, "length": -0.4}
 
 
@@ -130,10 +134,13 @@ def policy_trainer(world: World, deck: Deck) -> PolicyTrainer:
     """
     corpus = open_corpus(deck, world)
     deck = settled(world, deck)
-    engine = first_engine(world, deck)
-    trainer = PolicyTrainer(Beginning(deck, engine, corpus, None, lambda: None))
-    for number, each in enumerate(engines(trainer).values()):
-        _initialize(world, each.architecture, each, deck.run.seed + 1 + number, ROUGHNESS)
+    seat = take_seat(deck, world)
+    own = choose_kernels(seat.deck, seat.world, seat.mesh)
+    arrangement = arrange(own, seat.world, seat.mesh)
+    engine = assemble(own, seat.world, seat.mesh, arrangement, ROUGHNESS, seat.build)
+    trainer = PolicyTrainer(Beginning(deck, engine, corpus, None, lambda: None, seat))
+    for name, each in engines(trainer).items():
+        _initialize(each.world, each.architecture, each, deck.run.seed + SEEDS[name], ROUGHNESS)
     assert trainer.experience is not None
     trainer.experience.rewards = Rewards([(Judge(name), weight) for name, weight in REWARDS.items()])
     return trainer
@@ -150,8 +157,9 @@ def first_engine(world: World, deck: Deck) -> Engine:
 
 
 def engines(trainer: PolicyTrainer) -> dict[str, Engine]:
-    """Those that are trained, by name."""
-    return {"policy": trainer.engine, **trainer.engine.companions}
+    """Those that this rank has of those that are trained, by name."""
+    own = {} if trainer.seat.idle else {"policy": trainer.engine}
+    return {**own, **trainer.engine.companions}
 
 
 Pieces = list[tuple[Shard, Tensor]]
@@ -175,7 +183,7 @@ class EveryGradient(Hook):
         """Copy them: of the engine that is about to be updated."""
         if not self.steps or len(self.steps[-1]) == len(engines(self.trainer)):
             self.steps.append({})
-        name = CRITIC if self.steps[-1] else "policy"
+        name = list(engines(self.trainer))[len(self.steps[-1])]
         self.steps[-1][name] = pieces(engines(self.trainer)[name], gradients=True)
 
 

@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from hpctrain.bench.torch_model import TorchModel
 from hpctrain.comm.world import World
 from hpctrain.data.order import SampleOrder
+from hpctrain.deck.division import CRITIC
 from hpctrain.deck.policy import steps_of_rollout
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine
+from hpctrain.engine.sizes import on_one_rank
 from hpctrain.post.rollout import Answer
-from hpctrain.post.trainer import CRITIC, PolicyTrainer
-from hpctrain.train.verify import on_one_rank
+from hpctrain.post.trainer import PolicyTrainer
 from tests.engines import by_rank_0
 from tests.post.rough_policies import (
     REWARDS,
@@ -356,6 +357,43 @@ def test_critic_and_reference_have_layouts_of_their_own(world: World, folder: Pa
     trainer.engine.close()
 
 
+DIVIDED = {
+    2: {
+        "critic": ("policy.critic_ranks=1",),
+        "both": ("policy.critic_ranks=1", "policy.reference_ranks=1"),
+    },
+    4: {
+        "each": (
+            "policy.critic_ranks=1-2",
+            "policy.reference_ranks=3",
+            'policy.critic=["learning_rate.peak=2e-2", "layout.tensor=2"]',
+            "machine.compile=true",
+        ),
+        "some of both": (
+            "policy.critic_ranks=2-3",
+            "policy.reference_ranks=3",
+            "layout.pipeline=2",
+            'policy.critic=["learning_rate.peak=2e-2", "layout.pipeline=1", "layout.zero=3"]',
+            'policy.reference=["layout.pipeline=1"]',
+        ),
+    },
+}
+"""Models on ranks of their own."""
+
+
+@pytest.mark.mpi(min_size=2, max_size=4)
+def test_models_have_ranks_of_their_own(world: World, folder: Path) -> None:
+    if world.size not in DIVIDED:
+        return
+    right = by_rank_0(world, lambda: expected(world, policy_deck(folder, "alone", *CASES["ppo"])))
+    for name, keys in DIVIDED[world.size].items():
+        trainer = policy_trainer(world, policy_deck(folder, name, *CASES["ppo"], *keys))
+        assert trainer.seat.idle == (world.rank in trainer.seat.division.others)
+        assert bool(trainer.engine.buckets) != trainer.seat.idle
+        assert_alike(trainer, right, name)
+        trainer.engine.close()
+
+
 def assert_alike(trainer: PolicyTrainer, right: Expected, layout: str) -> None:
     """A rollout and all steps on it."""
     found = EveryGradient(trainer)
@@ -370,15 +408,19 @@ def assert_alike(trainer: PolicyTrainer, right: Expected, layout: str) -> None:
         assert {name: told[name] for name in figures} == pytest.approx(figures, rel=1e-5, abs=1e-6), layout
         # Gradients of sums over answers are divided by tokens at first, which the optimizer makes good.
         larger = {"policy": 1.0 if per_tokens else trainer.deck.batch.global_size / result.tokens}
-        assert found.steps[number].keys() == gradients.keys()
-        for name, each in found.steps[number].items():
+        here = found.steps[number] if engines(trainer) else {}  # a rank of the reference trains nothing
+        assert list(here) == list(engines(trainer))
+        for name, each in here.items():
             at_most = 1e-5 * max(float(gradient.abs().max()) for gradient in gradients[name].values())
             for shard, piece in each:
                 own = piece.double().view(-1) / larger.get(name, 1.0)
                 gradient = shard.take(gradients[name][shard.name].view(shard.shape)).reshape(-1)
                 assert float((own - gradient).abs().max()) <= at_most, (layout, number, name, shard.name)
-    for name, weights in right.weights.items():
-        for shard, piece in pieces(engines(trainer)[name]):
+    everywhere = trainer.world.everyone.all_gather_object(list(engines(trainer)))
+    assert {name for names in everywhere for name in names} == right.weights.keys()
+    for name, engine in engines(trainer).items():
+        weights = right.weights[name]
+        for shard, piece in pieces(engine):
             wanted = shard.take(weights[shard.name].view(shard.shape)).reshape(-1)
             difference = float((piece.double().view(-1) - wanted).abs().max())
             assert difference <= 1e-5, (layout, name, shard.name)

@@ -11,6 +11,7 @@ import torch
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches, MicroBatch
 from hpctrain.engine.build import build_engine, make_mesh
+from hpctrain.engine.sizes import on_one_rank
 from hpctrain.engine.stage import OUTERS, OuterChoice, build_stage, load_parameters
 from hpctrain.model.build import build_model
 from hpctrain.sharding.bucket import Bucket
@@ -18,7 +19,7 @@ from hpctrain.sharding.outer import EveryStep, Weights
 from hpctrain.sharding.state import MODEL, StateTensor, own_state
 from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.start import start_from_source
-from hpctrain.train.verify import ROUGHNESS, on_one_rank
+from hpctrain.train.verify import ROUGHNESS
 from tests.engines import Trainer, small_deck, trainer
 
 EVERY = 2

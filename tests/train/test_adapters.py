@@ -15,12 +15,12 @@ import torch
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine
+from hpctrain.engine.sizes import on_one_rank
 from hpctrain.errors import HpctrainError
 from hpctrain.parallel.adapter import is_adapter
 from hpctrain.parallel.scalar_head import NAME as SCORE
 from hpctrain.report.rows import read_metrics
 from hpctrain.train.run import resume, run_deck
-from hpctrain.train.verify import on_one_rank
 from tests.engines import LLAMA, by_rank_0, small_deck
 from tests.train.test_reward import KEYS, make_trainer
 from tests.train.test_run import contents, write_deck

@@ -23,9 +23,10 @@ from hpctrain.engine.build import build_engine, make_mesh
 from hpctrain.engine.corpus import open_corpus, settle_vocabulary
 from hpctrain.engine.functions import with_functions
 from hpctrain.engine.held_out import open_held_out
+from hpctrain.engine.sizes import on_one_rank
 from hpctrain.errors import HpctrainError
 from hpctrain.train.trainer import Trainer
-from hpctrain.train.verify import ROUGHNESS, _pieces, on_one_rank
+from hpctrain.train.verify import ROUGHNESS, _pieces
 from tests.data.chats import talk, write_rows
 from tests.engines import LLAMA, by_rank_0, small_deck
 from tests.train.test_documents import FAMILIES, Gradients

@@ -21,11 +21,12 @@ from hpctrain.data.batches import Batches, MicroBatch, Sequences
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import build_engine, make_mesh
 from hpctrain.engine.functions import with_functions
+from hpctrain.engine.sizes import on_one_rank
 from hpctrain.parallel.shard import Shard
 from hpctrain.train.hook import Hook
 from hpctrain.train.miniature import miniature
 from hpctrain.train.trainer import Trainer
-from hpctrain.train.verify import ROUGHNESS, _pieces, compare, on_one_rank
+from hpctrain.train.verify import ROUGHNESS, _pieces, compare
 from tests.engines import LLAMA, by_rank_0, small_deck, trainer
 from tests.memory.test_recompute import predicted, saved_bytes
 

@@ -17,9 +17,9 @@ from hpctrain.data.batches import MASKED, Batches
 from hpctrain.data.order import Integers, SampleOrder
 from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.deck.schema import Deck
+from hpctrain.engine.sizes import on_one_rank
 from hpctrain.errors import InputOutputError
 from hpctrain.train.reference import bring_references, with_reference
-from hpctrain.train.verify import on_one_rank
 from tests.engines import LLAMA, Trainer, by_rank_0, small_deck, trainer
 
 PAIRS = 12

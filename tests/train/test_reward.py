@@ -22,11 +22,12 @@ from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import build_engine, make_mesh
 from hpctrain.engine.functions import with_functions
+from hpctrain.engine.sizes import on_one_rank
 from hpctrain.objective.objective import Objective
 from hpctrain.objective.value import ClippedValue
 from hpctrain.train.scored import values_of
 from hpctrain.train.trainer import Trainer
-from hpctrain.train.verify import ROUGHNESS, _pieces, on_one_rank
+from hpctrain.train.verify import ROUGHNESS, _pieces
 from tests.engines import LLAMA, by_rank_0, small_deck
 from tests.train.test_documents import Gradients
 

@@ -28,7 +28,7 @@ class ServedCheckpoints(Checkpoints):
         self, deck: Deck, engine: Engine, known: Mapping[str, Any], world: World, roles: Roles
     ) -> None:
         super().__init__(deck, engine, known)
-        self.world, self.serves = world, roles.serves(world.rank)
+        self.whole, self.serves = world, roles.serves(world.rank)
         self.layout |= {"data": roles.workers, "zero": 0, "servers": roles.servers}
         self.provenance = self.provenance.of(world.size, self.layout)
 
@@ -39,7 +39,7 @@ class ServedCheckpoints(Checkpoints):
     def save(self, state: TrainState) -> None:
         """See Checkpoints."""
         # What goes wrong the servers agree on among themselves before all ranks do.
-        with self.world.agreement():
+        with self.whole.agreement():
             if self.serves:
                 super().save(state)
         self._step = state.step
@@ -47,11 +47,11 @@ class ServedCheckpoints(Checkpoints):
     def restore(self, path: Path) -> TrainState:
         """See Checkpoints."""
         state: TrainState | None = None
-        with self.world.agreement():
+        with self.whole.agreement():
             if self.serves:
                 state = super().restore(path)
         own = None if state is None else (asdict(state), self.best.record())
-        shared, best = self.world.everyone.broadcast_object(own, HEAD)
+        shared, best = self.whole.everyone.broadcast_object(own, HEAD)
         self.best.resume(best)
         self.newest = path
         if path.parent == self.folder:
@@ -61,11 +61,11 @@ class ServedCheckpoints(Checkpoints):
     def start_from(self, deck: Deck) -> str:
         """As `start_from_source`. Collective."""
         sentence = ""
-        with self.world.agreement():
+        with self.whole.agreement():
             if self.serves:
                 sentence = start_from_source(deck, self.engine)
         return sentence
 
     def stored(self, state: TrainState) -> dict[str, Any]:
         """See Checkpoints."""
-        return {**super().stored(state), "ranks": self.world.size}
+        return {**super().stored(state), "ranks": self.whole.size}

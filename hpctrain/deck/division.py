@@ -1,0 +1,174 @@
+"""Which ranks have which models of a run that learns by rewards: those of the policy, or ranks of their own.
+
+Ranks that no key names have the policy, rank 0 among them. A model for which none are named is beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+from pydantic import AfterValidator, BeforeValidator
+
+from hpctrain.deck.objective import POLICIES
+from hpctrain.deck.problem import Problem
+from hpctrain.deck.sources import toml_value
+from hpctrain.words import counted
+
+if TYPE_CHECKING:
+    from hpctrain.deck.schema import Deck
+
+POLICY, CRITIC, REFERENCE, REWARD = "policy", "critic", "reference", "reward"
+
+_KEYS = {CRITIC: "critic_ranks", REFERENCE: "reference_ranks", REWARD: "reward_ranks"}
+
+
+def _named(text: str) -> str:
+    if text != POLICY and _range(text) is None:
+        raise ValueError
+    return text
+
+
+def _range(text: str) -> range | None:
+    """The ranks that a text names; None where it names none."""
+    first, dash, last = text.partition("-")
+    if not all(each.isascii() and each.isdecimal() and len(each) < 8 for each in (first, last or "0")):
+        return None
+    found = range(int(first), int(last if dash else first) + 1) if last or not dash else range(0)
+    return found if len(found) else None
+
+
+RankRange = Annotated[
+    str,
+    BeforeValidator(lambda value: str(value) if type(value) is int else value),
+    AfterValidator(_named),
+]
+"""Ranks of a world, as "4-7" or 4; or those of the policy."""
+
+
+class Party(NamedTuple):
+    """Ranks that have the same models of a run."""
+
+    models: tuple[str, ...]
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Division:
+    """The ranks of a run by model: `own` are those of models that have their own; of so many `ranks` the
+    policy has the others.
+    """
+
+    own: Mapping[str, range]
+    ranks: int
+
+    @staticmethod
+    def of(deck: Deck, ranks: int) -> Division:
+        """That of a deck on so many ranks, which fit it."""
+        return Division(own_ranks(deck), ranks)
+
+    @property
+    def policy(self) -> tuple[int, ...]:
+        """Ranks that have the policy."""
+        return tuple(rank for rank in range(self.ranks) if not any(rank in own for own in self.own.values()))
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        """Ranks that do not."""
+        return tuple(sorted({rank for own in self.own.values() for rank in own}))
+
+    def of_model(self, model: str) -> Sequence[int]:
+        """The ranks that have a model."""
+        return self.own.get(model, self.policy)
+
+    @property
+    def parties(self) -> list[Party]:
+        """Ranks with the same models: first those of the policy, and what is beside it."""
+        beside = tuple(model for model in _KEYS if model not in self.own)
+        found: dict[tuple[str, ...], tuple[int, ...]] = {}
+        for rank in self.others:
+            models = tuple(model for model, own in self.own.items() if rank in own)
+            found[models] = (*found.get(models, ()), rank)
+        return [Party((POLICY, *beside), self.policy), *(Party(*each) for each in found.items())]
+
+    def party(self, rank: int) -> int:
+        """The number of that of a rank."""
+        return next(number for number, each in enumerate(self.parties) if rank in each.ranks)
+
+
+def own_ranks(deck: Deck) -> dict[str, range]:
+    """The ranks that a deck names, by model: nothing of one that does not learn by rewards."""
+    if deck.objective.kind not in POLICIES:
+        return {}
+    found = {model: _range(getattr(deck.policy, name)) for model, name in _KEYS.items()}
+    return {model: ranks for model, ranks in found.items() if ranks is not None}
+
+
+def undivided(deck: Deck) -> Deck:
+    """The deck of ranks that have all of its models."""
+    return deck.with_keys(policy=dict.fromkeys(_KEYS.values(), POLICY))
+
+
+def ranks_apart(deck: Deck) -> int:
+    """How many ranks do not have the policy."""
+    return len(Division(own_ranks(deck), 0).others)
+
+
+def world_division_problems(deck: Deck, ranks: int) -> Iterator[Problem]:
+    """Ranks that are named and are not there, and no rank left for the policy."""
+    for model, own in own_ranks(deck).items():
+        if own[-1] >= ranks:
+            there = f"there {'is' if ranks == 1 else 'are'} {counted(ranks, 'rank')}, from 0 on"
+            sentence = f'names rank {own[-1]}, but {there} ("{POLICY}" would have the policy\'s)'
+            yield Problem(f"policy.{_KEYS[model]}", sentence)
+    if own_ranks(deck) and not Division.of(deck, ranks).policy:
+        first, *others = (f"policy.{_KEYS[model]}" for model in own_ranks(deck))
+        yield Problem(first, f"leaves no rank for the policy (there are {ranks})", tuple(others))
+
+
+_ALONE: tuple[tuple[str, object, str], ...] = (
+    ("checkpoint.memory_every", 0, "nothing goes back to copies"),
+    ("layout.auto", False, "ranks are not chosen for several models"),
+    ("model.record_routing", False, "it notes choices of all ranks"),
+    ("run.trace", False, "it shows steps that all ranks make together"),
+    ("stability.corruption", "off", "it compares steps that all ranks make together"),
+    ("stability.verify_layout", False, "it compares a step that all ranks make together"),
+)
+"""Keys with the one value that goes with ranks of their own, and why another one does not."""
+
+
+def division_problems(deck: Deck, judged_by_models: bool, referred: bool) -> Iterator[Problem]:
+    """What does not go with models on ranks of their own, of a deck that learns by rewards: whether reward
+    models are among these, and a reference is asked, says the caller.
+    """
+    own = own_ranks(deck)
+    for model, ranks in own.items():
+        name = f"policy.{_KEYS[model]}"
+        if 0 in ranks:
+            yield Problem(name, "names rank 0, which has the policy (the last ranks would do)")
+    vain = {
+        CRITIC: (
+            deck.objective.kind == "ppo",
+            "objective.kind",
+            'is for objective.kind = "ppo", which has a critic',
+        ),
+        REFERENCE: (referred, "objective.beta", "has no effect with objective.beta = 0"),
+        REWARD: (judged_by_models, "policy.reward", "has no effect without the checkpoint of a reward model"),
+    }
+    for model, (used, key, sentence) in vain.items():
+        if model in own and not used:
+            yield Problem(f"policy.{_KEYS[model]}", f"{sentence} (leave it out)", (key,))
+    if not own:
+        return
+    keys = tuple(f"policy.{_KEYS[model]}" for model in own)
+    for name, value, why in _ALONE:
+        if deck.value(name) != value:
+            sentence = f"does not go with {keys[0]}: {why} ({toml_value(value)} would do)"
+            yield Problem(name, sentence, keys)
+    if deck.stability.spike == "rollback":
+        sentence = f'does not go with {keys[0]}: nothing goes back to copies ("skip" would do)'
+        yield Problem("stability.spike", sentence, keys)
+    if deck.machine.rates is not None:
+        sentence = f"has no effect with {keys[0]}, whose steps are not planned (leave it out)"
+        yield Problem("machine.rates", sentence, keys, idle=True)

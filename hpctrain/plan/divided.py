@@ -1,0 +1,47 @@
+"""An engine within planned memory, of a run whose models may have ranks of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hpctrain.comm.device import on_host
+from hpctrain.deck.schema import Deck
+from hpctrain.engine.build import Engine, arrange, assemble
+from hpctrain.engine.kernels import choose_kernels
+from hpctrain.engine.place import with_split
+from hpctrain.engine.seat import Seat
+from hpctrain.plan.companions import plan_run_memory
+from hpctrain.plan.engine import build_within_memory
+from hpctrain.plan.libraries import library_bytes
+from hpctrain.plan.memory import MemoryPlan
+from hpctrain.plan.room import demand_room
+
+
+def build_seat_within_memory(
+    deck: Deck, seat: Seat, ready: Callable[[], None] = lambda: None
+) -> tuple[Engine, MemoryPlan]:
+    """As `build_within_memory`, the engine of this rank's seat, and the plan of all ranks. Collective."""
+    world = seat.whole
+    if not seat.divided:
+        return build_within_memory(deck, world, seat.mesh, ready)
+    own = choose_kernels(with_split(seat.deck, seat.deck.found.split), seat.world, seat.mesh)
+    arrangement = arrange(own, seat.world, seat.mesh)
+    carried = {"transport": seat.mesh.transport}
+    planned = deck.with_keys(run={"device": world.device.type}, communication=carried)
+    libraries = library_bytes() if on_host(world.device) else 0
+    placed = arrangement.placement.split, arrangement.schedule
+    per_node, plan = world.topology.ranks_per_node, None
+    assert deck.model.vocabulary is not None
+    with world.agreement():
+        if world.rank == 0:
+            numbers = world.size, deck.model.vocabulary, libraries, per_node
+            plan = plan_run_memory(planned.with_found(own.found), *numbers, *placed)
+    plan = world.everyone.broadcast_object(plan)
+    assert isinstance(plan, MemoryPlan)
+    here = plan.stages[seat.stage].needed
+    more = "more ranks of their own for policy.critic_ranks or reference_ranks would hold less each"
+    overruled = "--set machine.memory=SIZE overrules what is there"
+    demand_room(world, deck.machine, deck.sources.name, here, lambda _: f"{more}; {overruled}")
+    world.planned_bytes = here
+    ready()
+    return assemble(own, seat.world, seat.mesh, arrangement, build=seat.build), plan

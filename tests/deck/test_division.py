@@ -1,0 +1,82 @@
+"""Ranks of their own for models of a run that learns by rewards: what a deck may say, and who has what."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpctrain.deck.check_world import check_world, data_ranks
+from hpctrain.deck.division import CRITIC, POLICY, REFERENCE, REWARD, Division, Party, undivided
+from hpctrain.deck.read import parse_deck
+from hpctrain.errors import HpctrainError
+from tests.deck.test_policy import text
+
+
+def test_those_that_no_key_names_have_the_policy() -> None:
+    deck = parse_deck(text("ppo", 'critic_ranks = "2-4"\nreference_ranks = 4\n'))
+    division = Division.of(deck, 8)
+    assert division.policy == (0, 1, 5, 6, 7)
+    assert division.others == (2, 3, 4)
+    assert list(division.of_model(CRITIC)) == [2, 3, 4]
+    assert list(division.of_model(REFERENCE)) == [4]
+    assert division.of_model(REWARD) == division.policy
+    assert division.parties == [
+        Party((POLICY, REWARD), (0, 1, 5, 6, 7)),
+        Party((CRITIC,), (2, 3)),
+        Party((CRITIC, REFERENCE), (4,)),
+    ]
+    assert [division.party(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 0, 0, 0]
+
+
+def test_the_layout_is_that_of_the_others() -> None:
+    deck = parse_deck(text("ppo", 'critic_ranks = "1-2"\n'))
+    assert data_ranks(deck, 4) == 2
+    assert data_ranks(undivided(deck), 4) == 4
+    # A deck of another kind has kept the key, and no such models.
+    assert data_ranks(deck.with_keys(objective={"kind": "next-token"}), 4) == 4
+
+
+WRONG = {
+    'critic_ranks = "0-1"': r"policy.critic_ranks = \"0-1\": names rank 0, which has the policy",
+    'critic_ranks = "3-2"': r"must be ranks such as \"4-7\", or \"policy\"",
+    'critic_ranks = ""': "must be ranks such as",
+    'critic_ranks = "-3"': "must be ranks such as",
+    "critic_ranks = true": "must be ranks such as",
+    'critic_ranks = "critic"': "must be ranks such as",
+    "reward_ranks = 1": "policy.reward_ranks.*has no effect without the checkpoint of a reward model",
+}
+
+
+@pytest.mark.parametrize("key", WRONG)
+def test_what_will_not_do(key: str) -> None:
+    with pytest.raises(HpctrainError, match=WRONG[key]):
+        parse_deck(text("ppo", f"{key}\n"))
+
+
+def test_what_is_given_in_vain() -> None:
+    with pytest.raises(HpctrainError, match=r"policy.critic_ranks.*is for objective.kind"):
+        parse_deck(text("grpo", "critic_ranks = 1\n"))
+    with pytest.raises(HpctrainError, match=r"policy.reference_ranks.*no effect with objective.beta = 0"):
+        parse_deck(text("ppo", "reference_ranks = 1\n"), ["objective.beta=0"])
+
+
+ALONE = {
+    "run.trace=true": "run.trace.*does not go with policy.critic_ranks: it shows steps",
+    "stability.corruption=cheap": 'stability.corruption.*does not go with.*"off" would do',
+    "stability.verify_layout=true": "stability.verify_layout.*does not go with",
+    "stability.spike=rollback": 'stability.spike.*does not go with.*"skip" would do',
+    "checkpoint.memory_every=10": "checkpoint.memory_every.*does not go with.*0 would do",
+}
+
+
+@pytest.mark.parametrize("key", ALONE)
+def test_what_does_not_go_with_them(key: str) -> None:
+    keys = [key, "checkpoint.every=100"]
+    with pytest.raises(HpctrainError, match=ALONE[key]):
+        parse_deck(text("ppo", "critic_ranks = 1\n"), keys)
+
+
+def test_ranks_that_are_not_there() -> None:
+    deck = parse_deck(text("ppo", 'critic_ranks = "1-4"\n'))
+    with pytest.raises(HpctrainError, match="names rank 4, but there are 4 ranks, from 0 on"):
+        check_world(deck, 4)
+    check_world(deck, 5)
