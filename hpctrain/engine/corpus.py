@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches
@@ -71,8 +71,10 @@ def require_alike(world: World, tokens: Sequence[Tokens]) -> None:
 
 def settle_vocabulary(deck: Deck, corpus: Corpus) -> Deck:
     """The deck with its vocabulary: the one given, or the token file's; and with document_mask, where there
-    are conversations.
+    are conversations. How many tokens that has is found, then.
     """
+    if corpus.file is not None:
+        deck = deck.with_found(replace(deck.found, tokens=corpus.file.vocabulary))
     if corpus.trained is not None and masks_documents(deck, corpus.trained.tokens):
         deck = deck.with_keys(data={"document_mask": True})
     if deck.model.vocabulary is not None:

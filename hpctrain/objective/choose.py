@@ -8,6 +8,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.model.foreign.arguments import ANSWERS
 from hpctrain.objective.dpo import DirectPreference
+from hpctrain.objective.drawing import Drawing
 from hpctrain.objective.next_token import NextToken
 from hpctrain.objective.objective import Objective
 from hpctrain.objective.of_module import ClassesOfLogits, NextTokenOfLogits, users_loss
@@ -47,7 +48,13 @@ def _policy(deck: Deck) -> Objective:
         deck.objective.beta if in_loss else 0.0,
         keys.kl or "k3",
         referenced=deck.objective.beta > 0,
+        drawing=drawing_of(deck),
     )
+
+
+def drawing_of(deck: Deck) -> Drawing:
+    """By which chances a policy draws, whose reference tells chances of the same."""
+    return Drawing(deck.found.tokens)
 
 
 def _of_answers(deck: Deck) -> Objective:

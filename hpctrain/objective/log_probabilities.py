@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.group import Group
+from hpctrain.objective.drawing import WHOLE, Drawing
 from hpctrain.objective.next_token import CrossEntropy
 from hpctrain.objective.objective import Losses
 from hpctrain.parallel.partition import Logits
@@ -33,29 +34,33 @@ class Weighing(Protocol):
 @dataclass(frozen=True)
 class OfLogProbabilities:
     """See LossOf; of `targets` [s/c, b] int64, negative where nothing is predicted. `scale` is the factor of
-    the losses in the gradient.
+    the losses in the gradient. Log-probabilities are by the chances of a `drawing`.
     """
 
     targets: Tensor
     scale: Tensor
     weigh: Weighing
+    drawing: Drawing = WHOLE
 
     def __call__(self, head: VocabularyHead, hidden: Tensor) -> Losses:
         """The figures, and what backward begins from, whose value is no loss."""
-        found = log_probabilities(head, hidden, self.targets)
+        found = log_probabilities(head, hidden, self.targets, self.drawing)
         gradient, figures = self.weigh(found, head.groups.context)
         if not torch.is_grad_enabled():
             return Losses(torch.zeros_like(figures[0]), figures)
         # The log-probability is the cross-entropy with its sign turned.
         weights = -gradient.reshape(-1) * self.scale
-        entropy = CrossEntropy(self.targets, weights)
+        entropy = CrossEntropy(self.targets, weights, drawing=self.drawing)
         return Losses(entropy(head, hidden).total, figures)
 
 
-def log_probabilities(head: VocabularyHead, hidden: Tensor, targets: Tensor) -> Tensor:
+def log_probabilities(
+    head: VocabularyHead, hidden: Tensor, targets: Tensor, drawing: Drawing = WHOLE
+) -> Tensor:
     """Of the targets [s, b], zero where these are negative: fp32 [s, b]. No gradient goes through."""
     flat = targets.reshape(-1)
-    found, entropy = torch.zeros(flat.shape, device=flat.device), CrossEntropy(targets, flat.new_zeros(()))
+    found = torch.zeros(flat.shape, device=flat.device)
+    entropy = CrossEntropy(targets, flat.new_zeros(()), drawing=drawing)
 
     def note(logits: Logits, rows: slice, learning: bool) -> tuple[Tensor, None]:
         losses, _ = entropy.of_chunk(head, flat, logits, rows, learning=learning)

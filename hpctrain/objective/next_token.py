@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hpctrain.data.batches import MicroBatch
 from hpctrain.model.inputs import Inputs
+from hpctrain.objective.drawing import WHOLE, Drawing
 from hpctrain.objective.objective import Losses, LossOf
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.partition import Logits
@@ -59,12 +60,13 @@ class NextToken:
 @dataclass(frozen=True)
 class CrossEntropy:
     """Of `targets` [s, b] int64, negative where nothing is to be predicted; see NextToken. `scale`, 0-dim or
-    one a token [s * b], is the factor of the losses in the gradient.
+    one a token [s * b], is the factor of the losses in the gradient. Chances are those of a `drawing`.
     """
 
     targets: Tensor
     scale: Tensor
     z_loss: float = 0.0
+    drawing: Drawing = WHOLE
 
     def __call__(self, head: VocabularyHead, hidden: Tensor) -> Losses:
         """Sum over the rank's tokens; the gradients are those of `scale` times it, plus z-loss."""
@@ -76,10 +78,11 @@ class CrossEntropy:
     ) -> tuple[Tensor, Tensor | None]:
         """See ChunkLoss, of `rows` of the targets."""
         targets = targets[rows]
-        tensor = head.groups.tensor
+        tensor, first = head.groups.tensor, head.table.shard.start[0]
+        logits = self.drawing.of(logits, first)
         predicted = targets >= 0
-        local = targets - head.table.shard.start[0]
-        mine = predicted & (local >= 0) & (local < head.rows)
+        local = targets - first
+        mine = predicted & (local >= 0) & (local < logits.columns)
 
         own = head.groups.functions.partition(logits, local.masked_fill(~mine, -1))
         maximum, total, at_target = own.maximum, own.total, own.at_column

@@ -17,6 +17,7 @@ from hpctrain.comm.group import Group
 from hpctrain.data.batches import MicroBatch
 from hpctrain.model.inputs import Inputs
 from hpctrain.objective.dpo import REFERENCE
+from hpctrain.objective.drawing import WHOLE, Drawing
 from hpctrain.objective.log_probabilities import OfLogProbabilities, counted_once, whole_sums
 from hpctrain.objective.objective import LossOf
 
@@ -48,7 +49,7 @@ class PolicyOptimization:
 
     Figures beside the loss are means over tokens: `clip_share` of those whose gradient is clipped away,
     `moved` the divergence from the policy that drew them, `entropy` as estimated by their own
-    log-probabilities; `kl` from the reference, where there is one.
+    log-probabilities; `kl` from the reference, where there is one. Chances are those of a `drawing`.
     """
 
     clip_low: float = 0.2
@@ -58,6 +59,7 @@ class PolicyOptimization:
     beta: float = 0.0
     estimate: Estimate = "k3"
     referenced: bool = False
+    drawing: Drawing = WHOLE
 
     @property
     def figures(self) -> tuple[str, ...]:
@@ -91,7 +93,7 @@ class PolicyOptimization:
             sums = [(value * predicted).double().sum() for value in told]
             return gradient, (losses.detach().double(), *sums, divisor)
 
-        return OfLogProbabilities(targets, scale, weigh)
+        return OfLogProbabilities(targets, scale, weigh, self.drawing)
 
     def weights(self, predicted: Tensor, context: Group) -> tuple[Tensor, Tensor]:
         """Of each token [s/c, b] in the sum of losses, and this rank's part of what that is divided by."""

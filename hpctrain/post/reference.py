@@ -24,6 +24,8 @@ from hpctrain.engine.build import Engine
 from hpctrain.engine.companions import reference_deck, shares_reference
 from hpctrain.engine.seat import Seat
 from hpctrain.errors import InputOutputError
+from hpctrain.objective.choose import drawing_of
+from hpctrain.objective.drawing import Drawing
 from hpctrain.optim.optimizer import refresh
 from hpctrain.post.rollout import AnswerRows
 from hpctrain.sharding.bucket import Bucket, await_readers
@@ -84,7 +86,7 @@ def open_reference(
                 raise InputOutputError(f"{path}: is not there, {needed} (bring it back, or start anew)")
     if own is None:
         start = _start(path, world, buckets)
-        return None if seat.idle else Reference(partial(_with_start, step, start))
+        return None if seat.idle else Reference(partial(_with_start, step, drawing_of(deck), start))
     there = seat.of_model(REFERENCE)
     with seat.agreement():
         if there is None:
@@ -92,7 +94,7 @@ def open_reference(
         shown = shown_engine(path, own, there)
     rows = Batches(AnswerRows([], own.batch.sequence), 0)
     other = Step(shown, rows, own.batch.micro_size, 0.0, own.run.seed)
-    return Reference(partial(log_probabilities_of, other), shown)
+    return Reference(partial(log_probabilities_of, other, drawing=drawing_of(deck)), shown)
 
 
 _Values = Sequence[tuple[Bucket, Tensor]]
@@ -106,12 +108,12 @@ def _start(path: Path, world: World, buckets: Sequence[Bucket]) -> _Values:
     return begun
 
 
-def _with_start(step: Step, start: _Values, batches: Batches) -> Iterator[Tensor]:
+def _with_start(step: Step, drawing: Drawing, start: _Values, batches: Batches) -> Iterator[Tensor]:
     """Log-probabilities by the policy as it was at its start; then it has its bits again. Collective."""
     buckets = [bucket for bucket, _ in start]
     present = [(bucket, _own(bucket).clone()) for bucket in buckets]
     _put(start)
-    found = list(log_probabilities_of(step, batches))
+    found = list(log_probabilities_of(step, batches, drawing))
     _put(present)
     yield from found
 

@@ -33,6 +33,7 @@ from hpctrain.engine.sizes import axis_sizes
 from hpctrain.engine.stage import Stage
 from hpctrain.engine.transfer import Transfer
 from hpctrain.model.transformer import Transformer
+from hpctrain.objective.choose import drawing_of
 from hpctrain.objective.value import ClippedValue
 from hpctrain.post.experience import Experience, figures_of
 from hpctrain.post.reference import open_reference
@@ -103,7 +104,7 @@ class PolicyTrainer(Trainer):
             self.writer,
             rewards,
             models,
-            old=None if seat.idle else partial(log_probabilities_of, self.step),
+            old=None if seat.idle else partial(log_probabilities_of, self.step, drawing=drawing_of(deck)),
             reference=None if reference is None else reference.scored,
             values=critic,
         )

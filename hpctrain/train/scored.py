@@ -5,12 +5,14 @@ their targets, or scores.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hpctrain.data.batches import Batches
+from hpctrain.objective.drawing import WHOLE, Drawing
 from hpctrain.objective.log_probabilities import log_probabilities
 from hpctrain.objective.objective import Losses
 from hpctrain.parallel.scalar_head import ScalarHead
@@ -39,11 +41,11 @@ class _Kept:
         return Losses(nothing, (nothing,) * self.figures)
 
 
-def log_probabilities_of(step: Step, batches: Batches) -> Iterator[Tensor]:
-    """Log-probabilities [n, s] of the targets of all sequences in their order, some at a time, zero where
-    there is no target, the same on all ranks. Collective.
+def log_probabilities_of(step: Step, batches: Batches, drawing: Drawing = WHOLE) -> Iterator[Tensor]:
+    """Log-probabilities [n, s] of the targets of all sequences in their order by the chances of `drawing`,
+    some at a time, zero where there is no target, the same on all ranks. Collective.
     """
-    return _of_all(step, batches, log_probabilities)
+    return _of_all(step, batches, partial(log_probabilities, drawing=drawing))
 
 
 def values_of(step: Step, batches: Batches) -> Iterator[Tensor]:

@@ -1,6 +1,6 @@
 """PPO's and GRPO's losses against plain torch, written from the papers, on whole and split logits.
 
-Tests of objective/policy.py.
+Tests of objective/policy.py and objective/drawing.py.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from hpctrain.comm.world import World
 from hpctrain.model.inputs import Inputs
+from hpctrain.objective.drawing import Drawing
 from hpctrain.objective.log_probabilities import log_probabilities
 from hpctrain.objective.policy import ADVANTAGES, OLD, Mean, PolicyOptimization, divergence
 from hpctrain.parallel import vocabulary
@@ -19,14 +20,25 @@ from tests.objective.test_dpo import case
 from tests.objective.test_next_token import VOCABULARY, head
 
 LOW, HIGH, BETA, LONGEST = 0.1, 0.25, 0.05, 9
+DRAWINGS = {"whole": Drawing(), "some": Drawing(30), "of-one-rank": Drawing(11)}
+"""By chances of all 37 tokens, or of the first ones: on two ranks the first has 19 of them."""
 
 
-def given() -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def drawn_by(logits: Tensor, drawing: Drawing) -> Tensor:
+    """Log-probabilities of logits [s, b, V]."""
+    return torch.log_softmax(logits[..., : drawing.tokens], -1)
+
+
+def given(drawing: Drawing) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Weight [V, h], hidden [s, b, h], and fields [s, b]: chances have moved, some beyond the clip."""
     weight, hidden, targets, reference = case()
+    if drawing.tokens is not None:
+        targets = torch.where(targets < 0, targets, targets % drawing.tokens)
     generator = torch.Generator().manual_seed(9)
-    own = torch.log_softmax(functional.linear(hidden.double(), weight.double()), -1)
+    own = drawn_by(functional.linear(hidden.double(), weight.double()), drawing)
     own = own.gather(-1, targets.clamp_min(0).unsqueeze(-1)).squeeze(-1)
+    if drawing != Drawing():
+        reference = (own + 0.7 * torch.randn(own.shape, generator=generator)).float()
     old = (own + 0.2 * torch.randn(own.shape, generator=generator)).float()
     advantages = torch.randn(own.shape, generator=generator)
     # What stands where nothing is predicted must not matter.
@@ -41,13 +53,12 @@ def given() -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     )
 
 
-def by_torch(logits: Tensor, fields: dict[str, Tensor], mean: str, estimate: str) -> dict[str, Tensor]:
-    """The loss and figures of logits [s, b, V], answer by answer and token by token."""
-    own = torch.log_softmax(logits, -1)
+def by_torch(own: Tensor, fields: dict[str, Tensor], mean: str, estimate: str) -> dict[str, Tensor]:
+    """The loss and figures of log-probabilities [s, b, V], answer by answer and token by token."""
     losses, tokens, kl, clipped, moved = [], 0, 0.0, 0, 0.0
-    for row in range(logits.shape[1]):
+    for row in range(own.shape[1]):
         each = []
-        for place in range(logits.shape[0]):
+        for place in range(own.shape[0]):
             target = int(fields["targets"][place, row])
             if target < 0:
                 continue
@@ -77,19 +88,30 @@ def by_torch(logits: Tensor, fields: dict[str, Tensor], mean: str, estimate: str
 @pytest.mark.mpi(min_size=1, max_size=2)
 @pytest.mark.parametrize("mean", ["tokens", "answers", "constant"])
 @pytest.mark.parametrize("estimate", ["k1", "k3"])
+@pytest.mark.parametrize("of", DRAWINGS)
 def test_losses_and_gradients(
-    world: World, monkeypatch: pytest.MonkeyPatch, mean: Mean, estimate: str
+    world: World, monkeypatch: pytest.MonkeyPatch, mean: Mean, estimate: str, of: str
 ) -> None:
+    drawing = DRAWINGS[of]
     monkeypatch.setattr(vocabulary, "CHUNK_ELEMENTS", 5 * VOCABULARY)
     monkeypatch.setattr(vocabulary, "CHUNK_ROWS", 5)
-    weight, hidden, fields = given()
+    weight, hidden, fields = given(drawing)
     exact, wide = weight.double().requires_grad_(), hidden.double().requires_grad_()
-    wanted = by_torch(functional.linear(wide, exact), fields, mean, estimate)
+    wanted = by_torch(drawn_by(functional.linear(wide, exact), drawing), fields, mean, estimate)
     assert 0.1 < wanted["clip_share"] < 0.9
     wanted["loss"].backward()
 
     layer, mine = head(world, weight), hidden.clone().requires_grad_()
-    objective = PolicyOptimization(LOW, HIGH, mean, LONGEST, BETA, estimate, referenced=True)  # type: ignore[arg-type]
+    objective = PolicyOptimization(
+        LOW,
+        HIGH,
+        mean,
+        LONGEST,
+        BETA,
+        estimate,  # type: ignore[arg-type]
+        referenced=True,
+        drawing=drawing,
+    )
     inputs = Inputs({name: each.t() for name, each in fields.items()}, torch.arange(len(hidden)))
     tokens = int((fields["targets"] >= 0).sum())
     found = objective.losses(inputs, torch.tensor(1 / tokens))(layer, mine)
@@ -112,12 +134,17 @@ def test_losses_and_gradients(
 
 
 @pytest.mark.mpi(min_size=1, max_size=2)
-def test_what_was_drawn_just_now_has_moved_nowhere(world: World) -> None:
-    weight, hidden, fields = given()
+@pytest.mark.parametrize("of", DRAWINGS)
+def test_what_was_drawn_just_now_has_moved_nowhere(world: World, of: str) -> None:
+    weight, hidden, fields = given(drawing := DRAWINGS[of])
     layer = head(world, weight)
-    fields[OLD] = log_probabilities(layer, hidden, fields["targets"])
+    fields[OLD] = log_probabilities(layer, hidden, fields["targets"], drawing)
+    there = fields["targets"] >= 0
+    exact = drawn_by(functional.linear(hidden.double(), weight.double()), drawing)[there]
+    exact = exact.gather(1, fields["targets"][there].unsqueeze(1))[:, 0]
+    torch.testing.assert_close(fields[OLD][there].double(), exact, rtol=1e-6, atol=1e-6)
     inputs = Inputs({name: each.t() for name, each in fields.items()}, torch.arange(len(hidden)))
-    objective = PolicyOptimization()
+    objective = PolicyOptimization(drawing=drawing)
     found = objective.losses(inputs, torch.tensor(1.0))(layer, hidden.clone().requires_grad_())
     figures = dict(zip(objective.figures, map(float, found.figures), strict=True))
     assert (figures["moved"], figures["clip_share"]) == (0.0, 0.0)

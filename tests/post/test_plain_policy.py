@@ -49,6 +49,7 @@ CASES = {
     "ppo-free": ("objective.beta=0", "policy.mean=answers"),
     "grpo": ("objective.kind=grpo", "policy.samples=3"),
     "grpo-k1": (*GPT2, "objective.kind=grpo", "policy.kl=k1", "policy.mean=tokens", "policy.scale=false"),
+    "grpo-wide": ("objective.kind=grpo", "model.vocabulary=300"),
     "grpo-constant": ("objective.kind=grpo", "policy.mean=constant", "policy.samples=4"),
 }
 LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
@@ -62,6 +63,8 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
         "zero": ("layout.zero=3", "batch.micro_size=1"),
     },
 }
+TOKENS = 257
+"""That can be drawn: bytes, and the end of a document. A model may have more."""
 VALUE_CLIP, RATE, DECAY = 0.2, 1e-2, 0.1
 
 
@@ -138,7 +141,8 @@ def of_tokens(model: nn.Module, answer: Answer) -> Tensor:
 def log_probabilities(model: nn.Module, answer: Answer) -> Tensor:
     """Of the answer's tokens, one after another."""
     written = torch.tensor(answer.ids[len(answer.ids) - answer.written :])
-    return torch.log(torch.softmax(of_tokens(model, answer), -1))[torch.arange(len(written)), written]
+    logits = of_tokens(model, answer)[:, :TOKENS]
+    return torch.log(torch.softmax(logits, -1))[torch.arange(len(written)), written]
 
 
 def k1(log_probability: float, reference: float) -> float:

@@ -1,12 +1,13 @@
 """What answers are drawn by is what they are trained by: log-probabilities of their tokens, made of the very
 logits that a draw saw with a cache, beside those that training begins from, to the bit.
 
-Tests of post/writer.py and post/experience.py, with generate/passes.py and objective/log_probabilities.py.
+Tests of post/writer.py and post/experience.py, with generate/passes.py, objective/log_probabilities.py and
+objective/drawing.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,9 @@ from torch.nn import functional
 from hpctrain.comm.world import World
 from hpctrain.generate.continuing import Text
 from hpctrain.generate.sampling import KeyedDraws
+from hpctrain.objective.drawing import Drawing
 from hpctrain.objective.next_token import CrossEntropy
-from hpctrain.objective.policy import OLD
+from hpctrain.objective.policy import OLD, PolicyOptimization
 from hpctrain.parallel.partition import Logits
 from hpctrain.parallel.vocabulary import VocabularyHead
 from hpctrain.post import writer
@@ -27,8 +29,10 @@ from tests.post.rough_policies import folder, policy_deck, policy_trainer
 
 __all__ = ["folder"]
 
-Drawn = dict[tuple[int, int, int], Tensor]
-"""Logits [V] by a text's number, its sample, and the place of the token that was drawn by them."""
+Drawn = dict[tuple[int, int, int], tuple[Tensor, Tensor]]
+"""Logits [V], and chances of those that may be drawn, by a text's number, its sample, and the place of the
+token that was drawn by them.
+"""
 
 KEYS = ("policy.rollout=24", "policy.tokens=14", "batch.global_size=24", "policy.epochs=1", "run.steps=4")
 GPT2 = ("model.family=gpt2", "model.key_value_heads=8")
@@ -52,44 +56,53 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> Drawn:
 
     class Watched(KeyedDraws):
         def __call__(self, texts: Sequence[Text], logits: Tensor) -> list[int]:
-            for text, row in zip(texts, logits, strict=True):
-                found[text.number, text.sample, len(text.tokens)] = row.clone()
+            chances = self.sampling.probabilities(logits[:, : self.vocabulary].float())
+            for text, *rows in zip(texts, logits.clone(), chances, strict=True):
+                found[text.number, text.sample, len(text.tokens)] = rows[0], rows[1]
             return super().__call__(texts, logits)
 
     monkeypatch.setattr(writer, "KeyedDraws", Watched)
     return found
 
 
-def of_draws(head: VocabularyHead, logits: Tensor, tokens: Tensor) -> Tensor:
+def of_draws(head: VocabularyHead, logits: Tensor, tokens: Tensor, drawing: Drawing) -> Tensor:
     """Log-probabilities of tokens [n] by whole logits [n, V], as training computes them of this rank's."""
     shard = head.table.shard
     first, columns = shard.start[0], head.rows
     own = logits[:, first : first + columns]
     products = functional.pad(own, (0, shard.local[0] - columns)).contiguous()
-    entropy = CrossEntropy(tokens, torch.zeros(()))
+    entropy = CrossEntropy(tokens, torch.zeros(()), drawing=drawing)
     losses, _ = entropy.of_chunk(
         head, tokens, Logits(products, columns), slice(0, len(tokens)), learning=False
     )
     return -losses
 
 
-def both(trainer: PolicyTrainer, drawn: Mapping[tuple[int, int, int], Tensor]) -> tuple[Tensor, Tensor]:
+def both(trainer: PolicyTrainer, drawn: Drawn) -> tuple[Tensor, Tensor]:
     """Of all tokens that this rank has drawn in a rollout: log-probabilities by the draws, and as they are
     trained by. Collective.
+
+    The former are the logarithms of the chances that they had, but for rounding.
     """
     assert trainer.experience is not None
     rollout = trainer.answers.rollout
     assert rollout is not None
     (head,) = (each for each in trainer.experience.writer.part.modules() if isinstance(each, VocabularyHead))
-    logits, tokens, old = [], [], []
+    logits, tokens, old, chances = [], [], [], []
     for row, answer in enumerate(rollout.answers):
         for place in range(len(answer.ids) - answer.written, len(answer.ids)):
             if (answer.number, answer.sample, place) in drawn:
-                logits.append(drawn[answer.number, answer.sample, place])
+                of_token, had = drawn[answer.number, answer.sample, place]
+                logits.append(of_token)
+                chances.append(had[answer.ids[place]])
                 tokens.append(answer.ids[place])
                 old.append(rollout.fields[OLD][row, place - 1])
     assert len(old) == len(drawn) > 60
-    return of_draws(head, torch.stack(logits), torch.tensor(tokens)), torch.stack(old)
+    objective = trainer.engine.objective
+    assert isinstance(objective, PolicyOptimization)
+    by_draws = of_draws(head, torch.stack(logits), torch.tensor(tokens), objective.drawing)
+    torch.testing.assert_close(by_draws.double(), torch.stack(chances).log(), rtol=1e-6, atol=1e-6)
+    return by_draws, torch.stack(old)
 
 
 @pytest.mark.mpi(min_size=1, max_size=2)
@@ -113,6 +126,24 @@ def test_the_same_bits_on_the_same_layout(
         assert (result.figures["moved"], result.figures["clip_share"]) == (0.0, 0.0)
         assert result.figures["kl"] != 0
         trainer.engine.close()
+
+
+@pytest.mark.mpi(min_size=1, max_size=2)
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_a_model_has_more_tokens_than_can_be_drawn(
+    world: World, folder: Path, drawn: Drawn, compute: str
+) -> None:
+    """On two tensor ranks the second one has 57 of those that can be, then 143 others."""
+    wide = *KEYS, "model.vocabulary=400", "machine.compile=true", f"precision.compute={compute}"
+    trainer = policy_trainer(world, policy_deck(folder, "wide", *wide, f"layout.tensor={world.size}"))
+    result = trainer.train_step()
+    by_draws, trained = both(trainer, drawn)
+    assert float((by_draws - trained).abs().max()) == 0.0
+    assert (result.figures["moved"], result.figures["clip_share"]) == (0.0, 0.0)
+    rows, chances = zip(*drawn.values(), strict=True)
+    assert {len(each) for each in rows} == {400}
+    assert {len(each) for each in chances} == {257}
+    trainer.engine.close()
 
 
 @pytest.mark.mpi(min_size=1, max_size=2)
