@@ -44,6 +44,12 @@ class PolicySection(Section):
     processes: int = key("Processes of each rank that call a reward's function.", 1, ge=1, le=256)
     tokens: int = key("Tokens of an answer, at most; prompts have the rest of batch.sequence.", 128, ge=1)
     stops: Texts = key("Texts before which an answer ends, as does the end of a document.", ())
+    temperature: float = key(
+        "What logits are divided by, where tokens are drawn and where they are learned from.",
+        1.0,
+        ge=0.01,
+        le=100,
+    )
     samples: int | None = key("Answers to each prompt, a group.", None, derived="8 for grpo, 1 for ppo", ge=1)
     rollout: int | None = key(
         "Answers that are written, then learned from.",

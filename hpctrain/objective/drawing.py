@@ -9,15 +9,18 @@ from hpctrain.parallel.partition import Logits
 
 @dataclass(frozen=True)
 class Drawing:
-    """Of so many `tokens`, the first of a vocabulary, which are those that a tokenizer has; None: of all."""
+    """Of so many `tokens`, the first of a vocabulary, which are those that a tokenizer has (None: of all), by
+    logits that are divided by the `temperature`.
+    """
 
     tokens: int | None = None
+    temperature: float = 1.0
 
     def of(self, logits: Logits, first: int) -> Logits:
         """Of a rank's logits, whose columns are tokens from the `first` on, those that are drawn by."""
-        if self.tokens is None:
-            return logits
-        return replace(logits, columns=min(logits.columns, max(0, self.tokens - first)))
+        if self.tokens is not None:
+            logits = replace(logits, columns=min(logits.columns, max(0, self.tokens - first)))
+        return replace(logits, multiplier=logits.multiplier / self.temperature)
 
 
 WHOLE = Drawing()

@@ -129,7 +129,9 @@ class Experience:
         with self.seat.whole.agreement():
             rows = [prompts.prompt(index) for index in indices]
         asked = [Asked(number, tuple(ids)) for number, (ids, _) in zip(numbers, rows, strict=True)]
-        sampling = Sampling(keys.tokens, 1.0, seed=self.deck.run.seed, samples=samples, stops=keys.stops)
+        sampling = Sampling(
+            keys.tokens, keys.temperature, seed=self.deck.run.seed, samples=samples, stops=keys.stops
+        )
         with self.seat.agreement():
             answers = [] if self.writer is None else self.writer.write(asked, sampling)
         others: list[Mapping[str, Any]] = [other for _, other in rows for _ in range(samples)]

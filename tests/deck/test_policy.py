@@ -96,6 +96,7 @@ def test_functions_are_found_from_any_folder(tmp_path: Path, monkeypatch: pytest
 
 
 VAIN = {
+    "temperature": "0.5",
     "reward": '["exact-match"]',
     "weights": "[1.0]",
     "answer": '"right"',

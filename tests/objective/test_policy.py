@@ -20,13 +20,13 @@ from tests.objective.test_dpo import case
 from tests.objective.test_next_token import VOCABULARY, head
 
 LOW, HIGH, BETA, LONGEST = 0.1, 0.25, 0.05, 9
-DRAWINGS = {"whole": Drawing(), "some": Drawing(30), "of-one-rank": Drawing(11)}
-"""By chances of all 37 tokens, or of the first ones: on two ranks the first has 19 of them."""
+DRAWINGS = {"whole": Drawing(), "some": Drawing(30), "warm": Drawing(11, 1.7)}
+"""By chances of all 37 tokens, or of the first ones, of which on two ranks the first has 19."""
 
 
 def drawn_by(logits: Tensor, drawing: Drawing) -> Tensor:
     """Log-probabilities of logits [s, b, V]."""
-    return torch.log_softmax(logits[..., : drawing.tokens], -1)
+    return torch.log_softmax(logits[..., : drawing.tokens] / drawing.temperature, -1)
 
 
 def given(drawing: Drawing) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

@@ -50,6 +50,7 @@ CASES = {
     "grpo": ("objective.kind=grpo", "policy.samples=3"),
     "grpo-k1": (*GPT2, "objective.kind=grpo", "policy.kl=k1", "policy.mean=tokens", "policy.scale=false"),
     "grpo-wide": ("objective.kind=grpo", "model.vocabulary=300"),
+    "ppo-warm": ("policy.temperature=1.5", "policy.kl=k3"),
     "grpo-constant": ("objective.kind=grpo", "policy.mean=constant", "policy.samples=4"),
 }
 LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
@@ -138,10 +139,10 @@ def of_tokens(model: nn.Module, answer: Answer) -> Tensor:
     return given[len(answer.ids) - answer.written - 1 :]
 
 
-def log_probabilities(model: nn.Module, answer: Answer) -> Tensor:
+def log_probabilities(deck: Deck, model: nn.Module, answer: Answer) -> Tensor:
     """Of the answer's tokens, one after another."""
     written = torch.tensor(answer.ids[len(answer.ids) - answer.written :])
-    logits = of_tokens(model, answer)[:, :TOKENS]
+    logits = of_tokens(model, answer)[:, :TOKENS] / deck.policy.temperature
     return torch.log(torch.softmax(logits, -1))[torch.arange(len(written)), written]
 
 
@@ -164,7 +165,7 @@ def look(
             score = sum(
                 weight * judged(name, answer.text, answer.written) for name, weight in REWARDS.items()
             )
-            old, other = (log_probabilities(each, answer).tolist() for each in (policy, reference))
+            old, other = (log_probabilities(deck, each, answer).tolist() for each in (policy, reference))
             values = [] if critic is None else of_tokens(critic, answer)[:, 0].tolist()
             known.append(Known(answer, score, old, other, values))
     if critic is None:
@@ -225,7 +226,7 @@ def policy_loss(deck: Deck, policy: nn.Module, known: Sequence[Known]) -> tuple[
     losses: list[Tensor] = []
     told: dict[str, list[float]] = {"clip_share": [], "moved": [], "entropy": [], "kl": []}
     for each in known:
-        own, terms = log_probabilities(policy, each.answer), []
+        own, terms = log_probabilities(deck, policy, each.answer), []
         for place, advantage in enumerate(each.advantages):
             ratio = torch.exp(own[place] - each.old[place])
             now, number = float(own[place].detach()), float(ratio.detach())

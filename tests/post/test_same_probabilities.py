@@ -130,11 +130,17 @@ def test_the_same_bits_on_the_same_layout(
 
 @pytest.mark.mpi(min_size=1, max_size=2)
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
-def test_a_model_has_more_tokens_than_can_be_drawn(
+def test_drawn_are_some_of_the_models_tokens_at_a_temperature(
     world: World, folder: Path, drawn: Drawn, compute: str
 ) -> None:
-    """On two tensor ranks the second one has 57 of those that can be, then 143 others."""
-    wide = *KEYS, "model.vocabulary=400", "machine.compile=true", f"precision.compute={compute}"
+    """Of 400 tokens 257 can be: on two tensor ranks the second one has 57 of these, then 143 others."""
+    wide = (
+        *KEYS,
+        "policy.temperature=0.7",
+        "model.vocabulary=400",
+        "machine.compile=true",
+        f"precision.compute={compute}",
+    )
     trainer = policy_trainer(world, policy_deck(folder, "wide", *wide, f"layout.tensor={world.size}"))
     result = trainer.train_step()
     by_draws, trained = both(trainer, drawn)
