@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import sys
 from hpctrain.comm.launcher import without_rank
 
 _START = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
-_DIES_WITH_PARENT = 1  # of prctl
+_SIGNAL_OF_PARENT = 1  # of prctl
 _SECONDS_TO_END = 5.0
 
 
@@ -38,10 +39,39 @@ def start_helper(
     )
 
 
-def end_with(parent: int) -> bool:
-    """Have the system kill this process when the one that started it ends; whether that is still there."""
-    ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
+def end_with(parent: int, by: signal.Signals = signal.SIGKILL) -> bool:
+    """Have the system send this process a signal when the one that started it ends; whether that is still
+    there.
+    """
+    ctypes.CDLL(None).prctl(_SIGNAL_OF_PARENT, by, 0, 0, 0)
     return os.getppid() == parent
+
+
+def end_group_with(parent: int) -> bool:
+    """Go on in a process of its own, with which the one that was started ends in the same way. When `parent`
+    ends, so do both, with all others of their group, whatever they are at: these started them, and the system
+    would end none for it. Whether `parent` is still there.
+    """
+    heard = {signal.SIGCHLD, signal.SIGHUP}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, heard)
+    first = os.getpid()
+    if not (own := os.fork()):
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return end_with(first)
+    there = end_with(parent, signal.SIGHUP)
+    while there and not os.waitid(os.P_PID, own, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+        signal.sigwait(heard)
+        there = os.getppid() == parent
+    if not there:
+        os.killpg(0, signal.SIGKILL)
+    _, status = os.waitpid(own, 0)
+    if os.WIFSIGNALED(status):
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # it has left one already
+        by = os.WTERMSIG(status)
+        if by not in {signal.SIGKILL, signal.SIGSTOP}:
+            signal.signal(by, signal.SIG_DFL)
+        os.kill(first, by)
+    os._exit(os.waitstatus_to_exitcode(status))
 
 
 def how_ended(process: subprocess.Popen[bytes]) -> str:

@@ -41,7 +41,7 @@ def says(completions, **others):
 def process(completions, **others):
     """What it runs in."""
     assert Path("/proc/self/oom_score_adj").read_text() == "1000\n"
-    assert os.getsid(0) == os.getpid() and os.environ["OMP_NUM_THREADS"] == "1"
+    assert os.getsid(0) == os.getpgid(0) == os.getppid() and os.environ["OMP_NUM_THREADS"] == "1"
     assert not [name for name in os.environ if name.startswith(("OMPI_", "PMIX_"))]
     assert "torch" not in sys.modules and "mpi4py" not in sys.modules
     return [float(os.getpid())] * len(completions)
@@ -71,12 +71,27 @@ def _starts_and_hangs():
     child.wait()
 
 
+def _forks_and_spins():
+    """The child holds what its parent has open, and never lets it go."""
+    child = os.fork()
+    if child:
+        Path(os.environ["CHILD"]).write_text(str(child))
+    _spins()
+
+
+def _starts_and_exits():
+    child = subprocess.Popen(["sleep", "1000"])
+    Path(os.environ["CHILD"]).write_text(str(child.pid))
+    os._exit(3)
+
+
 def _out_of_memory():
     return len(bytearray(1 << 60))
 
 
 raises, hangs, spins = of_each(_raises), of_each(_hangs), of_each(_spins)
-starts_and_hangs = of_each(_starts_and_hangs)
+starts_and_hangs, starts_and_exits = of_each(_starts_and_hangs), of_each(_starts_and_exits)
+forks_and_spins = of_each(_forks_and_spins)
 leaves, exits = of_each(lambda: sys.exit("enough")), of_each(lambda: os._exit(3))
 killed = of_each(lambda: os.kill(os.getpid(), signal.SIGKILL))
 crashes, out_of_memory = of_each(lambda: ctypes.string_at(0)), of_each(_out_of_memory)

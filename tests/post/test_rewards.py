@@ -249,8 +249,21 @@ def test_what_hangs_ends_with_what_it_started(tmp_path: Path, monkeypatch: pytes
     assert "takes longer than 1 s" in told and gone(int((tmp_path / "child").read_text()))
 
 
-@pytest.mark.parametrize("function", ["hangs", "spins"])
-def test_processes_end_with_a_killed_rank(function: str, tmp_path: Path) -> None:
+def test_what_exits_leaves_nothing_that_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHILD", str(tmp_path / "child"))
+    reward = UsersReward(f"{JUDGES}:starts_and_exits", 20.0)
+    told = sentence_of(reward, samples_of(["bad"]))
+    assert "loses its process, which ended by itself, with exit code 3, asked about" in told
+    assert gone(int((tmp_path / "child").read_text()))
+
+
+@pytest.mark.parametrize("function", ["hangs", "spins", "starts_and_hangs", "forks_and_spins"])
+def test_processes_end_with_a_killed_rank(
+    function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With whatever a function has started there."""
+    child = tmp_path / "child"
+    monkeypatch.setenv("CHILD", str(child))
     code = (
         "import sys; from hpctrain.post.rewards.in_processes import *; "
         f"r = UsersReward({f'{JUDGES}:{function}'!r}, processes=2, together=1); r.start(); "
@@ -265,6 +278,8 @@ def test_processes_end_with_a_killed_rank(function: str, tmp_path: Path) -> None
     rank.wait()
     rank.stdout.close()
     assert len(pids) == 2 and all(map(gone, pids))
+    assert child.exists() == function.endswith(("and_hangs", "and_spins"))
+    assert not child.exists() or gone(int(child.read_text()))
 
 
 @pytest.mark.mpi

@@ -27,6 +27,7 @@ SECONDS_TO_LOAD = 300.0
 """That a user's file may take to be loaded, with what it imports."""
 
 _LOOK_AGAIN = 0.2  # seconds: whether a process is over though its socket, which others may have, is not
+_SECONDS_TO_END = 2.0
 _CHUNK = 1 << 20
 _START = "from hpctrain.post.rewards.worker import serve; "
 
@@ -157,11 +158,24 @@ class _Process:
 
     def close(self) -> None:
         """End it at once, with what it has started: it keeps nothing."""
+        self._end()
+        self.process.wait()
+        self.channel.close()
+
+    def how_ended(self) -> str:
+        """How it ended, in words, while it does; what it has started is ended."""
+        until = time.monotonic() + _SECONDS_TO_END
+        while not self.is_over() and time.monotonic() < until:
+            time.sleep(0.01)
+        if self.is_over():
+            self._end()
+        return how_ended(self.process)
+
+    def _end(self) -> None:
+        """All of its group, whose number is its own as long as nobody has waited for it."""
         if self.process.returncode is None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self.channel.close()
 
 
 def _next_answer(processes: Sequence[_Process]) -> tuple[int, dict[str, Any]]:
@@ -188,7 +202,6 @@ def _next_answer(processes: Sequence[_Process]) -> tuple[int, dict[str, Any]]:
                 if answer is not None:
                     return asked.number, answer
                 if over:
-                    ended = how_ended(process.process)
-                    raise FailedError(asked.number, f"loses its process, which {ended}")
+                    raise FailedError(asked.number, f"loses its process, which {process.how_ended()}")
                 if asked.left <= 0:
                     raise FailedError(asked.number, f"takes longer than {format_seconds(asked.seconds)}")

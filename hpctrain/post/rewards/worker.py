@@ -24,7 +24,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, BinaryIO
 
-from hpctrain.comm.helper import end_with
+from hpctrain.comm.helper import end_group_with
 from hpctrain.deck.find import find_function
 from hpctrain.deck.sources import clipped
 from hpctrain.errors import HpctrainError
@@ -57,7 +57,7 @@ def serve(number: int, parent: int) -> None:
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         # They are for ranks. What a function starts would inherit it if they were ignored.
         signal.signal(each, lambda *_: None)
-    if not end_with(parent):
+    if not end_group_with(parent):
         return
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(_FIRST_TO_GO, encoding="ascii")
@@ -70,7 +70,8 @@ def serve(number: int, parent: int) -> None:
     own = os.getpid()
     judge, told = _ready(json.loads(asked.get()))
     while True:
-        sys.stderr.flush()
+        with suppress(OSError, ValueError):  # a function may have closed it
+            sys.stderr.flush()
         if os.getpid() != own:
             os._exit(0)  # a fork of a function's, which came back from it as well: one of them answers
         try:
@@ -87,9 +88,7 @@ def _read(lines: BinaryIO, asked: SimpleQueue[bytes]) -> None:
     with suppress(OSError):
         for line in lines:
             asked.put(line)
-    if os.getpgid(0) == os.getpid():
-        os.killpg(0, signal.SIGKILL)
-    os._exit(0)
+    os.killpg(0, signal.SIGKILL)
 
 
 def _ready(work: Mapping[str, Any]) -> tuple[Judge, dict[str, Any]]:
