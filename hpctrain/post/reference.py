@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from hashlib import blake2b
 from pathlib import Path
 
 import torch
@@ -13,8 +14,9 @@ from torch import Tensor
 from hpctrain import __version__
 from hpctrain.checkpoint.entries import training_entries
 from hpctrain.checkpoint.exchange.convert import MODEL_ONLY
-from hpctrain.checkpoint.read import load
+from hpctrain.checkpoint.read import load, read_state
 from hpctrain.checkpoint.stored_deck import deck_state
+from hpctrain.checkpoint.structure import examine
 from hpctrain.checkpoint.write import save
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches
@@ -35,29 +37,31 @@ from hpctrain.train.shown import shown_engine
 from hpctrain.train.step import Step, TrainState
 
 FILE = "reference.h5"
+KNOWN = "reference"
+"""What a checkpoint's state has the identity of its reference under."""
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What gives the reference's log-probabilities of sequences, see `log_probabilities_of`; and the engine
-    that it has of its own, if it has one.
+    """What gives the reference's log-probabilities of sequences, see `log_probabilities_of`, on ranks that
+    have it; its identity; and the engine that it has of its own, if it has one.
     """
 
-    scored: Callable[[Batches], Iterator[Tensor]]
+    scored: Callable[[Batches], Iterator[Tensor]] | None
+    identity: str
     engine: Engine | None = None
 
 
 def open_reference(
     deck: Deck, seat: Seat, step: Step, state: TrainState, checkpoint: Path | None
 ) -> Reference | None:
-    """What computes with the reference: None where nothing asks it, and on ranks that do not have it.
-    Collective.
+    """What computes with the reference: None where nothing asks it. Collective.
 
     In its own layout it is a model of its own; of a policy whose adapters are trained alone it is the policy
     with those that it had at the start (`step` makes its steps).
 
     A run that begins writes it; one that goes on from a `checkpoint` reads it in the run's folder, or in the
-    one that the checkpoint is of. InputOutputError on all ranks where that cannot be.
+    one that the checkpoint is of. InputOutputError on all ranks where that cannot be, or is another one.
     """
     engine = step.engine
     world, path = seat.whole, Path(deck.run.dir) / FILE
@@ -84,17 +88,33 @@ def open_reference(
             if world.rank == 0 and not path.exists():
                 needed = "which a run writes at its start, and needs to go on"
                 raise InputOutputError(f"{path}: is not there, {needed} (bring it back, or start anew)")
+    identity = _identity(path, world, checkpoint)
     if own is None:
         start = _start(path, world, buckets)
-        return None if seat.idle else Reference(partial(_with_start, step, drawing_of(deck), start))
+        scored = None if seat.idle else partial(_with_start, step, drawing_of(deck), start)
+        return Reference(scored, identity)
     there = seat.of_model(REFERENCE)
     with seat.agreement():
         if there is None:
-            return None
+            return Reference(None, identity)
         shown = shown_engine(path, own, there)
     rows = Batches(AnswerRows([], own.batch.sequence), 0)
     other = Step(shown, rows, own.batch.micro_size, 0.0, own.run.seed)
-    return Reference(partial(log_probabilities_of, other, drawing=drawing_of(deck)), shown)
+    return Reference(partial(log_probabilities_of, other, drawing=drawing_of(deck)), identity, shown)
+
+
+def _identity(path: Path, world: World, checkpoint: Path | None) -> str:
+    """By what the reference there is known: checksums of its tensors, which are those of any layout.
+    Collective; InputOutputError where the checkpoint knows another one.
+    """
+    everyone = world.everyone
+    found = blake2b(examine(path, everyone).sums.tobytes(), digest_size=8).hexdigest()
+    before = None if checkpoint is None else read_state(checkpoint, everyone).get(KNOWN)
+    with world.agreement():
+        if before not in {None, found}:
+            own = f"whose reference is {before}, not {found} (bring back the {FILE} of its run)"
+            raise InputOutputError(f"{path}: is of another run than {checkpoint}, {own}")
+    return found
 
 
 _Values = Sequence[tuple[Bucket, Tensor]]

@@ -8,7 +8,7 @@ the one before it is used up, so that between rollouts the run's state is all th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -36,7 +36,7 @@ from hpctrain.model.transformer import Transformer
 from hpctrain.objective.choose import drawing_of
 from hpctrain.objective.value import ClippedValue
 from hpctrain.post.experience import Experience, figures_of
-from hpctrain.post.reference import open_reference
+from hpctrain.post.reference import KNOWN, open_reference
 from hpctrain.post.reward_model import RewardModel, open_reward_model
 from hpctrain.post.rewards.rewards import Rewards, open_rewards
 from hpctrain.post.rollout import OfRollouts
@@ -88,6 +88,7 @@ class PolicyTrainer(Trainer):
         order, repeats = SampleOrder(rollout, deck.run.seed), corpus.train.repeats * prompts.count / rollout
         super().__init__(deck, engine, Batches(self.answers, 0, order, repeats), state)
         reference = open_reference(deck, seat, self.step, self.state, beginning.checkpoint)
+        self._known = {} if reference is None else {KNOWN: reference.identity}
         self.writer: Writer | None = None
         self.shown: list[Stage] = []
         if not seat.idle:
@@ -143,6 +144,11 @@ class PolicyTrainer(Trainer):
     def settled(self) -> bool:
         """Between rollouts."""
         return self.state.samples % self._per_rollout == 0
+
+    @property
+    def known(self) -> Mapping[str, object]:
+        """See Trainer: which reference it has."""
+        return self._known
 
     @property
     def evaluated(self) -> tuple[str, ...]:

@@ -321,6 +321,7 @@ def open_run(
         return None
 
     trainer = make(Beginning(deck, engine, corpus, checkpoint, fill, seat))
+    checkpoints.known = {**checkpoints.known, **trainer.known}
     if deck.objective.kind in REFERRED:
         held_out = refer(trainer.step, corpus, held_out, Path(deck.run.dir), checkpoint)
     routing: Routing | None = None

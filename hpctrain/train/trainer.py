@@ -7,7 +7,7 @@ is verified and what is measured is what runs, with all that watches it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,6 +73,11 @@ class Trainer:
     def settled(self) -> bool:
         """Whether a run that ends here goes on with the same bits."""
         return True
+
+    @property
+    def known(self) -> Mapping[str, object]:
+        """What checkpoints are to keep besides what any run's do."""
+        return {}
 
     @property
     def evaluated(self) -> tuple[str, ...]:

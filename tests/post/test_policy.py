@@ -15,7 +15,7 @@ import pytest
 
 from hpctrain.comm.world import World
 from hpctrain.data.prepare_rows import prepare_rows
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.post.trainer import make_trainer
 from hpctrain.report.rows import read_metrics
 from hpctrain.train.run import resume, run_deck
@@ -122,6 +122,33 @@ def test_a_run_that_goes_on_has_the_same_bits(world: World, mpi_tmp_path: Path, 
         # Later steps are apart by what Adam makes of rounding.
         for key in ("reward", "kl", "entropy", "grad_norm", "critic_loss", "critic_grad_norm"):
             assert rows[0][key] == pytest.approx(wanted[4][key], rel=1e-4, abs=1e-6), key
+
+
+@pytest.mark.mpi(min_size=1, max_size=2)
+@pytest.mark.parametrize("adapters", ["", '[model.adapters]\nrank = 2\nalpha = 4\ntargets = ["*"]\n'])
+def test_the_reference_of_another_run_is_known(world: World, mpi_tmp_path: Path, adapters: str) -> None:
+    """Of as large a model: a run that goes on is told, and goes on once it has its own again."""
+    write_prompts(world, mpi_tmp_path)
+    for name, seed in (("one", 3), ("other", 4)):
+        more = f"samples = 4\n{adapters}"
+        deck = write_deck(world, mpi_tmp_path, name, policy("grpo", more=more), size=16, steps=2)
+        keys = [f"run.seed={seed}", "checkpoint.every=1"]
+        assert run_deck(world, deck, keys, make=make_trainer) == 0
+    folder, foreign = mpi_tmp_path / "one", mpi_tmp_path / "other/reference.h5"
+    own, first = (folder / "reference.h5").read_bytes(), folder / "checkpoints/step-00000001.h5"
+    world.everyone.barrier()
+    if world.rank == 0:
+        (folder / "reference.h5").write_bytes(foreign.read_bytes())
+    world.everyone.barrier()
+    with pytest.raises(InputOutputError) as raised:
+        resume(world, first, [], make=make_trainer)
+    (sentence,) = raised.value.problems
+    assert sentence.startswith(f"{folder}/reference.h5: is of another run than {first}, whose reference is ")
+    world.everyone.barrier()
+    if world.rank == 0:
+        (folder / "reference.h5").write_bytes(own)
+    world.everyone.barrier()
+    assert resume(world, first, [], make=make_trainer) == 0
 
 
 @pytest.mark.mpi(min_size=1, max_size=2)
