@@ -9,24 +9,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+from hpctrain.checkpoint.names import present_checkpoints
+from hpctrain.checkpoint.read import read_state
 from hpctrain.comm.device import device_named
 from hpctrain.comm.planned import PlannedMesh
-from hpctrain.deck.division import CRITIC, POLICY, REFERENCE, Division
+from hpctrain.deck.division import CRITIC, POLICY, REFERENCE, REWARD, Division
 from hpctrain.deck.objective import POLICIES
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.companions import (
     COPY,
     critic_deck,
+    is_checkpoint,
     reference_deck,
     texts_at_a_time,
     writes_itself,
 )
+from hpctrain.engine.evaluated import evaluated_deck
 from hpctrain.engine.generation import plan_generation_stage
 from hpctrain.engine.place import placed_by_flops
 from hpctrain.engine.shown import build_shown_stage
 from hpctrain.engine.sizes import axis_sizes, micro_batches
 from hpctrain.engine.stage import Stage, plan_stage
+from hpctrain.errors import HpctrainError
 from hpctrain.memory.accounts import Account
 from hpctrain.memory.cached_texts import CachePlan
 from hpctrain.model.build import architecture_of
@@ -35,6 +41,8 @@ from hpctrain.pipeline.action import Schedule
 from hpctrain.plan.memory import MemoryPlan, StageMemory, plan_memory
 from hpctrain.plan.model import rehearse_forward
 from hpctrain.sharding.bucket import pool_bytes, value_bytes
+
+REWARD_MODELS = "reward model"
 
 
 @dataclass(frozen=True)
@@ -61,7 +69,7 @@ def plan_run_memory(
     schedule: Schedule | None = None,
 ) -> MemoryPlan:
     """As `plan_memory`, of all that the run has. Ranks that have other models alone come after those of the
-    policy, as roles. Reward models, which the deck does not tell, are not among it.
+    policy, as roles. Reward models are among it where their checkpoints can be read.
     """
     plan = plan_memory(deck, ranks, vocabulary, libraries, ranks_per_node, split, schedule)
     if deck.objective.kind not in POLICIES:
@@ -76,6 +84,8 @@ def plan_run_memory(
     if (reference := reference_deck(deck, ranks)) is not None:
         there = len(division.of_model(REFERENCE))
         others[REFERENCE] = _Beside(REFERENCE, _shown(reference, there, vocabulary, per_node))
+    if judges := _reward_models(deck, len(division.of_model(REWARD)), per_node):
+        others[REWARD] = _Beside(REWARD_MODELS, judges)
     first, *apart = division.parties
     beside = [others[model] for model in first.models if model in others]
     device, tensor = device_named(deck.run.device), deck.layout.tensor
@@ -99,7 +109,7 @@ def plan_run_memory(
         joined = StageMemory(len(stages), 0, 0, Account(other=libraries))
         for name in party.models:
             if name in others:
-                joined = _joined(joined, name, others[name].of_stage(0, 1))
+                joined = _joined(joined, others[name].name, others[name].of_stage(0, 1))
         stages.append(joined)
         roles.append((" and ".join(party.models), len(party.ranks)))
     return replace(plan, stages=tuple(stages), roles=tuple(roles))
@@ -121,6 +131,31 @@ def _joined(stage: StageMemory, name: str, other: StageMemory) -> StageMemory:
     held = two.parameter + two.gradient + two.optimizer
     beside = {**stage.beside, name: held}
     return replace(stage, memory=memory, passing=passing, kept=kept, beside=beside)
+
+
+def _reward_models(deck: Deck, ranks: int, ranks_per_node: int) -> list[StageMemory]:
+    """What all of them hold together, at the most; nothing where there are none, or one of them is not to be
+    read here.
+    """
+    held: list[StageMemory] = []
+    for name in filter(is_checkpoint, deck.policy.reward):
+        try:
+            path = _newest(Path(name))
+            own = evaluated_deck(read_state(path), path, [], ranks)
+        except (HpctrainError, OSError):
+            return []
+        own = own.with_keys(run={"device": deck.run.device})
+        stages = _shown(own, ranks, own.model.vocabulary or 0, ranks_per_node)
+        largest = _Beside(name, stages).of_stage(0, 1)
+        held = [_joined(held[0], name, largest) if held else largest]
+    return held
+
+
+def _newest(target: Path) -> Path:
+    """The checkpoint meant by a file, or by a run's folder."""
+    if not target.is_dir():
+        return target
+    return next(iter(present_checkpoints(target / "checkpoints")), target)
 
 
 def _shown(deck: Deck, ranks: int, vocabulary: int, ranks_per_node: int) -> list[StageMemory]:

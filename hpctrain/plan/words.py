@@ -10,6 +10,7 @@ from hpctrain.deck.objective import POLICIES
 from hpctrain.engine.companions import is_checkpoint, texts_at_a_time
 from hpctrain.engine.deck_kernels import introduce_kernels, kernels_of
 from hpctrain.memory.accounts import Account
+from hpctrain.plan.companions import REWARD_MODELS
 from hpctrain.plan.deck import DeckPlan
 from hpctrain.plan.form_words import form_lines, other_lines
 from hpctrain.plan.memory import MemoryPlan
@@ -175,8 +176,9 @@ def _beside(plan: DeckPlan) -> list[str]:
         f"The cache has keys and values of {counted(texts, 'answer')}, which a copy of the model writes at a "
         "time, while there are no activations; of fewer where memory is short."
     )
-    if any(is_checkpoint(name) for name in deck.policy.reward):
-        lines.append("Reward models are not planned: what they hold comes on top.")
+    planned = any(REWARD_MODELS in stage.beside for stage in plan.memory.stages)
+    if not planned and any(is_checkpoint(name) for name in deck.policy.reward):
+        lines.append("Reward models cannot be read here: what they hold comes on top.")
     lines.append(
         "What is sent, and how long a step takes, is planned of the policy's own learning: writing and "
         "judging answers, and all other models, come on top."

@@ -13,9 +13,10 @@ from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.data.tokenizer_difference import tokenizer_difference
+from hpctrain.engine.evaluated import evaluated_deck
 from hpctrain.errors import HpctrainError
 from hpctrain.post.rollout import Answer, AnswerRows
-from hpctrain.train.evaluate import evaluated_deck, known_tokenizer
+from hpctrain.train.evaluate import known_tokenizer
 from hpctrain.train.scored import values_of
 from hpctrain.train.shown import shown_engine
 from hpctrain.train.step import Step

@@ -22,6 +22,7 @@ from hpctrain.comm.mesh import sizes_text
 from hpctrain.comm.world import World
 from hpctrain.data.batches import MASKED, Batches, Sequences
 from hpctrain.data.tokenizer import Tokenizer
+from hpctrain.engine.evaluated import evaluated_deck
 from hpctrain.errors import HpctrainError
 from hpctrain.files import strict_json
 from hpctrain.generate.prompts import Prompt
@@ -31,7 +32,7 @@ from hpctrain.post.rewards.reward import is_exact_match
 from hpctrain.post.task_rows import Choice, Written, is_choice, read_rows
 from hpctrain.report.terminal import columns
 from hpctrain.table import fitted
-from hpctrain.train.evaluate import evaluated_deck, known_tokenizer
+from hpctrain.train.evaluate import known_tokenizer
 from hpctrain.train.scored import log_probabilities_of
 from hpctrain.train.shown import shown_engine
 from hpctrain.train.step import Step

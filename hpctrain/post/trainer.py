@@ -93,9 +93,11 @@ class PolicyTrainer(Trainer):
         self.shown: list[Stage] = []
         if not seat.idle:
             self.writer, self.shown = make_writer(seat.deck, engine, self.tokenizer)
+        looked_at = [model.step.engine for model, _ in models.values() if model is not None]
         if reference is not None and reference.engine is not None:
-            self.shown.append(reference.engine)
-            self.closing.append(reference.engine.close)
+            looked_at.append(reference.engine)
+        self.shown += looked_at
+        self.closing += [each.close for each in looked_at]
         critic = None if (own := self._step.critic) is None else partial(values_of, own)
         self.experience = Experience(
             deck,

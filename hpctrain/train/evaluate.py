@@ -15,18 +15,16 @@ import torch
 
 from hpctrain.characters import escaped
 from hpctrain.checkpoint.read import read_state
-from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.comm.mesh import sizes_text
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches, MicroBatch, Samples, Wanted
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.data.tokens import TokenFile
-from hpctrain.deck.check_world import check_world, world_problems
-from hpctrain.deck.objective import OF_SCORES, PREFERENCES
+from hpctrain.deck.objective import PREFERENCES
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.corpus import require_alike
+from hpctrain.engine.evaluated import evaluated_deck
 from hpctrain.engine.held_out import HeldOut, batches_of, counted_out, unfit
-from hpctrain.engine.sizes import on_one_rank
 from hpctrain.errors import HpctrainError
 from hpctrain.files import strict_json
 from hpctrain.report.terminal import columns
@@ -139,34 +137,6 @@ def mean_figures(
 
 def _tell(say: Callable[[str], None], file: Path, done: int, whole: int) -> None:
     say(f"{escaped(str(file))}: {done} of {whole} sequences")
-
-
-def evaluated_deck(state: Mapping[str, Any], path: Path, overrides: Sequence[str], ranks: int) -> Deck:
-    """The checkpoint's deck, as it evaluates on so many ranks: in the run's layout where that fits them, else
-    all of them data ranks.
-    """
-    deck = stored_deck(state, path, overrides)
-    if deck.data.dataset is not None:
-        raise HpctrainError(
-            f"{path}: was trained on data.dataset, not on tokens, of which files could be read"
-        )
-    # One step of every rank: the run's own batch does not matter here.
-    batch = {"global_size": deck.batch.micro_size * ranks, "ramp_from": 0, "ramp_steps": 0}
-    deck = deck.with_keys(
-        batch=batch,
-        layout={"data": None, "replicas": 1, "auto": False},
-        memory={"optimizer": "device", "parameters": "device", "activations": "keep"},
-        communication={"server": "none", "compress": "none", "local_steps": 1, "outer": "average"},
-        run={"noise_scale_steps": 0},
-        objective={} if deck.objective.kind in OF_SCORES else {"kind": "next-token"},
-        machine={"compile": False},
-        stability={"corruption": "off", "check_parameters": False},
-    )
-    given = any(argument.strip().startswith("layout.") for argument in overrides)
-    if world_problems(deck, ranks) and not given:
-        deck = on_one_rank(deck)
-    check_world(deck, ranks)
-    return deck
 
 
 def known_tokenizer(state: Mapping[str, Any], path: Path) -> Tokenizer:

@@ -61,3 +61,44 @@ def prepare_copying(world: World, folder: Path, count: int = 32) -> None:
             source: Sequence[Path] = [write_rows(folder / "prompts.jsonl", rows)]
             prepare_rows(world.alone(), folder / "prompts.h5", source, kind="prompts", template="raw")
             (folder / "deck.toml").write_text(COPYING.format(folder=folder), encoding="utf-8")
+
+
+JUDGE = """
+[run]
+title = "{name}"
+steps = 1
+evaluate_every = 0
+dir = "{folder}/{name}"
+[model]
+family = "llama"
+layers = {layers}
+hidden = 16
+heads = 2
+[data]
+tokens = "{folder}/pairs.h5"
+validation = 0
+[objective]
+kind = "reward"
+[batch]
+global_size = 8
+micro_size = 2
+sequence = 16
+[learning_rate]
+peak = 1e-3
+[machine]
+peak_flops = 1e10
+"""
+
+
+def prepare_judge(world: World, folder: Path, name: str, layers: int) -> Path:
+    """The deck of a reward model, and its file. Collective."""
+    deck = folder / f"{name}.toml"
+    with world.agreement():
+        if world.rank == 0:
+            rows = [{"prompt": "ab>", "chosen": "ab", "rejected": "b"}] * 8
+            source: Sequence[Path] = [write_rows(folder / "pairs.jsonl", rows)]
+            pairs = folder / "pairs.h5"
+            pairs.unlink(missing_ok=True)
+            prepare_rows(world.alone(), pairs, source, kind="preferences", template="raw")
+            deck.write_text(JUDGE.format(folder=folder, name=name, layers=layers), encoding="utf-8")
+    return deck

@@ -24,7 +24,7 @@ from hpctrain.plan.words import plan_text
 from hpctrain.post.trainer import make_trainer
 from hpctrain.report.rows import read_metrics
 from hpctrain.train.run import run_deck
-from tests.plan.policies import copying, prepare_copying
+from tests.plan.policies import copying, prepare_copying, prepare_judge
 
 EXACT = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "cache_bytes")
 LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
@@ -142,7 +142,7 @@ def test_what_a_plan_says_of_what_stands_beside(tmp_path: Path) -> None:
     plain = plan_deck(deck, 1, ["objective.kind=next-token", "objective.beta=", *GIVEN], advised=False)
     assert " cache " not in plan_text(plain) and "answers" not in plan_text(plain)
     model = plan_deck(deck, 1, [f'policy.reward=["{tmp_path}"]'], advised=False)
-    assert "Reward models are not planned" in " ".join(plan_text(model).split())
+    assert "Reward models cannot be read here" in " ".join(plan_text(model).split())
 
 
 GIVEN = ("policy.reward=", "policy.tokens=", "policy.epochs=", "policy.samples=", "policy.rollout=")
@@ -153,3 +153,23 @@ def test_texts_of_a_rollout_share_the_cache(tmp_path: Path) -> None:
     few = copying(tmp_path, "policy.rollout=24", "policy.samples=4", "policy.epochs=1", "run.steps=3")
     assert texts_at_a_time(many, 2) == TEXTS_AT_A_TIME
     assert [texts_at_a_time(few, copies) for copies in (1, 2, 4, 8)] == [24, 12, 8, 4]
+
+
+@pytest.mark.mpi(max_size=2)
+def test_reward_models_are_planned(world: World, mpi_tmp_path: Path) -> None:
+    """By their checkpoints, beside the policy or on ranks of their own."""
+    prepare_copying(world, mpi_tmp_path)
+    judges = []
+    for name, layers in (("one", 1), ("two", 3)):
+        deck = prepare_judge(world, mpi_tmp_path, name, layers)
+        assert run_deck(world, deck, []) == 0
+        judges.append(f"{mpi_tmp_path}/{name}")
+    keys = [f"policy.reward={json.dumps(['exact-match', *judges])}", "run.steps=2", "run.evaluate_every=0"]
+    keys += ["policy.reward_ranks=1", "batch.micro_size=4"] if world.size == 2 else []
+    assert run_deck(world, mpi_tmp_path / "deck.toml", keys, make=make_trainer) == 0
+    rows = json.loads((mpi_tmp_path / "run" / "plan.json").read_text(encoding="utf-8"))
+    for predicted, measured in zip(rows["predicted"]["stages"], rows["measured"], strict=True):
+        assert {kind: predicted[kind] for kind in EXACT} == {kind: measured[kind] for kind in EXACT}
+    last = rows["predicted"]["stages"][-1]
+    held = last["beside_bytes"]["reward model"]
+    assert 0 < held < last["parameter_bytes"] or (world.size == 2 and held == last["parameter_bytes"])

@@ -15,9 +15,9 @@ import pytest
 from hpctrain.checkpoint.structure import examine
 from hpctrain.comm.world import World
 from hpctrain.data.prepare_rows import prepare_rows
+from hpctrain.engine.evaluated import evaluated_deck
 from hpctrain.errors import HpctrainError
 from hpctrain.post.trainer import make_trainer
-from hpctrain.train.evaluate import evaluated_deck
 from hpctrain.train.run import resume, run_deck
 from tests.data.chats import write_rows
 from tests.post.policies import policy, write_deck, write_prompts

@@ -1,0 +1,42 @@
+"""The deck by which the model of a checkpoint is looked at, on any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hpctrain.checkpoint.stored_deck import stored_deck
+from hpctrain.deck.check_world import check_world, world_problems
+from hpctrain.deck.objective import OF_SCORES
+from hpctrain.deck.schema import Deck
+from hpctrain.engine.sizes import on_one_rank
+from hpctrain.errors import HpctrainError
+
+
+def evaluated_deck(state: Mapping[str, Any], path: Path, overrides: Sequence[str], ranks: int) -> Deck:
+    """The checkpoint's deck, as it evaluates on so many ranks: in the run's layout where that fits them, else
+    all of them data ranks.
+    """
+    deck = stored_deck(state, path, overrides)
+    if deck.data.dataset is not None:
+        raise HpctrainError(
+            f"{path}: was trained on data.dataset, not on tokens, of which files could be read"
+        )
+    # One step of every rank: the run's own batch does not matter here.
+    batch = {"global_size": deck.batch.micro_size * ranks, "ramp_from": 0, "ramp_steps": 0}
+    deck = deck.with_keys(
+        batch=batch,
+        layout={"data": None, "replicas": 1, "auto": False},
+        memory={"optimizer": "device", "parameters": "device", "activations": "keep"},
+        communication={"server": "none", "compress": "none", "local_steps": 1, "outer": "average"},
+        run={"noise_scale_steps": 0},
+        objective={} if deck.objective.kind in OF_SCORES else {"kind": "next-token"},
+        machine={"compile": False},
+        stability={"corruption": "off", "check_parameters": False},
+    )
+    given = any(argument.strip().startswith("layout.") for argument in overrides)
+    if world_problems(deck, ranks) and not given:
+        deck = on_one_rank(deck)
+    check_world(deck, ranks)
+    return deck
