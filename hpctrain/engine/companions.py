@@ -24,13 +24,20 @@ _OWN_SECTIONS = (
     *("model", "layout", "optimizer", "learning_rate", "precision", "memory"),
     *("communication", "stability", "machine"),
 )
+_OF_REFERENCE = ("layout", "precision", "memory", "communication", "machine")
 _OWN_KEYS = ("batch.micro_size",)
 
 
 _WHERE = re.compile(r"^(--set |deck\.toml:\d+: )")
 
 
-def companion_deck(deck: Deck, changes: Sequence[str], ranks: int, key: str) -> Deck:
+def companion_deck(
+    deck: Deck,
+    changes: Sequence[str],
+    ranks: int | None,
+    key: str,
+    own_sections: Sequence[str] = _OWN_SECTIONS,
+) -> Deck:
     """The deck of a model on so many ranks, which have no other; with other values of keys, as `--set` has
     them, which `key` of the deck tells. HpctrainError with all that is wrong then, under that key.
     """
@@ -40,10 +47,13 @@ def companion_deck(deck: Deck, changes: Sequence[str], ranks: int, key: str) -> 
     for change in changes:
         name = change.partition("=")[0].strip()
         section, dot, _ = name.partition(".")
-        if dot and section in Deck.model_fields and section not in _OWN_SECTIONS and name not in _OWN_KEYS:
+        if dot and section in Deck.model_fields and section not in own_sections and name not in _OWN_KEYS:
+            whose = "the run's, for all of its models"
+            if section in _OWN_SECTIONS:
+                whose = "not the reference's, which is the model that the run starts from, and learns nothing"
             raise HpctrainError(
-                f"{key}: {name} is the run's, for all of its models (keys of {', '.join(_OWN_SECTIONS)} may "
-                f"differ, and {', '.join(_OWN_KEYS)})"
+                f"{key}: {name} is {whose} (keys of {', '.join(own_sections)} may differ, and "
+                f"{', '.join(_OWN_KEYS)})"
             )
     try:
         own = parse_deck(deck_text(alone), list(changes), ranks=ranks)
@@ -52,31 +62,40 @@ def companion_deck(deck: Deck, changes: Sequence[str], ranks: int, key: str) -> 
     return own.with_found(replace(deck.found, split=None))
 
 
-def critic_deck(deck: Deck, ranks: int) -> Deck | None:
+def critic_deck(deck: Deck, ranks: int | None) -> Deck | None:
     """Of the engine that learns what rewards are to be expected in a run on so many ranks, if there is one;
     errors as above.
     """
     if deck.objective.kind != "ppo":
         return None
-    there = len(Division.of(deck, ranks).of_model(CRITIC))
-    own = companion_deck(deck, deck.policy.critic, there, "policy.critic")
+    own = companion_deck(deck, deck.policy.critic, _there(deck, ranks, CRITIC), "policy.critic")
     return own.with_keys(
         objective={"kind": "reward"}, run={"noise_scale_steps": 0}, stability={"spike": "off"}
     )
 
 
-def reference_deck(deck: Deck, ranks: int) -> Deck | None:
+def reference_deck(deck: Deck, ranks: int | None) -> Deck | None:
     """Of the model that the run starts from, where something asks one of its own; errors as above."""
     if deck.objective.kind not in POLICIES or not deck.objective.beta or shares_reference(deck):
         return None
-    there = len(Division.of(deck, ranks).of_model(REFERENCE))
-    return companion_deck(deck, deck.policy.reference, there, "policy.reference").with_keys(
+    own = companion_deck(
+        deck, deck.policy.reference, _there(deck, ranks, REFERENCE), "policy.reference", _OF_REFERENCE
+    )
+    return own.with_keys(
         objective={"kind": "next-token"},
         memory={"optimizer": "device", "activations": "keep"},
         communication={"compress": "none"},
         run={"noise_scale_steps": 0},
         stability={"corruption": "off", "check_parameters": False},
     )
+
+
+def _there(deck: Deck, ranks: int | None, model: str) -> int | None:
+    """How many of a run's ranks have a model, where that is known."""
+    own = own_ranks(deck)
+    if ranks is None or model in own:
+        return len(own[model]) if model in own else None
+    return len(Division.of(deck, ranks).policy)
 
 
 def shares_reference(deck: Deck) -> bool:

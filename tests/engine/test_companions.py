@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.deck.read import parse_deck
-from hpctrain.engine.companions import critic_deck, is_checkpoint
+from hpctrain.engine.companions import critic_deck, is_checkpoint, reference_deck
 from hpctrain.errors import HpctrainError
 
 
@@ -56,6 +56,28 @@ def test_what_all_models_of_a_run_have_in_common(change: str) -> None:
     deck = parse_deck(PPO.replace("CHANGE", change), ranks=1)
     with pytest.raises(HpctrainError, match=f"^policy.critic: {change.partition('=')[0]} is the run's"):
         critic_deck(deck, 1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "model.hidden=64",
+        "model.from=x.h5",
+        "optimizer.name=sgd",
+        "learning_rate.peak=1",
+        "stability.z_loss=1",
+    ],
+)
+def test_a_reference_is_the_model_that_the_run_starts_from(change: str) -> None:
+    text = PPO.replace("critic", "reference").replace("[policy]", "beta = 0.1\n[policy]")
+    name = change.partition("=")[0]
+    why = f"{name} is not the reference's, which is the model that the run starts from, and learns nothing"
+    sections = "layout, precision, memory, communication, machine"
+    told = rf"^policy\.reference: {why} \(keys of {sections} may differ, and batch\.micro_size\)$"
+    with pytest.raises(HpctrainError, match=told):
+        reference_deck(parse_deck(text.replace("CHANGE", change), ranks=1), 1)
+    other = reference_deck(parse_deck(text.replace("CHANGE", "precision.compute=bf16"), ranks=1), 1)
+    assert other is not None and other.precision.compute == "bf16"
 
 
 def test_what_is_wrong_with_a_critic_is_told_under_its_key() -> None:
