@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.deck.check_world import data_ranks, world_problems
 from hpctrain.deck.data_mixture import tokens_exist
+from hpctrain.deck.policy import POLICIES
 from hpctrain.deck.problem import Problem
 from hpctrain.deck.schedules import NAMES
 from hpctrain.deck.schema import Deck
@@ -46,6 +47,8 @@ def named_problems(
         yield from _patterns(deck)
     if deck.layout.schedule not in NAMES:
         yield from _schedule(deck, ranks)
+    if deck.objective.kind in POLICIES and not deck.layout.auto:
+        yield from _companions(deck, ranks)
     if rates and deck.machine.rates is not None:
         yield from _rates(deck)
 
@@ -116,6 +119,17 @@ def _schedule(deck: Deck, ranks: int | None) -> Iterator[Problem]:
             make_schedule(deck, data_ranks(deck, ranks))
     except HpctrainError as error:
         yield from (Problem("layout.schedule", problem.removeprefix(named)) for problem in error.problems)
+
+
+def _companions(deck: Deck, ranks: int | None) -> Iterator[Problem]:
+    """What is wrong with the keys of a critic and of a reference."""
+    from hpctrain.engine.companions import critic_deck, reference_deck
+
+    for key, own_deck in (("policy.critic", critic_deck), ("policy.reference", reference_deck)):
+        try:
+            own_deck(deck, ranks)
+        except HpctrainError as error:
+            yield from (Problem(key, problem.removeprefix(f"{key}: ")) for problem in error.problems)
 
 
 def _rates(deck: Deck) -> Iterator[Problem]:

@@ -43,6 +43,35 @@ def test_problems_are_raised_for_the_command_line(path: str) -> None:
     )
 
 
+POLICY = """
+[objective]
+kind = "ppo"
+beta = 0.1
+[policy]
+reward = ["exact-match"]
+critic = ["layout.tensor=3", "layout.zero=1"]
+reference = ["layout.pipeline=5"]
+"""
+
+
+def test_critic_and_reference_are_checked_against_ranks(tmp_path: Path) -> None:
+    """Each is told under its key, and if only keys are wrong, without ranks, too."""
+    path = tmp_path / "policy.toml"
+    path.write_text(DECK + POLICY)
+    for ranks in (2, 4):
+        found = CliRunner().invoke(command, [str(path), "--ranks", str(ranks)])
+        assert isinstance(found.exception, HpctrainError)
+        critic, reference = sorted(found.exception.problems, key=lambda each: "pipeline" in each)
+        assert critic.startswith(f'{path}:15: policy.critic = ["layout.tensor=3", ')
+        assert ": layout.tensor=3: layout.tensor x " in critic and f"number of ranks, {ranks} (" in critic
+        assert reference.startswith(f'{path}:16: policy.reference = ["layout.pipeline=5"]: layout.pipeline')
+    fitting = ["--set", 'policy.critic=["layout.tensor=2"]', "--set", "policy.reference=[]"]
+    assert CliRunner().invoke(command, [str(path), *fitting, "--ranks", "4"]).exit_code == 0
+    assert CliRunner().invoke(command, [str(path), *fitting, "--ranks", "3"]).exit_code == 1
+    wrong = CliRunner().invoke(command, [str(path), "--set", 'policy.critic=["model.heads=7"]'])
+    assert isinstance(wrong.exception, HpctrainError) and "model.heads=7" in str(wrong.exception)
+
+
 def test_the_reference_needs_no_deck() -> None:
     result = CliRunner().invoke(command, ["--reference"])
     assert (result.exit_code, result.output) == (0, reference_text())
