@@ -124,7 +124,7 @@ def world_division_problems(deck: Deck, ranks: int) -> Iterator[Problem]:
             yield Problem(f"policy.{_KEYS[model]}", sentence)
     if own_ranks(deck) and not Division.of(deck, ranks).policy:
         first, *others = (f"policy.{_KEYS[model]}" for model in own_ranks(deck))
-        yield Problem(first, f"leaves no rank for the policy (there are {ranks})", tuple(others))
+        yield Problem(first, f"leaves none of {counted(ranks, 'rank')} for the policy", tuple(others))
 
 
 _ALONE: tuple[tuple[str, object, str], ...] = (

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.deck.check_world import data_ranks, world_problems
 from hpctrain.deck.data_mixture import tokens_exist
-from hpctrain.deck.policy import POLICIES
+from hpctrain.deck.objective import POLICIES
 from hpctrain.deck.problem import Problem
 from hpctrain.deck.schedules import NAMES
 from hpctrain.deck.schema import Deck
