@@ -24,8 +24,9 @@ def build_seat_within_memory(
     world = seat.whole
     if not seat.divided:
         return build_within_memory(deck, world, seat.mesh, ready)
-    own = choose_kernels(with_split(seat.deck, seat.deck.found.split), seat.world, seat.mesh)
-    arrangement = arrange(own, seat.world, seat.mesh)
+    with seat.agreement():
+        own = choose_kernels(with_split(seat.deck, seat.deck.found.split), seat.world, seat.mesh)
+        arrangement = arrange(own, seat.world, seat.mesh)
     carried = {"transport": seat.mesh.transport}
     planned = deck.with_keys(run={"device": world.device.type}, communication=carried)
     libraries = library_bytes() if on_host(world.device) else 0
@@ -44,4 +45,6 @@ def build_seat_within_memory(
     demand_room(world, deck.machine, deck.sources.name, here, lambda _: f"{more}; {overruled}")
     world.planned_bytes = here
     ready()
-    return assemble(own, seat.world, seat.mesh, arrangement, build=seat.build), plan
+    with seat.agreement():
+        engine = assemble(own, seat.world, seat.mesh, arrangement, build=seat.build)
+    return engine, plan

@@ -91,8 +91,9 @@ class PolicyTrainer(Trainer):
         self._known = {} if reference is None else {KNOWN: reference.identity}
         self.writer: Writer | None = None
         self.shown: list[Stage] = []
-        if not seat.idle:
-            self.writer, self.shown = make_writer(seat.deck, engine, self.tokenizer)
+        with seat.agreement():
+            if not seat.idle:
+                self.writer, self.shown = make_writer(seat.deck, engine, self.tokenizer)
         looked_at = [model.step.engine for model, _ in models.values() if model is not None]
         if reference is not None and reference.engine is not None:
             looked_at.append(reference.engine)

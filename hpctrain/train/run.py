@@ -316,8 +316,9 @@ def open_run(
         nonlocal started_from
         if checkpoint is not None:
             return checkpoints.restore(checkpoint)
-        if deck.model.source is not None and not seat.idle:
-            started_from = start_from_source(deck, engine)
+        with seat.agreement():
+            if deck.model.source is not None and not seat.idle:
+                started_from = start_from_source(deck, engine)
         return None
 
     trainer = make(Beginning(deck, engine, corpus, checkpoint, fill, seat))
