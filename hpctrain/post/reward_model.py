@@ -14,7 +14,7 @@ from hpctrain.data.batches import Batches
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.data.tokenizer_difference import tokenizer_difference
 from hpctrain.engine.evaluated import evaluated_deck
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.post.rollout import Answer, AnswerRows
 from hpctrain.train.evaluate import known_tokenizer
 from hpctrain.train.scored import values_of
@@ -45,7 +45,10 @@ def open_reward_model(world: World, name: str, tokenizer: Tokenizer, longest: in
     HpctrainError, beginning with `where`, on all ranks where it is none, knows other tokens, or sees fewer
     than the `longest` answer has with its prompt.
     """
-    path = find_checkpoint(world, Path(name))
+    try:
+        path = find_checkpoint(world, Path(name))
+    except InputOutputError as error:
+        raise InputOutputError([f"{where}: {each}" for each in error.problems]) from None
     state = read_state(path, world.everyone)
     with world.agreement():
         deck = evaluated_deck(state, path, [], world.size)
