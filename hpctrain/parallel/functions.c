@@ -1,7 +1,8 @@
 /* Functions of a step that are no products of matrices: each reads and writes what it is given once.
  *
  * Compiled at a run's start for the processor that it runs on. Every sum is of sixteen lanes, whatever the width of
- * the processor's registers, and of fused multiply-adds in one order, so that all that have these agree. */
+ * the processor's registers, and of fused multiply-adds in one order, so that all that have these agree. Vectors are
+ * as wide as registers: parts of wider ones compilers keep in memory. */
 
 #include <float.h>
 #include <stddef.h>
@@ -11,10 +12,22 @@
 
 enum { LANES = 16, ROWS = 64, PANEL = 32, BLOCK = 1024 };
 
-typedef float Floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-typedef int32_t Ints __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-typedef uint32_t Words __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+#if defined __AVX512F__
+enum { WIDTH = 16 };
+#elif defined __AVX__
+enum { WIDTH = 8 };
+#else
+enum { WIDTH = 4 };
+#endif
+enum { PARTS = LANES / WIDTH };
+
+typedef float Floats __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+typedef int32_t Ints __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+typedef uint32_t Words __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+typedef uint16_t Halves __attribute__((vector_size(2 * WIDTH), aligned(2), may_alias));
+
+/* A sum of sixteen lanes. */
+typedef struct { Floats part[PARTS]; } Sum;
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -42,27 +55,42 @@ INLINE void store(char *at, int size, Floats x) {
 }
 
 INLINE Floats load_some(const char *at, int size, int count) {
-    char some[4 * LANES] = {0};
+    char some[4 * WIDTH] = {0};
     memcpy(some, at, (size_t)count * size);
     return load(some, size);
 }
 
 INLINE void store_some(char *at, int size, int count, Floats x) {
-    char some[4 * LANES];
+    char some[4 * WIDTH];
     store(some, size, x);
     memcpy(at, some, (size_t)count * size);
 }
 
 /* The first `count` lanes of x, in the others something else. */
 INLINE Floats first(int count, Floats x, float otherwise) {
-    const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    return chosen(lane < count, x, all(otherwise));
+    Ints lanes;
+    for (int lane = 0; lane < WIDTH; ++lane) lanes[lane] = lane;
+    return chosen(lanes < count, x, all(otherwise));
 }
 
-INLINE float total(Floats x) {
+INLINE float total(Sum x) {
     float sum = 0;
-    for (int lane = 0; lane < LANES; ++lane) sum += x[lane];
+    for (int lane = 0; lane < LANES; ++lane) sum += x.part[lane / WIDTH][lane % WIDTH];
     return sum;
+}
+
+/* How many lanes of a vector at i are within `count`. */
+INLINE int within(size_t count, size_t i) {
+    return count <= i ? 0 : count - i < WIDTH ? (int)(count - i) : WIDTH;
+}
+
+INLINE Floats load_within(const char *at, int size, int some) {
+    return some == WIDTH ? load(at, size) : load_some(at, size, some);
+}
+
+INLINE void store_within(char *at, int size, int some, Floats x) {
+    if (some == WIDTH) store(at, size, x);
+    else store_some(at, size, some, x);
 }
 
 /* 2^x to 2e-7, of what is below -126 of that; infinite from 128 on. */
@@ -94,16 +122,35 @@ INLINE Floats gelu_gate(Floats x) {
     return sigmoid(x * (1.5957691216057308f + 0.07135481627159519f * x * x));
 }
 
-#define ELEMENTS(size, count, body, tail)                                                        \
-    for (size_t i = 0; i < (count); i += LANES) {                                                \
-        const int some = (count) - i < LANES ? (int)((count) - i) : LANES;                       \
-        if (some == LANES) { body } else { tail }                                                \
+#define ELEMENTS(count, ...)                                                                     \
+    {                                                                                            \
+        size_t i = 0;                                                                            \
+        for (; i + WIDTH <= (count); i += WIDTH) { const int some = WIDTH; __VA_ARGS__ }         \
+        if (i < (count)) { const int some = within(count, i); __VA_ARGS__ }                      \
+    }
+
+/* The same where elements are added to the `part` of a Sum that is theirs. */
+#define SUMMED(count, ...)                                                                       \
+    {                                                                                            \
+        size_t start = 0;                                                                        \
+        for (; start + LANES <= (count); start += LANES)                                         \
+            for (int part = 0; part < PARTS; ++part) {                                           \
+                const int some = WIDTH;                                                          \
+                const size_t i = start + part * WIDTH;                                           \
+                __VA_ARGS__                                                                      \
+            }                                                                                    \
+        for (int part = 0; start < (count) && part < PARTS; ++part) {                            \
+            const size_t i = start + part * WIDTH;                                               \
+            const int some = within(count, i);                                                   \
+            __VA_ARGS__                                                                          \
+        }                                                                                        \
     }
 
 INLINE void gelu_of(const char *x, char *y, size_t count, int size) {
-    ELEMENTS(size, count,
-        { Floats a = load(x + i * size, size); store(y + i * size, size, a * gelu_gate(a)); },
-        { Floats a = load_some(x + i * size, size, some); store_some(y + i * size, size, some, a * gelu_gate(a)); })
+    ELEMENTS(count, {
+        const Floats a = load_within(x + i * size, size, some);
+        store_within(y + i * size, size, some, a * gelu_gate(a));
+    })
 }
 
 INLINE Floats gelu_slope(Floats a) {
@@ -112,27 +159,26 @@ INLINE Floats gelu_slope(Floats a) {
 }
 
 INLINE void gelu_gradient_of(const char *dy, const char *x, char *dx, size_t count, int size) {
-    ELEMENTS(size, count,
-        { store(dx + i * size, size, load(dy + i * size, size) * gelu_slope(load(x + i * size, size))); },
-        { store_some(dx + i * size, size, some,
-                     load_some(dy + i * size, size, some) * gelu_slope(load_some(x + i * size, size, some))); })
+    ELEMENTS(count, {
+        const Floats a = load_within(x + i * size, size, some), d = load_within(dy + i * size, size, some);
+        store_within(dx + i * size, size, some, d * gelu_slope(a));
+    })
 }
 
 /* Rows [rows, width] over the root of their mean square, times a weight (RMSNorm); `inverse` [rows] of that root. */
 INLINE void rms_of(const char *x, const char *weight, char *y, float *inverse, size_t rows, size_t width,
                    float epsilon, int size) {
     for (size_t row = 0; row < rows; ++row, x += width * size, y += width * size) {
-        Floats sum = all(0);
-        for (size_t i = 0; i < width; i += LANES) {
-            const int some = width - i < LANES ? (int)(width - i) : LANES;
-            const Floats a = some == LANES ? load(x + i * size, size) : load_some(x + i * size, size, some);
-            sum += a * a;
-        }
+        Sum sum = {0};
+        SUMMED(width, {
+            const Floats a = load_within(x + i * size, size, some);
+            sum.part[part] += a * a;
+        })
         const float root = inverse[row] = 1 / sqrtf(total(sum) / width + epsilon);
-        ELEMENTS(size, width,
-            { store(y + i * size, size, load(x + i * size, size) * root * load(weight + i * size, size)); },
-            { store_some(y + i * size, size, some,
-                         load_some(x + i * size, size, some) * root * load_some(weight + i * size, size, some)); })
+        ELEMENTS(width, {
+            const Floats a = load_within(x + i * size, size, some), w = load_within(weight + i * size, size, some);
+            store_within(y + i * size, size, some, a * root * w);
+        })
     }
 }
 
@@ -141,29 +187,19 @@ INLINE void rms_gradient_of(const char *dy, const char *x, const char *weight, c
                             float *of_weight, size_t rows, size_t width, int size) {
     for (size_t row = 0; row < rows; ++row, dy += width * size, x += width * size, dx += width * size) {
         const float root = inverse[row];
-        Floats sum = all(0);
-        for (size_t i = 0; i < width; i += LANES) {
-            const int some = width - i < LANES ? (int)(width - i) : LANES;
-            const int whole = some == LANES;
-            const Floats a = whole ? load(x + i * size, size) : load_some(x + i * size, size, some);
-            const Floats d = whole ? load(dy + i * size, size) : load_some(dy + i * size, size, some);
-            const Floats w = whole ? load(weight + i * size, size) : load_some(weight + i * size, size, some);
-            sum += a * d * w;
-            const Floats add = a * root * d;
-            if (whole) *(Floats *)(of_weight + i) += add;
-            else store_some((char *)(of_weight + i), 4, some, load_some((char *)(of_weight + i), 4, some) + add);
-        }
+        Sum sum = {0};
+        SUMMED(width, {
+            const Floats a = load_within(x + i * size, size, some), d = load_within(dy + i * size, size, some);
+            sum.part[part] += a * d * load_within(weight + i * size, size, some);
+            char *to = (char *)(of_weight + i);
+            store_within(to, 4, some, load_within(to, 4, some) + a * root * d);
+        })
         const float mean = total(sum) * root * root / width;
-        for (size_t i = 0; i < width; i += LANES) {
-            const int some = width - i < LANES ? (int)(width - i) : LANES;
-            const int whole = some == LANES;
-            const Floats a = whole ? load(x + i * size, size) : load_some(x + i * size, size, some);
-            const Floats d = whole ? load(dy + i * size, size) : load_some(dy + i * size, size, some);
-            const Floats w = whole ? load(weight + i * size, size) : load_some(weight + i * size, size, some);
-            const Floats result = root * (d * w - a * mean);
-            if (whole) store(dx + i * size, size, result);
-            else store_some(dx + i * size, size, some, result);
-        }
+        ELEMENTS(width, {
+            const Floats a = load_within(x + i * size, size, some), d = load_within(dy + i * size, size, some);
+            const Floats w = load_within(weight + i * size, size, some);
+            store_within(dx + i * size, size, some, root * (d * w - a * mean));
+        })
     }
 }
 
@@ -172,29 +208,25 @@ INLINE void rms_gradient_of(const char *dy, const char *x, const char *weight, c
 INLINE void layer_norm_of(const char *x, const char *weight, const char *bias, char *y, float *mean, float *inverse,
                           size_t rows, size_t width, float epsilon, int size) {
     for (size_t row = 0; row < rows; ++row, x += width * size, y += width * size) {
-        Floats sum = all(0), squares = all(0);
-        ELEMENTS(size, width, { sum += load(x + i * size, size); }, { sum += load_some(x + i * size, size, some); })
+        Sum sum = {0}, rest = {0}, squares = {0};
+        SUMMED(width, { sum.part[part] += load_within(x + i * size, size, some); })
         /* The mean as rounded, and what is left of it: of a row that is all one number the deviations are to be 0. */
         const float about = total(sum) / width;
-        Floats rest = all(0);
-        ELEMENTS(size, width,
-            { const Floats a = load(x + i * size, size) - about; rest += a; squares += a * a; },
-            { const Floats a = first(some, load_some(x + i * size, size, some) - about, 0);
-              rest += a; squares += a * a; })
+        SUMMED(width, {
+            const Floats a = load_within(x + i * size, size, some) - about;
+            const Floats b = some == WIDTH ? a : first(some, a, 0);
+            rest.part[part] += b;
+            squares.part[part] += b * b;
+        })
         const float left = total(rest) / width, middle = mean[row] = about + left;
         const float variance = total(squares) / width - left * left;
         /* Of rows that are too large for fp32 nothing is known. */
         const float root = inverse[row] = isfinite(variance) ? 1 / sqrtf(fmaxf(variance, 0) + epsilon) : NAN;
-        for (size_t i = 0; i < width; i += LANES) {
-            const int some = width - i < LANES ? (int)(width - i) : LANES;
-            const int whole = some == LANES;
-            const Floats a = whole ? load(x + i * size, size) : load_some(x + i * size, size, some);
-            const Floats w = whole ? load(weight + i * size, size) : load_some(weight + i * size, size, some);
-            const Floats b = whole ? load(bias + i * size, size) : load_some(bias + i * size, size, some);
-            const Floats result = (a - middle) * root * w + b;
-            if (whole) store(y + i * size, size, result);
-            else store_some(y + i * size, size, some, result);
-        }
+        ELEMENTS(width, {
+            const Floats a = load_within(x + i * size, size, some), w = load_within(weight + i * size, size, some);
+            const Floats b = load_within(bias + i * size, size, some);
+            store_within(y + i * size, size, some, (a - middle) * root * w + b);
+        })
     }
 }
 
@@ -204,35 +236,23 @@ INLINE void layer_norm_gradient_of(const char *dy, const char *x, const char *we
                                    size_t width, int size) {
     for (size_t row = 0; row < rows; ++row, dy += width * size, x += width * size, dx += width * size) {
         const float root = inverse[row], middle = mean[row];
-        Floats sum = all(0), along = all(0);
-        for (size_t i = 0; i < width; i += LANES) {
-            const int some = width - i < LANES ? (int)(width - i) : LANES;
-            const int whole = some == LANES;
-            const Floats a = whole ? load(x + i * size, size) : load_some(x + i * size, size, some);
-            const Floats d = whole ? load(dy + i * size, size) : load_some(dy + i * size, size, some);
-            const Floats w = whole ? load(weight + i * size, size) : load_some(weight + i * size, size, some);
+        Sum sum = {0}, along = {0};
+        SUMMED(width, {
+            const Floats a = load_within(x + i * size, size, some), d = load_within(dy + i * size, size, some);
+            const Floats w = load_within(weight + i * size, size, some);
             const Floats normal = (a - middle) * root, add = normal * d;
-            sum += d * w;
-            along += add * w;
-            if (whole) {
-                *(Floats *)(of_weight + i) += add;
-                *(Floats *)(of_bias + i) += d;
-            } else {
-                store_some((char *)(of_weight + i), 4, some, load_some((char *)(of_weight + i), 4, some) + add);
-                store_some((char *)(of_bias + i), 4, some, load_some((char *)(of_bias + i), 4, some) + d);
-            }
-        }
+            sum.part[part] += d * w;
+            along.part[part] += add * w;
+            char *to = (char *)(of_weight + i), *beside = (char *)(of_bias + i);
+            store_within(to, 4, some, load_within(to, 4, some) + add);
+            store_within(beside, 4, some, load_within(beside, 4, some) + d);
+        })
         const float part = total(sum) / width, slope = total(along) / width;
-        for (size_t i = 0; i < width; i += LANES) {
-            const int some = width - i < LANES ? (int)(width - i) : LANES;
-            const int whole = some == LANES;
-            const Floats a = whole ? load(x + i * size, size) : load_some(x + i * size, size, some);
-            const Floats d = whole ? load(dy + i * size, size) : load_some(dy + i * size, size, some);
-            const Floats w = whole ? load(weight + i * size, size) : load_some(weight + i * size, size, some);
-            const Floats result = root * (d * w - part - (a - middle) * root * slope);
-            if (whole) store(dx + i * size, size, result);
-            else store_some(dx + i * size, size, some, result);
-        }
+        ELEMENTS(width, {
+            const Floats a = load_within(x + i * size, size, some), d = load_within(dy + i * size, size, some);
+            const Floats w = load_within(weight + i * size, size, some);
+            store_within(dx + i * size, size, some, root * (d * w - part - (a - middle) * root * slope));
+        })
     }
 }
 
@@ -240,11 +260,10 @@ INLINE void layer_norm_gradient_of(const char *dy, const char *x, const char *we
 INLINE void gated_of(const char *x, char *y, size_t rows, size_t width, int size) {
     for (size_t row = 0; row < rows; ++row, x += 2 * width * size, y += width * size) {
         const char *up = x + width * size;
-        ELEMENTS(size, width,
-            { Floats g = load(x + i * size, size);
-              store(y + i * size, size, g * sigmoid(g) * load(up + i * size, size)); },
-            { Floats g = load_some(x + i * size, size, some);
-              store_some(y + i * size, size, some, g * sigmoid(g) * load_some(up + i * size, size, some)); })
+        ELEMENTS(width, {
+            const Floats g = load_within(x + i * size, size, some);
+            store_within(y + i * size, size, some, g * sigmoid(g) * load_within(up + i * size, size, some));
+        })
     }
 }
 
@@ -252,16 +271,13 @@ INLINE void gated_gradient_of(const char *dy, const char *x, char *dx, size_t ro
     for (size_t row = 0; row < rows; ++row, x += 2 * width * size, dx += 2 * width * size, dy += width * size) {
         const char *up = x + width * size;
         char *dup = dx + width * size;
-        for (size_t i = 0; i < width; i += LANES) {
-            const int some = width - i < LANES ? (int)(width - i) : LANES;
-            const int whole = some == LANES;
-            Floats g = whole ? load(x + i * size, size) : load_some(x + i * size, size, some);
-            Floats u = whole ? load(up + i * size, size) : load_some(up + i * size, size, some);
-            Floats d = whole ? load(dy + i * size, size) : load_some(dy + i * size, size, some);
-            Floats s = sigmoid(g), dg = d * u * s * (1.0f + g * (1.0f - s)), du = d * g * s;
-            if (whole) { store(dx + i * size, size, dg); store(dup + i * size, size, du); }
-            else { store_some(dx + i * size, size, some, dg); store_some(dup + i * size, size, some, du); }
-        }
+        ELEMENTS(width, {
+            const Floats g = load_within(x + i * size, size, some), u = load_within(up + i * size, size, some);
+            const Floats d = load_within(dy + i * size, size, some);
+            const Floats s = sigmoid(g), dg = d * u * s * (1.0f + g * (1.0f - s)), du = d * g * s;
+            store_within(dx + i * size, size, some, dg);
+            store_within(dup + i * size, size, some, du);
+        })
     }
 }
 
@@ -276,18 +292,20 @@ INLINE void partition_of(const char *x, const int64_t *column, float *extreme, f
         for (size_t start = 0; start < columns; start += BLOCK) {
             const char *at = x + start * size;
             const size_t count = columns - start < BLOCK ? columns - start : BLOCK;
-            Floats most = all(largest), part = all(0);
-            ELEMENTS(size, count,
-                { const Floats a = load(at + i * size, size) * sign; most = chosen(a > most, a, most); },
-                { const Floats a = first(some, load_some(at + i * size, size, some) * sign, -FLT_MAX);
-                  most = chosen(a > most, a, most); })
+            Floats most = all(largest);
+            Sum sums = {0};
+            ELEMENTS(count, {
+                const Floats b = load_within(at + i * size, size, some) * sign;
+                const Floats a = some == WIDTH ? b : first(some, b, -FLT_MAX);
+                most = chosen(a > most, a, most);
+            })
             const float before = largest;
-            for (int lane = 0; lane < LANES; ++lane) largest = most[lane] > largest ? most[lane] : largest;
-            ELEMENTS(size, count,
-                { part += exponential((load(at + i * size, size) * sign - largest) * scale); },
-                { const Floats a = (load_some(at + i * size, size, some) * sign - largest) * scale;
-                  part += first(some, exponential(a), 0); })
-            whole = whole * exponential(all((before - largest) * scale))[0] + total(part);
+            for (int lane = 0; lane < WIDTH; ++lane) largest = most[lane] > largest ? most[lane] : largest;
+            SUMMED(count, {
+                const Floats a = exponential((load_within(at + i * size, size, some) * sign - largest) * scale);
+                sums.part[part] += some == WIDTH ? a : first(some, a, 0);
+            })
+            whole = whole * exponential(all((before - largest) * scale))[0] + total(sums);
         }
         extreme[row] = largest;
         sum[row] = whole;
@@ -309,10 +327,10 @@ INLINE void partition_gradient_of(char *x, const int64_t *column, const float *e
             const Floats a = (load_some(at, size, 1) * sign - largest) * scale;
             there = exponential(a) * times - of_column[row] * factor;
         }
-        ELEMENTS(size, columns,
-            { store(x + i * size, size, exponential((load(x + i * size, size) * sign - largest) * scale) * times); },
-            { const Floats a = (load_some(x + i * size, size, some) * sign - largest) * scale;
-              store_some(x + i * size, size, some, exponential(a) * times); })
+        ELEMENTS(columns, {
+            const Floats a = (load_within(x + i * size, size, some) * sign - largest) * scale;
+            store_within(x + i * size, size, some, exponential(a) * times);
+        })
         memset(x + columns * size, 0, (width - columns) * size);
         if (at) store_some(at, size, 1, there);
     }
@@ -377,23 +395,24 @@ void partition_gradient(char *x, const int64_t *column, const float *extreme, co
 #ifdef __AVX512F__
 enum { HIGH = 8, WIDE = 2 };
 #else
-enum { HIGH = 4, WIDE = 1 };
+enum { HIGH = 4, WIDE = 1 }; /* sixteens */
 #endif
 
 INLINE void tile(int wide, int k, const float *A, int ra, int ca, const float *B, int ldb, float *C, int ldc, int add) {
-    Floats sum[HIGH][2];
+    const int parts = wide * PARTS;
+    Floats sum[HIGH][2 * PARTS];
     for (int i = 0; i < HIGH; ++i)
-        for (int j = 0; j < wide; ++j) sum[i][j] = add ? *(const Floats *)(C + i * ldc + j * LANES) : all(0);
+        for (int j = 0; j < parts; ++j) sum[i][j] = add ? *(const Floats *)(C + i * ldc + j * WIDTH) : all(0);
     for (int l = 0; l < k; ++l) {
-        Floats b[2];
-        for (int j = 0; j < wide; ++j) b[j] = *(const Floats *)(B + (size_t)l * ldb + j * LANES);
+        Floats b[2 * PARTS];
+        for (int j = 0; j < parts; ++j) b[j] = *(const Floats *)(B + (size_t)l * ldb + j * WIDTH);
         for (int i = 0; i < HIGH; ++i) {
             const Floats a = all(A[i * ra + (size_t)l * ca]);
-            for (int j = 0; j < wide; ++j) sum[i][j] += a * b[j];
+            for (int j = 0; j < parts; ++j) sum[i][j] += a * b[j];
         }
     }
     for (int i = 0; i < HIGH; ++i)
-        for (int j = 0; j < wide; ++j) *(Floats *)(C + i * ldc + j * LANES) = sum[i][j];
+        for (int j = 0; j < parts; ++j) *(Floats *)(C + i * ldc + j * WIDTH) = sum[i][j];
 }
 
 static void product(int m, int n, int k, const float *A, int ra, int ca, const float *B, int ldb, float *C, int ldc,
@@ -425,22 +444,20 @@ INLINE int up_to(int64_t x, int of) { return (int)((x + of - 1) / of * of); }
 /* One row of a head in fp32 into `row` [width], turned if there are tables, times `factor`. */
 INLINE void read_row(const Attention *a, const char *from, int64_t position, float *row, int turn, float factor) {
     const int head = (int)a->head, half = head / 2, size = a->element, width = up_to(head, LANES);
-    for (int i = 0; i < width; i += LANES) {
-        const int some = head - i < LANES ? head - i : LANES;
-        *(Floats *)(row + i) = some == LANES ? load(from + i * size, size) : load_some(from + i * size, size, some);
-    }
+    for (int i = 0; i < width; i += WIDTH)
+        *(Floats *)(row + i) = load_within(from + i * size, size, within(head, i));
     if (turn && a->cosine) {
         const char *cosine = a->cosine + position * head * size, *sine = a->sine + position * head * size;
-        for (int i = 0; i < half; i += LANES) {
-            const int some = half - i < LANES ? half - i : LANES;
-            const Floats c = load_some(cosine + i * size, size, some), s = load_some(sine + i * size, size, some);
-            const Floats x = load_some((char *)(row + i), 4, some), y = load_some((char *)(row + half + i), 4, some);
-            store_some((char *)(row + i), 4, some, x * c - y * s);
-            store_some((char *)(row + half + i), 4, some, y * c + x * s);
+        for (int i = 0; i < half; i += WIDTH) {
+            const int some = within(half, i);
+            const Floats c = load_within(cosine + i * size, size, some), s = load_within(sine + i * size, size, some);
+            const Floats x = load_within((char *)(row + i), 4, some), y = load_within((char *)(row + half + i), 4, some);
+            store_within((char *)(row + i), 4, some, x * c - y * s);
+            store_within((char *)(row + half + i), 4, some, y * c + x * s);
         }
     }
     if (factor != 1)
-        for (int i = 0; i < width; i += LANES) *(Floats *)(row + i) *= factor;
+        for (int i = 0; i < width; i += WIDTH) *(Floats *)(row + i) *= factor;
 }
 
 /* The reverse: a row of a gradient, turned back, times `factor`; `row` is lost. */
@@ -448,20 +465,16 @@ INLINE void write_row(const Attention *a, char *to, int64_t position, float *row
     const int head = (int)a->head, half = head / 2, size = a->element;
     if (turn && a->cosine) {
         const char *cosine = a->cosine + position * head * size, *sine = a->sine + position * head * size;
-        for (int i = 0; i < half; i += LANES) {
-            const int some = half - i < LANES ? half - i : LANES;
-            const Floats c = load_some(cosine + i * size, size, some), s = load_some(sine + i * size, size, some);
-            const Floats x = load_some((char *)(row + i), 4, some), y = load_some((char *)(row + half + i), 4, some);
-            store_some((char *)(row + i), 4, some, x * c + y * s);
-            store_some((char *)(row + half + i), 4, some, y * c - x * s);
+        for (int i = 0; i < half; i += WIDTH) {
+            const int some = within(half, i);
+            const Floats c = load_within(cosine + i * size, size, some), s = load_within(sine + i * size, size, some);
+            const Floats x = load_within((char *)(row + i), 4, some), y = load_within((char *)(row + half + i), 4, some);
+            store_within((char *)(row + i), 4, some, x * c + y * s);
+            store_within((char *)(row + half + i), 4, some, y * c - x * s);
         }
     }
-    for (int i = 0; i < head; i += LANES) {
-        const int some = head - i < LANES ? head - i : LANES;
-        const Floats x = *(Floats *)(row + i) * factor;
-        if (some == LANES) store(to + i * size, size, x);
-        else store_some(to + i * size, size, some, x);
-    }
+    for (int i = 0; i < head; i += WIDTH)
+        store_within(to + i * size, size, within(head, i), *(Floats *)(row + i) * factor);
 }
 
 /* Rows [keys, width] as panels of PANEL rows, each [width, PANEL]. */
@@ -487,8 +500,31 @@ static void scores(const float *query, const float *key_panels, int width, int e
 
 INLINE Ints beyond(int column, int64_t row) {
     Ints lanes;
-    for (int lane = 0; lane < LANES; ++lane) lanes[lane] = column + lane;
+    for (int lane = 0; lane < WIDTH; ++lane) lanes[lane] = column + lane;
     return lanes > (int)row;
+}
+
+/* Of a row of scores up to `ends`, of which those beyond `position` are none, all from `first` on: the powers of 2 of
+ * what they are less than their `largest`, in their place, and the sum of these. */
+INLINE float powers(float *row, int ends, int64_t first, int64_t position, float *largest) {
+    Floats most = all(-INFINITY);
+    for (int j = 0; j < ends; j += WIDTH) {
+        Floats x = *(Floats *)(row + j);
+        if (j + WIDTH > first) *(Floats *)(row + j) = x = chosen(beyond(j, position), all(-INFINITY), x);
+        most = chosen(x > most, x, most);
+    }
+    *largest = most[0];
+    for (int lane = 1; lane < WIDTH; ++lane) *largest = most[lane] > *largest ? most[lane] : *largest;
+    Sum sum = {0};
+    for (int j = 0; j < ends; j += LANES)
+        for (int part = 0; part < PARTS; ++part) {
+            const int column = j + part * WIDTH;
+            Floats p = power_of_2(*(Floats *)(row + column) - *largest);
+            if (column + WIDTH > first) p = chosen(beyond(column, position), all(0), p);
+            *(Floats *)(row + column) = p;
+            sum.part[part] += p;
+        }
+    return total(sum);
 }
 
 void attend(const Attention *a, const Heads *q, const Heads *k, const Heads *v, const Heads *o, float *log_sums,
@@ -517,21 +553,8 @@ void attend(const Attention *a, const Heads *q, const Heads *k, const Heads *v, 
                 float inverse[ROWS];
                 for (int i = 0; i < ROWS; ++i) {
                     float *row = chance + (size_t)i * keys;
-                    Floats most = all(-INFINITY), sum = all(0);
-                    for (int j = 0; j < ends; j += LANES) {
-                        Floats x = *(Floats *)(row + j);
-                        if (j + LANES > first) *(Floats *)(row + j) = x = chosen(beyond(j, first + i), all(-INFINITY), x);
-                        most = chosen(x > most, x, most);
-                    }
-                    float largest = most[0];
-                    for (int lane = 1; lane < LANES; ++lane) largest = most[lane] > largest ? most[lane] : largest;
-                    for (int j = 0; j < ends; j += LANES) {
-                        Floats x = *(Floats *)(row + j), p = power_of_2(x - largest);
-                        if (j + LANES > first) p = chosen(beyond(j, first + i), all(0), p);
-                        *(Floats *)(row + j) = p;
-                        sum += p;
-                    }
-                    const float whole = total(sum);
+                    float largest;
+                    const float whole = powers(row, ends, first, first + i, &largest);
                     inverse[i] = 1 / whole;
                     if (i < count) log_sums[((batch * a->heads + head) * rows) + first + i] = largest + log2f(whole);
                 }
@@ -576,8 +599,12 @@ void attend_gradient(const Attention *a, const Heads *q, const Heads *k, const H
                     read_row(a, q->at + (row * q->row + batch * q->batch + head * q->head) * size, row, query + i * width, 1, a->scale * LOG2_E);
                     read_row(a, d->at + (row * d->row + batch * d->batch + head * d->head) * size, row, gradient + i * width, 0, 1);
                     read_row(a, o->at + (row * o->row + batch * o->batch + head * o->head) * size, row, output, 0, 1);
-                    Floats sum = all(0);
-                    for (int j = 0; j < width; j += LANES) sum += *(Floats *)(output + j) * *(Floats *)(gradient + i * width + j);
+                    Sum sum = {0};
+                    for (int j = 0; j < width; j += LANES)
+                        for (int part = 0; part < PARTS; ++part) {
+                            const int at = j + part * WIDTH;
+                            sum.part[part] += *(Floats *)(output + at) * *(Floats *)(gradient + i * width + at);
+                        }
                     delta[i] = total(sum);
                 }
                 scores(query, key_panels, width, ends, chance, keys);
@@ -585,9 +612,9 @@ void attend_gradient(const Attention *a, const Heads *q, const Heads *k, const H
                 for (int i = 0; i < ROWS; ++i) {
                     float *p = chance + (size_t)i * keys, *c = change + (size_t)i * keys;
                     const float log_sum = i < count ? log_sums[(batch * a->heads + head) * rows + first + i] : INFINITY;
-                    for (int j = 0; j < ends; j += LANES) {
+                    for (int j = 0; j < ends; j += WIDTH) {
                         Floats x = i < count ? power_of_2(*(Floats *)(p + j) - log_sum) : all(0);
-                        if (j + LANES > first) x = chosen(beyond(j, first + i), all(0), x);
+                        if (j + WIDTH > first) x = chosen(beyond(j, first + i), all(0), x);
                         *(Floats *)(p + j) = x;
                         *(Floats *)(c + j) = x * (*(Floats *)(c + j) - delta[i]);
                     }
@@ -623,44 +650,45 @@ INLINE size_t page_of(const Paged *p, int64_t text, int64_t number, int64_t grou
 
 /* Chains as of `tile`, of `high` queries and all of the keys of a page. */
 INLINE void page_scores(int high, int wide, int size, int width, const float *query, const char *page, float *into, int keys) {
+    const int parts = wide * PARTS;
     for (int column = 0; column < PANEL; column += wide * LANES) {
-        Floats sum[HIGH][PANEL / LANES];
+        Floats sum[HIGH][PANEL / WIDTH];
         for (int i = 0; i < high; ++i)
-            for (int j = 0; j < wide; ++j) sum[i][j] = all(0);
+            for (int j = 0; j < parts; ++j) sum[i][j] = all(0);
         for (int l = 0; l < width; ++l) {
-            Floats b[PANEL / LANES];
-            for (int j = 0; j < wide; ++j) b[j] = load(page + ((size_t)l * PANEL + column + j * LANES) * size, size);
+            Floats b[PANEL / WIDTH];
+            for (int j = 0; j < parts; ++j) b[j] = load(page + ((size_t)l * PANEL + column + j * WIDTH) * size, size);
             for (int i = 0; i < high; ++i) {
                 const Floats a = all(query[i * width + l]);
-                for (int j = 0; j < wide; ++j) sum[i][j] += a * b[j];
+                for (int j = 0; j < parts; ++j) sum[i][j] += a * b[j];
             }
         }
         for (int i = 0; i < high; ++i)
-            for (int j = 0; j < wide; ++j) *(Floats *)(into + (size_t)i * keys + column + j * LANES) = sum[i][j];
+            for (int j = 0; j < parts; ++j) *(Floats *)(into + (size_t)i * keys + column + j * WIDTH) = sum[i][j];
     }
 }
 
 /* And of their chances and the first `ends` values of a text, from `column` on. */
 INLINE void page_values(int high, int wide, const Paged *p, int64_t text, int64_t group, int column, int ends,
                         const float *chance, int keys, float *output) {
-    const int width = up_to(p->of.head, LANES), size = p->of.element;
-    Floats sum[HIGH][4];
+    const int width = up_to(p->of.head, LANES), size = p->of.element, parts = wide * PARTS;
+    Floats sum[HIGH][4 * PARTS];
     for (int i = 0; i < high; ++i)
-        for (int j = 0; j < wide; ++j) sum[i][j] = all(0);
+        for (int j = 0; j < parts; ++j) sum[i][j] = all(0);
     for (int first = 0; first < ends; first += PANEL) {
         const char *page = p->values + (page_of(p, text, first / PANEL, group) + column) * size;
         const int some = ends - first < PANEL ? ends - first : PANEL;
         for (int l = 0; l < some; ++l, page += (size_t)width * size) {
-            Floats b[4];
-            for (int j = 0; j < wide; ++j) b[j] = load(page + (size_t)j * LANES * size, size);
+            Floats b[4 * PARTS];
+            for (int j = 0; j < parts; ++j) b[j] = load(page + (size_t)j * WIDTH * size, size);
             for (int i = 0; i < high; ++i) {
                 const Floats a = all(chance[(size_t)i * keys + first + l]);
-                for (int j = 0; j < wide; ++j) sum[i][j] += a * b[j];
+                for (int j = 0; j < parts; ++j) sum[i][j] += a * b[j];
             }
         }
     }
     for (int i = 0; i < high; ++i)
-        for (int j = 0; j < wide; ++j) *(Floats *)(output + i * width + column + j * LANES) = sum[i][j];
+        for (int j = 0; j < parts; ++j) *(Floats *)(output + i * width + column + j * WIDTH) = sum[i][j];
 }
 
 /* `high` queries, in fp32, of a text at `positions`, the last of which is the furthest: as in `attend`. */
@@ -674,22 +702,8 @@ INLINE void attend_some(int high, const Paged *p, int64_t text, int64_t group, c
         else page_scores(high, high == 1 ? 2 : WIDE, 2, width, query, page, chance + first, keys);
     }
     for (int i = 0; i < high; ++i) {
-        float *row = chance + (size_t)i * keys;
-        Floats most = all(-INFINITY), sum = all(0);
-        for (int j = 0; j < keys; j += LANES) {
-            Floats x = *(Floats *)(row + j);
-            if (j + LANES > positions[0]) *(Floats *)(row + j) = x = chosen(beyond(j, positions[i]), all(-INFINITY), x);
-            most = chosen(x > most, x, most);
-        }
-        float largest = most[0];
-        for (int lane = 1; lane < LANES; ++lane) largest = most[lane] > largest ? most[lane] : largest;
-        for (int j = 0; j < keys; j += LANES) {
-            Floats x = *(Floats *)(row + j), c = power_of_2(x - largest);
-            if (j + LANES > positions[0]) c = chosen(beyond(j, positions[i]), all(0), c);
-            *(Floats *)(row + j) = c;
-            sum += c;
-        }
-        inverse[i] = 1 / total(sum);
+        float largest;
+        inverse[i] = 1 / powers(chance + (size_t)i * keys, keys, positions[0], positions[i], &largest);
     }
     int column = 0;
     if (high == 1)
@@ -713,7 +727,7 @@ void attend_paged(const Paged *p, const Heads *q, const Heads *k, const Heads *v
             for (int i = 0; i < width; ++i)
                 store_some(p->keys + (page + (size_t)i * PANEL + lane) * key_size, key_size, 1, all(query[i]));
             read_row(a, v->at + (row * v->row + group * v->head) * size, position, query, 0, 1);
-            for (int i = 0; i < width; i += LANES)
+            for (int i = 0; i < width; i += WIDTH)
                 store(p->values + (page + (size_t)lane * width + i) * size, size, *(Floats *)(query + i));
         }
     for (int64_t first = 0, rows; first < a->rows; first += rows) {
