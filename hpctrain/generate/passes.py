@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -13,10 +14,17 @@ from hpctrain.generate.stages import Stages
 from hpctrain.memory.cached_texts import CachePlan
 from hpctrain.model.inputs import Inputs
 from hpctrain.model.transformer import Transformer
+from hpctrain.parallel.few_rows import FewRows, block_of
+from hpctrain.parallel.functions import CompiledFunctions
+from hpctrain.parallel.kernels import Pass
+from hpctrain.parallel.product import Product
 from hpctrain.parallel.vocabulary import VocabularyHead
 
 ROWS = 256
 """Of a pass at the most, most of them of prompts: texts that grow wait for it."""
+
+PASS_OF_HEAD: Mapping[bool, Pass] = MappingProxyType({False: "forward", True: "logits"})
+"""What of a layer's product generation takes, of one that is a head and of others."""
 
 _TRIED, _MANY = (1, 2, 3, 4, 5, 8, 9, 16, 17, 33), 128
 
@@ -25,7 +33,8 @@ def least_rows(model: Transformer) -> int:
     """Rows from which on a product's rows are those of a large product, bit for bit. Collective over the
     tensor axis, and over the stages that have parts of the model.
 
-    Libraries multiply a few rows in another order than many. By each matrix some numbers of random rows are
+    Libraries multiply a few rows in another order than many, and slowly: where a compiled function has the
+    bits of many, it multiplies few from now on. By each matrix some numbers of random rows are
     multiplied: where none is enough, it is 64, and bits may differ.
     """
     tried: dict[object, int] = {}
@@ -34,11 +43,25 @@ def least_rows(model: Transformer) -> int:
             product, head = multiplier.product, isinstance(multiplier, VocabularyHead)
             of = type(product), product.shape, head
             if of not in tried:
+                _multiply_few(model, product, head)
                 multiply: Callable[[Tensor], Tensor] = product.logits if head else product.forward
                 tried[of] = _least(multiply, product.shape[1], model.dtype, model.groups.tensor.device)
     found: list[int] = model.groups.tensor.all_gather_object(max(tried.values(), default=1))
     of_stages: list[int] = model.groups.pipeline.all_gather_object(max(found))
     return max(of_stages)
+
+
+def _multiply_few(model: Transformer, product: Product, head: bool) -> None:
+    """Have few rows multiplied by a compiled function where it has the bits of many, in fp32."""
+    functions, kernels, kind = model.groups.functions, model.groups.kernels, PASS_OF_HEAD[head]
+    kernel = kernels.of(kind, *product.shape)
+    plain = type(product) is Product and model.dtype == torch.float32 and not isinstance(kernel, FewRows)
+    # It computes by one thread: libraries by all.
+    if not plain or not isinstance(functions, CompiledFunctions) or torch.get_num_threads() > 1:
+        return
+    block = block_of(kernel, functions, *product.shape, head)
+    if block is not None:
+        kernels.choose(kind, *product.shape, FewRows(kernel, functions, block))
 
 
 @torch.no_grad()

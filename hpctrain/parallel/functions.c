@@ -756,3 +756,72 @@ void attend_paged(const Paged *p, const Heads *q, const Heads *k, const Heads *v
                 memset(o->at + (row * o->row + head * o->head) * size, 0, a->head * size);
     }
 }
+
+/* Outputs of a matrix that are computed at a time, of two vectors of rows at the most; floats of a line of memory. */
+#if defined __AVX__ && !defined __AVX512F__
+enum { TALL = 6, LINE = 16 };
+#else
+enum { TALL = 12, LINE = 16 };
+#endif
+
+/* TALL outputs of rows that lie as `columns` [k, wide * WIDTH]: of `w` [TALL, k], into `y`, whose rows are `n` apart.
+ * As much of w that lies `ahead`, if anything does, is brought near meanwhile. */
+INLINE void few_outputs(int wide, int rows, const float *columns, const float *w, const float *bias, float *y,
+                        int64_t n, int64_t k, int64_t block, int64_t ahead) {
+    Floats sum[TALL][2];
+    for (int64_t first = 0; first < k; first += block) {
+        const int64_t end = first + block < k ? first + block : k;
+        Floats part[TALL][2];
+        for (int j = 0; j < TALL; ++j)
+            for (int i = 0; i < wide; ++i) part[j][i] = all(0);
+        for (int64_t from = first; from < end; from += LINE) {
+            const int64_t to = from + LINE < end ? from + LINE : end;
+            for (int j = 0; ahead && j < TALL; ++j) __builtin_prefetch(w + ahead + j * k + from);
+            for (int64_t l = from; l < to; ++l) {
+                Floats x[2];
+                for (int i = 0; i < wide; ++i) x[i] = *(const Floats *)(columns + (l * wide + i) * WIDTH);
+                for (int j = 0; j < TALL; ++j) {
+                    const Floats a = all(w[j * k + l]);
+                    for (int i = 0; i < wide; ++i) part[j][i] += a * x[i];
+                }
+            }
+        }
+        for (int j = 0; j < TALL; ++j)
+            for (int i = 0; i < wide; ++i) {
+                if (first) sum[j][i] += part[j][i];
+                else if (bias) sum[j][i] = part[j][i] + bias[j];
+                else sum[j][i] = part[j][i];
+            }
+    }
+    for (int i = 0; i < rows; ++i)
+        for (int j = 0; j < TALL; ++j) y[i * n + j] = sum[j][i / WIDTH][i % WIDTH];
+}
+
+/* The same of all rows, one group after the other. */
+INLINE void few_of_all(const float *columns, const float *w, const float *bias, float *y, int64_t m, int64_t n,
+                       int64_t k, int64_t block, int64_t ahead) {
+    for (int64_t row = 0; row < m; row += 2 * WIDTH, columns += 2 * WIDTH * k, y += 2 * WIDTH * n, ahead = 0) {
+        const int rows = m - row < 2 * WIDTH ? (int)(m - row) : 2 * WIDTH;
+        if (rows <= WIDTH) few_outputs(1, rows, columns, w, bias, y, n, k, block, ahead);
+        else few_outputs(2, rows, columns, w, bias, y, n, k, block, ahead);
+    }
+}
+
+/* Y [m, n] = X [m, k] W^T + bias, of W [n, k], for a few rows, in fp32: of each `block` of features one chain of
+ * multiply-adds in their order, and these added to each other, the bias to the first. The matrix is read once, from where
+ * it lies. `memory`: k floats for each row, these filled up to 32s. Of fewer than twelve outputs there is nothing: chains
+ * beside each other keep compilers from taking one multiply-add apart, as GCC does for AMD's. */
+void few_rows(const float *x, const float *w, const float *bias, float *y, float *memory, int64_t m, int64_t n, int64_t k,
+              int64_t block) {
+    float *columns = memory;
+    for (int64_t row = 0; row < m; row += 2 * WIDTH, columns += 2 * WIDTH * k) {
+        const int rows = m - row < 2 * WIDTH ? (int)(m - row) : 2 * WIDTH, width = rows <= WIDTH ? WIDTH : 2 * WIDTH;
+        for (int64_t l = 0; l < k; ++l)
+            for (int i = 0; i < width; ++i) columns[l * width + i] = i < rows ? x[(row + i) * k + l] : 0;
+    }
+    for (int64_t next = 0; next < n; next += TALL) {
+        /* The last ones may be computed once more, and are the same. */
+        const int64_t j = next + TALL <= n ? next : n - TALL, ahead = next + 2 * TALL <= n ? TALL * k : 0;
+        few_of_all(memory, w + j * k, bias ? bias + j : 0, y + j, m, n, k, block, ahead);
+    }
+}

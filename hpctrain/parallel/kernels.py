@@ -216,6 +216,10 @@ class Kernels:
         """What computes this pass of a matrix [outputs, inputs]."""
         return self.chosen.get((kind, outputs, inputs), self.other)
 
+    def choose(self, kind: Pass, outputs: int, inputs: int, kernel: Kernel) -> None:
+        """Have this compute this pass of such a matrix from now on."""
+        self.chosen[kind, outputs, inputs] = kernel
+
     def copies(self, outputs: int, inputs: int) -> bool:
         """Whether a matrix of that shape is kept converted for a step."""
         kinds: tuple[Pass, ...] = ("forward", "logits", "input_gradient")

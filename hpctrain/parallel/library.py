@@ -60,6 +60,11 @@ def workspace_floats(rows: int, head: int) -> int:
     return 6 * keys * width + _ROWS * (2 * keys + 3 * width)
 
 
+def few_rows_floats(rows: int, features: int) -> int:
+    """Floats that a product of a few rows needs in passing."""
+    return -(-rows // (2 * _LANES)) * 2 * _LANES * features
+
+
 def open_library(content: bytes) -> ctypes.CDLL:
     """The library of these bytes, from memory: a folder of temporary files may not be for programs. OSError
     where it cannot be loaded.
@@ -98,6 +103,8 @@ def call_all(library: ctypes.CDLL) -> None:
         library.partition(memory, column, x, x, x, *of_rows)
         library.partition_gradient(memory, column, x, x, x, *of_rows)
         library.attend(sizes, *[tensor] * 4, x, memory, first, last)
+        whole = [ctypes.c_int64(each) for each in (2 * _LANES + 3, _LANES + 5, _LANES + 8, _LANES + 1)]
+        library.few_rows(x, x, x, x, memory, *whole)
         library.attend_gradient(sizes, *[tensor] * 8, x, memory, first, last)
         # All rows are of text 0 and stand at its first position, in page 0.
         none = ctypes.addressof(texts)

@@ -21,6 +21,7 @@ from hpctrain.generate.sampling import KeyedDraws, Sampling
 from hpctrain.memory.cached_texts import CachePlan
 from hpctrain.model.part import logits_of
 from hpctrain.model.transformer import Transformer
+from hpctrain.parallel.few_rows import FewRows
 from hpctrain.parallel.functions import TORCH, CompiledFunctions, Functions
 from hpctrain.parallel.library import open_library
 from tests.engines import LLAMA, small_deck
@@ -218,6 +219,19 @@ def test_some_rows_are_multiplied_as_many_are(world: World, compute: str) -> Non
         whole = product.forward(rows)
         for count in range(least, 100):
             assert torch.equal(product.forward(rows[:count]), whole[:count])
+
+
+@pytest.mark.mpi(min_size=1, max_size=2)
+def test_a_few_are_multiplied_by_a_compiled_function(world: World, compiled: Functions) -> None:
+    sizes = "model.hidden=400", "model.heads=4", "model.mlp=640"
+    model = model_of(world, *sizes, f"layout.tensor={world.size}", functions=compiled)
+    texts, seen = grown_by(model, places=5, rows=24, order=range(5), tokens=12)
+    by = {name for name, kernel in model.groups.kernels.chosen.items() if isinstance(kernel, FewRows)}
+    if not by:
+        pytest.skip("the library here adds in another order")
+    assert len(by) >= 3
+    for logits, expected in beside_expected(model, texts, seen):
+        assert torch.equal(logits, expected)
 
 
 def test_experts_that_drop_tokens_have_no_cache(world: World) -> None:

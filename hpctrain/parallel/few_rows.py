@@ -1,0 +1,111 @@
+"""Products of a few rows, as of texts that grow by a token each, with the bits of large ones.
+
+Libraries lay out operands for products of many rows: of a few that takes longer than to multiply them, and
+one, two or three they often add in another order. A function of `functions.c` reads the matrix from where
+it lies. Each element is a sum of blocks of features, in each of which one is multiplied and added after the
+other; how large these are with a library and a processor is found by trying.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hpctrain.parallel.functions import CompiledFunctions
+from hpctrain.parallel.kernels import Kernel
+from hpctrain.parallel.library import few_rows_floats
+from hpctrain.parallel.saved import Saving
+
+FEW = 48
+"""Rows up to which it takes less time than libraries do."""
+
+LEAST_OUTPUTS = 12
+"""Of a matrix, as in functions.c."""
+
+_STEP = 8
+"""Blocks are of multiples of so many features."""
+
+_MOST_OUTPUTS = 8192
+"""Of a matrix that is tried: a table of more is multiplied by in parts."""
+
+
+class FewRows(Kernel):
+    """`by` another kernel, except for products of a few rows with a matrix in fp32: these by a function that
+    adds blocks of `block` features.
+    """
+
+    def __init__(self, by: Kernel, functions: CompiledFunctions, block: int) -> None:
+        self.by, self.functions, self.block = by, functions, block
+        self.name, self.converts = by.name, by.converts
+
+    def multiplies(self, storage: torch.dtype) -> bool:
+        """See Kernel."""
+        return self.by.multiplies(storage)
+
+    def forward(self, inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """See Kernel."""
+        if _many(inputs, weight):
+            return self.by.forward(inputs, weight, bias)
+        return few_rows(self.functions, inputs, weight, bias, self.block)
+
+    def logits(self, inputs: Tensor, table: Tensor) -> Tensor:
+        """See Kernel."""
+        if _many(inputs, table):
+            return self.by.logits(inputs, table)
+        return few_rows(self.functions, inputs, table, None, self.block)
+
+    def input_gradient(self, output_gradient: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+        """See Kernel."""
+        return self.by.input_gradient(output_gradient, weight, out)
+
+    def add_weight_gradient(self, into: Tensor, output_gradient: Tensor, inputs: Tensor, first: bool) -> None:
+        """See Kernel."""
+        self.by.add_weight_gradient(into, output_gradient, inputs, first)
+
+    def passing(self, rows: int, outputs: int, inputs: int, at: Saving) -> int:
+        """See Kernel."""
+        return self.by.passing(rows, outputs, inputs, at)
+
+
+def _many(inputs: Tensor, weight: Tensor) -> bool:
+    fitting = inputs.dtype == weight.dtype == torch.float32 and weight.is_contiguous()
+    return not (fitting and len(weight) >= LEAST_OUTPUTS and 0 < inputs.numel() <= FEW * inputs.shape[-1])
+
+
+def few_rows(
+    functions: CompiledFunctions, inputs: Tensor, weight: Tensor, bias: Tensor | None, block: int
+) -> Tensor:
+    """[..., k] times [n, k] transposed, n being LEAST_OUTPUTS or more, with a bias [n] added, in fp32."""
+    inputs = inputs.contiguous()
+    outputs, features = weight.shape
+    rows = inputs.numel() // features
+    result = inputs.new_empty(*inputs.shape[:-1], outputs)
+    memory = torch.empty(few_rows_floats(rows, features))
+    functions.call("few_rows", inputs, weight, bias, result, memory, rows, outputs, features, block)
+    return result
+
+
+def block_of(by: Kernel, functions: CompiledFunctions, outputs: int, inputs: int, head: bool) -> int | None:
+    """By which block `few_rows` has the bits that a kernel's products of many rows have, in fp32 and of a
+    matrix [outputs, inputs], which is a `head` or not. None where it has them by none.
+    """
+    if outputs < LEAST_OUTPUTS:
+        return None
+    generator, some = torch.Generator().manual_seed(0), slice(0, LEAST_OUTPUTS)
+    outputs = min(outputs, _MOST_OUTPUTS)
+    weight, rows = (torch.randn(count, inputs, generator=generator) for count in (outputs, 3 * FEW))
+    biases = (None,) if head else (None, torch.randn(outputs, generator=generator))
+    many = [by.logits(rows, weight) if head else by.forward(rows, weight, bias) for bias in biases]
+
+    def alike(block: int) -> bool:
+        return all(
+            torch.equal(few_rows(functions, rows[:count], weight, bias, block), whole[:count])
+            for bias, whole in zip(biases, many, strict=True)
+            for count in (1, 3, FEW)
+        )
+
+    for block in (*range(_STEP, inputs, _STEP), inputs):
+        # A corner tells of most that they are not.
+        if torch.equal(few_rows(functions, rows[:2], weight[some], None, block), many[0][:2, some]):
+            return block if alike(block) else None
+    return None
