@@ -35,6 +35,7 @@ from hpctrain.engine.transfer import Transfer
 from hpctrain.model.transformer import Transformer
 from hpctrain.objective.choose import drawing_of
 from hpctrain.objective.value import ClippedValue
+from hpctrain.post.astray import Astray
 from hpctrain.post.experience import Experience, figures_of
 from hpctrain.post.reference import KNOWN, open_reference
 from hpctrain.post.reward_model import RewardModel, open_reward_model
@@ -112,6 +113,7 @@ class PolicyTrainer(Trainer):
             reference=None if reference is None else reference.scored,
             values=critic,
         )
+        self.hooks.append(Astray(deck, world.rank))
         self.samples = SamplesFile(Path(deck.run.dir), self.state.step, deck.policy.shown, world.rank == 0)
 
     def make_step(self, batches: Batches) -> Step:

@@ -78,7 +78,8 @@ class Writer:
         return [found[each.number, sample] for each in prompts for sample in range(sampling.samples)]
 
     def _write(self, passes: CachedPasses, prompts: Sequence[Asked], sampling: Sampling) -> list[Answer]:
-        draw = KeyedDraws(sampling, self.tokenizer.vocabulary, self.name, self.part.groups.tensor)
+        name = f"{self.name}: the policy has diverged"
+        draw = KeyedDraws(sampling, self.tokenizer.vocabulary, name, self.part.groups.tensor)
         growing: dict[Text, Continuation] = {}
         for each in prompts:
             for sample in range(sampling.samples):
