@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from math import isfinite, log
 from statistics import fmean
 
+from hpctrain.deck.division import CRITIC
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.companions import CRITIC
 from hpctrain.train.hook import Hook, StepDone
 from hpctrain.words import counted
 
