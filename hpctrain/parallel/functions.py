@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hpctrain.data.documents import Documents
+from hpctrain.parallel.applied import applied
 from hpctrain.parallel.document_attention import document_attention
 from hpctrain.parallel.library import Attention, Heads, workspace_floats
 from hpctrain.parallel.partition import CompiledPartition, Logits, Partition
@@ -114,23 +115,23 @@ class CompiledFunctions(Functions):
 
     def gelu(self, x: Tensor) -> Tensor:
         """See Functions."""
-        result: Tensor = _Gelu.apply(x, self)
+        result: Tensor = applied(_Gelu, x, self)
         return result
 
     def gated(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         """See Functions."""
         assert sizes[0] == sizes[1] == x.shape[-1] // 2
-        result: Tensor = _Gated.apply(x, self)
+        result: Tensor = applied(_Gated, x, self)
         return result
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """See Functions."""
-        result: Tensor = _RmsNorm.apply(x, weight, self, epsilon)
+        result: Tensor = applied(_RmsNorm, x, weight, self, epsilon)
         return result
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
         """See Functions."""
-        result: Tensor = _LayerNorm.apply(x, weight, bias, self, epsilon)
+        result: Tensor = applied(_LayerNorm, x, weight, bias, self, epsilon)
         return result
 
     def partition(self, logits: Logits, column: Tensor) -> Partition:
@@ -148,7 +149,7 @@ class CompiledFunctions(Functions):
     ) -> Tensor:
         """See Functions."""
         scale = query.shape[-1] ** -0.5 if scale is None else scale
-        result: Tensor = _Attend.apply(query, key, value, self, tables, scale, documents)
+        result: Tensor = applied(_Attend, query, key, value, self, tables, scale, documents)
         return result
 
 

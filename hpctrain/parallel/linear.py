@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from hpctrain.comm.group import Group
 from hpctrain.deck.adapters import Adapters
 from hpctrain.parallel.adapter import Adapter, Place
+from hpctrain.parallel.applied import applied
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.operations import Cut, Matrix
 from hpctrain.parallel.product import Operand, Product, gradient_of, joined, operand_of, tensors_of
@@ -327,7 +328,7 @@ class ColumnLinear(SplitLinear):
     def forward(self, x: Tensor) -> Tensor:
         """[s or s/t, b, k] -> [s, b, sum of split_sizes]."""
         parameters = *self.weights, *self.biases, *self.adapting
-        result: Tensor = ColumnFunction.apply(x, self, torch.is_grad_enabled(), *parameters)
+        result: Tensor = applied(ColumnFunction, x, self, torch.is_grad_enabled(), *parameters)
         return result
 
     @property
@@ -384,7 +385,7 @@ class RowLinear(SplitLinear):
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, k/t] -> [s or s/t, b, n]."""
         parameters = *self.weights, *self.biases, *self.adapting
-        result: Tensor = _Row.apply(x, self, torch.is_grad_enabled(), *parameters)
+        result: Tensor = applied(_Row, x, self, torch.is_grad_enabled(), *parameters)
         return result
 
     def waiting(self, at: Saving) -> int:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hpctrain.parallel.applied import applied
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.operations import Elementwise, Matrix
 from hpctrain.parallel.partition import Logits
@@ -113,7 +114,7 @@ class VocabularyEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[s, b] int64 -> [s or s/t, b, h]."""
-        result: Tensor = _Lookup.apply(tokens, self, self.table)
+        result: Tensor = applied(_Lookup, tokens, self, self.table)
         return result
 
     def added(self) -> None:
