@@ -7,6 +7,7 @@ of loops and of calls, since those who publish one are not those who run it.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from typing import Any
@@ -16,15 +17,18 @@ from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import CallBlock, EvalContext
 from jinja2.parser import Parser
-from jinja2.runtime import Macro
+from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
 
 from hpctrain.errors import HpctrainError
 
 MOST_STEPS = 1_000_000
 """Of loops and calls of one text: a conversation of 1000 messages takes some 10,000."""
-_COUNTED = "hpctrain_counted"
+MOST_LETTERS, MOST_BITS = 1 << 24, 1 << 16
+"""Of what an operator makes: characters or items, and bits of a whole number."""
+_COUNTED, _BOUNDED = "hpctrain_counted", "hpctrain_bounded"
 
 
 class Sandbox:
@@ -45,7 +49,8 @@ class Sandbox:
             "namespace": _Namespace,
         }
         self.environment.globals.update(own)
-        self.environment.filters.update({"tojson": _to_json, _COUNTED: self.environment.counted})
+        own = {"tojson": _to_json, _COUNTED: self.environment.counted, _BOUNDED: _bounded}
+        self.environment.filters.update(own)
         try:
             self.template = self.environment.from_string(text)
         except TemplateSyntaxError as error:
@@ -58,7 +63,7 @@ class Sandbox:
         say where, with what goes wrong.
         """
         environment = self.environment
-        environment.steps, environment.blocks, environment.generated = 0, [], []
+        environment.steps, environment.blocks, environment.said = 0, [], []
         try:
             for block in self.template.generate(**variables):
                 environment.blocks.append(block)
@@ -73,18 +78,29 @@ class Sandbox:
         except Exception as error:  # noqa: BLE001 - whatever code of others does with what it is given
             said = " ".join(f"{type(error).__name__}: {error}".split())
             raise HpctrainError(f"{self.title}: fails with {said}") from None
-        return "".join(environment.blocks), environment.generated
+        text, ranges = "".join(environment.blocks), list[tuple[int, int]]()
+        for begin, said in environment.said:
+            ranges.append((begin, begin + len(said)))
+            if not text.startswith(said, begin):
+                raise HpctrainError(
+                    f"{self.title}: has a {{% generation %}} block in what it writes later, as a macro or a "
+                    "variable is: nobody knows where that will be"
+                )
+        return text, ranges
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """One that counts steps of loops, and calls, and has the ranges that are generated."""
+    """One that counts steps of loops, and calls, bounds what operators make, and has what is `said` in blocks
+    of `generation`, and from where on.
+    """
 
     steps = 0
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.blocks: list[str] = []
-        self.generated: list[tuple[int, int]] = []
+        self.said: list[tuple[int, str]] = []
 
     def step(self) -> None:
         """One more. HpctrainError where there are too many."""
@@ -103,13 +119,63 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.step()
         return super().call(*args, **kwargs)
 
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """What an operator makes of two values. HpctrainError where that would be large."""
+        letters, bits = _size(operator, left, right)
+        if letters > MOST_LETTERS or bits > MOST_BITS:
+            raise _too_large()
+        return super().call_binop(context, operator, left, right)
+
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         parsed = super()._parse(source, name, filename)
         for loop in list(parsed.find_all(nodes.For)):
-            if not loop.recursive:
-                loop.iter = nodes.Filter(loop.iter, _COUNTED, [], [], None, None, lineno=loop.lineno)
+            loop.iter = _filtered(loop.iter, _COUNTED)
+        _Concatenations().visit(parsed)
         parsed.set_environment(self)
         return parsed
+
+
+class _Concatenations(NodeTransformer):
+    """Has what `~` makes be bounded, which is no operator to the sandbox."""
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:  # noqa: N802 - as jinja2 calls it
+        """The same through a filter."""
+        self.generic_visit(node)
+        return _filtered(node, _BOUNDED)
+
+
+def _filtered(node: nodes.Node, name: str) -> nodes.Filter:
+    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
+
+
+def _bounded(text: Any) -> Any:
+    if isinstance(text, str) and len(text) > MOST_LETTERS:
+        raise _too_large()
+    return text
+
+
+def _size(operator: str, left: Any, right: Any) -> tuple[int, int]:
+    """Of what an operator makes of two values: characters or items at the least, bits of a whole number."""
+    if isinstance(left, int) and isinstance(right, int):
+        if operator == "**":
+            return 0, left.bit_length() * max(0, right)
+        return 0, left.bit_length() + right.bit_length()
+    many = [each for each in (left, right) if isinstance(each, str | bytes | list | tuple)]
+    if operator == "%":
+        # Widths, and what `*` takes for them.
+        widths = map(int, re.findall(r"\d{1,18}", left)) if isinstance(left, str) else ()
+        given = right if isinstance(right, tuple) else (right,)
+        stars = [each for each in given if isinstance(each, int)] if "*" in str(left) else []
+        return max([0, *widths, *stars]), 0
+    if operator == "*":
+        times = next((each for each in (left, right) if isinstance(each, int)), 1)
+        return sum(map(len, many)) * max(0, times), 0
+    return sum(map(len, many)), 0
+
+
+def _too_large() -> HpctrainError:
+    letters, bits = f"{MOST_LETTERS} characters", f"a number of more than {MOST_BITS} bits"
+    return HpctrainError(f"the template makes more than {letters}, or {bits}, at once")
 
 
 class Generated(Extension):
@@ -130,8 +196,7 @@ class Generated(Extension):
         said: str = caller()
         environment = self.environment
         assert isinstance(environment, _Environment)
-        begin = sum(map(len, environment.blocks))
-        environment.generated.append((begin, begin + len(said)))
+        environment.said.append((sum(map(len, environment.blocks)), said))
         return said
 
 

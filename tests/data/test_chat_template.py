@@ -80,6 +80,13 @@ def test_where_a_template_comes_from(tmp_path: Path) -> None:
     assert made.render(MESSAGES)[0] == "02 Jan 20267"
 
 
+def test_operators_make_what_they_make() -> None:
+    """Numbers and lists, too; loops that call themselves."""
+    text = "{{ 3 * 'a' ~ 2 ** 10 ~ 7 % 4 ~ '%05d' % 3 ~ (1 + 2) ~ ([1] + [2]) ~ 0.5 * 3 }}"
+    loop = "{% for a in [1, [2, 3]] recursive %}{{ loop(a) if a is iterable else a }}{% endfor %}"
+    assert ChatTemplate(f"{text} {loop}").render([])[0] == "aaa10243000033[1, 2]1.5 123"
+
+
 @pytest.mark.parametrize(
     ("template", "wanted"),
     [
@@ -94,6 +101,33 @@ def test_where_a_template_comes_from(tmp_path: Path) -> None:
         (
             "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
             "the template takes more than 1000000 steps for one conversation",
+        ),
+        (
+            "{% for i in range(2000) recursive %}{% for j in range(2000) recursive %}{% endfor %}"
+            "{% endfor %}",
+            "the template takes more than 1000000 steps for one conversation",
+        ),
+        ("{{ 9 ** (9 ** 9) }}", "16777216 characters, or a number of more than 65536 bits, at once"),
+        ("{{ 'ab' * 2 ** 40 }}", "the template makes more than 16777216 characters, or a number"),
+        ("{{ '%099999999d' % 1 }}", "the template makes more than 16777216 characters"),
+        ("{{ '%*d' % (2 ** 40, 1) }}", "the template makes more than 16777216 characters"),
+        *(
+            (
+                "{% set x = namespace(a='abc') %}{% for i in range(99) %}{% set x.a = x.a OF x.a %}"
+                "{% endfor %}{{ x.a }}".replace("OF", of),
+                "the template makes more than 16777216 characters",
+            )
+            for of in "~+"
+        ),
+        *(
+            (
+                each + "{% generation %}b{% endgeneration %}" + after,
+                "block in what it writes later, as a macro",
+            )
+            for each, after in (
+                ("{% macro f() %}a", "{% endmacro %}, {{ f() }}"),
+                ("{% set f %}a", "{% endset %}, {{ f }}"),
+            )
         ),
         ("{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(1) }}", "x.jinja: calls itself without end"),
         (
