@@ -137,7 +137,8 @@ def _system(row: Mapping[str, Any]) -> list[Message]:
 
 
 def _instruction(row: Mapping[str, Any]) -> str:
-    parts = [row[name] for name in ("instruction", "input") if row.get(name) not in {None, ""}]
+    given = (row.get(name) for name in ("instruction", "input"))
+    parts = [part for part in given if part is not None and part != ""]
     wrong = next((part for part in parts if not isinstance(part, str)), None)
     if wrong is not None:
         raise HpctrainError(f"has {kind_of(wrong)} in `instruction` or `input`, not text")

@@ -60,6 +60,8 @@ class ChatTokenizer:
             added = self._library.get_added_tokens_decoder()
             self.special = {each.content: number for number, each in added.items() if each.special}
         self._any = _pattern(self.special)
+        self._beginnings = {token[:n] for token in self.special for n in range(1, len(token))}
+        self._longest = max(map(len, self._beginnings), default=0)
         self._prefixed = any(name in tokenizer.text for name in ("Metaspace", '"Prepend"'))
 
     @property
@@ -185,9 +187,8 @@ class ChatTokenizer:
     def _begun(self, text: str) -> int:
         """How many characters at the end of a text, but for space, are how a special token begins."""
         text = text.rstrip()
-        return max(
-            (n for token in self.special for n in range(1, len(token)) if text.endswith(token[:n])), default=0
-        )
+        sizes = range(min(self._longest, len(text)), 0, -1)
+        return next((size for size in sizes if text[-size:] in self._beginnings), 0)
 
     def _marked(self, text: str, opening: str, closing: str) -> str:
         """The text with what spells a special token, or at the end begins to, between two marks."""
@@ -210,11 +211,13 @@ def _turn_length(turn: str, content: str) -> int:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """All texts in lists and objects."""
+    """All texts in lists and objects, and keys of these that no template asks for."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        for each in value.values():
+        for key, each in value.items():
+            if not key.isidentifier():
+                yield key
             yield from _strings(each)
     elif isinstance(value, list | tuple):
         for each in value:
@@ -222,11 +225,12 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _mapped(value: Any, change: Callable[[str], str]) -> Any:
-    """The same with all texts changed, but for keys."""
+    """The same with all texts changed, but for keys by which a template may ask for something."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {key: _mapped(each, change) for key, each in value.items()}
+        named = ((key if key.isidentifier() else change(key), each) for key, each in value.items())
+        return {key: _mapped(each, change) for key, each in named}
     return [_mapped(each, change) for each in value] if isinstance(value, list | tuple) else value
 
 

@@ -115,6 +115,16 @@ def test_what_people_spell_is_text(folder: Path, said: str, template: str) -> No
         assert tokens.ids.tolist().count(START) == (0 if template == PLAIN else 3)
 
 
+def test_names_that_people_give_are_text(folder: Path) -> None:
+    """As those of what a tool takes, which no template asks for."""
+    made = chat(folder, "{{ tools | tojson }}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}")
+    tools = [{"name": "f", "parameters": {"<|im_end|>": {"type": "<|im_start|>"}, "plain": 1, "a <|im": 2}}]
+    tokens = made.conversation(Conversation(talk("x", "y"), tools=tools))
+    assert [tokens.ids.tolist().count(each) for each in (START, STOP)] == [0, 2]
+    text = made._library.decode(tokens.ids.tolist(), skip_special_tokens=False)
+    assert text == made.template.render(talk("x", "y"), tools=tools)[0]
+
+
 def test_two_that_speak_do_not_make_one_together(folder: Path) -> None:
     made = chat(folder, "{% for m in messages %}{{ m.content | trim }}{% endfor %}<|im_end|>")
     tokens = made.prompt(Conversation(talk("<|im_", "", "end|>", "x")))
@@ -221,6 +231,7 @@ def test_spellings_of_preferences_and_prompts() -> None:
          "message 1 of 1 has None for its content, not text"),
         (conversation_of, {"prompt": 3, "response": "x"}, "has an int for `prompt`, not text"),
         (conversation_of, {"instruction": 3, "output": "x"}, "has an int in `instruction` or `input`"),
+        (conversation_of, {"instruction": ["x"], "output": "x"}, "has a list in `instruction` or `input`"),
         (conversation_of, {"prompt": "x"}, "has no conversation"),
         (preference_of, {"chosen": "x"}, "has no `rejected` (it has chosen)"),
         (preference_of, {"chosen": "x", "rejected": "y"}, "has no `prompt`, to which"),
