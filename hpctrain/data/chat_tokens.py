@@ -207,7 +207,8 @@ def _pattern(tokens: Mapping[str, int]) -> re.Pattern[str]:
 def _turn_length(turn: str, content: str) -> int:
     """Of a turn, up to what ends it: space behind that is the template's, if it is not all that ends it."""
     kept = turn.rstrip()
-    return len(turn) if kept.endswith(content) and content else len(kept)
+    more = turn.lstrip().startswith(content) and len(content) < len(kept.lstrip())
+    return len(turn) if content and kept.endswith(content) and not more else len(kept)
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -87,6 +87,9 @@ def test_what_is_learned_ends_the_turn(folder: Path) -> None:
     assert learned_texts(chat(folder, CHATML), messages) == ["four.<|im_end|>", "the end <|im_end|>"]
     assert learned_texts(chat(folder, CHATML), messages, 4) == ["the end <|im_end|>"]
     assert learned_texts(chat(folder, PLAIN), messages) == [" four.<|endoftext|>", " the end <|endoftext|>"]
+    # An answer that is how the marker ends, or begins.
+    for said in (">", "|>", "<|im", "<"):
+        assert learned_texts(chat(folder, CHATML), talk("x", said)) == [f"{said}<|im_end|>"]
     raw = ChatTokenizer(Tokenizer("bytes"), ChatTemplate(BUILT_IN["raw"], {"eos_token": "<|endoftext|>"}))
     assert learned_texts(raw, messages) == ["four.Ā", "the end Ā"]  # token 256
     ended = "{% for m in messages %}{{ m.content + '\\n' }}{% endfor %}"
