@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from hpctrain.comm.mesh import Mesh, sizes_text
 from hpctrain.comm.world import World
+from hpctrain.deck.check_world import check_world
 from hpctrain.deck.division import Division, undivided
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import choose_link, make_mesh
@@ -85,6 +86,8 @@ def take_seat(deck: Deck, world: World) -> Seat:
     division, stages = Division.of(deck, world.size), deck.layout.pipeline
     if not division.own:
         return Seat(world, division, deck, world, make_mesh(deck, world), stages)
+    with world.agreement():
+        check_world(deck, world.size)
     transport, idle = choose_link(deck, world), world.rank in division.others
     part = world.part(division.others if idle else division.policy)
     own = undivided(deck)

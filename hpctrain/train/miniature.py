@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from math import lcm
 
@@ -95,7 +96,7 @@ def miniature_of(deck: Deck, mesh: Mesh) -> Deck:
 
 def _smoothed(deck: Deck) -> Deck:
     """The deck with steps that are clipped, decayed and nearly proportional to gradients, in fp32."""
-    return deck.with_keys(
+    small = deck.with_keys(
         layout={"split": None},
         batch={"micro_size": MICRO_SIZE, "ramp_from": 0},
         precision={"compute": "fp32"},
@@ -108,6 +109,8 @@ def _smoothed(deck: Deck) -> Deck:
         machine={"products": "onednn" if "onednn" in deck.machine.products else "library"},
         run={"noise_scale_steps": 0},
     )
+    # Its samples are of all tokens of its own vocabulary, not of a tokenizer's.
+    return small.with_found(replace(small.found, tokens=None))
 
 
 def _miniature_of_module(deck: Deck) -> Deck:

@@ -8,6 +8,7 @@ objective/drawing.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hpctrain.comm.world import World
+from hpctrain.engine.build import make_mesh
 from hpctrain.generate.continuing import Text
 from hpctrain.generate.sampling import KeyedDraws
 from hpctrain.objective.drawing import Drawing
@@ -25,7 +27,8 @@ from hpctrain.parallel.partition import Logits
 from hpctrain.parallel.vocabulary import VocabularyHead
 from hpctrain.post import writer
 from hpctrain.post.trainer import PolicyTrainer
-from tests.post.rough_policies import folder, policy_deck, policy_trainer
+from hpctrain.train.verify import verify_layout
+from tests.post.rough_policies import folder, policy_deck, policy_trainer, settled
 
 __all__ = ["folder"]
 
@@ -189,3 +192,11 @@ def test_by_a_copy_in_another_layout_they_agree(world: World, folder: Path, draw
     trainer.train_step()
     by_draws, trained = both(trainer, drawn)
     assert float((by_draws - trained).abs().max()) <= 1e-5
+
+
+@pytest.mark.mpi(min_size=1, max_size=2)
+def test_a_layout_is_checked_with_all_tokens_of_its_miniature(world: World, folder: Path) -> None:
+    """Of a tokenizer that has fewer of them its deck tells."""
+    deck = settled(world, policy_deck(folder, "few", f"layout.tensor={world.size}", "policy.temperature=2"))
+    deck = deck.with_found(replace(deck.found, tokens=9))
+    assert verify_layout(deck, world, make_mesh(deck, world)).startswith("layout checked")
