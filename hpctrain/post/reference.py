@@ -14,7 +14,7 @@ from torch import Tensor
 from hpctrain import __version__
 from hpctrain.checkpoint.entries import training_entries
 from hpctrain.checkpoint.exchange.convert import MODEL_ONLY
-from hpctrain.checkpoint.read import load, read_state
+from hpctrain.checkpoint.read import load
 from hpctrain.checkpoint.stored_deck import deck_state
 from hpctrain.checkpoint.structure import examine
 from hpctrain.checkpoint.write import save
@@ -32,13 +32,12 @@ from hpctrain.optim.optimizer import refresh
 from hpctrain.post.rollout import AnswerRows
 from hpctrain.sharding.bucket import Bucket, await_readers
 from hpctrain.sharding.state import MODEL, own_state
+from hpctrain.train.reference import require_same_reference
 from hpctrain.train.scored import log_probabilities_of
 from hpctrain.train.shown import shown_engine
 from hpctrain.train.step import Step, TrainState
 
 FILE = "reference.h5"
-KNOWN = "reference"
-"""What a checkpoint's state has the identity of its reference under."""
 
 
 @dataclass(frozen=True)
@@ -109,11 +108,7 @@ def _identity(path: Path, world: World, checkpoint: Path | None) -> str:
     """
     everyone = world.everyone
     found = blake2b(examine(path, everyone).sums.tobytes(), digest_size=8).hexdigest()
-    before = None if checkpoint is None else read_state(checkpoint, everyone).get(KNOWN)
-    with world.agreement():
-        if before not in {None, found}:
-            own = f"whose reference is {before}, not {found} (bring back the {FILE} of its run)"
-            raise InputOutputError(f"{path}: is of another run than {checkpoint}, {own}")
+    require_same_reference(world, path, found, checkpoint)
     return found
 
 

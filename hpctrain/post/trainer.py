@@ -37,7 +37,7 @@ from hpctrain.objective.choose import drawing_of
 from hpctrain.objective.value import ClippedValue
 from hpctrain.post.astray import Astray
 from hpctrain.post.experience import Experience, figures_of
-from hpctrain.post.reference import KNOWN, open_reference
+from hpctrain.post.reference import open_reference
 from hpctrain.post.reward_model import RewardModel, open_reward_model
 from hpctrain.post.rewards.rewards import Rewards, open_rewards
 from hpctrain.post.rollout import OfRollouts
@@ -45,6 +45,7 @@ from hpctrain.post.samples import SamplesFile
 from hpctrain.post.writer import Writer
 from hpctrain.train import trainer as training
 from hpctrain.train.memory import Beside
+from hpctrain.train.reference import KNOWN
 from hpctrain.train.scored import log_probabilities_of, values_of
 from hpctrain.train.start import start_from_source
 from hpctrain.train.step import Step, StepResult, TrainState

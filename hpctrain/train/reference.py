@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 from numpy.lib import format as npy
 
+from hpctrain.checkpoint.read import read_state
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches, MicroBatch, Samples, Wanted
 from hpctrain.data.stored import StoredArray
@@ -30,6 +32,12 @@ from hpctrain.files import open_regular, synchronize
 from hpctrain.objective.dpo import REFERENCE
 from hpctrain.train.scored import log_probabilities_of
 from hpctrain.train.step import Step
+
+KNOWN = "reference"
+"""What a checkpoint's state has the identity of its run's reference under."""
+
+ROWS_KNOWN = 1000
+"""Of a reference that has more, by which it is known."""
 
 
 def bring_references(world: World, origin: Path, folder: Path) -> None:
@@ -49,6 +57,17 @@ def bring_references(world: World, origin: Path, folder: Path) -> None:
                 synchronize(partial)
                 partial.replace(there)
                 synchronize(folder)
+
+
+def require_same_reference(world: World, path: str | Path, found: str, checkpoint: Path | None) -> None:
+    """Refuse a reference there, which is known by what was `found`, where the checkpoint that a run goes on
+    from knows another one. Collective; InputOutputError on all ranks.
+    """
+    before = None if checkpoint is None else read_state(checkpoint, world.everyone).get(KNOWN)
+    with world.agreement():
+        if before not in {None, found}:
+            own = f"whose reference is {before}, not {found} (bring back that of its run)"
+            raise InputOutputError(f"{path}: is of another run than {checkpoint}, {own}")
 
 
 @dataclass
@@ -74,15 +93,29 @@ class Referenced:
 
 def refer(
     step: Step, corpus: Corpus, held_out: tuple[HeldOut, ...], folder: Path, checkpoint: Path | None
-) -> tuple[HeldOut, ...]:
-    """Have a run train on batches with the reference; what it evaluates, with the same. Collective, errors as
-    in `with_reference`.
+) -> tuple[tuple[HeldOut, ...], dict[str, str]]:
+    """Have a run train on batches with the reference; what it evaluates, with the same, and what a
+    checkpoint's state is to know of it. Collective, errors as in `with_reference`.
     """
     step.batches = with_reference(step, corpus.train, folder, "train", checkpoint)
-    return tuple(
+    source, world = step.batches.source, step.engine.world
+    assert isinstance(source, Referenced)
+    with world.agreement():
+        found = _identity(source.rows)
+    require_same_reference(world, source.rows.where, found, checkpoint)
+    evaluated = tuple(
         replace(each, batches=with_reference(step, each.batches, folder, each.name, checkpoint))
         for each in held_out
     )
+    return evaluated, {KNOWN: found}
+
+
+def _identity(rows: StoredArray) -> str:
+    """By what it is known: checksums of some rows, from first to last."""
+    numbers = np.linspace(0, rows.size - 1, min(rows.size, ROWS_KNOWN)).astype(int).tolist()
+    return blake2b(
+        b"".join(rows.read(row, 1)["checksum"].tobytes() for row in numbers), digest_size=8
+    ).hexdigest()
 
 
 def with_reference(

@@ -324,7 +324,8 @@ def open_run(
     trainer = make(Beginning(deck, engine, corpus, checkpoint, fill, seat))
     checkpoints.known = {**checkpoints.known, **trainer.known}
     if deck.objective.kind in REFERRED:
-        held_out = refer(trainer.step, corpus, held_out, Path(deck.run.dir), checkpoint)
+        held_out, known = refer(trainer.step, corpus, held_out, Path(deck.run.dir), checkpoint)
+        checkpoints.known = {**checkpoints.known, **known}
     routing: Routing | None = None
     if deck.model.record_routing or given is not None:
         routing = Routing(engine, trainer.state, deck.model.record_routing, given)

@@ -15,11 +15,14 @@ import torch
 from hpctrain.comm.world import World
 from hpctrain.data.batches import MASKED, Batches
 from hpctrain.data.order import Integers, SampleOrder
+from hpctrain.data.prepare_rows import prepare_rows
 from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.sizes import on_one_rank
 from hpctrain.errors import InputOutputError
 from hpctrain.train.reference import bring_references, with_reference
+from hpctrain.train.run import resume, run_deck
+from tests.data.chats import write_rows
 from tests.engines import LLAMA, Trainer, by_rank_0, small_deck, trainer
 
 PAIRS = 12
@@ -119,3 +122,31 @@ def test_what_is_stored_is_read_again_or_refused(world: World, tmp_path: Path) -
     path.unlink()
     with pytest.raises(InputOutputError, match="is not there"):
         learner(world, deck, tmp_path, saved)
+
+
+@pytest.mark.mpi(max_size=2)
+def test_the_reference_of_another_run_is_known(world: World, mpi_tmp_path: Path) -> None:
+    """Of as many answers: a run that goes on is told, and goes on once it has its own again."""
+    if world.rank == 0:
+        rows = [{"prompt": f"{n}>", "chosen": str(n), "rejected": str(n + 1)} for n in range(8)]
+        source = write_rows(mpi_tmp_path / "pairs.jsonl", rows)
+        prepare_rows(world.alone(), mpi_tmp_path / "pairs.h5", [source], kind="preferences", template="raw")
+    world.everyone.barrier()
+    keys = [*DPO, f"data.tokens={mpi_tmp_path}/pairs.h5", "model.vocabulary=257", "run.steps=2"]
+    keys.append("checkpoint.every=1")
+    folders = [mpi_tmp_path / name for name in ("one", "other")]
+    for seed, folder in enumerate(folders):
+        deck = small_deck(*keys, f"run.seed={seed}", f"run.dir={folder}")
+        assert run_deck(world, deck, []) == 0
+    own, foreign = (folder / "reference.train.npy" for folder in folders)
+    kept, first = own.read_bytes(), folders[0] / "checkpoints/step-00000001.h5"
+    for content, goes_on in ((foreign.read_bytes(), False), (kept, True)):
+        world.everyone.barrier()
+        if world.rank == 0:
+            own.write_bytes(content)
+        world.everyone.barrier()
+        if goes_on:
+            assert resume(world, first, []) == 0
+            continue
+        with pytest.raises(InputOutputError, match=f"{own}: is of another run than {first}, whose reference"):
+            resume(world, first, [])
