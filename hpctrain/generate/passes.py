@@ -16,7 +16,7 @@ from hpctrain.model.inputs import Inputs
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.few_rows import FewRows, block_of
 from hpctrain.parallel.functions import CompiledFunctions
-from hpctrain.parallel.kernels import Pass
+from hpctrain.parallel.kernels import Pass, ThroughFp32
 from hpctrain.parallel.product import Product
 from hpctrain.parallel.vocabulary import VocabularyHead
 
@@ -55,13 +55,18 @@ def _multiply_few(model: Transformer, product: Product, head: bool) -> None:
     """Have few rows multiplied by a compiled function where it has the bits of many, in fp32."""
     functions, kernels, kind = model.groups.functions, model.groups.kernels, PASS_OF_HEAD[head]
     kernel = kernels.of(kind, *product.shape)
-    plain = type(product) is Product and model.dtype == torch.float32 and not isinstance(kernel, FewRows)
+    through = isinstance(kernel, ThroughFp32)
+    by = kernel.by if isinstance(kernel, ThroughFp32) else kernel
+    fitting = type(product) is Product and (through or model.dtype == torch.float32)
     # It computes by one thread: libraries by all.
-    if not plain or not isinstance(functions, CompiledFunctions) or torch.get_num_threads() > 1:
+    if not fitting or isinstance(by, FewRows) or torch.get_num_threads() > 1:
         return
-    block = block_of(kernel, functions, *product.shape, head)
+    if not isinstance(functions, CompiledFunctions):
+        return
+    block = block_of(by, functions, *product.shape, head)
     if block is not None:
-        kernels.choose(kind, *product.shape, FewRows(kernel, functions, block))
+        few = FewRows(by, functions, block)
+        kernels.choose(kind, *product.shape, ThroughFp32(kernel.name, few) if through else few)
 
 
 @torch.no_grad()

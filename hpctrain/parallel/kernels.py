@@ -140,34 +140,34 @@ class ThroughFp32(Kernel):
     converts = True
 
     def __init__(self, name: str, by: Kernel) -> None:
-        self.name, self._by = name, by
+        self.name, self.by = name, by
 
     def multiplies(self, storage: torch.dtype) -> bool:
         """See Kernel."""
-        return storage in {torch.bfloat16, torch.float16} and self._by.multiplies(torch.float32)
+        return storage in {torch.bfloat16, torch.float16} and self.by.multiplies(torch.float32)
 
     def forward(self, inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """See Kernel; the matrix, here and below, may be converted already."""
-        product = self._by.forward(inputs.float(), weight.float(), None if bias is None else bias.float())
+        product = self.by.forward(inputs.float(), weight.float(), None if bias is None else bias.float())
         return product.to(inputs.dtype)
 
     def logits(self, inputs: Tensor, table: Tensor) -> Tensor:
         """See Kernel."""
-        return self._by.logits(inputs.float(), table.float()).to(inputs.dtype)
+        return self.by.logits(inputs.float(), table.float()).to(inputs.dtype)
 
     def input_gradient(self, output_gradient: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
         """See Kernel."""
-        product = self._by.input_gradient(output_gradient.float(), weight.float())
+        product = self.by.input_gradient(output_gradient.float(), weight.float())
         return product.to(output_gradient.dtype) if out is None else out.copy_(product)
 
     def add_weight_gradient(self, into: Tensor, output_gradient: Tensor, inputs: Tensor, first: bool) -> None:
         """See Kernel."""
-        by = self._by if into.dtype == torch.float32 else LIBRARY
+        by = self.by if into.dtype == torch.float32 else LIBRARY
         by.add_weight_gradient(into, output_gradient.float(), inputs.float(), first)
 
     def passing(self, rows: int, outputs: int, inputs: int, at: Saving) -> int:
         """See Kernel: operands and results in fp32, and what their product takes in passing."""
-        by = self._by if at.gradient_itemsize == 4 else LIBRARY
+        by = self.by if at.gradient_itemsize == 4 else LIBRARY
         beside = by.passing(rows, outputs, inputs, replace(at, itemsize=4))
         return 4 * (rows * outputs + rows * inputs + outputs * inputs) + beside
 
