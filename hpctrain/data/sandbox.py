@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
+from functools import wraps
 from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError, nodes, pass_eval_context
@@ -26,8 +27,10 @@ from hpctrain.errors import HpctrainError
 
 MOST_STEPS = 1_000_000
 """Of loops and calls of one text: a conversation of 1000 messages takes some 10,000."""
-MOST_LETTERS, MOST_BITS = 1 << 24, 1 << 16
-"""Of what an operator makes: characters or items, and bits of a whole number."""
+LETTERS_A_STEP = 256
+"""Of what an operator, a filter or a call makes, each so many characters or items count as a step, too."""
+MOST_LETTERS, MOST_BITS, MOST_WIDTH = 1 << 24, 1 << 16, 1 << 16
+"""Of what one of them makes: characters or items, bits of a whole number; and numbers that widths are."""
 _COUNTED, _BOUNDED = "hpctrain_counted", "hpctrain_bounded"
 
 
@@ -49,8 +52,11 @@ class Sandbox:
             "namespace": _Namespace,
         }
         self.environment.globals.update(own)
-        own = {"tojson": _to_json, _COUNTED: self.environment.counted, _BOUNDED: _bounded}
-        self.environment.filters.update(own)
+        del self.environment.globals["lipsum"]
+        environment = self.environment
+        filters = {**environment.filters, "tojson": _to_json}
+        environment.filters.update({name: environment.bounded(each) for name, each in filters.items()})
+        environment.filters |= {_COUNTED: environment.counted, _BOUNDED: environment.made}
         try:
             self.template = self.environment.from_string(text)
         except TemplateSyntaxError as error:
@@ -66,7 +72,7 @@ class Sandbox:
         environment.steps, environment.blocks, environment.said = 0, [], []
         try:
             for block in self.template.generate(**variables):
-                environment.blocks.append(block)
+                environment.blocks.append(environment.made(block))
         except HpctrainError:
             raise
         except RecursionError:
@@ -102,9 +108,9 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.blocks: list[str] = []
         self.said: list[tuple[int, str]] = []
 
-    def step(self) -> None:
-        """One more. HpctrainError where there are too many."""
-        self.steps += 1
+    def step(self, count: int = 1) -> None:
+        """So many more. HpctrainError where there are too many."""
+        self.steps += count
         if self.steps > MOST_STEPS:
             raise HpctrainError(f"the template takes more than {MOST_STEPS} steps for one conversation")
 
@@ -114,17 +120,42 @@ class _Environment(ImmutableSandboxedEnvironment):
             self.step()
             yield item
 
+    def made(self, value: Any) -> Any:
+        """The same. HpctrainError where it is large, or all that was made by now."""
+        if isinstance(value, str | list | tuple):
+            if len(value) > MOST_LETTERS:
+                raise _too_large()
+            self.step(1 + len(value) // LETTERS_A_STEP)
+        return value
+
+    def bounded(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A filter whose arguments are no large widths, and which makes nothing large."""
+        passed = int(hasattr(function, "jinja_pass_arg"))
+
+        @wraps(function)
+        def bounded(*args: Any, **kwargs: Any) -> Any:
+            self.step()
+            _require_small(function.__name__.removeprefix("do_"), args[passed:], kwargs)
+            return self.made(function(*args, **kwargs))
+
+        return bounded
+
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """A call of anything is a step."""
+        """A call of anything is a step; of methods of texts and lists see `bounded`."""
         self.step()
-        return super().call(*args, **kwargs)
+        _, called, *given = args
+        called = getattr(called, "__wrapped__", called)  # jinja2 puts one of its own around format
+        own = getattr(called, "__self__", None)
+        if isinstance(own, str | bytes | list | tuple):
+            _require_small(called.__name__, (own, *given), kwargs)
+        return self.made(super().call(*args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """What an operator makes of two values. HpctrainError where that would be large."""
         letters, bits = _size(operator, left, right)
         if letters > MOST_LETTERS or bits > MOST_BITS:
             raise _too_large()
-        return super().call_binop(context, operator, left, right)
+        return self.made(super().call_binop(context, operator, left, right))
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         parsed = super()._parse(source, name, filename)
@@ -148,10 +179,29 @@ def _filtered(node: nodes.Node, name: str) -> nodes.Filter:
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 
-def _bounded(text: Any) -> Any:
-    if isinstance(text, str) and len(text) > MOST_LETTERS:
+def _require_small(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """HpctrainError where a filter or a method of this name, of what comes first, would make something large
+    of it.
+    """
+    value, *given = args
+    given += kwargs.values()
+    widths = [abs(each) for each in given if isinstance(each, int)]
+    texts = [each for each in given if isinstance(each, str)]
+    longest = max(map(len, texts), default=0)
+    if name in {"format", "format_map"}:
+        widths += map(int, re.findall(r"\d{1,18}", str(value)))
+    elif name == "replace":
+        places = str(value).count(texts[0]) if texts else 0
+        longest *= places
+    elif name == "join":
+        # Of a filter what is joined comes first, of a method what stands between.
+        items = next((each for each in (value, *given) if isinstance(each, list | tuple)), ())
+        between = max(longest, len(value) if isinstance(value, str) else 0)
+        longest = len(items) * between + sum(len(each) for each in items if isinstance(each, str))
+    elif name == "indent":
+        longest = max([4, longest, *widths]) * (1 + str(value).count("\n"))
+    if longest > MOST_LETTERS or max(widths, default=0) > MOST_WIDTH:
         raise _too_large()
-    return text
 
 
 def _size(operator: str, left: Any, right: Any) -> tuple[int, int]:

@@ -87,6 +87,25 @@ def test_operators_make_what_they_make() -> None:
     assert ChatTemplate(f"{text} {loop}").render([])[0] == "aaa10243000033[1, 2]1.5 123"
 
 
+LARGE = (
+    "'a' | center(1000000000)",
+    "'a'.ljust(1000000000)",
+    "'a'.zfill(width=1000000000)",
+    "'{:1000000000}'.format(3)",
+    "'{:{}}'.format(3, 1000000000)",
+    "'%1000000000d' | format(3)",
+    "'a' | indent(1000000000, true)",
+    "('a\\n' * 1000000) | indent(60000)",
+    "messages | tojson(indent=100000000)",
+    "[1] | batch(1000000000, 0) | list",
+    "('b' * 1000000) | replace('b', 'c' * 100000)",
+    "('b' * 1000000).replace('b', 'c' * 100000)",
+    "('c' * 100000).join(['b'] * 100000)",
+    "(['b'] * 100000) | join('c' * 100000)",
+)
+"""What filters and methods are not to make."""
+
+
 @pytest.mark.parametrize(
     ("template", "wanted"),
     [
@@ -111,6 +130,21 @@ def test_operators_make_what_they_make() -> None:
         ("{{ 'ab' * 2 ** 40 }}", "the template makes more than 16777216 characters, or a number"),
         ("{{ '%099999999d' % 1 }}", "the template makes more than 16777216 characters"),
         ("{{ '%*d' % (2 ** 40, 1) }}", "the template makes more than 16777216 characters"),
+        *((f"{{{{ {each} }}}}", "the template makes more than 16777216 characters") for each in LARGE),
+        (
+            "{% set x = namespace(v='ab') %}{% for i in range(60) %}{% set x.v = [x.v, x.v] | join %}"
+            "{% endfor %}{{ x.v }}",
+            "the template makes more than 16777216 characters",
+        ),
+        (
+            "{% set a = 'ab' * 4000000 %}{% for i in range(99999) %}{% set b = a | upper %}{% endfor %}",
+            "the template takes more than 1000000 steps for one conversation",
+        ),
+        (
+            "{% set a = 'ab' * 4000000 %}{% for i in range(99999) %}{{ a }}{% endfor %}",
+            "the template takes more than 1000000 steps for one conversation",
+        ),
+        ("{{ lipsum(n=100) }}", "'lipsum' is undefined"),
         *(
             (
                 "{% set x = namespace(a='abc') %}{% for i in range(99) %}{% set x.a = x.a OF x.a %}"
