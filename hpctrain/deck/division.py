@@ -129,7 +129,6 @@ def world_division_problems(deck: Deck, ranks: int) -> Iterator[Problem]:
 
 _ALONE: tuple[tuple[str, object, str], ...] = (
     ("checkpoint.memory_every", 0, "nothing goes back to copies"),
-    ("layout.auto", False, "ranks are not chosen for several models"),
     ("model.record_routing", False, "it notes choices of all ranks"),
     ("run.trace", False, "it shows steps that all ranks make together"),
     ("stability.corruption", "off", "it compares steps that all ranks make together"),
@@ -166,6 +165,9 @@ def division_problems(deck: Deck, judged_by_models: bool, referred: bool) -> Ite
         if deck.value(name) != value:
             sentence = f"does not go with {keys[0]}: {why} ({toml_value(value)} would do)"
             yield Problem(name, sentence, keys)
+    if deck.layout.auto:
+        sentence = f"does not go with {keys[0]}: ranks are not chosen for several models (leave it out)"
+        yield Problem("layout.auto", sentence, keys)
     if deck.stability.spike == "rollback":
         sentence = f'does not go with {keys[0]}: nothing goes back to copies ("skip" would do)'
         yield Problem("stability.spike", sentence, keys)

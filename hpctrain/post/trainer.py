@@ -213,7 +213,9 @@ class PolicyTrainer(Trainer):
         if not functions:
             return None, models
         with self.seat.whole.agreement():
-            rewards = open_rewards(functions, where, keys.answer, keys.seconds, keys.processes)
+            rewards = open_rewards(
+                functions, where, keys.answer, keys.seconds, keys.processes, taken=list(models)
+            )
         return rewards, models
 
 

@@ -64,6 +64,7 @@ ALONE = {
     "stability.corruption=cheap": 'stability.corruption.*does not go with.*"off" would do',
     "stability.verify_layout=true": "stability.verify_layout.*does not go with",
     "stability.spike=rollback": 'stability.spike.*does not go with.*"skip" would do',
+    "layout=auto": "layout.*does not go with policy.critic_ranks: .*leave it out",
     "checkpoint.memory_every=10": "checkpoint.memory_every.*does not go with.*0 would do",
 }
 

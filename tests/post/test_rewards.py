@@ -219,6 +219,13 @@ def test_weighted_sums() -> None:
         rewards.check({"answer": "a", "other": "b", "tokens": 1}, "rows.jsonl:4")
 
 
+def test_names_that_others_have_get_a_number() -> None:
+    """As those of reward models, and of the deviation of all rewards, which figures are called by."""
+    names = [f"{JUDGES}:{name}" for name in ("length", "model", "deviation")]
+    rewards = open_rewards(dict.fromkeys(names, 1.0), "post.rewards", taken=["model", "model_2"])
+    assert rewards.names == ["length", "model_3", "deviation_2"]
+
+
 def test_rewards_are_opened_by_their_texts() -> None:
     rewards = open_rewards({f"{JUDGES}:length": 2.0, "regular-expression:a": -1.0}, "post.rewards")
     rewards.start()

@@ -19,6 +19,9 @@ from hpctrain.words import nearest
 EXACT_MATCH = "exact-match"
 PATTERN = "regular-expression"
 FORMS = f'"{EXACT_MATCH}", "{PATTERN}:PATTERN", "FILE.py:FUNCTION" or a reward model\'s checkpoint'
+OTHERS = ("deviation",)
+"""What figures of a rollout are called besides those of its rewards, as `reward_deviation`."""
+
 _USUAL_KEY, _USUAL_SECONDS = "answer", 30.0
 
 
@@ -91,16 +94,20 @@ class Scores:
 
 @dataclass
 class Rewards:
-    """Several rewards with weights, or one. Of those that are called alike, the later ones have a number."""
+    """Several rewards with weights, or one. Of those that are called alike, or as something that is `taken`,
+    the later ones have a number.
+    """
 
     weighted: Sequence[tuple[Reward, float]]
+    taken: Sequence[str] = OTHERS
     names: list[str] = field(init=False)
 
     def __post_init__(self) -> None:
         assert self.weighted and all(isfinite(weight) for _, weight in self.weighted)
         self.names = []
         for reward, _ in self.weighted:
-            alike = [name for name in self.names if re.fullmatch(re.escape(reward.name) + r"(_\d+)?", name)]
+            names = (*self.taken, *self.names)
+            alike = [name for name in names if re.fullmatch(re.escape(reward.name) + r"(_\d+)?", name)]
             self.names.append(f"{reward.name}_{len(alike) + 1}" if alike else reward.name)
 
     def check(self, others: Mapping[str, object], where: str) -> None:
@@ -145,8 +152,9 @@ def open_rewards(
     key: str = _USUAL_KEY,
     seconds: float = _USUAL_SECONDS,
     processes: int = 1,
+    taken: Sequence[str] = (),
 ) -> Rewards:
-    """Rewards of texts as in FORMS, each with its weight; arguments as of RewardName.open.
+    """Rewards of texts as in FORMS, each with its weight; arguments as of RewardName.open, and of Rewards.
     HpctrainError, with all that is wrong, as from parse_reward.
     """
     names, problems = list[RewardName](), list[str]()
@@ -162,7 +170,7 @@ def open_rewards(
     if problems:
         raise HpctrainError(problems)
     opened = [name.open(key, seconds, processes) for name in names]
-    return Rewards([*zip(opened, weighted.values(), strict=True)])
+    return Rewards([*zip(opened, weighted.values(), strict=True)], (*OTHERS, *taken))
 
 
 def agreed_scores(world: World, rewards: Rewards, samples: Sequence[Sample], at_once: int = 64) -> Scores:
