@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from hpctrain.characters import text_problem
 from hpctrain.data.chat_template import Message
+from hpctrain.deck.sources import clipped
 from hpctrain.errors import HpctrainError
 from hpctrain.words import counted, kind_of
 
@@ -180,9 +181,25 @@ def _message(found: Any, title: str) -> Message:
     if "content" not in message and "value" in message:
         message["content"] = message.pop("value")
     content = message.get("content", "" if message.get("tool_calls") else None)
+    if isinstance(content, list):
+        content = _joined(content, title)
     if not isinstance(content, str):
         raise HpctrainError(f"{title} has {kind_of(content)} for its content, not text")
     return {**message, "role": _ROLES.get(role, role), "content": content}
+
+
+def _joined(parts: Sequence[Any], title: str) -> str:
+    """The text of a content in parts, as of models that see images, too. HpctrainError where one is none."""
+    texts = list[str]()
+    for part in parts:
+        of_text = isinstance(part, Mapping) and part.get("type") == "text"
+        text = part.get("text") if of_text else None
+        if not isinstance(text, str):
+            what = f"of type {clipped(str(part.get('type')))}" if isinstance(part, Mapping) else kind_of(part)
+            wrong = f"whose text is {kind_of(text)}" if of_text else f"that is {what}, not text"
+            raise HpctrainError(f"{title} has a part of its content {wrong}")
+        texts.append(text)
+    return "".join(texts)
 
 
 def _begins_with(messages: Sequence[Message], prompt: Sequence[Message]) -> bool:

@@ -194,6 +194,10 @@ def test_spellings_of_conversations() -> None:
     assert conversation_of({"instruction": "a", "input": "b", "output": "c"}).messages == talk("a\n\nb", "c")
     tools = [{"role": "assistant", "content": None, "tool_calls": [1]}]
     assert conversation_of({"messages": tools, "tools": [2]}).tools == [2]
+    parts = [{"role": "user", "content": [{"type": "text", "text": each} for each in ("h", "i")]}]
+    assert conversation_of({"messages": [*parts, {"role": "assistant", "content": "yo"}]}) == (
+        conversation_of({"messages": talk("hi", "yo")})
+    )
 
 
 def test_spellings_of_preferences_and_prompts() -> None:
@@ -229,7 +233,11 @@ def test_spellings_of_preferences_and_prompts() -> None:
         (conversation_of, {"messages": ["x"]},
          "message 1 of 1 is a str, not an object with role and content"),
         (conversation_of, {"messages": [*talk("a"), {"role": "assistant", "content": [1]}]},
-         "message 2 of 2 has a list for its content, not text"),
+         "message 2 of 2 has a part of its content that is an int, not text"),
+        (conversation_of, {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]},
+         "message 1 of 1 has a part of its content that is of type image, not text"),
+        (conversation_of, {"messages": [{"role": "user", "content": [{"type": "text", "text": 3}]}]},
+         "message 1 of 1 has a part of its content whose text is an int"),
         (conversation_of, {"messages": [{"role": "user"}]},
          "message 1 of 1 has None for its content, not text"),
         (conversation_of, {"prompt": 3, "response": "x"}, "has an int for `prompt`, not text"),
