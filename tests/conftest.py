@@ -89,6 +89,12 @@ def no_width(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks are planned as fresh processes, whatever earlier tests have left in the memory of this one."""
+    monkeypatch.setattr("hpctrain.plan.libraries.resident_bytes", lambda: 300 << 20)
+
+
+@pytest.fixture
 def two_kinds(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Models have blocks of two kinds."""
     from hpctrain.model import transformer

@@ -14,6 +14,7 @@ from hpctrain.plan.rehearse.match import Matched, match
 from hpctrain.plan.rehearse.programme import SEND, Job, Programme
 from tests.engines import DECK
 
+pytestmark = pytest.mark.usefixtures("fresh")
 KINDS = ("parameter", "gradient", "optimizer", "activation", "buffer", "other")
 
 

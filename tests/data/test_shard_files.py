@@ -89,6 +89,7 @@ from pathlib import Path
 from hpctrain.comm.world import World
 from hpctrain.data import prepare
 kind, number = sys.argv[1], int(sys.argv[2])
+world = World.start("cpu")  # removes what dead jobs of this machine have left
 calls = []
 def ending(function):
     def call(*arguments, **named):
@@ -107,7 +108,7 @@ elif kind == "named":
 elif kind == "removed":
     Path.unlink = ending(Path.unlink)
 names = ["a.jsonl", "b.txt", "c.jsonl"]
-prepare.prepare(World.start("cpu"), Path("out.h5"), names, piece_bytes=300, shard_bytes=2402, say=print)
+prepare.prepare(world, Path("out.h5"), names, piece_bytes=300, shard_bytes=2402, say=print)
 """
 
 

@@ -99,13 +99,12 @@ def test_ties_leave_no_more_than_k_tokens_and_the_first_is_the_likeliest() -> No
 
 
 @pytest.mark.parametrize(
-    ("family", "compute"), [((), "fp32"), (LLAMA, "fp32"), ((), "bf16")], ids=["gpt2", "llama", "bf16"]
+    "keys", [(), LLAMA, ("precision.compute=bf16", "machine.compile=true")], ids=["gpt2", "llama", "bf16"]
 )
-def test_greedy_is_the_argmax_of_the_logits(
-    world: World, tmp_path: Path, family: tuple[str, ...], compute: str
-) -> None:
+def test_greedy_is_the_argmax_of_the_logits(world: World, tmp_path: Path, keys: tuple[str, ...]) -> None:
+    """In 16 bits logits are often alike: by torch's functions theirs depend on how many rows a pass has."""
     alone = world.alone()
-    trained = make_checkpoint(alone, tmp_path / "a.h5", *family, f"precision.compute={compute}")
+    trained = make_checkpoint(alone, tmp_path / "a.h5", *keys)
     ids = BYTES.encode("def ")
     for _ in range(GREEDY.tokens):  # 44 tokens do not fit into the window of 32
         token = int(logits_of(trained, torch.tensor([ids[-32:]]))[0, -1, : BYTES.vocabulary].argmax())
