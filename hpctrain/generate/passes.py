@@ -27,6 +27,8 @@ PASS_OF_HEAD: Mapping[bool, Pass] = MappingProxyType({False: "forward", True: "l
 """What of a layer's product generation takes, of one that is a head and of others."""
 
 _TRIED, _MANY = (1, 2, 3, 4, 5, 8, 9, 16, 17, 33), 128
+_FEW = 4  # of these and fewer rows several are tried: each has one output that tells
+_CANCELLING = 5
 
 
 def least_rows(model: Transformer) -> int:
@@ -45,7 +47,7 @@ def least_rows(model: Transformer) -> int:
             if of not in tried:
                 _multiply_few(model, product, head)
                 multiply: Callable[[Tensor], Tensor] = product.logits if head else product.forward
-                tried[of] = _least(multiply, product.shape[1], model.dtype, model.groups.tensor.device)
+                tried[of] = _least(multiply, product.weight(), model.dtype, model.groups.tensor.device)
     found: list[int] = model.groups.tensor.all_gather_object(max(tried.values(), default=1))
     of_stages: list[int] = model.groups.pipeline.all_gather_object(max(found))
     return max(of_stages)
@@ -71,13 +73,39 @@ def _multiply_few(model: Transformer, product: Product, head: bool) -> None:
 
 @torch.no_grad()
 def _least(
-    multiply: Callable[[Tensor], Tensor], inputs: int, dtype: torch.dtype, device: torch.device
+    multiply: Callable[[Tensor], Tensor], weight: Tensor, dtype: torch.dtype, device: torch.device
 ) -> int:
-    random = torch.randn(_MANY, inputs, generator=torch.Generator().manual_seed(0))
-    rows = random.to(device, dtype)
+    rows = telling_rows(weight, _MANY).to(device, dtype)
     many = multiply(rows)
-    wrong = [count for count in _TRIED if not torch.equal(multiply(rows[:count].clone()), many[:count])]
+
+    def alike(count: int) -> bool:
+        starts = range(0, count * (_FEW if count <= _FEW else 1), count)
+        return all(
+            torch.equal(multiply(rows[start:][:count].clone()), many[start:][:count]) for start in starts
+        )
+
+    wrong = [count for count in _TRIED if not alike(count)]
     return 1 << max(wrong, default=0).bit_length()
+
+
+def telling_rows(weight: Tensor, count: int) -> Tensor:
+    """Rows [count, k] whose products with a matrix [n, k] differ where sums are added in another order.
+
+    Those of 16 bits rarely do: a sum of 32 of their products seldom loses a bit in fp32. These differ by
+    powers of two, and all but cancel in one output of each row: what is left is what was rounded on the way.
+    """
+    generator = torch.Generator().manual_seed(0)
+    outputs, features = weight.shape
+    rows = torch.randn(count, features, generator=generator, dtype=torch.float64)
+    rows *= torch.exp2(torch.randint(-6, 7, rows.shape, generator=generator))
+    cancelled = weight[torch.arange(count, device=weight.device) * outputs // count].double().cpu()
+    rows = rows.to(weight.dtype).double()
+    for place in cancelled.abs().topk(min(_CANCELLING, features // 2)).indices.unbind(1):
+        at = torch.arange(count), place
+        rows[at] = 0.0
+        needed = -(rows * cancelled).sum(1) / cancelled[at]
+        rows[at] = needed.nan_to_num(0.0, 0.0, 0.0).to(weight.dtype).double()
+    return rows.to(weight.dtype)
 
 
 def can_cache(model: Transformer) -> bool:

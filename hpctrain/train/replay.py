@@ -30,6 +30,7 @@ from hpctrain.train.origin import corpus_key, same_corpus
 from hpctrain.train.recorded_losses import Recorded, find_recorded
 from hpctrain.train.run import Run, open_run
 from hpctrain.train.trainer import MakeTrainer, make_trainer
+from hpctrain.watch.run_files import remove_replayed
 
 STEPS = 10  # replayed at most, where no number is asked for
 ROUNDING = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 1e-2, "fp8": 3e-2}
@@ -194,6 +195,8 @@ def engine_of(world: World, deck: Deck, path: Path | None, make: MakeTrainer = m
         run.trainer.close()
         run.trainer.engine.close()
         run.corpus.close()
+        if world.rank == 0:
+            remove_replayed(Path(elsewhere))
 
 
 def reasons_of(

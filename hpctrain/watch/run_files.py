@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -110,6 +111,12 @@ def remove_run(folder: Path, needed: Sequence[str] = ()) -> list[str]:
             )
     _delete(folder)
     return foreign
+
+
+def remove_replayed(folder: Path) -> None:
+    """Delete what a replayed run wrote to a folder of its own, and this, if nothing else is there."""
+    with suppress(OSError):
+        delete_folder(folder, _own_file)
 
 
 def refuse_unfit(folder: Path) -> None:

@@ -53,7 +53,10 @@ def told(world: World, verb: Any, *all_: Any) -> dict[str, Any]:
 
 
 @pytest.mark.mpi(max_size=2)
-def test_losses_come_out_again_and_nothing_is_written(world: World, run: Path) -> None:
+def test_losses_come_out_again_and_nothing_is_written(
+    world: World, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(run.parent / "elsewhere"))
     before = sorted(path.name for path in run.iterdir())
     samples = (run / "samples.jsonl").read_bytes()
     lines: list[str] = []
@@ -63,7 +66,7 @@ def test_losses_come_out_again_and_nothing_is_written(world: World, run: Path) -
         assert lines[-1] == "The 2 recorded losses come out again, bit for bit."
     assert sorted(path.name for path in run.iterdir()) == before
     assert (run / "samples.jsonl").read_bytes() == samples
-    assert not list(Path(tempfile.gettempdir()).glob("hpctrain-replay-*"))
+    assert not list(run.parent.glob("elsewhere/*"))
 
 
 @pytest.mark.mpi(max_size=2)

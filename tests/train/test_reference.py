@@ -6,6 +6,7 @@ Tests of train/reference.py and, through the run's own step, of objective/dpo.py
 from __future__ import annotations
 
 import math
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.sizes import on_one_rank
 from hpctrain.errors import InputOutputError
 from hpctrain.train.reference import bring_references, with_reference
+from hpctrain.train.replay import engine_of
 from hpctrain.train.run import resume, run_deck
 from tests.data.chats import write_rows
 from tests.engines import LLAMA, Trainer, by_rank_0, small_deck, trainer
@@ -124,16 +126,21 @@ def test_what_is_stored_is_read_again_or_refused(world: World, tmp_path: Path) -
         learner(world, deck, tmp_path, saved)
 
 
+def prepared_pairs(world: World, folder: Path) -> list[str]:
+    """A file of a few preferences there, and the keys of a deck that trains two steps on it. Collective."""
+    if world.rank == 0:
+        rows = [{"prompt": f"{n}>", "chosen": str(n), "rejected": str(n + 1)} for n in range(8)]
+        source = write_rows(folder / "pairs.jsonl", rows)
+        prepare_rows(world.alone(), folder / "pairs.h5", [source], kind="preferences", template="raw")
+    world.everyone.barrier()
+    of_data = (f"data.tokens={folder}/pairs.h5", "model.vocabulary=257", "run.steps=2")
+    return [*DPO, *of_data, "checkpoint.every=1"]
+
+
 @pytest.mark.mpi(max_size=2)
 def test_the_reference_of_another_run_is_known(world: World, mpi_tmp_path: Path) -> None:
     """Of as many answers: a run that goes on is told, and goes on once it has its own again."""
-    if world.rank == 0:
-        rows = [{"prompt": f"{n}>", "chosen": str(n), "rejected": str(n + 1)} for n in range(8)]
-        source = write_rows(mpi_tmp_path / "pairs.jsonl", rows)
-        prepare_rows(world.alone(), mpi_tmp_path / "pairs.h5", [source], kind="preferences", template="raw")
-    world.everyone.barrier()
-    keys = [*DPO, f"data.tokens={mpi_tmp_path}/pairs.h5", "model.vocabulary=257", "run.steps=2"]
-    keys.append("checkpoint.every=1")
+    keys = prepared_pairs(world, mpi_tmp_path)
     folders = [mpi_tmp_path / name for name in ("one", "other")]
     for seed, folder in enumerate(folders):
         deck = small_deck(*keys, f"run.seed={seed}", f"run.dir={folder}")
@@ -150,3 +157,17 @@ def test_the_reference_of_another_run_is_known(world: World, mpi_tmp_path: Path)
             continue
         with pytest.raises(InputOutputError, match=f"{own}: is of another run than {first}, whose reference"):
             resume(world, first, [])
+
+
+@pytest.mark.mpi(max_size=2)
+def test_a_replay_leaves_nothing(world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One from nothing computes its reference anew, in a folder of its own."""
+    keys = prepared_pairs(world, mpi_tmp_path)
+    elsewhere = mpi_tmp_path / "elsewhere"
+    by_rank_0(world, elsewhere.mkdir)
+    monkeypatch.setattr(tempfile, "tempdir", str(elsewhere))
+    with engine_of(world, small_deck(*keys, f"run.dir={mpi_tmp_path}/run"), None):
+        (folder,) = elsewhere.iterdir()
+        assert [path.name for path in folder.iterdir()] == ["reference.train.npy"]
+    world.everyone.barrier()
+    assert not list(elsewhere.iterdir())
