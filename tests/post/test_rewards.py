@@ -298,8 +298,8 @@ def test_ranks_judge_shares_and_agree(world: World) -> None:
     assert scores.totals == alone and scores.parts["length"] == [*map(len, texts)]
     beats = world.ledger.calls.beats
     assert agreed_scores(world, rewards, samples_of(texts, answer="xx"), at_once=2).totals == alone
-    # A sign of life for each two of the share, however long they take.
-    assert world.ledger.calls.beats - beats > len(texts) // world.size // 2
+    # A sign of life for each two of the share and each reward, however long they take.
+    assert world.ledger.calls.beats - beats > 2 * (len(texts) // world.size // 2)
     assert agreed_scores(world, rewards, samples_of(["xx"], answer="xx")).totals == [12.0]
     assert agreed_scores(world, rewards, []).totals == []
     rewards.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from math import isfinite
@@ -123,10 +123,15 @@ class Rewards:
         for reward, _ in self.weighted:
             reward.start()
 
-    def scores(self, samples: Sequence[Sample]) -> Scores:
-        """Of these samples, on this rank. HpctrainError, with the sample, where one has no score."""
-        parts = [reward.scores(samples) for reward, _ in self.weighted]
-        return self._summed(dict(zip(self.names, parts, strict=True)))
+    def scores(self, samples: Sequence[Sample], alive: Callable[[], None] = lambda: None) -> Scores:
+        """Of these samples, on this rank; `alive` is called before each reward, which may take long.
+        HpctrainError, with the sample, where one has no score.
+        """
+        parts = dict[str, list[float]]()
+        for name, (reward, _) in zip(self.names, self.weighted, strict=True):
+            alive()
+            parts[name] = reward.scores(samples)
+        return self._summed(parts)
 
     def close(self) -> None:
         """End all processes."""
@@ -175,14 +180,19 @@ def open_rewards(
 
 def agreed_scores(world: World, rewards: Rewards, samples: Sequence[Sample], at_once: int = 64) -> Scores:
     """The scores of samples that all ranks have, each of which computes a share of them, so many `at_once`:
-    in between it gives a sign of life. Collective: HpctrainError on all ranks where one fails.
+    in between, and between rewards, it gives a sign of life. Collective: HpctrainError on all ranks where
+    one fails.
     """
     first, last = (len(samples) * rank // world.size for rank in (world.rank, world.rank + 1))
+
+    def alive() -> None:
+        world.ledger.phase = "evaluation"
+
     with world.agreement():
-        parts = []
-        for begin in range(first, last, at_once):
-            world.ledger.phase = "evaluation"
-            parts.append(rewards.scores(samples[begin : min(last, begin + at_once)]))
+        parts = [
+            rewards.scores(samples[begin : min(last, begin + at_once)], alive)
+            for begin in range(first, last, at_once)
+        ]
         own = rewards.joined(parts)
     world.ledger.phase = "other"
     return rewards.joined(world.everyone.all_gather_object(own))
