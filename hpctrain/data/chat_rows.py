@@ -54,7 +54,7 @@ class Prompt(NamedTuple):
 
 def conversation_of(row: Any) -> Conversation:
     """That of a row."""
-    row = _object(row)
+    row = _object(row, _FORMS)
     name = next((each for each in _LISTS if row.get(each) is not None), None)
     if name is not None:
         messages = _messages(row[name], name)
@@ -70,7 +70,7 @@ def conversation_of(row: Any) -> Conversation:
 
 def preference_of(row: Any) -> Preference:
     """That of a row: `chosen` and `rejected`, each the answer to `prompt` or a conversation as a whole."""
-    row = _object(row)
+    row = _object(row, "`chosen` and `rejected`")
     missing = [name for name in ("chosen", "rejected") if row.get(name) is None]
     if missing:
         raise HpctrainError(f"has no `{missing[0]}`{_has(row)}")
@@ -104,7 +104,7 @@ def preference_of(row: Any) -> Preference:
 
 def prompt_of(row: Any) -> Prompt:
     """That of a row: `prompt`, or `messages` that an assistant is to go on with."""
-    row = _object(row)
+    row = _object(row, "`prompt` or `messages`")
     name = next((each for each in ("prompt", *_LISTS) if row.get(each) is not None), None)
     if name is None:
         raise HpctrainError(f"has neither `prompt` nor `messages`{_has(row)}")
@@ -118,9 +118,9 @@ def prompt_of(row: Any) -> Prompt:
     return Prompt(Conversation(asked, len(asked), row.get("tools")), others)
 
 
-def _object(row: Any) -> Mapping[str, Any]:
+def _object(row: Any, forms: str) -> Mapping[str, Any]:
     if not isinstance(row, Mapping):
-        raise HpctrainError(f"is {kind_of(row)}, not an object with {_FORMS}")
+        raise HpctrainError(f"is {kind_of(row)}, not an object with {forms}")
     if text_problem(json.dumps(row, ensure_ascii=False, default=str)):
         raise HpctrainError("has half a pair of UTF-16 in a text, which is no character")
     return row

@@ -223,7 +223,9 @@ def test_spellings_of_preferences_and_prompts() -> None:
 @pytest.mark.parametrize(
     ("make", "row", "wanted"),
     [
-        (conversation_of, [1], "is a list, not an object with"),
+        (conversation_of, [1], "is a list, not an object with `messages`, `conversations`"),
+        (preference_of, "a", "is a str, not an object with `chosen` and `rejected`"),
+        (prompt_of, 3, "is an int, not an object with `prompt` or `messages`"),
         (conversation_of, {}, "has no conversation: `messages`, .* (it is empty)"),
         (preference_of, {"prompt": "a", "chosen": "b\ud800", "rejected": "c"}, "has half a pair of UTF-16"),
         (conversation_of, {"text": "x"}, "(it has text)"),
