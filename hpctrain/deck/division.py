@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BeforeValidator
 from hpctrain.deck.objective import POLICIES
 from hpctrain.deck.problem import Problem
 from hpctrain.deck.sources import toml_value
+from hpctrain.errors import HpctrainError
 from hpctrain.words import counted
 
 if TYPE_CHECKING:
@@ -108,6 +109,16 @@ def own_ranks(deck: Deck) -> dict[str, range]:
 def undivided(deck: Deck) -> Deck:
     """The deck of ranks that have all of its models."""
     return deck.with_keys(policy=dict.fromkeys(_KEYS.values(), POLICY))
+
+
+def require_undivided(deck: Deck, why: str) -> None:
+    """HpctrainError, `why`, where models have ranks of their own."""
+    apart = [
+        deck.problem(f"policy.{_KEYS[model]}", f'{why} ("{POLICY}" would do here)')
+        for model in own_ranks(deck)
+    ]
+    if apart:
+        raise HpctrainError(apart)
 
 
 def ranks_apart(deck: Deck) -> int:

@@ -10,6 +10,7 @@ import torch
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.planned import PlannedMesh
 from hpctrain.comm.world import World
+from hpctrain.deck.division import require_undivided
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.audit import audited
 from hpctrain.engine.kernels import choose_kernels
@@ -119,10 +120,13 @@ class Engine(TrainedStage):
 
 
 def make_mesh(deck: Deck, world: World) -> Mesh:
-    """The mesh of a deck; HpctrainError on all ranks where it does not fit the world, or has servers."""
+    """The mesh of a deck; HpctrainError on all ranks where it does not fit the world, has servers, or models
+    on ranks of their own.
+    """
     if deck.communication.server != "none":
         sentence = 'is for `hpctrain run` and `resume` ("none" would do here)'
         raise HpctrainError(deck.problem("communication.server", sentence))
+    require_undivided(deck, "is for `hpctrain run` and `resume`")
     transport = choose_link(deck, world)
     return Mesh(world, axis_sizes(deck, world.size), transport=transport)
 

@@ -151,3 +151,14 @@ def test_steps_with_servers_are_not_rehearsed(deck: Path) -> None:
     result = plan(deck, "--ranks", 3, "--set", "communication.server=sync", "--rehearse")
     assert isinstance(result.exception, HpctrainError) and result.exception.exit_code == EXIT_USER
     assert "a step with servers is not rehearsed" in result.exception.problems[0]
+
+
+def test_steps_of_models_on_ranks_of_their_own_are_not_rehearsed(deck: Path) -> None:
+    policy = (
+        *("--set", "objective.kind=ppo", "--set", 'policy.reward=["exact-match"]'),
+        *("--set", "policy.tokens=2", "--set", "policy.critic_ranks=2"),
+    )
+    result = plan(deck, "--ranks", 3, *policy, "--rehearse")
+    assert isinstance(result.exception, HpctrainError)
+    (sentence,) = result.exception.problems
+    assert "policy.critic_ranks=2: a step of several models is not rehearsed" in sentence

@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.deck.check_world import check_world, data_ranks
-from hpctrain.deck.division import CRITIC, POLICY, REFERENCE, REWARD, Division, Party, undivided
+from hpctrain.deck.division import (
+    CRITIC,
+    POLICY,
+    REFERENCE,
+    REWARD,
+    Division,
+    Party,
+    require_undivided,
+    undivided,
+)
 from hpctrain.deck.read import parse_deck
 from hpctrain.errors import HpctrainError
 from tests.deck.test_policy import text
@@ -81,3 +90,12 @@ def test_ranks_that_are_not_there() -> None:
     with pytest.raises(HpctrainError, match="names rank 4, but there are 4 ranks, from 0 on"):
         check_world(deck, 4)
     check_world(deck, 5)
+
+
+def test_what_goes_with_one_model_alone() -> None:
+    require_undivided(parse_deck(text("ppo", "")), "is not for it")
+    with pytest.raises(HpctrainError) as caught:
+        require_undivided(parse_deck(text("ppo", "critic_ranks = 1\nreference_ranks = 2\n")), "is not for it")
+    critic, reference = caught.value.problems
+    assert 'policy.critic_ranks = 1: is not for it ("policy" would do here)' in critic
+    assert "policy.reference_ranks = 2: is not for it" in reference

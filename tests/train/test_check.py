@@ -69,6 +69,13 @@ def test_a_right_layout_passes(world: World, deck: Path, layout: tuple[str, ...]
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
+def test_models_on_ranks_of_their_own_are_refused(world: World, deck: Path) -> None:
+    policy = "objective.kind=ppo", 'policy.reward=["exact-match"]', "policy.tokens=4"
+    with pytest.raises(HpctrainError, match=r"critic_ranks=1: is for `hpctrain run` and `resume`"):
+        check(world, deck, [*policy, "policy.critic_ranks=1", "layout.tensor=1"], lambda _: None)
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
 def test_all_that_differs_is_told(world: World, deck: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     add = RowLinear._add_bias_gradients
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 
+from hpctrain.deck.division import require_undivided
 from hpctrain.errors import EXIT_DONE, EXIT_INTERNAL, EXIT_USER, HpctrainError
 from hpctrain.plan.deck import DeckPlan
 from hpctrain.plan.rehearse.fault import Fault
@@ -63,12 +64,14 @@ def rehearse_deck(
 ) -> Rehearsal:
     """Rehearse a step of a plan's deck, whose nodes have `ranks_per_node` ranks, as in `plan_deck`.
 
-    HpctrainError for a deck with servers, whose ranks do not go in step.
+    HpctrainError for a deck with servers, whose ranks do not go in step, or with models on ranks of their
+    own.
     """
     began, deck = perf_counter(), plan.deck
     if deck.communication.server != "none":
         sentence = 'a step with servers is not rehearsed ("none" would do)'
         raise HpctrainError(deck.problem("communication.server", sentence))
+    require_undivided(deck, "a step of several models is not rehearsed")
     machine = deck.machine
     given = ranks_per_node or deck.communication.ranks_per_node
     per_node = given or machine.ranks_per_node or machine.gpus_per_node or plan.ranks
