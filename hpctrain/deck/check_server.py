@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hpctrain.deck.communication import Communication
+from hpctrain.deck.division import ranks_apart
 from hpctrain.deck.optimizer import IN_BLOCKS
 from hpctrain.deck.problem import Problem
 from hpctrain.deck.schema import Deck
@@ -46,7 +47,7 @@ def server_ranks(deck: Deck) -> int:
 
 def no_worker(deck: Deck, ranks: int) -> Problem:
     """Too few ranks."""
-    need = deck.communication.server_ranks + 1
+    need = deck.communication.server_ranks + ranks_apart(deck) + 1
     sentence = f"leaves no worker of {counted(ranks, 'rank')} (start {need} or more)"
     return Problem("communication.server_ranks", sentence, (_SERVER,))
 

@@ -49,7 +49,7 @@ def _with_choice(deck: Deck, problem: Problem) -> Problem:
 
 def _problems(deck: Deck, ranks: int) -> list[Problem]:
     layout, batch = deck.layout, deck.batch
-    if ranks <= server_ranks(deck):
+    if server_ranks(deck) and ranks <= server_ranks(deck) + ranks_apart(deck):
         return [no_worker(deck, ranks)]
     if missing := list(world_division_problems(deck, ranks)):
         return missing

@@ -92,6 +92,14 @@ def test_ranks_that_are_not_there() -> None:
     check_world(deck, 5)
 
 
+def test_servers_take_ranks_besides() -> None:
+    """Which no policy has: that is told even where none is left."""
+    keys = ["communication.server=async"]
+    for ranks in (4, 5):
+        with pytest.raises(HpctrainError, match=r"communication\.server is not for a model that learns from"):
+            parse_deck(text("ppo", 'critic_ranks = "1-3"\n'), keys, ranks=ranks)
+
+
 def test_what_goes_with_one_model_alone() -> None:
     require_undivided(parse_deck(text("ppo", "")), "is not for it")
     with pytest.raises(HpctrainError) as caught:
