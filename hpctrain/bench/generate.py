@@ -20,6 +20,7 @@ from hpctrain.bench.timing import slowest, with_vocabulary, write_json
 from hpctrain.checkpoint.exchange.source import settled_keys
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
+from hpctrain.deck.objective import OF_SCORES
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import build_engine, make_mesh
@@ -57,6 +58,9 @@ def bench_generate(
             raise HpctrainError(
                 f"{path}: only GPT-2 and Llama without experts are timed beside transformers'"
             )
+        if deck.objective.kind in OF_SCORES:
+            asked = 'has a head of scores, which writes nothing ("next-token" would do)'
+            raise HpctrainError(deck.problem("objective.kind", asked))
         longest = tokens + tokens // 4 + 1
         if longest > deck.batch.sequence:
             asked = f"must be at least {longest}, for a prompt and --tokens {tokens}"

@@ -27,6 +27,7 @@ from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches
 from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.deck.check_parametrization import parametrization_problems
+from hpctrain.deck.objective import OF_SCORES, POLICIES
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import build_engine
@@ -97,7 +98,7 @@ def bench_mup(
     """Try a deck at several widths, of which its own is the base where it names none. Collective.
 
     HpctrainError where a width does not fit its heads, no rule for muP is known of the deck, its weights come
-    from elsewhere, or rates are to be compared on random tokens.
+    from elsewhere, it has no logits or no texts of its own, or rates are to be compared on random tokens.
     """
     with world.agreement():
         if picture is not None:
@@ -106,6 +107,9 @@ def bench_mup(
         if deck.model.source is not None:
             asked = "has no effect here: what is compared begins from new weights (leave it out)"
             raise HpctrainError(deck.problem("model.from", asked))
+        if deck.objective.kind in (*OF_SCORES, *POLICIES):
+            asked = 'is not tried here, where logits of given texts are compared ("next-token" would do)'
+            raise HpctrainError(deck.problem("objective.kind", asked))
         for width in (*wish.widths, *(wish.rate_widths if wish.rates else ())):
             changed = of_width(deck, width, "mup", wish.wider_heads)
             problems = parametrization_problems(changed)

@@ -92,6 +92,11 @@ def test_values_do_not_follow_the_width_where_updates_are_of_blocks(world: World
         ),
         ((*LLAMA, "optimizer.name=sgd", "model.query_key_norm=head"), '("all" or "none" would do)'),
         (("model.from=FOLDER/hf",), "has no effect here: what is compared begins from new weights"),
+        (("objective.kind=reward",), "objective.kind=reward: is not tried here, where logits of given texts"),
+        (
+            ("objective.kind=ppo", 'policy.reward=["exact-match"]', "policy.tokens=8"),
+            "kind=ppo: is not tried",
+        ),
     ],
 )
 def test_what_would_be_no_family_of_widths_is_refused_before_anything_is_trained(
