@@ -109,6 +109,18 @@ def too_few(completions, **others):
     return [1.0]
 
 
+def takes_out(completions, **others):
+    found = []
+    while completions:
+        found.append(float(len(completions.pop(0))))
+    return found
+
+
+def leaves_out(completions, **others):
+    completions.pop()
+    return [1.0] * len(completions)
+
+
 def not_at_once(completions, **others):
     if len(completions) > 1:
         raise ValueError("one by one, please")

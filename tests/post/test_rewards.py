@@ -56,6 +56,7 @@ def test_functions_of_users_judge_as_they_are() -> None:
     assert scores_of("later", texts, unused=1) == [0.25] * 5
     assert scores_of("as_array", texts) == [0.5, 1, 1.5, 0, 1.5]
     assert scores_of("length", ["x" * 5_000_000] * 2) == [5e6, 5e6]
+    assert scores_of("takes_out", texts) == scores_of("length", texts)
 
 
 def test_a_function_that_comes_back_twice_is_heard_once() -> None:
@@ -132,6 +133,7 @@ def test_what_fails_with_several_samples_alone_is_told_so() -> None:
     assert "asked about sample 1 of prompt 0 to sample 1 of prompt 1" in told
     assert told.endswith("at once, though about none of these 5 alone")
     assert "gives 1 value for 5 completions" in sentence_of(UsersReward(f"{JUDGES}:too_few"), several)
+    assert "gives 0 values for 1 completion," in sentence_of(UsersReward(f"{JUDGES}:leaves_out"), several)
     began = time.monotonic()
     told = sentence_of(UsersReward(f"{JUDGES}:slow", 1.0), samples_of(["good"] * 16))
     assert told.startswith("judges.py:slow takes longer than 1 s, asked about sample 1 of prompt 0 to ")

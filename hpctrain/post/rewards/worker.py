@@ -160,6 +160,7 @@ def _by_function(function: Callable[..., Any], target: str) -> Judge:
                 f"takes {either(absent)}, which no row has (rows have "
                 f"{', '.join(others) or 'their prompts alone'})"
             )
+        count = len(columns["completions"])  # a function may take them out of their list
         given = {name: column for name, column in columns.items() if takes_any or name in by_name}
         try:
             made = function(**given)
@@ -168,7 +169,7 @@ def _by_function(function: Callable[..., Any], target: str) -> Judge:
             values = None if isinstance(made, _NO_LISTS) or not hasattr(made, "__iter__") else list(made)
         except BaseException as error:
             raise _UnfitError(f"fails: {_what(error, folder)}") from error
-        return _floats(made, values, len(columns["completions"]), folder)
+        return _floats(made, values, count, folder)
 
     return judge
 
