@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import re
 import signal
@@ -107,6 +108,19 @@ def one_number(completions, **others):
 
 def too_few(completions, **others):
     return [1.0]
+
+
+def forks_and_ends(completions, **others):
+    """As a pool of processes ends its own, as soon as they are there or later."""
+    codes = []
+    for number in range(20):
+        child = multiprocessing.get_context("fork").Process(target=_hangs)
+        child.start()
+        time.sleep(number % 4 * 0.01)
+        child.terminate()
+        child.join()
+        codes.append(child.exitcode)
+    return [float(code) for code in set(codes)] * len(completions)
 
 
 def takes_out(completions, **others):

@@ -68,6 +68,10 @@ def test_a_function_that_comes_back_twice_is_heard_once() -> None:
         reward.close()
 
 
+def test_what_a_function_forks_can_be_ended() -> None:
+    assert scores_of("forks_and_ends", ["a", "b"]) == [-signal.SIGTERM] * 2
+
+
 def test_batches_are_shared_by_processes_in_order() -> None:
     texts = ["x" * (n % 7) for n in range(101)]
     reward = UsersReward(f"{JUDGES}:length", processes=3, together=4)

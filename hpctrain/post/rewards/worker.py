@@ -54,11 +54,28 @@ class _UnfitError(Exception):
 
 def serve(number: int, parent: int) -> None:
     """Answer until nobody asks any more."""
+    before: dict[signal.Signals, Any] = {}
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         # They are for ranks. What a function starts would inherit it if they were ignored.
-        signal.signal(each, lambda *_: None)
+        before[each] = signal.signal(each, lambda *_: None)
     if not end_group_with(parent):
         return
+
+    def hear_again() -> None:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+        let_come()
+
+    def let_come() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, before)
+
+    # What a function forks inherits handlers, too, and a pool of processes is ended by SIGTERM, which may
+    # come as soon as there is one.
+    os.register_at_fork(
+        before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, before),
+        after_in_parent=let_come,
+        after_in_child=hear_again,
+    )
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(_FIRST_TO_GO, encoding="ascii")
     os.set_inheritable(number, False)
