@@ -107,6 +107,13 @@ def find_start(world: World, one: ComparedRun, other: ComparedRun) -> CommonStar
             equal[step] = all(each.equal for each in compare_files(world, one, other, step))
         return CommonStart(step, equal[step], later, recorded)
     if one.from_nothing and other.from_nothing and one.path.is_dir() and other.path.is_dir():
+        for run in (one, other):
+            if 0 in run.turns:  # its steps had other samples than follow from nothing
+                raise HpctrainError(
+                    f"{run.path}: went back to its beginning, and left out samples from there on, so that "
+                    "its steps can be replayed from checkpoints alone, of which both have none that agree; "
+                    "compare records by `--no-replay`"
+                )
         return CommonStart(0, True, later, recorded)
     raise HpctrainError(
         f"{one.path} and {other.path} have no checkpoints of one step that agree, and do not both tell of "

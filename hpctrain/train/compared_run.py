@@ -58,11 +58,15 @@ class ComparedRun:
         chain = self.history
         return bool(chain) and chain[0].first_step == 1 and chain[0].went_on_from is None
 
-    def turn(self, step: int) -> int | None:
-        """The first step behind `step` to which it went back, to go on from there with other samples."""
+    @property
+    def turns(self) -> list[int]:
+        """The steps to which it went back, to go on from there with other samples."""
         newest = self.stored[max(self.stored)].state if self.stored else {}
-        known = known_spikes(newest, self.rows.values())
-        return min((each for each in turns(known) if each > step), default=None)
+        return turns(known_spikes(newest, self.rows.values()))
+
+    def turn(self, step: int) -> int | None:
+        """The first of these behind `step`."""
+        return min((each for each in self.turns if each > step), default=None)
 
     def segments(self, first: int, last: int) -> list[HistorySegment]:
         """Which runs of the chain made the steps `first` to `last`."""

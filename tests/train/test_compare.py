@@ -21,6 +21,8 @@ from hpctrain.train.compare import compare
 from hpctrain.train.run import resume, run_deck
 from hpctrain.train.trainer import Trainer
 from tests.train.planted import flip, found
+from tests.train.poisoned import BACK, Poison, make_deck, train
+from tests.train.test_going_back import AT, SHORT
 from tests.train.test_replay import files
 from tests.train.test_run import write_deck
 
@@ -181,3 +183,22 @@ def test_a_replay_ends_where_its_run_went_back(
     code, told = compared(world, runs("a"), runs("again"))
     assert code == 0 and "the 2 steps after step 4, up to step 6," in told
     assert f"They end there: {runs('a')} went back to step 6" in told
+
+
+@pytest.mark.mpi(max_size=1)
+def test_runs_that_went_back_to_their_beginning_are_replayed_from_its_checkpoint(
+    world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their first steps had other samples than follow from nothing, and no fault."""
+    deck, keys = make_deck(world, mpi_tmp_path), (*BACK, *SHORT, "checkpoint.memory_every=60")
+    one, other = mpi_tmp_path / "one", mpi_tmp_path / "other"
+    with monkeypatch.context() as patch:
+        Poison(patch, [AT], loud=True)
+        for run in (one, other):
+            _, rows = train(world, deck, run.name, *keys)
+            assert [row["went_back"]["back_to"] for row in rows if "went_back" in row] == [0]
+    code, told = compared(world, one, other, steps=3)
+    assert code == 0 and "the 3 steps after their beginning, up to step 3, are equal, bit for bit" in told
+    (other / "checkpoints" / "step-00000000.h5").unlink()
+    with pytest.raises(HpctrainError, match="one: went back to its beginning, and left out samples"):
+        compared(world, one, other)
