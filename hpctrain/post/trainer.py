@@ -151,6 +151,12 @@ class PolicyTrainer(Trainer):
         """Between rollouts."""
         return self.state.samples % self._per_rollout == 0
 
+    def used_up(self, samples: int) -> int:
+        """See Trainer: whole rollouts. What is left of one was written by the policy that is given up, and
+        whoever goes on from the state that is taken up has none of it.
+        """
+        return -(-samples // self._per_rollout) * self._per_rollout
+
     @property
     def known(self) -> Mapping[str, object]:
         """See Trainer: which reference it has."""

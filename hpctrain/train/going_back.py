@@ -58,7 +58,8 @@ class GoingBack(Hook):
         spike, self.wanted = self.wanted, None
         assert spike is not None
         state, spikes, way = self.trainer.state, self.spikes, self.way
-        log, record, samples = logging.getLogger("hpctrain"), spikes.record, state.samples
+        log, record = logging.getLogger("hpctrain"), spikes.record
+        samples = self.trainer.used_up(state.samples)
         source = way.newest(state.step - self.trainer.deck.stability.spike_back) or way.oldest(state.step - 1)
         if source is None:
             spikes.remember(spike)

@@ -93,6 +93,10 @@ class Trainer:
         """Sequences of the next step, by the deck."""
         return batch_at(self.deck.batch, self.state.step)
 
+    def used_up(self, samples: int) -> int:
+        """Where those go on that leave out all of so many samples."""
+        return samples
+
     @property
     def guard(self) -> Unguarded:
         """What looks for silent faults."""

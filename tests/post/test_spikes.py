@@ -1,0 +1,54 @@
+"""A policy that goes back for a spike: what it leaves out are whole rollouts.
+
+Tests of post/trainer.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpctrain.comm.world import World
+from hpctrain.post.trainer import make_trainer
+from hpctrain.report.rows import read_metrics
+from hpctrain.train.run import resume, run_deck
+from tests.post.policies import policy, write_deck, write_prompts
+from tests.train.poisoned import Poison
+
+BATCH, ROLLOUT, EPOCHS, STEPS = 16, 32, 2, 24
+MORE = f"""
+rollout = {ROLLOUT}
+epochs = {EPOCHS}
+[stability]
+spike = "rollback"
+spike_window = 8
+spike_factor = 30.0
+spike_back = 4
+[checkpoint]
+every = 4
+keep = 9
+"""
+
+
+@pytest.mark.mpi(min_size=1, max_size=2)
+def test_a_policy_that_goes_back_leaves_out_whole_rollouts(
+    world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Step 14, the second of four on a rollout, is a spike."""
+    write_prompts(world, mpi_tmp_path)
+    deck = write_deck(world, mpi_tmp_path, "policy", policy(more=MORE), steps=STEPS, size=BATCH)
+    with monkeypatch.context() as patch:
+        Poison(patch, [13 * BATCH], tokens=False, loud=True)
+        assert run_deck(world, deck, [], make=make_trainer) == 0
+    run, again = mpi_tmp_path / "policy", mpi_tmp_path / "again"
+    rows = read_metrics(run / "metrics.jsonl")
+    told = [row["went_back"] for row in rows if "went_back" in row]
+    assert [(each["step"], each["back_to"]) for each in told] == [(14, 8)]
+    assert told[0]["first_sample"] == 8 * BATCH and told[0]["samples"] == 8 * BATCH
+
+    # Whoever resumes it goes the same way.
+    middle = run / "checkpoints" / "step-00000008.h5"
+    assert resume(world, middle, [f"run.dir={again}"], make=make_trainer) == 0
+    later = read_metrics(again / "metrics.jsonl")
+    assert [row["loss"] for row in later] == [row["loss"] for row in rows[8:]]
