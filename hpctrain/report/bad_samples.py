@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,8 @@ from hpctrain.data.dataset import dataset_of
 from hpctrain.data.entries import open_entries
 from hpctrain.data.fit import split_samples
 from hpctrain.data.mixture import Trained
-from hpctrain.data.order import SampleOrder
+from hpctrain.data.order import Integers, SampleOrder
+from hpctrain.deck.objective import POLICIES
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.optim.spikes import Spike, recorded_spikes
@@ -32,7 +33,7 @@ SHOWN = 20
 def bad_samples(structure: Structure) -> list[dict[str, Any]]:
     """Each spike that the run of a checkpoint had, with its `left_out` samples: the number in the order of
     training, that in the dataset or in the token files of an entry of the mixture, and of tokens the text and
-    the file that it begins in.
+    the file that it begins in. Of answers that a policy wrote these are the prompt's.
 
     Errors as TokenFile and `dataset_of` raise them; HpctrainError where other tokens lie there now.
     """
@@ -61,6 +62,8 @@ class _Samples:
             self.tokenizer, batches = trained.tokens[0].tokenizer, trained.train
             assert isinstance(batches.source, Sequences) and batches.order is not None
             self.source, self.order = batches.source, batches.order
+            if deck.objective.kind in POLICIES:
+                self.order = _PromptOrder.of(deck, batches.source.count)
         else:
             count, _ = split_samples(dataset_of(deck).count, deck.data.validation)
             self.order = SampleOrder(count, deck.run.seed)
@@ -75,6 +78,29 @@ class _Samples:
                 row |= {"entry": origin.entry} if self.mixture else {}
                 row["text"] = self.tokenizer.decode(tokens.tolist())[:CHARACTERS]
             yield row
+
+
+@dataclass(frozen=True)
+class _PromptOrder(SampleOrder):
+    """Which of `count` prompts is that of the answer at a position: rollouts, each of `answers` of so many
+    `samples` to a prompt, come one after the other, and each is shuffled for every one of its `epochs`.
+    """
+
+    answers: SampleOrder
+    samples: int
+    epochs_of_each: int
+
+    @staticmethod
+    def of(deck: Deck, prompts: int) -> _PromptOrder:
+        """That of a policy's deck."""
+        keys = deck.policy
+        answers = SampleOrder(keys.rollout or deck.batch.global_size, deck.run.seed)
+        return _PromptOrder(prompts, deck.run.seed, answers, keys.samples or 1, keys.epochs)
+
+    def at(self, indices: Integers) -> Integers:
+        """The prompts, in range(count), of the answers at positions >= 0 [n]."""
+        first = indices // (self.answers.count * self.epochs_of_each) * self.answers.count
+        return super().at((first + self.answers.at(indices)) // self.samples)
 
 
 def bad_samples_text(spikes: list[dict[str, Any]], width: int | None) -> list[str]:

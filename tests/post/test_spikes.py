@@ -1,19 +1,23 @@
-"""A policy that goes back for a spike: what it leaves out are whole rollouts.
+"""A policy that goes back for a spike: what it leaves out are whole rollouts, told by their prompts.
 
-Tests of post/trainer.py.
+Tests of post/trainer.py, report/bad_samples.py.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from hpctrain.comm.world import World
+from hpctrain.data.batches import MicroBatch
 from hpctrain.post.trainer import make_trainer
+from hpctrain.report.inspect import InspectionWish, inspect
 from hpctrain.report.rows import read_metrics
 from hpctrain.train.run import resume, run_deck
-from tests.post.policies import policy, write_deck, write_prompts
+from hpctrain.train.step import Step, TrainState
+from tests.post.policies import LENGTH, policy, write_deck, write_prompts
 from tests.train.poisoned import Poison
 
 BATCH, ROLLOUT, EPOCHS, STEPS = 16, 32, 2, 24
@@ -38,7 +42,17 @@ def test_a_policy_that_goes_back_leaves_out_whole_rollouts(
     """Step 14, the second of four on a rollout, is a spike."""
     write_prompts(world, mpi_tmp_path)
     deck = write_deck(world, mpi_tmp_path, "policy", policy(more=MORE), steps=STEPS, size=BATCH)
+    seen: list[list[int]] = []
+    read = Step.read_share
+
+    def kept(step: Step, state: TrainState, batch: int) -> tuple[list[MicroBatch], int]:
+        micro_batches, count = read(step, state, batch)
+        if state.samples == 13 * BATCH:
+            seen.extend(row.tolist() for micro in micro_batches for row in micro.tokens[: micro.samples])
+        return micro_batches, count
+
     with monkeypatch.context() as patch:
+        patch.setattr(Step, "read_share", kept)
         Poison(patch, [13 * BATCH], tokens=False, loud=True)
         assert run_deck(world, deck, [], make=make_trainer) == 0
     run, again = mpi_tmp_path / "policy", mpi_tmp_path / "again"
@@ -46,6 +60,14 @@ def test_a_policy_that_goes_back_leaves_out_whole_rollouts(
     told = [row["went_back"] for row in rows if "went_back" in row]
     assert [(each["step"], each["back_to"]) for each in told] == [(14, 8)]
     assert told[0]["first_sample"] == 8 * BATCH and told[0]["samples"] == 8 * BATCH
+
+    shown: list[str] = []
+    inspect(world.everyone, run, InspectionWish(bad_samples=True, as_json=True), shown.append)
+    texts = world.everyone.broadcast_object("".join(shown))
+    left = {row["sample"]: row["text"] for row in json.loads(texts)["spikes"][0]["left_out"]}
+    prompts = sorted(left[13 * BATCH + number][: LENGTH + 1] for number in range(BATCH))
+    everyone = [row for some in world.everyone.all_gather_object(seen) for row in some]
+    assert prompts == sorted(bytes(row[: LENGTH + 1]).decode() for row in everyone)
 
     # Whoever resumes it goes the same way.
     middle = run / "checkpoints" / "step-00000008.h5"
