@@ -15,12 +15,13 @@ from hpctrain.watch.metrics import cut_rows
 
 class SamplesFile:
     """The file in a run's folder, of which `writes` this rank alone; lines of steps after `step`, which a run
-    that goes on makes anew, are forgotten. In another folder than a run's nothing is written.
+    that goes on makes anew, are forgotten, and those of steps that it went behind. In another folder than a
+    run's nothing is written.
     """
 
     def __init__(self, folder: Path, step: int, shown: int, writes: bool) -> None:
         self.path, self.step, self.shown, self.writes = folder / SAMPLES_FILE, step, shown, writes
-        self._begun = False
+        self._last: tuple[int, bool] | None = None
 
     def write(
         self,
@@ -47,8 +48,12 @@ class SamplesFile:
             }
             lines.append(json.dumps(row) + "\n")
         with failing_as(f"{self.path}: cannot be written"):
-            if not self._begun and self.path.exists():
-                cut_rows(self.path, self.step)
-            self._begun = True
+            place = step, of == "evaluation"  # which comes behind the step's rollout
+            kept = self.step if self._last is None else None
+            if self._last is not None and (place < self._last or place == self._last == (step, False)):
+                kept = step - 1
+            if kept is not None and self.path.exists():
+                cut_rows(self.path, kept)
+            self._last = place
             with self.path.open("a", encoding="utf-8") as file:
                 file.writelines(lines)

@@ -1,6 +1,6 @@
 """A policy that goes back for a spike: what it leaves out are whole rollouts, told by their prompts.
 
-Tests of post/trainer.py, report/bad_samples.py.
+Tests of post/trainer.py, post/samples.py and report/bad_samples.py.
 """
 
 from __future__ import annotations
@@ -60,6 +60,12 @@ def test_a_policy_that_goes_back_leaves_out_whole_rollouts(
     told = [row["went_back"] for row in rows if "went_back" in row]
     assert [(each["step"], each["back_to"]) for each in told] == [(14, 8)]
     assert told[0]["first_sample"] == 8 * BATCH and told[0]["samples"] == 8 * BATCH
+
+    # What was written in steps that are given up is forgotten.
+    lines = map(json.loads, (run / "samples.jsonl").read_text().splitlines())
+    written = [line["step"] for line in lines if line["of"] == "rollout"]
+    assert written == sorted(written) and set(written) == set(range(1, STEPS, 4))
+    assert all(written.count(step) == written.count(1) for step in written)
 
     shown: list[str] = []
     inspect(world.everyone, run, InspectionWish(bad_samples=True, as_json=True), shown.append)
