@@ -2,7 +2,8 @@
 
 The ranks of the data axis each compute a first micro-batch of the step, then that of the next one. Losses and
 gradients before any sum over ranks must be the same bits, as nodes compute alike. Where ranks compute on each
-other's tokens, as experts do, each computes its own twice.
+other's tokens, as experts do, or the next one has other weights, being of another replica, each computes its
+own twice.
 """
 
 from __future__ import annotations
@@ -35,11 +36,14 @@ class Repetition:
         if engine.mesh.size("pipeline") == 1:
             batch = min(batch, shares * step.micro_size)  # one micro-batch each
         own = self._pass(state, batch, 0)
-        alone = shares == 1 or engine.mesh.size("expert") > 1
-        other = self._pass(state, batch, 0 if alone else 1)
+        _, replicas = engine.replica
+        # The next rank of the same replica, as others may have other weights.
+        alone = shares == replicas or engine.mesh.size("expert") > 1
+        shift = 0 if alone else replicas
+        other = self._pass(state, batch, shift)
         told = engine.mesh.group("data").all_gather_object([number, own, other])
         ranks = dict(zip((row[0] for row in told), engine.mesh.group("data").ranks, strict=True))
-        theirs = {(row[0] + (0 if alone else 1)) % shares: row for row in told}
+        theirs = {(row[0] + shift) % shares: row for row in told}
         with_this = theirs[number]
         segments = [segment for bucket in engine.buckets for segment in bucket.segments]
         names = ["losses", *(f"gradient/{segment.parameter.shard.name}" for segment in segments)]

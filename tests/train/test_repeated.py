@@ -26,6 +26,8 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "experts": ("model.family=llama", "model.experts=4", "layout.expert=2", "model.balance=bias"),
     "dropout": ("model.dropout=0.2", "memory.recompute=full"),
     "fp8": ("precision.compute=fp8",),
+    "replicas": ("layout.replicas=2", "communication.local_steps=4"),
+    "diloco": ("layout.replicas=2", "communication.local_steps=2", "communication.outer=diloco"),
 }
 
 
