@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.comm.world import World
+from hpctrain.data.prepare_rows import prepare_rows
 from hpctrain.errors import HpctrainError
 from hpctrain.optim.spikes import Spike
 from hpctrain.report.rows import read_metrics
@@ -20,6 +21,8 @@ from hpctrain.train import compared_run
 from hpctrain.train.compare import compare
 from hpctrain.train.run import resume, run_deck
 from hpctrain.train.trainer import Trainer
+from tests.data.chats import write_rows
+from tests.post import policies
 from tests.train.planted import flip, found
 from tests.train.poisoned import BACK, Poison, make_deck, train
 from tests.train.test_going_back import AT, SHORT
@@ -202,3 +205,21 @@ def test_runs_that_went_back_to_their_beginning_are_replayed_from_its_checkpoint
     (other / "checkpoints" / "step-00000000.h5").unlink()
     with pytest.raises(HpctrainError, match="one: went back to its beginning, and left out samples"):
         compared(world, one, other)
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_what_a_reference_made_of_samples_rounds_otherwise_on_another_layout(
+    world: World, mpi_tmp_path: Path
+) -> None:
+    if world.rank == 0:
+        rows = [
+            {"prompt": f"{word}>", "chosen": word, "rejected": word[::-1]} for word in policies.words(200, 3)
+        ]
+        source = write_rows(mpi_tmp_path / "pairs.jsonl", rows)
+        prepare_rows(world.alone(), mpi_tmp_path / "pairs.h5", [source], kind="preferences", template="raw")
+    world.everyone.barrier()
+    for name, keys in (("one", []), ("other", ["layout.tensor=2"])):
+        deck = policies.write_deck(world, mpi_tmp_path, name, 'kind = "dpo"\n', tokens="pairs", size=16)
+        run_deck(world, deck, keys)
+    code, told = compared(world, mpi_tmp_path / "one", mpi_tmp_path / "other")
+    assert code == 0 and "differ by no more than rounding, and what both recorded comes out again" in told
