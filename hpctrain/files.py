@@ -125,6 +125,18 @@ def strict_json(row: Mapping[str, Any], indent: int | None = None) -> str:
     return json.dumps({name: finite(value) for name, value in row.items()}, indent=indent, allow_nan=False)
 
 
+def add_lines(path: str | Path, lines: Iterable[str]) -> None:
+    """Add lines to a text file, behind the end of a last one that is torn, as whoever wrote it was killed, or
+    had no room.
+    """
+    with open(path, "a+b") as file:  # noqa: PTH123 - a name as it is written
+        if end := file.seek(0, os.SEEK_END):
+            file.seek(end - 1)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
+        file.writelines(f"{line}\n".encode() for line in lines)
+
+
 def is_unfit(error: OSError) -> bool:
     """Whether what was named could never be read as a file, rather than is missing or fails."""
     return error.errno in {errno.EINVAL, errno.EFBIG, errno.ENAMETOOLONG}

@@ -10,7 +10,7 @@ from typing import Any
 from hpctrain.comm.faults import Fault
 from hpctrain.comm.outcome import name_ranks
 from hpctrain.errors import failing_as
-from hpctrain.files import strict_json
+from hpctrain.files import add_lines, strict_json
 from hpctrain.report.marks import FAULTS_FILE
 from hpctrain.train.control import Order
 from hpctrain.train.corruption import SilentFaultError, sentence
@@ -72,11 +72,8 @@ class Healing:
         rows = [self._row(found.step, fault) for fault in found.faults[:WRITTEN]]
         with self.way.trainer.world.agreement():
             if self.way.trainer.world.rank == 0:
-                with (
-                    failing_as(f"{self.path}: cannot be written"),
-                    self.path.open("a", encoding="utf-8") as file,
-                ):
-                    file.writelines(strict_json(row) + "\n" for row in rows)
+                with failing_as(f"{self.path}: cannot be written"):
+                    add_lines(self.path, map(strict_json, rows))
         faulty = [
             {"rank": rank, "node": self._nodes[rank], "faults": count}
             for rank, count in self._of_rank.items()

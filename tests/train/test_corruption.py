@@ -11,7 +11,8 @@ import random
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from hpctrain.comm.transports import Pair
 from hpctrain.comm.world import World
 from hpctrain.deck.read import read_deck
 from hpctrain.errors import HpctrainError
+from hpctrain.report.marks import read_faults
 from hpctrain.report.rows import read_metrics
 from hpctrain.sharding.fingerprint import fingerprint
 from hpctrain.train import corruption, healing
@@ -34,6 +36,7 @@ from hpctrain.train.run import open_run, resume
 from hpctrain.train.signals import Signals
 from hpctrain.train.step import Step
 from hpctrain.train.trainer import Trainer
+from hpctrain.train.way_back import WayBack
 from hpctrain.watch.run_files import STOP_FILE
 from tests.comm.random_calls import Flip as Message
 from tests.comm.random_calls import FlippingTransport
@@ -206,6 +209,21 @@ def test_a_rank_with_two_faults_ends_the_job(
     world.everyone.barrier()
     assert resume(world, folder, []) == 0
     assert_same_end(mpi_tmp_path / "clean", folder)
+
+
+@pytest.mark.mpi(max_size=1)
+def test_half_a_row_of_faults_swallows_no_later_one(world: World, tmp_path: Path) -> None:
+    """As a full disk leaves it, or a kill."""
+    told: dict[str, Any] = {}
+    reporter = SimpleNamespace(status=SimpleNamespace(note=told.update))
+    way = SimpleNamespace(trainer=SimpleNamespace(world=world), reporter=reporter)
+    fault = Fault("copies", "bias", "step", (0,), "differs")
+    for step in (3, 4):
+        healing.Healing(cast(WayBack, way), tmp_path)._note(SilentFaultError(step, [fault], kept=True))
+        with (tmp_path / "faults.jsonl").open("a") as file:
+            file.write('{"time": "2026-')
+    assert told["silent_faults"] == 1
+    assert [row["step"] for row in read_faults(tmp_path / "faults.jsonl")] == [3, 4]
 
 
 @pytest.mark.mpi(max_size=1)
