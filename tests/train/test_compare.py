@@ -55,6 +55,7 @@ def compared(
 ) -> tuple[int, str]:
     """Exit code, and all that is shown, in one line; nothing is written."""
     shown: list[str] = []
+    world.everyone.barrier()  # rank 0 may be the last one to end a run
     before = [files(each if each.is_dir() else each.parent) for each in (one, other)]
     code = compare(world, (one, other), steps, replays, shown.append)
     assert [files(each if each.is_dir() else each.parent) for each in (one, other)] == before
