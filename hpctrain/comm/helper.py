@@ -12,6 +12,7 @@ import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 
 from hpctrain.comm.launcher import without_rank
 
@@ -73,6 +74,34 @@ def end_group_with(parent: int) -> bool:
             signal.signal(by, signal.SIG_DFL)
         os.kill(first, by)
     os._exit(os.waitstatus_to_exitcode(status))
+
+
+def leave_signals_to_ranks() -> Callable[[], None]:
+    """Have this process not heed what is sent to ranks and to their group. What is returned, once it is
+    called, has all that this process forks heed them again.
+
+    Ignored signals would stay so in whatever it starts, and a pool of processes is ended by SIGTERM, which
+    may come as soon as there is one.
+    """
+    heard = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+    before = {each: signal.signal(each, lambda *_: None) for each in heard}
+
+    def let_come() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, heard)
+
+    def hear_again() -> None:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+        let_come()
+
+    def let_children_hear() -> None:
+        os.register_at_fork(
+            before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, heard),
+            after_in_parent=let_come,
+            after_in_child=hear_again,
+        )
+
+    return let_children_hear
 
 
 def how_ended(process: subprocess.Popen[bytes]) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import sys
 import threading
@@ -18,7 +17,7 @@ from typing import BinaryIO
 
 import torch
 
-from hpctrain.comm.helper import end_with
+from hpctrain.comm.helper import end_with, leave_signals_to_ranks
 from hpctrain.data.dataset import DatasetName, UsersDataset
 from hpctrain.data.items import Fields
 from hpctrain.data.mapped import to_memory
@@ -27,10 +26,10 @@ from hpctrain.errors import HpctrainError
 
 def serve(socket_number: int, parent: int) -> None:
     """Answer until nobody asks any more: after the dataset's name come numbers and epochs of items."""
-    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(each, signal.SIG_IGN)  # they are for ranks
+    let_children_hear = leave_signals_to_ranks()
     if not end_with(parent):
         return
+    let_children_hear()
     torch.set_num_threads(1)
     lines, answers = sys.stdin.buffer, socket.socket(fileno=socket_number)
     name = DatasetName(**json.loads(lines.readline()))

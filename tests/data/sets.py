@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import sys
+import time
 
 import numpy as np
 import torch
@@ -73,6 +75,21 @@ class Place:
 
         return {"variables": len(of_ranks), "started": MPI.Is_initialized(), "process": os.getpid(),
                 "main": sys.modules["__main__"].__dict__.get("World") is not None}  # fmt: skip
+
+
+class Forks:
+    """Items that a process of their own is asked for, which is ended: how it ended."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int):
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        child.start()
+        time.sleep(index * 0.01)
+        child.terminate()
+        child.join()
+        return {"code": np.int64(child.exitcode)}
 
 
 def number() -> int:

@@ -227,6 +227,12 @@ def test_processes_are_no_ranks_and_heed_no_signals(
         os.kill(process, 0)
 
 
+def test_what_a_dataset_forks_can_be_ended(started: list[Workers]) -> None:
+    started.append(Workers(name_of("Forks"), 1))
+    (found,) = batches_of(name_of("Forks"), started[0], 0.0).step(0, 4, 0, 1, 4)
+    assert found.fields["code"].tolist() == [-signal.SIGTERM] * 4
+
+
 def test_a_process_ends_with_its_rank(tmp_path: Path) -> None:
     """Even where the rank is killed, and the process is within a user's endless loop."""
     arguments = json.dumps({"at": 1, "kind": "hangs"})

@@ -24,7 +24,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, BinaryIO
 
-from hpctrain.comm.helper import end_group_with
+from hpctrain.comm.helper import end_group_with, leave_signals_to_ranks
 from hpctrain.deck.find import find_function
 from hpctrain.deck.sources import clipped
 from hpctrain.errors import HpctrainError
@@ -54,28 +54,10 @@ class _UnfitError(Exception):
 
 def serve(number: int, parent: int) -> None:
     """Answer until nobody asks any more."""
-    before: dict[signal.Signals, Any] = {}
-    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-        # They are for ranks. What a function starts would inherit it if they were ignored.
-        before[each] = signal.signal(each, lambda *_: None)
+    let_children_hear = leave_signals_to_ranks()
     if not end_group_with(parent):
         return
-
-    def hear_again() -> None:
-        for each, handler in before.items():
-            signal.signal(each, handler)
-        let_come()
-
-    def let_come() -> None:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, before)
-
-    # What a function forks inherits handlers, too, and a pool of processes is ended by SIGTERM, which may
-    # come as soon as there is one.
-    os.register_at_fork(
-        before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, before),
-        after_in_parent=let_come,
-        after_in_child=hear_again,
-    )
+    let_children_hear()
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(_FIRST_TO_GO, encoding="ascii")
     os.set_inheritable(number, False)
