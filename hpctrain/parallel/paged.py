@@ -21,7 +21,8 @@ from hpctrain.parallel.library import HIGHEST, PAGE, Attention, Heads, Paged, pa
 class Places:
     """Where the rows of a pass stand, those of a text behind each other and in order.
 
-    `runs` tells these in numbers: the text (-1: none's, rows that fill up), the first position, how many.
+    `runs` tells these in numbers: the text (-1: none's, rows that fill up, which stand all at the first
+    position: they may be more than there are), the first position, how many.
     The same by row are `texts` and `positions`, int64 [n], and `tables` [texts, pages] are each text's pages.
     """
 
@@ -34,7 +35,9 @@ class Places:
     def of(runs: Sequence[tuple[int, int, int]], tables: Tensor) -> Places:
         """Those of some runs; all tensors go where the tables are."""
         texts = torch.tensor([text for text, _, count in runs for _ in range(count)])
-        positions = torch.tensor([first + n for _, first, count in runs for n in range(count)])
+        positions = torch.tensor(
+            [first + (n if text >= 0 else 0) for text, first, count in runs for n in range(count)]
+        )
         return Places(runs, texts.to(tables.device), positions.to(tables.device), tables)
 
 

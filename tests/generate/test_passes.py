@@ -253,6 +253,25 @@ def test_rows_tell_in_which_order_they_are_multiplied(
     assert dtype == torch.float32 or telling(any_rows) < 0.05
 
 
+@pytest.mark.parametrize("by", ["compiled", "torch"])
+@pytest.mark.parametrize("family", [(), LLAMA], ids=["gpt2", "llama"])
+def test_more_rows_are_filled_up_than_there_are_positions(
+    world: World, compiled: Functions, by: str, family: tuple[str, ...]
+) -> None:
+    functions = compiled if by == "compiled" else TORCH
+    model = model_of(world.alone(), *family, "batch.sequence=8", functions=functions)
+    found = []
+    for least in (64, 1):
+        passes = CachedPasses(model, CachePlan.of(model, 2, 8), least)
+        places = passes.open(), passes.open()
+        tokens = [3, 7, 5], [1, 2]
+        pieces = [Piece(place, 0, each, True) for place, each in zip(places, tokens, strict=True)]
+        found.append(passes.cached(pieces))
+    assert torch.allclose(*found, rtol=1e-5, atol=1e-5)
+    positions = passes.cache.begin([(places[0], 3, 2), (-1, 0, 60)]).places.positions
+    assert positions.tolist() == [3, 4, *[0] * 60]
+
+
 @pytest.mark.mpi(min_size=1, max_size=2)
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 def test_a_few_are_multiplied_by_a_compiled_function(world: World, compiled: Functions, compute: str) -> None:
