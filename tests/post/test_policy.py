@@ -36,9 +36,9 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.mpi(min_size=2, max_size=2)
 def test_policies_learn(world: World, mpi_tmp_path: Path) -> None:
     """From under 20% of words that are copied to over 90%, of prompts that were held out."""
-    write_prompts(world, mpi_tmp_path)
+    write_prompts(world, mpi_tmp_path, 2000)
     start = half_right(world, mpi_tmp_path)
-    keys = [f"model.from={start}", "run.evaluate_every=20", "run.evaluate_sequences=20"]
+    keys = [f"model.from={start}", "run.evaluate_every=40", "run.evaluate_sequences=200"]
     for kind, more, sizes in (
         ("grpo", "samples = 8\n", {"steps": 40, "micro": 16}),
         ("ppo", 'epochs = 2\ncritic = ["learning_rate.peak=4e-3"]\n', {"steps": 80, "micro": 16}),
