@@ -125,16 +125,14 @@ def strict_json(row: Mapping[str, Any], indent: int | None = None) -> str:
     return json.dumps({name: finite(value) for name, value in row.items()}, indent=indent, allow_nan=False)
 
 
-def add_lines(path: str | Path, lines: Iterable[str]) -> None:
-    """Add lines to a text file, behind the end of a last one that is torn, as whoever wrote it was killed, or
-    had no room.
+def add_lines(descriptor: int, lines: Iterable[str]) -> None:
+    """Add lines to a text file that is open to read and write, all at once, and behind the end of a last one
+    that is torn, as whoever wrote it was killed, or had no room. OSError where there is none now.
     """
-    with open(path, "a+b") as file:  # noqa: PTH123 - a name as it is written
-        if end := file.seek(0, os.SEEK_END):
-            file.seek(end - 1)
-            if file.read(1) != b"\n":
-                file.write(b"\n")
-        file.writelines(f"{line}\n".encode() for line in lines)
+    size = os.fstat(descriptor).st_size
+    torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+    with os.fdopen(descriptor, "ab", closefd=False) as file:
+        file.write(b"\n" * torn + "".join(f"{line}\n" for line in lines).encode())
 
 
 def is_unfit(error: OSError) -> bool:

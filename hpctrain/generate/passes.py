@@ -89,7 +89,8 @@ def _least(
 
 
 def telling_rows(weight: Tensor, count: int) -> Tensor:
-    """Rows [count, k] whose products with a matrix [n, k] differ where sums are added in another order.
+    """Rows [count, k] whose products with a matrix [n, k] differ where sums are added in another order; in
+    its format, on the host, the same ones each time.
 
     Those of 16 bits rarely do: a sum of 32 of their products seldom loses a bit in fp32. These differ by
     powers of two, and all but cancel in one output of each row: what is left is what was rounded on the way.

@@ -72,8 +72,8 @@ class Healing:
         rows = [self._row(found.step, fault) for fault in found.faults[:WRITTEN]]
         with self.way.trainer.world.agreement():
             if self.way.trainer.world.rank == 0:
-                with failing_as(f"{self.path}: cannot be written"):
-                    add_lines(self.path, map(strict_json, rows))
+                with failing_as(f"{self.path}: cannot be written"), self.path.open("a+b") as file:
+                    add_lines(file.fileno(), map(strict_json, rows))
         faulty = [
             {"rank": rank, "node": self._nodes[rank], "faults": count}
             for rank, count in self._of_rank.items()

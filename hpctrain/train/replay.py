@@ -181,22 +181,31 @@ def _steps(path: Path, recorded: Recorded, wanted: int | None) -> int:
 @contextmanager
 def engine_of(world: World, deck: Deck, path: Path | None, make: MakeTrainer = make_trainer) -> Iterator[Run]:
     """The run as it goes on from the checkpoint, or begins, but out of its own folder. Collective."""
+    with _elsewhere(world) as folder:
+        changed = deck.with_keys(
+            run={"dir": folder, "trace": False},
+            memory={"offload_dir": deck.memory.offload_dir or folder},
+            stability={"verify_layout": False},
+        )
+        run = open_run(world, changed, path, make=make)
+        try:
+            yield run
+        finally:
+            run.trainer.close()
+            run.trainer.engine.close()
+            run.corpus.close()
+
+
+@contextmanager
+def _elsewhere(world: World) -> Iterator[str]:
+    """The name of a folder that is not there yet; what a run writes to it goes in the end. Collective."""
     name = world.everyone.broadcast_object(f"hpctrain-replay-{secrets.token_hex(8)}")
-    elsewhere = str(Path(tempfile.gettempdir()) / name)
-    changed = deck.with_keys(
-        run={"dir": elsewhere, "trace": False},
-        memory={"offload_dir": deck.memory.offload_dir or elsewhere},
-        stability={"verify_layout": False},
-    )
-    run = open_run(world, changed, path, make=make)
+    folder = Path(tempfile.gettempdir()) / name
     try:
-        yield run
+        yield str(folder)
     finally:
-        run.trainer.close()
-        run.trainer.engine.close()
-        run.corpus.close()
         if world.rank == 0:
-            remove_replayed(Path(elsewhere))
+            remove_replayed(folder)
 
 
 def reasons_of(

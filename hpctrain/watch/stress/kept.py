@@ -15,7 +15,7 @@ from typing import Any
 
 from hpctrain.characters import escaped, is_control
 from hpctrain.errors import HpctrainError
-from hpctrain.files import parse_json, read_bytes, require_writable, strict_json
+from hpctrain.files import add_lines, parse_json, read_bytes, require_writable, strict_json
 from hpctrain.watch.stress.nodes import MEASURES, Kept, Node
 
 FILE = "node-rates.jsonl"
@@ -78,13 +78,10 @@ def keep_rates(path: Path, nodes: Sequence[Node], day: str) -> str:
         for node in nodes
         if node.rates
     ]
-    text = "".join(f"{strict_json(row)}\n" for row in rows).encode()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _alone(path) as descriptor:
-            size = os.fstat(descriptor).st_size
-            torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-            os.write(descriptor, b"\n" * torn + text)
+            add_lines(descriptor, map(strict_json, rows))
             _shorten(path, descriptor)
     except OSError as error:
         return error.strerror or str(error)
