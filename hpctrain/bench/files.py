@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from hpctrain.comm.host_memory import peak_rss_bytes, resident_bytes
+from hpctrain.errors import InputOutputError
 from hpctrain.files import descriptor_of, synchronize
 
 BLOCK_BYTES = 16 << 20
@@ -30,7 +31,8 @@ def read_plainly(paths: Sequence[Path], count: int) -> None:
         with path.open("rb", buffering=0) as stream:
             while count and (done := stream.readinto(block[:count])):
                 count -= done
-    assert count == 0, (paths, count)
+    if count:
+        raise InputOutputError(f"{paths[-1]}: {count} bytes fewer than were to be read")
 
 
 def forget(folder: Path) -> None:

@@ -221,7 +221,8 @@ def _pieces(
         ]
     held = [sum(piece.rectangle.elements for piece in mine) for mine in pieces.values()]
     for stored, count in zip(datasets.values(), combined(group, np.array(held, np.int64)), strict=True):
-        assert count == stored.elements, f"{stored.dataset}: the ranks hold {count} of {stored.elements}"
+        if count != stored.elements:
+            raise RuntimeError(f"{stored.dataset}: the ranks hold {count} of {stored.elements} elements")
     in_order = (piece for mine in pieces.values() for piece in mine)
     return sorted(in_order, key=lambda piece: not piece.entry.changes_in_step)
 
@@ -236,5 +237,7 @@ def _agreed_tensors(group: Group, entries: Sequence[Entry]) -> Tensors:
     for rows in group.all_gather_object(mine if first else []):
         for dataset, kind, shape in rows:
             described = (kind, tuple(shape))
-            assert tensors.setdefault(dataset, described) == described, (dataset, tensors[dataset], described)
+            known = tensors.setdefault(dataset, described)
+            if known != described:
+                raise RuntimeError(f"{dataset}: ranks hold it as {known} and as {described}")
     return dict(sorted(tensors.items()))

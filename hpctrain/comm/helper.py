@@ -53,7 +53,8 @@ def end_group_with(parent: int) -> bool:
     ends, so do both, with all others of their group, whatever they are at: these started them, and the system
     would end none for it. Whether `parent` is still there.
     """
-    assert os.getpgid(0) == os.getpid(), "of no group of its own"
+    if os.getpgid(0) != os.getpid():
+        raise RuntimeError("this process does not lead a process group, so it must not end one")
     heard = {signal.SIGCHLD, signal.SIGHUP}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, heard)
     first = os.getpid()

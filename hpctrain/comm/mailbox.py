@@ -53,7 +53,8 @@ class Mailbox:
     def send(self, receiver: int, numbers: Sequence[float], *tensors: Tensor) -> None:
         """Start to send a letter, and the tensors behind it."""
         letter = torch.tensor(numbers, dtype=torch.float64)
-        assert letter.nbytes < MESSAGE_BYTES, "of a letter MPI itself tells how long it is"
+        if letter.nbytes >= MESSAGE_BYTES:
+            raise ValueError(f"a letter of {len(numbers)} numbers is too long for one MPI message")
         self._sending[receiver].append(self.group.start_send(letter, receiver, _NUMBERS))
         self.hand(receiver, *tensors)
 

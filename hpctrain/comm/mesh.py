@@ -113,9 +113,10 @@ def expert_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
     Where `sizes` names no experts they are split over no ranks.
     """
     split = {axis: sizes.get(axis, 1) for axis in ("expert", "expert_tensor")}
-    of_stage = rank_count(sizes) // sizes["pipeline"]
-    assert of_stage % prod(split.values()) == 0, sizes
-    return {"pipeline": sizes["pipeline"], "expert_data": of_stage // prod(split.values())} | split
+    stage_ranks = rank_count(sizes) // sizes["pipeline"]
+    expert_data, rest = divmod(stage_ranks, prod(split.values()))
+    assert rest == 0, sizes
+    return {"pipeline": sizes["pipeline"], "expert_data": expert_data} | split
 
 
 def coordinates(sizes: Mapping[str, int], rank: int) -> dict[str, int]:

@@ -136,7 +136,7 @@ def dataset_of(deck: Deck) -> UsersDataset:
     """The dataset of a deck that names one, of which the first batch is known. HpctrainError with the key."""
     try:
         opened = open_dataset(DatasetName.of(deck))
-        assert opened.forms
+        _ = opened.forms  # reads the first batch
     except HpctrainError as error:
         first, *frames = error.problems
         raise HpctrainError([deck.problem("data.dataset", first), *frames]) from error

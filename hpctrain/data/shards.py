@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from hpctrain.data.stored import require_range
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.data.tokenizer_difference import tokenizer_difference
 from hpctrain.data.tokens import TokenFile
@@ -66,7 +67,7 @@ class Shards:
         """Tokens start .. start + count - 1, int64 [count]. Errors as of the file that they are in."""
         import torch  # what looks at a header alone need not wait for it
 
-        assert 0 <= start <= start + count <= self.tokens, (start, count, self.tokens)
+        require_range(start, count, self.tokens)
         pieces = [file.read(begin, number) for file, begin, number in self._parts(start, count)]
         if len(pieces) == 1:
             return pieces[0]
@@ -74,7 +75,7 @@ class Shards:
 
     def file_at(self, token: int) -> TokenFile:
         """The file that a token is in."""
-        assert 0 <= token < self.tokens, (token, self.tokens)
+        require_range(token, 1, self.tokens)
         return self.files[bisect_right(self._begins, token, hi=len(self.files)) - 1]
 
     def _parts(self, start: int, count: int) -> Iterator[tuple[TokenFile, int, int]]:

@@ -18,6 +18,12 @@ TEXT = np.dtype("u1")
 BLOCK = 1 << 20
 
 
+def require_range(start: int, count: int, size: int) -> None:
+    """Raise an IndexError unless `count` elements from `start` on lie within an array of `size` elements."""
+    if not 0 <= start <= start + count <= size:
+        raise IndexError(f"elements [{start}, {start + count}) are out of range [0, {size})")
+
+
 @dataclass(frozen=True)
 class StoredArray:
     """A contiguous dataset in a file that is open; `where` begins what is said of it."""
@@ -30,7 +36,7 @@ class StoredArray:
 
     def read(self, start: int, count: int) -> npt.NDArray[Any]:
         """Elements [count]; InputOutputError where they cannot be read."""
-        assert 0 <= start <= start + count <= self.size, (start, count, self.size)
+        require_range(start, count, self.size)
         values = np.empty(count, self.dtype)
         rest = memoryview(values.view(TEXT).data)
         offset = self.offset + start * self.dtype.itemsize

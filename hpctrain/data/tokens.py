@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from hpctrain.comm.outcome import reason
 from hpctrain.data.contents import CONTENTS_VERSION, Contents
-from hpctrain.data.stored import CHECKSUM, TEXT, PiecedArray, StoredArray
+from hpctrain.data.stored import CHECKSUM, TEXT, PiecedArray, StoredArray, require_range
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.errors import InputOutputError
 from hpctrain.files import open_regular
@@ -138,7 +138,7 @@ class TokenFile:
         """
         import torch  # what looks at a header alone need not wait for it
 
-        assert 0 <= start <= start + count <= self.tokens, (start, count, self.tokens)
+        require_range(start, count, self.tokens)
         tokens = np.empty(count, np.int64)
         self._read(self._tokens, start, tokens)
         return torch.from_numpy(tokens)
@@ -154,7 +154,8 @@ class TokenFile:
 
     def others(self, row: int) -> dict[str, Any]:
         """What else a row of preferences or prompts has; errors as of `read`."""
-        assert self._others is not None and 0 <= row < self.contents.rows, row
+        assert self._others is not None
+        require_range(row, 1, self.contents.rows)
         begin = int(self._other_ends.read(row - 1, 1)[0]) if row else 0
         text = np.empty(int(self._other_ends.read(row, 1)[0]) - begin, np.uint8)
         self._read(self._others, begin, text)

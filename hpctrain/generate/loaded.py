@@ -97,13 +97,15 @@ class Model:
         self.step = int(state.get("step", 0))
         self.window, self.vocabulary = part.hidden_shape(1)[0], deck.model.vocabulary
         self._world = world
-        self._tokenizer = stored_tokenizer(state, path) if isinstance(state.get("tokenizer"), str) else None
+        self._tokenizer: Tokenizer | None = None
+        if isinstance(state.get("tokenizer"), str):
+            self._tokenizer = stored_tokenizer(state, path, self.vocabulary)
 
     @property
     def tokenizer(self) -> Tokenizer:
         """What makes tokens of text. HpctrainError where the checkpoint has none."""
         if self._tokenizer is None:
-            return stored_tokenizer({}, self.path)  # which says so
+            return stored_tokenizer({}, self.path, self.vocabulary)  # which says so
         return self._tokenizer
 
     @property

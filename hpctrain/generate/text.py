@@ -24,7 +24,7 @@ from hpctrain.deck.objective import OF_SCORES
 from hpctrain.deck.schema import Deck, Machine
 from hpctrain.engine.generation import generation_deck, generation_stage
 from hpctrain.engine.stage import load_parameters
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.generate.continuing import Text, continue_texts
 from hpctrain.generate.passes import CachedPasses, can_cache, least_rows
 from hpctrain.generate.prompts import Prompt, PromptSource
@@ -248,8 +248,8 @@ def load_model(
         if room is not None and parameter_bytes(split_deck(state, path, 1, pipeline)) <= room // 2:
             tensor = 1
         deck = split_deck(state, path, most if tensor is None else tensor, pipeline)
-        tokenizer = stored_tokenizer(state, path)
-        assert deck.model.vocabulary is not None and tokenizer.vocabulary <= deck.model.vocabulary
+        assert deck.model.vocabulary is not None
+        tokenizer = stored_tokenizer(state, path, deck.model.vocabulary)
     torch.set_num_threads(deck.run.threads)
     return load_part(world, path, deck), tokenizer
 
@@ -291,12 +291,22 @@ def split_deck(state: dict[str, Any], path: Path, tensor: int, pipeline: int = 1
     return generation_deck(deck, tensor, pipeline, f"the model of {path}")
 
 
-def stored_tokenizer(state: dict[str, Any], path: Path) -> Tokenizer:
-    """The tokenizer in a checkpoint; HpctrainError where it has none."""
+def stored_tokenizer(state: dict[str, Any], path: Path, vocabulary: int) -> Tokenizer:
+    """Return the tokenizer in a checkpoint whose model has so many tokens.
+
+    Raises:
+        HpctrainError: The checkpoint has no tokenizer.
+        InputOutputError: The tokenizer has more tokens than the model.
+    """
     text = state.get("tokenizer")
     if not isinstance(text, str):
         raise HpctrainError(
             f"{path}: holds no tokenizer, so that no text can be generated; train on a token file made by "
             "`hpctrain prepare`, which has one"
         )
-    return Tokenizer(text, f"{path}: tokenizer")
+    tokenizer = Tokenizer(text, f"{path}: tokenizer")
+    if tokenizer.vocabulary > vocabulary:
+        raise InputOutputError(
+            f"{path}: its tokenizer has {tokenizer.vocabulary} tokens, more than its model's {vocabulary}"
+        )
+    return tokenizer

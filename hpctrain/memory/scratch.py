@@ -200,7 +200,8 @@ class ScratchFiles:
         InputOutputError where the disk does not have it.
         """
         path = self.folder / name
-        assert re.fullmatch(FILE_NAME, name), name
+        if not re.fullmatch(FILE_NAME, name):
+            raise ValueError(f"{name!r} is not a name of a scratch file")
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
             self._descriptors.append(descriptor)

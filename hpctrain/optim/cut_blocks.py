@@ -92,7 +92,8 @@ class Division:
         """
         self.group, self.blocks, self.dtype = group, blocks, dtype
         named = group.all_gather_object(list(names))
-        assert all(each == named[0] for each in named), f"{group}: pieces of other blocks: {named}"
+        if any(each != named[0] for each in named):
+            raise RuntimeError(f"{group}: ranks hold pieces of different matrices: {named}")
         self.rounds: list[list[int | None]] = []
         # Alike ones meet in a round, and who has done least has the longest of them.
         order = sorted(range(len(blocks)), key=lambda number: -blocks[number].work)

@@ -119,5 +119,5 @@ def test_who_has_done_least_has_the_longest_of_a_round() -> None:
 def test_pieces_of_other_blocks_are_found(world: World) -> None:
     blocks = blocks_of(world)
     Division(world.everyone, [], [], torch.float32)
-    with pytest.raises(AssertionError, match="pieces of other blocks"):
+    with pytest.raises(RuntimeError, match="pieces of different matrices"):
         Division(world.everyone, blocks, [number * world.rank for number in range(7)], torch.float32)

@@ -216,7 +216,11 @@ def new_file(path: Path, tensors: Sequence[NewTensor]) -> Iterator[tuple[str, ND
     synchronize(path)
     written = _open(path)
     for tensor in tensors:
-        assert tuple(written.get_slice(tensor.name).get_shape()) == tensor.shape
+        shape = tuple(written.get_slice(tensor.name).get_shape())
+        if shape != tensor.shape:
+            raise InputOutputError(
+                f"{path}: {tensor.name} reads back with shape {list(shape)}, not {list(tensor.shape)}"
+            )
 
 
 def write_text(path: Path, text: str) -> None:

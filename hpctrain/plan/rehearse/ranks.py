@@ -112,8 +112,8 @@ class RankProgrammes:
             for named in step.recorder.groups.values():
                 if named.name not in found:
                     found[named.name] = membership(named.name, self.sizes)
-                told = found[named.name].of(named.ranks[named.rank])
-                assert tuple(told.tolist()) == named.ranks, named
+                members = tuple(found[named.name].of(named.ranks[named.rank]).tolist())
+                assert members == named.ranks, named
         return found
 
     def place(self, rank: int) -> str:

@@ -52,12 +52,15 @@ class Intake(Generic[Parcel]):
         if self.distance is None:
             yield [Pushed(worker, parcel, self.version - self._pulled[worker])]
             return
-        assert self.version <= step <= self.version + self.distance, (worker, step, self.version)
+        if not self.version <= step <= self.version + self.distance:
+            raise RuntimeError(f"worker {worker} pushed step {step} to parameters of step {self.version}")
         of_step = self._kept.setdefault(step, {})
-        assert worker not in of_step, (worker, step)
+        if worker in of_step:
+            raise RuntimeError(f"worker {worker} pushed step {step} twice")
         of_step[worker] = parcel
         self._stale[worker, step] = step - self._pulled[worker]
-        assert self.kept <= self.bound, (self.kept, self.bound)
+        if self.kept > self.bound:
+            raise RuntimeError(f"{self.kept} pushes wait for others, and at most {self.bound} may")
         while len(self._kept.get(self.version, ())) == self.workers:
             done, now = self._kept.pop(self.version), self.version
             yield [Pushed(each, done[each], self._stale.pop((each, now))) for each in sorted(done)]
@@ -68,7 +71,8 @@ class Intake(Generic[Parcel]):
 
     def pull(self, worker: int, step: int) -> None:
         """A worker wants the parameters, to compute its share of a step with."""
-        assert worker not in self._waiting, worker
+        if worker in self._waiting:
+            raise RuntimeError(f"worker {worker} asked for parameters twice")
         self._waiting[worker] = self.version if self.distance is None else step - self.distance
 
     def answers(self) -> list[int]:

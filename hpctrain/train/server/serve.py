@@ -156,7 +156,8 @@ class Server:
         self._packed = None
         for _ in range(self.roles.workers):
             letter = self.mailbox.take()
-            assert letter.numbers[0] == Kind.PULL, letter
+            if letter.numbers[0] != Kind.PULL:
+                raise RuntimeError(f"a server expects a pull of parameters, not {letter}")
             self._heed(letter)
             self._send(letter.sender - self.roles.servers)
         self.mailbox.settle()

@@ -48,7 +48,8 @@ class Turns:
 
     def ask(self, worker: int, pushed: bool) -> None:
         """A worker asks for work, having `pushed` the share that it was given before, if it was."""
-        assert worker not in self._asking and worker not in self.paused, worker
+        if worker in self._asking or worker in self.paused:
+            raise RuntimeError(f"worker {worker} asked for work while it waits or pauses")
         self.done[worker] += pushed
         self._asking.add(worker)
 

@@ -113,7 +113,8 @@ class Worker:
         """What the head gives out next."""
         letter = self.mailbox.take()
         kind, pause, step, number = letter.numbers
-        assert (letter.sender, kind) == (HEAD, Kind.SHARE), letter
+        if (letter.sender, kind) != (HEAD, Kind.SHARE):
+            raise RuntimeError(f"a worker expects a share of the head, not {letter}")
         return None if pause else Share(int(step), int(number))
 
     def _compute(self, state: TrainState, share: Share) -> None:
