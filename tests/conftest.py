@@ -8,14 +8,14 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
-from zlib import crc32
 
 import pytest
 
 from tests.launch import ROOT, clean_environment, launcher
+from tests.selection import SEED, beyond_samples, repeat_command, seed, takes_all_cases
 from tests.warm import FOREIGN, Server
 
 if TYPE_CHECKING:
@@ -35,8 +35,6 @@ pytest_plugins = ["tests.mpi_plugin"]
 
 # What only a run that names it in -m starts.
 ON_DEMAND = ("cluster", "slow")
-ALL_CASES = "HPCTRAIN_ALL_CASES"
-"""Set where every case of tests that are `sampled` is to run (make test-full)."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -45,23 +43,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if name not in config.getoption("markexpr"):
             config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker(name)])
             items[:] = [item for item in items if not item.get_closest_marker(name)]
-    if not (
-        os.environ.get(ALL_CASES) or config.getoption("keyword") or any("::" in arg for arg in config.args)
-    ):
+    if not takes_all_cases(config):
         left_out = set(beyond_samples(items))
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
 
 
-def beyond_samples(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
-    """Cases of tests that are `sampled` beyond so many: on all ranks, and in each run, the same."""
-    cases: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("sampled"):
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for each in cases.values():
-        (count,) = each[0].get_closest_marker("sampled").args
-        yield from sorted(each, key=lambda item: crc32(item.nodeid.encode()))[count:]
+def pytest_report_header() -> str:
+    """Return the seed of the selection, which is printed at the start of every run."""
+    return f"selection of cases: {SEED}={seed()} (the commit, unless it is set)"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Tell with every failure how the same case is run again."""
+    report = yield
+    if report.failed:
+        together = item.config.pluginmanager.get_plugin("together")
+        command = repeat_command(item, together.size if together else None)
+        report.sections.append(("run it again", f"{command}\n{SEED}={seed()}"))
+    return report
 
 
 def pytest_collection_finish() -> None:

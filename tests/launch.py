@@ -6,9 +6,9 @@ import os
 import shlex
 import subprocess
 from functools import cache
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.selection import ROOT
+from tests.selection import VARIABLES as SELECTION_VARIABLES
 
 
 def launcher(ranks: int) -> list[str]:
@@ -34,7 +34,11 @@ def _flags(program: str) -> tuple[str, ...]:
 def clean_environment() -> dict[str, str]:
     """The environment without what a launcher put there, so that a child may start as a world of its own."""
     marks = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDRA_", "HYDI_", "MPIR_", "MPI_LOCAL", "SLURM_")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(marks)}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(marks) and name not in SELECTION_VARIABLES
+    }
     return kept | {
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",

@@ -7,7 +7,7 @@ which may hang in a call that it never made: then it prints its traceback and ab
 A rank that dies takes the run with it (mpirun sees to that, and names the rank).
 Ranks above 0 print nothing but such a last word.
 
-Tests whose mpi mark is not for so many ranks are left out: fewer have proven it, or it needs more.
+Tests that are not for so many ranks are left out (`tests/selection.py`).
 
 Several runs can share the tests: each begins those that none has begun, and creates a file for each in the
 folder that CLAIMS names.
@@ -18,7 +18,6 @@ from __future__ import annotations
 import faulthandler
 import io
 import os
-import re
 import shutil
 import signal
 import sys
@@ -32,6 +31,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.selection import RankSelection
+
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
@@ -40,8 +41,6 @@ GRACE = 3.0
 #: Seconds that a rank waits for the others to collect the same tests.
 COLLECTION_GRACE = 60.0
 FAILED_RUN = 70
-MARK = re.compile(r"pytest\.mark\.mpi\b((?:\([^)]*\))?)")
-SIZE = re.compile(r"(min_size|max_size) *= *(\d+)")
 #: Environment variable: a folder, and ":1/2" for the second of two runs, which begins in the middle.
 CLAIMS = "HPCTRAIN_TEST_CLAIMS"
 
@@ -55,6 +54,7 @@ class Together:
         self.communicator = communicator
         self.rank = communicator.rank
         self.size = communicator.size
+        self.selection = RankSelection.of(self.size, config)
         # mpirun ends the ranks with SIGTERM when one has died: show what this one was waiting for.
         self.last_word = os.dup(2)
 
@@ -121,24 +121,18 @@ class Together:
             del report.wasxfail
 
     def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
-        """Do not even load a file none of whose marks is for so many ranks: what it imports takes seconds."""
+        """Skip a file with no test for this number of ranks: importing it would take seconds."""
         named = {Path(argument.partition("::")[0]).resolve() for argument in self.config.args}
         if not collection_path.match("test_*.py") or collection_path in named:
             return None
-        marks = MARK.findall(collection_path.read_text(encoding="utf-8"))
-        sizes = [{name: int(number) for name, number in SIZE.findall(mark)} for mark in marks]
-        return None if any(self.fits(**each) for each in sizes) else True
+        return None if self.selection.takes_file(collection_path) else True
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Leave out the tests that are not for so many ranks."""
-        chosen = [item for item in items if all(self.fits(**m.kwargs) for m in item.iter_markers(name="mpi"))]
+        """Leave out the tests that do not run on this number of ranks."""
+        chosen = [item for item in items if self.selection.takes_item(item)]
         config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
         items[:] = chosen
-
-    def fits(self, min_size: int = 1, max_size: int | None = None) -> bool:
-        """Whether a test with such a mark is for so many ranks."""
-        return min_size <= self.size and (max_size is None or self.size <= max_size)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self) -> None:

@@ -24,6 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 from tests.launch import is_open_mpi, launcher  # noqa: E402
 from tests.mpi_plugin import CLAIMS  # noqa: E402
+from tests.selection import RANKS, SEED, seed  # noqa: E402
 from tests.tally import KINDS, VARIABLE, count  # noqa: E402
 from tests.warm import FOREIGN, Server  # noqa: E402
 
@@ -208,14 +209,16 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--ranks", default="1 2 4 8", help="numbers of ranks, in one word")
     parser.add_argument("--slow", action="store_true", help="the slow tests too, as the last part")
     parser.add_argument("arguments", nargs="*", help="more arguments for pytest, after --")
-    wish = parser.parse_args(words)
+    options = parser.parse_args(words)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # end what was started first
-    parts = [Part(0), *(Part(int(number)) for number in wish.ranks.split())]
-    if wish.slow:
+    os.environ |= {SEED: seed(), RANKS: options.ranks}
+    print(f"selection of cases: {SEED}={seed()}", flush=True)
+    parts = [Part(0), *(Part(int(number)) for number in options.ranks.split())]
+    if options.slow:
         parts.append(Part(0, slow=True))
     with closing(Server(*LOADED)) as server:
-        outcomes = [run(part, wish.arguments, server) for part in parts]
-    code = verdict(outcomes, bool(wish.arguments))
+        outcomes = [run(part, options.arguments, server) for part in parts]
+    code = verdict(outcomes, bool(options.arguments))
     print("== summary")
     for outcome in outcomes:
         print(outcome.line())

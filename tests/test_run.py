@@ -35,11 +35,13 @@ def test_serial():
     verdict("serial")
 
 @pytest.mark.mpi
+@pytest.mark.ranks(1, 2)
 def test_ranks():
     from hpctrain.comm.library import MPI
     verdict(str(MPI.COMM_WORLD.size))
 
 @pytest.mark.mpi
+@pytest.mark.ranks(1, 2)
 def test_next():
     pass
 """

@@ -16,6 +16,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.memory.scratch import to_fill, to_read
 from hpctrain.train.checkpoints import Checkpoints
 from tests.engines import LLAMA, Trainer, small_deck, trainer
+from tests.selection import ALL_CASES
 
 # Micro-batches of one sequence, so that one, two, three, four and eight data ranks divide a batch.
 SIZES = ("model.layers=4", "batch.global_size=24", "batch.micro_size=1", "batch.sequence=16", "run.steps=3")
@@ -39,7 +40,6 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
         ("layout.pipeline=2", "layout.tensor=2", "layout.context=2", "layout.context_form=all_to_all"),
     ),
 }
-ALL_PAIRS = "HPCTRAIN_ALL_CASES"
 
 
 @dataclass
@@ -102,7 +102,7 @@ def sources(model: str, target: int) -> list[str]:
     """The layouts whose files a layout reads: all with the variable above set, else one a model."""
     names = list(LAYOUTS)
     others = [name for name in names if name != names[target]]
-    if os.environ.get(ALL_PAIRS):
+    if os.environ.get(ALL_CASES):
         return others
     return [others[((5 * target + 3) if model == "tied" else (7 * target + 1)) % 11]]
 

@@ -1,0 +1,114 @@
+"""Each test runs on the number of ranks that proves it; sampled cases change with the commit."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import selection
+from tests.launch import ROOT, clean_environment
+from tests.selection import ALL_CASES, RANKS, ROTATION, SEED, RankSelection, proving_size
+
+SIZES = (1, 2, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("marks", "expected"),
+    [
+        ([{}], 2),
+        ([{"max_size": 1}], 1),
+        ([{"min_size": 2, "max_size": 4}], 2),
+        ([{"min_size": 3}], 4),
+        ([{"min_size": 8}], 8),
+        ([{"min_size": 1}, {"max_size": 1}], 1),
+        ([{"min_size": 5, "max_size": 7}], None),
+    ],
+)
+def test_the_lowest_number_above_one_that_the_marks_admit(
+    marks: list[dict[str, int]], expected: int | None
+) -> None:
+    assert proving_size(SIZES, marks) == expected
+
+
+TESTS = """
+import pytest
+
+@pytest.mark.mpi
+def test_any(): pass
+
+@pytest.mark.mpi
+@pytest.mark.ranks(1)
+def test_named(): pass
+
+@pytest.mark.mpi(min_size=3)
+def test_many(): pass
+"""
+
+
+def selected(size: int, path: Path, sizes: tuple[int, ...] = SIZES) -> bool:
+    return RankSelection(size, sizes).takes_file(path)
+
+
+def test_a_file_is_imported_only_where_one_of_its_tests_runs(tmp_path: Path) -> None:
+    path = tmp_path / "test_it.py"
+    path.write_text(TESTS)
+    turns = [size for size in SIZES if RankSelection(size, SIZES)._takes_all_of(path)]
+    assert [size for size in SIZES if selected(size, path)] == sorted({1, 2, 4, *turns})
+    assert all(selected(size, path, ()) for size in SIZES)
+    path.write_text("@pytest.mark.mpi(max_size=number)\n")
+    assert all(selected(size, path) for size in SIZES)
+
+
+def test_over_many_commits_each_file_runs_on_all_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "test_it.py"
+    path.write_text("@pytest.mark.mpi\n")
+    turns = 0
+    for number in range(100 * ROTATION):
+        monkeypatch.setattr(selection, "seed", lambda number=number: str(number))
+        turns += selected(4, path)
+    assert 60 < turns < 140
+
+
+CASES = """
+import pytest
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("number", range(12))
+def test_some(number): assert number < 0
+"""
+
+
+def run_cases(folder: Path, *arguments: str, **environment: str) -> tuple[list[str], str]:
+    """Run a file whose cases all fail, and return the numbers of the cases that ran, and the output."""
+    (folder / "test_cases.py").write_text(CASES)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-rf", "-p", "tests.conftest", *arguments],
+        cwd=ROOT,
+        env=clean_environment() | environment,
+        capture_output=True,
+        text=True,
+    )
+    lines = done.stdout.splitlines()
+    numbers = [line.partition("[")[2].partition("]")[0] for line in lines if line.startswith("FAILED")]
+    return numbers, done.stdout
+
+
+def test_each_seed_runs_other_cases_and_every_failure_tells_how_to_repeat_it(tmp_path: Path) -> None:
+    file = str(tmp_path)
+    first, output = run_cases(tmp_path, file, **{SEED: "one"})
+    assert len(first) == 2
+    assert "HPCTRAIN_TEST_SEED=one" in output
+    assert f"::test_some[{first[0]}]'" in output.partition("run it again")[2]
+    assert run_cases(tmp_path, file, **{SEED: "one"})[0] == first
+    assert run_cases(tmp_path, file, **{SEED: "two"})[0] != first
+
+
+def test_all_cases_run_where_they_are_named_or_asked_for(tmp_path: Path) -> None:
+    named, _ = run_cases(tmp_path, f"{tmp_path / 'test_cases.py'}::test_some", **{SEED: "one"})
+    everything, _ = run_cases(tmp_path, str(tmp_path), **{SEED: "one", ALL_CASES: "yes", RANKS: "1 2"})
+    assert len(named) == len(everything) == 12
