@@ -8,6 +8,7 @@ from typing import Literal, get_origin
 
 from pydantic.fields import FieldInfo
 
+from hpctrain.deck.at_resume import RESUME_RULES
 from hpctrain.deck.key import extra
 from hpctrain.deck.presets import PRESETS
 from hpctrain.deck.schema import fields, sections
@@ -26,7 +27,9 @@ given. Sizes may be written as "25 MB" or "24 MiB", times as "90 s", "50 min" or
 the top of a deck, include = "base.toml" (or a list) takes the keys of other files, relative to this
 one; its own keys win. On the command line, --set section.key=value wins over all files, and --set
 section.key= puts a key back to its default. A default that names other keys follows them, also when
-a run goes on.
+a run goes on. "Resume" tells what happens where a run goes on with another value of a key: it is free,
+or refused, or needs state of the optimizer that the checkpoint does not have, which
+optimizer.restart = true begins anew.
 """
 _PRESET_KEYS = ("family", "layers", "hidden", "heads", "key_value_heads", "mlp", "vocabulary", "norm_epsilon")
 
@@ -44,37 +47,40 @@ def reference_text(section: str | None = None, width: int = _WIDTH) -> str:
     parts: list[list[str]] = [] if section else [_wrapped(" ".join(_HEAD.split()), width, 0)]
     for name in [section] if section else sections():
         parts.append([*_wrapped(f"[{name}]  {sections()[name].__doc__}", width, 2), ""])
-        for heading, keys in _tables(name):
+        for heading, full, keys in _tables(name):
             parts[-1] += ["", *_wrapped(heading, width, 2), ""] if heading else []
-            parts[-1] += _section_table(keys) if as_table else _section_list(keys, width)
+            parts[-1] += _section_table(full, keys) if as_table else _section_list(full, keys, width)
     if section in {None, "model"}:
         parts.append(_presets(width, as_table))
     return "\n\n".join("\n".join(part) for part in parts) + "\n"
 
 
-def _tables(section: str) -> Iterator[tuple[str, Mapping[str, FieldInfo]]]:
-    """The keys of a section, and behind them, each with its heading, those of tables that a key holds."""
-    yield "", fields(section)
+def _tables(section: str) -> Iterator[tuple[str, str, Mapping[str, FieldInfo]]]:
+    """Yield heading, full name and keys of a section, and then of each table that one of its keys holds."""
+    yield "", section, fields(section)
     for key, field in fields(section).items():
+        full = f"{section}.{key}"
         if row := row_of(field):
-            yield f"  Keys of each [[{section}]], a table of {section}.{key}:", row.model_fields
+            yield f"  Keys of each [[{section}]], a table of {full}:", full, row.model_fields
         if inner := table_of(field):
-            yield f"  Keys of [{section}.{key}], a table:", inner.model_fields
+            yield f"  Keys of [{full}], a table:", full, inner.model_fields
 
 
-def _section_table(keys: Mapping[str, FieldInfo]) -> Iterator[str]:
+def _section_table(section: str, keys: Mapping[str, FieldInfo]) -> Iterator[str]:
     yield from _row(("key", "type", "default", "unit"))
     for key, field in keys.items():
         yield from _row((key, _type(key, field), _default(field), extra(field, "unit")))
         yield from _indented(field.description or "", _WIDTH)
+        yield from _indented(RESUME_RULES[f"{section}.{key}"].sentence, _WIDTH)
 
 
-def _section_list(keys: Mapping[str, FieldInfo], width: int) -> Iterator[str]:
+def _section_list(section: str, keys: Mapping[str, FieldInfo], width: int) -> Iterator[str]:
     for key, field in keys.items():
         yield f"  {key}"
         unit, default = extra(field, "unit"), _default(field)
         facts = [_type(key, field), default if default == "required" else f"default: {default}"]
-        for text in ("; ".join(facts + ([f"in {unit}"] if unit else [])), field.description or ""):
+        rule = RESUME_RULES[f"{section}.{key}"].sentence
+        for text in ("; ".join(facts + ([f"in {unit}"] if unit else [])), field.description or "", rule):
             yield from _indented(text, width)
 
 

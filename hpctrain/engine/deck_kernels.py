@@ -128,7 +128,8 @@ def as_before(deck: Deck, before: Deck, state: Mapping[str, Any]) -> Deck:
 
     By the library, unless the deck says otherwise, where it was begun when there was nothing to choose.
     """
-    split, products = state.get("split") if deck.layout == before.layout else None, state.get("products")
+    is_same = deck.layout == before.layout and deck.model.layers == before.model.layers
+    split, products = state.get("split") if is_same else None, state.get("products")
     found = Found(None if split is None else tuple(split), known_kernels(products))
     deck = functions_before(deck.with_found(found), before, state.get("compiled"))
     if "products" in state or "machine.products" in deck.sources.places:

@@ -10,6 +10,7 @@ from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.deck.check_world import check_world, world_problems
 from hpctrain.deck.objective import OF_SCORES
 from hpctrain.deck.schema import Deck
+from hpctrain.engine.resumable import require_same_model
 from hpctrain.engine.sizes import on_one_rank
 from hpctrain.errors import HpctrainError
 
@@ -17,8 +18,13 @@ from hpctrain.errors import HpctrainError
 def evaluated_deck(state: Mapping[str, Any], path: Path, overrides: Sequence[str], ranks: int) -> Deck:
     """The checkpoint's deck, as it evaluates on so many ranks: in the run's layout where that fits them, else
     all of them data ranks.
+
+    Raises:
+        HpctrainError: If `overrides` change the model of the checkpoint, among others.
     """
     deck = stored_deck(state, path, overrides)
+    if overrides:
+        require_same_model(deck, stored_deck(state, path), path)
     if deck.data.dataset is not None:
         raise HpctrainError(
             f"{path}: was trained on data.dataset, not on tokens, of which files could be read"

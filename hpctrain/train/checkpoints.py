@@ -29,11 +29,12 @@ from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine
 from hpctrain.engine.deck_kernels import computed_by
+from hpctrain.engine.resumable import begins_anew
 from hpctrain.sharding.bucket import await_readers
 from hpctrain.sharding.state import MODEL, OPTIMIZER
 from hpctrain.train.best import RECORD, BestSoFar
 from hpctrain.train.hook import Hook, StepDone
-from hpctrain.train.start import begins_anew, left_bias
+from hpctrain.train.start import left_bias
 from hpctrain.train.step import TrainState
 
 

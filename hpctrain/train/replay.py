@@ -22,6 +22,7 @@ from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.deck_kernels import as_before, computed_by
 from hpctrain.engine.functions import record_of
+from hpctrain.engine.resumable import require_same_model
 from hpctrain.errors import EXIT_DIFFERENT, EXIT_DONE, HpctrainError
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.report.contents import layout_text
@@ -66,6 +67,7 @@ def replay(
         # Of the noise scale nothing is told, and other ranks may not be able to measure it.
         deck = stored_deck(state, path, [*made, "run.noise_scale_steps=0", *overrides])
         _refuse_other_samples(original, deck)
+        require_same_model(deck, original, path)
         refuse_other_order(deck)
     count = _steps(path, recorded, steps)
     deck = as_before(deck, original, state)

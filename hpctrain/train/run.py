@@ -26,6 +26,7 @@ from hpctrain.engine.corpus import Corpus, open_corpus, settle_vocabulary
 from hpctrain.engine.deck_kernels import as_before
 from hpctrain.engine.functions import with_functions
 from hpctrain.engine.held_out import HeldOut, open_held_out
+from hpctrain.engine.resumable import keep_vocabulary, require_resumable
 from hpctrain.engine.seat import take_seat
 from hpctrain.errors import EXIT_AGAIN, EXIT_DONE, HpctrainError
 from hpctrain.model.shape import ModelShape
@@ -43,25 +44,17 @@ from hpctrain.train.layout import choose_layout
 from hpctrain.train.memory import MemoryLedger
 from hpctrain.train.mirror import begin_mirrors, require_neighbour
 from hpctrain.train.origin import compare_corpus, known_corpus
+from hpctrain.train.rate_change import rate_change
 from hpctrain.train.reference import bring_references, refer
 from hpctrain.train.routing import Routing, read_given
 from hpctrain.train.seconds import PlannedSeconds, StepSeconds, plan_seconds
 from hpctrain.train.server.checkpoints import ServedCheckpoints
 from hpctrain.train.server.trainer import ServedTrainer
 from hpctrain.train.signals import Signals
-from hpctrain.train.start import (
-    begins_anew,
-    require_no_second_warm_up,
-    require_same_adapters,
-    require_same_blocks,
-    require_same_head,
-    require_same_parametrization,
-    require_training_state,
-    start_from_source,
-)
+from hpctrain.train.start import require_training_state, start_from_source
 from hpctrain.train.startup import check_run_folder, prepare_ranks, read_agreed
 from hpctrain.train.step import TrainState
-from hpctrain.train.summary import decay_ended, introduction, rate_jumps, warms_again
+from hpctrain.train.summary import decay_ended, introduction
 from hpctrain.train.taken import Taken, take_mirror
 from hpctrain.train.time_limit import BYTES_PER_SECOND, Pace, TimeLimit
 from hpctrain.train.trainer import Beginning, MakeTrainer, Trainer, make_trainer
@@ -447,17 +440,18 @@ def _go_on(
     """Train on from a checkpoint with that state; the exit code.
 
     `follows` says whether the number of replicas is what the ranks make; what is `said` at the start, too.
-    A run that is done stays as it is. HpctrainError where the checkpoint is beyond the last step,
-    InputOutputError where it is damaged.
+    A run that is done stays as it is. HpctrainError where the deck changes what a resumed run keeps, or where
+    the checkpoint is beyond the last step; InputOutputError where it is damaged.
     """
     done = False
     with world.agreement():
         before = stored_deck(state, path)
-        require_same_blocks(deck, before, path)
-        require_same_head(deck, before, path)
-        require_same_parametrization(deck, before, path)
-        require_same_adapters(deck, before, path)
         step = int(state.get("step", 0))
+        makes, ranks = "", int(state.get("ranks", world.size))
+        if follows:
+            deck, makes = with_ranks(deck, before, ranks, world.size)
+        require_resumable(deck, before, path, int(state.get("updates", step)))
+        deck = keep_vocabulary(deck, before)
         if deck.run.steps < step:
             below = f"is below the step of {path}, {step}; a run goes on to a later one"
             if deck.run.tokens is not None:
@@ -475,16 +469,10 @@ def _go_on(
             print(*fit(sentence, columns()), sep="\n", flush=True)
         return EXIT_DONE
     with world.agreement():
-        begins_anew(deck, before, path)
-        makes, ranks = "", int(state.get("ranks", world.size))
-        if follows:
-            deck, makes = with_ranks(deck, before, ranks, world.size)
-        require_no_second_warm_up(deck, before, int(state.get("updates", step)))
         deck = as_before(deck, before, state)
         if world.rank == 0:
             refuse_other_folder(deck, path)
-    rates = warms_again(deck, before, step), rate_jumps(deck, before, step)
-    opening = prepare_ranks(world, deck), *rates, makes, *said
+    opening = prepare_ranks(world, deck), rate_change(deck, before, step), makes, *said
     if not before.checkpoint.mirror:  # else it goes on with what nodes are left
         require_neighbour(world, deck)
     return open_run(world, deck, path, replayed=replayed, make=make).train(signals, opening)

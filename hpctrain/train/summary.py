@@ -18,7 +18,6 @@ from hpctrain.engine.deck_kernels import introduce_kernels
 from hpctrain.engine.functions import introduce_functions
 from hpctrain.engine.recompute import introduce_recompute
 from hpctrain.model.count import count
-from hpctrain.optim.schedule import LearningRate
 from hpctrain.parallel.fp8.found import native
 from hpctrain.parallel.fp8.recipes import RECIPES
 from hpctrain.plan.words import active_words
@@ -165,44 +164,6 @@ def decay_ended(deck: Deck, step: int) -> str:
         f"the decay has ended: steps {step + 1} to {deck.run.steps} train at its floor, {rate.floor:g} of "
         "the peak (--set learning_rate.decay_steps= lets it end with the run)",
     )
-
-
-def warms_again(deck: Deck, before: Deck, step: int) -> str:
-    """What to warn of where a run that goes on after `step` steps warms up once more; "" where it does not.
-
-    `before` is its deck as it was.
-    """
-    warmup = deck.learning_rate.warmup
-    if not before.learning_rate.warmup <= step < min(warmup, deck.run.steps):
-        return ""
-    return deck.problem(
-        "learning_rate.warmup",
-        f"the rate warms up again: steps {step + 1} to {warmup} lie within it, and the run had warmed up "
-        f"(--set learning_rate.warmup={before.learning_rate.warmup} leaves it as it was)",
-    )
-
-
-def rate_jumps(deck: Deck, before: Deck, step: int) -> str:
-    """What to warn of where a run goes on after `step` steps and its "wsd" rate does not; "" where it does.
-
-    `before` is its deck as it was.
-    """
-    rate, old = deck.learning_rate, before.learning_rate
-    if rate.decay != "wsd" or not max(rate.warmup, old.warmup) <= step < rate.decay_steps:
-        return ""
-    was, now = (
-        LearningRate(**(keys.model_dump() | {"peak": 1.0, "reference_batch": 0})).at(step, 1)
-        for keys in (old, rate)
-    )
-    if was == now:
-        return ""
-    how = ""
-    if was == 1:
-        how = f" (--set learning_rate.cooldown={rate.decay_steps - step} begins the decay here)"
-    elif old.decay == "wsd":
-        how = f" (checkpoints of up to step {old.decay_steps - old.cooldown} are from before the decay)"
-    sentence = f"the rate jumps: step {step + 1} is at {now:.3g} of the peak, where it was to be at {was:.3g}"
-    return deck.problem("learning_rate.cooldown", sentence + how)
 
 
 def outcome(folder: Path, trace: bool, saved: Path | None, skipped: int) -> list[str]:

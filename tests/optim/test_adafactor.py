@@ -11,13 +11,13 @@ import torch
 
 from hpctrain.comm.world import World
 from hpctrain.deck.read import parse_deck
+from hpctrain.engine.resumable import begins_anew
 from hpctrain.errors import HpctrainError
 from hpctrain.optim.adafactor import Adafactor
 from hpctrain.optim.block_rule import BlockRules
 from hpctrain.plan.memory import plan_memory
 from hpctrain.train.control import Order
 from hpctrain.train.memory import MemoryLedger
-from hpctrain.train.start import begins_anew
 from tests.engines import DECK, LLAMA, small_deck, trainer
 from tests.optim.block_rules import DECAY, ten_updates
 

@@ -20,14 +20,12 @@ from hpctrain.comm.world import World
 from hpctrain.data.prepare import prepare
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.deck.read import deck_text, parse_deck
-from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine, build_engine, make_mesh
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.plan.deck import plan_deck
 from hpctrain.sharding.state import MASTER
 from hpctrain.train.run import resume, run_deck
-from hpctrain.train.start import begins_anew, require_no_second_warm_up, start_from_source
-from tests.engines import small_deck
+from hpctrain.train.start import start_from_source
 from tests.model.test_against_transformers import gpt2_reference, llama_reference
 from tests.train.test_run import contents, write_deck
 
@@ -167,7 +165,7 @@ def test_a_run_starts_from_a_model_and_is_resumed_without_it(world: World, mpi_t
     ):
         resume(world, run, ["model.from=x"])
     with pytest.raises(
-        HpctrainError, match=r"--set model.experts=4: .* is dense and does not go on as a"
+        HpctrainError, match=r"--set model.experts=4: .* was trained with 0, .* can start .*model. from"
     ) as no:
         resume(world, run, ["model.experts=4", "run.steps=2"])
     assert no.value.exit_code == 2 and len(no.value.problems) == 1
@@ -225,78 +223,19 @@ def test_a_mixture_goes_on_as_a_mixture_however_it_is_asked(world: World, mpi_tm
     prepare(world, mpi_tmp_path / "tokens.h5", [str(mpi_tmp_path / "text.txt")])
     mixture = ["model.experts=4", "model.balance=bias", "model.balance_rate=0.02"]
     assert run_deck(world, path, [*mixture, "run.steps=1", "learning_rate.decay_steps=2"]) == 0
-    with pytest.raises(HpctrainError, match="is a mixture and does not go on as dense"):
+    with pytest.raises(
+        HpctrainError, match=r"experts.*0.*: .* was trained with 4, and another value changes"
+    ):
         run_deck(world, path, [], again=True)
-    with pytest.raises(HpctrainError, match="is a mixture and does not go on as dense"):
+    with pytest.raises(
+        HpctrainError, match=r"experts.*0.*: .* was trained with 4, and another value changes"
+    ):
         resume(world, run, ["model.experts=0", "run.steps=2"])
     # What the stored deck says of biases has no effect any more, and cannot be left out.
     assert resume(world, run, ["model.balance=loss", "run.steps=2"]) == 0
 
 
-def test_replicas_that_have_parted_warm_up_no_more() -> None:
-    """Their moments differ, so that sums of gradients would not keep them together."""
-
-    def deck(warmup: int, *keys: str, replicas: int = 2) -> Deck:
-        apart = (f"layout.replicas={replicas}", "communication.local_steps=4") if replicas > 1 else ()
-        return small_deck(*apart, f"communication.warmup={warmup}" if warmup else "run.seed=1", *keys)
-
-    for after, before, updates in (
-        (deck(8), deck(8), 6),  # its first one goes on
-        (deck(20), deck(8), 6),
-        (deck(8), deck(0), 8),
-        (deck(8), deck(0, replicas=1), 6),
-        (deck(0, replicas=1), deck(0), 6),
-    ):
-        require_no_second_warm_up(after, before, updates)
-    for after, before, updates in ((deck(8), deck(0), 6), (deck(20), deck(8), 9), (deck(20), deck(8), 19)):
-        with pytest.raises(HpctrainError, match=r"communication.warmup=.*have parted after (0|8), and after"):
-            require_no_second_warm_up(after, before, updates)
-
-
-ANEW = "optimizer.restart=true"
-LION, SGD, MOMENTUM = "optimizer.name=lion", "optimizer.name=sgd", "optimizer.momentum=0.9"
-MUON, BOTH = "optimizer.name=muon", 'optimizer.matrices=["blocks.*", "*embedding*"]'
-TOP_K, ONE_BIT = "communication.compress=topk", "communication.compress=onebit"
-WARMED, APART = "communication.warmup=3", ("layout.replicas=2", "communication.local_steps=4")
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "held"),
-    [
-        ([], [], ""),
-        ([], [ANEW], ""),
-        ([], ["optimizer.beta1=0.8"], ""),
-        ([], [LION, ANEW], 'the state of "adamw"'),
-        ([LION], [SGD, ANEW], 'the state of "lion"'),
-        ([MUON], [SGD, ANEW], 'the state of "muon"'),
-        ([SGD], [SGD, MOMENTUM, ANEW], "no momentum"),
-        ([MUON], [MUON, BOTH, ANEW], 'muon\'s state of ["blocks.*"]'),
-        ([MUON], [MUON, ANEW, "optimizer.momentum=0.5"], ""),
-        ([SGD, MOMENTUM], [SGD], ""),
-        ([SGD, MOMENTUM], [SGD, MOMENTUM, TOP_K], ""),
-        ([], [SGD, MOMENTUM, TOP_K, ANEW], 'the state of "adamw"'),
-        ([], [LION, ANEW, *APART], 'the state of "adamw"'),
-    ],
-)
-def test_state_of_another_optimizer_is_no_state(before: list[str], after: list[str], held: str) -> None:
-    assert begins_anew(small_deck(*after), small_deck(*before), Path("x.h5")) == held
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "told"),
-    [
-        ([], [LION, "optimizer.restart=false"], 'optimizer.name=lion: x.h5 holds the state of "adamw" to go'),
-        ([LION], [], 'optimizer.name = "adamw" .*x.h5 holds the state of "lion" to go on from'),
-        ([SGD], [SGD, MOMENTUM], r"momentum=0.9: x.h5 holds no momentum to go on from \(optimizer.restart"),
-        ([MUON], [MUON, BOTH], r"matrices=.*: x.h5 holds muon's state of \[.blocks.\*.\] to go on from"),
-        ([LION], [ONE_BIT, WARMED, ANEW], "communication.warmup=3: counts updates of the whole run"),
-        ([], [SGD, MOMENTUM, TOP_K, WARMED, ANEW], "communication.warmup=3: counts updates"),
-        ([], [LION, ANEW, WARMED, *APART], "communication.warmup=3: counts updates"),
-    ],
-)
-def test_state_of_another_optimizer_needs_a_restart(before: list[str], after: list[str], told: str) -> None:
-    with pytest.raises(HpctrainError, match=told):
-        begins_anew(small_deck(*after), small_deck(*before), Path("x.h5"))
+ANEW, LION = "optimizer.restart=true", "optimizer.name=lion"
 
 
 @pytest.mark.mpi(min_size=1, max_size=2)

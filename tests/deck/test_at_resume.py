@@ -1,0 +1,54 @@
+"""The table of what happens with a key where a run goes on, compared with the schema."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hpctrain.deck.at_resume import RESUME_RULES, keys_with
+from hpctrain.deck.reference import reference_text
+from hpctrain.deck.schema import fields, sections
+from hpctrain.deck.words import row_of, table_of
+
+
+def schema_keys() -> Iterator[str]:
+    for section in sections():
+        for name, field in fields(section).items():
+            yield f"{section}.{name}"
+            inner = table_of(field) or row_of(field)
+            if inner is not None:
+                yield from (f"{section}.{name}.{each}" for each in inner.model_fields)
+
+
+def test_every_key_of_the_schema_has_a_rule_and_no_other_has() -> None:
+    assert sorted(RESUME_RULES) == sorted(schema_keys())
+
+
+def test_each_rule_stands_in_the_table_once() -> None:
+    """A key that two lines of the table name would have the rule of the last one."""
+    from pathlib import Path
+
+    import hpctrain.deck.at_resume
+
+    source = Path(hpctrain.deck.at_resume.__file__).read_text()
+    lines = [line for line in source.splitlines() if line.strip().startswith("**_rules(")]
+    names = [line.split('"')[3] + "." + name for line in lines for name in line.split('"')[5].split()]
+    assert len(names) == len(set(names)) == len(RESUME_RULES)
+
+
+def test_the_reference_tells_the_rule_of_each_key() -> None:
+    for section in sections():
+        lines = reference_text(section).splitlines()
+        text = " ".join(" ".join(lines).split())
+        for name in fields(section):
+            assert RESUME_RULES[f"{section}.{name}"].sentence in text, name
+        assert text.count("Resume: ") == sum(key.startswith(f"{section}.") for key in RESUME_RULES)
+
+
+def test_what_the_optimizer_has_state_for_is_told_apart() -> None:
+    assert keys_with("fresh optimizer") == (
+        "optimizer.name",
+        "optimizer.matrices",
+        "optimizer.momentum",
+        "optimizer.beta1",
+        "communication.compress",
+    )

@@ -1,0 +1,216 @@
+"""What a run may go on with: two decks, compared by the table of `deck/at_resume.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpctrain.deck.at_resume import keys_with
+from hpctrain.deck.read import deck_text, parse_deck
+from hpctrain.deck.schema import Deck
+from hpctrain.engine.resumable import begins_anew, keep_vocabulary, require_resumable, require_same_model
+from hpctrain.errors import HpctrainError
+from tests.engines import small_deck
+
+PATH = Path("x.h5")
+LLAMA = ("model.family=llama", "model.mlp=48")
+MIXTURE = (*LLAMA, "model.experts=4", "model.expert_mlp=24")
+GROUPS = (*MIXTURE, "model.router_groups=2")
+MUP = ("model.parametrization=mup", "model.base_width=8", "model.base_head_size=4")
+ADAPTERS = "model.adapters={rank = 2}"
+MODULE = 'model.module="net.py:Net"'
+PPO = ("objective.kind=ppo", 'policy.reward=["exact-match"]', "policy.tokens=4", "objective.beta=0")
+
+
+# Of each key that is refused: the keys of the run, and those that it is to go on with.
+CHANGES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "model.from": ((), ("model.from=other.h5",)),
+    "model.family": ((), LLAMA),
+    "model.layers": ((), ("model.layers=1",)),
+    "model.hidden": ((), ("model.hidden=64",)),
+    "model.heads": ((), ("model.heads=4",)),
+    "model.head_size": ((), ("model.head_size=2",)),
+    "model.mlp": ((), ("model.mlp=40",)),
+    "model.key_value_heads": (LLAMA, (*LLAMA, "model.key_value_heads=1")),
+    "model.query_key_norm": (LLAMA, (*LLAMA, "model.query_key_norm=head")),
+    "model.tied": ((), ("model.tied=false",)),
+    "model.vocabulary": (("model.vocabulary=99",), ("model.vocabulary=101",)),
+    "model.adapters": ((), (ADAPTERS,)),
+    "model.experts": (LLAMA, MIXTURE),
+    "model.experts_per_token": (MIXTURE, (*MIXTURE, "model.experts_per_token=3")),
+    "model.expert_mlp": (MIXTURE, (*MIXTURE, "model.expert_mlp=16")),
+    "model.shared_experts": (MIXTURE, (*MIXTURE, "model.shared_experts=1")),
+    "model.expert_every": (MIXTURE, (*MIXTURE, "model.expert_every=2")),
+    "model.dense_first": (MIXTURE, (*MIXTURE, "model.dense_first=1")),
+    "model.router": (MIXTURE, (*MIXTURE, "model.router=sigmoid")),
+    "model.router_normalize": (MIXTURE, (*MIXTURE, "model.router_normalize=false")),
+    "model.router_scale": (MIXTURE, (*MIXTURE, "model.router_scale=2.0")),
+    "model.router_groups": (MIXTURE, GROUPS),
+    "model.router_groups_per_token": (GROUPS, (*GROUPS, "model.router_groups_per_token=2")),
+    "model.capacity": (MIXTURE, (*MIXTURE, "model.capacity=1.5")),
+    "model.rope_base": (LLAMA, (*LLAMA, "model.rope_base=500")),
+    "model.norm_epsilon": ((), ("model.norm_epsilon=1e-6",)),
+    "model.parametrization": ((), MUP),
+    "model.base_width": (MUP, (MUP[0], "model.base_width=16", MUP[2])),
+    "model.base_head_size": (MUP, (*MUP[:2], "model.base_head_size=2")),
+    "model.module": ((MODULE,), ('model.module="net.py:Other"',)),
+    "model.arguments": ((MODULE,), (MODULE, "model.arguments={width = 3}")),
+    "objective.kind": ((), ("objective.kind=reward", "model.tied=false", "batch.micro_size=2")),
+    "objective.beta": (PPO, (*PPO, "objective.beta=0.1")),
+    "batch.sequence": ((), ("batch.sequence=12",)),
+    "communication.warmup": (
+        ("layout.replicas=2", "communication.local_steps=4"),
+        ("layout.replicas=2", "communication.local_steps=4", "communication.warmup=8"),
+    ),
+}
+
+
+def deck_of(keys: tuple[str, ...]) -> Deck:
+    if any(key.startswith("model.module") for key in keys):
+        text = "[run]\nsteps = 2\n[data]\ntokens = 't.h5'\n[batch]\nglobal_size = 4\nsequence = 16\n"
+        return parse_deck(text, [*keys, "model.vocabulary=99"])
+    return small_deck(*keys)
+
+
+def test_every_key_that_is_refused_is_tried() -> None:
+    within_keys = {key for key in keys_with("refused") if key.count(".") > 1}
+    assert CHANGES.keys() | within_keys == set(keys_with("refused"))
+
+
+@pytest.mark.parametrize("key", CHANGES)
+def test_another_model_is_refused_with_both_values(key: str) -> None:
+    before, after = (deck_of(keys) for keys in CHANGES[key])
+    require_resumable(before, before, PATH, 6)
+    stored = parse_deck(deck_text(before))
+    require_resumable(before, stored, PATH, 6)
+    with pytest.raises(HpctrainError) as caught:
+        require_resumable(after, stored, PATH, 6)
+    assert caught.value.exit_code == 2
+    told = [each for each in caught.value.problems if key in each.partition(": ")[2] or key in each[:60]]
+    assert len(told) >= 1, caught.value.problems
+    assert "x.h5 was trained with" in told[0] or key == "communication.warmup"
+
+
+def test_all_that_is_refused_is_told_at_once() -> None:
+    changes = ("model.layers=3", "model.heads=4", "model.norm_epsilon=1e-6", "optimizer.name=sgd")
+    with pytest.raises(HpctrainError) as caught:
+        require_resumable(small_deck(*changes), small_deck(), PATH, 2)
+    assert [each.split(": ")[0] for each in caught.value.problems] == [f"--set {each}" for each in changes]
+    assert "x.h5 was trained with 1e-05, and another value changes what" in caught.value.problems[2]
+
+
+def test_keys_that_follow_a_refused_one_are_not_told_besides() -> None:
+    with pytest.raises(HpctrainError) as caught:
+        require_same_model(small_deck("model.hidden=64"), small_deck(), PATH)
+    assert len(caught.value.problems) == 1
+
+
+def test_a_key_that_is_left_out_of_the_deck_now_is_told() -> None:
+    """As where a batch script lacks a --set that the run was begun with."""
+    with pytest.raises(HpctrainError, match=r"model.norm_epsilon = 1e-05 \(default\): .* with 0.001,"):
+        require_same_model(small_deck(), small_deck("model.norm_epsilon=1e-3"), PATH)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((), ("model.dropout=0.1", "optimizer.weight_decay=0.5", "precision.compute=bf16", "layout.zero=1")),
+        ((), ('model.frozen=["blocks.0.*"]', "run.seed=7", "learning_rate.peak=1e-3", "batch.global_size=8")),
+        (("model.vocabulary=99",), ("model.vocabulary=",)),
+        (LLAMA, (*LLAMA, "batch.sequence=32")),
+        (("model.from=a.h5",), ()),
+        ((), ("objective.kind=sft",)),
+        ((), ("model.parametrization=mup", "model.base_width=32")),
+        (MIXTURE, (*MIXTURE, "model.balance_loss=0.1", "model.router_z_loss=0.1")),
+        ((MODULE,), (MODULE, "model.arguments={}")),
+        ((MODULE,), (MODULE.replace("net.py", "elsewhere/net.py"),)),
+        ((*PPO, "objective.beta=0.1"), PPO),
+    ],
+)
+def test_what_leaves_the_model_as_it_is_goes_on(before: tuple[str, ...], after: tuple[str, ...]) -> None:
+    stored = parse_deck(deck_text(deck_of(before)))
+    require_resumable(deck_of(after), stored, PATH, 2)
+
+
+def test_a_run_keeps_its_vocabulary_where_the_deck_gives_none() -> None:
+    before = small_deck("model.vocabulary=99")
+    deck = small_deck("model.vocabulary=")
+    assert keep_vocabulary(deck, before).model.vocabulary == 99
+    assert keep_vocabulary(small_deck("model.vocabulary=98"), before).model.vocabulary == 98
+
+
+def test_another_model_of_the_critic_is_refused() -> None:
+    before = small_deck(*PPO, 'policy.critic=["learning_rate.peak=1e-3"]')
+    require_resumable(small_deck(*PPO, 'policy.critic=["layout.zero=1"]'), before, PATH, 2)
+    with pytest.raises(
+        HpctrainError, match=r"policy.critic: .*layers.*: x.h5 was trained with 2, "
+    ) as caught:
+        require_resumable(small_deck(*PPO, 'policy.critic=["model.layers=1"]'), before, PATH, 2)
+    assert len(caught.value.problems) == 1
+
+
+def test_replicas_that_have_parted_warm_up_no_more() -> None:
+    """Their moments differ, so that sums of gradients would not keep them together."""
+
+    def deck(warmup: int, *keys: str, replicas: int = 2) -> Deck:
+        apart = (f"layout.replicas={replicas}", "communication.local_steps=4") if replicas > 1 else ()
+        return small_deck(*apart, f"communication.warmup={warmup}" if warmup else "run.seed=1", *keys)
+
+    for after, before, updates in (
+        (deck(8), deck(8), 6),  # its first one goes on
+        (deck(20), deck(8), 6),
+        (deck(8), deck(0), 8),
+        (deck(8), deck(0, replicas=1), 6),
+        (deck(0, replicas=1), deck(0), 6),
+    ):
+        require_resumable(after, before, PATH, updates)
+    for after, before, updates in ((deck(8), deck(0), 6), (deck(20), deck(8), 9), (deck(20), deck(8), 19)):
+        with pytest.raises(HpctrainError, match=r"communication.warmup=.*have parted after (0|8), and after"):
+            require_resumable(after, before, PATH, updates)
+
+
+ANEW = "optimizer.restart=true"
+LION, SGD, MOMENTUM = "optimizer.name=lion", "optimizer.name=sgd", "optimizer.momentum=0.9"
+MUON, BOTH = "optimizer.name=muon", 'optimizer.matrices=["blocks.*", "*embedding*"]'
+TOP_K, ONE_BIT = "communication.compress=topk", "communication.compress=onebit"
+WARMED, APART = "communication.warmup=3", ("layout.replicas=2", "communication.local_steps=4")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "held"),
+    [
+        ([], [], ""),
+        ([], [ANEW], ""),
+        ([], ["optimizer.beta1=0.8"], ""),
+        ([], [LION, ANEW], 'the state of "adamw"'),
+        ([LION], [SGD, ANEW], 'the state of "lion"'),
+        ([MUON], [SGD, ANEW], 'the state of "muon"'),
+        ([SGD], [SGD, MOMENTUM, ANEW], "no momentum"),
+        ([MUON], [MUON, BOTH, ANEW], 'muon\'s state of ["blocks.*"]'),
+        ([MUON], [MUON, ANEW, "optimizer.momentum=0.5"], ""),
+        ([SGD, MOMENTUM], [SGD], ""),
+        ([SGD, MOMENTUM], [SGD, MOMENTUM, TOP_K], ""),
+        ([], [SGD, MOMENTUM, TOP_K, ANEW], 'the state of "adamw"'),
+        ([], [LION, ANEW, *APART], 'the state of "adamw"'),
+    ],
+)
+def test_state_of_another_optimizer_is_no_state(before: list[str], after: list[str], held: str) -> None:
+    assert begins_anew(small_deck(*after), small_deck(*before), PATH) == held
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [
+        ([], [LION, "optimizer.restart=false"], 'optimizer.name=lion: x.h5 holds the state of "adamw" to go'),
+        ([LION], [], 'optimizer.name = "adamw" .*x.h5 holds the state of "lion" to go on from'),
+        ([SGD], [SGD, MOMENTUM], r"momentum=0.9: x.h5 holds no momentum to go on from \(optimizer.restart"),
+        ([MUON], [MUON, BOTH], r"matrices=.*: x.h5 holds muon's state of \[.blocks.\*.\] to go on from"),
+        ([LION], [ONE_BIT, WARMED, ANEW], "communication.warmup=3: counts updates of the whole run"),
+        ([], [SGD, MOMENTUM, TOP_K, WARMED, ANEW], "communication.warmup=3: counts updates"),
+        ([], [LION, ANEW, WARMED, *APART], "communication.warmup=3: counts updates"),
+    ],
+)
+def test_state_of_another_optimizer_needs_a_restart(before: list[str], after: list[str], told: str) -> None:
+    with pytest.raises(HpctrainError, match=told):
+        begins_anew(small_deck(*after), small_deck(*before), PATH)
