@@ -28,7 +28,7 @@ from hpctrain.checkpoint.lazy import Checkpoint, open_checkpoint
 from hpctrain.comm.library import MPI
 from hpctrain.comm.outcome import print_problems
 from hpctrain.comm.single import ENDED
-from hpctrain.comm.verb import run_verb
+from hpctrain.comm.verb import run_verb_of_script
 from hpctrain.comm.world import World
 from hpctrain.deck.find import is_of_a_run
 from hpctrain.deck.plain import plain, toml_of
@@ -106,9 +106,9 @@ def run(
     mpirun that is this process alone. `fresh` and `again` are its options --fresh and --resume, see `Given`
     for what stands above the deck.
 
-    Without a `world` MPI is started and ended here, once in a process, and what goes wrong ends the script
-    with the command's exit code, after one sentence of rank 0. With one (`World.start()`) that is an
-    HpctrainError on all ranks, and the world is the caller's to `finish`.
+    Without a `world` what goes wrong ends the script with the command's exit code, after one sentence of rank
+    0; MPI is started here and ends with the process, so that other runs and `load` can follow. With one
+    (`World.start()`) that is an HpctrainError on all ranks, and the world is the caller's to `finish`.
     """
     source = _source(deck)
 
@@ -196,12 +196,7 @@ def _within(world: World | None, verb: Callable[[World], int], *expected: int) -
     if MPI.Is_finalized():
         print_problems([ENDED])
         sys.exit(HpctrainError.exit_code)
-    try:
-        run_verb(verb)
-    except SystemExit as end:
-        if end.code not in {None, EXIT_DONE, *expected}:
-            raise
-        return int(end.code or EXIT_DONE)
+    return run_verb_of_script(verb, {EXIT_DONE, *expected})
 
 
 def _require_ranks(ranks: object) -> None:

@@ -104,11 +104,55 @@ def test_a_world_serves_several_verbs(script: Callable[..., CompletedProcess[str
     assert "rank-0" in done.stdout and "rank-1" in done.stdout
 
 
+AFTER_A_RUN = """
+import sys
+import hpctrain
+
+if __name__ == "__main__":
+    hpctrain.run("lm.toml")
+    model = hpctrain.load("runs/lm", device="cpu")
+    assert model.step == 2 and model.logits([1, 2]).shape == (2, 257)
+    hpctrain.resume("runs/lm", changes={"run.steps": 3})
+    assert hpctrain.load("runs/lm", device="cpu").step == 3
+    print("after-it")
+    sys.exit(5 if len(sys.argv) > 1 else 0)
+"""
+LANGUAGE_MODEL = """
+[run]
+title = "lm"
+steps = 2
+[model]
+family = "llama"
+layers = 1
+hidden = 16
+heads = 2
+mlp = 24
+[data]
+tokens = "tokens.h5"
+[batch]
+global_size = 4
+sequence = 16
+[machine]
+peak_flops = 1e10
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_model_loads_and_a_run_goes_on_after_a_run(tmp_path: Path, launch: Launch, ranks: int) -> None:
+    (tmp_path / "text.txt").write_text("one two three " * 400)
+    assert launch(0, "-m", "hpctrain", "prepare", "tokens.h5", "text.txt").returncode == 0
+    (tmp_path / "lm.toml").write_text(LANGUAGE_MODEL)
+    (tmp_path / "after.py").write_text(AFTER_A_RUN)
+    done = launch(ranks, "after.py", *(["fails"] if ranks == 1 else []))
+    assert done.returncode == (5 if ranks == 1 else 0), done.stderr
+    assert done.stdout.count("after-it") == ranks
+
+
 WRONG = {
     "lambda": ('run("deck.toml", build=lambda: Mlp())', "build: <function <lambda>", "at the top of a file"),
     "name": ('run("deck.toml", los=loss)', "los: nothing of that name is taken", "blocks, loss, initial"),
     "deck": ('run("dekc.toml", **MINE)', "dekc.toml", "hpctrain: error"),
-    "twice": ('run("deck.toml", **MINE); run("deck.toml", **MINE)', "ended by an earlier run", "one world"),
+    "ended": ('World.start().finish(); run("deck.toml", **MINE)', "MPI was ended", "before that"),
     "value": ('run("deck.toml", **MINE, changes={"batch.micro_size": 0})', "=0: must", "at least 1"),
 }  # fmt: skip
 

@@ -10,7 +10,7 @@ from hpctrain.comm.start_checks import check_srun
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 
-ENDED = "MPI was ended by an earlier run of this process: give runs one world (World.start())"
+ENDED = "MPI was ended in this process (World.finish()): start runs and load models before that"
 
 
 def single_world(device: str = "auto") -> World:
@@ -23,7 +23,7 @@ def single_world(device: str = "auto") -> World:
     if not MPI.Is_initialized():
         check_srun(os.environ)
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
-        atexit.register(_end)
+        finalize_at_exit()
     world = World(MPI.COMM_SELF)
     world.use_device(device)
     return world
@@ -33,6 +33,12 @@ def require_running() -> None:
     """HpctrainError where MPI was ended, and groups are of no use any more."""
     if MPI.Is_finalized():
         raise HpctrainError(ENDED)
+
+
+def finalize_at_exit() -> None:
+    """Have MPI finalized when this process ends, once, whoever asks for it."""
+    atexit.unregister(_end)
+    atexit.register(_end)
 
 
 def _end() -> None:

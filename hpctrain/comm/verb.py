@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
-from typing import NoReturn
+from collections.abc import Callable, Collection
+from typing import NamedTuple, NoReturn
 
 from hpctrain.comm.launcher import started_rank
-from hpctrain.comm.library import MPI
+from hpctrain.comm.library import MPI, finalizes_between_nodes
 from hpctrain.comm.outcome import as_error, print_problems
+from hpctrain.comm.single import finalize_at_exit
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 
@@ -22,6 +23,36 @@ def run_verb(verb: Callable[[World], int | None], device: str = "auto") -> NoRet
     error of input or output, as in `agreement`; of a reader of stdout who has seen enough, nothing is said.
     Any other exception prints its traceback and ends the job with exit code 70.
     """
+    outcome = _outcome(verb, device)
+    sys.exit(outcome.world.finish(outcome.code, outcome.problems, outcome.agreed))
+
+
+def run_verb_of_script(verb: Callable[[World], int | None], expected: Collection[int]) -> int:
+    """Run a verb for a script, which goes on after an exit code that is `expected`; return that code.
+
+    MPI then runs until the process ends, so that the script can load models and start other runs. With any
+    other code the process leaves as by `run_verb`.
+    """
+    outcome = _outcome(verb, "auto")
+    world = outcome.world
+    code = world.conclude(outcome.code, outcome.problems, outcome.agreed)
+    if code not in expected or (world.nodes > 1 and not finalizes_between_nodes()):
+        sys.exit(world.finalize(code))
+    world.release()
+    finalize_at_exit()
+    return code
+
+
+class _Outcome(NamedTuple):
+    """What came of a verb: exit code, problems, and whether all ranks have agreed on these."""
+
+    world: World
+    code: int
+    problems: tuple[str, ...]
+    agreed: bool
+
+
+def _outcome(verb: Callable[[World], int | None], device: str) -> _Outcome:
     try:
         world = World.start(device)
     except HpctrainError as error:
@@ -38,7 +69,7 @@ def run_verb(verb: Callable[[World], int | None], device: str = "auto") -> NoRet
         agreed = code == 0
     except BaseException as error:  # noqa: BLE001  (an interrupt too must end the other ranks)
         world.fail(error)
-    sys.exit(world.finish(code, problems, agreed))
+    return _Outcome(world, code, problems, agreed)
 
 
 def leave_unstarted(error: HpctrainError) -> NoReturn:

@@ -289,6 +289,13 @@ class World:
         Collective. The lowest failing rank's code is everyone's. With `agreed` false, where this rank
         may be alone with its error, the job is aborted if the others do not come within seconds.
         """
+        return self.finalize(self.conclude(code, problems, agreed))
+
+    def conclude(self, code: int = 0, problems: Sequence[str] = (), agreed: bool = True) -> int:
+        """Print the problems from rank 0 and return the exit code of all ranks; MPI stays usable.
+
+        Collective, with the arguments of `finish`.
+        """
         arrived = self._control.Ibarrier()
         deadline = None if agreed else time.monotonic() + GRACE_SECONDS
         pause = 1e-5
@@ -305,17 +312,38 @@ class World:
             if self.rank == 0:
                 print_problems(combine(failed).problems)
         flush_output()
+        return code
+
+    def finalize(self, code: int) -> int:
+        """Finalize MPI, after `conclude`, and return the exit code. Collective."""
         # Launchers may end the others as soon as one rank has left, which must not change their exit codes.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self._control.Barrier()
-        sys.excepthook = sys.__excepthook__
-        threading.excepthook = threading.__excepthook__
+        self._restore_hooks()
         if self.nodes > 1 and not finalizes_between_nodes():
             self._leave_unfinalized(code)
-        for memory in self._memories:
-            memory.close()
+        self._close_memories()
         MPI.Finalize()
         return code
+
+    def release(self) -> None:
+        """Release what this world holds and leave MPI running, after `conclude`.
+
+        Of a job of several ranks an uncaught exception still ends all of them: one rank that is gone would
+        otherwise keep the others waiting where MPI ends.
+        """
+        if self.size == 1:
+            self._restore_hooks()
+        self._close_memories()
+
+    def _restore_hooks(self) -> None:
+        sys.excepthook = sys.__excepthook__
+        threading.excepthook = threading.__excepthook__
+
+    def _close_memories(self) -> None:
+        for memory in self._memories:
+            memory.close()
+        self._memories.clear()
 
     def _leave_unfinalized(self, code: int) -> NoReturn:
         """End all ranks, which have nothing left to do, with this exit code and without MPI's Finalize."""
