@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.launch import ROOT, clean_environment, launcher
-from tests.selection import SEED, beyond_samples, repeat_command, seed, takes_all_cases
+from tests.selection import SEED, left_out_cases, repeat_command, seed, takes_all_cases
 from tests.warm import FOREIGN, Server
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker(name)])
             items[:] = [item for item in items if not item.get_closest_marker(name)]
     if not takes_all_cases(config):
-        left_out = set(beyond_samples(items))
+        left_out = set(left_out_cases(items))
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
 

@@ -5,7 +5,9 @@
 - **Numbers of ranks.** A test whose `mpi` mark admits several numbers runs on the lowest of them that
   proves it: on two ranks where one and two are admitted, since most defects of parallel code do not show on
   one. A test that needs more than its lowest number says so with `@pytest.mark.ranks(4)`.
-- **Cases.** A test marked `@pytest.mark.sampled(n)` runs `n` of its cases.
+- **Cases.** A test marked `@pytest.mark.sampled(n)` runs `n` of its cases. Any other MPI test with several
+  cases runs a covering of them: with three or more parameters every pair of values, with two parameters every
+  value, with one parameter as many cases as `case_count` says. `@pytest.mark.every_case` exempts a test.
 
 Both choices depend on a seed, by default the commit: each commit runs other sampled cases, and one file in
 `ROTATION` also runs on the numbers of ranks that are left out elsewhere. Over some commits everything runs.
@@ -19,6 +21,7 @@ import re
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from itertools import combinations
 from pathlib import Path
 from zlib import crc32
 
@@ -118,17 +121,74 @@ class RankSelection:
         return not _rank("/".join(path.parts[-2:]), str(self.size)) % ROTATION
 
 
-def beyond_samples(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
-    """Yield the cases of `sampled` tests that this run leaves out; the same on all ranks."""
-    cases: dict[str, list[pytest.Item]] = {}
+def left_out_cases(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
+    """Yield the cases that this run leaves out; the same on all ranks."""
+    tests: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("sampled"):
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for each in cases.values():
-        mark = each[0].get_closest_marker("sampled")
-        assert mark is not None
+        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in tests.values():
+        ordered = sorted(cases, key=lambda item: _rank(item.nodeid))
+        yield from set(cases) - set(_chosen(ordered))
+
+
+def _chosen(cases: Sequence[pytest.Item]) -> Sequence[pytest.Item]:
+    """Return the cases of one test that run, of `cases` in the order of the seed."""
+    mark = cases[0].get_closest_marker("sampled")
+    if mark is not None:
         (count,) = mark.args
-        yield from sorted(each, key=lambda item: _rank(item.nodeid))[count:]
+        return cases[:count]
+    if cases[0].get_closest_marker("mpi") is None or cases[0].get_closest_marker("every_case") is not None:
+        return cases
+    rows = [_values(item) for item in cases]
+    chosen = covering(rows, min(2, len(rows[0]) - 1), case_count(len(rows)))
+    return [cases[number] for number in chosen]
+
+
+def _values(item: pytest.Item) -> tuple[int, ...]:
+    """Return the number of the value of each parameter of a case, in the order of the parameters' names."""
+    call = getattr(item, "callspec", None)
+    return tuple(number for _, number in sorted(call.indices.items())) if call else ()
+
+
+def case_count(cases: int) -> int:
+    """Return how many cases of an MPI test run at least: all of two, a half of few, a quarter of many."""
+    return max(min(cases, 2), min((cases + 1) // 2, 4), cases // 4)
+
+
+def covering(rows: Sequence[tuple[int, ...]], strength: int, least: int) -> list[int]:
+    """Choose rows in which each combination of values of `strength` columns occurs that occurs in all rows.
+
+    Args:
+        rows: Values of one case each, as many in each row. Columns that are equal up to the names of their
+            values count as one, since `parametrize(("a", "b"), [...])` varies both together.
+        strength: Number of columns whose combinations are covered: 2 for pairs, 1 for single values. With a
+            single column nothing is covered.
+        least: Number of rows that are chosen at least.
+
+    Returns:
+        The numbers of the chosen rows. Of rows that cover equally many new combinations the earlier is chosen.
+    """
+    columns = {tuple(_renamed(column)): column for column in zip(*rows, strict=True)}
+    distinct = list(zip(*columns.values(), strict=True)) or [()] * len(rows)
+    strength = min(strength, len(columns) - 1)
+    left = {
+        number: set(combinations(enumerate(row), strength)) if strength > 0 else set()
+        for number, row in enumerate(distinct)
+    }
+    missing = set().union(*left.values())
+    chosen: list[int] = []
+    while missing or len(chosen) < least:
+        best = max(left, key=lambda number: len(left[number] & missing))
+        missing -= left.pop(best)
+        chosen.append(best)
+    return chosen
+
+
+def _renamed(column: Sequence[int]) -> Iterator[int]:
+    """Yield the values of a column, numbered in the order of their first occurrence."""
+    numbers: dict[int, int] = {}
+    for value in column:
+        yield numbers.setdefault(value, len(numbers))
 
 
 def takes_all_cases(config: pytest.Config) -> bool:

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from itertools import combinations, product
 from pathlib import Path
 
 import pytest
 
 from tests import selection
 from tests.launch import ROOT, clean_environment
-from tests.selection import ALL_CASES, RANKS, ROTATION, SEED, RankSelection, proving_size
+from tests.selection import (
+    ALL_CASES,
+    RANKS,
+    ROTATION,
+    SEED,
+    RankSelection,
+    case_count,
+    covering,
+    proving_size,
+)
 
 SIZES = (1, 2, 4, 8)
 
@@ -112,3 +122,23 @@ def test_all_cases_run_where_they_are_named_or_asked_for(tmp_path: Path) -> None
     named, _ = run_cases(tmp_path, f"{tmp_path / 'test_cases.py'}::test_some", **{SEED: "one"})
     everything, _ = run_cases(tmp_path, str(tmp_path), **{SEED: "one", ALL_CASES: "yes", RANKS: "1 2"})
     assert len(named) == len(everything) == 12
+
+
+@pytest.mark.parametrize(("cases", "count"), [(1, 1), (2, 2), (3, 2), (5, 3), (8, 4), (16, 4), (40, 10)])
+def test_a_part_of_the_cases_runs(cases: int, count: int) -> None:
+    assert case_count(cases) == count
+
+
+def test_pairs_of_values_are_covered_by_fewer_rows() -> None:
+    rows = list(product(range(3), range(4), range(2), range(3)))
+    chosen = [rows[number] for number in covering(rows, 2, 4)]
+    for first, second in combinations(range(4), 2):
+        assert {(row[first], row[second]) for row in chosen} == {(row[first], row[second]) for row in rows}
+    assert len(chosen) < len(rows) / 3
+
+
+def test_columns_that_vary_together_are_one() -> None:
+    rows = [(number, 7 - number, other) for number in range(8) for other in range(2)]
+    assert len(covering(rows, 2, 1)) == 8  # each value of either column, once
+    assert len(covering([row[:2] for row in rows[::2]], 2, 3)) == 3  # one column: as many as are asked for
+    assert covering([()], 0, 1) == [0]
