@@ -166,7 +166,7 @@ def covering(rows: Sequence[tuple[int, ...]], strength: int, least: int) -> list
         least: Number of rows that are chosen at least.
 
     Returns:
-        The numbers of the chosen rows. Of rows that cover equally many new combinations the earlier is chosen.
+        The numbers of the chosen rows. Of rows that cover equally many new combinations the first is chosen.
     """
     columns = {tuple(_renamed(column)): column for column in zip(*rows, strict=True)}
     distinct = list(zip(*columns.values(), strict=True)) or [()] * len(rows)

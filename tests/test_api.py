@@ -157,6 +157,7 @@ WRONG = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("wrong", WRONG)
 def test_mistakes_are_one_sentence(wrong: str, script: Callable[..., CompletedProcess[str]]) -> None:
     begins, *told = WRONG[wrong]

@@ -67,6 +67,7 @@ def tokens(world: World, tmp_path: Path) -> Path:
     return tmp_path / "tokens.h5"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_deck_is_made_run_and_looked_at(ranks: int, tokens: Path, tmp_path: Path, launch: Launch) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)

@@ -66,6 +66,7 @@ def test_a_failing_rank_ends_the_others_that_wait_for_it(
     assert seconds < 30
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("death", ["os._exit(3)", "os.kill(os.getpid(), 9)"])
 def test_a_dying_rank_ends_the_others(run_ranks: Callable[..., tuple[int, str, float]], death: str) -> None:
     code, output, seconds = run_ranks(

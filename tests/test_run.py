@@ -70,6 +70,7 @@ def summary(text: str) -> dict[str, str]:
     return {line.split("  ")[0].strip(): line for line in lines[:-1]} | {"": lines[-1]}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fails", ["serial", *RANKS])
 def test_a_failure_on_any_number_of_ranks_fails_the_whole(tmp_path: Path, fails: str) -> None:
     ranks = RANKS if fails == "2" else ("1",)
@@ -83,6 +84,7 @@ def test_a_failure_on_any_number_of_ranks_fails_the_whole(tmp_path: Path, fails:
     assert lines[""] == f"{2 * len(ranks)} passed, 1 failed, 0 skipped"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("how", "code"), [("dies", 9), ("aborts", 70)])
 def test_a_run_that_ends_early_fails_the_whole(tmp_path: Path, how: str, code: int) -> None:
     done = run_parts(tmp_path, "2", how, ranks=("2",))

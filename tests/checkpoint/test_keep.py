@@ -236,6 +236,7 @@ def test_what_a_run_gave_up_stays_so_when_it_comes_by(world: World, tmp_path: Pa
     assert steps() == [9, 8, 7, 6, 4]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("mode", "place", "who"),
     [

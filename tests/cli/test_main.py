@@ -97,6 +97,7 @@ def test_closed_streams_are_no_mistake(closed: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "words",
     [

@@ -57,6 +57,7 @@ def test_a_mistake_is_said_once(launch: Launch, tmp_path: Path) -> None:
     assert not (tmp_path / "out.h5").exists()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("ranks", [0, 2])
 @pytest.mark.parametrize(
     ("name", "problem"),

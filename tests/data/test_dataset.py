@@ -60,6 +60,7 @@ def same(one: MicroBatch, other: MicroBatch) -> bool:
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("collate", [None, "padded"])
 def test_samples_are_the_same_whoever_loads_them(started: list[Workers], collate: str | None) -> None:
     name = name_of(collate=collate)
@@ -193,6 +194,7 @@ def test_what_is_no_batch_is_told(collate: str, told: str) -> None:
         assert UsersDataset(name_of(collate=collate)).forms
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("kind", "told"),
     [("killed", "was killed (signal 9)"), ("leaves", "ended by itself, with exit code 7")],

@@ -99,6 +99,7 @@ def shorten(path: Path) -> None:
     os.truncate(path, 64)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("overrides", "name", "fault", "words"),
     [
@@ -153,6 +154,7 @@ main()
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("overrides", "name"),
     [((), "optimizer"), (ACTIVATIONS, "activations")],

@@ -98,6 +98,7 @@ def test_ties_leave_no_more_than_k_tokens_and_the_first_is_the_likeliest() -> No
     assert Sampling(top_k=1).probabilities(logits).tolist() == [[0.0, 1.0, 0.0, 0.0]]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "keys", [(), LLAMA, ("precision.compute=bf16", "machine.compile=true")], ids=["gpt2", "llama", "bf16"]
 )

@@ -298,6 +298,7 @@ class Found:
         return True
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("form", "count"), [("fp32", 120), ("bf16", 60), ("untied", 60), ("fp16", 40)])
 def test_flips_are_found_where_they_are(world: World, form: str, count: int) -> None:
     found = Found(world, *FORMATS[form])
@@ -332,6 +333,7 @@ MATRICES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("form", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("by_library", [False, True])
 def test_rounding_is_no_fault(form: torch.dtype, by_library: bool) -> None:

@@ -45,6 +45,7 @@ class Blocks(Kernel):
         return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("block", [8, 24, 40, 100])
 def test_sums_are_of_blocks(compiled: CompiledFunctions, block: int) -> None:
     for rows in (1, 2, 7, 8, 9, 16, 17, 31, 33, FEW):

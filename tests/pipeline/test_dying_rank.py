@@ -81,6 +81,7 @@ def dies(tmp_path: Path, launch: Launch) -> Callable[[int, int, str, str], tuple
     return run
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("ranks", "rank", "death", "schedule"),
     [

@@ -100,6 +100,7 @@ def test_no_other_way_has_a_shorter_longest_stage_where_blocks_differ(schedule: 
                 assert part == best[1]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: f"{schedule.name}-{schedule.parts}")
 def test_even_where_that_is_as_good(schedule: Schedule) -> None:
     for layers in range(schedule.parts, 20):

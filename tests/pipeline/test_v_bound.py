@@ -33,6 +33,7 @@ def least_of(schedule: Schedule, times: Times, limit: int) -> float:
     return least_cost(PartTimes(*spread(times, schedule)), schedule.micro_batches, limit)
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("seed", range(40))
 def test_no_order_that_keeps_to_its_limit_takes_less(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(v_schedule, "_WORK", 20_000)

@@ -95,6 +95,7 @@ def test_v_half_and_v_min_have_parts_of_the_bubble_of_1f1b(stages: int) -> None:
     assert bubble("v-min", stages, 4 * stages) <= 0.67 * plain
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "times", "known"), [("zb-v", LARGE, 0.0446), ("v-half", SMALL, 0.1719), ("v-min", LARGE, 0.2061)]
 )

@@ -160,6 +160,7 @@ main()
 """
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_memory_that_ends_all_the_same_is_one_sentence(deck: Path, launch: Launch, ranks: int) -> None:
     (deck.parent / "limited.py").write_text(LIMITED.replace("\\\\", "\\"))

@@ -93,6 +93,7 @@ def test_what_a_function_prints_is_no_answer(capfd: pytest.CaptureFixture[str]) 
     assert not printed.out and "said by a function\n" in printed.err and "written by a" in printed.err
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("function", "what"),
     [

@@ -165,6 +165,7 @@ WRONG = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("wrong", WRONG)
 def test_what_is_wrong_is_told_once(folder: Path, launch: Launch, wrong: str) -> None:
     changes, code, told = WRONG[wrong]

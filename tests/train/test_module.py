@@ -99,6 +99,7 @@ def losses(folder: Path) -> list[float]:
     return [row["loss"] for row in rows]
 
 
+@pytest.mark.sampled(1)
 def test_a_run_goes_on_with_another_number_of_ranks(folder: Path, launch: Launch) -> None:
     run = folder / "runs/mine"
     hpctrain(launch, 2, "run", "code/deck.toml", "--set", "run.dir=runs/whole")
@@ -120,6 +121,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(folder: Path, launch: Launch
     assert "layers.0.attention.qkv.weight" in told
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("buffers", ["first", "average"])
 def test_buffers_are_equal_on_all_ranks_and_go_on(folder: Path, launch: Launch, buffers: str) -> None:
     change = ["model.module=my_models.py:odd", "model.arguments=", f"model.buffers={buffers}"]
@@ -237,6 +239,7 @@ WRONG = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("wrong", WRONG)
 def test_what_is_wrong_is_told_once_in_a_sentence(folder: Path, launch: Launch, wrong: str) -> None:
     changes, told = WRONG[wrong]

@@ -31,6 +31,7 @@ def staged(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.sampled(1)
 def test_a_run_goes_on_with_other_stages(staged: Path, launch: Launch) -> None:
     run, begun = staged / "runs/mine", changes(*STAGED, *FEWER)
     hpctrain(launch, 1, "run", "code/deck.toml", *begun, "--set", "run.dir=runs/whole")
@@ -86,6 +87,7 @@ WRONG = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("wrong", WRONG)
 def test_what_cannot_be_cut_is_told_once_in_a_sentence(folder: Path, launch: Launch, wrong: str) -> None:
     keys, told = WRONG[wrong]

@@ -406,6 +406,7 @@ def small(tmp_path: Path, launch: Callable[..., subprocess.CompletedProcess[str]
     return tmp_path
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("presses", [1, 2])
 def test_ctrl_c_on_a_terminal(small: Path, presses: int) -> None:
     """With a live bar; the terminal is left as it was found."""

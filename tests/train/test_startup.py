@@ -223,6 +223,7 @@ def told_once(done: subprocess.CompletedProcess[str]) -> str:
     return lines[0]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("deck", "told"),
     [

@@ -153,6 +153,7 @@ def require_what_is_kept(world: World, kind: str, *overrides: str) -> int:
     return kept
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_planned_is_kept(world: World, kind: str, compute: str) -> None:

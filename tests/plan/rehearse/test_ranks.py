@@ -37,6 +37,7 @@ LAYOUTS: list[tuple[int, int, tuple[str, ...]]] = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("ranks", "per_node", "keys"), LAYOUTS, ids=range(len(LAYOUTS)))
 def test_alike_ranks_are_told_as_each_by_itself(ranks: int, per_node: int, keys: tuple[str, ...]) -> None:
     deck = small_deck(*keys)

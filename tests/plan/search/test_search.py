@@ -369,6 +369,7 @@ def test_ranks_of_a_node_that_hold_little_leave_room_for_those_that_hold_much() 
     assert not found_by(replace(case, room=mean - 1)).best
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("ranks", "experts"), [(6, 3), (12, 3), (10, 5)])
 def test_experts_of_which_the_other_axes_divide_nothing(ranks: int, experts: int) -> None:
     keys = (*MIXTURE, f"model.experts={experts}", "batch.global_size=60", "batch.micro_size=1")

@@ -84,6 +84,7 @@ def planned(machine: Machine, ranks: int, *keys: str) -> Mapping[str, float]:
     return plan_step(deck, ranks, VOCABULARY, machine).seconds_by_cause
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_is_waited_for_is_what_the_plan_of_traffic_sends(layout: str) -> None:
     """Along every axis, in every layout, as the ledger counts it. Buckets are filled up to a few elements
