@@ -47,9 +47,9 @@ export REMOVE_RUN
 help:
 	@echo "make run       install, prepare a corpus, train inputs/quickstart.toml on 2 ranks, plot, generate"
 	@echo "make shell     install, open a shell with hpctrain and an mpirun that starts as root, and more ranks than cores"
-	@echo "make test      install, serial tests, then the MPI tests with each number of RANKS (\"$(RANKS)\")"
-	@echo "make test-full the same with every case of tests of which make test runs some, as pairs of layouts, and then"
-	@echo "               hundreds of damaged checkpoints, kills and signals"
+	@echo "make test      install, serial tests, then MPI tests on each number of RANKS (\"$(RANKS)\"); the commit"
+	@echo "               selects the cases (tests/README.md)"
+	@echo "make test-full every case of every test on every number of RANKS, then the tests marked slow"
 	@echo "make cluster-test  as root: jobs on a virtual Slurm cluster of two nodes; its packages through apt where it may"
 	@echo "make browser-test  reports of runs in headless Chromium, which comes through apt where it may"
 	@echo "make link-bench  as root: tokens/s over a link of 100 Mbit/s between two virtual nodes, measured and planned"
