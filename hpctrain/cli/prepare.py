@@ -20,8 +20,22 @@ SECONDS_BETWEEN_LINES = 30.0
 @click.option(
     "--glob", "globs", multiple=True, metavar="PATTERN", help="Which files of a folder, e.g. '*.py'."
 )
-@click.option("--tokenizer", metavar="bytes|FILE.json|DIR", help="How to cut text.  [default: bytes]")
-@click.option("--train-bpe", type=int, metavar="N", help="Train a byte-level BPE of N tokens on the text.")
+@click.option(
+    "--tokenizer",
+    metavar="bytes|FILE.json|DIR|FILE.h5",
+    help="How to cut text; of a token file, its tokenizer.  [default: bytes]",
+)
+@click.option(
+    "--end-of-document",
+    metavar="TOKEN",
+    help="Token that follows each document.  [default: the tokenizer's eos_token]",
+)
+@click.option(
+    "--train-bpe",
+    type=int,
+    metavar="N",
+    help="Train a byte-level BPE of N tokens on the text; writes tokenizer.json beside OUT.",
+)
 @click.option(
     "--field",
     "--text-key",

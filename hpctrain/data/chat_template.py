@@ -9,15 +9,16 @@ on every rank at the same place.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpctrain.data.tokenizer_settings import TEMPLATE_BYTES, TokenizerSettings
 from hpctrain.errors import HpctrainError, InputOutputError
-from hpctrain.files import parse_json, read_text
+from hpctrain.files import read_text
 from hpctrain.words import either, nearest, require
 
 if TYPE_CHECKING:
@@ -25,11 +26,6 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 Range = tuple[int, int]
-
-MOST_BYTES = 1 << 20
-"""Of a template; published ones have at most 20 kB."""
-_CONFIG_BYTES = 64 << 20
-CONFIG, OWN_FILE = "tokenizer_config.json", "chat_template.jinja"
 
 CHATML = (
     "{% for message in messages %}"
@@ -71,17 +67,29 @@ class ChatTemplate:
     now: str = ""
 
     @staticmethod
-    def of(argument: str | None, tokenizer: str, ends: str) -> ChatTemplate:
-        """The template that a user means: a name, a Jinja file, or None for that of the tokenizer's folder.
+    def of(
+        argument: str | None, tokenizer: str, ends: str, settings: TokenizerSettings | None = None
+    ) -> ChatTemplate:
+        """Return the template that a user means.
 
-        `ends` is the token that ends a document, which is eos_token where the folder tells of none.
-        HpctrainError where there is no such template, or it cannot be parsed.
+        Args:
+            argument: name of a built-in template, a Jinja file, or None for the template of the tokenizer.
+            tokenizer: what the user calls the tokenizer.
+            ends: token that ends a document, which is `eos_token` if the settings name none.
+            settings: those of the tokenizer; None to read them from its folder.
+
+        Raises:
+            HpctrainError: there is no such template, or it cannot be parsed.
         """
-        folder = Path(tokenizer) if Path(tokenizer).is_dir() else None
-        config = {} if folder is None else _config(folder / CONFIG)
-        tokens = {"eos_token": ends} | dict(_tokens(config))
+        if settings is None:
+            folder = Path(tokenizer)
+            settings = TokenizerSettings.of_folder(folder) if folder.is_dir() else TokenizerSettings()
+        tokens = {"eos_token": ends} | settings.special_tokens
         if argument is None:
-            text, title = _own(folder, config, tokenizer)
+            if (own := settings.chat_template) is None:
+                names = either([*BUILT_IN, "a Jinja file"])
+                raise HpctrainError(f"--tokenizer {tokenizer} has no chat template; --template takes {names}")
+            text, title = own, f"chat_template of {tokenizer}"
         elif argument in BUILT_IN:
             text, title = BUILT_IN[argument], f"--template {argument}"
         else:
@@ -129,24 +137,10 @@ def _with_thoughts(message: Message) -> dict[str, Any]:
     return {"thinking": thoughts, **message, "reasoning_content": thoughts}
 
 
-def _own(folder: Path | None, config: Mapping[str, Any], tokenizer: str) -> tuple[str, str]:
-    """The template of a tokenizer's folder."""
-    if folder is not None and (folder / OWN_FILE).is_file():
-        return _of_file(str(folder / OWN_FILE))
-    found = config.get("chat_template")
-    if isinstance(found, list):  # several by name
-        named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
-        found = named.get("default")
-    if isinstance(found, str):
-        return found, f"chat_template of {tokenizer}/{CONFIG}"
-    names = either([*BUILT_IN, "a Jinja file"])
-    raise HpctrainError(f"--tokenizer {tokenizer} has no chat template; --template takes {names}")
-
-
 def _of_file(path: str) -> tuple[str, str]:
     title = f"--template {path}"
     try:
-        return read_text(path, MOST_BYTES), title
+        return read_text(path, TEMPLATE_BYTES), title
     except FileNotFoundError:
         near = nearest(path, BUILT_IN)
         meant = f"did you mean {near}?" if near else f"it takes {either([*BUILT_IN, 'a Jinja file'])}"
@@ -155,26 +149,3 @@ def _of_file(path: str) -> tuple[str, str]:
         raise InputOutputError(f"{title}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError:
         raise HpctrainError(f"{title}: is not UTF-8, no Jinja template") from None
-
-
-def _config(path: Path) -> Mapping[str, Any]:
-    """What a tokenizer's folder says beside its vocabulary; nothing where there is no such file."""
-    try:
-        found = parse_json(read_text(path, _CONFIG_BYTES))
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        raise InputOutputError(f"{path}: cannot be read ({error.strerror})") from None
-    except ValueError as error:
-        raise HpctrainError(f"{path}: is no JSON that can be read ({error})") from None
-    if not isinstance(found, dict):
-        raise HpctrainError(f"{path}: is no JSON object, as transformers writes it")
-    return found
-
-
-def _tokens(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Names of special tokens, such as bos_token, each text or an object with its content."""
-    for name, value in config.items():
-        token = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(token, str):
-            yield name, token

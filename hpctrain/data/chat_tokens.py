@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,12 +17,15 @@ import numpy.typing as npt
 
 from hpctrain.data.chat_rows import ASSISTANT, Conversation
 from hpctrain.data.chat_template import ChatTemplate, Range
-from hpctrain.data.tokenizer import BYTES, END_OF_TEXT, Tokenizer, load_library
+from hpctrain.data.tokenizer import BYTES, GuardedTokenizer, Tokenizer, lost_text, parse_tokenizer
 from hpctrain.errors import HpctrainError
 
 # Code points that are no characters, of which text has none.
 _NO_CHARACTERS = [chr(point) for point in range(0xFDD0, 0xFDF0)]
 
+
+Placed = tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]
+"""Ids [n], and the characters where each begins and ends in a text [n]."""
 
 _Render = Callable[[Conversation], tuple[str, list[Range]]]
 
@@ -45,24 +49,20 @@ class ChatTokenizer:
     """Makes tokens of conversations, by a template and a tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
-        self.template, self.tokenizer = template, tokenizer
+        self.template, self.tokenizer, self.special = template, tokenizer, tokenizer.control
+        self._guarded_tokenizer: GuardedTokenizer | None = None
         self._library: Any = None
-        if tokenizer.text == BYTES:
-            self.special = {END_OF_TEXT: tokenizer.end_of_document}
-        else:
+        if tokenizer.text != BYTES:
             from tokenizers import processors
 
-            self._library = load_library(tokenizer.text, "tokenizer")
-            self._library.no_truncation()
-            self._library.no_padding()
+            content = parse_tokenizer(tokenizer.text, "tokenizer")
+            self._guarded_tokenizer = GuardedTokenizer(content, tokenizer.settings, "tokenizer")
+            self._library = self._guarded_tokenizer.library
             # Nothing is to be framed by special tokens, and no space left out of where a token lies.
             self._library.post_processor = processors.ByteLevel(trim_offsets=False)
-            added = self._library.get_added_tokens_decoder()
-            self.special = {each.content: number for number, each in added.items() if each.special}
         self._any = _pattern(self.special)
         self._beginnings = {token[:n] for token in self.special for n in range(1, len(token))}
         self._longest = max(map(len, self._beginnings), default=0)
-        self._prefixed = any(name in tokenizer.text for name in ("Metaspace", '"Prepend"'))
 
     @property
     def only_text(self) -> list[str]:
@@ -70,8 +70,23 @@ class ChatTokenizer:
         which anybody can spell.
         """
         written = re.findall(r"<\|[a-z_]+\|>", self.template.text)
-        known = self.special if self._library is None else self._library.get_vocab(with_added_tokens=True)
+        known = {*self.special}
+        if self._library is not None:
+            known.update(self._library.get_vocab(with_added_tokens=True))
         return sorted({each for each in written if each not in known})
+
+    def end_of_turn(self) -> tuple[int, ...]:
+        """Return the id of the control token that ends an assistant's turn, as the template writes it.
+
+        It is empty if the template ends turns by text, or refuses a conversation of one word each.
+        """
+        said = [{"role": role, "content": "a"} for role in ("user", ASSISTANT)]
+        with suppress(HpctrainError):
+            tokens = self.conversation(Conversation(said))
+            learned = tokens.ids[tokens.learned.astype(bool)]
+            if len(learned) and int(learned[-1]) in self.special.values():
+                return (int(learned[-1]),)
+        return ()
 
     def conversation(self, asked: Conversation) -> Tokens:
         """Tokens of a conversation, and what is learned of it. HpctrainError with what is wrong with it."""
@@ -88,49 +103,59 @@ class ChatTokenizer:
         for begin, end in rendered.learned:
             covered[begin + 1 : end + 1] = 1
         covered = covered.cumsum()
-        ids, begins, ends = map(np.concatenate, zip(*self._pieces(rendered), strict=True))
+        ids, begins, ends = self._encode_bytes(rendered) if self._library is None else self._encode(rendered)
         ends = np.minimum(np.maximum(ends, begins + 1), len(text))  # a token without characters is at a place
         begins = np.minimum(begins, len(text))
         return Tokens(ids.astype(np.uint32), (covered[ends] > covered[begins]).astype(np.uint8))
 
-    def _pieces(self, rendered: Rendered) -> Iterator[tuple[npt.NDArray[Any], ...]]:
-        """Ids, and where each begins and ends in the text."""
-        text, at = rendered.text, 0
-        empty = np.zeros(0, np.int64)
-        yield empty, empty, empty
-        if self._library is not None and not rendered.spelled:
-            yield self._encode(text, 0, as_text=False)
-            return
-        for match in self._any.finditer(text):
+    def _of_template(self, rendered: Rendered) -> Iterator[re.Match[str]]:
+        """Yield the control tokens that the template itself writes, in order."""
+        at = 0
+        for match in self._any.finditer(rendered.text):
             begin, end = match.span()
-            if begin < at or any(begin < last and first < end for first, last in rendered.spelled):
-                continue
-            yield self._encode(text[at:begin], at, as_text=True)
-            yield np.array([self.special[match[0]]]), np.array([begin]), np.array([end])
-            at = end
-        yield self._encode(text[at:], at, as_text=True)
+            if begin >= at and not any(begin < last and first < end for first, last in rendered.spelled):
+                yield match
+                at = end
 
-    def _encode(self, text: str, at: int, as_text: bool) -> tuple[npt.NDArray[Any], ...]:
-        """Of a piece of text from character `at` on, with special tokens or `as_text` alone."""
-        if self._library is None:
-            sizes = [len(each.encode("utf-8", "replace")) for each in text]
-            begins = np.repeat(np.arange(len(text)), sizes) + at
-            return np.frombuffer(text.encode("utf-8", "replace"), np.uint8), begins, begins + 1
-        text = text.encode("utf-8", "replace").decode()
-        self._library.encode_special_tokens = as_text
-        # A tokenizer that begins a text with a space is not to begin each piece of one so.
-        lead = "\n" if at and self._prefixed else ""
-        encoding = self._library.encode(lead + text, add_special_tokens=False)
-        ids, offsets = encoding.ids, np.array(encoding.offsets, np.int64).reshape(-1, 2)
-        if lead:
-            leading = self._library.encode(lead, add_special_tokens=False).ids
-            if ids[: len(leading)] == leading:
-                ids, offsets = ids[len(leading) :], offsets[len(leading) :]
-            else:
-                lead, encoding = "", self._library.encode(text, add_special_tokens=False)
-                ids, offsets = encoding.ids, np.array(encoding.offsets, np.int64).reshape(-1, 2)
-        offsets = np.maximum(offsets - len(lead), 0) + at
-        return np.array(ids, np.int64), offsets[:, 0], offsets[:, 1]
+    def _encode_bytes(self, rendered: Rendered) -> Placed:
+        """Return ids [n], and where each begins and ends in the text [n], of bytes."""
+        text, at, pieces = rendered.text, 0, list[Placed]()
+        for match in self._of_template(rendered):
+            begin, end = match.span()
+            pieces.append(_bytes_of(text[at:begin], at))
+            pieces.append((np.array([self.special[match[0]]]), np.array([begin]), np.array([end])))
+            at = end
+        pieces.append(_bytes_of(text[at:], at))
+        ids, begins, ends = map(np.concatenate, zip(*pieces, strict=True))
+        return ids, begins, ends
+
+    def _encode(self, rendered: Rendered) -> Placed:
+        """Return ids [n], and where each begins and ends in the text [n].
+
+        The control tokens of the template get the names that the guarded tokenizer has for them, so that all
+        of the text is encoded at once, and what people spell is text.
+        """
+        assert self._guarded_tokenizer is not None
+        text, at, hidden = rendered.text, 0, self._guarded_tokenizer.hidden
+        parts, places, ends = list[str](), list[npt.NDArray[np.int64]](), 0
+        for match in self._of_template(rendered):
+            begin, end = match.span()
+            name = hidden[match[0]]
+            parts += [text[at:begin], name]
+            places += [np.arange(at, begin), np.full(len(name), begin)]
+            at, ends = end, ends + (match[0] == self.tokenizer.end_name)
+        place = np.concatenate([*places, np.arange(at, len(text) + 1)])
+        whole = "".join([*parts, text[at:]]).encode("utf-8", "replace").decode()
+        try:
+            encoding = self._library.encode(whole, add_special_tokens=False)
+        except Exception as error:  # noqa: BLE001 - the library raises nothing narrower
+            raise HpctrainError(f"cannot be encoded: {error}") from None
+        ids, offsets = np.array(encoding.ids, np.int64), np.array(encoding.offsets, np.int64).reshape(-1, 2)
+        lost = self.tokenizer.end_of_document
+        if self._guarded_tokenizer.marks_lost_text and int((ids == lost).sum()) > ends:
+            raise HpctrainError(lost_text(self._library, text, lost))
+        # The place behind a token's last character tells its end, also where a longer name stands for it.
+        return ids, place[offsets[:, 0]], place[offsets[:, 1]]
 
     def _prompt(self, asked: Conversation) -> tuple[str, list[Range]]:
         return self.template.render(asked.messages, True, asked.tools)[0], []
@@ -196,6 +221,13 @@ class ChatTokenizer:
         if begun:
             text = f"{text[: end - begun]}{opening}{text[end - begun : end]}{closing}{text[end:]}"
         return self._any.sub(lambda found: f"{opening}{found[0]}{closing}", text)
+
+
+def _bytes_of(text: str, at: int) -> Placed:
+    """Return the bytes of a text from character `at` on, and where the character of each is."""
+    sizes = [len(each.encode("utf-8", "replace")) for each in text]
+    begins = np.repeat(np.arange(len(text)), sizes) + at
+    return np.frombuffer(text.encode("utf-8", "replace"), np.uint8), begins, begins + 1
 
 
 def _pattern(tokens: Mapping[str, int]) -> re.Pattern[str]:

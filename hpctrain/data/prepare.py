@@ -33,10 +33,12 @@ from hpctrain.data.text import (
     share_of,
 )
 from hpctrain.data.token_part import TokenPart, part_path, remove_others
-from hpctrain.data.tokenizer import BYTES, Tokenizer
+from hpctrain.data.tokenizer import BYTES, TOKENIZER_FILE, Tokenizer
+from hpctrain.data.tokenizer_argument import named_tokenizer, remarks_on
+from hpctrain.data.tokenizer_settings import TokenizerSettings
 from hpctrain.data.write import Report, write_files, write_tokens
-from hpctrain.errors import HpctrainError
-from hpctrain.files import check_output
+from hpctrain.errors import HpctrainError, failing_as
+from hpctrain.files import JSON_BYTES, check_output, read_text, synchronize
 from hpctrain.words import counted
 
 if TYPE_CHECKING:
@@ -75,6 +77,7 @@ def prepare(
     globs: Sequence[str] = (),
     tokenizer: str | None = None,
     train_bpe: int | None = None,
+    end_of_document: str | None = None,
     text_key: str = "text",
     replace: bool = False,
     binary: bool = False,
@@ -85,8 +88,9 @@ def prepare(
 ) -> Prepared:
     """Tokenize the text of `paths` into the token file `out`; collective, the same arguments everywhere.
 
-    `tokenizer` is "bytes" (also without one) or the path of a `tokenizers` JSON; `train_bpe` makes one of
-    that vocabulary from the text instead (on rank 0: its time does not shrink with ranks). Files that are
+    `tokenizer` (None is "bytes") and `end_of_document` are as of `named_tokenizer`; `train_bpe` makes a
+    tokenizer of that vocabulary from the text instead (on rank 0: its time does not shrink with ranks), and a
+    `tokenizer.json` of it beside `out`. Files that are
     binary, or not UTF-8, are refused if named and else left out, unless `binary`: then the tokenizer "bytes"
     takes their bytes, and others, and texts in lines of JSON, have U+FFFD for what is no text. An existing
     `out` is only replaced if asked to, and stays what it is until the new file is complete. With
@@ -99,6 +103,9 @@ def prepare(
     with world.agreement():
         if tokenizer is not None and train_bpe is not None:
             raise HpctrainError(f"--train-bpe {train_bpe} and --tokenizer {tokenizer}: give one of them")
+        if end_of_document is not None and tokenizer is None:
+            told = "names a token of --tokenizer, which is not given"
+            raise HpctrainError(f"--end-of-document {end_of_document}: {told} (leave it out)")
     sources, left = begin(world, out, paths, globs, replace, shards)
     sources = [dataclasses.replace(each, lenient=binary) for each in sources]
     faults = examine(world, cut_into_pieces(sources, piece_bytes), report)
@@ -111,7 +118,13 @@ def prepare(
         if not sources:
             raise HpctrainError(f"{', '.join(paths)}: there is no text in it")
     pieces = cut_into_pieces(sources, piece_bytes)
-    used = _agree_on_tokenizer(world, pieces, tokenizer or BYTES, train_bpe, text_key, say, report)
+    if train_bpe is None:
+        used = _agree_on_tokenizer(world, tokenizer or BYTES, end_of_document, say)
+    else:
+        used = _train(world, pieces, train_bpe, text_key, say, report)
+        with world.agreement():
+            if world.rank == 0:
+                _require_free(out.parent / TOKENIZER_FILE, out, used, replace)
     if used.text == BYTES:
         sources = [dataclasses.replace(each, raw=each.path in faults and not each.lines) for each in sources]
         pieces = cut_into_pieces(sources, piece_bytes)
@@ -124,7 +137,8 @@ def prepare(
         if before and world.rank == 0:
             say(f"goes on where it was ended: {before} of {counted(len(pieces), 'piece')} of text are tokens")
         with world.agreement():
-            _tokenize(mine[done:], used, text_key, part, report)
+            unknown = _tokenize(mine[done:], used, text_key, part, report)
+        _tell_unknown(world, unknown, part, used, say)
         source = ", ".join([*paths, *globs])
         if shards is None or shard_bytes is None:
             headers = [write_tokens(world, out, part, used, source, report)]
@@ -133,6 +147,8 @@ def prepare(
             with world.agreement():
                 outs = shards.paths(len(slices))
             headers = write_files(world, outs, slices, used, source, report, shards.place)
+    if train_bpe is not None:
+        _write_tokenizer(world, out.parent / TOKENIZER_FILE, used)
     if len(headers) > MOST_FILES and world.rank == 0:
         say(f"a run reads {MOST_FILES} files at most, and these are {len(headers)}: larger ones are fewer")
     return Prepared(
@@ -179,6 +195,7 @@ def _key_of(
     facts: list[object] = [
         hpctrain.__version__,
         tokenizer.text,
+        tokenizer.settings.to_object(),
         text_key,
         piece_bytes,
         world.rank,
@@ -222,37 +239,69 @@ def text_alone(sources: Sequence[TextSource], faults: Mapping[str, int], left: L
     return [source for source in sources if source.path not in faults]
 
 
-def _agree_on_tokenizer(
-    world: World,
-    pieces: Sequence[TextPiece],
-    tokenizer: str,
-    train_bpe: int | None,
-    text_key: str,
-    say: Say,
-    report: Report,
+def _agree_on_tokenizer(world: World, tokenizer: str, end_of_document: str | None, say: Say) -> Tokenizer:
+    """Return the tokenizer that rank 0 reads."""
+    with world.agreement():
+        found: Tokenizer | None = None
+        if world.rank == 0:
+            found = named_tokenizer(tokenizer, end_of_document)
+            for line in remarks_on(found, tokenizer):
+                say(line)
+    return _shared(world, found, f"tokenizer = {tokenizer}")
+
+
+def _train(
+    world: World, pieces: Sequence[TextPiece], vocabulary: int, text_key: str, say: Say, report: Report
 ) -> Tokenizer:
-    """The tokenizer that rank 0 reads or trains."""
-    text = ""
+    """Return the tokenizer that rank 0 trains."""
+    with world.agreement():
+        trained: Tokenizer | None = None
+        if world.rank == 0:
+            texts = _documents(pieces, text_key, "train the tokenizer", report)
+            trained = Tokenizer.train((part for _, part, _ in texts), vocabulary)
+            if trained.vocabulary < vocabulary:
+                say(
+                    f"--train-bpe {vocabulary}: the tokenizer has {trained.vocabulary} tokens only, since "
+                    "the text has no more pairs to merge"
+                )
+    return _shared(world, trained, f"--train-bpe {vocabulary}")
+
+
+def _shared(world: World, tokenizer: Tokenizer | None, where: str) -> Tokenizer:
+    """Return rank 0's tokenizer on all ranks. Collective."""
+    texts = None if tokenizer is None else (tokenizer.text, tokenizer.settings.to_json())
+    text, settings = world.everyone.broadcast_object(texts)
+    return tokenizer or Tokenizer(text, where, TokenizerSettings.from_json(settings))
+
+
+def _require_free(path: Path, out: Path, tokenizer: Tokenizer, replace: bool) -> None:
+    """Raise HpctrainError if the tokenizer that was trained would replace another one's file."""
+    check_output(path, replace=True)
+    if replace or not path.exists():
+        return
+    with suppress(OSError, UnicodeDecodeError):
+        if read_text(path, JSON_BYTES) == tokenizer.text:
+            return
+    told = f"is of another tokenizer, and --train-bpe writes one beside {out.name}"
+    raise HpctrainError(f"{path}: {told}; --force replaces it, and another folder keeps both")
+
+
+def _write_tokenizer(world: World, path: Path, tokenizer: Tokenizer) -> None:
+    """Write a tokenizer that was trained as a file. Collective."""
     with world.agreement():
         if world.rank == 0:
-            if train_bpe is None:
-                text = Tokenizer.from_argument(tokenizer).text
-            else:
-                texts = _documents(pieces, text_key, "train the tokenizer", report)
-                trained = Tokenizer.train((part for _, part, _ in texts), train_bpe)
-                text = trained.text
-                if trained.vocabulary < train_bpe:
-                    say(
-                        f"--train-bpe {train_bpe}: the tokenizer has {trained.vocabulary} tokens only, since "
-                        "the text has no more pairs to merge"
-                    )
-    return Tokenizer(world.everyone.broadcast_object(text))
+            temporary = path.with_name(f".{path.name}.partial")
+            with failing_as(f"{path}: cannot be written"):
+                temporary.write_text(tokenizer.text, encoding="utf-8")
+                synchronize(temporary)
+                temporary.replace(path)
 
 
 def _tokenize(
     pieces: Sequence[TextPiece], tokenizer: Tokenizer, text_key: str, part: TokenPart, report: Report
-) -> None:
-    faulty = False
+) -> int:
+    """Append the tokens of pieces; return how many stand for text that the vocabulary lacks."""
+    faulty, lacking = False, 0
 
     with collecting() as complain:
 
@@ -264,12 +313,25 @@ def _tokenize(
         for piece in in_progress(pieces, "tokenize", report):
             unknown = "surrogateescape" if piece.source.raw else "replace"
             for text, ends in read_piece(piece, text_key, complain_of):
-                part.add(tokenizer.encode_array(text, unknown))
+                ids = tokenizer.encode_array(text, unknown)
+                lacking += 0 if tokenizer.unknown is None else int((ids == tokenizer.unknown).sum())
+                part.add(ids)
                 if ends:
                     part.end_document(tokenizer.end_of_document)
             if not faulty:
                 part.end_piece()
     part.finish()
+    return lacking
+
+
+def _tell_unknown(world: World, lacking: int, part: TokenPart, tokenizer: Tokenizer, say: Say) -> None:
+    """Say how much of the text the vocabulary lacks. Collective."""
+    if tokenizer.unknown is None:
+        return
+    counts = world.everyone.all_gather_object([lacking, part.tokens])
+    lost, tokens = (sum(count[i] for count in counts) for i in (0, 1))
+    if lost and world.rank == 0:
+        say(f"{lost} of {tokens} tokens stand for text that the vocabulary lacks, and that is lost")
 
 
 def _documents(

@@ -6,6 +6,7 @@ same for any number of ranks.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,9 @@ from hpctrain.data.packed import COMPRESSED, TABLE
 from hpctrain.data.prepare import Prepared, Say, begin, collecting, examine, in_progress, text_alone
 from hpctrain.data.text import PIECE, Row, TextPiece, cut_into_pieces, read_rows, share_of
 from hpctrain.data.token_part import TokenPart, part_path
-from hpctrain.data.tokenizer import BYTES, END_OF_TEXT, Tokenizer
+from hpctrain.data.tokenizer import BYTES, Tokenizer
+from hpctrain.data.tokenizer_argument import named_tokenizer, remarks_on
+from hpctrain.data.tokenizer_settings import TokenizerSettings
 from hpctrain.data.tokens import TokenFile
 from hpctrain.data.write import Report, RowsPart, write_tokens
 from hpctrain.errors import HpctrainError
@@ -47,6 +50,7 @@ def prepare_rows(
     template: str | None = None,
     globs: Sequence[str] = (),
     tokenizer: str = BYTES,
+    end_of_document: str | None = None,
     replace: bool = False,
     say: Say = lambda _: None,
     report: Report = lambda *_: None,
@@ -54,7 +58,8 @@ def prepare_rows(
 ) -> Prepared:
     """Make the token file `out` of a `kind` ("chat", "preferences", "prompts") of rows; collective.
 
-    `template` is a name, a Jinja file, or None for that of the tokenizer's folder. Pairs whose answers are
+    `template` is a name, a Jinja file, or None for that of the tokenizer's folder; `tokenizer` and
+    `end_of_document` are as of `named_tokenizer`. Pairs whose answers are
     equal and conversations in which no assistant speaks are left out, which is said. Every error is an
     HpctrainError, the same on all ranks, and leaves no file behind.
     """
@@ -70,7 +75,7 @@ def prepare_rows(
                 say(line)
         if not sources:
             raise HpctrainError(f"{', '.join(paths)}: there is nothing in it")
-    chat = _agree_on_template(world, tokenizer, template)
+    chat = _agree_on_template(world, tokenizer, template, end_of_document, say)
     if world.rank == 0 and chat.only_text:
         those = either(chat.only_text) if len(chat.only_text) < 5 else f"{', '.join(chat.only_text[:4])} ..."
         say(
@@ -176,24 +181,23 @@ class _Making:
         self.left_out[why] = number + 1, examples
 
 
-def _agree_on_template(world: World, tokenizer: str, template: str | None) -> ChatTokenizer:
-    """The tokenizer and the template that rank 0 reads."""
-    texts = "", ""
+def _agree_on_template(
+    world: World, tokenizer: str, template: str | None, end_of_document: str | None, say: Say
+) -> ChatTokenizer:
+    """Return the tokenizer and the template that rank 0 reads."""
+    texts = "", "", ""
     with world.agreement():
         if world.rank == 0:
-            used = Tokenizer.from_argument(tokenizer)
-            texts = used.text, ChatTemplate.of(template, tokenizer, end_of(used)).to_json()
-    text, chat = world.everyone.broadcast_object(texts)
-    return ChatTokenizer(Tokenizer(text), ChatTemplate.from_json(chat))
-
-
-def end_of(tokenizer: Tokenizer) -> str:
-    """What the token that ends a document is called."""
-    if tokenizer.text == BYTES:
-        return END_OF_TEXT
-    from tokenizers import Tokenizer as Library
-
-    return Library.from_str(tokenizer.text).id_to_token(tokenizer.end_of_document) or ""
+            used = named_tokenizer(tokenizer, end_of_document)
+            for line in remarks_on(used, tokenizer):
+                say(line)
+            chosen = ChatTemplate.of(template, tokenizer, used.end_name, used.settings)
+            ends = ChatTokenizer(used, chosen).end_of_turn()
+            texts = used.text, dataclasses.replace(used.settings, ends=ends).to_json(), chosen.to_json()
+    text, settings, chat = world.everyone.broadcast_object(texts)
+    where = f"tokenizer = {tokenizer}"
+    known = Tokenizer(text, where, TokenizerSettings.from_json(settings))
+    return ChatTokenizer(known, ChatTemplate.from_json(chat))
 
 
 def _tell_left_out(world: World, made: _Making, say: Say) -> None:

@@ -30,7 +30,7 @@ def token_bytes(tokenizer: Tokenizer) -> Tensor | None:
         sizes[token] = len(letters)
     for added in content.get("added_tokens") or ():
         sizes[added["id"]] = 0 if added["special"] else len(added["content"].encode())
-    sizes[tokenizer.end_of_document] = 0
+    sizes[list(tokenizer.control.values())] = 0
     return sizes
 
 

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from hpctrain.data.control_tokens import (
+    Content,
+    byte_letters,
+    control_names,
+    hide_control_tokens,
+    mark_lost_text,
+    require_token,
+    special_tokens,
+    token_ids,
+    unknown_id,
+    without_chance,
+)
+from hpctrain.data.tokenizer_settings import TokenizerSettings, is_id
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.files import JSON_BYTES, parse_json, read_text
 from hpctrain.words import require
@@ -20,60 +35,131 @@ BYTES = "bytes"
 BYTE_VALUES = 256
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"
-# What the published vocabularies call the end of a document, the most specific first.
 ENDS = (END_OF_TEXT, "<|end_of_text|>", "<｜end▁of▁sentence｜>", "</s>", "<eos>", "<|eos|>", "[EOS]")
+"""Names that published vocabularies have for the end of a document, the most specific first."""
 
 
 class Tokenizer:
-    """Token ids in range(`vocabulary`), of which `end_of_document` follows every document.
+    """Conversion of text to token ids and back.
 
-    `text` is all of it: "bytes" (ids 0-255 are the bytes of UTF-8, 256 ends a document) or the JSON of
-    a `tokenizers` tokenizer.
+    Attributes:
+        text: "bytes" (ids 0-255 are the bytes of UTF-8, 256 ends a document), or the JSON of a `tokenizers`
+            tokenizer.
+        settings: what the files beside that JSON say.
+        vocabulary: number that all ids are below.
+        end_of_document: id that follows every document.
+        control: ids of the control tokens by their names; no text is encoded as one of them.
+        ends: ids at which a model ends its text, `end_of_document` among them.
+        turned_off: what `of_files` took out of the JSON, in words.
+        unknown: id that stands for text which the vocabulary lacks; None without one.
     """
 
-    def __init__(self, text: str, where: str = "tokenizer") -> None:
-        """Read `text`; HpctrainError, beginning with `where`, when it is no tokenizer of use to us."""
-        self.text = text
+    def __init__(
+        self, text: str, where: str = "tokenizer", settings: TokenizerSettings | None = None
+    ) -> None:
+        """Read a tokenizer.
+
+        Args:
+            text: see the class.
+            where: beginning of error messages.
+            settings: `end_of_document` of these is taken. Without it, the first name of `ENDS` in the
+                vocabulary ends a document, as it did before the files did.
+
+        Raises:
+            HpctrainError: the text is no tokenizer that can be used.
+        """
+        self.text, self._where = text, where
+        self.settings = settings or TokenizerSettings()
         self._library: Library | None = None
+        self._lost: int | None = None
+        self.unknown: int | None = None
+        self.turned_off: tuple[str, ...] = ()
         if text == BYTES:
             self.vocabulary, self.end_of_document = BYTE_VALUES + 1, BYTE_VALUES
-            return
-        self._library = load_library(text, where)
-        ids = self._library.get_vocab(with_added_tokens=True)
-        ends = [name for name in ENDS if name in ids]
-        if not ends:
-            raise HpctrainError(
-                f"{where}: the vocabulary has no token that ends a document; "
-                f"one of {', '.join(ENDS)} must be in it"
-            )
-        self.vocabulary = max(ids.values()) + 1  # ids may have holes, so their number does not do
-        self.end_of_document = ids[ends[0]]
-        # A file made for serving may cut or fill every text.
-        self._library.no_truncation()
-        self._library.no_padding()
-        # Text that spells a special token is text: only we end documents.
+            self.control: Mapping[str, int] = {END_OF_TEXT: BYTE_VALUES}
+        else:
+            self._read(text, where)
+        of_files = {*self.settings.end_ids} & {*self.control.values()}
+        learned = {number for number in self.settings.ends if number < self.vocabulary}
+        self.ends: Collection[int] = frozenset({self.end_of_document} | of_files | learned)
+
+    def _read(self, text: str, where: str) -> None:
+        content = parse_tokenizer(text, where)
+        self.unknown = unknown_id(content)
+        guarded = GuardedTokenizer(content, self.settings, where)
+        self.end_of_document, self.control = guarded.end_of_document, guarded.control
+        self._library = guarded.library
+        self._lost = self.end_of_document if guarded.marks_lost_text else None
+        # Text that spells an added token that is special is text: only we end documents.
         self._library.encode_special_tokens = True
+        ids = self._library.get_vocab(with_added_tokens=True)
+        self.vocabulary = max(ids.values()) + 1  # ids may have holes, so their number does not do
+
+    @property
+    def end_name(self) -> str:
+        """Name of the token that ends a document."""
+        return next(name for name, number in self.control.items() if number == self.end_of_document)
 
     @classmethod
-    def from_argument(cls, argument: str) -> Tokenizer:
-        """The tokenizer a user names: "bytes", a `tokenizers` JSON file, or a folder that has one."""
+    def from_argument(cls, argument: str, end_of_document: str | None = None) -> Tokenizer:
+        """Read the tokenizer that a user names.
+
+        Args:
+            argument: "bytes", a `tokenizers` JSON file, or a folder that has one.
+            end_of_document: name of the token that ends a document; None for what the files say.
+
+        Raises:
+            HpctrainError: there is no tokenizer that can be used, or nothing tells the end of a document.
+            InputOutputError: a file cannot be read.
+        """
         if argument == BYTES:
-            return cls(BYTES)
-        path = Path(argument)
+            if end_of_document is not None:
+                raise HpctrainError(
+                    f"--end-of-document {end_of_document}: names a token of --tokenizer FILE.json or DIR, "
+                    "and bytes have none of this name (leave it out)"
+                )
+            return cls(BYTES, settings=TokenizerSettings(end_of_document=BYTE_VALUES, ends=(BYTE_VALUES,)))
+        path, where = Path(argument), f"tokenizer = {argument}"
         try:
             if path.is_dir():
                 path /= TOKENIZER_FILE
             text = read_text(path, JSON_BYTES)
         except FileNotFoundError:
             raise InputOutputError(
-                f"tokenizer = {argument}: no such file{'' if path == Path(argument) else f', {path}'}; "
-                "give `bytes` or the path of a tokenizer.json"
+                f"{where}: no such file{'' if path == Path(argument) else f', {path}'}; "
+                "give `bytes`, the path of a tokenizer.json, or a token file"
             ) from None
         except OSError as error:
-            raise InputOutputError(f"tokenizer = {argument}: cannot be read ({error.strerror})") from None
+            raise InputOutputError(f"{where}: cannot be read ({error.strerror})") from None
         except UnicodeDecodeError:
             text = ""
-        return cls(text, f"tokenizer = {argument}")
+        beside = path.name == TOKENIZER_FILE  # else the other files of the folder are of something else
+        settings = TokenizerSettings.of_folder(path.parent) if beside else TokenizerSettings()
+        return cls.of_files(text, settings.without_model(), where, end_of_document)
+
+    @classmethod
+    def of_files(
+        cls, text: str, settings: TokenizerSettings, where: str, end_of_document: str | None = None
+    ) -> Tokenizer:
+        """Return the tokenizer of a JSON whose end of a document its own files tell, or the caller.
+
+        What makes tokens depend on chance, or cuts texts, is taken out of the JSON.
+
+        Raises:
+            HpctrainError: nothing tells it, or the JSON is no tokenizer that can be used.
+        """
+        content = parse_tokenizer(text, where)
+        try:
+            end = find_end_of_document(content, settings, where, end_of_document)
+        except HpctrainError:
+            library_of(content, where)  # which tells whether it is a tokenizer at all
+            raise
+        off = without_chance(content)
+        made = cls(
+            json.dumps(content) if off else text, where, replace(settings, end_of_document=end, ends=(end,))
+        )
+        made.turned_off = tuple(off)
+        return made
 
     @classmethod
     def train(cls, texts: Iterable[str], vocabulary: int) -> Tokenizer:
@@ -99,7 +185,7 @@ class Tokenizer:
             initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         )
         library.train_from_iterator(texts, trainer)
-        return cls(library.to_str())
+        return cls.of_files(library.to_str(), TokenizerSettings(), "train-bpe")
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, without an end of document. Lone surrogates become question marks."""
@@ -115,9 +201,16 @@ class Tokenizer:
         raw = text.encode("utf-8", errors if self._library is None else "replace")
         if self._library is None:
             return np.frombuffer(raw, dtype=np.uint8)
-        # The fast form keeps no offsets into the text: a quarter of the memory.
-        [encoding] = self._library.encode_batch_fast([raw.decode("utf-8")], add_special_tokens=False)
-        return np.array(encoding.ids, dtype=np.uint32)
+        replaced = raw.decode("utf-8")
+        try:
+            # The fast form keeps no offsets into the text: a quarter of the memory.
+            [encoding] = self._library.encode_batch_fast([replaced], add_special_tokens=False)
+        except Exception as error:  # noqa: BLE001 - the library raises nothing narrower
+            raise HpctrainError(f"{self._where}: cannot encode a text: {error}") from None
+        ids = np.array(encoding.ids, dtype=np.uint32)
+        if self._lost is not None and (ids == self._lost).any():
+            raise HpctrainError(f"{self._where}: {lost_text(self._library, replaced, self._lost)}")
+        return ids
 
     def decode(self, ids: Sequence[int], errors: str = "replace") -> str:
         """The text of `ids`; ends of documents and ids beyond the vocabulary have none.
@@ -131,39 +224,140 @@ class Tokenizer:
         return self._library.decode(known, skip_special_tokens=True)
 
 
-def load_library(text: str, where: str) -> Library:
-    """The library's tokenizer of a JSON; HpctrainError, beginning with `where`, when it is none."""
-    require("tokenizers", f"{where}: reading it")
-    from tokenizers import Tokenizer as Library
+class GuardedTokenizer:
+    """The library's tokenizer of a JSON, in which no text can spell a control token.
 
+    Attributes:
+        library: the tokenizer; its control tokens have the names of `hidden`.
+        hidden: names of the control tokens in the library, by their own names.
+        control: ids of the control tokens, by their own names.
+        end_of_document: id of the token that ends a document.
+        marks_lost_text: True if text that the vocabulary lacks becomes `end_of_document`.
+    """
+
+    def __init__(self, content: Content, settings: TokenizerSettings, where: str) -> None:
+        """Read the tokenizer of `content`, which is changed; errors as of Tokenizer."""
+        ids = token_ids(content)
+        if settings.end_of_document is None:
+            end = next((name for name in ENDS if name in ids), None)
+            if end is None:
+                raise HpctrainError(
+                    f"{where}: the vocabulary has no token that ends a document; "
+                    f"one of {', '.join(ENDS)} must be in it"
+                )
+        else:
+            names = {number: name for name, number in ids.items()}
+            if settings.end_of_document not in names:
+                sentence = (
+                    f"token {settings.end_of_document}, which ends a document, is not in the vocabulary"
+                )
+                raise HpctrainError(f"{where}: {sentence}")
+            end = names[settings.end_of_document]
+        without_chance(content)
+        self.end_of_document = ids[end]
+        self.control = {name: ids[name] for name in control_names(content, settings.control_tokens, end)}
+        self.hidden = hide_control_tokens(content, self.control)
+        self.marks_lost_text = mark_lost_text(content, self.hidden[end])
+        self.library = library_of(content, where)
+
+
+def find_end_of_document(
+    content: Content, settings: TokenizerSettings, where: str, named: str | None = None
+) -> int:
+    """Return the id of the token that ends a document.
+
+    It is the token that the caller has `named`, or `eos_token` of the tokenizer's configuration, or
+    `eos_token_id` of the configurations of generation and model where that is a special token, or the only
+    special token that has one of the names in `ENDS`.
+
+    Raises:
+        HpctrainError: the vocabulary has no such token, or several.
+    """
+    ids, special = token_ids(content), special_tokens(content)
+    if named is not None:
+        return require_token(ids, named, f"{where}: --end-of-document")
+    if (of_config := settings.special_tokens.get("eos_token")) is not None:
+        return require_token(ids, of_config, f"{where}: eos_token of its configuration,")
+    of_special = {ids[name] for name in special}
+    for number in settings.end_ids:
+        if number in of_special:
+            return number
+    found = [name for name in ENDS if name in special]
+    if len(found) == 1:
+        return ids[found[0]]
+    if found:
+        sentence = f"has several special tokens that may end a document ({', '.join(found)})"
+    else:
+        sentence = f"nothing tells which token ends a document (no eos_token, none of {', '.join(ENDS)})"
+    raise HpctrainError(f"{where}: {sentence}; name it with --end-of-document TOKEN")
+
+
+def lost_text(library: Library, text: str, lost: int) -> str:
+    """Return, in words, which character of a text the vocabulary lacks."""
+    for letter in dict.fromkeys(text):
+        if lost in library.encode(letter, add_special_tokens=False).ids:
+            sentence = f"{letter!r} (U+{ord(letter):04X})"
+            break
+    else:
+        sentence = "a part of the text"
+    return (
+        f"{sentence} is not in the vocabulary, and without model.unk_token the tokenizer would drop it; "
+        "take a tokenizer that has one, or one of bytes"
+    )
+
+
+def load_library(text: str, where: str) -> Library:
+    """Return the library's tokenizer of a JSON as it is.
+
+    Raises:
+        HpctrainError: the text is none. The message begins with `where`.
+    """
+    return library_of(parse_tokenizer(text, where), where)
+
+
+def parse_tokenizer(text: str, where: str) -> Content:
+    """Return the content of a tokenizer's JSON.
+
+    Raises:
+        HpctrainError: the text is no such JSON. The message begins with `where`.
+    """
     wrong = f"{where}: is no `tokenizers` JSON"
     try:
         content: Any = parse_json(text)
     except ValueError:
         raise HpctrainError(f"{wrong} (it is not JSON); give `bytes` or a tokenizer.json") from None
-    if not isinstance(content, dict) or "model" not in content:
+    if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
         raise HpctrainError(f"{wrong} (it has no `model`); give `bytes` or a tokenizer.json")
     try:
-        return Library.from_str(text)
+        ids = token_ids(content)
+        special_tokens(content)
+        if not all(is_id(each) for each in ids.values()):
+            raise ValueError("an id is no whole number")
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        sentence = f"its vocabulary has another form: {error}"
+        raise HpctrainError(f"{wrong} that this version can read: {sentence}") from None
+    return content
+
+
+def library_of(content: Content, where: str) -> Library:
+    """Return the library's tokenizer of a parsed JSON; errors as of `load_library`."""
+    require("tokenizers", f"{where}: reading it")
+    from tokenizers import Tokenizer as Library
+
+    try:
+        return Library.from_str(json.dumps(content))
     except Exception as error:  # noqa: BLE001 - the library raises nothing narrower
-        raise HpctrainError(f"{wrong} that this version can read: {error}") from None
+        raise HpctrainError(f"{where}: is no `tokenizers` JSON that this version can read: {error}") from None
 
 
 def bytes_json() -> str:
-    """What "bytes" is as a `tokenizers` JSON: a byte-level BPE without merges, of every byte's own number."""
+    """Return "bytes" as a `tokenizers` JSON: a byte-level BPE without merges, each byte with its own id."""
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Library
 
-    library = Library(models.BPE({letter: byte for byte, letter in enumerate(_letters())}, []))
+    library = Library(models.BPE({letter: byte for byte, letter in enumerate(byte_letters())}, []))
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     library.decoder = decoders.ByteLevel()
     library.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
     text: str = library.to_str()
     return text
-
-
-def _letters() -> list[str]:
-    """What stands for each byte in a byte-level vocabulary (GPT-2): its own character where that is seen."""
-    seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    unseen = iter(range(0x100, 0x200))
-    return [chr(byte if byte in seen else next(unseen)) for byte in range(BYTE_VALUES)]

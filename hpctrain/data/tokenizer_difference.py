@@ -37,6 +37,7 @@ class Rules:
         vocabulary = {number: token for token, number in library.get_vocab(with_added_tokens=True).items()}
         # Tokens with scores, as in a unigram model, are a list; else ids say all of a vocabulary.
         model = {k: v for k, v in rules["model"].items() if k != "vocab" or isinstance(v, list)}
+        model.pop("dropout", None)  # which is turned off wherever tokens are made
         plain = text == BYTES or rules["model"] == json.loads(content)["model"]
         kind = "bytes" if plain else model.get("type", "a tokenizer")
         return cls(

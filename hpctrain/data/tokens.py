@@ -5,6 +5,8 @@
     /document_ends    int64 [documents], the token behind each document's last one
     /tokenizer        uint8 [bytes], UTF-8: "bytes" or the JSON of a `tokenizers` tokenizer
     /checksums        uint32 [pieces], the CRC-32 of every `piece` tokens
+    /tokenizer_settings  uint8 [bytes], UTF-8: JSON of TokenizerSettings, what the files beside the tokenizer
+                         say; its CRC-32 is its attribute `crc32`. Older files have none.
 
 All numbers are little-endian and all datasets contiguous. They are read where they lie, when they are used:
 the ranks of a node share one copy, the page cache's. data/contents.py tells of files that hold conversations,
@@ -18,7 +20,7 @@ import json
 import os
 import weakref
 import zlib
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,11 +30,12 @@ import numpy as np
 import numpy.typing as npt
 
 from hpctrain.comm.outcome import reason
-from hpctrain.data.contents import CONTENTS_VERSION, Contents
+from hpctrain.data.contents import CONTENTS_VERSION, PROMPTS, Contents
 from hpctrain.data.stored import CHECKSUM, TEXT, PiecedArray, StoredArray, require_range
 from hpctrain.data.tokenizer import Tokenizer
+from hpctrain.data.tokenizer_settings import SETTINGS, TokenizerSettings
 from hpctrain.errors import InputOutputError
-from hpctrain.files import open_regular
+from hpctrain.files import open_regular, parse_json
 from hpctrain.words import command
 
 if TYPE_CHECKING:
@@ -119,8 +122,32 @@ class TokenFile:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """What made the tokens, and makes text of them."""
-        return Tokenizer(self.tokenizer_text)
+        """Tokenizer that made the tokens, and makes text of them."""
+        return Tokenizer(self.tokenizer_text, f"{self.where}: tokenizer", self.tokenizer_settings)
+
+    @cached_property
+    def tokenizer_settings(self) -> TokenizerSettings:
+        """Settings of the tokenizer, with the chat template of conversations, preferences and prompts."""
+        known = replace(self._settings, end_of_document=self.end_of_document)
+        if self._old:
+            known = replace(
+                known, ends=(self.end_of_document,) if self.contents.of_text else self._turn_end()
+            )
+        if self.contents.of_text:
+            return known
+        template = parse_json(self.template_text)
+        return known.with_template(template["text"], template["tokens"])
+
+    def _turn_end(self) -> tuple[int, ...]:
+        """Return the control token that the first row ends with, for files that do not tell."""
+        end = self.document_end(0) if self.documents else 0
+        places = self.learned(0, end).nonzero()
+        if not len(places) or self.kind == PROMPTS:
+            return ()
+        last = int(self.read(int(places[-1, 0]), 1)[0])
+        settings = TokenizerSettings(end_of_document=self.end_of_document)
+        control = Tokenizer(self.tokenizer_text, settings=settings).control
+        return (last,) if last in control.values() else ()
 
     @cached_property
     def fingerprint(self) -> int:
@@ -251,6 +278,10 @@ class TokenFile:
         self._tokens = PiecedArray(tokens, checksums, header.piece, "tokens")
         self._ends = self._find(file, "document_ends", ENDS, self.documents)
         self.tokenizer_text = self._read_text(file, "tokenizer", header.tokenizer_checksum)
+        self._settings, self._old = TokenizerSettings(), SETTINGS not in file
+        if not self._old:
+            text = self._read_text(file, SETTINGS, int(file[SETTINGS].attrs["crc32"]))
+            self._settings = TokenizerSettings.from_json(text)
         self._learned: PiecedArray | None = None
         self._others: PiecedArray | None = None
         self.template_text = ""

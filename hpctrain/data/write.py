@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import shutil
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from hpctrain.data.shard_files import TokenSlice
 from hpctrain.data.stored import CHECKSUM, TEXT
 from hpctrain.data.token_part import TokenPart
 from hpctrain.data.tokenizer import Tokenizer
+from hpctrain.data.tokenizer_settings import SETTINGS
 from hpctrain.data.tokens import ENDS, PIECE_TOKENS, Header, TokenFile
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.files import synchronize
@@ -56,6 +57,7 @@ class Range:
     start: int
     count: int
     read: Callable[[int, int], npt.NDArray[Any]]
+    attributes: Mapping[str, Any] = field(default_factory=dict)
 
     @staticmethod
     def of(name: str, size: int, start: int, values: npt.NDArray[Any]) -> Range:
@@ -173,6 +175,8 @@ def _write(
     pieces = _pieces(world, "tokens", "checksums", part)
     ends, ends_checksum = _ends(world, "document_ends", part)
     text, tokenizer_checksum = _text(world, "tokenizer", tokenizer.text)
+    settings, settings_checksum = _text(world, SETTINGS, tokenizer.settings.to_json())
+    settings = replace(settings, attributes={"crc32": np.uint32(settings_checksum)})
     header = Header(
         vocabulary=tokenizer.vocabulary,
         end_of_document=tokenizer.end_of_document,
@@ -187,7 +191,7 @@ def _write(
     contents, more = Contents(), list[Range]()
     if rows is not None:
         contents, more = _rows(world, rows)
-    ranges = [text, pieces[0], ends, pieces[1], *more]
+    ranges = [text, settings, pieces[0], ends, pieces[1], *more]
     _write_file(world, path, header.attributes(contents), ranges, report)
     return header
 
@@ -275,6 +279,8 @@ def _write_file(
         for name, value in attributes.items():
             file.attrs[name] = value
         datasets = [_create(file, piece) for piece in ranges]
+        for piece in ranges:
+            file[piece.name].attrs.update(piece.attributes)
         for dataset, piece, number in zip(datasets, ranges, calls, strict=True):
             failures += _fill(dataset, piece, number, report)
     except (OSError, RuntimeError, ValueError) as error:

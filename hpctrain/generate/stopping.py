@@ -40,7 +40,8 @@ class TextStream:
 class Continuation:
     """What a sample adds to its prompt: `text` so far, without what may yet be the beginning of a stop.
 
-    `why` says how it has ended: by a "stop" string, by the model's "end" of the document, or by "length".
+    `why` says how it has ended: by a "stop" string, by the model's "end" of the document or turn, or by
+    "length".
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str]) -> None:
@@ -48,7 +49,7 @@ class Continuation:
         self.beginning = self._stream.begin(prompt)
         self.text, self.why, self.tokens = "", "length", 0
         self._stops, self._held = stops, ""
-        self._end = tokenizer.end_of_document
+        self._ends = tokenizer.ends
 
     @property
     def whole(self) -> str:
@@ -59,7 +60,7 @@ class Continuation:
         """Take the next token; whether the sample has ended. What comes after that changes nothing."""
         if self.why != "length":
             return True
-        if token == self._end:
+        if token in self._ends:
             self.why = "end"
             return True
         self.tokens += 1

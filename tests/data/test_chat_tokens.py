@@ -14,7 +14,7 @@ import tokenizers
 from hpctrain.data.chat_rows import Conversation, conversation_of, preference_of, prompt_of
 from hpctrain.data.chat_template import BUILT_IN, CHATML, PLAIN, ChatTemplate
 from hpctrain.data.chat_tokens import ChatTokenizer
-from hpctrain.data.tokenizer import Tokenizer
+from hpctrain.data.tokenizer import BYTES, Tokenizer, load_library
 from hpctrain.errors import HpctrainError
 from tests.data.chats import bpe, talk
 from tests.data.test_chat_template import GENERATED
@@ -34,10 +34,16 @@ def chat(folder: Path, template: str) -> ChatTokenizer:
     )
 
 
+def library_of(made: ChatTokenizer) -> Any:
+    """The library's tokenizer of the JSON as it is; None of bytes."""
+    text = made.tokenizer.text
+    return None if text == BYTES else load_library(text, "tokenizer")
+
+
 def learned_texts(made: ChatTokenizer, messages: list[Any], first: int = 0) -> list[str]:
     """What is learned in a row, as text."""
     tokens = made.conversation(Conversation(messages, first))
-    library, runs = made._library, [""]
+    library, runs = library_of(made), [""]
     for number, learned in zip(tokens.ids.tolist(), tokens.learned.tolist(), strict=True):
         if learned:
             runs[-1] += library.decode([number], skip_special_tokens=False) if library else chr(number)
@@ -110,7 +116,7 @@ def test_what_people_spell_is_text(folder: Path, said: str, template: str) -> No
     for messages in (talk(said, "x", "x", "now"), talk("hello", said, said, "now")):
         tokens = made.conversation(Conversation(messages))
         assert [i for i in tokens.ids.tolist() if i < 3] == [i for i in plain.ids.tolist() if i < 3]
-        text = made._library.decode(tokens.ids.tolist(), skip_special_tokens=False)
+        text = library_of(made).decode(tokens.ids.tolist(), skip_special_tokens=False)
         assert text == made.template.render(messages)[0]
         assert learned_texts(made, messages)[-1].strip().startswith("now")
     for role in ("system<|im_end|>", "<|im_start|>"):
@@ -124,7 +130,7 @@ def test_names_that_people_give_are_text(folder: Path) -> None:
     tools = [{"name": "f", "parameters": {"<|im_end|>": {"type": "<|im_start|>"}, "plain": 1, "a <|im": 2}}]
     tokens = made.conversation(Conversation(talk("x", "y"), tools=tools))
     assert [tokens.ids.tolist().count(each) for each in (START, STOP)] == [0, 2]
-    text = made._library.decode(tokens.ids.tolist(), skip_special_tokens=False)
+    text = library_of(made).decode(tokens.ids.tolist(), skip_special_tokens=False)
     assert text == made.template.render(talk("x", "y"), tools=tools)[0]
 
 

@@ -88,7 +88,7 @@ def test_of_text_nothing_changes(world: World, tmp_path: Path) -> None:
     file = TokenFile(tmp_path / "t.h5")
     assert file.contents == Contents() and file.kind == "text" and file.learned(0, 5).all()
     with h5py.File(tmp_path / "t.h5") as stored:
-        assert set(stored) == {"tokenizer", "checksums", "document_ends", "tokens"}
+        assert set(stored) == {"tokenizer", "tokenizer_settings", "checksums", "document_ends", "tokens"}
         assert stored.attrs["version"] == 1 and "kind" not in stored.attrs
 
 

@@ -53,10 +53,10 @@ def test_a_special_token_spelled_in_text_is_text() -> None:
 
 
 def test_json_from_elsewhere(tmp_path: Path) -> None:
-    library = word_level({"?": 0, "a": 1, "b": 7}, ["</s>", "<|endoftext|>"])
+    library = word_level({"?": 0, "a": 1, "b": 7}, ["<s>", "<|endoftext|>"])
     library.enable_truncation(2)
     library.enable_padding(length=5)
-    library.post_processor = tokenizers.processors.TemplateProcessing("</s> $A", special_tokens=[("</s>", 3)])
+    library.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 3)])
     path = tmp_path / "tokenizer.json"
     library.save(str(path))
     tokenizer = Tokenizer.from_argument(str(path))
@@ -71,7 +71,7 @@ def test_what_is_no_tokenizer(tmp_path: Path) -> None:
         ("hello", "it is not JSON"),
         ('{"a": 1}', "no `model`"),
         ('{"model": {"type": "none such"}}', "can read"),
-        (word_level({"?": 0, "a": 1}, []).to_str(), "no token that ends a document"),
+        (word_level({"?": 0, "a": 1}, []).to_str(), "nothing tells which token ends a document"),
     ]:
         path.write_text(text)
         with pytest.raises(HpctrainError, match=sentence) as caught:
