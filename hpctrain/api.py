@@ -29,6 +29,7 @@ from hpctrain.comm.library import MPI
 from hpctrain.comm.outcome import print_problems
 from hpctrain.comm.single import ENDED
 from hpctrain.comm.verb import run_verb_of_script
+from hpctrain.comm.watchdog import Watchdog
 from hpctrain.comm.world import World
 from hpctrain.deck.find import is_of_a_run
 from hpctrain.deck.plain import plain, toml_of
@@ -189,7 +190,8 @@ def _within(world: World | None, verb: Callable[[World], int], *expected: int) -
             '`if __name__ == "__main__":`'
         )
     if world is not None:
-        code = verb(world)
+        with Watchdog(world):
+            code = verb(world)
         if code not in {EXIT_DONE, *expected}:
             raise HpctrainError(f"the run stopped in good order with exit code {code}")
         return code

@@ -190,3 +190,10 @@ def _require_regular(status: os.stat_result, path: str | Path) -> None:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
+
+
+def user_cache() -> Path:
+    """Folder in which hpctrain keeps what it has found out for a user: `hpctrain` in the user's cache."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    folder = Path(given) if given.startswith("/") else Path(os.environ.get("HOME", "")) / ".cache"
+    return folder / "hpctrain"

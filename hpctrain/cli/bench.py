@@ -38,6 +38,7 @@ def run_bench(measure: Callable[[World], int | None], *files: Path | None, devic
     from hpctrain.files import require_writable
 
     def verb(world: World) -> int | None:
+        world.ledger.activity = "measuring"
         with world.agreement():
             for file in files if world.rank == 0 else ():
                 if file is not None:

@@ -12,12 +12,14 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
 
 from hpctrain.comm.launcher import without_rank
 
 _START = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
-_SIGNAL_OF_PARENT = 1  # of prctl
+_SIGNAL_OF_PARENT, _SUBREAPER = 1, 36  # of prctl
 _SECONDS_TO_END = 5.0
 
 
@@ -49,32 +51,73 @@ def end_with(parent: int, by: signal.Signals = signal.SIGKILL) -> bool:
 
 
 def end_group_with(parent: int) -> bool:
-    """Go on in a process of its own, with which the one that was started ends in the same way. When `parent`
-    ends, so do both, with all others of their group, whatever they are at: these started them, and the system
-    would end none for it. Whether `parent` is still there.
+    """Go on in a process of its own, which ends together with all its descendants.
+
+    The process that calls this stays behind as a guard. When `parent` ends, when the guard gets SIGTERM, or
+    when the new process ends in any way, the guard kills all descendants: also those with a session of their
+    own, since the system makes them children of the guard (it is a subreaper) when their parents end. Then
+    the guard ends in the way in which the new process did.
+
+    Returns:
+        In the new process: whether `parent` is still there.
     """
     if os.getpgid(0) != os.getpid():
         raise RuntimeError("this process does not lead a process group, so it must not end one")
-    heard = {signal.SIGCHLD, signal.SIGHUP}
+    heard = {signal.SIGCHLD, signal.SIGHUP, signal.SIGTERM}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, heard)
     first = os.getpid()
+    ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
     if not (own := os.fork()):
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return end_with(first)
     there = end_with(parent, signal.SIGHUP)
-    while there and not os.waitid(os.P_PID, own, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-        signal.sigwait(heard)
-        there = os.getppid() == parent
-    if not there:
-        os.killpg(0, signal.SIGKILL)
-    _, status = os.waitpid(own, 0)
+    status: int | None = None
+    while there and status is None:
+        there = signal.sigwait(heard) != signal.SIGTERM and os.getppid() == parent
+        status = _reap(own)
+    _end_descendants()
+    if status is None:  # killed just now
+        os._exit(128 + signal.SIGKILL)
     if os.WIFSIGNALED(status):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # it has left one already
         by = os.WTERMSIG(status)
         if by not in {signal.SIGKILL, signal.SIGSTOP}:
             signal.signal(by, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {by})
         os.kill(first, by)
     os._exit(os.waitstatus_to_exitcode(status))
+
+
+def _reap(awaited: int) -> int | None:
+    """Reap all children that have ended; return the status of the awaited one, or None."""
+    status = None
+    with suppress(ChildProcessError):
+        while True:
+            process, ended = os.waitpid(-1, os.WNOHANG)
+            if not process:
+                break
+            if process == awaited:
+                status = ended
+    return status
+
+
+def _end_descendants() -> None:
+    """Kill all descendants of this process, and wait until all have ended."""
+    with suppress(ChildProcessError):
+        while True:
+            for process in descendants(os.getpid()):
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(process, signal.SIGKILL)
+            os.waitpid(-1, 0)  # its children are children of this process now
+
+
+def descendants(process: int) -> Iterator[int]:
+    """Yield the ids of the child processes of a process, of theirs, and so on, where the kernel tells."""
+    for task in Path(f"/proc/{process}/task").glob("*/children"):
+        with suppress(OSError, ValueError):
+            for child in map(int, task.read_text(encoding="ascii").split()):
+                yield child
+                yield from descendants(child)
 
 
 def leave_signals_to_ranks() -> Callable[[], None]:

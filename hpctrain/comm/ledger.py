@@ -36,11 +36,13 @@ class Ledger:
     `phase_seconds` is the host's time in each phase that has ended, `inside_seconds` that spent in calls in
     each phase, whenever these were started, `again_seconds` that spent `computing_again`. A `timeline`, where
     there is one, gets every call of a group and every phase with its start and end. `calls` are the newest
-    calls of this rank, which `reset` leaves.
+    calls of this rank, and `activity` is what the verb does now ("opening the token files"), for the
+    watchdog; `reset` leaves both.
     """
 
     def __init__(self) -> None:
         self._phase, self._since = "other", perf_counter()
+        self._activity = "starting"
         self.timeline: Timeline | None = None
         self.calls = Calls()
         self.phase_seconds: dict[str, float] = {}
@@ -63,6 +65,21 @@ class Ledger:
             self.timeline.record(PHASES, self._phase, self._since, now)
         self.phase_seconds[self._phase] = self.phase_seconds.get(self._phase, 0.0) + now - self._since
         self._phase, self._since = phase, now
+
+    @property
+    def activity(self) -> str:
+        """Present work of the verb, in words that follow "while"; setting it is a sign of life."""
+        return self._activity
+
+    @activity.setter
+    def activity(self, activity: str) -> None:
+        self.calls.beats += 1
+        self._activity = activity
+
+    @property
+    def described(self) -> str:
+        """The activity and, where the verb has set one, the phase."""
+        return self._activity if self._phase == "other" else f"{self._activity} ({self._phase})"
 
     def enter(self, axis: str, operation: str, bytes: int, seconds: float) -> LedgerEntry:  # noqa: A002
         """Add one call in the present phase; its LedgerEntry, to which a waiting Work adds more seconds."""

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from typing import NamedTuple, NoReturn
 
+from hpctrain.comm.hang_settings import default_seconds
 from hpctrain.comm.launcher import started_rank
 from hpctrain.comm.library import MPI, finalizes_between_nodes
 from hpctrain.comm.outcome import as_error, print_problems
 from hpctrain.comm.single import finalize_at_exit
+from hpctrain.comm.watchdog import Watchdog
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 
@@ -21,10 +24,13 @@ def run_verb(verb: Callable[[World], int | None], device: str = "auto") -> NoRet
     The verb's return value is the exit code, None being 0. An HpctrainError that all ranks raise is
     printed once, from rank 0; one that a single rank raises ends the others within seconds. An OSError is an
     error of input or output, as in `agreement`; of a reader of stdout who has seen enough, nothing is said.
-    Any other exception prints its traceback and ends the job with exit code 70.
+    Any other exception prints its traceback and ends the job with exit code 70. A watchdog ends a job that
+    hangs, from its first collective call until MPI has been finalized.
     """
-    outcome = _outcome(verb, device)
-    sys.exit(outcome.world.finish(outcome.code, outcome.problems, outcome.agreed))
+    with ExitStack() as stack:
+        outcome = _outcome(verb, device, stack)
+        code = outcome.world.finish(outcome.code, outcome.problems, outcome.agreed)
+    sys.exit(code)
 
 
 def run_verb_of_script(verb: Callable[[World], int | None], expected: Collection[int]) -> int:
@@ -33,11 +39,12 @@ def run_verb_of_script(verb: Callable[[World], int | None], expected: Collection
     MPI then runs until the process ends, so that the script can load models and start other runs. With any
     other code the process leaves as by `run_verb`.
     """
-    outcome = _outcome(verb, "auto")
-    world = outcome.world
-    code = world.conclude(outcome.code, outcome.problems, outcome.agreed)
-    if code not in expected or (world.nodes > 1 and not finalizes_between_nodes()):
-        sys.exit(world.finalize(code))
+    with ExitStack() as stack:
+        outcome = _outcome(verb, "auto", stack)
+        world = outcome.world
+        code = world.conclude(outcome.code, outcome.problems, outcome.agreed)
+        if code not in expected or (world.nodes > 1 and not finalizes_between_nodes()):
+            sys.exit(world.finalize(code))
     world.release()
     finalize_at_exit()
     return code
@@ -52,9 +59,16 @@ class _Outcome(NamedTuple):
     agreed: bool
 
 
-def _outcome(verb: Callable[[World], int | None], device: str) -> _Outcome:
+def _outcome(verb: Callable[[World], int | None], device: str, stack: ExitStack) -> _Outcome:
+    """Start the World, with a watchdog that stops with the stack, and run the verb."""
     try:
-        world = World.start(device)
+        seconds = default_seconds(os.environ)
+
+        def watch(started: World) -> None:
+            started.hang.limit(seconds)
+            stack.enter_context(Watchdog(started))
+
+        world = World.start(device, watch)
     except HpctrainError as error:
         leave_unstarted(error)
     problems: tuple[str, ...] = ()

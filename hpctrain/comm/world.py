@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Literal, NoReturn
@@ -23,6 +23,7 @@ from hpctrain.comm.check import Checks
 from hpctrain.comm.device import choose_device, gpu_count, held_bytes, on_host, peak_bytes, use
 from hpctrain.comm.emulate import EmulatedLink, SlowTransport
 from hpctrain.comm.group import Group
+from hpctrain.comm.hang_settings import HangSettings
 from hpctrain.comm.host_memory import is_out_of_memory
 from hpctrain.comm.launcher import contradictions
 from hpctrain.comm.ledger import Ledger
@@ -72,6 +73,7 @@ class World:
         machine = [lowest.index(leader) for leader in leaders]
         self.topology: Topology = Topology(machine) if whole is None else whole.topology
         self.ledger: Ledger = Ledger() if whole is None else whole.ledger
+        self.hang: HangSettings = HangSettings() if whole is None else whole.hang
         self.device: torch.device = torch.device("cpu") if whole is None else whole.device
         self._scratch: ReductionScratch = ReductionScratch() if whole is None else whole._scratch
         # By the nodes of all ranks, of which some may be emulated.
@@ -95,9 +97,10 @@ class World:
         self.everyone = self._group(("world",), tuple(range(self.size)), communicator, "mpi")
 
     @classmethod
-    def start(cls, device: str = "auto") -> World:
+    def start(cls, device: str = "auto", begin: Callable[[World], None] = lambda _: None) -> World:
         """Start MPI and take this process's place; called once, by a verb, on all ranks alike.
 
+        `begin` is called as soon as there is a World, before anything else can fail; it may communicate.
         `device`: "auto" (the local rank's GPU if there is one, else the CPU), "cpu", "cuda" or "cuda:N".
         From here on an uncaught exception on any rank, in any thread, prints its traceback and ends the
         job with exit code 70. HpctrainError where the launcher and MPI disagree, or the device is missing.
@@ -107,6 +110,7 @@ class World:
             MPI.Init_thread(MPI.THREAD_MULTIPLE)
         check_launcher(os.environ, MPI.COMM_WORLD.size)
         world = cls(MPI.COMM_WORLD)
+        begin(world)
         here = contradictions(os.environ, world.rank, world.local_rank, world.nodes)
         refuse_contradictions([each for rank in world._control.allgather(here) for each in rank])
         world.use_device(device)
@@ -296,6 +300,8 @@ class World:
 
         Collective, with the arguments of `finish`.
         """
+        self.ledger.activity = "ending"
+        self._agreements.enter(Call("end"))  # for the watchdog, which names the ranks that have not come
         arrived = self._control.Ibarrier()
         deadline = None if agreed else time.monotonic() + GRACE_SECONDS
         pause = 1e-5

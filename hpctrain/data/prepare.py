@@ -130,6 +130,7 @@ def prepare(
         pieces = cut_into_pieces(sources, piece_bytes)
     key = _key_of(world, sources, used, text_key, piece_bytes)
     mine = share_of(pieces, world.rank, world.size)
+    world.ledger.activity = "tokenizing"
     with TokenPart(part_path(out, world.rank), used, key) as part:
         with world.agreement():
             done = part.go_on()
@@ -172,6 +173,7 @@ def begin(
     shards: ShardFiles | None = None,
 ) -> tuple[list[TextSource], LeftOut]:
     """The files that are meant, where `out` can be made; what is left out, rank 0 knows. Collective."""
+    world.ledger.activity = "looking for the text files"
     sources: list[TextSource] = []
     left = LeftOut()
     with world.agreement():
@@ -211,6 +213,7 @@ def _key_of(
 
 def examine(world: World, pieces: Sequence[TextPiece], report: Report) -> dict[str, int]:
     """Which files are no text, by path, and why; every rank looks at its share. Collective."""
+    world.ledger.activity = "looking at the text files"
     mine: dict[str, int] = {}
     with world.agreement(), collecting() as complain:
         for piece in in_progress(share_of(pieces, world.rank, world.size), "look at", report):

@@ -82,6 +82,7 @@ def prepare_rows(
             f"{chat.template.title}: {those} is no token of the vocabulary, but text, which anybody can spell"
         )
     pieces = cut_into_pieces(sources, piece_bytes)
+    world.ledger.activity = "tokenizing"
     with ExitStack() as stack:
         made = _Making(kind, chat, out, world.rank, stack)
         with world.agreement():

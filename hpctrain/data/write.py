@@ -119,6 +119,7 @@ def write_files(
     `place` on rank 0. Collective. HpctrainError where no rank has a token, InputOutputError where one cannot
     be written; both the same on all ranks.
     """
+    world.ledger.activity = "writing the token file"
     made = [out.with_name(f".{out.name}.partial") for out in outs]
     headers: list[Header] = []
     try:

@@ -41,6 +41,7 @@ class Corpus:
 
 def open_corpus(deck: Deck, world: World) -> Corpus:
     """Open what the deck names on every rank and settle its split; errors are agreed over all ranks."""
+    world.ledger.activity = "opening the training data"
     if deck.data.dataset is not None:
         return _open_dataset(deck, world)
     with world.agreement():

@@ -7,7 +7,6 @@ goes on from one has the same bits. Products that are small are the library's: t
 from __future__ import annotations
 
 import json
-import os
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -37,7 +36,7 @@ from hpctrain.engine.layer_times import alone
 from hpctrain.engine.sizes import axis_sizes
 from hpctrain.engine.stage import make_groups
 from hpctrain.errors import HpctrainError
-from hpctrain.files import parse_json, read_text
+from hpctrain.files import parse_json, read_text, user_cache
 from hpctrain.model.build import architecture_of, build_parts, layer_kinds
 from hpctrain.model.part import Layer, Span
 from hpctrain.model.precision import Precision
@@ -164,10 +163,8 @@ def _measured(deck: Deck, world: World, missing: Mapping[str, Measured], common:
 
 
 def cache_file() -> Path:
-    """Where choices are kept for all runs of a user: $XDG_CACHE_HOME/hpctrain, or ~/.cache/hpctrain."""
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    folder = Path(given) if given.startswith("/") else Path(os.environ.get("HOME", "")) / ".cache"
-    return folder / "hpctrain" / FILE
+    """File in which choices are kept for all runs of a user, in `user_cache`."""
+    return user_cache() / FILE
 
 
 def read_cache() -> dict[str, dict[str, str]]:

@@ -66,17 +66,20 @@ def generate(
     copies the prompts; None is what suits. HpctrainError or InputOutputError, on all ranks, where an option
     or the checkpoint will not do, or something cannot be shown.
     """
-    with world.agreement():
+    world.ledger.activity = "reading the prompts"
+    with world.agreement(), world.hang.waiting_outside():  # stdin may come at any time
         sampling.check()
         prompts = source.read() if world.rank == 0 else []
     prompts = world.everyone.broadcast_object(prompts)
     sampling = sampling.settled(world.everyone)
     path, several = find_checkpoint(world, target), sampling.samples > 1
+    world.ledger.activity = "loading the model"
     loaded = load_model(world, path, tensor, len(prompts) * sampling.samples, pipeline)
+    world.ledger.activity = "generating text"
     writer = TextModel(world, path, *loaded)
 
     def show_agreed(text: str) -> None:
-        with world.agreement():
+        with world.agreement(), world.hang.waiting_outside():  # whoever reads the text may take any time
             if world.rank == 0 and text:
                 show(text)
 

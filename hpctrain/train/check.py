@@ -43,8 +43,11 @@ def check(world: World, source: Path | Deck, overrides: Sequence[str], show: Cal
     came of it; the exit code, 1 where a tensor differs. Collective.
     """
     began = perf_counter()
+    world.ledger.activity = "reading the deck"
     deck = read_agreed(world, source, overrides, world.size)
+    world.hang.limit(deck.stability.hang_seconds)
     deck, chose = choose_layout(world, deck)
+    world.ledger.activity = "comparing the layout with one rank"
     torch.set_num_threads(deck.run.threads)
     world.use_device(deck.run.device)
     # What a module calls on a rank is its own to say: where ranks differ, this has a name instead of no end.

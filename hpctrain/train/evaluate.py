@@ -80,6 +80,7 @@ def evaluate(
             raise HpctrainError("--tokens: a file is given twice")
     path = find_checkpoint(world, target)
     state = read_state(path, world.everyone)
+    world.ledger.activity = "opening the token files"
     with world.agreement():
         deck = evaluated_deck(state, path, overrides, world.size)
         tokenizer = known_tokenizer(state, path)
@@ -89,9 +90,11 @@ def evaluate(
         sets = _sets(deck, opened, sequences, tokenizer.text)
     require_alike(world, opened)
     torch.set_num_threads(deck.run.threads)
+    world.hang.limit(deck.stability.hang_seconds)
     world.use_device(deck.run.device)
     counted = [counted_out(deck, world, each, tokenizer) for each in sets]
     engine = shown_engine(path, deck, world)
+    world.ledger.activity = "evaluating"
     step = Step(engine, sets[0].batches, deck.batch.micro_size, 0.0, deck.run.seed)
     rows: list[dict[str, Any]] = []
     for file, each in zip(files, counted, strict=True):

@@ -16,6 +16,7 @@ from hpctrain.checkpoint.names import checkpoints
 from hpctrain.checkpoint.read import read_state
 from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.checkpoint.verify import verify
+from hpctrain.comm.watchdog import QUESTION
 from hpctrain.comm.world import World
 from hpctrain.deck.check_world import check_world
 from hpctrain.deck.objective import REFERRED
@@ -66,7 +67,6 @@ from hpctrain.watch.machine import Peak
 from hpctrain.watch.newest import find_checkpoint
 from hpctrain.watch.reporter import Reporter
 from hpctrain.watch.statuses import is_done
-from hpctrain.watch.watchdog import Watchdog
 from hpctrain.words import command
 
 
@@ -102,6 +102,7 @@ class Run:
         """
         deck, world, engine, state = self.deck, self.world, self.trainer.engine, self.trainer.state
         folder = Path(deck.run.dir)
+        world.ledger.activity = "taking the run folder"
         with world.agreement():
             lock = take_folder(folder) if world.rank == 0 else None
         check_run_folder(world, folder)
@@ -112,12 +113,15 @@ class Run:
             if world.rank == 0:
                 (folder / "checkpoints").mkdir(exist_ok=True)
                 (folder / "deck.toml").write_text(deck_text(deck), encoding="utf-8")
+                (folder / QUESTION).unlink(missing_ok=True)  # of an earlier job
                 memory.write()
         newest = self.checkpoints.newest
         if newest is not None:
             bring_references(world, newest.parent.parent, folder)
         reporter = Reporter(world, deck, state.step, newest)
+        world.hang.report_to(folder, reporter.hangs)
         try:
+            world.ledger.activity = "measuring the processors"
             peak = Peak(world, deck, folder)
             peak.find()
             if world.rank == 0:  # others may have no part of the model
@@ -132,13 +136,15 @@ class Run:
             if swept:
                 reporter.log.info("removed what killed jobs had left in shared memory: %s", ", ".join(swept))
             reporter.begin()
+            world.ledger.activity = "training"
             world.ledger.reset()
             loop = Loop(self, reporter, peak, memory)
             gc.collect()
             gc.freeze()  # what is there now stays: looking through it would hold up all ranks in turn
-            with Watchdog(world, folder, deck.stability.hang_seconds, reporter.hangs):
+            with world.hang.steps():
                 order = loop.run(Control(world, folder, signals or Signals(), loop.out_of_time))
                 self.checkpoints.finish()
+            world.ledger.activity = "writing the ledger and the reports"
             for hook in self.trainer.hooks:
                 hook.at_end(order)
         except BaseException as error:
@@ -147,7 +153,10 @@ class Run:
         finally:
             gc.unfreeze()
             world.ledger.timeline = None
-            reporter.close()
+            world.ledger.activity = "closing the run"
+            world.hang.report_to_nobody()
+            with world.hang.waiting_outside():  # dashboards take what is left, within a time of their own
+                reporter.close()
             self.trainer.close()
             engine.close()
             self.corpus.close()
@@ -279,22 +288,27 @@ def open_run(
     """
     limit = TimeLimit.find(deck, os.environ, time.monotonic())
     torch.set_num_threads(deck.run.threads)
+    world.hang.limit(deck.stability.hang_seconds)
     world.use_device(deck.run.device)
     world.compare_calls(deck.communication.check)
     corpus = open_corpus(deck, world)
     deck = settle_vocabulary(deck, corpus)
+    world.ledger.activity = "opening the files for evaluation"
     held_out = open_held_out(deck, world, corpus)
     compared = compare_corpus(world, deck, corpus, checkpoint)
     if deck.communication.server != "none":
         return _open_served(world, deck, corpus, held_out, checkpoint, clear, limit, compared)
+    world.ledger.activity = "planning the layout"
     deck = with_functions(deck, world)
     seat = take_seat(deck, world)
     planned, seconds = plan_seconds(world, deck, goes_on=checkpoint is not None)
     given = None
     if replayed is not None:
         given = read_given(world, replayed, ModelShape.of(deck, deck.model.vocabulary or 0))
+    world.ledger.activity = "comparing the layout with one rank"
     checked = verify_layout(deck, world, seat.mesh) if deck.stability.verify_layout else ""
     stays = ""
+    world.ledger.activity = "building the model"
 
     def ready() -> None:
         nonlocal stays
@@ -307,6 +321,7 @@ def open_run(
 
     def fill() -> TrainState | None:
         nonlocal started_from
+        world.ledger.activity = "loading the model"
         if checkpoint is not None:
             return checkpoints.restore(checkpoint)
         with seat.agreement():
@@ -314,6 +329,7 @@ def open_run(
                 started_from = start_from_source(deck, engine)
         return None
 
+    world.ledger.activity = "preparing the trainer"
     trainer = make(Beginning(deck, engine, corpus, checkpoint, fill, seat))
     checkpoints.known = {**checkpoints.known, **trainer.known}
     if deck.objective.kind in REFERRED:
@@ -339,6 +355,7 @@ def _open_served(
     compared: Sequence[str],
 ) -> Run:
     """As `open_run`, of a deck with servers, whose corpus is open."""
+    world.ledger.activity = "building the model"
     stays = ""
 
     def ready() -> None:
@@ -373,6 +390,7 @@ def run_deck(
     `replayed` see `open_run`.
     """
     with Signals() as signals:
+        world.ledger.activity = "reading the deck"
         # Of a run that goes on the number of replicas follows that of ranks, which is checked then.
         deck = read_agreed(world, source, overrides, None if again else world.size)
         deck, chose = choose_layout(world, deck)
@@ -414,6 +432,7 @@ def resume(
     With `strict`, a run whose newest checkpoint is damaged does not go on. For `replayed` see `open_run`.
     """
     with Signals() as signals:
+        world.ledger.activity = "looking for a checkpoint"
         taken = take_mirror(world, target)
         path = find_checkpoint(world, target, strict)
         state = read_state(path, world.everyone)

@@ -24,6 +24,7 @@ def shown_engine(path: Path, deck: Deck, world: World) -> Engine:
 
     HpctrainError on all ranks where these cannot have it; else errors as in `checkpoint.read.load`.
     """
+    world.ledger.activity = "loading the model"
     mesh = make_mesh(deck, world)
     arrangement = arrange(deck, world, mesh)
     own = _elements(arrangement.architecture, deck, mesh) * Precision.of(deck).storage.itemsize

@@ -1,1 +1,1 @@
-"""What looks at a run and never changes it: watchdog, stragglers, status, progress, log, metrics, folder."""
+"""What looks at a run and never changes it: stragglers, status, progress, log, metrics, folder."""

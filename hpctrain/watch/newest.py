@@ -16,6 +16,7 @@ def find_checkpoint(world: World, target: Path, strict: bool = False) -> Path:
 
     With `strict`, the newest one or none.
     """
+    world.ledger.activity = "looking for a checkpoint"
     with world.agreement():
         if not target.exists():
             raise InputOutputError(f"{target}: no such run folder or checkpoint")

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from hpctrain.comm.hang_report import take_report, verdict, write_report
 from hpctrain.comm.mailbox import Letter, Mailbox
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
-from hpctrain.watch.hang import take_report, verdict, write_report
 
 
 def fail(here: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import multiprocessing
 import os
@@ -157,3 +158,42 @@ def with_solution(completions, solution):
 def twice(completions: list[str]) -> list[float]:
     os.fork()
     return [1.0] * len(completions)
+
+
+def _starts_a_session():
+    """A child with a session of its own, whose parent ends before it, as a daemon has it."""
+    start = "subprocess.Popen(['sleep', '1000'], start_new_session=True, stdout=2)"
+    code = f"import subprocess; print({start}.pid)"
+    child = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True, text=True)
+    Path(os.environ["CHILD"]).write_text(child.stdout)
+
+
+def _starts_a_session_and_hangs():
+    _starts_a_session()
+    _hangs()
+
+
+def _starts_a_session_and_exits():
+    _starts_a_session()
+    os._exit(3)
+
+
+def _writes_everywhere():
+    for number in range(3, 1024):
+        with contextlib.suppress(OSError):
+            os.write(number, b"a line of a function\n")
+    return 1.0
+
+
+def _closes_everything():
+    os.closerange(0, 4096)
+    return 1.0
+
+
+sessions_and_hangs, sessions_and_exits = (
+    of_each(_starts_a_session_and_hangs),
+    of_each(_starts_a_session_and_exits),
+)
+writes_everywhere, closes_everything = of_each(_writes_everywhere), of_each(_closes_everything)
+writes_to_three = of_each(lambda: os.write(3, b"a line of a function\n"))
+floods = of_each(lambda: [os.write(512, b"x" * (1 << 20)) for _ in range(1 << 20)])

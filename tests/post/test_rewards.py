@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.comm import child_process
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError, UsersError
 from hpctrain.post.rewards.in_processes import RegularExpression, UsersReward
@@ -110,6 +111,13 @@ def test_what_a_function_prints_is_no_answer(capfd: pytest.CaptureFixture[str]) 
         ("huge", "gives 1e+308, which is beyond 1e+30, and leaves nothing to learn, asked"),
         ("none", "gives None, which is no number (0.0 would do where it has nothing to say), asked"),
         ("text", 'gives a str: "high", which is no number, asked'),
+        (
+            "writes_everywhere",
+            'writes "a line of a function\\n" into the file descriptor by which its process answers; only '
+            "descriptors that it has opened itself, stdout and stderr are its own, asked",
+        ),
+        ("writes_to_three", f"fails: OSError: [Errno 9] Bad file descriptor ({JUDGES}, line "),
+        ("closes_everything", "loses its process, which ended by itself, with exit code 0, asked"),
         ("one_number", "gives a float, not a list with a number for each completion, asked"),
     ],
 )
@@ -271,7 +279,22 @@ def test_what_exits_leaves_nothing_that_it_started(tmp_path: Path, monkeypatch: 
     assert gone(int((tmp_path / "child").read_text()))
 
 
-@pytest.mark.parametrize("function", ["hangs", "spins", "starts_and_hangs", "forks_and_spins"])
+def test_what_has_a_session_of_its_own_ends_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHILD", str(tmp_path / "child"))
+    for function, seconds in (("sessions_and_hangs", 1.0), ("sessions_and_exits", 20.0)):
+        sentence_of(UsersReward(f"{JUDGES}:{function}", seconds), samples_of(["bad"]))
+        assert gone(int((tmp_path / "child").read_text()))
+
+
+def test_an_answer_without_end_is_not_collected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child_process, "MOST_ANSWER_BYTES", 1 << 20)
+    told = sentence_of(UsersReward(f"{JUDGES}:floods", 20.0), samples_of(["bad"]))
+    assert "answers with more than 1.05 MB, asked about" in told
+
+
+@pytest.mark.parametrize(
+    "function", ["hangs", "spins", "starts_and_hangs", "forks_and_spins", "sessions_and_hangs"]
+)
 def test_processes_end_with_a_killed_rank(
     function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

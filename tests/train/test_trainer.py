@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from hpctrain.comm.timeline import Timeline
+from hpctrain.comm.watchdog import Watchdog
 from hpctrain.comm.world import World
 from hpctrain.data.prepare import prepare
 from hpctrain.train.replay import replay
 from hpctrain.train.run import resume, run_deck
-from hpctrain.watch.watchdog import Watchdog
 from tests.engines import LLAMA, Trainer, small_deck, trainer
 from tests.model.test_against_transformers import llama_reference
 
@@ -46,7 +46,9 @@ def watched(world: World, folder: Path) -> Iterator[None]:
     world.compare_calls(True)
     world.ledger.timeline = Timeline(STEPS, 10_000)
     try:
-        with Watchdog(world, folder, 30.0):
+        world.hang.limit(30.0)
+        world.hang.report_to(folder, lambda _: None)
+        with Watchdog(world), world.hang.steps():
             yield
     finally:
         world.ledger.timeline = None

@@ -78,7 +78,9 @@ def export_model(world: World, checkpoint: Path, folder: Path, dtype: str | None
     has files, InputOutputError where something cannot be read or written.
     """
     group = world.everyone
+    world.ledger.activity = "examining the checkpoint"
     structure = examine(checkpoint, group)
+    world.ledger.activity = "writing the exported model"
     with together(group):
         require_new(folder)
         shape = stored_shape(structure)
@@ -150,6 +152,7 @@ def import_model(world: World, folder: Path, out: Path, replace: bool = False) -
     HpctrainError where the file exists and may not be replaced.
     """
     group = world.everyone
+    world.ledger.activity = "importing the model"
     with together(group):
         check_output(out, replace)
         model = open_model(folder)

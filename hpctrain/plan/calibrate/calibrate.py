@@ -69,6 +69,7 @@ def calibrate(world: World, path: Path, wish: CalibrateWish, report: Report = pr
 
     HpctrainError or InputOutputError, before anything is measured, where a deck, a size or the file is wrong.
     """
+    world.ledger.activity = "measuring this machine"
     with world.agreement():
         if world.rank == 0:
             require_writable(path)

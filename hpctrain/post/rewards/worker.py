@@ -1,7 +1,7 @@
 """A process that judges completions for a rank, with which it ends. It is no rank.
 
-Messages, both ways through a socket, are lines of JSON: what it is to judge by, and whether it can; then
-texts of samples, and their scores, or what is wrong. Of a problem the words go on from the reward's title.
+The first request says what to judge by, and its answer whether that is possible; further requests have texts
+of samples, and their answers scores, or a problem, in words that go on from the reward's title.
 """
 
 from __future__ import annotations
@@ -11,20 +11,14 @@ import json
 import math
 import os
 import re
-import signal
-import socket
-import sys
-import threading
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Any, BinaryIO
+from typing import Any
 
-from hpctrain.comm.helper import end_group_with, leave_signals_to_ranks
+from hpctrain.comm import child_service
 from hpctrain.deck.find import find_function
 from hpctrain.deck.sources import clipped
 from hpctrain.errors import HpctrainError
@@ -38,7 +32,6 @@ GIVEN = ("prompts", "completions", "tokens")
 """What a function is given by name, besides what rows have."""
 
 _OURS = str(Path(__file__).resolve().parents[2])
-_FIRST_TO_GO = "1000"  # where the system's memory runs out, rather than the rank
 
 Columns = Mapping[str, list[Any]]
 Judge = Callable[[Columns], Any]
@@ -53,57 +46,26 @@ class _UnfitError(Exception):
 
 
 def serve(number: int, parent: int) -> None:
-    """Answer until nobody asks any more."""
-    let_children_hear = leave_signals_to_ranks()
-    if not end_group_with(parent):
-        return
-    let_children_hear()
-    with suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text(_FIRST_TO_GO, encoding="ascii")
-    os.set_inheritable(number, False)
-    os.dup2(2, 1)
-    sys.stdout = sys.stderr
-    channel = socket.socket(fileno=number)
-    asked: SimpleQueue[bytes] = SimpleQueue()
-    threading.Thread(target=_read, args=(channel.makefile("rb"), asked), daemon=True).start()
-    own = os.getpid()
-    judge, told = _ready(json.loads(asked.get()))
-    while True:
-        with suppress(OSError, ValueError):  # a function may have closed it
-            sys.stderr.flush()
-        if os.getpid() != own:
-            os._exit(0)  # a fork of a function's, which came back from it as well: one of them answers
-        try:
-            channel.sendall(json.dumps(told).encode() + b"\n")
-        except OSError:
-            return  # nobody reads it any more
-        told = _judged(judge, json.loads(asked.get()))
+    """Judge until nobody asks any more."""
+    child_service.serve(number, parent, _ready, guarded=True)
 
 
-def _read(lines: BinaryIO, asked: SimpleQueue[bytes]) -> None:
-    """Take what is asked as it comes, and end this process, with what functions have started, where nobody
-    can ask any more.
-    """
-    with suppress(OSError):
-        for line in lines:
-            asked.put(line)
-    os.killpg(0, signal.SIGKILL)
-
-
-def _ready(work: Mapping[str, Any]) -> tuple[Judge, dict[str, Any]]:
-    """What judges, and what to tell of it."""
+def _ready(work: Mapping[str, Any]) -> tuple[child_service.Answer, dict[str, Any]]:
+    """Return the function that answers for the work, and what is wrong with it, if anything is."""
     judge: Judge = len
+    problem = {}
     try:
         if "pattern" in work:
-            return _by_pattern(work["pattern"], work["key"]), {}
-        judge = _by_function(find_function(work["target"]), work["target"])
+            judge = _by_pattern(work["pattern"], work["key"])
+        else:
+            judge = _by_function(find_function(work["target"]), work["target"])
     except HpctrainError as error:
         sentence, *frames = error.problems
         last = f" ({frames[-1].strip()})" if frames else ""
-        return judge, {"problem": sentence + last}
+        problem = {"problem": sentence + last}
     except BaseException as error:  # noqa: BLE001 - whatever a user's file does when it is loaded
-        return judge, {"problem": f"{work['target']} fails to load: {_what(error, '')}"}
-    return judge, {}
+        problem = {"problem": f"{work['target']} fails to load: {_what(error, '')}"}
+    return lambda columns: _judged(judge, columns), problem
 
 
 def _judged(judge: Judge, columns: Columns) -> dict[str, Any]:

@@ -41,7 +41,6 @@ from hpctrain.watch.stress.nodes import (
 from hpctrain.watch.stress.products import Products, Shape
 from hpctrain.watch.stress.record import Look, Place, Record, Turn, as_it_is
 from hpctrain.watch.stress.wish import StressWish, check_folder
-from hpctrain.watch.watchdog import Watchdog
 from hpctrain.words import counted
 
 LONGEST_ROUND = 30.0
@@ -108,7 +107,9 @@ def stress(
     devices = everyone.all_gather_object(name_of(world.device) or processor_name())
     place = Place(world.rank, hosts, world.device, world.local_rank, world.local_size)
     rounds: list[list[dict[str, Any]]] = []
-    with Watchdog(world, wish.folder, HANG_SECONDS), Interrupts() as interrupts:
+    world.hang.limit(HANG_SECONDS)
+    with world.hang.steps(), Interrupts() as interrupts:
+        world.ledger.activity = "testing the nodes"
         tests = _tests(world, place, wish, look, sizes or Sizes())
         shares = sum(share for share, _ in tests)
         count = max(2, round(wish.seconds / LONGEST_ROUND))

@@ -1,6 +1,6 @@
 """Hanging runs end by themselves and name the rank; runs that only take long go on.
 
-Tests of watch/watchdog.py and watch/hang.py.
+Tests of comm/watchdog.py and comm/hang_report.py.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -17,11 +18,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from hpctrain.comm import watchdog
 from hpctrain.comm.calls import Call
-from hpctrain.comm.world import World
-from hpctrain.data.prepare import prepare
-from hpctrain.watch import watchdog
-from hpctrain.watch.hang import (
+from hpctrain.comm.hang_report import (
     CallNote,
     GroupNote,
     HangReport,
@@ -30,7 +29,9 @@ from hpctrain.watch.hang import (
     verdict,
     write_report,
 )
-from hpctrain.watch.watchdog import QUESTION, Watchdog
+from hpctrain.comm.watchdog import QUESTION, Watchdog
+from hpctrain.comm.world import World
+from hpctrain.data.prepare import prepare
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -101,6 +102,14 @@ def hang(launch: Launch, world: World, tmp_path: Path) -> Callable[..., tuple[st
     return run
 
 
+def watch_training(
+    world: World, folder: Path, seconds: float, on_hang: Callable[[str], None] = lambda _: None
+) -> None:
+    """Have the watchdog of this world write into the folder."""
+    world.hang.limit(seconds)
+    world.hang.report_to(folder, on_hang)
+
+
 def test_a_rank_that_sleeps_in_a_collective_is_named(hang: Callable[..., tuple[str, Path]]) -> None:
     errors, folder = hang("start_all_reduce", 1, "fall_asleep")
     sentences = errors.splitlines()
@@ -150,7 +159,7 @@ def test_with_the_check_they_are_named_before_the_hang(hang: Callable[..., tuple
 
 def test_a_stopped_rank_does_not_answer(hang: Callable[..., tuple[str, Path]]) -> None:
     errors, folder = hang("start_all_reduce", 0, "be_stopped")
-    assert "error: rank 0 does not answer: its process is dead or stopped" in errors
+    assert "error: rank 0 does not answer: its process is stopped, as by SIGSTOP or a debugger" in errors
     assert (folder / "hang.1.txt").exists()
     assert not (folder / "hang.0.txt").exists()
     assert "rank 0 does not answer" in (folder / "log.1.txt").read_text()
@@ -167,9 +176,10 @@ def test_a_missing_message_is_named_with_its_sender(hang: Callable[..., tuple[st
 
 @pytest.mark.mpi(min_size=2)
 def test_a_rank_that_works_excuses_those_that_wait(world: World, mpi_tmp_path: Path) -> None:
-    dog = Watchdog(world, mpi_tmp_path, 0.6)
-    dog.grace = 0.5  # after which the waiting rank would end the job
-    with dog:
+    watch_training(world, mpi_tmp_path, 0.6)
+    dog = Watchdog(world)
+    dog.grace_seconds = 0.5  # after which the waiting rank would end the job
+    with dog, world.hang.steps():
         if world.rank == 0:
             asked = False
             until = time.monotonic() + 2.5
@@ -178,6 +188,30 @@ def test_a_rank_that_works_excuses_those_that_wait(world: World, mpi_tmp_path: P
                 asked = asked or (mpi_tmp_path / QUESTION).exists()
                 time.sleep(0.002)
             assert asked
+        world.everyone.barrier()
+    world.everyone.barrier()
+    assert not list(mpi_tmp_path.glob("hang.*"))
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("way", ["computes", "waits for a person", "has a child that computes"])
+def test_outside_of_steps_silent_work_excuses_those_that_wait(
+    world: World, mpi_tmp_path: Path, way: str
+) -> None:
+    watch_training(world, mpi_tmp_path, 0.4)
+    dog = Watchdog(world)
+    dog.grace_seconds = 0.3
+    until = time.monotonic() + 1.2
+    with dog:
+        if world.rank == 0 and way == "computes":
+            while time.monotonic() < until:
+                pass
+        elif world.rank == 0 and way == "waits for a person":
+            with world.hang.waiting_outside():
+                time.sleep(1.2)
+        elif world.rank == 0:
+            code = f"import time\nwhile time.monotonic() < {until}: pass"
+            subprocess.run([sys.executable, "-I", "-S", "-c", code], check=True)
         world.everyone.barrier()
     world.everyone.barrier()
     assert not list(mpi_tmp_path.glob("hang.*"))
@@ -196,7 +230,9 @@ def test_reports_stay_once_they_are_judged(
     monkeypatch.setattr(World, "abort", abort)
     monkeypatch.setattr(watchdog, "_exit_after", lambda _: threading.Timer(0, ended.clear))
     own = world.alone()
-    Watchdog(own, tmp_path, 1.0)._ask(1.0)
+    watch_training(own, tmp_path, 1.0)
+    own.hang.training = True
+    Watchdog(own)._ask(1.0)
     assert ended == [70]
     assert (tmp_path / "hang.0.txt").exists()
 
@@ -214,13 +250,16 @@ def test_where_rank_0_is_stopped_the_lowest_rank_tells_of_all_that_answer(
     monkeypatch.setattr(watchdog.os, "_exit", lambda _: None)  # of a rank that nobody ends in time
     own = world.alone()
     own.rank, own.size = 1, 4
-    dog = Watchdog(own, tmp_path, 1.0, told.append)
-    dog.grace = 0.0
+    watch_training(own, tmp_path, 1.0, told.append)
+    own.hang.training = True
+    dog = Watchdog(own)
+    dog.grace_seconds = 0.0
     for rank in (2, 3):
         write_report(tmp_path / f"hang.{rank}.txt", replace(report(rank, None), token=""), own.size)
     dog._ask(1.0)
     assert told == [
-        "hang: rank 0 does not answer: its process is dead or stopped, or cannot write to the run's folder"
+        "hang: rank 0 does not answer: its process is dead or stopped, or cannot write to the folder of the "
+        "reports (while starting)"
     ]
 
 

@@ -1,4 +1,4 @@
-"""What each rank tells of itself when a run hangs, and what follows from it all: who never came to what."""
+"""Reports in which ranks say where they are when a job hangs, and the conclusion from all of them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from time import perf_counter
 from types import FrameType
@@ -62,7 +63,11 @@ class GroupNote:
 
 @dataclass(frozen=True)
 class HangReport:
-    """Where one rank is. `token` tells this run from earlier ones in the same folder."""
+    """The place in the program where one rank is.
+
+    `token` tells this job from earlier ones in the same folder. `phase` is what the rank does, in words that
+    follow "while".
+    """
 
     token: str
     rank: int
@@ -76,7 +81,7 @@ class HangReport:
 
     @property
     def state(self) -> str:
-        """What the rank is in, in words."""
+        """Operation that the rank is in, in words."""
         if self.current is None:
             return f"in no operation of a group, at {self.where}"
         return f"in {self.current} for {self.current.seconds:.1f} s, at {self.where}"
@@ -91,11 +96,13 @@ class HangReport:
         return next(here, None)
 
 
-_REPORT = TypeAdapter(HangReport)
+@cache
+def _report_type() -> TypeAdapter[HangReport]:
+    return TypeAdapter(HangReport)
 
 
 def take_report(world: World, token: str, silent: float) -> HangReport:
-    """Where this rank is now, asked by another thread than the main one."""
+    """Report where this rank is now; called by another thread than the main one."""
     calls, now = world.ledger.calls, perf_counter()
     current = calls.current
     note = None if current is None else _note(current, now - max(current.began, calls.waits))
@@ -105,7 +112,7 @@ def take_report(world: World, token: str, silent: float) -> HangReport:
         world.rank,
         world.hostname,
         silent,
-        world.ledger.phase,
+        world.ledger.described,
         _where(),
         note,
         tuple(_note(call, now - call.began) for call in list(calls.recent)),
@@ -117,7 +124,7 @@ def write_report(path: Path, report: HangReport, size: int) -> None:
     """Write the report for people, with all threads' stacks, and in its last line for the other ranks."""
     lines = [
         f"rank {report.rank} of {size} on {report.hostname}, {time.strftime('%Y-%m-%d %H:%M:%S')}: "
-        f"no sign of life for {report.silent:.1f} s (phase: {report.phase})",
+        f"no sign of life for {report.silent:.1f} s, while {report.phase}",
         f"it is {report.state}",
         "",
         f"last calls, newest first ({LAST} at most):",
@@ -128,7 +135,7 @@ def write_report(path: Path, report: HangReport, size: int) -> None:
         *_stacks(),
         "",
         "for the other ranks:",
-        _REPORT.dump_json(report).decode(),
+        _report_type().dump_json(report).decode(),
     ]
     temporary = path.with_name(f".{path.name}.new")
     temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -138,15 +145,25 @@ def write_report(path: Path, report: HangReport, size: int) -> None:
 def read_report(path: Path, token: str) -> HangReport | None:
     """Another rank's report of this run; None where there is none."""
     try:
-        report = _REPORT.validate_json(path.read_text(encoding="utf-8").rstrip().rpartition("\n")[2])
+        report = _report_type().validate_json(path.read_text(encoding="utf-8").rstrip().rpartition("\n")[2])
     except (OSError, ValueError):
         return None
     return report if report.token == token else None
 
 
-def verdict(reports: Mapping[int, HangReport], size: int) -> list[str]:
-    """Why nothing moves, in sentences, from the reports of the ranks that gave one."""
-    causes = [*_missing(reports, size), *_disagreements(reports), *_absent(reports), *_messages(reports)]
+def verdict(
+    reports: Mapping[int, HangReport], size: int, stopped: Collection[int] = frozenset()
+) -> list[str]:
+    """Conclude why nothing moves, in sentences, from the reports of the ranks that gave one.
+
+    `stopped` are ranks whose processes the kernel calls stopped.
+    """
+    causes = [
+        *_missing(reports, size, stopped),
+        *_disagreements(reports),
+        *_absent(reports),
+        *_messages(reports),
+    ]
     sentences = causes or list(_behind(reports))
     states: dict[str, list[int]] = {}
     for rank, report in sorted(reports.items()):
@@ -160,13 +177,18 @@ def verdict(reports: Mapping[int, HangReport], size: int) -> list[str]:
     return sentences
 
 
-def _missing(reports: Mapping[int, HangReport], size: int) -> Iterator[str]:
+def _missing(reports: Mapping[int, HangReport], size: int, stopped: Collection[int]) -> Iterator[str]:
     missing = [rank for rank in range(size) if rank not in reports]
+    if halted := [rank for rank in missing if rank in stopped]:
+        are = "its process is" if len(halted) == 1 else "their processes are"
+        verb = "does" if len(halted) == 1 else "do"
+        yield f"{name_ranks(halted)} {verb} not answer: {are} stopped, as by SIGSTOP or a debugger"
+    missing = [rank for rank in missing if rank not in stopped]
     if missing:
         words = (
             "do not answer: their processes are" if len(missing) > 1 else "does not answer: its process is"
         )
-        yield f"{name_ranks(missing)} {words} dead or stopped, or cannot write to the run's folder"
+        yield f"{name_ranks(missing)} {words} dead or stopped, or cannot write to the folder of the reports"
 
 
 def _waiting(reports: Mapping[int, HangReport], pairs: bool) -> dict[tuple[GroupKey, int], list[int]]:

@@ -1,0 +1,141 @@
+"""A rank that is stopped ends the job wherever it is: in each verb, from its first collective to its end."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hpctrain.comm.hang_settings import VARIABLE, default_seconds
+from hpctrain.comm.world import World
+from hpctrain.data.prepare import prepare
+from hpctrain.errors import HpctrainError
+from hpctrain.train.run import run_deck
+
+Launch = Callable[..., "subprocess.CompletedProcess[str]"]
+
+DECK = """
+[run]
+title = "stopped"
+steps = 2
+[model]
+family = "gpt2"
+layers = 2
+hidden = 16
+heads = 2
+[data]
+tokens = "{tokens}"
+[batch]
+global_size = 4
+micro_size = 1
+sequence = 16
+[stability]
+hang_seconds = 1.5
+[machine]
+peak_flops = 1e10
+"""
+
+# Stops rank 1 where it comes to a function, and then runs the command line.
+PROGRAM = """
+import os, signal, sys
+from importlib import import_module
+
+module, _, name = sys.argv.pop(1).partition(":")
+owner, *path = [import_module(module), *name.split(".")]
+for each in path[:-1]:
+    owner = getattr(owner, each)
+usual = getattr(owner, path[-1])
+
+def stopped(*arguments, **options):
+    if os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "1":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return usual(*arguments, **options)
+
+setattr(owner, path[-1], stopped)
+from hpctrain.cli.main import main
+main()
+"""
+
+CHECKPOINT = "done/checkpoints/step-00000002.h5"
+RUN = ("run", "deck.toml", "--set", "run.dir=fresh")
+# Where a rank stops, what the others do then, and the command.
+PLACES = {
+    "start": ("hpctrain.comm.world:World.use_device", "starting", RUN),
+    "tokens": ("hpctrain.engine.corpus:open_entries", "opening the training data", RUN),
+    "build": ("hpctrain.train.run:build_seat_within_memory", "building the model", RUN),
+    "folder": ("hpctrain.train.run:check_run_folder", "taking the run folder", RUN),
+    "load": (
+        "hpctrain.train.checkpoints:Checkpoints.restore",
+        "loading the model",
+        ("resume", CHECKPOINT, "--set", "run.steps=3", "--set", "run.dir=resumed"),
+    ),
+    "checkpoint": ("hpctrain.train.checkpoints:Checkpoints.save", "training", RUN),
+    "ledger": (
+        "hpctrain.train.memory:MemoryLedger.at_end",
+        "writing the ledger and the reports",
+        RUN,
+    ),
+    "end": ("hpctrain.comm.world:World.finish", "ending", RUN),
+    "evaluate": (
+        "hpctrain.train.evaluate:mean_figures",
+        "evaluating",
+        ("evaluate", CHECKPOINT, "--tokens", "tokens.h5"),
+    ),
+    "generate": (
+        "hpctrain.generate.text:load_model",
+        "loading the model",
+        ("generate", CHECKPOINT, "--prompt", "hello", "--tokens", "4"),
+    ),
+    "prepare": (
+        "hpctrain.data.prepare:examine",
+        "looking at the text files",
+        ("prepare", "other.h5", "text.txt"),
+    ),
+    "write": ("hpctrain.data.write:_write", "writing the token file", ("prepare", "other.h5", "text.txt")),
+    "export": (
+        "hpctrain.checkpoint.exchange.convert:require_new",
+        "writing the exported model",
+        ("export", CHECKPOINT, "exported"),
+    ),
+    "check": (
+        "hpctrain.train.check:compare_miniature",
+        "comparing the layout with one rank",
+        ("check", "deck.toml"),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text, its tokens, a deck and a finished run."""
+    folder = tmp_path_factory.mktemp("stopped")
+    (folder / "text.txt").write_text("hello world, " * 300)
+    (folder / "deck.toml").write_text(DECK.format(tokens=folder / "tokens.h5"))
+    (folder / "program.py").write_text(PROGRAM)
+    prepare(world.alone(), folder / "tokens.h5", [str(folder / "text.txt")])
+    run_deck(world.alone(), folder / "deck.toml", [f"run.dir={folder / 'done'}"])
+    return folder
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_stopped_rank_is_named_with_what_the_others_do(launch: Launch, folder: Path, place: str) -> None:
+    function, activity, command = PLACES[place]
+    environment = {VARIABLE: "1.5", "TMPDIR": str(folder)}
+    done = launch(2, folder / "program.py", function, *command, cwd=folder, own_end=True, **environment)
+    assert done.returncode == 70, (done.returncode, done.stdout, done.stderr)
+    assert f"error: the run hangs while {activity}" in done.stderr
+    named = "error: rank 1 does not answer: its process is stopped, as by SIGSTOP or a debugger\n"
+    assert done.stderr.count(named) == 1
+    assert "error: rank 0 on " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_time_limit_before_there_is_a_deck_is_that_of_the_environment() -> None:
+    assert default_seconds({}) == 600
+    assert default_seconds({VARIABLE: "2 min"}) == 120
+    assert default_seconds({VARIABLE: "0"}) == 0
+    with pytest.raises(HpctrainError, match=f'{VARIABLE}: "soon" is not a time: .* turns the watchdog off'):
+        default_seconds({VARIABLE: "soon"})
