@@ -435,7 +435,7 @@ class Memory(Section):
         "Blocks of each stage that stay gathered through a step (layout.zero = 3).", 0, unit="blocks", ge=0
     )
     accumulate: Literal["whole", "sliced"] = key(
-        "Gradients between micro-batches (zero = 2, 3): sliced ones take less memory and more traffic.",
+        "Gradients between micro-batches (zero = 2, 3): sliced: less memory, more traffic, other rounding.",
         "whole",
     )
     optimizer: Literal["device", "host", "disk"] = key(

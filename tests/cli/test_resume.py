@@ -1,0 +1,105 @@
+"""What verbs refuse to change of a finished run, and what a resumed run says of its learning rate."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Hpctrain = Callable[..., "subprocess.CompletedProcess[str]"]
+
+DECK = """\
+[run]
+title = "small"
+steps = 4
+[model]
+family = "llama"
+layers = 2
+hidden = 16
+heads = 2
+mlp = 24
+[data]
+tokens = "tokens.h5"
+[batch]
+global_size = 2
+sequence = 16
+[learning_rate]
+warmup = 0
+[checkpoint]
+every = 2
+[machine]
+peak_flops = 1e10
+"""
+CHECKPOINTS = Path("runs/small/checkpoints")
+TRAINED = f"{CHECKPOINTS}/step-00000004.h5 was trained with"
+TWO = ("--set", "model.layers=3", "--set", "model.rope_base=500")
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for a token file, a deck and its finished run."""
+    folder = tmp_path_factory.mktemp("work")
+    (folder / "text.txt").write_text("hello world, " * 300)
+    (folder / "deck.toml").write_text(DECK)
+    return folder
+
+
+@pytest.fixture
+def hpctrain(work: Path, launch: Hpctrain) -> Hpctrain:
+    """`hpctrain(*arguments)` in that folder, after the run."""
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return launch(0, "-m", "hpctrain", *arguments, cwd=work)
+
+    if not (work / "runs").exists():
+        assert run("prepare", "tokens.h5", "text.txt").returncode == 0
+        assert run("run", "deck.toml").returncode == 0
+    return run
+
+
+def test_a_resumed_run_keeps_its_model(work: Path, hpctrain: Hpctrain) -> None:
+    done = hpctrain("resume", "runs/small", *TWO, "--set", "run.steps=6")
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        f"hpctrain: error: --set model.layers=3: {TRAINED} 2, and another value changes its parameters "
+        "(2 would do)",
+        f"hpctrain: error: --set model.rope_base=500: {TRAINED} 10000.0, and another value changes what its "
+        "parameters compute (a run of its own can start from its weights with [model] from = "
+        f'"{CHECKPOINTS}/step-00000004.h5")',
+    ]
+    assert sorted(path.name for path in (work / CHECKPOINTS).glob("step*")) == [
+        "step-00000002.h5",
+        "step-00000004.h5",
+    ]
+
+
+def test_an_edited_deck_is_refused_as_well(work: Path, hpctrain: Hpctrain) -> None:
+    (work / "edited.toml").write_text(DECK.replace("heads = 2", "heads = 4"))
+    done = hpctrain("run", "edited.toml", "--resume", "--set", "run.title=small", "--set", "run.steps=6")
+    assert done.returncode == 2
+    assert f"edited.toml:8: model.heads = 4: {TRAINED} 2, and another" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("evaluate", "runs/small", "--tokens", "tokens.h5"), ("replay", f"{CHECKPOINTS}/step-00000002.h5")],
+)
+def test_verbs_that_look_at_a_model_take_it_as_it_is(command: tuple[str, ...], hpctrain: Hpctrain) -> None:
+    done = hpctrain(*command, *TWO)
+    assert done.returncode == 2, done.stdout
+    assert len(done.stderr.splitlines()) == 2
+    assert "--set model.rope_base=500: " in done.stderr and "was trained with 10000.0" in done.stderr
+
+
+def test_an_extended_run_says_that_its_rate_rises(work: Path, hpctrain: Hpctrain) -> None:
+    done = hpctrain("resume", "runs/small", "--set", "run.steps=8", "--set", "run.dir=runs/longer")
+    assert done.returncode == 0, done.stderr
+    said = " ".join((work / "runs/longer/log.txt").read_text().split())
+    rises = (
+        "--set run.steps=8: the learning rate rises from 6.95e-05 in step 4 to 1.65e-04 in step 5 "
+        "(--set learning_rate.decay_steps=4 keeps the schedule of the checkpoint)"
+    )
+    assert rises in said and said.index(rises) < said.index("goes on from")

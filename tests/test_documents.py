@@ -1,0 +1,157 @@
+"""The code of the documents: their decks are decks, their commands are commands, and API.md runs."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import click
+import pytest
+
+from hpctrain.api import Given
+from hpctrain.cli.main import command as hpctrain_command
+from hpctrain.deck.at_resume import RESUME_RULES
+from hpctrain.deck.plain import toml_of
+from hpctrain.deck.read import parse_deck
+from hpctrain.deck.toml import parse_toml
+from tests.test_readme import DOCUMENTS, ROOT
+
+BASE: dict[str, dict[str, Any]] = {
+    "run": {"steps": 200, "evaluate_every": 100},
+    "model": {"family": "llama", "layers": 12, "hidden": 512, "heads": 8},
+    "data": {"tokens": "corpus.h5"},
+    "batch": {"global_size": 64, "sequence": 1024},
+}
+"""What a deck needs that the documents show a part of."""
+
+MODULE = {"module": "my_model.py:build"}
+OPTIONS_WITHOUT_KEY = ("KEY", "RUN", "DECK")
+
+
+def blocks(path: Path, *languages: str) -> list[str]:
+    """Return the code blocks of a document that are in one of these languages."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```", path.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    return [body for language, body in found if language in languages]
+
+
+def decks() -> Iterator[Any]:
+    for path in DOCUMENTS:
+        for number, body in enumerate(blocks(path, "toml")):
+            yield pytest.param(body, id=f"{path.relative_to(ROOT)}-{number}")
+
+
+@pytest.mark.parametrize("body", list(decks()))
+def test_a_deck_of_a_document_is_one(body: str) -> None:
+    shown = parse_toml(body)[0]
+    tables: dict[str, Any] = {section: dict(table) for section, table in BASE.items()}
+    model = shown.get("model", {})
+    if "preset" in model:
+        tables["model"] = {}
+    if {"module", "plan", "miniature"} & model.keys():
+        tables["model"] = dict(MODULE) | {"vocabulary": 512}
+    if "plan" in model:
+        tables["layout"] = {"tensor": 2}
+    if "policy" in shown and "objective" not in shown:
+        tables |= {"objective": {"kind": "ppo"}, "policy": {"reward": ["judge.h5"]}}
+    for section, table in shown.items():
+        tables[section] = {**tables.get(section, {}), **table} if isinstance(table, dict) else table
+    parse_deck(toml_of(tables))
+
+
+def commands(path: Path) -> Iterator[list[str]]:
+    """Yield the arguments of each `hpctrain` in the blocks of a document that show a terminal."""
+    for body in blocks(path, "", "sh", "bash"):
+        for line in body.replace("\\\n", " ").splitlines():
+            is_command = re.match(r"(?:\$ )?(?:mpirun [^|]*?|srun [^|]*?|\S*/)?hpctrain (?!error)[a-z]", line)
+            if is_command is None:
+                continue
+            try:
+                words = shlex.split(line.removeprefix("$ "), comments=True)
+            except ValueError:
+                continue
+            start = next(index for index, word in enumerate(words) if word.endswith("hpctrain")) + 1
+            end = next(
+                (index for index, word in enumerate(words) if index > start and re.match(r"[|>&;]|2>", word)),
+                len(words),
+            )
+            yield words[start:end]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_command_of_a_document_has_these_options(path: Path) -> None:
+    context = click.Context(hpctrain_command)
+    for words in commands(path):
+        verb, rest = words[0], words[1:]
+        command: click.Command | None = hpctrain_command
+        while isinstance(command, click.Group):
+            command = command.get_command(context, verb)
+            assert command is not None, words
+            if isinstance(command, click.Group):
+                verb, rest = rest[0], rest[1:]
+        assert command is not None
+        inner = click.Context(command, info_name=verb)
+        options, _, _ = command.make_parser(inner).parse_args([word for word in rest if word != "..."])
+        for argument in options.get("overrides", []):
+            key = argument.partition("=")[0].strip()
+            known = key in RESUME_RULES or any(key.startswith(f"{table}.") for table in TABLES)
+            assert known or key in {"KEY", "layout", *OPTIONS_WITHOUT_KEY}, argument
+
+
+TABLES = ("model.arguments", "model.plan", "data.arguments", "model.miniature", "evaluation")
+
+
+def pythons() -> Iterator[Any]:
+    for path in DOCUMENTS:
+        for number, body in enumerate(blocks(path, "python")):
+            yield pytest.param(body, id=f"{path.relative_to(ROOT)}-{number}")
+
+
+@pytest.mark.parametrize("body", list(pythons()))
+def test_python_of_a_document_compiles_and_gives_a_run_what_it_takes(body: str) -> None:
+    taken = {*Given.__annotations__, "world", "fresh", "again"}
+    for node in ast.walk(ast.parse(body)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "run":
+            assert {str(each.arg) for each in node.keywords} <= taken
+
+
+SMALL_QUICKSTART = """
+[run]
+title = "quickstart"
+steps = 4
+[model]
+family = "llama"
+layers = 1
+hidden = 16
+heads = 2
+mlp = 24
+experts = 2
+experts_per_token = 1
+router_normalize = false
+[data]
+tokens = "tokens.h5"
+[batch]
+global_size = 2
+sequence = 64
+[machine]
+peak_flops = 1e10
+"""
+
+
+def test_the_python_of_the_interface_runs(
+    tmp_path: Path, launch: Callable[..., CompletedProcess[str]]
+) -> None:
+    """All blocks in their order, on a small model in place of the quickstart's."""
+    (tmp_path / "inputs").mkdir()
+    (tmp_path / "inputs/quickstart.toml").write_text(SMALL_QUICKSTART)
+    (tmp_path / "text.txt").write_text("def f(x): return x\n" * 300)
+    assert launch(0, "-m", "hpctrain", "prepare", "tokens.h5", "text.txt").returncode == 0
+    shown = "\n".join(blocks(ROOT / "hpctrain/API.md", "python"))
+    (tmp_path / "shown.py").write_text(f'import hpctrain\nhpctrain.run("inputs/quickstart.toml")\n{shown}')
+    done = launch(1, "shown.py")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "mine.toml").exists() and (tmp_path / "runs/seed-2/checkpoints/latest").exists()
