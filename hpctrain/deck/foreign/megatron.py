@@ -323,9 +323,23 @@ def _of_documents(value: object, theirs: Theirs) -> Keys:
     return {}
 
 
+def _tensorboard(value: object, _: Theirs) -> Keys:
+    """Write event files, which lie in the run's folder."""
+    return {"report.tensorboard": bool(value)}
+
+
+def _wandb(value: object, theirs: Theirs) -> Keys:
+    """Report to W&B, whose project is that of an environment variable."""
+    theirs.notes["--wandb-project"] = f"set WANDB_PROJECT={value}: a deck does not name W&B's project"
+    return {"report.wandb": "online"}
+
+
 def _of_names(names: Sequence[str], rule: Rule) -> dict[str, Rule]:
     return {f"--{name}": rule for name in names}
 
+
+_SAME_OPTIMIZERS = ("sgd", "muon", "lion", "adafactor")
+"""Optimizers with the same name in a deck."""
 
 _OF_LAUNCHERS = (
     "nproc-per-node",
@@ -413,6 +427,11 @@ _RUN: dict[str, Rule] = {
     "--reset-position-ids": _of_documents,
     "--eod-mask-loss": _of_documents,
     "--profile": when_on({"run.trace": True}),
+    "--tensorboard-dir": _tensorboard,
+    "--wandb-project": _wandb,
+    "--wandb-exp-name": nothing("W&B shows a run under its run.title"),
+    "--wandb-save-dir": nothing("W&B's files lie in the folder wandb of the run's folder"),
+    "--wandb-entity": nothing("set the environment variable WANDB_ENTITY"),
     **_of_names(
         ("data-path", "train-data-path", "valid-data-path", "test-data-path", "mock-data"), nothing(_TOKENS)
     ),
@@ -438,7 +457,7 @@ _STEP: dict[str, Rule] = {
     "--lr-wsd-decay-iters": as_key("learning_rate.cooldown"),
     "--lr-wsd-decay-samples": _samples("learning_rate.cooldown"),
     "--lr-wsd-decay-style": _cooldown_form,
-    "--optimizer": choice("optimizer.name", {"adam": "adamw", "sgd": "sgd", "muon": "muon", "lion": "lion"}),
+    "--optimizer": choice("optimizer.name", {"adam": "adamw"} | {name: name for name in _SAME_OPTIMIZERS}),
     "--weight-decay": as_key("optimizer.weight_decay", number),
     "--start-weight-decay": nothing("the weight decay is the same in all steps"),
     "--end-weight-decay": nothing("the weight decay is the same in all steps"),
@@ -533,7 +552,6 @@ _NEEDLESS = (
     "no-load-optim",
     "no-load-rng",
     "finetune",
-    "tensorboard-dir",
     "tensorboard-log-interval",
     "tensorboard-queue-size",
     "log-throughput",
@@ -546,9 +564,6 @@ _NEEDLESS = (
     "log-straggler",
     "timing-log-level",
     "timing-log-option",
-    "wandb-project",
-    "wandb-exp-name",
-    "wandb-save-dir",
     "manual-gc",
     "manual-gc-interval",
     "empty-unused-memory-level",

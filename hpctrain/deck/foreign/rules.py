@@ -29,6 +29,8 @@ class Theirs:
 
     def __init__(self, given: Mapping[str, object], defaults: Mapping[str, object] | None = None) -> None:
         self.given = dict(given)
+        self.notes: dict[str, str] = {}
+        """What remains to be done for settings that became keys, by name."""
         self.defaults = {name: value for name, value in (defaults or {}).items() if name not in given}
 
     def __contains__(self, name: str) -> bool:
@@ -95,6 +97,8 @@ def translate(theirs: Theirs, rules: Mapping[str, Rule], unknown: str) -> Transl
             continue
         if given and not keys:
             found.needless.append(name)
+        if name in theirs.notes:
+            found.leave(name, value, theirs.notes[name])
         for key, here in keys.items():
             if not given and key not in found.keys:  # those that are given came before
                 found.defaults.add(key)

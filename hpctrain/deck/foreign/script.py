@@ -1,73 +1,310 @@
-"""Arguments as a shell's script, or a file of them, has them; nothing is run."""
+"""Reader of command-line arguments in a shell script, or in a file that holds nothing but arguments.
+
+Nothing is executed. The reader follows what launch scripts do with arguments: variables with defaults, arrays
+and strings of arguments, appending to them, arithmetic, and quotes. It does not decide conditions: arguments
+of all branches count, and a variable that branches set differently has no value.
+"""
 
 from __future__ import annotations
 
+import ast
+import operator
 import re
-import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 
 _FLAG = re.compile(r"--[A-Za-z][\w-]*")
-_VARIABLE = re.compile(r"\$\{?(\w+)\}?")
-_ASSIGNED = re.compile(
-    r"""(?:^|;)\s*(?:export\s+)?(\w+)=([^\s("'`;&|]+|"[^"`\n]*"|'[^'\n]*')[ \t]*(?=;|\#|$)""", re.MULTILINE
-)
-_USUAL = re.compile(r"\$\{\w+:-[\"']?([^}\"']*)[\"']?\}")
-_LISTS = re.compile(r"""(\w+)=[("'][^)"']*--""")
-"""What a script names lists of arguments."""
-_END = "\x1e"
-"""A word between lines."""
-_NAMED = re.compile(r"^\w+=\(?(?=--)")
-_OTHERS = re.compile(r"\$.*(?:ARGS|@)|\.py$|[;&|<>]|\w+=\(?$|\x1e")
-"""Words that are no value: variables of more arguments, the program, and what a shell does besides."""
+_FLAG_INSIDE = re.compile(r"(?:^|[\s'\"])--[A-Za-z]")
+_ASSIGNMENT = re.compile(r"(\w+)(\+?)=")
+_PARAMETER = re.compile(r"(#?)(\w+)(?:\[([@*]|\d+)\])?(?::?[-=](.*))?", re.DOTALL)
+_VARIABLE = re.compile(r"\w+|[@*#?$!]")
+_NOT_A_VALUE = re.compile(r"\$.*(?:ARGS|@)|\.py$")
+"""Words that end the values of an argument: unknown variables that hold arguments, and the program."""
+
+_BLANKS = " \t\r"
+_OPERATORS = "\n;&|<>"
+_OPENING = frozenset({"if", "case", "for", "while", "until"})
+_CLOSING = frozenset({"fi", "esac", "done"})
+_LARGEST = 1 << 63
+"""Bound of the absolute value of numbers in shell arithmetic."""
 
 
 def arguments_of(script: str) -> dict[str, object]:
-    """The arguments in a text: a file of them, or a shell's script: values as text, True of a flag
-    alone. Variables that it sets are put in.
+    """Return the arguments that a text contains.
+
+    Args:
+        script: Text of a shell script, or of a file of arguments.
+
+    Returns:
+        The value of each argument as text, or True for a flag without a value. The last one counts where an
+        argument occurs more than once. Variables that the script sets are expanded; others stay ("$NODES").
     """
-    script = script.replace("\\\r\n", " ").replace("\\\n", " ")
-    variables = _variables(script)
-    lists = {f"${name}" for name in _LISTS.findall(script)}
-    given: dict[str, object] = {}
-    name = ""
-    for word in _words(script.replace("\n", f"\n {_END} ")):
-        known = _VARIABLE.sub(lambda found: variables.get(found[1], found[0]), word)
-        flag, equals, value = known.partition("=")
+    reader = _ScriptReader()
+    reader.read(script)
+    return reader.arguments
+
+
+class _ScriptReader:
+    """State while a script is read: its variables, and the arguments so far."""
+
+    def __init__(self) -> None:
+        self.arguments: dict[str, object] = {}
+        self._variables: dict[str, list[str] | None] = {}
+        """The words of each variable; None if branches set it differently or its value is unknown."""
+        self._name = ""
+        """The argument to which a value would belong."""
+        self._quoted: list[str] = []
+        """Quoted words with arguments that are being read, from outside to inside."""
+        self._depth = 0
+        """Number of conditions and loops around the current command."""
+
+    def read(self, script: str) -> None:
+        """Read a text: assign its variables and record its arguments."""
+        text = _ScriptText(script.replace("\\\r\n", " ").replace("\\\n", " "), self._expand)
+        while not text.at_end:
+            if text.skip_blanks_and_comment():
+                continue
+            if text.current in _OPERATORS:
+                text.position += 1
+                self._name = ""
+            elif (assignment := text.match(_ASSIGNMENT)) and not self._name:
+                self._assign(text, assignment[1], appends=bool(assignment[2]))
+            else:
+                self._record(text.word())
+
+    def _assign(self, text: _ScriptText, name: str, appends: bool) -> None:
+        """Read the value of a variable, which may be a list in parentheses."""
+        if not text.at_end and text.current == "(":
+            text.position += 1
+            words = list(text.words_until_parenthesis())
+        else:
+            words = [] if text.at_end or text.current in _BLANKS + _OPERATORS else [text.word()]
+        arguments = any("--" in word for word in words)
+        if arguments:
+            for word in words:
+                self._record(word)
+            words = []  # they are recorded here, not where the variable is used
+        self._name = ""
+        before = self._variables.get(name, [])
+        if appends:
+            words = [*(before or []), *words]
+        differs = self._depth > 0 and name in self._variables and before != words
+        unknown = differs or any("$" in word for word in words)
+        self._variables[name] = None if unknown and not arguments else words
+
+    def _record(self, word: str) -> None:
+        """Record a word as an argument, as a value of the argument before it, or as neither."""
+        flag, equals, value = word.partition("=")
         if _FLAG.fullmatch(flag):
-            name = flag.replace("_", "-")
-            given[name] = value if equals else True
-        elif _OTHERS.search(known) or _VARIABLE.sub(r"$\1", known) in lists:
-            name = ""
-        elif name:
-            before = given[name]
-            given[name] = known if before is True else f"{before} {known}"
-    return given
+            self._name = flag.replace("_", "-")
+            self.arguments[self._name] = value if equals else True
+        elif word not in self._quoted and not word.startswith("$(") and _FLAG_INSIDE.search(word):
+            self._name = ""
+            self._quoted.append(word)
+            self.read(word)
+            self._quoted.pop()
+            self._name = ""
+        elif _NOT_A_VALUE.search(word):
+            self._name = ""
+        elif self._name and word:
+            before = self.arguments[self._name]
+            self.arguments[self._name] = word if before is True else f"{before} {word}"
+        else:
+            self._depth += (word in _OPENING) - (word in _CLOSING and self._depth > 0)
+
+    def _expand(self, expression: str) -> str:
+        """Return the value of what follows a dollar sign: a name, `name[@]`, `name:-default` or `((...))`.
+
+        What the script does not set stays as it is, with its dollar sign.
+        """
+        if expression.startswith("(("):
+            return self._calculated(expression)
+        parameter = _PARAMETER.fullmatch(expression)
+        if parameter is None:
+            return f"${{{expression}}}" if _VARIABLE.fullmatch(expression) is None else f"${expression}"
+        counts, name, index, default = parameter.groups()
+        words = self._variables.get(name)
+        if counts and words is not None:
+            return str(len(words))
+        if words is None or (default and not words):
+            unset = f"${{{name}[{index}]}}" if index else f"${name}"
+            return unset if default is None else _expanded(default.strip("\"'"), self._expand)
+        if index and index.isdecimal():
+            return words[int(index)] if int(index) < len(words) else ""
+        return " ".join(words)
+
+    def _calculated(self, expression: str) -> str:
+        """Return the value of `((...))`, or the expression itself if it cannot be calculated."""
+        known = _expanded(expression[2:-2], self._expand)
+        numbers = {name: words[0] for name, words in self._variables.items() if words and len(words) == 1}
+        try:
+            return str(_integer(ast.parse(known.strip(), mode="eval").body, numbers))
+        except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
+            return f"${expression}"
 
 
-def _variables(script: str) -> dict[str, str]:
-    """What a script sets, in one way alone: by a value, or by one for where the environment has none."""
-    found: dict[str, set[str]] = {}
-    for name, written in _ASSIGNED.findall(script):
-        value = written.strip("\"'")
-        usual = _USUAL.fullmatch(value)
-        found.setdefault(name, set()).add(usual[1] if usual else value)
-    alone = {name: values.pop() for name, values in found.items() if len(values) == 1}
-    return {name: value for name, value in alone.items() if "$" not in value and "--" not in value}
+class _ScriptText:
+    """A text that is taken apart from left to right.
+
+    Args:
+        text: The text, whose continued lines are joined.
+        expand: Function that returns the value of an expression behind a dollar sign.
+    """
+
+    def __init__(self, text: str, expand: Callable[[str], str]) -> None:
+        self.text = text
+        self.position = 0
+        self._expand = expand
+
+    @property
+    def at_end(self) -> bool:
+        """True if nothing is left."""
+        return self.position >= len(self.text)
+
+    @property
+    def current(self) -> str:
+        """The next character."""
+        return self.text[self.position]
+
+    def match(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
+        """Return the match of `pattern` at the current position, and go behind it; None if there is none."""
+        found = pattern.match(self.text, self.position)
+        if found:
+            self.position = found.end()
+        return found
+
+    def skip_blanks_and_comment(self, blanks: str = _BLANKS) -> bool:
+        """Go behind blanks, and behind a comment; return True if there were any."""
+        before = self.position
+        while not self.at_end and self.current in blanks:
+            self.position += 1
+        if not self.at_end and self.current == "#":
+            end = self.text.find("\n", self.position)
+            self.position = len(self.text) if end < 0 else end
+        return self.position > before
+
+    def words_until_parenthesis(self) -> Iterator[str]:
+        """Yield the words of a list, to behind its closing parenthesis."""
+        while not self.at_end:
+            if self.skip_blanks_and_comment(_BLANKS + "\n;&|<>"):
+                continue
+            if self.current == ")":
+                self.position += 1
+                return
+            yield self.word()
+
+    def word(self) -> str:
+        """Return the next word, without its quotes, its variables expanded.
+
+        Parentheses inside a word are part of it, as in `([0]*1+[1]*23)`; one that closes a list ends it.
+        """
+        parts: list[str] = []
+        open_parentheses = 0
+        while not self.at_end and self.current not in _BLANKS + _OPERATORS:
+            character = self.current
+            if character == ")" and not open_parentheses and parts:
+                break
+            open_parentheses += (character == "(") - (character == ")" and open_parentheses > 0)
+            self.position += 1
+            if character == "\\":
+                parts.append(self._take(1))
+            elif character == "'":
+                parts.append(self._until("'"))
+            elif character == '"':
+                parts.append(_expanded(self._until('"'), self._expand))
+            elif character == "`":
+                parts.append(f"$({self._until('`')})")
+            elif character == "$":
+                parts.append(_dollar(self, self._expand))
+            else:
+                parts.append(character)
+        return "".join(parts)
+
+    def _take(self, count: int) -> str:
+        """Return the next `count` characters and go behind them."""
+        taken = self.text[self.position : self.position + count]
+        self.position += count
+        return taken
+
+    def _until(self, quote: str) -> str:
+        """Return the text before the closing quote and go behind it; nothing if no quote closes it."""
+        end = self.position
+        while end < len(self.text) and self.text[end] != quote:
+            end += 2 if self.text[end] == "\\" and quote != "'" else 1
+        if end >= len(self.text):
+            return ""
+        inner = self.text[self.position : end]
+        self.position = end + 1
+        return inner
+
+    def nested(self, opening: str, closing: str) -> str:
+        """Return the text up to the closing bracket of one that is open already, and go behind it."""
+        depth, end = 1, self.position
+        while end < len(self.text) and depth:
+            depth += (self.text[end] == opening) - (self.text[end] == closing)
+            end += 1
+        inner = self.text[self.position : end - 1 if not depth else end]
+        self.position = end
+        return inner
 
 
-def _words(script: str) -> Iterator[str]:
-    """As a shell takes it apart; texts in quotes that have arguments are so, too, and lists are opened."""
-    lines = script.split("\n")
-    try:
-        words = shlex.split(script, comments=True)
-    except ValueError:
-        # No shell's text: line by line, without quotes.
-        unquoted = (line.replace('"', " ").replace("'", " ") for line in lines)
-        words = [
-            word for line in unquoted if not line.lstrip(f"{_END} ").startswith("#") for word in line.split()
-        ]
-    for word in words:
-        for part in word.split() if "--" in word else [word]:
-            opened = _NAMED.sub("", part).strip("\"'")
-            if plain := opened.rstrip(")") if "(" not in opened else opened:
-                yield plain
+def _expanded(text: str, expand: Callable[[str], str]) -> str:
+    """Return a text in double quotes with its variables expanded."""
+    source = _ScriptText(text, expand)
+    parts: list[str] = []
+    while not source.at_end:
+        character = source.current
+        source.position += 1
+        following = source.text[source.position : source.position + 1]
+        if character == "\\" and following in {'"', "\\", "$", "`"}:
+            parts.append(following)
+            source.position += 1
+        else:
+            parts.append(_dollar(source, expand) if character == "$" else character)
+    return "".join(parts)
+
+
+def _dollar(source: _ScriptText, expand: Callable[[str], str]) -> str:
+    """Return the value of the expression behind a dollar sign, and go behind it."""
+    if source.text.startswith("((", source.position):
+        source.position += 1
+        return expand(f"({source.nested('(', ')')})")
+    for opening, closing in ("()", "{}"):
+        if source.text.startswith(opening, source.position):
+            source.position += 1
+            inner = source.nested(opening, closing)
+            return expand(inner) if opening == "{" else f"$({inner})"
+    name = source.match(_VARIABLE)
+    return expand(name[0]) if name else "$"
+
+
+_ARITHMETIC: Mapping[type[ast.operator], Callable[[int, int], int]] = MappingProxyType(
+    {
+        ast.Add: operator.add,
+        ast.Sub: operator.sub,
+        ast.Mult: operator.mul,
+        ast.Div: lambda first, second: abs(first) // abs(second) * (1 if first * second >= 0 else -1),
+        ast.Mod: lambda first, second: abs(first) % abs(second) * (1 if first >= 0 else -1),
+    }
+)
+
+
+def _integer(node: ast.expr, variables: Mapping[str, str]) -> int:
+    """Return the value of an arithmetic expression as a shell calculates it.
+
+    Raises:
+        ValueError: The expression is not one of whole numbers, or its value is too large.
+    """
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        value = node.value
+    elif isinstance(node, ast.Name) and node.id in variables:
+        value = int(variables[node.id])
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        value = -_integer(node.operand, variables)
+    elif isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
+        value = _ARITHMETIC[type(node.op)](_integer(node.left, variables), _integer(node.right, variables))
+    else:
+        raise ValueError(f"{ast.unparse(node)} is no arithmetic of whole numbers")
+    if abs(value) >= _LARGEST:
+        raise ValueError(f"{ast.unparse(node)} is too large")
+    return value

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hpctrain.deck.foreign.megatron import DEFAULTS, RULES, translated
 from hpctrain.deck.foreign.rules import Theirs, UntranslatedError, whole
@@ -83,11 +85,66 @@ def test_variables_have_one_value_or_none() -> None:
         "--hidden-size": "4",
         "--seed": "5",
         "--train-iters": "$D",
-        "--micro-batch-size": "$E",
-        "--seq-length": "$F",
+        "--micro-batch-size": "4",
+        "--seq-length": "5",
         "--bf16": True,
         "--lr": "1e-4",
     }
+
+
+APPENDING = """
+ARGS=(--num-layers 4
+      --bf16)  # and more below
+ARGS+=(--use-distributed-optimizer)
+ARGS+=( --lr 1e-3 --min-lr=1e-4 )
+MORE="--swiglu"; MORE+=" --seed 3"
+if [ "$FAST" = 1 ]; then ARGS+=(--recompute-activations); fi
+NODES=2; GPUS=(0 1 2 3)
+export RANKS=$((NODES * ${#GPUS[@]}))
+srun bash -c "torchrun --nnodes $NODES pretrain_gpt.py --global-batch-size $((RANKS * 8 / 3 - 1)) \
+  --micro-batch-size ${GPUS[2]} ${ARGS[*]}" "${MORE}" "--save" "/runs/$((3 + FAST))/a b" \\
+  --load "$(pwd)/x y" it's
+"""
+
+
+def test_lists_that_grow_arithmetic_and_quotes_are_read() -> None:
+    assert arguments_of(APPENDING) == {
+        "--num-layers": "4",
+        "--bf16": True,
+        "--use-distributed-optimizer": True,
+        "--lr": "1e-3",
+        "--min-lr": "1e-4",
+        "--swiglu": True,
+        "--seed": "3",
+        "--recompute-activations": True,
+        "--nnodes": "2",
+        "--global-batch-size": "20",
+        "--micro-batch-size": "2",
+        "--save": "/runs/$((3 + FAST))/a b",
+        "--load": "$(pwd)/x y its",
+    }
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        (" --x ", "$(( --x ))"),
+        ("7 / 2", "3"),
+        ("-7 / 2", "-3"),
+        ("-7 % 4", "-3"),
+        ("2 * (3 + N)", "16"),
+        ("1 / 0", "$((1 / 0))"),
+        ("9 ** 9 ** 9", "$((9 ** 9 ** 9))"),
+        ("1 << 3", "$((1 << 3))"),
+    ],
+)
+def test_arithmetic_is_that_of_a_shell(expression: str, value: str) -> None:
+    assert arguments_of(f"N=5\npython x.py --seed $(({expression}))") == {"--seed": value}
+
+
+@given(text=st.text(alphabet="-a=$(){}\"'`\\ \n+#[]@1;", max_size=60))
+def test_any_text_is_read(text: str) -> None:
+    assert all(isinstance(name, str) for name in arguments_of(text))
 
 
 @pytest.mark.parametrize(
@@ -209,7 +266,9 @@ def test_steps_and_layouts(arguments: str, expected: dict[str, object]) -> None:
             "--num-layers = $N: is a variable of the shell that the script does not set, or sets in",
         ),
         ("--data-path data/text_document", "make a token file of the text with `hpctrain prepare`"),
-        ("--optimizer adafactor", '--optimizer = adafactor: is not what a deck can say (of "adam", "sgd"'),
+        ("--optimizer lamb", '--optimizer = lamb: is not what a deck can say (of "adam", "sgd"'),
+        ("--wandb-project p", "--wandb-project = p: set WANDB_PROJECT=p"),
+        ("--wandb-project p --wandb-exp-name e", "--wandb-exp-name = e: W&B shows a run under its run.title"),
         ("--recompute-granularity full --recompute-method block", "either all blocks are computed again"),
         ("--hidden-dropout 0.1 --attention-dropout 0.2", "is one with --hidden-dropout in a deck"),
         ("--rampup-batch-size 16 8 100 --global-batch-size 64", "by as many sequences as it begins with"),
