@@ -124,7 +124,7 @@ def _lay_out(temporary: Path, tensors: Tensors, texts: Mapping[str, str]) -> dic
             dtype = np.dtype(STORED_AS[kind])
             dataset = _allocate(file, name, dtype, shape)
             if NAMED.get(dtype) != kind:
-                _attach(dataset, DTYPE, np.array(kind.encode()))
+                _attach(dataset, DTYPE.encode(), np.array(kind.encode()))
             offset = dataset.get_offset() if prod(shape) else 0
             datasets[name] = StoredTensor(name, kind, shape, int(offset), first_piece)
             first_piece += checksum.pieces(prod(shape))

@@ -32,6 +32,7 @@ from hpctrain.checkpoint.layout import Entry, rectangles_of, runs
 from hpctrain.checkpoint.structure import Structure, examine
 from hpctrain.checkpoint.verify import verify_pieces
 from hpctrain.comm.group import Group
+from hpctrain.errors import InputOutputError
 from hpctrain.sharding.state import MASTER, MODEL, OPTIMIZER
 
 _WHOLE = (MODEL, MASTER, OPTIMIZER.removesuffix("/"))
@@ -55,13 +56,14 @@ def load(
     Padding becomes zero, or stays as it is. With `strict`, weights or state of an optimizer that no rank
     asks for are an error if any of their folder ("/model", "/master", "/optimizer") is asked for, and their
     kind is not `left`. After an error the values are not to be used.
-    Errors, the same on all ranks: HpctrainError if names, shapes or types differ from the file's,
-    InputOutputError if the file is missing, truncated or damaged.
+    Errors, the same on all ranks: HpctrainError if the file holds other names, InputOutputError if it holds
+    other shapes or types, or is missing, truncated or damaged.
     """
     structure = source if isinstance(source, Structure) else examine(Path(source), group)
-    _raise_first(group, list(_differences(structure, entries)))
+    same_names = all(entry.dataset in structure.datasets for entry in entries)
+    _raise_first(group, list(_differences(structure, entries)), same_names)
     if strict:
-        _raise_first(group, _surplus(structure, group, entries, left))
+        _raise_first(group, _surplus(structure, group, entries, left), same_names=False)
     sums = np.zeros(len(structure.sums), np.uint64)
     touched = np.zeros(len(structure.sums), np.int64)
     with together(group), opened(structure.path, buffer_bytes) as file:
@@ -106,7 +108,7 @@ def read_state(path: str | Path, group: Group | None = None) -> dict[str, Any]:
 
 
 def _differences(structure: Structure, entries: Sequence[Entry]) -> Iterator[str]:
-    """What the entries ask for and the file does not hold."""
+    """Tell which entries the file lacks, or holds with another shape or type."""
     for entry in entries:
         stored = structure.datasets.get(entry.dataset)
         where = f"{structure.path}: {entry.dataset}"
@@ -141,11 +143,17 @@ def _surplus(
     ]
 
 
-def _raise_first(group: Group, problems: Sequence[str]) -> None:
-    """One sentence for all that differs on any rank, about the first of it; collective."""
-    distinct = list(dict.fromkeys(chain.from_iterable(group.all_gather_object(problems))))
+def _raise_first(group: Group, problems: Sequence[str], same_names: bool) -> None:
+    """Raise an error about the first problem of any rank, with the number of others; collective.
+
+    A file with other names is of another model (HpctrainError). One with the `same_names`, on all ranks, but
+    with other shapes or types was not written by a run of its deck (InputOutputError).
+    """
+    of_ranks = group.all_gather_object([list(problems), same_names])
+    distinct = list(dict.fromkeys(chain.from_iterable(found for found, _ in of_ranks)))
     if distinct:
-        raise first_of(distinct)
+        error = first_of(distinct)
+        raise InputOutputError(error.problems) if all(same for _, same in of_ranks) else error
 
 
 def _wanted(

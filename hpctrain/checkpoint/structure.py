@@ -6,49 +6,35 @@ as plain bytes of the file. Datasets are contiguous, in the file itself, and des
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-import h5py
 import numpy as np
 import torch
 
 from hpctrain.checkpoint.agree import together
 from hpctrain.checkpoint.checksum import PIECE, Sums, pieces
 from hpctrain.checkpoint.layout import STORED_AS, Index, row_major
+from hpctrain.checkpoint.stored_state import require_state
 from hpctrain.comm.group import Group
 from hpctrain.comm.outcome import reason
 from hpctrain.errors import HpctrainError, InputOutputError
-from hpctrain.files import open_regular
+from hpctrain.files import open_regular, parse_json
+from hpctrain.hdf5 import DAMAGE, SIGNATURE, CheckedFile, LocalDataset, open_checked
 
 FORMAT = "hpctrain checkpoint"
 VERSION = 1
 STATE, DECK, CHECKSUMS = "/state", "/deck", "/checksums"
 COMPANIONS = "companions"
 """Key of the state whose keys name models that were trained beside the file's own."""
-DTYPE = b"dtype"
+DTYPE = "dtype"
 NAMED = {np.dtype(stored): kind for kind, stored in STORED_AS.items() if kind not in ("bfloat16", "bool")}
 """Types of datasets that tell the elements' type; the others have the attribute DTYPE."""
 
-_SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _TEXT_LIMIT = 64 << 20
-# What h5py raises on a file whose own structure is damaged, or is not what we wrote.
-_DAMAGE = (
-    OSError,
-    RuntimeError,
-    KeyError,
-    ValueError,
-    TypeError,
-    AttributeError,
-    ArithmeticError,
-    MemoryError,
-)
 
 
 @dataclass(frozen=True)
@@ -134,132 +120,84 @@ def _examine(path: Path) -> Structure:
             raise HpctrainError(f"{path}: a folder, not a checkpoint file")
         size = path.stat().st_size
         with open_regular(path) as stream:
-            signature = stream.read(len(_SIGNATURE))
+            signature = stream.read(len(SIGNATURE))
     except FileNotFoundError:
         raise InputOutputError(f"{path}: no such checkpoint") from None
     except OSError as error:
         raise InputOutputError(f"{path}: cannot be read: {error.strerror or error}") from None
-    if size < len(_SIGNATURE):
+    if size < len(SIGNATURE):
         raise InputOutputError(f"{path}: truncated, it has only {size} bytes")
-    if signature != _SIGNATURE:
+    if signature != SIGNATURE:
         raise HpctrainError(f"{path}: not an HDF5 file, so not a checkpoint of hpctrain")
-    with _damage_reported(path), h5py.File(path, "r", locking=False) as file:
-        _check_kind(path, file.attrs)
-        state = json.loads(_text(file, STATE, size))
-        _require(isinstance(state, dict), f"{STATE} is not an object")
-        if "deck" not in state and DECK in file:
-            state["deck"] = _text(file, DECK, size)
-        state["versions"] = json.loads(bytes(file.attrs["versions"]))
-        datasets = _datasets(file, size)
-        sums = _sums(file, sum(pieces(stored.elements) for stored in datasets.values()))
+    try:
+        with open_checked(path) as file:
+            _check_kind(path, file)
+            state = parse_json(_text(file, STATE))
+            _require(isinstance(state, dict), f"{STATE} is not an object")
+            if "deck" not in state and DECK in file.datasets:
+                state["deck"] = _text(file, DECK)
+            state["versions"] = parse_json(file.text("versions"))
+            require_state(state)
+            datasets = _datasets(file)
+            sums = _sums(file, sum(pieces(stored.elements) for stored in datasets.values()))
+    except DAMAGE as error:
+        raise InputOutputError(f"{path}: damaged or truncated: {reason(error)}") from None
     return Structure(path, datasets, sums, state)
 
 
-def _check_kind(path: Path, attributes: Any) -> None:
-    if "format" not in attributes or bytes(attributes["format"]).decode() != FORMAT:
+def _check_kind(path: Path, file: CheckedFile) -> None:
+    if not file.has_attribute("format") or file.text("format") != FORMAT:
         raise HpctrainError(f"{path}: an HDF5 file, but not a checkpoint of hpctrain")
-    version = int(attributes["version"])
+    version = file.integer("version")
     if version > VERSION:
         raise HpctrainError(
             f"{path}: checkpoint format {version}, newer than the newest this hpctrain reads, {VERSION}"
         )
-    _require(int(attributes["piece"]) == PIECE, "its checksums are of pieces of another size")
-    if int(attributes["complete"]) != 1:
+    _require(version == VERSION, f"its format is {version}")
+    _require(file.integer("piece") == PIECE, "its checksums are of pieces of another size")
+    if file.integer("complete") != 1:
         raise InputOutputError(f"{path}: its writing was never completed")
 
 
-def _datasets(file: h5py.File, size: int) -> dict[str, StoredTensor]:
-    """All tensors, by name. HDF5 itself is asked, since h5py's objects take most of the time otherwise."""
-    names: list[str] = []
-
-    def visit(name: bytes, info: Any) -> None:
-        if info.type == h5py.h5o.TYPE_DATASET:
-            names.append(f"/{name.decode()}")
-
-    # In any other order HDF5 sorts what a folder holds; where it cannot read that, it crashes.
-    h5py.h5o.visit(file.id, visit, order=h5py.h5.ITER_NATIVE, info=True)
+def _datasets(file: CheckedFile) -> dict[str, StoredTensor]:
+    """Find all tensors, by name, in sorted order."""
     datasets: dict[str, StoredTensor] = {}
     first_piece = 0
-    for name in sorted(set(names) - {STATE, DECK, CHECKSUMS}):
-        dataset = h5py.h5d.open(file.id, name.encode())
-        shape = dataset.shape
-        offset = _offset(name, dataset, shape, size)
-        datasets[name] = StoredTensor(name, _kind(name, dataset), shape, offset, first_piece)
-        first_piece += pieces(prod(shape))
+    for name in sorted(file.datasets - {STATE, DECK, CHECKSUMS}):
+        dataset = file.dataset(name)
+        kind = _kind(file, dataset)
+        datasets[name] = StoredTensor(name, kind, dataset.shape, dataset.offset, first_piece)
+        first_piece += pieces(dataset.elements)
     return datasets
 
 
-def _kind(name: str, dataset: h5py.h5d.DatasetID) -> str:
-    """The name of the element type: HDF5's own tells it, or the attribute of those it has no type for."""
-    dtype = dataset.dtype
-    marked = h5py.h5a.exists(dataset, DTYPE)
-    kind = bytes(_attribute(dataset, DTYPE)).decode() if marked else NAMED.get(dtype)
-    if kind is None or STORED_AS.get(kind) != dtype:
-        raise ValueError(f"{name} has type {dtype}, marked {kind}")
+def _kind(file: CheckedFile, dataset: LocalDataset) -> str:
+    """Return the element type: HDF5's own tells it, or the attribute of those it has no type for."""
+    kind = file.text(DTYPE, dataset) if file.has_attribute(DTYPE, dataset) else NAMED.get(dataset.dtype)
+    if kind is None or STORED_AS.get(kind) != dataset.dtype:
+        raise ValueError(f"{dataset.name} has type {dataset.dtype}, marked {kind}")
     return kind
 
 
-def _offset(name: str, dataset: h5py.h5d.DatasetID, shape: Index, size: int) -> int:
-    """Offset of the bytes of a dataset of this shape, all of which lie inside this file.
-
-    HDF5 tells none of a dataset that is not contiguous, or that lies in other files.
-    """
-    count, offset = prod(shape), dataset.get_offset()
-    if offset is None or count == 0:
-        creation = dataset.get_create_plist()
-        _require(
-            creation.get_layout() == h5py.h5d.CONTIGUOUS and creation.get_external_count() == 0,
-            f"{name} is not one contiguous range of the file",
-        )
-        if count == 0:
-            return 0
-    _require(
-        offset is not None and offset + count * dataset.dtype.itemsize <= size,
-        f"{name} reaches beyond the end of the file, which is truncated",
-    )
-    return int(offset)
-
-
-def _attribute(dataset: h5py.h5d.DatasetID, name: bytes) -> Any:
-    """A text of fixed length."""
-    attribute = h5py.h5a.open(dataset, name)
-    dtype = attribute.dtype
-    _require(attribute.shape == () and dtype.kind == "S", f"attribute {name.decode()} is of wrong type")
-    value = np.empty((), dtype)
-    attribute.read(value)
-    return value[()]
-
-
-def _text(file: h5py.File, name: str, size: int) -> str:
-    dataset = file[name]
-    _offset(name, dataset.id, dataset.shape, size)
-    _require(
-        dataset.shape == () and dataset.dtype.kind == "S" and dataset.dtype.itemsize <= _TEXT_LIMIT,
-        f"{name} is not a text",
-    )
-    text = bytes(dataset[()])
-    _require(crc32(text) == int(dataset.attrs["crc32"]), f"{name} differs from its checksum")
+def _text(file: CheckedFile, name: str) -> str:
+    dataset = file.dataset(name)
+    _require(dataset.shape == () and dataset.dtype.kind == "S", f"{name} is not a text")
+    text = bytes(dataset.read(_TEXT_LIMIT)[()])
+    _require(crc32(text) == file.integer("crc32", dataset), f"{name} differs from its checksum")
     return text.decode()
 
 
-def _sums(file: h5py.File, count: int) -> Sums:
-    dataset = file[CHECKSUMS]
-    _require(dataset.shape == (count,) and dataset.dtype == np.dtype("<u8"), f"{CHECKSUMS} is of wrong size")
-    sums: Sums = dataset[()]
-    _require(crc32(sums.tobytes()) == int(dataset.attrs["crc32"]), f"{CHECKSUMS} differs from its checksum")
+def _sums(file: CheckedFile, count: int) -> Sums:
+    dataset = file.dataset(CHECKSUMS)
+    right = dataset.shape == (count,) and dataset.dtype == np.dtype("<u8")
+    _require(right, f"{CHECKSUMS} is of wrong size or type")
+    sums: Sums = dataset.read(8 * count)
+    _require(
+        crc32(sums.tobytes()) == file.integer("crc32", dataset), f"{CHECKSUMS} differs from its checksum"
+    )
     return sums
 
 
 def _require(holds: bool, what: str) -> None:
     if not holds:
         raise ValueError(what)
-
-
-@contextmanager
-def _damage_reported(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except HpctrainError:
-        raise
-    except _DAMAGE as error:
-        raise InputOutputError(f"{path}: damaged or truncated: {reason(error)}") from None

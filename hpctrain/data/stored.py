@@ -50,22 +50,29 @@ class StoredArray:
             rest, offset = rest[done:], offset + done
         return values
 
-    def checksum(self) -> int:
-        """CRC-32 of all elements."""
-        crc = 0
+    def blocks(self) -> Iterator[npt.NDArray[Any]]:
+        """Read all elements in order, at most BLOCK of them at a time."""
         for start in range(0, self.size, BLOCK):
-            crc = zlib.crc32(self.read(start, min(BLOCK, self.size - start)).data, crc)
+            yield self.read(start, min(BLOCK, self.size - start))
+
+    def checksum(self) -> int:
+        """Return the CRC-32 of all elements."""
+        crc = 0
+        for values in self.blocks():
+            crc = zlib.crc32(values.data, crc)
         return crc
 
 
 class PiecedArray:
     """An array with a checksum for every `piece` elements, which is compared when one of them is first read.
 
-    `noun` is what its elements are called.
+    `noun` is what its elements are called. `bound`, where it is given, is what they all have to be below.
     """
 
-    def __init__(self, array: StoredArray, checksums: StoredArray, piece: int, noun: str) -> None:
-        self.array, self.checksums, self.piece, self.noun = array, checksums, piece, noun
+    def __init__(
+        self, array: StoredArray, checksums: StoredArray, piece: int, noun: str, bound: int | None = None
+    ) -> None:
+        self.array, self.checksums, self.piece, self.noun, self.bound = array, checksums, piece, noun, bound
         self._verified = bytearray(-(-checksums.size // 8))
 
     def forget(self) -> None:
@@ -99,7 +106,7 @@ class PiecedArray:
         return whole[first - begin : last - begin]
 
     def _read_piece(self, piece: int) -> npt.NDArray[Any]:
-        """All elements of a piece; InputOutputError where they have another checksum."""
+        """Read all elements of a piece; InputOutputError where one of them cannot have been written."""
         start = piece * self.piece
         values = self.array.read(start, min(self.piece, self.array.size - start))
         if zlib.crc32(values.data) != self.checksums.read(piece, 1)[0]:
@@ -108,5 +115,9 @@ class PiecedArray:
             again = "copy or prepare the file again"
             raise InputOutputError(
                 f"{self.array.where}: {where}, is not what was written (wrong checksum); {again}"
+            )
+        if self.bound is not None and (most := int(values.max(initial=0))) >= self.bound:
+            raise InputOutputError(
+                f"{self.array.where}: token id {most} is out of range [0, {self.bound}) of its vocabulary"
             )
         return values

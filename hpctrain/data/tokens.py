@@ -25,18 +25,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import h5py
 import numpy as np
 import numpy.typing as npt
 
 from hpctrain.comm.outcome import reason
 from hpctrain.data.contents import CONTENTS_VERSION, PROMPTS, Contents
 from hpctrain.data.stored import CHECKSUM, TEXT, PiecedArray, StoredArray, require_range
-from hpctrain.data.tokenizer import Tokenizer
+from hpctrain.data.tokenizer import BYTES, Tokenizer
 from hpctrain.data.tokenizer_settings import SETTINGS, TokenizerSettings
-from hpctrain.errors import InputOutputError
-from hpctrain.files import open_regular, parse_json
-from hpctrain.words import command
+from hpctrain.errors import HpctrainError, InputOutputError
+from hpctrain.files import JSON_BYTES, open_regular, parse_json
+from hpctrain.hdf5 import DAMAGE, SIGNATURE, CheckedFile, open_checked
+from hpctrain.words import command, require
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,6 +44,10 @@ if TYPE_CHECKING:
 FORMAT = "hpctrain tokens"
 VERSION = 1
 PIECE_TOKENS = 1 << 16  # of 16 bits: what the kernel reads ahead anyway, and 0.1 ms to sum up
+MOST_PIECE_TOKENS = 1 << 24  # a piece is read whole to compare its checksum
+MOST_IDS = 1 << 32  # of a vocabulary whose ids fit into the largest type
+MOST_ELEMENTS = 1 << 60
+MOST_TEXT_BYTES = JSON_BYTES
 ENDS = np.dtype("<i8")
 
 
@@ -65,6 +69,18 @@ class Header:
     tokenizer_checksum: int
     source: str
     package: str
+
+    def require_bounds(self) -> None:
+        """Raise ValueError where a number could not have been written by `hpctrain prepare`."""
+        for name, least, most in (
+            ("vocabulary", 1, MOST_IDS),
+            ("end_of_document", 0, self.vocabulary - 1),
+            ("tokens", 1, MOST_ELEMENTS),
+            ("documents", 1, MOST_ELEMENTS),
+            ("piece", 1, MOST_PIECE_TOKENS),
+        ):
+            if not least <= getattr(self, name) <= most:
+                raise ValueError(f"{name} = {getattr(self, name)} is out of range [{least}, {most}]")
 
     @property
     def pieces(self) -> int:
@@ -104,15 +120,10 @@ class TokenFile:
         self._file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._file)
         try:
-            # Read-only, and never changed once it has its name: no lock that a file system may lack.
-            file = h5py.File(self.path, "r", locking=False)
-        except OSError as error:
-            raise self._error(f"is truncated or damaged ({reason(error)})") from None
-        with file:
-            try:
+            with open_checked(self.path) as file:
                 self._open(file)
-            except (OSError, KeyError, RuntimeError, TypeError, ValueError) as error:
-                raise self._error(f"is damaged ({reason(error)})") from None
+        except DAMAGE as error:
+            raise self._error(f"is damaged or truncated ({reason(error)})") from None
         self._stamp = self._last_change()
 
     @property
@@ -122,8 +133,13 @@ class TokenFile:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """Tokenizer that made the tokens, and makes text of them."""
-        return Tokenizer(self.tokenizer_text, f"{self.where}: tokenizer", self.tokenizer_settings)
+        """Tokenizer that made the tokens; InputOutputError where the stored one cannot be read."""
+        if self.tokenizer_text != BYTES:
+            require("tokenizers", f"{self.where}: reading its tokenizer")
+        try:
+            return Tokenizer(self.tokenizer_text, f"{self.where}: its tokenizer", self.tokenizer_settings)
+        except HpctrainError as error:
+            raise InputOutputError(error.problems) from None
 
     @cached_property
     def tokenizer_settings(self) -> TokenizerSettings:
@@ -180,13 +196,18 @@ class TokenFile:
         return torch.from_numpy(learned).bool()
 
     def others(self, row: int) -> dict[str, Any]:
-        """What else a row of preferences or prompts has; errors as of `read`."""
+        """Read the other keys of a row of preferences or prompts; errors as of `read`."""
         assert self._others is not None
         require_range(row, 1, self.contents.rows)
         begin = int(self._other_ends.read(row - 1, 1)[0]) if row else 0
         text = np.empty(int(self._other_ends.read(row, 1)[0]) - begin, np.uint8)
         self._read(self._others, begin, text)
-        found: dict[str, Any] = json.loads(text.tobytes())
+        try:
+            found = parse_json(text.tobytes())
+        except ValueError:
+            found = None
+        if not isinstance(found, dict):
+            raise self._error(f"is damaged (the other keys of row {row} are no JSON object)")
         return found
 
     def document_ends(self) -> npt.NDArray[np.int64]:
@@ -202,7 +223,7 @@ class TokenFile:
         problems: list[str] = []
         if rank == 0:
             try:
-                self._compare_ends()
+                self._compare_document_ends()
             except InputOutputError as error:
                 problems += error.problems
         for array in (self._tokens, self._learned, self._others):
@@ -212,13 +233,30 @@ class TokenFile:
 
     @cached_property
     def _verified_ends(self) -> StoredArray:
-        self._compare_ends()
+        self._compare_document_ends()
         return self._ends
 
-    def _compare_ends(self) -> None:
-        """InputOutputError where the document boundaries have another checksum."""
-        if self._ends.checksum() != self.header.document_ends_checksum:
-            raise self._error("the document boundaries are damaged (wrong checksum)")
+    def _compare_document_ends(self) -> None:
+        """Raise InputOutputError if the ends of documents are not what was written, or not in order."""
+        try:
+            self._compare_ends(
+                self._ends, self.header.document_ends_checksum, self.tokens, "the document boundaries"
+            )
+        except ValueError as error:
+            raise self._error(f"is damaged ({error})") from None
+
+    @staticmethod
+    def _compare_ends(ends: StoredArray, checksum: int, last: int, noun: str) -> None:
+        """Raise ValueError unless the ends have this checksum, never fall, and lead from 0 to `last`."""
+        crc, before, ordered = 0, 0, True
+        for values in ends.blocks():
+            crc = zlib.crc32(values.data, crc)
+            ordered = ordered and before <= values[0] and bool((np.diff(values) >= 0).all())
+            before = int(values[-1])
+        if crc != checksum:
+            raise ValueError(f"{noun} are damaged (wrong checksum)")
+        if not ordered or before != last:
+            raise ValueError(f"{noun} do not rise from 0 to {last}")
 
     def _read(self, array: PiecedArray, start: int, out: npt.NDArray[Any]) -> None:
         """Elements from `start` on; verified anew where the file was written to."""
@@ -240,7 +278,8 @@ class TokenFile:
     def _require_file(self) -> None:
         """Refuse what is no HDF5 file at all."""
         try:
-            open_regular(self.path).close()
+            with open_regular(self.path) as stream:
+                signature = stream.read(len(SIGNATURE))
         except FileNotFoundError:
             sought = self.path.absolute()
             looked = f" (looked for {sought}, relative to where this was started)"
@@ -251,36 +290,41 @@ class TokenFile:
             raise self._error("is a folder; it must be a file from `hpctrain prepare`") from None
         except OSError as error:
             raise self._error(f"cannot be read ({error.strerror})") from None
-        if not h5py.is_hdf5(self.path):
+        if signature != SIGNATURE:
             raise self._error("is no token file (not HDF5, or cut short); `hpctrain prepare` makes one")
 
-    def _open(self, file: h5py.File) -> None:
+    def _open(self, file: CheckedFile) -> None:
         """Check the header and map the datasets."""
-        attributes = file.attrs
-        if "format" not in attributes or _text(attributes["format"]) != FORMAT:
+        if not file.has_attribute("format") or file.text("format") != FORMAT:
             raise self._error("is HDF5, but no token file of ours; `hpctrain prepare` makes one")
-        if (version := int(attributes["version"])) > CONTENTS_VERSION:
+        version = file.integer("version")
+        if version < VERSION:
+            raise ValueError(f"its version is {version}")
+        if version > CONTENTS_VERSION:
             known = f"this hpctrain reads up to {CONTENTS_VERSION}: take a newer one"
             raise self._error(f"has version {version}; {known}")
-        self.header = header = Header(**_fields(Header, attributes))
+        self.header = header = Header(**_fields(Header, file))
         self.contents = Contents()
         if version >= CONTENTS_VERSION:
-            self.contents = Contents(**_fields(Contents, attributes))
-        if header.checksum != int(attributes["header_checksum"]) or (
-            not self.contents.of_text and self.contents.checksum != int(attributes["contents_checksum"])
+            self.contents = Contents(**_fields(Contents, file))
+        if header.checksum != file.integer("header_checksum") or (
+            not self.contents.of_text and self.contents.checksum != file.integer("contents_checksum")
         ):
             raise ValueError("its header has a wrong checksum")
+        header.require_bounds()
+        self.contents.require_bounds(header.tokens, header.documents)
         self.vocabulary, self.end_of_document = header.vocabulary, header.end_of_document
         self.tokens, self.documents = header.tokens, header.documents
         self.dtype = token_type(header.vocabulary)
         checksums = self._find(file, "checksums", CHECKSUM, header.pieces)
         tokens = self._find(file, "tokens", self.dtype, self.tokens)
-        self._tokens = PiecedArray(tokens, checksums, header.piece, "tokens")
+        self._tokens = PiecedArray(tokens, checksums, header.piece, "tokens", header.vocabulary)
         self._ends = self._find(file, "document_ends", ENDS, self.documents)
         self.tokenizer_text = self._read_text(file, "tokenizer", header.tokenizer_checksum)
-        self._settings, self._old = TokenizerSettings(), SETTINGS not in file
+        self._settings, self._old = TokenizerSettings(), f"/{SETTINGS}" not in file.datasets
         if not self._old:
-            text = self._read_text(file, SETTINGS, int(file[SETTINGS].attrs["crc32"]))
+            settings = file.dataset(f"/{SETTINGS}")
+            text = self._read_text(file, SETTINGS, file.integer("crc32", settings))
             self._settings = TokenizerSettings.from_json(text)
         self._learned: PiecedArray | None = None
         self._others: PiecedArray | None = None
@@ -292,40 +336,40 @@ class TokenFile:
         if self.contents.with_others:
             self._others = self._find_pieces(file, "others", self.contents.others, "bytes")
             self._other_ends = self._find(file, "others_ends", ENDS, self.contents.rows)
-            if self._other_ends.checksum() != self.contents.others_ends_checksum:
-                raise ValueError("where its rows end has a wrong checksum")
+            self._compare_ends(
+                self._other_ends,
+                self.contents.others_ends_checksum,
+                self.contents.others,
+                "the ends of its rows",
+            )
 
-    def _find_pieces(self, file: h5py.File, name: str, size: int, noun: str) -> PiecedArray:
-        """Bytes with their checksums."""
+    def _find_pieces(self, file: CheckedFile, name: str, size: int, noun: str) -> PiecedArray:
+        """Find bytes and the checksums of their pieces."""
         piece = self.header.piece
         checksums = self._find(file, f"{name}_checksums", CHECKSUM, -(-size // piece))
         return PiecedArray(self._find(file, name, TEXT, size), checksums, piece, f"{noun} of /{name}")
 
-    def _read_text(self, file: h5py.File, name: str, checksum: int) -> str:
-        """All of a text."""
-        text = self._find(file, name, TEXT, file[name].size).read(0, file[name].size)
+    def _read_text(self, file: CheckedFile, name: str, checksum: int) -> str:
+        """Read all of a text."""
+        size = file.dataset(f"/{name}").elements
+        if size > MOST_TEXT_BYTES:
+            raise ValueError(f"/{name} has {size} bytes, more than {MOST_TEXT_BYTES}")
+        text = self._find(file, name, TEXT, size).read(0, size)
         if zlib.crc32(text.data) != checksum:
             raise ValueError(f"its {name} has a wrong checksum")
         return text.tobytes().decode("utf-8")
 
-    def _find(self, file: h5py.File, name: str, dtype: np.dtype[Any], size: int) -> StoredArray:
-        """A contiguous dataset that lies in the file with all its elements."""
-        dataset = file[name]
-        offset = dataset.id.get_offset()
-        if dataset.shape != (size,) or dataset.dtype != dtype or offset is None:
+    def _find(self, file: CheckedFile, name: str, dtype: np.dtype[Any], size: int) -> StoredArray:
+        """Find a dataset of this type that has `size` elements."""
+        dataset = file.dataset(f"/{name}")
+        if dataset.shape != (size,) or dataset.dtype != dtype:
             raise ValueError(f"/{name} is {dataset.dtype} {dataset.shape}, not {dtype} ({size},)")
-        end, length = offset + size * dtype.itemsize, os.fstat(self._file).st_size
-        if end > length:
-            raise self._error(f"is truncated: {length} bytes of at least {end} are there")
-        return StoredArray(self.where, self._file, offset, dtype, size)
+        return StoredArray(self.where, self._file, dataset.offset, dtype, size)
 
 
-def _fields(kind: type[Header | Contents], attributes: h5py.AttributeManager) -> dict[str, Any]:
-    """Those of a dataclass, of the attributes."""
+def _fields(kind: type[Header | Contents], file: CheckedFile) -> dict[str, Any]:
+    """Read the fields of a dataclass from the attributes."""
     return {
-        field.name: (_text if field.type == "str" else int)(attributes[field.name]) for field in fields(kind)
+        field.name: file.text(field.name) if field.type == "str" else file.integer(field.name)
+        for field in fields(kind)
     }
-
-
-def _text(value: Any) -> str:
-    return value.decode("utf-8") if isinstance(value, bytes) else str(value)

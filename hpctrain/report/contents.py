@@ -8,12 +8,10 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-import h5py
-
 from hpctrain.characters import escaped
 from hpctrain.checkpoint.provenance import HistorySegment, Loss, history, losses
 from hpctrain.checkpoint.stored_deck import stored_deck
-from hpctrain.checkpoint.structure import StoredTensor, Structure
+from hpctrain.checkpoint.structure import VERSION, StoredTensor, Structure
 from hpctrain.deck.module import model_keys
 from hpctrain.deck.objective import OF_SCORES
 from hpctrain.deck.schema import Deck
@@ -40,13 +38,11 @@ def contents(structure: Structure, tensors: bool = False) -> Contents:
         problem = error.problems[0]
     chain = history(state)
     last = chain[-1] if chain else None
-    with h5py.File(path, "r", locking=False) as file:
-        version = int(file.attrs["version"])
     facts: Contents = {
         "file": str(path),
         "leads_to": escaped(path.readlink().name) if path.is_symlink() else None,
         "bytes": path.stat().st_size,
-        "format": version,
+        "format": VERSION,
         "title": deck.run.title if deck else None,
         "step": state.get("step"),
         "steps": deck.run.steps if deck else None,

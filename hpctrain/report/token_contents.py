@@ -6,24 +6,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import h5py
-
 from hpctrain.characters import escaped
 from hpctrain.data.chat_template import ChatTemplate
 from hpctrain.data.contents import NOUNS, PREFERENCES, PROMPTS, TEXT_KIND
 from hpctrain.data.tokenizer import BYTES
 from hpctrain.data.tokens import FORMAT, TokenFile
+from hpctrain.errors import InputOutputError
+from hpctrain.hdf5 import format_of
 from hpctrain.words import counted
 
 
 def is_token_file(path: Path) -> bool:
-    """Whether a file calls itself one; what else is wrong with it, TokenFile says."""
-    try:
-        with h5py.File(path, "r", locking=False) as file:
-            found = file.attrs.get("format")
-    except (OSError, RuntimeError, TypeError, ValueError):
-        return False
-    return isinstance(found, bytes) and found.decode("utf-8", "replace") == FORMAT
+    """Return whether a file calls itself a token file; TokenFile says what else is wrong with it."""
+    return format_of(path) == FORMAT
 
 
 def token_contents(path: Path, verify: bool = False) -> dict[str, Any]:
@@ -36,7 +31,10 @@ def token_contents(path: Path, verify: bool = False) -> dict[str, Any]:
     found |= asdict(file.header) | {"tokenizer": tokenizer, "fingerprint": file.fingerprint}
     if file.kind != TEXT_KIND:
         found |= {"rows": file.contents.rows, "learned": file.contents.learned}
-        found["template"] = ChatTemplate.from_json(file.template_text).text
+        try:
+            found["template"] = ChatTemplate.from_json(file.template_text).text
+        except (ValueError, TypeError):
+            raise InputOutputError(f"{file.where}: is damaged (/template is no chat template)") from None
     return found | ({"verified": True} if verify else {})
 
 

@@ -30,6 +30,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine
 from hpctrain.engine.deck_kernels import computed_by
 from hpctrain.engine.resumable import begins_anew
+from hpctrain.errors import InputOutputError
 from hpctrain.sharding.bucket import await_readers
 from hpctrain.sharding.state import MODEL, OPTIMIZER
 from hpctrain.train.best import RECORD, BestSoFar
@@ -182,11 +183,14 @@ class Checkpoints(Hook):
     def restore(self, path: Path) -> TrainState:
         """Read parameters, moments and state of a checkpoint that any number of ranks wrote.
 
-        HpctrainError on all ranks where another optimizer did, and this one is not to begin anew.
+        HpctrainError on all ranks where another optimizer did, and this one is not to begin anew;
+        InputOutputError where the file does not tell how far the run had come.
         """
         engine = self.engine
         structure = examine(path, self.world.everyone)
         state = structure.state
+        if missing := [key for key in asdict(TrainState()) if key not in state]:
+            raise InputOutputError(f"{path}: damaged: its state has no {missing[0]}")
         before = stored_deck(state, path)
         wanted = list(engine.state())
         if anew := begins_anew(self.deck, before, path):

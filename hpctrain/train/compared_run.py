@@ -8,8 +8,6 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-import h5py
-
 from hpctrain.checkpoint.exchange.source import settled_keys
 from hpctrain.checkpoint.names import checkpoint_step, present_checkpoints
 from hpctrain.checkpoint.provenance import HistorySegment, Loss, history, losses
@@ -19,6 +17,7 @@ from hpctrain.comm.world import World
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
+from hpctrain.hdf5 import format_of
 from hpctrain.optim.spikes import Spike, left_behind, recorded_spikes, turns
 from hpctrain.report.rows import METRICS_FILE, Row, read_metrics
 
@@ -152,7 +151,7 @@ def _look(path: Path) -> tuple[str | None, list[str], list[Row]]:
         raise HpctrainError(f"{path}: no such run folder or checkpoint")
     if path.is_dir():
         folder, files = path, present_checkpoints(path / "checkpoints")
-    elif path.is_file() and h5py.is_hdf5(path):
+    elif format_of(path) is not None:
         beside = present_checkpoints(path.parent) if checkpoint_step(path) is not None else []
         step = checkpoint_step(path) or 0
         files = [path, *(each for each in beside if (checkpoint_step(each) or 0) > step)]

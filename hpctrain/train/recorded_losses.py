@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import h5py
-
 from hpctrain.checkpoint.names import checkpoint_path, checkpoint_step, present_checkpoints
 from hpctrain.checkpoint.provenance import HistorySegment, Loss, history, losses
 from hpctrain.checkpoint.structure import examine
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
+from hpctrain.hdf5 import format_of
 from hpctrain.optim.spikes import left_behind
 from hpctrain.report.rows import METRICS_FILE, read_metrics
 from hpctrain.train.compared_run import known_spikes, left_sentence
@@ -52,7 +51,7 @@ def _look(path: Path, state: Mapping[str, Any], against: Path | None) -> Recorde
     states: list[Mapping[str, Any]] = []
     metrics: Path | None = folder.parent / METRICS_FILE
     if against is not None:
-        metrics = None if against.is_file() and h5py.is_hdf5(against) else against
+        metrics = None if format_of(against) is not None else against
         states, source = [examine(against).state] if metrics is None else states, str(against)
     else:
         states, source = list(_readable(folder, step)), f"the later checkpoints of {folder}"

@@ -24,6 +24,7 @@ from hpctrain.comm.outcome import reason
 from hpctrain.deck.check_mixture import RECORDED_BYTES
 from hpctrain.errors import HpctrainError, InputOutputError, failing_as
 from hpctrain.files import open_regular, synchronize
+from hpctrain.hdf5 import DAMAGE, CheckedFile, open_checked
 from hpctrain.model.shape import ModelShape
 
 FORMAT, VERSION = "hpctrain routing", 1
@@ -47,19 +48,18 @@ class RoutingFile:
         with failing_as(f"{path}: cannot be read"):
             open_regular(path).close()
         try:
-            with h5py.File(path, "r", locking=False) as file:
-                kind, version = file.attrs.get("format"), file.attrs.get("version")
-                if kind != np.bytes_(FORMAT):
+            with open_checked(path) as file:
+                if not file.has_attribute("format") or file.text("format") != FORMAT:
                     raise InputOutputError(
                         f"{path}: is no file of choices, as a run with model.record_routing writes it"
                     )
-                if version != VERSION:
+                if (version := file.integer("version")) != VERSION:
                     raise InputOutputError(
                         f"{path}: has version {version}, but version {VERSION} is read here"
                     )
                 arrays = {name: _array(file, name) for name in _TYPES}
-                experts, stored = int(file.attrs["experts"]), int(file.attrs["checksum"])
-        except (OSError, RuntimeError, KeyError, ValueError, TypeError) as error:
+                experts, stored = file.integer("experts"), file.integer("checksum")
+        except DAMAGE as error:
             raise InputOutputError(f"{path}: is damaged, or no HDF5 file ({reason(error)})") from None
         found = RoutingFile(experts, **arrays)
         if found.checksum != stored:
@@ -135,12 +135,11 @@ class RoutingFile:
         return RoutingFile(self.experts, self.blocks, self.samples[kept], self.choices[:, kept])
 
 
-def _array(file: h5py.File, name: str) -> NDArray[Any]:
-    """A dataset of the type and number of dims that it has to have."""
-    dataset = file[name]
-    if not isinstance(dataset, h5py.Dataset) or dataset.dtype != np.dtype(_TYPES[name]):
+def _array(file: CheckedFile, name: str) -> NDArray[Any]:
+    """Read a dataset of the type and number of dims that it has to have."""
+    dataset = file.dataset(f"/{name}")
+    if dataset.dtype != np.dtype(_TYPES[name]):
         raise ValueError(f"{name} is not what it has to be")
-    if dataset.ndim != (4 if name == "choices" else 1) or dataset.nbytes > FILE_BYTES:
+    if len(dataset.shape) != (4 if name == "choices" else 1):
         raise ValueError(f"{name} has another shape than it has to have")
-    values: NDArray[Any] = dataset[()]
-    return values
+    return dataset.read(FILE_BYTES)

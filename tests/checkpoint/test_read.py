@@ -228,8 +228,51 @@ def test_an_attribute_of_wrong_type(value: object, world: World, tmp_path: Path)
     save(path, world.alone().everyone, [entry("a", torch.ones(3, dtype=torch.bfloat16))], {})
     with h5py.File(path, "r+") as file:
         file["/model/a"].attrs["dtype"] = value
-    with pytest.raises(InputOutputError, match=r"a.h5: damaged .*: attribute dtype is of wrong type"):
+    with pytest.raises(InputOutputError, match=r"a.h5: damaged .*: the attribute dtype is not a text"):
         read_state(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("step", -1),
+        ("step", "three"),
+        ("samples", None),
+        ("tokens", float("nan")),
+        ("updates", 2**70),
+        ("loss_scale", 0.0),
+        ("corpus", {}),
+        ("split", []),
+        ("spikes", {"window": [[1.0]]}),
+        ("companions", {"critic": {"updates": "many"}}),
+        ("tokenizer", 7),
+    ],
+)
+def test_a_state_of_other_types_is_refused(key: str, value: object, world: World, tmp_path: Path) -> None:
+    path = tmp_path / "a.h5"
+    held = [entry("a", torch.ones(3))]
+    with pytest.raises(InputOutputError, match=rf"a\.h5: damaged .*: its state has a wrong {key}"):
+        save(path, world.alone().everyone, held, {key: value})
+    assert not path.exists()
+
+
+def test_checksums_that_lie_elsewhere_are_not_followed(world: World, tmp_path: Path) -> None:
+    path = tmp_path / "a.h5"
+    save(path, world.alone().everyone, [entry("a", torch.ones(3))], {})
+    with h5py.File(path, "r+") as file:
+        layout = h5py.VirtualLayout((1,), "<u8")
+        layout[:] = h5py.VirtualSource(".", "checksums", (1,))
+        del file["checksums"]
+        file.create_virtual_dataset("checksums", layout).attrs["crc32"] = 0
+    with pytest.raises(InputOutputError, match=r"a\.h5: damaged .*/checksums is not one contiguous range"):
+        read_state(path)
+
+
+def test_datasets_of_other_types_are_damage(world: World, tmp_path: Path) -> None:
+    path, group = tmp_path / "a.h5", world.alone().everyone
+    save(path, group, [entry("a", torch.ones(3, dtype=torch.float64))], {})
+    with pytest.raises(InputOutputError, match=r"a\.h5: /model/a: holds float64, expected float32"):
+        load(path, group, [entry("a", torch.ones(3))])
 
 
 @pytest.mark.parametrize("marked", [None, b"bool", b"float32"])

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import struct
 import zlib
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import h5py
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
@@ -152,7 +156,7 @@ def test_what_is_no_token_file(path: Path, tmp_path: Path, monkeypatch: pytest.M
         ("version", 3, "version 3; this hpctrain reads up to 2"),
         ("vocabulary", 300, "header has a wrong checksum"),
         ("tokens", 58, "header has a wrong checksum"),
-        ("source", "elsewhere", "header has a wrong checksum"),
+        ("source", np.bytes_(b"elsewhere"), "header has a wrong checksum"),
         ("documents", "many", "is damaged"),
     ]:
         shutil.copy(path, tmp_path / "changed.h5")
@@ -242,3 +246,59 @@ def test_a_fingerprint_is_of_the_tokens(world: World, path: Path, tmp_path: Path
         prepare(world.alone(), tmp_path / name, paths)
     marks = [TokenFile(file).fingerprint for file in (path, tmp_path / "same.h5", tmp_path / "other.h5")]
     assert marks[0] == marks[1] != marks[2]
+
+
+def rewrite_header(path: Path, **values: int) -> None:
+    """Change fields of the header of a token file, and its checksum with them."""
+    header = asdict(TokenFile(path).header) | values
+    with h5py.File(path, "r+") as file:
+        for name, value in values.items():
+            file.attrs[name] = value
+        file.attrs["header_checksum"] = zlib.crc32(json.dumps(header, sort_keys=True).encode())
+
+
+@pytest.mark.parametrize("name", ["vocabulary", "end_of_document", "tokens", "documents", "piece"])
+@pytest.mark.parametrize("value", [-1, 2**62])
+def test_a_header_out_of_bounds_is_refused(path: Path, name: str, value: int) -> None:
+    rewrite_header(path, **{name: value})
+    with pytest.raises(InputOutputError, match=rf"tokens\.h5: is damaged .*{name} = {value} is out of range"):
+        TokenFile(path)
+
+
+@pytest.mark.parametrize("name", ["vocabulary", "tokens", "documents", "piece"])
+def test_a_header_of_zeros_is_refused(path: Path, name: str) -> None:
+    rewrite_header(path, **{name: 0})
+    with pytest.raises(InputOutputError, match=rf"tokens\.h5: is damaged .*{name} = 0 is out of range"):
+        TokenFile(path)
+
+
+@pytest.mark.parametrize("change", [lambda ends: ends[::-1], lambda ends: ends - 50, lambda ends: ends + 1])
+def test_document_ends_out_of_order_are_refused(
+    path: Path, change: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]
+) -> None:
+    with h5py.File(path, "r+") as file:
+        ends = np.ascontiguousarray(change(file["document_ends"][()]))
+        file["document_ends"][...] = ends
+    rewrite_header(path, document_ends_checksum=zlib.crc32(ends.data))
+    file = TokenFile(path)
+    for use in (file.document_ends, lambda: file.document_end(0), file.verify):
+        with pytest.raises(InputOutputError, match=r"tokens\.h5: .*boundaries do not rise from 0 to"):
+            use()
+
+
+def test_token_ids_beyond_the_vocabulary_are_refused(path: Path) -> None:
+    with h5py.File(path, "r+") as file:
+        file["tokens"][3] = 60_000
+        file["checksums"][0] = zlib.crc32(file["tokens"][:16].data)
+    with pytest.raises(InputOutputError, match=r"tokens\.h5: token id 60000 is out of range \[0, 257\)"):
+        TokenFile(path).read(0, 1)
+
+
+def test_a_stored_tokenizer_that_is_none_names_the_file(path: Path) -> None:
+    text = np.frombuffer(b"{}", "u1")
+    rewrite_header(path, tokenizer_checksum=zlib.crc32(text.data))
+    with h5py.File(path, "r+") as file:
+        del file["tokenizer"]
+        file["tokenizer"] = text
+    with pytest.raises(InputOutputError, match=r"tokens\.h5: its tokenizer: is no"):
+        _ = TokenFile(path).tokenizer

@@ -1,0 +1,114 @@
+"""HDF5 files that somebody else wrote: nothing but local datasets and plain attributes is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from hpctrain.hdf5 import DAMAGE, SIGNATURE, format_of, open_checked
+
+Change = Callable[[h5py.File], object]
+VALUES = np.arange(5, dtype="<u4")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A file with the dataset /values and a few attributes."""
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["values"] = VALUES
+        file.attrs["format"], file.attrs["number"] = np.bytes_("test"), 7
+    return tmp_path / "a.h5"
+
+
+def replace_by(change: Change) -> Change:
+    """Return a change that deletes /values first."""
+
+    def apply(file: h5py.File) -> None:
+        del file["values"]
+        change(file)
+
+    return apply
+
+
+def map_itself(file: h5py.File) -> None:
+    """Make a virtual dataset of itself: HDF5 ends the process when it is read."""
+    layout = h5py.VirtualLayout(VALUES.shape, VALUES.dtype)
+    layout[:] = h5py.VirtualSource(".", "values", VALUES.shape)
+    file.create_virtual_dataset("values", layout)
+
+
+def test_what_a_file_holds_is_read(path: Path) -> None:
+    with open_checked(path) as file:
+        found = file.dataset("/values")
+        assert (found.shape, found.dtype, found.elements) == ((5,), VALUES.dtype, 5)
+        assert found.read(100).tolist() == VALUES.tolist()
+        assert path.read_bytes()[found.offset : found.offset + 20] == VALUES.tobytes()
+        assert (file.integer("number"), file.text("format"), file.datasets) == (7, "test", {"/values"})
+        with pytest.raises(ValueError, match="/values has type uint32"):
+            found.read(19)
+    assert format_of(path) == "test"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda file: file.__setitem__("other", h5py.SoftLink("/values")), "/other is a soft link"),
+        (
+            lambda file: file.__setitem__("other", h5py.ExternalLink("b.h5", "/x")),
+            "/other is an external link",
+        ),
+        (replace_by(map_itself), "/values is not one contiguous range"),
+        (
+            replace_by(lambda file: file.create_dataset("values", data=VALUES, chunks=(2,))),
+            "/values is not one contiguous range",
+        ),
+        (
+            replace_by(
+                lambda file: file.create_dataset(
+                    "values", (5,), "u1", external=[("/etc/passwd", 0, h5py.h5f.UNLIMITED)]
+                )
+            ),
+            "/values is not one contiguous range",
+        ),
+        (
+            replace_by(lambda file: file.create_dataset("values", data=h5py.Empty("u4"))),
+            "/values is not one contiguous range|/values is empty",
+        ),
+        (replace_by(lambda file: file.create_group("values")), "it has no dataset /values"),
+        (replace_by(lambda file: file.__setitem__("values", np.dtype("u4"))), "it has no dataset /values"),
+        (replace_by(lambda _: None), "it has no dataset /values"),
+    ],
+)
+def test_other_datasets_are_refused(path: Path, change: Change, message: str) -> None:
+    with h5py.File(path, "r+") as file:
+        change(file)
+    with pytest.raises(DAMAGE, match=message), open_checked(path) as checked:
+        checked.dataset("/values")
+
+
+@pytest.mark.parametrize(
+    "value", [2.5, [1, 2], "any length", np.bytes_("text"), h5py.Empty("i8"), float("inf")]
+)
+def test_attributes_of_other_types_are_refused(path: Path, value: object) -> None:
+    with h5py.File(path, "r+") as file:
+        file.attrs["number"] = value
+    with (
+        open_checked(path) as checked,
+        pytest.raises(ValueError, match="the attribute number is not an integer"),
+    ):
+        checked.integer("number")
+    with open_checked(path) as checked, pytest.raises(KeyError, match="it has no attribute other"):
+        checked.text("other")
+
+
+def test_what_is_no_file_of_ours_has_no_format(path: Path, tmp_path: Path) -> None:
+    with h5py.File(path, "r+") as file:
+        file.attrs["format"] = "any length"
+    (tmp_path / "cut.h5").write_bytes(SIGNATURE + b"cut")
+    assert [format_of(each) for each in (path, tmp_path, tmp_path / "none", tmp_path / "cut.h5")] == [
+        None
+    ] * 4
