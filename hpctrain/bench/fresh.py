@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hpctrain.bench.peer_process import without_launcher
+from hpctrain.comm.interpreter import module_command
 from hpctrain.comm.library import MPI
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
@@ -54,7 +54,7 @@ def _of_one(
         changes = [f"--set={each}" for each in overrides] + [f"--variant={each}" for each in wish.variants]
         flags = ["--data-parallel"] * wish.data_parallel + ["--no-sync"] * wish.no_sync
         measure = ["--steps=1", "--rounds=1", f"--only={name}", f"--json={figures}"]
-        verb = [sys.executable, "-m", "hpctrain", "bench", "train", str(path), *changes, *flags, *measure]
+        verb = module_command(arguments=["bench", "train", str(path), *changes, *flags, *measure])
         done = subprocess.run(
             [*(launch(ranks) if ranks > 1 else []), *verb],
             env=without_launcher(os.environ),

@@ -21,6 +21,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.bench.rivals import RIVALS
+from hpctrain.comm.interpreter import module_command
 from hpctrain.errors import EXIT_INTERNAL, HpctrainError
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class PeerProcess:
         self.name = name
         place = {"RANK": world.rank, "WORLD_SIZE": world.size, "LOCAL_RANK": world.local_rank}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "hpctrain.bench.peer_process"],
+            module_command("hpctrain.bench.peer_process"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from hpctrain.comm.interpreter import code_command
 from hpctrain.comm.launcher import without_rank
 
-_START = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
+_START = "import json; sys.path[:] = json.loads(sys.argv[1]); "
 _SIGNAL_OF_PARENT, _SUBREAPER = 1, 36  # of prctl
 _SECONDS_TO_END = 5.0
 
@@ -30,10 +31,7 @@ def start_helper(
     with a session of its own, signals for the rank's do not reach it.
     """
     return subprocess.Popen(
-        [
-            *(sys.executable, "-c", _START + code),
-            json.dumps([os.path.abspath(path) for path in sys.path]),  # noqa: PTH100
-        ],
+        code_command(_START + code, [json.dumps([os.path.abspath(path) for path in sys.path])]),  # noqa: PTH100
         stdin=stdin,
         pass_fds=(kept,),
         # Sets have the same order in each of them, and in a run that goes on.

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
+from hpctrain.comm.interpreter import module_command
 from hpctrain.comm.launcher import launcher_name, started_size
 from hpctrain.errors import HpctrainError
 
@@ -33,7 +34,7 @@ def on_ranks(ranks: int | None, environment: Mapping[str, str] = os.environ) -> 
         raise HpctrainError(
             f"--ranks {ranks}: there is no mpirun or $MPIRUN here: start {ranks} ranks by srun"
         )
-    words = [*command, "-n", str(ranks), sys.executable, "-m", "hpctrain", *sys.argv[1:]]
+    words = [*command, "-n", str(ranks), *module_command(arguments=sys.argv[1:])]
     own = {"OMP_NUM_THREADS": "1"} | dict(environment)
     if os.geteuid() == 0:
         own |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

@@ -16,6 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 from hpctrain.characters import escaped
+from hpctrain.comm.interpreter import code_command
 from hpctrain.report.rows import Row
 from hpctrain.watch.scalars import scalars
 
@@ -24,7 +25,7 @@ _SECONDS_TO_DIE = 1.0
 
 # The path on which packages are found is the rank's own, whatever the folder the process starts in.
 _PROGRAM = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
+    "import json; sys.path[:] = json.loads(sys.argv[2]); "
     "from hpctrain.watch.service_process import serve; serve(sys.argv[1])"
 )
 
@@ -39,7 +40,7 @@ class Service:
     def __init__(self, package: str, facts: Mapping[str, Any]) -> None:
         """`facts` are what `service_process` has the package begin with."""
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, package, json.dumps(sys.path)],
+            code_command(_PROGRAM, [package, json.dumps([*filter(None, sys.path)])]),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

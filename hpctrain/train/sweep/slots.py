@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -13,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+from hpctrain.comm.interpreter import module_command
 from hpctrain.comm.relaunch import launch_words
 from hpctrain.errors import EXIT_AGAIN, EXIT_DONE, HpctrainError, failing_as
 from hpctrain.train.sweep.variants import Variant
@@ -110,7 +110,7 @@ def train_all(
 
 def command(ranks: int, environment: Mapping[str, str]) -> list[str]:
     """The words that start hpctrain on so many ranks of this machine."""
-    own = [sys.executable, "-m", "hpctrain"]
+    own = module_command()
     if ranks == 1:
         return own
     launcher = launch_words(environment)
