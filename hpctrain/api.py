@@ -31,6 +31,7 @@ from hpctrain.comm.single import ENDED
 from hpctrain.comm.verb import run_verb_of_script
 from hpctrain.comm.watchdog import Watchdog
 from hpctrain.comm.world import World
+from hpctrain.deck.code import CodeTrust, Overrides
 from hpctrain.deck.find import is_of_a_run
 from hpctrain.deck.plain import plain, toml_of
 from hpctrain.deck.read import deck_text, parse_deck, read_deck
@@ -152,10 +153,16 @@ def make_deck(
 
 
 def resume(
-    target: str | Path, *, changes: Mapping[str, Any] | None = None, world: World | None = None
+    target: str | Path,
+    *,
+    changes: Mapping[str, Any] | None = None,
+    world: World | None = None,
+    trust_code: bool = False,
 ) -> None:
-    """Go on from a checkpoint, or from the newest good one of a run's folder, as `hpctrain resume` does; else
-    as `run`.
+    """Go on from a checkpoint, or from the newest good one of a run's folder, as `hpctrain resume` does.
+
+    Code that the stored deck names (modules, datasets, losses, rewards) runs only if `changes` name it, too,
+    or with `trust_code`. All else is as for `run`.
     """
     path = path_of(target, "target")
 
@@ -163,7 +170,7 @@ def resume(
         from hpctrain.train.run import resume as go_on
 
         given: Given = {"changes": {} if changes is None else changes}
-        return go_on(own, path, _changes(given))
+        return go_on(own, path, Overrides.of(_changes(given), CodeTrust(everything=trust_code)))
 
     _within(world, verb)
 

@@ -81,9 +81,18 @@ def test_a_script_trains_and_goes_on(
     assert done.returncode == 0 and done.stdout.count("after-it") == 2, done.stderr
     for going_on in (
         lambda: launch(
-            1, "-m", "hpctrain", "resume", "runs/squares", "--set", "run.steps=6", "--set", "layout.zero=0"
+            1,
+            "-m",
+            "hpctrain",
+            "resume",
+            "runs/squares",
+            "--trust-code",
+            "--set",
+            "run.steps=6",
+            "--set",
+            "layout.zero=0",
         ),
-        lambda: script(2, 'resume("runs/squares", changes={"run.steps": 8})'),
+        lambda: script(2, 'resume("runs/squares", changes={"run.steps": 8}, trust_code=True)'),
     ):
         done = going_on()
         assert done.returncode == 0, done.stderr
@@ -172,7 +181,7 @@ def test_a_script_that_runs_where_it_is_loaded_is_told(
     launch: Launch, script: Callable[..., CompletedProcess[str]]
 ) -> None:
     assert script(1, 'run("deck.toml", **MINE)', guarded=False).returncode == 0
-    done = launch(1, "-m", "hpctrain", "resume", "runs/squares", "--set", "run.steps=6")
+    done = launch(1, "-m", "hpctrain", "resume", "runs/squares", "--trust-code", "--set", "run.steps=6")
     assert done.returncode == 2 and '`if __name__ == "__main__":`' in done.stderr, done.stderr
 
 

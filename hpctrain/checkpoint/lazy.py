@@ -29,6 +29,7 @@ from hpctrain.checkpoint.stored_deck import stored_deck, stored_deck_text
 from hpctrain.checkpoint.structure import StoredTensor, examine
 from hpctrain.checkpoint.verify import damage
 from hpctrain.comm.host_memory import unused_bytes
+from hpctrain.deck.code import CodeTrust
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.sharding.state import MODEL
@@ -52,14 +53,16 @@ class NoSuchElementError(HpctrainError, IndexError):
     """Elements that a tensor does not have; an IndexError, too, as of any sequence."""
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """The tensors of a checkpoint, or of the newest complete one in a run's folder, of any layout; see
-    Checkpoint. Nothing of them is read yet.
+def open_checkpoint(path: str | os.PathLike[str], *, trust_code: bool = False) -> Checkpoint:
+    """Open a checkpoint, or the newest complete one in a run's folder, of any layout; see Checkpoint.
+
+    No tensor is read yet, and no code runs, whatever the file says. With `trust_code`, code that its deck
+    names (modules, datasets, losses, rewards) may run once `hpctrain.run` or `check` is given this deck.
 
     HpctrainError for what is no checkpoint, InputOutputError for one that is missing, unfinished or damaged.
     """
     named = path_of(path, "path", "a checkpoint or a run's folder")
-    return Checkpoint(newest_complete(named) if named.is_dir() else named)
+    return Checkpoint(newest_complete(named) if named.is_dir() else named, trust_code)
 
 
 def newest_complete(run: Path) -> Path:
@@ -81,8 +84,9 @@ class Checkpoint(Mapping[str, "LazyTensor"]):
     The file stays open until `close`, so that a run may delete it meanwhile.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, trust_code: bool = False) -> None:
         """Open it; errors as in `open_checkpoint`."""
+        self._trust = CodeTrust(everything=trust_code)
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -117,7 +121,7 @@ class Checkpoint(Mapping[str, "LazyTensor"]):
     @cached_property
     def deck(self) -> Deck:
         """The deck of its run. HpctrainError where it has none, or this version does not understand it."""
-        return stored_deck(self.state, self.path)
+        return stored_deck(self.state, self.path, trust=self._trust)
 
     @property
     def deck_text(self) -> str:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hpctrain.comm.launcher import started_rank
 from hpctrain.data.epochs import EpochReader
+from hpctrain.deck.code import CodeTrust, Overrides
 from hpctrain.deck.read import deck_text, parse_deck
-from hpctrain.deck.schema import Deck
+from hpctrain.deck.schema import Deck, require_trusted_code
 from hpctrain.errors import HpctrainError
 
 FOLLOWING = "deck_defaults_follow"
@@ -28,19 +32,42 @@ def stored_deck_text(state: Mapping[str, Any], path: Path) -> str:
     return text
 
 
-def stored_deck(state: Mapping[str, Any], path: Path, overrides: Sequence[str] = ()) -> Deck:
-    """The deck itself, with `--set` arguments on top; HpctrainErrors name the file, as "its deck".
+def stored_deck(
+    state: Mapping[str, Any],
+    path: Path,
+    overrides: Sequence[str] = (),
+    trust: CodeTrust = CodeTrust(),  # noqa: B008 - nothing is trusted
+) -> Deck:
+    """Return the deck in a checkpoint's state, with `--set` arguments on top.
 
-    A key that defaulted follows the others as they are with the arguments. Where the file does not tell which
-    ones did, those count that have the values they would get.
+    Code that the deck names cannot be called, but for what `overrides` name or `trust` has: whoever calls it
+    asks `require_trusted` first. A key that defaulted follows the others as they are with the arguments. If
+    the file does not tell which ones did, those count that have the values they would get.
+
+    Raises:
+        HpctrainError: The deck is not valid; the message names the file, as "its deck".
     """
-    text = stored_deck_text(state, path)
     return parse_deck(
-        text,
-        overrides,
+        stored_deck_text(state, path),
+        Overrides.of(overrides, trust),
         name=f"{path.name}, its deck",
         read_source=EpochReader(),
         includes=False,
         defaults_written=not state.get(FOLLOWING),
         begun=(int(state.get("step", 0)), int(state.get("samples", 0))),
     )
+
+
+def require_trusted(deck: Deck, path: Path, trust: CodeTrust) -> None:
+    """Raise `UntrustedCodeError` if the deck stored in `path` names code that may not be called.
+
+    Otherwise log, on the first rank and once for each file, the code that is called only because the user
+    trusts whatever the file names.
+    """
+    require_trusted_code(deck, f"{path}: its deck")
+    trusted = deck.sources.trusted_code
+    if trust.everything and trusted and str(path) not in trust.announced:
+        trust.announced.add(str(path))
+        if started_rank(os.environ) == 0:
+            names = ", ".join(map(str, sorted(trusted)))
+            logging.getLogger("hpctrain").warning("--trust-code: %s may run %s", path, names)

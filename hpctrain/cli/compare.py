@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from hpctrain.cli.code_options import ReadTrust, code_options
+
 
 @click.command(name="compare")
 @click.argument("first", metavar="RUN", type=click.Path(path_type=Path))
@@ -18,7 +20,10 @@ import click
 )
 @click.option("--no-replay", is_flag=True, help="Compare decks, figures and records alone.")
 @click.option("--figures", is_flag=True, help="Show decks and figures alone, and exit with 0.")
-def command(first: Path, second: Path, steps: int | None, no_replay: bool, figures: bool) -> None:
+@code_options
+def command(
+    first: Path, second: Path, steps: int | None, no_replay: bool, figures: bool, trust: ReadTrust
+) -> None:
     """Tell how two runs differ, and the first step, phase and tensor in which they part.
 
     RUN is a run's folder, or one of its checkpoints. Both are replayed from the newest checkpoint at which
@@ -31,4 +36,5 @@ def command(first: Path, second: Path, steps: int | None, no_replay: bool, figur
 
     if figures and steps is not None:
         raise click.UsageError("--steps is for a replay, which --figures leaves out")
-    run_verb(lambda world: compare(world, (first, second), steps, not no_replay, click.echo, figures))
+    paths, replays, known = (first, second), not no_replay, trust()
+    run_verb(lambda world: compare(world, paths, steps, replays, click.echo, figures, known))

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import click
 
+from hpctrain.cli.code_options import ReadTrust, code_options, with_trust
+
 
 @click.command(name="evaluate")
 @click.argument("target", metavar="RUN_DIR|CHECKPOINT", type=click.Path(path_type=Path))
@@ -37,6 +39,7 @@ import click
     help="Another value of a key of the checkpoint's deck, as of its layout.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON in place of a table.")
+@code_options
 def command(
     target: Path,
     files: tuple[Path, ...],
@@ -44,6 +47,7 @@ def command(
     sequences: int | None,
     overrides: tuple[str, ...],
     as_json: bool,
+    trust: ReadTrust,
 ) -> None:
     """Evaluate the model of a checkpoint, or of the newest good one of a run folder, on token files or tasks.
 
@@ -70,6 +74,5 @@ def command(
         verb = partial(evaluate_task, files=tasks)
     else:
         verb = partial(evaluate, files=files, sequences=sequences)
-    run_verb(
-        lambda world: verb(world, target, overrides=overrides, as_json=as_json, show=click.echo, say=say)
-    )
+    changes = with_trust(overrides, trust)
+    run_verb(lambda world: verb(world, target, overrides=changes, as_json=as_json, show=click.echo, say=say))

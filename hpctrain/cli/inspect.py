@@ -7,6 +7,8 @@ from typing import Any
 
 import click
 
+from hpctrain.cli.code_options import ReadTrust, code_options
+
 
 @click.command(name="inspect")
 @click.argument("target", metavar="CHECKPOINT|RUN_DIR|TOKENS", type=click.Path(path_type=Path))
@@ -18,7 +20,8 @@ import click
     "--diff", "other", metavar="OTHER", type=click.Path(path_type=Path), help="Tell what differs in OTHER."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print all of it as JSON.")
-def command(target: Path, **wish: Any) -> None:
+@code_options
+def command(target: Path, trust: ReadTrust, **wish: Any) -> None:
     """Tell what a checkpoint holds and where it came from, or which checkpoints a run folder has; or what a
     token file of `hpctrain prepare` holds.
 
@@ -28,5 +31,5 @@ def command(target: Path, **wish: Any) -> None:
     from hpctrain.comm.verb import run_verb
     from hpctrain.report.inspect import InspectionWish, inspect
 
-    wished = InspectionWish(**wish)
+    wished = InspectionWish(**wish, trust=trust())
     run_verb(lambda world: inspect(world.everyone, target, wished, click.echo), device="cpu")

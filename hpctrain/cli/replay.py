@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from hpctrain.cli.code_options import ReadTrust, code_options, with_trust
+
 
 @click.command(name="replay")
 @click.argument("checkpoint", type=click.Path(path_type=Path))
@@ -24,7 +26,14 @@ import click
     type=click.Path(path_type=Path),
     help="Metrics file or later checkpoint that has the losses.  [default: those of the run folder]",
 )
-def command(checkpoint: Path, steps: int | None, overrides: tuple[str, ...], against: Path | None) -> None:
+@code_options
+def command(
+    checkpoint: Path,
+    steps: int | None,
+    overrides: tuple[str, ...],
+    against: Path | None,
+    trust: ReadTrust,
+) -> None:
     """Run on from a checkpoint, writing nothing, and tell step by step whether the recorded losses come out.
 
     On the layout, ranks and versions that recorded them they must be equal bit for bit, else to rounding.
@@ -34,4 +43,5 @@ def command(checkpoint: Path, steps: int | None, overrides: tuple[str, ...], aga
     from hpctrain.post.trainer import make_trainer
     from hpctrain.train.replay import replay
 
-    run_verb(lambda world: replay(world, checkpoint, steps, overrides, against, click.echo, make_trainer))
+    changes = with_trust(overrides, trust)
+    run_verb(lambda world: replay(world, checkpoint, steps, changes, against, click.echo, make_trainer))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from hpctrain.cli.code_options import ReadTrust, code_options, with_trust
 from hpctrain.train.signals import heed_from_now
 
 
@@ -22,7 +23,10 @@ from hpctrain.train.signals import heed_from_now
     help="Tokens go to the experts that FILE names, the routing.h5 of a run with model.record_routing.",
 )
 @click.option("--strict", is_flag=True, help="Refuse a run folder whose newest checkpoint is damaged.")
-def command(target: Path, overrides: tuple[str, ...], strict: bool, replayed: Path | None) -> None:
+@code_options
+def command(
+    target: Path, overrides: tuple[str, ...], strict: bool, replayed: Path | None, trust: ReadTrust
+) -> None:
     """Go on from a checkpoint, or from the newest good one of a run folder.
 
     The deck is the one stored in the checkpoint, on any number of ranks that its layout fits.
@@ -32,4 +36,5 @@ def command(target: Path, overrides: tuple[str, ...], strict: bool, replayed: Pa
     from hpctrain.post.trainer import make_trainer
     from hpctrain.train.run import resume
 
-    run_verb(lambda world: resume(world, target, overrides, strict, replayed, make_trainer))
+    changes = with_trust(overrides, trust)
+    run_verb(lambda world: resume(world, target, changes, strict, replayed, make_trainer))

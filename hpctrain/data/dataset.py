@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
@@ -14,6 +14,7 @@ import torch
 from hpctrain.data.items import FieldForm, Fields, Forms, batch_tensors, stack
 from hpctrain.data.items import item_tensors as tensors_of
 from hpctrain.data.seeded import as_before, seed_by
+from hpctrain.deck.code import NamedCode
 from hpctrain.deck.find import call_with, find_function, users_code
 from hpctrain.errors import HpctrainError
 from hpctrain.words import article
@@ -32,9 +33,9 @@ class DatasetName:
     Random numbers that items draw follow from `seed`, and from what they are drawn for.
     """
 
-    target: str
+    code: NamedCode
     arguments: str
-    collate: str | None
+    collate: NamedCode | None
     seed: int
 
     @staticmethod
@@ -43,12 +44,24 @@ class DatasetName:
         keys = deck.data
         assert keys.dataset is not None
         arguments = json.dumps(keys.arguments or {}, default=str)
-        return DatasetName(keys.dataset, arguments, keys.collate, deck.run.seed)
+        collate = None if keys.collate is None else deck.code(keys.collate)
+        return DatasetName(deck.code(keys.dataset), arguments, collate, deck.run.seed)
+
+    @staticmethod
+    def of_json(text: bytes) -> DatasetName:
+        """Return the name that another process sent by `to_json`."""
+        fields = json.loads(text)
+        collate = None if fields["collate"] is None else NamedCode(**fields["collate"])
+        return DatasetName(NamedCode(**fields["code"]), fields["arguments"], collate, fields["seed"])
+
+    def to_json(self) -> str:
+        """Return the name as one line of JSON, for a process that loads items."""
+        return json.dumps(asdict(self))
 
     @property
     def title(self) -> str:
-        """The target without its folder."""
-        return self.target.rpartition("/")[2]
+        """The dataset's name without the folder of its file."""
+        return self.code.title
 
 
 class UsersDataset:
@@ -59,7 +72,7 @@ class UsersDataset:
         arguments = json.loads(name.arguments)
         with as_before():
             seed_by(name.seed)
-            made = call_with(find_function(name.target), arguments, self.title, "data.arguments")
+            made = call_with(find_function(name.code), arguments, self.title, "data.arguments")
         for method, what in (("__len__", "length"), ("__getitem__", "items by number")):
             if not hasattr(type(made), method):
                 kind = article(type(made).__name__)
@@ -96,7 +109,7 @@ class UsersDataset:
                 return stack(items, indices, self.first, self.title)
             seed_by(self.name.seed, 1, epochs[0], indices[0])
             assert self.name.collate is not None
-            short = self.name.collate.rpartition("/")[2]
+            short = self.name.collate.title
             with users_code(f"data.collate: {short} fails with items {_listed(indices)}"):
                 batch = self._collate(items)
             return batch_tensors(batch, len(items), short)
@@ -114,7 +127,7 @@ class UsersDataset:
                     item = self._items[index]
                 total = _checksum(item, total)
         return {
-            "dataset": self.name.target,
+            "dataset": self.name.code.target,
             "arguments": json.loads(self.name.arguments),
             "samples": self.count,
             "fingerprint": total,

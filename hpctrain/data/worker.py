@@ -32,7 +32,7 @@ def serve(socket_number: int, parent: int) -> None:
     let_children_hear()
     torch.set_num_threads(1)
     lines, answers = sys.stdin.buffer, socket.socket(fileno=socket_number)
-    name = DatasetName(**json.loads(lines.readline()))
+    name = DatasetName.of_json(lines.readline())
     asked: SimpleQueue[bytes] = SimpleQueue()
     threading.Thread(target=_read, args=(lines, asked), daemon=True).start()
     dataset: UsersDataset | None = None

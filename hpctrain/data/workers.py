@@ -11,7 +11,7 @@ import os
 import socket
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from hpctrain.comm.helper import how_ended, start_helper
 from hpctrain.data.dataset import DatasetName
@@ -53,7 +53,7 @@ class Workers:
         self._asked += 1
         worker = self._workers[ticket.worker]
         worker.coming.append(ticket)
-        worker.send((list(indices), list(epochs)))
+        worker.send(json.dumps((list(indices), list(epochs))))
         return ticket
 
     def take(self, ticket: Ticket) -> Fields:
@@ -89,13 +89,13 @@ class _Worker:
         with theirs:
             number = theirs.fileno()
             self.process = start_helper(f"{_START}serve({number}, {os.getpid()})", number)
-        self.send(asdict(name))
+        self.send(name.to_json())
 
-    def send(self, what: object) -> None:
-        """Have it read something, if it still does: where it is gone, its answer tells."""
+    def send(self, line: str) -> None:
+        """Have it read a line of JSON, if it still does: where it is gone, its answer tells."""
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.write(json.dumps(what).encode() + b"\n")
+            self.process.stdin.write(line.encode() + b"\n")
             self.process.stdin.flush()
 
     def receive(self) -> tuple[Fields, Sequence[str]] | None:

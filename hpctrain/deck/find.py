@@ -1,19 +1,22 @@
-"""From "FILE.py:FUNCTION" or "PACKAGE:FUNCTION", as a deck names it, to what a user wrote."""
+"""Imports what a deck names as "FILE.py:FUNCTION" or "PACKAGE:FUNCTION": the only place that does."""
 
 from __future__ import annotations
 
 import importlib
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
-from inspect import signature
+from inspect import isclass, isroutine, signature
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 from zlib import crc32
 
+from hpctrain.deck.code import NamedCode
 from hpctrain.deck.target import is_file
 from hpctrain.errors import HpctrainError, UsersError
 from hpctrain.words import nearest
@@ -23,6 +26,14 @@ _TORCH = find_spec("torch")  # it is not imported for this: processes that only 
 _NOT_THEIRS = (
     *(_OURS, str(Path(importlib.__file__).parent), "<frozen"),
     *(() if _TORCH is None or _TORCH.origin is None else (str(Path(_TORCH.origin).parent),)),
+)
+
+_STANDARD = tuple({Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")})
+"""Folders of Python's standard library; packages that are installed may lie within them."""
+
+_OF_STANDARD = (
+    "is part of Python's standard library or of hpctrain, which have no models, datasets, losses or rewards; "
+    "name a function or class of a file of yours or of an installed package"
 )
 
 _OF_WITH = 2
@@ -63,12 +74,25 @@ def users_code(doing: str) -> Iterator[None]:
         raise UsersError([f"{doing}: {what[0]}", *dict.fromkeys(told)]) from error
 
 
-def find_function(target: str) -> Callable[..., Any]:
-    """What a target names. HpctrainError where there is no such file or name, or it fails to load."""
+def find_function(code: NamedCode) -> Callable[..., Any]:
+    """Return the function or class that a deck names.
+
+    Raises:
+        UntrustedCodeError: Only a stored deck names it.
+        HpctrainError: There is no such file or name, it fails to load, or it is of Python's standard library.
+    """
+    code.require_trusted()
+    target = code.target
     home, _, name = target.rpartition(":")
+    _refuse_standard_library(home, is_file(target))
     found: Any = _load_file(Path(home)) if is_file(target) else _import(home)
     path = home
     for part in name.split("."):
+        if part.startswith("__"):
+            raise HpctrainError(f"{path}: {part} is one of Python's own attributes, not a function or class")
+        if isinstance(found, ModuleType) and path != home and not _is_part(found, home):
+            own = f"{found.__name__}:{part}"
+            raise HpctrainError(f"{path} is a module that {home} imports, not a part of it; name {own}")
         if not hasattr(found, part):
             near = nearest(part, [each for each in dir(found) if not each.startswith("_")])
             meant = f" (did you mean {near}?)" if near else ""
@@ -76,8 +100,57 @@ def find_function(target: str) -> Callable[..., Any]:
         found, path = getattr(found, part), f"{path}:{part}"
     if not callable(found):
         raise HpctrainError(f"{path} is no function or class, but of type {type(found).__name__}")
+    _refuse_foreign_function(found, path)
     function: Callable[..., Any] = found
     return function
+
+
+def _refuse_standard_library(place: str, in_file: bool) -> None:
+    """Raise HpctrainError if a module is of Python's standard library or of ours, before it is imported.
+
+    Functions there start programs, delete files and evaluate text; none makes a model, a dataset or a loss.
+    """
+    if _is_standard_file(Path(place)) if in_file else _is_standard_module(place):
+        raise HpctrainError(f"{place} {_OF_STANDARD}")
+
+
+def _refuse_foreign_function(value: object, path: str) -> None:
+    """Raise HpctrainError for a function of the standard library or of ours, whatever its name here is."""
+    while isinstance(value, partial):
+        value = value.func
+    if isclass(value) or isroutine(value):
+        home = getattr(value, "__module__", None) or type(getattr(value, "__self__", None)).__module__
+        if _is_standard_module(str(home)):
+            raise HpctrainError(f"{path} is {home}:{value.__name__}, which {_OF_STANDARD}")
+
+
+def _is_standard_module(name: str) -> bool:
+    """True for a module of the standard library or of ours, but not for a user's that has such a name."""
+    top = name.partition(".")[0]
+    if top == "hpctrain":
+        return True
+    if top not in sys.stdlib_module_names:
+        return False
+    known = sys.modules.get(top)
+    spec = find_spec(top) if known is None else known.__spec__
+    file = None if spec is None or not spec.has_location else spec.origin
+    return file is None or _is_standard_file(Path(file))
+
+
+def _is_standard_file(path: Path) -> bool:
+    file = path.resolve()
+    installed = {"site-packages", "dist-packages"} & set(file.parts)
+    return file.is_relative_to(_OURS) or (
+        not installed and any(file.is_relative_to(folder) for folder in _STANDARD)
+    )
+
+
+def _is_part(module: ModuleType, place: str) -> bool:
+    """True if a module belongs to the package that a deck names, or lies beside the file that it names."""
+    if not place.endswith(".py"):
+        return module.__name__.partition(".")[0] == place.partition(".")[0]
+    file = getattr(module, "__file__", None)
+    return file is not None and Path(file).resolve().is_relative_to(Path(place).resolve().parent)
 
 
 def is_of_a_run(name: str) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from hpctrain.deck.code import CodeName
 from hpctrain.deck.key import present_name
 from hpctrain.deck.run_length import LENGTHS
 from hpctrain.deck.schema import fields, sections
@@ -27,6 +28,7 @@ class Written:
 
     `values` holds sections by name, as TOML gives them (not yet checked against the schema); `places` the
     place of every section ("batch") and key ("batch.micro_size"). Without `includes`, no other file is read.
+    `trusted_code` is the code that a stored deck names and may call; None for a deck that the user gave.
     """
 
     def __init__(self, name: str, includes: bool = True) -> None:
@@ -39,6 +41,7 @@ class Written:
         self.arguments: list[str] = []
         self.only_files_missing = True
         self.full = False
+        self.trusted_code: frozenset[CodeName] | None = None
 
     def add(self, place: Place, text: str, *, file_missing: bool = False) -> None:
         """Add a problem; `file_missing` if it is one of input and output."""

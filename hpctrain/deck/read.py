@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from hpctrain.deck.check import check_deck, source_problems
 from hpctrain.deck.check_world import data_ranks, world_problems
+from hpctrain.deck.code import CodeName, CodeTrust, Overrides, code_names
 from hpctrain.deck.defaults import Tables, fill, find_preset, is_default
 from hpctrain.deck.gather import Written
 from hpctrain.deck.key import extra
@@ -84,6 +85,7 @@ def parse_deck(
     Text out of a checkpoint is not to open files: then `includes` is false. With `defaults_written`, the text
     has all defaults as if they were given: then keys with values that they would get from other keys count
     as not given. Of a run that has `begun`, (steps, samples), a length in tokens or epochs counts these.
+    Text with `Overrides` is that of a stored deck: what of its code may be called is what these say.
     """
     written = Written(name, includes)
     written.read_text(text, Path(name), name, ())
@@ -91,7 +93,68 @@ def parse_deck(
         _leave_out_defaults(written)
     sequence = written.values.get("batch", {}).get("sequence")
     known = Begun(*begun, sequence if isinstance(sequence, int) else 0)
+    if isinstance(overrides, Overrides):
+        written.trusted_code = _trusted(written, overrides, overrides.trust)
     return _deck(written, overrides, ranks, read_source, begun=known)
+
+
+def read_stored_deck(path: Path, trust: CodeTrust, read_source: SourceReader | None = None) -> Deck:
+    """Read the `deck.toml` that a run left in its folder.
+
+    `trust` says what of the code that it names may be called; errors are as for `read_deck`.
+    """
+    written = Written(str(path), includes=False)
+    written.read_file(path, str(path), ())
+    written.trusted_code = _trusted(written, (), trust)
+    return _deck(written, (), None, read_source)
+
+
+def read_code_names(path: Path) -> frozenset[CodeName]:
+    """Return the code that a deck of the user's own names, with the files that it includes.
+
+    HpctrainError or InputOutputError if the file cannot be read; nothing else of it is checked.
+    """
+    written = Written(str(path))
+    written.read_file(path, str(path), ())
+    written.raise_problems()
+    return code_names(written.values, str(path))
+
+
+def changed_deck(
+    deck: Deck,
+    changes: Sequence[str],
+    ranks: int | None,
+    name: str = "deck.toml",
+    read_source: SourceReader | None = None,
+    from_user: bool = False,
+) -> Deck:
+    """Return a deck with other values of keys, checked anew; errors as for `read_deck`.
+
+    Code that the deck may not call stays so.
+
+    Args:
+        deck: The deck to change.
+        changes: Values of keys, as `--set` has them.
+        ranks: Number of ranks that the deck is checked against; None if it is not known.
+        name: Name of the deck in messages.
+        read_source: As for `read_deck`.
+        from_user: True if the user gave the changes, so that code which they name may be called.
+    """
+    written = Written(name)
+    written.read_text(deck_text(deck), Path(name), name, ())
+    written.trusted_code = deck.sources.trusted_code
+    if written.trusted_code is not None and from_user:
+        written.trusted_code |= _trusted(written, changes, CodeTrust())
+    return _deck(written, changes, ranks, read_source)
+
+
+def _trusted(written: Written, overrides: Sequence[str], trust: CodeTrust) -> frozenset[CodeName]:
+    """Return the code that may be called of what a stored deck names, read into `written`."""
+    given = Written(written.name)
+    for argument in overrides:
+        given.override(argument)
+    stored = code_names(written.values, written.name) if trust.everything else frozenset()
+    return code_names(given.values, written.name) | trust.names | stored
 
 
 def deck_text(deck: Deck, ranks: int | None = None) -> str:
@@ -317,7 +380,8 @@ class _Validation:
         for origin, note, keys in origins:
             for key in keys:
                 places[key] = replace(places[f"model.{origin}"], value=None, note=note)
-        sources = Sources(self.written.name, MappingProxyType(places), frozenset(filled.others))
+        defaulted = frozenset(filled.others)
+        sources = Sources(self.written.name, MappingProxyType(places), defaulted, self.written.trusted_code)
         try:
             return Deck.model_validate(resolved, context=sources), {}
         except ValidationError as error:

@@ -13,6 +13,7 @@ from pydantic import Field, PrivateAttr
 from pydantic.fields import FieldInfo
 
 from hpctrain.deck.adapters import Adapters
+from hpctrain.deck.code import CodeName, NamedCode, UntrustedCodeError, code_names, refusal
 from hpctrain.deck.communication import Communication
 from hpctrain.deck.evaluation import EvaluationSection
 from hpctrain.deck.found import Found
@@ -647,6 +648,23 @@ class Deck(Section):
         """What was found for it, which goes with it."""
         return self._found
 
+    @property
+    def untrusted_code(self) -> frozenset[CodeName]:
+        """Code that the deck names and that may not be called; see `hpctrain.deck.code`."""
+        trusted = self.sources.trusted_code
+        if trusted is None:
+            return frozenset()
+        sections = {name: vars(getattr(self, name)) for name in ("model", "data", "policy")}
+        return code_names(sections, self.sources.name) - trusted
+
+    def code(self, target: str) -> NamedCode:
+        """Return what a key names, such as "train.py:build", with the decision whether it may be called.
+
+        Nothing of a deck may be called before all of the code that it names is trusted.
+        """
+        untrusted = self.untrusted_code
+        return NamedCode(target, refusal(untrusted, self.sources.name) if untrusted else "")
+
     def with_found(self, found: Found) -> Deck:
         """The deck with what was found for it."""
         changed = self.model_copy()
@@ -669,6 +687,12 @@ class Deck(Section):
         """A problem with a key as the user should read it:
         `deck.toml:14: layout.tensor = 3: must divide model.heads = 8 (1, 2, 4 or 8 would)`."""
         return self.sources.sentence(name, self.value(name), sentence)
+
+
+def require_trusted_code(deck: Deck, file: object) -> None:
+    """Raise `UntrustedCodeError` if a deck, which is stored in `file`, names code that may not be called."""
+    if untrusted := deck.untrusted_code:
+        raise UntrustedCodeError(refusal(untrusted, str(file)))
 
 
 def sections() -> dict[str, type[Section]]:

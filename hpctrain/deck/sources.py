@@ -7,10 +7,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from pydantic import BaseModel
 
 from hpctrain.characters import escaped
+
+if TYPE_CHECKING:
+    from hpctrain.deck.code import CodeName
 
 LONGEST_SHOWN = 200  # characters of what a user wrote that a sentence repeats
 
@@ -53,19 +57,24 @@ class Place:
 
 @dataclass(frozen=True)
 class Sources:
-    """The places of a deck's keys ("batch.micro_size"), and the name of the deck itself.
+    """Where each key of a deck ("batch.micro_size") was given, and the name of the deck itself.
 
-    `defaulted` are the keys that were not given and got values that follow other keys of the deck. All
-    Sources are equal: decks with the same values are the same deck, wherever they were written.
+    `defaulted` are the keys that were not given and got values that follow other keys of the deck.
+    `trusted_code` is the code that may be called of what the deck names: None, which is all of it, for a deck
+    that the user gave; for a stored deck what the user named or trusted. All Sources are equal: decks with
+    the same values are the same deck, wherever they were written.
     """
 
     name: str = field(default="deck", compare=False)
     places: Mapping[str, Place] = field(default_factory=lambda: MappingProxyType({}), compare=False)
     defaulted: frozenset[str] = field(default=frozenset(), compare=False)
+    trusted_code: frozenset[CodeName] | None = field(default=None, compare=False)
 
-    def __reduce__(self) -> tuple[type[Sources], tuple[str, dict[str, Place], frozenset[str]]]:
-        """Copies and pickles keep no places: they matter where the deck was read."""
-        return Sources, (self.name, {}, self.defaulted)
+    def __reduce__(
+        self,
+    ) -> tuple[type[Sources], tuple[str, dict[str, Place], frozenset[str], frozenset[CodeName] | None]]:
+        """Leave the places out of copies and pickles: they matter only where the deck was read."""
+        return Sources, (self.name, {}, self.defaulted, self.trusted_code)
 
     def place(self, key: str) -> Place:
         """The place of a key; of one that was not given, the deck as a whole."""

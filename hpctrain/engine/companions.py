@@ -10,7 +10,7 @@ from pathlib import Path
 from hpctrain.deck.division import CRITIC, REFERENCE, Division, own_ranks, undivided
 from hpctrain.deck.objective import POLICIES
 from hpctrain.deck.policy import PATTERN
-from hpctrain.deck.read import deck_text, parse_deck
+from hpctrain.deck.read import changed_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 
@@ -56,7 +56,7 @@ def companion_deck(
                 f"{', '.join(_OWN_KEYS)})"
             )
     try:
-        own = parse_deck(deck_text(alone), list(changes), ranks=ranks)
+        own = changed_deck(alone, changes, ranks)
     except HpctrainError as error:
         raise type(error)([f"{key}: {_WHERE.sub('', each)}" for each in error.problems]) from None
     return own.with_found(replace(deck.found, split=None))

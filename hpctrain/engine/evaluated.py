@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpctrain.checkpoint.stored_deck import stored_deck
+from hpctrain.checkpoint.stored_deck import require_trusted, stored_deck
 from hpctrain.deck.check_world import check_world, world_problems
+from hpctrain.deck.code import trust_of
 from hpctrain.deck.objective import OF_SCORES
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.resumable import require_same_model
@@ -15,14 +16,23 @@ from hpctrain.engine.sizes import on_one_rank
 from hpctrain.errors import HpctrainError
 
 
-def evaluated_deck(state: Mapping[str, Any], path: Path, overrides: Sequence[str], ranks: int) -> Deck:
-    """The checkpoint's deck, as it evaluates on so many ranks: in the run's layout where that fits them, else
-    all of them data ranks.
+def evaluated_deck(
+    state: Mapping[str, Any],
+    path: Path,
+    overrides: Sequence[str],
+    ranks: int,
+) -> Deck:
+    """Return the checkpoint's deck as it evaluates on so many ranks.
+
+    The layout is that of the run if it fits them; otherwise all of them are data ranks.
 
     Raises:
+        UntrustedCodeError: If the deck names code that may not be called.
         HpctrainError: If `overrides` change the model of the checkpoint, among others.
     """
-    deck = stored_deck(state, path, overrides)
+    trust = trust_of(overrides)
+    deck = stored_deck(state, path, overrides, trust)
+    require_trusted(deck, path, trust)
     if overrides:
         require_same_model(deck, stored_deck(state, path), path)
     if deck.data.dataset is not None:

@@ -20,7 +20,7 @@ def make_objective(deck: Deck) -> Objective:
     """The deck's objective. HpctrainError where it names a function that is not to be found."""
     if deck.model.loss is not None:
         try:
-            return users_loss(deck.model.loss, of_samples=deck.data.dataset is not None)
+            return users_loss(deck.code(deck.model.loss), of_samples=deck.data.dataset is not None)
         except HpctrainError as error:
             first, *frames = error.problems
             raise HpctrainError([deck.problem("model.loss", first), *frames]) from error

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from hpctrain.data.batches import MicroBatch
 from hpctrain.data.items import FieldForm
+from hpctrain.deck.code import NamedCode
 from hpctrain.deck.find import find_function, users_code
 from hpctrain.errors import HpctrainError
 from hpctrain.model.foreign.arguments import logits_of
@@ -149,9 +150,9 @@ class UsersLoss:
         return losses
 
 
-def users_loss(target: str, of_samples: bool = False) -> UsersLoss:
-    """The objective by the function that a target names; errors as in `find_function`."""
-    return UsersLoss(find_function(target), of_samples)
+def users_loss(code: NamedCode, of_samples: bool = False) -> UsersLoss:
+    """Return the objective that calls the function of a deck; errors as in `find_function`."""
+    return UsersLoss(find_function(code), of_samples)
 
 
 def _sum_and_count(made: Any) -> tuple[Tensor, Tensor]:

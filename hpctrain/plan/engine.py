@@ -7,7 +7,7 @@ from collections.abc import Callable
 from hpctrain.comm.device import on_host
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
-from hpctrain.deck.read import deck_text, parse_deck
+from hpctrain.deck.read import changed_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine, arrange, assemble
 from hpctrain.engine.kernels import choose_kernels
@@ -54,7 +54,7 @@ def build_within_memory(
         savings = find_savings(
             deck,
             plan,
-            lambda change: parse_deck(deck_text(planned), [change], ranks=world.size),
+            lambda change: changed_deck(planned, [change], world.size),
             lambda changed: plan_run_memory(changed.with_found(deck.found), *numbers),
             ADVICE_SECONDS,
         )

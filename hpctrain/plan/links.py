@@ -15,7 +15,8 @@ from math import inf
 from pathlib import Path
 from statistics import median
 
-from hpctrain.deck.read import read_deck
+from hpctrain.deck.code import CodeTrust
+from hpctrain.deck.read import read_stored_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.plan.traffic import StageTraffic, TrafficPlan
@@ -98,7 +99,7 @@ def measured_step(run_dir: Path) -> tuple[Deck, float]:
 
     InputOutputError where it has none; HpctrainError where they are those of a link that is not there.
     """
-    deck = read_deck(run_dir / "deck.toml")
+    deck = read_stored_deck(run_dir / "deck.toml", CodeTrust())
     rows = read_metrics(run_dir / METRICS_FILE)
     if any("emulated_link" in row for row in rows):
         raise HpctrainError(

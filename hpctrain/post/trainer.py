@@ -20,6 +20,7 @@ from hpctrain.data.batches import Batches
 from hpctrain.data.conversations import PromptSource
 from hpctrain.data.order import SampleOrder
 from hpctrain.data.tokenizer import Tokenizer
+from hpctrain.deck.code import NamedCode
 from hpctrain.deck.division import CRITIC, POLICY, REWARD
 from hpctrain.deck.objective import POLICIES
 from hpctrain.deck.policy import weights_of
@@ -203,14 +204,14 @@ class PolicyTrainer(Trainer):
         """What judges answers by their texts, and what does by their tokens, with their weights; the models
         where they are.
         """
-        keys, functions = deck.policy, dict[str, float]()
+        keys, functions = deck.policy, dict[NamedCode, float]()
         models: dict[str, tuple[RewardModel | None, float]] = {}
         where = deck.problem("policy.reward", "").rstrip(": ")
         world = self.seat.of_model(REWARD)
         with self.seat.agreement():
             for name, weight in zip(keys.reward, weights_of(keys), strict=True):
                 if not is_checkpoint(name):
-                    functions[name] = weight
+                    functions[deck.code(name)] = weight
                     continue
                 model: RewardModel | None = None
                 if world is not None:

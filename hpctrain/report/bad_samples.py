@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hpctrain.characters import escaped
-from hpctrain.checkpoint.stored_deck import stored_deck
+from hpctrain.checkpoint.stored_deck import require_trusted, stored_deck
 from hpctrain.checkpoint.structure import Structure
 from hpctrain.data.batches import Order, Sequences
 from hpctrain.data.dataset import dataset_of
@@ -17,6 +17,7 @@ from hpctrain.data.entries import open_entries
 from hpctrain.data.fit import split_samples
 from hpctrain.data.mixture import Trained
 from hpctrain.data.order import Integers, SampleOrder
+from hpctrain.deck.code import CodeTrust
 from hpctrain.deck.objective import POLICIES
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
@@ -30,17 +31,20 @@ SHOWN = 20
 """Samples of a spike that a terminal shows, at most."""
 
 
-def bad_samples(structure: Structure) -> list[dict[str, Any]]:
+def bad_samples(structure: Structure, trust: CodeTrust) -> list[dict[str, Any]]:
     """Each spike that the run of a checkpoint had, with its `left_out` samples: the number in the order of
     training, that in the dataset or in the token files of an entry of the mixture, and of tokens the text and
     the file that it begins in. Of answers that a policy wrote these are the prompt's.
 
+    `trust` says whether a dataset that the deck names may be opened, which calls it.
     Errors as TokenFile and `dataset_of` raise them; HpctrainError where other tokens lie there now.
     """
     spikes = recorded_spikes(structure.state)
     if not spikes:
         return []
-    deck = stored_deck(structure.state, structure.path)
+    deck = stored_deck(structure.state, structure.path, trust=trust)
+    if deck.data.dataset is not None:
+        require_trusted(deck, structure.path, trust)
     samples = _Samples(deck, structure)
     return [asdict(spike) | {"left_out": list(samples.of(spike))} for spike in spikes]
 

@@ -18,6 +18,7 @@ from hpctrain.checkpoint.stored_deck import stored_deck_text
 from hpctrain.checkpoint.structure import examine
 from hpctrain.checkpoint.verify import verify
 from hpctrain.comm.group import Group
+from hpctrain.deck.code import CodeTrust
 from hpctrain.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_INPUT_OUTPUT, HpctrainError, InputOutputError
 from hpctrain.report.bad_samples import bad_samples, bad_samples_text
 from hpctrain.report.contents import contents, contents_text, loss_text
@@ -40,6 +41,7 @@ class InspectionWish:
     verify: bool = False
     other: Path | None = None
     as_json: bool = False
+    trust: CodeTrust = CodeTrust()  # noqa: RUF009 - nothing is trusted
 
 
 def inspect(group: Group, target: Path, wish: InspectionWish, show: Callable[[str], None]) -> int:
@@ -116,7 +118,7 @@ def _inspect_samples(group: Group, target: Path, wish: InspectionWish, show: Cal
     structure = examine(path, group)
     with together(group):
         if group.rank == 0:
-            spikes = bad_samples(structure)
+            spikes = bad_samples(structure, wish.trust)
             show(
                 _json({"spikes": spikes}) if wish.as_json else "\n".join(bad_samples_text(spikes, columns()))
             )

@@ -12,9 +12,10 @@ from os.path import realpath
 from pathlib import Path
 
 from hpctrain.checkpoint.provenance import Loss
-from hpctrain.checkpoint.stored_deck import stored_deck
+from hpctrain.checkpoint.stored_deck import require_trusted, stored_deck
 from hpctrain.comm.world import World
 from hpctrain.deck.check_world import check_world, world_problems
+from hpctrain.deck.code import CodeTrust
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.deck_kernels import as_before, computed_by
 from hpctrain.engine.sizes import on_one_rank
@@ -67,6 +68,7 @@ def compare(
     replays: bool,
     show: Callable[[str], None],
     figures: bool = False,
+    trust: CodeTrust = CodeTrust(),  # noqa: B008 - nothing is trusted
 ) -> int:
     """Show on rank 0 how two runs differ, and where they part; the exit code. Collective.
 
@@ -81,7 +83,7 @@ def compare(
     with world.agreement():
         if len({realpath(path) for path in paths}) == 1:
             raise HpctrainError(f"{paths[0]}: is the same run twice; name another one")
-    one, other = (load_run(world, path) for path in paths)
+    one, other = (load_run(world, path, trust) for path in paths)
     tell(side_by_side(_record(one), _record(other), columns()))
     damaged = [f"Left out: {each}" for run in (one, other) for each in run.damaged]
     tell([line for each in damaged for line in ("", *fit(each, columns()))])
@@ -156,6 +158,7 @@ def _here(world: World, run: ComparedRun, step: int) -> tuple[Deck, str]:
     """The deck of a run's steps behind `step` on these ranks, and what is to be said of its layout."""
     with world.agreement():
         deck = run.deck_behind(step)
+        require_trusted(deck, run.path, run.trust)
         refuse_other_order(deck)
         problems = world_problems(deck, world.size)
         if not problems:

@@ -14,7 +14,8 @@ from hpctrain.checkpoint.provenance import HistorySegment, Loss, history, losses
 from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.checkpoint.structure import Structure, examine
 from hpctrain.comm.world import World
-from hpctrain.deck.read import read_deck
+from hpctrain.deck.code import CodeTrust
+from hpctrain.deck.read import read_stored_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.hdf5 import format_of
@@ -30,7 +31,8 @@ class ComparedRun:
 
     `rows` are those of its metrics, `figures` losses and norms, which checkpoints tell too, by step; `stored`
     are its checkpoints, by step, that of another run from which it went on among them, without those that it
-    left behind. `damaged` are sentences of what could not be read, or was left behind.
+    left behind. `damaged` are sentences of what could not be read, or was left behind. `trust` says what of
+    the code that its decks name may be called.
     """
 
     path: Path
@@ -40,6 +42,7 @@ class ComparedRun:
     stored: Mapping[int, Structure]
     deck: Deck
     damaged: tuple[str, ...] = ()
+    trust: CodeTrust = CodeTrust()  # noqa: RUF009 - nothing is trusted
 
     @property
     def history(self) -> list[HistorySegment]:
@@ -80,12 +83,16 @@ class ComparedRun:
         later = [each for each in sorted(self.stored) if each > step]
         if later or self.folder is None or self.rows.keys() <= set(range(step + 1)):
             found = self.stored[later[0] if later else step]
-            return stored_deck(found.state, found.path)
+            return stored_deck(found.state, found.path, trust=self.trust)
         return self.deck
 
 
-def load_run(world: World, path: Path) -> ComparedRun:
-    """What is recorded of a run. Collective; HpctrainError on all ranks where `path` is no run's."""
+def load_run(
+    world: World,
+    path: Path,
+    trust: CodeTrust = CodeTrust(),  # noqa: B008 - nothing is trusted
+) -> ComparedRun:
+    """Return what is recorded of a run. Collective; HpctrainError on all ranks where `path` is no run's."""
     known: tuple[str | None, list[str], list[Row]] = (None, [], [])
     with world.agreement():
         if world.rank == 0:
@@ -110,9 +117,9 @@ def load_run(world: World, path: Path) -> ComparedRun:
     deck = None
     with world.agreement():
         if folder is not None and (Path(folder) / _DECK).is_file() and path.is_dir():
-            deck = read_deck(Path(folder) / _DECK, (), None, settled_keys)
+            deck = read_stored_deck(Path(folder) / _DECK, trust, settled_keys)
         elif stored:
-            deck = stored_deck(stored[max(stored)].state, stored[max(stored)].path)
+            deck = stored_deck(stored[max(stored)].state, stored[max(stored)].path, trust=trust)
         if deck is None:
             why = f" ({damaged[0]})" if damaged else ""
             raise HpctrainError(f"{path}: is no run's folder and no checkpoint{why}; name one of them")
@@ -130,6 +137,7 @@ def load_run(world: World, path: Path) -> ComparedRun:
         stored,
         deck,
         tuple(damaged),
+        trust,
     )
 
 

@@ -16,9 +16,10 @@ from typing import Any
 
 from hpctrain.checkpoint.provenance import HistorySegment, Loss, history
 from hpctrain.checkpoint.read import read_state
-from hpctrain.checkpoint.stored_deck import stored_deck
+from hpctrain.checkpoint.stored_deck import require_trusted, stored_deck
 from hpctrain.checkpoint.versions import library_versions
 from hpctrain.comm.world import World
+from hpctrain.deck.code import trust_of
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.deck_kernels import as_before, computed_by
 from hpctrain.engine.functions import record_of
@@ -65,7 +66,9 @@ def replay(
         made = [f"run.steps={segment.steps}" for segment in recorded.segments[:1] if segment.steps]
         original = stored_deck(state, path, made)
         # Of the noise scale nothing is told, and other ranks may not be able to measure it.
-        deck = stored_deck(state, path, [*made, "run.noise_scale_steps=0", *overrides])
+        trust = trust_of(overrides)
+        deck = stored_deck(state, path, [*made, "run.noise_scale_steps=0", *overrides], trust)
+        require_trusted(deck, path, trust)
         _refuse_other_samples(original, deck)
         require_same_model(deck, original, path)
         refuse_other_order(deck)

@@ -14,11 +14,12 @@ import torch
 
 from hpctrain.checkpoint.names import checkpoints
 from hpctrain.checkpoint.read import read_state
-from hpctrain.checkpoint.stored_deck import stored_deck
+from hpctrain.checkpoint.stored_deck import require_trusted, stored_deck
 from hpctrain.checkpoint.verify import verify
 from hpctrain.comm.watchdog import QUESTION
 from hpctrain.comm.world import World
 from hpctrain.deck.check_world import check_world
+from hpctrain.deck.code import trust_of
 from hpctrain.deck.objective import REFERRED
 from hpctrain.deck.read import deck_text
 from hpctrain.deck.replicas import begun_with, with_ranks
@@ -427,9 +428,10 @@ def resume(
     replayed: Path | None = None,
     make: MakeTrainer = make_trainer,
 ) -> int:
-    """`hpctrain resume`: go on from a checkpoint, or from the newest good one of a run's folder.
+    """Go on from a checkpoint, or from the newest good one of a run's folder: `hpctrain resume`.
 
-    With `strict`, a run whose newest checkpoint is damaged does not go on. For `replayed` see `open_run`.
+    With `strict`, a run whose newest checkpoint is damaged does not go on. `overrides` may have what the
+    user says of the code that the stored deck names. For `replayed` see `open_run`.
     """
     with Signals() as signals:
         world.ledger.activity = "looking for a checkpoint"
@@ -438,7 +440,9 @@ def resume(
         state = read_state(path, world.everyone)
         with world.agreement():
             require_training_state(path, state, overrides)
-            deck = stored_deck(state, path, [f"run.dir={path.parent.parent}", *overrides])
+            trust = trust_of(overrides)
+            deck = stored_deck(state, path, [f"run.dir={path.parent.parent}", *overrides], trust)
+            require_trusted(deck, path, trust)
         deck, chose = choose_layout(world, deck)
         given = deck.sources.place("layout.replicas").override is not None
         said = chose, *taken.sentences

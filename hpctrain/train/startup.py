@@ -13,8 +13,8 @@ from pathlib import Path
 from hpctrain.checkpoint.exchange.source import settled_keys
 from hpctrain.comm.launcher import crowding
 from hpctrain.comm.world import World
-from hpctrain.deck.read import deck_text, parse_deck, read_deck
-from hpctrain.deck.schema import Deck
+from hpctrain.deck.read import changed_deck, deck_text, read_deck
+from hpctrain.deck.schema import Deck, require_trusted_code
 from hpctrain.deck.toml import DECK_BYTES
 from hpctrain.engine.sizes import crosses
 from hpctrain.errors import HpctrainError
@@ -56,7 +56,9 @@ def read_agreed(world: World, source: Path | Deck, overrides: Sequence[str], ran
             raise HpctrainError(
                 "the deck that was made is not the same on all ranks; make it of the same values"
             )
-        return parse_deck(text, overrides, source.sources.name, ranks, settled_keys)
+        deck = changed_deck(source, overrides, ranks, source.sources.name, settled_keys, from_user=True)
+        require_trusted_code(deck, source.sources.name)
+        return deck
 
 
 def check_nodes(world: World) -> None:

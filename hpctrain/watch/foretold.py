@@ -136,11 +136,12 @@ def _planned(folder: Path, tables: Mapping[str, Any], ranks: int) -> dict[str, f
     model, data = _dict(tables.get("model")), _dict(tables.get("data"))
     if "module" in model or "dataset" in data:
         return {}
-    from hpctrain.deck.read import read_deck
+    from hpctrain.deck.code import CodeTrust
+    from hpctrain.deck.read import read_stored_deck
     from hpctrain.plan.traffic import plan_traffic
 
     try:
-        deck = read_deck(folder / DECK_FILE)
+        deck = read_stored_deck(folder / DECK_FILE, CodeTrust())
         if deck.model.vocabulary is None:
             return {}
         return plan_traffic(deck, ranks, deck.model.vocabulary).stages[0].payload()

@@ -26,6 +26,7 @@ from hpctrain.data.loader import DatasetSource
 from hpctrain.data.mapped import of_memory, to_memory
 from hpctrain.data.order import SampleOrder
 from hpctrain.data.workers import WorkerLostError, Workers
+from hpctrain.deck.code import NamedCode
 from hpctrain.errors import EXIT_INTERNAL, HpctrainError
 
 SETS = Path(__file__).with_name("sets.py")
@@ -34,7 +35,8 @@ SETS = Path(__file__).with_name("sets.py")
 def name_of(
     made_by: str = "Drawn", collate: str | None = None, seed: int = 3, **arguments: object
 ) -> DatasetName:
-    return DatasetName(f"{SETS}:{made_by}", json.dumps(arguments), collate and f"{SETS}:{collate}", seed)
+    named = None if collate is None else NamedCode(f"{SETS}:{collate}")
+    return DatasetName(NamedCode(f"{SETS}:{made_by}"), json.dumps(arguments), named, seed)
 
 
 @pytest.fixture
@@ -239,8 +241,8 @@ def test_a_process_ends_with_its_rank(tmp_path: Path) -> None:
     """Even where the rank is killed, and the process is within a user's endless loop."""
     arguments = json.dumps({"at": 1, "kind": "hangs"})
     code = (
-        "from hpctrain.data.workers import Workers; from hpctrain.data.dataset import DatasetName\n"
-        f"workers = Workers(DatasetName('{SETS}:Drawn', '{arguments}', None, 3), 1)\n"
+        "from hpctrain.data.workers import Workers; from hpctrain.data.dataset import *\n"
+        f"workers = Workers(DatasetName(NamedCode('{SETS}:Drawn'), '{arguments}', None, 3), 1)\n"
         "workers.take(workers.ask([0], [0])); workers.ask([1], [0])\n"
         "print(workers._workers[0].process.pid, flush=True)\n"
         "import time; time.sleep(60)"

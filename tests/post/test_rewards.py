@@ -18,6 +18,7 @@ import pytest
 
 from hpctrain.comm import child_process
 from hpctrain.comm.world import World
+from hpctrain.deck.code import NamedCode
 from hpctrain.errors import HpctrainError, UsersError
 from hpctrain.post.rewards.in_processes import RegularExpression, UsersReward
 from hpctrain.post.rewards.reward import ExactMatch, Reward, Sample
@@ -31,7 +32,7 @@ def samples_of(texts: Sequence[str], **others: object) -> list[Sample]:
 
 
 def scores_of(function: str, texts: Sequence[str], seconds: float = 20.0, **others: object) -> list[float]:
-    reward = UsersReward(f"{JUDGES}:{function}", seconds)
+    reward = UsersReward(NamedCode(f"{JUDGES}:{function}"), seconds)
     try:
         return reward.scores(samples_of(texts, **others))
     finally:
@@ -61,7 +62,7 @@ def test_functions_of_users_judge_as_they_are() -> None:
 
 
 def test_a_function_that_comes_back_twice_is_heard_once() -> None:
-    reward = UsersReward(f"{JUDGES}:twice", 20.0)
+    reward = UsersReward(NamedCode(f"{JUDGES}:twice"), 20.0)
     try:
         for _ in range(5):
             assert reward.scores(samples_of(["a", "b"])) == [1.0, 1.0]
@@ -75,14 +76,14 @@ def test_what_a_function_forks_can_be_ended() -> None:
 
 def test_batches_are_shared_by_processes_in_order() -> None:
     texts = ["x" * (n % 7) for n in range(101)]
-    reward = UsersReward(f"{JUDGES}:length", processes=3, together=4)
+    reward = UsersReward(NamedCode(f"{JUDGES}:length"), processes=3, together=4)
     assert reward.scores([]) == []
     assert reward.scores(samples_of(texts)) == [*map(len, texts)]
     assert reward.scores(samples_of(texts[:1])) == [0]
     reward.close()
     assert reward.scores(samples_of(texts)) == [*map(len, texts)]
     reward.close()
-    processes = UsersReward(f"{JUDGES}:process", processes=2, together=1)
+    processes = UsersReward(NamedCode(f"{JUDGES}:process"), processes=2, together=1)
     known = {*processes.scores(samples_of(texts))} - {os.getpid()}
     assert len(known) == 2 and known == {*processes.scores(samples_of(texts))}
     processes.close()
@@ -124,7 +125,7 @@ def test_what_a_function_prints_is_no_answer(capfd: pytest.CaptureFixture[str]) 
 def test_what_fails_is_told_with_the_sample(function: str, what: str) -> None:
     samples = samples_of(["good"] * 6 + ["bad"] + ["good"] * 3)
     told = sentence_of(
-        UsersReward(f"{JUDGES}:{function}", 1.0 if what.startswith("takes") else 20.0), samples
+        UsersReward(NamedCode(f"{JUDGES}:{function}"), 1.0 if what.startswith("takes") else 20.0), samples
     )
     assert told.startswith(f"judges.py:{function} {what}"), told
     one = 'sample 1 of prompt 0 (prompt "prompt 0", completion "good")'
@@ -134,21 +135,25 @@ def test_what_fails_is_told_with_the_sample(function: str, what: str) -> None:
 
 def test_the_sample_is_told_on_one_line_and_clipped() -> None:
     samples = [Sample("p" * 10_000, "bad"), Sample('"quoted"\x1b[2J\u202e', "bad", {}, 5, 2)]
-    told = sentence_of(UsersReward(f"{JUDGES}:nan"), samples[1:])
+    told = sentence_of(UsersReward(NamedCode(f"{JUDGES}:nan")), samples[1:])
     assert r'sample 2 of prompt 5 (prompt "\"quoted\"\u001b[2J\u202E", completion "bad")' in told
-    assert len(sentence_of(UsersReward(f"{JUDGES}:nan"), samples[:1])) < 400
+    assert len(sentence_of(UsersReward(NamedCode(f"{JUDGES}:nan")), samples[:1])) < 400
 
 
 def test_what_fails_with_several_samples_alone_is_told_so() -> None:
     several = samples_of(["good"] * 5)
-    told = sentence_of(UsersReward(f"{JUDGES}:not_at_once"), several)
+    told = sentence_of(UsersReward(NamedCode(f"{JUDGES}:not_at_once")), several)
     assert "fails: ValueError: one by one, please" in told
     assert "asked about sample 1 of prompt 0 to sample 1 of prompt 1" in told
     assert told.endswith("at once, though about none of these 5 alone")
-    assert "gives 1 value for 5 completions" in sentence_of(UsersReward(f"{JUDGES}:too_few"), several)
-    assert "gives 0 values for 1 completion," in sentence_of(UsersReward(f"{JUDGES}:leaves_out"), several)
+    assert "gives 1 value for 5 completions" in sentence_of(
+        UsersReward(NamedCode(f"{JUDGES}:too_few")), several
+    )
+    assert "gives 0 values for 1 completion," in sentence_of(
+        UsersReward(NamedCode(f"{JUDGES}:leaves_out")), several
+    )
     began = time.monotonic()
-    told = sentence_of(UsersReward(f"{JUDGES}:slow", 1.0), samples_of(["good"] * 16))
+    told = sentence_of(UsersReward(NamedCode(f"{JUDGES}:slow"), 1.0), samples_of(["good"] * 16))
     assert told.startswith("judges.py:slow takes longer than 1 s, asked about sample 1 of prompt 0 to ")
     assert " of 16 alone took 1" in told and time.monotonic() - began < 30
 
@@ -160,18 +165,18 @@ def test_it_is_not_started_where_it_cannot_judge(tmp_path: Path) -> None:
         ("JUDGES", f"{JUDGES} has no JUDGES"),
     ):
         with pytest.raises(UsersError) as raised:
-            UsersReward(f"{JUDGES}:{name}").start()
+            UsersReward(NamedCode(f"{JUDGES}:{name}")).start()
         assert raised.value.problems[0].startswith(what) and len(raised.value.problems) == 1
-    told = sentence_of(UsersReward(f"{JUDGES}:with_solution"), samples_of(["a"], answer="a"))
+    told = sentence_of(UsersReward(NamedCode(f"{JUDGES}:with_solution")), samples_of(["a"], answer="a"))
     assert told.startswith("judges.py:with_solution takes solution, which no row has (rows have answer)")
     for content, what in (("x = 1 / 0\n", "division by zero"), ("x = (\n", "SyntaxError"), ("exit(4)", "4")):
         (own := tmp_path / "own.py").write_text(content)
         with pytest.raises(UsersError, match=r"own\.py fails to load|it ends the process") as raised:
-            UsersReward(f"{own}:f").start()
+            UsersReward(NamedCode(f"{own}:f")).start()
         assert what in str(raised.value) and len(raised.value.problems) == 1
     own.write_text("import os\nos._exit(5)\n")
     with pytest.raises(UsersError, match=r"^own.py:f loses its process, .* code 5, while it is loaded$"):
-        UsersReward(f"{own}:f").start()
+        UsersReward(NamedCode(f"{own}:f")).start()
 
 
 def test_exact_match_and_patterns() -> None:
@@ -199,10 +204,10 @@ def test_exact_match_and_patterns() -> None:
 
 
 def test_names_of_rewards(tmp_path: Path) -> None:
-    assert isinstance(parse_reward("exact-match", "deck").open(), ExactMatch)
-    assert isinstance(parse_reward("regular-expression:a:(b)", "deck").open(), RegularExpression)
-    assert isinstance(parse_reward(f"{JUDGES}:length", "deck").open(), UsersReward)
-    assert isinstance(parse_reward("json:loads", "deck").open(), UsersReward)
+    assert isinstance(parse_reward(NamedCode("exact-match"), "deck").open(), ExactMatch)
+    assert isinstance(parse_reward(NamedCode("regular-expression:a:(b)"), "deck").open(), RegularExpression)
+    assert isinstance(parse_reward(NamedCode(f"{JUDGES}:length"), "deck").open(), UsersReward)
+    assert isinstance(parse_reward(NamedCode("torch:tensor"), "deck").open(), UsersReward)
     for text, what in (
         ("regular-expression:(", r'"\(" is no regular expression \(missing \), unterminated subpattern'),
         ("regular-expression:", "names no pattern"),
@@ -215,11 +220,11 @@ def test_names_of_rewards(tmp_path: Path) -> None:
         ("file.py:", "is no reward"),
     ):
         with pytest.raises(HpctrainError, match=rf"^deck\.toml:3: .*{what}"):
-            parse_reward(text, "deck.toml:3")
+            parse_reward(NamedCode(text), "deck.toml:3")
 
 
 def test_weighted_sums() -> None:
-    length = UsersReward(f"{JUDGES}:length")
+    length = UsersReward(NamedCode(f"{JUDGES}:length"))
     rewards = Rewards([(length, 0.5), (ExactMatch(), 1), (ExactMatch("other"), -1.0)])
     scores = rewards.scores(samples_of(["aa", "b", "ccc"], answer="aa", other="b"))
     assert scores.parts == {"length": [2, 1, 3], "exact_match": [1, 0, 0], "exact_match_2": [0, 1, 0]}
@@ -237,17 +242,28 @@ def test_weighted_sums() -> None:
 def test_names_that_others_have_get_a_number() -> None:
     """As those of reward models, and of the deviation of all rewards, which figures are called by."""
     names = [f"{JUDGES}:{name}" for name in ("length", "model", "deviation")]
-    rewards = open_rewards(dict.fromkeys(names, 1.0), "post.rewards", taken=["model", "model_2"])
+    rewards = open_rewards(
+        {NamedCode(name): 1.0 for name in names}, "post.rewards", taken=["model", "model_2"]
+    )
     assert rewards.names == ["length", "model_3", "deviation_2"]
 
 
 def test_rewards_are_opened_by_their_texts() -> None:
-    rewards = open_rewards({f"{JUDGES}:length": 2.0, "regular-expression:a": -1.0}, "post.rewards")
+    rewards = open_rewards(
+        {NamedCode(f"{JUDGES}:length"): 2.0, NamedCode("regular-expression:a"): -1.0}, "post.rewards"
+    )
     rewards.start()
     assert rewards.scores(samples_of(["a", "bb"])).totals == [1.0, 4.0]
     rewards.close()
     with pytest.raises(HpctrainError) as raised:
-        open_rewards({"exact": 1.0, "regular-expression:(": 1.0, "exact-match": float("nan")}, "post.rewards")
+        open_rewards(
+            {
+                NamedCode("exact"): 1.0,
+                NamedCode("regular-expression:("): 1.0,
+                NamedCode("exact-match"): float("nan"),
+            },
+            "post.rewards",
+        )
     assert len(raised.value.problems) == 3
     with pytest.raises(HpctrainError, match=r"^post\.rewards: names no reward: "):
         open_rewards({}, "post.rewards")
@@ -267,13 +283,13 @@ def gone(pid: int) -> bool:
 
 def test_what_hangs_ends_with_what_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CHILD", str(tmp_path / "child"))
-    told = sentence_of(UsersReward(f"{JUDGES}:starts_and_hangs", 1.0), samples_of(["bad"]))
+    told = sentence_of(UsersReward(NamedCode(f"{JUDGES}:starts_and_hangs"), 1.0), samples_of(["bad"]))
     assert "takes longer than 1 s" in told and gone(int((tmp_path / "child").read_text()))
 
 
 def test_what_exits_leaves_nothing_that_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CHILD", str(tmp_path / "child"))
-    reward = UsersReward(f"{JUDGES}:starts_and_exits", 20.0)
+    reward = UsersReward(NamedCode(f"{JUDGES}:starts_and_exits"), 20.0)
     told = sentence_of(reward, samples_of(["bad"]))
     assert "loses its process, which ended by itself, with exit code 3, asked about" in told
     assert gone(int((tmp_path / "child").read_text()))
@@ -303,7 +319,7 @@ def test_processes_end_with_a_killed_rank(
     monkeypatch.setenv("CHILD", str(child))
     code = (
         "import sys; from hpctrain.post.rewards.in_processes import *; "
-        f"r = UsersReward({f'{JUDGES}:{function}'!r}, processes=2, together=1); r.start(); "
+        f"r = UsersReward(NamedCode({f'{JUDGES}:{function}'!r}), processes=2, together=1); r.start(); "
         "r._processes.start(2); print(*[p.process.pid for p in r._processes._processes], flush=True); "
         "r.scores([Sample('', 'bad')] * 2)"
     )
@@ -322,7 +338,7 @@ def test_processes_end_with_a_killed_rank(
 @pytest.mark.mpi
 def test_ranks_judge_shares_and_agree(world: World) -> None:
     texts = ["x" * (n % 5) for n in range(11)]
-    rewards = Rewards([(UsersReward(f"{JUDGES}:length"), 1.0), (ExactMatch(), 10.0)])
+    rewards = Rewards([(UsersReward(NamedCode(f"{JUDGES}:length")), 1.0), (ExactMatch(), 10.0)])
     scores = agreed_scores(world, rewards, samples_of(texts, answer="xx"))
     alone = [float(len(text)) + 10 * (text == "xx") for text in texts]
     assert scores.totals == alone and scores.parts["length"] == [*map(len, texts)]
@@ -333,7 +349,7 @@ def test_ranks_judge_shares_and_agree(world: World) -> None:
     assert agreed_scores(world, rewards, samples_of(["xx"], answer="xx")).totals == [12.0]
     assert agreed_scores(world, rewards, []).totals == []
     rewards.close()
-    bad = Rewards([(UsersReward(f"{JUDGES}:nan"), 1.0)])
+    bad = Rewards([(UsersReward(NamedCode(f"{JUDGES}:nan")), 1.0)])
     for place in (0, 10):
         texts = ["good"] * place + ["bad"] + ["good"] * (10 - place)
         with pytest.raises(HpctrainError) as raised:

@@ -97,8 +97,15 @@ def test_a_run_goes_on_within_an_epoch_on_other_ranks(folder: Path, launch: Laun
     hpctrain(launch, 2, "run", "code/deck.toml", *sets("run.dir=runs/whole"))
     hpctrain(launch, 2, "run", "code/deck.toml", *sets("run.steps=3", "data.workers=1"))
     (folder / "code/deck.toml").unlink()
-    hpctrain(launch, 1, "resume", "runs/mine", *sets("run.steps=6", "data.workers=2"))
-    out = hpctrain(launch, 4, "resume", "runs/mine", *sets("run.steps=9", "data.workers=0", "layout.zero=3"))
+    hpctrain(launch, 1, "resume", "runs/mine", "--trust-code", *sets("run.steps=6", "data.workers=2"))
+    out = hpctrain(
+        launch,
+        4,
+        "resume",
+        "runs/mine",
+        "--trust-code",
+        *sets("run.steps=9", "data.workers=0", "layout.zero=3"),
+    )
     assert "is not the dataset" not in out and "samples/s" in out
     run, whole = folder / "runs/mine", folder / "runs/whole"
     np.testing.assert_allclose(losses(run), losses(whole), rtol=1e-5)
@@ -110,12 +117,21 @@ def test_a_run_goes_on_within_an_epoch_on_other_ranks(folder: Path, launch: Laun
     assert [row["step"] for row in rows if "validation_loss" in row] == [3, 6, 9]
     told = hpctrain(launch, 0, "inspect", "runs/mine/checkpoints/step-00000009.h5")
     assert "mine.py:Noisy" in told and "72 samples" in told and "tokens" not in told
-    told = hpctrain(launch, 2, "replay", "runs/whole/checkpoints/step-00000003.h5", *sets("data.workers=1"))
+    told = hpctrain(
+        launch,
+        2,
+        "replay",
+        "--trust-code",
+        "runs/whole/checkpoints/step-00000003.h5",
+        *sets("data.workers=1"),
+    )
     assert "The 6 recorded losses come out again, bit for bit" in told
     other = sets("data.arguments={count=45}")
-    told = hpctrain(launch, 1, "replay", "runs/whole/checkpoints/step-00000003.h5", *other, code=2)
+    told = hpctrain(
+        launch, 1, "replay", "--trust-code", "runs/whole/checkpoints/step-00000003.h5", *other, code=2
+    )
     assert "is not the dataset that" in told
-    told = hpctrain(launch, 1, "resume", "runs/whole", *other, *sets("run.steps=10"))
+    told = hpctrain(launch, 1, "resume", "runs/whole", "--trust-code", *other, *sets("run.steps=10"))
     assert told.count("samples of") == 2 and "with {count = 45}, there 44 samples" in told
 
 

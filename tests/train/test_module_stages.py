@@ -38,8 +38,15 @@ def test_a_run_goes_on_with_other_stages(staged: Path, launch: Launch) -> None:
     two = changes("layout.pipeline=2", "layout.schedule=zb-v", "stability.check_parameters=true")
     short = changes("run.steps=3", "learning_rate.decay_steps=9", "layout.pipeline=2", "layout.split=[3, 1]")
     hpctrain(launch, 2, "run", "code/deck.toml", *begun, *short)
-    hpctrain(launch, 2, "resume", "runs/mine", *changes("layout.pipeline=1", "layout.split=", "run.steps=6"))
-    hpctrain(launch, 2, "resume", "runs/mine", *two, *changes("run.steps=9"))
+    hpctrain(
+        launch,
+        2,
+        "resume",
+        "runs/mine",
+        "--trust-code",
+        *changes("layout.pipeline=1", "layout.split=", "run.steps=6"),
+    )
+    hpctrain(launch, 2, "resume", "runs/mine", "--trust-code", *two, *changes("run.steps=9"))
     np.testing.assert_allclose(losses(run), losses(staged / "runs/whole"), rtol=1e-5)
     last = "checkpoints/step-00000009.h5"
     expected, found = tensors(staged / "runs/whole" / last), tensors(run / last)

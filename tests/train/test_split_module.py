@@ -96,9 +96,9 @@ def test_a_run_goes_on_with_tensor_ranks_and_without(folder: Path, launch: Launc
     hpctrain(launch, 2, "run", "deck.toml", *alone)
     hpctrain(launch, 2, "run", "deck.toml", *sets("run.steps=3", "learning_rate.decay_steps=9"))
     data = sets("layout.tensor=1", "layout.zero=3", "run.steps=6")
-    hpctrain(launch, 2, "resume", "runs/mine", *data)
+    hpctrain(launch, 2, "resume", "runs/mine", "--trust-code", *data)
     pieces = sets("layout.tensor=2", "layout.zero=0", "layout.sequence_parallel=true", "run.steps=9")
-    hpctrain(launch, 2, "resume", "runs/mine", *pieces)
+    hpctrain(launch, 2, "resume", "runs/mine", "--trust-code", *pieces)
     np.testing.assert_allclose(losses(folder / "runs/mine"), losses(folder / "runs/whole"), rtol=1e-5)
     last = folder / "runs/mine/checkpoints/step-00000009.h5"
     expected = model(folder / "runs/whole/checkpoints/step-00000009.h5")

@@ -15,6 +15,7 @@ from torch import nn
 
 from hpctrain.data.dataset import dataset_of
 from hpctrain.data.items import FieldForm
+from hpctrain.deck.code import NamedCode
 from hpctrain.deck.find import find_function
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
@@ -33,7 +34,7 @@ _MOST_TOLD = 3
 
 @dataclass(frozen=True)
 class ModuleArchitecture(Architecture):
-    """What `target` builds of `arguments`, which are JSON; its blocks are the submodules of the names that
+    """What `code` builds of `arguments`, which are JSON; its blocks are the submodules of the names that
     `pattern` has, `number` of them.
 
     `buffers` says whose buffers ranks have after a step; those that are kept and are fractions are in the
@@ -44,7 +45,7 @@ class ModuleArchitecture(Architecture):
     `initial` names what changes its initial values.
     """
 
-    target: str
+    code: NamedCode
     arguments: str
     pattern: str | None
     number: int
@@ -58,7 +59,7 @@ class ModuleArchitecture(Architecture):
     whole_logits: bool = False
     micro_size: int = 1
     cut: bool = False
-    initial: str | None = None
+    initial: NamedCode | None = None
 
     @staticmethod
     def of(deck: Deck) -> ModuleArchitecture:
@@ -72,7 +73,8 @@ class ModuleArchitecture(Architecture):
         except HpctrainError as error:
             raise HpctrainError([*error.problems, *missing]) from error.__cause__
         rest = deck.batch.sequence, keys.buffers, Precision.of(deck).storage, *read
-        bare = ModuleArchitecture(keys.module, arguments, keys.blocks, 0, *rest)
+        code = deck.code(keys.module)
+        bare = ModuleArchitecture(code, arguments, keys.blocks, 0, *rest)
         try:
             module = _on_meta(bare)
         except HpctrainError as error:
@@ -84,15 +86,15 @@ class ModuleArchitecture(Architecture):
         if problems:
             raise HpctrainError(problems)
         number, notes = len(blocks_in(module, keys.blocks)), _notes(deck, module)
-        made = ModuleArchitecture(keys.module, arguments, keys.blocks, number, *rest, notes)
+        made = ModuleArchitecture(code, arguments, keys.blocks, number, *rest, notes)
         made = replace(made, micro_size=deck.batch.micro_size, cut=deck.layout.pipeline > 1)
-        made = replace(made, initial=keys.initial)
+        made = replace(made, initial=None if keys.initial is None else deck.code(keys.initial))
         return replace(made, plan=json.dumps(keys.plan), whole_logits=keys.loss is not None)
 
     @property
     def title(self) -> str:
         """See Architecture."""
-        return self.target.rpartition("/")[2]
+        return self.code.title
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -143,7 +145,7 @@ class ModuleArchitecture(Architecture):
         """A new one, on a device. Errors as in `build_module`."""
         try:
             with device:
-                built = build_module(self.target, json.loads(self.arguments))
+                built = build_module(self.code, json.loads(self.arguments))
             return _to_compare(built) if self.storage == torch.float64 else built
         except HpctrainError as error:
             if device != META or not isinstance(error.__cause__, NotImplementedError | RuntimeError):
@@ -245,7 +247,7 @@ def _function_problems(deck: Deck) -> Iterator[tuple[str, str]]:
     for key, target in (("model.loss", deck.model.loss), ("model.initial", deck.model.initial)):
         if target is not None:
             try:
-                find_function(target)
+                find_function(deck.code(target))
             except HpctrainError as error:
                 yield key, error.problems[0]
 

@@ -8,21 +8,22 @@ from typing import Any
 
 from torch import nn
 
+from hpctrain.deck.code import NamedCode
 from hpctrain.deck.find import call_with, find_function, users_code
 from hpctrain.errors import HpctrainError
 from hpctrain.model.foreign.config import unknown_names
 from hpctrain.words import article
 
 
-def build_module(target: str, arguments: Mapping[str, Any]) -> nn.Module:
-    """The module that a target builds of these arguments, on the device that is the default one meanwhile.
+def build_module(code: NamedCode, arguments: Mapping[str, Any]) -> nn.Module:
+    """Build the module that a deck names, on the default device.
 
     A class of Hugging Face's is made of its config: of the one in the folder `config`, or of the arguments.
     HpctrainError where they do not fit, it fails, or what it gives is no module.
     """
-    function: Any = find_function(target)
+    function: Any = find_function(code)
     given = dict(arguments)
-    short = target.rpartition("/")[2]
+    short = code.title
     config = getattr(function, "config_class", None) if isclass(function) else None
     if config is None:
         built = call_with(function, given, short, "model.arguments")

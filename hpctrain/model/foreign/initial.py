@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hpctrain.deck.code import NamedCode
 from hpctrain.deck.find import find_function, users_code
 from hpctrain.errors import HpctrainError
 from hpctrain.model.foreign.architecture import ModuleArchitecture
@@ -105,10 +106,10 @@ def initialize_module(
         part.kept.fill(twin)
 
 
-def _change(twin: nn.Module, target: str) -> None:
-    """Have a user's function change the values of a module."""
-    short, before = target.rpartition("/")[2], Forms.of(twin)
-    function = find_function(target)
+def _change(twin: nn.Module, code: NamedCode) -> None:
+    """Call the user's function that changes the values of a module."""
+    short, before = code.title, Forms.of(twin)
+    function = find_function(code)
     with suppress(ValueError):  # of which nobody knows what it takes
         try:
             signature(function).bind(twin)

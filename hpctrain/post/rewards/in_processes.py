@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hpctrain.deck.code import NamedCode
 from hpctrain.errors import UsersError
 from hpctrain.post.rewards.processes import FailedError, Processes
 from hpctrain.post.rewards.reward import Sample, answers_of, quoted
@@ -80,15 +81,17 @@ class InProcesses:
 
 
 class UsersReward(InProcesses):
-    """What the function that `target` names (see `deck.find.find_function`) gives for prompts, completions
-    and what rows have by name.
+    """Scores that a user's function gives for prompts, completions and what rows have by name.
+
+    The processes that call it get its name; `UntrustedCodeError` if it may not be called.
     """
 
     def __init__(
-        self, target: str, seconds: float = 30.0, processes: int = 1, together: int = TOGETHER
+        self, code: NamedCode, seconds: float = 30.0, processes: int = 1, together: int = TOGETHER
     ) -> None:
-        name, title = target.rpartition(":")[2], target.rpartition("/")[2]
-        super().__init__(name, title, {"target": target}, seconds, processes, together)
+        code.require_trusted()
+        name = code.target.rpartition(":")[2]
+        super().__init__(name, code.title, {"target": code.target}, seconds, processes, together)
 
     def check(self, others: Mapping[str, Any]) -> None:
         """See Reward."""

@@ -10,6 +10,7 @@ from math import isfinite
 from pathlib import Path
 
 from hpctrain.comm.world import World
+from hpctrain.deck.code import NamedCode
 from hpctrain.deck.target import is_file, is_target
 from hpctrain.errors import HpctrainError
 from hpctrain.post.rewards.in_processes import RegularExpression, UsersReward
@@ -27,10 +28,11 @@ _USUAL_KEY, _USUAL_SECONDS = "answer", 30.0
 
 @dataclass(frozen=True)
 class RewardName:
-    """What a deck says of a reward: a built-in one, a pattern of one, or what names a function."""
+    """What a deck says of a reward: a built-in one, a pattern of one, or the name of a function."""
 
     kind: str
     text: str = ""
+    code: NamedCode | None = None
 
     def open(self, key: str = _USUAL_KEY, seconds: float = _USUAL_SECONDS, processes: int = 1) -> Reward:
         """What judges by it: compared with what rows have under `key`, each call within `seconds`."""
@@ -38,13 +40,17 @@ class RewardName:
             return ExactMatch(key)
         if self.kind == PATTERN:
             return RegularExpression(self.text, key, seconds, processes)
-        return UsersReward(self.text, seconds, processes)
+        assert self.code is not None
+        return UsersReward(self.code, seconds, processes)
 
 
-def parse_reward(text: str, where: str) -> RewardName:
-    """The reward of a text as in FORMS. HpctrainError, beginning with `where`, with what is wrong; of a
-    function whether it is there, and can judge, is known when it is loaded (Rewards.start).
+def parse_reward(reward: NamedCode, where: str) -> RewardName:
+    """Return the reward that a deck names in one of the `FORMS`.
+
+    HpctrainError, beginning with `where`, with what is wrong; whether a function is there, and can judge, is
+    known when it is loaded (Rewards.start).
     """
+    text = reward.target
     if (kind := _built_in(text)) == EXACT_MATCH:
         return RewardName(EXACT_MATCH)
     if text.startswith(f"{EXACT_MATCH}:"):
@@ -69,7 +75,8 @@ def parse_reward(text: str, where: str) -> RewardName:
     package = home.partition(".")[0]
     if not is_file(text) and not (package.isidentifier() and find_spec(package)):
         raise HpctrainError(f"{where}: there is no package {quoted(package)} here (a file is named FILE.py)")
-    return RewardName("function", text)
+    reward.require_trusted()
+    return RewardName("function", text, reward)
 
 
 def _built_in(text: str) -> str:
@@ -152,24 +159,28 @@ class Rewards:
 
 
 def open_rewards(
-    weighted: Mapping[str, float],
+    weighted: Mapping[NamedCode, float],
     where: str,
     key: str = _USUAL_KEY,
     seconds: float = _USUAL_SECONDS,
     processes: int = 1,
     taken: Sequence[str] = (),
 ) -> Rewards:
-    """Rewards of texts as in FORMS, each with its weight; arguments as of RewardName.open, and of Rewards.
-    HpctrainError, with all that is wrong, as from parse_reward.
+    """Return rewards as a deck names them, each with its weight.
+
+    Other arguments are those of RewardName.open and of Rewards. HpctrainError, with all that is wrong, as
+    from parse_reward.
     """
     names, problems = list[RewardName](), list[str]()
-    for text, weight in weighted.items():
+    for reward, weight in weighted.items():
         try:
-            names.append(parse_reward(text, where))
+            names.append(parse_reward(reward, where))
         except HpctrainError as error:
             problems += error.problems
         if not isfinite(weight):
-            problems.append(f"{where}: {quoted(text)} has the weight {weight:g}, which is no finite number")
+            problems.append(
+                f"{where}: {quoted(reward.target)} has the weight {weight:g}, which is no finite number"
+            )
     if not weighted:
         problems.append(f"{where}: names no reward: {FORMS} would do")
     if problems:

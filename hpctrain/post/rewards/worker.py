@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.comm import child_service
+from hpctrain.deck.code import NamedCode
 from hpctrain.deck.find import find_function
 from hpctrain.deck.sources import clipped
 from hpctrain.errors import HpctrainError
@@ -58,7 +59,7 @@ def _ready(work: Mapping[str, Any]) -> tuple[child_service.Answer, dict[str, Any
         if "pattern" in work:
             judge = _by_pattern(work["pattern"], work["key"])
         else:
-            judge = _by_function(find_function(work["target"]), work["target"])
+            judge = _by_function(find_function(NamedCode(work["target"])), work["target"])
     except HpctrainError as error:
         sentence, *frames = error.problems
         last = f" ({frames[-1].strip()})" if frames else ""

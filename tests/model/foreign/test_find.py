@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from torch import nn
 
+from hpctrain.deck.code import NamedCode
 from hpctrain.deck.find import users_code
 from hpctrain.errors import HpctrainError
 from hpctrain.model.foreign.find import build_module, find_function
@@ -49,29 +50,32 @@ def file(tmp_path: Path) -> Path:
 
 def problems(target: str, **arguments: object) -> tuple[str, ...]:
     with pytest.raises(HpctrainError) as caught:
-        build_module(target, arguments)
+        build_module(NamedCode(target), arguments)
     return caught.value.problems
 
 
 def test_a_function_of_a_file_is_called_with_the_arguments(file: Path) -> None:
-    module = build_module(f"{file}:build", {"hidden": 3, "layers": 4})
+    module = build_module(NamedCode(f"{file}:build"), {"hidden": 3, "layers": 4})
     assert isinstance(module, nn.Linear) and module.weight.shape == (4, 3)
-    assert build_module(f"{file}:Holder.make", {}).weight.shape == (2, 5)
-    assert find_function(f"{file}:build") is find_function(f"{file}:build")
+    assert build_module(NamedCode(f"{file}:Holder.make"), {}).weight.shape == (2, 5)
+    assert find_function(NamedCode(f"{file}:build")) is find_function(NamedCode(f"{file}:build"))
 
 
 def test_a_function_of_a_package_is_found() -> None:
-    assert find_function("torch.nn:Linear") is nn.Linear
-    assert build_module("torch.nn:Linear", {"in_features": 2, "out_features": 3}).weight.shape == (3, 2)
+    assert find_function(NamedCode("torch.nn:Linear")) is nn.Linear
+    assert build_module(NamedCode("torch.nn:Linear"), {"in_features": 2, "out_features": 3}).weight.shape == (
+        3,
+        2,
+    )
 
 
 def test_a_class_of_transformers_is_made_of_its_config(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 11, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 16}
-    module = build_module("transformers:GPT2LMHeadModel", sizes)
+    module = build_module(NamedCode("transformers:GPT2LMHeadModel"), sizes)
     assert module.transformer.wte.weight.shape == (11, 8)
     transformers.GPT2Config(**sizes).save_pretrained(tmp_path)
-    again = build_module("transformers:GPT2LMHeadModel", {"config": str(tmp_path), "n_layer": 2})
+    again = build_module(NamedCode("transformers:GPT2LMHeadModel"), {"config": str(tmp_path), "n_layer": 2})
     assert len(again.transformer.h) == 2 and again.transformer.wte.weight.shape == (11, 8)
 
 
@@ -85,10 +89,12 @@ def test_names_that_no_config_knows_are_told(tmp_path: Path) -> None:
     )
     # Of which some are others' names, or stand for others.
     also = {"hidden_size": 8, "num_labels": 3, "attn_implementation": "eager", "output_attentions": False}
-    assert isinstance(build_module("transformers:GPT2LMHeadModel", {**sizes, **also}), nn.Module)
+    assert isinstance(build_module(NamedCode("transformers:GPT2LMHeadModel"), {**sizes, **also}), nn.Module)
     transformers.GPT2Config(**sizes, mine=3).save_pretrained(tmp_path)
     folder = {"config": str(tmp_path), "local_files_only": True}
-    assert isinstance(build_module("transformers:GPT2LMHeadModel", {**folder, "mine": 4}), nn.Module)
+    assert isinstance(
+        build_module(NamedCode("transformers:GPT2LMHeadModel"), {**folder, "mine": 4}), nn.Module
+    )
     assert problems("transformers:GPT2LMHeadModel", **folder, mein=4) == (f"{told}mein (did you mean mine?)",)
     within = problems("transformers:Gemma3ForConditionalGeneration", text_config={"hiden_size": 8})
     assert within[0].endswith("text_config: Gemma3TextConfig has no hiden_size (did you mean hidden_size?)")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.world import World
+from hpctrain.deck.code import NamedCode
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import toml_value
@@ -257,7 +258,7 @@ def assert_equal_steps(
 
     def alone() -> tuple[list[list[float]], dict[str, Tensor]]:
         own = getattr(models, target.rpartition(":")[2], None)
-        model = build_module(target, arguments) if own is None else own(**arguments)
+        model = build_module(NamedCode(target), arguments) if own is None else own(**arguments)
         figures, model = plain_loop(training, model, weights, steps, deck.batch.micro_size, loss)
         return figures, {name: value.detach() for name, value in model.named_parameters()}
 

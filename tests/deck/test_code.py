@@ -1,0 +1,189 @@
+"""Code that decks name: which of it may be called, and what is refused whoever names it.
+
+Of deck/find.py and checkpoint/stored_deck.py, too.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+
+import pytest
+
+from hpctrain.checkpoint.stored_deck import deck_state, require_trusted, stored_deck
+from hpctrain.deck.code import CODE_KEYS, CodeName, CodeTrust, NamedCode, UntrustedCodeError, code_names
+from hpctrain.deck.find import find_function
+from hpctrain.deck.read import changed_deck, parse_deck, read_code_names, read_stored_deck
+from hpctrain.deck.schema import Deck, fields, sections
+from hpctrain.errors import EXIT_DONE, HpctrainError
+
+TEXT = """
+[run]
+steps = 2
+[model]
+module = "mine.py:build"
+loss = "mine.py:loss"
+initial = "mine.py:initial"
+[data]
+dataset = "mine.py:Data"
+collate = "mine.py:collate"
+[batch]
+global_size = 2
+[learning_rate]
+peak = 1e-3
+"""
+FILE = Path("runs/x/checkpoints/step-00000002.h5")
+
+
+def named(key: str, target: str) -> CodeName:
+    return CodeName(key, str(Path(target).absolute()))
+
+
+MODULE, LOSS = named("model.module", "mine.py:build"), named("model.loss", "mine.py:loss")
+
+
+def stored(*overrides: str, text: str = TEXT, trust: CodeTrust = CodeTrust()) -> Deck:  # noqa: B008
+    return stored_deck(deck_state(parse_deck(text)), FILE, overrides, trust)
+
+
+def test_every_key_that_names_code_is_known() -> None:
+    """A key is described by the form of what it names: FILE.py:FUNCTION, or as another one is."""
+    found = {
+        f"{section}.{name}"
+        for section in sections()
+        for name, field in fields(section).items()
+        if any(word in str(field.description) for word in ("FILE.py", "named as model.module is"))
+    }
+    assert found | {"model.loss", "model.initial"} == set(CODE_KEYS)
+
+
+def test_a_deck_of_the_users_own_may_call_what_it_names() -> None:
+    deck = parse_deck(TEXT)
+    assert not deck.untrusted_code and not deck.code("mine.py:build").refusal
+    assert not changed_deck(deck, ["model.loss=other.py:f"], None).untrusted_code
+
+
+def test_a_stored_deck_may_call_nothing_until_all_that_it_names_is_trusted() -> None:
+    deck = stored()
+    assert {name.key for name in deck.untrusted_code} == set(CODE_KEYS) - {"policy.reward"}
+    with pytest.raises(UntrustedCodeError) as refused:
+        require_trusted(deck, FILE, CodeTrust())
+    (sentence,) = refused.value.problems
+    assert sentence.startswith(f"{FILE}: its deck names code that is not run unless you name it, too: ")
+    for word in (str(MODULE), str(LOSS), "--set", "--trust-deck DECK", "--trust-code", "trust_code=True"):
+        assert word in sentence
+    with pytest.raises(UntrustedCodeError, match=r"model\.module"):
+        find_function(deck.code(str(deck.model.module)))
+    assert refused.value.exit_code == 2 != EXIT_DONE
+
+
+def test_what_the_user_names_again_is_trusted() -> None:
+    """By --set with the same values, by keys that are taken away, or by a deck of the user's own."""
+    keys = {"model.module": "build", "model.loss": "loss", "model.initial": "initial"}
+    same = [f"{key}=mine.py:{name}" for key, name in keys.items()]
+    rest = ["data.dataset=mine.py:Data", "data.collate="]
+    assert not stored(*same, *rest).untrusted_code
+    assert stored(*same[1:], *rest).untrusted_code == {MODULE}
+    # The same function under another key is another name.
+    other = stored("model.loss=mine.py:build", trust=CodeTrust(names=frozenset({LOSS})))
+    assert MODULE in other.untrusted_code and LOSS not in other.untrusted_code
+    assert not stored(trust=CodeTrust(names=stored().untrusted_code)).untrusted_code
+
+
+def test_a_file_that_is_trusted_may_call_what_it_names_and_no_more() -> None:
+    deck = stored(trust=CodeTrust(everything=True))
+    assert not deck.untrusted_code
+    later = changed_deck(deck, ["model.loss=later.py:f"], None)
+    assert later.untrusted_code == {named("model.loss", "later.py:f")}
+    assert not changed_deck(deck, ["model.loss=later.py:f"], None, from_user=True).untrusted_code
+
+
+def test_copies_of_a_stored_deck_stay_untrusted() -> None:
+    deck = stored()
+    for made in (
+        copy.deepcopy(deck),
+        pickle.loads(pickle.dumps(deck)),
+        deck.with_keys(run={"steps": 4}),
+        changed_deck(deck, ["run.steps=4"], None),
+    ):
+        assert made.untrusted_code == deck.untrusted_code
+
+
+def test_a_deck_of_the_users_own_is_read_for_its_names(tmp_path: Path) -> None:
+    """With the files that it includes, relative to its own folder, and whatever else is wrong with it."""
+    (tmp_path / "base.toml").write_text('[model]\nmodule = "mine.py:build"\n')
+    (tmp_path / "deck.toml").write_text(
+        'include = "base.toml"\n[policy]\nreward = ["exact-match", "a.b:f"]\n'
+    )
+    built = CodeName("model.module", f"{tmp_path}/mine.py:build")
+    assert read_code_names(tmp_path / "deck.toml") == {built, CodeName("policy.reward", "a.b:f")}
+    with pytest.raises(HpctrainError, match=r"cannot be read"):
+        read_code_names(tmp_path / "no.toml")
+
+
+def test_the_deck_in_a_run_folder_is_a_stored_one(tmp_path: Path) -> None:
+    (tmp_path / "deck.toml").write_text(TEXT)
+    assert read_stored_deck(tmp_path / "deck.toml", CodeTrust()).untrusted_code
+    assert not read_stored_deck(tmp_path / "deck.toml", CodeTrust(everything=True)).untrusted_code
+
+
+def test_rewards_that_are_no_functions_name_no_code() -> None:
+    rewards = ["exact-match", "regular-expression:a:b", "runs/reward", "math_rewards:score"]
+    assert code_names({"policy": {"reward": rewards}}, "deck.toml") == {
+        CodeName("policy.reward", "math_rewards:score")
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        ({"trust_remote_code": True}, "trust_remote_code"),
+        ({"text_config": {"attn_implementation": "hub/kernels"}}, "text_config.attn_implementation"),
+    ],
+)
+def test_arguments_that_load_code_from_elsewhere_are_named(arguments: dict[str, object], key: str) -> None:
+    (found,) = code_names({"model": {"arguments": arguments}}, "deck.toml")
+    assert found.key == f"model.arguments.{key}"
+    harmless = {"trust_remote_code": False, "attn_implementation": "eager", "hidden": 8}
+    assert not code_names({"model": {"arguments": harmless}}, "deck.toml")
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "subprocess:run",
+        "os:system",
+        "builtins:eval",
+        "importlib.util:find_spec",
+        "hpctrain.comm.helper:start_helper",
+        "torch:os.system",
+        "{stdlib}/subprocess.py:run",
+        "{own}:run",
+        "{own}:again",
+        "{own}:subprocess.run",
+        "{own}:torch.load",
+        "{own}:build.__globals__.get",
+    ],
+)
+def test_functions_of_other_libraries_are_not_called(target: str, tmp_path: Path) -> None:
+    """Whoever names them: no model, dataset, loss or reward is among them."""
+    own = tmp_path / "mine.py"
+    own.write_text(
+        "import subprocess\nfrom functools import partial\nfrom subprocess import run\nimport torch\n"
+        "again = partial(partial(run), ['true'])\ndef build(): pass\n"
+    )
+    import subprocess
+
+    stdlib = Path(subprocess.__file__).parent
+    with pytest.raises(HpctrainError, match=r"standard library|is a module that|Python's own attributes"):
+        find_function(NamedCode(target.format(stdlib=stdlib, own=own)))
+
+
+def test_what_a_file_imports_from_its_own_folder_is_found(tmp_path: Path) -> None:
+    """So is what it imports by name from a package, and a file that is called as a standard module is."""
+    (tmp_path / "lower.py").write_text("def build(): return 1\n")
+    (tmp_path / "code.py").write_text("import lower\nfrom torch.nn import Linear\ndef build(): return 2\n")
+    for name, value in (("lower.build", 1), ("build", 2)):
+        assert find_function(NamedCode(f"{tmp_path}/code.py:{name}"))() == value
+    assert find_function(NamedCode(f"{tmp_path}/code.py:Linear"))(1, 1).weight.shape == (1, 1)
