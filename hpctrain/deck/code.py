@@ -112,7 +112,7 @@ def code_names(tables: Mapping[str, object], deck_name: str) -> frozenset[CodeNa
             if isinstance(target, str) and _names_code(key, target):
                 names.add(CodeName(key, found_from(target, deck_name)))
     for key in ARGUMENT_KEYS:
-        names.update(_remote_code(key, _value(tables, key)))
+        names.update(remote_code(key, _value(tables, key)))
     return frozenset(names)
 
 
@@ -126,24 +126,24 @@ def refusal(names: Iterable[CodeName], file: str) -> str:
     )
 
 
-def _names_code(key: str, target: str) -> bool:
-    """True if the value of a key is to be imported; a reward may also be a pattern or a checkpoint."""
-    if key != "policy.reward":
-        return True
-    return target.partition(":")[0] not in _NOT_CODE and ":" in target and is_target(target)
-
-
-def _remote_code(key: str, value: object) -> Iterator[CodeName]:
-    """Yield the arguments that have a library such as `transformers` load code from elsewhere."""
+def remote_code(key: str, value: object) -> Iterator[CodeName]:
+    """Yield what is in a value of a key and has a library such as `transformers` load code from elsewhere."""
     if isinstance(value, list | tuple):
         for each in value:
-            yield from _remote_code(key, each)
+            yield from remote_code(key, each)
     if not isinstance(value, Mapping):
         return
     for name, each in value.items():
         if (name == _TRUSTS_REMOTE and each) or (name in _KERNELS and isinstance(each, str) and "/" in each):
             yield CodeName(f"{key}.{name}", str(each))
-        yield from _remote_code(f"{key}.{name}", each)
+        yield from remote_code(f"{key}.{name}", each)
+
+
+def _names_code(key: str, target: str) -> bool:
+    """True if the value of a key is to be imported; a reward may also be a pattern or a checkpoint."""
+    if key != "policy.reward":
+        return True
+    return target.partition(":")[0] not in _NOT_CODE and ":" in target and is_target(target)
 
 
 def _value(tables: Mapping[str, object], key: str) -> object:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,6 +28,20 @@ def fill_module(model: dict[str, Any], deck_name: str) -> None:
             model[name] = found_from(model[name], deck_name)
     for name, value in STAND_INS.items():
         model.setdefault(name, value)
+
+
+def config_arguments(model: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the arguments of a class of `transformers` that `model.from` settles, for a deck without any.
+
+    They name the folder, whose `config.json` describes the model; None if there is no such folder or class.
+    """
+    target, source = model.get("module"), model.get("from")
+    if model.get("arguments") is not None or not isinstance(target, str) or not isinstance(source, str):
+        return None
+    if target.partition(":")[0].partition(".")[0] != "transformers":
+        return None
+    folder = os.path.abspath(source)  # noqa: PTH100
+    return {"config": folder} if os.path.isfile(os.path.join(folder, "config.json")) else None  # noqa: PTH113, PTH118
 
 
 def shown(

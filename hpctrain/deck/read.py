@@ -21,7 +21,7 @@ from hpctrain.deck.code import CodeName, CodeTrust, Overrides, code_names
 from hpctrain.deck.defaults import Tables, fill, find_preset, is_default
 from hpctrain.deck.gather import Written
 from hpctrain.deck.key import extra
-from hpctrain.deck.module import shown
+from hpctrain.deck.module import config_arguments, shown
 from hpctrain.deck.objective import POLICIES
 from hpctrain.deck.policy import steps_of_rollout
 from hpctrain.deck.problem import Problem
@@ -267,6 +267,10 @@ class _Validation:
         tables, bad = self._known_tables()
         if tables["model"].get("module") is None:
             self._look_into_source(tables["model"].get("from"))
+        elif self.written.trusted_code is None and (arguments := config_arguments(tables["model"])):
+            tables["model"]["arguments"] = arguments
+            place = replace(self.places["model.from"], value=None, note="from model.from")
+            self.places["model.arguments"] = place
         if not {"steps", "tokens"} & tables["run"].keys() and are_epochs(tables["run"].get("epochs")):
             self._count_epochs(tables)
         given_keys = {f"{section}.{key}" for section, table in tables.items() for key in table}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.deck.code import CodeTrust, Overrides
 from hpctrain.deck.read import deck_text, parse_deck, read_deck
 from hpctrain.deck.reference import reference_text
 from hpctrain.errors import HpctrainError, InputOutputError
@@ -134,3 +135,35 @@ def test_a_stored_deck_includes_nothing(tmp_path: Path) -> None:
     text = f'include = "{tmp_path / "base.toml"}"\n' + DECK
     with pytest.raises(HpctrainError, match=r"^deck.toml:1: include: a deck that is stored in a file cannot"):
         parse_deck(text, includes=False, read_source=Reader(GPT2))
+
+
+MODULE = """
+[run]
+steps = 3
+[model]
+module = "transformers:GPT2LMHeadModel"
+from = "models/small"
+[data]
+tokens = "tokens.h5"
+[batch]
+global_size = 2
+sequence = 16
+"""
+
+
+def test_a_class_of_transformers_is_described_by_the_folder_that_it_starts_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the deck has of arguments stays, as does a stored deck that has none."""
+    folder = tmp_path / "models/small"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert parse_deck(MODULE).model.arguments is None  # there is no config.json
+    (folder / "config.json").write_text("{}")
+    deck = parse_deck(MODULE)
+    assert deck.model.arguments == {"config": str(folder)}
+    assert "(from model.from): no" in deck.problem("model.arguments", "no")
+    assert parse_deck(deck_text(deck)).model.arguments == deck.model.arguments
+    assert parse_deck(MODULE, ["model.arguments={n_layer=2}"]).model.arguments == {"n_layer": 2}
+    assert parse_deck(MODULE, ["model.module=mine.py:build"]).model.arguments is None
+    assert parse_deck(MODULE, Overrides.of((), CodeTrust())).model.arguments is None

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from inspect import isclass
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from hpctrain.deck.code import NamedCode
+from hpctrain.deck.code import NamedCode, remote_code
 from hpctrain.deck.find import call_with, find_function, users_code
 from hpctrain.errors import HpctrainError
+from hpctrain.files import parse_json, read_text
 from hpctrain.model.foreign.config import unknown_names
 from hpctrain.words import article
+
+_CONFIG_BYTES = 1 << 24
 
 
 def build_module(code: NamedCode, arguments: Mapping[str, Any]) -> nn.Module:
@@ -35,8 +39,26 @@ def build_module(code: NamedCode, arguments: Mapping[str, Any]) -> nn.Module:
                 raise HpctrainError(
                     [f"{short}: [model.arguments] does not fit: {sentence}" for sentence in unknown]
                 )
+        if folder is not None:
+            _refuse_remote_code(folder, given)
         with users_code(f"{short} fails"):
             built = function(config(**given) if folder is None else config.from_pretrained(folder, **given))
     if not isinstance(built, nn.Module):
         raise HpctrainError(f"{short} gives no torch.nn.Module, but {article(type(built).__name__)}")
     return built
+
+
+def _refuse_remote_code(folder: str, arguments: Mapping[str, Any]) -> None:
+    """Raise HpctrainError if a folder's config has code loaded from elsewhere that no argument replaces."""
+    path = Path(folder) / "config.json"
+    try:
+        content = parse_json(read_text(path, _CONFIG_BYTES))
+    except (OSError, ValueError):
+        return  # transformers refuses it in its own words, or knows the name of a model on a hub
+    for name in remote_code("config", content):
+        argument = name.key.partition(".")[2]
+        if argument not in arguments:
+            raise HpctrainError(
+                f"{path}: {argument} = {name.target} has code loaded from elsewhere; give {argument} of your "
+                "own in [model.arguments]"
+            )

@@ -5,6 +5,7 @@ Of deck/find.py and model/foreign/config.py, too.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,21 @@ def test_a_class_of_transformers_is_made_of_its_config(tmp_path: Path) -> None:
     transformers.GPT2Config(**sizes).save_pretrained(tmp_path)
     again = build_module(NamedCode("transformers:GPT2LMHeadModel"), {"config": str(tmp_path), "n_layer": 2})
     assert len(again.transformer.h) == 2 and again.transformer.wte.weight.shape == (11, 8)
+
+
+def test_a_config_that_loads_code_from_elsewhere_is_refused(tmp_path: Path) -> None:
+    """As attention kernels of a hub, which anyone may publish; an argument of the deck replaces it."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 11, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    config = transformers.GPT2Config(**sizes).to_dict() | {"attn_implementation": "someone/kernels"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (told,) = problems("transformers:GPT2LMHeadModel", config=str(tmp_path))
+    assert told == (
+        f"{tmp_path}/config.json: attn_implementation = someone/kernels has code loaded from elsewhere; give "
+        "attn_implementation of your own in [model.arguments]"
+    )
+    own = {"config": str(tmp_path), "attn_implementation": "eager"}
+    assert isinstance(build_module(NamedCode("transformers:GPT2LMHeadModel"), own), nn.Module)
 
 
 def test_names_that_no_config_knows_are_told(tmp_path: Path) -> None:
