@@ -19,7 +19,7 @@ from hpctrain.deck.evaluation import EvaluationSection
 from hpctrain.deck.found import Found
 from hpctrain.deck.key import Bytes, Duration, Section, Whole, key, name_of
 from hpctrain.deck.learning_rate import LearningRateSection
-from hpctrain.deck.objective import ObjectiveSection
+from hpctrain.deck.objective import POLICIES, ObjectiveSection
 from hpctrain.deck.optimizer import OptimizerSection
 from hpctrain.deck.policy import PolicySection
 from hpctrain.deck.precision import PrecisionSection
@@ -650,11 +650,15 @@ class Deck(Section):
 
     @property
     def untrusted_code(self) -> frozenset[CodeName]:
-        """Code that the deck names and that may not be called; see `hpctrain.deck.code`."""
+        """Code that the deck names and that may not be called; see `hpctrain.deck.code`.
+
+        Rewards are left out where the objective asks for none, as where a policy is only evaluated.
+        """
         trusted = self.sources.trusted_code
         if trusted is None:
             return frozenset()
-        sections = {name: vars(getattr(self, name)) for name in ("model", "data", "policy")}
+        policy = ("policy",) if self.objective.kind in POLICIES else ()
+        sections = {name: vars(getattr(self, name)) for name in ("model", "data", *policy)}
         return code_names(sections, self.sources.name) - trusted
 
     def code(self, target: str) -> NamedCode:

@@ -32,7 +32,6 @@ def evaluated_deck(
     """
     trust = trust_of(overrides)
     deck = stored_deck(state, path, overrides, trust)
-    require_trusted(deck, path, trust)
     if overrides:
         require_same_model(deck, stored_deck(state, path), path)
     if deck.data.dataset is not None:
@@ -51,6 +50,7 @@ def evaluated_deck(
         machine={"compile": False},
         stability={"corruption": "off", "check_parameters": False},
     )
+    require_trusted(deck, path, trust)
     given = any(argument.strip().startswith("layout.") for argument in overrides)
     if world_problems(deck, ranks) and not given:
         deck = on_one_rank(deck)

@@ -16,7 +16,10 @@ from hpctrain.deck.code import CODE_KEYS, CodeName, CodeTrust, NamedCode, Untrus
 from hpctrain.deck.find import find_function
 from hpctrain.deck.read import changed_deck, parse_deck, read_code_names, read_stored_deck
 from hpctrain.deck.schema import Deck, fields, sections
+from hpctrain.engine.evaluated import evaluated_deck
 from hpctrain.errors import EXIT_DONE, HpctrainError
+from hpctrain.post.rewards.in_processes import UsersReward
+from hpctrain.post.rewards.rewards import parse_reward
 
 TEXT = """
 [run]
@@ -126,6 +129,45 @@ def test_the_deck_in_a_run_folder_is_a_stored_one(tmp_path: Path) -> None:
     (tmp_path / "deck.toml").write_text(TEXT)
     assert read_stored_deck(tmp_path / "deck.toml", CodeTrust()).untrusted_code
     assert not read_stored_deck(tmp_path / "deck.toml", CodeTrust(everything=True)).untrusted_code
+
+
+POLICY = """
+[run]
+steps = 2
+[model]
+family = "llama"
+layers = 1
+hidden = 8
+heads = 2
+vocabulary = 300
+[data]
+tokens = "prompts.h5"
+[objective]
+kind = "grpo"
+[policy]
+reward = ["torch:tensor", "exact-match"]
+tokens = 4
+[batch]
+global_size = 16
+sequence = 16
+[learning_rate]
+peak = 1e-3
+"""
+
+
+def test_rewards_of_a_stored_deck_are_called_only_if_they_are_trusted() -> None:
+    """Who only evaluates the model asks for no reward."""
+    deck = stored(text=POLICY)
+    reward = CodeName("policy.reward", "torch:tensor")
+    assert deck.untrusted_code == {reward}
+    code = deck.code(reward.target)
+    with pytest.raises(UntrustedCodeError, match=r"policy\.reward"):
+        parse_reward(code, "policy.reward")
+    with pytest.raises(UntrustedCodeError, match=r"policy\.reward"):
+        UsersReward(code)
+    state = deck_state(parse_deck(POLICY))
+    assert evaluated_deck(state, FILE, [], 1).objective.kind == "next-token"
+    assert not stored(f'policy.reward=["{reward.target}"]', text=POLICY).untrusted_code
 
 
 def test_rewards_that_are_no_functions_name_no_code() -> None:
