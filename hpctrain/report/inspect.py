@@ -15,13 +15,14 @@ from hpctrain.checkpoint.keep import agreed_checkpoints, linked, newest_good
 from hpctrain.checkpoint.names import BEST, checkpoint_step
 from hpctrain.checkpoint.provenance import losses
 from hpctrain.checkpoint.stored_deck import stored_deck_text
-from hpctrain.checkpoint.structure import examine
+from hpctrain.checkpoint.structure import Structure, examine
 from hpctrain.checkpoint.verify import verify
 from hpctrain.comm.group import Group
 from hpctrain.deck.code import CodeTrust
 from hpctrain.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_INPUT_OUTPUT, HpctrainError, InputOutputError
 from hpctrain.report.bad_samples import bad_samples, bad_samples_text
 from hpctrain.report.contents import contents, contents_text, loss_text
+from hpctrain.report.described_model import require_described_model
 from hpctrain.report.differences import differences, differences_text
 from hpctrain.report.terminal import columns
 from hpctrain.report.token_contents import is_token_file, token_contents, token_contents_text
@@ -67,7 +68,7 @@ def inspect(group: Group, target: Path, wish: InspectionWish, show: Callable[[st
         return _inspect_samples(group, target, wish, show)
     if target.is_dir():
         return _inspect_folder(group, target, wish, show)
-    read = verify if wish.verify else examine
+    read = _verify if wish.verify else examine
     structure = read(target, group)
     if wish.other is not None:
         differing = differences(structure, read(wish.other, group), group)
@@ -86,6 +87,14 @@ def inspect(group: Group, target: Path, wish: InspectionWish, show: Callable[[st
             else:
                 show("\n".join([*contents_text(held), *(["", verified] if wish.verify else [])]))
     return EXIT_DONE
+
+
+def _verify(path: Path, group: Group) -> Structure:
+    """Compare tensors with checksums, and parameters with the deck; collective, errors as of `verify`."""
+    structure = verify(path, group)
+    with together(group):
+        require_described_model(structure)
+    return structure
 
 
 def _inspect_tokens(group: Group, target: Path, wish: InspectionWish, show: Callable[[str], None]) -> int:
@@ -142,7 +151,7 @@ def _inspect_folder(group: Group, target: Path, wish: InspectionWish, show: Call
     for path in paths:
         row = dict[str, Any](file=path.name, step=checkpoint_step(path), problems=[], bytes=0, written="")
         try:
-            structure = (verify if wish.verify else examine)(path, group)
+            structure = (_verify if wish.verify else examine)(path, group)
         except HpctrainError as error:
             row["problems"] = [problem.removeprefix(f"{path}: ") for problem in error.problems]
         else:

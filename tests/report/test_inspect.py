@@ -31,7 +31,10 @@ FOLDERS = ("/model", "/optimizer/exp_avg")
 
 
 def write(group: Group, path: Path, *overrides: str, step: int = 7, grown: float = 0.0, **state: Any) -> None:
-    """A checkpoint of two tensors a folder; the first one, of two million elements, can be grown."""
+    """Write a checkpoint of two tensors a folder; the first one, of two million elements, can be grown.
+
+    Its deck has no vocabulary, so that `inspect` does not compare these tensors with the deck's model.
+    """
     provenance = Provenance("small", "runs/small", {"data": 2, "tensor": 4, "zero": 1}, 8)
     for number in range(1, step + 1):
         provenance.note(number, 4 / number, 2.0)
@@ -42,7 +45,7 @@ def write(group: Group, path: Path, *overrides: str, step: int = 7, grown: float
         for folder in FOLDERS
         for name, values in tensors.items()
     ]
-    deck = deck_text(small_deck("run.title=small", *overrides))
+    deck = deck_text(small_deck("run.title=small", "model.vocabulary=", *overrides))
     known = {"step": step, "samples": 16 * step, "tokens": 512 * step, "skipped": 0, "ranks": 8, "deck": deck}
     save(path, group, entries, {**known, **provenance.stored(step), **state})
 
@@ -113,7 +116,7 @@ def test_mixtures_are_told_of(group: Group, tmp_path: Path) -> None:
 def test_the_deck_alone_can_go_into_a_file(group: Group, tmp_path: Path) -> None:
     write(group, tmp_path / "a.h5")
     code, text = told(group, tmp_path / "a.h5", deck=True)
-    assert (code, text + "\n") == (0, deck_text(small_deck("run.title=small")))
+    assert (code, text + "\n") == (0, deck_text(small_deck("run.title=small", "model.vocabulary=")))
 
 
 def test_a_checkpoint_without_a_deck_or_with_one_of_another_time(group: Group, tmp_path: Path) -> None:
@@ -125,6 +128,13 @@ def test_a_checkpoint_without_a_deck_or_with_one_of_another_time(group: Group, t
     assert "holds no deck" in told(group, tmp_path / "b.h5")[1]
     with pytest.raises(HpctrainError, match="holds no deck"):
         told(group, tmp_path / "b.h5", deck=True)
+
+
+def test_verification_compares_parameters_with_the_deck(group: Group, tmp_path: Path) -> None:
+    write(group, tmp_path / "a.h5", "model.vocabulary=61")
+    assert told(group, tmp_path / "a.h5")[0] == 0
+    with pytest.raises(InputOutputError, match=r"its deck describes another model: blocks\.0\."):
+        told(group, tmp_path / "a.h5", verify=True)
 
 
 def test_damage_is_named_by_tensor_and_elements(
