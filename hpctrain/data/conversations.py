@@ -44,7 +44,7 @@ class ConversationSource(Sequences):
     def __init__(self, file: Tokens, length: int, fraction: float, split: str, pack: bool = True) -> None:
         assert split in SPLITS and file.kind == CHAT, (split, file.kind)
         self.file, self.length = file, length
-        self.packing = Packing.of(file.document_ends(), length, pack)
+        self.packing = Packing.of(file, length, pack)
         trained, held_out = split_samples(self.packing.rows, fraction)
         self._first = 0 if split == "train" else trained
         self.count = trained if split == "train" else held_out
@@ -92,6 +92,8 @@ class ConversationSource(Sequences):
                 f"; {packing.cut} longer than batch.sequence = {length} lose {packing.lost} tokens at their "
                 f"ends ({100 * share:.2g}% of all)"
             )
+        if packing.left_out:
+            line += f"; {packing.left_out} left out, whose answers begin beyond batch.sequence = {length}"
         return line
 
 

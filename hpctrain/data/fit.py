@@ -64,7 +64,7 @@ def unfit_kind(deck: Deck, file: Tokens) -> str:
 def sequence_count(file: Tokens, sequence: int, pack: bool) -> int:
     """The sequences of a file, to train on or held out."""
     if file.kind == CHAT:
-        return Packing.of(file.document_ends(), sequence, pack).rows
+        return Packing.of(file, sequence, pack).rows
     return max(0, (file.tokens - 1) // sequence)
 
 
@@ -80,15 +80,22 @@ def _key(deck: Deck) -> str:
 
 
 def _of_conversations(deck: Deck, file: Tokens, title: str) -> Iterator[Problem]:
-    fraction = deck.data.validation
-    rows = sequence_count(file, deck.batch.sequence, deck.data.pack)
+    fraction, length = deck.data.validation, deck.batch.sequence
     if deck.model.module is not None:
         sentence = f"{title} holds conversations, which see each other in a module's own attention"
         yield Problem(_key(deck), f"{sentence}: they are for our own families yet", ("model.module",))
-    elif not split_samples(rows, fraction)[0]:
-        has = f"{title} has {counted(rows, 'sequence')} of conversations"
-        more = ", one of them held out" if rows else ", none with anything to predict"
-        yield Problem(_key(deck), f"{has}{more}, and there must be one to train on", ("data.validation",))
+        return
+    packing = Packing.of(file, length, deck.data.pack)
+    if split_samples(packing.rows, fraction)[0]:
+        return
+    if packing.left_out and not packing.rows:
+        begin = f"in none of the {counted(packing.left_out, 'conversation')} of {title} does an answer begin"
+        sentence = f"{begin} within so many tokens, so that there is nothing to learn (give a higher one)"
+        yield Problem("batch.sequence", sentence, ("data.tokens",))
+        return
+    has = f"{title} has {counted(packing.rows, 'sequence')} of conversations"
+    more = ", one of them held out" if packing.rows else ", none with anything to predict"
+    yield Problem(_key(deck), f"{has}{more}, and there must be one to train on", ("data.validation",))
 
 
 def _problems(deck: Deck, file: Tokens, title: str, mask: bool) -> Iterator[Problem]:

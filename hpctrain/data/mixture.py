@@ -140,6 +140,8 @@ class Trained:
     notes: tuple[str, ...] = ()
     """What is to be known of conversations, in lines."""
     pack: bool = True
+    left_out: int = 0
+    """Conversations in which nothing is learned within `length` tokens."""
 
     @staticmethod
     def of(deck: Deck, tokens: Sequence[Tokens]) -> Trained:
@@ -164,12 +166,14 @@ class Trained:
         else:
             of_train = Batches(Joined(train), seed, MixtureOrder(entries, counts, seed))
             of_validation = Batches(HeldOut(held_out, entries), seed)
-        return Trained(entries, tuple(tokens), of_train, of_validation, counts, length, notes, pack)
+        left_out = sum(each.packing.left_out for each in train if isinstance(each, ConversationSource))
+        return Trained(entries, tuple(tokens), of_train, of_validation, counts, length, notes, pack, left_out)
 
     def described(self) -> dict[str, Any]:
         """What it is known by in checkpoints; shares count, by which samples come in another order."""
-        # Conversations that are not packed come in other sequences.
+        # Conversations that are not packed, or of which some are left out, come in other sequences.
         form = "" if self.pack or not any(each.kind == CHAT for each in self.tokens) else " apart"
+        form += f" without {self.left_out}" * (self.left_out > 0)
         if len(self.tokens) == 1:
             known = self.tokens[0].fingerprint
             known = zlib.crc32(form.encode(), known) if form else known

@@ -177,13 +177,18 @@ class TokenFile:
         """Tokens start .. start + count - 1, int64 [count].
 
         Of pieces that this object has not read before, or of a file that was written to since, the
-        checksums are compared; InputOutputError names the piece where they differ.
+        checksums are compared; InputOutputError names the piece where they differ, or a token that is none of
+        the vocabulary.
         """
         import torch  # what looks at a header alone need not wait for it
 
         require_range(start, count, self.tokens)
         tokens = np.empty(count, np.int64)
         self._read(self._tokens, start, tokens)
+        if tokens.max(initial=0) >= self.vocabulary:
+            place = int((tokens >= self.vocabulary).argmax())
+            told = f"token {start + place} is {tokens[place]}, out of range [0, {self.vocabulary})"
+            raise self._error(f"{told} of its vocabulary; prepare the text again")
         return torch.from_numpy(tokens)
 
     def learned(self, start: int, count: int) -> Tensor:

@@ -110,7 +110,7 @@ RESUME_RULES: Mapping[str, ResumeRule] = {
     **_rules("free", "checkpoint", "mirror_every"),
     **_rules("free", "stability", "hang_seconds check_parameters straggler_factor z_loss spike spike_window"),
     **_rules("free", "stability", "spike_factor spike_back spike_most corruption corruption_every"),
-    **_rules("free", "stability", "verify_layout"),
+    **_rules("free", "stability", "verify_layout max_skipped_steps"),
     **_rules("free", "machine", "peak_flops rates bind products compile ranks_per_node gpus_per_node memory"),
     **_rules("free", "machine", "gpu_memory"),
     **_rules("free", "report", "tensorboard wandb trackio csv"),

@@ -546,6 +546,13 @@ class Stability(Section):
         "Steps that a rollback goes back at least; samples since are left out.", 100, unit="steps", ge=1
     )
     spike_most: int = key("Spikes of a run; with one more it stops, to be looked at.", 20, ge=1)
+    max_skipped_steps: int = key(
+        "Steps in a row without an update after which the run ends with an error, as when none was one; "
+        "0: never.",
+        50,
+        unit="steps",
+        ge=0,
+    )
     corruption: Literal["off", "cheap", "full"] = key(
         "Look for silent faults: in memory, copies, sums over ranks; full: products and all messages, too.",
         "off",

@@ -136,7 +136,10 @@ def batches_of(deck: Deck, file: TokenFile) -> Batches:
 
 
 def counted_out(deck: Deck, world: World, held_out: HeldOut, tokenizer: Tokenizer) -> HeldOut:
-    """The same, with its tokens and their bytes, each rank having read a part of them. Collective."""
+    """The same, with its tokens and their bytes, each rank having read a part of them. Collective.
+
+    HpctrainError on all ranks where there is no token to be predicted.
+    """
     if deck.model.loss is not None or deck.objective.kind not in LANGUAGE:
         return held_out
     sizes, counts = token_bytes(tokenizer), torch.zeros(2, dtype=torch.int64)
@@ -146,5 +149,12 @@ def counted_out(deck: Deck, world: World, held_out: HeldOut, tokenizer: Tokenize
             counts[0] += predicted.numel()
             counts[1] += 0 if sizes is None else int(sizes[predicted].sum())
     tokens, text = map(int, world.everyone.all_reduce(counts).tolist())
+    with world.agreement():
+        if not tokens:
+            size = counted(held_out.sequences, "sequence")
+            raise HpctrainError(
+                f"evaluation set {held_out.name}: no token of its {size} is to be predicted, so that it has "
+                "no loss (give more sequences, or another file)"
+            )
     batches, sequences = held_out.batches, held_out.sequences
     return HeldOut(held_out.name, batches, sequences, tokens, None if sizes is None else text, in_nats=True)

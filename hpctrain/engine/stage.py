@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from hpctrain.checkpoint.entries import model_entries, resumed_entries
+from hpctrain.checkpoint.finite import nonfinite_sentence, nonfinite_weight
 from hpctrain.checkpoint.read import load
 from hpctrain.checkpoint.structure import examine
 from hpctrain.comm.device import on_host
@@ -315,7 +317,11 @@ def offloaded_bytes(deck: Deck, stage: TrainedStage) -> dict[str, int]:
 
 
 def load_parameters(path: Path, stage: Stage, everyone: Group) -> None:
-    """Fill a stage that is not trained from a checkpoint. Collective; errors as in `checkpoint.read.load`."""
+    """Fill a stage that is not trained from a checkpoint; collective.
+
+    Weights that are not finite are logged as a warning, so that such a model can still be examined. Errors as
+    in `checkpoint.read.load`.
+    """
     structure = examine(path, everyone)
     kept, left = resumed_entries(stage.modules.state(), structure.datasets)
     wanted = [(entry, structure.datasets.get(entry.dataset)) for entry in model_entries(stage.buckets)]
@@ -327,6 +333,10 @@ def load_parameters(path: Path, stage: Stage, everyone: Group) -> None:
         for entry, found in wanted
     ]
     load(structure, everyone, [*read, *kept], left=left)
+    weight = nonfinite_weight(everyone, read)
+    if weight is not None and everyone.rank == 0:
+        sentence = nonfinite_sentence(path, weight, "what this model computes may be no number")
+        logging.getLogger("hpctrain").warning("%s", sentence)
     for (entry, _), each in zip(wanted, read, strict=True):
         if each is not entry:
             assert isinstance(entry.values, torch.Tensor) and isinstance(each.values, torch.Tensor)

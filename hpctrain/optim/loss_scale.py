@@ -15,6 +15,11 @@ class LossScale:
         self.value, self.window = initial, window
         self.good_steps = 0
 
+    @property
+    def can_fall(self) -> bool:
+        """True if a lower scale may still make gradients finite that are not."""
+        return self.window > 0 and self.value > SMALLEST_LOSS_SCALE
+
     def update(self, finite: bool) -> None:
         """Learn whether the step's gradients were finite."""
         if not self.window:

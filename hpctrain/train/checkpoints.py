@@ -15,6 +15,7 @@ from hpctrain.checkpoint.agree import together
 from hpctrain.checkpoint.background import BackgroundSave
 from hpctrain.checkpoint.draft import PIECE_BYTES
 from hpctrain.checkpoint.entries import resumed_entries, stored_replicas, training_entries
+from hpctrain.checkpoint.finite import NonFiniteWeight, nonfinite_weight, require_finite
 from hpctrain.checkpoint.held import HeldState, HeldStates
 from hpctrain.checkpoint.keep import is_complete, keep, point_to, unlink
 from hpctrain.checkpoint.layout import Entry
@@ -167,6 +168,11 @@ class Checkpoints(Hook):
             self._pending.abandon()
             self._pending = self._step = None
 
+    def nonfinite_weight(self) -> NonFiniteWeight | None:
+        """Return the first weight, of those that a checkpoint would hold now, that is not finite."""
+        entries = training_entries(self.engine.state(), writing=True)
+        return nonfinite_weight(self.world.everyone, entries)
+
     def hold(self, state: TrainState) -> None:
         """Keep a copy of the present state in memory, if one is due."""
         if self.held.due(state.step):
@@ -206,6 +212,8 @@ class Checkpoints(Hook):
 
         with in_types(entries, kind) as found:
             load(structure, self.world.everyone, found, left=left | adapted)
+            remedy = "go on from an earlier checkpoint by `hpctrain resume CHECKPOINT`, or begin again"
+            require_finite(self.world.everyone, path, found, remedy)
         for kind in sorted(set().union(*self.world.everyone.all_gather_object(sorted(left)))):
             self.heeded.append(f"{path}: not all of its {kind} suits this run: the rest begins anew")
         if sentence := left_bias(self.deck, before, path):
@@ -223,7 +231,8 @@ class Checkpoints(Hook):
         self.provenance.go_on(state, origin)
         self.best.resume(state.get(RECORD))
         self._find_best()
-        return TrainState(**{key: int(state[key]) for key in asdict(TrainState())})
+        # Checkpoints of earlier versions do not have all counters.
+        return TrainState(**{key: int(state.get(key, 0)) for key in asdict(TrainState())})
 
     def _find_best(self) -> None:
         """Have the link `best` lead to the best one so far of a run that goes on, if it is there."""

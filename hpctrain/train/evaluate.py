@@ -126,16 +126,18 @@ def mean_figures(
     most = MICRO_BATCHES * step.micro_size * step.engine.mesh.size("data")
     if not in_parts:
         most = held_out.sequences
-    totals, count = dict[str, float](), 0.0
+    totals, figures, count = dict[str, float](), dict[str, float](), 0.0
     for first in range(0, held_out.sequences, most):
         size = min(most, held_out.sequences - first)
         figures, _, counted = step.evaluate_settled(Batches(Window(batches.source, first, size), 0), size)
-        totals = {name: totals.get(name, 0.0) + value * counted for name, value in figures.items()}
+        if counted:
+            totals = {name: totals.get(name, 0.0) + value * counted for name, value in figures.items()}
         count += counted
         if time.monotonic() - told > SECONDS_PER_LINE:
             told = time.monotonic()
             say(first + size, held_out.sequences)
-    return {name: total / max(1.0, count) for name, total in totals.items() if name not in step.engine.terms}
+    means = {name: total / count for name, total in totals.items()} if count else figures
+    return {name: mean for name, mean in means.items() if name not in step.engine.terms}
 
 
 def _tell(say: Callable[[str], None], file: Path, done: int, whole: int) -> None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -60,6 +60,7 @@ from hpctrain.train.summary import decay_ended, introduction
 from hpctrain.train.taken import Taken, take_mirror
 from hpctrain.train.time_limit import BYTES_PER_SECOND, Pace, TimeLimit
 from hpctrain.train.trainer import Beginning, MakeTrainer, Trainer, make_trainer
+from hpctrain.train.updates import learns_nothing
 from hpctrain.train.verify import verify_layout
 from hpctrain.train.watchers import EightBitWatch, Evaluation, SlowRanks, StepReport, Trace
 from hpctrain.train.way_back import WayBack
@@ -170,13 +171,15 @@ class Loop:
     """The steps of a run, with its hooks, and what is asked for between them."""
 
     def __init__(self, run: Run, reporter: Reporter, peak: Peak, memory: MemoryLedger) -> None:
-        self.steps, self.limit, self.reporter, self.peak = run.deck.run.steps, run.limit, reporter, peak
+        self.deck, self.steps, self.limit = run.deck, run.deck.run.steps, run.limit
+        self.reporter, self.peak = reporter, peak
         self.trainer, self.checkpoints = trainer, checkpoints = run.trainer, run.checkpoints
         self.pace = Pace(checkpoints.expected_bytes() / (BYTES_PER_SECOND * run.world.nodes))
         self.evaluation = Evaluation(trainer, run.held_out, self.pace, reporter, checkpoints.best)
         way = WayBack(trainer, checkpoints, reporter)
         self.back, self.healing = GoingBack(trainer, way), Healing(way, Path(run.deck.run.dir))
         self._asked: Order | None = None
+        self.report = StepReport(trainer, reporter, peak, self.pace, checkpoints, memory)
         trainer.hooks += [
             *([Trace(trainer)] if run.deck.run.trace else []),
             SlowRanks(trainer.stragglers(run.deck.stability.straggler_factor), reporter),
@@ -185,7 +188,7 @@ class Loop:
             self.evaluation,
             *([] if memory.seconds is None else [memory.seconds]),
             memory,
-            StepReport(trainer, reporter, peak, self.pace, checkpoints, memory),
+            self.report,
             *([run.routing.record_into(Path(run.deck.run.dir))] if run.routing is not None else []),
             *([DeadExperts(trainer.engine.shape, run.world.rank)] if run.deck.model.experts else []),
             *([EightBitWatch(trainer)] if run.deck.precision.fp8_watch else []),
@@ -226,12 +229,14 @@ class Loop:
         if order.stop:
             return order
         self.hold()
-        self.trainer.go_on(self.due, control.pending)
+        self.trainer.go_on(self.meets, control.pending)
         if self.back.wanted is not None:
             self.back.go()
         elif self.back.stop:
             self.save()
             return Order(checkpoint=True, stop=True, why=self.back.stop)
+        elif reason := learns_nothing(self.deck, state):
+            self.end_without_updates(reason)
         elif self.checkpoints.due(state.step):
             self.save()
         if self.checkpoints.lacks_best(state.step):
@@ -241,6 +246,27 @@ class Loop:
     def due(self, step: int) -> bool:
         """Whether all ranks do something together after that step."""
         return self.checkpoints.due(step) or self.evaluation.due(step)
+
+    def meets(self, step: int) -> bool:
+        """Return whether ranks that do not go in step meet after that step: something is due, or a run that
+        makes no updates might end.
+        """
+        most = self.deck.stability.max_skipped_steps
+        return self.due(step) or (most > 0 and step % most == 0)
+
+    def end_without_updates(self, reason: str) -> NoReturn:
+        """Raise the HpctrainError that ends a run which learns nothing; collective.
+
+        Where all weights are finite a checkpoint is written first, so that a run can go on from what it has
+        learned before.
+        """
+        weight, step = self.checkpoints.nonfinite_weight(), self.trainer.state.step
+        if weight is None:
+            self.save_unless_there()
+            self.checkpoints.finish()
+        cause = f"step {step}: {self.report.skipped}" if weight is None else f"{weight}"
+        with self.trainer.world.agreement():
+            raise HpctrainError(f"{self.deck.run.dir}: {reason}; {cause}")
 
     def hold(self) -> None:
         """Keep a copy of the present state in memory, if one is due."""

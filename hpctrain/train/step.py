@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isfinite
+from math import isfinite, nan
 from statistics import fmean
 
 import numpy as np
@@ -22,15 +22,17 @@ from hpctrain.pipeline.execute import Executor, PreparedBatch, forward_only
 
 @dataclass
 class TrainState:
-    """What a run has done so far; with parameters and moments, all that a resumed run needs.
+    """Counters of what a run has done so far; with parameters and moments, all that a resumed run needs.
 
-    `samples` and `tokens` count those of all ranks, `skipped` the steps without an update.
+    `samples` and `tokens` count those of all ranks, `skipped` the steps without an update. `skipped_in_a_row`
+    counts the last of these, without steps for which the loss scale was perhaps only too high.
     """
 
     step: int = 0
     samples: int = 0
     tokens: int = 0
     skipped: int = 0
+    skipped_in_a_row: int = 0
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ class Step:
         finite = all(map(isfinite, (*figures.values(), *norms)))
         loss, norm = figures["loss"], fmean(norms)
         spike = engine.spikes.judge(state.step + 1, loss, norm, state.samples, batch)
-        updated = finite and spike is None
+        updated = finite and spike is None and learns(tokens, loss)
         rate = engine.learning_rate.at(state.step, batch)
         if updated:
             engine.spikes.learn(loss, norm)
@@ -133,7 +135,7 @@ class Step:
                 figures |= zip(outer, squares.sqrt().tolist(), strict=True)
             for each in engine.modules.learning:
                 each.after_update(noted)
-        scaled = engine.loss_scale.value
+        scaled, scale_can_fall = engine.loss_scale.value, engine.loss_scale.can_fall
         engine.loss_scale.update(finite)
         engine.synchronizer.after_step(updated, engine.loss_scale.value / scaled)
         engine.world.ledger.phase = "other"
@@ -141,6 +143,10 @@ class Step:
         state.samples += batch
         state.tokens += tokens
         state.skipped += not updated
+        if updated:
+            state.skipped_in_a_row = 0
+        elif finite or not (isfinite(loss) and scale_can_fall):
+            state.skipped_in_a_row += 1
         return StepResult(figures, norm, rate, batch, tokens, not updated, noted, spike=spike)
 
     @property
@@ -231,7 +237,10 @@ class Step:
         return figures, tokens
 
     def evaluate_settled(self, batches: Batches, sequences: int) -> tuple[dict[str, float], int, float]:
-        """The same, and of how many these are means: tokens, or what the objective counts instead."""
+        """The same, and of how many these are means: tokens, or what the objective counts instead.
+
+        Where no token is to be predicted the objective's figures are NaN, and the count is 0.
+        """
         mesh, ledger = self.engine.mesh, self.engine.world.ledger
         ledger.phase = "evaluation"
         share = mesh.coordinate("data"), mesh.size("data"), self.micro_size
@@ -250,6 +259,9 @@ class Step:
         figures, _ = self.agree(sums, tokens, min(sequences, batches.source.count))
         counted = self.engine.objective.settle(figures)
         ledger.phase = "other"
+        if not learns(tokens, figures["loss"]):
+            own = set(self.engine.objective.figures)
+            return {name: nan if name in own else value for name, value in figures.items()}, 0, 0.0
         return figures, tokens, max(1, tokens) * counted
 
     def read(self, micro_batches: Iterator[MicroBatch]) -> tuple[list[MicroBatch], int]:
@@ -314,3 +326,11 @@ class Step:
         counts = [max(1, tokens)] * len(own) + [self.seen(samples)] * len(engine.terms)
         figures = zip((*own, *engine.terms), totals, counts, strict=False)
         return {name: total / count for name, total, count in figures}, totals
+
+
+def learns(tokens: int, loss: float) -> bool:
+    """Return whether there is anything to learn in a step, or to predict in an evaluation.
+
+    A loss of the user's own may count something else than the `tokens` that are to be predicted.
+    """
+    return tokens > 0 or loss != 0

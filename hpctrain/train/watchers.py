@@ -25,6 +25,7 @@ from hpctrain.train.memory import MemoryLedger
 from hpctrain.train.summary import outcome
 from hpctrain.train.time_limit import Pace
 from hpctrain.train.trainer import Trainer
+from hpctrain.train.updates import skip_reason
 from hpctrain.watch.folder import way_on
 from hpctrain.watch.machine import Peak
 from hpctrain.watch.metrics import StepMetrics
@@ -140,6 +141,7 @@ class StepReport(Hook):
         self.reporter = reporter
         self.peak, self.pace, self.checkpoints, self.memory = peak, pace, checkpoints, memory
         self.folder = Path(self.deck.run.dir)
+        self.skipped = ""  # why the last step that made no update made none
 
     def after_step(self, done: StepDone) -> None:
         """Warn of a skipped update; one row of figures, from rank 0."""
@@ -149,12 +151,13 @@ class StepReport(Hook):
     def told_of_step(self, done: StepDone) -> None:
         """As after any step, by this rank alone."""
         result, state = done.result, done.state
+        if result.skipped:
+            self.skipped = skip_reason(result)
         if result.skipped and result.spike is None:
             logging.getLogger("hpctrain").warning(
-                "step %d: loss %g or gradient norm %g is not finite; update skipped on all ranks (%d so far)",
+                "step %d: %s; update skipped on all ranks (%d so far)",
                 state.step,
-                result.loss,
-                result.grad_norm,
+                self.skipped,
                 state.skipped,
             )
         if self.world.rank == 0:

@@ -26,6 +26,7 @@ from hpctrain.data.prepare_rows import prepare_rows
 from hpctrain.data.shards import Shards, open_tokens
 from hpctrain.data.tokens import TokenFile
 from hpctrain.deck.read import parse_deck
+from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from tests.data.chats import talk, write_rows
 from tests.deck.small_text import SMALL
@@ -101,12 +102,68 @@ def test_conversations_lie_whole_in_sequences(folder: Path, length: int, pack: b
     assert (words in source.said("x")) == bool(cut)
 
 
+class Learned:
+    """What Packing reads of a file of documents that end before `ends`, of which `learned` is learned."""
+
+    def __init__(self, ends: list[int], learned: set[int] | None = None) -> None:
+        self.ends = np.array(ends)
+        self.mask = torch.tensor([learned is None or token in learned for token in range(ends[-1])])
+
+    def document_ends(self) -> np.ndarray:
+        return self.ends
+
+    def learned(self, start: int, count: int) -> torch.Tensor:
+        return self.mask[start : start + count]
+
+
 def test_what_has_nothing_to_predict_takes_no_place() -> None:
-    packing = Packing.of(np.array([1, 1, 4, 5, 9]), 4)
+    documents = Learned([1, 1, 4, 5, 9])
+    packing = Packing.of(documents, 4)
     assert packing.begins.tolist() == [1, 5] and packing.places.tolist() == [2, 3]
     assert packing.rows == 2
-    assert Packing.of(np.array([1, 1, 4, 5, 9]), 5).rows == 1
-    assert Packing.of(np.array([1, 1]), 5).rows == Packing.of(np.array([1, 1]), 5, False).rows == 0
+    assert Packing.of(documents, 5).rows == 1
+    nothing = Learned([1, 1])
+    assert Packing.of(nothing, 5).rows == Packing.of(nothing, 5, False).rows == 0
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_conversations_whose_answers_lie_beyond_a_sequence_are_left_out(pack: bool) -> None:
+    documents = Learned([5, 15, 20], {4, 13, 14, 19})
+    packing = Packing.of(documents, 4, pack)
+    assert packing.begins.tolist() == [0, 15] and (packing.left_out, packing.cut, packing.lost) == (1, 0, 0)
+    packing = Packing.of(documents, 8, pack)
+    assert packing.begins.tolist() == [0, 5, 15] and (packing.left_out, packing.cut, packing.lost) == (
+        0,
+        1,
+        1,
+    )
+    assert Packing.of(documents, 3, pack).left_out == 3
+
+
+def test_what_is_left_out_is_counted_and_told(world: World, tmp_path: Path) -> None:
+    """Without anything to learn a run does not begin; one that goes on knows what was left out before."""
+    rows = [{"prompt": "p" * 30, "response": "yes"}] * 4 + [{"prompt": "p", "response": "no"}] * 3
+    for name, taken in (("both", rows), ("none", rows[:4])):
+        source = write_rows(tmp_path / f"{name}.jsonl", taken)
+        prepare_rows(world.alone(), tmp_path / f"{name}.h5", [source], kind="chat", template="raw")
+
+    def deck_of(name: str, sequence: int) -> Deck:
+        keys = f"data.tokens={tmp_path / name}.h5", f"batch.sequence={sequence}", "model.vocabulary=257"
+        return small_deck(*keys)
+
+    decks = {size: deck_of("both", size) for size in (24, 64)}
+    trained = {size: Trained.of(deck, open_entries(deck)) for size, deck in decks.items()}
+    assert "4 left out, whose answers begin beyond batch.sequence = 24" in trained[24].notes[0]
+    assert "left out" not in trained[64].notes[0]
+    assert trained[24].described() != trained[64].described()
+    deck = deck_of("none", 24)
+    (problem,) = token_problems(deck, open_entries(deck))
+    assert problem.key == "batch.sequence"
+    assert problem.sentence == (
+        f"in none of the 4 conversations of {tmp_path}/none.h5 does an answer begin within so many tokens, "
+        "so that there is nothing to learn (give a higher one)"
+    )
+    assert not list(token_problems(deck_of("none", 64), open_entries(deck)))
 
 
 def test_several_files_are_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

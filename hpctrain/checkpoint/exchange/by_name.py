@@ -17,11 +17,13 @@ from hpctrain.checkpoint.exchange.safetensors_folder import (
     open_folder,
 )
 from hpctrain.checkpoint.extract import BUFFER_BYTES
+from hpctrain.checkpoint.finite import require_finite
 from hpctrain.checkpoint.layout import Entry, rectangles_of
 from hpctrain.checkpoint.read import load
 from hpctrain.checkpoint.structure import examine
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
+from hpctrain.sharding.state import MODEL
 from hpctrain.words import counted, nearest
 
 _MOST = 8
@@ -43,6 +45,8 @@ def load_by_name(
         kept = "/master" if any(name.startswith("/master/") for name in structure.datasets) else "/model"
         wanted = [replace(each, dataset=each.dataset.replace("/model/", f"{kept}/", 1)) for each in entries]
         load(structure, world.everyone, wanted, zero_padding=False)
+        remedy = "start from an earlier checkpoint, or from another model"
+        require_finite(world.everyone, path, wanted, remedy)
         return ""
     with together(world.everyone):
         folder = open_values(path)
@@ -110,5 +114,7 @@ def _fill(entry: Entry, name: str, folder: TensorFolder) -> None:
             with chunk.filling(entry.values) as bits:
                 scalar = not entry.shard.shape
                 start, shape = ((), ()) if scalar else (chunk.start, chunk.shape)
-                read = folder.read(name, start, shape)
+                # A buffer may hold infinite numbers, as masks of attention do.
+                is_weight = entry.dataset.startswith(f"/{MODEL}/")
+                read = (folder.read_finite if is_weight else folder.read)(name, start, shape)
                 bits.view(kind).copy_(read.reshape(chunk.shape))

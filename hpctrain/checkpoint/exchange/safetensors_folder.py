@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from hpctrain.checkpoint.finite import NonFiniteWeight, nonfinite_element, nonfinite_sentence
 from hpctrain.comm.outcome import describe
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.files import JSON_BYTES, open_regular, parse_json, read_text, synchronize
@@ -64,6 +65,21 @@ class TensorFolder:
             rectangle: Tensor = self._file.get_slice(name)[index]
         except (SafetensorError, OSError) as error:
             raise InputOutputError(f"{self.path / described.file}: {name} cannot be read: {error}") from None
+        return rectangle
+
+    def read_finite(self, name: str, start: Index, shape: Index) -> Tensor:
+        """Return a rectangle as `read` does.
+
+        Raises:
+            InputOutputError: An element of it is not a finite number.
+        """
+        rectangle = self.read(name, start, shape)
+        bad = nonfinite_element(rectangle)
+        if bad is not None:
+            index = tuple(begin + own for begin, own in zip(start, bad[0], strict=True))
+            weight = NonFiniteWeight(name, index, bad[1])
+            remedy = "download or save the model again, or take another one"
+            raise InputOutputError(nonfinite_sentence(self.path / self.tensors[name].file, weight, remedy))
         return rectangle
 
 

@@ -27,6 +27,7 @@ from hpctrain.checkpoint.exchange.safetensors_folder import (
 from hpctrain.checkpoint.exchange.tokenizer_files import folder_tokenizer
 from hpctrain.checkpoint.exchange.upcycle import upcycled
 from hpctrain.checkpoint.extract import BUFFER_BYTES
+from hpctrain.checkpoint.finite import require_finite
 from hpctrain.checkpoint.layout import Entry, Index, rectangles_of
 from hpctrain.checkpoint.read import in_types, load
 from hpctrain.checkpoint.stored_deck import stored_deck
@@ -82,8 +83,8 @@ class ModelFolder:
     def _read(self, theirs: Counterpart, part: TensorPart, start: Index, shape: Index) -> Tensor:
         start = (start[0] + part.first, *start[1:])
         if theirs.transposed:
-            return self.folder.read(theirs.name, start[::-1], shape[::-1]).t().float()
-        return self.folder.read(theirs.name, start, shape).float()
+            return self.folder.read_finite(theirs.name, start[::-1], shape[::-1]).t().float()
+        return self.folder.read_finite(theirs.name, start, shape).float()
 
 
 class SourceReader(EpochReader):
@@ -206,7 +207,8 @@ def load_source(
     beyond the entries' are left out. So is the source's head where the entries have a scalar `head` in its
     place, which stays as it is; a reward model has none for a language model. Adapters stay as they are where
     the source has none. Checksums of a checkpoint are compared. Returns the source's shape. Errors, the same
-    on all ranks, as in `source_shape`, `open_model` and `checkpoint.read.load`.
+    on all ranks, as in `source_shape`, `open_model` and `checkpoint.read.load`; InputOutputError for weights
+    that are not finite.
     """
     group = world.everyone
     if not _is_checkpoint(path):
@@ -227,6 +229,7 @@ def load_source(
     left = () if shape.adapters is None else (MODEL,)
     with in_types(fitted, lambda entry: kinds.get(entry.dataset, entry.kind)) as found:
         load(structure, group, found, strict=head == shape.head, zero_padding=False, left=left)
+        require_finite(group, path, found, "start from an earlier checkpoint, or from another model")
     return shape
 
 

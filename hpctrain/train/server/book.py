@@ -97,6 +97,7 @@ class Book:
         norm = (self._norms[0] if together else fmean(self._norms)) if self._norms else nan
         all_skipped = self._skipped == self._updates
         state.skipped += all_skipped
+        state.skipped_in_a_row = state.skipped_in_a_row + 1 if all_skipped else 0
         if self._skipped and not all_skipped:
             self.left_out += self._skipped
             logging.getLogger("hpctrain").warning(

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from hpctrain.checkpoint.finite import NonFiniteWeight
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine
@@ -43,6 +44,12 @@ class ServedCheckpoints(Checkpoints):
             if self.serves:
                 super().save(state)
         self._step = state.step
+
+    def nonfinite_weight(self) -> NonFiniteWeight | None:
+        """Return the first weight of the servers that is not finite, on all ranks."""
+        weight = super().nonfinite_weight() if self.serves else None
+        shared: NonFiniteWeight | None = self.whole.everyone.broadcast_object(weight, HEAD)
+        return shared
 
     def restore(self, path: Path) -> TrainState:
         """See Checkpoints."""
