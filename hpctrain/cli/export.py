@@ -30,8 +30,9 @@ from hpctrain.units import UnitError, parse_bytes
 def command(target: Path, folder: Path, dtype: str | None, max_shard_size: str, adapters: str | None) -> None:
     """Write the model of a checkpoint, or of the newest good one of a run folder, for `transformers`.
 
-    DIR, new or empty, gets safetensors, config.json and, where the checkpoint has a tokenizer, that. Under
-    mpirun or srun the ranks share the files.
+    DIR, new or empty, gets safetensors, config.json and, where the checkpoint has a tokenizer, that with its
+    chat template. What was imported comes out again, but for what training changed. Under mpirun or srun the
+    ranks share the files.
     """
     from hpctrain.checkpoint.exchange.convert import export_model
     from hpctrain.checkpoint.exchange.peft import export_adapters

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from hpctrain.data.stored import require_range
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.data.tokenizer_difference import tokenizer_difference
+from hpctrain.data.tokenizer_settings import TokenizerSettings
 from hpctrain.data.tokens import TokenFile
 from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError, InputOutputError
@@ -55,8 +56,13 @@ class Shards:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """What made the tokens, and makes text of them."""
+        """Tokenizer that made the tokens, and makes text of them."""
         return self.files[0].tokenizer
+
+    @property
+    def tokenizer_settings(self) -> TokenizerSettings:
+        """Settings of the tokenizer, with the chat template of conversations, preferences and prompts."""
+        return self.files[0].tokenizer_settings
 
     @cached_property
     def fingerprint(self) -> int:

@@ -168,13 +168,14 @@ class TokenizerSettings:
             }
         return replace(self, files=files)
 
-    def trained_on(self, corpus: TokenizerSettings) -> TokenizerSettings:
-        """Return the settings of a model with these that was trained on tokens with those of `corpus`.
+    def trained_on(self, corpus: TokenizerSettings, of_text: bool) -> TokenizerSettings:
+        """Return the settings of a model with these, once it was trained on tokens with those of `corpus`.
 
-        Settings of the model remain. Of its tokenizer, those count that made the tokens.
+        Settings of the model remain. Of its tokenizer, those count that made the tokens. The chat template is
+        that of the rows that were trained on, or, of a corpus `of_text`, stays as it was.
         """
         files = {**corpus.files, **self.files}
-        own = [name for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP) if name in corpus.files]
+        own = [name for name in _OF_TOKENIZER if name in corpus.files]
         if own:
             files = {name: each for name, each in files.items() if name not in _OF_TOKENIZER}
             files |= {name: corpus.files[name] for name in own}
@@ -182,8 +183,9 @@ class TokenizerSettings:
                 files[TOKENIZER_CONFIG] = {**corpus.file(TOKENIZER_CONFIG), "model_max_length": length}
         jinja = corpus.jinja if own or corpus.jinja is not None else self.jinja
         merged = TokenizerSettings(files, jinja, corpus.end_of_document, joined(self.ends, corpus.ends))
-        if merged.chat_template is None and self.chat_template is not None:
-            return merged.with_template(self.chat_template, {})
+        before = self.chat_template
+        if before is not None and (of_text or merged.chat_template is None):
+            return merged.with_template(before, {})
         return merged
 
 

@@ -16,6 +16,7 @@ import torch
 
 from hpctrain.checkpoint.read import read_state
 from hpctrain.checkpoint.stored_deck import stored_deck
+from hpctrain.checkpoint.stored_tokenizer import tokenizer_of_state
 from hpctrain.comm.device import on_host
 from hpctrain.comm.host_memory import available_bytes, resident_bytes
 from hpctrain.comm.world import World
@@ -301,13 +302,12 @@ def stored_tokenizer(state: dict[str, Any], path: Path, vocabulary: int) -> Toke
         HpctrainError: The checkpoint has no tokenizer.
         InputOutputError: The tokenizer has more tokens than the model.
     """
-    text = state.get("tokenizer")
-    if not isinstance(text, str):
+    tokenizer = tokenizer_of_state(state, path)
+    if tokenizer is None:
         raise HpctrainError(
             f"{path}: holds no tokenizer, so that no text can be generated; train on a token file made by "
             "`hpctrain prepare`, which has one"
         )
-    tokenizer = Tokenizer(text, f"{path}: tokenizer")
     if tokenizer.vocabulary > vocabulary:
         raise InputOutputError(
             f"{path}: its tokenizer has {tokenizer.vocabulary} tokens, more than its model's {vocabulary}"

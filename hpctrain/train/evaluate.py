@@ -15,6 +15,7 @@ import torch
 
 from hpctrain.characters import escaped
 from hpctrain.checkpoint.read import read_state
+from hpctrain.checkpoint.stored_tokenizer import tokenizer_of_state
 from hpctrain.comm.mesh import sizes_text
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches, MicroBatch, Samples, Wanted
@@ -146,11 +147,11 @@ def _tell(say: Callable[[str], None], file: Path, done: int, whole: int) -> None
 
 def known_tokenizer(state: Mapping[str, Any], path: Path) -> Tokenizer:
     """The tokenizer in a checkpoint's state; HpctrainError where it has none."""
-    text = state.get("tokenizer")
-    if not isinstance(text, str):
+    tokenizer = tokenizer_of_state(state, path)
+    if tokenizer is None:
         sentence = "holds no tokenizer, so that nobody knows which tokens it was trained on"
         raise HpctrainError(f"{path}: {sentence} (`hpctrain export` and `import` keep one)")
-    return Tokenizer(text, f"{path}: tokenizer")
+    return tokenizer
 
 
 def _sets(deck: Deck, files: Sequence[TokenFile], sequences: int | None, tokenizer: str) -> list[HeldOut]:

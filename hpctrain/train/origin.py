@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hpctrain.checkpoint.exchange.source import source_tokenizer
+from hpctrain.checkpoint.exchange.source import source_state, source_tokenizer
 from hpctrain.checkpoint.read import read_state
+from hpctrain.checkpoint.stored_tokenizer import TOKENIZER, stored_settings, tokenizer_state
 from hpctrain.comm.world import World
+from hpctrain.data.contents import TEXT_KIND
 from hpctrain.data.shards import Tokens, title_of
 from hpctrain.data.tokenizer_difference import tokenizer_difference
 from hpctrain.deck.data_mixture import token_names
@@ -21,15 +23,37 @@ from hpctrain.units import format_count
 CORPUS = "corpus"  # the key under which a checkpoint's state tells what was trained on
 
 
-def known_corpus(world: World, corpus: Corpus) -> dict[str, Any]:
-    """What checkpoints keep of what is trained on, to know it by, and the tokenizer of a file. Collective."""
+def known_corpus(world: World, deck: Deck, corpus: Corpus, checkpoint: Path | None) -> dict[str, Any]:
+    """Return what checkpoints keep of what is trained on, and of the tokenizer. Collective.
+
+    The tokenizer is that of the token file, or, with a dataset, that of the model which a run starts from.
+    Its settings are those of `checkpoint` or `model.from`, and of the token file: see
+    `TokenizerSettings.trained_on`.
+    """
+    known: dict[str, Any] = {}
     with world.agreement():
-        known = _describe(corpus)
-    # Items may hold what is another on every rank: what rank 0 has is known of all.
-    known = world.everyone.broadcast_object(known)
-    return (
-        {CORPUS: known} if corpus.file is None else {"tokenizer": corpus.file.tokenizer_text, CORPUS: known}
-    )
+        if world.rank == 0:
+            # Items may hold what is another on every rank: what rank 0 has is known of all.
+            known = {**_tokenizer_state(deck, corpus, checkpoint), CORPUS: _describe(corpus)}
+        else:
+            _describe(corpus)
+    return dict(world.everyone.broadcast_object(known))
+
+
+def _tokenizer_state(deck: Deck, corpus: Corpus, checkpoint: Path | None) -> dict[str, Any]:
+    before: dict[str, Any] = {}
+    if checkpoint is not None:
+        before = read_state(checkpoint)
+    elif deck.model.source is not None:
+        before = source_state(Path(deck.model.source), deck.model.vocabulary)
+    settings = stored_settings(before)
+    if corpus.file is None:
+        text = before.get(TOKENIZER)
+        return tokenizer_state(text, settings) if isinstance(text, str) or settings.files else {}
+    entries = [corpus.file] if corpus.trained is None else corpus.trained.tokens
+    for tokens in sorted(entries, key=lambda each: each.kind != TEXT_KIND):  # a template of rows comes last
+        settings = settings.trained_on(tokens.tokenizer_settings, tokens.kind == TEXT_KIND)
+    return tokenizer_state(corpus.file.tokenizer_text, settings)
 
 
 def compare_corpus(world: World, deck: Deck, corpus: Corpus, checkpoint: Path | None) -> list[str]:

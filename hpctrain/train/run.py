@@ -343,7 +343,7 @@ def open_run(
             stays = clear() if world.rank == 0 else ""
 
     engine, predicted = build_seat_within_memory(deck, seat, ready)
-    checkpoints = Checkpoints(deck, engine, known_corpus(world, corpus), world)
+    checkpoints = Checkpoints(deck, engine, known_corpus(world, deck, corpus, checkpoint), world)
     started_from = ""
 
     def fill() -> TrainState | None:
@@ -391,7 +391,7 @@ def _open_served(
             stays = clear() if world.rank == 0 else ""
 
     engine, predicted = build_role_within_memory(deck, world, ready)
-    known = known_corpus(world, corpus)
+    known = known_corpus(world, deck, corpus, checkpoint)
     trainer = ServedTrainer(deck, world, engine, corpus.train)
     checkpoints = ServedCheckpoints(deck, engine, known, world, trainer.roles)
     if checkpoint is not None:

@@ -19,11 +19,11 @@ from hpctrain.characters import control_problem, escaped
 from hpctrain.checkpoint import checksum
 from hpctrain.checkpoint.agree import combined, first_of, together
 from hpctrain.checkpoint.checksum import Sums
-from hpctrain.checkpoint.exchange.hugging_face import config_of, exported_as
+from hpctrain.checkpoint.exchange.hugging_face import exported_as
 from hpctrain.checkpoint.exchange.merge import Merge
+from hpctrain.checkpoint.exchange.model_files import model_files
 from hpctrain.checkpoint.exchange.names import ROUTER_BIAS, Counterpart, TensorPart, counterparts
 from hpctrain.checkpoint.exchange.safetensors_folder import (
-    CONFIG,
     INDEX,
     NAMES,
     NewTensor,
@@ -39,15 +39,15 @@ from hpctrain.checkpoint.exchange.source import (
     stored_shape,
     tensor_shapes,
 )
-from hpctrain.checkpoint.exchange.tokenizer_files import tokenizer_files, tokenizer_text
+from hpctrain.checkpoint.exchange.tokenizer_files import tokenizer_of_folder
 from hpctrain.checkpoint.extract import TensorSource, Wanted, opened
 from hpctrain.checkpoint.layout import Entry, Index, rectangles
 from hpctrain.checkpoint.stored_deck import deck_state
+from hpctrain.checkpoint.stored_tokenizer import stored_settings, tokenizer_of_state, tokenizer_state
 from hpctrain.checkpoint.structure import StoredTensor, Structure, examine
 from hpctrain.checkpoint.write import save
 from hpctrain.comm.outcome import reported_as
 from hpctrain.comm.world import World
-from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import toml_value
@@ -63,7 +63,8 @@ from hpctrain.units import format_bytes, format_count
 PIECE_BYTES = 16 << 20  # of a tensor that are in memory at a time
 
 _OWN_FILE = files_named(
-    r"(generation_)?config\.json|tokenizer(_config)?\.json|model(-\d+-of-\d+)?\.safetensors(\.index\.json)?"
+    r"(generation_)?config\.json|tokenizer(_config)?\.json|special_tokens_map\.json|chat_template\.jinja"
+    r"|model(-\d+-of-\d+)?\.safetensors(\.index\.json)?"
 )
 
 MODEL_ONLY = "model_only"  # in the state of a checkpoint that holds no training state
@@ -87,8 +88,9 @@ def export_model(world: World, checkpoint: Path, folder: Path, dtype: str | None
         merge = Merge(structure, shape.adapters)
         shape = replace(shape, adapters=None)
         wanted = _wanted_type(structure, dtype)
-        text = structure.state.get("tokenizer")
-        texts = _texts(shape, wanted, text if isinstance(text, str) else None)
+        tokenizer = tokenizer_of_state(structure.state, checkpoint)
+        dtype_name = str(wanted).removeprefix("torch.")
+        texts = model_files(shape, dtype_name, stored_settings(structure.state), tokenizer)
         shapes = tensor_shapes(shape)
         folded = _folded(shape, shapes)
         exact = {*folded, *filter(merge.has, shapes)}
@@ -126,11 +128,11 @@ def export_model(world: World, checkpoint: Path, folder: Path, dtype: str | None
             with suppress(HpctrainError, OSError):
                 _delete_left(temporary)
     size = sum(tensor.nbytes for tensors in files.values() for tensor in tensors)
-    tokenizer = "with its tokenizer" if isinstance(text, str) else "without a tokenizer (it has none)"
+    with_it = "without a tokenizer (it has none)" if tokenizer is None else "with its tokenizer"
     name = next(name for name, each in DTYPES.items() if each == wanted)
     return (
         f"{folder}: {_described(shape)}, {name}, "
-        f"{format_bytes(size)} in {len(files)} file{'s' * (len(files) > 1)}, {tokenizer}"
+        f"{format_bytes(size)} in {len(files)} file{'s' * (len(files) > 1)}, {with_it}"
     )
 
 
@@ -156,12 +158,12 @@ def import_model(world: World, folder: Path, out: Path, replace: bool = False) -
     with together(group):
         check_output(out, replace)
         model = open_model(folder)
-        text, missing = tokenizer_text(folder, model.shape.vocabulary)
+        text, settings, missing = tokenizer_of_folder(folder, model.shape.vocabulary)
         state = {
             MODEL_ONLY: True,
             "imported_from": str(folder),
             **deck_state(_model_deck(model.shape, out, folder)),
-            "tokenizer": text,
+            **tokenizer_state(text, settings),
         }
     entries = [
         Entry(
@@ -267,17 +269,6 @@ def _sources(
     if problems:
         raise first_of(problems)
     return sources
-
-
-def _texts(shape: ModelShape, wanted: torch.dtype, tokenizer: str | None) -> dict[str, str]:
-    """Every file but the tensors', by name."""
-    end = None if tokenizer is None else Tokenizer(tokenizer).end_of_document
-    config = config_of(shape, str(wanted).removeprefix("torch."), end)
-    generation = {"_from_model_config": True, "bos_token_id": end, "eos_token_id": end}
-    texts = {CONFIG: json.dumps(config, indent=2) + "\n"}
-    if shape.head == "vocabulary":
-        texts["generation_config.json"] = json.dumps(generation, indent=2) + "\n"
-    return texts if tokenizer is None else {**texts, **tokenizer_files(tokenizer, shape.sequence)}
 
 
 def _copy(

@@ -189,16 +189,14 @@ class _Reading:
             self.problem(names["router_groups_per_token"], of_groups, told)
 
 
-def config_of(shape: ModelShape, dtype: str, end_of_document: int | None) -> dict[str, Any]:
-    """The config.json of a shape whose tensors are of a type such as "float32".
+def config_of(shape: ModelShape, dtype: str) -> dict[str, Any]:
+    """The config.json of a shape whose tensors are of a type such as "float32", without ids of tokens.
 
     HpctrainError where `transformers` has no such model. Both the newer and the older names of some keys
     are there, so that its versions 4 and 5 read the same.
     """
     architecture = exported_as(shape)
     shared = {
-        "bos_token_id": end_of_document,
-        "eos_token_id": end_of_document,
         "initializer_range": shape.initial_std,
         "tie_word_embeddings": shape.tied,
         "torch_dtype": dtype,
@@ -229,7 +227,6 @@ def config_of(shape: ModelShape, dtype: str, end_of_document: int | None) -> dic
             own |= {"sliding_window": None, "use_sliding_window": False}
     named: dict[str, Any] = {"architectures": [architecture.name], "model_type": architecture.model_type}
     if architecture.head == "scalar":
-        # No pad_token_id: scores are taken of the last token that is another, which an answer's end may be.
         named |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     return named | sizes | own | fixed | shared
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,16 +25,18 @@ from hpctrain.checkpoint.exchange.safetensors_folder import (
     read_json,
     refuse_pickle,
 )
-from hpctrain.checkpoint.exchange.tokenizer_files import folder_tokenizer
+from hpctrain.checkpoint.exchange.tokenizer_files import folder_tokenizer, tokenizer_of_folder
 from hpctrain.checkpoint.exchange.upcycle import upcycled
 from hpctrain.checkpoint.extract import BUFFER_BYTES
 from hpctrain.checkpoint.finite import require_finite
 from hpctrain.checkpoint.layout import Entry, Index, rectangles_of
 from hpctrain.checkpoint.read import in_types, load
 from hpctrain.checkpoint.stored_deck import stored_deck
+from hpctrain.checkpoint.stored_tokenizer import TOKENIZER, tokenizer_state
 from hpctrain.checkpoint.structure import Structure, examine
 from hpctrain.comm.world import World
 from hpctrain.data.epochs import EpochReader
+from hpctrain.data.tokenizer_settings import TokenizerSettings
 from hpctrain.deck.adapters import Adapters
 from hpctrain.deck.presets import MIXTURE_KEYS
 from hpctrain.deck.sources import toml_value
@@ -125,8 +128,29 @@ def source_tokenizer(path: Path) -> tuple[str | None, str]:
     """
     if not _is_checkpoint(path):
         return folder_tokenizer(path)
-    text = examine(path).state.get("tokenizer")
+    text = examine(path).state.get(TOKENIZER)
     return (text, "") if isinstance(text, str) else (None, "it has none")
+
+
+def source_state(path: Path, vocabulary: int | None) -> dict[str, Any]:
+    """Return what the state of a checkpoint says of the tokenizer and the settings of a model to start from.
+
+    Args:
+        path: a Hugging Face folder or a checkpoint; of others nothing is known.
+        vocabulary: number of tokens of the model, which a tokenizer may not exceed; None if it is not known.
+
+    Raises:
+        HpctrainError: a checkpoint cannot be read.
+    """
+    if path.is_dir():
+        text, settings, _ = tokenizer_of_folder(path, vocabulary or _MOST_TOKENS)
+        return tokenizer_state(text, settings)
+    if not _is_checkpoint(path) or path.suffix == ".safetensors":
+        return tokenizer_state(None, TokenizerSettings())
+    return dict(examine(path).state)
+
+
+_MOST_TOKENS = 1 << 32
 
 
 def source_shape(path: Path) -> ModelShape:

@@ -2,33 +2,81 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from hpctrain.data.tokenizer import BYTES, TOKENIZER_FILE, Tokenizer, bytes_json
+from hpctrain.data.tokenizer_settings import (
+    SPECIAL_TOKENS_MAP,
+    TEMPLATE_FILE,
+    TOKENIZER_CONFIG,
+    TokenizerSettings,
+    content_of,
+)
 from hpctrain.errors import HpctrainError
 from hpctrain.files import JSON_BYTES, read_text
 from hpctrain.words import require
 
+_CODE = "auto_map"
+"""Key by which a folder names code of its own, which is not exported."""
 
-def tokenizer_files(text: str, sequence: int) -> dict[str, str]:
-    """Names and contents of the files that `transformers` reads, of a tokenizer's text.
 
-    Bytes become a byte-level BPE without merges, which gives every byte its own number as id.
+def tokenizer_files(tokenizer: Tokenizer, context: int, imported_context: object) -> dict[str, Any]:
+    """Return names and contents of the files that `transformers` reads of a tokenizer.
+
+    What the settings hold comes out again. Bytes become a byte-level BPE without merges, which gives every
+    byte its own number as id.
+
+    Args:
+        tokenizer: the tokenizer with its settings.
+        context: number of tokens that the model sees.
+        imported_context: number of them where the model was imported; None if it was not.
+
+    Returns:
+        Text, or an object to be written as JSON, of each file.
     """
     require("tokenizers", "writing a tokenizer's files")
-    from tokenizers import Tokenizer as Library
-
-    content = bytes_json() if text == BYTES else text
-    end = Library.from_str(content).id_to_token(Tokenizer(text).end_of_document)
-    settings = {
+    settings, end = tokenizer.settings, tokenizer.end_name
+    imported = {key: value for key, value in settings.file(TOKENIZER_CONFIG).items() if key != _CODE}
+    config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": end,
-        "eos_token": end,
-        "model_max_length": sequence,
         "clean_up_tokenization_spaces": False,
+        **settings.special_tokens,
+        **imported,
+        "model_max_length": _longest(imported.get("model_max_length"), context, imported_context),
     }
-    return {TOKENIZER_FILE: content, "tokenizer_config.json": json.dumps(settings, indent=2) + "\n"}
+    if not config.get("eos_token"):
+        config["eos_token"] = end
+    if TOKENIZER_CONFIG not in settings.files or not {*imported} - {"chat_template", "eos_token"}:
+        config.setdefault("bos_token", end)  # nothing was imported: a document begins behind the last one
+    files: dict[str, Any] = {TOKENIZER_FILE: bytes_json() if tokenizer.text == BYTES else tokenizer.text}
+    if settings.jinja is not None:
+        files[TEMPLATE_FILE] = settings.jinja
+    if SPECIAL_TOKENS_MAP in settings.files:
+        imported_map = settings.file(SPECIAL_TOKENS_MAP)
+        files[SPECIAL_TOKENS_MAP] = dict(imported_map) | {
+            role: config[role]
+            for role, value in imported_map.items()
+            if config.get(role) and content_of(config[role]) != content_of(value)
+        }
+    return {**files, TOKENIZER_CONFIG: config}
+
+
+def _longest(imported: object, context: int, imported_context: object) -> int | float:
+    """Return the most tokens of a text: as imported, unless training changed what the model sees."""
+    if isinstance(imported, bool) or not isinstance(imported, int | float) or imported < 1:
+        return context
+    return imported if imported_context in {None, context} else context
+
+
+def special_ids(tokenizer: Tokenizer | None) -> Mapping[str, int]:
+    """Return ids of special tokens by the names that configurations have for them, as `bos_token_id`."""
+    if tokenizer is None:
+        return {}
+    roles = tokenizer.settings.special_tokens
+    ids = {f"{role}_id": tokenizer.control[name] for role, name in roles.items() if name in tokenizer.control}
+    return {key: value for key, value in ids.items() if key in {"bos_token_id", "pad_token_id"}}
 
 
 def folder_tokenizer(folder: Path) -> tuple[str | None, str]:
@@ -42,15 +90,24 @@ def folder_tokenizer(folder: Path) -> tuple[str | None, str]:
         return None, f"{TOKENIZER_FILE} cannot be read ({error})"
 
 
-def tokenizer_text(folder: Path, vocabulary: int) -> tuple[str | None, str]:
-    """The text of a folder's tokenizer, or None and, in words, why it has none that can be used."""
+def tokenizer_of_folder(folder: Path, vocabulary: int) -> tuple[str | None, TokenizerSettings, str]:
+    """Return the tokenizer of a model's folder, and the settings of both.
+
+    Returns:
+        Its text; or None, and why there is none that can be used, in words. The settings either way.
+    """
+    try:
+        settings = TokenizerSettings.of_folder(folder)
+    except HpctrainError as error:
+        return None, TokenizerSettings(), error.problems[0]
     text, missing = folder_tokenizer(folder)
     if text is None:
-        return None, missing
+        return None, settings, missing
     try:
-        tokenizer = Tokenizer(text, f"{folder / TOKENIZER_FILE}")
+        tokenizer = Tokenizer.of_files(text, settings, f"{folder / TOKENIZER_FILE}")
     except HpctrainError as error:
-        return None, error.problems[0]
+        return None, settings, error.problems[0]
     if tokenizer.vocabulary > vocabulary:
-        return None, f"{TOKENIZER_FILE} has {tokenizer.vocabulary} ids, the model {vocabulary}"
-    return tokenizer.text, ""
+        sentence = f"{TOKENIZER_FILE} has {tokenizer.vocabulary} ids, the model {vocabulary}"
+        return None, settings, sentence
+    return tokenizer.text, tokenizer.settings, ""

@@ -1,0 +1,275 @@
+"""Chat models that are imported, tuned on conversations and exported: what `transformers` then does.
+
+Tests of checkpoint/exchange/model_files.py, checkpoint/exchange/tokenizer_files.py and train/origin.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+
+import hpctrain
+from hpctrain.checkpoint.exchange.convert import export_model, import_model
+from hpctrain.checkpoint.read import read_state
+from hpctrain.checkpoint.stored_tokenizer import stored_settings, tokenizer_of_state
+from hpctrain.comm.world import World
+from hpctrain.data.chat_template import LLAMA3, ChatTemplate
+from hpctrain.data.prepare import prepare
+from hpctrain.data.prepare_rows import prepare_rows
+from hpctrain.data.tokenizer import Tokenizer
+from hpctrain.data.tokens import TokenFile
+from hpctrain.train.run import resume, run_deck
+from tests.data.chats import talk, write_rows
+
+transformers = pytest.importorskip("transformers")
+
+SPECIAL = (
+    "<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
+    "<|pad|>",
+)  # fmt: skip
+BEGIN, END, _, _, TURN, PAD = range(len(SPECIAL))
+OWN_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}"
+)
+ROWS = [
+    *[{"messages": talk("hello", "hello there")}] * 4,
+    {"messages": talk("two", "plus two")},
+]
+CONFIG = {
+    "bos_token": "<|begin_of_text|>",
+    "eos_token": "<|end_of_text|>",
+    "pad_token": {"__type": "AddedToken", "content": "<|pad|>", "special": True},
+    "model_max_length": 48,
+    "clean_up_tokenization_spaces": True,
+    "padding_side": "left",
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "added_tokens_decoder": {str(n): {"content": each, "special": True} for n, each in enumerate(SPECIAL)},
+}
+GENERATION = {"eos_token_id": [END], "bos_token_id": BEGIN, "temperature": 0.6, "do_sample": True}
+DECK = """
+[run]
+title = "run"
+steps = 30
+seed = 3
+[model]
+from = "base"
+[data]
+tokens = "chat.h5"
+validation = 0.0
+pack = false
+[batch]
+global_size = 5
+micro_size = 5
+sequence = 32
+[learning_rate]
+peak = 0.02
+warmup = 3
+"""
+
+
+def make_base(folder: Path, **changes: Any) -> Path:
+    """A base model such as that of Llama 3, with its tokenizer, whose folder has no chat template."""
+    library = tokenizers.Tokenizer(tokenizers.models.BPE())
+    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=list(SPECIAL), initial_alphabet=alphabet, show_progress=False
+    )
+    library.train_from_iterator(["hello there two plus two user assistant"], trainer)
+    library.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", 0)]
+    )
+    sizes = {
+        "vocab_size": library.get_vocab_size(), "hidden_size": 32, "intermediate_size": 64,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": 64, "initializer_range": 0.013,
+        "bos_token_id": BEGIN, "eos_token_id": END, "pad_token_id": PAD,
+    }  # fmt: skip
+    torch.manual_seed(5)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes | changes))
+    model.save_pretrained(folder)
+    library.save(str(folder / "tokenizer.json"))
+    for name, content in (("tokenizer_config", CONFIG), ("generation_config", GENERATION)):
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    roles = {"bos_token": "<|begin_of_text|>", "eos_token": {"content": "<|end_of_text|>", "lstrip": False}}
+    (folder / "special_tokens_map.json").write_text(json.dumps(roles))
+    return folder
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A folder with `base`, `chat.h5`, the run of `DECK`, and `out`, which was exported of it."""
+
+    folder: Path
+
+    def json(self, name: str) -> dict[str, Any]:
+        """A file of the exported folder."""
+        content: dict[str, Any] = json.loads((self.folder / "out" / name).read_text())
+        return content
+
+    @property
+    def checkpoint(self) -> Path:
+        """The newest one."""
+        return self.folder / "runs/run/checkpoints/latest"
+
+
+@pytest.fixture(scope="module")
+def tuned(world: World, tmp_path_factory: pytest.TempPathFactory) -> Tuned:
+    """The base model, tuned on conversations as llama3's template writes them."""
+    folder, alone, before = tmp_path_factory.mktemp("tuned"), world.alone(), Path.cwd()
+    make_base(folder / "base")
+    os.chdir(folder)
+    try:
+        source = write_rows(folder / "chat.jsonl", ROWS)
+        prepare_rows(alone, Path("chat.h5"), [source], kind="chat", template="llama3", tokenizer="base")
+        Path("deck.toml").write_text(DECK)
+        assert run_deck(alone, Path("deck.toml"), []) == 0
+        export_model(alone, Path("runs/run/checkpoints/latest"), Path("out"), None, 10**9)
+    finally:
+        os.chdir(before)
+    return Tuned(folder)
+
+
+def test_what_was_imported_comes_out_again(tuned: Tuned) -> None:
+    """But for the template of the conversations and the token that ends a turn in them."""
+    config = tuned.json("tokenizer_config.json")
+    assert config == {**CONFIG, "chat_template": LLAMA3, "model_max_length": 48}
+    assert tuned.json("special_tokens_map.json")["bos_token"] == "<|begin_of_text|>"
+    assert tuned.json("special_tokens_map.json")["eos_token"]["content"] == "<|end_of_text|>"
+    assert tuned.json("generation_config.json") == {**GENERATION, "eos_token_id": [END, TURN]}
+    model = tuned.json("config.json")
+    imported = json.loads((tuned.folder / "base" / "config.json").read_text())
+    assert (model["bos_token_id"], model["eos_token_id"], model["pad_token_id"]) == (BEGIN, [END, TURN], PAD)
+    assert (model["max_position_embeddings"], model["initializer_range"]) == (64, 0.013)
+    changed = {key for key in imported if model.get(key) != imported[key]}
+    assert changed <= {"eos_token_id", "transformers_version"}
+    assert (tuned.folder / "out" / "tokenizer.json").read_text() == (
+        tuned.folder / "base" / "tokenizer.json"
+    ).read_text()
+
+
+def test_transformers_chats_with_it(tuned: Tuned) -> None:
+    """By the tokens that were trained on, and its answers end with their turn."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tuned.folder / "out")
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == (
+        "<|begin_of_text|>", "<|end_of_text|>", "<|pad|>"
+    )  # fmt: skip
+    assert (tokenizer.model_max_length, tokenizer.padding_side) == (48, "left")
+    file = TokenFile(tuned.folder / "chat.h5")
+    for number in (0, 4):
+        messages = ROWS[number]["messages"]
+        ids = tokenizer.apply_chat_template(messages)["input_ids"]
+        begin = file.document_end(number - 1) if number else 0
+        assert ids == file.read(begin, file.document_end(number) - begin).tolist()
+        assert (
+            tokenizer.apply_chat_template(messages, tokenize=False)
+            == (ChatTemplate(LLAMA3).render(messages)[0])
+        )
+    model = transformers.AutoModelForCausalLM.from_pretrained(tuned.folder / "out")
+    assert model.generation_config.eos_token_id == [END, TURN]
+    prompt = tokenizer.apply_chat_template(talk("hello"), add_generation_prompt=True, return_tensors="pt")
+    written = model.generate(**prompt, max_new_tokens=30, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    assert tokenizer.decode(written) == "hello there<|eot_id|>"
+
+
+def test_it_is_read_again(tuned: Tuned, world: World, tmp_path: Path) -> None:
+    """And comes out once more as it was, in every file."""
+    alone = world.alone()
+    import_model(alone, tuned.folder / "out", tmp_path / "again.h5")
+    state = read_state(tmp_path / "again.h5")
+    tokenizer = tokenizer_of_state(state, tmp_path / "again.h5")
+    assert tokenizer is not None and tokenizer.ends == {END, TURN}
+    assert stored_settings(state).chat_template == LLAMA3
+    export_model(alone, tmp_path / "again.h5", tmp_path / "again", None, 10**9)
+    for file in (tuned.folder / "out").iterdir():
+        assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes(), file.name
+    prepare_rows(
+        alone, tmp_path / "more.h5", [str(tuned.folder / "chat.jsonl")], kind="chat",
+        tokenizer=str(tmp_path / "again"),
+    )  # fmt: skip
+    more, first = TokenFile(tmp_path / "more.h5"), TokenFile(tuned.folder / "chat.h5")
+    assert (more.read(0, more.tokens) == first.read(0, first.tokens)).all()
+
+
+def test_its_own_texts_end_with_the_turn(tuned: Tuned) -> None:
+    """Those of `generate` and of policies, by ids; `hpctrain.load` continues prompts of text alone."""
+    model = hpctrain.load(tuned.checkpoint)
+    assert model.tokenizer.ends == {END, TURN}
+    assert TokenFile(tuned.folder / "chat.h5").tokenizer.ends == {END, TURN}
+    assert model.tokenizer.decode([*model.tokenizer.encode("hello"), TURN]) == "hello"
+
+
+def test_a_run_that_goes_on_keeps_it(
+    tuned: Tuned, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the model that it began with is gone, and it goes on with text."""
+    monkeypatch.chdir(tuned.folder)
+    alone = world.alone()
+    (tmp_path / "a.txt").write_text("hello there two plus two " * 30)
+    prepare(alone, tmp_path / "a.h5", [str(tmp_path / "a.txt")], tokenizer="base")
+    (tuned.folder / "base").rename(tmp_path / "gone")
+    try:
+        tokens, elsewhere = f"data.tokens={tmp_path / 'a.h5'}", f"run.dir={tmp_path / 'on'}"
+        changes = [tokens, elsewhere, "run.steps=31", "data.document_mask=true"]
+        assert resume(alone, tuned.checkpoint, changes) == 0
+    finally:
+        (tmp_path / "gone").rename(tuned.folder / "base")
+    export_model(alone, tmp_path / "on/checkpoints/latest", tmp_path / "out", None, 10**9)
+    for name in ("tokenizer_config.json", "generation_config.json", "config.json", "special_tokens_map.json"):
+        assert json.loads((tmp_path / "out" / name).read_text()) == tuned.json(name), name
+
+
+def test_a_template_of_its_own_is_exported_from_nothing(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run without a model to start from: template and special tokens are the token file's."""
+    monkeypatch.chdir(tmp_path)
+    alone = world.alone()
+    make_base(tmp_path / "base")
+    (tmp_path / "own.jinja").write_text(OWN_TEMPLATE)
+    source = write_rows(tmp_path / "chat.jsonl", ROWS)
+    prepare_rows(alone, Path("chat.h5"), [source], kind="chat", template="own.jinja", tokenizer="base")
+    deck = DECK.replace('from = "base"', 'family = "gpt2"\nlayers = 1\nhidden = 16\nheads = 2').replace(
+        "= 30", "= 1"
+    )
+    Path("deck.toml").write_text(deck)
+    assert run_deck(alone, Path("deck.toml"), []) == 0
+    export_model(alone, Path("runs/run/checkpoints/latest"), Path("out"), None, 10**9)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.chat_template == OWN_TEMPLATE and tokenizer.model_max_length == 32
+    assert tokenizer.apply_chat_template(talk("a", "b"), tokenize=False) == (
+        "<|begin_of_text|>[user]a<|end_of_text|>[assistant]b<|end_of_text|>"
+    )
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    generation = json.loads((tmp_path / "out/generation_config.json").read_text())
+    assert (config["eos_token_id"], config["bos_token_id"], config["n_positions"]) == (END, BEGIN, 32)
+    assert "temperature" not in generation and generation["eos_token_id"] == [END]
+
+
+def test_learned_positions_tell_the_context(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the first of them were taken, the exported model sees no more; others see what they saw."""
+    monkeypatch.chdir(tmp_path)
+    alone = world.alone()
+    sizes = {"vocab_size": 257, "n_positions": 64, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    config = transformers.GPT2Config(**sizes, bos_token_id=256, eos_token_id=256)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "base")
+    (tmp_path / "base/tokenizer_config.json").write_text(json.dumps({"model_max_length": 64}))
+    (tmp_path / "a.txt").write_text("the quick brown fox " * 40)
+    prepare(alone, Path("chat.h5"), ["a.txt"])
+    Path("deck.toml").write_text(DECK.replace("pack = false", "").replace("= 30", "= 1"))
+    assert run_deck(alone, Path("deck.toml"), []) == 0
+    export_model(alone, Path("runs/run/checkpoints/latest"), Path("out"), None, 10**9)
+    assert json.loads((tmp_path / "out/config.json").read_text())["n_positions"] == 32
+    told = json.loads((tmp_path / "out/tokenizer_config.json").read_text())
+    assert told["model_max_length"] == 32 and told["eos_token"] == "<|endoftext|>"
+    assert Tokenizer("bytes").ends == {256}
