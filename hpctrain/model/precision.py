@@ -13,7 +13,12 @@ from hpctrain.parallel.eight_bits import EightBits
 DTYPES = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16})
 
 DOUBLE = "fp64"
-"""What `precision.compute` is in comparisons of modules, and no deck may ask for."""
+"""Value of `precision.compute` in comparisons of modules. No deck may ask for it."""
+
+DOUBLE_FP8 = "fp8 in fp64"
+"""Value of `precision.compute` in comparisons of products in 8 bits: all that is not multiplied in 8 bits is
+in fp64, so that two layouts quantize the same numbers. No deck may ask for it.
+"""
 
 
 @dataclass(frozen=True)
@@ -30,14 +35,14 @@ class Precision:
 
     @staticmethod
     def of(deck: Deck) -> Precision:
-        """What a deck asks for."""
+        """Return the formats that a deck asks for."""
         keys = deck.precision
         eight_bits = None
-        if keys.compute == "fp8":
+        if keys.compute in {"fp8", DOUBLE_FP8}:
             recipe = keys.fp8, keys.fp8_gradients, keys.fp8_history
             eight_bits = EightBits(*recipe, keys.fp8_exclude, keys.fp8_messages, keys.fp8_gather)
-        if keys.compute == DOUBLE:
-            return Precision(torch.float64, torch.float64, torch.float64)
+        if keys.compute in {DOUBLE, DOUBLE_FP8}:
+            return Precision(torch.float64, torch.float64, torch.float64, eight_bits)
         compute = torch.bfloat16 if keys.compute == "fp8" else DTYPES[keys.compute]
         gradient = compute if keys.gradients == "compute" else torch.float32
         return Precision(compute, compute, gradient, eight_bits)

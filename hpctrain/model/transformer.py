@@ -308,7 +308,9 @@ class Transformer(nn.Module):
     """Embedding, blocks, final norm and head, or the piece of these that `span` says: a Part.
 
     Its parameters are without memory until bucketed. `table` is the embedding's table where another chunk
-    of the same stage holds it and the two are tied; then that of the part that embeds.
+    of the same stage holds it and the two are tied; then that of the part that embeds. `rotary_positions` [s]
+    int64 are None in a run. The layout check sets them, to rotate a short sequence as one that stands at
+    positions near the end of a long one.
     """
 
     def __init__(
@@ -317,6 +319,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.shape, self.groups = shape, groups
         self.residency = Residency()
+        self.rotary_positions: Tensor | None = None
         self.span = span if span is not None else Span.all_of(shape.layers)
         layers: list[TransformerLayer] = []
         if self.span.embeds:
@@ -386,7 +389,8 @@ class Transformer(nn.Module):
         if self.groups.sequence_parallel:
             rows = rows.chunk(tensor.size)[tensor.rank]
         if self.shape.family == "llama" and inputs.cache is None:
-            rotary = Rotary(inputs.positions, self.shape.head_size, self.shape.rope_base, self.dtype)
+            positions = inputs.positions if self.rotary_positions is None else self.rotary_positions
+            rotary = Rotary(positions, self.shape.head_size, self.shape.rope_base, self.dtype)
         return Surroundings(inputs, rows, rotary, self.residency)
 
     def predict(self, hidden: Tensor, compute: Callable[[Any, Tensor], Computed]) -> Computed:

@@ -114,6 +114,11 @@ class Replication:
         """
         return self.sharding.zero == 0 or self.stage_copy == 0
 
+    @property
+    def everyone(self) -> tuple[Group, ...]:
+        """Groups along which all ranks of the stage lie that hold the piece, if ZeRO does not cut it."""
+        return (self.sharding.group, self.sharding.replicas, self.holders)
+
     def copy(self, owned: bool, *apart: Group) -> tuple[int, int]:
         """(number of this copy, copies) of the piece, or of what this rank owns of it, where the ranks of the
         groups `apart` have values of their own.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import blake2b
 
 import torch
@@ -21,6 +22,11 @@ from hpctrain.sharding.bucket_layout import BucketSegment
 from hpctrain.sharding.fingerprint import WORDS, fingerprint
 from hpctrain.sharding.state import MASTER, MODEL, OPTIMIZER, StateTensor
 from hpctrain.sharding.synchronize import from_other_end
+
+OUTER = "outer/"
+"""What kinds begin with that replicas have in common, besides the outer model."""
+
+_Place = tuple[str, int]
 
 UNDER_WAY = "streaming/"
 """What kinds begin with that are summed while training goes on."""
@@ -87,22 +93,34 @@ class RestingState(Watched):
         if self._prints is None:
             return []
         faults = []
-        numbers = dict(zip((piece.name for piece in self.pieces), self._prints.tolist(), strict=True))
+        numbers = dict(zip(self._places, self._prints.tolist(), strict=True))
         for group in self._groups:
-            own = {piece.name: numbers[piece.name] for piece in self.pieces if group in piece.holders}
+            with_place = zip(self._places, self.pieces, strict=True)
+            own = {place: numbers[place] for place, piece in with_place if group in piece.holders}
             digest = int.from_bytes(blake2b(repr(own).encode(), digest_size=7).digest(), "big")
             digests = group.all_gather(torch.tensor([digest], device=group.device)).tolist()
             if len(set(digests)) > 1:
                 faults += list(_apart(group, group.all_gather_object(own)))
         return [*faults, *self._differing_ends(numbers)]
 
-    def _differing_ends(self, numbers: Mapping[str, int]) -> Iterator[Fault]:
-        """What the two ends of a pipeline do not have alike. Slices are cut in other places on the two."""
-        tied = sorted(
-            (piece for piece in self.pieces if piece.ends is not None), key=lambda piece: piece.name
-        )
-        for piece in tied:
-            own = torch.tensor([numbers[piece.name]], device=piece.values.device)
+    @cached_property
+    def _places(self) -> list[_Place]:
+        """Each piece's name, and how many pieces of that name come before it: an outer model has the names of
+        a replica's own.
+        """
+        counts: Counter[str] = Counter()
+        places = []
+        for piece in self.pieces:
+            places.append((piece.name, counts[piece.name]))
+            counts[piece.name] += 1
+        return places
+
+    def _differing_ends(self, numbers: Mapping[_Place, int]) -> Iterator[Fault]:
+        """Yield what the two ends of a pipeline do not have alike. Slices are cut in other places on them."""
+        with_place = zip(self._places, self.pieces, strict=True)
+        tied = sorted((place, piece) for place, piece in with_place if piece.ends is not None)
+        for place, piece in tied:
+            own = torch.tensor([numbers[place]], device=piece.values.device)
             if piece.cut is not None:
                 piece.cut.all_reduce(own)
             assert piece.ends is not None
@@ -118,10 +136,11 @@ def learned(state: Iterable[StateTensor]) -> Iterator[Resting]:
             yield Resting(f"{tensor.kind}/{tensor.shard.name}", tensor.values)
 
 
-def _apart(group: Group, of_ranks: Sequence[dict[str, int]]) -> Iterator[Fault]:
-    """The tensors that the ranks of a group do not have alike, at those who are fewest."""
-    for name in of_ranks[0]:
-        values = [each.get(name) for each in of_ranks]
+def _apart(group: Group, of_ranks: Sequence[dict[_Place, int]]) -> Iterator[Fault]:
+    """Yield the tensors that the ranks of a group do not have alike, at those who are fewest."""
+    for place in of_ranks[0]:
+        name, _ = place
+        values = [each.get(place) for each in of_ranks]
         counts = Counter(values)
         if len(counts) == 1:
             continue
@@ -144,7 +163,7 @@ def _resting(buckets: Sequence[Bucket], state: Iterable[StateTensor]) -> Iterato
         assert values is not None
         for segment in bucket.segments:
             part = values[segment.start : segment.start + segment.length]
-            groups = _together((bucket.sharding.group, *_others(bucket, segment)))
+            groups = _together((bucket.sharding.group, *_others(bucket, segment, bucket.sharding.apart)))
             ends = segment.replication.ends if part.dtype == torch.float32 else None
             yield Resting(f"{MODEL}/{segment.parameter.shard.name}", part, groups, ends)
     held = {
@@ -159,12 +178,14 @@ def _resting(buckets: Sequence[Bucket], state: Iterable[StateTensor]) -> Iterato
             continue
         of_bucket = held.get(tensor.shard.name)
         name = f"{tensor.kind}/{tensor.shard.name}"
-        if of_bucket is None or not (tensor.kind in {MODEL, MASTER} or tensor.kind.startswith(OPTIMIZER)):
-            yield Resting(name, here)
+        is_cut_alike = tensor.kind in {MODEL, MASTER} or tensor.kind.startswith((OPTIMIZER, OUTER))
+        if of_bucket is None or not is_cut_alike:
+            yield Resting(name, here, _together(tensor.holders))
             continue
         bucket, segment = of_bucket
         group, is_cut = bucket.sharding.group, bucket.sharding.zero > 0
-        groups = _together((*(() if is_cut else (group,)), *_others(bucket, segment)))
+        others = _others(bucket, segment, tensor.of_replicas)
+        groups = _together((*(() if is_cut else (group,)), *others))
         ends = segment.replication.ends if tensor.is_weight and here.dtype == torch.float32 else None
         yield Resting(name, here, groups, ends, group if ends is not None and is_cut else None)
 
@@ -175,8 +196,9 @@ def _changes(tensor: StateTensor) -> bool:
     return in_step or tensor.kind.startswith(UNDER_WAY)
 
 
-def _others(bucket: Bucket, segment: BucketSegment) -> tuple[Group, ...]:
-    replicas = () if bucket.sharding.apart else (bucket.sharding.replicas,)
+def _others(bucket: Bucket, segment: BucketSegment, of_replicas: bool) -> tuple[Group, ...]:
+    """Return the groups that hold the same slice of a parameter, which each replica may have of its own."""
+    replicas = () if of_replicas else (bucket.sharding.replicas,)
     return (segment.replication.holders, *replicas)
 
 

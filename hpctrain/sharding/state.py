@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from hpctrain.comm.group import Group
 from hpctrain.memory.accounts import storage_bytes
 from hpctrain.memory.scratch import Flat
+from hpctrain.model.foreign.buffers import KIND as BUFFER
 from hpctrain.parallel.fp8.history import KIND as HISTORY
 from hpctrain.parallel.noted import LearnsOfStep
 from hpctrain.parallel.shard import Shard
@@ -48,7 +49,8 @@ class StateTensor:
     first, "as many" go on as both have. Forward, backward or sums change
     what `changes_in_step`; all else is changed by the update alone. What is `of_replicas`, each one's own, is
     stored beside what they have in common, if anything. A sum that a file lacks is made of what it has of
-    another kind, which is the whole of it, if that is `made_of` one.
+    another kind, which is the whole of it, if that is `made_of` one. The ranks of each of the groups
+    `holders` have the same values after each update. Who makes state of a bucket need not name them.
     """
 
     kind: str
@@ -61,6 +63,7 @@ class StateTensor:
     changes_in_step: bool = True
     of_replicas: bool = False
     made_of: str = ""
+    holders: tuple[Group, ...] = ()
 
     @property
     def is_weight(self) -> bool:
@@ -157,14 +160,17 @@ class StateOfModules:
         self._keeping: list[KeepsState] = [each for each in once if issubclass(type(each), KeepsState)]
         self.learning: list[LearnsOfStep] = [each for each in once if issubclass(type(each), LearnsOfStep)]
         shards = [shard for each in self._keeping for _, shard, _ in each.state()]
-        self._copies = {shard: replications.of(shard).copy(False) for shard in shards}
+        self._replications = {shard: replications.of(shard) for shard in shards}
 
     def state(self) -> Iterator[StateTensor]:
-        """See Stateful."""
+        """Yield what all modules keep. Passes change the buffers of a module; the update changes the rest."""
         for each in self._keeping:
             for kind, shard, values in each.state():
                 resumed: Resumed = "as many" if kind.startswith(f"{HISTORY}/") else "if stored"
-                yield StateTensor(kind, shard, values, 0, self._copies[shard], True, resumed)
+                replication, changes = self._replications[shard], kind == BUFFER
+                holders = () if changes else replication.everyone
+                copy = replication.copy(False)
+                yield StateTensor(kind, shard, values, 0, copy, True, resumed, changes, holders=holders)
 
 
 def state_bytes(tensors: Iterable[StateTensor], buckets: Sequence[Bucket]) -> int:

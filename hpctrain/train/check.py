@@ -21,7 +21,7 @@ from hpctrain.train.difference import TOLERANCE, LayoutDifference
 from hpctrain.train.layout import choose_layout
 from hpctrain.train.probe import Finding
 from hpctrain.train.startup import read_agreed
-from hpctrain.train.verify import compare_miniature
+from hpctrain.train.verify import compare_miniature, is_state
 from hpctrain.units import format_seconds
 from hpctrain.words import counted
 
@@ -31,10 +31,11 @@ _MOST = 20
 _KINDS = (
     "initial parameters",
     "outputs",
-    "losses",
+    "losses and other figures",
     "gradients",
     "gradient norms",
     "parameters after both steps",
+    "state after both steps",
 )
 
 
@@ -113,7 +114,7 @@ def _telling(failing: Sequence[LayoutDifference]) -> list[LayoutDifference]:
     """Of all that differs the first, from which most of the rest follows, and what one sum or factor
     explains; of a tensor that differs in the first step not the second.
     """
-    later = re.compile(r" in the second step$| after both steps$")
+    later = re.compile(r" in the second step(?=$|, with)| after both steps(?=$|, with)")
     names = {each.name for each in failing}
     new = [each for each in failing if not later.search(each.name) or later.sub("", each.name) not in names]
     return [each for number, each in enumerate(new) if number == 0 or each.explained]
@@ -136,13 +137,16 @@ def _error(difference: LayoutDifference) -> float:
 
 
 def _kind(name: str) -> str:
-    """Which of the kinds a comparison is of."""
+    """Return which of the kinds a comparison is of."""
+    name = name.partition(", with ")[0]
     if name.startswith("gradient norm"):
         return "gradient norms"
     if name.startswith("gradient"):
         return "gradients"
     if name.startswith("output"):
         return "outputs"
-    if name.startswith("loss"):
-        return "losses"
+    if is_state(name):
+        return "state after both steps"
+    if not name.startswith("parameter "):
+        return "losses and other figures"
     return "parameters after both steps" if name.endswith("after both steps") else "initial parameters"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -52,11 +53,20 @@ def difference_of(
     world: World,
     mesh: Mesh,
     shard: Shard | None,
-    everywhere: bool = True,
+    sums: Literal["all", "tensor", "none"] = "all",
 ) -> LayoutDifference:
-    """That of `mine`, this rank's piece of a tensor or all of a number, from what is `expected` of it; both
-    are empty where a rank has none, which of what is not `everywhere` data ranks have. Errors are relative to
-    `scale`. Collective.
+    """Return how far this rank's piece of a tensor, or a number, is from what is expected of it. Collective.
+
+    Args:
+        name: The tensor's name.
+        mine: This rank's piece, empty where it has none.
+        expected: The same elements as one rank has them.
+        scale: What errors are relative to.
+        world: All ranks.
+        mesh: The layout.
+        shard: Where the piece lies; None of a number.
+        sums: The axes over which all ranks have pieces of one shape, so that a missing or doubled sum can be
+            recognized: all of them, the tensor axis, or none.
     """
     mine = mine.detach().double().cpu()
     expected, largest = expected.double(), max(scale, 1e-30)
@@ -76,7 +86,7 @@ def difference_of(
     explained = min(10 * TOLERANCE, error / 10)
     of_experts = _SUMS_OF_EXPERTS if "expert" in mesh.sizes else ()
     likely = (*of_experts, *_SUMS) if split and "expert" in split else (*_SUMS, *of_experts)
-    for axes in likely if everywhere else _SUMS[:1]:
+    for axes in {"all": likely, "tensor": _SUMS[:1], "none": ()}[sums]:
         group = mesh.group(*axes)
         if group.size == 1:
             continue

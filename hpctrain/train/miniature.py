@@ -15,6 +15,7 @@ from torch import nn
 
 from hpctrain.comm.mesh import Mesh
 from hpctrain.deck.adapters import Adapters
+from hpctrain.deck.check_local_steps import in_replicas
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.patterns import check_patterns
 from hpctrain.engine.place import pipeline_form, split_by_flops
@@ -22,13 +23,17 @@ from hpctrain.errors import HpctrainError
 from hpctrain.model.build import bare_model
 from hpctrain.model.foreign.architecture import META, ModuleArchitecture
 from hpctrain.model.part import parameter_list
-from hpctrain.model.precision import DOUBLE
+from hpctrain.model.precision import DOUBLE, DOUBLE_FP8
 from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.split import even_split
 from hpctrain.units import format_count
 
-MICRO_BATCHES, MICRO_SIZE = 2, 2
-"""Of a step on each data rank at the least, and their samples."""
+MICRO_BATCHES, MICRO_SIZE = 3, 2
+"""Least number of micro-batches of a step on each data rank, and the number of samples in each of them.
+
+The third micro-batch is the first one that neither begins nor ends a step, where gradients are neither new
+nor complete.
+"""
 
 _HEAD_SIZE, _LAYERS = 8, 2
 _EXPERTS, _CHOSEN = 4, 2
@@ -81,6 +86,72 @@ def miniature(deck: Deck) -> Deck:
     return small.with_keys(optimizer={"matrices": matrices})
 
 
+def batch_of(deck: Deck, mesh: Mesh) -> int:
+    """Return the number of samples of a miniature's step: one less than its micro-batches have room for.
+
+    A pipeline gets one micro-batch more than it has stages, so that it is filled, and a stage uses the memory
+    of one that is done again. The last micro-batch of the last data rank has a row that is no sample.
+    """
+    stages = mesh.size("pipeline")
+    micro_batches = max(MICRO_BATCHES, stages + 1)
+    if deck.layout.schedule == "interleaved":
+        micro_batches = -(-micro_batches // stages) * stages
+    return micro_batches * MICRO_SIZE * mesh.size("data") - 1
+
+
+def holds_back(deck: Deck) -> bool:
+    """Return True if the deck compresses sums of gradients, and ranks keep what these lack.
+
+    Then both together are the exact sum.
+    """
+    keys, optimizer = deck.communication, deck.optimizer
+    if keys.compress_between != "ranks" or deck.model.module is not None or in_replicas(deck):
+        return False
+    if keys.compress == "topk":
+        smooth = _SMOOTH.get(optimizer.name, {})
+        name = smooth.get("name", optimizer.name)
+        return name != "sgd" or not smooth.get("momentum", optimizer.momentum)
+    return keys.compress in {"bf16", "int8", "sign", "powersgd"} and keys.error_feedback
+
+
+def in_8_bits(deck: Deck, small: Deck) -> Deck:
+    """Return the miniature with the deck's products in 8 bits, and all else in fp64.
+
+    In fp32, rounding would move a few numbers to the next one of 8 bits, and so depend on the layout.
+    """
+    exclude = _standing(deck, small, deck.precision.fp8_exclude)
+    return small.with_keys(
+        precision={"compute": DOUBLE_FP8, "fp8_exclude": ("*",) if exclude is None else exclude},
+        machine={"products": "library", "compile": False},
+    )
+
+
+def with_outer_steps(deck: Deck, small: Deck) -> tuple[Deck, Deck]:
+    """Return the miniature with an outer step after each step, and the deck of one rank that does the same.
+
+    Of gradient descent the mean of the replicas' steps is one step by the mean of their gradients, and an
+    outer step with momentum is a step of Nesterov's by that.
+    """
+    keys = deck.communication
+    plain = {"name": "sgd", "momentum": 0.0, "nesterov": False, "weight_decay": 0.0, "clip": 0.0}
+    replicas = small.with_keys(
+        optimizer=plain,
+        communication={
+            "warmup": 0,
+            "local_steps": 1,
+            "fragments": 1,
+            "delay": 0,
+            "blend": 0.0,
+            "outer_format": "fp32",
+        },
+    )
+    if keys.outer != "diloco":
+        return replicas, replicas
+    step = {"momentum": keys.outer_momentum, "nesterov": bool(keys.outer_momentum)}
+    rate = {"peak": _RATE * keys.outer_learning_rate}
+    return replicas, replicas.with_keys(optimizer=plain | step, learning_rate=rate)
+
+
 def miniature_of(deck: Deck, mesh: Mesh) -> Deck:
     """The miniature of any deck, with its split.
 
@@ -102,7 +173,11 @@ def _smoothed(deck: Deck) -> Deck:
         precision={"compute": "fp32"},
         optimizer={"clip": _CLIP, "epsilon": _EPSILON, **_SMOOTH.get(deck.optimizer.name, {})},
         learning_rate={"peak": _RATE, "warmup": 0, "decay": "constant", "reference_batch": 0},
-        communication={"bucket_bytes": 4096, "compress": "none", "warmup": _STEPS},
+        communication={
+            "bucket_bytes": 4096,
+            "compress": deck.communication.compress if holds_back(deck) else "none",
+            "warmup": _STEPS,
+        },
         memory={"activations": "keep", "activation_format": "exact"},
         stability={"check_parameters": True},
         # Nothing is left to choose for so small matrices.

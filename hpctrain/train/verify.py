@@ -1,5 +1,13 @@
 """`verify_layout`: two tiny steps on the run's layout and on one rank, compared tensor by tensor.
 
+A step has three micro-batches or more, and one more than there are pipeline stages; one of them has a row
+less than the others, and no two have as many targets. The first step's rotary positions are the first ones,
+the second step's lie up to the end of the deck's sequence. What optimizer, routers and products keep is
+compared after both steps. Three kinds of decks have more compared. Compressed sums of gradients, whose
+residual is kept, are compared in a third step: sum and residual together are the exact sum. Products in
+8 bits are compared in steps of their own, in which all else is in fp64. Replicas that make steps by
+themselves are compared in steps of plain gradient descent with an outer step after each.
+
 The model is the deck's in miniature: the same family, heads, layout and dropout, with small heads, two
 layers and a short sequence, in fp32, so that any rank can compute it alone and rounding explains next
 to nothing. A module that users bring is in double precision, and in the first step compared with what its
@@ -17,7 +25,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from math import prod
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +37,7 @@ from hpctrain.data.batches import Batches
 from hpctrain.data.dataset import dataset_of
 from hpctrain.data.loader import DatasetSource
 from hpctrain.data.synthetic import SyntheticSource
+from hpctrain.deck.check_local_steps import in_replicas
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine, build_engine
 from hpctrain.engine.sizes import on_one_rank
@@ -36,7 +46,15 @@ from hpctrain.model.foreign.part import ModulePart
 from hpctrain.parallel.shard import Shard
 from hpctrain.train.difference import TOLERANCE, LayoutDifference, difference_of
 from hpctrain.train.hook import Hook
-from hpctrain.train.miniature import MICRO_BATCHES, MICRO_SIZE, miniature_of
+from hpctrain.train.layout_state import StatePiece, far_positions, residuals, state_pieces
+from hpctrain.train.miniature import (
+    MICRO_SIZE,
+    batch_of,
+    holds_back,
+    in_8_bits,
+    miniature_of,
+    with_outer_steps,
+)
 from hpctrain.train.outputs import in_order_of, outputs_of
 from hpctrain.train.plain import bare_module, call_in, losses_of, plain_figures, plain_module
 from hpctrain.train.probe import Finding, probe, shared_memory
@@ -46,7 +64,14 @@ _WATCHED = 4  # data ranks whose outputs are compared
 
 _DOCUMENTS = 0.2  # share of tokens that end a document, where these are masked
 
+_AT_THE_END = " after both steps"
+
 ROUGHNESS = 0.2  # standard deviation of what biases and norm weights differ by
+
+
+def is_state(name: str) -> bool:
+    """Return True if a name that `compare` gives is that of state beside the parameters."""
+    return name.endswith(_AT_THE_END) and not name.startswith("parameter ")
 
 
 class LayoutError(HpctrainError):
@@ -68,39 +93,54 @@ def tiny_trainer(deck: Deck, world: World, mesh: Mesh) -> Trainer:
     return Trainer(deck, engine, Batches(source, deck.run.seed))
 
 
-def compare(deck: Deck, world: World, mesh: Mesh) -> list[LayoutDifference]:
-    """Differences of initial parameters, losses, gradients and norms of a miniature deck's first two steps;
-    of a module also of what its parts give in the first.
+def compare(
+    deck: Deck, world: World, mesh: Mesh, longest: int = 0, one_rank: Deck | None = None
+) -> list[LayoutDifference]:
+    """Compare the first two steps of a miniature deck on this layout with those of one rank. Collective.
 
-    Collective; the same list on all ranks, in the order of the computation: parameters, then of each step
-    the loss, gradients from the last layer to the first, their norm, and parameters at the end.
+    Args:
+        deck: The miniature.
+        world: All ranks.
+        mesh: The layout.
+        longest: Length of the sequences near whose end rotary positions of the second step lie; 0: as short
+            as the miniature's.
+        one_rank: The deck of one rank, where that is not `deck` without its layout.
+
+    Returns:
+        The same list on all ranks, in the order of the computation: parameters, then of each step the loss
+        and other figures, gradients from the last layer to the first and their norm, then parameters and
+        other state at the end; of a module also what its parts give in the first step.
     """
-    micro_batches = max(MICRO_BATCHES, mesh.size("pipeline"))
-    deck = deck.with_keys(batch={"global_size": micro_batches * MICRO_SIZE * mesh.size("data")})
+    batch = {"global_size": batch_of(deck, mesh)}
+    deck = deck.with_keys(batch=batch)
     expected: dict[str, _Computed] = {}
     beside: dict[str, str] = {}
     if world.rank == 0:
-        alone = world.alone()
-        plain = on_one_rank(deck).with_keys(memory={"recompute": "none"})
-        whole = tiny_trainer(plain, alone, Mesh(alone, {}))
+        only = world.alone()
+        plain = on_one_rank(deck if one_rank is None else one_rank.with_keys(batch=batch))
+        whole = tiny_trainer(plain.with_keys(memory={"recompute": "none"}), only, Mesh(only, {}))
         outputs, own = _of_own_code(whole, mesh.size("data")) if deck.model.module is not None else ({}, {})
-        on_one = _compute(whole)
+        on_one = _compute(whole, longest)
         for name, each in on_one.items():
             expected |= outputs if name == "loss" else {}
             expected[name] = own.get(name, each)
         beside = {name: _beside(expected[name], on_one.get(name)) for name in (*outputs, *own)}
     trainer = tiny_trainer(deck, world, mesh)
-    computed = _compute(trainer)
-    shapes = world.everyone.broadcast_object(
-        {name: each.calls or (each.values.shape,) for name, each in expected.items()}
+    computed = _compute(trainer, longest)
+    described: dict[str, _Description] = world.everyone.broadcast_object(
+        {
+            name: _Description.of(each, _scale(name, expected), beside.get(name))
+            for name, each in expected.items()
+        }
     )
+    shapes = {name: each.calls for name, each in described.items()}
     pieces = mesh.size("tensor") if deck.layout.sequence_parallel else 1
     comparable = _comparable(computed, shapes, world, pieces)
     nothing = _Computed(torch.empty(0))  # of a tensor that another stage holds
     differences = []
     for name in comparable:
-        shared = _share(expected[name].values if world.rank == 0 else None, world)
-        scale = world.everyone.broadcast_object(_scale(name, expected) if world.rank == 0 else 0.0)
+        description = described[name]
+        shared = description.share(expected[name].values if world.rank == 0 else None, world)
         mine = computed.get(name, nothing)
         if mine.cut:
             number = mesh.coordinate("tensor")
@@ -111,14 +151,15 @@ def compare(deck: Deck, world: World, mesh: Mesh) -> list[LayoutDifference]:
             mine = mine._replace(values=torch.cat([each.reshape(-1) for each in in_order_of(wanted, given)]))
         if mine.shards:
             shared = shared.view(mine.shards[0].shape)
-            shared = torch.cat([shard.take(shared).reshape(-1) for shard in mine.shards])
+            spans = mine.spans or (slice(None),) * len(mine.shards)
+            pieces_of = zip(mine.shards, spans, strict=True)
+            shared = torch.cat([shard.take(shared).reshape(-1)[span] for shard, span in pieces_of])
         elif name not in computed:
             shared = torch.empty(0)
         shard = mine.shards[0] if mine.shards else None
-        everywhere = not name.startswith("output of ")
-        found = difference_of(name, mine.values, shared, scale, world, mesh, shard, everywhere)
-        told = world.everyone.broadcast_object(beside.get(name, found.beside))
-        differences.append(replace(found, beside=told))
+        sums = _sums_of(name)
+        found = difference_of(name, mine.values, shared, description.scale, world, mesh, shard, sums)
+        differences.append(replace(found, beside=description.reference or found.beside))
     trainer.engine.close()
     return differences
 
@@ -131,7 +172,16 @@ def compare_miniature(
     """
     with world.agreement():
         small = miniature_of(deck, mesh)
-    return small, probe_module(small, world), compare(small, world, mesh)
+    longest = deck.batch.sequence
+    found = compare(small, world, mesh, longest)
+    if deck.precision.compute == "fp8" and deck.model.module is None:
+        with world.agreement():
+            quantized = in_8_bits(deck, small)
+        found += _renamed(compare(quantized, world, mesh, longest), "with products in 8 bits")
+    if in_replicas(deck) and deck.model.module is None:
+        replicas, one_rank = with_outer_steps(deck, small)
+        found += _renamed(compare(replicas, world, mesh, longest, one_rank), "with outer steps")
+    return small, probe_module(small, world), found
 
 
 def probe_module(small: Deck, world: World) -> list[Finding]:
@@ -169,19 +219,59 @@ def verify_layout(deck: Deck, world: World, mesh: Mesh) -> str:
     )
 
 
+def _renamed(differences: Iterable[LayoutDifference], how: str) -> list[LayoutDifference]:
+    """Return the differences under names that say of which steps they are."""
+    return [replace(each, name=f"{each.name}, {how}") for each in differences]
+
+
+def _sums_of(name: str) -> Literal["all", "tensor", "none"]:
+    """Return the axes over which a missing or doubled sum may explain a difference.
+
+    Ranks have slices of different lengths of state, and outputs of modules on different data.
+    """
+    if is_state(name):
+        return "none"
+    return "tensor" if name.startswith("output of ") else "all"
+
+
 class _Computed(NamedTuple):
     """What all ranks have, or this rank's pieces of a tensor behind each other; of what a part gives the
-    shapes in its calls, and whether these are pieces of the sequence.
+    shapes in its calls, and whether these are pieces of the sequence. `spans` are the elements of the local
+    piece of each shard, if not all of them.
     """
 
     values: Tensor
     shards: tuple[Shard, ...] = ()
+    spans: tuple[slice, ...] = ()
     calls: tuple[torch.Size, ...] = ()
     cut: bool = False
 
 
-def _compute(trainer: Trainer) -> dict[str, _Computed]:
-    """By name what `compare` compares, in its order."""
+class _Description(NamedTuple):
+    """What all ranks know of a tensor that rank 0 has computed alone: the shapes of its calls, its own shape
+    and dtype, what errors are relative to, and what it is compared with (None: the one-rank run).
+    """
+
+    calls: tuple[torch.Size, ...]
+    shape: torch.Size
+    dtype: torch.dtype
+    scale: float
+    reference: str | None
+
+    @staticmethod
+    def of(expected: _Computed, scale: float, reference: str | None) -> _Description:
+        """Describe what rank 0 has computed."""
+        values = expected.values
+        return _Description(expected.calls or (values.shape,), values.shape, values.dtype, scale, reference)
+
+    def share(self, values: Tensor | None, world: World) -> Tensor:
+        """Return rank 0's `values` on every rank. Collective."""
+        tensor = torch.empty(self.shape, dtype=self.dtype) if values is None else values.cpu().contiguous()
+        return world.everyone.broadcast(tensor)
+
+
+def _compute(trainer: Trainer, longest: int) -> dict[str, _Computed]:
+    """Return by name what `compare` compares, in its order."""
     engine = trainer.engine
 
     def parameters(when: str) -> dict[str, _Computed]:
@@ -195,15 +285,47 @@ def _compute(trainer: Trainer) -> dict[str, _Computed]:
         data = engine.mesh.coordinate("data")
         watched = not step and data < _WATCHED
         parts = [part for part in engine.models if isinstance(part, ModulePart) and watched]
-        with outputs_of({part.module: part.computing for part in parts}) as given:
+        watching = outputs_of({part.module: part.computing for part in parts})
+        with far_positions(engine, longest if step else 0), watching as given:
             result = trainer.train_step()
         if not sums.pieces:  # the update was skipped
             sums.before_update()
         results |= _outputs(given, data)
-        results[f"loss{step}"] = _Computed(torch.tensor(result.loss, dtype=torch.float64))
+        results |= {f"{name}{step}": _number(value) for name, value in result.figures.items()}
+        results[f"tokens{step}"] = _number(result.tokens)
+        results |= {f"statistics of {name}{step}": _Computed(each) for name, each in result.noted.items()}
         results |= reversed(_by_name(("gradient of ", step), sums.pieces).items())
-        results[f"gradient norm{step}"] = _Computed(torch.tensor(result.grad_norm, dtype=torch.float64))
-    return results | parameters(" after both steps")
+        results[f"gradient norm{step}"] = _number(result.grad_norm)
+    if engine.outer.differs and trainer.deck.communication.warmup == 0:
+        # Each replica has gradients of its own.
+        results = {name: each for name, each in results.items() if not name.startswith("gradient")}
+    results |= parameters(_AT_THE_END) | _state(engine, trainer.deck.communication.warmup == 0)
+    if holds_back(trainer.deck):
+        sums.pieces.clear()
+        trainer.train_step()
+        unsent = residuals(engine)
+        whole = [(shard, piece + unsent[shard.name].view_as(piece)) for shard, piece in sums.pieces]
+        results |= _by_name(("gradient of ", " in the third step, with all residuals"), whole)
+    return results
+
+
+def _number(value: float) -> _Computed:
+    return _Computed(torch.tensor(value, dtype=torch.float64))
+
+
+def _state(engine: Engine, outer: bool) -> dict[str, _Computed]:
+    """Return this rank's pieces of all state beside parameters, by name; with that of the `outer` model."""
+    found: dict[str, list[StatePiece]] = {}
+    for each in state_pieces(engine, outer):
+        found.setdefault(f"{each.name}{_AT_THE_END}", []).append(each)
+    return {
+        name: _Computed(
+            torch.cat([each.values.reshape(-1) for each in some]).clone(),
+            tuple(each.shard for each in some),
+            tuple(each.span for each in some),
+        )
+        for name, some in found.items()
+    }
 
 
 def _by_name(around: tuple[str, str], pieces: Iterable[tuple[Shard, Tensor]]) -> dict[str, _Computed]:
@@ -220,9 +342,11 @@ def _by_name(around: tuple[str, str], pieces: Iterable[tuple[Shard, Tensor]]) ->
 def _comparable(
     computed: dict[str, _Computed], shapes: Mapping[str, tuple[torch.Size, ...]], world: World, pieces: int
 ) -> Sequence[str]:
-    """The names of what is expected in some `shapes` and any rank has computed; what a part gives in another
-    shape, as of some heads, or in other calls, as those of a rank's experts, is taken out of what this rank
-    has, but for so many equal pieces of sequences [b, s, h]. Collective.
+    """Return the names of what is expected in some `shapes` and any rank has computed. Collective.
+
+    What a part gives in another shape, as of some heads, or in other calls, as those of a rank's experts, is
+    taken out of what this rank has, but for so many equal pieces of sequences [b, s, h]. State that ranks
+    have of their own, as the residual of a sum, is taken out too: one rank has another number of these.
     """
 
     def is_cut(own: Sequence[torch.Size], whole: Sequence[torch.Size]) -> bool:
@@ -235,8 +359,10 @@ def _comparable(
         own, whole = each.calls or (each.values.shape,), shapes.get(name, ())
         if pieces > 1 and each.calls and is_cut(own, whole):
             computed[name] = each._replace(cut=True)
-        elif not each.shards and sorted(own) != sorted(whole):
-            del computed[name]
+        else:
+            same = whole == ((prod(each.shards[0].shape),),) if each.spans else sorted(own) == sorted(whole)
+            if not same and (each.spans or not each.shards):
+                del computed[name]
     known = set().union(*world.everyone.all_gather_object(set(computed)))
     return [name for name in shapes if name in known]
 
@@ -306,22 +432,15 @@ def _pieces(engine: Engine, gradients: bool) -> Iterator[tuple[Shard, Tensor]]:
             yield segment.parameter.shard, segment.view(flat)
 
 
-def _share(whole: Tensor | None, world: World) -> Tensor:
-    """Rank 0's tensor, on every rank."""
-    described = None if whole is None else (list(whole.shape), str(whole.dtype).removeprefix("torch."))
-    shape, dtype = world.everyone.broadcast_object(described)
-    tensor = torch.empty(shape, dtype=getattr(torch, dtype)) if whole is None else whole.cpu().contiguous()
-    return world.everyone.broadcast(tensor)
-
-
 def _scale(name: str, expected: Mapping[str, _Computed]) -> float:
-    """The largest element that a difference is measured against: its own tensor's, with one exception.
+    """Return the largest element that a difference is measured against: its own tensor's, with one exception.
 
-    Gradients of queries and keys go through softmax, where sums of terms as large as those of the values
-    nearly cancel: it does not see a bias of the keys, nor much of queries and keys that tell little apart.
+    Gradients of queries and keys, and state made of them, go through softmax, where sums of terms as large as
+    those of the values nearly cancel: it does not see a bias of the keys, nor much of queries and keys that
+    tell little apart.
     """
     names = {name}
-    if name.startswith("gradient"):
-        names |= {re.sub(r"\.(query|key)\.", ".value.", name)}
+    if name.startswith("gradient") or is_state(name):
+        names |= {re.sub(r"\.(query|key)\.", ".value.", name)} & expected.keys()
     values = [expected[each].values for each in names]
     return max((float(each.double().abs().max()) for each in values if each.numel()), default=0.0)

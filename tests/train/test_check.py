@@ -61,7 +61,14 @@ def told(world: World, deck: Path, *overrides: str) -> tuple[int, str]:
 def test_a_right_layout_passes(world: World, deck: Path, layout: tuple[str, ...]) -> None:
     code, text = told(world, deck, *layout)
     assert code == 0
-    kinds = ("initial parameters", "losses", "gradients", "gradient norms", "parameters after both steps")
+    kinds = (
+        "initial parameters",
+        "losses and other figures",
+        "gradients",
+        "gradient norms",
+        "parameters after both steps",
+        "state after both steps",
+    )
     counts = [re.search(rf"\n{kind} +(\d+) +\d\.\de[+-]\d\d  ", text) for kind in kinds]
     assert f"All {sum(int(count[1]) for count in counts if count)} are within 1e-05" in text
     assert all(counts)

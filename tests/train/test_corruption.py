@@ -32,6 +32,7 @@ from hpctrain.sharding.fingerprint import fingerprint
 from hpctrain.train import corruption, healing
 from hpctrain.train.control import Control, Order
 from hpctrain.train.corruption import SilentFaultError
+from hpctrain.train.hook import Hook, StepDone
 from hpctrain.train.run import open_run, resume
 from hpctrain.train.signals import Signals
 from hpctrain.train.step import Step
@@ -40,6 +41,7 @@ from hpctrain.train.way_back import WayBack
 from hpctrain.watch.run_files import STOP_FILE
 from tests.comm.random_calls import Flip as Message
 from tests.comm.random_calls import FlippingTransport
+from tests.engines import LLAMA, small_deck, trainer
 from tests.train.flips import Flip, Flips, flip, gradients, states
 from tests.train.poisoned import make_deck, train
 from tests.train.test_run import contents
@@ -188,6 +190,43 @@ def test_copies_that_part_are_named(
     assert {row["kind"] for row in found} == {"copies"}
     assert any(row["name"].endswith(name) for row in found)
     assert found[0]["ranks"] == ([wrong] if world.size > 2 else [0, 1])
+
+
+MIXTURE = ("model.experts=4", "layout.expert=2")
+KEPT_BESIDE: Mapping[str, tuple[str, ...]] = {
+    "router/bias": (*MIXTURE, "model.balance=bias"),
+    "router/shares": (*MIXTURE, "model.balance=loss", "model.balance_over=step"),
+    "fp8/weights": ("precision.compute=fp8", "layout.zero=1"),
+    "fp8/inputs": ("precision.compute=fp8", "layout.tensor=2", "layout.sequence_parallel=true"),
+    "reducer/q": ("communication.compress=powersgd",),
+    "model": ("layout.replicas=2", "communication.local_steps=3", "communication.outer=diloco"),
+    "outer/momentum": ("layout.replicas=2", "communication.local_steps=3", "communication.outer=diloco"),
+}
+"""Keys with which ranks have state of a kind in common, besides parameters and what their update needs."""
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("kind", KEPT_BESIDE)
+def test_state_beside_parameters_that_parts_is_named(world: World, kind: str) -> None:
+    """One rank learns something else of a step than the other, and has good fingerprints of it."""
+    every = ("stability.corruption=cheap", "stability.corruption_every=3")
+    training = trainer(world, small_deck(*LLAMA, *KEPT_BESIDE[kind], *every))
+    training.train(3)
+    shared = next(each for each in training.engine.state() if each.kind == kind and not each.of_replicas)
+
+    class WrongFirst(Hook):
+        def after_step(self, done: StepDone) -> None:
+            if done.state.step == 6 and world.rank == 1:
+                flip(cast(torch.Tensor, shared.values), 1, 20)
+
+    training.hooks.insert(0, WrongFirst())
+    training.train(2)
+    with pytest.raises(SilentFaultError) as caught:
+        training.train(1)
+    assert caught.value.step == 6
+    assert [(each.kind, each.name, each.ranks) for each in caught.value.faults] == [
+        ("copies", f"{kind}/{shared.shard.name}", (0, 1))
+    ]
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)

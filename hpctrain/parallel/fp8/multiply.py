@@ -15,8 +15,10 @@ UNIT = 16
 
 
 def multiplied(left: Quantized, right: Quantized, dtype: torch.dtype) -> Tensor:
-    """left [m, k] right [n, k]^T in `dtype` [m, n], added up in fp32: by the device's own product where it
-    has one, or else of the same numbers by one in 16 or 32 bits.
+    """Return left [m, k] right [n, k]^T in `dtype` [m, n], added up in fp32.
+
+    The device's own product computes it where it has one, or else one of the same numbers in 16 or 32 bits.
+    A product in fp64, which only the layout check asks for, is added up in fp64.
 
     No element along k has a scale of its own: that would be a matrix which was quantized for its transposed
     one's product.
@@ -72,7 +74,7 @@ def emulated_product(left: Quantized, right: Quantized, dtype: torch.dtype) -> T
 
     Where a row has one scale it is multiplied by afterwards.
     """
-    exact = dtype if dtype == torch.bfloat16 else torch.float32
+    exact = dtype if dtype in {torch.bfloat16, torch.float64} else torch.float32
     if left.scaled_alike and right.scaled_alike:
         product = expanded(left.values, exact) @ expanded(right.values, exact).t()
         return product.mul_(left.factors.to(exact)).mul_(right.factors.t().to(exact)).to(dtype)

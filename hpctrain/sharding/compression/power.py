@@ -254,8 +254,12 @@ class PowerSgd:
                 shard = each.stored_factor
                 if sharding.apart:
                     shard = shard.stacked(replicas.rank, replicas.size)
-                copy = each.segment.replication.copy(False, *sharding.parted)
-                yield StateTensor(FACTOR, shard, values, 0, copy, True, "if stored", False, sharding.apart)
+                replication = each.segment.replication
+                copy = replication.copy(False, *sharding.parted)
+                holders = tuple(group for group in replication.everyone if group not in sharding.parted)
+                yield StateTensor(
+                    FACTOR, shard, values, 0, copy, True, "if stored", False, sharding.apart, holders=holders
+                )
 
     def _residuals(self) -> Iterator[tuple[Matrices, Tensor]]:
         """What is owed of each parameter."""
