@@ -19,6 +19,10 @@ RESIDUAL = "reducer/residual"
 """Kind of state that holds what compressed sums of gradients lack."""
 
 
+_ODD = 7919
+"""What makes distances between positions irregular."""
+
+
 class StatePiece(NamedTuple):
     """Flat elements `span` of this rank's piece of one tensor of the state, and where that piece lies."""
 
@@ -66,15 +70,19 @@ def residuals(engine: Engine) -> dict[str, Tensor]:
 def far_positions(engine: Engine, longest: int) -> Iterator[None]:
     """Rotate queries and keys as at positions spread over a sequence of `longest` tokens, up to its end.
 
-    Each position stands for as many of the long sequence, and is the last one of these. A rank has those of
-    the part of the long sequence that the layout gives it.
+    Each position stands for as many of the long sequence, and is one of these, in no regular distances, which
+    rounding might leave as they are. A rank has those of the part of the long sequence that the layout gives
+    it.
     """
     sequence, groups = engine.architecture.sequence, engine.groups
     stretch = longest // sequence
     parts = [part for part in engine.models if isinstance(part, Transformer)] if stretch > 1 else []
     for part in parts:
-        positions = context_positions(groups.context, groups.context_form, sequence * stretch)
-        part.rotary_positions = positions[stretch - 1 :: stretch].to(engine.world.device)
+        every = context_positions(groups.context, groups.context_form, sequence * stretch)
+        stretches = every.view(-1, stretch)
+        from_end = sequence - 1 - stretches[:, :1] // stretch
+        chosen = stretch - 1 - from_end * (from_end + _ODD) % stretch
+        part.rotary_positions = stretches.gather(1, chosen).view(-1).to(engine.world.device)
     yield
     for part in parts:
         part.rotary_positions = None

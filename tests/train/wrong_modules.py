@@ -229,3 +229,14 @@ class Wide(nn.Module):
         if self.kind == "first":
             y = torch.cat((y[..., :8] * 2, y[..., 8:]), -1)
         return self.head(x + self.down(y))
+
+
+class Normalized(Right):
+    """A norm with running statistics, which are buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.statistics = nn.BatchNorm1d(HIDDEN)
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        return self.statistics(super().hidden(tokens).transpose(1, 2)).transpose(1, 2)
