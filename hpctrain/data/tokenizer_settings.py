@@ -39,12 +39,14 @@ class TokenizerSettings:
         jinja: text of `chat_template.jinja`; None without such a file.
         end_of_document: id of the token that ends a document; None if it is not known.
         ends: ids that end what was learned, a document of text or an assistant's turn.
+        context: most tokens in a sequence of the runs that a model comes from; 0 if they are not known.
     """
 
     files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     jinja: str | None = None
     end_of_document: int | None = None
     ends: tuple[int, ...] = ()
+    context: int = 0
 
     @staticmethod
     def of_folder(folder: Path) -> TokenizerSettings:
@@ -75,6 +77,7 @@ class TokenizerSettings:
             jinja if isinstance(jinja, str) else None,
             end if is_id(end) else None,
             ids_of(stored.get("ends")),
+            max(ids_of(stored.get("context")), default=0),
         )
 
     @staticmethod
@@ -89,6 +92,7 @@ class TokenizerSettings:
             "jinja": self.jinja,
             "end_of_document": self.end_of_document,
             "ends": list(self.ends),
+            "context": self.context,
         }
 
     def to_json(self) -> str:
@@ -182,7 +186,8 @@ class TokenizerSettings:
             if (length := self.file(TOKENIZER_CONFIG).get("model_max_length")) is not None:
                 files[TOKENIZER_CONFIG] = {**corpus.file(TOKENIZER_CONFIG), "model_max_length": length}
         jinja = corpus.jinja if own or corpus.jinja is not None else self.jinja
-        merged = TokenizerSettings(files, jinja, corpus.end_of_document, joined(self.ends, corpus.ends))
+        ends = joined(self.ends, corpus.ends)
+        merged = TokenizerSettings(files, jinja, corpus.end_of_document, ends, self.context)
         before = self.chat_template
         if before is not None and (of_text or merged.chat_template is None):
             return merged.with_template(before, {})

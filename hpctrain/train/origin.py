@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoint.exchange.source import source_state, source_tokenizer
 from hpctrain.checkpoint.read import read_state
+from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.checkpoint.stored_tokenizer import TOKENIZER, stored_settings, tokenizer_state
 from hpctrain.comm.world import World
 from hpctrain.data.contents import TEXT_KIND
 from hpctrain.data.shards import Tokens, title_of
 from hpctrain.data.tokenizer_difference import tokenizer_difference
+from hpctrain.data.tokenizer_settings import TokenizerSettings
 from hpctrain.deck.data_mixture import token_names
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import toml_value
@@ -46,7 +50,7 @@ def _tokenizer_state(deck: Deck, corpus: Corpus, checkpoint: Path | None) -> dic
         before = read_state(checkpoint)
     elif deck.model.source is not None:
         before = source_state(Path(deck.model.source), deck.model.vocabulary)
-    settings = stored_settings(before)
+    settings = _with_context(stored_settings(before), before, checkpoint or Path(deck.model.source or ""))
     if corpus.file is None:
         text = before.get(TOKENIZER)
         return tokenizer_state(text, settings) if isinstance(text, str) or settings.files else {}
@@ -54,6 +58,14 @@ def _tokenizer_state(deck: Deck, corpus: Corpus, checkpoint: Path | None) -> dic
     for tokens in sorted(entries, key=lambda each: each.kind != TEXT_KIND):  # a template of rows comes last
         settings = settings.trained_on(tokens.tokenizer_settings, tokens.kind == TEXT_KIND)
     return tokenizer_state(corpus.file.tokenizer_text, settings)
+
+
+def _with_context(settings: TokenizerSettings, state: Mapping[str, Any], path: Path) -> TokenizerSettings:
+    """Return the settings with the longest sequences of the runs up to the checkpoint with this state."""
+    with suppress(HpctrainError):  # which other parts of the start report
+        sequence = stored_deck(state, path).batch.sequence
+        return replace(settings, context=max(settings.context, sequence))
+    return settings
 
 
 def compare_corpus(world: World, deck: Deck, corpus: Corpus, checkpoint: Path | None) -> list[str]:

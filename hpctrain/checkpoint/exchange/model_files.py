@@ -44,7 +44,7 @@ def model_files(
     """
     architecture = exported_as(shape)
     imported = settings.file(MODEL_CONFIG)
-    context = context_of(shape, architecture, imported)
+    context = context_of(shape, architecture, settings)
     ids = _ids_of_both(settings, tokenizer)
     config = _imported_config(imported, architecture) | config_of(shape, dtype)
     if "initializer_range" in imported:
@@ -64,16 +64,16 @@ def model_files(
     return {name: each if isinstance(each, str) else _json(each) for name, each in files.items()}
 
 
-def context_of(shape: ModelShape, architecture: Architecture, imported: Mapping[str, Any]) -> int:
+def context_of(shape: ModelShape, architecture: Architecture, settings: TokenizerSettings) -> int:
     """Return how many tokens the exported model sees.
 
-    Rotary positions keep the context that was imported, or grow to that of training. Learned positions are
-    as many as the model has.
+    Rotary positions keep the context that was imported, and that of earlier runs, or grow to that of this
+    one. Learned positions are as many as the model has.
     """
-    before = imported.get(architecture.sizes["sequence"][0])
-    if shape.family == "gpt2" or isinstance(before, bool) or not isinstance(before, int):
+    imported = ids_of(settings.file(MODEL_CONFIG).get(architecture.sizes["sequence"][0]))
+    if shape.family == "gpt2":
         return shape.sequence
-    return max(shape.sequence, before)
+    return max(shape.sequence, settings.context, *imported)
 
 
 def _context_keys(architecture: Architecture, config: Mapping[str, Any]) -> list[str]:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import h5py
 import pytest
 import tokenizers
 import torch
@@ -252,6 +254,46 @@ def test_a_template_of_its_own_is_exported_from_nothing(
     generation = json.loads((tmp_path / "out/generation_config.json").read_text())
     assert (config["eos_token_id"], config["bos_token_id"], config["n_positions"]) == (END, BEGIN, 32)
     assert "temperature" not in generation and generation["eos_token_id"] == [END]
+
+
+def test_shorter_sequences_leave_the_context_of_earlier_runs(
+    tuned: Tuned, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that starts from a checkpoint, and one that has no imported model behind it."""
+    monkeypatch.chdir(tmp_path)
+    alone = world.alone()
+    shutil.copy(tuned.folder / "chat.h5", tmp_path)
+    of_sizes = DECK.replace('from = "base"', 'family = "llama"\nlayers = 1\nhidden = 16\nheads = 2')
+    Path("deck.toml").write_text(of_sizes.replace("= 30", "= 1").replace("sequence = 32", "sequence = 40"))
+    assert run_deck(alone, Path("deck.toml"), []) == 0
+    (tmp_path / "runs/run/checkpoints/latest").resolve().rename(tmp_path / "first.h5")
+    Path("next.toml").write_text(DECK.replace('"base"', '"first.h5"').replace("= 30", "= 1"))
+    assert run_deck(alone, Path("next.toml"), ["run.title=next"]) == 0
+    export_model(alone, Path("runs/next/checkpoints/latest"), Path("out"), None, 10**9)
+    assert json.loads((tmp_path / "out/config.json").read_text())["max_position_embeddings"] == 40
+
+
+def test_templates_by_name_come_out_again(tuned: Tuned, world: World, tmp_path: Path) -> None:
+    """Files of several templates, as newer versions write them, as the list that all versions read."""
+    folder = tmp_path / "several"
+    shutil.copytree(tuned.folder / "base", folder)
+    (folder / "chat_template.jinja").write_text(OWN_TEMPLATE)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates/tool_use.jinja").write_text("tools")
+    import_model(world.alone(), folder, tmp_path / "several.h5")
+    export_model(world.alone(), tmp_path / "several.h5", tmp_path / "out", None, 10**9)
+    for path in (folder, tmp_path / "out"):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+        assert tokenizer.chat_template == {"default": OWN_TEMPLATE, "tool_use": "tools"}, path
+
+
+def test_an_older_file_of_conversations_tells_its_template(tuned: Tuned, tmp_path: Path) -> None:
+    shutil.copy(tuned.folder / "chat.h5", tmp_path / "old.h5")
+    with h5py.File(tmp_path / "old.h5", "r+") as file:
+        del file["tokenizer_settings"]
+    settings = TokenFile(tmp_path / "old.h5").tokenizer_settings
+    assert settings.chat_template == LLAMA3 and settings.ends == (TURN,)
+    assert settings.special_tokens["bos_token"] == "<|begin_of_text|>"
 
 
 def test_learned_positions_tell_the_context(
