@@ -94,9 +94,16 @@ def read_bytes(path: str | Path, most: int) -> bytes:
     return bytes(content)
 
 
-def read_text(path: str | Path, most: int, encoding: str = "utf-8") -> str:
-    """The same as text, its line ends as newlines; UnicodeDecodeError (a ValueError) where it is none."""
-    return read_bytes(path, most).decode(encoding).replace("\r\n", "\n").replace("\r", "\n")
+def read_text(path: str | Path, most: int) -> str:
+    """Return the UTF-8 text of a regular file of at most `most` bytes.
+
+    A byte order mark at its beginning is skipped, and every kind of line end becomes a newline.
+
+    Raises:
+        OSError: As `read_bytes`.
+        UnicodeDecodeError: The file is not UTF-8 text (a ValueError).
+    """
+    return read_bytes(path, most).decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
 
 
 def parse_json(text: str | bytes) -> Any:

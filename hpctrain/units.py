@@ -13,14 +13,20 @@ _PAIR = re.compile(_NUMBER + r"\s*([A-Za-z]*)")
 
 _BYTES = {"": 1, "b": 1, "byte": 1, "bytes": 1}
 _BYTES |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgtp", start=1)}
-_BYTES |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgtp", start=1)}
+_BYTES |= {
+    f"{letter}{end}": 1024**power for power, letter in enumerate("kmgtp", start=1) for end in ("ib", "i", "")
+}
 
 _TOO_MANY_BYTES = 1 << 63
 
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1, "min": 60, "h": 3600, "d": 86400}
 _SECONDS |= {"sec": 1, "second": 1, "minute": 60, "hour": 3600, "day": 86400}
 _SECONDS |= {"seconds": 1, "minutes": 60, "hours": 3600, "days": 86400}
+_SECONDS |= {"secs": 1, "m": 60, "mins": 60, "hr": 3600, "hrs": 3600}
 _PARTS = re.compile(_PAIR.pattern + r"\s*")
+
+_CLOCK = re.compile(r"(?:([0-9]{1,6})-)?([0-9]{1,6})(?::([0-9]{1,2}))?(?::([0-9]{1,2}))?")
+"""Times as schedulers write them: 1-12:30:00, 1-12, 36:30:00, 90:00."""
 
 
 # Here alone case tells: "Mb/s" is written for megabits and for megabytes, and is taken for neither.
@@ -37,9 +43,12 @@ class UnitError(HpctrainError, ValueError):
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of a size such as "4096", "25 MB" (25 x 10^6) or "1.5 GiB" (1.5 x 2^30); case does not matter.
+    """Return the bytes of a size such as "4096", "25 MB" (25 x 10^6) or "1.5 GiB" (1.5 x 2^30).
 
-    Raises `UnitError` for anything else, negative sizes and those of 2^63 bytes or more included.
+    "4G" and "4Gi" are binary (4 x 2^30), as Slurm, Kubernetes and `ls -h` have them. Case does not matter.
+
+    Raises:
+        UnitError: The text is no size, or one of 2^63 bytes or more.
     """
     match = _PAIR.fullmatch(text.strip())
     unit = match[2].lower() if match else ""
@@ -56,11 +65,18 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_seconds(text: str) -> float:
-    """Seconds of a time such as "90", "90 s", "50 min", "1.5 h" or, as `format_seconds` writes, "1 h 02 min".
+    """Return the seconds of a time such as "90", "90 s", "50 min", "1.5 h", "1 h 02 min" or "1-12:30:00".
 
-    Raises `UnitError` for anything else, negative times and those beyond all numbers included.
+    Times with colons or a day are read as Slurm reads them: "36:30:00" has hours, minutes and seconds,
+    "90:00" minutes and seconds, "1-12" days and hours, "1-12:30" minutes as well.
+
+    Raises:
+        UnitError: The text is no time, or an infinite one.
     """
     written = text.strip()
+    clock = _CLOCK.fullmatch(written)
+    if clock and not written.isdigit():
+        return _clock_seconds(text, clock)
     parts = [(match[1], match[2].lower()) for match in _PARTS.finditer(written)]
     complete = "".join(match[0] for match in _PARTS.finditer(written)) == written
     sizes = [1] if parts == [(written, "")] else [_SECONDS.get(unit, 0) for _, unit in parts]
@@ -68,8 +84,21 @@ def parse_seconds(text: str) -> float:
     # Each unit is smaller than the one before: "2 min 1 h" is a slip.
     in_order = sizes == sorted(set(sizes), reverse=True)
     if not parts or not complete or 0 in sizes or not in_order or not isfinite(seconds):
-        raise UnitError(f'"{text}" is not a time: write it as 3000, "50 min" or "1 h 30 min"')
+        raise UnitError(f'"{text}" is not a time: write it as 3000, "50 min", "1 h 30 min" or "1-12:30:00"')
     return seconds
+
+
+def _clock_seconds(text: str, clock: re.Match[str]) -> float:
+    """Return the seconds of a time with colons or a day."""
+    days, *fields = clock.groups()
+    numbers = [int(field) for field in fields if field is not None]
+    if days is None and len(numbers) == 2:
+        hours, minutes, seconds = 0, *numbers
+    else:
+        hours, minutes, seconds = [*numbers, 0, 0][:3]
+    if seconds >= 60 or (minutes >= 60 and (hours or days)):
+        raise UnitError(f'"{text}" is not a time: minutes and seconds must be below 60, as in "1-12:30:00"')
+    return 86400.0 * int(days or 0) + 3600.0 * hours + 60.0 * minutes + seconds
 
 
 class Link(NamedTuple):

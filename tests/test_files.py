@@ -18,7 +18,7 @@ from hpctrain.files import (
 
 
 def test_text_has_newlines_whatever_its_line_ends(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes("é\r\nb\rc\n".encode())
+    (tmp_path / "a").write_bytes("\ufeffé\r\nb\rc\n".encode())  # with a byte order mark
     assert read_text(tmp_path / "a", 100) == "é\nb\nc\n"
 
 

@@ -32,13 +32,16 @@ from hpctrain.units import (
         ("9007199254740993", 2**53 + 1),
         ("2 TB", 2 * 10**12),
         ("1 PiB", 2**50),
+        ("4G", 4 * 2**30),
+        ("512Mi", 2**29),
+        ("64 k", 2**16),
     ],
 )
 def test_sizes(text: str, size: int) -> None:
     assert parse_bytes(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "MB", "-1 MB", "25 MX", "25 M", "1 MB 2", "1.2.3 kB", "nan", "25 MB/s"])
+@pytest.mark.parametrize("text", ["", "MB", "-1 MB", "25 MX", "1 MB 2", "1.2.3 kB", "nan", "25 MB/s"])
 def test_no_size(text: str) -> None:
     with pytest.raises(UnitError, match="is not a size: write it as"):
         parse_bytes(text)
@@ -126,6 +129,12 @@ def test_sizes_survive_printing_to_three_digits(size: int) -> None:
         ("1.5 h", 5400),
         ("1 h 30 min", 5400),
         ("2 d 03 h", 183_600),
+        ("5 m", 300),
+        ("1-12:30:00", 131_400),
+        ("1-12", 129_600),
+        ("0-01:30", 5400),
+        ("36:30:00", 131_400),
+        ("90:00", 5400),
         ("1 day 2 hours 3 minutes 4 seconds", 93_784),
     ],
 )
@@ -134,7 +143,7 @@ def test_times(text: str, seconds: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "soon", "5 m", "-5 min", "1 30 min", "30 min 1 h", "1 h 1 h", "1 h 30", "1:30", "5 min,"]
+    "text", ["", "soon", "5 mo", "-5 min", "1 30 min", "30 min 1 h", "1 h 1 h", "1 h 30", "1:30 h", "5 min,"]
 )
 def test_what_is_no_time(text: str) -> None:
     with pytest.raises(UnitError, match="is not a time: write it as"):

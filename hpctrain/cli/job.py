@@ -100,7 +100,7 @@ def command(
 
     wish = Wish(
         nodes=parse_nodes(nodes),
-        seconds=None if time is None else parse_time(time),
+        seconds=None if time is None else parse_time(time, others["scheduler"]),
         variants=tuple(tuple(variant.split()) for variant in variants),
         volume=None if volume is None else parse_volume(volume),
         shared_memory=None if shared_memory is None else parse_shared_memory(shared_memory),

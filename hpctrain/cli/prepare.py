@@ -43,7 +43,7 @@ SECONDS_BETWEEN_LINES = 30.0
     default="text",
     metavar="NAME",
     show_default=True,
-    help="Where .jsonl and .parquet have the text.",
+    help="Key or column of the text in rows of JSON and .parquet files.",
 )
 @click.option(
     "--shard-bytes",
@@ -65,10 +65,12 @@ SECONDS_BETWEEN_LINES = 30.0
 def command(out: Path, paths: tuple[str, ...], shard_bytes: str | None, **choices: Any) -> None:
     """Make the token file OUT (HDF5) of text files and folders, alone or under mpirun or srun.
 
-    A file is one document, a .jsonl file one document a line; both may be compressed (.gz, .zst). Of a
-    .parquet file each row of a column is one. Files are taken in the order given, those of a folder (with
-    its subfolders, without hidden ones) sorted by name. Without --glob a folder gives its .txt .text .md
-    .rst .tex .html .py .c .h .cpp .jsonl and .parquet files, also .gz and .zst.
+    A file is one document. Files of JSON lines (.jsonl, .ndjson, .jsonlines, .json) have one document per
+    line, JSON lists (.json) one per entry, .parquet files one per row of a column. All but the last may be
+    compressed (.gz, .zst). Files are taken in the order given, those of a folder (with its subfolders,
+    without hidden ones) sorted by name. Without --glob a folder gives its .txt .text .md .rst .tex .html
+    .py .c .h .cpp .jsonl .ndjson .jsonlines and .parquet files, compressed or not, in any case. A --glob
+    matches as in a shell: "*.txt" in any subfolder, "src/**/*.py" at any depth, "*.{c,h}" either ending.
 
     Killed, it goes on where it was when it is started again, alike and on as many ranks.
 

@@ -72,7 +72,7 @@ def command(
         return sweep_deck(deck, arguments, ranks, name=name, show=click.echo, **others)
     if asked := [option for option, value in others.items() if value]:
         raise click.UsageError(f"--slurm: writes a script alone, without {', '.join(asked)}")
-    seconds = None if time is None else parse_time(time)
+    seconds = None if time is None else parse_time(time, "slurm")
     wish = Wish("slurm", (nodes, nodes), seconds, account=account, partition=partition)
     job = sweep_job(deck, arguments, ranks, name, wish)
     for warning in job.warnings:

@@ -1,8 +1,9 @@
-"""The messages that a row of JSON means, in any of the spellings that files of conversations have.
+"""Messages of a row of JSON, in any of the spellings that files of conversations have.
 
-A conversation is `messages` of role and content, `conversations` of from and value (ShareGPT), `prompt` with
-`response` or `completion`, or `instruction` with `output` and perhaps `input` (Alpaca); a `system` text may
-stand beside the last two. Problems are HpctrainErrors which do not say where the row is.
+A conversation is `messages` of role and content, `conversations` of from and value (ShareGPT), `prompt`
+with `response` or `completion`, or `instruction` with `output` and perhaps `input` (Alpaca); a `system`
+text may stand beside the last two. An assistant's message is not learned if its `weight` is 0 (OpenAI), or
+if `train` or `training` is false (axolotl). Problems are HpctrainErrors which do not say where the row is.
 """
 
 from __future__ import annotations
@@ -21,15 +22,34 @@ ASSISTANT = "assistant"
 _LISTS = ("messages", "conversations", "conversation")
 _ANSWERS = ("response", "completion")
 _ROLES = {"human": "user", "gpt": ASSISTANT, "chatgpt": ASSISTANT, "bing": ASSISTANT, "model": ASSISTANT}
+_FLAGS = frozenset({"weight", "train", "training"})
+"""Keys of a message by which trainers exclude it from training."""
 _FORMS = "`messages`, `conversations`, `prompt` with `response`, or `instruction` with `output`"
 
 
 class Conversation(NamedTuple):
-    """Messages, of which those of an assistant are learned from number `first` on."""
+    """Messages of a row, and which of them are learned.
+
+    Attributes:
+        messages: The messages, as templates get them.
+        first: Number of the first message that may be learned.
+        tools: Tools that the template describes to the model, or None.
+        unlearned: Numbers of an assistant's messages that are not learned, as the row says.
+    """
 
     messages: Sequence[Message]
     first: int = 0
     tools: Any = None
+    unlearned: Sequence[int] = ()
+
+    @property
+    def learned(self) -> list[int]:
+        """Numbers of the messages that are learned."""
+        return [
+            number
+            for number, message in enumerate(self.messages)
+            if message["role"] == ASSISTANT and number >= self.first and number not in self.unlearned
+        ]
 
 
 class Preference(NamedTuple):
@@ -56,8 +76,11 @@ def conversation_of(row: Any) -> Conversation:
     """That of a row."""
     row = _object(row, _FORMS)
     name = next((each for each in _LISTS if row.get(each) is not None), None)
+    unlearned: Sequence[int] = ()
     if name is not None:
         messages = _messages(row[name], name)
+        unlearned = tuple(n for n, message in enumerate(messages) if not _is_learned(message, n))
+        messages = [{key: message[key] for key in message if key not in _FLAGS} for message in messages]
     elif row.get("instruction") is not None:
         messages = [*_system(row), _said("user", _instruction(row))]
         messages += _turn(row, "output", ASSISTANT)
@@ -65,7 +88,20 @@ def conversation_of(row: Any) -> Conversation:
         messages = [*_system(row), *_turn(row, "prompt", "user"), *_turn(row, answers[0], ASSISTANT)]
     else:
         raise HpctrainError(f"has no conversation: {_FORMS}{_has(row)}")
-    return Conversation(messages, 0, row.get("tools"))
+    return Conversation(messages, 0, row.get("tools"), unlearned)
+
+
+def _is_learned(message: Message, number: int) -> bool:
+    """Return False if a message's flags exclude it from training.
+
+    Raises:
+        HpctrainError: A flag is neither true nor false; a weight is neither 0 nor 1.
+    """
+    for name in _FLAGS & message.keys():
+        if message[name] not in {0, 1}:
+            wanted = "0 or 1 (other weights are not supported)" if name == "weight" else "true or false"
+            raise HpctrainError(f"message {number + 1} has {name} = {message[name]!r}: must be {wanted}")
+    return all(message[name] == 1 for name in _FLAGS & message.keys())
 
 
 def preference_of(row: Any) -> Preference:

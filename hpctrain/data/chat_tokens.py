@@ -167,9 +167,14 @@ class ChatTokenizer:
             if asked.first:
                 before = len(self.template.render(asked.messages[: asked.first], tools=asked.tools)[0])
                 generated = [each for each in generated if each[0] >= before]
+            for number in asked.unlearned:
+                first, last = (
+                    len(self.template.render(asked.messages[:count], tools=asked.tools)[0])
+                    for count in (number, number + 1)
+                )
+                generated = [each for each in generated if not first <= each[0] < last]
             return text, generated
-        says = [n for n, each in enumerate(asked.messages) if each["role"] == ASSISTANT and n >= asked.first]
-        return text, [self._turn(asked, number, text) for number in says]
+        return text, [self._turn(asked, number, text) for number in asked.learned]
 
     def _turn(self, asked: Conversation, number: int, text: str) -> Range:
         """Where in the whole text an assistant's message is, from where it goes on to the end of its turn."""

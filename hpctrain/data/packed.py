@@ -27,15 +27,16 @@ class DamagedError(Exception):
 
 
 def plain_name(name: str) -> str:
-    """The name that a file has before it is compressed."""
+    """Return the name that a file has before it is compressed, in lower case."""
+    name = name.lower()
     for ending in COMPRESSED:
         name = name.removesuffix(ending)
     return name
 
 
 def open_packed(path: str) -> BufferedIOBase:
-    """A compressed file's text."""
-    if path.endswith(".gz"):
+    """Open a compressed file for reading its decompressed bytes."""
+    if path.lower().endswith(".gz"):
         return gzip.open(path, "rb")
     require("zstandard", f"{path}: reading .zst")
     return BufferedReader(_Zstandard(Path(path).open("rb")))

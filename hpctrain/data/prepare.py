@@ -21,7 +21,15 @@ import hpctrain
 from hpctrain.data.contents import TEXT_KIND
 from hpctrain.data.shard_files import ShardFiles, slices_of
 from hpctrain.data.shards import MOST_FILES
-from hpctrain.data.sources import BINARY, LeftOut, TextSource, find_sources, printable, raise_all
+from hpctrain.data.sources import (
+    BINARY,
+    TEXT_ENDINGS,
+    LeftOut,
+    TextSource,
+    find_sources,
+    printable,
+    raise_all,
+)
 from hpctrain.data.text import (
     PIECE,
     PROBLEMS,
@@ -171,8 +179,13 @@ def begin(
     globs: Sequence[str],
     replace: bool,
     shards: ShardFiles | None = None,
+    endings: Sequence[str] = TEXT_ENDINGS,
 ) -> tuple[list[TextSource], LeftOut]:
-    """The files that are meant, where `out` can be made; what is left out, rank 0 knows. Collective."""
+    """Return the files that `paths` mean; rank 0 also gets those that are left out. Collective.
+
+    Raises:
+        HpctrainError: `out` cannot be made, or a path gives no file.
+    """
     world.ledger.activity = "looking for the text files"
     sources: list[TextSource] = []
     left = LeftOut()
@@ -185,8 +198,9 @@ def begin(
                 shards.remove_left()
             out.parent.mkdir(parents=True, exist_ok=True)
             remove_others(out, world.size)
-            sources, left = find_sources(paths, globs, without=[out] if shards is None else shards.present())
-    rows = world.everyone.broadcast_object([[source.path, source.size, source.named] for source in sources])
+            outputs = [out] if shards is None else shards.present()
+            sources, left = find_sources(paths, globs, outputs, endings)
+    rows = world.everyone.broadcast_object([dataclasses.astuple(source) for source in sources])
     return [TextSource(*row) for row in rows], left
 
 

@@ -20,8 +20,8 @@ from hpctrain.data.chat_rows import conversation_of, left_out_words, preference_
 from hpctrain.data.chat_template import ChatTemplate
 from hpctrain.data.chat_tokens import ChatTokenizer, Tokens
 from hpctrain.data.contents import CHAT, KINDS, NOUNS, PREFERENCES, PROMPTS, TEXT_KIND
-from hpctrain.data.packed import COMPRESSED, TABLE
 from hpctrain.data.prepare import Prepared, Say, begin, collecting, examine, in_progress, text_alone
+from hpctrain.data.sources import ROW_ENDINGS
 from hpctrain.data.text import PIECE, Row, TextPiece, cut_into_pieces, read_rows, share_of
 from hpctrain.data.token_part import TokenPart, part_path
 from hpctrain.data.tokenizer import BYTES, Tokenizer
@@ -35,7 +35,6 @@ from hpctrain.words import either
 if TYPE_CHECKING:
     from hpctrain.comm.world import World
 
-_GLOBS = ("*.jsonl", *(f"*.jsonl{each}" for each in COMPRESSED), f"*{TABLE}")
 _LEARNED_VALUES, _BYTE_VALUES = 2, 256
 EQUAL, SILENT = "whose answers are equal", "in which no assistant says anything"
 _EXAMPLES = 3
@@ -65,7 +64,7 @@ def prepare_rows(
     """
     assert kind in KINDS and kind != TEXT_KIND, kind
     begun = time.perf_counter()
-    sources, left = begin(world, out, paths, globs or _GLOBS, replace)
+    sources, left = begin(world, out, paths, globs, replace, endings=ROW_ENDINGS)
     pieces = cut_into_pieces(sources, piece_bytes)
     faults = examine(world, pieces, report)
     with world.agreement():

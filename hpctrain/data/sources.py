@@ -1,19 +1,36 @@
-"""Which files are meant by the paths that a user gives, and which of them are left out, and why."""
+"""Input files that a user's paths mean, and those that are left out, with the reason."""
 
 from __future__ import annotations
 
+import codecs
+import gzip
 import os
+import re
+import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from io import BufferedIOBase
-from pathlib import Path, PurePosixPath
+from pathlib import Path
+from typing import Literal
 
-from hpctrain.data.packed import COMPRESSED, TABLE, open_packed, plain_name
+from hpctrain.data.packed import COMPRESSED, TABLE, DamagedError, open_packed, plain_name
 from hpctrain.errors import HpctrainError, InputOutputError
+from hpctrain.files import parse_json
 from hpctrain.words import counted
 
-TEXT_ENDINGS = (".txt", ".text", ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cpp", ".jsonl", TABLE)
+JSON_LINES = (".jsonl", ".ndjson", ".jsonlines")
+"""Endings of files with one JSON value per line."""
+JSON = ".json"
+"""Ending of files with a JSON list, JSON lines or one JSON value: `json_form` tells which."""
+
+_PLAIN_TEXT = (".txt", ".text", ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cpp")
+TEXT_ENDINGS = (*_PLAIN_TEXT, *JSON_LINES, TABLE)
+ROW_ENDINGS = (*JSON_LINES, JSON, TABLE)
+"""Endings, in any case, of the files that are taken from folders: for text, and for rows of conversations."""
+_HEAD_BYTES = 1 << 20
+_BRACES = re.compile(r"\{([^{}]*,[^{}]*)\}")
 EXAMPLES = 2
 
 NAME, HIDDEN, IRREGULAR, EMPTY, BINARY, NOT_UTF8 = range(6)
@@ -29,12 +46,48 @@ _WORDS = {
 }
 
 
+JsonForm = Literal["", "list", "lines"]
+
+
+def json_form(path: str) -> JsonForm:
+    """Return how a file holds JSON rows, by its ending and its beginning.
+
+    Returns:
+        "list" for a JSON list, "lines" for one JSON value per line, "" for any other file: text, or a
+        single JSON value over several lines. A file that cannot be decompressed is "" too; reading it tells
+        why.
+    """
+    name = plain_name(path)
+    if not name.endswith((*JSON_LINES, JSON)):
+        return ""
+    try:
+        with open_packed(path) if path.lower().endswith(COMPRESSED) else Path(path).open("rb") as file:
+            head = file.read(_HEAD_BYTES)
+    except (EOFError, zlib.error, gzip.BadGzipFile, DamagedError, HpctrainError):
+        return ""
+    text = head.removeprefix(codecs.BOM_UTF8).decode("utf-8", "replace").lstrip()
+    first, _, rest = text.partition("\n")
+    try:
+        parse_json(first)
+        complete = True
+    except ValueError:
+        complete = False
+    if text.startswith("["):
+        return "lines" if complete and rest.strip() else "list"
+    return "lines" if name.endswith(JSON_LINES) or (complete and text.startswith("{")) else ""
+
+
 @dataclass(frozen=True)
 class TextSource:
-    """One input file; `size` is its length on the disk in bytes.
+    """One input file.
 
-    `named` by the user, not found in a folder; `raw` where its bytes are taken as they are, text or not;
-    `lenient` where a text in a line of JSON that is not UTF-8 is taken, with U+FFFD for what is not.
+    Attributes:
+        path: Its path.
+        size: Its length on the disk in bytes.
+        named: True if the user named it; False if it was found in a folder.
+        raw: True if its bytes are taken as they are, text or not.
+        lenient: True if text in JSON that is not UTF-8 is taken, with U+FFFD for what is not.
+        json: How it holds JSON rows: see `json_form`.
     """
 
     path: str
@@ -42,24 +95,35 @@ class TextSource:
     named: bool = False
     raw: bool = False
     lenient: bool = False
+    json: JsonForm = ""
 
     @property
     def compressed(self) -> bool:
-        """Whether it is gzip or Zstandard, by its name."""
-        return self.path.endswith(COMPRESSED)
+        """True if it is compressed by gzip or Zstandard, judged by its name."""
+        return self.path.lower().endswith(COMPRESSED)
 
     @property
     def table(self) -> bool:
-        """Whether every row of a column is a document of its own."""
-        return self.path.endswith(TABLE)
+        """True if it is a Parquet table, of which every row of a column is a document."""
+        return self.path.lower().endswith(TABLE)
+
+    @property
+    def is_list(self) -> bool:
+        """True if it is a JSON list, of which every entry is a document."""
+        return self.json == "list"
 
     @property
     def lines(self) -> bool:
-        """Whether every line is a document of its own."""
-        return plain_name(self.path).endswith(".jsonl")
+        """True if every line is a document, as JSON."""
+        return not self.is_list and (self.json == "lines" or plain_name(self.path).endswith(JSON_LINES))
+
+    @property
+    def whole(self) -> bool:
+        """True if the file cannot be cut into pieces at places that are known beforehand."""
+        return self.compressed or self.table or self.is_list
 
     def open(self) -> BufferedIOBase:
-        """The file, decompressed."""
+        """Open the file for reading its bytes, decompressed."""
         return open_packed(self.path) if self.compressed else Path(self.path).open("rb")
 
 
@@ -86,15 +150,23 @@ class LeftOut:
 
 
 def find_sources(
-    paths: Sequence[str], globs: Sequence[str], without: Sequence[Path] = ()
+    paths: Sequence[str],
+    globs: Sequence[str],
+    without: Sequence[Path] = (),
+    endings: Sequence[str] = TEXT_ENDINGS,
 ) -> tuple[list[TextSource], LeftOut]:
-    """The files meant by `paths`, in the order given, inside folders sorted by name, each once.
+    """Return the files that `paths` mean, in the order given, those of a folder sorted by name, each once.
 
-    A file that is named is taken; in folders (searched in depth, hidden ones and hidden files left out)
-    those are taken whose name, or path where the pattern has a slash, matches one of `globs`, by
-    default those with TEXT_ENDINGS, compressed or not. `without`, the output, is never taken. Empty files
-    have no document and are left out, as is what is no file. HpctrainError names every path that gives
-    nothing.
+    Files that are empty or irregular are left out, and so are hidden ones of folders.
+
+    Args:
+        paths: Files, which are taken whatever their name, and folders, which are searched in depth.
+        globs: Patterns of the files of folders (see `matches_glob`). If empty, `endings` choose.
+        without: Output files, which are never taken.
+        endings: Endings of the files of folders, in any case, with or without compression.
+
+    Raises:
+        HpctrainError: A path gives no file; the error names every such path.
     """
     if any(not pattern.strip("/") for pattern in globs):
         raise HpctrainError("--glob: the pattern is empty; give one such as '*.txt'")
@@ -115,17 +187,19 @@ def find_sources(
                     HpctrainError(f"{given}: is OUT itself, which is to be made (give it another name)")
                 )
                 continue
-            walked = _walk(folder, globs, matched) if folder.is_dir() else _named(folder)
+            walked = _walk(folder, globs, endings, matched) if folder.is_dir() else _named(folder)
             for file, reason in walked:
                 real = os.path.realpath(file)
                 if real in avoided:
                     continue
                 if reason is None:
-                    sources.setdefault(real, TextSource(str(file), file.stat().st_size, named=real in named))
+                    form = json_form(str(file))
+                    source = TextSource(str(file), file.stat().st_size, named=real in named, json=form)
+                    sources.setdefault(real, source)
                 else:
                     left.setdefault(real, (str(file), reason))
             if folder.is_dir() and all(reason in {NAME, HIDDEN, IRREGULAR} for _, reason in walked):
-                wanted = ", ".join(globs) if globs else "*" + ", *".join(TEXT_ENDINGS)
+                wanted = ", ".join(globs) if globs else "*" + ", *".join(endings)
                 sentence = f"{given}: no file in this folder matches {wanted}; see --glob"
                 problems.append(HpctrainError(sentence))
         except FileNotFoundError:
@@ -160,10 +234,13 @@ def _named(file: Path) -> list[tuple[Path, int | None]]:
     return [(file, None if file.stat().st_size else EMPTY)]
 
 
-def _walk(folder: Path, globs: Sequence[str], matched: set[str]) -> list[tuple[Path, int | None]]:
-    """Every file of a folder, sorted by its path below it, with why it is left out, or None.
+def _walk(
+    folder: Path, globs: Sequence[str], endings: Sequence[str], matched: set[str]
+) -> list[tuple[Path, int | None]]:
+    """Return every file of a folder, sorted by its path, with the reason why it is left out, or None.
 
-    Hidden folders are not entered, and count as one. Patterns that match any file become `matched`.
+    Hidden folders are not entered, and count as one file. Patterns that match any file are added to
+    `matched`.
     """
 
     def stop(error: OSError) -> None:
@@ -174,7 +251,11 @@ def _walk(folder: Path, globs: Sequence[str], matched: set[str]) -> list[tuple[P
         files += [(Path(root, name), HIDDEN) for name in (*folders, *names) if name.startswith(".")]
         folders[:] = [name for name in folders if not name.startswith(".")]
         for file in (Path(root, name) for name in names if not name.startswith(".")):
-            patterns = _matching(file.relative_to(folder), globs)
+            below = file.relative_to(folder).as_posix()
+            if globs:
+                patterns = [pattern for pattern in globs if matches_glob(below, pattern)]
+            else:
+                patterns = [ending for ending in endings if plain_name(below).endswith(ending)]
             matched.update(patterns)
             files.append((file, _reason(file) if patterns else NAME))
     return sorted(files, key=lambda each: each[0].parts)
@@ -187,8 +268,24 @@ def _reason(file: Path) -> int | None:
     return None if file.stat().st_size else EMPTY
 
 
-def _matching(below: Path, globs: Sequence[str]) -> list[str]:
-    """The patterns that a file matches; of none given, the ending."""
-    if not globs:
-        return [end for end in TEXT_ENDINGS if plain_name(below.name).endswith(end)]
-    return [pattern for pattern in globs if PurePosixPath(below.as_posix()).match(pattern)]
+def matches_glob(path: str, pattern: str) -> bool:
+    """Return True if a path below a folder matches a pattern as in a shell with `globstar`.
+
+    A pattern matches from the right, so "*.txt" means files of any subfolder; with a slash at its beginning
+    it matches the whole path. "**" stands for any number of folders, "{a,b}" for either text.
+    """
+    braces = _BRACES.search(pattern)
+    if braces:
+        before, after = pattern[: braces.start()], pattern[braces.end() :]
+        return any(matches_glob(path, f"{before}{each}{after}") for each in braces[1].split(","))
+    parts = [part for part in pattern.split("/") if part not in {"", "."}]
+    return _match_parts(path.split("/"), parts if pattern.startswith("/") else ["**", *parts])
+
+
+def _match_parts(path: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Return True if the folders and the name of a path match those of a pattern."""
+    if not pattern:
+        return not path
+    if pattern[0] == "**":
+        return any(_match_parts(path[skipped:], pattern[1:]) for skipped in range(len(path) + 1))
+    return bool(path) and fnmatchcase(path[0], pattern[0]) and _match_parts(path[1:], pattern[1:])

@@ -1,7 +1,8 @@
 """Text as documents: how files are cut into pieces, whether these are text, and what they say.
 
-A plain file is one document, a `.jsonl` file one document a line; either may be compressed (`.gz`, `.zst`).
-Of a `.parquet` table a column has one document a row.
+A plain file is one document. Files of JSON lines (`.jsonl`, `.ndjson`, `.jsonlines`) have one document
+per line, JSON lists (`.json`) one per entry. All may be compressed (`.gz`, `.zst`). A column of a `.parquet`
+table has one document per row.
 Files are cut into pieces at places that depend on the file alone, so that any number of ranks reads
 the same pieces: behind the first newline that follows every PIECE bytes, or, in text without newlines,
 before the next space or character. Bytes that are not UTF-8 become U+FFFD, or, in raw sources, the
@@ -23,13 +24,15 @@ from io import BufferedIOBase
 from typing import Any
 
 from hpctrain.data.packed import DamagedError, table_rows, table_texts
-from hpctrain.data.sources import BINARY, NOT_UTF8, TextSource
+from hpctrain.data.sources import BINARY, JSON, NOT_UTF8, TextSource
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.files import parse_json
 
 PIECE = 4 << 20
 SEARCH = 64 << 10
 PROBLEMS = 10
+_LIST_BLOCK = 1 << 20
+_LONGEST_ENTRY = 256 << 20
 HALF = re.compile("[\ud800-\udfff]")
 
 # Called with every problem found in a file; reading goes on behind it.
@@ -55,12 +58,12 @@ class TextPiece:
 
 
 def cut_into_pieces(sources: Sequence[TextSource], size: int = PIECE) -> list[TextPiece]:
-    """All sources as pieces of about `size` bytes, in order; compressed files and tables cannot be cut."""
+    """Return all sources as pieces of about `size` bytes, in order; some files are one piece."""
     assert size >= 8, size  # a cut looks at whole characters of the next piece
     return [
         TextPiece(source, begin, min(begin + stride, source.size), size)
         for source in sources
-        for stride in (source.size if source.compressed or source.table else size,)
+        for stride in (source.size if source.whole else size,)
         for begin in range(0, source.size, stride)
     ]
 
@@ -89,7 +92,7 @@ def read_piece(piece: TextPiece, text_key: str, complain: Complaint) -> Iterator
                 yield text, True
         return
     with _complaining(piece, complain), piece.source.open() as file:
-        if piece.source.lines:
+        if piece.source.lines or piece.source.is_list:
             yield from _read_lines(file, piece, text_key, complain)
         else:
             for block, begin, ends in _blocks(file, piece):
@@ -106,7 +109,9 @@ class Row:
 
     @property
     def where(self) -> str:
-        """File and line; looked up when something is said of it."""
+        """Place of the row in its file, for messages; counting lines reads the file again."""
+        if self.piece.source.is_list:
+            return f"{self.piece.source.path}: entry {self.number}"
         before = 0 if self.piece.source.table else _lines_before(self.piece)
         return f"{self.piece.source.path}:{before + self.number}"
 
@@ -121,8 +126,12 @@ def read_rows(piece: TextPiece, complain: Complaint) -> Iterator[Row]:
             for number, value in enumerate(table_rows(piece.source.path), 1):
                 yield Row(value, piece, number)
             return
+        if piece.source.path.lower().endswith(JSON) and not piece.source.json:
+            wanted = "must be a JSON list of rows, or have one row per line"
+            complain(HpctrainError(f"{piece.source.path}: is a single JSON value: it {wanted}"))
+            return
         with piece.source.open() as file:
-            yield from _rows_of_lines(file, piece, complain)
+            yield from _json_rows(file, piece, complain)
 
 
 def examine_piece(piece: TextPiece, complain: Complaint) -> int | None:
@@ -159,7 +168,7 @@ def _complaining(piece: TextPiece, complain: Complaint) -> Iterator[None]:
 
 def _blocks(file: BufferedIOBase, piece: TextPiece) -> Iterator[tuple[bytes, int, bool]]:
     """The bytes of a piece, where they begin in the file, and whether they are its last ones."""
-    return (_read_stream if piece.source.compressed else _read_plain)(file, piece)
+    return (_read_stream if piece.source.whole else _read_plain)(file, piece)
 
 
 def _read_plain(file: BufferedIOBase, piece: TextPiece) -> Iterator[tuple[bytes, int, bool]]:
@@ -190,17 +199,56 @@ def _read_stream(file: BufferedIOBase, piece: TextPiece) -> Iterator[tuple[bytes
 def _read_lines(
     file: BufferedIOBase, piece: TextPiece, text_key: str, complain: Complaint
 ) -> Iterator[tuple[str, bool]]:
-    """The documents of the lines that begin in the piece, or of all lines of a compressed file."""
-    for row in _rows_of_lines(file, piece, complain):
+    """Yield the documents of the lines that begin in the piece, or of all rows of a whole file."""
+    for row in _json_rows(file, piece, complain):
         content = row.value.get(text_key) if isinstance(row.value, dict) else None
         half = HALF.search(content) if isinstance(content, str) else None
         if not isinstance(content, str):
-            complain(HpctrainError(f"{row.where}: the line has no text under {text_key!r}; see --field"))
+            complain(HpctrainError(f"{row.where}: there is no text under {text_key!r}; see --field"))
         elif half is not None and not piece.source.lenient:
-            told = f"the line has a text that is not UTF-8 (U+{ord(half[0]):04X}); --binary takes it"
+            told = f"there is text that is not UTF-8 (U+{ord(half[0]):04X}); --binary takes it"
             complain(HpctrainError(f"{row.where}: {told}"))
         elif content:
             yield content if half is None else HALF.sub("\ufffd", content), True
+
+
+def _json_rows(file: BufferedIOBase, piece: TextPiece, complain: Complaint) -> Iterator[Row]:
+    """Yield the JSON values of a piece: entries of a list, or lines."""
+    return (_rows_of_list if piece.source.is_list else _rows_of_lines)(file, piece, complain)
+
+
+def _rows_of_list(file: BufferedIOBase, piece: TextPiece, complain: Complaint) -> Iterator[Row]:
+    """Yield the entries of a JSON list, which is read a part at a time."""
+    decoder, decode = json.JSONDecoder(), codecs.getincrementaldecoder("utf-8-sig")("replace").decode
+    text, number, at_end = "", 0, False
+    began = ended = False
+    while not ended:
+        text = text.lstrip(" \t\r\n" + ("," if number else ""))
+        wrong = ""
+        if not began and text:
+            began, text = True, text[1:]  # the bracket, by which the file was found to be a list
+            continue
+        if text.startswith("]"):
+            ended = True
+            continue
+        try:
+            value, length = decoder.raw_decode(text)
+            if length < len(text) or at_end:  # a number may go on behind what was read
+                number, text = number + 1, text[length:]
+                yield Row(value, piece, number)
+                continue
+        except json.JSONDecodeError as error:
+            wrong = f"is no JSON ({error.msg})" if text else "is missing: the list has no end"
+        except RecursionError:
+            wrong = "is no JSON that can be read (nested too deeply)"
+        except ValueError:
+            wrong = "is no JSON that can be read (a number has too many digits)"
+        if at_end or len(text) > _LONGEST_ENTRY:
+            complain(HpctrainError(f"{piece.source.path}: entry {number + 1} {wrong or 'is too long'}"))
+            return
+        block = file.read(max(_LIST_BLOCK, len(text)))
+        at_end = not block
+        text += decode(block, final=at_end)
 
 
 def _rows_of_lines(file: BufferedIOBase, piece: TextPiece, complain: Complaint) -> Iterator[Row]:

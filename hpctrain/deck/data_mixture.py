@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from glob import glob
@@ -13,6 +13,7 @@ from pathlib import PurePath
 from typing import Any
 
 from hpctrain.characters import control_problem
+from hpctrain.deck.key import expand_home
 from hpctrain.deck.problem import Problem
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import clipped, toml_value
@@ -40,8 +41,9 @@ class Entry:
 
 
 def names_of(tokens: object) -> tuple[str, ...]:
-    """Files and patterns as they are written: one text, or a list."""
-    return (tokens,) if isinstance(tokens, str) else tuple(tokens)  # type: ignore[arg-type]
+    """Return the names and patterns of token files that a key or an entry has, as a text or as a list."""
+    names: Iterable[str] = (tokens,) if isinstance(tokens, str) else tokens  # type: ignore[assignment]
+    return tuple(map(expand_home, names))
 
 
 def entries_of(deck: Deck) -> tuple[Entry, ...]:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from hpctrain.deck.key import Section, key
+from hpctrain.deck.key import PathText, Section, key
 
 VALIDATION = "validation"
 """What the held-out share of what is trained on is called among the sets."""
@@ -22,7 +22,9 @@ class EvaluationSet(Section):
         'What it is called in log, metrics and checkpoint.keep_best: letters, digits, ".", "_" and "-".',
         min_length=1,
     )
-    tokens: str = key("Token file made by `hpctrain prepare`, of the tokenizer of data.tokens.", min_length=1)
+    tokens: PathText = key(
+        "Token file made by `hpctrain prepare`, of the tokenizer of data.tokens.", min_length=1
+    )
     sequences: int | None = key(
         "Sequences of one evaluation, at most: the first ones of the file.",
         None,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.deck.code import CodeName
-from hpctrain.deck.key import present_name
+from hpctrain.deck.key import expand_home, present_name
 from hpctrain.deck.run_length import LENGTHS
 from hpctrain.deck.schema import fields, sections
 from hpctrain.deck.sources import Place, clipped, toml_value
@@ -68,8 +68,7 @@ class Written:
     def read_file(self, path: Path, name: str, chain: tuple[Path, ...], asked: Place | None = None) -> None:
         """Take the keys of a file; `chain` are the files that include it, `asked` where that was written."""
         try:
-            # A byte order mark is skipped.
-            text = read_text(path, DECK_BYTES, "utf-8-sig")
+            text = read_text(path, DECK_BYTES)
         except UnicodeDecodeError as error:
             hint = f"; {command('resume', name)} goes on from a checkpoint" if path.suffix == ".h5" else ""
             self.add(Place(name), f"{name}: is not UTF-8 text (byte {error.start}){hint}")
@@ -112,16 +111,13 @@ class Written:
             self._take(section, table, name, lines)
 
     def _include(self, base: str, path: Path, name: str, chain: tuple[Path, ...], asked: Place) -> None:
-        base_path = path.parent / base
+        base_path = path.parent / expand_home(base)
         if _is_one_of(base_path, (*chain, path)):
             ring = clipped(" -> ".join(file.name for file in (*chain, path, base_path)))
             sentence = f'{asked.prefix}: include = "{clipped(base)}": goes round in a circle ({ring})'
             self.add(asked, sentence)
-        elif base.startswith("~") and not os.path.lexists(base_path):
-            sentence = f'{asked.prefix}: include = "{clipped(base)}": ~ stands for no folder here'
-            self.add(asked, f"{sentence}; write the path out")
         elif len(self.files) < MOST_FILES:
-            base_name = os.path.normpath(Path(name).parent / base)
+            base_name = os.path.normpath(Path(name).parent / expand_home(base))
             self.read_file(base_path, base_name, (*chain, path), asked)
         elif not self.full:
             self.full = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
@@ -25,6 +26,15 @@ Whole = Annotated[
     BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value),
 ]
 """A whole number, which may be written as 1e9, printed as a whole one."""
+
+
+def expand_home(path: str) -> str:
+    """Return a path with "~" or "~user" at its beginning replaced by the home folder, as shells do."""
+    return os.path.expanduser(path) if path.startswith("~") else path  # noqa: PTH111 - "~" alone stays text
+
+
+PathText = Annotated[str, AfterValidator(expand_home)]
+"""A path as text, whose "~" is expanded; also a name or a "FILE.py:FUNCTION", where a key takes either."""
 
 
 def _link(value: str) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from hpctrain.deck.division import RankRange, division_problems
-from hpctrain.deck.key import Duration, Section, key
+from hpctrain.deck.key import Duration, PathText, Section, key
 from hpctrain.deck.objective import POLICIES
 from hpctrain.deck.problem import Problem, multiples
 from hpctrain.deck.sources import toml_value
@@ -23,7 +23,7 @@ CALLS_AT_ONCE = 4
 PATTERN = "regular-expression:"
 """What a reward begins with that is a pattern."""
 
-Texts = Annotated[tuple[str, ...], Field(strict=False)]
+Texts = Annotated[tuple[PathText, ...], Field(strict=False)]
 Numbers = Annotated[tuple[float, ...], Field(strict=False)]
 
 

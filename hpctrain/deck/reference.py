@@ -23,7 +23,8 @@ _COLUMNS = (23, 30, 30, 9)  # widths of key, type, default and unit; with margin
 
 _HEAD = """
 A deck is a TOML file of the sections and keys below; keys without a default ("required") must be
-given. Sizes may be written as "25 MB" or "24 MiB", times as "90 s", "50 min" or "1 h 30 min". At
+given. Sizes may be written as "25 MB", "24 MiB" or "4G" (binary), times as "90 s", "1 h 30 min" or
+"1-12:30:00". "~" at the beginning of a path is the home folder. At
 the top of a deck, include = "base.toml" (or a list) takes the keys of other files, relative to this
 one; its own keys win. On the command line, --set section.key=value wins over all files, and --set
 section.key= puts a key back to its default. A default that names other keys follows them, also when

@@ -17,7 +17,7 @@ from hpctrain.deck.code import CodeName, NamedCode, UntrustedCodeError, code_nam
 from hpctrain.deck.communication import Communication
 from hpctrain.deck.evaluation import EvaluationSection
 from hpctrain.deck.found import Found
-from hpctrain.deck.key import Bytes, Duration, Section, Whole, key, name_of
+from hpctrain.deck.key import Bytes, Duration, PathText, Section, Whole, key, name_of
 from hpctrain.deck.learning_rate import LearningRateSection
 from hpctrain.deck.objective import POLICIES, ObjectiveSection
 from hpctrain.deck.optimizer import OptimizerSection
@@ -42,7 +42,7 @@ class RunSection(Section):
         derived="the deck's file name",
         min_length=1,
     )
-    dir: str = key("Folder of the run; made if it is not there.", derived="runs/<title>", min_length=1)
+    dir: PathText = key("Folder of the run; made if it is not there.", derived="runs/<title>", min_length=1)
     steps: int = key(
         "Optimizer steps of the whole run.",
         unit="steps",
@@ -119,7 +119,7 @@ class Model(Section):
     preset: PresetName | None = key(
         "A published shape, whose values fill the keys not given.", None, derived="none"
     )
-    source: str | None = key(
+    source: PathText | None = key(
         "Start from the weights of a Hugging Face folder or checkpoint, whose sizes fill keys not given.",
         None,
         alias="from",
@@ -257,7 +257,7 @@ class Model(Section):
         le=_LARGEST,
     )
 
-    module: str | None = key(
+    module: PathText | None = key(
         'A module of your own instead: "FILE.py:FUNCTION", relative to the deck, or "PACKAGE:FUNCTION".',
         None,
         derived="none: a transformer of these sizes",
@@ -277,13 +277,13 @@ class Model(Section):
         derived="none: all of it at once",
         min_length=1,
     )
-    loss: str | None = key(
+    loss: PathText | None = key(
         "What makes its loss, named as module is: of outputs and batch a sum and a count.",
         None,
         derived="next-token cross-entropy of its logits",
         min_length=3,
     )
-    initial: str | None = key(
+    initial: PathText | None = key(
         "What changes the initial values of the module that it is called with, named as module is.",
         None,
         derived="those that the module gives itself",
@@ -309,7 +309,7 @@ class Model(Section):
 class Data(Section):
     """What to train on."""
 
-    tokens: str | Annotated[tuple[str, ...], Field(strict=False)] = key(
+    tokens: PathText | Annotated[tuple[PathText, ...], Field(strict=False)] = key(
         "Token file of `hpctrain prepare`, or several as one: a list, or a pattern such as *.h5.",
         min_length=1,
     )
@@ -318,7 +318,7 @@ class Data(Section):
         None,
         derived="none: data.tokens alone",
     )
-    dataset: str | None = key(
+    dataset: PathText | None = key(
         "Instead, samples for a module of your own: what makes the dataset, named as model.module is.",
         None,
         derived="none: a token file",
@@ -327,7 +327,7 @@ class Data(Section):
     arguments: dict[str, Any] | None = key(
         "What that is called with, a table: [data.arguments].", None, derived="nothing"
     )
-    collate: str | None = key(
+    collate: PathText | None = key(
         "What makes a batch of a list of its items, named as model.module is: a dict of arrays [b, ...].",
         None,
         derived="none: items of one shape are stacked",
@@ -379,7 +379,7 @@ class Layout(Section):
     pipeline: int = key(
         "Stages that split the layers, each of them one rank or more.", 1, unit="stages", ge=1
     )
-    schedule: str = key(
+    schedule: PathText = key(
         "Pipeline schedule: a name of `hpctrain schedule`, or the file of one.", "1f1b", min_length=1
     )
     chunks: int = key(
@@ -446,7 +446,7 @@ class Memory(Section):
     parameters: Literal["device", "host", "disk"] = key(
         "Where this rank's slices of the parameters live (layout.zero = 3).", "device"
     )
-    offload_dir: str | None = key(
+    offload_dir: PathText | None = key(
         "Folder on a fast disk, for what lives there; its files go with the run.",
         None,
         derived="<run.dir>/offload",
@@ -575,7 +575,7 @@ class Machine(Section):
         derived="measured",
         gt=0,
     )
-    rates: str | None = key(
+    rates: PathText | None = key(
         "A machine's rates, by which seconds are planned: a published name, or a file of "
         "`hpctrain calibrate`.",
         None,

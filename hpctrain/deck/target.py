@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from hpctrain.deck.key import expand_home
+
 
 def is_file(target: str) -> bool:
     """Whether "FILE.py:FUNCTION" is meant, and not "PACKAGE:FUNCTION"."""
@@ -20,4 +22,4 @@ def found_from(target: str, deck_name: str) -> str:
     """The same target from any folder: a file's is relative to that of the deck which names it."""
     if not is_file(target):
         return target
-    return os.path.abspath(os.path.join(os.path.dirname(deck_name), target))  # noqa: PTH100, PTH118, PTH120
+    return os.path.abspath(os.path.join(os.path.dirname(deck_name), expand_home(target)))  # noqa: PTH100, PTH118, PTH120

@@ -114,7 +114,7 @@ def _text(option: str, name: str) -> str:
         content = sys.stdin.buffer.read(MOST_BYTES + 1) if sys.stdin is not None else b""
         if len(content) > MOST_BYTES:
             raise HpctrainError(f"{where}: has more than {MOST_BYTES} bytes")
-        return content.decode()
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise HpctrainError(f"{where}: is not UTF-8 text (byte {error.start})") from None
     except OSError as error:

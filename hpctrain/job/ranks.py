@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, gcd
 from pathlib import Path
+from types import MappingProxyType
 
 from hpctrain.checkpoint.exchange.source import settled_keys
 from hpctrain.deck.check_world import check_world, world_problems
@@ -29,7 +30,10 @@ MEMORY_MARGIN = 1.25  # asked for, over what is predicted: the file cache of wha
 
 SHARED_MEMORY = 1 << 30  # bytes of /dev/shm in a pod, and as much for every four ranks
 
-_CLOCK = re.compile(r"(?:(\d+)-)?(\d+):([0-5]\d)(?::([0-5]\d))?")
+_UNIT_OF_NUMBERS: Mapping[str, str] = MappingProxyType(
+    {"slurm": "min", "lsf": "min", "flux": "min", "pbs": "s"}
+)
+"""Unit of a time that is a number alone, by scheduler."""
 
 
 @dataclass(frozen=True)
@@ -105,20 +109,27 @@ def _fits(deck: Deck, most: int, ranks: int) -> bool:
     return not any(world_problems(each, ranks) for each in decks)
 
 
-def parse_time(text: str) -> int:
-    """Seconds of a job's time: "45 min", "1 h 30 min", or as schedulers write it, "1:30:00", "2-12:00:00".
+def parse_time(text: str, scheduler: str) -> int:
+    """Return the seconds of a job's time, read as the scheduler itself reads it.
 
-    Two numbers with a colon are hours and minutes. HpctrainError for anything else.
+    Args:
+        text: A time with units ("45 min", "1 h 30 min"), or as schedulers write it: "1:30:00",
+        "2-12:00:00", a number
+            alone (minutes; seconds with PBS), or two numbers with a colon (minutes and seconds; hours and
+            minutes with LSF).
+        scheduler: Name of the scheduler, as `hpctrain job --scheduler` has it.
+
+    Raises:
+        HpctrainError: The text is no time, has no unit that the scheduler would know, or is below a minute.
     """
-    clock = _CLOCK.fullmatch(text.strip())
-    if clock is not None:
-        days, hours, minutes, seconds = (int(part or 0) for part in clock.groups())
-        total = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
-    elif text.strip().isdigit():
-        # Slurm would take it for minutes, a deck for seconds.
-        raise HpctrainError(f'--time {text}: of which unit? write "{text} min", or hours as "1:30:00"')
-    else:
-        total = ceil(parse_seconds(text))
+    written = text.strip()
+    if written.isdigit() and scheduler not in _UNIT_OF_NUMBERS:
+        raise HpctrainError(f'--time {text}: has no unit: write "{text} min", or hours as "1:30:00"')
+    if written.isdigit():
+        written += f" {_UNIT_OF_NUMBERS[scheduler]}"
+    elif scheduler == "lsf" and re.fullmatch(r"\d+:\d+", written):
+        written += ":00"
+    total = ceil(parse_seconds(written))
     if total < 60:
         raise HpctrainError(f"--time {text}: must be a minute or more")
     return total

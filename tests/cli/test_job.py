@@ -108,7 +108,7 @@ def test_numbers_of_nodes_that_the_layout_does_not_fit_are_left_out(deck: Path) 
         (("--ranks-per-node", "2", "--scheduler", "lsf", "--variant", "run.seed=1"), "for slurm alone"),
         (("--ranks-per-node", "2", "--scheduler", "pbs", "--launcher", "srun"), "belongs to slurm"),
         (("--nodes", "two"), "--nodes two: write a number"),
-        (("--time", "90"), '--time 90: of which unit? write "90 min"'),
+        (("--time", "90", "--scheduler", "kubernetes"), '--time 90: has no unit: write "90 min"'),
         (("--time", "10 s"), "must be a minute or more"),
     ],
 )
@@ -118,11 +118,18 @@ def test_what_cannot_be_is_one_sentence(deck: Path, arguments: tuple[str, ...], 
     assert told in problems[0]
 
 
-def test_times_and_nodes() -> None:
-    assert parse_time("2:30") == 9000
-    assert parse_time("1:00:30") == 3630
-    assert parse_time("2-01:00:00") == 49 * 3600
-    assert parse_time("1 h 30 min") == 5400
+@pytest.mark.parametrize("scheduler", ["slurm", "pbs", "lsf", "flux", "kubernetes"])
+def test_times_are_read_as_the_scheduler_reads_them(scheduler: str) -> None:
+    assert parse_time("2:30", scheduler) == (9000 if scheduler == "lsf" else 150)
+    assert parse_time("1:00:30", scheduler) == 3630
+    assert parse_time("2-01:00:00", scheduler) == 49 * 3600
+    assert parse_time("2-1", scheduler) == 49 * 3600
+    assert parse_time("1 h 30 min", scheduler) == 5400
+    if scheduler != "kubernetes":
+        assert parse_time("90", scheduler) == (90 if scheduler == "pbs" else 5400)
+
+
+def test_numbers_of_nodes() -> None:
     assert parse_nodes("4") == (4, 4)
     assert parse_nodes("1-4") == (1, 4)
     for wrong in ("0", "4-1", "-3", "x"):

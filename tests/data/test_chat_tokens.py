@@ -5,6 +5,7 @@ Tests of data/chat_tokens.py and data/chat_rows.py.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -265,3 +266,32 @@ def test_rows_that_mean_nothing(make: Any, row: Any, wanted: str) -> None:
     with pytest.raises(HpctrainError) as caught:
         make(row)
     assert all(part in str(caught.value) for part in wanted.split(" .* "))
+
+
+@pytest.mark.parametrize("template", [CHATML, GENERATED])
+@pytest.mark.parametrize("flags", [{"weight": 0}, {"train": False}, {"training": False, "weight": 1}])
+def test_flags_of_messages_exclude_them(folder: Path, template: str, flags: dict[str, Any]) -> None:
+    messages: list[dict[str, Any]] = talk("a", "first", "b", "second", "c", "third")
+    plain = conversation_of({"messages": messages})
+    made = chat(folder, template)
+    everything = made.conversation(plain)
+    messages[3] |= flags
+    messages[5] |= {"weight": 1}
+    asked = conversation_of({"messages": messages})
+    assert asked.messages == plain.messages
+    tokens = made.conversation(asked)
+    assert (tokens.ids == everything.ids).all()
+    only = made.conversation(Conversation(plain.messages, unlearned=[1, 5])).learned
+    assert (tokens.learned == everything.learned - only).all() and only.any()
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ({"weight": 0.5}, "must be 0 or 1 (other weights are not supported)"),
+        ({"train": "no"}, "true or false"),
+    ],
+)
+def test_flags_that_are_not_followed_are_refused(flags: dict[str, Any], told: str) -> None:
+    with pytest.raises(HpctrainError, match=re.escape(told)):
+        conversation_of({"messages": [*talk("a"), {"role": "assistant", "content": "b", **flags}]})

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.data.sources import find_sources
+from hpctrain.data.sources import ROW_ENDINGS, find_sources, matches_glob
 from hpctrain.errors import HpctrainError, InputOutputError
 
 
@@ -15,6 +15,33 @@ def write(path: Path, data: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(data)
     return path
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matching"),
+    [
+        ("*.txt", {"a.txt", "x/a.txt", "x/y/a.txt"}),
+        ("/*.txt", {"a.txt"}),
+        ("x/**/*.txt", {"x/a.txt", "x/y/a.txt"}),
+        ("**/y/*", {"x/y/a.txt", "x/y/b.PY"}),
+        ("./x/*.{txt,md}", {"x/a.txt"}),
+        ("{x,y}/?.{txt,[pP]*}", {"x/a.txt", "x/y/a.txt", "x/y/b.PY"}),
+        ("*.py", set()),
+    ],
+)
+def test_patterns_match_as_in_a_shell(pattern: str, matching: set[str]) -> None:
+    paths = {"a.txt", "x/a.txt", "x/y/a.txt", "x/y/b.PY", "x/y"}
+    assert {path for path in paths if matches_glob(path, pattern)} == matching
+
+
+def test_endings_count_in_any_case(tmp_path: Path) -> None:
+    for name in ("A.TXT", "b.Jsonl.GZ", "c.NDJSON", "d.PARQUET", "e.json"):
+        write(tmp_path / name, "x")
+    text, _ = find_sources([str(tmp_path)], [])
+    rows, _ = find_sources([str(tmp_path)], [], endings=ROW_ENDINGS)
+    assert [Path(source.path).name for source in text] == ["A.TXT", "b.Jsonl.GZ", "c.NDJSON", "d.PARQUET"]
+    assert [Path(source.path).name for source in rows] == ["b.Jsonl.GZ", "c.NDJSON", "d.PARQUET", "e.json"]
+    assert [source.lines for source in text] == [False, True, True, False]
 
 
 def test_folders_are_sorted_and_chosen(tmp_path: Path) -> None:

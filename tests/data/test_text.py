@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.data.sources import BINARY, NOT_UTF8, TextSource
-from hpctrain.data.text import TextPiece, cut_into_pieces, examine_piece, read_piece, share_of
+from hpctrain.data.sources import BINARY, NOT_UTF8, TextSource, find_sources
+from hpctrain.data.text import TextPiece, cut_into_pieces, examine_piece, read_piece, read_rows, share_of
 from hpctrain.errors import HpctrainError, InputOutputError
 
 
@@ -116,6 +116,65 @@ def test_lines_of_json_are_documents(tmp_path: Path, size: int) -> None:
     wanted = [text for text in texts if text]
     assert documents(plain, size) == wanted
     assert documents(packed, size) == wanted
+
+
+def rows_of(path: Path, complaints: list[str] | None = None) -> list[object]:
+    """The rows of a file that is found as `prepare` finds it."""
+    told: list[HpctrainError] = []
+    sources, _ = find_sources([str(path)], [])
+    found = [row.value for piece in cut_into_pieces(sources, 16) for row in read_rows(piece, told.append)]
+    if complaints is None:
+        assert not told
+    else:
+        complaints += map(str, told)
+    return found
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.parametrize("name", ["a.json", "a.JSON.GZ", "a.jsonl"])
+def test_lists_of_json_are_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, indent: int | None
+) -> None:
+    monkeypatch.setattr("hpctrain.data.text._LIST_BLOCK", 7)  # entries lie across what is read at a time
+    rows = [{"text": "é]\\n" * n, "n": n * 1234567} for n in range(9)] + [12345678, "x", None, []]
+    data = ("\ufeff " + json.dumps(rows, indent=indent, ensure_ascii=False) + "\n").encode()
+    path = write(tmp_path / name, gzip.compress(data) if name.endswith("GZ") else data)
+    assert rows_of(path) == rows
+    complaints: list[str] = []
+    (source,), _ = find_sources([str(path)], [])
+    pieces = cut_into_pieces([source], 16)
+    texts = [
+        text for piece in pieces for text, _ in read_piece(piece, "text", lambda e: complaints.append(str(e)))
+    ]
+    assert texts == [row["text"] for row in rows[1:9] if isinstance(row, dict)]
+    assert complaints[0].startswith(f"{path}: entry 10: there is no text under 'text'")
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.ndjson", "a.jsonlines", "a.JSONL"])
+def test_lines_of_json_under_any_usual_name(tmp_path: Path, name: str) -> None:
+    lines = [json.dumps({"text": str(n)}) for n in range(3)]
+    assert rows_of(write(tmp_path / name, "\n".join(lines))) == [json.loads(line) for line in lines]
+    path = write(tmp_path / f"lists-{name}", "[1]\n[2, 3]\n")
+    assert rows_of(path) == [[1], [2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        ('[{"a": 1}, {"a": }]', "entry 2 is no JSON (Expecting value)"),
+        ('[{"a": 1}, ', "entry 2 is missing: the list has no end"),
+        ('[{"a": 1}', "entry 2 is missing: the list has no end"),
+        (f"[1, {'[' * 100_000}", "entry 2 is no JSON that can be read (nested too deeply)"),
+        (f"[1, {'9' * 5000}]", "entry 2 is no JSON that can be read (a number has too many digits)"),
+        ('{\n "a": 1\n}', "is a single JSON value: it must be a JSON list of rows, or have one row per line"),
+    ],
+)
+def test_bad_lists_are_one_sentence(tmp_path: Path, data: str, told: str) -> None:
+    complaints: list[str] = []
+    path = write(tmp_path / "a.json", data)
+    assert len(rows_of(path, complaints)) == (0 if data.startswith("{") else 1)
+    (sentence,) = complaints
+    assert sentence.startswith(f"{path}: ") and told in sentence
 
 
 @pytest.mark.parametrize("size", [8, 16, 1000])

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.deck.data_mixture import names_of
 from hpctrain.deck.read import parse_deck, read_deck
 from hpctrain.deck.schema import fields
+from hpctrain.deck.target import found_from
 from hpctrain.errors import EXIT_USER, HpctrainError, InputOutputError
 from tests.deck.small_text import SMALL, changed, problems
 
@@ -102,12 +104,25 @@ def test_only_a_missing_include_is_a_failure_of_input(folder: Path) -> None:
     assert len(caught.value.problems) == 1
 
 
-@pytest.mark.parametrize("name", ["common", "~/base.toml", "~", "x" * 300, "\\u0000"])
+@pytest.mark.parametrize("name", ["common", "~", "x" * 300, "\\u0000"])
 def test_an_include_that_no_file_can_be_is_a_mistake(folder: Path, name: str) -> None:
     (folder / "a.toml").write_text(f'include = "{name}"\n[run]\nsteps = 1\n')
     with pytest.raises(HpctrainError, match=r"^a\.toml:1: include") as caught:
         read_deck("a.toml")
     assert (caught.value.exit_code, len(caught.value.problems)) == (EXIT_USER, 1)
+
+
+def test_the_home_folder_in_paths(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(folder))
+    (folder / "base.toml").write_text(SMALL)
+    (folder / "a.toml").write_text('include = "~/base.toml"\n')
+    paths = {"run.dir": "runs", "data.tokens": "t.h5", "model.from": "hf", "memory.offload_dir": "fast"}
+    deck = read_deck("a.toml", [f"{key}=~/{path}" for key, path in paths.items()])
+    found = deck.run.dir, deck.data.tokens, deck.model.source, deck.memory.offload_dir
+    assert found == tuple(f"{folder}/{path}" for path in paths.values())
+    deck = read_deck("a.toml", ['data.tokens=["~/a.h5", "b~.h5"]'])
+    assert (deck.data.tokens, names_of("~/c.h5")) == ((f"{folder}/a.h5", "b~.h5"), (f"{folder}/c.h5",))
+    assert found_from("~/m.py:f", "x/deck.toml") == f"{folder}/m.py:f"
 
 
 def test_overrides_are_toml_or_bare_text() -> None:
