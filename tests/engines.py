@@ -94,11 +94,12 @@ class Trainer(trainer_module.Trainer):
 
 
 def trainer(world: World, deck: Deck, masked: float = 0.2) -> Trainer:
-    """A trainer of the deck on all ranks of the world."""
+    """A trainer of the deck on all ranks of the world, with padded rows if conversations are not packed."""
     engine = build_engine(deck, world, make_mesh(deck, world), roughness=ROUGHNESS)
     documents = 0.15 if deck.data.document_mask else 0.0
+    padding = 0.0 if deck.data.pack else 0.25
     source = SyntheticSource(
-        deck.batch.sequence, deck.model.vocabulary or 0, masked=masked, documents=documents
+        deck.batch.sequence, deck.model.vocabulary or 0, masked=masked, documents=documents, padding=padding
     )
     return Trainer(deck, engine, Batches(source, 1))
 

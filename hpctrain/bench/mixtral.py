@@ -41,6 +41,8 @@ def mixtral(shape: ModelShape, experts: str) -> Any:
         if getattr(shape, key) != value:
             told = f"{getattr(shape, key)!r} is not Mixtral's ({value!r})"
             raise HpctrainError(f"--against transformers: model.{key} = {told}")
+    base = {"rope_theta": shape.rope_base}
+    rotary: dict[str, Any] = {**base, "rope_parameters": {**base, "rope_type": "default"}}  # of two versions
     config = transformers.MixtralConfig(
         vocab_size=shape.vocabulary,
         hidden_size=shape.hidden,
@@ -51,11 +53,13 @@ def mixtral(shape: ModelShape, experts: str) -> Any:
         head_dim=shape.head_size,
         max_position_embeddings=shape.sequence,
         rms_norm_eps=shape.norm_epsilon,
+        **rotary,
         num_local_experts=shape.experts,
         num_experts_per_tok=shape.experts_per_token,
         tie_word_embeddings=shape.tied,
         output_router_logits=bool(shape.balance_loss),
-        router_aux_loss_coef=shape.balance_loss * shape.experts_per_token,
+        # Its shares of the experts add up to the experts of a token, ours to one; it averages layers, we add.
+        router_aux_loss_coef=shape.balance_loss * shape.layers / shape.experts_per_token,
         use_cache=False,
         pad_token_id=None,
         eos_token_id=None,

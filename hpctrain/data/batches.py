@@ -20,6 +20,7 @@ from torch import Tensor
 from hpctrain.data.documents import Documents
 from hpctrain.data.fit import needed_tokens, split_sizes
 from hpctrain.data.order import Integers, SampleOrder
+from hpctrain.data.row_lengths import RowLengths
 from hpctrain.data.shards import Tokens
 from hpctrain.errors import HpctrainError
 from hpctrain.words import counted
@@ -30,26 +31,50 @@ SPLITS = ("train", "validation")
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one data rank computes at once: `fields` by name, each with a row for every sample [b, ...].
+    """Data that one data rank computes on at once.
 
-    Rows that are no samples come behind the `samples` (None: all rows are). `sequences` says that all fields
-    are [b, s], of which context ranks have a piece each. `documents`, if any, are those in sequences, which
-    do not see each other.
+    Attributes:
+        fields: Tensors by name, each with a row for every sample: [b, ...].
+        samples: Number of rows that are samples; the other rows follow them. None if all rows are samples.
+        sequences: True if all fields are [b, s], of which each context rank has a piece.
+        documents: Documents in the sequences, which do not see each other. None if each sequence is one.
+        lengths: Numbers of real tokens of the rows. None if the rows of all samples are full.
     """
 
     fields: Mapping[str, Tensor]
     samples: int | None = None
     sequences: bool = False
     documents: Documents | None = None
+    lengths: RowLengths | None = None
 
     @staticmethod
     def of_tokens(
-        tokens: Tensor, targets: Tensor, samples: int | None = None, documents: Documents | None = None
+        tokens: Tensor,
+        targets: Tensor,
+        samples: int | None = None,
+        documents: Documents | None = None,
+        lengths: RowLengths | None = None,
     ) -> MicroBatch:
-        """That of a token file: both int64 [b, s]; `targets` is -1 where nothing is to be predicted, as in
-        rows that are no samples.
+        """Return the micro-batch of these `tokens` and `targets`, both int64 [b, s].
+
+        A target is -1 where nothing is to be predicted, as in rows that are no samples.
         """
-        return MicroBatch({"tokens": tokens, "targets": targets}, samples, True, documents)
+        return MicroBatch({"tokens": tokens, "targets": targets}, samples, True, documents, lengths)
+
+    @property
+    def row_lengths(self) -> RowLengths | None:
+        """Numbers of real tokens of all rows; None if all tokens are real, or if fields are no sequences."""
+        if self.lengths is not None or not self.sequences or self.present == self.rows:
+            return self.lengths
+        return RowLengths.of_full_rows(self.present, *next(iter(self.fields.values())).shape)
+
+    @property
+    def real_tokens(self) -> int:
+        """Number of tokens that are not padding; of samples if fields are no sequences."""
+        if not self.sequences:
+            return self.present
+        lengths = self.row_lengths
+        return next(iter(self.fields.values())).numel() if lengths is None else lengths.total
 
     @property
     def tokens(self) -> Tensor:
@@ -112,6 +137,10 @@ class Sequences(ABC):
     def sequence(self, index: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets of one sequence, each int64 [length]."""
 
+    def real_tokens(self, index: int) -> int:  # noqa: ARG002
+        """Return the number of tokens at the beginning of a sequence that are not padding."""
+        return self.length
+
     def row(self, index: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """The same, without targets of ends of documents; and places in these (None: it is one)."""
         tokens, targets = self.sequence(index)
@@ -122,17 +151,21 @@ class Sequences(ABC):
         return tokens, targets.masked_fill(tokens == end, MASKED), places
 
     def micro_batches(self, wanted: Iterable[Wanted], later: Iterable[Wanted]) -> Iterator[MicroBatch]:  # noqa: ARG002
-        """See Samples: filled up to `micro_size` with rows of zeros, whose targets are masked."""
+        """Yield the micro-batches, each filled up to its size with rows of zeros whose targets are masked."""
         for each in wanted:
             tokens = torch.zeros(each.micro_size, self.length, dtype=torch.int64)
             targets = torch.full_like(tokens, MASKED)
             places = torch.arange(self.length).expand_as(tokens).clone()
+            lengths = torch.zeros(each.micro_size, dtype=torch.int64)
             for row, index in enumerate(each.indices.tolist()):
                 tokens[row], targets[row], own = self.row(index)
                 if own is not None:
                     places[row] = own
+                lengths[row] = self.real_tokens(index)
             documents = Documents(places) if self.apart else None
-            yield MicroBatch.of_tokens(tokens, targets, len(each.indices), documents)
+            samples, padded = len(each.indices), bool((lengths[: len(each.indices)] < self.length).any())
+            known = RowLengths(lengths) if padded else None
+            yield MicroBatch.of_tokens(tokens, targets, samples, documents, known)
 
 
 class SequenceSource(Sequences):

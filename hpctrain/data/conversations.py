@@ -75,6 +75,11 @@ class ConversationSource(Sequences):
         places[at:] = torch.arange(self.length - at)
         return tokens, targets, places
 
+    def real_tokens(self, index: int) -> int:
+        """Return the number of tokens of a sequence in front of its padding."""
+        documents = self.packing.documents(self._first + index)
+        return int(self.packing.places[documents.start : documents.stop].sum())
+
     def first_token(self, index: int) -> int:
         """Where the first conversation of a sequence begins in the file."""
         return int(self.packing.begins[self.packing.documents(self._first + index)[0]])
@@ -165,7 +170,12 @@ class PreferenceSource(_Rows, Sequences):
     def sequence(self, index: int) -> tuple[Tensor, Tensor]:
         """See Sequences."""
         assert 0 <= index < self.count, (index, self.count)
-        return self.document(2 * self.number(index // 2) + index % 2)
+        return self.document(self._document(index))
+
+    def real_tokens(self, index: int) -> int:
+        """Return the number of tokens of a sequence in front of its padding."""
+        document = self._document(index)
+        return min(int(self._ends[document] - self._begins[document]), self.length)
 
     def micro_batches(self, wanted: Iterable[Wanted], later: Iterable[Wanted]) -> Iterator[MicroBatch]:
         """See Samples."""
@@ -200,7 +210,11 @@ class PreferenceSource(_Rows, Sequences):
 
     def first_token(self, index: int) -> int:
         """Where the document of a sequence begins in the file."""
-        return int(self._begins[2 * self.number(index // 2) + index % 2])
+        return int(self._begins[self._document(index)])
+
+    def _document(self, index: int) -> int:
+        """Return the number in the file of the document of a sequence."""
+        return 2 * self.number(index // 2) + index % 2
 
     def document(self, document: int) -> tuple[Tensor, Tensor]:
         """Tokens and targets of an answer with its prompt, each [length]."""
@@ -238,6 +252,11 @@ class PromptSource(_Rows, Sequences):
         ids, _ = self.prompt(index)
         tokens[: len(ids)] = torch.tensor(ids)
         return tokens, torch.full_like(tokens, MASKED)
+
+    def real_tokens(self, index: int) -> int:
+        """Return the number of tokens of a sequence in front of its padding."""
+        document = self.number(index)
+        return int(self._ends[document] - self._begins[document])
 
     def first_token(self, index: int) -> int:
         """Where the document of a prompt begins in the file."""

@@ -82,6 +82,11 @@ class Joined(Sequences):
         """See Sequences."""
         return any(source.apart for source in self.sources)
 
+    def real_tokens(self, index: int) -> int:
+        """Return the number of tokens of a sequence in front of its padding."""
+        number, within = self.source_of(index)
+        return self.sources[number].real_tokens(within)
+
     def row(self, index: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """See Sequences."""
         number, within = self.source_of(index)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hpctrain.data.batches import Sequences
+from hpctrain.data.batches import MASKED, Sequences
 
 _SEEDS = 1 << 63
 """What torch takes is below it."""
@@ -15,8 +15,16 @@ _SEEDS = 1 << 63
 
 @dataclass
 class SyntheticSource(Sequences):
-    """`count` sequences of `length` tokens below `vocabulary`; `masked` is the share of targets of -1. With
-    `documents`, so large a share of tokens, drawn anew, ends a document, and documents do not see each other.
+    """Sequences of random tokens.
+
+    Attributes:
+        length: Number of tokens of a sequence, with padding.
+        vocabulary: Tokens are below it; the last one ends documents.
+        count: Number of sequences.
+        seed: What the tokens follow from.
+        masked: Mean share of the targets that are -1.
+        documents: Share of tokens that end a document. If it is not 0, documents do not see each other.
+        padding: Mean share of a sequence that is padding, which differs from sequence to sequence.
     """
 
     length: int
@@ -25,13 +33,27 @@ class SyntheticSource(Sequences):
     seed: int = 0
     masked: float = 0.0
     documents: float = 0.0
+    padding: float = 0.0
 
     def __post_init__(self) -> None:
         """The last token of the vocabulary ends documents."""
         self.end_of_document = self.vocabulary - 1 if self.documents else None
 
+    def real_tokens(self, index: int) -> int:
+        """Return the number of tokens of a sequence in front of its padding."""
+        random = torch.Generator().manual_seed((self.seed * self.count + index) % _SEEDS)
+        share = 2 * self.padding * float(torch.rand((), generator=random))
+        return max(1, self.length - round(share * self.length))
+
     def sequence(self, index: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of sequence `index`, each int64 [length]."""
+        """Return inputs and targets of sequence `index`, each int64 [length]."""
+        tokens, targets = self._full_sequence(index)
+        real = self.real_tokens(index)
+        tokens[real:], targets[real:] = 0, MASKED
+        return tokens, targets
+
+    def _full_sequence(self, index: int) -> tuple[Tensor, Tensor]:
+        """Return a sequence without padding."""
         random = torch.Generator().manual_seed((self.seed * self.count + index) % _SEEDS)
         window = torch.randint(self.vocabulary, (self.length + 1,), generator=random)
         targets = window[1:].clone()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from hpctrain.data.documents import Documents
+from hpctrain.data.row_lengths import RowLengths
 from hpctrain.model.choices import Choices
 from hpctrain.parallel.random import DropoutSource
 
@@ -71,13 +73,18 @@ class Cache(Protocol):
 class Inputs:
     """One micro-batch as this rank's model sees it.
 
-    `fields`, by name, are those of the micro-batch, each [b, ...], of sequences this rank's piece [b, s];
-    `positions` [s] int64, global positions of the local piece of the sequence; `dropout` draws masks, or is
-    None where nothing is dropped; `terms` takes what layers add to the losses. Of the b rows the first
-    `samples` are samples (None: all are), others fill the micro-batch up. `choices`, if any, gives routers
-    their experts, or takes which ones they chose. `documents`, if any, are those of whole sequences, within
-    which attention stays and learned positions count. With a `cache`, s is any rows of any texts, b is 1, and
-    `positions` are those of each row in its own text.
+    Attributes:
+        fields: Fields of the micro-batch by name, each [b, ...]; of sequences this rank's piece [b, s].
+        positions: Global positions of the local piece of the sequence, int64 [s]. With a `cache`, those of
+            each row in its own text.
+        dropout: Source of dropout masks. None if nothing is dropped.
+        terms: Takes what layers add to the losses.
+        samples: Number of rows that are samples; the other rows follow them. None if all rows are samples.
+        choices: Gives routers their experts, or takes which ones they chose.
+        documents: Documents of whole sequences. Attention stays within one, and learned positions count
+            from its beginning. None if each sequence is one document.
+        cache: Keys and values of texts that are continued. Then b is 1, and s is any rows of any texts.
+        lengths: Numbers of real tokens of whole sequences. None if there is no padding.
     """
 
     fields: Mapping[str, Tensor]
@@ -88,6 +95,8 @@ class Inputs:
     choices: Choices | None = None
     documents: Documents | None = None
     cache: Cache | None = None
+    lengths: RowLengths | None = None
+    _real_rows: dict[tuple[int, int], Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     @staticmethod
     def of_tokens(
@@ -110,3 +119,20 @@ class Inputs:
     def present(self) -> int:
         """Rows of b that are samples."""
         return self.rows if self.samples is None else self.samples
+
+    @cached_property
+    def padding(self) -> Tensor | None:
+        """Places of the local piece that hold no real token, bool [s, b]; None if there are none."""
+        return None if self.lengths is None else self.lengths.padding_at(self.positions)
+
+    def real_rows(self, rows: slice) -> Tensor | None:
+        """Return the indices [n] of the real tokens among `rows` of the flat [s, b] tokens; None if all are.
+
+        On a GPU the first call for some rows waits for the device; later calls return the same tensor.
+        """
+        if self.padding is None:
+            return None
+        key = (rows.start, rows.stop)
+        if key not in self._real_rows:
+            self._real_rows[key] = (~self.padding.flatten()[rows]).nonzero().flatten()
+        return self._real_rows[key]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hpctrain.comm.group import Group
 from hpctrain.model.feed_forward import FeedForward
 from hpctrain.model.inputs import Inputs
-from hpctrain.model.router import Router, Tokens
+from hpctrain.model.router import RoutedTokens, Router
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.dispatch import Dispatch
 from hpctrain.parallel.experts import Experts, row_unit
@@ -42,7 +42,10 @@ class Mixture(nn.Module):
         self.shared = FeedForward(f"{name}.shared", shape, groups, inner, True) if inner else None
 
     def forward(self, x: Tensor, inputs: Inputs, residency: Residency) -> Tensor:
-        """Route, send, compute, and combine; shared experts while tokens travel."""
+        """Route, send, compute, and combine; shared experts compute while tokens travel.
+
+        Padding goes to no expert but the shared ones, and its result is theirs alone.
+        """
         groups = self.groups
         sizes = self.groups.row_sizes(inputs.tokens.numel())
         first = sum(sizes[: self.groups.tensor.rank])
@@ -53,16 +56,17 @@ class Mixture(nn.Module):
         if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):
             # Whatever is frozen before or here: who starts an exchange in backward needs who completes it.
             rows = rows if rows.requires_grad else rows.detach().requires_grad_()
-        routing = self.router(rows, Tokens.of(inputs, own), inputs)
+        tokens = RoutedTokens.of(inputs, own)
+        routing = self.router(rows, tokens, inputs)
         unit = row_unit(rows.dtype, rows.device)
         dispatch = Dispatch(
             routing.experts, routing.kept, self.shape.experts, groups.expert, groups.expert_tensor, unit
         )
-        coming = dispatch.leave(rows)
+        coming = dispatch.leave(tokens.select(rows))
         shared = self.shared(x) if self.shared is not None else None
         compute = partial(self.experts, segments=dispatch.segments, later=dispatch.later)
         results = residency.around(self.experts.gate_up, compute, dispatch.arrive(coming))
-        combined = dispatch.combine(dispatch.leave_back(results), routing.weights)
+        combined = tokens.expand(dispatch.combine(dispatch.leave_back(results), routing.weights))
         whole: Tensor = _Whole.apply(combined, self.groups.tensor, sizes) if split else combined
         output = whole.view_as(x)
         return output if shared is None else output + shared

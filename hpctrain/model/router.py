@@ -27,23 +27,44 @@ BALANCE_LOSS, Z_LOSS = "balance_loss", "router_z_loss"
 
 
 @dataclass(frozen=True)
-class Tokens:
-    """What the rows [n, h] of a rank are: of which of the micro-batch's `samples`, and at which of the
-    `positions` of a sequence, both int64 [n]. `present` [n] says which are not there to fill up (None: all).
+class RoutedTokens:
+    """Real tokens among the rows of hidden states of a rank: padding is neither routed nor counted.
+
+    Attributes:
+        samples: Row of the micro-batch that each token is of, int64 [n].
+        positions: Position of each token in its sequence, int64 [n].
+        rows: Number of rows of hidden states that the rank has, with padding.
+        places: Index of each token among these rows, int64 [n]. None if all rows are real tokens.
     """
 
     samples: Tensor
     positions: Tensor
-    present: Tensor | None
+    rows: int
+    places: Tensor | None
 
     @staticmethod
-    def of(inputs: Inputs, rows: slice) -> Tokens:
-        """Those of `rows` of the [s, b] tokens of the inputs, flat."""
-        batch = inputs.tokens.shape[1]
-        index = torch.arange(rows.start, rows.stop, device=inputs.positions.device)
-        samples = index % batch
-        present = samples < inputs.present if inputs.present < batch else None
-        return Tokens(samples, inputs.positions[index // batch], present)
+    def of(inputs: Inputs, rows: slice) -> RoutedTokens:
+        """Return the real tokens among `rows` of the flat [s, b] tokens of the inputs."""
+        batch, places = inputs.tokens.shape[1], inputs.real_rows(rows)
+        if places is None:
+            index = torch.arange(rows.start, rows.stop, device=inputs.positions.device)
+        else:
+            index = places + rows.start
+        return RoutedTokens(index % batch, inputs.positions[index // batch], rows.stop - rows.start, places)
+
+    def select(self, values: Tensor) -> Tensor:
+        """Return those of the rank's `values` [rows, ...] that belong to these tokens: [n, ...]."""
+        return values if self.places is None else values.index_select(0, self.places)
+
+    def expand(self, values: Tensor, padding: float = 0.0) -> Tensor:
+        """Return `values` [n, ...] of these tokens at their places among the rank's rows: [rows, ...].
+
+        Rows of padding have the value `padding`.
+        """
+        if self.places is None:
+            return values
+        whole = values.new_full((self.rows, *values.shape[1:]), padding)
+        return whole.index_copy(0, self.places, values)
 
 
 class Routing(NamedTuple):
@@ -57,7 +78,7 @@ class Routing(NamedTuple):
 
 
 class Router(nn.Module):
-    """Rows [n, h] -> Routing.
+    """Chooses the experts of the real tokens among rows [rows, h] of hidden states.
 
     What it sees of a step's tokens it notes, under `noted_name`: how many went to each expert, before any was
     dropped, how many were dropped, and the sum of the entropies of their probabilities, in nats: [E + 2].
@@ -98,10 +119,10 @@ class Router(nn.Module):
         if self.shares is not None:
             self.shares.copy_(counts / counts.sum().clamp_min(1))
 
-    def forward(self, rows: Tensor, tokens: Tokens, inputs: Inputs) -> Routing:
-        """Choose, weigh, and add the router's terms to the losses."""
+    def forward(self, rows: Tensor, tokens: RoutedTokens, inputs: Inputs) -> Routing:
+        """Return the routing of the `tokens` among all `rows`, and add the router's terms to the losses."""
         shape = self.shape
-        logits: Tensor = _Logits.apply(rows, self, self.weight)
+        logits = tokens.select(_Logits.apply(rows, self, self.weight))
         scores = logits.softmax(1) if shape.router == "softmax" else logits.sigmoid()
         experts = self.choose(scores.detach())
         if inputs.choices is not None:
@@ -112,7 +133,7 @@ class Router(nn.Module):
         if shape.router_scale != 1:
             weights = weights * shape.router_scale
         kept = self.kept(experts, tokens, inputs)
-        self._note(scores.detach(), experts, kept, tokens.present)
+        self._note(scores.detach(), experts, kept)
         return Routing(experts, self.with_terms(weights, logits, scores, experts, tokens, inputs), kept)
 
     def choose(self, scores: Tensor) -> Tensor:
@@ -130,20 +151,21 @@ class Router(nn.Module):
             scores = of_group.masked_fill(~allowed.unsqueeze(2), -torch.inf).flatten(1)
         return _best(scores, shape.experts_per_token)
 
-    def kept(self, experts: Tensor, tokens: Tokens, inputs: Inputs) -> Tensor | None:
-        """Which choices [n, k] are followed: none of rows that fill up, and of an expert no more than its
-        capacity of the micro-batch's, the first ones by sample and position. Collective with a capacity.
+    def kept(self, experts: Tensor, tokens: RoutedTokens, inputs: Inputs) -> Tensor | None:
+        """Return which choices [n, k] are followed: bool, or None if all are.
+
+        An expert takes no more than its capacity of the micro-batch's real tokens: the first ones by sample
+        and position. Collective if there is a capacity.
         """
-        present = tokens.present
-        kept = None if present is None else present.unsqueeze(1).expand_as(experts)
         shape = self.shape
         if shape.capacity is None:
-            return kept
+            return None
         length = inputs.tokens.shape[0] * self.groups.context.size
-        total = inputs.present * length
+        total = self._real_tokens(inputs)
         most = ceil(shape.capacity * total * shape.experts_per_token / shape.experts)
-        order = tokens.samples * length + tokens.positions
-        own = torch.cat((order.unsqueeze(1), experts), dim=1)
+        # Padding is sent along, behind all real tokens, as other ranks do not know how much each one has.
+        order = tokens.expand(tokens.samples * length + tokens.positions, inputs.rows * length)
+        own = torch.cat((order.unsqueeze(1), tokens.expand(experts)), dim=1)
         group = self.groups.micro_batch
         sizes = self.groups.row_sizes(inputs.tokens.numel()) * self.groups.context.size
         every = group.all_gather(own, sizes=sizes)
@@ -153,14 +175,26 @@ class Router(nn.Module):
         taken = experts.new_zeros(len(every), shape.experts).index_put_(
             (places.unsqueeze(1), every[:, 1:]), experts.new_ones(())
         )
-        within = taken.cumsum(0)[places[first : first + len(experts)]].gather(1, experts) <= most
-        return within if kept is None else within & kept
+        own_places = tokens.select(places[first : first + tokens.rows])
+        return taken.cumsum(0)[own_places].gather(1, experts) <= most
+
+    def _real_tokens(self, inputs: Inputs) -> int:
+        """Return how many tokens of the whole micro-batch are real."""
+        if inputs.lengths is not None:
+            return inputs.lengths.total
+        return inputs.tokens.numel() * self.groups.context.size
 
     def with_terms(
-        self, weights: Tensor, logits: Tensor, scores: Tensor, experts: Tensor, tokens: Tokens, inputs: Inputs
+        self,
+        weights: Tensor,
+        logits: Tensor,
+        scores: Tensor,
+        experts: Tensor,
+        tokens: RoutedTokens,
+        inputs: Inputs,
     ) -> Tensor:
-        """The weights, whose backward pass adds the gradients of the terms."""
-        shape, present = self.shape, tokens.present
+        """Return the weights, whose backward pass adds the gradients of the terms."""
+        shape = self.shape
         if shape.balance_loss:
             shares = probabilities = scores
             if shape.router == "sigmoid":
@@ -168,31 +202,29 @@ class Router(nn.Module):
             shares = self._shares(experts, tokens, inputs)
             value = shape.experts * (probabilities * shares).sum(1)
             weights = inputs.terms.add(
-                weights, BALANCE_LOSS, self.name, _sum(value, present), weight=shape.balance_loss
+                weights, BALANCE_LOSS, self.name, value.sum(), weight=shape.balance_loss
             )
         if shape.router_z_loss:
             value = logits.logsumexp(1).square()
-            weights = inputs.terms.add(
-                weights, Z_LOSS, self.name, _sum(value, present), weight=shape.router_z_loss
-            )
+            weights = inputs.terms.add(weights, Z_LOSS, self.name, value.sum(), weight=shape.router_z_loss)
         return weights
 
-    def _shares(self, experts: Tensor, tokens: Tokens, inputs: Inputs) -> Tensor:
-        """Each expert's share of the choices among which a token's are counted: [E], or [n, E]."""
+    def _shares(self, experts: Tensor, tokens: RoutedTokens, inputs: Inputs) -> Tensor:
+        """Return each expert's share of the choices among which a token's are counted: [E], or [n, E]."""
         shape = self.shape
         if self.shares is not None:
             return self.shares
         by_sequence = shape.balance_over == "sequence"
         sets = inputs.tokens.shape[1] if by_sequence else 1
         place = experts + (tokens.samples.unsqueeze(1) * shape.experts if by_sequence else 0)
-        if tokens.present is not None:
-            place = place[tokens.present]
         counts = torch.bincount(place.flatten(), minlength=sets * shape.experts).float()
         self.groups.micro_batch.all_reduce(counts)
-        samples = 1 if by_sequence else inputs.present
-        length = inputs.tokens.shape[0] * self.groups.context.size
-        shares = counts.view(sets, -1) / max(1, samples * length * shape.experts_per_token)
-        return shares[tokens.samples] if by_sequence else shares[0]
+        if not by_sequence:
+            return counts / max(1, self._real_tokens(inputs) * shape.experts_per_token)
+        of_sequence: int | Tensor = inputs.tokens.shape[0] * self.groups.context.size
+        if inputs.lengths is not None:
+            of_sequence = inputs.lengths.values.to(counts.device).clamp_min(1).unsqueeze(1)
+        return (counts.view(sets, -1) / (of_sequence * shape.experts_per_token))[tokens.samples]
 
     def saved(self, at: Saving) -> list[Storage]:
         """What autograd saves of it beside its input: scores, choices and weights, and what terms need."""
@@ -210,14 +242,13 @@ class Router(nn.Module):
         return [Storage(each, 4, features=False) for each in features]
 
     @torch.no_grad()
-    def _note(self, scores: Tensor, experts: Tensor, kept: Tensor | None, present: Tensor | None) -> None:
+    def _note(self, scores: Tensor, experts: Tensor, kept: Tensor | None) -> None:
         if self.shape.router == "sigmoid":
             scores = scores / (scores.sum(1, keepdim=True) + _LEAST)
         entropy = -torch.special.xlogy(scores, scores).sum(1)
-        every = experts if present is None else experts[present]
-        counts = torch.bincount(every.flatten(), minlength=self.shape.experts).double()
-        dropped = counts.new_zeros(()) if kept is None else every.numel() - kept.sum()
-        others = torch.stack((dropped.double(), _sum(entropy, present).double()))
+        counts = torch.bincount(experts.flatten(), minlength=self.shape.experts).double()
+        dropped = counts.new_zeros(()) if kept is None else experts.numel() - kept.sum()
+        others = torch.stack((dropped.double(), entropy.sum().double()))
         self.groups.noted.sum(self.noted_name, torch.cat((counts, others)))
 
 
@@ -262,8 +293,3 @@ class _Logits(torch.autograd.Function):
 def _best(scores: Tensor, count: int) -> Tensor:
     """Indices of the highest in each row, the first of equal ones first."""
     return scores.sort(dim=1, descending=True, stable=True).indices[:, :count].contiguous()
-
-
-def _sum(values: Tensor, present: Tensor | None) -> Tensor:
-    """The sum of [n] values, of rows that are there."""
-    return values.sum() if present is None else values.masked_fill(~present, 0.0).sum()

@@ -19,18 +19,23 @@ class Noted:
 
     The executor says where an action begins. What it computes again in backward counts once, and nothing that
     is no training step does. In a step with `watching` more may be noted, of what is only looked at.
+
+    Attributes:
+        padding: Places of the action's micro-batch that hold no real token, bool [s, b] of the local piece of
+            the sequence, in training or not. None if there are none.
     """
 
     def __init__(self) -> None:
         self.watching = False
+        self.padding: Tensor | None = None
         self._micro_batch: int | None = None
         self._times: Counter[str] = Counter()
         self._values: dict[How, dict[tuple[str, int, int], Tensor]] = {"max": {}, "sum": {}}
         self._sizes: dict[How, dict[str, int]] | None = None
 
-    def begin(self, micro_batch: int | None) -> None:
-        """An action on a micro-batch of a training step begins, or, with None, something else."""
-        self._micro_batch = micro_batch
+    def begin(self, micro_batch: int | None, padding: Tensor | None = None) -> None:
+        """Begin an action on a micro-batch of a training step, or, with None, something else."""
+        self._micro_batch, self.padding = micro_batch, padding
         self._times.clear()
 
     @property

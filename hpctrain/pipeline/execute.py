@@ -64,7 +64,14 @@ class PreparedBatch:
         if micro.sequences:
             fields = {name: context_piece(field, positions).t() for name, field in fields.items()}
         inputs = Inputs(
-            fields, positions, dropout, Terms(terms_scale), micro.samples, choices, micro.documents
+            fields,
+            positions,
+            dropout,
+            Terms(terms_scale),
+            micro.samples,
+            choices,
+            micro.documents,
+            lengths=micro.row_lengths,
         )
         return PreparedBatch(inputs, objective.losses(inputs, scale))
 
@@ -131,7 +138,8 @@ class _Pass:
         for action in self.schedule.stages[self.stage]:
             ledger.phase = "evaluation" if not training else "forward" if action.kind == "F" else "backward"
             received = self._receive(action)
-            noted.begin(action.micro_batch if training else None)
+            padding = self.micro_batches[action.micro_batch].inputs.padding
+            noted.begin(action.micro_batch if training else None, padding)
             began = perf_counter()
             passed_on = self._compute(action, received)
             # Before its sending, so that it is over where its message arrives.

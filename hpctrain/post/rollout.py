@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -34,6 +34,7 @@ class AnswerRows(Sequences):
         self.length, self.count = length, len(answers)
         self.tokens = torch.zeros(self.count, length, dtype=torch.int64)
         self.targets = torch.full_like(self.tokens, MASKED)
+        self.lengths = [len(answer.ids) for answer in answers]
         for row, answer in enumerate(answers):
             ids = torch.tensor(answer.ids)
             assert len(ids) <= length, (len(ids), length)
@@ -49,6 +50,10 @@ class AnswerRows(Sequences):
     def sequence(self, index: int) -> tuple[Tensor, Tensor]:
         """See Sequences."""
         return self.tokens[index], self.targets[index]
+
+    def real_tokens(self, index: int) -> int:
+        """Return the number of tokens of a sequence in front of its padding."""
+        return self.lengths[index]
 
 
 @dataclass(frozen=True)
@@ -82,4 +87,4 @@ class OfRollouts:
             for name, values in self.rollout.fields.items():
                 more[name] = torch.zeros(each.micro_size, values.shape[1])
                 more[name][: len(own)] = values[own]
-            yield MicroBatch({**micro.fields, **more}, micro.samples, micro.sequences)
+            yield replace(micro, fields={**micro.fields, **more})

@@ -74,6 +74,11 @@ class ChoiceRows(Sequences):
         targets[len(ids) - 1 - asked : len(ids) - 1] = torch.tensor(ids[-asked:])
         return tokens, targets
 
+    def real_tokens(self, index: int) -> int:
+        """Return the number of tokens of a sequence in front of its padding."""
+        ids, _ = self._rows[index]
+        return len(ids) - 1
+
 
 @dataclass(frozen=True)
 class Share:

@@ -16,7 +16,7 @@ from hpctrain.model.router import router_name
 from hpctrain.model.shape import ModelShape
 from hpctrain.train.control import Order
 from hpctrain.train.hook import Hook, StepDone
-from hpctrain.train.routing_file import RoutingFile
+from hpctrain.train.routing_file import PADDING, RoutingFile
 from hpctrain.train.step import TrainState
 from hpctrain.words import counted
 
@@ -120,7 +120,7 @@ class Routing(Hook):
         choices = np.zeros((len(blocks), *size) if world.rank == 0 else 0, dtype=np.int32)
         for index, block in enumerate(blocks):
             # Every token is one rank's, and one after another fits into memory.
-            of_block = world.everyone.empty(size, torch.int64).fill_(-1)
+            of_block = world.everyone.empty(size, torch.int64).fill_(PADDING)
             for rows in self._rows.pop(router_name(block), []):
                 own = rows.to(of_block.device)
                 of_block[own[:, 0] - self.first, own[:, 1]] = own[:, 2:]

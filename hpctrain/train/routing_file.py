@@ -3,7 +3,8 @@
     /            attributes: format, version, experts, and the CRC-32 of all else
     /blocks      int32 [mixtures], the blocks that are mixtures
     /samples     int64 [samples], their numbers: positions in the order of samples, counted from a run's first
-    /choices     int32 [mixtures, samples, sequence, k], the experts of every token, the best first
+    /choices     int32 [mixtures, samples, sequence, k], the experts of every token, the best first; -1 where
+                 a sequence is padding
 
 All numbers are little-endian, and nothing of a file depends on layout or time.
 """
@@ -28,6 +29,8 @@ from hpctrain.hdf5 import DAMAGE, CheckedFile, open_checked
 from hpctrain.model.shape import ModelShape
 
 FORMAT, VERSION = "hpctrain routing", 1
+PADDING = -1
+"""What stands in place of the experts where a sequence is padding."""
 FILE_BYTES = 2 * RECORDED_BYTES  # of an array at most
 
 _TYPES = {"blocks": "<i4", "samples": "<i8", "choices": "<i4"}
@@ -111,8 +114,8 @@ class RoutingFile:
         ):
             if here != there:
                 raise HpctrainError(f"{path}: does not fit: {what} = {there} there, {here} in this run")
-        ordered = np.sort(self.choices, axis=3)
-        twice = chosen > 1 and bool((np.diff(ordered, axis=3) == 0).any())
+        ordered = np.sort(self.choices[(self.choices != PADDING).any(axis=3)], axis=1)
+        twice = chosen > 1 and bool((np.diff(ordered, axis=1) == 0).any())
         sound = (
             len(self.blocks) == mixtures and len(set(self.samples.tolist())) == len(self.samples) == samples
         )

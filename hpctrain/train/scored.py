@@ -70,7 +70,7 @@ def _of_all(step: Step, batches: Batches, find: Finding) -> Iterator[Tensor]:
 def _of_first(step: Step, batches: Batches, sequences: int, find: Finding) -> Tensor:
     engine, data = step.engine, step.engine.mesh
     rank, ranks = data.coordinate("data"), data.size("data")
-    micro_batches, _ = step.read(batches.evaluation(sequences, rank, ranks, step.micro_size))
+    micro_batches = step.read(batches.evaluation(sequences, rank, ranks, step.micro_size)).micro_batches
     one, figures = torch.ones((), device=engine.world.device), len(engine.objective.figures)
     prepared, kept = [], []
     for micro in micro_batches:

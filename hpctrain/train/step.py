@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite, nan
 from statistics import fmean
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -58,6 +59,20 @@ class StepResult:
         return self.figures["loss"]
 
 
+class ReadBatches(NamedTuple):
+    """Micro-batches that a rank has read, and numbers of tokens that all data ranks have read together.
+
+    Attributes:
+        micro_batches: Micro-batches of this rank.
+        predicted: Number of tokens to be predicted.
+        real: Number of tokens that are not padding: layers' terms are means over these.
+    """
+
+    micro_batches: list[MicroBatch]
+    predicted: int
+    real: int
+
+
 ChoicesOf = Callable[[range, int], Choices | None]
 """Of a micro-batch of so many rows, of which the first are the samples of these numbers: see Inputs."""
 
@@ -106,12 +121,13 @@ class Step:
         `before_update` is called on all ranks before parameters and moments change.
         """
         engine = self.engine
-        sums, tokens = self.accumulate(state, batch)
+        sums, read = self.accumulate(state, batch)
+        tokens = read.predicted
         noted = engine.groups.noted.agree(engine.world.everyone)
         replica, replicas = engine.replica
         squares = sums.new_zeros(replicas)
         squares[replica] = local_square_norm(engine.buckets)
-        figures, totals = self.agree(torch.cat((sums, squares)), tokens, batch)
+        figures, totals = self.agree(torch.cat((sums, squares)), read)
         self.guard.require_sound(totals)
         # In single precision no layout's order of the sum shows.
         roots = [float(np.sqrt(np.float32(total))) if total >= 0 else total for total in totals[-replicas:]]
@@ -164,22 +180,25 @@ class Step:
         replica, replicas = self.engine.replica
         return (rank % (ranks // replicas) * replicas + replica + self.shift) % ranks, ranks
 
-    def read_share(self, state: TrainState, batch: int) -> tuple[list[MicroBatch], int]:
-        """This rank's share of a step, as of `read`."""
+    def read_share(self, state: TrainState, batch: int) -> ReadBatches:
+        """Read this rank's share of a step, as `read` does."""
         return self.read(self.batches.step(state.samples, batch, *self.share, self.micro_size))
 
-    def accumulate(self, state: TrainState, batch: int) -> tuple[Tensor, int]:
-        """Have the gradients of samples `state.samples .. + batch` summed; this rank's sums of figures and
-        terms, fp64, and the tokens that all ranks predict.
+    def accumulate(self, state: TrainState, batch: int) -> tuple[Tensor, ReadBatches]:
+        """Sum the gradients of samples `state.samples .. + batch`.
+
+        Returns:
+            This rank's sums of figures and terms, fp64; and what was read for them.
         """
         engine = self.engine
-        micro_batches, tokens = self.read_share(state, batch)
+        read = self.read_share(state, batch)
+        micro_batches = read.micro_batches
         self.before_pass(micro_batches)
         measured = micro_batches if engine.synchronizer.first is None else micro_batches[:1]
         self.own_tokens = sum(map(engine.objective.count, measured))
         scale, terms_scale = (
             torch.tensor(engine.loss_scale.value / count, device=engine.world.device)
-            for count in (max(1, tokens), self.seen(batch))
+            for count in (max(1, read.predicted), max(1, read.real))
         )
         prepared = [
             self.prepare(
@@ -199,7 +218,7 @@ class Step:
         ):
             sums = self.executor.run(engine.placement.schedule_of(len(prepared)), prepared)
         engine.synchronizer.finish()
-        return sums, tokens
+        return sums, read
 
     def noise_scale(self, squares: float, tokens: int, batch: int) -> dict[str, float]:
         """Figures of the gradient noise scale after a step whose gradients add up to so many `squares`; none
@@ -244,9 +263,10 @@ class Step:
         mesh, ledger = self.engine.mesh, self.engine.world.ledger
         ledger.phase = "evaluation"
         share = mesh.coordinate("data"), mesh.size("data"), self.micro_size
-        micro_batches, tokens = self.read(batches.evaluation(sequences, *share))
+        read = self.read(batches.evaluation(sequences, *share))
+        tokens = read.predicted
         one = torch.ones((), device=self.engine.world.device)
-        prepared = [self.prepare(micro, one, None) for micro in micro_batches]
+        prepared = [self.prepare(micro, one, None) for micro in read.micro_batches]
         forward = forward_only(self.engine.schedule, len(prepared))
         with (
             self.engine.outer.shown(self.engine.optimizer),
@@ -256,7 +276,7 @@ class Step:
             self.engine.residency.step(("evaluate", len(prepared))),
         ):
             sums = self.executor.run(forward, prepared, training=False)
-        figures, _ = self.agree(sums, tokens, min(sequences, batches.source.count))
+        figures, _ = self.agree(sums, read)
         counted = self.engine.objective.settle(figures)
         ledger.phase = "other"
         if not learns(tokens, figures["loss"]):
@@ -264,20 +284,18 @@ class Step:
             return {name: nan if name in own else value for name, value in figures.items()}, 0, 0.0
         return figures, tokens, max(1, tokens) * counted
 
-    def read(self, micro_batches: Iterator[MicroBatch]) -> tuple[list[MicroBatch], int]:
-        """All of them, and how many tokens all data ranks together are to predict.
+    def read(self, micro_batches: Iterator[MicroBatch]) -> ReadBatches:
+        """Read all micro-batches, and count tokens over the data ranks. Collective.
 
         What one rank cannot read, or must not trust, is an error on all ranks.
         """
         with self.engine.world.agreement():
             read = list(micro_batches)
-        count = sum(map(self.engine.objective.count, read))
+        counts = [sum(map(self.engine.objective.count, read)), sum(micro.real_tokens for micro in read)]
         data = self.engine.mesh.group("data")
-        return read, int(data.all_reduce(torch.tensor(count)).item()) if data.size > 1 else count
-
-    def seen(self, samples: int) -> int:
-        """Tokens of so many samples of all data ranks, whether they are to be predicted or not."""
-        return max(1, samples) * self.engine.architecture.sequence
+        if data.size > 1:
+            counts = data.all_reduce(torch.tensor(counts)).tolist()
+        return ReadBatches(read, *counts)
 
     def prepare(
         self,
@@ -312,18 +330,21 @@ class Step:
         index = micro_batch * shares + number
         return state.samples + index * self.micro_size
 
-    def agree(self, sums: Tensor, tokens: int, samples: int) -> tuple[dict[str, float], list[float]]:
-        """The executor's sums, and what follows them, over all ranks, by one small all-reduce; and figures:
-        the objective's of one of the `tokens` to be predicted, layers' terms of any token of the `samples`.
+    def agree(self, sums: Tensor, read: ReadBatches) -> tuple[dict[str, float], list[float]]:
+        """Add the executor's sums, and what follows them, over all ranks, by one small all-reduce.
 
         Of those that compute on the same tokens, and so have the same figures, one counts.
+
+        Returns:
+            Figures, the objective's a mean over the tokens to be predicted, layers' terms a mean over the
+            real tokens of what was `read`; and all sums.
         """
         engine, own = self.engine, self.engine.objective.figures
         if not engine.replications.speaks:
             sums = sums.clone()
             sums[: len(own)] = 0
         totals: list[float] = engine.world.everyone.all_reduce(sums).tolist()
-        counts = [max(1, tokens)] * len(own) + [self.seen(samples)] * len(engine.terms)
+        counts = [max(1, read.predicted)] * len(own) + [max(1, read.real)] * len(engine.terms)
         figures = zip((*own, *engine.terms), totals, counts, strict=False)
         return {name: total / count for name, total, count in figures}, totals
 

@@ -63,6 +63,7 @@ from hpctrain.train.trainer import Trainer
 _WATCHED = 4  # data ranks whose outputs are compared
 
 _DOCUMENTS = 0.2  # share of tokens that end a document, where these are masked
+_PADDING = 0.2  # share of sequences that is padding, where conversations fill them
 
 _AT_THE_END = " after both steps"
 
@@ -88,7 +89,12 @@ def tiny_trainer(deck: Deck, world: World, mesh: Mesh) -> Trainer:
     assert deck.model.vocabulary is not None
     documents = _DOCUMENTS if deck.data.document_mask else 0.0
     source = SyntheticSource(
-        deck.batch.sequence, deck.model.vocabulary, seed=deck.run.seed, masked=0.2, documents=documents
+        deck.batch.sequence,
+        deck.model.vocabulary,
+        seed=deck.run.seed,
+        masked=0.2,
+        documents=documents,
+        padding=0.0 if deck.objective.kind == "next-token" else _PADDING,
     )
     return Trainer(deck, engine, Batches(source, deck.run.seed))
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from hpctrain.comm.world import World
-from hpctrain.data.batches import MASKED, Batches
+from hpctrain.data.batches import MASKED, Batches, Sequences, SequenceSource
 from hpctrain.data.conversations import ConversationSource, PreferenceSource, PromptSource
 from hpctrain.data.entries import open_entries
 from hpctrain.data.epochs import EpochReader
 from hpctrain.data.fit import token_problems
-from hpctrain.data.mixture import Trained
+from hpctrain.data.mixture import Joined, Trained
 from hpctrain.data.order import PairedOrder
 from hpctrain.data.packing import Packing
 from hpctrain.data.prepare import prepare
@@ -114,6 +114,36 @@ class Learned:
 
     def learned(self, start: int, count: int) -> torch.Tensor:
         return self.mask[start : start + count]
+
+
+@pytest.mark.parametrize("kind", ["packed", "separate", "pairs", "prompts", "mixed"])
+def test_padding_is_what_lies_behind_the_last_document(folder: Path, kind: str) -> None:
+    """Micro-batches tell of every row how long it is; those of text, which are full, tell nothing."""
+    length = 24
+    files = {name: TokenFile(folder / f"{name}.h5") for name in ("chat", "preferences", "prompts", "text")}
+    source: Sequences
+    if kind == "pairs":
+        source = PreferenceSource(files["preferences"], length, 0.0, "train")
+    elif kind == "prompts":
+        source = PromptSource(files["prompts"], length, 0.0, "train")
+    else:
+        source = ConversationSource(files["chat"], length, 0.0, "train", kind == "packed")
+    text = SequenceSource(files["text"], length, 0.0, "train")
+    joined = Joined([text, source])
+    taken = (joined if kind == "mixed" else source).count
+    (micro,) = Batches(joined if kind == "mixed" else source, 0).evaluation(taken, 0, 1, taken + 2)
+    assert micro.lengths is not None and micro.lengths == micro.row_lengths
+    # Nothing of these files is the token 0 but padding.
+    real = (micro.tokens != 0).sum(1)
+    assert micro.lengths.values.tolist() == real.tolist() and micro.real_tokens == int(real.sum())
+    assert 0 < int(real[:taken].min()) < length and real[taken:].tolist() == [0, 0]
+    padding = micro.lengths.padding_at(torch.tensor([3, 23, 10]))
+    assert torch.equal(padding, (micro.tokens == 0).t()[[3, 23, 10]])
+    (whole,) = Batches(text, 0).evaluation(3, 0, 1, 3)
+    (partial,) = Batches(text, 0).evaluation(3, 0, 1, 4)
+    assert whole.row_lengths is None and whole.real_tokens == partial.real_tokens == 3 * length
+    assert partial.lengths is None and partial.row_lengths is not None
+    assert partial.row_lengths.values.tolist() == [length] * 3 + [0]
 
 
 def test_what_has_nothing_to_predict_takes_no_place() -> None:

@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from hpctrain.data.row_lengths import RowLengths
 from hpctrain.model.inputs import Inputs, Terms
 from hpctrain.model.mixture import Mixture
-from hpctrain.model.router import Router, Tokens
+from hpctrain.model.router import RoutedTokens, Router
 from hpctrain.model.shape import ModelShape
+from hpctrain.parallel.dispatch import Dispatch
 from hpctrain.parallel.residency import Residency
 from hpctrain.parallel.shard import Parameter
 from hpctrain.sharding.replication import Replications
@@ -52,14 +54,19 @@ def give_memory(module: torch.nn.Module, world: Any) -> None:
             parameter.copy_(torch.randn(parameter.shape) * 0.3)
 
 
-def inputs_of(batch: int, terms: Terms | None = None, samples: int | None = None) -> Inputs:
+def inputs_of(batch: int, terms: Terms | None = None, lengths: list[int] | None = None) -> Inputs:
     tokens = torch.zeros(SHAPE.sequence, batch, dtype=torch.int64)
     positions, fields = torch.arange(SHAPE.sequence), {"tokens": tokens.t()}
-    return Inputs(fields, positions, terms=terms or Terms(), samples=samples)
+    known = None if lengths is None else RowLengths(torch.tensor(lengths))
+    return Inputs(fields, positions, terms=terms or Terms(), lengths=known)
 
 
-def tokens_of(inputs: Inputs) -> Tokens:
-    return Tokens.of(inputs, slice(0, inputs.tokens.numel()))
+def tokens_of(inputs: Inputs) -> RoutedTokens:
+    return RoutedTokens.of(inputs, slice(0, inputs.tokens.numel()))
+
+
+def tokens_at(tokens: RoutedTokens) -> tuple[Tensor, Tensor]:
+    return tokens.samples, tokens.positions
 
 
 def rows_of(inputs: Inputs, seed: int = 0) -> Tensor:
@@ -127,52 +134,78 @@ def test_equal_probabilities_are_chosen_in_the_order_of_the_experts(world: Any) 
     assert router.choose(torch.zeros(4, 8)).tolist() == [[0, 1, 2]] * 4
 
 
-def test_the_last_tokens_by_sample_and_position_are_dropped(world: Any) -> None:
+@pytest.mark.parametrize("lengths", [(12, 12, 12), (5, 12, 0)])
+def test_the_last_tokens_by_sample_and_position_are_dropped(lengths: tuple[int, ...], world: Any) -> None:
     router = make_router(world, capacity=0.6)
-    inputs = inputs_of(3)
-    routing = router(rows_of(inputs), tokens_of(inputs), inputs)
+    inputs = inputs_of(3, lengths=[*lengths])
+    tokens = tokens_of(inputs)
+    routing = router(rows_of(inputs), tokens, inputs)
     assert routing.kept is not None
-    most = ceil(0.6 * 36 * 3 / 8)
+    rows = {(int(b), int(s)): row for row, (b, s) in enumerate(zip(*tokens_at(tokens), strict=True))}
+    most = ceil(0.6 * sum(lengths) * 3 / 8)
     taken = [0] * 8
     expected = torch.zeros_like(routing.kept)
-    for sample in range(3):
-        for position in range(SHAPE.sequence):
-            row = position * 3 + sample
+    for sample, length in enumerate(lengths):
+        for position in range(length):
+            row = rows.pop((sample, position))
             for slot, expert in enumerate(routing.experts[row].tolist()):
                 taken[expert] += 1
                 expected[row, slot] = taken[expert] <= most
-    assert torch.equal(routing.kept, expected)
+    assert not rows and torch.equal(routing.kept, expected)
     assert not expected.all() and max(taken) > most
 
 
-def test_rows_that_fill_up_go_nowhere_and_do_not_count(world: Any) -> None:
-    router = make_router(world, balance_loss=1.0, router_z_loss=0.1)
-    whole, filled = inputs_of(2), inputs_of(3, samples=2)
-    rows = rows_of(filled).view(SHAPE.sequence, 3, -1)
-    alone_routing = router(rows[:, :2].reshape(-1, 16), tokens_of(whole), whole)
-    routing = router(rows.reshape(-1, 16), tokens_of(filled), filled)
-    assert routing.kept is not None
-    kept = routing.kept.view(SHAPE.sequence, 3, -1)
-    assert kept[:, :2].all() and not kept[:, 2].any()
-    assert torch.equal(
-        routing.experts.view(SHAPE.sequence, 3, -1)[:, :2].reshape(-1, 3), alone_routing.experts
-    )
-    for name in ("balance_loss", "router_z_loss"):
-        sums = [torch.zeros(1, dtype=torch.float64) for _ in range(2)]
-        for inputs, total in zip((whole, filled), sums, strict=True):
-            values = {key: value for key, value in inputs.terms._values.items() if key[0] == name}
-            only = Terms()
-            only._values = values
-            only.add_to(total, (name,))
-        torch.testing.assert_close(*sums, rtol=1e-6, atol=0)
+@pytest.mark.parametrize("keys", [{}, {"shared_experts": 1}, {"capacity": 0.6}])
+def test_padding_goes_to_no_expert(keys: dict[str, Any], world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does it matter what padding is: real tokens have the same results and gradients beside zeros."""
+    mixture = Mixture("blocks.0.feed_forward", replace(SHAPE, **keys), alone(world))
+    give_memory(mixture, world)
+    sent, made = [], Dispatch.__init__
+
+    def noting(dispatch: Dispatch, choices: Tensor, *given: Any) -> None:
+        sent.append(len(choices))
+        made(dispatch, choices, *given)
+
+    monkeypatch.setattr(Dispatch, "__init__", noting)
+    inputs = inputs_of(3, lengths=[12, 7, 0])
+    assert inputs.padding is not None
+    x = rows_of(inputs).view(SHAPE.sequence, 3, -1)
+    results = []
+    for padding in (0.0, 100.0):
+        leaf = x.masked_fill(inputs.padding.unsqueeze(2), padding).requires_grad_()
+        output = mixture(leaf, inputs, Residency())
+        routed = output if mixture.shared is None else output - mixture.shared(leaf)
+        assert not routed[inputs.padding].any()
+        output.masked_fill(inputs.padding.unsqueeze(2), 0.0).square().sum().backward()
+        assert leaf.grad is not None and not leaf.grad[inputs.padding].any()
+        results.append((output[~inputs.padding], leaf.grad))
+    assert sent == [19, 19]
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
+def test_a_micro_batch_of_padding_alone(world: Any) -> None:
+    keys = {"balance_loss": 1.0, "router_z_loss": 0.1, "capacity": 1.0}
+    for over in ("micro_batch", "sequence"):
+        mixture = Mixture("blocks.0.feed_forward", replace(SHAPE, balance_over=over, **keys), alone(world))
+        give_memory(mixture, world)
+        inputs = inputs_of(2, Terms(torch.tensor(1.0)), lengths=[0, 0])
+        x = rows_of(inputs).view(SHAPE.sequence, 2, -1).requires_grad_()
+        output = mixture(x, inputs, Residency())
+        output.sum().backward()
+        assert x.grad is not None and not output.any() and not x.grad.any()
+        assert [float(value) for value in inputs.terms._values.values()] == [0.0, 0.0]
+        assert not any(p.gradient.any() for p in mixture.parameters() if isinstance(p, Parameter))
+
+
+@pytest.mark.parametrize("lengths", [None, [12, 5]])
 @pytest.mark.parametrize("over", ["micro_batch", "sequence"])
 @pytest.mark.parametrize("router", ["softmax", "sigmoid"])
-def test_balance_and_z_losses_by_their_formulas(over: str, router: str, world: Any) -> None:
+def test_balance_and_z_losses_by_their_formulas(
+    lengths: list[int] | None, over: str, router: str, world: Any
+) -> None:
     module = make_router(world, balance_loss=0.7, balance_over=over, router=router, router_z_loss=0.2)
     scale = 3.0
-    inputs = inputs_of(2, Terms(torch.tensor(scale)))
+    inputs = inputs_of(2, Terms(torch.tensor(scale)), lengths)
     rows = rows_of(inputs)
     leaf = rows.clone().requires_grad_()
     routing = module(leaf, tokens_of(inputs), inputs)
@@ -180,13 +213,15 @@ def test_balance_and_z_losses_by_their_formulas(over: str, router: str, world: A
     routing.weights.backward(direction)
 
     other = rows.clone().requires_grad_()
-    logits = other @ module.weight.detach().t()
+    samples, positions = torch.arange(24) % 2, torch.arange(24) // 2
+    real = positions < torch.tensor(lengths or [12, 12])[samples]
+    logits, samples = other[real] @ module.weight.detach().t(), samples[real]
     scores = logits.softmax(1) if router == "softmax" else logits.sigmoid()
     weights = scores.gather(1, routing.experts)
     weights = weights / weights.sum(1, keepdim=True)
     probabilities = scores / scores.sum(1, keepdim=True)
-    chosen = torch.zeros(24, 8).scatter_(1, routing.experts, 1.0)
-    sets = [slice(None)] if over == "micro_batch" else [slice(0, None, 2), slice(1, None, 2)]
+    chosen = torch.zeros(len(logits), 8).scatter_(1, routing.experts, 1.0)
+    sets = [samples >= 0] if over == "micro_batch" else [samples == 0, samples == 1]
     balance = sum(
         (8 * chosen[rows].mean(0) / 3 * probabilities[rows].mean(0)).sum() * len(chosen[rows])
         for rows in sets

@@ -11,12 +11,11 @@ from pathlib import Path
 import pytest
 
 from hpctrain.comm.world import World
-from hpctrain.data.batches import MicroBatch
 from hpctrain.post.trainer import make_trainer
 from hpctrain.report.inspect import InspectionWish, inspect
 from hpctrain.report.rows import read_metrics
 from hpctrain.train.run import resume, run_deck
-from hpctrain.train.step import Step, TrainState
+from hpctrain.train.step import ReadBatches, Step, TrainState
 from tests.post.policies import LENGTH, policy, write_deck, write_prompts
 from tests.train.poisoned import Poison
 
@@ -45,11 +44,13 @@ def test_a_policy_that_goes_back_leaves_out_whole_rollouts(
     seen: list[list[int]] = []
     read = Step.read_share
 
-    def kept(step: Step, state: TrainState, batch: int) -> tuple[list[MicroBatch], int]:
-        micro_batches, count = read(step, state, batch)
+    def kept(step: Step, state: TrainState, batch: int) -> ReadBatches:
+        share = read(step, state, batch)
         if state.samples == 13 * BATCH:
-            seen.extend(row.tolist() for micro in micro_batches for row in micro.tokens[: micro.samples])
-        return micro_batches, count
+            seen.extend(
+                row.tolist() for micro in share.micro_batches for row in micro.tokens[: micro.samples]
+            )
+        return share
 
     with monkeypatch.context() as patch:
         patch.setattr(Step, "read_share", kept)

@@ -12,13 +12,12 @@ from pathlib import Path
 import pytest
 
 from hpctrain.comm.world import World
-from hpctrain.data.batches import MicroBatch
 from hpctrain.data.prepare import prepare
 from hpctrain.data.tokens import TokenFile
 from hpctrain.errors import HpctrainError
 from hpctrain.report.inspect import InspectionWish, inspect
 from hpctrain.train.run import run_deck
-from hpctrain.train.step import Step, TrainState
+from hpctrain.train.step import ReadBatches, Step, TrainState
 from tests.train.poisoned import Poison
 
 BATCH = 8
@@ -78,11 +77,13 @@ def left_out(world: World, patch: pytest.MonkeyPatch, *keys: str) -> list[list[i
     seen: list[list[int]] = []
     read = Step.read_share
 
-    def kept(step: Step, state: TrainState, batch: int) -> tuple[list[MicroBatch], int]:
-        micro_batches, count = read(step, state, batch)
+    def kept(step: Step, state: TrainState, batch: int) -> ReadBatches:
+        share = read(step, state, batch)
         if state.step == 11:
-            seen.extend(row.tolist() for micro in micro_batches for row in micro.tokens[: micro.samples])
-        return micro_batches, count
+            seen.extend(
+                row.tolist() for micro in share.micro_batches for row in micro.tokens[: micro.samples]
+            )
+        return share
 
     with patch.context() as patched:
         patched.setattr(Step, "read_share", kept)

@@ -27,7 +27,7 @@ from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.state import MASTER, MODEL, OPTIMIZER
 from hpctrain.sharding.synchronize import GradientSynchronizer
 from hpctrain.train.run import Loop
-from hpctrain.train.step import Step, StepResult
+from hpctrain.train.step import ReadBatches, Step, StepResult
 from hpctrain.train.trainer import Trainer
 from tests.comm.random_calls import Flip as Change
 from tests.comm.random_calls import FlippingTransport
@@ -187,7 +187,7 @@ class Campaign:
             finally:
                 self.counts["products"] = kernel.calls
 
-        def accumulated(step: Step, *given: Any) -> tuple[Tensor, int]:
+        def accumulated(step: Step, *given: Any) -> tuple[Tensor, ReadBatches]:
             result = accumulate(step, *given)
             self.at("summed")
             return result

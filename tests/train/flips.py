@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpctrain.train.step import Step, StepResult, TrainState
+from hpctrain.train.step import ReadBatches, Step, StepResult, TrainState
 from hpctrain.train.trainer import Trainer
 
 Places = Callable[[Trainer], list[tuple[str, Tensor]]]
@@ -89,7 +89,7 @@ class Flips:
             self._do("between", trainer.state)
             return make(trainer, batch)
 
-        def accumulated(step: Step, state: TrainState, batch: int) -> tuple[Tensor, int]:
+        def accumulated(step: Step, state: TrainState, batch: int) -> tuple[Tensor, ReadBatches]:
             self._do("within", state)
             result = accumulate(step, state, batch)
             self._do("summed", state)

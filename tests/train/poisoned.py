@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from hpctrain.comm.world import World
-from hpctrain.data.batches import MicroBatch
 from hpctrain.data.prepare import prepare
 from hpctrain.optim.schedule import LearningRate
 from hpctrain.report.rows import read_metrics
 from hpctrain.train.run import run_deck
-from hpctrain.train.step import Step, StepResult, TrainState
+from hpctrain.train.step import ReadBatches, Step, StepResult, TrainState
 from hpctrain.train.trainer import Trainer
 
 BATCH = 16
@@ -87,22 +86,24 @@ class Poison:
         self.now = False
         read, rate, accumulate = Step.read_share, LearningRate.at, Step.accumulate
 
-        def read_poisoned(step: Step, state: TrainState, batch: int) -> tuple[list[MicroBatch], int]:
-            micro_batches, count = read(step, state, batch)
+        def read_poisoned(step: Step, state: TrainState, batch: int) -> ReadBatches:
+            share = read(step, state, batch)
             self.now = state.samples in self.at
             if self.now:
                 self.met.append(state.step)
             if self.now and self.tokens and self.rank in {None, step.engine.mesh.coordinate("data")}:
                 generator = torch.Generator().manual_seed(state.samples)
-                for micro in micro_batches:
+                for micro in share.micro_batches:
                     for field in micro.fields.values():
                         field.copy_(torch.randint(0, 97, field.shape, generator=generator))
-            return micro_batches, count
+            return share
 
         def poisoned_rate(schedule: LearningRate, step: int, batch: int) -> float:
             return rate(schedule, step, batch) * (50 if self.now else 1)
 
-        def accumulate_poisoned(step: Step, state: TrainState, batch: int) -> tuple[torch.Tensor, int]:
+        def accumulate_poisoned(
+            step: Step, state: TrainState, batch: int
+        ) -> tuple[torch.Tensor, ReadBatches]:
             sums, count = accumulate(step, state, batch)
             if loud and self.now and self.rank in {None, step.engine.mesh.coordinate("data")}:
                 sums[0] += 1e6

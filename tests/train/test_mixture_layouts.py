@@ -19,7 +19,7 @@ from torch import Tensor
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.model.precision import Precision
-from hpctrain.model.router import Router, Routing, Tokens
+from hpctrain.model.router import RoutedTokens, Router, Routing
 from tests.engines import LLAMA, Trainer, by_rank_0, reference, small_deck, trainer
 
 # A large epsilon makes updates nearly proportional to gradients, by which rounding stays what it is.
@@ -105,7 +105,7 @@ class Choices:
         """Within, of every router."""
         forward = Router.forward
 
-        def recording(router: Router, rows: Tensor, tokens: Tokens, inputs: Any) -> Routing:
+        def recording(router: Router, rows: Tensor, tokens: RoutedTokens, inputs: Any) -> Routing:
             routing = forward(router, rows, tokens, inputs)
             order = inputs.positions.argsort()
             local = order[torch.searchsorted(inputs.positions[order], tokens.positions)]
@@ -215,6 +215,31 @@ def test_steps_on_eight_ranks_are_those_of_one(world: World, layout: str) -> Non
 )
 def test_other_routers_choose_and_drop_the_same_tokens(world: World, model: str, layout: str) -> None:
     assert_same(world, deck_of(model, layout), 1e-5)
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("softmax", ""),
+        ("softmax", "layout.expert=2 layout.zero=3"),
+        ("softmax", "layout.tensor=2 layout.expert=2 memory.recompute=full"),
+        ("softmax", "layout.context=2 layout.expert_tensor=2 layout.context_form=all_to_all"),
+        ("capacity", "layout.tensor=2 layout.expert=2 layout.sequence_parallel=true"),
+        ("capacity", "layout.context=2"),
+        ("sigmoid", "layout.pipeline=2 layout.schedule=zb-h1"),
+        ("sigmoid", "layout.tensor=2 layout.expert_tensor=2 layout.sequence_parallel=true"),
+    ],
+)
+def test_padding_counts_on_no_layout(world: World, model: str, layout: str) -> None:
+    """In steps with rows of several lengths, and in an evaluation in which a data rank has padding alone."""
+    deck = deck_of(model, f"data.pack=false {layout}")
+    assert_same(world, deck, 1e-5)
+    lone, run = reference(world, deck), trainer(world, deck)
+    figures = run.step.evaluate(run.step.batches, 2)
+    expected = by_rank_0(world, lambda: lone.step.evaluate(lone.step.batches, 2))
+    assert figures == pytest.approx(expected, rel=1e-5)
+    assert {"balance_loss", "router_z_loss"} & figures.keys()
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)

@@ -107,6 +107,16 @@ def test_what_does_not_fit_is_refused_in_one_sentence(change: dict[str, Any], se
     assert len(raised.value.problems) == 1
 
 
+def test_padding_has_no_experts() -> None:
+    """Of a token all or none are named."""
+    choices = example().choices.copy()
+    choices[:, :, 3] = choices[:, 1] = -1
+    replace(example(), choices=choices).require_fit(Path("routing.h5"), SHAPE)
+    choices[0, 0, 0, 1] = -1
+    with pytest.raises(HpctrainError, match="needs 2 different experts"):
+        replace(example(), choices=choices).require_fit(Path("routing.h5"), SHAPE)
+
+
 def test_joining_keeps_each_sample_once() -> None:
     one = example()
     other = replace(one, samples=np.array([0, 7]), choices=one.choices[:, ::-1])

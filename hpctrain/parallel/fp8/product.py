@@ -17,7 +17,7 @@ from hpctrain.parallel.fp8.multiply import multiplied
 from hpctrain.parallel.fp8.pieces import gathered, start_gather
 from hpctrain.parallel.fp8.quantize import Blocks, Quantized, Scaling, block_maxima
 from hpctrain.parallel.fp8.recipes import Recipe
-from hpctrain.parallel.fp8.watched import note_counts, note_lost
+from hpctrain.parallel.fp8.watched import note_counts, note_lost, operand_name
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.product import Operand, Product, Scaled
 from hpctrain.parallel.saved import Saving, Storage
@@ -215,8 +215,8 @@ class QuantizedProduct(Product):
         (found, counts), maxima = self._given, self.weight_maxima
         assert maxima is not None
         if counts is not None:
-            name, use = self.weights[0].shard.name, " ".join(dims)
-            note_counts(self.groups.noted, name, "weights", use, counts, maxima, found)
+            name = operand_name(self.weights[0].shard.name, "weights", " ".join(dims))
+            note_counts(self.groups.noted, name, counts, maxima, found)
         return found if dims == WEIGHTS else found.transposed()
 
     def _add(self, left: Quantized, right: Quantized) -> None:
@@ -290,17 +290,37 @@ class QuantizedProduct(Product):
     def _quantized(
         self, kind: Kind, matrix: Tensor, dims: Dims, in_pieces: bool = False, transposed: bool = False
     ) -> Quantized:
-        """A matrix for the product along its columns, or, `transposed`, for that along its rows; `in_pieces`
-        of tokens on the tensor axis.
+        """Quantize a matrix for the product along its columns, or, `transposed`, for that along its rows.
+
+        `in_pieces` says that the matrix is a piece of the tokens on the tensor axis. Inputs are zero where
+        tokens are padding, so that no scale of real tokens depends on what fills rows up.
         """
+        padding = None if kind == "weights" else self._padding(len(matrix))
+        if padding is not None and kind == "inputs":
+            matrix = matrix.masked_fill(padding, 0.0)
         scaling = self.recipe.weights if kind == "weights" else self.recipe.tokens
         scaling = scaling.transposed if transposed else scaling
         form = self.gradient_form if kind == "gradients" else E4M3
         maxima = self._maxima(kind, scaling, matrix, dims, in_pieces)
         found = scaling.quantized(matrix, form, maxima)
         use = " ".join(dims[::-1] if transposed else dims)
-        note_lost(self.groups.noted, self.weights[0].shard.name, kind, use, matrix, maxima, found)
+        name = operand_name(self.weights[0].shard.name, kind, use)
+        note_lost(self.groups.noted, name, matrix, maxima, found, padding)
         return found
+
+    def _padding(self, rows: int) -> Tensor | None:
+        """Return which rows of tokens are padding, bool [rows, 1], or None if there is none.
+
+        `rows` are those of all tokens of the rank's micro-batch, or of this rank's piece on the tensor axis.
+        """
+        padding = self.groups.noted.padding
+        if padding is None:
+            return None
+        flat, tensor = padding.flatten(), self.groups.tensor
+        if len(flat) != rows:
+            flat = flat.chunk(tensor.size)[tensor.rank]
+        assert len(flat) == rows, (padding.shape, rows)
+        return flat.unsqueeze(1)
 
     def _maxima(
         self,
@@ -458,7 +478,9 @@ class DelayedProduct(QuantizedProduct):
             self._note("weights", self.weight())
 
     def _note(self, kind: Kind, values: Tensor) -> None:
-        largest = block_maxima(_rows(values), Blocks())
+        rows = _rows(values)
+        padding = self._padding(len(rows)) if kind == "inputs" else None
+        largest = block_maxima(rows if padding is None else rows.masked_fill(padding, 0.0), Blocks())
         self.groups.noted.most(self._noted_name(kind), agreed_maximum(largest.reshape(1)))
 
     def _noted_name(self, kind: Kind) -> str:

@@ -20,25 +20,42 @@ _BIAS, _NO_NUMBER = 127, 255
 Row = dict[str, list[str] | list[float] | list[float | None]]
 
 
-def note_lost(
-    noted: Noted, weight: str, kind: str, use: str, matrix: Tensor, maxima: Tensor, found: Quantized
-) -> None:
-    """Note what of a `matrix` [m, k] `found` has lost, and its scales; changes nothing of either.
+def operand_name(weight: str, kind: str, use: str) -> str:
+    """Return the name under which an operand's losses are noted.
 
-    `weight` names the product's matrix and `kind` what is quantized for it; `use` tells the products of a
-    layer apart in which this is an operand. `maxima` are those that the scales follow from.
+    Args:
+        weight: Name of the product's matrix.
+        kind: What is quantized for the product: inputs, weights or gradients.
+        use: Tells the products of a layer apart in which this is an operand.
+    """
+    return f"{weight}/{kind}/{use}"
+
+
+def note_lost(
+    noted: Noted, name: str, matrix: Tensor, maxima: Tensor, found: Quantized, padding: Tensor | None = None
+) -> None:
+    """Note what quantizing has lost, and its scales; change nothing of either.
+
+    Args:
+        noted: Takes the counts.
+        name: See `operand_name`.
+        matrix: What was quantized, [m, k].
+        maxima: Maxima that the scales follow from.
+        found: The quantized matrix.
+        padding: Rows that are padding, bool [m, 1], which are all zeros and not counted. None if there are
+            none.
     """
     if noted.watched and matrix.numel():
-        note_counts(noted, weight, kind, use, lost(matrix, found), maxima, found)
+        counts = lost(matrix, found)
+        if padding is not None:
+            counts[2] -= padding.sum() * matrix.shape[1]
+        note_counts(noted, name, counts, maxima, found)
 
 
-def note_counts(
-    noted: Noted, weight: str, kind: str, use: str, counts: Tensor, maxima: Tensor, found: Quantized
-) -> None:
-    """As `note_lost`, where `counts` are what is `lost`, of all of it or of this rank's part."""
+def note_counts(noted: Noted, name: str, counts: Tensor, maxima: Tensor, found: Quantized) -> None:
+    """Note `counts` of what is `lost`, of all of a matrix or of this rank's part, as `note_lost` does."""
     if not noted.watched:
         return
-    name = f"{weight}/{kind}/{use}"
     noted.sum(f"{_LOST}/{name}", counts)
     used, exponents = (maxima > 0) & maxima.isfinite(), exponents_of(found.factors).int()
     most = [torch.where(used, of, 0).amax() for of in (exponents, _NO_NUMBER - exponents)]

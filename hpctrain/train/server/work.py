@@ -23,7 +23,7 @@ from hpctrain.train.batch_size import batch_at, samples_of
 from hpctrain.train.server.letters import HEAD, Kind, Push, distance
 from hpctrain.train.server.turns import Share
 from hpctrain.train.server.wire import ROW_NUMBERS, Piece, Wire
-from hpctrain.train.step import Step, TrainState
+from hpctrain.train.step import ReadBatches, Step, TrainState
 
 _PIECE = 1 << 16
 """Elements that are squared in fp64 at a time: few enough for the cache."""
@@ -36,7 +36,7 @@ class ShareStep(Step):
         super().__init__(engine, batches, deck.batch.micro_size, deck.optimizer.clip, deck.run.seed)
         self.workers, self.in_step = workers, distance(deck) is not None
         self._share = engine.mesh.coordinate("data"), workers
-        self._read: tuple[list[MicroBatch], int] = [], 0
+        self._read = ReadBatches([], 0, 0)
 
     @property
     def share(self) -> tuple[int, int]:
@@ -56,16 +56,13 @@ class ShareStep(Step):
             for each in shares
         }
         counts = {each: sum(map(self.engine.objective.count, read[each])) for each in shares}
-        self._read = read[number], sum(counts.values())
+        real = sum(micro.real_tokens for of_share in read.values() for micro in of_share)
+        self._read = ReadBatches(read[number], sum(counts.values()), real)
         return read[number], counts[number]
 
-    def read_share(self, state: TrainState, batch: int) -> tuple[list[MicroBatch], int]:  # noqa: ARG002
-        """See Step."""
+    def read_share(self, state: TrainState, batch: int) -> ReadBatches:  # noqa: ARG002
+        """Return the share that was read before."""
         return self._read
-
-    def seen(self, samples: int) -> int:
-        """See Step."""
-        return super().seen(samples if self.in_step else samples // self.workers)
 
 
 class Worker:

@@ -111,6 +111,14 @@ def test_scales_of_steps_are_those_of_one_rank(world: World, layout: tuple[str, 
 
 
 @pytest.mark.usefixtures("in_fp32")
+@on_layouts({name: (SAME_BITS | IN_FP32)[name] for name in ("split backward", "sequence", "context")})
+def test_scales_of_padded_rows_are_those_of_one_rank(world: World, layout: tuple[str, ...]) -> None:
+    keys = (*STILL, "data.pack=false")
+    expected = by_rank_0(world, lambda: maxima_of(world.alone(), *keys))
+    assert alike(maxima_of(world, *keys, *layout), expected, exactly=False)
+
+
+@pytest.mark.usefixtures("in_fp32")
 @on_layouts({name: layout for name, layout in IN_FP32.items() if name != "all axes but one"})
 def test_a_tensor_has_one_scale_on_all_its_ranks(world: World, layout: tuple[str, ...]) -> None:
     keys = ("precision.fp8=tensor", *STILL)

@@ -10,7 +10,7 @@ from hpctrain.comm.world import World
 from hpctrain.parallel.fp8.formats import E4M3, E5M2, Format
 from hpctrain.parallel.fp8.quantize import Scaling
 from hpctrain.parallel.fp8.recipes import RECIPES
-from hpctrain.parallel.fp8.watched import Row, layer_kind, lost, note_lost, watched_row
+from hpctrain.parallel.fp8.watched import Row, layer_kind, lost, note_lost, operand_name, watched_row
 from hpctrain.parallel.noted import Noted
 from hpctrain.train.watchers import EightBitWatch
 from tests.engines import LLAMA, Trainer, small_deck, trainer
@@ -52,7 +52,8 @@ def test_a_line_has_shares_and_scales_by_kind_of_layer() -> None:
 
     def note(block: int, kind: str, matrix: torch.Tensor, maxima: torch.Tensor) -> None:
         found = scaling.quantized(matrix, E4M3, maxima)
-        note_lost(noted, f"blocks.{block}.a.up.weight", kind, "tokens inputs", matrix, maxima, found)
+        name = operand_name(f"blocks.{block}.a.up.weight", kind, "tokens inputs")
+        note_lost(noted, name, matrix, maxima, found)
 
     ones = torch.ones(2, 4)
     noted.begin(0)

@@ -23,7 +23,7 @@ from hpctrain.train.server.letters import Push
 from hpctrain.train.server.serve import Parcel, Server
 from hpctrain.train.server.trainer import ServedTrainer
 from hpctrain.train.server.turns import Share
-from hpctrain.train.step import TrainState
+from hpctrain.train.step import ReadBatches, TrainState
 from tests.train.server.served import served, served_deck, values
 
 SGD = ("optimizer.name=sgd", "optimizer.weight_decay=0", "optimizer.clip=0", "learning_rate.warmup=0")
@@ -204,10 +204,10 @@ def test_what_is_not_finite_is_skipped_and_counted(
         assert training.worker is not None
         accumulate = training.worker.step.accumulate
 
-        def broken(*arguments: object) -> tuple[torch.Tensor, int]:
-            sums, tokens = accumulate(*arguments)  # type: ignore[arg-type]
+        def broken(*arguments: object) -> tuple[torch.Tensor, ReadBatches]:
+            sums, read = accumulate(*arguments)  # type: ignore[arg-type]
             training.engine.buckets[0].gradients[0] = float("inf")
-            return sums, tokens
+            return sums, read
 
         monkeypatch.setattr(training.worker.step, "accumulate", broken)
     result = training.train_step()
@@ -232,11 +232,11 @@ def test_no_correction_makes_a_push_infinite(world: World, monkeypatch: pytest.M
     if training.worker is not None:
         accumulate = training.worker.step.accumulate
 
-        def huge(*arguments: object) -> tuple[torch.Tensor, int]:
-            sums, tokens = accumulate(*arguments)  # type: ignore[arg-type]
+        def huge(*arguments: object) -> tuple[torch.Tensor, ReadBatches]:
+            sums, read = accumulate(*arguments)  # type: ignore[arg-type]
             for bucket in training.engine.buckets:
                 bucket.gradients[:8] = 1e18
-            return sums, tokens
+            return sums, read
 
         monkeypatch.setattr(training.worker.step, "accumulate", huge)
     steps(training, 3)
