@@ -58,9 +58,11 @@ class ChildProcess:
 
     Args:
         module: Module with a function `serve(socket_number, parent)`, which calls `child_service.serve`.
+        guarded: As given to `child_service.serve`.
     """
 
-    def __init__(self, module: str) -> None:
+    def __init__(self, module: str, guarded: bool) -> None:
+        self._guarded = guarded
         self.request: Request | None = None
         self._serial = 0
         self._received = bytearray()
@@ -118,7 +120,7 @@ class ChildProcess:
         except (ValueError, TypeError, KeyError):
             fits = False
         if not fits:
-            start = line[:40].decode(errors="replace")
+            start = line.splitlines(keepends=True)[0][:40].decode(errors="replace")
             raise ValueError(
                 f"writes {json.dumps(start)} into the file descriptor by which its process answers; only "
                 "descriptors that it has opened itself, stdout and stderr are its own"
@@ -153,9 +155,10 @@ class ChildProcess:
         """End the process and its descendants: by itself where it can, else its group."""
         if self.process.returncode is not None:
             return
-        with suppress(ProcessLookupError, PermissionError):
-            os.kill(self.process.pid, signal.SIGTERM)
-        self._wait(_SECONDS_TO_CLEAN_UP)
+        if self._guarded:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(self.process.pid, signal.SIGTERM)
+            self._wait(_SECONDS_TO_CLEAN_UP)
         # The number of the group is its own as long as nobody has waited for the process.
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)

@@ -39,6 +39,11 @@ def serve(number: int, parent: int, begin: Callable[[Any], tuple[Answer, Any]], 
     channel = _moved(number)
     os.dup2(2, 1)
     sys.stdout = sys.stderr
+    with suppress(MemoryError):  # the parent says that there is no answer
+        _answer_lines(channel, begin)
+
+
+def _answer_lines(channel: socket.socket, begin: Callable[[Any], tuple[Answer, Any]]) -> None:
     process, answer = os.getpid(), None
     for line in channel.makefile("rb"):
         try:

@@ -1,9 +1,8 @@
 """Chat templates, from the messages of a conversation to its text, in Jinja, as Hugging Face's tokenizers
 have them.
 
-A template is rendered in jinja2's sandbox with what transformers gives it (blocks trimmed, loop controls,
-`raise_exception`, `strftime_now`, `{% generation %}`), and stopped where it loops long, after so many steps:
-on every rank at the same place.
+A template is rendered in a process of its own (`data/template_process.py`), in jinja2's sandbox, with what
+transformers gives it: blocks trimmed, loop controls, `raise_exception`, `strftime_now`, `{% generation %}`.
 """
 
 from __future__ import annotations
@@ -14,18 +13,15 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from hpctrain.data.template_process import Range, RenderRequest, TemplateProcess
 from hpctrain.data.tokenizer_settings import TEMPLATE_BYTES, TokenizerSettings
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.files import read_text
 from hpctrain.words import either, nearest, require
 
-if TYPE_CHECKING:
-    from hpctrain.data.sandbox import Sandbox
-
 Message = Mapping[str, Any]
-Range = tuple[int, int]
 
 CHATML = (
     "{% for message in messages %}"
@@ -50,9 +46,6 @@ RAW = (
 )
 BUILT_IN = {"chatml": CHATML, "llama3": LLAMA3, "plain": PLAIN, "raw": RAW}
 """By name: that of Qwen and others, that of Llama 3, "User: ..., Assistant: ...", and contents alone."""
-
-_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-"""Names that a message's thoughts have; templates read the first one, some the second."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +72,7 @@ class ChatTemplate:
             settings: those of the tokenizer; None to read them from its folder.
 
         Raises:
-            HpctrainError: there is no such template, or it cannot be parsed.
+            HpctrainError: there is no such template. `process.start` tells whether it can be parsed.
         """
         if settings is None:
             folder = Path(tokenizer)
@@ -96,7 +89,7 @@ class ChatTemplate:
             text, title = _of_file(argument)
         # Where nothing asks for the time, a file does not depend on it.
         now = datetime.now().isoformat(timespec="seconds") if "strftime_now" in text else ""
-        return ChatTemplate(text, tokens, title, now).parsed()
+        return ChatTemplate(text, tokens, title, now)
 
     @staticmethod
     def from_json(text: str) -> ChatTemplate:
@@ -107,34 +100,27 @@ class ChatTemplate:
         """All of it as text."""
         return json.dumps(asdict(self), ensure_ascii=False)
 
-    def parsed(self) -> ChatTemplate:
-        """The same. HpctrainError where it cannot be parsed."""
-        assert self.sandbox is not None
-        return self
-
     @cached_property
-    def sandbox(self) -> Sandbox:
-        """What renders it. HpctrainError where it cannot be parsed."""
+    def process(self) -> TemplateProcess:
+        """Process that renders the template; it starts with the first request."""
         require("jinja2", f"{self.title}: rendering it")
-        from hpctrain.data.sandbox import Sandbox
-
-        return Sandbox(self.text, self.title, datetime.fromisoformat(self.now) if self.now else None)
+        return TemplateProcess(self.title, {"text": self.text, "now": self.now, "tokens": {**self.tokens}})
 
     def render(
         self, messages: Sequence[Message], prompt: bool = False, tools: Any = None
     ) -> tuple[str, list[Range]]:
-        """The text of messages, with `prompt` up to where an assistant goes on; and the ranges of it that the
-        template itself marks as generated. HpctrainError with what the template finds wrong, in words.
+        """Render messages, with `prompt` up to where an assistant goes on.
+
+        Returns:
+            The text, and the ranges of it that the template itself marks as generated.
+
+        Raises:
+            HpctrainError: With what the template finds wrong, in words.
         """
-        given = {"messages": [_with_thoughts(each) for each in messages], "tools": tools, "documents": None}
-        return self.sandbox.render({**given, "add_generation_prompt": prompt, **self.tokens})
-
-
-def _with_thoughts(message: Message) -> dict[str, Any]:
-    thoughts = next((message[name] for name in _THOUGHTS if message.get(name) is not None), None)
-    if thoughts is None:
-        return dict(message)
-    return {"thinking": thoughts, **message, "reasoning_content": thoughts}
+        [outcome] = self.process.render([RenderRequest(messages, tools, [(len(messages), prompt)])])
+        if isinstance(outcome, HpctrainError):
+            raise outcome
+        return outcome[0]
 
 
 def _of_file(path: str) -> tuple[str, str]:

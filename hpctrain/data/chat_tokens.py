@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from hpctrain.data.chat_rows import ASSISTANT, Conversation
-from hpctrain.data.chat_template import ChatTemplate, Range
+from hpctrain.data.chat_template import ChatTemplate
+from hpctrain.data.template_process import Range, Rendering, RenderRequest, TemplateLimitError
 from hpctrain.data.tokenizer import BYTES, GuardedTokenizer, Tokenizer, lost_text, parse_tokenizer
 from hpctrain.errors import HpctrainError
 
@@ -27,7 +27,12 @@ _NO_CHARACTERS = [chr(point) for point in range(0xFDD0, 0xFDF0)]
 Placed = tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]
 """Ids [n], and the characters where each begins and ends in a text [n]."""
 
-_Render = Callable[[Conversation], tuple[str, list[Range]]]
+
+class TokenRequest(NamedTuple):
+    """A conversation whose tokens are asked for; with `prompt` up to where an assistant goes on."""
+
+    conversation: Conversation
+    prompt: bool = False
 
 
 class Tokens(NamedTuple):
@@ -38,11 +43,16 @@ class Tokens(NamedTuple):
 
 
 class Rendered(NamedTuple):
-    """Text, ranges of it that are learned, and ranges that spell a special token and are none."""
+    """Text, ranges of it that are learned, and ranges that spell a special token and are none.
+
+    `marks` are two characters with which such ranges are to be found; empty where there are none, or where
+    they are found already.
+    """
 
     text: str
     learned: Sequence[Range]
     spelled: Sequence[Range]
+    marks: tuple[str, ...] = ()
 
 
 class ChatTokenizer:
@@ -81,20 +91,48 @@ class ChatTokenizer:
         It is empty if the template ends turns by text, or refuses a conversation of one word each.
         """
         said = [{"role": role, "content": "a"} for role in ("user", ASSISTANT)]
-        with suppress(HpctrainError):
+        try:
             tokens = self.conversation(Conversation(said))
-            learned = tokens.ids[tokens.learned.astype(bool)]
-            if len(learned) and int(learned[-1]) in self.special.values():
-                return (int(learned[-1]),)
+        except TemplateLimitError:
+            raise
+        except HpctrainError:
+            return ()
+        learned = tokens.ids[tokens.learned.astype(bool)]
+        if len(learned) and int(learned[-1]) in self.special.values():
+            return (int(learned[-1]),)
         return ()
 
-    def conversation(self, asked: Conversation) -> Tokens:
+    def conversation(self, conversation: Conversation) -> Tokens:
         """Tokens of a conversation, and what is learned of it. HpctrainError with what is wrong with it."""
-        return self.encode(self._guarded(asked, self._learned))
+        return self._one(TokenRequest(conversation))
 
-    def prompt(self, asked: Conversation) -> Tokens:
+    def prompt(self, conversation: Conversation) -> Tokens:
         """Tokens up to where an assistant goes on, of which none is learned."""
-        return self.encode(self._guarded(asked, self._prompt))
+        return self._one(TokenRequest(conversation, prompt=True))
+
+    def _one(self, request: TokenRequest) -> Tokens:
+        [outcome] = self.tokens_of([request])
+        if isinstance(outcome, HpctrainError):
+            raise outcome
+        return outcome
+
+    def tokens_of(self, requests: Sequence[TokenRequest]) -> list[Tokens | HpctrainError]:
+        """Return the tokens of each conversation, or what is wrong with it; all are rendered together."""
+        outcomes = self.template.process.render([self._request(each) for each in requests])
+        parts = [self._rendered(*each) for each in zip(requests, outcomes, strict=True)]
+        marked = [
+            (number, part) for number, part in enumerate(parts) if isinstance(part, Rendered) and part.marks
+        ]
+        again = [self._marked_request(requests[number], part.marks) for number, part in marked]
+        for (number, part), outcome in zip(marked, self.template.process.render(again), strict=True):
+            parts[number] = self._with_spelled(part, outcome)
+        return [each if isinstance(each, HpctrainError) else self._encoded(each) for each in parts]
+
+    def _encoded(self, rendered: Rendered) -> Tokens | HpctrainError:
+        try:
+            return self.encode(rendered)
+        except HpctrainError as error:
+            return error
 
     def encode(self, rendered: Rendered) -> Tokens:
         """Tokens of text; one is learned where any of its characters is."""
@@ -157,32 +195,59 @@ class ChatTokenizer:
         # The place behind a token's last character tells its end, also where a longer name stands for it.
         return ids, place[offsets[:, 0]], place[offsets[:, 1]]
 
-    def _prompt(self, asked: Conversation) -> tuple[str, list[Range]]:
-        return self.template.render(asked.messages, True, asked.tools)[0], []
+    def _request(self, request: TokenRequest) -> RenderRequest:
+        """Return the request for the whole text, and for the parts that tell what is learned."""
+        conversation = request.conversation
+        cuts = [(len(conversation.messages), request.prompt)]
+        if not request.prompt and "endgeneration" in self.template.text:
+            cuts += [(conversation.first, False)] if conversation.first else []
+            cuts += [(count, False) for n in conversation.unlearned for count in (n, n + 1)]
+        elif not request.prompt:
+            cuts += [cut for n in conversation.learned for cut in ((n, True), (n + 1, False))]
+        return RenderRequest(conversation.messages, conversation.tools, cuts)
 
-    def _learned(self, asked: Conversation) -> tuple[str, list[Range]]:
-        """The text, and the ranges of it that are learned."""
-        text, generated = self.template.render(asked.messages, tools=asked.tools)
+    def _rendered(
+        self, request: TokenRequest, outcome: list[Rendering] | HpctrainError
+    ) -> Rendered | HpctrainError:
+        """Return the text of a conversation with what is learned, and with marks where it needs any."""
+        if isinstance(outcome, HpctrainError):
+            return outcome
+        text = outcome[0][0]
+        try:
+            learned = [] if request.prompt else self._learned(request.conversation, outcome)
+            return Rendered(text, learned, [], self._marks(request.conversation, text))
+        except HpctrainError as error:
+            return error
+
+    def _learned(self, conversation: Conversation, outcome: list[Rendering]) -> list[Range]:
+        """Return the ranges of the text that are learned."""
+        text, generated = outcome[0]
         if "endgeneration" in self.template.text:
-            if asked.first:
-                before = len(self.template.render(asked.messages[: asked.first], tools=asked.tools)[0])
-                generated = [each for each in generated if each[0] >= before]
-            for number in asked.unlearned:
-                first, last = (
-                    len(self.template.render(asked.messages[:count], tools=asked.tools)[0])
-                    for count in (number, number + 1)
-                )
-                generated = [each for each in generated if not first <= each[0] < last]
-            return text, generated
-        return text, [self._turn(asked, number, text) for number in asked.learned]
+            lengths = iter([len(before) for before, _ in outcome[1:]])
+            first = next(lengths) if conversation.first else 0
+            generated = [each for each in generated if each[0] >= first]
+            for start, end in zip(lengths, lengths, strict=True):  # of messages that are not learned
+                generated = [each for each in generated if not start <= each[0] < end]
+            return generated
+        pairs = zip(conversation.learned, outcome[1::2], outcome[2::2], strict=True)
+        return [
+            self._turn(conversation, number, text, before, through)
+            for number, (before, _), (through, _) in pairs
+        ]
 
-    def _turn(self, asked: Conversation, number: int, text: str) -> Range:
-        """Where in the whole text an assistant's message is, from where it goes on to the end of its turn."""
-        messages, content = asked.messages, asked.messages[number]["content"].strip()
-        before, _ = self.template.render(messages[:number], True, asked.tools)
-        whole, _ = self.template.render(messages[: number + 1], tools=asked.tools)
-        turn, begin = whole[len(before) :], len(before)
-        if whole.startswith(before) and text.startswith(before):
+    def _turn(self, conversation: Conversation, number: int, text: str, before: str, through: str) -> Range:
+        """Find an assistant's message in the whole text, from where it goes on to the end of its turn.
+
+        Args:
+            conversation: The conversation.
+            number: Number of the message.
+            text: Text of the whole conversation.
+            before: Text up to where the assistant goes on.
+            through: Text up to this message.
+        """
+        content = conversation.messages[number]["content"].strip()
+        turn, begin = through[len(before) :], len(before)
+        if through.startswith(before) and text.startswith(before):
             if text.startswith(turn, begin):
                 return begin, begin + _turn_length(turn, content)
             # Some templates leave out thoughts of turns that others follow.
@@ -195,24 +260,43 @@ class ChatTokenizer:
             "that nobody knows what is the assistant's ({% generation %} blocks in the template would tell)"
         )
 
-    def _guarded(self, asked: Conversation, render: _Render) -> Rendered:
-        """What `render` makes of a conversation, with the places where people spell special tokens."""
-        text, learned = render(asked)
-        strings = list(_strings([asked.messages, asked.tools]))
+    def _marks(self, conversation: Conversation, text: str) -> tuple[str, ...]:
+        """Return two characters to mark special tokens that people spell; nothing where they spell none."""
+        strings = list(_strings([conversation.messages, conversation.tools]))
         if not any(self._any.search(each) or self._begun(each) for each in strings):
-            return Rendered(text, learned, [])
+            return ()
         free = [each for each in _NO_CHARACTERS if each not in text and not any(each in s for s in strings)]
         if len(free) < 2:
             raise HpctrainError("has special tokens beside code points that are no characters")
-        opening, closing = free[:2]
-        marked = _mapped(asked._asdict(), lambda each: self._marked(each, opening, closing))
-        inside = render(Conversation(**marked))[0]
-        if re.sub(f"[{opening}{closing}]", "", inside) != text:
-            raise HpctrainError(
+        return free[0], free[1]
+
+    def _with_spelled(
+        self, rendered: Rendered, outcome: list[Rendering] | HpctrainError
+    ) -> Rendered | HpctrainError:
+        """Return what was rendered with the places where people spell special tokens.
+
+        Args:
+            rendered: The text without marks.
+            outcome: The same conversation, rendered with marks.
+        """
+        if isinstance(outcome, HpctrainError):
+            return outcome
+        inside, (opening, closing) = outcome[0][0], rendered.marks
+        if re.sub(f"[{opening}{closing}]", "", inside) != rendered.text:
+            return HpctrainError(
                 f"{self.template.title}: looks into what people say where it spells a special token, which "
                 "cannot be told from text there"
             )
-        return Rendered(text, learned, _between(inside, opening, closing))
+        return Rendered(rendered.text, rendered.learned, _between(inside, opening, closing))
+
+    def _marked_request(self, request: TokenRequest, marks: tuple[str, ...]) -> RenderRequest:
+        """Return the request for the whole text of a conversation in which what people spell is marked."""
+        opening, closing = marks
+        conversation = _mapped(
+            request.conversation._asdict(), lambda each: self._marked(each, opening, closing)
+        )
+        cuts = [(len(request.conversation.messages), request.prompt)]
+        return RenderRequest(conversation["messages"], conversation["tools"], cuts)
 
     def _begun(self, text: str) -> int:
         """How many characters at the end of a text, but for space, are how a special token begins."""

@@ -11,6 +11,8 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +20,12 @@ import numpy as np
 
 from hpctrain.data.chat_rows import conversation_of, left_out_words, preference_of, prompt_of
 from hpctrain.data.chat_template import ChatTemplate
-from hpctrain.data.chat_tokens import ChatTokenizer, Tokens
+from hpctrain.data.chat_tokens import ChatTokenizer, TokenRequest, Tokens
 from hpctrain.data.contents import CHAT, KINDS, NOUNS, PREFERENCES, PROMPTS, TEXT_KIND
 from hpctrain.data.prepare import Prepared, Say, begin, collecting, examine, in_progress, text_alone
 from hpctrain.data.sources import ROW_ENDINGS
-from hpctrain.data.text import PIECE, Row, TextPiece, cut_into_pieces, read_rows, share_of
+from hpctrain.data.template_process import TemplateLimitError
+from hpctrain.data.text import PIECE, Complaint, Row, TextPiece, cut_into_pieces, read_rows, share_of
 from hpctrain.data.token_part import TokenPart, part_path
 from hpctrain.data.tokenizer import BYTES, Tokenizer
 from hpctrain.data.tokenizer_argument import named_tokenizer, remarks_on
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
 _LEARNED_VALUES, _BYTE_VALUES = 2, 256
 EQUAL, SILENT = "whose answers are equal", "in which no assistant says anything"
 _EXAMPLES = 3
+_ROWS_TOGETHER = 64  # which the template's process renders at once
 
 
 def prepare_rows(
@@ -83,6 +87,9 @@ def prepare_rows(
     pieces = cut_into_pieces(sources, piece_bytes)
     world.ledger.activity = "tokenizing"
     with ExitStack() as stack:
+        stack.callback(chat.template.process.close)
+        with world.agreement():
+            chat.template.process.start()
         made = _Making(kind, chat, out, world.rank, stack)
         with world.agreement():
             made.add_all(share_of(pieces, world.rank, world.size), report)
@@ -104,6 +111,20 @@ def prepare_rows(
         rows=contents.rows,
         learned=contents.learned,
     )
+
+
+@dataclass(frozen=True)
+class _ParsedRow:
+    """Conversations of a row, and its other keys, which prompts and preferences keep; or its problem."""
+
+    requests: Sequence[TokenRequest]
+    others: Mapping[str, Any] | None = None
+    problem: HpctrainError | None = None
+
+
+def _at(row: Row, error: HpctrainError) -> HpctrainError:
+    """Return the error with the place of the row."""
+    return type(error)([f"{row.where}: {each}" for each in error.problems])
 
 
 class _Making:
@@ -131,40 +152,62 @@ class _Making:
         """All rows of pieces. HpctrainError with what is wrong with any of them."""
         with collecting() as complain:
             for piece in in_progress(pieces, "tokenize", report):
-                for row in read_rows(piece, complain):
-                    try:
-                        self._add(row)
-                    except HpctrainError as error:
-                        complain(HpctrainError([f"{row.where}: {each}" for each in error.problems]))
+                rows = iter(read_rows(piece, complain))
+                while together := [*islice(rows, _ROWS_TOGETHER)]:
+                    self._add(together, complain)
         for part in (self.tokens, self.learned, self.others):
             part.finish()
 
-    def _add(self, row: Row) -> None:
-        others: Mapping[str, Any] | None = None
-        if self.kind == CHAT:
-            made = [self.chat.conversation(conversation_of(row.value))]
-            if not made[0].learned.any():
-                self._leave_out(row, SILENT)
-                return
-        elif self.kind == PREFERENCES:
+    def _add(self, rows: Sequence[Row], complain: Complaint) -> None:
+        """Add rows, whose conversations are rendered together.
+
+        Raises:
+            TemplateLimitError: Where the template took too much time for one of them.
+        """
+        parsed = [(row, self._parsed(row)) for row in rows]
+        outcomes = iter(self.chat.tokens_of([request for _, each in parsed for request in each.requests]))
+        for row, each in parsed:
+            tokens = [next(outcomes) for _ in each.requests]
+            problems = [outcome for outcome in (*tokens, each.problem) if isinstance(outcome, HpctrainError)]
+            if any(isinstance(problem, TemplateLimitError) for problem in problems):
+                raise _at(row, problems[0])
+            if problems:
+                complain(_at(row, problems[0]))
+            else:
+                try:
+                    self._add_row(row, each, [outcome for outcome in tokens if isinstance(outcome, Tokens)])
+                except HpctrainError as error:
+                    complain(_at(row, error))
+
+    def _parsed(self, row: Row) -> _ParsedRow:
+        """Read what a row has; a pair of equal answers asks for nothing."""
+        try:
+            if self.kind == CHAT:
+                return _ParsedRow([TokenRequest(conversation_of(row.value))])
+            if self.kind == PROMPTS:
+                prompt = prompt_of(row.value)
+                return _ParsedRow([TokenRequest(prompt.asked, prompt=True)], prompt.others)
             pair = preference_of(row.value)
-            if pair.equal:
-                self._leave_out(row, EQUAL)
-                return
-            made, others = (
-                [self.chat.conversation(each) for each in (pair.chosen, pair.rejected)],
-                pair.others,
-            )
-        else:
-            prompt = prompt_of(row.value)
-            made, others = [self.chat.prompt(prompt.asked)], prompt.others
+        except HpctrainError as error:
+            return _ParsedRow([], problem=error)
+        return _ParsedRow(
+            [] if pair.equal else [TokenRequest(pair.chosen), TokenRequest(pair.rejected)], pair.others
+        )
+
+    def _add_row(self, row: Row, parsed: _ParsedRow, made: Sequence[Tokens]) -> None:
+        if not made:
+            self._leave_out(row, EQUAL)
+            return
+        if self.kind == CHAT and not made[0].learned.any():
+            self._leave_out(row, SILENT)
+            return
         if any(not len(each.ids) for each in made):
             raise HpctrainError("has no text, as the template writes it")
         for document in made:
             self._append(document)
         self.rows += 1
-        if others is not None:
-            text = json.dumps(others, ensure_ascii=True, default=str)
+        if parsed.others is not None:
+            text = json.dumps(parsed.others, ensure_ascii=True, default=str)
             self.others.add(np.frombuffer(text.encode(), np.uint8))
             self.others.end_here()
 
@@ -192,7 +235,11 @@ def _agree_on_template(
             for line in remarks_on(used, tokenizer):
                 say(line)
             chosen = ChatTemplate.of(template, tokenizer, used.end_name, used.settings)
-            ends = ChatTokenizer(used, chosen).end_of_turn()
+            try:
+                chosen.process.start()
+                ends = ChatTokenizer(used, chosen).end_of_turn()
+            finally:
+                chosen.process.close()
             texts = used.text, dataclasses.replace(used.settings, ends=ends).to_json(), chosen.to_json()
     text, settings, chat = world.everyone.broadcast_object(texts)
     where = f"tokenizer = {tokenizer}"

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from hpctrain.comm.world import World
-from hpctrain.data import write
+from hpctrain.data import template_limits, write
 from hpctrain.data.chat_rows import Conversation, conversation_of, preference_of, prompt_of
 from hpctrain.data.chat_template import CHATML, ChatTemplate
 from hpctrain.data.chat_tokens import ChatTokenizer
@@ -167,7 +167,10 @@ def test_bad_rows(world: World, tmp_path: Path, kind: str, lines: list[str], wan
     assert [each.name for each in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
-def test_what_a_template_refuses_names_the_line(world: World, tmp_path: Path) -> None:
+def test_what_a_template_refuses_names_the_line(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(template_limits, "PROCESSOR_SECONDS", 0.5)
     template = tmp_path / "t.jinja"
     template.write_text(
         "{% for m in messages %}{% if loop.first and m.role != 'user' %}"
@@ -176,9 +179,12 @@ def test_what_a_template_refuses_names_the_line(world: World, tmp_path: Path) ->
     source = write_rows(tmp_path / "a.jsonl", [CHATS[0], {"messages": talk("a", "b", system="s")}])
     with pytest.raises(HpctrainError, match=r"a.jsonl:2: --template .*t.jinja: must begin with a user"):
         prepare_rows(world.alone(), tmp_path / "o.h5", [source], kind="chat", template=str(template))
-    template.write_text("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}")
-    with pytest.raises(HpctrainError, match=r"a.jsonl:1: the template takes more than 1000000 steps"):
-        prepare_rows(world.alone(), tmp_path / "o.h5", [source], kind="chat", template=str(template))
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    of_one = f"{{% if messages[0].content == 's' %}}{endless}{{% endif %}}{{{{ messages | string }}}}"
+    for text, where in ((endless, "^"), (of_one, "a.jsonl:2: ")):
+        template.write_text(text)
+        with pytest.raises(HpctrainError, match=rf"{where}--template .*t.jinja: takes more than 500 ms"):
+            prepare_rows(world.alone(), tmp_path / "o.h5", [source], kind="chat", template=str(template))
 
 
 def test_compressed_files_and_tables(world: World, tmp_path: Path) -> None:
