@@ -16,10 +16,12 @@ from click.testing import CliRunner
 import hpctrain
 from hpctrain.cli.evaluate import command
 from hpctrain.comm.world import World
+from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.generate.loaded import Drawn
 from hpctrain.model.transformer import Transformer
-from hpctrain.post.task import Share, evaluate_task
+from hpctrain.post.rollout import Answer, AnswerRows
+from hpctrain.post.task import ChoiceRows, Share, evaluate_task
 from hpctrain.post.task_rows import Choice, Written, read_rows
 from tests.engines import LLAMA
 from tests.generate.test_text import make_checkpoint
@@ -117,6 +119,20 @@ def test_what_is_written_is_the_models_text(world: World, mpi_tmp_path: Path) ->
     written, chosen = tried(world, path, mpi_tmp_path / "written.jsonl", mpi_tmp_path / "chosen.jsonl")
     assert written["exact_match"] == 2 / 3 and written["rows"] == 3
     assert chosen["rows"] == 3 and "accuracy" in chosen
+
+
+def test_rows_tell_how_long_they_are(tmp_path: Path) -> None:
+    """Of choices, cut ones too, and of answers: what follows is padding, which no mixture counts."""
+    rows = [row for row in read_rows(write(tmp_path / "a.jsonl", [*ROWS, LONG])) if isinstance(row, Choice)]
+    choices = ChoiceRows(rows[1:5] + rows[-1:], Tokenizer("bytes"), 12, "a.jsonl")
+    answers = [Answer(n, 0, (*range(1, 3 + n),), 1, "", "length") for n in range(4)]
+    for source in (choices, AnswerRows(answers, 12)):
+        for index in range(source.count):
+            tokens, targets = source.sequence(index)
+            real = source.real_tokens(index)
+            assert bool((tokens[:real] > 0).all()) and not tokens[real:].any()
+            assert bool((targets[real:] < 0).all())
+    assert [choices.real_tokens(index) for index in range(choices.count)][-2:] == [12, 12]
 
 
 def test_errors_are_those_of_shares() -> None:
