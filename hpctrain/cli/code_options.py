@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
+    from hpctrain.comm.world import World
     from hpctrain.deck.code import CodeTrust, Overrides
 
 ReadTrust = Callable[[], "CodeTrust"]
@@ -44,8 +45,14 @@ def code_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return with_options
 
 
-def with_trust(overrides: Iterable[str], trust: ReadTrust) -> Overrides:
-    """Return the `--set` arguments of a command with what its options say of code."""
+def with_trust(world: World, overrides: Iterable[str], trust: ReadTrust) -> Overrides:
+    """Return the `--set` arguments of a command with what its options say of code. Collective."""
     from hpctrain.deck.code import Overrides
 
-    return Overrides.of(overrides, trust())
+    return Overrides.of(overrides, agreed_trust(world, trust))
+
+
+def agreed_trust(world: World, trust: ReadTrust) -> CodeTrust:
+    """Return what the options say of code; errors are raised on all ranks. Collective."""
+    with world.agreement():
+        return trust()

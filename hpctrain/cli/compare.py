@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from hpctrain.cli.code_options import ReadTrust, code_options
+from hpctrain.cli.code_options import ReadTrust, agreed_trust, code_options
 
 
 @click.command(name="compare")
@@ -32,9 +32,14 @@ def command(
     bits where nothing lets these differ.
     """
     from hpctrain.comm.verb import run_verb
+    from hpctrain.comm.world import World
     from hpctrain.train.compare import compare
 
     if figures and steps is not None:
         raise click.UsageError("--steps is for a replay, which --figures leaves out")
-    paths, replays, known = (first, second), not no_replay, trust()
-    run_verb(lambda world: compare(world, paths, steps, replays, click.echo, figures, known))
+
+    def work(world: World) -> int:
+        known = agreed_trust(world, trust)
+        return compare(world, (first, second), steps, not no_replay, click.echo, figures, known)
+
+    run_verb(work)

@@ -62,6 +62,7 @@ def command(
     line, each token the likeliest); each with its standard error.
     """
     from hpctrain.comm.verb import run_verb
+    from hpctrain.comm.world import World
     from hpctrain.post.task import evaluate_task
     from hpctrain.train.evaluate import evaluate
 
@@ -74,5 +75,9 @@ def command(
         verb = partial(evaluate_task, files=tasks)
     else:
         verb = partial(evaluate, files=files, sequences=sequences)
-    changes = with_trust(overrides, trust)
-    run_verb(lambda world: verb(world, target, overrides=changes, as_json=as_json, show=click.echo, say=say))
+
+    def work(world: World) -> None:
+        changes = with_trust(world, overrides, trust)
+        verb(world, target, overrides=changes, as_json=as_json, show=click.echo, say=say)
+
+    run_verb(work)

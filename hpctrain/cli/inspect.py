@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from hpctrain.cli.code_options import ReadTrust, code_options
+from hpctrain.cli.code_options import ReadTrust, agreed_trust, code_options
 
 
 @click.command(name="inspect")
@@ -29,7 +29,11 @@ def command(target: Path, trust: ReadTrust, **wish: Any) -> None:
     3 if something is damaged.
     """
     from hpctrain.comm.verb import run_verb
+    from hpctrain.comm.world import World
     from hpctrain.report.inspect import InspectionWish, inspect
 
-    wished = InspectionWish(**wish, trust=trust())
-    run_verb(lambda world: inspect(world.everyone, target, wished, click.echo), device="cpu")
+    def work(world: World) -> int:
+        wished = InspectionWish(**wish, trust=agreed_trust(world, trust))
+        return inspect(world.everyone, target, wished, click.echo)
+
+    run_verb(work, device="cpu")

@@ -40,8 +40,12 @@ def command(
     Exits with 1 if they do not come out again.
     """
     from hpctrain.comm.verb import run_verb
+    from hpctrain.comm.world import World
     from hpctrain.post.trainer import make_trainer
     from hpctrain.train.replay import replay
 
-    changes = with_trust(overrides, trust)
-    run_verb(lambda world: replay(world, checkpoint, steps, changes, against, click.echo, make_trainer))
+    def work(world: World) -> int:
+        changes = with_trust(world, overrides, trust)
+        return replay(world, checkpoint, steps, changes, against, click.echo, make_trainer)
+
+    run_verb(work)

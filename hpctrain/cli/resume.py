@@ -33,8 +33,12 @@ def command(
     """
     heed_from_now()
     from hpctrain.comm.verb import run_verb
+    from hpctrain.comm.world import World
     from hpctrain.post.trainer import make_trainer
     from hpctrain.train.run import resume
 
-    changes = with_trust(overrides, trust)
-    run_verb(lambda world: resume(world, target, changes, strict, replayed, make_trainer))
+    def work(world: World) -> int:
+        changes = with_trust(world, overrides, trust)
+        return resume(world, target, changes, strict, replayed, make_trainer)
+
+    run_verb(work)

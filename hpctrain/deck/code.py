@@ -134,9 +134,19 @@ def remote_code(key: str, value: object) -> Iterator[CodeName]:
     if not isinstance(value, Mapping):
         return
     for name, each in value.items():
-        if (name == _TRUSTS_REMOTE and each) or (name in _KERNELS and isinstance(each, str) and "/" in each):
-            yield CodeName(f"{key}.{name}", str(each))
+        if (name == _TRUSTS_REMOTE and each) or (name in _KERNELS and any(map(_is_of_hub, _texts(each)))):
+            yield CodeName(f"{key}.{name}", each if isinstance(each, str) else toml_value(each))
         yield from remote_code(f"{key}.{name}", each)
+
+
+def _texts(value: object) -> Iterator[str]:
+    """Yield a text, or the texts in a table of them."""
+    yield from map(str, value.values() if isinstance(value, Mapping) else [value])
+
+
+def _is_of_hub(kernels: str) -> bool:
+    """True for kernels that `transformers` downloads, which have a user's name: "someone/kernels"."""
+    return "/" in kernels
 
 
 def _names_code(key: str, target: str) -> bool:

@@ -661,20 +661,23 @@ class Deck(Section):
 
         Rewards are left out where the objective asks for none, as where a policy is only evaluated.
         """
-        trusted = self.sources.trusted_code
-        if trusted is None:
-            return frozenset()
         policy = ("policy",) if self.objective.kind in POLICIES else ()
-        sections = {name: vars(getattr(self, name)) for name in ("model", "data", *policy)}
-        return code_names(sections, self.sources.name) - trusted
+        return self._untrusted_in("model", "data", *policy)
 
     def code(self, target: str) -> NamedCode:
         """Return what a key names, such as "train.py:build", with the decision whether it may be called.
 
         Nothing of a deck may be called before all of the code that it names is trusted.
         """
-        untrusted = self.untrusted_code
+        untrusted = self._untrusted_in("model", "data", "policy")
         return NamedCode(target, refusal(untrusted, self.sources.name) if untrusted else "")
+
+    def _untrusted_in(self, *names: str) -> frozenset[CodeName]:
+        trusted = self.sources.trusted_code
+        if trusted is None:
+            return frozenset()
+        sections = {name: vars(getattr(self, name)) for name in names}
+        return code_names(sections, self.sources.name) - trusted
 
     def with_found(self, found: Found) -> Deck:
         """The deck with what was found for it."""

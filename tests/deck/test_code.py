@@ -182,6 +182,7 @@ def test_rewards_that_are_no_functions_name_no_code() -> None:
     [
         ({"trust_remote_code": True}, "trust_remote_code"),
         ({"text_config": {"attn_implementation": "hub/kernels"}}, "text_config.attn_implementation"),
+        ({"attn_implementation": {"": "hub/kernels"}}, "attn_implementation"),
     ],
 )
 def test_arguments_that_load_code_from_elsewhere_are_named(arguments: dict[str, object], key: str) -> None:
