@@ -20,8 +20,8 @@ from hpctrain.deck.check_stability import stability_problems
 from hpctrain.deck.check_world import batch_sizes
 from hpctrain.deck.data_mixture import data_problems
 from hpctrain.deck.dataset import dataset_problems
+from hpctrain.deck.decays import DECAYS
 from hpctrain.deck.defaults import first_beta, second_beta, usual_momentum
-from hpctrain.deck.learning_rate import ENDLESS
 from hpctrain.deck.objective import OF_SCORES, objective_problems
 from hpctrain.deck.optimizer import IN_BLOCKS, OWN_KEYS
 from hpctrain.deck.policy import policy_problems
@@ -236,22 +236,23 @@ def _run(deck: Deck) -> Iterator[Problem]:
 def _learning_rate(deck: Deck) -> Iterator[Problem]:
     rate, others = deck.learning_rate, ("learning_rate.decay", "learning_rate.decay_steps", "run.steps")
     no_effect = f'has no effect with learning_rate.decay = "{rate.decay}" (leave it out)'
+    form = DECAYS[rate.decay]
     # A warm-up or ramp longer than the run is no mistake: a trial run stops early.
-    if rate.decay not in ENDLESS and rate.warmup > rate.decay_steps:
+    if form.ends and rate.warmup > rate.decay_steps:
         sentence = f"must be at most learning_rate.decay_steps = {rate.decay_steps}"
         yield Problem("learning_rate.warmup", sentence, others)
-    elif rate.decay == "wsd" and rate.cooldown > rate.decay_steps - rate.warmup:
+    elif form.has_cooldown and rate.cooldown > rate.decay_steps - rate.warmup:
         sentence = (
             f"must be at most {rate.decay_steps - rate.warmup}, which learning_rate.warmup = {rate.warmup} "
             f"leaves of learning_rate.decay_steps = {rate.decay_steps}"
         )
         yield Problem("learning_rate.cooldown", sentence, ("learning_rate.warmup", *others))
-    if rate.decay == "constant" and rate.floor != type(rate).model_fields["floor"].default:
+    if not form.has_floor and rate.floor != type(rate).model_fields["floor"].default:
         yield Problem("learning_rate.floor", no_effect, ("learning_rate.decay",), idle=True)
-    if rate.decay != "wsd" and rate.cooldown:
+    if not form.has_cooldown and rate.cooldown:
         yield Problem("learning_rate.cooldown", no_effect, ("learning_rate.decay",), idle=True)
-    # "constant" has let it stand from the beginning.
-    if rate.decay == "inverse-sqrt" and "learning_rate.decay_steps" not in deck.sources.defaulted:
+    # Where there is no floor to reach either, it has been let stand from the beginning.
+    if not form.ends and form.has_floor and "learning_rate.decay_steps" not in deck.sources.defaulted:
         yield Problem("learning_rate.decay_steps", no_effect, ("learning_rate.decay",), idle=True)
 
 

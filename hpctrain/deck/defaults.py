@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 
 from hpctrain.deck.data_mixture import fill_mixture
 from hpctrain.deck.dataset import fill_dataset
-from hpctrain.deck.learning_rate import ENDLESS
+from hpctrain.deck.decays import ENDLESS, WITH_COOLDOWN
 from hpctrain.deck.module import fill_module
 from hpctrain.deck.objective import OF_SCORES
 from hpctrain.deck.policy import fill_policy, fill_rewards
@@ -139,7 +139,7 @@ def _follow_others(tables: Tables, filled: set[str], begun: Begun) -> None:
         default("learning_rate", "warmup", min(100, min(steps, end if _is_integer(end) else steps) // 10))
         warmup = rate["warmup"]
         default("learning_rate", "decay_steps", max(steps, warmup) if _is_integer(warmup) else steps)
-        if rate.get("decay") != "wsd":
+        if rate.get("decay") not in WITH_COOLDOWN:
             default("learning_rate", "cooldown", 0)
         elif _is_integer(warmup) and _is_integer(end := rate["decay_steps"]):
             default("learning_rate", "cooldown", max(0, min(max(1, end // 10), end - warmup)))

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
+from hpctrain.deck.decays import DECAYS, ENDLESS, WITH_COOLDOWN
 from hpctrain.deck.key import Section, key
 
-Decay = Literal["cosine", "linear", "constant", "wsd", "inverse-sqrt"]
+if TYPE_CHECKING:
+    Decay = str
+else:
+    Decay = Literal[tuple(DECAYS)]
 
-ENDLESS = ("constant", "inverse-sqrt")
-"""Decays that know no last step: `decay_steps` says nothing of them."""
+_FORMS = "; ".join(f"{name}: {form.description}" for name, form in DECAYS.items() if form.description)
+_ENDING = ", ".join(name for name in DECAYS if name not in ENDLESS)
+_COOLED = ", ".join(WITH_COOLDOWN)
 
 
 class LearningRateSection(Section):
@@ -23,19 +28,20 @@ class LearningRateSection(Section):
         ge=0,
     )
     decay: Decay = key(
-        "Form after the warm-up; wsd: at the peak, then down in the cooldown; inverse-sqrt: 1 / sqrt(step).",
+        f"Form after the warm-up; {_FORMS}.",
         derived='"cosine", with schedule-free "constant"',
     )
     decay_steps: int = key(
-        "Steps after which the rate is at the floor and stays there (cosine, linear, wsd).",
+        f"Steps after which the rate is at the floor and stays there ({_ENDING}).",
         unit="steps",
         derived="run.steps, at least warmup",
         ge=1,
     )
     cooldown: int = key(
-        "Last steps of decay_steps, in which the rate falls from the peak to the floor in a line (wsd).",
+        "Last steps of decay_steps, in which the rate falls from the peak to the floor in a line "
+        f"({_COOLED}).",
         unit="steps",
-        derived="a tenth of decay_steps (wsd), else 0",
+        derived=f"a tenth of decay_steps ({_COOLED}), else 0",
         ge=0,
     )
     floor: float = key("Lowest rate after the warm-up, as a share of the peak.", 0.1, ge=0, le=1)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from hpctrain.deck.learning_rate import ENDLESS, LearningRateSection
+from hpctrain.deck.decays import ENDLESS, WITH_COOLDOWN
+from hpctrain.deck.learning_rate import LearningRateSection
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import toml_value
 from hpctrain.optim.schedule import LearningRate
@@ -58,7 +59,8 @@ def _cause(deck: Deck, before: Deck) -> str:
 def _remedy(deck: Deck, before: Deck, step: int) -> str:
     """Return in parentheses what keeps the rate where it was; "" where the change is what was asked for."""
     rate, old = deck.learning_rate, before.learning_rate
-    if rate.decay == old.decay == "wsd" and rate.peak == old.peak and step >= rate.warmup:
+    cooled = rate.decay == old.decay and rate.decay in WITH_COOLDOWN
+    if cooled and rate.peak == old.peak and step >= rate.warmup:
         begun = step >= old.decay_steps - old.cooldown
         if begun:
             return f" (checkpoints of up to step {old.decay_steps - old.cooldown} are from before the decay)"

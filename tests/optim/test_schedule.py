@@ -1,9 +1,14 @@
 from __future__ import annotations
 
+from itertools import pairwise
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
+import hpctrain
+from hpctrain.deck.decays import DECAYS
 from hpctrain.optim.schedule import LearningRate
 
 
@@ -39,6 +44,31 @@ def test_wsd_stays_at_the_peak_until_it_falls_in_a_line() -> None:
     expected = [3.0 * n / 4 for n in range(1, 5)] + list(np.interp(range(4, 40), [14, 20], [3.0, 0.3]))
     assert [rate.at(step, 1) for step in range(40)] == pytest.approx(expected, rel=1e-12)
     assert {rate.at(step, 1) for step in range(3, 15)} == {3.0}
+
+
+@pytest.mark.parametrize("name", DECAYS)
+def test_every_form_keeps_what_it_says_of_itself(name: str) -> None:
+    form, keys = DECAYS[name], {"warmup": 4, "decay_steps": 24, "floor": 0.2, "cooldown": 6}
+    rates = [LearningRate(2.0, decay=name, **keys).at(step, 1) for step in range(150)]
+    assert rates[:4] == [0.5, 1.0, 1.5, 2.0] and max(rates) == 2.0
+    assert all(after <= before for before, after in pairwise(rates[3:]))
+    assert (min(rates[3:]) == pytest.approx(0.4)) == form.has_floor
+    assert (len(set(rates[24:])) == 1 and rates[24] < 2.0) == form.ends
+
+    def changed(**others: float) -> bool:
+        return rates != [LearningRate(2.0, decay=name, **keys | others).at(step, 1) for step in range(150)]
+
+    assert changed(decay_steps=30) == form.ends and changed(floor=0.4) == form.has_floor
+    assert changed(cooldown=9) == form.has_cooldown
+
+
+def test_forms_are_named_in_one_file() -> None:
+    """And where other tools' names are translated: all else asks what a form says of itself."""
+    names = [f'"{name}"' for name in ("wsd", "inverse-sqrt", "linear")]
+    package = Path(hpctrain.__file__).parent
+    files = [*package.glob("deck/*.py"), *package.glob("train/**/*.py"), *package.glob("optim/*.py")]
+    naming = [file.name for file in files if any(name in file.read_text() for name in names)]
+    assert naming == ["decays.py"]
 
 
 def test_wsd_of_a_cooldown_that_is_all_is_linear() -> None:
