@@ -298,13 +298,13 @@ def test_what_exits_leaves_nothing_that_it_started(tmp_path: Path, monkeypatch: 
 def test_what_has_a_session_of_its_own_ends_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CHILD", str(tmp_path / "child"))
     for function, seconds in (("sessions_and_hangs", 1.0), ("sessions_and_exits", 20.0)):
-        sentence_of(UsersReward(f"{JUDGES}:{function}", seconds), samples_of(["bad"]))
+        sentence_of(UsersReward(NamedCode(f"{JUDGES}:{function}"), seconds), samples_of(["bad"]))
         assert gone(int((tmp_path / "child").read_text()))
 
 
 def test_an_answer_without_end_is_not_collected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child_process, "MOST_ANSWER_BYTES", 1 << 20)
-    told = sentence_of(UsersReward(f"{JUDGES}:floods", 20.0), samples_of(["bad"]))
+    told = sentence_of(UsersReward(NamedCode(f"{JUDGES}:floods"), 20.0), samples_of(["bad"]))
     assert "answers with more than 1.05 MB, asked about" in told
 
 
