@@ -52,7 +52,7 @@ if [ -z "${SLURM_JOB_END_TIME:-}" ]; then
     if [ -n "$end" ]; then export SLURM_JOB_END_TIME=$end; fi
 fi
 
-# Slurm itself starts the ranks, over PMIx (srun --mpi=list tells what else there is), and sends them its signal.
+# Slurm itself starts the ranks (srun --mpi=list shows how it can), and sends them its signal.
 # Ranks that leave with an error leave together; where one is lost, the others are ended after 30 s.
 srun --mpi=pmix --nodes="$nodes" --ntasks=$((nodes * ranks_per_node)) --ntasks-per-node="$ranks_per_node" \
     --cpus-per-task=1 --cpu-bind=cores --gpu-bind=none --distribution=block:block \

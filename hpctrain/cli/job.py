@@ -15,6 +15,21 @@ import click
 
 from hpctrain.errors import HpctrainError, InputOutputError, failing_as
 
+directive_option = click.option(
+    "--directive",
+    "directives",
+    multiple=True,
+    metavar='"--OPTION=VALUE"',
+    help="One more line for the scheduler, e.g. --qos=high. As often as you like.",
+)
+module_option = click.option(
+    "--module",
+    "modules",
+    multiple=True,
+    metavar="NAME",
+    help="A module that the script loads, e.g. openmpi/5. As often as you like.",
+)
+
 
 @click.command(name="job")
 @click.argument("deck", type=click.Path(path_type=Path))
@@ -35,6 +50,13 @@ from hpctrain.errors import HpctrainError, InputOutputError, failing_as
 @click.option(
     "--gpus-per-node", type=click.IntRange(min=0), metavar="G", help="Default: machine.gpus_per_node."
 )
+@click.option(
+    "--cores-per-rank",
+    type=click.IntRange(min=1),
+    metavar="C",
+    help="Cores of each rank. [default: run.threads]",
+)
+@click.option("--mpi", metavar="NAME", help="For srun --mpi: pmix, pmi2, cray_shasta, ...  [default: pmix]")
 @click.option("--time", metavar="T", help='Time of a job: "2 h" or 2:00:00 (an hour; kubernetes: for ever).')
 @click.option("--account", metavar="A", help="Who pays.")
 @click.option("--partition", metavar="P", help="Partition, or queue.")
@@ -48,20 +70,8 @@ from hpctrain.errors import HpctrainError, InputOutputError, failing_as
     metavar='"KEY=VALUE ..."',
     help="One job of an array (slurm): the same deck with these changes. As often as you like.",
 )
-@click.option(
-    "--directive",
-    "directives",
-    multiple=True,
-    metavar='"--OPTION=VALUE"',
-    help="One more line for the scheduler, e.g. --qos=high. As often as you like.",
-)
-@click.option(
-    "--module",
-    "modules",
-    multiple=True,
-    metavar="NAME",
-    help="A module that the script loads, e.g. openmpi/5. As often as you like.",
-)
+@directive_option
+@module_option
 @click.option("--image", metavar="NAME", help="Container image (kubernetes: hpctrain).")
 @click.option(
     "--volume",

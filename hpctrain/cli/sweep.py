@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
-from hpctrain.cli.job import program, written
+from hpctrain.cli.job import directive_option, module_option, program, written
 
 PATH = click.Path(path_type=Path)
 
@@ -41,6 +42,8 @@ PATH = click.Path(path_type=Path)
 @click.option("--time", metavar="T", help='Of a job (--slurm): "2 h" or 2:00:00.')
 @click.option("--account", metavar="A", help="Who pays (--slurm).")
 @click.option("--partition", metavar="P", help="Partition (--slurm).")
+@directive_option
+@module_option
 @click.option("--force", is_flag=True, help="Replace a script that is there already (--slurm).")
 def command(
     deck: Path,
@@ -53,6 +56,8 @@ def command(
     force: bool,
     account: str | None,
     partition: str | None,
+    directives: tuple[str, ...],
+    modules: tuple[str, ...],
     **others: Any,
 ) -> int:
     """Train DECK with every combination of the values that --set gives, each run in a folder of its own.
@@ -65,7 +70,13 @@ def command(
     from hpctrain.job.wish import Wish
     from hpctrain.train.sweep.sweep import sweep_deck, sweep_job
 
-    given = {"--nodes": nodes > 1, "--time": time, "--account": account, "--partition": partition}
+    given: dict[str, object] = {
+        "--nodes": nodes > 1,
+        "--time": time,
+        "--account": account,
+        "--partition": partition,
+    }
+    given |= {"--directive": directives, "--module": modules}
     if script_file is None:
         if asked := [option for option, value in [*given.items(), ("--force", force)] if value]:
             raise click.UsageError(f"{', '.join(asked)}: belongs to --slurm FILE")
@@ -74,6 +85,7 @@ def command(
         raise click.UsageError(f"--slurm: writes a script alone, without {', '.join(asked)}")
     seconds = None if time is None else parse_time(time, "slurm")
     wish = Wish("slurm", (nodes, nodes), seconds, account=account, partition=partition)
+    wish = replace(wish, directives=directives, modules=modules)
     job = sweep_job(deck, arguments, ranks, name, wish)
     for warning in job.warnings:
         click.echo(f"hpctrain: warning: {warning}", err=True)

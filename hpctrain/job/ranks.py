@@ -65,6 +65,11 @@ class Job:
         return self.wish.shared_memory or max(SHARED_MEMORY, self.ranks_per_node * SHARED_MEMORY // 4)
 
     @property
+    def cores_per_rank(self) -> int:
+        """Cores that each rank is given: by default as many as it has threads."""
+        return self.wish.cores_per_rank or self.deck.run.threads
+
+    @property
     def seconds(self) -> int:
         """Time of the job, an hour where none is given."""
         return self.wish.seconds or 3600
@@ -99,7 +104,7 @@ def plan_job(path: Path, overrides: Sequence[str], wish: Wish) -> Job:
         gpus_per_node=gpus,
         fitting=fitting,
         memory=memory,
-        warnings=(*_slow_choices(deck, most, ranks, gpus), *warnings),
+        warnings=(*_slow_choices(deck, most, ranks, gpus, wish.cores_per_rank), *warnings),
     )
 
 
@@ -171,15 +176,22 @@ def _check(wish: Wish, path: Path, overrides: Sequence[str]) -> None:
             f"--variant: arrays of jobs are written for slurm alone, not for {wish.scheduler}; "
             "write one script for each variant, with --set"
         )
+    if wish.mpi is not None and (wish.scheduler != "slurm" or wish.launcher == "mpirun"):
+        problems.append(f"--mpi {wish.mpi}: requires --launcher srun, which passes it on as srun --mpi")
     if wish.launcher == "srun" and wish.scheduler != "slurm":
         problems.append(f"--launcher srun: belongs to slurm, not to {wish.scheduler}; use mpirun")
     if problems:
         raise HpctrainError(problems)
 
 
-def _slow_choices(deck: Deck, nodes: int, ranks: int, gpus: int) -> list[str]:
+def _slow_choices(deck: Deck, nodes: int, ranks: int, gpus: int, cores: int | None) -> list[str]:
+    """Return warnings about choices with which the job would run, but slowly."""
     warnings = []
     tensor = deck.layout.tensor
+    if cores is not None and cores < deck.run.threads:
+        warnings.append(
+            f"--cores-per-rank {cores} is below run.threads = {deck.run.threads}: threads will share cores"
+        )
     if nodes > 1 and ranks % tensor:
         warnings.append(
             f"layout.tensor = {tensor} does not divide the {ranks} ranks of a node, so that tensor ranks "

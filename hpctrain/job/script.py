@@ -98,7 +98,9 @@ def _common(job: Job, file: str, command: str, placeholders: bool) -> dict[str, 
         "ranks_per_node": str(job.ranks_per_node),
         "ranks": str(most * job.ranks_per_node),
         "threads": str(deck.run.threads),
-        "cores": str(job.ranks_per_node * deck.run.threads),
+        "cores_per_rank": str(job.cores_per_rank),
+        "cores": str(job.ranks_per_node * job.cores_per_rank),
+        "mpi": job.wish.mpi or "pmix",
         "time": f"{seconds // 3600:02d}:{seconds % 3600 // 60:02d}:{seconds % 60:02d}",
         "seconds": str(seconds),
         "run_seconds": str(max(seconds - START_SECONDS, seconds // 2)),
@@ -122,7 +124,7 @@ def _slurm(job: Job, _file: str) -> dict[str, str]:
     # B: to this script alone, which is where mpirun is; else to the ranks that srun has started.
     to = "B:" if mpirun else ""
     least, most = job.wish.nodes
-    cores = {"cores": str(job.ranks_per_node * job.deck.run.threads)}
+    cores = {"cores": str(job.ranks_per_node * job.cores_per_rank)}
     fields = {
         "kept": "#SBATCH --no-kill" if job.deck.checkpoint.mirror and most > 1 else "",
         "tasks": f"#SBATCH --ntasks-per-node={job.ranks_per_node}"

@@ -11,12 +11,26 @@ Launcher = Literal["srun", "mpirun"]
 
 @dataclass(frozen=True)
 class Wish:
-    """What the user says of a job, beside the deck; None: by the deck's [machine], or a default.
+    """Options of a batch job, beside the deck. None means the value of the deck's [machine], or a default.
 
-    `nodes` are the fewest and the most; `variants` are further `--set` arguments, one tuple for each task
-    of an array of jobs, which get titles and run folders by its number, or have them, where `folders` are
-    given; `directives` are further options for the scheduler, `modules` what the script loads.
-    On Kubernetes, `volume` is a claim and where it is mounted, `shared_memory` the size of /dev/shm in bytes.
+    Attributes:
+        scheduler: The scheduler that the script is for.
+        nodes: The fewest and the most nodes.
+        seconds: Time limit of the job.
+        launcher: Program that starts the ranks.
+        ranks_per_node: Ranks of each node.
+        gpus_per_node: GPUs of each node.
+        cores_per_rank: Cores that each rank is given; by default as many as it has threads.
+        mpi: How srun starts MPI ranks: a name of `srun --mpi=list`, by default "pmix".
+        account: Account that pays.
+        partition: Partition or queue.
+        variants: Further `--set` arguments, one tuple for each task of an array of jobs.
+        folders: Run folder of each task. If empty, tasks get titles and folders by their numbers.
+        directives: Further options for the scheduler.
+        modules: Environment modules that the script loads.
+        image: Container image (Kubernetes).
+        volume: Volume claim, and the path where it is mounted (Kubernetes).
+        shared_memory: Size of /dev/shm in bytes (Kubernetes).
     """
 
     scheduler: Scheduler
@@ -25,6 +39,8 @@ class Wish:
     launcher: Launcher | None = None
     ranks_per_node: int | None = None
     gpus_per_node: int | None = None
+    cores_per_rank: int | None = None
+    mpi: str | None = None
     account: str | None = None
     partition: str | None = None
     variants: tuple[tuple[str, ...], ...] = ()

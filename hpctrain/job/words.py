@@ -27,6 +27,7 @@ def word_problems(wish: Wish, path: Path, overrides: Sequence[str]) -> list[str]
         "--variant": map(" ".join, wish.variants),
         "--account": [wish.account],
         "--partition": [wish.partition],
+        "--mpi": [wish.mpi],
         "--image": [wish.image],
         "--volume": map(":".join, [wish.volume] if wish.volume else []),
         "--directive": wish.directives,
@@ -43,7 +44,8 @@ def word_problems(wish: Wish, path: Path, overrides: Sequence[str]) -> list[str]
 
 def _directive_problems(wish: Wish) -> Iterator[str]:
     if wish.scheduler != "kubernetes":
-        for name, text in (("--account", wish.account), ("--partition", wish.partition)):
+        options = (("--account", wish.account), ("--partition", wish.partition), ("--mpi", wish.mpi))
+        for name, text in options:
             if text is not None and not _WORD.fullmatch(text):
                 yield (
                     f"{name} {text}: must be one word of letters, digits and . , : @ + / - _, not begun by a "

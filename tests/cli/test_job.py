@@ -91,6 +91,35 @@ def test_a_tensor_axis_across_nodes_is_warned_of(deck: Path) -> None:
     assert "warning" not in job(deck, "--nodes", 3, "--ranks-per-node", 2, *layout).stderr
 
 
+@pytest.mark.parametrize("scheduler", ["slurm", "pbs", "lsf", "flux", "kubernetes"])
+def test_ranks_have_more_cores_than_threads_where_that_is_asked_for(deck: Path, scheduler: str) -> None:
+    text = job(deck, "--scheduler", scheduler, "--ranks-per-node", "2", "--cores-per-rank", "6").stdout
+    asked = {
+        "slurm": "#SBATCH --cpus-per-task=6",
+        "pbs": ":ncpus=12:mpiprocs=2:ompthreads=1",
+        "lsf": "affinity[core(6)]",
+        "flux": "# flux: --cores-per-slot=6",
+        "kubernetes": 'cpu: "12"',
+    }
+    assert asked[scheduler] in text
+    assert "PE=1" not in text and "--cpus-per-task=1" not in text
+
+
+def test_srun_starts_ranks_by_the_mpi_that_is_named(deck: Path) -> None:
+    few = ("--ranks-per-node", "2")
+    assert "\nsrun --mpi=pmi2 " in job(deck, *few, "--mpi", "pmi2").stdout
+    assert "\nsrun --mpi=pmix " in job(deck, *few).stdout
+    for more in (["--scheduler", "pbs"], ["--launcher", "mpirun"]):
+        (problem,) = refused(job(deck, *few, "--mpi", "pmi2", *more))
+        assert "--mpi pmi2: requires --launcher srun" in problem
+    (problem,) = refused(job(deck, *few, "--mpi", "a b"))
+    assert "--mpi a b: must be one word" in problem
+    assert (
+        "--cores-per-rank 1 is below run.threads = 2"
+        in job(deck, *few, "--cores-per-rank", "1", "--set", "run.threads=2").stderr
+    )
+
+
 def test_numbers_of_nodes_that_the_layout_does_not_fit_are_left_out(deck: Path) -> None:
     result = job(deck, "--nodes", "1-4", "--ranks-per-node", 2, "--set", "batch.global_size=16")
     assert "\nfitting_nodes=(1 2 4)\n" in result.stdout

@@ -4,7 +4,7 @@
 # flux: --job-name=@{name}
 # flux: --nodes=@{nodes}
 # flux: --nslots=@{ranks}
-# flux: --cores-per-slot=@{threads}
+# flux: --cores-per-slot=@{cores_per_rank}
 @{gpus}
 # flux: --exclusive
 # flux: --time-limit=@{seconds}s
@@ -25,7 +25,7 @@ export OMP_NUM_THREADS=@{threads}
 @{environment}
 
 # Flux itself starts the ranks and sends them the signal. (-o pmi=pmix, where flux-pmix is installed and MPI wants it.)
-flux run --nodes="$nodes" --ntasks=$((nodes * ranks_per_node)) --cores-per-task=@{threads}@{gpus_per_task} \
+flux run --nodes="$nodes" --ntasks=$((nodes * ranks_per_node)) --cores-per-task=@{cores_per_rank}@{gpus_per_task} \
     -o cpu-affinity=per-task --time-limit=@{flux_seconds}s --signal=USR1@@{warning}s \
     "${hpctrain[@]}" run "$deck" --resume "${settings[@]}"
 code=$?

@@ -1,8 +1,8 @@
 # The scheduler's signals reach this script; it hands them to mpirun, which forwards USR1 and USR2 to every rank.
-# (The flags are Open MPI's. MPICH and Intel MPI: mpiexec -ppn "$ranks_per_node" -bind-to core:@{threads} -n ...)
+# (The flags are Open MPI's. MPICH and Intel MPI: mpiexec -ppn "$ranks_per_node" -bind-to core:@{cores_per_rank} -n ...)
 trap 'signalled=1; kill -s USR1 "$launcher"' USR1
 trap 'signalled=1; kill -s USR2 "$launcher"' USR2
-"${mpirun[@]}" -n $((nodes * ranks_per_node)) --map-by "ppr:$ranks_per_node:node:PE=@{threads}" --bind-to core \
+"${mpirun[@]}" -n $((nodes * ranks_per_node)) --map-by "ppr:$ranks_per_node:node:PE=@{cores_per_rank}" --bind-to core \
     -x OMP_NUM_THREADS@{exported} "${hpctrain[@]}" run "$deck" --resume "${settings[@]}" &
 launcher=$!
 signalled=1

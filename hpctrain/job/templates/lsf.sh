@@ -3,7 +3,7 @@
 #BSUB -q @{partition}
 #BSUB -J @{name}
 #BSUB -n @{tasks}
-#BSUB -R "span[ptile=@{ranks_per_node}] affinity[core(@{threads})]"
+#BSUB -R "span[ptile=@{ranks_per_node}] affinity[core(@{cores_per_rank})]"
 @{gpus}
 @{memory}
 #BSUB -W @{hours_minutes}

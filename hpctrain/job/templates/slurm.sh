@@ -4,7 +4,7 @@
 #SBATCH --job-name=@{name}
 #SBATCH --nodes=@{nodes}
 @{tasks}
-#SBATCH --cpus-per-task=@{threads}
+#SBATCH --cpus-per-task=@{cores_per_rank}
 @{gpus}
 @{memory}
 #SBATCH --time=@{time}

@@ -325,12 +325,26 @@ def test_an_array_job_has_each_run(deck: Path) -> None:
 
 def test_the_command_writes_an_array_job(deck: Path) -> None:
     runner, words = CliRunner(), ["deck.toml", "--set", "run.seed=1,2", "--slurm", "a.sh"]
-    done = runner.invoke(command, [*words, "--time", "2 h", "--account", "me"], standalone_mode=False)
+    more = [
+        "--time",
+        "2 h",
+        "--account",
+        "me",
+        "--module",
+        "gcc",
+        "--module",
+        "openmpi/5",
+        "--directive",
+        "--qos=high",
+    ]
+    done = runner.invoke(command, [*words, *more], standalone_mode=False)
     assert done.return_value == 0 and "submit it by `sbatch a.sh`" in done.output, done.output
     text = Path("a.sh").read_text()
+    assert "\n#SBATCH --qos=high\n" in text and "gcc openmpi/5" in text
     assert "#SBATCH --time=02:00:00" in text and "#SBATCH --job-name=small-sweep" in text
     for more, told in (
         (["deck.toml", "--account", "me"], "--account: belongs to --slurm"),
+        (["deck.toml", "--module", "gcc"], "--module: belongs to --slurm"),
         ([*words, "--show"], "--slurm: writes a script alone, without show_only"),
         ([*words, "--nodes", "3"], "--nodes 3: must divide --ranks-each 1"),
     ):
