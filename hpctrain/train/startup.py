@@ -10,7 +10,10 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from hpctrain.checkpoint.exchange.source import settled_keys
+from hpctrain.comm.device import on_host
 from hpctrain.comm.launcher import crowding
 from hpctrain.comm.world import World
 from hpctrain.deck.read import changed_deck, deck_text, read_deck
@@ -115,6 +118,16 @@ def crossing(world: World, deck: Deck) -> str:
     )
 
 
+def half_on_host(deck: Deck, device: torch.device) -> str:
+    """Return a warning if a CPU computes in fp16, else ""."""
+    if deck.precision.compute != "fp16" or not on_host(device):
+        return ""
+    return (
+        'precision.compute = "fp16" is slow on a CPU, and small gradients need a loss scale '
+        '("bf16" needs none, and "fp32" is often quicker there)'
+    )
+
+
 def bind(world: World, threads: int) -> str:
     """Give each rank of a node its own cores, if the launcher left all of them to all; in words, which.
 
@@ -141,15 +154,21 @@ def _cores() -> tuple[int, ...]:
 
 
 def prepare_ranks(world: World, deck: Deck) -> str:
-    """Refuse uneven nodes and packages that are not there, warn of a tensor axis across nodes and of threads
-    without cores, bind if the deck says so: in words, to what. Collective; nothing is written.
+    """Refuse uneven nodes and missing packages, warn of what is slow, and bind ranks if the deck says so.
+
+    Collective; nothing is written. Warnings are of a tensor axis across nodes, of threads without cores and
+    of fp16 on a CPU.
+
+    Returns:
+        To what the ranks are bound, in words; "" if they are not.
     """
     with world.agreement():
         if world.rank == 0:
             require_packages(deck)
     check_nodes(world)
     cores = world.everyone.all_gather_object((world.hostname, _cores()))
-    for warning in (crossing(world, deck), crowding(deck.run.threads, cores)):
+    warnings = crossing(world, deck), crowding(deck.run.threads, cores), half_on_host(deck, world.device)
+    for warning in warnings:
         if warning and world.rank == 0:
             logging.getLogger("hpctrain").warning("%s", warning)
     return bind(world, deck.run.threads) if deck.machine.bind else ""

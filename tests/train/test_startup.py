@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hpctrain.comm.doctor import RankReport, Report
 from hpctrain.comm.launcher import crowding
@@ -18,7 +19,14 @@ from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.plan.coordinates import map_deck
 from hpctrain.train import startup
-from hpctrain.train.startup import bind, check_deck_file, check_nodes, check_run_folder, crossing
+from hpctrain.train.startup import (
+    bind,
+    check_deck_file,
+    check_nodes,
+    check_run_folder,
+    crossing,
+    half_on_host,
+)
 from tests.engines import DECK, small_deck
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -150,6 +158,16 @@ def test_threads_without_cores_are_warned_of() -> None:
     assert "rank 1 may use 1 core alone: give mpirun --map-by slot:PE=2" in crowding(
         2, [("n", two), ("m", one)]
     )
+
+
+def test_half_precision_on_a_cpu_is_warned_of() -> None:
+    deck = small_deck("precision.compute=fp16")
+    said = half_on_host(deck, torch.device("cpu"))
+    assert said.startswith(
+        'precision.compute = "fp16" is slow on a CPU, and small gradients need a loss scale'
+    )
+    assert half_on_host(deck, torch.device("cuda")) == ""
+    assert half_on_host(small_deck("precision.compute=bf16"), torch.device("cpu")) == ""
 
 
 def test_the_doctor_tells_of_threads_without_cores(tmp_path: Path) -> None:
