@@ -330,7 +330,11 @@ def _tokenize(
         for piece in in_progress(pieces, "tokenize", report):
             unknown = "surrogateescape" if piece.source.raw else "replace"
             for text, ends in read_piece(piece, text_key, complain_of):
-                ids = tokenizer.encode_array(text, unknown)
+                try:
+                    ids = tokenizer.encode_array(text, unknown)
+                except HpctrainError as error:
+                    complain_of(HpctrainError(f"{printable(piece.source.path)}: {error.problems[0]}"))
+                    break
                 lacking += 0 if tokenizer.unknown is None else int((ids == tokenizer.unknown).sum())
                 part.add(ids)
                 if ends:

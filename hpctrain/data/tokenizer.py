@@ -206,7 +206,8 @@ class Tokenizer:
             # The fast form keeps no offsets into the text: a quarter of the memory.
             [encoding] = self._library.encode_batch_fast([replaced], add_special_tokens=False)
         except Exception as error:  # noqa: BLE001 - the library raises nothing narrower
-            raise HpctrainError(f"{self._where}: cannot encode a text: {error}") from None
+            sentence = f"cannot encode a text: {error}; take a tokenizer whose vocabulary has its unk_token"
+            raise HpctrainError(f"{self._where}: {sentence}") from None
         ids = np.array(encoding.ids, dtype=np.uint32)
         if self._lost is not None and (ids == self._lost).any():
             raise HpctrainError(f"{self._where}: {lost_text(self._library, replaced, self._lost)}")
@@ -277,7 +278,10 @@ def find_end_of_document(
     if named is not None:
         return require_token(ids, named, f"{where}: --end-of-document")
     if (of_config := settings.special_tokens.get("eos_token")) is not None:
-        return require_token(ids, of_config, f"{where}: eos_token of its configuration,")
+        if of_config in ids:
+            return ids[of_config]
+        sentence = f"eos_token = {of_config!r} of its configuration is not in the vocabulary"
+        raise HpctrainError(f"{where}: {sentence}; name another one with --end-of-document TOKEN")
     of_special = {ids[name] for name in special}
     for number in settings.end_ids:
         if number in of_special:

@@ -170,7 +170,8 @@ class TextModel:
         """
         sampling = sampling.settled(self.world.everyone)
         end = self.tokenizer.end_of_document
-        given = [self.tokenizer.encode(prompt) or [end] for prompt in prompts]
+        with self.world.agreement():  # a tokenizer may refuse a text
+            given = [self.tokenizer.encode(prompt) or [end] for prompt in prompts]
         passes = self._passes(given, sampling)
         draw = KeyedDraws(sampling, self.tokenizer.vocabulary, str(self.path), self.part.groups.tensor)
         samples: dict[Text, Continuation] = {}

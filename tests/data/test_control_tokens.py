@@ -160,7 +160,7 @@ def test_files_name_the_end_of_a_document(tmp_path: Path, files: dict[str, Any],
 def test_what_names_no_end_of_a_document(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, tokenizer_config={"eos_token": "<none>"})
     for argument, named, told in [
-        (folder, None, "eos_token of its configuration, '<none>' is not in the vocabulary"),
+        (folder, None, "eos_token = '<none>' of its configuration is not in the vocabulary"),
         (folder, "<other>", "--end-of-document '<other>' is not in the vocabulary"),
         ("bytes", "</s>", "--end-of-document </s>: names a token of --tokenizer"),
     ]:
@@ -220,6 +220,20 @@ def test_text_that_would_be_dropped_in_silence_is_refused() -> None:
     ):
         with pytest.raises(HpctrainError, match=r"cannot encode a text: .*[Mm]issing"):
             Tokenizer(with_special(tokenizers.Tokenizer(model), "</s>")).encode("zz")
+
+
+def test_text_that_cannot_be_encoded_is_told_with_its_file(world: World, tmp_path: Path) -> None:
+    library = tokenizers.Tokenizer(models.BPE({"a": 0, "b": 1}, []))
+    library.add_special_tokens(["</s>"])
+    library.save(str(tmp_path / "few.json"))
+    for name, text in (("good", "abba"), ("bad", "abxab"), ("other", "ab y")):
+        (tmp_path / f"{name}.txt").write_text(text)
+    with pytest.raises(HpctrainError) as caught:
+        prepare(world.alone(), tmp_path / "o.h5", [str(tmp_path)], tokenizer=str(tmp_path / "few.json"))
+    bad, other = caught.value.problems
+    assert bad.startswith(f"{tmp_path / 'bad.txt'}: tokenizer = ") and "'x' (U+0078)" in bad
+    assert other.startswith(f"{tmp_path / 'other.txt'}: ") and "' ' (U+0020)" in other
+    assert not (tmp_path / "o.h5").exists()
 
 
 def test_rules_that_lose_text_and_unknown_words_are_said(world: World, tmp_path: Path) -> None:
