@@ -23,6 +23,9 @@ PICTURES |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
     metavar="FILE",
     help='Several: a line {"prompt": "..."} each, of which come lines with "text", too; -: stdin.',
 )
+@click.option(
+    "--chat", is_flag=True, help="A prompt is what a user says; show the answer, by the chat template."
+)
 @click.option("--tokens", default=200, metavar="N", show_default=True, help="Tokens to draw, at most.")
 @click.option(
     "--temperature", default=0.8, metavar="T", show_default=True, help="0: always the likeliest token."
@@ -72,14 +75,15 @@ def command(
     json_lines: str | None,
     tensor: int | None,
     pipeline: int,
+    chat: bool,
     **sampling: Any,
 ) -> None:
     """Continue a text with the model of a checkpoint, or of the newest good one of a run folder.
 
     Prints the prompt and what follows, on a terminal while it is drawn; a sample ends early where the model
-    ends a document, or before a text of --stop. The model sees as many of the last tokens as it was trained
-    on (batch.sequence). Under mpirun or srun it is split over all ranks, whatever the layout of its run, or
-    where there are many texts and it is small, each rank has all of it and continues some of them.
+    ends a document or a turn, or before a text of --stop. The model sees as many of the last tokens as it was
+    trained on (batch.sequence). Under mpirun or srun it is split over all ranks, whatever the layout of its
+    run, or where there are many texts and it is small, each rank has all of it and continues some of them.
     """
     from hpctrain.comm.verb import run_verb
     from hpctrain.generate.prompts import PromptSource
@@ -90,7 +94,9 @@ def command(
     source, drawn = PromptSource(prompt, prompt_file, json_lines), Sampling(**sampling)
     output = Output(terminal=find_terminal() is not None)
     terminal = output.terminal
-    run_verb(lambda world: generate(world, target, source, drawn, output.show, terminal, tensor, pipeline))
+    run_verb(
+        lambda world: generate(world, target, source, drawn, output.show, terminal, tensor, pipeline, chat)
+    )
 
 
 class Output:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ from hpctrain.checkpoint.stored_tokenizer import tokenizer_of_state
 from hpctrain.comm.device import on_host
 from hpctrain.comm.host_memory import available_bytes, resident_bytes
 from hpctrain.comm.world import World
+from hpctrain.data.chat_rows import Conversation
+from hpctrain.data.chat_template import ChatTemplate
+from hpctrain.data.chat_tokens import ChatTokenizer
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.deck.objective import OF_SCORES
 from hpctrain.deck.schema import Deck, Machine
@@ -58,14 +62,17 @@ def generate(
     live: bool,
     tensor: int | None = None,
     pipeline: int = 1,
+    chat: bool = False,
 ) -> None:
     """`hpctrain generate`: continue prompts and show the texts, from rank 0.
 
     Collective. Those of lines of JSON are shown as such, others with their prompt. With `live`, a single
-    sample is shown while it grows. An empty prompt begins a document, and where the model ends one the sample
-    ends, or before one of `sampling.stops`. Each `pipeline` x `tensor` ranks share a copy of the model, and
-    copies the prompts; None is what suits. HpctrainError or InputOutputError, on all ranks, where an option
-    or the checkpoint will not do, or something cannot be shown.
+    sample is shown while it grows. An empty prompt begins a document, and where the model ends one, or its
+    turn, the sample ends, or before one of `sampling.stops`. Each `pipeline` x `tensor` ranks share a copy of
+    the model, and copies the prompts; None is what suits. With `chat` a prompt is what a user says: the chat
+    template of the checkpoint makes a conversation of it, and the answer alone is shown. HpctrainError or
+    InputOutputError, on all ranks, where an option or the checkpoint will not do, or something cannot be
+    shown.
     """
     world.ledger.activity = "reading the prompts"
     with world.agreement(), world.hang.waiting_outside():  # stdin may come at any time
@@ -78,6 +85,10 @@ def generate(
     loaded = load_model(world, path, tensor, len(prompts) * sampling.samples, pipeline)
     world.ledger.activity = "generating text"
     writer = TextModel(world, path, *loaded)
+    if chat:
+        now = world.everyone.broadcast_object(datetime.now().isoformat(timespec="seconds"))
+        with world.agreement():
+            writer.chat = chat_of(loaded[1], path, now)
 
     def show_agreed(text: str) -> None:
         with world.agreement(), world.hang.waiting_outside():  # whoever reads the text may take any time
@@ -119,6 +130,7 @@ class TextModel:
         self.copies = world.size // (groups.pipeline.size * groups.tensor.size)
         self.copy = world.rank // groups.tensor.size % self.copies
         self._speaks = groups.pipeline.rank == groups.tensor.rank == 0
+        self.chat: ChatTokenizer | None = None
 
     @cached_property
     def least_rows(self) -> int:
@@ -171,7 +183,7 @@ class TextModel:
         sampling = sampling.settled(self.world.everyone)
         end = self.tokenizer.end_of_document
         with self.world.agreement():  # a tokenizer may refuse a text
-            given = [self.tokenizer.encode(prompt) or [end] for prompt in prompts]
+            given = [self._ids_of(prompt) or [end] for prompt in prompts]
         passes = self._passes(given, sampling)
         draw = KeyedDraws(sampling, self.tokenizer.vocabulary, str(self.path), self.part.groups.tensor)
         samples: dict[Text, Continuation] = {}
@@ -182,6 +194,8 @@ class TextModel:
                     # Every prompt has the number 0: what is drawn for it does not depend on the others.
                     text = Text(list(ids), sampling.tokens, 0, number)
                     samples[text] = Continuation(self.tokenizer, ids, sampling.stops)
+                    if self.chat is not None:
+                        samples[text].beginning = ""
                     grown(samples[text])
                     yield text
 
@@ -193,6 +207,13 @@ class TextModel:
                     grown(samples[text])
             while samples and (first := next(iter(samples))).ended:
                 yield samples.pop(first)
+
+    def _ids_of(self, prompt: str) -> list[int]:
+        """Return the tokens of a prompt, or of a conversation in which a user says it."""
+        if self.chat is None:
+            return self.tokenizer.encode(prompt)
+        ids: list[int] = self.chat.prompt(Conversation([{"role": "user", "content": prompt}])).ids.tolist()
+        return ids
 
     def _passes(self, given: Sequence[Sequence[int]], sampling: Sampling) -> CachedPasses:
         """Those for texts that begin so, their memory demanded first. Collective."""
@@ -294,6 +315,26 @@ def split_deck(state: dict[str, Any], path: Path, tensor: int, pipeline: int = 1
     deck = stored_deck(state, path)
     require_logits(deck, path)
     return generation_deck(deck, tensor, pipeline, f"the model of {path}")
+
+
+def chat_of(tokenizer: Tokenizer, path: Path, now: str) -> ChatTokenizer:
+    """Return what makes tokens of conversations, by the chat template of a checkpoint.
+
+    Args:
+        tokenizer: tokenizer of the checkpoint, with its settings.
+        path: the checkpoint.
+        now: time that a template is told which asks for it, in ISO 8601.
+
+    Raises:
+        HpctrainError: the checkpoint has no chat template, or one that cannot be parsed.
+    """
+    text = tokenizer.settings.chat_template
+    if text is None:
+        told = "holds no chat template; train on conversations, or start from a model that has one"
+        raise HpctrainError(f"--chat: {path}: {told}")
+    tokens = {"eos_token": tokenizer.end_name} | tokenizer.settings.special_tokens
+    template = ChatTemplate(text, tokens, f"{path}: its chat template", now)
+    return ChatTokenizer(tokenizer, template.parsed())
 
 
 def stored_tokenizer(state: dict[str, Any], path: Path, vocabulary: int) -> Tokenizer:

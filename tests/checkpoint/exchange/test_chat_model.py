@@ -27,6 +27,11 @@ from hpctrain.data.prepare import prepare
 from hpctrain.data.prepare_rows import prepare_rows
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.data.tokens import TokenFile
+from hpctrain.errors import HpctrainError
+from hpctrain.generate.prompts import PromptSource
+from hpctrain.generate.sampling import Sampling
+from hpctrain.generate.stopping import Continuation
+from hpctrain.generate.text import generate
 from hpctrain.train.run import resume, run_deck
 from tests.data.chats import talk, write_rows
 
@@ -201,12 +206,32 @@ def test_it_is_read_again(tuned: Tuned, world: World, tmp_path: Path) -> None:
     assert (more.read(0, more.tokens) == first.read(0, first.tokens)).all()
 
 
-def test_its_own_texts_end_with_the_turn(tuned: Tuned) -> None:
-    """Those of `generate` and of policies, by ids; `hpctrain.load` continues prompts of text alone."""
+def test_its_own_texts_end_with_the_turn(
+    tuned: Tuned, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of `hpctrain generate`, with the template of the conversations, and those of policies."""
     model = hpctrain.load(tuned.checkpoint)
-    assert model.tokenizer.ends == {END, TURN}
-    assert TokenFile(tuned.folder / "chat.h5").tokenizer.ends == {END, TURN}
-    assert model.tokenizer.decode([*model.tokenizer.encode("hello"), TURN]) == "hello"
+    assert model.tokenizer.ends == TokenFile(tuned.folder / "chat.h5").tokenizer.ends == {END, TURN}
+    for token in (END, TURN):
+        text = Continuation(model.tokenizer, model.tokenizer.encode("hello"), ())
+        assert text.add(token) and text.why == "end"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lines.jsonl").write_text('{"prompt": "hello"}\n{"prompt": "two"}\n')
+    shown: list[str] = []
+    source, sampling = PromptSource(json_lines="lines.jsonl"), Sampling(tokens=30, temperature=0)
+    generate(world.alone(), tuned.checkpoint, source, sampling, shown.append, False, chat=True)
+    answers = [json.loads(each) for each in shown]
+    assert [each["ended"] for each in answers] == ["end", "end"] and answers[0]["text"] == "hello there"
+    shown.clear()
+    generate(world.alone(), tuned.checkpoint, PromptSource("hello"), sampling, shown.append, False, chat=True)
+    assert shown == ["hello there\n"]
+
+
+def test_a_model_without_a_template_cannot_chat(tuned: Tuned, world: World, tmp_path: Path) -> None:
+    import_model(world.alone(), tuned.folder / "base", tmp_path / "base.h5")
+    with pytest.raises(HpctrainError, match=r"--chat: .*base.h5: holds no chat template; train on") as caught:
+        generate(world.alone(), tmp_path / "base.h5", PromptSource("a"), Sampling(), print, False, chat=True)
+    assert caught.value.exit_code == 2
 
 
 def test_a_run_that_goes_on_keeps_it(
