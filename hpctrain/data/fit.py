@@ -103,7 +103,8 @@ def _problems(deck: Deck, file: Tokens, title: str, mask: bool) -> Iterator[Prob
     if vocabulary is not None and file.vocabulary > vocabulary:
         would = "which adds tokens" if deck.model.source is not None else "or leave the key out"
         smaller = f"is smaller than the vocabulary of {title}, {file.vocabulary}"
-        yield Problem("model.vocabulary", f"{smaller}: give at least that, {would}")
+        resumed = "a resumed run keeps its vocabulary, and needs a token file of its tokenizer"
+        yield Problem("model.vocabulary", f"{smaller}: give at least that, {would} ({resumed})")
     if unfit := unfit_kind(deck, file):
         yield Problem(_key(deck), f"{title} {unfit}", ("objective.kind",))
         return
