@@ -60,6 +60,11 @@ def save(
         draft.close(failed)
 
 
+def needs_mpi(group: Group) -> bool:
+    """Return whether `save` has this group open one file through MPI, which parallel HDF5 does."""
+    return group.size > 1 and bool(h5py.get_config().mpi)
+
+
 def write_at_offsets(descriptor: int, piece: Piece, words: Words) -> None:
     """Write plain bytes where they belong in the file, without HDF5 and without MPI: each run by itself."""
     stored, rest = piece.stored, words
@@ -89,10 +94,7 @@ def _store_with_hdf5(draft: Draft) -> None:
     """All ranks open and close the file, whatever happens to one; then what happened is raised."""
     problems: list[str] = []
     with together(draft.group), draft.reported():
-        if draft.group.size == 1:
-            file = h5py.File(draft.temporary, "r+", locking=False)
-        else:
-            file = h5py.File(draft.temporary, "r+", driver="mpio", comm=communicator_of(draft.group.objects))
+        file = _opened(draft)
         try:
             draft.store(partial(_write_with_hdf5, file))
         except HpctrainError as error:
@@ -104,3 +106,15 @@ def _store_with_hdf5(draft: Draft) -> None:
                 problems.append(f"{draft.path}: cannot be closed: {reason(error)}")
         if problems:
             raise InputOutputError(problems[:1])
+
+
+def _opened(draft: Draft) -> h5py.File:
+    """Open the file by HDF5; collective. InputOutputError where HDF5 or MPI refuses."""
+    try:
+        if draft.group.size == 1:
+            return h5py.File(draft.temporary, "r+", locking=False)
+        return h5py.File(draft.temporary, "r+", driver="mpio", comm=communicator_of(draft.group.objects))
+    except (OSError, RuntimeError) as error:
+        problem = reason(error)
+    # Raised outside: an error that kept h5py's frames would keep a communicator of HDF5's beyond MPI's end.
+    raise InputOutputError(f"{draft.path}: cannot be opened: {problem}")

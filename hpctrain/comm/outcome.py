@@ -18,6 +18,7 @@ MOST_PROBLEMS = 50
 
 # How messages of HDF5 begin, and what parts of them mean.
 _HDF5 = re.compile(r"(\[Errno \d+\] )?(Unable to|Can't|Can not|Couldn't|unable to|can't)\b")
+_MPI = re.compile(r"\b(MPI_\w+) failed: MPI error string is '([^']*)'")
 _MEANINGS = (
     ("file signature not found", "it is not an HDF5 file"),
     ("truncated file", "it is truncated"),
@@ -34,6 +35,9 @@ def describe(error: OSError) -> str:
 def reason(error: BaseException) -> str:
     """Why a call of the system, of HDF5 or of ours failed; what HDF5 says of itself in our words."""
     text = str(error.args[0] if isinstance(error, KeyError) and error.args else error).strip().split("\n")[0]
+    told_by_mpi = _MPI.search(text)
+    if told_by_mpi is not None:
+        return f"{told_by_mpi[1]} failed: {told_by_mpi[2]}"
     number = re.search(r"\berrno = (\d+)", text)  # HDF5 tells the system's error within its own
     if number is not None:
         return os.strerror(int(number[1]))

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hpctrain
+from hpctrain.comm.parallel_files import require_parallel_files
 from hpctrain.data.contents import TEXT_KIND
 from hpctrain.data.shard_files import ShardFiles, slices_of
 from hpctrain.data.shards import MOST_FILES
@@ -200,6 +201,7 @@ def begin(
             remove_others(out, world.size)
             outputs = [out] if shards is None else shards.present()
             sources, left = find_sources(paths, globs, outputs, endings)
+    require_parallel_files(world, out.parent)
     rows = world.everyone.broadcast_object([dataclasses.astuple(source) for source in sources])
     return [TextSource(*row) for row in rows], left
 

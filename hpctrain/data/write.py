@@ -273,8 +273,7 @@ def _write_file(
     mine = [-(-piece.count // piece.call_elements) for piece in ranges]
     calls = [max(others) for others in zip(*world.everyone.all_gather_object(mine), strict=True)]
     with world.agreement():
-        # The newer format has checksums on HDF5's own structures too.
-        file = h5py.File(path, "w", driver="mpio", comm=world.communicator, libver=("v108", "v110"))
+        file = _opened(world, path)
     failures: list[Exception] = []
     try:
         for name, value in attributes.items():
@@ -293,6 +292,17 @@ def _write_file(
     with world.agreement():
         if failures:
             raise InputOutputError(f"{path.parent}: the token file cannot be written ({reason(failures[0])})")
+
+
+def _opened(world: World, path: Path) -> h5py.File:
+    """Make the file by HDF5; collective. InputOutputError where HDF5 or MPI refuses."""
+    try:
+        # The newer format has checksums on HDF5's own structures too.
+        return h5py.File(path, "w", driver="mpio", comm=world.communicator, libver=("v108", "v110"))
+    except (OSError, RuntimeError) as error:
+        problem = reason(error)
+    # Raised outside: an error that kept h5py's frames would keep a communicator of HDF5's beyond MPI's end.
+    raise InputOutputError(f"{path}: cannot be made: {problem}")
 
 
 def _create(file: h5py.File, piece: Range) -> h5py.h5d.DatasetID:

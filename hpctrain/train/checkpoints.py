@@ -25,7 +25,7 @@ from hpctrain.checkpoint.read import in_types, load
 from hpctrain.checkpoint.snapshot import HostBuffer
 from hpctrain.checkpoint.stored_deck import deck_state, stored_deck
 from hpctrain.checkpoint.structure import COMPANIONS, examine
-from hpctrain.checkpoint.write import save
+from hpctrain.checkpoint.write import needs_mpi, save
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine
@@ -76,6 +76,11 @@ class Checkpoints(Hook):
         self._began = 0.0
         self._step: int | None = None
         self._is_best = False
+
+    @property
+    def through_mpi(self) -> bool:
+        """True if checkpoints are written through MPI's files."""
+        return self.deck.checkpoint.mode != "background" and needs_mpi(self.world.everyone)
 
     @property
     def under_way(self) -> bool:

@@ -16,6 +16,7 @@ from hpctrain.checkpoint.names import checkpoints
 from hpctrain.checkpoint.read import read_state
 from hpctrain.checkpoint.stored_deck import require_trusted, stored_deck
 from hpctrain.checkpoint.verify import verify
+from hpctrain.comm.parallel_files import require_parallel_files
 from hpctrain.comm.watchdog import QUESTION
 from hpctrain.comm.world import World
 from hpctrain.deck.check_world import check_world
@@ -108,6 +109,8 @@ class Run:
         with world.agreement():
             lock = take_folder(folder) if world.rank == 0 else None
         check_run_folder(world, folder)
+        if world.everyone.broadcast_object(self.checkpoints.through_mpi):  # of roles others may write none
+            require_parallel_files(world, folder)
         seconds = None if self.planned is None else StepSeconds(self.trainer, self.planned)
         where, beside = (folder, world, self.trainer.stage), self.trainer.beside
         memory = MemoryLedger(engine, self.trainer.activations, self.predicted, *where, seconds, beside)
