@@ -46,5 +46,5 @@ def test_full_shared_memory_is_told_before_a_file_is_opened(
     monkeypatch.setattr(parallel_files.MPI, "get_vendor", lambda: ("Open MPI", (4, 1, 4)))
     monkeypatch.setattr(parallel_files.os, "statvfs", lambda _: full)
     monkeypatch.delenv("OMPI_MCA_sharedfp", raising=False)
-    with pytest.raises(InputOutputError, match="/dev/shm is full on this node: .*OMPI_MCA_sharedfp=.sm"):
+    with pytest.raises(InputOutputError, match=r"/dev/shm is full on this node: .*OMPI_MCA_sharedfp=.sm"):
         require_parallel_files(world.alone(), tmp_path)
