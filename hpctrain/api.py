@@ -38,7 +38,7 @@ from hpctrain.deck.read import deck_text, parse_deck, read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import ScriptArgument, toml_value
 from hpctrain.errors import EXIT_DIFFERENT, EXIT_DONE, HpctrainError, failing_as
-from hpctrain.files import check_output
+from hpctrain.files import check_output, write_text
 from hpctrain.generate.loaded import Model, load
 from hpctrain.report.series import metrics
 from hpctrain.words import kind_of, path_of
@@ -148,7 +148,7 @@ def make_deck(
         output = path_of(file, "file")
         check_output(output, replace=True)
         with failing_as(f"{output}: cannot be written"):
-            output.write_text(deck_text(deck), encoding="utf-8")
+            write_text(output, deck_text(deck))
     return deck
 
 

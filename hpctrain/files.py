@@ -157,9 +157,26 @@ def descriptor_of(path: str | Path, flags: int = os.O_RDONLY) -> Iterator[int]:
         os.close(descriptor)
 
 
+@contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    """Add the name of a file to errors of the system inside, which only opening gives by itself."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = str(path)
+        raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file; an OSError names it."""
+    with naming(path):
+        path.write_text(text, encoding="utf-8")
+
+
 def synchronize(path: Path) -> None:
-    """Bring a file or folder, as this node knows it, to the disk."""
-    with descriptor_of(path) as descriptor:
+    """Bring a file or folder, as this node knows it, to the disk; an OSError names it."""
+    with naming(path), descriptor_of(path) as descriptor:
         os.fsync(descriptor)
 
 

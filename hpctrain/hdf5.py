@@ -8,18 +8,19 @@ that the user did not name, or allocates what the file says.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.files import open_regular
+from hpctrain.files import descriptor_of, naming, open_regular
 
 DAMAGE = (
     OSError,
@@ -36,6 +37,7 @@ DAMAGE = (
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
 """First bytes of every HDF5 file of ours."""
 
+_PAGE_BYTES = 1 << 16
 MOST_ATTRIBUTE_BYTES = 1 << 16
 """Size limit of an attribute, in bytes: HDF5 keeps no larger ones in an object's header."""
 
@@ -143,6 +145,91 @@ def open_checked(path: Path) -> Iterator[CheckedFile]:
         size = stream.seek(0, 2)
     with h5py.File(path, "r", locking=False) as file:
         yield CheckedFile(file, size)
+
+
+@contextmanager
+def open_for_writing(path: Path, mode: Literal["w", "r+"], **options: Any) -> Iterator[h5py.File]:
+    """Open an HDF5 file that one process lays out or completes; OSError, with the file, if the disk fails.
+
+    HDF5 does not survive that a write of its own fails: it ends the process, then or when that ends. So it
+    writes into memory, and what it wrote goes to the file once HDF5 has closed it. That is for headers and
+    small datasets: the memory is held until then.
+    """
+    flags = os.O_RDWR | (os.O_CREAT | os.O_TRUNC if mode == "w" else 0)
+    with naming(path), descriptor_of(path, flags) as descriptor:
+        written = _PagesInMemory(descriptor)
+        with h5py.File(written, mode, **options) as file:
+            yield file
+        written.store()
+
+
+class _PagesInMemory:
+    """File for h5py's driver of Python objects, which keeps the pages that are written in memory."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor, self._position = descriptor, 0
+        self._size = os.fstat(descriptor).st_size
+        self._pages: dict[int, bytearray] = {}
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._position = offset + (self._size if whence == os.SEEK_END else 0)
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def read(self, count: int = -1) -> bytes:
+        content = bytearray(self._size - self._position if count < 0 else count)
+        return bytes(content[: self.readinto(content)])
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        for done, number, place, count in self._cut(len(view)):
+            page = self._pages.get(number)
+            content = self._load(number) if page is None else page
+            view[done : done + count] = content[place : place + count]
+        self._position += len(view)
+        return len(view)
+
+    def write(self, content: Any) -> int:
+        view = memoryview(content).cast("B")
+        for done, number, place, count in self._cut(len(view)):
+            page = self._pages.get(number) or self._load(number)
+            page[place : place + count] = view[done : done + count]
+            self._pages[number] = page
+        self._position += len(view)
+        self._size = max(self._size, self._position)
+        return len(view)
+
+    def truncate(self, size: int) -> int:
+        self._size = size
+        return size
+
+    def flush(self) -> None:
+        """Do nothing: `store` writes."""
+
+    def store(self) -> None:
+        """Write to the file what is kept."""
+        os.ftruncate(self._descriptor, self._size)
+        for number, page in sorted(self._pages.items()):
+            begin = number * _PAGE_BYTES
+            rest = memoryview(page)[: max(0, self._size - begin)]
+            while rest:
+                done = os.pwrite(self._descriptor, rest, begin)
+                rest, begin = rest[done:], begin + done
+
+    def _cut(self, count: int) -> Iterator[tuple[int, int, int, int]]:
+        """Cut the next bytes at ends of pages into (bytes before, page, place in the page, length)."""
+        done = 0
+        while done < count:
+            number, place = divmod(self._position + done, _PAGE_BYTES)
+            length = min(count - done, _PAGE_BYTES - place)
+            yield done, number, place, length
+            done += length
+
+    def _load(self, number: int) -> bytearray:
+        content = bytearray(os.pread(self._descriptor, _PAGE_BYTES, number * _PAGE_BYTES))
+        return content + bytes(_PAGE_BYTES - len(content))
 
 
 def format_of(path: Path) -> str | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import h5py
 import numpy as np
 import pytest
 
-from hpctrain.hdf5 import DAMAGE, SIGNATURE, format_of, open_checked
+from hpctrain.hdf5 import DAMAGE, SIGNATURE, format_of, open_checked, open_for_writing
 
 Change = Callable[[h5py.File], object]
 VALUES = np.arange(5, dtype="<u4")
@@ -112,3 +114,29 @@ def test_what_is_no_file_of_ours_has_no_format(path: Path, tmp_path: Path) -> No
     assert [format_of(each) for each in (path, tmp_path, tmp_path / "none", tmp_path / "cut.h5")] == [
         None
     ] * 4
+
+
+def test_what_is_written_in_memory_is_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "new.h5"
+    with open_for_writing(path, "w") as file:
+        file["values"] = np.arange(100_000)
+        assert path.stat().st_size == 0
+    with open_for_writing(path, "r+") as file:
+        file["values"][70_000:70_010] = -1
+        file.attrs["complete"] = 1
+    with h5py.File(path) as file:
+        expected = np.arange(100_000)
+        expected[70_000:70_010] = -1
+        assert (file["values"][()] == expected).all()
+        assert file.attrs["complete"] == 1
+
+
+def test_a_write_that_fails_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    path = tmp_path / "new.h5"
+    monkeypatch.setattr(os, "pwrite", refuse)
+    with pytest.raises(OSError, match="Input/output error") as raised, open_for_writing(path, "w") as file:
+        file["values"] = VALUES
+    assert raised.value.filename == str(path)

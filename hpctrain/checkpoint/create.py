@@ -10,6 +10,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from errno import ENOSPC
 from functools import cache
 from math import prod
@@ -26,8 +27,10 @@ from hpctrain.checkpoint.checksum import Sums
 from hpctrain.checkpoint.layout import STORED_AS, Index
 from hpctrain.checkpoint.structure import CHECKSUMS, DECK, DTYPE, FORMAT, NAMED, STATE, VERSION, StoredTensor
 from hpctrain.checkpoint.versions import library_versions
-from hpctrain.comm.outcome import describe
+from hpctrain.comm.outcome import reason
 from hpctrain.errors import InputOutputError
+from hpctrain.files import delete_files, files_named
+from hpctrain.hdf5 import open_for_writing
 from hpctrain.units import format_bytes
 
 # Datasets of a page or more start at one; the space this takes is counted with the file's.
@@ -58,11 +61,11 @@ def create(temporary: Path, tensors: Tensors, state: Mapping[str, Any]) -> dict[
     needed = _needed(tensors, texts)
     try:
         temporary.parent.mkdir(parents=True, exist_ok=True)
-        for left in (temporary, *temporary.parent.glob(".step-*.h5.tmp")):
-            if left == temporary or (
-                _OF_A_STEP.fullmatch(left.name) and _OF_A_STEP.fullmatch(temporary.name)
-            ):
-                left.unlink(missing_ok=True)
+        if os.path.lexists(temporary):
+            temporary.unlink()
+        if _OF_A_STEP.fullmatch(temporary.name):
+            with suppress(OSError):  # they only take room
+                delete_files(temporary.parent, files_named(_OF_A_STEP.pattern))
         # HDF5 does not take errors of its own small writes well: look first.
         space = os.statvfs(temporary.parent)
         if space.f_bavail * space.f_frsize < needed:
@@ -71,15 +74,14 @@ def create(temporary: Path, tensors: Tensors, state: Mapping[str, Any]) -> dict[
         with temporary.open("r+b") as stream:
             os.posix_fallocate(stream.fileno(), 0, temporary.stat().st_size)
     except OSError as error:
-        raise InputOutputError(
-            f"{temporary}: cannot write a checkpoint of {format_bytes(needed)}: {describe(error)}"
-        ) from None
+        refused = f"{temporary}: cannot write a checkpoint of {format_bytes(needed)}"
+        raise InputOutputError(f"{refused}: {reason(error)}") from None
     return datasets
 
 
 def complete(temporary: Path, sums: Sums) -> None:
     """Put the checksums into the file and say that it is complete."""
-    with h5py.File(temporary, "r+", locking=False) as file:
+    with open_for_writing(temporary, "r+") as file:
         if sums.size:
             file[CHECKSUMS][...] = sums
         file[CHECKSUMS].attrs.modify("crc32", crc32(sums.tobytes()))
@@ -100,11 +102,10 @@ def _lay_out(temporary: Path, tensors: Tensors, texts: Mapping[str, str]) -> dic
     Object headers of this HDF5 version carry checksums, attributes of fixed length lie inside them.
     """
     datasets = {}
-    with h5py.File(
+    with open_for_writing(
         temporary,
         "w",
         libver=("v108", "v108"),
-        locking=False,
         alignment_threshold=_PAGE,
         alignment_interval=_PAGE,
     ) as file:

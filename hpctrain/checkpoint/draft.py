@@ -27,9 +27,9 @@ from hpctrain.checkpoint.structure import StoredTensor, examine
 from hpctrain.checkpoint.verify import damage
 from hpctrain.checkpoint.writeback import start_writing
 from hpctrain.comm.group import Group
-from hpctrain.comm.outcome import describe, reported_as
+from hpctrain.comm.outcome import reason, reported_as
 from hpctrain.errors import InputOutputError
-from hpctrain.files import synchronize
+from hpctrain.files import naming, synchronize
 
 PIECE_BYTES = 4 << 20
 """Bytes of one rank that are written at a time, at most: they stay in the cache while they are added up."""
@@ -97,7 +97,7 @@ class Draft:
                 sink(piece, content)
             except OSError as error:
                 raise InputOutputError(
-                    f"{self.path}: cannot write {piece.stored.dataset}: {describe(error)}"
+                    f"{self.path}: cannot write {piece.stored.dataset}: {reason(error)}"
                 ) from None
             offset, length = piece.span
             start = min(start, offset) if waiting else offset
@@ -114,7 +114,8 @@ class Draft:
         try:
             written = self._read_back()
         finally:
-            synchronized.result()
+            with naming(self.path):
+                synchronized.result()
         problems = [
             damage(self.path, stored, [int(number) for number in different])
             for stored in self.datasets.values()

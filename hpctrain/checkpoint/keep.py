@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from hpctrain.checkpoint.agree import together
@@ -9,7 +12,7 @@ from hpctrain.checkpoint.names import BEST, LATEST, checkpoint_step, checkpoints
 from hpctrain.checkpoint.structure import examine
 from hpctrain.checkpoint.verify import verify
 from hpctrain.comm.group import Group
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import HpctrainError, InputOutputError, failing_as
 
 
 def agreed_checkpoints(folder: str | Path, group: Group, present: bool = False) -> list[Path]:
@@ -48,10 +51,11 @@ def keep(folder: str | Path, count: int, group: Group, every: int = 0) -> list[P
     Those of every `every`-th step stay, and that to which the link `best` leads. Call it after a save. A
     checkpoint counts as good if its structure and state are (its data was compared when it was written).
     Fewer than `count` good ones: nothing is deleted. Returns, on rank 0, what was deleted. InputOutputError
-    if something cannot be deleted.
+    if something cannot be deleted, after the rest was.
     """
     assert count >= 1, count
     deleted: list[Path] = []
+    failures: list[str] = []
     with together(group):
         if group.rank == 0:
             good, best = 0, linked(folder, BEST)
@@ -61,8 +65,14 @@ def keep(folder: str | Path, count: int, group: Group, every: int = 0) -> list[P
                 elif path.is_symlink() or not path.is_file() or path.name == best:
                     continue  # not written by a run, or to stay
                 elif not every or (checkpoint_step(path) or 0) % every:
-                    path.unlink()
-                    deleted.append(path)
+                    try:
+                        path.unlink()
+                    except OSError as error:
+                        failures.append(f"{path}: cannot be deleted: {error.strerror or error}")
+                    else:
+                        deleted.append(path)
+            if failures:
+                raise InputOutputError(failures)
     return deleted
 
 
@@ -79,16 +89,36 @@ def unlink(folder: str | Path, name: str) -> None:
 
 
 def point_to(path: Path, group: Group, name: str = LATEST) -> None:
-    """Let the link `latest` beside a checkpoint, or another one, lead to it; collective, rank 0 does it."""
-    with together(group):
+    """Let the link `latest` beside a checkpoint, or another one, lead to it; collective, rank 0 does it.
+
+    InputOutputError where the file system refuses, as one without links does.
+    """
+    link = path.with_name(name)
+    with together(group), failing_as(f"{link}: cannot lead to {path.name}"):
         if group.rank == 0:
-            fresh, link = path.with_name(f".{name}.tmp"), path.with_name(name)
+            fresh = path.with_name(f".{name}.tmp")
             if link.exists() and not link.is_symlink():
                 return  # a file of somebody else's
             if fresh.is_symlink():
                 fresh.unlink()
             fresh.symlink_to(path.name)
             fresh.replace(link)
+
+
+@contextmanager
+def warned() -> Iterator[None]:
+    """Log an InputOutputError inside as warnings and go on: for what a run can do without."""
+    try:
+        yield
+    except InputOutputError as error:
+        for problem in error.problems:
+            logging.getLogger("hpctrain").warning("%s; the run goes on", problem)
+
+
+def lead_to(path: Path, group: Group, name: str = LATEST) -> None:
+    """Let a link lead to a checkpoint, as `point_to` does, or warn that it cannot; collective."""
+    with warned():
+        point_to(path, group, name)
 
 
 def is_complete(path: Path) -> bool:

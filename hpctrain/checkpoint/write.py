@@ -46,8 +46,9 @@ def save(
     draft = begin(Path(path), group, entries, state, piece_bytes)
     failed = True
     try:
-        # Without parallel HDF5 the ranks write where the datasets' bytes lie in the file.
-        if group.size == 1 or h5py.get_config().mpi:
+        # Without parallel HDF5 the ranks write where the datasets' bytes lie in the file. So does one rank
+        # alone: HDF5 does not survive that a write of its own fails.
+        if needs_mpi(group):
             _store_with_hdf5(draft)
         else:
             with together(group), draft.reported():
@@ -111,8 +112,6 @@ def _store_with_hdf5(draft: Draft) -> None:
 def _opened(draft: Draft) -> h5py.File:
     """Open the file by HDF5; collective. InputOutputError where HDF5 or MPI refuses."""
     try:
-        if draft.group.size == 1:
-            return h5py.File(draft.temporary, "r+", locking=False)
         return h5py.File(draft.temporary, "r+", driver="mpio", comm=communicator_of(draft.group.objects))
     except (OSError, RuntimeError) as error:
         problem = reason(error)

@@ -11,6 +11,7 @@ from time import perf_counter
 
 from hpctrain.comm.calls import Calls
 from hpctrain.comm.timeline import PHASES, Timeline
+from hpctrain.files import write_text
 
 
 @dataclass(slots=True)
@@ -134,4 +135,4 @@ class Ledger:
     def write(self, path: str | Path) -> None:
         """Write the rows as a JSON list of objects."""
         text = json.dumps([asdict(row) for row in self.rows()], indent=1)
-        Path(path).write_text(text + "\n", encoding="utf-8")
+        write_text(Path(path), text + "\n")

@@ -34,11 +34,12 @@ def describe(error: OSError) -> str:
 
 def reason(error: BaseException) -> str:
     """Why a call of the system, of HDF5 or of ours failed; what HDF5 says of itself in our words."""
-    text = str(error.args[0] if isinstance(error, KeyError) and error.args else error).strip().split("\n")[0]
+    whole = str(error.args[0] if isinstance(error, KeyError) and error.args else error).strip()
+    text = whole.split("\n")[0]
     told_by_mpi = _MPI.search(text)
     if told_by_mpi is not None:
         return f"{told_by_mpi[1]} failed: {told_by_mpi[2]}"
-    number = re.search(r"\berrno = (\d+)", text)  # HDF5 tells the system's error within its own
+    number = re.search(r"\berrno = (\d+)", whole)  # HDF5 tells the system's error within its own
     if number is not None:
         return os.strerror(int(number[1]))
     if isinstance(error, OSError) and error.strerror and not _HDF5.match(error.strerror):

@@ -47,7 +47,7 @@ from hpctrain.data.tokenizer_argument import named_tokenizer, remarks_on
 from hpctrain.data.tokenizer_settings import TokenizerSettings
 from hpctrain.data.write import Report, write_files, write_tokens
 from hpctrain.errors import HpctrainError, failing_as
-from hpctrain.files import JSON_BYTES, check_output, read_text, synchronize
+from hpctrain.files import JSON_BYTES, check_output, read_text, synchronize, write_text
 from hpctrain.words import counted
 
 if TYPE_CHECKING:
@@ -311,7 +311,7 @@ def _write_tokenizer(world: World, path: Path, tokenizer: Tokenizer) -> None:
         if world.rank == 0:
             temporary = path.with_name(f".{path.name}.partial")
             with failing_as(f"{path}: cannot be written"):
-                temporary.write_text(tokenizer.text, encoding="utf-8")
+                write_text(temporary, tokenizer.text)
                 synchronize(temporary)
                 temporary.replace(path)
 

@@ -17,7 +17,7 @@ from hpctrain.checkpoint.draft import PIECE_BYTES
 from hpctrain.checkpoint.entries import resumed_entries, stored_replicas, training_entries
 from hpctrain.checkpoint.finite import NonFiniteWeight, nonfinite_weight, require_finite
 from hpctrain.checkpoint.held import HeldState, HeldStates
-from hpctrain.checkpoint.keep import is_complete, keep, point_to, unlink
+from hpctrain.checkpoint.keep import is_complete, keep, lead_to, unlink, warned
 from hpctrain.checkpoint.layout import Entry
 from hpctrain.checkpoint.names import BEST, checkpoint_path
 from hpctrain.checkpoint.provenance import Provenance
@@ -245,7 +245,7 @@ class Checkpoints(Hook):
             return
         path, everyone = checkpoint_path(self.folder, self.best.kept), self.world.everyone
         if everyone.broadcast_object(_holds(path, self.best.record()) if everyone.rank == 0 else None):
-            point_to(path, everyone, BEST)
+            lead_to(path, everyone, BEST)
             return
         if self.best.kept and self.newest is not None and self.newest.parent == self.folder:
             sentence = f"{path}: the best so far is not there any more; the next evaluation makes the best"
@@ -258,11 +258,12 @@ class Checkpoints(Hook):
     def _saved(self, path: Path) -> None:
         """A checkpoint is complete: lead to it, and forget those beyond `checkpoint.keep`."""
         everyone, checkpoint = self.world.everyone, self.deck.checkpoint
-        self.newest = path  # it is, even if what follows fails
-        point_to(path, everyone)
+        self.newest = path
+        lead_to(path, everyone)
         if self._is_best:
-            point_to(path, everyone, BEST)
-        keep(self.folder, checkpoint.keep, everyone, checkpoint.keep_every)
+            lead_to(path, everyone, BEST)
+        with warned():
+            keep(self.folder, checkpoint.keep, everyone, checkpoint.keep_every)
         self.longest = max(self.longest, time.perf_counter() - self._began)
         sentence = "checkpoint %s written, which held up training for %.2f s"
         logging.getLogger("hpctrain").info(sentence, path, self._held_up)

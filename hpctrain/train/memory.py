@@ -15,6 +15,7 @@ from hpctrain.comm.world import World
 from hpctrain.engine.build import Engine
 from hpctrain.engine.stage import Stage
 from hpctrain.errors import failing_as
+from hpctrain.files import write_text
 from hpctrain.memory.accounts import Account
 from hpctrain.memory.live import Keeping, LiveActivations
 from hpctrain.memory.recompute import Recompute
@@ -162,4 +163,4 @@ class MemoryLedger(Hook):
         text = json.dumps({"predicted": self.predicted.row(), **measured, **time}, indent=1)
         path = self.folder / PLAN_FILE
         with failing_as(f"{path}: cannot be written"):
-            path.write_text(text + "\n", encoding="utf-8")
+            write_text(path, text + "\n")

@@ -32,6 +32,7 @@ from hpctrain.engine.held_out import HeldOut, open_held_out
 from hpctrain.engine.resumable import keep_vocabulary, require_resumable
 from hpctrain.engine.seat import take_seat
 from hpctrain.errors import EXIT_AGAIN, EXIT_DONE, HpctrainError
+from hpctrain.files import write_text
 from hpctrain.model.shape import ModelShape
 from hpctrain.plan.divided import build_seat_within_memory
 from hpctrain.plan.memory import MemoryPlan
@@ -117,7 +118,7 @@ class Run:
         with world.agreement():
             if world.rank == 0:
                 (folder / "checkpoints").mkdir(exist_ok=True)
-                (folder / "deck.toml").write_text(deck_text(deck), encoding="utf-8")
+                write_text(folder / "deck.toml", deck_text(deck))
                 (folder / QUESTION).unlink(missing_ok=True)  # of an earlier job
                 memory.write()
         newest = self.checkpoints.newest

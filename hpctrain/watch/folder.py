@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import logging
 import os
@@ -19,7 +18,7 @@ from hpctrain.checkpoint.names import checkpoints
 from hpctrain.deck.data_mixture import token_files
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
-from hpctrain.files import delete_folder, files_named, open_regular, read_text
+from hpctrain.files import delete_folder, files_named, naming, open_regular, read_text
 from hpctrain.watch.run_files import (
     LOCK,
     MARKER,
@@ -38,9 +37,6 @@ _SECONDS_PER_LOOK = 0.1
 
 _LOCK_BYTES = 1000
 _UNKNOWN = "unknown"
-
-# What file systems without locks say.
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 def replaces(deck: Deck, fresh: bool, again: bool) -> bool:
@@ -194,16 +190,19 @@ def lock_folder(folder: Path) -> TextIO:
             "let it end, or choose another run.dir or run.title"
         ) from None
     except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            stream.close()
-            raise
+        # Whatever the reason is: file systems without locks say it in many ways.
         logging.getLogger("hpctrain").warning(
-            "%s: this file system has no locks: nothing keeps a second job out of the folder", folder
+            "%s: this file system has no locks (%s): nothing keeps a second job out of the folder",
+            folder,
+            error.strerror or error,
         )
     job = os.environ.get("SLURM_JOB_ID")
-    stream.truncate(0)
-    stream.write(f"process {os.getpid()} on {socket.gethostname()}" + (f", Slurm job {job}" if job else ""))
-    stream.flush()
+    with naming(folder / LOCK):
+        stream.truncate(0)
+        stream.write(
+            f"process {os.getpid()} on {socket.gethostname()}" + (f", Slurm job {job}" if job else "")
+        )
+        stream.flush()
     return stream
 
 

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from hpctrain.characters import escaped
 from hpctrain.errors import HpctrainError
-from hpctrain.files import delete_files, delete_folder, files_named
+from hpctrain.files import delete_files, delete_folder, files_named, write_text
 from hpctrain.memory.offload_folder import delete_offload_folder, delete_scratch, is_scratch
 
 MARKER = ".hpctrain-run"  # the file that tells a run's folder from any other
@@ -50,7 +50,7 @@ def mark(folder: Path) -> None:
     """Say in a run's folder that it is one."""
     path = folder / MARKER
     if not os.path.lexists(path):
-        path.write_text(_MARK, encoding="utf-8")
+        write_text(path, _MARK)
 
 
 def is_run(folder: Path) -> bool:

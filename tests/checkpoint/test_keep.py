@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hpctrain.checkpoint.create import create, temporary_name
-from hpctrain.checkpoint.keep import keep, newest_good, point_to
+from hpctrain.checkpoint.keep import keep, lead_to, newest_good, point_to, warned
 from hpctrain.checkpoint.names import checkpoint_path, checkpoint_step, checkpoints
 from hpctrain.checkpoint.read import read_state
 from hpctrain.checkpoint.structure import examine
@@ -313,3 +313,25 @@ def test_what_a_run_does_not_write_is_kept(world: World, mpi_tmp_path: Path) -> 
     (mpi_tmp_path / "latest").unlink()
     point_to(checkpoint_path(mpi_tmp_path, 4), group)
     assert (mpi_tmp_path / "latest").resolve() == checkpoint_path(mpi_tmp_path, 4)
+
+
+def test_what_a_run_can_do_without_is_a_warning(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    group = world.alone().everyone
+    for step in (1, 2, 3):
+        save(checkpoint_path(tmp_path, step), group, [entry("a", torch.ones(3))], {"step": step})
+
+    def refuse(path: Path, *_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    with warned():
+        keep(tmp_path, 1, group)
+    lead_to(checkpoint_path(tmp_path, 3), group)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path}/step-00000002.h5: cannot be deleted: Input/output error; the run goes on",
+        f"{tmp_path}/step-00000001.h5: cannot be deleted: Input/output error; the run goes on",
+        f"{tmp_path}/latest: cannot lead to step-00000003.h5: Input/output error; the run goes on",
+    ]

@@ -5,6 +5,8 @@ Tests of watch/folder.py and watch/run_files.py.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import re
@@ -453,3 +455,16 @@ def test_no_command_is_named_that_is_refused(tmp_path: Path) -> None:
         line = f"hpctrain run {folder}/deck.toml{' --fresh' * fresh} --set run.dir=FOLDER"
         assert f"{there}: begin in another by `{line}`" in no_way_on(folder)
         assert clear_folder(deck_of(tmp_path / "another"), fresh, again=False) == ""
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EIO, errno.ENOLCK, errno.ESTALE, errno.EPERM])
+def test_locks_that_fail_in_any_way_are_a_warning(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    lock_folder(tmp_path).close()
+    told = f"{tmp_path}: this file system has no locks ({os.strerror(code)}): nothing keeps a second job out"
+    assert told in caplog.text

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hpctrain.comm.launcher import launcher_name
 from hpctrain.errors import EXIT_AGAIN, EXIT_DIFFERENT, EXIT_DONE, HpctrainError
-from hpctrain.files import require_writable, strict_json
+from hpctrain.files import require_writable, strict_json, write_text
 from hpctrain.job.ranks import Job, plan_job
 from hpctrain.job.wish import Wish
 from hpctrain.report.swept import draw_sweep
@@ -73,7 +73,7 @@ def sweep_deck(
         best = best_of(results, wanted)
         told = {"best": None if best is None else str(best.variant.folder), "figure": figure}
         runs = [_told(each) | ({} if wanted is None else {"figure": each.wanted}) for each in results]
-        output.write_text(strict_json({**told, "runs": runs}, indent=1) + "\n")
+        write_text(output, strict_json({**told, "runs": runs}, indent=1) + "\n")
     if picture is not None:
         words = "" if wanted is None else wanted.words
         draw_sweep(picture, sweep.folder.name, swept_runs(results), words)

@@ -18,7 +18,7 @@ from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.toml import parse_argument
 from hpctrain.errors import HpctrainError, InputOutputError, failing_as
-from hpctrain.files import parse_json, read_text, strict_json
+from hpctrain.files import parse_json, read_text, strict_json, write_text
 from hpctrain.report.runs import deck_keys
 
 SWEEP_FILE = "sweep.json"
@@ -218,7 +218,7 @@ def record(sweep: Sweep) -> None:
     with failing_as(f"{sweep.folder}: cannot be written"):
         sweep.folder.mkdir(parents=True, exist_ok=True)
         new = sweep.folder / f".{SWEEP_FILE}.new"
-        new.write_text(strict_json({"runs": known}, indent=1) + "\n", encoding="utf-8")
+        write_text(new, strict_json({"runs": known}, indent=1) + "\n")
         new.replace(sweep.folder / SWEEP_FILE)
 
 
