@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from hpctrain.deck.key import expand_home
 from hpctrain.deck.target import found_from
 
 _OWN = ("module", "arguments", "miniature", "blocks", "loss", "initial", "buffers", "plan")
@@ -40,7 +41,7 @@ def config_arguments(model: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     if target.partition(":")[0].partition(".")[0] != "transformers":
         return None
-    folder = os.path.abspath(source)  # noqa: PTH100
+    folder = os.path.abspath(expand_home(source))  # noqa: PTH100
     return {"config": folder} if os.path.isfile(os.path.join(folder, "config.json")) else None  # noqa: PTH113, PTH118
 
 

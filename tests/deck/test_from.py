@@ -163,6 +163,8 @@ def test_a_class_of_transformers_is_described_by_the_folder_that_it_starts_from(
     deck = parse_deck(MODULE)
     assert deck.model.arguments == {"config": str(folder)}
     assert "(from model.from): no" in deck.problem("model.arguments", "no")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert parse_deck(MODULE, ["model.from=~/models/small"]).model.arguments == {"config": str(folder)}
     assert parse_deck(deck_text(deck)).model.arguments == deck.model.arguments
     assert parse_deck(MODULE, ["model.arguments={n_layer=2}"]).model.arguments == {"n_layer": 2}
     assert parse_deck(MODULE, ["model.module=mine.py:build"]).model.arguments is None
