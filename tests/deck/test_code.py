@@ -7,19 +7,24 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hpctrain.checkpoint.stored_deck import deck_state, require_trusted, stored_deck
+from hpctrain.checkpoint.structure import Structure
 from hpctrain.deck.code import CODE_KEYS, CodeName, CodeTrust, NamedCode, UntrustedCodeError, code_names
 from hpctrain.deck.find import find_function
 from hpctrain.deck.read import changed_deck, parse_deck, read_code_names, read_stored_deck
 from hpctrain.deck.schema import Deck, fields, sections
 from hpctrain.engine.evaluated import evaluated_deck
 from hpctrain.errors import EXIT_DONE, HpctrainError
+from hpctrain.optim.spikes import Spike
 from hpctrain.post.rewards.in_processes import UsersReward
 from hpctrain.post.rewards.rewards import parse_reward
+from hpctrain.report.bad_samples import bad_samples
 
 TEXT = """
 [run]
@@ -168,6 +173,15 @@ def test_rewards_of_a_stored_deck_are_called_only_if_they_are_trusted() -> None:
     state = deck_state(parse_deck(POLICY))
     assert evaluated_deck(state, FILE, [], 1).objective.kind == "next-token"
     assert not stored(f'policy.reward=["{reward.target}"]', text=POLICY).untrusted_code
+
+
+def test_samples_that_were_left_out_are_shown_only_of_a_dataset_that_is_trusted() -> None:
+    """As `inspect --bad-samples` opens the dataset, which is code."""
+    spike = Spike(2, None, None, "loss is not finite", 0, 2)
+    state = deck_state(parse_deck(TEXT)) | {"spikes": {"found": [asdict(spike)]}}
+    structure = Structure(FILE, {}, np.empty(0, np.uint64), state)
+    with pytest.raises(UntrustedCodeError, match=r"data\.dataset = "):
+        bad_samples(structure, CodeTrust())
 
 
 def test_rewards_that_are_no_functions_name_no_code() -> None:
