@@ -353,7 +353,7 @@ TINY = ModelShape(
 )
 def test_what_transformers_does_not_have_is_not_exported(changes: dict[str, Any], told: str) -> None:
     with pytest.raises(HpctrainError, match="so this model cannot be exported") as caught:
-        config_of(ModelShape(**{**vars(TINY), "head_size": 0, **changes}), "float32", None)
+        config_of(ModelShape(**{**vars(TINY), "head_size": 0, **changes}), "float32")
     assert told in str(caught.value)
 
 
