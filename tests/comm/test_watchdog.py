@@ -356,3 +356,25 @@ def test_of_thousands_of_ranks_a_few_lines_tell() -> None:
     assert lines[1].startswith("rank 1234 on node never entered all_reduce 5 of world (ranks 0-2999;")
     assert lines[1].endswith("in which ranks 0-76, 78-1233, 1235-2999 have waited for 7.0 s")
     assert len(lines) == 4
+
+
+def test_several_nodes_report_into_a_folder_that_they_share(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = world.alone()
+    own.nodes = 2
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(watchdog, "_SECONDS_TO_APPEAR", 0.0)
+    for cache, shared in (("cache", "cache/hpctrain"), ("file", "here")):
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / cache))
+        with Watchdog(own) as dog:
+            assert dog.folder is not None
+            assert dog.folder.parent == tmp_path / shared
+            assert not any((tmp_path / shared).iterdir()), "only a rank that is silent writes there"
+    monkeypatch.setattr(Path, "touch", lambda _: None)
+    with Watchdog(own) as dog:
+        assert dog.folder is None
+        assert dog._is_excused()
+    assert "the nodes share neither the user's cache folder nor the current folder" in capsys.readouterr().err
