@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import selectors
-import signal
 import socket
 import subprocess
 import time
@@ -18,14 +17,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from hpctrain.comm.helper import how_ended, start_helper
+from hpctrain.comm.helper import end_helper, has_ended, how_ended, start_helper, wait_for_end
 from hpctrain.units import format_bytes, format_seconds
 
 MOST_ANSWER_BYTES = 1 << 28
 
 _LOOK_AGAIN = 0.2  # seconds: whether a process is over though its socket, which others may have, is not
 _SECONDS_TO_END = 2.0
-_SECONDS_TO_CLEAN_UP = 5.0
 _CHUNK = 1 << 20
 
 
@@ -129,45 +127,22 @@ class ChildProcess:
         return answer["answer"]
 
     def is_over(self) -> bool:
-        """Return True if the process has ended; it is not reaped, so that its number stays its own."""
-        if self.process.returncode is not None:
-            return True
-        try:
-            return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-        except ChildProcessError:  # where SIGCHLD is ignored, nobody can wait for it
-            return True
+        """Return True if the process has ended."""
+        return has_ended(self.process)
 
     def close(self) -> None:
         """End the process at once, with all that it has started: it keeps nothing."""
-        self._end()
+        end_helper(self.process, self._guarded)
         self.process.wait()
         self.channel.close()
 
     def end(self) -> tuple[str, int]:
         """Return how the process ends, in words and as a signal or 0; what it has started is ended."""
-        self._wait(_SECONDS_TO_END)
+        wait_for_end(self.process, _SECONDS_TO_END)
         if self.is_over():
-            self._end()
+            end_helper(self.process, self._guarded)
         words = how_ended(self.process)
         return words, max(0, -(self.process.returncode or 0))
-
-    def _end(self) -> None:
-        """End the process and its descendants: by itself where it can, else its group."""
-        if self.process.returncode is not None:
-            return
-        if self._guarded:
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(self.process.pid, signal.SIGTERM)
-            self._wait(_SECONDS_TO_CLEAN_UP)
-        # The number of the group is its own as long as nobody has waited for the process.
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-
-    def _wait(self, seconds: float) -> None:
-        until, pause = time.monotonic() + seconds, 0.001
-        while not self.is_over() and time.monotonic() < until:
-            time.sleep(pause)
-            pause = min(2 * pause, 0.02)
 
 
 def next_answer(children: Sequence[ChildProcess]) -> tuple[int, Any]:

@@ -12,6 +12,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -144,6 +145,43 @@ def leave_signals_to_ranks() -> Callable[[], None]:
         )
 
     return let_children_hear
+
+
+def has_ended(process: subprocess.Popen[bytes]) -> bool:
+    """Return True if a helper has ended; it is not reaped, so that its number stays its own."""
+    if process.returncode is not None:
+        return True
+    try:
+        return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:  # where SIGCHLD is ignored, nobody can wait for it
+        return True
+
+
+def wait_for_end(process: subprocess.Popen[bytes], seconds: float) -> None:
+    """Wait until a helper has ended, at most so many seconds; it is not reaped."""
+    until, pause = time.monotonic() + seconds, 0.001
+    while not has_ended(process) and time.monotonic() < until:
+        time.sleep(pause)
+        pause = min(2 * pause, 0.02)
+
+
+def end_helper(process: subprocess.Popen[bytes], guarded: bool) -> None:
+    """End a helper with a session of its own, and all that it has started.
+
+    Args:
+        process: The helper; it is not reaped.
+        guarded: Whether the helper has called `end_group_with`; its guard is asked first, since it finds
+            processes in other sessions, too.
+    """
+    if process.returncode is not None:
+        return
+    if guarded:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(process.pid, signal.SIGTERM)
+        wait_for_end(process, _SECONDS_TO_END)
+    # The number of the group is its own as long as nobody has waited for the process.
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def how_ended(process: subprocess.Popen[bytes]) -> str:

@@ -17,7 +17,7 @@ from typing import BinaryIO
 
 import torch
 
-from hpctrain.comm.helper import end_with, leave_signals_to_ranks
+from hpctrain.comm.helper import end_group_with, leave_signals_to_ranks
 from hpctrain.data.dataset import DatasetName, UsersDataset
 from hpctrain.data.items import Fields
 from hpctrain.data.mapped import to_memory
@@ -27,7 +27,7 @@ from hpctrain.errors import HpctrainError
 def serve(socket_number: int, parent: int) -> None:
     """Answer until nobody asks any more: after the dataset's name come numbers and epochs of items."""
     let_children_hear = leave_signals_to_ranks()
-    if not end_with(parent):
+    if not end_group_with(parent):
         return
     let_children_hear()
     torch.set_num_threads(1)

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpctrain.comm.helper import how_ended, start_helper
+from hpctrain.comm.helper import end_helper, how_ended, start_helper
 from hpctrain.data.dataset import DatasetName
 from hpctrain.data.items import Fields
 from hpctrain.data.mapped import of_memory
@@ -88,7 +88,8 @@ class _Worker:
         self.answers, theirs = socket.socketpair()
         with theirs:
             number = theirs.fileno()
-            self.process = start_helper(f"{_START}serve({number}, {os.getpid()})", number)
+            code = f"{_START}serve({number}, {os.getpid()})"
+            self.process = start_helper(code, number, own_session=True)
         self.send(name.to_json())
 
     def send(self, line: str) -> None:
@@ -107,8 +108,8 @@ class _Worker:
         return of_memory(files[0]) if content else None
 
     def close(self) -> None:
-        """End it at once: it keeps nothing."""
-        self.process.kill()
+        """End it at once, with all that it has started: it keeps nothing."""
+        end_helper(self.process, guarded=True)
         self.process.wait()
         self.answers.close()
         assert self.process.stdin is not None

@@ -5,8 +5,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -46,6 +48,9 @@ class Drawn:
                 os.kill(os.getpid(), 9)
             case "leaves":
                 os._exit(7)
+            case "starts":
+                child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+                Path(self.odd["file"]).write_text(str(child.pid))
         while True:
             pass
 

@@ -238,8 +238,11 @@ def test_what_a_dataset_forks_can_be_ended(started: list[Workers]) -> None:
 
 
 def test_a_process_ends_with_its_rank(tmp_path: Path) -> None:
-    """Even where the rank is killed, and the process is within a user's endless loop."""
-    arguments = json.dumps({"at": 1, "kind": "hangs"})
+    """Even where the rank is killed, and the process is within a user's endless loop, after it has started
+    a process with a session of its own.
+    """
+    started = tmp_path / "started"
+    arguments = json.dumps({"at": 1, "kind": "starts", "file": str(started)})
     code = (
         "from hpctrain.data.workers import Workers; from hpctrain.data.dataset import *\n"
         f"workers = Workers(DatasetName(NamedCode('{SETS}:Drawn'), '{arguments}', None, 3), 1)\n"
@@ -251,12 +254,17 @@ def test_a_process_ends_with_its_rank(tmp_path: Path) -> None:
         assert rank.stdout is not None
         process = int(rank.stdout.readline())
         os.kill(process, 0)
+        for _ in range(6000):
+            if started.exists() and started.read_text():
+                break
+            time.sleep(0.01)
         rank.kill()
     deadline = time.monotonic() + 10
-    while time.monotonic() < deadline and Path(f"/proc/{process}/cmdline").exists():
-        if not Path(f"/proc/{process}/cmdline").read_bytes():
-            break  # ended, and nobody has asked how
-        time.sleep(0.05)
+    for each in (process, int(started.read_text())):
+        while time.monotonic() < deadline and Path(f"/proc/{each}/cmdline").exists():
+            if not Path(f"/proc/{each}/cmdline").read_bytes():
+                break  # ended, and nobody has asked how
+            time.sleep(0.05)
     assert time.monotonic() < deadline
 
 
