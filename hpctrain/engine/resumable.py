@@ -22,11 +22,14 @@ from hpctrain.errors import HpctrainError
 from hpctrain.model.parametrization import Parametrization
 from hpctrain.sharding.compression.warmed import momentum_given_after
 
+_BY_WHAT_IS_DONE = ("communication.warmup", "policy.rollout", "policy.epochs")
+"""Keys that are refused by what the run has done, not by their values alone."""
+
 _TAKEN_BY_FROM = ("model.experts", "model.adapters", "objective.kind")
 """Keys that change parameters, but in ways that [model] from of a new run takes into account."""
 
 
-def require_resumable(deck: Deck, before: Deck, path: Path, updates: int) -> None:
+def require_resumable(deck: Deck, before: Deck, path: Path, updates: int, samples: int = 0) -> None:
     """Raise HpctrainError with every key that keeps a run from going on.
 
     Args:
@@ -34,12 +37,14 @@ def require_resumable(deck: Deck, before: Deck, path: Path, updates: int) -> Non
         before: The deck that the checkpoint `path` was trained with.
         path: The checkpoint, for messages.
         updates: Optimizer updates that the checkpoint was trained for.
+        samples: Samples that it was trained on.
     """
     problems = [
         *_model_problems(deck, before, path),
         *_critic_problems(deck, before, path),
         *_optimizer_problems(deck, before, path),
         *_warmup_problems(deck, before, updates),
+        *_rollout_problems(deck, before, path, samples),
     ]
     if problems:
         raise HpctrainError(problems)
@@ -102,7 +107,7 @@ def _model_problems(deck: Deck, before: Deck, path: Path) -> Iterator[str]:
 def _compared_keys() -> Iterator[str]:
     """Yield the keys that are refused, but for those of tables within keys, which these are compared with."""
     for key in keys_with("refused"):
-        if key.count(".") == 1 and key != "communication.warmup":
+        if key.count(".") == 1 and key not in _BY_WHAT_IS_DONE:
             yield key
 
 
@@ -250,3 +255,19 @@ def _warmup_problems(deck: Deck, before: Deck, updates: int) -> list[str]:
         )
         return [deck.problem("communication.warmup", sentence)]
     return []
+
+
+def _rollout_problems(deck: Deck, before: Deck, path: Path, samples: int) -> list[str]:
+    """Return why rollouts of another size cannot begin after what the run has done.
+
+    A policy would never be between two of them, which is where it looks for signals.
+    """
+    if deck.objective.kind not in POLICIES:
+        return []
+    sizes = (each.policy.rollout or each.batch.global_size for each in (deck, before))
+    size, old = (rollout * each.policy.epochs for rollout, each in zip(sizes, (deck, before), strict=True))
+    if size == old or samples % size == 0:
+        return []
+    key = "policy.epochs" if _differs(deck, before, "policy.epochs") else "policy.rollout"
+    sentence = f"{path} was trained on {samples} samples, which are no whole rollouts of {size}"
+    return [deck.problem(key, f"{sentence} (policy.rollout x policy.epochs must divide them)")]

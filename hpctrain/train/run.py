@@ -503,7 +503,7 @@ def _go_on(
         makes, ranks = "", int(state.get("ranks", world.size))
         if follows:
             deck, makes = with_ranks(deck, before, ranks, world.size)
-        require_resumable(deck, before, path, int(state.get("updates", step)))
+        require_resumable(deck, before, path, int(state.get("updates", step)), int(state.get("samples", 0)))
         deck = keep_vocabulary(deck, before)
         if deck.run.steps < step:
             below = f"is below the step of {path}, {step}; a run goes on to a later one"

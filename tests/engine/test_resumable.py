@@ -74,8 +74,11 @@ def deck_of(keys: tuple[str, ...]) -> Deck:
 
 
 def test_every_key_that_is_refused_is_tried() -> None:
-    within_keys = {key for key in keys_with("refused") if key.count(".") > 1}
-    assert CHANGES.keys() | within_keys == set(keys_with("refused"))
+    elsewhere = {key for key in keys_with("refused") if key.count(".") > 1} | {
+        "policy.rollout",
+        "policy.epochs",
+    }
+    assert CHANGES.keys() | elsewhere == set(keys_with("refused"))
 
 
 @pytest.mark.parametrize("key", CHANGES)
@@ -138,6 +141,33 @@ def test_a_run_keeps_its_vocabulary_where_the_deck_gives_none() -> None:
     deck = small_deck("model.vocabulary=")
     assert keep_vocabulary(deck, before).model.vocabulary == 99
     assert keep_vocabulary(small_deck("model.vocabulary=98"), before).model.vocabulary == 98
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (
+            ("policy.rollout=16",),
+            "--set policy.rollout=16: x.h5 was trained on 24 samples, which are no whole",
+        ),
+        (
+            ("policy.epochs=2",),
+            "--set policy.epochs=2: x.h5 was trained on 24 samples, which are no",
+        ),
+        (("batch.global_size=24",), ""),
+        (("policy.epochs=3",), ""),
+    ],
+)
+def test_a_policy_goes_on_between_rollouts(changes: tuple[str, ...], told: str) -> None:
+    """In the midst of one it would never be between rollouts again, where it heeds signals."""
+    before, after = small_deck(*PPO, "run.steps=48"), small_deck(*PPO, "run.steps=48", *changes)
+    if not told:
+        require_resumable(after, before, PATH, 3, 24)
+        require_resumable(before, before, PATH, 3, 28)  # as a run stops that had too many spikes
+        return
+    with pytest.raises(HpctrainError) as caught:
+        require_resumable(after, before, PATH, 3, 24)
+    assert len(caught.value.problems) == 1 and caught.value.problems[0].startswith(told)
 
 
 def test_another_model_of_the_critic_is_refused() -> None:
