@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.data.contents import NOUNS, PROMPTS, TEXT_KIND
+from hpctrain.data.output_lock import hold_output
 from hpctrain.data.prepare import Prepared, Say, prepare
 from hpctrain.data.tokenizer import BYTES
 from hpctrain.data.write import Report
@@ -28,20 +29,25 @@ _OF_TEXT = {
 def prepare_any(
     world: World, out: Path, paths: Sequence[str], choices: Mapping[str, Any], say: Say, report: Report
 ) -> Prepared:
-    """Make `out`, as of `prepare` or, where a `kind` is among the choices, `prepare_rows`."""
+    """Make `out` by `prepare` or, where a `kind` is among the choices, by `prepare_rows`; collective.
+
+    HpctrainError also where another process makes the same output.
+    """
     rest = dict(choices)
     kind, template = rest.pop("kind", None), rest.pop("template", None)
     if kind is None:
         if template is not None:
             raise HpctrainError("--template: goes with --chat, --preferences or --prompts")
-        return prepare(world, out, paths, **rest, say=say, report=report)
+        with hold_output(world, out, say):
+            return prepare(world, out, paths, **rest, say=say, report=report)
     from hpctrain.data.prepare_rows import prepare_rows
 
     wrong = [f"{typed}: is for text, and does not go with --{kind}" for typed in _given(rest)]
     if wrong:
         raise HpctrainError(wrong)
     rest["tokenizer"] = rest.get("tokenizer") or BYTES
-    return prepare_rows(world, out, paths, kind=kind, template=template, **rest, say=say, report=report)
+    with hold_output(world, out, say):
+        return prepare_rows(world, out, paths, kind=kind, template=template, **rest, say=say, report=report)
 
 
 def made_text(made: Prepared, in_shards: bool = False) -> str:

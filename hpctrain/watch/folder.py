@@ -211,6 +211,11 @@ def is_free(folder: Path) -> bool:
     return _is_held(folder) is False
 
 
+def running_job(folder: Path) -> str:
+    """Describe the job that writes to a run's folder now; empty where none does, or nothing tells."""
+    return _holder(folder) if _is_held(folder) else ""
+
+
 def _is_held(folder: Path) -> bool | None:
     """Whether a process holds the folder; None where the file system does not tell."""
     try:

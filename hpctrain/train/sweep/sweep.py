@@ -24,6 +24,7 @@ from hpctrain.train.sweep.results import (
 )
 from hpctrain.train.sweep.slots import slots_of, train_all
 from hpctrain.train.sweep.variants import Sweep, Variant, make_sweep, record
+from hpctrain.watch.folder import running_job
 from hpctrain.words import require
 
 Told = Callable[[str], None]
@@ -63,6 +64,7 @@ def sweep_deck(
         left = [each.variant for each in results_of(sweep) if not each.done]
         if len(left) < len(sweep.variants):
             show(f"{len(sweep.variants) - len(left)} of {len(sweep.variants)} runs are done already")
+        left = without_running(left, show)
         if left:
             most = max(each.deck.run.threads for each in left)
             free = slots_of(slots, ranks, most, _cores(), _gpus(left[0].deck.run.device))
@@ -115,6 +117,17 @@ def refuse_ranks(environment: Mapping[str, str]) -> None:
     launcher = launcher_name(environment)
     if launcher != "none (one process)":
         raise HpctrainError(f"sweep: starts ranks itself (--ranks-each); start it alone, not by {launcher}")
+
+
+def without_running(variants: Sequence[Variant], show: Told) -> list[Variant]:
+    """Return the runs that no job trains now; tell of the others, which a killed sweep leaves behind."""
+    free = []
+    for variant in variants:
+        if job := running_job(variant.folder):
+            show(f"{variant.name}: still runs ({job}), begun by an earlier sweep; it is left alone")
+        else:
+            free.append(variant)
+    return free
 
 
 def _cores() -> list[int]:

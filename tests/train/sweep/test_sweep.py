@@ -29,8 +29,9 @@ from hpctrain.report.rows import read_metrics
 from hpctrain.report.swept import SweptRun, picture
 from hpctrain.train.sweep.results import Result, best_of, result_lines, swept_runs, wanted_figure
 from hpctrain.train.sweep.slots import slots_of
-from hpctrain.train.sweep.sweep import sweep_job
+from hpctrain.train.sweep.sweep import sweep_job, without_running
 from hpctrain.train.sweep.variants import make_sweep, record, recorded, split_values
+from hpctrain.watch.folder import take_folder
 from tests.launch import ROOT
 
 DECK = """
@@ -214,6 +215,16 @@ def test_a_sweep_stops_in_good_order_and_goes_on(tokens: Path) -> None:
     assert done.returncode == 0, done.stdout
     assert [row["step"] for row in read_metrics(rows)] == [*range(1, stopped + 4)]
     assert len(read_metrics(Path("runs/two/seed=2/metrics.jsonl"))) == stopped + 3
+
+
+def test_runs_that_a_killed_sweep_left_running_are_told(deck: Path) -> None:
+    first, *others = make_sweep(deck, ["run.seed=1,2"], 1, None).variants
+    said: list[str] = []
+    with take_folder(first.folder):
+        assert without_running([first, *others], said.append) == others
+    assert [line.partition(" (")[0] for line in said] == [f"{first.name}: still runs"]
+    assert f"process {os.getpid()} on " in said[0]
+    assert without_running([first, *others], pytest.fail) == [first, *others]
 
 
 def test_ranks_do_not_sweep(deck: Path, monkeypatch: pytest.MonkeyPatch) -> None:
