@@ -39,8 +39,10 @@ peak_flops = 1e10
 
 # Stops rank 1 where it comes to a function, and then runs the command line.
 PROGRAM = """
-import os, signal, sys
+import os, signal, sys, tempfile
 from importlib import import_module
+
+tempfile.tempdir = os.environ["TMPDIR"]  # a warm process has asked for it before
 
 module, _, name = sys.argv.pop(1).partition(":")
 owner, *path = [import_module(module), *name.split(".")]
