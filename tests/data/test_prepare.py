@@ -83,10 +83,12 @@ def test_the_file_does_not_depend_on_the_ranks(
     if world.rank == 0:
         prepare(world.alone(), mpi_tmp_path / "one.h5", [folder], **options)
         with h5py.File(mpi_tmp_path / "all.h5") as many, h5py.File(mpi_tmp_path / "one.h5") as one:
-            assert set(many) == set(one) == {"tokens", "document_ends", "tokenizer", "checksums"}
+            names = {"tokens", "document_ends", "tokenizer", "tokenizer_settings", "checksums"}
+            assert set(many) == set(one) == names
             for name in many:
                 assert many[name].dtype == one[name].dtype
                 assert many[name][:].tobytes() == one[name][:].tobytes(), name
+                assert dict(many[name].attrs) == dict(one[name].attrs), name
             assert dict(many.attrs) == dict(one.attrs)
     world.everyone.barrier()
 
