@@ -72,7 +72,7 @@ def open_reference(
     buckets = [bucket for bucket in engine.buckets if bucket.trained or not shared]
     if checkpoint is None:
         with world.agreement():
-            if world.rank == 0:
+            if world.rank == 0:  # a replay has a folder of its own, which is not there yet
                 path.parent.mkdir(parents=True, exist_ok=True)
         held = (
             tensor

@@ -17,12 +17,10 @@ from hpctrain.checkpoint.read import read_state
 from hpctrain.checkpoint.stored_deck import require_trusted, stored_deck
 from hpctrain.checkpoint.verify import verify
 from hpctrain.comm.parallel_files import require_parallel_files
-from hpctrain.comm.watchdog import QUESTION
 from hpctrain.comm.world import World
 from hpctrain.deck.check_world import check_world
 from hpctrain.deck.code import trust_of
 from hpctrain.deck.objective import REFERRED
-from hpctrain.deck.read import deck_text
 from hpctrain.deck.replicas import begun_with, with_ranks
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.corpus import Corpus, open_corpus, settle_vocabulary
@@ -32,7 +30,6 @@ from hpctrain.engine.held_out import HeldOut, open_held_out
 from hpctrain.engine.resumable import keep_vocabulary, require_resumable
 from hpctrain.engine.seat import take_seat
 from hpctrain.errors import EXIT_AGAIN, EXIT_DONE, HpctrainError
-from hpctrain.files import write_text
 from hpctrain.model.shape import ModelShape
 from hpctrain.plan.divided import build_seat_within_memory
 from hpctrain.plan.memory import MemoryPlan
@@ -56,7 +53,7 @@ from hpctrain.train.server.checkpoints import ServedCheckpoints
 from hpctrain.train.server.trainer import ServedTrainer
 from hpctrain.train.signals import Signals
 from hpctrain.train.start import require_training_state, start_from_source
-from hpctrain.train.startup import check_run_folder, prepare_ranks, read_agreed
+from hpctrain.train.startup import RunFolder, prepare_ranks, read_agreed
 from hpctrain.train.step import TrainState
 from hpctrain.train.summary import decay_ended, introduction
 from hpctrain.train.taken import Taken, take_mirror
@@ -66,7 +63,7 @@ from hpctrain.train.updates import learns_nothing
 from hpctrain.train.verify import verify_layout
 from hpctrain.train.watchers import EightBitWatch, Evaluation, SlowRanks, StepReport, Trace
 from hpctrain.train.way_back import WayBack
-from hpctrain.watch.folder import clear_folder, refuse_other_folder, replaces, take_folder
+from hpctrain.watch.folder import clear_folder, clear_other_folder, refuse_other_folder, replaces
 from hpctrain.watch.machine import Peak
 from hpctrain.watch.newest import find_checkpoint
 from hpctrain.watch.reporter import Reporter
@@ -87,6 +84,7 @@ class Run:
     corpus: Corpus
     trainer: Trainer
     checkpoints: Checkpoints
+    folder: RunFolder
     predicted: MemoryPlan
     limit: TimeLimit | None
     heeded: tuple[str, ...]
@@ -107,9 +105,7 @@ class Run:
         deck, world, engine, state = self.deck, self.world, self.trainer.engine, self.trainer.state
         folder = Path(deck.run.dir)
         world.ledger.activity = "taking the run folder"
-        with world.agreement():
-            lock = take_folder(folder) if world.rank == 0 else None
-        check_run_folder(world, folder)
+        self.folder.take()
         if world.everyone.broadcast_object(self.checkpoints.through_mpi):  # of roles others may write none
             require_parallel_files(world, folder)
         seconds = None if self.planned is None else StepSeconds(self.trainer, self.planned)
@@ -117,9 +113,6 @@ class Run:
         memory = MemoryLedger(engine, self.trainer.activations, self.predicted, *where, seconds, beside)
         with world.agreement():
             if world.rank == 0:
-                (folder / "checkpoints").mkdir(exist_ok=True)
-                write_text(folder / "deck.toml", deck_text(deck))
-                (folder / QUESTION).unlink(missing_ok=True)  # of an earlier job
                 memory.write()
         newest = self.checkpoints.newest
         if newest is not None:
@@ -166,8 +159,7 @@ class Run:
             self.trainer.close()
             engine.close()
             self.corpus.close()
-            if lock is not None:
-                lock.close()
+            self.folder.close()
         return EXIT_AGAIN if order.stop else EXIT_DONE
 
 
@@ -307,15 +299,16 @@ def open_run(
     world: World,
     deck: Deck,
     checkpoint: Path | None = None,
-    clear: Callable[[], str] = str,
+    clear: Callable[[], str] | None = None,
     replayed: Path | None = None,
     make: MakeTrainer = make_trainer,
 ) -> Run:
     """The run of a deck from its beginning, or from a checkpoint on; `make` makes what trains it. Collective.
 
     `clear` makes the run's folder ready, on rank 0, once nothing can be refused any more; what it returns is
-    said at the start. Tokens of the samples of the file `replayed` go to the experts that it names.
-    HpctrainError on all ranks where the deck cannot be run here, or that file does not fit.
+    said at the start. Without it, as in a replay, the folder is not taken before the run trains. Tokens of
+    the samples of the file `replayed` go to the experts that it names. HpctrainError on all ranks where the
+    deck cannot be run here, or that file does not fit.
     """
     limit = TimeLimit.find(deck, os.environ, time.monotonic())
     torch.set_num_threads(deck.run.threads)
@@ -344,10 +337,11 @@ def open_run(
     def ready() -> None:
         nonlocal stays
         with world.agreement():
-            stays = clear() if world.rank == 0 else ""
+            stays = clear() if clear is not None and world.rank == 0 else ""
 
     engine, predicted = build_seat_within_memory(deck, seat, ready)
     checkpoints = Checkpoints(deck, engine, known_corpus(world, deck, corpus, checkpoint), world)
+    folder = RunFolder(world, deck)
     started_from = ""
 
     def fill() -> TrainState | None:
@@ -358,21 +352,29 @@ def open_run(
         with seat.agreement():
             if deck.model.source is not None and not seat.idle:
                 started_from = start_from_source(deck, engine)
+        if clear is not None:
+            folder.take()  # a reference may be written now
         return None
 
     world.ledger.activity = "preparing the trainer"
-    trainer = make(Beginning(deck, engine, corpus, checkpoint, fill, seat))
-    checkpoints.known = {**checkpoints.known, **trainer.known}
-    if deck.objective.kind in REFERRED:
-        held_out, known = refer(trainer.step, corpus, held_out, Path(deck.run.dir), checkpoint)
-        checkpoints.known = {**checkpoints.known, **known}
+    try:
+        trainer = make(Beginning(deck, engine, corpus, checkpoint, fill, seat))
+        checkpoints.known = {**checkpoints.known, **trainer.known}
+        if deck.objective.kind in REFERRED:
+            held_out, known = refer(trainer.step, corpus, held_out, folder.path, checkpoint)
+            checkpoints.known = {**checkpoints.known, **known}
+    except BaseException:
+        folder.close()
+        raise
     routing: Routing | None = None
     if deck.model.record_routing or given is not None:
         routing = Routing(engine, trainer.state, deck.model.record_routing, given)
         trainer.step.choices = routing.choices
     follows = routing.sentence(replayed) if routing is not None and replayed is not None else ""
     heeded = (stays, checked, started_from, *checkpoints.heeded, follows, *compared, seconds)
-    return Run(deck, corpus, trainer, checkpoints, predicted, limit, heeded, routing, planned, held_out)
+    return Run(
+        deck, corpus, trainer, checkpoints, folder, predicted, limit, heeded, routing, planned, held_out
+    )
 
 
 def _open_served(
@@ -381,7 +383,7 @@ def _open_served(
     corpus: Corpus,
     held_out: tuple[HeldOut, ...],
     checkpoint: Path | None,
-    clear: Callable[[], str],
+    clear: Callable[[], str] | None,
     limit: TimeLimit | None,
     compared: Sequence[str],
 ) -> Run:
@@ -392,7 +394,7 @@ def _open_served(
     def ready() -> None:
         nonlocal stays
         with world.agreement():
-            stays = clear() if world.rank == 0 else ""
+            stays = clear() if clear is not None and world.rank == 0 else ""
 
     engine, predicted = build_role_within_memory(deck, world, ready)
     known = known_corpus(world, deck, corpus, checkpoint)
@@ -403,7 +405,8 @@ def _open_served(
     source = deck.model.source if checkpoint is None else None
     started_from = checkpoints.start_from(deck) if source is not None else ""
     heeded = (stays, started_from, *checkpoints.heeded, *compared)
-    return Run(deck, corpus, trainer, checkpoints, predicted, limit, heeded, held_out=held_out)
+    folder = RunFolder(world, deck)
+    return Run(deck, corpus, trainer, checkpoints, folder, predicted, limit, heeded, held_out=held_out)
 
 
 def run_deck(
@@ -528,4 +531,5 @@ def _go_on(
     opening = prepare_ranks(world, deck), rate_change(deck, before, step), makes, *said
     if not before.checkpoint.mirror:  # else it goes on with what nodes are left
         require_neighbour(world, deck)
-    return open_run(world, deck, path, replayed=replayed, make=make).train(signals, opening)
+    run = open_run(world, deck, path, lambda: clear_other_folder(deck, path), replayed, make)
+    return run.train(signals, opening)

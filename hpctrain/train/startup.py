@@ -9,20 +9,23 @@ import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TextIO
 
 import torch
 
 from hpctrain.checkpoint.exchange.source import settled_keys
 from hpctrain.comm.device import on_host
 from hpctrain.comm.launcher import crowding
+from hpctrain.comm.watchdog import QUESTION
 from hpctrain.comm.world import World
 from hpctrain.deck.read import changed_deck, deck_text, read_deck
 from hpctrain.deck.schema import Deck, require_trusted_code
 from hpctrain.deck.toml import DECK_BYTES
 from hpctrain.engine.sizes import crosses
 from hpctrain.errors import HpctrainError
-from hpctrain.files import read_bytes
+from hpctrain.files import read_bytes, write_text
 from hpctrain.watch.dashboards import require_packages
+from hpctrain.watch.folder import take_folder
 
 SECONDS_TO_APPEAR = 5.0  # a network file system may take to show one node what another has written
 
@@ -104,6 +107,45 @@ def check_run_folder(world: World, folder: Path) -> None:
                 f"run.dir = {folder}: rank {blind[0]} on {ranks[blind[0]][1]} does not see what rank 0 on "
                 f"{ranks[0][1]} writes there; choose a folder on a file system that all nodes share"
             )
+
+
+class RunFolder:
+    """The folder of a run, which this job takes before it writes anything there, and holds until the end.
+
+    Whatever is written before the first step, such as a reference, is recognized as a run's if the job is
+    killed meanwhile, so that `hpctrain run` begins again.
+    """
+
+    def __init__(self, world: World, deck: Deck) -> None:
+        self.world, self.deck, self.path = world, deck, Path(deck.run.dir)
+        self._lock: TextIO | None = None
+        self._is_taken = False
+
+    def take(self) -> None:
+        """Lock the folder, mark it as a run's and write the deck there, once; collective.
+
+        HpctrainError on all ranks as in `take_folder` and `check_run_folder`.
+        """
+        if self._is_taken:
+            return
+        with self.world.agreement():
+            if self.world.rank == 0:
+                self._lock = take_folder(self.path)
+        check_run_folder(self.world, self.path)
+        with self.world.agreement():
+            if self.world.rank == 0:
+                (self.path / "checkpoints").mkdir(exist_ok=True)
+                new = self.path / "deck.toml.new"
+                write_text(new, deck_text(self.deck))
+                new.replace(self.path / "deck.toml")
+                (self.path / QUESTION).unlink(missing_ok=True)  # of an earlier job
+        self._is_taken = True
+
+    def close(self) -> None:
+        """Let other jobs have the folder."""
+        if self._lock is not None:
+            self._lock.close()
+        self._is_taken = False
 
 
 def crossing(world: World, deck: Deck) -> str:

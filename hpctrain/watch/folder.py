@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
+from hpctrain.checkpoint.mirror_folder import read_token
 from hpctrain.checkpoint.names import checkpoints
 from hpctrain.deck.data_mixture import token_files
 from hpctrain.deck.schema import Deck
@@ -22,6 +23,7 @@ from hpctrain.files import delete_folder, files_named, naming, open_regular, rea
 from hpctrain.watch.run_files import (
     LOCK,
     MARKER,
+    is_bare,
     is_run,
     kind_of_folder,
     listed,
@@ -55,7 +57,11 @@ def replaces(deck: Deck, fresh: bool, again: bool) -> bool:
         with lock_folder(folder):  # only where the file system has no locks
             held = "holds a run without a checkpoint, whose job may still be there; let it end, or replace it"
             raise HpctrainError(deck.problem("run.dir", f"{held} with `--fresh`"))
-    if ended_early or (fresh and folder.is_dir() and any(folder.iterdir())):
+    if ended_early and not (fresh or again) and read_token(folder) is not None:
+        held = "holds a run whose state its nodes may have in memory"
+        way = f"go on with it by `{way_on(folder, None)}`, or replace it with `--fresh`"
+        raise HpctrainError(deck.problem("run.dir", f"{held}; {way}"))
+    if ended_early or (fresh and not is_bare(folder)):
         return True
     refuse_other_run(deck)
     return False
@@ -77,22 +83,9 @@ def clear_folder(deck: Deck, fresh: bool, again: bool, reads: Sequence[str] = ()
     """
     if not replaces(deck, fresh, again):
         return ""
-    folder = Path(deck.run.dir)
-    needed = [
-        *reads,
-        *token_files(deck),
-        *(each.tokens for each in deck.evaluation.sets),
-        deck.layout.schedule,
-        *([deck.model.source] if deck.model.source else []),
-    ]
-    # Where no run is, nothing is locked, as that would write; the lock is left, since others may wait for it.
-    with lock_folder(folder) if is_run(folder) else contextlib.nullcontext():
-        stays = remove_run(folder, needed)
+    stays = _remove(Path(deck.run.dir), [*reads, *_files_of(deck)], warns=not fresh)
     refuse_other_run(deck)
-    if not fresh:
-        sentence = "%s: replaces a run that ended before its first checkpoint"
-        logging.getLogger("hpctrain").warning(sentence, folder)
-    return f"{folder}: no run wrote {listed(stays)}, so that stays" if stays else ""
+    return stays
 
 
 def delete_run(folder: Path) -> None:
@@ -119,14 +112,17 @@ def refuse_other_run(deck: Deck) -> None:
 def way_on(folder: Path, newest: Path | None) -> str:
     """The command that goes on with a run whose job has ended; "" where there is none.
 
-    `newest` is its newest good checkpoint. Without any, the run begins again.
+    `newest` is its newest good checkpoint. Without any, the run goes on from what its nodes have in memory of
+    it, or else begins again.
     """
     start = stored_status(folder).get("started_in")
     elsewhere = isinstance(start, str) and Path(start).is_absolute() and Path(start).is_dir()
     elsewhere = elsewhere and Path(str(start)) != Path.cwd()
     # The deck's relative paths, that of the run too, are meant from there.
     own = folder.resolve() if elsewhere else folder
-    if newest is None:
+    if newest is None and read_token(folder) is not None:
+        line = command_line("resume", own)
+    elif newest is None:
         if not (folder / "deck.toml").exists():
             return ""
         fresh = ["--fresh"] if checkpoints(folder / "checkpoints") else []
@@ -146,20 +142,62 @@ def no_way_on(folder: Path) -> str:
         holder = _holder(folder)
         return f"{reason}; its job is still running ({holder}): wait for its first checkpoint, or let it end"
     kind = kind_of_folder(folder)
-    if again and kind:
+    if again and kind and read_token(folder) is None:
         begin = f"begin in another by `{again} --set run.dir=FOLDER`"
         return f"{reason}; {folder} is {kind}, where no run is deleted: {begin}"
-    return f"{reason}; begin again by `{again}`" if again else reason
+    does = "go on" if read_token(folder) is not None else "begin again"
+    return f"{reason}; {does} by `{again}`" if again else reason
 
 
 def refuse_other_folder(deck: Deck, checkpoint: Path) -> None:
-    """Raise if a run that goes on from a checkpoint would write over what is not its own."""
+    """Raise if a run that goes on from a checkpoint would write over what is not its own.
+
+    What a job that ended before its first checkpoint wrote there may go: `clear_other_folder` deletes it.
+    """
     folder = Path(deck.run.dir)
     _refuse_file(deck)
     refuse_unfit(folder)
-    own = checkpoint.resolve().parent == (folder / "checkpoints").resolve()
-    if not own or not (is_run(folder) or names_of_a_run(folder) == ["checkpoints"]):
+    own = _is_own(folder, checkpoint)
+    if not (own or _ended_early(folder)) or not (is_run(folder) or names_of_a_run(folder) == ["checkpoints"]):
         refuse_other_run(deck)
+
+
+def clear_other_folder(deck: Deck, checkpoint: Path) -> str:
+    """Delete what a job that ended before its first checkpoint wrote where a run is to go on that has its
+    checkpoint elsewhere; return what stays there of others, in words. On rank 0.
+    """
+    folder = Path(deck.run.dir)
+    if _is_own(folder, checkpoint) or not _ended_early(folder):
+        return ""
+    return _remove(folder, [str(checkpoint), *_files_of(deck)], warns=True)
+
+
+def _files_of(deck: Deck) -> list[str]:
+    """Return the names of the files that a run of a deck reads."""
+    source = [deck.model.source] if deck.model.source else []
+    sets = (each.tokens for each in deck.evaluation.sets)
+    return [*token_files(deck), *sets, deck.layout.schedule, *source]
+
+
+def _is_own(folder: Path, checkpoint: Path) -> bool:
+    return checkpoint.resolve().parent == (folder / "checkpoints").resolve()
+
+
+def _ended_early(folder: Path) -> bool:
+    """Return whether a folder is that of a run whose job is over and left nothing to go on from."""
+    ended = is_run(folder) and bool(names_of_a_run(folder)) and not checkpoints(folder / "checkpoints")
+    return ended and is_free(folder) and read_token(folder) is None
+
+
+def _remove(folder: Path, needed: Sequence[str], warns: bool) -> str:
+    """Delete the run in a folder; return what stays there of others, in words. Errors as in `remove_run`."""
+    # Where no run is, nothing is locked, as that would write; the lock is left, since others may wait for it.
+    with lock_folder(folder) if is_run(folder) else contextlib.nullcontext():
+        stays = remove_run(folder, needed)
+    if warns:
+        sentence = "%s: replaces a run that ended before its first checkpoint"
+        logging.getLogger("hpctrain").warning(sentence, folder)
+    return f"{folder}: no run wrote {listed(stays)}, so that stays" if stays else ""
 
 
 def take_folder(folder: Path) -> TextIO:

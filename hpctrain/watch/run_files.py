@@ -27,7 +27,7 @@ _MARK = "The folder of a run. hpctrain writes here; `hpctrain run --fresh` delet
 _CHECKPOINTS, _OFFLOAD, _PLOTS, _EVENTS = "checkpoints", "offload", "plots", "tensorboard"
 
 _FILE = (
-    r"deck\.toml|metrics\.jsonl(\.new)?|faults\.jsonl|status\.json(\.new)?|ledger\.json|plan\.json|peak\.json|trace\.json(\.partial)?"
+    r"deck\.toml(\.new)?|metrics\.jsonl(\.new)?|faults\.jsonl|status\.json(\.new)?|ledger\.json|plan\.json|peak\.json|trace\.json(\.partial)?"
     r"|metrics\.csv(\.new)?|dashboards\.json"
     r"|samples\.jsonl(\.new)?|\.?reference\.h5(\.tmp|\.partial)?|\.?reference\.[\w.-]+\.npy(\.partial)?"
     r"|routing\.h5|\.routing\.h5\.partial|mirror\.json(\.new)?"
@@ -59,6 +59,13 @@ def is_run(folder: Path) -> bool:
     if MARKER in names:
         return (folder / MARKER).is_file() and not (folder / MARKER).is_symlink()
     return "deck.toml" in names and bool(names & {LOCK, "metrics.jsonl"})
+
+
+def is_bare(folder: Path) -> bool:
+    """Return whether a folder is not there, is empty, or holds nothing but what a job leaves in it that is
+    killed before it could mark it.
+    """
+    return _names(folder) <= {LOCK, _OFFLOAD}
 
 
 def names_of_a_run(folder: Path) -> list[str]:

@@ -1,0 +1,197 @@
+"""A first start that is killed, at whatever file operation, leaves a folder in which the run starts again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpctrain.checkpoint.mirror_folder import new_token, write_token
+from hpctrain.comm.world import World
+from hpctrain.data.prepare import prepare
+from hpctrain.data.prepare_rows import prepare_rows
+from hpctrain.deck.read import read_deck
+from hpctrain.errors import HpctrainError, InputOutputError
+from hpctrain.post.trainer import make_trainer
+from hpctrain.train.run import resume, run_deck
+from hpctrain.watch.folder import clear_folder, clear_other_folder, no_way_on, refuse_other_folder, way_on
+from hpctrain.watch.run_files import names_of_a_run
+from tests.data.chats import write_rows
+
+DECK = """
+[run]
+title = "first"
+steps = 1
+dir = "{folder}/run"
+[model]
+family = "llama"
+layers = 1
+hidden = 16
+heads = 2
+[data]
+tokens = "{tokens}"
+validation = 0.2
+[batch]
+global_size = 2
+micro_size = 2
+sequence = 16
+[machine]
+peak_flops = 1e10
+"""
+KINDS = {
+    "text": "",
+    "offload": '[memory]\noptimizer = "disk"\n',
+    "dpo": '[objective]\nkind = "dpo"\n',
+    "grpo": """
+[objective]
+kind = "grpo"
+beta = 0.1
+[policy]
+reward = ["exact-match"]
+tokens = 4
+samples = 2
+""",
+}
+"""What a run has to write before its first step, by what its deck says besides."""
+TOKENS = {"dpo": "preferences.h5", "grpo": "prompts.h5"}
+CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.symlink", "os.truncate")
+WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+
+watched: list[Callable[[str, tuple[Any, ...]], None]] = []
+"""What is told of audit events now: a hook stays for as long as the process."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def audit() -> None:
+    sys.addaudithook(lambda event, arguments: [each(event, arguments) for each in watched] and None)
+
+
+@contextmanager
+def states_of(folder: Path, kept: Path) -> Iterator[list[Path]]:
+    """Copies of what a folder is, if it is there, before each file operation in it; alike ones once."""
+    states: list[Path] = []
+    known: set[frozenset[tuple[str, bool]]] = set()
+
+    def tell(event: str, arguments: tuple[Any, ...]) -> None:
+        if event not in CHANGES and not (event == "open" and (arguments[2] or 0) & WRITES):
+            return
+        paths = [str(each) for each in arguments[:2] if isinstance(each, str | os.PathLike)]
+        if any(each.startswith(str(folder)) for each in paths) and folder.is_dir():
+            watched.clear()
+            names = frozenset(
+                (str(path.relative_to(folder)), path.is_file() and path.stat().st_size > 0)
+                for path in folder.rglob("*")
+            )
+            if names not in known:
+                known.add(names)
+                states.append(kept / str(len(states)))
+                shutil.copytree(folder, states[-1], symlinks=True)
+            watched.append(tell)
+
+    watched.append(tell)
+    try:
+        yield states
+    finally:
+        watched.clear()
+
+
+@pytest.fixture(scope="module")
+def tokens(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a token file of each kind."""
+    folder = tmp_path_factory.mktemp("tokens")
+    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
+    prepare(world.alone(), folder / "text.h5", [str(folder / "text.txt")])
+    rows: dict[str, list[dict[str, Any]]] = {
+        "preferences": [{"prompt": f"p{n}", "chosen": "yes", "rejected": "no"} for n in range(10)],
+        "prompts": [{"prompt": f"p{n}", "answer": "a"} for n in range(10)],
+    }
+    for kind, each in rows.items():
+        source = write_rows(folder / f"{kind}.jsonl", each)
+        prepare_rows(world.alone(), folder / f"{kind}.h5", [source], kind=kind, template="raw")
+    return folder
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_killed_first_start_starts_again(kind: str, world: World, tokens: Path, tmp_path: Path) -> None:
+    path, folder = tmp_path / "deck.toml", tmp_path / "run"
+    path.write_text(DECK.format(folder=tmp_path, tokens=tokens / TOKENS.get(kind, "text.h5")) + KINDS[kind])
+    deck, alone = read_deck(path, (), 1), world.alone()
+    with states_of(folder, tmp_path / "states") as states:
+        assert run_deck(alone, path, [], make=make_trainer) == 0
+    first = [state for state in states if not any((state / "checkpoints").glob("step-*"))]
+    assert len(first) > 5
+
+    def bring(state: Path) -> None:
+        shutil.rmtree(folder)
+        shutil.copytree(state, folder, symlinks=True)
+
+    for state in first:
+        for fresh, again in ((False, False), (True, False), (False, True)):
+            bring(state)
+            clear_folder(deck, fresh=fresh, again=again)
+        bring(state)
+        with pytest.raises(InputOutputError, match="no good checkpoint") as caught:
+            resume(alone, folder, [])
+        begins = f"begin again by `hpctrain run {folder}/deck.toml`"
+        assert begins in str(caught.value) or not (folder / "deck.toml").exists()
+    with_reference = [state for state in first if list(state.glob("*reference*"))]
+    assert bool(with_reference) == (kind in TOKENS)
+    for state in (first[0], *with_reference[:2]):
+        bring(state)
+        assert run_deck(alone, path, [], make=make_trainer) == 0
+
+
+def test_a_run_that_goes_on_elsewhere_starts_again(world: World, tokens: Path, tmp_path: Path) -> None:
+    """Killed before it has a checkpoint there, it goes on from the same one once more."""
+    path, folder = tmp_path / "deck.toml", tmp_path / "other"
+    path.write_text(DECK.format(folder=tmp_path, tokens=tokens / TOKENS["dpo"]) + KINDS["dpo"])
+    alone = world.alone()
+    assert run_deck(alone, path, []) == 0
+    checkpoint, keys = tmp_path / "run/checkpoints/step-00000001.h5", [f"run.dir={folder}", "run.steps=2"]
+    with states_of(folder, tmp_path / "states") as states:
+        assert resume(alone, checkpoint, keys) == 0
+    first = [state for state in states if not any((state / "checkpoints").glob("step-*"))]
+    assert len(first) > 5
+    deck = read_deck(path, keys, 1)
+    for state in first:
+        shutil.rmtree(folder)
+        shutil.copytree(state, folder, symlinks=True)
+        refuse_other_folder(deck, checkpoint)
+        clear_other_folder(deck, checkpoint)
+        assert names_of_a_run(folder) == []
+    shutil.rmtree(folder)
+    shutil.copytree(first[-1], folder, symlinks=True)
+    assert resume(alone, checkpoint, keys) == 0
+    # What has a checkpoint by now is not written over.
+    with pytest.raises(HpctrainError, match="holds another run already"):
+        refuse_other_folder(deck, checkpoint)
+
+
+def test_a_mirrored_run_without_a_checkpoint_keeps_its_mirror(tokens: Path, tmp_path: Path) -> None:
+    """It is resumed; only who says so begins again."""
+    path, folder = tmp_path / "deck.toml", tmp_path / "run"
+    path.write_text(DECK.format(folder=tmp_path, tokens=tokens / "text.h5"))
+    deck = read_deck(path, (), 1)
+    (folder / "checkpoints").mkdir(parents=True)
+    for name in (".hpctrain-run", "deck.toml", "metrics.jsonl"):
+        (folder / name).write_text(path.read_text())
+    assert way_on(folder, None) == f"hpctrain run {folder}/deck.toml"
+    write_token(folder, new_token())
+    assert way_on(folder, None) == f"hpctrain resume {folder}"
+    assert f"; go on by `hpctrain resume {folder}`" in no_way_on(folder)
+    with pytest.raises(HpctrainError) as caught:
+        clear_folder(deck, fresh=False, again=False)
+    (problem,) = caught.value.problems
+    assert problem.endswith(
+        "holds a run whose state its nodes may have in memory; go on with it by "
+        f"`hpctrain resume {folder}`, or replace it with `--fresh`"
+    )
+    assert (folder / "mirror.json").exists()
+    clear_folder(deck, fresh=True, again=False)
+    assert not (folder / "mirror.json").exists()
