@@ -15,6 +15,8 @@ import torch
 
 from hpctrain.comm.audit import COPIES, voted
 from hpctrain.comm.world import World
+from hpctrain.errors import InputOutputError
+from hpctrain.files import identity
 from hpctrain.train.signals import Signals
 from hpctrain.watch.run_files import CHECKPOINT_FILE, STOP_FILE, is_request
 
@@ -25,6 +27,8 @@ _SAVING = (signal.SIGUSR1, signal.SIGCONT, CHECKPOINT_FILE)
 _STOPPING = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, STOP_FILE, _CLOCK)
 _CAUSES = (*_SAVING, *_STOPPING)
 _MEASURE = "measure"
+_GONE = "gone"
+_LOOKS_TO_BE_GONE = 2  # a network file system may hide a folder for a moment
 
 
 @dataclass(frozen=True)
@@ -49,23 +53,30 @@ class Control:
         self.world, self.folder, self.signals, self.out_of_time = world, folder, signals, out_of_time
         self._looked = -float("inf")
         self._unremovable: set[str] = set()
+        self._identity = identity(folder)
+        self._looks_without_folder = 0
         self._seen: set[object] = set()
 
     def agree(self, measure: bool = False) -> Order:
-        """What was asked since the last call, of any rank. Collective; its files are removed.
+        """Return what was asked of any rank since the last call, and remove its files. Collective.
 
-        `measure`: whether this rank asks for the machine to be measured.
+        `measure`: whether this rank asks for the machine to be measured. InputOutputError on all ranks where
+        the run's folder was deleted or replaced.
         """
         world = self.world
         came, late = self._here()
         came |= {_MEASURE} if measure else set()
-        causes = (*_CAUSES, _MEASURE)
+        causes = (*_CAUSES, _MEASURE, _GONE)
         # The largest is that of the lowest rank which was asked. One bit that arrives wrong at a rank would
         # have it stop alone.
         asked = torch.tensor([world.size - world.rank if cause in came else 0 for cause in causes])
         copies = world.everyone.all_reduce(asked.repeat(COPIES), "max").view(COPIES, -1)
         numbers = voted(copies.t()).tolist()
         ranks = {cause: world.size - number for cause, number in zip(causes, numbers, strict=True) if number}
+        if _GONE in ranks:
+            with world.agreement():
+                sentence = "was deleted or replaced while the run wrote to it; what it would write is lost"
+                raise InputOutputError(f"{self.folder}: {sentence}, so it ends")
         measure = ranks.pop(_MEASURE, None) is not None
         if not ranks:
             return Order(measure=measure)
@@ -100,7 +111,11 @@ class Control:
         if now - self._looked >= SECONDS_PER_LOOK:
             self._looked = now
             self._seen = set(self._files())
+            there = identity(self.folder) == self._identity
+            self._looks_without_folder = 0 if there else self._looks_without_folder + 1
         came |= self._seen
+        if self._looks_without_folder >= _LOOKS_TO_BE_GONE:
+            came.add(_GONE)
         late = self.out_of_time()
         return came | ({_CLOCK} if late else set()), late
 

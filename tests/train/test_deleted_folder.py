@@ -1,0 +1,48 @@
+"""A run whose folder is deleted or replaced while it trains."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from hpctrain.comm.world import World
+from hpctrain.errors import InputOutputError
+from hpctrain.train import control
+from hpctrain.train.control import Control
+from hpctrain.train.signals import Signals
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_folder_that_is_gone_ends_the_run(
+    replaced: bool, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "SECONDS_PER_LOOK", 0.0)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    asked = Control(world.alone(), folder, Signals(), str)
+    assert not asked.agree().stop
+    folder.rename(tmp_path / "away")
+    if replaced:
+        folder.mkdir()
+    assert not asked.agree().stop
+    with pytest.raises(
+        InputOutputError, match="run: was deleted or replaced while the run wrote to it"
+    ) as error:
+        asked.agree()
+    assert error.value.exit_code == 3
+
+
+def test_a_folder_that_is_hidden_for_a_moment_ends_nothing(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "SECONDS_PER_LOOK", 0.0)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    asked = Control(world.alone(), folder, Signals(), str)
+    for _ in range(3):
+        shutil.move(folder, tmp_path / "away")
+        assert not asked.agree().stop
+        shutil.move(tmp_path / "away", folder)
+        assert not asked.agree().stop
