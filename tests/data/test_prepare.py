@@ -218,7 +218,7 @@ def test_mistakes_are_everyones(world: World, mpi_tmp_path: Path) -> None:
     for training in (None, 300):
         first, second = problems(2, "bad.jsonl", train_bpe=training)
         assert "bad.jsonl:41: the line is no JSON" in first
-        assert "bad.jsonl:42: the line has no text under 'text'; see --field" in second
+        assert "bad.jsonl:42: there is no text under 'text'; see --field" in second
     assert "cut short gzip" in problems(3, "cut.txt.gz")[0]
     assert "no such file or folder" in problems(3, "none.txt")[0]
     assert "no file in this folder matches" in problems(2, "empty")[0]
@@ -261,7 +261,7 @@ def test_half_of_a_pair_is_no_text(world: World, mpi_tmp_path: Path, bpe: int | 
     world.everyone.barrier()
     with pytest.raises(HpctrainError) as caught:
         prepare(world, out, [name], train_bpe=bpe)
-    sentence = "the line has a text that is not UTF-8 (U+D800); --binary takes it"
+    sentence = "there is text that is not UTF-8 (U+D800); --binary takes it"
     assert caught.value.problems == (f"{name}:2: {sentence}",)
     prepare(world, out, [name], train_bpe=bpe, binary=True)
     file = TokenFile(out)
