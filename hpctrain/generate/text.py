@@ -334,7 +334,8 @@ def chat_of(tokenizer: Tokenizer, path: Path, now: str) -> ChatTokenizer:
         raise HpctrainError(f"--chat: {path}: {told}")
     tokens = {"eos_token": tokenizer.end_name} | tokenizer.settings.special_tokens
     template = ChatTemplate(text, tokens, f"{path}: its chat template", now)
-    return ChatTokenizer(tokenizer, template.parsed())
+    template.process.start()  # which tells whether it is a template
+    return ChatTokenizer(tokenizer, template)
 
 
 def stored_tokenizer(state: dict[str, Any], path: Path, vocabulary: int) -> Tokenizer:
