@@ -19,11 +19,12 @@ import click
     help="Start N ranks on this machine.  [default: those that a launcher has started]",
 )
 def command(deck: Path, overrides: tuple[str, ...], ranks: int | None) -> None:
-    """Whether DECK computes on its layout what one rank computes, without training and without its tokens.
+    """Compare what DECK computes on its layout with what one rank computes, without training or its tokens.
 
     Two steps of the model in miniature, by the run's own step: initial parameters, losses, every gradient,
-    norms and parameters after the update, each beside those of one rank. Of a tensor that differs it says by
-    how much, how it is split, and which sum too many or too few would explain it. Exits with 1 if one does.
+    norms, parameters after the update and all other state, each beside those of one rank. Of a tensor that
+    differs it says by how much, how it is split, and which sum too many or too few would explain it. Exits
+    with 1 if one does.
 
     A module that users bring is compared in fp64 with its own code in plain torch, too, with the arguments in
     [model.miniature] if there are any, and run by itself to find state, random numbers and losses that no
