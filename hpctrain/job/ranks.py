@@ -20,6 +20,7 @@ from hpctrain.job.wish import Launcher, Wish
 from hpctrain.job.words import word_problems
 from hpctrain.plan.deck import plan_deck
 from hpctrain.plan.named import named_problems
+from hpctrain.plan.planned_device import on_planned_device
 from hpctrain.plan.search.deck import laid_out
 from hpctrain.units import format_bytes, parse_bytes, parse_seconds
 from hpctrain.words import command
@@ -78,7 +79,9 @@ class Job:
 def plan_job(path: Path, overrides: Sequence[str], wish: Wish) -> Job:
     """The job that a deck and a wish make; HpctrainError with all that does not fit."""
     _check(wish, path, overrides)
-    deck = read_deck(path, overrides, read_source=settled_keys, further=named_problems)
+    deck = on_planned_device(
+        read_deck(path, overrides, read_source=settled_keys, further=named_problems), wish.gpus_per_node
+    )
     machine = deck.machine
     gpus = wish.gpus_per_node if wish.gpus_per_node is not None else machine.gpus_per_node or 0
     ranks = wish.ranks_per_node or machine.ranks_per_node or gpus
@@ -208,14 +211,19 @@ def _slow_choices(deck: Deck, nodes: int, ranks: int, gpus: int, cores: int | No
 def _memory(
     path: Path, overrides: Sequence[str], deck: Deck, ranks: int, ranks_per_node: int
 ) -> tuple[int | None, list[str]]:
-    """Bytes a node to ask for, and a warning where the node has less than is predicted.
+    """Return the bytes per node to ask for, and warnings if less is there than is predicted.
 
-    Nothing is predicted where the vocabulary would come from a token file that is not there yet.
+    Nothing is predicted if the vocabulary would come from a token file that is not there yet. On GPUs the
+    plan is of their memory, so that the host memory to ask for is only known if the deck says it.
     """
     given = deck.machine.memory
     if deck.model.vocabulary is None and not tokens_exist(deck):
         return given, []
-    plan = plan_deck(path, ranks, overrides, ranks_per_node, advised=False)
+    sets = [*overrides, f"run.device={deck.run.device}"]
+    plan = plan_deck(path, ranks, sets, ranks_per_node, advised=False)
+    if deck.run.device == "cuda":
+        room = plan.room
+        return given, [] if room is None or room.fits else [f"does not fit into GPU memory: {room}"]
     predicted = plan.memory.largest.memory.total * ranks_per_node
     if given is not None and predicted > given:
         return given, [

@@ -120,6 +120,16 @@ def test_srun_starts_ranks_by_the_mpi_that_is_named(deck: Path) -> None:
     )
 
 
+def test_a_job_for_gpus_is_planned_for_gpus_on_a_machine_without(deck: Path) -> None:
+    few = ("--ranks-per-node", "2", "--gpus-per-node", "2")
+    done = job(deck, *few)
+    assert "#SBATCH --gpus-per-node=2" in done.stdout
+    assert "#SBATCH --mem" not in done.stdout  # what is planned is memory of GPUs
+    tight = job(deck, *few, "--set", "machine.gpu_memory=1 MB")
+    assert "does not fit into GPU memory: 1 rank needs" in tight.stderr
+    assert "#SBATCH --mem" in job(deck, "--ranks-per-node", "2").stdout
+
+
 def test_numbers_of_nodes_that_the_layout_does_not_fit_are_left_out(deck: Path) -> None:
     result = job(deck, "--nodes", "1-4", "--ranks-per-node", 2, "--set", "batch.global_size=16")
     assert "\nfitting_nodes=(1 2 4)\n" in result.stdout

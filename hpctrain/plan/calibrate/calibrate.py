@@ -144,6 +144,7 @@ def measure_machine(
         formats={form: of_formats[form] for form in formats[1:]},
         logits=float(logits_of_chunk(not on_host(world.device))),
         shared_memory=on_host(world.device) and not world.share_memory(),
+        gpu=not on_host(world.device),
         inside=links.inside,
         between=links.between,
         collectives=links.collectives,

@@ -164,7 +164,7 @@ class Machine(_Table):
     `spread` below what shares of their median one tenth and nine tenths of the measurements of a kind were.
 
     There are as many `nodes` as ranks need, or so many; ranks lie on these first, then on those of the
-    `others`, one kind after the other. `memory` is a rank's.
+    `others`, one kind after the other. `memory` is a rank's. `gpu` is true if ranks compute on GPUs.
     """
 
     name: str = Field(min_length=1)
@@ -196,6 +196,7 @@ class Machine(_Table):
     messages: Literal["blocking", "overlapped"] = "overlapped"
     split_messages: bool = False
     shared_memory: bool = False
+    gpu: bool = False
     date: str | None = None
     processor: str | None = None
     ranks: int | None = Field(None, ge=1)
@@ -223,7 +224,10 @@ class Machine(_Table):
         sums = deck.precision.gradients if given else self.gradients
         apart = deck.communication.transport == "auto" and not self.shared_memory
         over = {"transport": "mpi"} if apart else {}
-        return deck.with_keys(machine=found, precision={"gradients": sums}, communication=over)
+        device = "cuda" if self.gpu and deck.run.device == "auto" else deck.run.device
+        return deck.with_keys(
+            run={"device": device}, machine=found, precision={"gradients": sums}, communication=over
+        )
 
     def products_of(self, form: str) -> Products:
         """Those of a format; HpctrainError where they were not measured."""

@@ -28,6 +28,7 @@ layout = "auto"
 [run]
 title = "open"
 steps = 3
+device = "cpu"
 [model]
 family = "gpt2"
 layers = 8

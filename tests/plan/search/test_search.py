@@ -55,7 +55,7 @@ class Case:
     @property
     def deck(self) -> Deck:
         of_node = int(self.room * self.machine.ranks_per_node)
-        keys = ("precision.compute=bf16", f"machine.memory={of_node}", *self.keys)
+        keys = ("run.device=cpu", "precision.compute=bf16", f"machine.memory={of_node}", *self.keys)
         deck = self.machine.of_deck(parse_deck(DECK, keys)).with_keys(layout=self.layout, memory=self.memory)
         given = [f"layout.{key}" for key in self.layout] + [f"memory.{key}" for key in self.memory]
         places = {**deck.sources.places, **{key: Place("deck.toml") for key in given}}

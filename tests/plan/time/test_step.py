@@ -328,7 +328,7 @@ def test_the_verb_tells_seconds_by_cause(launch: Launch, tmp_path: Path) -> None
     assert row["tflops_per_rank"] > 0
     assert row["total_bytes"] > 0
     assert row["bytes_by_axis"]["tensor"] > 0
-    assert row["node"]["ranks"] == 8
+    assert row["node"] == row["node"] | {"ranks": 1, "memory_bytes": 80_000_000_000}  # of a GPU
     assert 0 < row["bytes_between_nodes_by_axis"]["data x context"] < row["bytes_by_axis"]["data x context"]
     assert "tensor" not in {axis for axis, sent in row["bytes_between_nodes_by_axis"].items() if sent}
     wrong = launch(0, *verb, "selen", cwd=tmp_path)
