@@ -27,19 +27,24 @@ import hpctrain.parallel.ring_attention as ring
 import hpctrain.parallel.vocabulary as vocabulary
 import hpctrain.pipeline.execute as execute
 import hpctrain.sharding.compression.power as power
+import hpctrain.sharding.local_steps as local_steps
 import hpctrain.sharding.synchronize as synchronize
 import hpctrain.train.step as step_module
 from hpctrain.comm.group import Group
 from hpctrain.comm.work import Work
 from hpctrain.data.batches import Batches
+from hpctrain.model.foreign.buffers import ModuleBuffers
+from hpctrain.model.inputs import Inputs
 from hpctrain.optim.adamw import AdamW
 from hpctrain.optim.muon import Muon
 from hpctrain.optim.optimizer import ResidentOptimizer
+from hpctrain.optim.sgd import SGD
 from hpctrain.parallel.fp8.history import History
 from hpctrain.parallel.linear import ColumnLinear, RowLinear, SplitLinear
 from hpctrain.parallel.noted import Noted
 from hpctrain.parallel.random import DropoutSource
 from hpctrain.sharding.compression.compressed_sum import CodedSum
+from hpctrain.sharding.compression.top_k import TopK
 from hpctrain.sharding.local_steps import LocalSteps, OuterRule
 from hpctrain.sharding.outer import EveryStep
 from hpctrain.sharding.reducer import ExactSum
@@ -353,6 +358,14 @@ def _reversed_counts(original: Any, own: Any, statistics: Any) -> None:
     original(own, {name: each.flip(0) for name, each in statistics.items()})
 
 
+def _halved_terms(original: Any, own: Any, *arguments: Any) -> Tensor:
+    shape = own.shape
+    own.shape = replace(shape, balance_loss=shape.balance_loss * 2)
+    weights = original(own, *arguments)
+    own.shape = shape
+    return weights
+
+
 def _own_block(original: Any, matrix: Tensor, steps: int) -> Tensor:
     half = len(matrix) // 2
     return torch.cat([original(part.clone(), steps) for part in (matrix[:half], matrix[half:])])
@@ -407,6 +420,12 @@ def _no_residual(original: Any, own: Any, blocks: Any, values: Tensor, encode: A
     if feedback:
         values.zero_()
     return code
+
+
+def _lost_remainder(original: Any, own: TopK) -> Tensor:
+    places = original(own)
+    own.unsent.mul_(0.9)
+    return places
 
 
 def _own_share(original: Any, own: Any, left: Tensor, right: Tensor, gradients: Tensor, _: float) -> None:
@@ -692,6 +711,19 @@ FAULTS = [
     LayoutFault(
         "pipeline", "a norm of one stage", PIPELINE, instead(clip, "_counted", _nothing_counted, on_rank_1)
     ),
+    LayoutFault(
+        "pipeline",
+        "an update of one stage",
+        PIPELINE,
+        instead(ResidentOptimizer, "step", _other_rate, on_rank_1),
+    ),
+    LayoutFault("pipeline", "moments of one stage", PIPELINE, updated_state(*_ADAMW_ON_1)),
+    LayoutFault(
+        "pipeline",
+        "deferred gradients",
+        (*PIPELINE, "layout.schedule=zb-h1"),
+        scaled_argument(SplitLinear, "_add_gradients", 1, 0.5, third),
+    ),
     # Mixtures of experts
     LayoutFault(
         "expert",
@@ -717,6 +749,30 @@ FAULTS = [
         EXPERT,
         communication("expert", "all_to_all", scale(1.1), third),
     ),
+    LayoutFault(
+        "expert",
+        "a bias of one rank",
+        BIASED,
+        instead(router.Router, "after_update", _reversed_counts, on_rank_1),
+    ),
+    LayoutFault("expert", "counts of one rank", BIASED, left_out(Noted, "sum", on_rank_1)),
+    LayoutFault("expert", "counts of the third micro-batch", BIASED, left_out(Noted, "sum", third)),
+    LayoutFault(
+        "expert",
+        "a balance loss of twice its weight",
+        EXPERT,
+        instead(router.Router, "with_terms", _halved_terms),
+    ),
+    LayoutFault(
+        "expert", "rows that fill up are routed", EXPERT, instead(Inputs, "real_rows", lambda *_: None)
+    ),
+    LayoutFault(
+        "expert",
+        "features that are not summed",
+        (*MIXTURE, "layout.expert_tensor=2"),
+        communication("expert_tensor", "reduce_scatter", scale(0.5)),
+    ),
+    LayoutFault("expert", "moments of one rank's experts", EXPERT, updated_state(*_ADAMW_ON_1)),
     # Products in 8 bits
     LayoutFault(
         "fp8", "scales of one rank", ONE_SCALE, scaled_result(quantize, "scales_of", 16.0, on_rank_1)
@@ -848,6 +904,18 @@ FAULTS = [
             in_last_update,
         ),
     ),
+    LayoutFault(
+        "optimizer",
+        "momentum of one rank",
+        ("optimizer.name=sgd", "optimizer.momentum=0.9", "layout.zero=1"),
+        updated_state(SGD, "momentum", 0.5, in_last_update),
+    ),
+    LayoutFault(
+        "optimizer",
+        "Lion's momentum",
+        ("optimizer.name=lion", *PIPELINE),
+        updated_state(SGD, "momentum", 0.5, in_last_update),
+    ),
     # Replicas and compressed sums
     LayoutFault(
         "replicas", "half of an outer gradient", DILOCO, instead(LocalSteps, "_finish", _half_of_outer)
@@ -859,7 +927,16 @@ FAULTS = [
         DILOCO,
         instead(LocalSteps, "after_update", _outer_of_rank, on_rank_1),
     ),
+    LayoutFault(
+        "replicas",
+        "a mean that is not one",
+        AVERAGE,
+        scaled_argument(OuterRule, "update", 3, 0.9),
+    ),
     LayoutFault("replicas", "sums of gradients", AVERAGE, left_out(EveryStep, "before_update")),
+    LayoutFault(
+        "replicas", "weights that stay a replica's own", AVERAGE, left_out(local_steps, "_write", on_rank_1)
+    ),
     LayoutFault("replicas", "what int8 loses", INT8, instead(CodedSum, "_coded", _no_residual)),
     LayoutFault(
         "replicas",
@@ -874,6 +951,7 @@ FAULTS = [
         ("communication.compress=sign",),
         scaled_result(CodedSum, "add", 0.9),
     ),
+    LayoutFault("replicas", "what is not sent", TOP_K, instead(TopK, "_largest", _lost_remainder)),
     LayoutFault("replicas", "shares of a residual", POWER_SGD, instead(power.Stack, "subtract", _own_share)),
     LayoutFault(
         "replicas",
@@ -935,6 +1013,10 @@ FAULTS = [
         instead(clip, "_counted", _nothing_counted, on_rank_1),
         "Right",
     ),
+    LayoutFault(
+        "module", "means of micro-batches", (), instead(Step, "prepare", _mean_of_micro_batches), "Right"
+    ),
+    LayoutFault("module", "buffers of one rank", (), left_out(ModuleBuffers, "after_update"), "Normalized"),
 ]
 """All faults. Each has another name within its seam."""
 
