@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hpctrain.deck.activations import ACTIVATIONS
 from hpctrain.model.attention import Rotary
 from hpctrain.model.part import Span
 from hpctrain.model.shape import ModelShape
@@ -46,16 +47,15 @@ class _Attention(nn.Module):
 class _FeedForward(nn.Module):
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.gate = nn.Linear(shape.hidden, shape.mlp, bias=False) if shape.family == "llama" else None
+        self.activation = ACTIVATIONS[shape.activation]
+        self.gate = nn.Linear(shape.hidden, shape.mlp, bias=shape.biases) if self.activation.gated else None
         self.up = nn.Linear(shape.hidden, shape.mlp, bias=shape.biases)
         self.down = nn.Linear(shape.mlp, shape.hidden, bias=shape.biases)
 
     def forward(self, x: Tensor) -> Tensor:
         inner = self.up(x)
-        if self.gate is None:
-            inner = functional.gelu(inner, approximate="tanh")
-        else:
-            inner = functional.silu(self.gate(x)) * inner
+        function = self.activation.function.value
+        inner = function(inner) if self.gate is None else function(self.gate(x)) * inner
         output: Tensor = self.down(inner)
         return output
 

@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 from hpctrain.bench.torch_model import TorchModel
 from hpctrain.bench.torch_training import PeerStep, Place, Training, Update
 from hpctrain.data.batches import MicroBatch
+from hpctrain.deck.activations import ACTIVATIONS
 from hpctrain.deck.schema import Deck
 
 
@@ -70,7 +71,7 @@ def parallelize(model: TorchModel, local: bool, mesh: DeviceMesh) -> None:
     }
     if local:
         inner |= {"attention_norm": SequenceParallel(), "feed_forward_norm": SequenceParallel()}
-    if model.shape.family == "gpt2":
+    if not ACTIVATIONS[model.shape.activation].gated:
         del inner["feed_forward.gate"]
     for block in model.blocks:
         parallelize_module(block, mesh, inner)

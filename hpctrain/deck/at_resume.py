@@ -62,7 +62,7 @@ RESUME_RULES: Mapping[str, ResumeRule] = {
     **_rules("free", "model", "balance", 'a bias is left where it is not "bias" any more, which is said'),
     **_rules("free", "model", "balance_loss balance_over balance_rate router_z_loss dropout record_routing"),
     **_rules("free", "model", "router_dtype", "results differ by rounding"),
-    **_rules("refused", "model", "rope_base norm_epsilon", FUNCTION),
+    **_rules("refused", "model", "activation rope_base norm_epsilon", FUNCTION),
     **_rules("refused", "model", "parametrization base_width base_head_size", FUNCTION),
     **_rules("free", "model", "initial_std initial", _AT_THE_BEGINNING),
     **_rules("refused", "model", "module", f"{FUNCTION}; its file may lie in another folder"),

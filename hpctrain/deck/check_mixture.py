@@ -114,7 +114,7 @@ def _in_vain(deck: Deck) -> Iterator[Problem]:
 def _blocks(deck: Deck) -> Iterator[Problem]:
     model = deck.model
     if model.family != "llama":
-        sentence = f'needs model.family = "llama", not "{model.family}": experts are gated and without biases'
+        sentence = f'needs model.family = "llama", not "{model.family}": experts have no biases'
         yield Problem("model.experts", sentence, ("model.family",))
     last = model.layers // model.expert_every * model.expert_every - 1
     if last < 0:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, TypeGuard
 
+from hpctrain.deck.activations import ACTIVATIONS, OF_FAMILY
 from hpctrain.deck.data_mixture import fill_mixture
 from hpctrain.deck.dataset import fill_dataset
 from hpctrain.deck.decays import ENDLESS, WITH_COOLDOWN
@@ -164,14 +165,13 @@ def _follow_others(tables: Tables, filled: set[str], begun: Begun) -> None:
     as_base = model.get("parametrization") == "mup" and model.get("base_width") == hidden
     if as_base and _is_integer(model.get("head_size")):
         default("model", "base_head_size", model["head_size"])
-    if family == "gpt2":
-        default("model", "tied", not _of_scores(tables))
-        if _is_integer(hidden):
-            default("model", "mlp", 4 * hidden)
-    elif family == "llama":
-        default("model", "tied", False)
-        if _is_integer(hidden):
-            default("model", "mlp", -(-8 * hidden // (3 * 256)) * 256)
+    if isinstance(family, str) and family in OF_FAMILY:
+        default("model", "tied", family == "gpt2" and not _of_scores(tables))
+        default("model", "activation", OF_FAMILY[family])
+        name = model["activation"]
+        activation = ACTIVATIONS.get(name) if isinstance(name, str) else None
+        if _is_integer(hidden) and activation is not None:
+            default("model", "mlp", -(-8 * hidden // (3 * 256)) * 256 if activation.gated else 4 * hidden)
     if _is_integer(model.get("mlp")):
         default("model", "expert_mlp", model["mlp"])
 

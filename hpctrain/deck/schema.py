@@ -7,11 +7,12 @@ writes their values before validation, and `derived` says in words what they wil
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 from pydantic import Field, PrivateAttr
 from pydantic.fields import FieldInfo
 
+from hpctrain.deck.activations import ACTIVATIONS, GATED, OF_FAMILY
 from hpctrain.deck.adapters import Adapters
 from hpctrain.deck.code import CodeName, NamedCode, UntrustedCodeError, code_names, refusal
 from hpctrain.deck.communication import Communication
@@ -26,6 +27,13 @@ from hpctrain.deck.precision import PrecisionSection
 from hpctrain.deck.presets import PresetName
 from hpctrain.deck.report import ReportSection
 from hpctrain.deck.sources import Sources
+
+if TYPE_CHECKING:
+    ActivationName = str
+else:
+    ActivationName = Literal[tuple(ACTIVATIONS)]
+
+_USUAL_ACTIVATIONS = ", ".join(f'"{name}" ({family})' for family, name in OF_FAMILY.items())
 
 _LARGEST = 10_000_000  # of a model's sizes: beyond any model, and small enough to search for divisors
 _LONGEST = 1_000_000_000
@@ -127,7 +135,7 @@ class Model(Section):
         min_length=1,
     )
     family: Literal["gpt2", "llama"] = key(
-        "gpt2: learned positions, LayerNorm, GELU, biases; llama: RoPE, RMSNorm, SwiGLU, no biases.",
+        "gpt2: learned positions, LayerNorm, biases; llama: RoPE, RMSNorm, no biases.",
         derived="the preset's, else required",
     )
     layers: int = key("Transformer layers.", derived="the preset's, else required", ge=1, le=_MOST_LAYERS)
@@ -153,9 +161,13 @@ class Model(Section):
         "RMSNorm of queries and keys before rotation (llama): none, over each head, over all heads together.",
         "none",
     )
+    activation: ActivationName = key(
+        f"Activation of the feed-forward part; with a gate: {', '.join(GATED)}.",
+        derived=_USUAL_ACTIVATIONS,
+    )
     mlp: int = key(
         "Inner width of the feed-forward part.",
-        derived="4 hidden (gpt2), 8/3 hidden up to a multiple of 256 (llama)",
+        derived="4 hidden; with a gate 8/3 hidden up to a multiple of 256",
         ge=1,
         le=4 * _LARGEST,
     )

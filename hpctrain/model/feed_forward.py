@@ -1,13 +1,14 @@
-"""The feed-forward part of a block: GELU, or SwiGLU (arXiv 2002.05202)."""
+"""The feed-forward part of a block: two products with an activation between them, perhaps a gated one."""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
+from hpctrain.deck.activations import ACTIVATIONS
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.linear import ColumnLinear, RowLinear, Rows
-from hpctrain.parallel.operations import Elementwise
+from hpctrain.parallel.operations import Elementwise, kind_of
 from hpctrain.parallel.saved import Saving, Storage, total
 
 
@@ -27,8 +28,8 @@ class FeedForward(nn.Module):
         super().__init__()
         inner = shape.mlp if inner is None else inner
         rows = Rows.split(inner, groups.tensor)
-        self.gated, self.functions = shape.family == "llama", groups.functions
-        outputs = [(f"{name}.gate", rows)] if self.gated else []
+        self.activation, self.functions = ACTIVATIONS[shape.activation], groups.functions
+        outputs = [(f"{name}.gate", rows)] if self.activation.gated else []
         outputs = [*outputs, (f"{name}.up", rows)]
         self.up = ColumnLinear(
             shape.hidden, outputs, shape.biases, groups, shared_input, adapters=shape.adapters
@@ -41,7 +42,7 @@ class FeedForward(nn.Module):
     def elementwise(self) -> list[Elementwise]:
         """What is done between the two."""
         inner = self.down.weights[0].shard.shape[1]
-        return [Elementwise("gate" if self.gated else "activation", inner, True)]
+        return [Elementwise(kind_of(self.activation), inner, True)]
 
     @property
     def widest(self) -> int:
@@ -50,24 +51,22 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Expand, activate, contract."""
-        inner = self.up(x)
-        if self.gated:
-            inner = self.functions.gated(inner, self.up.split_sizes)
-        else:
-            inner = self.functions.gelu(inner)
+        inner = self.functions.activate(self.up(x), self.activation, self.up.split_sizes)
         output: Tensor = self.down(inner)
         return output
 
     def saved(self, at: Saving) -> list[Storage]:
-        """GELU's input and output; or gate and up, which are one, their product's other factor where torch
-        computes it, and it.
+        """Return the input and the output of the activation.
+
+        Of a gated one these are gate and up, which are one tensor, and their product, with the function of
+        the gate where torch computes it.
         """
-        widest = [at.features(self.widest)] if self.gated else []
+        widest = [at.features(self.widest)] if self.activation.gated else []
         kept = [*self._factor(at), *self.down.kept(at), *self.down.beside(at)]
         return [*self.up.beside(at), *widest, *kept]
 
     def _factor(self, at: Saving) -> list[Storage]:
-        one = self.gated and self.functions.compiled
+        one = self.activation.gated and self.functions.compiles(self.activation)
         return [] if one else [at.features(self.up.split_sizes[-1])]
 
     def workspace(self, at: Saving) -> int:
@@ -83,4 +82,4 @@ class FeedForward(nn.Module):
         at the most while its own backward pass goes, and when it is over, one factor of a gate being gone.
         """
         hidden = at.features(self.down.weights[0].shard.shape[0]).bytes
-        return hidden, hidden - (total(self._factor(at)) if self.gated else 0)
+        return hidden, hidden - (total(self._factor(at)) if self.activation.gated else 0)

@@ -15,15 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.comm.group import Group
+from hpctrain.deck.activations import ACTIVATIONS
 from hpctrain.model.feed_forward import FeedForward
 from hpctrain.model.inputs import Inputs
 from hpctrain.model.router import RoutedTokens, Router
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.dispatch import Dispatch
-from hpctrain.parallel.experts import Experts, row_unit
+from hpctrain.parallel.experts import Experts, ExpertSizes, row_unit
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.kernels import apart_bytes
-from hpctrain.parallel.operations import Elementwise
+from hpctrain.parallel.operations import Elementwise, kind_of
 from hpctrain.parallel.residency import Residency
 from hpctrain.parallel.saved import Saving, Storage, total
 
@@ -35,8 +36,9 @@ class Mixture(nn.Module):
         super().__init__()
         self.groups, self.shape = groups, shape
         self.router = Router(f"{name}.router", shape, groups)
-        sizes = shape.experts, shape.experts_per_token, shape.hidden, shape.expert_mlp
-        self.experts = Experts(f"{name}.experts", *sizes, groups, shape.capacity)
+        sizes = ExpertSizes(shape.experts, shape.experts_per_token, shape.hidden, shape.expert_mlp)
+        activation = ACTIVATIONS[shape.activation]
+        self.experts = Experts(f"{name}.experts", sizes, groups, shape.capacity, activation)
         inner = shape.shared_experts * shape.expert_mlp
         # The router keeps what it sees, too.
         self.shared = FeedForward(f"{name}.shared", shape, groups, inner, True) if inner else None
@@ -73,11 +75,11 @@ class Mixture(nn.Module):
 
     @property
     def elementwise(self) -> list[Elementwise]:
-        """What is done to rows: gathered by expert and added up again, and gated within."""
+        """What is done to rows: they are gathered by expert, activated, and added up again."""
         chosen, inner = self.shape.experts_per_token, self.shape.expert_mlp
         moved = Elementwise("add", 2 * chosen * self.shape.hidden)
         shared = self.shared.elementwise if self.shared is not None else []
-        return [moved, Elementwise("gate", chosen * inner, True), *shared]
+        return [moved, Elementwise(kind_of(self.experts.activation), chosen * inner, True), *shared]
 
     @property
     def terms(self) -> tuple[str, ...]:
@@ -101,7 +103,7 @@ class Mixture(nn.Module):
     def workspace(self, at: Saving) -> int:
         """See FeedForward: gradients of the experts' rows, between their products and around them."""
         rows = self.experts.rows(at) * at.itemsize
-        inner = rows * (4 * self.experts.inner + 2 * self.shape.hidden)
+        inner = rows * 2 * (self.experts.widest + self.shape.hidden)
         shared = self.shared.workspace(at) if self.shared is not None else 0
         _, of_expert, *sizes = self.experts.gate_up.shape
         product = apart_bytes(of_expert * prod(sizes), at)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from hpctrain.deck.activations import OF_FAMILY
 from hpctrain.deck.adapters import Adapters
 from hpctrain.deck.objective import OF_SCORES
 from hpctrain.deck.presets import Sizes
@@ -24,7 +25,8 @@ Recomputed = int | Literal["none", "full", "selective", "sqrt"]
 class ModelShape(Sizes, Architecture):
     """The sizes that fix a decoder-only transformer.
 
-    `gpt2`: learned positions, LayerNorm, GELU, biases. `llama`: RoPE, RMSNorm, SwiGLU, no biases. Of what
+    `gpt2`: learned positions, LayerNorm, biases. `llama`: RoPE, RMSNorm, no biases. An `activation` of ""
+    stands for the usual one of the family. Of what
     concerns mixtures, what is meant is told by the deck's keys of these names. `packed` says that documents
     in a sequence do not see each other; a `head` that is scalar has a row of its own, whatever is `tied`.
     With `adapters` nothing else is trained, but for such a head.
@@ -32,6 +34,7 @@ class ModelShape(Sizes, Architecture):
 
     sequence: int
     tied: bool
+    activation: str = ""
     dropout: float = 0.0
     rope_base: float = 10_000.0
     norm_epsilon: float = 1e-5
@@ -49,7 +52,9 @@ class ModelShape(Sizes, Architecture):
     adapters: Adapters | None = None
 
     def __post_init__(self) -> None:
-        """Features of one attention head are hidden / heads where they are not given."""
+        """Fill the features of one attention head, hidden / heads, and the activation of the family."""
+        if not self.activation:
+            object.__setattr__(self, "activation", OF_FAMILY[self.family])
         if not self.head_size:
             object.__setattr__(self, "head_size", self.hidden // self.heads)
 

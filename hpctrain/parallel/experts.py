@@ -1,4 +1,4 @@
-"""The experts of a mixture: two grouped products with a gate between them (SwiGLU, arXiv 2002.05202).
+"""The experts of a mixture: two grouped products with an activation between them, mostly a gated one.
 
 Rows lie behind each other by expert. The matrices of all experts of this rank are one tensor, split by expert
 over the expert axis and, like Megatron-LM's feed-forward part, by inner features over the expert_tensor axis.
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hpctrain.deck.activations import ACTIVATIONS, Activation
 from hpctrain.parallel.audit import ProductAudit
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.linear import Multiplying, Rows
@@ -113,36 +114,55 @@ def add_grouped_gradient(
     weight.added()
 
 
+@dataclass(frozen=True)
+class ExpertSizes:
+    """Sizes of a mixture.
+
+    Attributes:
+        count: Experts.
+        chosen: Experts that each token goes to.
+        hidden: Features of a token.
+        inner: Features of a token within an expert.
+    """
+
+    count: int
+    chosen: int
+    hidden: int
+    inner: int
+
+
 class Experts(Multiplying):
     """Rows [m, h] by expert -> the same, of the features that this rank has: a part of a sum over the
     expert_tensor axis.
 
-    `name`.gate_up.weight is [E, 2, f, h], gates first; `name`.down.weight [E, h, f]. `chosen` is how many of
-    the `count` experts a token goes to, `capacity`, if any, how much of an even load each one takes.
+    `name`.gate_up.weight is [E, 2, f, h], gates first, or `name`.up.weight [E, f, h] where the `activation`
+    has no gate; `name`.down.weight is [E, h, f]. `capacity`, if any, is how much of an even load each expert
+    takes.
     """
 
     def __init__(
         self,
         name: str,
-        count: int,
-        chosen: int,
-        hidden: int,
-        inner: int,
+        sizes: ExpertSizes,
         groups: LayerGroups,
         capacity: float | None = None,
+        activation: Activation = ACTIVATIONS["swiglu"],
     ) -> None:
         super().__init__()
-        self.groups, self.chosen = groups, chosen
+        self.groups, self.chosen, self.activation = groups, sizes.chosen, activation
         self.taken = 1.0 if capacity is None else min(1.0, capacity)
+        count, hidden, inner = sizes.count, sizes.hidden, sizes.inner
         experts = Rows.split(count, groups.expert)
         columns = Rows.split(inner, groups.expert_tensor)
         self.local, self.hidden, self.inner = experts.local, hidden, columns.local
+        gated = activation.gated
+        copies, first = ((2,), (0,)) if gated else ((), ())
         self.gate_up = Parameter(
             Shard(
-                f"{name}.gate_up.weight",
-                (count, 2, inner, hidden),
-                (experts.start, 0, columns.start, 0),
-                (experts.local, 2, columns.local, hidden),
+                f"{name}.{'gate_up' if gated else 'up'}.weight",
+                (count, *copies, inner, hidden),
+                (experts.start, *first, columns.start, 0),
+                (experts.local, *copies, columns.local, hidden),
                 split=EXPERT_AXES,
             )
         )
@@ -162,9 +182,14 @@ class Experts(Multiplying):
         """See Multiplying: gates with what they multiply, and what contracts."""
         count, hidden, inner = self.down.shard.shape
         return [
-            Matrix(2 * inner, hidden, "outputs", self.chosen, count),
+            Matrix(self.activation.copies * inner, hidden, "outputs", self.chosen, count),
             Matrix(hidden, inner, "inputs", self.chosen, count),
         ]
+
+    @property
+    def widest(self) -> int:
+        """Features of a row between the two products on this rank."""
+        return self.activation.copies * self.inner
 
     @property
     def late(self) -> list[Parameter]:
@@ -184,12 +209,12 @@ class Experts(Multiplying):
 
     def saved(self, at: Saving) -> list[Storage]:
         """The rows, and gates with what they multiply."""
-        sizes = (self.hidden, 2 * self.inner)
+        sizes = (self.hidden, self.widest)
         return [Storage(self.rows(at) * size * at.itemsize, at.itemsize) for size in sizes]
 
     def waiting(self, at: Saving) -> int:
         """See Multiplying: the rows, gates and what they multiply, and the gradients of both products."""
-        return self.rows(at) * (2 * self.hidden + 4 * self.inner) * at.itemsize
+        return self.rows(at) * 2 * (self.hidden + self.widest) * at.itemsize
 
     def multiplied(self, rows: Tensor, weight: Parameter, segments: Segments, turned: bool = False) -> Tensor:
         """Each row [m, k] times its own one of a weight's matrices [e, n, k], transposed unless `turned`."""
@@ -208,7 +233,7 @@ class Experts(Multiplying):
 
 
 class _Experts(torch.autograd.Function):
-    """Keeps the rows and the first product's result; what is gated is computed again."""
+    """Keeps the rows and the first product's result; the activation is computed again."""
 
     @staticmethod
     def forward(
@@ -222,7 +247,7 @@ class _Experts(torch.autograd.Function):
         ctx.experts, ctx.segments, ctx.later = experts, segments, later
         inner = experts.multiplied(rows, experts.gate_up, segments)
         ctx.save_for_backward(as_features(rows), as_features(inner))
-        return experts.multiplied(_gated(inner), experts.down, segments)
+        return experts.multiplied(_activated(inner, experts.activation), experts.down, segments)
 
     @staticmethod
     def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -230,16 +255,18 @@ class _Experts(torch.autograd.Function):
         segments: Segments = ctx.segments
         rows, inner = (saved[0, 0] for saved in ctx.saved_tensors)
         output_gradient = output_gradient.contiguous()
-        gated_gradient = experts.multiplied(output_gradient, experts.down, segments, turned=True)
-        inner_gradient = _gate_gradient(inner, gated_gradient)
-        del gated_gradient
+        activated_gradient = experts.multiplied(output_gradient, experts.down, segments, turned=True)
+        inner_gradient = _activation_gradient(inner, activated_gradient, experts.activation)
+        del activated_gradient
         rows_gradient = None
         if ctx.needs_input_grad[0]:
             rows_gradient = experts.multiplied(inner_gradient, experts.gate_up, segments, turned=True)
 
         def compute() -> None:
             audit = experts.groups.audit
-            add_grouped_gradient(output_gradient, _gated(inner), experts.down, segments, audit)
+            add_grouped_gradient(
+                output_gradient, _activated(inner, experts.activation), experts.down, segments, audit
+            )
             add_grouped_gradient(inner_gradient, rows, experts.gate_up, segments, audit)
 
         queue = experts.groups.weight_gradients
@@ -255,19 +282,24 @@ def _matrices(weight: Parameter) -> Tensor:
     return weight.detach().view(len(weight), -1, weight.shape[-1])
 
 
-def _gated(inner: Tensor) -> Tensor:
-    """Of gates and what they multiply, [m, 2 f], the product [m, f]."""
+def _activated(inner: Tensor, activation: Activation) -> Tensor:
+    """Return [m, f] of what expands: [m, f], or gates and their factors side by side, [m, 2 f]."""
+    if not activation.gated:
+        return activation.function.value(inner)
     gate, up = inner.chunk(2, dim=1)
-    return functional.silu(gate).mul_(up)
+    return activation.function.value(gate).mul_(up)
 
 
-def _gate_gradient(inner: Tensor, gradient: Tensor) -> Tensor:
-    """The gradient of `inner` [m, 2 f] where that of what is gated is `gradient` [m, f]."""
+def _activation_gradient(inner: Tensor, gradient: Tensor, activation: Activation) -> Tensor:
+    """Return the gradient with respect to `inner` where that of what is activated is `gradient` [m, f]."""
+    function, result = activation.function, torch.empty_like(inner)
+    if not activation.gated:
+        function.gradient(gradient, inner, result)
+        return result
     gate, up = inner.chunk(2, dim=1)
-    result = torch.empty_like(inner)
     gate_gradient, up_gradient = result.chunk(2, dim=1)
-    torch.mul(gradient, functional.silu(gate), out=up_gradient)
-    torch.ops.aten.silu_backward.grad_input(gradient * up, gate, grad_input=gate_gradient)
+    torch.mul(gradient, function.value(gate), out=up_gradient)
+    function.gradient(gradient * up, gate, gate_gradient)
     return result
 
 

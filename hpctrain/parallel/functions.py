@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hpctrain.data.documents import Documents
+from hpctrain.deck.activations import ACTIVATIONS, Activation, PointFunction
 from hpctrain.parallel.applied import applied
 from hpctrain.parallel.document_attention import document_attention
 from hpctrain.parallel.library import Attention, Heads, workspace_floats
@@ -40,14 +42,22 @@ class Functions:
     def __init__(self, why: str = "", record: str = "") -> None:
         self.why, self.record = why, record
 
-    def gelu(self, x: Tensor) -> Tensor:
-        """GELU by tanh (arXiv 1606.08415)."""
-        return functional.gelu(x, approximate="tanh")
+    def compiles(self, activation: Activation) -> bool:
+        """Return True if a compiled kernel computes an activation."""
+        return self.compiled and activation.kernel is not None
 
-    def gated(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
-        """SwiGLU (arXiv 2002.05202) of gate and up, [..., 2 n] of these sizes: [..., n]."""
+    def activate(self, x: Tensor, activation: Activation, sizes: Sequence[int]) -> Tensor:
+        """Return the activation of the expanded features of tokens.
+
+        Args:
+            x: Features, [..., n]; with a gate (arXiv 2002.05202) gate and up side by side, [..., 2 n].
+            activation: Activation to compute.
+            sizes: Sizes of gate and up in the last dimension, or of that dimension alone.
+        """
+        if not activation.gated:
+            return _elementwise(x, activation.function)
         gate, up = torch.split(x, list(sizes), dim=-1)
-        return functional.silu(gate) * up
+        return _elementwise(gate, activation.function) * up
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """RMSNorm (arXiv 1910.07467) over the last dim."""
@@ -91,6 +101,30 @@ class Functions:
         return output.permute(2, 0, 1, 3)
 
 
+def _elementwise(x: Tensor, function: PointFunction) -> Tensor:
+    if function.saves_input:
+        return function.value(x)
+    result: Tensor = applied(_Elementwise, x, function)
+    return result
+
+
+class _Elementwise(torch.autograd.Function):
+    """A function of every element by its own gradient, which keeps the input alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, function: PointFunction) -> Tensor:
+        ctx.function = function
+        ctx.save_for_backward(x)
+        return function.value(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        result = torch.empty_like(gradient)
+        ctx.function.gradient(gradient, x, result)
+        return result, None
+
+
 TORCH = Functions()
 
 
@@ -113,14 +147,21 @@ class CompiledFunctions(Functions):
         assert self._library is not None
         getattr(self._library, name)(*map(_argument, arguments))
 
+    def activate(self, x: Tensor, activation: Activation, sizes: Sequence[int]) -> Tensor:
+        """Return the activation of the expanded features of tokens, by its kernel if it has one."""
+        if activation.kernel is None:
+            return super().activate(x, activation, sizes)
+        assert not activation.gated or sizes[0] == sizes[1] == x.shape[-1] // 2
+        result: Tensor = getattr(self, activation.kernel)(x)
+        return result
+
     def gelu(self, x: Tensor) -> Tensor:
-        """See Functions."""
+        """Return GELU by tanh (arXiv 1606.08415)."""
         result: Tensor = applied(_Gelu, x, self)
         return result
 
-    def gated(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
-        """See Functions."""
-        assert sizes[0] == sizes[1] == x.shape[-1] // 2
+    def gated(self, x: Tensor) -> Tensor:
+        """Return SwiGLU (arXiv 2002.05202) of gate and up of the same size."""
         result: Tensor = applied(_Gated, x, self)
         return result
 
@@ -164,8 +205,11 @@ def agrees(functions: Functions) -> bool:
     angles = random(rows, 1, 1, head // 2).repeat(1, 1, 1, 2)
     tables = [x.bfloat16().float() for x in (angles.cos(), angles.sin())]
     cases: list[tuple[Callable[..., Callable[..., Tensor]], list[Tensor]]] = [
-        (lambda by: by.gelu, [4 * random(3, 35)]),
-        (lambda by: lambda x: by.gated(x, (21, 21)), [random(3, 42)]),
+        *(
+            (partial(_activation_by, activation=each), [4 * random(3, 21 * each.copies)])
+            for each in ACTIVATIONS.values()
+            if each.kernel is not None
+        ),
         (lambda by: lambda x, weight: by.rms_norm(x, weight, 1e-5), [random(3, 35), random(35)]),
         (lambda by: lambda x, *of: by.layer_norm(x, *of, 1e-5), [random(3, 35), random(35), random(35)]),
         (lambda by: lambda x: _Losses.apply(x, by), [3 * random(4, 1100)]),
@@ -175,6 +219,10 @@ def agrees(functions: Functions) -> bool:
         ),
     ]
     return all(_agree(by(functions), by(TORCH), inputs, form) for by, inputs in cases for form in _ROUNDING)
+
+
+def _activation_by(by: Functions, activation: Activation) -> Callable[[Tensor], Tensor]:
+    return lambda x: by.activate(x, activation, [21] * activation.copies)
 
 
 def _agree(

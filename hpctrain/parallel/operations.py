@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+from hpctrain.deck.activations import Activation
+
 Cut = Literal["outputs", "inputs", "whole"]
 """Of which features of a matrix each rank of an axis has a part, if of any."""
 
 ElementwiseKind = Literal["norm", "add", "activation", "gate", "rotation", "loss", "lookup"]
-"""What is done to elements: normalized; added to others; GELU; SwiGLU's product; turned by their position;
-made losses of logits; looked up in a table.
+"""What is done to elements: normalized; added to others; an activation; a gated one; turned by their
+position; made losses of logits; looked up in a table.
 """
 
 
@@ -63,3 +65,8 @@ class Elementwise(NamedTuple):
     kind: ElementwiseKind
     features: int
     split: bool = False
+
+
+def kind_of(activation: Activation) -> ElementwiseKind:
+    """Return the kind by which the time of an activation is planned."""
+    return "gate" if activation.gated else "activation"

@@ -136,11 +136,10 @@ def test_mixtures_that_cannot_be(override: str, told: str) -> None:
     assert problems(*override.split()) == [told]
 
 
-def test_mixtures_are_gated_and_without_biases() -> None:
+def test_mixtures_have_no_biases() -> None:
     told = problems("model.family=gpt2")
     assert told == [
-        'deck.toml:9: model.experts = 8: needs model.family = "llama", not "gpt2": experts are gated and '
-        "without biases"
+        'deck.toml:9: model.experts = 8: needs model.family = "llama", not "gpt2": experts have no biases'
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -56,11 +57,12 @@ COMMON: dict[str, Any] = {
 }
 
 
-def mixtral(layers: int, weight: float) -> Any:
+def mixtral(layers: int, weight: float, hidden_act: str = "silu") -> Any:
     config = transformers.MixtralConfig(
         **COMMON,
         num_hidden_layers=layers,
         num_local_experts=6,
+        hidden_act=hidden_act,
         intermediate_size=40,
         router_aux_loss_coef=weight,
     )
@@ -95,6 +97,7 @@ def olmoe(layers: int, weight: float) -> Any:
 
 FAMILIES = {
     "mixtral": (mixtral, SHAPE),
+    "mixtral-geglu": (partial(mixtral, hidden_act="gelu_pytorch_tanh"), replace(SHAPE, activation="geglu")),
     "qwen3": (qwen3, replace(SHAPE, query_key_norm="head")),
     "olmoe": (olmoe, replace(SHAPE, query_key_norm="all", router_normalize=False)),
 }

@@ -13,7 +13,7 @@ from torch import Tensor
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.parallel.dispatch import Dispatch
-from hpctrain.parallel.experts import Experts, row_unit
+from hpctrain.parallel.experts import Experts, ExpertSizes, row_unit
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.shard import Parameter
 
@@ -92,7 +92,7 @@ def matrices() -> dict[str, Tensor]:
 
 
 def experts_of(groups: LayerGroups, dtype: torch.dtype) -> Experts:
-    experts = Experts("experts", EXPERTS, CHOSEN, HIDDEN, INNER, groups)
+    experts = Experts("experts", ExpertSizes(EXPERTS, CHOSEN, HIDDEN, INNER), groups)
     for name, whole in matrices().items():
         parameter: Parameter = getattr(experts, name)
         parameter.data = parameter.shard.take(whole).to(dtype)

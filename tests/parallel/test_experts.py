@@ -11,6 +11,7 @@ from hpctrain.comm.world import World
 from hpctrain.parallel.experts import (
     ROW_UNIT,
     Experts,
+    ExpertSizes,
     Segments,
     add_grouped_gradient,
     grouped_product,
@@ -103,7 +104,7 @@ def test_gradients_are_those_of_autograd(world: World, deferred: bool) -> None:
     """At once, put off by the caller, or held back in the queue."""
     torch.manual_seed(1)
     groups = alone(world)
-    experts = Experts("experts", 3, 1, 6, 8, groups)
+    experts = Experts("experts", ExpertSizes(3, 1, 6, 8), groups)
     weights = torch.randn(3, 2, 8, 6), torch.randn(3, 6, 8)
     for parameter, weight in zip(experts.late, weights, strict=True):
         parameter.data = weight.clone()

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hpctrain.deck.activations import Activation
 from hpctrain.engine.functions import compiled_functions
 from hpctrain.parallel import compiler, library
 from hpctrain.parallel.compiler import CompilerError, compile_library, find_compiler, try_library
@@ -91,12 +92,12 @@ def test_what_is_huge_has_gates_of_one_and_nought(compiled: CompiledFunctions) -
         assert torch.equal(result, huge.relu())
         assert torch.autograd.grad(result[1:-1].sum(), x)[0].tolist()[1:-1] == sides[1:-1]
         both = torch.stack((huge, torch.ones_like(huge)), -1).requires_grad_()
-        result = compiled.gated(both, (1, 1))
+        result = compiled.gated(both)
         assert torch.equal(result[:, 0], huge.relu())
         assert torch.autograd.grad(result.sum(), both)[0][:, 0].tolist() == sides
         infinite = torch.tensor([math.inf], dtype=form)
         assert compiled.gelu(infinite).isposinf()
-        assert compiled.gated(torch.cat((infinite, infinite)), (1, 1)).isposinf()
+        assert compiled.gated(torch.cat((infinite, infinite))).isposinf()
 
 
 def test_a_gate(compiled: CompiledFunctions) -> None:
@@ -106,7 +107,7 @@ def test_a_gate(compiled: CompiledFunctions) -> None:
             return x[..., :width] * torch.sigmoid(x[..., :width]) * x[..., width:]
 
         compare(
-            lambda x, width=width: compiled.gated(x, (width, width)),
+            compiled.gated,
             exact,
             [3 * random(4, 2, 2 * width)],
             (4, 2, width),
@@ -215,7 +216,7 @@ def test_what_is_not_finite_stays_so(compiled: CompiledFunctions) -> None:
             for result in (
                 compiled.rms_norm(x, torch.ones(8, dtype=form), 1e-5),
                 compiled.layer_norm(x, *torch.ones(2, 8, dtype=form), 1e-5),
-                compiled.gated(torch.cat((x, x), -1), (8, 8)),
+                compiled.gated(torch.cat((x, x), -1)),
                 compiled.gelu(x),
             ):
                 assert not result[11].isfinite().all()
@@ -236,8 +237,8 @@ def test_a_library_that_computes_something_else_is_found_out(compiled: CompiledF
     assert agrees(TORCH)
 
     class Wrong(Functions):
-        def gated(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
-            return 1.001 * super().gated(x, sizes)
+        def activate(self, x: Tensor, activation: Activation, sizes: Sequence[int]) -> Tensor:
+            return (1.001 if activation.gated else 1.0) * super().activate(x, activation, sizes)
 
     assert not agrees(Wrong())
 

@@ -135,6 +135,16 @@ def test_activations_are_those_that_are_kept(world: World, recompute: str) -> No
         expect_activations(world, small_deck(*layout, f"memory.recompute={recompute}", "model.dropout=0.1"))
 
 
+@pytest.mark.parametrize("family", [(), LLAMA], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("activation", ["geglu", "relu2"])
+def test_activations_of_other_feed_forwards_are_those_that_are_kept(
+    world: World, family: tuple[str, ...], activation: str
+) -> None:
+    keys = (*family, f"model.activation={activation}", "machine.compile=true")
+    for recompute in ("none", "full"):
+        expect_activations(world, small_deck(*keys, f"memory.recompute={recompute}"))
+
+
 def expect_activations(world: World, deck: Deck) -> None:
     """Plan and count of what a rank keeps agree to 1%."""
     training = trainer(world, deck)

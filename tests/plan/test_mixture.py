@@ -54,6 +54,8 @@ LAYOUTS: dict[int, list[tuple[str, ...]]] = {
         ("model.balance_over=sequence", "model.router_normalize=false"),
         ("model.balance_over=step", "model.router_scale=2.5"),
         ("model.balance=none",),
+        ("model.activation=geglu", "model.shared_experts=1"),
+        ("model.activation=relu2", "model.shared_experts=1"),
         ("precision.compute=bf16", *SMALL_UNITS),
     ],
     2: [

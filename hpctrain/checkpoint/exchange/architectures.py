@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from hpctrain.checkpoint.exchange.names import ROUTER_BIAS, NameRule, Rule, StackRule
+from hpctrain.deck.activations import ACTIVATIONS
 from hpctrain.deck.presets import Family
 from hpctrain.model.shape import Head
 
@@ -67,6 +68,20 @@ class Architecture:
     slides: bool = False
     """Whether a window slides where the config has one and does not say that it is not in use."""
     head: Head = "vocabulary"
+    hidden_act: tuple[str, str] = ("hidden_act", "silu")
+    """The key of a config that names the activation, and its value where it is not there."""
+    gated: bool = True
+    """Whether its feed-forward parts have a gate."""
+
+    @property
+    def activations(self) -> dict[str, str]:
+        """What a config says of each of our activations that it can have, by our names."""
+        usual = self.hidden_act[1]
+        return {
+            name: usual if usual in (theirs := activation.function.hidden_act) else theirs[0]
+            for name, activation in ACTIVATIONS.items()
+            if activation.gated == self.gated
+        }
 
     @property
     def choice_is_biased(self) -> bool:
@@ -144,11 +159,10 @@ _DEEPSEEK_RULES = (
 _LLAMA_BUFFERS = r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
 
 # What configs may say of a model's function and ours cannot vary.
-_ACTIVATION = Fixed("hidden_act", ("silu", "swish"), "silu")
 _UNBIASED = Fixed("attention_bias", (False,), False)
 _UNQUANTIZED = Fixed("quantization_config", (None,), None)
 _WHOLE_ROTARY = Fixed("partial_rotary_factor", (None, 1, 1.0), None)
-_LLAMA_FIXED = (_ACTIVATION, _UNBIASED, _WHOLE_ROTARY, _UNQUANTIZED)
+_LLAMA_FIXED = (_UNBIASED, _WHOLE_ROTARY, _UNQUANTIZED)
 
 
 def _sizes(
@@ -172,7 +186,6 @@ _GPT2 = Architecture(
     prefix="transformer.",
     buffers=r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",
     fixed=(
-        Fixed("activation_function", ("gelu_new", "gelu_pytorch_tanh"), "gelu_new"),
         Fixed("scale_attn_weights", (True,), True),
         Fixed("scale_attn_by_inverse_layer_idx", (False,), False),
         Fixed("add_cross_attention", (False,), False),
@@ -187,6 +200,8 @@ _GPT2 = Architecture(
     },
     epsilon=("layer_norm_epsilon", 1e-5),
     tied=True,
+    hidden_act=("activation_function", "gelu_new"),
+    gated=False,
 )
 _LLAMA = Architecture(
     name="LlamaForCausalLM",
@@ -196,13 +211,24 @@ _LLAMA = Architecture(
     prefix="model.",
     buffers=_LLAMA_BUFFERS,
     fixed=(
-        *_LLAMA_FIXED[:2],
+        _UNBIASED,
         Fixed("mlp_bias", (False,), False),
         Fixed("sliding_window", (None,), None),
-        *_LLAMA_FIXED[2:],
+        _WHOLE_ROTARY,
+        _UNQUANTIZED,
     ),
     sizes=_sizes(32000, 2048, 4096, 32, 32, 11008),
     epsilon=("rms_norm_eps", 1e-6),
+)
+_ARCEE = replace(
+    _LLAMA,
+    name="ArceeForCausalLM",
+    model_type="arcee",
+    rules=tuple(rule for rule in _LLAMA_RULES if not rule.theirs.endswith("gate_proj")),
+    sizes=_sizes(32000, 4096, 2560, 32, 32, 18432),
+    epsilon=("rms_norm_eps", 1e-5),
+    hidden_act=("hidden_act", "relu2"),
+    gated=False,
 )
 _QWEN3 = Architecture(
     name="Qwen3ForCausalLM",
@@ -225,7 +251,7 @@ _MIXTRAL = Architecture(
     rules=_MIXTRAL_RULES,
     prefix="model.",
     buffers=_LLAMA_BUFFERS,
-    fixed=(_ACTIVATION, Fixed("sliding_window", (None,), None), _WHOLE_ROTARY, _UNQUANTIZED),
+    fixed=(Fixed("sliding_window", (None,), None), _WHOLE_ROTARY, _UNQUANTIZED),
     sizes=_sizes(32000, 131072, 4096, 32, 32, 14336),
     epsilon=("rms_norm_eps", 1e-5),
     key_value_heads=8,
@@ -331,6 +357,7 @@ SCORED: Mapping[str, Architecture] = MappingProxyType(
         for of, base in (
             (_GPT2, "GPT2"),
             (_LLAMA, "Llama"),
+            (_ARCEE, "Arcee"),
             (_QWEN3, "Qwen3"),
             (_MIXTRAL, "Mixtral"),
             (_QWEN3_MOE, "Qwen3Moe"),
@@ -343,7 +370,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
         each.name: each
         for each in (
-            *(_GPT2, _LLAMA, _QWEN3, _MIXTRAL, _QWEN3_MOE, _OLMOE, _DOTS1, _DEEPSEEK_V3),
+            *(_GPT2, _LLAMA, _ARCEE, _QWEN3, _MIXTRAL, _QWEN3_MOE, _OLMOE, _DOTS1, _DEEPSEEK_V3),
             *SCORED.values(),
         )
     }

@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hpctrain.checkpoint.exchange.architectures import ARCHITECTURES, SCORED, Architecture
+from hpctrain.deck.activations import ACTIVATIONS, imported_activation
 from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError
 from hpctrain.model.shape import ModelShape
+from hpctrain.words import either
 
 Config = Mapping[str, Any]
 
@@ -44,6 +46,7 @@ class _Reading:
             if value not in fixed.accepted:
                 told = f"the {architecture.model_type} models of hpctrain have {fixed.accepted[0]!r} alone"
                 self.problem(fixed.key, value, told)
+        activation = self.activation()
         sizes: dict[str, Any] = {
             own: self.size(key, default) for own, (key, default) in architecture.sizes.items()
         }
@@ -70,7 +73,19 @@ class _Reading:
             self.check(sizes)
         if self.problems:
             raise HpctrainError(self.problems)
+        sizes["activation"] = activation
         return ModelShape(family=architecture.family, head=architecture.head, **architecture.always, **sizes)
+
+    def activation(self) -> str:
+        """Return our name of the activation that the config names; report it if there is none."""
+        key, default = self.architecture.hidden_act
+        value = self.config.get(key, default)
+        name = imported_activation(value, self.architecture.gated)
+        if name is None:
+            names = sorted({repr(each) for each in self.architecture.activations.values()})
+            told = f"the {self.architecture.model_type} models of hpctrain have {either(names)} alone"
+            self.problem(key, value, told)
+        return name or ""
 
     def problem(self, key: str, value: object, told: str) -> None:
         self.problems.append(f"{self.where}: {key} = {value!r}: {told}")
@@ -205,6 +220,7 @@ def config_of(shape: ModelShape, dtype: str) -> dict[str, Any]:
     }
     sizes = {key: getattr(shape, own) for own, (key, _) in architecture.sizes.items()}
     fixed = {each.key: each.accepted[0] for each in architecture.fixed if each.accepted[0] is not None}
+    fixed[architecture.hidden_act[0]] = architecture.activations[shape.activation]
     if architecture.family == "gpt2":
         own: dict[str, Any] = {
             "n_inner": shape.mlp,
@@ -223,7 +239,7 @@ def config_of(shape: ModelShape, dtype: str) -> dict[str, Any]:
             "attention_dropout": 0.0,
             **_mixture_keys(shape, architecture),
         }
-        if architecture.model_type not in {"llama", "olmoe"}:
+        if architecture.model_type not in {"llama", "arcee", "olmoe"}:
             own |= {"sliding_window": None, "use_sliding_window": False}
     named: dict[str, Any] = {"architectures": [architecture.name], "model_type": architecture.model_type}
     if architecture.head == "scalar":
@@ -254,6 +270,10 @@ def exported_as(shape: ModelShape) -> Architecture:
     name = "GPT2LMHeadModel" if shape.family == "gpt2" else _LLAMAS[bool(shape.experts)](shape)
     architecture = ARCHITECTURES[name]
     family = {"gpt2": "GPT-2", "llama": "Llama"}.get(architecture.model_type, name)
+    if shape.activation not in architecture.activations:
+        raise _refused(
+            shape, "activation", f"has {either(map(toml_value, architecture.activations))}", family
+        )
     if architecture.family == "gpt2" and shape.key_value_heads != shape.heads:
         raise HpctrainError(
             f"model.key_value_heads = {shape.key_value_heads}: the GPT-2 of transformers has as many "
@@ -304,6 +324,8 @@ def _of_mixtures(shape: ModelShape) -> str:
 
 
 def _dense(shape: ModelShape) -> str:
+    if shape.query_key_norm == "none" and not ACTIVATIONS[shape.activation].gated:
+        return "ArceeForCausalLM"
     return "LlamaForCausalLM" if shape.query_key_norm == "none" else "Qwen3ForCausalLM"
 
 

@@ -15,6 +15,7 @@ from hpctrain.parallel.shard import Shard
 
 _EXPERTS = {
     ".experts.gate_up.weight": (".gate.weight", ".up.weight"),
+    ".experts.up.weight": (".up.weight",),
     ".experts.down.weight": (".down.weight",),
 }
 _ROUTER = ".feed_forward.router.weight"

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+from hpctrain.deck.activations import OF_FAMILY
 from hpctrain.deck.foreign.rules import (
     Keys,
     Rule,
@@ -72,6 +73,7 @@ def translated(script: str) -> Translated:
     return found
 
 
+_ACTIVATIONS = {"--swiglu": "swiglu", "--squared-relu": "relu2"}
 _ROTARY, _SWIGLU, _RMS, _BIASES = "rotary positions", "SwiGLU", "RMSNorm", "no biases"
 
 
@@ -87,8 +89,12 @@ def _add_family(theirs: Theirs, found: Translated) -> None:
     if "--num-layers" not in theirs and not any(habits.values()):
         return
     llama = sum(habits.values()) >= 2
-    found.keys["model.family"] = "llama" if llama else "gpt2"
-    other = [habit for habit, has in habits.items() if has != llama]
+    family = "llama" if llama else "gpt2"
+    found.keys["model.family"] = family
+    activation = next((ours for name, ours in _ACTIVATIONS.items() if theirs.is_on(name)), "gelu-tanh")
+    if activation != OF_FAMILY[family]:
+        found.keys["model.activation"] = activation
+    other = [habit for habit, has in habits.items() if has != llama and habit != _SWIGLU]
     if other:
         has = "has" if llama else "has not"
         found.left["the model"] = f"has {'not all of' if llama else ''} {', '.join(other)}".replace(
@@ -367,6 +373,7 @@ _MODEL: dict[str, Rule] = {
     "--make-vocab-size-divisible-by": needless,
     "--untie-embeddings-and-output-weights": lambda value, _: {"model.tied": not switch(value)},
     "--swiglu": needless,
+    "--squared-relu": needless,
     "--normalization": only(("LayerNorm", "RMSNorm"), "is neither LayerNorm nor RMSNorm"),
     "--position-embedding-type": only(
         ("rope", "learned_absolute"), "are neither rotary nor learned, as a deck's models have them"

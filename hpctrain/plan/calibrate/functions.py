@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from hpctrain.comm.mesh import AXES
 from hpctrain.comm.planned import PlannedMesh
+from hpctrain.deck.activations import ACTIVATIONS, Activation
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.functions import functions_of, with_functions
 from hpctrain.engine.stage import make_groups
@@ -134,16 +135,23 @@ class _Kinds:
         return between - began, self.clock.now() - between
 
     def activation(self) -> tuple[float, float]:
-        """GELU."""
-        x = self.operands.take(self.rows, self.shape.mlp).detach().requires_grad_()
-        return _both(lambda: self.functions.gelu(x), self.operands.take(*x.shape), self.clock)
+        """The shape's activation, or else GELU."""
+        return self._activated(self._own_or("gelu-tanh"))
 
     def gate(self) -> tuple[float, float]:
-        """SwiGLU's product."""
-        mlp = self.shape.mlp
-        x = self.operands.take(self.rows, 2 * mlp).detach().requires_grad_()
-        gradient = self.operands.take(self.rows, mlp)
-        return _both(lambda: self.functions.gated(x, (mlp, mlp)), gradient, self.clock)
+        """The shape's gated activation, or else SwiGLU."""
+        return self._activated(self._own_or("swiglu"))
+
+    def _own_or(self, usual: str) -> Activation:
+        """Return the activation of the shape if it is of the kind of a usual one, or else that."""
+        own, other = ACTIVATIONS[self.shape.activation], ACTIVATIONS[usual]
+        return own if own.gated == other.gated else other
+
+    def _activated(self, activation: Activation) -> tuple[float, float]:
+        sizes = [self.shape.mlp] * activation.copies
+        x = self.operands.take(self.rows, sum(sizes)).detach().requires_grad_()
+        gradient = self.operands.take(self.rows, self.shape.mlp)
+        return _both(lambda: self.functions.activate(x, activation, sizes), gradient, self.clock)
 
     def rotation(self) -> tuple[float, float]:
         """By the tables of a Rotary."""

@@ -50,6 +50,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-grouped": ("Llama", {"num_key_value_heads": 2, "rope_theta": 300.0, "rms_norm_eps": 1e-3}),
     "llama-heads": ("Llama", {"num_key_value_heads": 2, "head_dim": 6}),
     "qwen3": ("Qwen3", {"num_key_value_heads": 2, "head_dim": 12}),
+    "gpt2-relu2": ("GPT2", {"activation_function": "relu2"}),
+    "llama-geglu": ("Llama", {"num_key_value_heads": 2, "hidden_act": "gelu_pytorch_tanh"}),
+    "llama-gated-relu2": ("Llama", {"num_key_value_heads": 2, "hidden_act": "relu2"}),
+    "arcee": ("Arcee", {"num_key_value_heads": 2}),
     "llama-tied": ("Llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
 }
 SIZES: dict[str, dict[str, Any]] = {
@@ -63,6 +67,14 @@ SIZES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 24,
     },
     "Qwen3": {
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 24,
+    },
+    "Arcee": {
         "vocab_size": 61,
         "hidden_size": 32,
         "intermediate_size": 48,
@@ -280,7 +292,12 @@ def change(folder: Path, changes: dict[str, Any], **nulls: None) -> None:
 @pytest.mark.parametrize(
     ("name", "key", "value", "told"),
     [
-        ("gpt2", "activation_function", "relu", "activation_function = 'relu': the gpt2 models"),
+        (
+            "gpt2",
+            "activation_function",
+            "relu",
+            "'relu': the gpt2 models of hpctrain have 'gelu_new' or 'relu2' alone",
+        ),
         ("gpt2", "scale_attn_by_inverse_layer_idx", True, "scale_attn_by_inverse_layer_idx = True"),
         ("gpt2", "n_layer", 10**9, "n_layer = 1000000000: must be a whole number from 1 to"),
         ("gpt2", "n_layer", 50_000, "describes 50000 layers, but the files hold 28 tensors"),

@@ -1,0 +1,272 @@
+"""Every activation of the registry: against `transformers`, on layouts, and by its own gradient.
+
+Tests of deck/activations.py, and of what asks it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hpctrain.checkpoint.exchange.hugging_face import config_of, shape_of
+from hpctrain.comm.mesh import Mesh
+from hpctrain.comm.world import World
+from hpctrain.deck.activations import ACTIVATIONS, OF_FAMILY
+from hpctrain.engine.build import make_mesh
+from hpctrain.errors import HpctrainError
+from hpctrain.memory.live import LiveActivations
+from hpctrain.model.inputs import Inputs
+from hpctrain.model.part import logits_of, parameter_list
+from hpctrain.model.shape import ModelShape
+from hpctrain.model.transformer import Transformer
+from hpctrain.objective.next_token import CrossEntropy
+from hpctrain.parallel.experts import Experts, ExpertSizes, Segments
+from hpctrain.parallel.functions import TORCH
+from hpctrain.parallel.groups import LayerGroups
+from hpctrain.sharding.outer import EveryStep
+from hpctrain.sharding.reducer import ExactSum, make_reducer
+from hpctrain.sharding.replication import Replications
+from hpctrain.sharding.synchronize import GradientSynchronizer
+from hpctrain.train.miniature import miniature
+from hpctrain.train.verify import compare
+from tests.engines import LLAMA, alone, make_buckets, small_deck, trainer
+from tests.model import test_against_transformers as dense
+
+transformers = pytest.importorskip("transformers")
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 24,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+def without_gates(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Our names of the tensors of Arcee, a Llama without gates."""
+    gates = {f"model.layers.{layer}.mlp.gate_proj.weight": torch.empty(0) for layer in range(3)}
+    ours = dense.llama_names({**gates, **theirs})
+    return {name: tensor for name, tensor in ours.items() if ".gate." not in name}
+
+
+def gpt2(name: str) -> torch.nn.Module:
+    config = transformers.GPT2Config(
+        vocab_size=97, n_positions=24, n_embd=32, n_layer=3, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0,
+        attn_pdrop=0.0, activation_function=name, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config)
+
+
+def llama(name: str) -> torch.nn.Module:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, hidden_act=name))
+
+
+def arcee(name: str) -> torch.nn.Module:
+    return transformers.ArceeForCausalLM(transformers.ArceeConfig(**SIZES, hidden_act=name))
+
+
+MODELS: dict[str, tuple[Callable[[str], Any], str, str, Callable[[dict[str, Tensor]], dict[str, Tensor]]]] = {
+    "gpt2-relu2": (gpt2, "relu2", "relu2", dense.gpt2_names),
+    "llama-geglu": (llama, "gelu_pytorch_tanh", "geglu", dense.llama_names),
+    "llama-gated-relu2": (llama, "relu2", "gated-relu2", dense.llama_names),
+    "arcee-relu2": (arcee, "relu2", "relu2", without_gates),
+    "arcee-gelu": (arcee, "gelu_new", "gelu-tanh", without_gates),
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_losses_and_gradients_are_those_of_transformers(model: str, world: World) -> None:
+    compare_with_transformers(model, world.alone())
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("model", ["gpt2-relu2", "llama-geglu"])
+def test_two_tensor_ranks_compute_what_transformers_does(model: str, world: World) -> None:
+    compare_with_transformers(model, world)
+
+
+def compare_with_transformers(model: str, world: World) -> None:
+    """Assert that the loss and all gradients are theirs, on tensor ranks. Collective."""
+    make, theirs, ours, names = MODELS[model]
+    torch.manual_seed(0)
+    reference = make(theirs)
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    shape = shape_of(
+        reference.config.to_dict() | {"architectures": [type(reference).__name__]}, "config.json"
+    )
+    assert shape.activation == ours
+    assert config_of(shape, "float32")[{gpt2: "activation_function"}.get(make, "hidden_act")] == (
+        "gelu_pytorch_tanh" if theirs == "gelu_new" else theirs
+    )
+    mesh = Mesh(world, {"tensor": world.size})
+    groups = LayerGroups(tensor=mesh.group("tensor"), context=mesh.group("context"))
+    built = Transformer(shape, groups)
+    buckets = make_buckets(built.units(), Replications.uncut(mesh), torch.float32, 10_000)
+    weights = names(dict(reference.named_parameters()))
+    assert {parameter.shard.name for parameter in parameter_list(built)} == set(weights)
+    with torch.no_grad():
+        for parameter in parameter_list(built):
+            parameter.copy_(parameter.shard.take(weights[parameter.shard.name]).view(parameter.shape))
+    synchronizer = GradientSynchronizer(
+        [make_reducer(bucket, ExactSum(bucket)) for bucket in buckets], EveryStep()
+    )
+
+    tokens = torch.randint(0, 97, (2, 25))
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    logits = reference(inputs).logits
+    loss = torch.nn.functional.cross_entropy(logits.reshape(-1, 97), targets.reshape(-1))
+    loss.backward()
+    if world.size == 1:
+        torch.testing.assert_close(logits_of(built, inputs), logits, rtol=1e-5, atol=1e-5)
+    synchronizer.start(1)
+    hidden = built(Inputs.of_tokens(inputs.t().contiguous(), torch.arange(24)))
+    total = built.predict(hidden, CrossEntropy(targets.t(), torch.tensor(1 / 48))).total
+    total.backward()
+    synchronizer.finish()
+    torch.testing.assert_close(total.detach() / 48, loss.detach(), rtol=1e-5, atol=1e-5)
+    found = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+    gradients = names(found)
+    for parameter in parameter_list(built):
+        name = parameter.shard.name
+        whole = gradients[name]
+        # What softmax sees of queries and keys nearly cancels.
+        scale = gradients[re.sub("query|key", "value", name)].abs().max()
+        expected = parameter.shard.take(whole).view(parameter.shape)
+        error = (parameter.gradient - expected).abs().max() / scale
+        assert error <= 1e-5, (name, error)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_gradients_are_those_of_plain_formulas_and_the_input_alone_is_kept(name: str) -> None:
+    activation = ACTIVATIONS[name]
+    torch.manual_seed(0)
+    x = torch.randn(3, 5, 8 * activation.copies, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(3, 5, 8, dtype=torch.float64)
+    with LiveActivations(lambda: [x]) as saved:
+        result = TORCH.activate(x, activation, [8] * activation.copies)
+    # Beside the input, which the matrices keep: of a gate its function, a factor of the product.
+    assert saved.peak == (weight.nbytes if activation.gated else 0)
+    (found,) = torch.autograd.grad(result, x, weight)
+    leaf = x.detach().requires_grad_()
+    gate, *up = leaf.split(8, -1)
+    plain = {
+        "silu": lambda: gate * torch.sigmoid(gate),
+        "gelu": lambda: 0.5 * gate * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3))),
+        "relu": lambda: gate.clamp_min(0) ** 2,
+    }[activation.function.hidden_act[0][:4]]()
+    expected = plain * up[0] if up else plain
+    torch.testing.assert_close(result, expected)
+    torch.testing.assert_close(found, torch.autograd.grad(expected, leaf, weight)[0])
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_experts_compute_it(name: str, world: World) -> None:
+    activation = ACTIVATIONS[name]
+    torch.manual_seed(1)
+    experts = Experts("experts", ExpertSizes(3, 1, 6, 8), alone(world), None, activation)
+    weights = torch.randn(3, 8 * activation.copies, 6), torch.randn(3, 6, 8)
+    for parameter, weight in zip(experts.late, weights, strict=True):
+        parameter.data = weight.view(parameter.shape).clone()
+        parameter.gradient = torch.zeros_like(parameter)
+    segments, later = Segments(torch.tensor([2, 0, 4]), 1), list[Callable[[], None]]()
+    rows, gradient = torch.randn(6, 6).requires_grad_(), torch.randn(6, 6)
+    result = experts(rows, segments, later)
+    result.backward(gradient)
+    with torch.no_grad():
+        later.pop()()
+    leaves = [weight.double().requires_grad_() for weight in weights]
+    x = rows.detach().double().requires_grad_()
+    owners = torch.arange(3).repeat_interleave(segments.counts)
+    inner = torch.einsum("mk,mnk->mn", x, leaves[0][owners])
+    inner = TORCH.activate(inner, activation, [8] * activation.copies)
+    expected = torch.einsum("mk,mnk->mn", inner, leaves[1][owners])
+    expected.backward(gradient.double())
+    torch.testing.assert_close(result.double(), expected, rtol=1e-4, atol=1e-4)
+    found = [rows.grad, *(parameter.gradient for parameter in experts.late)]
+    for here, leaf in zip(found, (x, *leaves), strict=True):
+        torch.testing.assert_close(here.double().view(leaf.shape), leaf.grad, rtol=1e-4, atol=1e-4)
+
+
+SEQUENCE = "layout.sequence_parallel=true"
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("model.activation=relu2", SEQUENCE, "memory.recompute=full"),
+        ("model.activation=geglu", "memory.recompute=selective"),
+        (*LLAMA, "model.activation=geglu", SEQUENCE, "machine.compile=true"),
+        (*LLAMA, "model.activation=relu2"),
+        (*LLAMA, "model.activation=geglu", "model.experts=4", "layout.expert_tensor=2"),
+        (*LLAMA, "model.activation=relu2", "model.experts=4", "model.shared_experts=1", "layout.expert=2"),
+    ],
+    ids=lambda keys: "-".join(key.partition("=")[2] for key in keys),
+)
+def test_two_tensor_ranks_compute_what_one_does(world: World, keys: tuple[str, ...]) -> None:
+    deck = small_deck("layout.tensor=2", *keys)
+    for difference in compare(miniature(deck), world, make_mesh(deck, world)):
+        bound = 0.0 if re.fullmatch(r"parameter \S+", difference.name) else 1e-5
+        assert difference.error <= bound, difference
+
+
+@pytest.mark.parametrize("name", sorted(set(ACTIVATIONS) - set(OF_FAMILY.values())))
+def test_products_of_8_bits_go_with_it(world: World, name: str) -> None:
+    keys = (*LLAMA, f"model.activation={name}", "model.hidden=64")
+    exact, coarse = (
+        trainer(world, small_deck(*keys, f"precision.compute={form}")).train(1)[0].loss
+        for form in ("fp32", "fp8")
+    )
+    assert coarse == pytest.approx(exact, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("shape", "told"),
+    [
+        (
+            replace(dense.GPT2, activation="geglu"),
+            'model.activation = "geglu": the GPT-2 of transformers has "gelu-tanh" or "relu2", so this model '
+            "cannot be exported",
+        ),
+        (
+            replace(dense.QWEN3, activation="relu2"),
+            'model.activation = "relu2": the Qwen3ForCausalLM of transformers has "swiglu", "geglu" or '
+            '"gated-relu2", so this model cannot be exported',
+        ),
+        (
+            replace(dense.LLAMA, activation="relu2", experts=4, expert_mlp=80, balance="none"),
+            'model.activation = "relu2": the MixtralForCausalLM of transformers has "swiglu", "geglu" or '
+            '"gated-relu2", so this model cannot be exported',
+        ),
+    ],
+    ids=["gpt2", "qwen3", "mixtral"],
+)
+def test_what_an_architecture_cannot_express_is_not_exported(shape: ModelShape, told: str) -> None:
+    with pytest.raises(HpctrainError) as caught:
+        config_of(shape, "float32")
+    assert str(caught.value) == told
+
+
+def test_the_family_has_a_usual_one_and_a_gate_makes_the_part_narrower() -> None:
+    def of(*keys: str) -> tuple[str, int]:
+        model = small_deck("model.hidden=512", *keys).model
+        return model.activation, model.mlp
+
+    assert of() == ("gelu-tanh", 2048)
+    assert of("model.family=llama") == ("swiglu", 1536)
+    assert of("model.activation=geglu") == ("geglu", 1536)
+    assert of("model.family=llama", "model.activation=relu2") == ("relu2", 2048)
