@@ -63,6 +63,24 @@ class CalibrateWish:
 
 Report = Callable[[str], None]
 
+WIDE_SPREAD = 1.5
+"""Ratio of slow to quick measurements above which the figures are doubtful."""
+
+
+def spread_warnings(spread: Mapping[str, tuple[float, float]]) -> list[str]:
+    """Return a sentence for each kind of measurements that differ too much among themselves.
+
+    Args:
+        spread: By kind, the shares of the median below which one tenth and nine tenths of them were.
+    """
+    ratios = {kind: high / low for kind, (low, high) in spread.items() if low > 0}
+    return [
+        f"{kind}: the slow measurements took {ratio:.2g} times as long as the quick ones, more than "
+        f"{WIDE_SPREAD}: measure again while nothing else uses this machine, or expect plans to be as far off"
+        for kind, ratio in ratios.items()
+        if ratio > WIDE_SPREAD
+    ]
+
 
 def calibrate(world: World, path: Path, wish: CalibrateWish, report: Report = print) -> None:
     """Measure, tell on rank 0 what was found, and write it. Collective.
@@ -80,6 +98,8 @@ def calibrate(world: World, path: Path, wish: CalibrateWish, report: Report = pr
         if world.rank == 0:
             write_whole(path, machine_text(machine))
     if world.rank == 0:
+        for warning in spread_warnings(machine.spread):
+            report(f"warning: {warning}")
         report(f"{path} has the figures: give it to `hpctrain plan --machine {path}`")
 
 
@@ -99,7 +119,10 @@ def measure_machine(
     """The machine's figures, the same on all ranks. Collective."""
     clock, began = Clock(world, seconds), perf_counter()
     processor = name_of(world.device) or processor_name()
-    report(f"measuring {processor} with {counted(world.size, 'rank')} at once")
+    report(
+        f"measuring {processor} with {counted(world.size, 'rank')} at once; this takes about a minute, and "
+        "longer with more formats, larger models or a machine that others use"
+    )
     bandwidth = measure_bandwidth(clock, most)
     report(f"memory: {format_bytes(bandwidth)}/s a rank")
     links = measure_links(clock, most)

@@ -81,6 +81,23 @@ def test_figures_are_measured_and_read_by_plans(world: World, mpi_tmp_path: Path
     assert world.everyone.all_gather_object(machine) == [machine] * world.size
 
 
+@pytest.mark.usefixtures("threads")
+def test_it_says_how_long_it_takes_and_warns_of_figures_that_differ(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tiny.toml").write_text(DECK)
+    spread = {"products": (0.5, 1.2), "attention": (0.9, 1.2), "fixed": (0.0, 1.0)}
+    monkeypatch.setattr(Clock, "spread", lambda _: spread)
+    said = list[str]()
+    wish = quick(tmp_path / "tiny.toml", formats="fp32")
+    calibrate(world.alone(), tmp_path / "machine.toml", wish, said.append)
+    assert "this takes about a minute" in said[0]
+    assert [each for each in said if each.startswith("warning")] == [
+        "warning: products: the slow measurements took 2.4 times as long as the quick ones, more than 1.5: "
+        "measure again while nothing else uses this machine, or expect plans to be as far off"
+    ]
+
+
 @contextmanager
 def emulated(world: World, ranks: int) -> Iterator[None]:
     world.emulate_nodes(ranks)
