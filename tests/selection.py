@@ -8,6 +8,9 @@
 - **Cases.** A test marked `@pytest.mark.sampled(n)` runs `n` of its cases. Any other MPI test with several
   cases runs a covering of them: with three or more parameters every pair of values, with two parameters every
   value, with one parameter as many cases as `case_count` says. `@pytest.mark.every_case` exempts a test.
+- **Rarely needed tests.** A test marked `@pytest.mark.rotated(n)` runs with one commit in `n`: slow tests
+of what
+  changes seldom, such as the suite's own programs.
 
 Both choices depend on a seed, by default the commit: each commit runs other sampled cases, and one file in
 `ROTATION` also runs on the numbers of ranks that are left out elsewhere. Over some commits everything runs.
@@ -125,6 +128,10 @@ def left_out_cases(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
     """Yield the cases that this run leaves out; the same on all ranks."""
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
+        rotated = item.get_closest_marker("rotated")
+        if rotated is not None and _rank(item.nodeid) % rotated.args[0]:
+            yield item
+            continue
         tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in tests.values():
         ordered = sorted(cases, key=lambda item: _rank(item.nodeid))

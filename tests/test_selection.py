@@ -142,3 +142,18 @@ def test_columns_that_vary_together_are_one() -> None:
     assert len(covering(rows, 2, 1)) == 8  # each value of either column, once
     assert len(covering([row[:2] for row in rows[::2]], 2, 3)) == 3  # one column: as many as are asked for
     assert covering([()], 0, 1) == [0]
+
+
+ROTATED = """
+import pytest
+
+@pytest.mark.rotated(2)
+@pytest.mark.parametrize("number", range(30))
+def test_it(number): assert number < 0
+"""
+
+
+def test_rotated_tests_run_with_some_commits(tmp_path: Path) -> None:
+    (tmp_path / "test_rotated.py").write_text(ROTATED)
+    numbers, _ = run_cases(tmp_path, str(tmp_path / "test_rotated.py"), **{SEED: "one"})
+    assert 5 < len(numbers) < 25

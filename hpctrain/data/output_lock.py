@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.characters import escaped
 from hpctrain.errors import HpctrainError
-from hpctrain.files import read_text
+from hpctrain.files import check_output, read_text
 
 if TYPE_CHECKING:
     from hpctrain.comm.world import World
@@ -29,6 +29,7 @@ def hold_output(world: World, out: Path, say: Callable[[str], None]) -> Iterator
     descriptor: int | None = None
     with world.agreement():
         if world.rank == 0:
+            check_output(out, replace=True)
             out.parent.mkdir(parents=True, exist_ok=True)
             descriptor = _lock(out, say)
     try:

@@ -104,7 +104,6 @@ class Run:
         """
         deck, world, engine, state = self.deck, self.world, self.trainer.engine, self.trainer.state
         folder = Path(deck.run.dir)
-        world.ledger.activity = "taking the run folder"
         self.folder.take()
         if world.everyone.broadcast_object(self.checkpoints.through_mpi):  # of roles others may write none
             require_parallel_files(world, folder)

@@ -128,6 +128,7 @@ class RunFolder:
         """
         if self._is_taken:
             return
+        before, self.world.ledger.activity = self.world.ledger.activity, "taking the run folder"
         with self.world.agreement():
             if self.world.rank == 0:
                 self._lock = take_folder(self.path)
@@ -140,6 +141,7 @@ class RunFolder:
                 new.replace(self.path / "deck.toml")
                 (self.path / QUESTION).unlink(missing_ok=True)  # of an earlier job
         self._is_taken = True
+        self.world.ledger.activity = before
 
     def close(self) -> None:
         """Let other jobs have the folder."""

@@ -1,4 +1,7 @@
-"""Control tokens that no text spells, the end of a document that the tokenizer's files name, and chance."""
+"""Control tokens that no text spells, the end of a document that the tokenizer's files name, and chance.
+
+Tests of data/control_tokens.py and data/tokenizer_settings.py.
+"""
 
 from __future__ import annotations
 

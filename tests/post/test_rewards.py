@@ -1,7 +1,7 @@
 """What completions are worth: scores of functions in processes, and every failure of these in a sentence.
 
 Tests of post/rewards/reward.py, post/rewards/rewards.py, post/rewards/in_processes.py,
-post/rewards/processes.py, post/rewards/worker.py and comm/helper.py.
+post/rewards/processes.py, post/rewards/worker.py, comm/child_process.py and comm/helper.py.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def try_deck(world: World, tokens: Path, tmp_path: Path) -> Callable[[str], None
 
 
 def test_what_the_check_accepts_runs(try_deck: Callable[[str], None]) -> None:
-    @settings(MANY, max_examples=30)
+    @settings(MANY, max_examples=10)
     @given(small_decks())
     def runs(text: str) -> None:
         try_deck(text)

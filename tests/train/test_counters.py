@@ -60,7 +60,7 @@ def test_a_step_that_is_counted_wrong_is_counted_right(engine: Engine) -> None:
     state.step, state.samples = 2 + 64, 16
     (fault,) = counters.take()
     assert fault.name == "step"
-    assert asdict(state) == {"step": 2, "samples": 16, "tokens": 0, "skipped": 0}
+    assert asdict(state) == {"step": 2, "samples": 16, "tokens": 0, "skipped": 0, "skipped_in_a_row": 0}
     assert counters.step == 3 and counters.put_right() == []
 
 

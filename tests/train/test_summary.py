@@ -9,10 +9,9 @@ import pytest
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.data.prepare import prepare
-from hpctrain.deck.schema import Deck
 from hpctrain.engine.corpus import open_corpus
 from hpctrain.train.step import TrainState
-from hpctrain.train.summary import decay_ended, introduction, rate_jumps, warms_again
+from hpctrain.train.summary import decay_ended, introduction
 from tests.engines import small_deck, trainer
 
 
@@ -132,34 +131,6 @@ def test_weights_that_are_there_already_are_said(world: World, mpi_tmp_path: Pat
     assert said("precision.fp8_gather=true")
     assert not said()
     assert not said("precision.fp8_gather=true", "communication.transport=mpi")
-
-
-def test_a_second_warm_up_is_said() -> None:
-    before = small_deck("learning_rate.warmup=1", "run.steps=10")
-    longer = small_deck("learning_rate.warmup=20", "run.steps=200")
-    assert "steps 11 to 20 lie within it" in warms_again(longer, before, 10)
-    assert "--set learning_rate.warmup=1 leaves it" in warms_again(longer, before, 10)
-    assert warms_again(longer, before, 20) == ""
-    assert warms_again(longer, longer, 10) == ""  # its first one goes on
-    assert warms_again(before, before, 10) == ""
-
-
-def test_a_rate_that_jumps_is_said() -> None:
-    def deck(*keys: str) -> Deck:
-        return small_deck("learning_rate.decay=wsd", "learning_rate.warmup=2", *keys)
-
-    stable = deck("run.steps=20")  # it falls from step 19 to 20
-    assert rate_jumps(stable, stable, 19) == ""
-    assert rate_jumps(deck("run.steps=30", "learning_rate.cooldown=20"), stable, 10) == ""
-    late = rate_jumps(deck("run.steps=30", "learning_rate.cooldown=24"), stable, 10)
-    assert "step 11 is at 0.85 of the peak, where it was to be at 1 (" in late
-    assert "(--set learning_rate.cooldown=20 begins the decay here)" in late
-    again = rate_jumps(deck("run.steps=40"), stable, 20)
-    assert "step 21 is at 1 of the peak, where it was to be at 0.1 (" in again
-    assert "(checkpoints of up to step 18 are from before the decay)" in again
-    assert rate_jumps(deck("run.steps=20"), small_deck("learning_rate.decay=constant"), 10) == ""
-    # A cosine that goes on longer always does.
-    assert rate_jumps(small_deck("run.steps=40"), small_deck("run.steps=20"), 10) == ""
 
 
 def test_only_a_decay_that_ends_is_said_to_have_ended() -> None:

@@ -1,4 +1,7 @@
-"""Megatron-LM's arguments: what becomes of each, of scripts as its examples have them, of what is wrong."""
+"""Megatron-LM's arguments: what becomes of each, of scripts as its examples have them, of what is wrong.
+
+Tests of deck/foreign/megatron.py and deck/foreign/script.py.
+"""
 
 from __future__ import annotations
 

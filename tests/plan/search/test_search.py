@@ -148,7 +148,7 @@ def key_of(deck: Deck) -> tuple[object, ...]:
     return deck.layout, deck.memory, deck.batch
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CASES)
 def test_the_best_are_those_of_brute_force(name: str) -> None:
     case = CASES[name]
@@ -270,7 +270,7 @@ def test_a_schedule_of_a_file_with_two_chunks_is_for_several_stages(
     assert {(each.deck.layout.pipeline, each.deck.layout.chunks) for each in found.best} == {(4, 2)}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "chunks"), [("zb-v", 2), ("dualpipe-v", 2), ("interleaved", 3)])
 def test_with_a_schedule_of_a_file_the_best_are_those_of_brute_force(
     name: str, chunks: int, tmp_path: Path

@@ -135,6 +135,7 @@ def least_deviations(parts: np.ndarray, measured: np.ndarray) -> tuple[float, fl
     return float(one), float(two)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("cause", ["bubble", "gradients", "tensor"])
 def test_a_model_without_a_cause_misses_a_bound(cause: str) -> None:
     """Though it is fitted anew to the same rows."""

@@ -181,6 +181,7 @@ def test_one_that_fails_stops_no_other_and_is_tried_again(tokens: Path) -> None:
     assert done.return_value == 0 and "begun" not in done.output and "best: runs/small-sweep/" in done.output
 
 
+@pytest.mark.rotated(3)
 def test_a_sweep_stops_in_good_order_and_goes_on(tokens: Path) -> None:
     """Of runs of two ranks, which mpirun starts."""
     words = [
