@@ -1,7 +1,8 @@
-"""Child processes that a rank asks in lines of JSON, and that answer in such lines within a time limit.
+"""Child processes that answer requests of a rank within a time limit.
 
-The other side is `comm/child_service.py`. A child process that does not answer in time is killed, with all
-processes that it has started; so it is when the rank ends. What it writes other than its answers is noticed.
+Requests and answers are lines of JSON on a socket. `comm/child_service.py` is the child's side. A child that
+does not answer in time is killed together with all processes that it has started; the same happens when the
+rank ends. If anything other than an answer arrives on the socket, `next_answer` raises an error.
 """
 
 from __future__ import annotations
@@ -22,41 +23,52 @@ from hpctrain.units import format_bytes, format_seconds
 
 MOST_ANSWER_BYTES = 1 << 28
 
-_LOOK_AGAIN = 0.2  # seconds: whether a process is over though its socket, which others may have, is not
+_POLL_SECONDS = 0.2
+"""Seconds between checks whether a child has ended. Its descendants may keep its socket open after that."""
+
 _SECONDS_TO_END = 2.0
-_CHUNK = 1 << 20
+_CHUNK_BYTES = 1 << 20
 
 
 class NoAnswerError(Exception):
     """A child process gave no answer.
 
     Attributes:
-        problem: Words that go on from the name of the child process.
-        number: Number of the request that has no answer.
-        signal: Signal that ended the process, or 0.
+        problem: Predicate of an error message whose subject is the work of the child, such as "takes longer
+            than 30 s".
+        number: The caller's number of the request that has no answer.
+        signal: Number of the signal that ended the process, or 0.
     """
 
-    def __init__(self, problem: str, number: int, by: int = 0) -> None:
+    def __init__(self, problem: str, number: int, signal: int = 0) -> None:
         super().__init__(problem)
-        self.problem, self.number, self.signal = problem, number, by
+        self.problem, self.number, self.signal = problem, number, signal
 
 
 @dataclass
 class Request:
-    """A request that has no answer yet: its number, its time limit, and the seconds that are left."""
+    """A request that has no answer yet.
+
+    Attributes:
+        number: Number by which the caller knows the request.
+        serial: Number of the request among all requests to this child; the answer must repeat it.
+        seconds: Time limit of the answer.
+        seconds_left: Seconds until the time limit.
+    """
 
     number: int
     serial: int
     seconds: float
-    left: float
+    seconds_left: float
 
 
 class ChildProcess:
-    """A Python process beside this one.
+    """A Python process that is started by this one and ends with it.
 
     Args:
-        module: Module with a function `serve(socket_number, parent)`, which calls `child_service.serve`.
-        guarded: As given to `child_service.serve`.
+        module: Name of a module with a function `serve(socket_number, parent)` that calls
+            `child_service.serve`.
+        guarded: True if the child runs code of users; the same value as `child_service.serve` gets.
     """
 
     def __init__(self, module: str, guarded: bool) -> None:
@@ -72,7 +84,7 @@ class ChildProcess:
     def ask(self, message: object, seconds: float, number: int = 0) -> None:
         """Send a request.
 
-        A process that is gone does not raise here; `next_answer` does.
+        If the process has ended, this does not raise an error; the next call of `next_answer` does.
 
         Args:
             message: Anything that JSON can express.
@@ -87,18 +99,18 @@ class ChildProcess:
         with suppress(OSError):
             self.channel.sendall(line)
 
-    def take(self) -> Any:
-        """Return the answer where all of it has come, else None.
+    def receive_answer(self) -> Any:
+        """Return the answer; None if it has not arrived completely. Does not wait.
 
         Raises:
-            EOFError: If no answer will come any more.
-            ValueError: If something other than an answer came.
+            EOFError: The process has closed the socket.
+            ValueError: Something other than an answer arrived.
         """
         self.channel.setblocking(False)
         with suppress(BlockingIOError):
             while not self._received.endswith(b"\n"):
                 try:
-                    chunk = self.channel.recv(_CHUNK)
+                    chunk = self.channel.recv(_CHUNK_BYTES)
                 except ConnectionError:
                     chunk = b""
                 if not chunk:
@@ -106,10 +118,10 @@ class ChildProcess:
                 self._received += chunk
                 if len(self._received) > MOST_ANSWER_BYTES:
                     raise ValueError(f"answers with more than {format_bytes(MOST_ANSWER_BYTES)}")
-            return self._answer()
+            return self._parse_answer()
         return None
 
-    def _answer(self) -> Any:
+    def _parse_answer(self) -> Any:
         line = bytes(self._received)
         self._received.clear()
         try:
@@ -120,39 +132,43 @@ class ChildProcess:
         if not fits:
             start = line.splitlines(keepends=True)[0][:40].decode(errors="replace")
             raise ValueError(
-                f"writes {json.dumps(start)} into the file descriptor by which its process answers; only "
-                "descriptors that it has opened itself, stdout and stderr are its own"
+                f"writes {json.dumps(start)} to the file descriptor that hpctrain uses for answers; it may "
+                "write only to stdout, stderr and files that it has opened itself"
             )
         self.request = None
         return answer["answer"]
 
-    def is_over(self) -> bool:
+    def has_ended(self) -> bool:
         """Return True if the process has ended."""
         return has_ended(self.process)
 
     def close(self) -> None:
-        """End the process at once, with all that it has started: it keeps nothing."""
+        """Kill the process and all processes that it has started."""
         end_helper(self.process, self._guarded)
         self.process.wait()
         self.channel.close()
 
-    def end(self) -> tuple[str, int]:
-        """Return how the process ends, in words and as a signal or 0; what it has started is ended."""
+    def wait_for_exit(self) -> tuple[str, int]:
+        """Wait until the process has ended, for 2 s at most, and kill all processes that it has started.
+
+        Returns:
+            A phrase that says how the process ended, and the number of the signal that ended it or 0.
+        """
         wait_for_end(self.process, _SECONDS_TO_END)
-        if self.is_over():
+        if self.has_ended():
             end_helper(self.process, self._guarded)
-        words = how_ended(self.process)
-        return words, max(0, -(self.process.returncode or 0))
+        phrase = how_ended(self.process)
+        return phrase, max(0, -(self.process.returncode or 0))
 
 
 def next_answer(children: Sequence[ChildProcess]) -> tuple[int, Any]:
-    """Wait for the next answer of any child process that was asked something.
+    """Wait for the next answer of any child process that has an open request.
 
     Returns:
-        The number of the request, and its answer.
+        The caller's number of the request, and its answer.
 
     Raises:
-        NoAnswerError: If a process ends, has no time left, or writes something other than an answer.
+        NoAnswerError: A process ended, exceeded its time limit, or sent something other than an answer.
     """
     busy = [(child, child.request) for child in children if child.request]
     with selectors.DefaultSelector() as selector:
@@ -160,24 +176,25 @@ def next_answer(children: Sequence[ChildProcess]) -> tuple[int, Any]:
             selector.register(child.channel, selectors.EVENT_READ, child)
         while True:
             start = time.monotonic()
-            least = min(request.left for _, request in busy)
-            ready = [key.data for key, _ in selector.select(min(max(least, 0.0), _LOOK_AGAIN))]
-            # Where this process was stopped meanwhile, the children are likely to have been, too.
-            waited = min(time.monotonic() - start, 2 * _LOOK_AGAIN)
+            least = min(request.seconds_left for _, request in busy)
+            ready = [key.data for key, _ in selector.select(min(max(least, 0.0), _POLL_SECONDS))]
+            # A longer wait means that this process was stopped. The children were then probably stopped,
+            # too, so that time does not count.
+            waited = min(time.monotonic() - start, 2 * _POLL_SECONDS)
             for child, request in busy:
-                request.left -= waited
-                over = child not in ready and child.is_over()
+                request.seconds_left -= waited
+                ended = child not in ready and child.has_ended()
                 try:
-                    answer = child.take() if over or child in ready else None
+                    answer = child.receive_answer() if ended or child in ready else None
                 except EOFError:
-                    answer, over = None, True
+                    answer, ended = None, True
                 except ValueError as error:
                     raise NoAnswerError(str(error), request.number) from None
                 if answer is not None:
                     return request.number, answer
-                if over:
-                    words, by = child.end()
-                    raise NoAnswerError(f"loses its process, which {words}", request.number, by)
-                if request.left <= 0:
+                if ended:
+                    phrase, signal = child.wait_for_exit()
+                    raise NoAnswerError(f"loses its process, which {phrase}", request.number, signal)
+                if request.seconds_left <= 0:
                     limit = format_seconds(request.seconds)
                     raise NoAnswerError(f"takes longer than {limit}", request.number)

@@ -1,4 +1,4 @@
-"""The child's side of `comm/child_process.py`: answer requests, which are lines of JSON, by such lines."""
+"""Child's side of `comm/child_process.py`: a loop that reads requests and writes answers as lines of JSON."""
 
 from __future__ import annotations
 
@@ -17,29 +17,34 @@ from hpctrain.comm.helper import end_group_with, end_with, leave_signals_to_rank
 
 Answer = Callable[[Any], Any]
 
-_FIRST_TO_GO = "1000"  # where the system's memory runs out, rather than the rank
-_HIGH_DESCRIPTOR = 512  # beyond those that programs are likely to write into by mistake
+_OOM_SCORE_ADJ = "1000"
+"""Highest priority for the kernel's out-of-memory killer, so that it kills this process and not the rank."""
+
+_HIGH_DESCRIPTOR = 512
+"""Lowest file descriptor of the socket. Users' code is unlikely to write to such a high one by mistake."""
 
 
 def serve(number: int, parent: int, begin: Callable[[Any], tuple[Answer, Any]], guarded: bool) -> None:
-    """Answer requests until nobody asks any more.
+    """Answer requests until the parent closes the socket or ends.
 
     Args:
         number: File descriptor of the socket to the parent.
-        parent: Process id of the parent, with which this process ends.
-        begin: Function that takes the first request and returns the function for all others, with its answer.
-        guarded: Whether code of users runs here, which may start processes: all of them end with this one.
+        parent: Process id of the parent. This process ends when the parent ends.
+        begin: Function that takes the first request. It returns the function that answers all further
+            requests, and the answer to the first one.
+        guarded: True if code of users runs in this process. Such code may start processes; all of them are
+            killed when this process ends.
     """
-    let_children_hear = leave_signals_to_ranks()
+    unblock_signals_of_children = leave_signals_to_ranks()
     if not (end_group_with(parent) if guarded else end_with(parent)):
         return
-    let_children_hear()
+    unblock_signals_of_children()
     with suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text(_FIRST_TO_GO, encoding="ascii")
-    channel = _moved(number)
+        Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE_ADJ, encoding="ascii")
+    channel = _move_to_high_descriptor(number)
     os.dup2(2, 1)
     sys.stdout = sys.stderr
-    with suppress(MemoryError):  # the parent says that there is no answer
+    with suppress(MemoryError):  # the parent reports the missing answer
         _answer_lines(channel, begin)
 
 
@@ -47,27 +52,27 @@ def _answer_lines(channel: socket.socket, begin: Callable[[Any], tuple[Answer, A
     process, answer = os.getpid(), None
     for line in channel.makefile("rb"):
         try:
-            asked = json.loads(line)
+            message = json.loads(line)
         except ValueError:
-            return  # code of a user has read a part of it
+            return  # the user's code has read a part of the line
         if answer is None:
-            answer, result = begin(asked["request"])
+            answer, result = begin(message["request"])
         else:
-            result = answer(asked["request"])
-        with suppress(OSError, ValueError):  # code of a user may have closed it
+            result = answer(message["request"])
+        with suppress(OSError, ValueError):  # the user's code may have closed stderr
             sys.stderr.flush()
         if os.getpid() != process:
-            os._exit(0)  # a fork that came back, too: one of them answers
+            os._exit(0)  # the user's code has forked and returned in the new process, too
         try:
-            channel.sendall(json.dumps({"serial": asked["serial"], "answer": result}).encode() + b"\n")
+            channel.sendall(json.dumps({"serial": message["serial"], "answer": result}).encode() + b"\n")
         except OSError:
-            return  # nobody reads it any more
+            return  # the parent has closed the socket
 
 
-def _moved(number: int) -> socket.socket:
-    """Return the socket under a high descriptor, which child processes do not inherit."""
-    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    high = _HIGH_DESCRIPTOR if most == resource.RLIM_INFINITY else min(_HIGH_DESCRIPTOR, most - 16)
-    moved = fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, high)
+def _move_to_high_descriptor(number: int) -> socket.socket:
+    """Move the socket to a high file descriptor that child processes do not inherit."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = _HIGH_DESCRIPTOR if limit == resource.RLIM_INFINITY else min(_HIGH_DESCRIPTOR, limit - 16)
+    descriptor = fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, lowest)
     os.close(number)
-    return socket.socket(fileno=moved)
+    return socket.socket(fileno=descriptor)

@@ -1,4 +1,4 @@
-"""Reports in which ranks say where they are when a job hangs, and the conclusion from all of them."""
+"""Reports in which each rank records its position in the program when a job hangs, and their diagnosis."""
 
 from __future__ import annotations
 
@@ -19,18 +19,33 @@ from hpctrain.comm.calls import Call, GroupCalls
 from hpctrain.comm.outcome import name_ranks
 from hpctrain.comm.world import World
 
-LAST = 10  # calls that the text of a report shows
-THREAD = "watchdog"  # so the names of the watchdog's threads begin
-_STATES = 20  # different ones of ranks that the verdict shows
+LAST = 10
+"""Number of calls that the text of a report shows."""
+
+THREAD = "watchdog"
+"""Prefix of the names of the watchdog's threads."""
+
+_MOST_STATES = 20
+"""Largest number of different states of ranks that a diagnosis shows."""
 
 GroupKey = tuple[str, tuple[int, ...], int]
-"""A group on all of its ranks: name, ranks, and which one of those with both."""
+"""Identity of a group, equal on all of its ranks: name, ranks, and number among groups with both the same."""
 
 
 @dataclass(frozen=True)
 class CallNote:
-    """One call, as other ranks understand it: `peer` is a rank of the world (-1: none); it began (of the
-    present one: is waited for since) `seconds` ago."""
+    """One call of a group, in a form that other ranks can read.
+
+    Attributes:
+        group: The group.
+        operation: Name of the operation, such as "all_reduce".
+        number: Number of the call among the group's collective calls, or among the messages to or from the
+            peer; 0 if the call has none.
+        bytes: Size of the data in bytes.
+        dtype: dtype of the data; "" without data.
+        peer: Rank in the world that the message goes to or comes from; -1 for collective calls.
+        seconds: Seconds since the call began; for the current call, since the rank has waited for it.
+    """
 
     group: GroupKey
     operation: str
@@ -41,19 +56,26 @@ class CallNote:
     seconds: float
 
     def __str__(self) -> str:
-        """`all_reduce 57 of data (ranks 0-1; 40 bytes of float32)`."""
+        """Return the call in words, such as "all_reduce 57 of data (ranks 0-1; 40 bytes of float32)"."""
         payload = f"; {self.bytes} bytes of {self.dtype}" if self.dtype else ""
         name, ranks, _ = self.group
         if self.peer >= 0:
             way = "to" if self.operation == "send" else "from"
             return f"{self.operation} {self.number} {way} rank {self.peer} of {name}{payload}"
-        number = f" {self.number}" if self.number else ""  # a wait for whoever sends has none
+        number = f" {self.number}" if self.number else ""  # a receive from any rank has no number
         return f"{self.operation}{number} of {name} ({name_ranks(ranks)}{payload})"
 
 
 @dataclass(frozen=True)
 class GroupNote:
-    """How many collective calls of a group the rank entered, and its messages by rank of the world."""
+    """Counts of a rank's calls in one group.
+
+    Attributes:
+        key: The group.
+        entered: Number of collective calls that the rank has entered.
+        sent: Number of messages sent, by the receiver's rank in the world.
+        received: Number of messages received, by the sender's rank in the world.
+    """
 
     key: GroupKey
     entered: int
@@ -63,10 +85,18 @@ class GroupNote:
 
 @dataclass(frozen=True)
 class HangReport:
-    """The place in the program where one rank is.
+    """Position of one rank in the program when the job hangs.
 
-    `token` tells this job from earlier ones in the same folder. `phase` is what the rank does, in words that
-    follow "while".
+    Attributes:
+        token: Identity of the job, which distinguishes it from earlier jobs in the same folder.
+        rank: The rank in the world.
+        hostname: Its node.
+        silent: Seconds without a sign of life.
+        phase: Its activity, in words that follow "while".
+        where: File, line and function that its main thread executes.
+        current: The call of a group that it is in, or None.
+        recent: Its last calls, oldest first.
+        groups: Counts of its calls, by group.
     """
 
     token: str
@@ -81,17 +111,17 @@ class HangReport:
 
     @property
     def state(self) -> str:
-        """Operation that the rank is in, in words."""
+        """Call that the rank is in, and its position in the program, in words that follow "is"."""
         if self.current is None:
             return f"in no operation of a group, at {self.where}"
         return f"in {self.current} for {self.current.seconds:.1f} s, at {self.where}"
 
     def entered(self, key: GroupKey) -> int:
-        """Collective calls of a group that the rank entered."""
+        """Return the number of collective calls of a group that the rank has entered."""
         return next((group.entered for group in self.groups if group.key == key), 0)
 
     def called(self, key: GroupKey, number: int) -> CallNote | None:
-        """One of the group's collective calls, where it is still known."""
+        """Return the collective call of this number in a group; None if it is not among the last calls."""
         here = (note for note in self.recent if note.group == key and note.number == number and note.peer < 0)
         return next(here, None)
 
@@ -102,7 +132,13 @@ def _report_type() -> TypeAdapter[HangReport]:
 
 
 def take_report(world: World, token: str, silent: float) -> HangReport:
-    """Report where this rank is now; called by another thread than the main one."""
+    """Return a report of this rank's current position. Call it from a thread other than the main one.
+
+    Args:
+        world: The world of this rank.
+        token: Identity of the job.
+        silent: Seconds without a sign of life of this rank.
+    """
     calls, now = world.ledger.calls, perf_counter()
     current = calls.current
     note = None if current is None else _note(current, now - max(current.began, calls.waits))
@@ -121,7 +157,13 @@ def take_report(world: World, token: str, silent: float) -> HangReport:
 
 
 def write_report(path: Path, report: HangReport, size: int) -> None:
-    """Write the report for people, with all threads' stacks, and in its last line for the other ranks."""
+    """Write a report as text with the stacks of all threads, and as JSON in its last line.
+
+    Args:
+        path: File to write; it appears complete or not at all.
+        report: The report.
+        size: Number of ranks of the world.
+    """
     lines = [
         f"rank {report.rank} of {size} on {report.hostname}, {time.strftime('%Y-%m-%d %H:%M:%S')}: "
         f"no sign of life for {report.silent:.1f} s, while {report.phase}",
@@ -143,7 +185,7 @@ def write_report(path: Path, report: HangReport, size: int) -> None:
 
 
 def read_report(path: Path, token: str) -> HangReport | None:
-    """Another rank's report of this run; None where there is none."""
+    """Return the report of another rank of this job; None if there is none."""
     try:
         report = _report_type().validate_json(path.read_text(encoding="utf-8").rstrip().rpartition("\n")[2])
     except (OSError, ValueError):
@@ -151,12 +193,15 @@ def read_report(path: Path, token: str) -> HangReport | None:
     return report if report.token == token else None
 
 
-def verdict(
+def diagnose(
     reports: Mapping[int, HangReport], size: int, stopped: Collection[int] = frozenset()
 ) -> list[str]:
-    """Conclude why nothing moves, in sentences, from the reports of the ranks that gave one.
+    """Return sentences that say why the job hangs.
 
-    `stopped` are ranks whose processes the kernel calls stopped.
+    Args:
+        reports: Reports by rank; ranks that could not write one are missing.
+        size: Number of ranks of the world.
+        stopped: Ranks whose processes are stopped according to the kernel.
     """
     causes = [
         *_missing(reports, size, stopped),
@@ -168,12 +213,12 @@ def verdict(
     states: dict[str, list[int]] = {}
     for rank, report in sorted(reports.items()):
         states.setdefault(report.state, []).append(rank)
-    # Who waits for nobody comes first: there the cause is.
+    # Ranks that are in no call come first, since one of them is usually the cause.
     order = sorted(states.items(), key=lambda item: (reports[item[1][0]].current is not None, item[1]))
-    for state, ranks in order[:_STATES]:
+    for state, ranks in order[:_MOST_STATES]:
         sentences.append(f"{_on_nodes(ranks, reports)} {'is' if len(ranks) == 1 else 'are'} {state}")
-    if len(order) > _STATES:
-        sentences.append(f"and {len(order) - _STATES} more states of ranks")
+    if len(order) > _MOST_STATES:
+        sentences.append(f"and {len(order) - _MOST_STATES} more states of ranks")
     return sentences
 
 
@@ -192,7 +237,7 @@ def _missing(reports: Mapping[int, HangReport], size: int, stopped: Collection[i
 
 
 def _waiting(reports: Mapping[int, HangReport], pairs: bool) -> dict[tuple[GroupKey, int], list[int]]:
-    """Collective calls (or messages) that ranks are in, and which ranks."""
+    """Return the ranks that are in each collective call or, with `pairs`, in each message."""
     waiting: dict[tuple[GroupKey, int], list[int]] = {}
     for rank, report in sorted(reports.items()):
         if report.current is not None and (report.current.peer >= 0) == pairs:
@@ -201,13 +246,13 @@ def _waiting(reports: Mapping[int, HangReport], pairs: bool) -> dict[tuple[Group
 
 
 def _disagreements(reports: Mapping[int, HangReport]) -> Iterator[str]:
-    """Calls with one number in a group that differ."""
+    """Yield a sentence for each call of a group that ranks have made with different arguments."""
     for key, number in _waiting(reports, pairs=False):
         calls: dict[tuple[str, int, str], tuple[CallNote, list[int]]] = {}
         for rank in key[1]:
             note = reports[rank].called(key, number) if rank in reports else None
             if note is not None:
-                size = 0 if note.operation == "all_to_all" else note.bytes  # which is uneven
+                size = 0 if note.operation == "all_to_all" else note.bytes  # ranks may pass different sizes
                 calls.setdefault((note.operation, size, note.dtype), (note, []))[1].append(rank)
         if len(calls) > 1:
             texts = [f"{name_ranks(ranks)} called {note}" for note, ranks in calls.values()]
@@ -215,7 +260,10 @@ def _disagreements(reports: Mapping[int, HangReport]) -> Iterator[str]:
 
 
 def _absent(reports: Mapping[int, HangReport]) -> Iterator[str]:
-    """Ranks that never entered a call in which others wait; first those that wait for nobody themselves."""
+    """Yield a sentence for each call in which ranks wait and that other ranks have not entered.
+
+    Calls that a rank misses without waiting in another call come first.
+    """
     lines = []
     for (key, number), waiting in _waiting(reports, pairs=False).items():
         absent = [rank for rank in key[1] if rank in reports and reports[rank].entered(key) < number]
@@ -231,7 +279,7 @@ def _absent(reports: Mapping[int, HangReport]) -> Iterator[str]:
 
 
 def _messages(reports: Mapping[int, HangReport]) -> Iterator[str]:
-    """Ranks that wait for a message, or for one of theirs to be taken."""
+    """Yield a sentence for each rank that waits until a message is received, or until its own is."""
     for ranks in _waiting(reports, pairs=True).values():
         for rank in ranks:
             note = reports[rank].current
@@ -246,7 +294,10 @@ def _messages(reports: Mapping[int, HangReport]) -> Iterator[str]:
 
 
 def _behind(reports: Mapping[int, HangReport]) -> Iterator[str]:
-    """Groups in which ranks have made fewer calls than others: on a GPU nobody is seen waiting."""
+    """Yield a sentence for each group in which some ranks have made fewer calls than others.
+
+    On GPUs this is the only symptom, since the host does not wait in calls.
+    """
     entered: dict[GroupKey, dict[int, int]] = {}
     for rank, report in sorted(reports.items()):
         for group in report.groups:
@@ -263,7 +314,7 @@ def _behind(reports: Mapping[int, HangReport]) -> Iterator[str]:
 
 
 def _on_nodes(ranks: list[int], reports: Mapping[int, HangReport]) -> str:
-    """The ranks, with their node where it is one."""
+    """Return the ranks in words, with the name of their node if all are on the same one."""
     nodes = {reports[rank].hostname for rank in ranks}
     return name_ranks(ranks) + (f" on {nodes.pop()}" if len(nodes) == 1 else "")
 
@@ -297,7 +348,7 @@ def _group_lines(report: HangReport) -> Iterator[str]:
 
 
 def _where() -> str:
-    """The line that the main thread is at, and the one that called comm/ if it is in there."""
+    """Return the line that the main thread executes, and if that is in comm/, the line that called it."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None:
         return "no line"
@@ -313,7 +364,7 @@ def _line(frame: FrameType) -> str:
 
 
 def _stacks() -> Iterator[str]:
-    """The stacks of all threads but the watchdog's, the main thread's first."""
+    """Yield the lines of the stacks of all threads except the watchdog's; the main thread comes first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
     for ident, frame in sorted(sys._current_frames().items(), key=lambda item: item[0] != main):

@@ -1,4 +1,4 @@
-"""Settings by which the watchdog of this process decides that the job hangs."""
+"""Settings of this process's watchdog: when a job counts as hanging, and where that is reported."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from hpctrain.errors import HpctrainError
 from hpctrain.units import UnitError, parse_seconds
 
 VARIABLE = "HPCTRAIN_HANG_SECONDS"
+"""Environment variable that sets the time limit until a deck has been read."""
+
 DEFAULT_SECONDS = 600.0
 
 
@@ -19,17 +21,18 @@ def _ignore(_: str) -> None:
 
 
 class HangSettings:
-    """Limits by which a job counts as hanging. Any thread may read and change them.
+    """Settings of the watchdog. Any thread may read and change them.
 
     Attributes:
-        seconds: Time without a sign of life on any rank after which the job ends; 0 means never.
-        folder: Folder that all ranks see, for the reports of the ranks. None means one of the watchdog's own.
-        on_hang: Function that gets one sentence on the rank that ends the job.
-        training: True during training steps. There, processor time is no sign of life, and a single rank
+        seconds: Seconds without a sign of life of any rank after which the job ends; 0 turns this off.
+        folder: Folder, visible to all ranks, into which each rank writes its report of a hang. None if the
+            watchdog uses a folder of its own.
+        on_hang: Function that is called with one sentence on the rank that ends the job.
+        training: True during training steps. Then processor time is not a sign of life, and a job of one rank
             is watched, too.
-        waits_outside: True while this rank waits for a person or for another program, for any time.
-        watched: True while a watchdog follows these settings.
-        changed: Event that wakes the watchdog, so that it follows new settings at once.
+        waits_outside: True while this rank waits for a person or another program, which may take any time.
+        watched: True while a watchdog uses these settings.
+        changed: Event that wakes the watchdog so that it uses new settings at once.
     """
 
     def __init__(self, seconds: float = DEFAULT_SECONDS) -> None:
@@ -42,26 +45,27 @@ class HangSettings:
         self.changed = threading.Event()
 
     def limit(self, seconds: float) -> None:
-        """Set the time without a sign of life after which the job ends.
+        """Set the time limit.
 
         Args:
-            seconds: The same number on all ranks; 0 means never.
+            seconds: Seconds without a sign of life after which the job ends, the same on all ranks; 0 turns
+                the watchdog off.
         """
         self.seconds = seconds
         self.changed.set()
 
     def report_to(self, folder: Path, on_hang: Callable[[str], None]) -> None:
-        """Have reports written into a run's folder, and `on_hang` called; all ranks see the folder."""
+        """Set the folder for reports, which all ranks must see, and the function that is called on a hang."""
         self.folder, self.on_hang = folder, on_hang
         self.changed.set()
 
     def report_to_nobody(self) -> None:
-        """Call nobody any more when the job hangs; reports still go into the same folder."""
+        """Stop calling `on_hang`; reports are still written into the same folder."""
         self.on_hang = _ignore
 
     @contextmanager
     def steps(self) -> Iterator[None]:
-        """Watch training steps in the block: only communication and input and output are signs of life."""
+        """Mark the block as training steps: only communication and disk traffic are signs of life in it."""
         self.training = True
         self.changed.set()
         try:
@@ -71,7 +75,7 @@ class HangSettings:
 
     @contextmanager
     def waiting_outside(self) -> Iterator[None]:
-        """Excuse this rank in the block, which waits for a person or another program."""
+        """Mark the block as waiting for a person or another program; this rank may be silent in it."""
         self.waits_outside = True
         try:
             yield
@@ -80,10 +84,10 @@ class HangSettings:
 
 
 def default_seconds(environment: Mapping[str, str]) -> float:
-    """Return the time limit that holds until a deck has been read, and for verbs without a deck.
+    """Return the time limit, in seconds, until a deck has been read, and for verbs without a deck.
 
     Raises:
-        HpctrainError: If the environment variable is set to something other than a time.
+        HpctrainError: The value of HPCTRAIN_HANG_SECONDS is not a time.
     """
     text = environment.get(VARIABLE, "").strip()
     if not text:

@@ -1,4 +1,4 @@
-"""Whether MPI can open one file on all ranks, as parallel HDF5 needs it for checkpoints and token files."""
+"""Check that MPI can open a file on all ranks, as parallel HDF5 does for checkpoints and token files."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ if TYPE_CHECKING:
     from hpctrain.comm.world import World
 
 SHARED_MEMORY = Path("/dev/shm")
-PAGES = 64  # of shared memory, less than which count as none: each rank takes one for an open file
+PAGES = 64
+"""Pages of shared memory below which it counts as full. Each rank needs one page for an open file."""
+
 WITHOUT_SHARED_MEMORY = "OMPI_MCA_sharedfp=^sm"
-"""Environment variable by which Open MPI opens files without memory in SHARED_MEMORY."""
+"""Setting of an environment variable with which Open MPI opens files without using SHARED_MEMORY."""
 
 
 def require_parallel_files(world: World, folder: Path) -> None:
-    """Open and remove a file in a folder on all ranks together; collective.
+    """Check that MPI can open one file on all ranks by creating and removing a file in `folder`. Collective.
 
-    InputOutputError, the same on all ranks, with what MPI says, where it cannot.
+    Raises:
+        InputOutputError: MPI cannot open it; the error is raised on all ranks, with MPI's message.
     """
     with world.agreement():
         if _is_full():
@@ -45,14 +48,14 @@ def require_parallel_files(world: World, folder: Path) -> None:
 
 
 def _hint() -> str:
-    """Tell what is known to keep Open MPI from opening files on this node; empty where nothing is."""
+    """Return the known reason why Open MPI cannot open files on this node; "" if none is known."""
     if MPI.get_vendor()[0] != "Open MPI" or os.access(SHARED_MEMORY, os.W_OK | os.X_OK):
         return ""
     return f"; {_remedy('cannot be written to')}"
 
 
 def _is_full() -> bool:
-    """Return whether Open MPI would wait forever for a page of shared memory as it opens a file."""
+    """Return True if Open MPI would wait forever for a page of shared memory when it opens a file."""
     if MPI.get_vendor()[0] != "Open MPI" or "OMPI_MCA_sharedfp" in os.environ:
         return False
     try:
@@ -62,8 +65,8 @@ def _is_full() -> bool:
     return status.f_blocks > 0 and status.f_bavail < PAGES
 
 
-def _remedy(what: str) -> str:
+def _remedy(problem: str) -> str:
     return (
-        f"{SHARED_MEMORY} {what} on this node: have it mounted writable and with room, or set "
+        f"{SHARED_MEMORY} {problem} on this node: mount it writable and with free space, or set "
         f"{WITHOUT_SHARED_MEMORY} in the environment of all ranks"
     )

@@ -1,16 +1,16 @@
-"""The watchdog: ends a job that hangs, and says which rank it hangs on.
+"""Watchdog that ends a job that hangs and reports which rank it hangs on.
 
-`run_verb` starts one on every rank, right after the World, and stops it after MPI has been finalized. A
-thread of every rank looks for signs of life: calls of groups begun and ended, actions of the schedule,
-phases of the step, bytes to and from disks. Outside of training steps, processor time that a rank and its
-child processes use is a sign of life, too, unless the rank waits in a call of a group: building a model,
+`run_verb` starts a watchdog on every rank right after the World and stops it after MPI has been finalized.
+Its thread looks for signs of life of its rank: group calls that begin or end, actions of the schedule, phases
+of the step, and bytes read from or written to disks. Outside of training steps, processor time of the rank
+and its child processes is a sign of life, too, unless the rank waits in a group call: building a model,
 reading a checkpoint or compiling may take any time.
 
-When there was no sign of life for `HangSettings.seconds`, a rank writes where it is into `hang.<rank>.txt`,
-and asks the other ranks by a file to do the same. A rank that still moves removes the question, and the job
-goes on: someone works, and the others wait for it with good reason. Otherwise rank 0, or the lowest rank that
-can, says what follows from the reports, and the job ends; the reports stay. None of this needs MPI, which may
-be what hangs.
+A rank without a sign of life for `HangSettings.seconds` writes its position in the program into
+`hang.<rank>.txt` and creates the file REPORT_REQUEST, which asks the other ranks to do the same. A rank that
+still makes progress removes the request, and the job continues: the other ranks only wait for it. If no rank
+does so, rank 0, or else the lowest rank that has written a report, prints a diagnosis and ends the job. The
+reports stay in the folder. All of this works without MPI, since MPI itself may hang.
 """
 
 from __future__ import annotations
@@ -26,26 +26,36 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import NoReturn
 
-from hpctrain.comm.hang_report import THREAD, HangReport, read_report, take_report, verdict, write_report
+from hpctrain.comm.hang_report import THREAD, HangReport, diagnose, read_report, take_report, write_report
 from hpctrain.comm.helper import descendants
 from hpctrain.comm.outcome import describe, print_error
 from hpctrain.comm.world import World
 from hpctrain.errors import EXIT_INTERNAL
 from hpctrain.files import user_cache
 
-QUESTION = "hang.ask"  # name of the file by which a silent rank asks all others how they are
+REPORT_REQUEST = "hang.ask"
+"""Name of the file by which a silent rank asks all other ranks for a report."""
 
-_JUDGED = " judged"  # behind what the question holds once the job is being ended
+_ENDING = " judged"
+"""Suffix of the content of the request file while a rank ends the job."""
+
 _ABORT_SECONDS = 10.0
-_SECONDS_TO_APPEAR = 5.0  # a network file system may take to show one node what another has written
-_BUSY = 0.2  # share of one core from which on a rank counts as working
+_SECONDS_TO_APPEAR = 5.0
+"""Time after which a file that one node has written must be visible on all nodes, in seconds."""
+
+_BUSY_SHARE = 0.2
+"""Share of one core from which on a process counts as working."""
+
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Watchdog:
-    """Watches over this rank, from `start` to `stop`, by the settings in `World.hang`.
+    """Thread that watches this rank between `start` and `stop`, with the settings in `World.hang`.
 
-    As a context it is started and stopped. Starting is collective.
+    It is also a context manager, which calls `start` and `stop`. Entering it is collective.
+
+    Attributes:
+        grace_seconds: Replaces the computed `grace` if it is not None (for tests).
     """
 
     def __init__(self, world: World) -> None:
@@ -56,8 +66,9 @@ class Watchdog:
         self._over = False
         self._thread: threading.Thread | None = None
         self._disk_waits = 0
-        self._worked = _WorkMeter()
+        self._work_meter = _WorkMeter()
         self._processes: list[tuple[str, int]] = []
+        """Host name and process id of each rank."""
 
     def __enter__(self) -> Watchdog:
         self.start()
@@ -68,29 +79,29 @@ class Watchdog:
 
     @property
     def pause(self) -> float:
-        """Seconds between two looks."""
+        """Seconds between two checks."""
         return min(10.0, max(0.05, self.settings.seconds / 20)) if self.settings.seconds > 0 else 10.0
 
     @property
     def grace(self) -> float:
-        """Seconds in which files of the other ranks are to be seen on this node."""
+        """Seconds within which the reports of the other ranks must be visible on this node."""
         if self.grace_seconds is not None:
             return self.grace_seconds
         return min(60.0, max(3.0, self.settings.seconds / 5))
 
     @property
     def folder(self) -> Path | None:
-        """Folder for the reports that all ranks see; None where none is known yet."""
+        """Folder for the reports, visible to all ranks; None if there is none yet."""
         return self.settings.folder or self._default_folder
 
     def start(self) -> None:
-        """Agree on a folder for reports, and begin to watch, unless another watchdog does. Collective."""
+        """Agree on a folder for reports and start the thread, unless another watchdog runs. Collective."""
         if self.settings.watched:
             return
         self.settings.watched = True
         everyone = self.world.everyone
-        named = (f"{time.time():.3f} {os.getpid()} {secrets.token_hex(8)}", tempfile.gettempdir())
-        self._token, temporary = everyone.broadcast_object(named)
+        token = f"{time.time():.3f} {os.getpid()} {secrets.token_hex(8)}"
+        self._token, temporary = everyone.broadcast_object((token, tempfile.gettempdir()))
         self._processes = [
             tuple(each) for each in everyone.all_gather_object((self.world.hostname, os.getpid()))
         ]
@@ -103,7 +114,7 @@ class Watchdog:
         self._thread.start()
 
     def stop(self) -> None:
-        """Watch no longer."""
+        """Stop the thread."""
         if self._thread is None:
             return
         self._over = True
@@ -114,29 +125,29 @@ class Watchdog:
 
     def _watch(self) -> None:
         signs: tuple[object, ...] = ()
-        silent, looked = 0.0, time.monotonic()
+        silent, last_check = 0.0, time.monotonic()
         while not self._wait():
             now, before = time.monotonic(), signs
-            # A job that was stopped and goes on was not silent for so long.
-            silent += min(now - looked, 2 * self.pause)
-            looked, signs = now, (*self._signs(), *_disk_bytes())
+            # While this process is stopped (SIGSTOP) the thread does not run. That time does not count.
+            silent += min(now - last_check, 2 * self.pause)
+            last_check, signs = now, (*self._signs(), *_disk_bytes())
             if signs != before or self._is_excused():
                 silent = 0.0
-            asked = self._is_question_open()
-            if silent > 0 and silent >= self.settings.seconds / (2 if asked else 1):
-                self._ask(silent)
-                silent, looked = 0.0, time.monotonic()
-            elif asked:
-                self._remove(QUESTION)
+            requested = self._is_report_requested()
+            if silent > 0 and silent >= self.settings.seconds / (2 if requested else 1):
+                self._report_hang(silent)
+                silent, last_check = 0.0, time.monotonic()
+            elif requested:
+                self._remove(REPORT_REQUEST)
 
     def _wait(self) -> bool:
-        """Sleep until the next look; return whether it is over."""
+        """Sleep until the next check. Return True if the watchdog was stopped."""
         if self.settings.changed.wait(self.pause):
             self.settings.changed.clear()
         return self._over
 
     def _signs(self) -> tuple[object, ...]:
-        """Return what differs from the last time if this rank communicates or waits for a disk."""
+        """Return values that change when this rank communicates or waits for a disk."""
         ledger = self.world.ledger
         calls = ledger.calls
         newest = calls.recent[-1] if calls.recent else None
@@ -145,52 +156,58 @@ class Watchdog:
         return newest, calls.current, calls.beats, self._disk_waits
 
     def _is_excused(self) -> bool:
-        """Return True if this rank may be silent now: it waits for nobody here, or it computes."""
+        """Return True if silence of this rank is no hang now: it computes, or waits for something outside."""
         settings = self.settings
         if settings.seconds <= 0 or self.folder is None or settings.waits_outside:
             return True
         if settings.training:
             return False
-        works = self._worked.is_working()
+        works = self._work_meter.is_working()
         return self.world.size == 1 or (works and self.world.ledger.calls.current is None)
 
-    def _ask(self, silent: float) -> None:
-        """Report, wait for the others' reports, and end the job; return if someone is alive after all."""
+    def _report_hang(self, silent: float) -> None:
+        """Write a report, wait for the other ranks' reports, and end the job.
+
+        Returns only if this rank or another one makes progress after all.
+
+        Args:
+            silent: Seconds without a sign of life of this rank.
+        """
         own, signs = take_report(self.world, self._token, silent), self._signs()
-        # If the folder hangs, too, nobody can be told.
+        # If access to the folder hangs, too, this ends the process without a report.
         last_resort = _exit_after(4 * self.grace + 30)
         written = self._write(own)
-        asked = time.monotonic()
-        neighbors = _NodeProcesses(self._here(without=own.rank))
-        while (self._is_question_open() or self._is_judged() or not written) and self._signs() == signs:
+        begin = time.monotonic()
+        neighbors = _NodeProcesses(self._processes_here(without=own.rank))
+        while (self._is_report_requested() or self._is_ending() or not written) and self._signs() == signs:
             if self._is_excused():
                 break
-            late = time.monotonic() > asked + self.grace
-            neighbors.look()
+            late = time.monotonic() > begin + self.grace
+            neighbors.update()
             reports = self._reports(own, late or bool(neighbors.stopped))
             if late and any(rank not in reports for rank in neighbors.working()):
-                break  # no thread of it could answer meanwhile, as in a long call of a library
+                break  # that rank computes in a call of a library in which its watchdog thread cannot run
             if late or all(rank in reports or rank in neighbors.stopped for rank in range(self.world.size)):
                 if own.rank == min(reports):
-                    self._judge(reports, neighbors.stopped)
-                if time.monotonic() > asked + 3 * self.grace:
+                    self._end_job(reports, neighbors.stopped)
+                if time.monotonic() > begin + 3 * self.grace:
                     os._exit(EXIT_INTERNAL)
             if self._wait():
                 break
         last_resort.cancel()
-        if self._is_judged():  # a launcher lets a stopped rank go on before it ends all
+        if self._is_ending():  # a launcher may continue a stopped rank before it kills all ranks
             return
-        self._remove(QUESTION)
-        self._remove(self._report(own.rank).name)
+        self._remove(REPORT_REQUEST)
+        self._remove(self._report_path(own.rank).name)
         self._remove_default_folder()
 
     def _write(self, report: HangReport) -> bool:
-        """Write this rank's report and the question; whether the folder took them."""
+        """Write this rank's report and the request file. Return False if they cannot be written."""
         try:
             if self.folder == self._default_folder:
-                self._path(QUESTION).parent.mkdir(mode=0o700, exist_ok=True)
-            write_report(self._report(report.rank), report, self.world.size)
-            self._put(self._token)
+                self._path(REPORT_REQUEST).parent.mkdir(mode=0o700, exist_ok=True)
+            write_report(self._report_path(report.rank), report, self.world.size)
+            self._write_request(self._token)
         except OSError as error:
             sentence = (
                 f"rank {report.rank} is silent and cannot report it: {describe(error)}; it is {report.state}"
@@ -199,66 +216,74 @@ class Watchdog:
             return False
         return True
 
-    def _put(self, text: str) -> None:
-        path = self._path(QUESTION)
-        temporary = path.with_name(f".{QUESTION}.{self.world.rank}")
+    def _write_request(self, text: str) -> None:
+        path = self._path(REPORT_REQUEST)
+        temporary = path.with_name(f".{REPORT_REQUEST}.{self.world.rank}")
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(path)
 
-    def _here(self, without: int) -> dict[int, int]:
-        """Process ids of the other ranks of this machine, by rank."""
-        named = enumerate(self._processes)
-        here = {rank: process for rank, (host, process) in named if host == self.world.hostname}
-        return {rank: process for rank, process in here.items() if rank != without}
+    def _processes_here(self, without: int) -> dict[int, int]:
+        """Return the process ids of the ranks on this node other than `without`, by rank."""
+        return {
+            rank: process
+            for rank, (host, process) in enumerate(self._processes)
+            if host == self.world.hostname and rank != without
+        }
 
-    def _judge(self, reports: dict[int, HangReport], stopped: Collection[int]) -> NoReturn:
+    def _end_job(self, reports: dict[int, HangReport], stopped: Collection[int]) -> NoReturn:
+        """Print a diagnosis and end the job on all ranks.
+
+        Args:
+            reports: Reports of the ranks that have written one.
+            stopped: Ranks whose processes are stopped.
+        """
         with contextlib.suppress(OSError):
-            self._put(self._token + _JUDGED)
+            self._write_request(self._token + _ENDING)
         silent = max(report.silent for report in reports.values())
-        why = verdict(reports, self.world.size, stopped)
+        why = diagnose(reports, self.world.size, stopped)
         activity = self.world.ledger.described
         first = f"the run hangs while {activity}: no rank gave a sign of life for {silent:.0f} s"
         for line in (first, *why, f"stacks and last calls of each rank: {self.folder}/hang.<rank>.txt"):
             _print_sentence(self.world.rank, line)
-        _exit_after(_ABORT_SECONDS)  # the main thread may hold what MPI's abort needs
+        _exit_after(_ABORT_SECONDS)  # the main thread may hold a lock that MPI_Abort needs
         self.settings.on_hang(f"hang: {why[0]} (while {activity})")
         self.world.abort(EXIT_INTERNAL)
 
     def _reports(self, report: HangReport, late: bool) -> dict[int, HangReport]:
-        """Return the reports that this rank needs to decide who tells of the hang.
+        """Return the reports that this rank needs to decide which rank ends the job.
 
-        Rank 0 needs all reports. Another rank needs the first report of a lower rank, or all reports where
-        there is none although it is `late`: then this rank is the lowest that can tell of the hang.
+        Rank 0 needs all reports. Another rank needs the first report of a lower rank. If there is none and
+        it is `late`, this rank is the lowest one that can end the job, and needs all reports.
         """
         reports = {report.rank: report}
         for rank in range(report.rank):
-            other = read_report(self._report(rank), self._token)
+            other = read_report(self._report_path(rank), self._token)
             if other is not None:
                 return reports | {rank: other}
         for rank in range(report.rank + 1, self.world.size if late or report.rank == 0 else 0):
-            other = read_report(self._report(rank), self._token)
+            other = read_report(self._report_path(rank), self._token)
             if other is not None:
                 reports[rank] = other
         return reports
 
-    def _report(self, rank: int) -> Path:
+    def _report_path(self, rank: int) -> Path:
         return self._path(f"hang.{rank}.txt")
 
     def _path(self, name: str) -> Path:
-        assert self.folder is not None, "a rank that knows no folder is excused"
+        assert self.folder is not None, "_is_excused() is True without a folder"
         return self.folder / name
 
-    def _is_question_open(self) -> bool:
-        return self._question() == self._token
+    def _is_report_requested(self) -> bool:
+        return self._read_request() == self._token
 
-    def _is_judged(self) -> bool:
-        return self._question() == self._token + _JUDGED
+    def _is_ending(self) -> bool:
+        return self._read_request() == self._token + _ENDING
 
-    def _question(self) -> str:
+    def _read_request(self) -> str:
         if self.folder is None:
             return ""
         try:
-            return self._path(QUESTION).read_text(encoding="utf-8")
+            return self._path(REPORT_REQUEST).read_text(encoding="utf-8")
         except OSError:
             return ""
 
@@ -267,56 +292,63 @@ class Watchdog:
             self._path(name).unlink(missing_ok=True)
 
     def _remove_default_folder(self) -> None:
-        """Remove the watchdog's own folder where it is empty."""
+        """Remove the watchdog's own folder if it is empty."""
         if self._default_folder is not None:
             with contextlib.suppress(OSError):
                 self._default_folder.rmdir()
 
 
 class _WorkMeter:
-    """Processor time that this process and its child processes use between two questions."""
+    """Measurement of the processor time of this process and its descendants between two calls."""
 
     def __init__(self) -> None:
-        self._since, self._used = time.monotonic(), 0.0
+        self._since, self._cpu_seconds = time.monotonic(), 0.0
 
     def is_working(self) -> bool:
-        """Return True if a good part of one core was used since the last question."""
-        now, used = time.monotonic(), _used_seconds()
-        share = (used - self._used) / max(now - self._since, 1e-3)
-        self._since, self._used = now, used
-        return share >= _BUSY
+        """Return True if at least `_BUSY_SHARE` of one core was used since the last call."""
+        now, cpu_seconds = time.monotonic(), _cpu_seconds()
+        share = (cpu_seconds - self._cpu_seconds) / max(now - self._since, 1e-3)
+        self._since, self._cpu_seconds = now, cpu_seconds
+        return share >= _BUSY_SHARE
 
 
 class _NodeProcesses:
-    """The other ranks of this machine, as the kernel sees them: by rank their process ids."""
+    """State of the other ranks of this node according to the kernel.
+
+    Args:
+        processes: Process id of each rank.
+
+    Attributes:
+        stopped: Ranks whose processes were stopped at the last two updates.
+    """
 
     def __init__(self, processes: Mapping[int, int]) -> None:
         self._processes = processes
         self._start = time.monotonic()
-        self._used = {rank: _state_of(process)[1] for rank, process in processes.items()}
-        self._previous: frozenset[int] = frozenset()
+        self._cpu_seconds = {rank: _state_of(process)[1] for rank, process in processes.items()}
+        self._stopped_before: frozenset[int] = frozenset()
         self.stopped: frozenset[int] = frozenset()
 
-    def look(self) -> None:
-        """Note which ranks are stopped, if they were so at the look before, too."""
+    def update(self) -> None:
+        """Read the states of the processes, and update `stopped`."""
         states = {rank: _state_of(process)[0] for rank, process in self._processes.items()}
-        seen = frozenset(rank for rank, state in states.items() if state in {"T", "t"})
-        self.stopped, self._previous = seen & self._previous, seen
+        stopped_now = frozenset(rank for rank, state in states.items() if state in {"T", "t"})
+        self.stopped, self._stopped_before = stopped_now & self._stopped_before, stopped_now
 
     def working(self) -> list[int]:
-        """Ranks that have used a good part of one core since the beginning."""
+        """Return the ranks that have used at least `_BUSY_SHARE` of one core since this object was made."""
         passed = max(time.monotonic() - self._start, 1e-3)
-        used = {rank: _state_of(process)[1] for rank, process in self._processes.items()}
-        return [rank for rank in used if used[rank] - self._used[rank] >= _BUSY * passed]
+        now = {rank: _state_of(process)[1] for rank, process in self._processes.items()}
+        return [rank for rank in now if now[rank] - self._cpu_seconds[rank] >= _BUSY_SHARE * passed]
 
 
-def _used_seconds() -> float:
-    """Processor seconds of this process and of all its descendants that still run."""
+def _cpu_seconds() -> float:
+    """Return the processor seconds of this process and of all its running descendants."""
     return sum(_state_of(process)[1] for process in (os.getpid(), *descendants(os.getpid())))
 
 
 def _state_of(process: int) -> tuple[str, float]:
-    """Return the kernel's letter for the state of a process, and its processor seconds."""
+    """Return the state of a process as a letter of /proc/<pid>/stat, and its processor seconds."""
     try:
         text = Path(f"/proc/{process}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:
@@ -326,7 +358,10 @@ def _state_of(process: int) -> tuple[str, float]:
 
 
 def _shared_folder(world: World, name: str) -> Path | None:
-    """Return a folder whose parent all nodes share; None, with a warning, where there is none. Collective."""
+    """Return a folder whose parent all nodes share. Collective.
+
+    If neither the user's cache nor the current folder is shared, print a warning and return None.
+    """
     for parent in (user_cache(), Path.cwd()):
         chosen = Path(world.everyone.broadcast_object(str(parent)))
         mark = chosen / f".{name}"
@@ -336,9 +371,9 @@ def _shared_folder(world: World, name: str) -> Path | None:
                 mark.touch()
         world.everyone.barrier()
         deadline = time.monotonic() + _SECONDS_TO_APPEAR
-        while not (seen := mark.exists()) and time.monotonic() < deadline:
+        while not (visible := mark.exists()) and time.monotonic() < deadline:
             time.sleep(0.05)
-        shared = all(world.everyone.all_gather_object(seen))
+        shared = all(world.everyone.all_gather_object(visible))
         if world.rank == 0:
             with contextlib.suppress(OSError):
                 mark.unlink(missing_ok=True)
@@ -346,14 +381,14 @@ def _shared_folder(world: World, name: str) -> Path | None:
             return chosen / name
     if world.rank == 0:
         print_error(
-            "warning: the nodes share neither the user's cache folder nor the current folder: a rank that "
-            "hangs is named only while a run trains"
+            "warning: the nodes share neither the user's cache folder nor the current folder; a job that "
+            "hangs is ended and diagnosed only once its run folder is known"
         )
     return None
 
 
 def _exit_after(seconds: float) -> threading.Timer:
-    """End this process by then, and with it the job, unless the timer is cancelled."""
+    """Start a timer that ends this process, and thus the job, after `seconds` unless it is cancelled."""
     timer = threading.Timer(seconds, os._exit, (EXIT_INTERNAL,))
     timer.name, timer.daemon = f"{THREAD}'s timer", True
     timer.start()
@@ -361,7 +396,7 @@ def _exit_after(seconds: float) -> threading.Timer:
 
 
 def _print_sentence(rank: int, sentence: str) -> None:
-    """Write a sentence on stderr and, where this rank has a log, into that."""
+    """Print a sentence to stderr and, if this rank has a log, write it there, too."""
     log = logging.getLogger("hpctrain")
     if log.handlers:
         log.error("%s", sentence)
@@ -370,7 +405,10 @@ def _print_sentence(rank: int, sentence: str) -> None:
 
 
 def _disk_bytes() -> tuple[str, ...]:
-    """Bytes that this process has read from disks and written, where the kernel tells."""
+    """Return the kernel's counters of bytes that this process has read from and written to disks.
+
+    The tuple is empty if the kernel does not provide them.
+    """
     try:
         lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
     except OSError:
@@ -379,7 +417,7 @@ def _disk_bytes() -> tuple[str, ...]:
 
 
 def _waits_for_disk() -> bool:
-    """Return True if a thread of this process sleeps until a disk has done its work, as in a long fsync."""
+    """Return True if a thread of this process waits for a disk (kernel state D), as in a long fsync."""
     for task in Path("/proc/self/task").glob("*/stat"):
         with contextlib.suppress(OSError):
             if task.read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[:1] == ["D"]:

@@ -16,7 +16,7 @@ import torch
 from hpctrain.checkpoint.exchange.source import settled_keys
 from hpctrain.comm.device import on_host
 from hpctrain.comm.launcher import crowding
-from hpctrain.comm.watchdog import QUESTION
+from hpctrain.comm.watchdog import REPORT_REQUEST
 from hpctrain.comm.world import World
 from hpctrain.deck.read import changed_deck, deck_text, read_deck
 from hpctrain.deck.schema import Deck, require_trusted_code
@@ -139,7 +139,7 @@ class RunFolder:
                 new = self.path / "deck.toml.new"
                 write_text(new, deck_text(self.deck))
                 new.replace(self.path / "deck.toml")
-                (self.path / QUESTION).unlink(missing_ok=True)  # of an earlier job
+                (self.path / REPORT_REQUEST).unlink(missing_ok=True)  # of an earlier job
         self._is_taken = True
         self.world.ledger.activity = before
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpctrain.comm.hang_report import take_report, verdict, write_report
+from hpctrain.comm.hang_report import diagnose, take_report, write_report
 from hpctrain.comm.mailbox import Letter, Mailbox
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
@@ -81,7 +81,7 @@ def test_who_waits_for_letters_gives_no_sign_of_life_and_a_report_says_so(
                 report = take_report(world, "token", 9.0)
                 assert "wait for letters of letters (ranks 0-1)" in report.state
                 write_report(mpi_tmp_path / "hang.0.txt", report, 2)
-                assert any("wait for letters" in line for line in verdict({0: report}, 1))
+                assert any("wait for letters" in line for line in diagnose({0: report}, 1))
                 box.send(1, [0])
 
         assert box.take(meanwhile).numbers == (1,)

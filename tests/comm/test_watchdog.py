@@ -24,12 +24,12 @@ from hpctrain.comm.hang_report import (
     CallNote,
     GroupNote,
     HangReport,
+    diagnose,
     read_report,
     take_report,
-    verdict,
     write_report,
 )
-from hpctrain.comm.watchdog import QUESTION, Watchdog
+from hpctrain.comm.watchdog import REPORT_REQUEST, Watchdog
 from hpctrain.comm.world import World
 from hpctrain.data.prepare import prepare
 
@@ -185,7 +185,7 @@ def test_a_rank_that_works_excuses_those_that_wait(world: World, mpi_tmp_path: P
             until = time.monotonic() + 2.5
             while time.monotonic() < until:
                 world.ledger.phase = "other"  # as the executor does with every action
-                asked = asked or (mpi_tmp_path / QUESTION).exists()
+                asked = asked or (mpi_tmp_path / REPORT_REQUEST).exists()
                 time.sleep(0.002)
             assert asked
         world.everyone.barrier()
@@ -232,7 +232,7 @@ def test_reports_stay_once_they_are_judged(
     own = world.alone()
     watch_training(own, tmp_path, 1.0)
     own.hang.training = True
-    Watchdog(own)._ask(1.0)
+    Watchdog(own)._report_hang(1.0)
     assert ended == [70]
     assert (tmp_path / "hang.0.txt").exists()
 
@@ -256,7 +256,7 @@ def test_where_rank_0_is_stopped_the_lowest_rank_tells_of_all_that_answer(
     dog.grace_seconds = 0.0
     for rank in (2, 3):
         write_report(tmp_path / f"hang.{rank}.txt", replace(report(rank, None), token=""), own.size)
-    dog._ask(1.0)
+    dog._report_hang(1.0)
     assert told == [
         "hang: rank 0 does not answer: its process is dead or stopped, or cannot write to the folder of the "
         "reports (while starting)"
@@ -303,7 +303,7 @@ def test_the_rank_at_the_end_of_a_chain_comes_first() -> None:
         2: report(2, call(TENSOR, 9), tensor=9),
         3: report(3, None, tensor=8),
     }
-    lines = verdict(reports, 4)
+    lines = diagnose(reports, 4)
     assert lines[:2] == [
         "rank 3 on node1 never entered all_reduce 9 of tensor (ranks 1-3; 40 bytes of float32), "
         "in which ranks 1-2 have waited for 7.0 s",
@@ -327,7 +327,7 @@ def test_where_nobody_is_seen_waiting_the_counts_tell() -> None:
         (call(DATA, 6, "broadcast"),),
         (GroupNote(DATA, 6, {}, {}),),
     )
-    assert verdict({0: ahead, 1: report(1, None, data=5)}, 2)[0] == (
+    assert diagnose({0: ahead, 1: report(1, None, data=5)}, 2)[0] == (
         "rank 1 on node0 never entered broadcast 6 of data (ranks 0-1; 40 bytes of float32), "
         "which rank 0 entered"
     )
@@ -351,7 +351,7 @@ def test_of_thousands_of_ranks_a_few_lines_tell() -> None:
         for rank in ranks
         if rank != 77
     }
-    lines = verdict(reports, 3000)
+    lines = diagnose(reports, 3000)
     assert lines[0].startswith("rank 77 does not answer")
     assert lines[1].startswith("rank 1234 on node never entered all_reduce 5 of world (ranks 0-2999;")
     assert lines[1].endswith("in which ranks 0-76, 78-1233, 1235-2999 have waited for 7.0 s")

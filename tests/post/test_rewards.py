@@ -114,8 +114,8 @@ def test_what_a_function_prints_is_no_answer(capfd: pytest.CaptureFixture[str]) 
         ("text", 'gives a str: "high", which is no number, asked'),
         (
             "writes_everywhere",
-            'writes "a line of a function\\n" into the file descriptor by which its process answers; only '
-            "descriptors that it has opened itself, stdout and stderr are its own, asked",
+            'writes "a line of a function\\n" to the file descriptor that hpctrain uses for answers; it may '
+            "write only to stdout, stderr and files that it has opened itself, asked",
         ),
         ("writes_to_three", f"fails: OSError: [Errno 9] Bad file descriptor ({JUDGES}, line "),
         ("closes_everything", "loses its process, which ended by itself, with exit code 0, asked"),

@@ -42,7 +42,7 @@ class Processes:
 
     def start(self, count: int = 1) -> None:
         """Have so many of them ready. UsersError where they cannot judge."""
-        for process in [each for each in self._processes if each.is_over()]:
+        for process in [each for each in self._processes if each.has_ended()]:
             process.close()
             self._processes.remove(process)
         fresh = [ChildProcess(_WORKER, guarded=True) for _ in range(len(self._processes), count)]
