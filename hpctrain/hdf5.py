@@ -1,9 +1,9 @@
-"""Opening HDF5 files that anybody may have written.
+"""Safe reading of HDF5 files from untrusted sources, and safe writing if the disk is full.
 
-A file of ours holds groups, and datasets whose bytes lie in one range of the file. Hard links join them.
-Everything else that HDF5 knows is refused before it is followed or read: soft and external links, virtual and
-chunked datasets, bytes in other files, attributes of other types. HDF5 crashes on some of these, reads files
-that the user did not name, or allocates what the file says.
+Files of hpctrain contain groups, hard links, and datasets whose bytes are one contiguous range of the file.
+All other features of HDF5 are refused before they are used: soft and external links, virtual and chunked
+datasets, data in other files, attributes of other types. With some of these, HDF5 crashes, reads files that
+the user did not name, or allocates as much memory as the file asks for.
 """
 
 from __future__ import annotations
@@ -32,21 +32,26 @@ DAMAGE = (
     ArithmeticError,
     MemoryError,
 )
-"""Exceptions that h5py, and code which trusts what a file says, raise on a damaged or hostile file."""
+"""Exceptions that h5py and code that reads a file's contents raise for a damaged or malicious file."""
 
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
-"""First bytes of every HDF5 file of ours."""
+"""First bytes of every HDF5 file that hpctrain writes."""
 
 _PAGE_BYTES = 1 << 16
 MOST_ATTRIBUTE_BYTES = 1 << 16
-"""Size limit of an attribute, in bytes: HDF5 keeps no larger ones in an object's header."""
+"""Largest size of an attribute in bytes; HDF5 cannot store larger ones in an object's header."""
 
 
 @dataclass(frozen=True)
 class LocalDataset:
-    """A dataset whose bytes lie in one range of its own file.
+    """A dataset whose bytes are one contiguous range of its file.
 
-    `shape` is () for a scalar. `offset` is the byte of the file at which the elements begin, 0 without any.
+    Attributes:
+        name: Full name, with a leading slash.
+        dtype: dtype of the elements.
+        shape: Shape; () for a scalar.
+        offset: Offset of the first element in the file, in bytes; 0 without elements.
+        identifier: Handle of the open dataset.
     """
 
     name: str
@@ -61,7 +66,14 @@ class LocalDataset:
         return prod(self.shape)
 
     def read(self, most_bytes: int) -> NDArray[Any]:
-        """Return all elements; ValueError if they are neither numbers nor short text, or too many bytes."""
+        """Return all elements, which must be numbers or text of fixed length.
+
+        Args:
+            most_bytes: Largest size of the elements in bytes.
+
+        Raises:
+            ValueError: The elements have another dtype, or are larger.
+        """
         if self.dtype.kind not in "iufS" or self.elements * self.dtype.itemsize > most_bytes:
             raise ValueError(f"{self.name} has type {self.dtype} and shape {list(self.shape)}")
         values = np.empty(self.shape, self.dtype)
@@ -71,13 +83,24 @@ class LocalDataset:
 
 
 class CheckedFile:
-    """An open HDF5 file of which only local datasets and plain attributes can be read.
+    """An open HDF5 file from which only `LocalDataset`s and simple attributes can be read.
 
-    All methods raise one of DAMAGE for a file that is damaged or holds something else. None communicates.
+    All methods raise one of `DAMAGE` if the file is damaged or contains something else. All are local calls.
+
+    Attributes:
+        datasets: Names of all datasets, each with a leading slash.
     """
 
     def __init__(self, file: h5py.File, size: int) -> None:
-        """List the datasets of an open file of `size` bytes; ValueError if a link in it is not a hard one."""
+        """List the datasets of an open file.
+
+        Args:
+            file: The open file.
+            size: Its size in bytes.
+
+        Raises:
+            ValueError: The file contains a soft or external link.
+        """
         self._file, self._size = file, size
         names: list[str] = []
 
@@ -92,7 +115,7 @@ class CheckedFile:
             if info.type == h5py.h5o.TYPE_DATASET:
                 names.append(f"/{_decode(name)}")
 
-        # In any other order HDF5 sorts what a group holds, and crashes where it cannot read that.
+        # In any other order HDF5 sorts the members of a group, and crashes if it cannot read them.
         other_link = file.id.links.visit(
             find_other_link, idx_type=h5py.h5.INDEX_NAME, order=h5py.h5.ITER_NATIVE, info=True
         )
@@ -100,35 +123,39 @@ class CheckedFile:
             raise ValueError(other_link)
         h5py.h5o.visit(file.id, collect, order=h5py.h5.ITER_NATIVE, info=True)
         self.datasets: frozenset[str] = frozenset(names)
-        """Names of all datasets, each with its leading slash."""
 
     def dataset(self, name: str) -> LocalDataset:
-        """Find a dataset; KeyError if there is none, ValueError if its bytes do not lie in this file."""
+        """Return a dataset by its full name.
+
+        Raises:
+            KeyError: The file has no such dataset.
+            ValueError: Its bytes are not one contiguous range of this file.
+        """
         if name not in self.datasets:
             raise KeyError(f"it has no dataset {name}")
-        found = h5py.h5d.open(self._file.id, name.encode())
-        creation = found.get_create_plist()
+        identifier = h5py.h5d.open(self._file.id, name.encode())
+        creation = identifier.get_create_plist()
         if creation.get_layout() != h5py.h5d.CONTIGUOUS or creation.get_external_count():
             raise ValueError(f"{name} is not one contiguous range of the file")
-        if found.get_space().get_simple_extent_type() == h5py.h5s.NULL:
+        if identifier.get_space().get_simple_extent_type() == h5py.h5s.NULL:
             raise ValueError(f"{name} is empty")
-        shape, dtype, offset = found.shape, found.dtype, found.get_offset()
+        shape, dtype, offset = identifier.shape, identifier.dtype, identifier.get_offset()
         if not prod(shape):
-            return LocalDataset(name, dtype, shape, 0, found)
+            return LocalDataset(name, dtype, shape, 0, identifier)
         if offset is None or offset + prod(shape) * dtype.itemsize > self._size:
             raise ValueError(f"{name} reaches beyond the end of the file, which is truncated")
-        return LocalDataset(name, dtype, shape, int(offset), found)
+        return LocalDataset(name, dtype, shape, int(offset), identifier)
 
     def has_attribute(self, name: str, dataset: LocalDataset | None = None) -> bool:
-        """Return whether a dataset, or the file, has an attribute."""
+        """Return True if a dataset, or the file if `dataset` is None, has an attribute."""
         return bool(h5py.h5a.exists(self._owner(dataset), name.encode()))
 
     def integer(self, name: str, dataset: LocalDataset | None = None) -> int:
-        """Read an attribute that is one integer, of a dataset or of the file."""
+        """Return an integer attribute of a dataset, or of the file if `dataset` is None."""
         return int(_read_attribute(self._owner(dataset), name, "iu", "an integer"))
 
     def text(self, name: str, dataset: LocalDataset | None = None) -> str:
-        """Read an attribute that is one text of fixed length, of a dataset or of the file."""
+        """Return a text attribute (of fixed length) of a dataset, or of the file if `dataset` is None."""
         return bytes(_read_attribute(self._owner(dataset), name, "S", "a text")).decode()
 
     def _owner(self, dataset: LocalDataset | None) -> h5py.h5g.GroupID | h5py.h5d.DatasetID:
@@ -137,9 +164,10 @@ class CheckedFile:
 
 @contextmanager
 def open_checked(path: Path) -> Iterator[CheckedFile]:
-    """Open an HDF5 file for reading; one of DAMAGE for what is not a sound HDF5 file of local datasets.
+    """Open an HDF5 file for reading. Raises one of `DAMAGE` if it is damaged or has unsupported contents.
 
-    No lock is taken, since some file systems have none: a file of ours never changes once it has its name.
+    The file is not locked, since some file systems do not support locks. It is not needed either: a file gets
+    its final name only when it is complete, and does not change after that.
     """
     with open_regular(path) as stream:
         size = stream.seek(0, 2)
@@ -149,22 +177,29 @@ def open_checked(path: Path) -> Iterator[CheckedFile]:
 
 @contextmanager
 def open_for_writing(path: Path, mode: Literal["w", "r+"], **options: Any) -> Iterator[h5py.File]:
-    """Open an HDF5 file that one process lays out or completes; OSError, with the file, if the disk fails.
+    """Open an HDF5 file for writing by one process. Use it for headers and small datasets only.
 
-    HDF5 does not survive that a write of its own fails: it ends the process, then or when that ends. So it
-    writes into memory, and what it wrote goes to the file once HDF5 has closed it. That is for headers and
-    small datasets: the memory is held until then.
+    If a write of HDF5 itself fails, HDF5 crashes, at once or when the process ends. Therefore HDF5 writes
+    into memory here, and the pages are written to the file after HDF5 has closed it.
+
+    Args:
+        path: The file.
+        mode: "w" creates or replaces the file; "r+" changes an existing one.
+        options: Further arguments of `h5py.File`.
+
+    Raises:
+        OSError: The file cannot be written. The error names it.
     """
     flags = os.O_RDWR | (os.O_CREAT | os.O_TRUNC if mode == "w" else 0)
     with naming(path), descriptor_of(path, flags) as descriptor:
-        written = _PagesInMemory(descriptor)
-        with h5py.File(written, mode, **options) as file:
+        pages = _PagesInMemory(descriptor)
+        with h5py.File(pages, mode, **options) as file:
             yield file
-        written.store()
+        pages.write_back()
 
 
 class _PagesInMemory:
-    """File for h5py's driver of Python objects, which keeps the pages that are written in memory."""
+    """File object for h5py that keeps written pages in memory until `write_back` is called."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor, self._position = descriptor, 0
@@ -206,10 +241,10 @@ class _PagesInMemory:
         return size
 
     def flush(self) -> None:
-        """Do nothing: `store` writes."""
+        """Do nothing; `write_back` writes the pages."""
 
-    def store(self) -> None:
-        """Write to the file what is kept."""
+    def write_back(self) -> None:
+        """Write the pages to the file."""
         os.ftruncate(self._descriptor, self._size)
         for number, page in sorted(self._pages.items()):
             begin = number * _PAGE_BYTES
@@ -219,7 +254,11 @@ class _PagesInMemory:
                 rest, begin = rest[done:], begin + done
 
     def _cut(self, count: int) -> Iterator[tuple[int, int, int, int]]:
-        """Cut the next bytes at ends of pages into (bytes before, page, place in the page, length)."""
+        """Split the next `count` bytes at page boundaries.
+
+        Yields:
+            For each part: the number of bytes before it, its page, its offset in the page, and its length.
+        """
         done = 0
         while done < count:
             number, place = divmod(self._position + done, _PAGE_BYTES)
@@ -233,7 +272,7 @@ class _PagesInMemory:
 
 
 def format_of(path: Path) -> str | None:
-    """Return what an HDF5 file says it is, in its attribute `format`; None for any other file."""
+    """Return the attribute `format` of an HDF5 file; None for any other file."""
     try:
         with open_regular(path) as stream:
             if stream.read(len(SIGNATURE)) != SIGNATURE:
@@ -246,7 +285,18 @@ def format_of(path: Path) -> str | None:
 
 
 def _read_attribute(owner: h5py.h5g.GroupID | h5py.h5d.DatasetID, name: str, kinds: str, noun: str) -> Any:
-    """Read a scalar attribute whose NumPy kind is one of `kinds`; ValueError for any other."""
+    """Return a scalar attribute.
+
+    Args:
+        owner: The group or dataset that has the attribute.
+        name: Name of the attribute.
+        kinds: NumPy kinds that its dtype may have.
+        noun: Noun with article for these kinds, for messages.
+
+    Raises:
+        KeyError: There is no such attribute.
+        ValueError: It has another dtype, or is not a scalar.
+    """
     if not h5py.h5a.exists(owner, name.encode()):
         raise KeyError(f"it has no attribute {name}")
     attribute = h5py.h5a.open(owner, name.encode())

@@ -1,4 +1,4 @@
-"""The check that weights which were read, or trained, are finite numbers."""
+"""Check that the weights of a checkpoint or a model are finite numbers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,19 @@ from hpctrain.comm.group import Group
 from hpctrain.errors import InputOutputError
 from hpctrain.sharding.state import MASTER, MODEL
 
-_PIECE = 4 << 20
-"""Elements that are examined at a time, at most."""
+_CHUNK_ELEMENTS = 4 << 20
+"""Largest number of elements that are checked at a time."""
 
 
 @dataclass(frozen=True)
 class NonFiniteWeight:
-    """The first element of a tensor that is not a finite number: where it lies, and what it is."""
+    """First element of a tensor that is NaN or infinite.
+
+    Attributes:
+        tensor: Name of the tensor.
+        index: Index of the element in the global tensor.
+        value: The element, which is NaN or infinite.
+    """
 
     tensor: str
     index: Index
@@ -31,7 +37,7 @@ class NonFiniteWeight:
 
 
 def nonfinite_element(values: Tensor) -> tuple[Index, float] | None:
-    """Return index and value of the first element, in row-major order, that is not finite."""
+    """Return the index and the value of the first non-finite element in row-major order; None if all are."""
     finite = values.isfinite()
     if bool(finite.all()):
         return None
@@ -40,19 +46,30 @@ def nonfinite_element(values: Tensor) -> tuple[Index, float] | None:
 
 
 def nonfinite_weight(group: Group, entries: Iterable[Entry]) -> NonFiniteWeight | None:
-    """Return the first element of the weights among all ranks' entries that is not finite; collective.
+    """Return the first non-finite weight among the entries of all ranks; None if all are finite. Collective.
 
-    Of several tensors it is the one whose name sorts first, whatever the layout.
+    If several tensors have one, the tensor whose name sorts first is returned, so that the result does not
+    depend on the layout.
     """
-    found = [each for entry in entries if _is_weight(entry) and (each := _first(entry)) is not None]
-    rows = [row for of_rank in group.all_gather_object([astuple(each) for each in found]) for row in of_rank]
+    local = [
+        weight for entry in entries if _is_weight(entry) and (weight := _first_nonfinite(entry)) is not None
+    ]
+    rows_of_ranks = group.all_gather_object([astuple(weight) for weight in local])
+    rows = [row for rows_of_rank in rows_of_ranks for row in rows_of_rank]
     return NonFiniteWeight(*min(rows, key=lambda row: row[:2])) if rows else None
 
 
 def require_finite(group: Group, where: object, entries: Iterable[Entry], remedy: str) -> None:
-    """Raise an InputOutputError on all ranks if a weight among the entries is not finite; collective.
+    """Raise an error on all ranks if a weight among the entries is not finite. Collective.
 
-    `where` is what the entries were read from, `remedy` a clause on what the user can do.
+    Args:
+        group: All ranks that hold entries.
+        where: File or folder that the entries were read from, for the message.
+        entries: The entries of this rank.
+        remedy: What the user can do, as an imperative clause for the message.
+
+    Raises:
+        InputOutputError: A weight is not finite. The message names the first one.
     """
     weight = nonfinite_weight(group, entries)
     with together(group):
@@ -61,7 +78,7 @@ def require_finite(group: Group, where: object, entries: Iterable[Entry], remedy
 
 
 def nonfinite_sentence(where: object, weight: object, remedy: str) -> str:
-    """Return the sentence that tells of a weight that is not finite."""
+    """Return the error message about a non-finite weight."""
     return f"{where}: {weight}: weights must be finite numbers ({remedy})"
 
 
@@ -69,14 +86,14 @@ def _is_weight(entry: Entry) -> bool:
     return entry.dataset.split("/")[1].removeprefix("replicas.") in {MODEL, MASTER}
 
 
-def _first(entry: Entry) -> NonFiniteWeight | None:
-    """Return the first element of an entry, in the order of the global tensor, that is not finite."""
-    kind: torch.dtype = entry.values.dtype
-    found: list[NonFiniteWeight] = []
+def _first_nonfinite(entry: Entry) -> NonFiniteWeight | None:
+    """Return the non-finite element of an entry that comes first in the global tensor."""
+    dtype: torch.dtype = entry.values.dtype
+    weights: list[NonFiniteWeight] = []
     for rectangle in rectangles_of(entry):
-        for piece in rectangle.cut(_PIECE):
-            bad = nonfinite_element(piece.load(entry.values).view(kind))
-            if bad is not None:
-                index = tuple(start + own for start, own in zip(piece.start, bad[0], strict=True))
-                found.append(NonFiniteWeight(entry.dataset, index, bad[1]))
-    return min(found, key=lambda each: each.index, default=None)
+        for piece in rectangle.cut(_CHUNK_ELEMENTS):
+            element = nonfinite_element(piece.load(entry.values).view(dtype))
+            if element is not None:
+                index = tuple(start + local for start, local in zip(piece.start, element[0], strict=True))
+                weights.append(NonFiniteWeight(entry.dataset, index, element[1]))
+    return min(weights, key=lambda weight: weight.index, default=None)

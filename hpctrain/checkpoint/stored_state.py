@@ -1,7 +1,7 @@
-"""Types and bounds of what the state of a checkpoint may hold.
+"""Schema of the JSON state of a checkpoint: types and bounds of its keys.
 
-Every reader takes the state from `examine`, which calls `require_state` once. Keys that are not listed here
-are kept as they are: their readers check them.
+Every reader gets the state from `examine`, which calls `require_state` once. Keys that are not listed here
+are not checked here; the code that reads them checks them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 class _EngineState(BaseModel):
-    """State of one engine besides its tensors; older files lack some of it."""
+    """State of one engine other than its tensors. Older files lack some of the keys."""
 
     model_config = ConfigDict(strict=True)
 
@@ -45,7 +45,11 @@ class _Spikes(BaseModel):
 
 
 class _Corpus(BaseModel):
-    """What was trained on: token files have `tokens`, a data set `samples` and the function that made it."""
+    """Training data of the run.
+
+    Token files have a number of `tokens`. A user's dataset has a number of `samples` and a `dataset`, which
+    names the function that made it.
+    """
 
     model_config = ConfigDict(strict=True)
 
@@ -61,7 +65,7 @@ class _Corpus(BaseModel):
 
 
 class _TrainingState(_EngineState):
-    """State of a run, or of a model alone, which has less."""
+    """State of a training run. A checkpoint that holds only a model has fewer keys."""
 
     step: _Count = 0
     samples: _Count = 0
@@ -77,9 +81,13 @@ class _TrainingState(_EngineState):
 
 
 def require_state(state: Mapping[str, Any]) -> None:
-    """Raise ValueError, naming the key, if a state is not of the types that its readers expect."""
+    """Check the types and bounds of a checkpoint's state.
+
+    Raises:
+        ValueError: A key has a wrong type or value. The message names the first such key.
+    """
     try:
         _TrainingState.model_validate(dict(state))
     except ValidationError as error:
         place = error.errors(include_url=False, include_context=False, include_input=False)[0]["loc"]
-        raise ValueError(f"its state has a wrong {'.'.join(map(str, place))}") from None
+        raise ValueError(f"its state has a wrong value of {'.'.join(map(str, place))}") from None

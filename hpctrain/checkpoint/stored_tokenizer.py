@@ -1,4 +1,4 @@
-"""The tokenizer in the state of a checkpoint, and the settings of tokenizer and model beside it."""
+"""Functions that read and write the tokenizer and its settings in the state of a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,19 +10,23 @@ from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.data.tokenizer_settings import SETTINGS, TokenizerSettings
 
 TOKENIZER = "tokenizer"
-"""Key of the tokenizer's text in the state of a checkpoint."""
+"""Key of the state that holds the tokenizer's text."""
 
 
 def stored_settings(state: Mapping[str, Any]) -> TokenizerSettings:
-    """Return the settings in a checkpoint's state; those of an older one are empty."""
+    """Return the tokenizer settings in a checkpoint's state; older checkpoints have empty ones."""
     return TokenizerSettings.from_object(state.get(SETTINGS))
 
 
 def tokenizer_of_state(state: Mapping[str, Any], path: Path) -> Tokenizer | None:
-    """Return the tokenizer in a checkpoint's state; None without one.
+    """Return the tokenizer in a checkpoint's state; None if it has none.
+
+    Args:
+        state: state of the checkpoint.
+        path: the checkpoint, for messages.
 
     Raises:
-        HpctrainError: it is no tokenizer that can be used.
+        HpctrainError: the stored text is not a usable tokenizer.
     """
     text = state.get(TOKENIZER)
     if not isinstance(text, str):
@@ -31,5 +35,10 @@ def tokenizer_of_state(state: Mapping[str, Any], path: Path) -> Tokenizer | None
 
 
 def tokenizer_state(text: str | None, settings: TokenizerSettings) -> dict[str, Any]:
-    """Return what the state of a checkpoint says of its tokenizer."""
+    """Return the entries of a checkpoint's state that store a tokenizer.
+
+    Args:
+        text: text of the tokenizer, as `Tokenizer.text`; None without a tokenizer.
+        settings: its settings.
+    """
     return {TOKENIZER: text, SETTINGS: settings.to_object()}

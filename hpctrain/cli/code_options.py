@@ -1,4 +1,4 @@
-"""Options of verbs that call code which a stored deck names: `--trust-code` and `--trust-deck`."""
+"""Command-line options `--trust-code` and `--trust-deck`, which allow code that a stored deck names."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ if TYPE_CHECKING:
     from hpctrain.deck.code import CodeTrust, Overrides
 
 ReadTrust = Callable[[], "CodeTrust"]
-"""Reads what the options say; errors as for `read_code_names` if --trust-deck names no readable deck."""
+"""Function that evaluates both options. It raises the errors of `read_code_names` for --trust-deck."""
 
 
 def code_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options to a click command, which gets what they say as its argument `trust`, a `ReadTrust`."""
+    """Add both options to a click command. The command gets their values as a `ReadTrust` named `trust`."""
 
     @click.option(
         "--trust-code",
         is_flag=True,
-        help="Run the code that the stored deck names (its modules, datasets, losses and rewards).",
+        help="Run any code that the stored deck names (modules, datasets, losses and rewards).",
     )
     @click.option(
         "--trust-deck",
         metavar="DECK",
         type=click.Path(path_type=Path),
-        help="Run such code where this deck of your own names it, too.",
+        help="Run only code that is also named in DECK, a deck of your own, under the same keys.",
     )
     @wraps(command)
     def with_options(*args: Any, trust_code: bool, trust_deck: Path | None, **options: Any) -> Any:
@@ -46,13 +46,13 @@ def code_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_trust(world: World, overrides: Iterable[str], trust: ReadTrust) -> Overrides:
-    """Return the `--set` arguments of a command with what its options say of code. Collective."""
+    """Return the `--set` arguments together with the values of the trust options. Collective."""
     from hpctrain.deck.code import Overrides
 
     return Overrides.of(overrides, agreed_trust(world, trust))
 
 
 def agreed_trust(world: World, trust: ReadTrust) -> CodeTrust:
-    """Return what the options say of code; errors are raised on all ranks. Collective."""
+    """Evaluate the trust options; errors are raised on all ranks. Collective."""
     with world.agreement():
         return trust()

@@ -1,4 +1,4 @@
-"""Keeping a second process from making the same output as this one."""
+"""Lock that keeps two processes from writing the same output file."""
 
 from __future__ import annotations
 
@@ -21,10 +21,18 @@ _HOLDER_BYTES = 1000
 
 
 @contextmanager
-def hold_output(world: World, out: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Hold the output `out` inside; HpctrainError on all ranks if another process holds it. Collective.
+def lock_output(world: World, out: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """Lock the output file `out` during the block. Collective.
 
-    The lock ends with the process, however that ends. Where the file system has no locks, rank 0 says so.
+    The operating system releases the lock when the process ends, also if it is killed.
+
+    Args:
+        world: The world; rank 0 takes the lock.
+        out: The output file. The lock is taken on `lock_path(out)`.
+        say: Function that prints a warning on rank 0 if the file system does not support locks.
+
+    Raises:
+        HpctrainError: Another process has locked the file; raised on all ranks.
     """
     descriptor: int | None = None
     with world.agreement():
@@ -37,17 +45,17 @@ def hold_output(world: World, out: Path, say: Callable[[str], None]) -> Iterator
     finally:
         if descriptor is not None:
             with suppress(OSError):
-                lock_path(out).unlink()  # before it is free: who comes next makes a new one
+                lock_path(out).unlink()  # before the lock is released: the next process makes a new file
             os.close(descriptor)
 
 
 def lock_path(out: Path) -> Path:
-    """Return the file that is locked while `out` is made."""
+    """Return the path of the file that is locked while `out` is written."""
     return out.with_name(f".{out.name}.lock")
 
 
 def _lock(out: Path, say: Callable[[str], None]) -> int:
-    """Lock the file beside an output and return its descriptor."""
+    """Create and lock the lock file of an output, and return its file descriptor."""
     path = lock_path(out)
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
@@ -56,15 +64,15 @@ def _lock(out: Path, say: Callable[[str], None]) -> int:
         except BlockingIOError:
             os.close(descriptor)
             raise HpctrainError(
-                f"{escaped(str(out))}: another `hpctrain prepare` is making it ({_holder(path)}); "
-                "let it end, or name another file"
+                f"{escaped(str(out))}: another `hpctrain prepare` is writing it ({_holder(path)}); "
+                "wait until it has ended, or give another file"
             ) from None
         except OSError as error:
-            lacks = f"this file system has no locks ({error.strerror})"
-            say(f"{out.parent}: {lacks}: nothing keeps a second process from making {out.name}")
+            reason = f"this file system does not support locks ({error.strerror})"
+            say(f"{out.parent}: {reason}: make sure that no second process writes {out.name}")
         if _is_same(path, descriptor):
             break
-        os.close(descriptor)  # another process has removed it meanwhile
+        os.close(descriptor)  # another process has removed this lock file, so lock the new one
     with suppress(OSError):
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
@@ -78,6 +86,7 @@ def _is_same(path: Path, descriptor: int) -> bool:
 
 
 def _holder(path: Path) -> str:
+    """Return the process that holds the lock, in words; "unknown" if the file does not tell."""
     with suppress(OSError, ValueError):
         return escaped(read_text(path, _HOLDER_BYTES).strip()) or "unknown"
     return "unknown"

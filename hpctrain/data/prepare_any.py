@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.data.contents import NOUNS, PROMPTS, TEXT_KIND
-from hpctrain.data.output_lock import hold_output
+from hpctrain.data.output_lock import lock_output
 from hpctrain.data.prepare import Prepared, Say, prepare
 from hpctrain.data.tokenizer import BYTES
 from hpctrain.data.write import Report
@@ -38,7 +38,7 @@ def prepare_any(
     if kind is None:
         if template is not None:
             raise HpctrainError("--template: goes with --chat, --preferences or --prompts")
-        with hold_output(world, out, say):
+        with lock_output(world, out, say):
             return prepare(world, out, paths, **rest, say=say, report=report)
     from hpctrain.data.prepare_rows import prepare_rows
 
@@ -46,7 +46,7 @@ def prepare_any(
     if wrong:
         raise HpctrainError(wrong)
     rest["tokenizer"] = rest.get("tokenizer") or BYTES
-    with hold_output(world, out, say):
+    with lock_output(world, out, say):
         return prepare_rows(world, out, paths, kind=kind, template=template, **rest, say=say, report=report)
 
 

@@ -1,4 +1,4 @@
-"""Number of real tokens in each row of a micro-batch: what follows them in the row is padding."""
+"""Number of real tokens in each row of a micro-batch; the rest of each row is padding."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RowLengths:
-    """Numbers of real tokens at the beginning of the rows of a micro-batch.
+    """Number of real tokens at the beginning of each row of a micro-batch.
 
-    A row may hold several documents: only its end is padding. A row that holds no sample has length 0. Every
-    rank that computes on the micro-batch knows the lengths of whole rows, whatever piece of them it has. They
-    stay on the host, so that nothing waits for a device to learn how many tokens are real.
+    A row may hold several documents; only its end is padding. A row without a sample has length 0. Every rank
+    that computes on the micro-batch has the lengths of the complete rows, also if context parallelism gives
+    it only a piece of each. They are on the host, so reading them does not wait for a device.
 
     Attributes:
         values: Length of each row, int64 [b].
@@ -25,7 +25,7 @@ class RowLengths:
 
     @staticmethod
     def of_full_rows(samples: int, rows: int, length: int) -> RowLengths:
-        """Return the lengths of `rows` rows, of which the first `samples` are full and the others empty."""
+        """Return the lengths of `rows` rows: the first `samples` have `length` tokens, the rest none."""
         values = torch.zeros(rows, dtype=torch.int64)
         values[:samples] = length
         return RowLengths(values)
@@ -36,6 +36,6 @@ class RowLengths:
         return int(self.values.sum())
 
     def padding_at(self, positions: Tensor) -> Tensor:
-        """Return a bool tensor [n, b] on the device of `positions` [n]: True where a row has ended there."""
+        """Return which positions are padding, bool [n, b] on the device of `positions` (int64 [n])."""
         lengths = self.values.to(positions.device, non_blocking=True)
         return positions.unsqueeze(1) >= lengths

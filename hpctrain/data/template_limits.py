@@ -1,15 +1,15 @@
-"""Limits of the process that renders chat templates."""
+"""Resource limits of the process that renders chat templates."""
 
 from __future__ import annotations
 
 PROCESSOR_SECONDS = 10.0
-"""Processor time for one conversation; one of 1000 messages takes some 20 ms."""
+"""Processor time per conversation, in seconds. A conversation of 1000 messages takes about 20 ms."""
 
 WALL_SECONDS = 120.0
-"""Time for one request, in case the process does not compute."""
+"""Wall-clock time per request, in seconds. It applies to a template that waits instead of computing."""
 
 MEMORY_BYTES = 1 << 30
-"""Address space of the process, Python and jinja2 included."""
+"""Address space of the process in bytes, including Python and jinja2."""
 
 MOST_CHARACTERS = 1 << 24
-"""Length of a rendered text."""
+"""Largest length of a rendered text, in characters."""

@@ -1,4 +1,4 @@
-"""Rendering of chat templates in a child process, which `data/template_worker.py` is."""
+"""Interface of a rank to the child process that renders a chat template (`data/template_worker.py`)."""
 
 from __future__ import annotations
 
@@ -13,21 +13,26 @@ from hpctrain.errors import HpctrainError
 from hpctrain.units import format_seconds
 
 Range = tuple[int, int]
+"""First character of a range of a text, and the one after its last."""
+
 Rendering = tuple[str, list[Range]]
-"""A text, and the ranges of it that the template marks as generated."""
+"""Rendered text, and its ranges in `{% generation %}` blocks."""
 
 _SECONDS_TO_START = 300.0
 
 
 class TemplateLimitError(HpctrainError):
-    """A template took more time than it may, or ended its process: no other conversation is tried."""
+    """A template exceeded its time limit or ended its process. No further conversation is rendered."""
 
 
 class RenderRequest(NamedTuple):
-    """A conversation to render: its messages, its tools, and its cuts.
+    """Request to render one or more prefixes of a conversation.
 
-    A cut is a number of messages, from the first on, and whether the text goes up to where an assistant
-    begins to write.
+    Attributes:
+        messages: Messages of the conversation.
+        tools: Tools that the template describes to the model, or None.
+        cuts: Prefixes to render. Each is a number of messages and a bool, the template's
+            `add_generation_prompt`: True if the text is to end where an assistant begins to write.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -36,11 +41,11 @@ class RenderRequest(NamedTuple):
 
 
 class TemplateProcess:
-    """A child process that renders one template, from the first request until it is closed or collected.
+    """Child process that renders one template. It starts with the first request and ends with `close`.
 
     Args:
-        title: Name of the template in messages.
-        work: The template's text, its time and its tokens.
+        title: Name of the template in error messages.
+        work: The keys "text" (the template), "now" (time in ISO 8601) and "tokens" (special tokens by role).
     """
 
     def __init__(self, title: str, work: Mapping[str, Any]) -> None:
@@ -48,10 +53,10 @@ class TemplateProcess:
         self._child: ChildProcess | None = None
 
     def start(self) -> ChildProcess:
-        """Start the process, unless it runs.
+        """Start the process if it does not run, and let it parse the template.
 
         Raises:
-            HpctrainError: If the text is no template.
+            HpctrainError: The text is not a valid template.
         """
         if self._child is None:
             child = self._child = ChildProcess("hpctrain.data.template_worker", guarded=False)
@@ -74,13 +79,13 @@ class TemplateProcess:
             self._child = None
 
     def render(self, requests: Sequence[RenderRequest]) -> list[list[Rendering] | HpctrainError]:
-        """Render each conversation, or say what is wrong with it.
+        """Render conversations; return the renderings of each one's cuts, or its error.
 
-        A conversation that ends the process is found by rendering each one alone. It gets a
-        TemplateLimitError, and so do those behind it.
+        If a conversation makes the template exceed its limits, all conversations are rendered again, one at
+        a time. That conversation and those after it then get a `TemplateLimitError`.
 
         Raises:
-            HpctrainError: If the text is no template.
+            HpctrainError: The text is not a valid template.
         """
         if not requests:
             return []
@@ -88,10 +93,10 @@ class TemplateProcess:
         try:
             answers = self._answer("render one conversation")
         except TemplateLimitError as error:
-            return [error] if len(requests) == 1 else self._render_in_turn(requests)
+            return [error] if len(requests) == 1 else self._render_one_by_one(requests)
         return [self._outcome(each) for each in answers]
 
-    def _render_in_turn(self, requests: Sequence[RenderRequest]) -> list[list[Rendering] | HpctrainError]:
+    def _render_one_by_one(self, requests: Sequence[RenderRequest]) -> list[list[Rendering] | HpctrainError]:
         outcomes: list[list[Rendering] | HpctrainError] = []
         for each in requests:
             outcomes += self.render([each])
@@ -100,13 +105,17 @@ class TemplateProcess:
         return outcomes
 
     def _answer(self, work: str) -> Any:
-        """Return the answer to the present request; `work` says what is done, after "to"."""
-        assert self._child is not None, "started by who asks"
+        """Return the answer to the current request.
+
+        Args:
+            work: What the process was asked to do, as an infinitive without "to", for messages.
+        """
+        assert self._child is not None, "start() was not called"
         try:
             _, answer = next_answer([self._child])
         except NoAnswerError as error:
             self.close()
-            problem = f"{error.problem}, while it is asked to {work}"
+            problem = f"{error.problem} when asked to {work}"
             if error.signal == signal.SIGPROF:
                 limit = format_seconds(template_limits.PROCESSOR_SECONDS)
                 problem = f"takes more than {limit} of processor time to {work}"

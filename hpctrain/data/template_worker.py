@@ -1,12 +1,13 @@
-"""A process that renders chat templates, within limits of time and memory, for a rank, with which it ends.
+"""Child process that renders chat templates for a rank within limits of time and memory.
 
-Templates come with models of other people. jinja2's sandbox keeps them away from Python; that one neither
-computes without end nor takes all memory is a matter of this process's limits, whatever it calls. What
-transformers gives to a template is in its `utils/chat_template_utils.py`.
+Templates come with models that others have published, so they are not trusted. jinja2's sandbox prevents
+access to Python. The resource limits of this process prevent endless loops and excessive memory, whatever the
+template calls. The variables and filters of a template are those of transformers
+(`utils/chat_template_utils.py`).
 
-The first request is the template; its answer is empty, or has a problem. A further request is a list of
-conversations, and its answer a list, too: for each cut of a conversation a text with its generated ranges,
-or one problem for the whole conversation.
+The first request contains the template. Its answer is an empty object, or one with the key "problem". Each
+further request is a list of `RenderRequest` objects. Its answer is a list with an object for each of them:
+"cuts" (the text and the generated ranges of each cut) or "problem".
 """
 
 from __future__ import annotations
@@ -33,22 +34,25 @@ from hpctrain.units import format_bytes
 
 _Result = TypeVar("_Result")
 
-_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-"""Names that a message's thoughts have; templates read the first one, some the second."""
+_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+"""Keys under which data files store the reasoning of a message. Templates read the first or the second."""
 
 
 def serve(number: int, parent: int) -> None:
-    """Render until nobody asks any more."""
+    """Answer requests of the rank until it closes the socket; see `child_service.serve`."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     child_service.serve(number, parent, _begin, guarded=False)
 
 
 class RefusedError(Exception):
-    """A template, or a conversation that it does not take; in words that follow the template's title."""
+    """A template is invalid or fails for a conversation.
+
+    The message continues a sentence that begins with the title of the template.
+    """
 
 
 def _begin(work: Mapping[str, Any]) -> tuple[child_service.Answer, dict[str, str]]:
-    """Parse the template under the limits that hold from here on."""
+    """Set the limits, parse the template, and return the function that renders requests, with an answer."""
     limits = Limits(work["processor_seconds"], work["memory_bytes"])
     resource.setrlimit(resource.RLIMIT_AS, (limits.memory_bytes, limits.memory_bytes))
     try:
@@ -66,16 +70,21 @@ def _begin(work: Mapping[str, Any]) -> tuple[child_service.Answer, dict[str, str
 
 
 class Limits(NamedTuple):
-    """Processor seconds for one piece of work, and the address space of this process."""
+    """Resource limits.
+
+    Attributes:
+        processor_seconds: Processor time of one call of `within`, in seconds.
+        memory_bytes: Address space of this process, in bytes.
+    """
 
     processor_seconds: float
     memory_bytes: int
 
     def within(self, work: Callable[[], _Result]) -> _Result:
-        """Do work; SIGPROF ends this process where the work takes too long.
+        """Call `work` and return its result. SIGPROF ends this process if it exceeds the processor time.
 
         Raises:
-            RefusedError: If there is not enough memory.
+            RefusedError: The work needs more memory than the limit.
         """
         signal.setitimer(signal.ITIMER_PROF, self.processor_seconds)
         try:
@@ -88,18 +97,18 @@ class Limits(NamedTuple):
 
 
 class SandboxedTemplate:
-    """A parsed template, as transformers sets it up."""
+    """A parsed template in a sandboxed jinja2 environment that is configured as in transformers."""
 
     def __init__(self, text: str, now: str, tokens: Mapping[str, str]) -> None:
         """Parse the text.
 
         Args:
             text: The template.
-            now: Time that it is given, in ISO 8601; "" for the present time.
-            tokens: Names that the template may use, such as eos_token.
+            now: Time that `strftime_now` formats, in ISO 8601; "" for the current time.
+            tokens: Special tokens by the variable that holds them, such as eos_token.
 
         Raises:
-            RefusedError: If it is no template.
+            RefusedError: The text is not a valid template.
         """
         self.tokens = tokens
         self.environment = environment = ImmutableSandboxedEnvironment(
@@ -107,7 +116,7 @@ class SandboxedTemplate:
         )
         time = datetime.fromisoformat(now) if now else datetime.now()
         environment.globals.update(
-            raise_exception=_raise, strftime_now=time.strftime, dict=_DictMaker(), namespace=_PlainNamespace
+            raise_exception=_raise, strftime_now=time.strftime, dict=_DictFactory(), namespace=_PlainNamespace
         )
         del environment.globals["lipsum"]
         environment.filters["tojson"] = _to_json
@@ -115,25 +124,29 @@ class SandboxedTemplate:
         try:
             self.template = environment.from_string(text)
         except TemplateSyntaxError as error:
-            raise RefusedError(f", line {error.lineno}: is no Jinja template ({error})") from None
+            raise RefusedError(f", line {error.lineno}: is not a valid Jinja template ({error})") from None
         except RecursionError:
-            raise RefusedError(": is no Jinja template (nested too deeply)") from None
+            raise RefusedError(": is not a valid Jinja template (nested too deeply)") from None
 
     def cuts(self, request: Mapping[str, Any]) -> list[tuple[str, list[tuple[int, int]]]]:
-        """Render the first messages of a conversation, for each number of messages that is request for.
+        """Return the text and the generated ranges of each cut of a request (see `RenderRequest`).
 
         Raises:
-            RefusedError: If the template does not take the conversation, or fails.
+            RefusedError: The template rejects the conversation, or fails.
         """
-        messages = [_with_thoughts(each) for each in request["messages"]]
-        given = {"tools": request["tools"], "documents": None, **self.tokens}
+        messages = [_with_reasoning(each) for each in request["messages"]]
+        variables = {"tools": request["tools"], "documents": None, **self.tokens}
         return [
-            self.render({**given, "messages": messages[:count], "add_generation_prompt": prompt})
+            self.render({**variables, "messages": messages[:count], "add_generation_prompt": prompt})
             for count, prompt in request["cuts"]
         ]
 
     def render(self, variables: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text, and the ranges of it that lie in `{% generation %}` blocks."""
+        """Return the rendered text and its ranges in `{% generation %}` blocks.
+
+        Raises:
+            RefusedError: The template rejects the variables, fails, or renders too long a text.
+        """
         blocks, marked = list[str](), list[tuple[int, str]]()
         self.tag.blocks, self.tag.marked = blocks, marked
         try:
@@ -141,29 +154,31 @@ class SandboxedTemplate:
                 blocks.append(block)
             text = "".join(blocks)
         except RecursionError:
-            raise RefusedError(": calls itself without end") from None
+            raise RefusedError(": calls itself too deeply") from None
         except MemoryError:
             raise
         except TemplateError as error:
             raise RefusedError(f": {' '.join(str(error).split())}") from None
-        except Exception as error:  # noqa: BLE001 - whatever code of others does with what it is given
-            said = " ".join(f"{type(error).__name__}: {error}".split())
-            raise RefusedError(f": fails with {said}") from None
+        except Exception as error:  # noqa: BLE001 - a template may raise any exception
+            message = " ".join(f"{type(error).__name__}: {error}".split())
+            raise RefusedError(f": fails with {message}") from None
         if len(text) > MOST_CHARACTERS:
-            raise RefusedError(f": makes more than {MOST_CHARACTERS} characters of one conversation")
+            raise RefusedError(f": renders more than {MOST_CHARACTERS} characters for one conversation")
         for start, part in marked:
             if not text.startswith(part, start):
                 raise RefusedError(
-                    ": has a {% generation %} block in what it writes later, as a macro or a variable is: "
-                    "nobody knows where that will be"
+                    ": has a {% generation %} block inside a macro or a {% set %} block, so its position in "
+                    "the text is unknown; use the block only in text that is written directly"
                 )
         return text, [(start, start + len(part)) for start, part in marked]
 
 
 class GenerationTag(Extension):
-    """The tag `generation`, which marks what an assistant says.
+    """The tag `generation`, which marks text of the assistant.
 
-    `blocks` are the parts of the text so far, `marked` the text of each tag, with the place where it starts.
+    Attributes:
+        blocks: Parts of the text that have been rendered so far.
+        marked: First character and text of each block of the tag.
     """
 
     tags = {"generation"}  # noqa: RUF012 - as jinja2 has it
@@ -171,7 +186,7 @@ class GenerationTag(Extension):
     marked: list[tuple[int, str]]
 
     def parse(self, parser: Parser) -> CallBlock:
-        """Parse the block up to its end."""
+        """Parse the block up to `{% endgeneration %}`."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         block = CallBlock(self.call_method("_remember"), [], [], body)
@@ -185,28 +200,28 @@ class GenerationTag(Extension):
         return text
 
 
-def _with_thoughts(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the message with its reasoning under each name that templates use."""
-    thoughts = next((message[name] for name in _THOUGHTS if message.get(name) is not None), None)
-    if thoughts is None:
+def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the message with its reasoning under each key that templates read."""
+    reasoning = next((message[name] for name in _REASONING_KEYS if message.get(name) is not None), None)
+    if reasoning is None:
         return dict(message)
-    return {"thinking": thoughts, **message, "reasoning_content": thoughts}
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
-class _DictMaker:
-    """The type dict as templates may use it: to make one, and `fromkeys`."""
+class _DictFactory:
+    """Replacement of the type `dict` in templates. It offers only the call and `fromkeys`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
 
     @staticmethod
     def fromkeys(*args: Any) -> dict[Any, Any]:
-        """Make a dict as `dict.fromkeys` does."""
+        """Return a dict as `dict.fromkeys` does."""
         return dict.fromkeys(*args)
 
 
 class _PlainNamespace(Namespace):
-    """A namespace without names that begin with an underscore, by which a template gets at Python."""
+    """Namespace that rejects names beginning with an underscore, which could give access to Python."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, *rest = args

@@ -13,15 +13,15 @@ import numpy.typing as npt
 
 from hpctrain.data.control_tokens import (
     Content,
-    byte_letters,
+    byte_characters,
     control_names,
+    disable_randomness,
     hide_control_tokens,
     mark_lost_text,
     require_token,
     special_tokens,
     token_ids,
     unknown_id,
-    without_chance,
 )
 from hpctrain.data.tokenizer_settings import TokenizerSettings, is_id
 from hpctrain.errors import HpctrainError, InputOutputError
@@ -50,7 +50,7 @@ class Tokenizer:
         end_of_document: id that follows every document.
         control: ids of the control tokens by their names; no text is encoded as one of them.
         ends: ids at which a model ends its text, `end_of_document` among them.
-        turned_off: what `of_files` took out of the JSON, in words.
+        ignored_settings: what `of_files` took out of the JSON, in words.
         unknown: id that stands for text which the vocabulary lacks; None without one.
     """
 
@@ -73,13 +73,13 @@ class Tokenizer:
         self._library: Library | None = None
         self._lost: int | None = None
         self.unknown: int | None = None
-        self.turned_off: tuple[str, ...] = ()
+        self.ignored_settings: tuple[str, ...] = ()
         if text == BYTES:
             self.vocabulary, self.end_of_document = BYTE_VALUES + 1, BYTE_VALUES
             self.control: Mapping[str, int] = {END_OF_TEXT: BYTE_VALUES}
         else:
             self._read(text, where)
-        of_files = {*self.settings.end_ids} & {*self.control.values()}
+        of_files = {*self.settings.config_end_ids} & {*self.control.values()}
         learned = {number for number in self.settings.ends if number < self.vocabulary}
         self.ends: Collection[int] = frozenset({self.end_of_document} | of_files | learned)
 
@@ -154,11 +154,11 @@ class Tokenizer:
         except HpctrainError:
             library_of(content, where)  # which tells whether it is a tokenizer at all
             raise
-        off = without_chance(content)
+        off = disable_randomness(content)
         made = cls(
             json.dumps(content) if off else text, where, replace(settings, end_of_document=end, ends=(end,))
         )
-        made.turned_off = tuple(off)
+        made.ignored_settings = tuple(off)
         return made
 
     @classmethod
@@ -254,7 +254,7 @@ class GuardedTokenizer:
                 )
                 raise HpctrainError(f"{where}: {sentence}")
             end = names[settings.end_of_document]
-        without_chance(content)
+        disable_randomness(content)
         self.end_of_document = ids[end]
         self.control = {name: ids[name] for name in control_names(content, settings.control_tokens, end)}
         self.hidden = hide_control_tokens(content, self.control)
@@ -283,7 +283,7 @@ def find_end_of_document(
         sentence = f"eos_token = {of_config!r} of its configuration is not in the vocabulary"
         raise HpctrainError(f"{where}: {sentence}; name another one with --end-of-document TOKEN")
     of_special = {ids[name] for name in special}
-    for number in settings.end_ids:
+    for number in settings.config_end_ids:
         if number in of_special:
             return number
     found = [name for name in ENDS if name in special]
@@ -359,7 +359,7 @@ def bytes_json() -> str:
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Library
 
-    library = Library(models.BPE({letter: byte for byte, letter in enumerate(byte_letters())}, []))
+    library = Library(models.BPE({letter: byte for byte, letter in enumerate(byte_characters())}, []))
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     library.decoder = decoders.ByteLevel()
     library.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])

@@ -1,4 +1,4 @@
-"""The tokenizer that a user names: bytes, a JSON file, a folder, or a token file that was made with it."""
+"""Reader of the argument `--tokenizer`: "bytes", a JSON file, a folder or a token file."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from hpctrain.data.tokens import TokenFile
 
 
 def named_tokenizer(argument: str, end_of_document: str | None = None) -> Tokenizer:
-    """Read the tokenizer that a user names.
+    """Read the tokenizer that `--tokenizer` names.
 
     Args:
-        argument: as of `Tokenizer.from_argument`, or the path of a token file.
-        end_of_document: name of the token that ends a document; None for what the files say.
+        argument: an argument of `Tokenizer.from_argument`, or the path of a token file.
+        end_of_document: name of the token that ends a document; None to take it from the tokenizer's files.
 
     Raises:
-        HpctrainError: there is no tokenizer that can be used, or nothing tells the end of a document.
+        HpctrainError: there is no usable tokenizer, or the token that ends a document is unknown.
         InputOutputError: a file cannot be read.
     """
     path, where = Path(argument), f"tokenizer = {argument}"
@@ -33,13 +33,18 @@ def named_tokenizer(argument: str, end_of_document: str | None = None) -> Tokeni
 
 
 def remarks_on(tokenizer: Tokenizer, argument: str) -> list[str]:
-    """Return sentences on what its file asks for and is not done, and on text that it does not keep."""
+    """Return warnings about settings of a tokenizer's file that are ignored, and about text that it loses.
+
+    Args:
+        tokenizer: the tokenizer.
+        argument: the argument that it was read from, for messages.
+    """
     if tokenizer.text == BYTES:
         return []
     where, remarks = f"tokenizer = {argument}", []
-    if off := tokenizer.turned_off:
-        told = "which would make tokens depend on chance, or cut or fill texts"
-        remarks.append(f"{where}: turned off {', '.join(off)}, {told}")
+    if ignored := tokenizer.ignored_settings:
+        reason = "since tokens must not be random, truncated or padded"
+        remarks.append(f"{where}: ignored {', '.join(ignored)}, {reason}")
     if rules := lossy_rules(parse_tokenizer(tokenizer.text, where)):
-        remarks.append(f"{where}: does not keep all of a text: {', '.join(rules)}")
+        remarks.append(f"{where}: does not preserve all of the text: {', '.join(rules)}")
     return remarks

@@ -1,7 +1,7 @@
-"""Settings that a Hugging Face folder holds beside `tokenizer.json` and the weights.
+"""Settings in the JSON files of a Hugging Face folder other than `tokenizer.json`.
 
-They name the special tokens, the ids that end an answer, the chat template and the context length. A token
-file and a checkpoint keep them, so that `hpctrain export` can write them again.
+They contain the special tokens, the ids that end an answer, the chat template and the context length. Token
+files and checkpoints store them, so that `hpctrain export` can write them again.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from hpctrain.files import JSON_BYTES, parse_json, read_text
 TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP = "tokenizer_config.json", "special_tokens_map.json"
 GENERATION_CONFIG, MODEL_CONFIG = "generation_config.json", "config.json"
 FILES = (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, GENERATION_CONFIG, MODEL_CONFIG)
-"""Names of the JSON files that hold settings."""
+"""Names of the JSON files that contain settings."""
 
 TEMPLATE_FILE, MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 TEMPLATE_BYTES = 1 << 20
-"""Largest size of a chat template; published ones have at most 20 kB."""
+"""Largest size of a chat template in bytes. Published ones have at most 20 kB."""
 
 SETTINGS = "tokenizer_settings"
 """Key of the settings in the state of a checkpoint, and name of their dataset in a token file."""
@@ -35,11 +35,11 @@ class TokenizerSettings:
     """Settings of a tokenizer and of the model that uses it.
 
     Attributes:
-        files: content of each JSON file of `FILES` that the folder has, by its name.
+        files: content of each file of `FILES` that the folder contains, by its name.
         jinja: text of `chat_template.jinja`; None without such a file.
-        end_of_document: id of the token that ends a document; None if it is not known.
-        ends: ids that end what was learned, a document of text or an assistant's turn.
-        context: most tokens in a sequence of the runs that a model comes from; 0 if they are not known.
+        end_of_document: id of the token that ends a document; None if it is unknown.
+        ends: ids that ended a document or an assistant's turn in the training data.
+        context: longest `batch.sequence` of all runs that trained the model, in tokens; 0 if unknown.
     """
 
     files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -50,25 +50,25 @@ class TokenizerSettings:
 
     @staticmethod
     def of_folder(folder: Path) -> TokenizerSettings:
-        """Read the settings of a folder.
+        """Read the settings of a Hugging Face folder.
 
         Raises:
-            HpctrainError: a file is not what `transformers` writes.
+            HpctrainError: a file does not have the form that `transformers` writes.
             InputOutputError: a file cannot be read.
         """
         files = {name: content for name in FILES if (content := _json_object(folder / name)) is not None}
         jinja = _template(folder / TEMPLATE_FILE)
         more = sorted((folder / MORE_TEMPLATES).glob("*.jinja")) if jinja is not None else []
         if more:
-            named = [{"name": path.stem, "template": _template(path)} for path in more]
-            named = [{"name": "default", "template": jinja}, *named]
-            files[TOKENIZER_CONFIG] = {**files.get(TOKENIZER_CONFIG, {}), "chat_template": named}
+            templates = [{"name": path.stem, "template": _template(path)} for path in more]
+            templates = [{"name": "default", "template": jinja}, *templates]
+            files[TOKENIZER_CONFIG] = {**files.get(TOKENIZER_CONFIG, {}), "chat_template": templates}
             jinja = None
         return TokenizerSettings(files, jinja)
 
     @staticmethod
     def from_object(value: object) -> TokenizerSettings:
-        """Restore what `to_object` made. Parts of another form, or of a later version, are left out."""
+        """Return the settings that `to_object` stored; unknown keys and wrong types are ignored."""
         stored = value if isinstance(value, dict) else {}
         files, jinja, end = stored.get("files"), stored.get("jinja"), stored.get("end_of_document")
         files = files if isinstance(files, dict) else {}
@@ -76,17 +76,17 @@ class TokenizerSettings:
             {name: files[name] for name in FILES if isinstance(files.get(name), dict)},
             jinja if isinstance(jinja, str) else None,
             end if is_id(end) else None,
-            ids_of(stored.get("ends")),
-            max(ids_of(stored.get("context")), default=0),
+            parse_ids(stored.get("ends")),
+            max(parse_ids(stored.get("context")), default=0),
         )
 
     @staticmethod
     def from_json(text: str) -> TokenizerSettings:
-        """Restore what `to_json` made."""
+        """Return the settings that `to_json` stored."""
         return TokenizerSettings.from_object(parse_json(text))
 
     def to_object(self) -> dict[str, Any]:
-        """Return the settings as a value that JSON can express."""
+        """Return the settings as a value that can be written as JSON."""
         return {
             "files": {name: dict(content) for name, content in self.files.items()},
             "jinja": self.jinja,
@@ -100,19 +100,19 @@ class TokenizerSettings:
         return json.dumps(self.to_object())
 
     def file(self, name: str) -> Mapping[str, Any]:
-        """Return the content of a file; it is empty if the folder has none of this name."""
+        """Return the content of the file `name`; it is empty if the folder has no such file."""
         return self.files.get(name, {})
 
     @property
     def special_tokens(self) -> dict[str, str]:
-        """Special tokens by their roles, such as `eos_token`."""
+        """Special tokens by role, such as `eos_token`."""
         both = {**self.file(SPECIAL_TOKENS_MAP), **_without_none(self.file(TOKENIZER_CONFIG))}
-        named = {role: content_of(value) for role, value in both.items() if role.endswith("_token")}
-        return {role: content for role, content in named.items() if content is not None}
+        texts = {role: token_text(value) for role, value in both.items() if role.endswith("_token")}
+        return {role: text for role, text in texts.items() if text is not None}
 
     @property
     def control_tokens(self) -> set[str]:
-        """Tokens that these files call special, whatever `tokenizer.json` says of them."""
+        """Tokens that these files call special, even if `tokenizer.json` does not."""
         return {*self.special_tokens.values(), *self._more_control_tokens()}
 
     def _more_control_tokens(self) -> Iterator[str]:
@@ -121,17 +121,17 @@ class TokenizerSettings:
                 values = self.file(name).get(key)
                 values = values.values() if isinstance(values, dict) else values
                 if not isinstance(values, str) and values is not None:
-                    yield from filter(None, map(content_of, values))
+                    yield from filter(None, map(token_text, values))
         decoder = self.file(TOKENIZER_CONFIG).get("added_tokens_decoder")
         for value in decoder.values() if isinstance(decoder, dict) else ():
             if isinstance(value, dict) and value.get("special") and isinstance(value.get("content"), str):
                 yield value["content"]
 
     @property
-    def end_ids(self) -> tuple[int, ...]:
-        """Ids of `eos_token_id` in the configurations of generation and model, each once."""
+    def config_end_ids(self) -> tuple[int, ...]:
+        """Ids of `eos_token_id` in generation_config.json and config.json, without duplicates."""
         files = (self.file(GENERATION_CONFIG), self.file(MODEL_CONFIG))
-        return tuple(dict.fromkeys(each for file in files for each in ids_of(file.get("eos_token_id"))))
+        return tuple(dict.fromkeys(each for file in files for each in parse_ids(file.get("eos_token_id"))))
 
     @property
     def chat_template(self) -> str | None:
@@ -145,7 +145,12 @@ class TokenizerSettings:
         return template if isinstance(template, str) else None
 
     def with_template(self, text: str, tokens: Mapping[str, str]) -> TokenizerSettings:
-        """Return the settings with another chat template and the special tokens that it uses, by role."""
+        """Return the settings with another chat template.
+
+        Args:
+            text: the chat template.
+            tokens: special tokens that it uses, by role.
+        """
         before, files, jinja = self.file(TOKENIZER_CONFIG), dict(self.files), self.jinja
         config = {**before, **{role: t for role, t in tokens.items() if self.special_tokens.get(role) != t}}
         if jinja is not None:
@@ -159,7 +164,7 @@ class TokenizerSettings:
         return replace(self, files=files, jinja=jinja)
 
     def without_model(self) -> TokenizerSettings:
-        """Return what concerns the tokenizer alone, for models that are not the folder's."""
+        """Return the settings without those of the folder's model, for use with another model."""
         ids = {
             name: {key: value for key, value in self.file(name).items() if key.endswith(_ID)}
             for name in (GENERATION_CONFIG, MODEL_CONFIG)
@@ -173,10 +178,14 @@ class TokenizerSettings:
         return replace(self, files=files)
 
     def trained_on(self, corpus: TokenizerSettings, of_text: bool) -> TokenizerSettings:
-        """Return the settings of a model with these, once it was trained on tokens with those of `corpus`.
+        """Return the settings of this model after training on a token file.
 
-        Settings of the model remain. Of its tokenizer, those count that made the tokens. The chat template is
-        that of the rows that were trained on, or, of a corpus `of_text`, stays as it was.
+        Settings of the model stay as they are. Settings of the tokenizer are those of the token file. The
+        chat template is that of the token file, unless the file contains plain text.
+
+        Args:
+            corpus: settings of the token file.
+            of_text: True if the token file contains plain text, not conversations, preferences or prompts.
         """
         files = {**corpus.files, **self.files}
         own = [name for name in _OF_TOKENIZER if name in corpus.files]
@@ -186,7 +195,7 @@ class TokenizerSettings:
             if (length := self.file(TOKENIZER_CONFIG).get("model_max_length")) is not None:
                 files[TOKENIZER_CONFIG] = {**corpus.file(TOKENIZER_CONFIG), "model_max_length": length}
         jinja = corpus.jinja if own or corpus.jinja is not None else self.jinja
-        ends = joined(self.ends, corpus.ends)
+        ends = merge_ids(self.ends, corpus.ends)
         merged = TokenizerSettings(files, jinja, corpus.end_of_document, ends, self.context)
         before = self.chat_template
         if before is not None and (of_text or merged.chat_template is None):
@@ -197,24 +206,24 @@ class TokenizerSettings:
 _OF_TOKENIZER = (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP)
 
 
-def content_of(value: object) -> str | None:
-    """Return the text of a token, which is a string or an object with its content; else None."""
+def token_text(value: object) -> str | None:
+    """Return the text of a token that is stored as a string or as an object with "content"; else None."""
     content = value.get("content") if isinstance(value, dict) else value
     return content if isinstance(content, str) else None
 
 
 def is_id(value: object) -> TypeGuard[int]:
-    """Return True if a value can be the id of a token."""
+    """Return True if a value can be a token id."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def ids_of(value: object) -> tuple[int, ...]:
-    """Return the ids of one, or of a list of them; what is no id is left out."""
+def parse_ids(value: object) -> tuple[int, ...]:
+    """Return the token ids in a value that is one id or a list of ids; other values are skipped."""
     return tuple(each for each in (value if isinstance(value, list) else [value]) if is_id(each))
 
 
-def joined(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:
-    """Return all ids of both, in order, each once."""
+def merge_ids(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the ids of both tuples, in order and without duplicates."""
     return tuple(dict.fromkeys((*first, *second)))
 
 
@@ -231,14 +240,14 @@ def _json_object(path: Path) -> dict[str, Any] | None:
     except OSError as error:
         raise InputOutputError(f"{path}: cannot be read ({error.strerror})") from None
     except ValueError as error:
-        raise HpctrainError(f"{path}: is no JSON that can be read ({error})") from None
+        raise HpctrainError(f"{path}: is not readable as JSON ({error})") from None
     if not isinstance(content, dict):
-        raise HpctrainError(f"{path}: is no JSON object, as transformers writes it")
+        raise HpctrainError(f"{path}: is not a JSON object, which transformers would write")
     return content
 
 
 def _template(path: Path) -> str | None:
-    """Return the text of a template; None if there is no such file."""
+    """Return the text of a template file; None if there is no such file."""
     try:
         return read_text(path, TEMPLATE_BYTES)
     except FileNotFoundError:
@@ -246,4 +255,4 @@ def _template(path: Path) -> str | None:
     except OSError as error:
         raise InputOutputError(f"{path}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError:
-        raise HpctrainError(f"{path}: is not UTF-8, so it is no Jinja template") from None
+        raise HpctrainError(f"{path}: is not UTF-8 text, so it cannot be a Jinja template") from None

@@ -1,10 +1,10 @@
-"""Code that a deck names, and whether it may be called.
+"""Code that a deck names, and the decision whether it may be called.
 
-A deck names functions and classes: its module, dataset, loss, rewards and so on. A deck that the user gives
-is the user's own program, and all code that it names may be called. A deck that is stored in a checkpoint or
-a run folder may be somebody else's: code that it names may be called only where the user names it, too, or
-trusts the file. `find_function` takes a `NamedCode` and nothing else, so that no name reaches an import
-without this decision.
+A deck names functions and classes, such as its module, dataset, loss and rewards. A deck that the user passes
+is the user's own program: all code that it names may be called. A deck that is stored in a checkpoint or a
+run folder may come from somebody else: code that it names may be called only if the user names it, too, or
+trusts the file. `find_function` accepts only a `NamedCode`, so that no name is imported without this
+decision.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from hpctrain.deck.target import found_from, is_target
 from hpctrain.errors import HpctrainError
 
 CODE_KEYS = ("model.module", "model.loss", "model.initial", "data.dataset", "data.collate", "policy.reward")
-"""Keys of a deck that name functions or classes; values of `policy.reward` may also be other rewards."""
+"""Keys of a deck that name functions or classes. `policy.reward` may also name built-in rewards."""
 
 ARGUMENT_KEYS = ("model.arguments", "data.arguments")
-"""Keys of a deck with the arguments of a function; some arguments have a library load code from elsewhere."""
+"""Keys of a deck that hold arguments of a function. Some arguments let a library download code and run it."""
 
 _TRUSTS_REMOTE = "trust_remote_code"
 _KERNELS = (
@@ -34,19 +34,29 @@ _NOT_CODE = ("exact-match", "regular-expression")
 
 @dataclass(frozen=True, order=True)
 class CodeName:
-    """Full name of a key, such as "model.module", and the code that it names, such as "train.py:build"."""
+    """Name of code in a deck.
+
+    Attributes:
+        key: Full name of the key, such as "model.module".
+        target: Code that it names, such as "train.py:build".
+    """
 
     key: str
     target: str
 
     def __str__(self) -> str:
-        """Return the name as a deck has it: `model.module = "train.py:build"`."""
+        """Return the name as in a deck: `model.module = "train.py:build"`."""
         return f"{self.key} = {clipped(toml_value(self.target))}"
 
 
 @dataclass(frozen=True)
 class NamedCode:
-    """A function or class that a deck names; `refusal` says why it may not be called, or is empty."""
+    """A function or class that a deck names.
+
+    Attributes:
+        target: Its name, such as "train.py:build" or "package.module:Class".
+        refusal: The error message if it may not be called; "" if it may.
+    """
 
     target: str
     refusal: str = ""
@@ -63,46 +73,50 @@ class NamedCode:
 
 
 class UntrustedCodeError(HpctrainError):
-    """Code was to be called that only a stored deck names."""
+    """Only a stored deck names code that would have to be called, and the user has not trusted it."""
 
 
 @dataclass(frozen=True)
 class CodeTrust:
-    """What the user says about the code that stored decks name.
+    """The user's decision which code of stored decks may be called.
 
-    Args:
-        everything: True if the user trusts whatever code a stored deck names.
-        names: Names that a deck of the user's own has.
+    Attributes:
+        everything: True if all code that a stored deck names may be called (--trust-code).
+        names: Names in the user's own deck (--trust-deck); a stored deck may call the same code.
+        announced: Files whose trusted code was already logged.
     """
 
     everything: bool = False
     names: frozenset[CodeName] = frozenset()
     announced: set[str] = field(default_factory=set, compare=False)
-    """Files whose code was announced already."""
 
 
 class Overrides(tuple[str, ...]):
-    """`--set` arguments on top of a stored deck, with what the user says of the code that it names."""
+    """`--set` arguments for a stored deck, together with the user's decision which code it may call."""
 
     trust: CodeTrust
 
     @classmethod
     def of(cls, arguments: Iterable[str], trust: CodeTrust) -> Overrides:
-        """Return arguments with the trust that was given beside them."""
-        made = cls(arguments)
-        made.trust = trust
-        return made
+        """Return `--set` arguments with the values of the trust options."""
+        overrides = cls(arguments)
+        overrides.trust = trust
+        return overrides
 
 
 def trust_of(overrides: Iterable[str]) -> CodeTrust:
-    """Return what the user says of code beside `--set` arguments; of plain arguments nothing is trusted."""
+    """Return the trust of `Overrides`; for any other arguments, one that trusts nothing."""
     return overrides.trust if isinstance(overrides, Overrides) else CodeTrust()
 
 
 def code_names(tables: Mapping[str, object], deck_name: str) -> frozenset[CodeName]:
-    """Return all code that the sections of a deck name; files are resolved relative to the deck `deck_name`.
+    """Return all code that a deck names.
 
-    Values of a wrong type are skipped: the validation of the deck reports them.
+    Values of a wrong type are skipped, since the validation of the deck reports them.
+
+    Args:
+        tables: Sections of the deck, by name.
+        deck_name: Path of the deck, to which paths of files are relative.
     """
     names = set[CodeName]()
     for key in CODE_KEYS:
@@ -117,40 +131,45 @@ def code_names(tables: Mapping[str, object], deck_name: str) -> frozenset[CodeNa
 
 
 def refusal(names: Iterable[CodeName], file: str) -> str:
-    """Return the sentence that refuses code which only the deck in `file` names."""
-    named = ", ".join(map(str, sorted(names)))
+    """Return the error message about code that only the deck in `file` names."""
+    listed = ", ".join(map(str, sorted(names)))
     return (
-        f"{file} names code that is not run unless you name it, too: {named}; give the same keys by --set, "
-        "or a deck of your own that has them by --trust-deck DECK, or trust the file with --trust-code "
-        "(trust_code=True in Python)"
+        f"{file} names code that runs only if you allow it: {listed}; repeat these keys with --set, "
+        "or pass a deck of your own that contains them with --trust-deck DECK, or trust the file with "
+        "--trust-code (trust_code=True in Python)"
     )
 
 
 def remote_code(key: str, value: object) -> Iterator[CodeName]:
-    """Yield what is in a value of a key and has a library such as `transformers` load code from elsewhere."""
+    """Yield the arguments in a value that let a library such as `transformers` download code and run it.
+
+    Args:
+        key: Full name of the key, such as "model.arguments".
+        value: Its value, which is searched at all depths.
+    """
     if isinstance(value, list | tuple):
         for each in value:
             yield from remote_code(key, each)
     if not isinstance(value, Mapping):
         return
     for name, each in value.items():
-        if (name == _TRUSTS_REMOTE and each) or (name in _KERNELS and any(map(_is_of_hub, _texts(each)))):
+        if (name == _TRUSTS_REMOTE and each) or (name in _KERNELS and any(map(_is_downloaded, _texts(each)))):
             yield CodeName(f"{key}.{name}", each if isinstance(each, str) else toml_value(each))
         yield from remote_code(f"{key}.{name}", each)
 
 
 def _texts(value: object) -> Iterator[str]:
-    """Yield a text, or the texts in a table of them."""
+    """Yield the value as text, or the values of a table as texts."""
     yield from map(str, value.values() if isinstance(value, Mapping) else [value])
 
 
-def _is_of_hub(kernels: str) -> bool:
-    """True for kernels that `transformers` downloads, which have a user's name: "someone/kernels"."""
+def _is_downloaded(kernels: str) -> bool:
+    """Return True for the name of kernels that `transformers` downloads, such as "someone/kernels"."""
     return "/" in kernels
 
 
 def _names_code(key: str, target: str) -> bool:
-    """True if the value of a key is to be imported; a reward may also be a pattern or a checkpoint."""
+    """Return True if the value of a key names code to import; a reward may be a pattern or a checkpoint."""
     if key != "policy.reward":
         return True
     return target.partition(":")[0] not in _NOT_CODE and ":" in target and is_target(target)

@@ -1,4 +1,4 @@
-"""Comparison of the parameters of a checkpoint with the model that its own deck describes."""
+"""Comparison of the parameters in a checkpoint with the model that its stored deck describes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,13 @@ _PREFIX = "/model/"
 
 
 def require_described_model(structure: Structure) -> None:
-    """Raise InputOutputError if the deck of a checkpoint describes other parameters than the file has.
+    """Check that a checkpoint contains the parameters that its stored deck describes.
 
-    No verb can read such a file. A file without a deck or vocabulary, or of a user's module, is not compared.
+    No command can load a checkpoint in which they differ. Checkpoints without a deck, without a vocabulary or
+    of a user's module are not checked.
+
+    Raises:
+        InputOutputError: A parameter is missing, is not in the deck's model, or has another shape.
     """
     try:
         deck = stored_deck(structure.state, structure.path)
@@ -31,9 +35,9 @@ def require_described_model(structure: Structure) -> None:
     model = bare_model(ModelShape.of(deck, deck.model.vocabulary))
     described = {each.shard.name: tuple(each.shard.shape) for each in parameter_list(model)}
     wrong = [
-        f"{name} has shape {list(stored[name])}, and by the deck {list(described[name])}"
+        f"{name} has shape {list(stored[name])}, but {list(described[name])} in the model of the deck"
         if name in stored and name in described
-        else f"{name} is {'not in the deck' if name in stored else 'missing'}"
+        else f"{name} is {'missing' if name not in stored else 'not in the model of the deck'}"
         for name in sorted(stored.keys() | described.keys())
         if stored.get(name) != described.get(name)
     ]

@@ -251,7 +251,7 @@ def test_an_attribute_of_wrong_type(value: object, world: World, tmp_path: Path)
 def test_a_state_of_other_types_is_refused(key: str, value: object, world: World, tmp_path: Path) -> None:
     path = tmp_path / "a.h5"
     held = [entry("a", torch.ones(3))]
-    with pytest.raises(InputOutputError, match=rf"a\.h5: damaged .*: its state has a wrong {key}"):
+    with pytest.raises(InputOutputError, match=rf"a\.h5: damaged .*: its state has a wrong value of {key}"):
         save(path, world.alone().everyone, held, {key: value})
     assert not path.exists()
 

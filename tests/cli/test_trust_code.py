@@ -120,7 +120,7 @@ def refused(done: CompletedProcess[str], home: Path) -> None:
     """It ended with the sentence that names keys, values and what would be right."""
     assert done.returncode == 2, (done.returncode, done.stdout, done.stderr)
     said = " ".join(done.stderr.split())
-    assert "its deck names code that is not run unless you name it, too: " in said
+    assert "its deck names code that runs only if you allow it: " in said
     for word in (
         f'model.initial = "{home}/mine.py:initial"',
         f'model.module = "{home}/mine.py:build"',

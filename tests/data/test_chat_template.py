@@ -156,8 +156,8 @@ def test_what_computes_without_end_is_one_sentence(text: str, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("template", "wanted"),
     [
-        ("{% if", "x.jinja, line 1: is no Jinja template"),
-        ("a\n{% for m in messages %}", "x.jinja, line 2: is no Jinja template"),
+        ("{% if", "x.jinja, line 1: is not a valid Jinja template"),
+        ("a\n{% for m in messages %}", "x.jinja, line 2: is not a valid Jinja template"),
         ("{{ raise_exception('roles must alternate') }}", "x.jinja: roles must alternate"),
         ("{{ messages[70].content }}", "list object has no element 70"),
         ("{{ ''.__class__.__mro__ }}", "access to attribute '__class__' of 'str' object is unsafe"),
@@ -168,14 +168,14 @@ def test_what_computes_without_end_is_one_sentence(text: str, monkeypatch: pytes
         *(
             (
                 each + "{% generation %}b{% endgeneration %}" + after,
-                "block in what it writes later, as a macro",
+                "block inside a macro",
             )
             for each, after in (
                 ("{% macro f() %}a", "{% endmacro %}, {{ f() }}"),
                 ("{% set f %}a", "{% endset %}, {{ f }}"),
             )
         ),
-        ("{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(1) }}", "x.jinja: calls itself without end"),
+        ("{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(1) }}", "x.jinja: calls itself too deeply"),
     ],
 )
 def test_what_fails_is_one_sentence(tmp_path: Path, template: str, wanted: str) -> None:
@@ -201,5 +201,5 @@ def test_templates_that_are_not_there(tmp_path: Path) -> None:
             ChatTemplate.of(argument, tokenizer, "e")
         assert wanted in str(caught.value)
     (tmp_path / "t" / "tokenizer_config.json").write_text("{")
-    with pytest.raises(HpctrainError, match=r"tokenizer_config.json: is no JSON"):
+    with pytest.raises(HpctrainError, match=r"tokenizer_config.json: is not readable as JSON"):
         ChatTemplate.of(None, str(tmp_path / "t"), "e")

@@ -200,7 +200,7 @@ def test_what_depends_on_chance_or_cuts_texts_is_turned_off(tmp_path: Path) -> N
     assert made == [expected] * 20
     assert tokenizer_difference(tokenizer.text, path.read_text()) == ""
     [remark] = remarks_on(tokenizer, str(path))
-    assert "turned off model.dropout = 0.5, truncation, padding" in remark
+    assert "ignored model.dropout = 0.5, truncation, padding" in remark
     assert json.loads(tokenizer.text)["model"]["dropout"] is None
 
 
@@ -246,7 +246,7 @@ def test_rules_that_lose_text_and_unknown_words_are_said(world: World, tmp_path:
     prepare(
         world.alone(), tmp_path / "a.h5", [str(tmp_path / "a.txt")], tokenizer=str(folder), say=said.append
     )
-    where = f"tokenizer = {folder}: does not keep all of a text: pre_tokenizer Whitespace"
+    where = f"tokenizer = {folder}: does not preserve all of the text: pre_tokenizer Whitespace"
     lost = "1 of 4 tokens stand for text that the vocabulary lacks, and that is lost"
     assert said == [where, lost]
 

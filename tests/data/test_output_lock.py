@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.comm.world import World
-from hpctrain.data.output_lock import hold_output, lock_path
+from hpctrain.data.output_lock import lock_output, lock_path
 from hpctrain.data.prepare_any import prepare_any
 from hpctrain.errors import HpctrainError
 
@@ -22,9 +22,9 @@ def test_the_second_is_refused_and_the_first_goes_on(world: World, tmp_path: Pat
     def make() -> None:
         prepare_any(alone, out, [str(tmp_path / "a.txt")], {}, lambda _: None, lambda *_: None)
 
-    with hold_output(alone, out, pytest.fail):
+    with lock_output(alone, out, pytest.fail):
         with pytest.raises(
-            HpctrainError, match=rf"out\.h5: another .* is making it \(process {os.getpid()} on "
+            HpctrainError, match=rf"out\.h5: another .* is writing it \(process {os.getpid()} on "
         ):
             make()
         assert not out.exists()
@@ -36,7 +36,7 @@ def test_the_second_is_refused_and_the_first_goes_on(world: World, tmp_path: Pat
 def test_what_a_dead_process_left_does_not_block(world: World, tmp_path: Path) -> None:
     out = tmp_path / "out.h5"
     lock_path(out).write_text("process 1 on elsewhere")
-    with hold_output(world.alone(), out, pytest.fail):
+    with lock_output(world.alone(), out, pytest.fail):
         assert lock_path(out).read_text().startswith(f"process {os.getpid()} on ")
 
 
@@ -49,5 +49,5 @@ def test_a_file_system_without_locks_is_told(
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     said: list[str] = []
-    with hold_output(world.alone(), tmp_path / "out.h5", said.append):
-        assert [f"has no locks ({os.strerror(code)})" in line for line in said] == [True]
+    with lock_output(world.alone(), tmp_path / "out.h5", said.append):
+        assert [f"does not support locks ({os.strerror(code)})" in line for line in said] == [True]

@@ -78,7 +78,7 @@ def test_a_stored_deck_may_call_nothing_until_all_that_it_names_is_trusted() -> 
     with pytest.raises(UntrustedCodeError) as refused:
         require_trusted(deck, FILE, CodeTrust())
     (sentence,) = refused.value.problems
-    assert sentence.startswith(f"{FILE}: its deck names code that is not run unless you name it, too: ")
+    assert sentence.startswith(f"{FILE}: its deck names code that runs only if you allow it: ")
     for word in (str(MODULE), str(LOSS), "--set", "--trust-deck DECK", "--trust-code", "trust_code=True"):
         assert word in sentence
     with pytest.raises(UntrustedCodeError, match=r"model\.module"):

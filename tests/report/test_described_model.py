@@ -33,8 +33,8 @@ def test_what_a_run_writes_is_what_its_deck_describes(world: World, tmp_path: Pa
     ("old", "new", "told"),
     [
         ("layers = 2", "layers = 3", r"blocks\.2\.\S+ is missing \(and \d+ more differ\)"),
-        ("layers = 2", "layers = 1", r"blocks\.1\.\S+ is not in the deck"),
-        ("hidden = 32", "hidden = 64", r"has shape \[.*\], and by the deck \["),
+        ("layers = 2", "layers = 1", r"blocks\.1\.\S+ is not in the model of the deck"),
+        ("hidden = 32", "hidden = 64", r"has shape \[.*\], but \[.*\] in the model of the deck"),
     ],
 )
 def test_another_model_is_told(world: World, tmp_path: Path, old: str, new: str, told: str) -> None:

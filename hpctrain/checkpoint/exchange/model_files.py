@@ -1,7 +1,7 @@
-"""All files of a Hugging Face folder but those of tensors: configurations, tokenizer and chat template.
+"""Contents of the configuration and tokenizer files that an export writes into a Hugging Face folder.
 
-What was imported comes out again, except what training changed: sizes, types, the chat template, ids that
-end what was learned, and the context where it grew or where positions are learned.
+Keys of an imported model are exported unchanged, except for those that training changed: sizes, dtypes, the
+chat template, the ids of end tokens, and the context length.
 """
 
 from __future__ import annotations
@@ -18,45 +18,53 @@ from hpctrain.data.tokenizer_settings import (
     GENERATION_CONFIG,
     MODEL_CONFIG,
     TokenizerSettings,
-    ids_of,
-    joined,
+    merge_ids,
+    parse_ids,
 )
 from hpctrain.model.shape import ModelShape
 
 _ID = "_token_id"
-_LEFT_OUT = ("auto_map", "quantization_config", "_name_or_path", "transformers_version", "_from_model_config")
-"""Keys that are true of the imported files alone: code and formats that they had."""
+_NOT_EXPORTED = (
+    "auto_map",
+    "quantization_config",
+    "_name_or_path",
+    "transformers_version",
+    "_from_model_config",
+)
+"""Keys of an imported config.json that do not hold for the exported files, such as their code and format."""
 
 
 def model_files(
     shape: ModelShape, dtype: str, settings: TokenizerSettings, tokenizer: Tokenizer | None
 ) -> dict[str, str]:
-    """Return names and texts of all files of a folder but those of tensors.
+    """Return the text of each exported file other than the weights, by file name.
 
     Args:
         shape: shape of the model.
-        dtype: type of the tensors, such as "float32".
-        settings: what was imported with the model, and what training made of it.
-        tokenizer: the tokenizer, if the checkpoint has one.
+        dtype: dtype of the exported tensors, such as "float32".
+        settings: settings that were imported with the model, with the changes that training made to them.
+        tokenizer: the tokenizer; None if the checkpoint has none.
 
     Raises:
         HpctrainError: `transformers` has no such model.
     """
     architecture = exported_as(shape)
     imported = settings.file(MODEL_CONFIG)
-    context = context_of(shape, architecture, settings)
-    ids = _ids_of_both(settings, tokenizer)
+    context = context_length(shape, architecture, settings)
+    ids = _special_ids_by_file(settings, tokenizer)
     config = _imported_config(imported, architecture) | config_of(shape, dtype)
     if "initializer_range" in imported:
         config["initializer_range"] = imported["initializer_range"]
     config |= ids[MODEL_CONFIG]
     if architecture.head == "scalar" and "pad_token_id" not in imported:
-        # Scores are taken of the last token that is another, which an answer's end may be.
+        # transformers takes the score at the last token that is not padding. The end of an answer may have
+        # the id that stands for padding, so no padding id is written.
         config.pop("pad_token_id", None)
     config |= dict.fromkeys(_context_keys(architecture, config), context)
     files: dict[str, Any] = {MODEL_CONFIG: config}
     if shape.head == "vocabulary":
-        generation = {key: v for key, v in settings.file(GENERATION_CONFIG).items() if key not in _LEFT_OUT}
+        imported_generation = settings.file(GENERATION_CONFIG)
+        generation = {key: v for key, v in imported_generation.items() if key not in _NOT_EXPORTED}
         files[GENERATION_CONFIG] = ({} if generation else {"_from_model_config": True}) | generation
         files[GENERATION_CONFIG] |= ids[GENERATION_CONFIG]
     if tokenizer is not None:
@@ -64,51 +72,56 @@ def model_files(
     return {name: each if isinstance(each, str) else _json(each) for name, each in files.items()}
 
 
-def context_of(shape: ModelShape, architecture: Architecture, settings: TokenizerSettings) -> int:
-    """Return how many tokens the exported model sees.
+def context_length(shape: ModelShape, architecture: Architecture, settings: TokenizerSettings) -> int:
+    """Return the context length of the exported model, in tokens.
 
-    Rotary positions keep the context that was imported, and that of earlier runs, or grow to that of this
-    one. Learned positions are as many as the model has.
+    With rotary positions it is the longest of the imported model's, of earlier runs' and of this run's. With
+    learned positions it is their number.
     """
-    imported = ids_of(settings.file(MODEL_CONFIG).get(architecture.sizes["sequence"][0]))
+    imported = parse_ids(settings.file(MODEL_CONFIG).get(architecture.sizes["sequence"][0]))
     if shape.family == "gpt2":
         return shape.sequence
     return max(shape.sequence, settings.context, *imported)
 
 
 def _context_keys(architecture: Architecture, config: Mapping[str, Any]) -> list[str]:
-    """Return the keys that tell the context; GPT-2 has a second one in older files."""
+    """Return the keys of config.json that hold the context length; older GPT-2 files have two."""
     return [architecture.sizes["sequence"][0], *(key for key in ("n_ctx",) if key in config)]
 
 
 def _imported_config(imported: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
-    """Return what an imported config.json says to a model of this architecture."""
+    """Return the keys of an imported config.json that apply to the exported architecture.
+
+    If training changed the architecture (for example the head), only ids of special tokens apply.
+    """
     same = imported.get("architectures") == [architecture.name] or (
         imported.get("architectures") is None and imported.get("model_type") == architecture.model_type
     )
     if same:
-        return {key: value for key, value in imported.items() if key not in _LEFT_OUT}
+        return {key: value for key, value in imported.items() if key not in _NOT_EXPORTED}
     return {key: value for key, value in imported.items() if key.endswith(_ID)}
 
 
-def _ids_of_both(settings: TokenizerSettings, tokenizer: Tokenizer | None) -> dict[str, dict[str, Any]]:
-    """Return the ids of special tokens in the configurations of model and generation, by file.
+def _special_ids_by_file(
+    settings: TokenizerSettings, tokenizer: Tokenizer | None
+) -> dict[str, dict[str, Any]]:
+    """Return the ids of special tokens for config.json and generation_config.json, by file name.
 
-    Ids of `eos_token_id` are those that were imported, and those that end what was learned.
+    `eos_token_id` holds the imported ids and the ids that ended documents or turns in training.
     """
-    of_tokenizer = special_ids(tokenizer)
-    found: dict[str, dict[str, Any]] = {}
+    tokenizer_ids = special_ids(tokenizer)
+    ids_by_file: dict[str, dict[str, Any]] = {}
     for name in (MODEL_CONFIG, GENERATION_CONFIG):
         imported = {key: value for key, value in settings.file(name).items() if key.endswith(_ID)}
-        ends = joined(ids_of(imported.get("eos_token_id")) or settings.end_ids, settings.ends)
+        ends = merge_ids(parse_ids(imported.get("eos_token_id")) or settings.config_end_ids, settings.ends)
         if not ends and tokenizer is not None:
             ends = (tokenizer.end_of_document,)
         several = len(ends) > 1 or isinstance(imported.get("eos_token_id"), list)
         end: Any = list(ends) if several else next(iter(ends), None)
         begin = end if tokenizer is not None and not isinstance(end, list) and not settings.files else None
-        defaults = {} if name in settings.files else {"bos_token_id": begin, **of_tokenizer}
-        found[name] = {**defaults, **imported, "eos_token_id": end}
-    return found
+        defaults = {} if name in settings.files else {"bos_token_id": begin, **tokenizer_ids}
+        ids_by_file[name] = {**defaults, **imported, "eos_token_id": end}
+    return ids_by_file
 
 
 def _json(value: object) -> str:

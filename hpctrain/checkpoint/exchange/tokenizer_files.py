@@ -12,7 +12,7 @@ from hpctrain.data.tokenizer_settings import (
     TEMPLATE_FILE,
     TOKENIZER_CONFIG,
     TokenizerSettings,
-    content_of,
+    token_text,
 )
 from hpctrain.errors import HpctrainError
 from hpctrain.files import JSON_BYTES, read_text
@@ -58,7 +58,7 @@ def tokenizer_files(tokenizer: Tokenizer, context: int, imported_context: object
         files[SPECIAL_TOKENS_MAP] = dict(imported_map) | {
             role: config[role]
             for role, value in imported_map.items()
-            if config.get(role) and content_of(config[role]) != content_of(value)
+            if config.get(role) and token_text(config[role]) != token_text(value)
         }
     return {**files, TOKENIZER_CONFIG: config}
 
