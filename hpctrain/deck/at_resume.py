@@ -1,9 +1,10 @@
-"""The table that says of every key of the deck what happens where a run goes on with another value of it.
+"""Table of what happens to a resumed run if a key of its deck has changed.
 
-A key is *free* (the run goes on with the new value), *needs a fresh optimizer* (the checkpoint has no state
-for the new value, and `optimizer.restart = true` begins that state anew), or is *refused* (the new value
-changes parameters, or what parameters compute). `engine/resumable.py` compares two decks by this table.
-`tests/deck/test_at_resume.py` compares the table with the schema, so that a new key must be added here.
+A key has one of three policies. "free": the run continues with the new value. "fresh optimizer": the
+checkpoint has no optimizer state for the new value, so the run continues only with `optimizer.restart =
+true`, which initializes that state again. "refused": the new value changes the parameters or the function
+that they compute, so it is an error. `engine/resumable.py` compares two decks by this table.
+`tests/deck/test_at_resume.py` compares the table with the schema, so every new key must be added here.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ Policy = Literal["free", "fresh optimizer", "refused"]
 PARAMETERS = "changes its parameters"
 FUNCTION = "changes what its parameters compute"
 
-_AT_THE_BEGINNING = "read only where a run begins"
-_NEW_ORDER = "samples come in another order"
+_AT_THE_BEGINNING = "used only when a run begins"
+_NEW_ORDER = "the order of the samples changes"
 
 
 @dataclass(frozen=True)
 class ResumeRule:
-    """What happens where a run goes on with another value of a key.
+    """Rule for a key whose value has changed when a run is resumed.
 
     Attributes:
-        policy: The class of the key.
-        note: The reason of a refusal (`PARAMETERS`, `FUNCTION` or another half sentence), or what a user
-            should know of a key that is free; "" where there is nothing to say.
+        policy: The policy of the key.
+        note: The reason of a refusal (`PARAMETERS`, `FUNCTION` or another clause), or a condition or
+            consequence that the user should know; "" if there is none.
     """
 
     policy: Policy
@@ -47,45 +48,45 @@ def _rules(policy: Policy, section: str, names: str, note: str = "") -> dict[str
 RESUME_RULES: Mapping[str, ResumeRule] = {
     **_rules("free", "run", "title dir log_every evaluate_every evaluate_sequences patience threads device"),
     **_rules("free", "run", "noise_scale_steps time_limit time_margin trace trace_steps"),
-    **_rules("free", "run", "steps tokens epochs", "what follows it, as the decay of the rate does, moves"),
+    **_rules("free", "run", "steps tokens epochs", "defaults that depend on it, such as decay_steps, change"),
     **_rules("free", "run", "seed", _NEW_ORDER),
-    **_rules("free", "model", "preset", "the keys that it fills are compared"),
-    **_rules("refused", "model", "from", "has no effect on a run that goes on from its own weights"),
+    **_rules("free", "model", "preset", "the keys that it sets are compared"),
+    **_rules("refused", "model", "from", "has no effect on a run that resumes from its own weights"),
     **_rules("refused", "model", "family layers hidden heads head_size key_value_heads mlp tied", PARAMETERS),
     **_rules("refused", "model", "query_key_norm vocabulary adapters", PARAMETERS),
     **_rules("refused", "model.adapters", "rank targets", PARAMETERS),
     **_rules("refused", "model.adapters", "alpha", FUNCTION),
-    **_rules("free", "model", "frozen", "optimizer state of what is trained from here on begins anew"),
+    **_rules("free", "model", "frozen", "newly trained parameters get fresh optimizer state"),
     **_rules("refused", "model", "experts expert_mlp shared_experts expert_every dense_first", PARAMETERS),
     **_rules("refused", "model", "experts_per_token router router_normalize router_scale", FUNCTION),
     **_rules("refused", "model", "router_groups router_groups_per_token capacity", FUNCTION),
-    **_rules("free", "model", "balance", 'a bias is left where it is not "bias" any more, which is said'),
+    **_rules("free", "model", "balance", 'from "bias", the router\'s bias is dropped with a message'),
     **_rules("free", "model", "balance_loss balance_over balance_rate router_z_loss dropout record_routing"),
     **_rules("free", "model", "router_dtype", "results differ by rounding"),
     **_rules("refused", "model", "activation rope_base norm_epsilon", FUNCTION),
     **_rules("refused", "model", "parametrization base_width base_head_size", FUNCTION),
     **_rules("free", "model", "initial_std initial", _AT_THE_BEGINNING),
-    **_rules("refused", "model", "module", f"{FUNCTION}; its file may lie in another folder"),
+    **_rules("refused", "model", "module", f"{FUNCTION}; its file may move to another folder"),
     **_rules("refused", "model", "arguments", FUNCTION),
     **_rules("free", "model", "miniature blocks loss buffers plan"),
     **_rules("free", "data", "tokens mixture dataset arguments validation pack", _NEW_ORDER),
     **_rules("free", "data", "collate workers inputs other_tokenizer document_mask"),
-    **_rules("refused", "objective", "kind", "needs what the run does not have; next-token and sft are free"),
-    **_rules("refused", "objective", "beta", "from 0, with which a run keeps no reference; else free"),
+    **_rules("refused", "objective", "kind", "if it needs another head or model; else free"),
+    **_rules("refused", "objective", "beta", "from 0, since that run has no reference model; else free"),
     **_rules("free", "objective", "loss smoothing margin centering"),
     **_rules("free", "policy", "reward weights answer seconds processes tokens stops temperature samples"),
-    **_rules("refused", "policy", "rollout epochs", "in the midst of a rollout of that size; else free"),
+    **_rules("refused", "policy", "rollout epochs", "in the middle of a rollout of the new size; else free"),
     **_rules("free", "policy", "clip_low clip_high kl mean scale whiten gamma gae_lambda"),
     **_rules("free", "policy", "value_clip reference critic_ranks reference_ranks reward_ranks shown"),
-    **_rules("free", "policy", "critic", "its own keys by their rules"),
+    **_rules("free", "policy", "critic", "the rules of its own keys apply"),
     **_rules("free", "evaluation", "sets"),
     **_rules("free", "evaluation.sets", "name tokens sequences"),
     **_rules("free", "layout", "auto data tensor context expert expert_tensor pipeline schedule chunks"),
     **_rules("free", "layout", "split"),
     **_rules("free", "layout", "zero zero_group sequence_parallel context_form chosen"),
-    **_rules("free", "layout", "replicas", "follows the number of ranks where it is not given"),
+    **_rules("free", "layout", "replicas", "follows the number of ranks if it is not given"),
     **_rules("free", "batch", "global_size micro_size ramp_from ramp_steps"),
-    **_rules("refused", "batch", "sequence", f'with family "gpt2", whose positions it {PARAMETERS[:7]}s'),
+    **_rules("refused", "batch", "sequence", 'with family "gpt2", whose learned positions it changes'),
     **_rules("fresh optimizer", "optimizer", "name"),
     **_rules("fresh optimizer", "optimizer", "matrices", "of muon"),
     **_rules("fresh optimizer", "optimizer", "momentum", "from 0; else free"),
@@ -100,13 +101,13 @@ RESUME_RULES: Mapping[str, ResumeRule] = {
     **_rules("free", "memory", "recompute activations activation_format keep_gathered accumulate optimizer"),
     **_rules("free", "memory", "parameters offload_dir offload_buffer"),
     **_rules("free", "communication", "transport bucket_bytes check emulate ranks_per_node ratio rank"),
-    **_rules("fresh optimizer", "communication", "compress", "from topk that had sgd's momentum; else free"),
+    **_rules("fresh optimizer", "communication", "compress", "from topk with momentum of sgd; else free"),
     **_rules("free", "communication", "compress_between error_feedback local_steps outer"),
     **_rules("free", "communication", "outer_learning_rate"),
     **_rules("free", "communication", "outer_momentum fragments delay blend outer_format server"),
     **_rules("free", "communication", "server_ranks"),
     **_rules("free", "communication", "staleness staleness_correction compensation"),
-    **_rules("refused", "communication", "warmup", "beyond the steps of parted replicas; else free"),
+    **_rules("refused", "communication", "warmup", "to a later step once replicas have diverged; else free"),
     **_rules("free", "checkpoint", "every keep keep_every keep_best memory_every mode buffer mirror"),
     **_rules("free", "checkpoint", "mirror_every"),
     **_rules("free", "stability", "hang_seconds check_parameters straggler_factor z_loss spike spike_window"),
@@ -120,5 +121,5 @@ RESUME_RULES: Mapping[str, ResumeRule] = {
 
 
 def keys_with(policy: Policy) -> tuple[str, ...]:
-    """Return the full names of the keys of a class, in the order of the table."""
+    """Return the full names of the keys with a policy, in the order of the table."""
     return tuple(key for key, rule in RESUME_RULES.items() if rule.policy == policy)

@@ -1,4 +1,4 @@
-"""Forms of the learning rate after the warm-up. A new form takes an entry of `DECAYS`, and nothing else."""
+"""Forms of the learning rate's decay after the warm-up. To add a form, add an entry to `DECAYS`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class DecaySpan:
     """Steps and bounds of a decay.
 
     Attributes:
-        warmup: Steps of the warm-up, in which no decay is asked for its share.
-        decay_steps: Step at which the decay is over, counted from 0, with the warm-up.
-        cooldown: Last steps of `decay_steps`.
-        floor: Lowest rate, as a share of the peak.
+        warmup: Number of steps of the warm-up. The decay begins after them.
+        decay_steps: Step (from 0, including the warm-up) at which the decay ends.
+        cooldown: Number of the last steps before `decay_steps` in which a "wsd" decay falls.
+        floor: Lowest rate, as a fraction of the peak.
     """
 
     warmup: int
@@ -24,26 +24,26 @@ class DecaySpan:
     cooldown: int
     floor: float
 
-    def falling(self, step: int, last: int) -> float:
-        """Return which share of the `last` steps of the decay is over at a step: from 0 to 1."""
-        fallen = step - (self.decay_steps - last)
-        return min(1.0, max(0.0, fallen / max(1, last)))
+    def progress(self, step: int, last: int) -> float:
+        """Return the fraction, in [0, 1], of the last `last` steps of the decay that is over at `step`."""
+        passed = step - (self.decay_steps - last)
+        return min(1.0, max(0.0, passed / max(1, last)))
 
-    def between(self, left: float) -> float:
-        """Return the rate, as a share of the peak, where a share of the way down to the floor is `left`."""
-        return self.floor + (1.0 - self.floor) * left
+    def interpolate(self, fraction: float) -> float:
+        """Return the rate, as a fraction of the peak, between the floor (`fraction` 0) and the peak (1)."""
+        return self.floor + (1.0 - self.floor) * fraction
 
 
 @dataclass(frozen=True)
 class DecayForm:
-    """One form of the decay, and which keys it looks at.
+    """One form of the decay, and the keys that it uses.
 
     Attributes:
-        share: Rate at a step (from 0, behind the warm-up) as a share of the peak.
-        description: A few words for the reference of the deck; "" if the name says it.
-        ends: True if it ends at `decay_steps`.
-        has_floor: True if it falls to the floor.
-        has_cooldown: True if it falls in the cooldown alone.
+        share: Function that returns the rate at a step (from 0, after the warm-up) as a fraction of the peak.
+        description: Phrase for the reference of the deck; "" if the name explains itself.
+        ends: True if the form uses `decay_steps`.
+        has_floor: True if it uses `floor`.
+        has_cooldown: True if it uses `cooldown`.
     """
 
     share: Callable[[DecaySpan, int], float]
@@ -54,12 +54,12 @@ class DecayForm:
 
 
 def _cosine(span: DecaySpan, step: int) -> float:
-    done = span.falling(step, span.decay_steps - span.warmup)
-    return span.between(0.5 * (1.0 + cos(pi * done)))
+    progress = span.progress(step, span.decay_steps - span.warmup)
+    return span.interpolate(0.5 * (1.0 + cos(pi * progress)))
 
 
 def _linear(span: DecaySpan, step: int) -> float:
-    return span.between(1.0 - span.falling(step, span.decay_steps - span.warmup))
+    return span.interpolate(1.0 - span.progress(step, span.decay_steps - span.warmup))
 
 
 def _constant(span: DecaySpan, step: int) -> float:  # noqa: ARG001
@@ -67,12 +67,12 @@ def _constant(span: DecaySpan, step: int) -> float:  # noqa: ARG001
 
 
 def _warmup_stable_decay(span: DecaySpan, step: int) -> float:
-    """Stay at the peak (arXiv 2404.06395), then fall in a line (arXiv 2405.18392)."""
-    return span.between(1.0 - span.falling(step, span.cooldown))
+    """Stay at the peak (arXiv 2404.06395), then fall linearly to the floor (arXiv 2405.18392)."""
+    return span.interpolate(1.0 - span.progress(step, span.cooldown))
 
 
 def _inverse_square_root(span: DecaySpan, step: int) -> float:
-    """Give the n-th step, from 1, sqrt(warmup / n) (arXiv 1706.03762), a warm-up of 0 counting as 1."""
+    """Return sqrt(warmup / n) for the n-th step, from 1 (arXiv 1706.03762). A warm-up of 0 counts as 1."""
     return max(span.floor, sqrt(max(1, span.warmup) / (step + 1)))
 
 
@@ -80,13 +80,13 @@ DECAYS: Mapping[str, DecayForm] = MappingProxyType({
     "cosine": DecayForm(_cosine),
     "linear": DecayForm(_linear),
     "constant": DecayForm(_constant, ends=False, has_floor=False),
-    "wsd": DecayForm(_warmup_stable_decay, "at the peak, then down in the cooldown", has_cooldown=True),
+    "wsd": DecayForm(_warmup_stable_decay, "stays at the peak until the cooldown", has_cooldown=True),
     "inverse-sqrt": DecayForm(_inverse_square_root, "1 / sqrt(step)", ends=False),
 })  # fmt: skip
-"""Forms by the name that a deck has for each."""
+"""Forms by their names in a deck."""
 
 ENDLESS = tuple(name for name, form in DECAYS.items() if not form.ends)
-"""Decays that know no last step: `decay_steps` says nothing of them."""
+"""Names of the decays without a last step, which do not use `decay_steps`."""
 
 WITH_COOLDOWN = tuple(name for name, form in DECAYS.items() if form.has_cooldown)
-"""Decays that look at `cooldown`."""
+"""Names of the decays that use `cooldown`."""

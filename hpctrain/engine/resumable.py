@@ -1,7 +1,7 @@
-"""Comparison of the deck of a run that goes on with the deck that its checkpoint was trained with.
+"""Comparison of the deck of a resumed run with the deck that its checkpoint was trained with.
 
-What happens with a key is in the table of `deck/at_resume.py`. A key that is refused there is refused where
-its value differs, except for the keys of `_CHECKS`, which know when two values mean the same.
+The table in `deck/at_resume.py` contains the policy of each key. A key with the policy "refused" is an error
+if its value differs. For the keys in `_CHECKS` a function decides instead whether two values differ.
 """
 
 from __future__ import annotations
@@ -22,22 +22,25 @@ from hpctrain.errors import HpctrainError
 from hpctrain.model.parametrization import Parametrization
 from hpctrain.sharding.compression.warmed import momentum_given_after
 
-_BY_WHAT_IS_DONE = ("communication.warmup", "policy.rollout", "policy.epochs")
-"""Keys that are refused by what the run has done, not by their values alone."""
+_PROGRESS_KEYS = ("communication.warmup", "policy.rollout", "policy.epochs")
+"""Keys that are refused depending on the number of steps of the checkpoint, not on their values alone."""
 
-_TAKEN_BY_FROM = ("model.experts", "model.adapters", "objective.kind")
-"""Keys that change parameters, but in ways that [model] from of a new run takes into account."""
+_ALLOWED_WITH_FROM = ("model.experts", "model.adapters", "objective.kind")
+"""Keys that change parameters in a way that a new run with [model] from can convert."""
 
 
 def require_resumable(deck: Deck, before: Deck, path: Path, updates: int, samples: int = 0) -> None:
-    """Raise HpctrainError with every key that keeps a run from going on.
+    """Check that a run can resume from a checkpoint with another deck.
 
     Args:
-        deck: The deck of the run that goes on.
-        before: The deck that the checkpoint `path` was trained with.
+        deck: The deck of the resumed run.
+        before: The deck that the checkpoint was trained with.
         path: The checkpoint, for messages.
-        updates: Optimizer updates that the checkpoint was trained for.
-        samples: Samples that it was trained on.
+        updates: Number of optimizer updates that the checkpoint was trained for.
+        samples: Number of samples that it was trained on.
+
+    Raises:
+        HpctrainError: The run cannot resume. The error names every key that prevents it.
     """
     problems = [
         *_model_problems(deck, before, path),
@@ -51,17 +54,24 @@ def require_resumable(deck: Deck, before: Deck, path: Path, updates: int, sample
 
 
 def require_same_model(deck: Deck, before: Deck, path: Path) -> None:
-    """Raise HpctrainError with every key that gives `deck` another model than that of the checkpoint `path`,
-    whose deck is `before`.
+    """Check that a deck describes the same model as a checkpoint.
+
+    Args:
+        deck: The deck to check.
+        before: The deck that the checkpoint was trained with.
+        path: The checkpoint, for messages.
+
+    Raises:
+        HpctrainError: The model differs. The error names every key that changes it.
     """
     if problems := list(_model_problems(deck, before, path)):
         raise HpctrainError(problems)
 
 
 def keep_vocabulary(deck: Deck, before: Deck) -> Deck:
-    """Return the deck with the vocabulary of the run that it goes on with, where it gives none itself.
+    """Return the deck with the vocabulary of the checkpoint's deck `before`, unless it gives one itself.
 
-    Otherwise the vocabulary would be that of the token file, which may be another one by now.
+    Otherwise the vocabulary would follow the token file, which may have changed since then.
     """
     vocabulary = before.model.vocabulary
     if vocabulary is None or deck.model.vocabulary is not None:
@@ -69,12 +79,19 @@ def keep_vocabulary(deck: Deck, before: Deck) -> Deck:
     return deck.with_keys(model={"vocabulary": vocabulary})
 
 
-def begins_anew(deck: Deck, before: Deck, path: Path) -> str:
-    """Return in words which state `path` holds in place of what the optimizer of `deck` needs; "" where it
-    holds that.
+def replaced_optimizer_state(deck: Deck, before: Deck, path: Path) -> str:
+    """Return a phrase for the optimizer state of a checkpoint that the deck's optimizer cannot use.
+
+    Args:
+        deck: The deck of the resumed run.
+        before: The deck that the checkpoint was trained with.
+        path: The checkpoint, for messages.
+
+    Returns:
+        A phrase such as 'the state of "adamw"'; "" if the checkpoint has all state that is needed.
 
     Raises:
-        HpctrainError: If `optimizer.restart` does not allow to begin with new state.
+        HpctrainError: State is missing, and the deck does not allow to initialize it (`optimizer.restart`).
     """
     if problems := _optimizer_problems(deck, before, path):
         raise HpctrainError(problems)
@@ -82,10 +99,10 @@ def begins_anew(deck: Deck, before: Deck, path: Path) -> str:
 
 
 def _model_problems(deck: Deck, before: Deck, path: Path) -> Iterator[str]:
-    """Yield a sentence for each key that gives the run another model.
+    """Yield a sentence for each key that changes the model.
 
-    A key that nobody gave follows other keys. It is told only where no key that was given differs, since with
-    those its value goes back, too.
+    The value of a key that the user did not give depends on other keys. Such keys are reported only if no
+    given key differs, since their values change back together with the given keys.
     """
     changed = [key for key in _compared_keys() if _CHECKS.get(key, _differs)(deck, before, key)]
     given = [key for key in changed if key not in deck.sources.defaulted]
@@ -97,17 +114,17 @@ def _model_problems(deck: Deck, before: Deck, path: Path) -> Iterator[str]:
         if reason not in {FUNCTION, PARAMETERS}:
             reason = _REASONS[key]
         sentence = f"{path} was trained {was}, and another value {reason}"
-        if reason == FUNCTION or key in _TAKEN_BY_FROM:
-            sentence += f' (a run of its own can start from its weights with [model] from = "{path}")'
+        if reason == FUNCTION or key in _ALLOWED_WITH_FROM:
+            sentence += f' (a new run can start from its weights with [model] from = "{path}")'
         elif key != "model.from":
             sentence += f" ({'leave it out' if old is None else clipped(toml_value(old)) + ' would do'})"
         yield deck.problem(key, sentence)
 
 
 def _compared_keys() -> Iterator[str]:
-    """Yield the keys that are refused, but for those of tables within keys, which these are compared with."""
+    """Yield the refused keys that are compared by value; a nested table counts as one value."""
     for key in keys_with("refused"):
-        if key.count(".") == 1 and key not in _BY_WHAT_IS_DONE:
+        if key.count(".") == 1 and key not in _PROGRESS_KEYS:
             yield key
 
 
@@ -116,20 +133,20 @@ def _differs(deck: Deck, before: Deck, key: str) -> bool:
 
 
 def _source_differs(deck: Deck, before: Deck, _key: str) -> bool:
-    """Return whether the run is to start from other weights; nothing reads those where it names none."""
+    """Return True if the deck names other weights to start from, and False without `model.from`."""
     source, old = deck.model.source, before.model.source
     return source is not None and (old is None or os.path.abspath(source) != os.path.abspath(old))  # noqa: PTH100
 
 
 def _vocabulary_differs(deck: Deck, before: Deck, _key: str) -> bool:
-    """Return whether both decks have a vocabulary, and another one."""
+    """Return True if both decks give a vocabulary, and the two differ."""
     return None not in {deck.model.vocabulary, before.model.vocabulary} and _differs(
         deck, before, "model.vocabulary"
     )
 
 
 def _module_differs(deck: Deck, before: Deck, _key: str) -> bool:
-    """Return whether functions or their files have other names; the folder of a file may be another one."""
+    """Return True if the function or the name of its file differs. The folder of the file does not count."""
 
     def name(target: str | None) -> str | None:
         return PurePath(target).name if target is not None and is_file(target) else target
@@ -142,32 +159,32 @@ def _arguments_differ(deck: Deck, before: Deck, _key: str) -> bool:
 
 
 def _parametrization_differs(deck: Deck, before: Deck, key: str) -> bool:
-    """Return whether parameters are multiplied otherwise; muP at its base width is the standard form."""
+    """Return True if the scaling factors differ. At its base width, muP is the standard parametrization."""
     return _differs(deck, before, key) and Parametrization.of(deck) != Parametrization.of(before)
 
 
 def _sequence_differs(deck: Deck, before: Deck, key: str) -> bool:
-    """Return whether the model has another number of learned positions."""
+    """Return True if the number of learned positions differs."""
     has_positions = deck.model.module is None and deck.model.family == "gpt2"
     return has_positions and _differs(deck, before, key)
 
 
 def _objective_differs(deck: Deck, before: Deck, _key: str) -> bool:
-    """Return whether the objective needs another head, or another model that the run does not have."""
+    """Return True if the objective needs another head, or an additional model that the run does not have."""
 
     def head(each: Deck) -> bool:
         return each.objective.kind in OF_SCORES
 
     def extra_models(each: Deck) -> set[str]:
         kind = each.objective.kind
-        referred = {"answers"} if kind in REFERRED else set()
-        return referred | ({"critic"} if kind == "ppo" else set()) | _policy_reference(each)
+        references = {"answers"} if kind in REFERRED else set()
+        return references | ({"critic"} if kind == "ppo" else set()) | _policy_reference(each)
 
     return head(deck) != head(before) or not extra_models(deck) <= extra_models(before)
 
 
 def _reference_is_missing(deck: Deck, before: Deck, _key: str) -> bool:
-    """Return whether rewards are to be compared with a reference that a run without one never stored."""
+    """Return True if the policy needs a reference model, and the run was trained without one."""
     same = deck.objective.kind in POLICIES and before.objective.kind in POLICIES
     return same and not _policy_reference(deck) <= _policy_reference(before)
 
@@ -190,16 +207,16 @@ _CHECKS: Mapping[str, Callable[[Deck, Deck, str], bool]] = {
 }
 
 _REASONS: Mapping[str, str] = {
-    "model.from": "has no effect on a run that goes on from its own weights (leave it out)",
-    "batch.sequence": "changes its positions, which are parameters",
-    "objective.kind": "needs what the run does not have: another head, a critic or a reference",
-    "objective.beta": "needs a reference, which the run has not kept",
+    "model.from": "has no effect on a run that resumes from its own weights (leave it out)",
+    "batch.sequence": "changes its learned positions, which are parameters",
+    "objective.kind": "needs a head, a critic or a reference that the run does not have",
+    "objective.beta": "needs a reference model, which the run does not have",
 }
-"""Ends of sentences for keys whose rule has a longer note."""
+"""Predicates of error messages about keys whose note in the table does not fit a message."""
 
 
 def _critic_problems(deck: Deck, before: Deck, path: Path) -> Iterator[str]:
-    """Yield what `policy.critic` changes of the critic's model."""
+    """Yield a sentence for each key of `policy.critic` that changes the critic's model."""
     if deck.objective.kind != "ppo" or before.objective.kind != "ppo":
         return
     if deck.policy.critic == before.policy.critic:
@@ -213,8 +230,9 @@ def _critic_problems(deck: Deck, before: Deck, path: Path) -> Iterator[str]:
 
 
 def _missing_state(deck: Deck, before: Deck) -> tuple[str, str]:
-    """Return the key for which the optimizer lacks state, and in words what there is instead; "" for both if
-    it lacks none.
+    """Return the key that needs missing optimizer state, and a phrase for the state that is there instead.
+
+    Both are "" if no state is missing.
     """
     new, old = deck.optimizer, before.optimizer
     if new.name != old.name:
@@ -229,38 +247,38 @@ def _missing_state(deck: Deck, before: Deck) -> tuple[str, str]:
 
 
 def _optimizer_problems(deck: Deck, before: Deck, path: Path) -> list[str]:
-    """Return what keeps the optimizer from going on, or from beginning with new state."""
-    key, held = _missing_state(deck, before)
+    """Return why the optimizer can neither continue with the stored state nor begin with new state."""
+    key, stored = _missing_state(deck, before)
     if not key:
         return []
     if not deck.optimizer.restart:
-        would = "optimizer.restart = true begins with new state"
-        return [deck.problem(key, f"{path} holds {held} to go on from ({would})")]
+        remedy = "optimizer.restart = true begins with new state"
+        return [deck.problem(key, f"{path} holds {stored} to continue with ({remedy})")]
     if deck.communication.warmup and (momentum_given_after(deck) or in_replicas(deck)):
         sentence = (
-            "counts updates of the whole run, but those of an optimizer that begins anew "
-            f'(optimizer.restart) begin at 0; a run of its own starts from it with [model] from = "{path}"'
+            "counts the updates of the whole run, but with optimizer.restart the optimizer counts from 0; "
+            f'start a new run from its weights with [model] from = "{path}"'
         )
         return [deck.problem("communication.warmup", sentence)]
     return []
 
 
 def _warmup_problems(deck: Deck, before: Deck, updates: int) -> list[str]:
-    """Return why replicas that have parted cannot be summed in every step again as if they had not."""
+    """Return why replicas that have diverged cannot sum their gradients in every step again."""
     over, warmup = before.communication.warmup, deck.communication.warmup
     if min(deck.layout.replicas, before.layout.replicas) > 1 and over < updates < warmup:
         sentence = (
-            f"replicas have parted after {over}, and after {updates} have moments of their own, with which "
-            f"no step sums them as one ({over} would do)"
+            f"replicas began to take steps of their own after update {over}; after {updates} updates their "
+            f"optimizer states differ, so they cannot be summed in every step again ({over} would do)"
         )
         return [deck.problem("communication.warmup", sentence)]
     return []
 
 
 def _rollout_problems(deck: Deck, before: Deck, path: Path, samples: int) -> list[str]:
-    """Return why rollouts of another size cannot begin after what the run has done.
+    """Return why rollouts of another size cannot begin at the step of the checkpoint.
 
-    A policy would never be between two of them, which is where it looks for signals.
+    The checkpoint must be between two rollouts of the new size: the run handles signals only there.
     """
     if deck.objective.kind not in POLICIES:
         return []
@@ -269,5 +287,7 @@ def _rollout_problems(deck: Deck, before: Deck, path: Path, samples: int) -> lis
     if size == old or samples % size == 0:
         return []
     key = "policy.epochs" if _differs(deck, before, "policy.epochs") else "policy.rollout"
-    sentence = f"{path} was trained on {samples} samples, which are no whole rollouts of {size}"
+    sentence = (
+        f"{path} was trained on {samples} samples, which is not a multiple of {size}, the samples per rollout"
+    )
     return [deck.problem(key, f"{sentence} (policy.rollout x policy.epochs must divide them)")]

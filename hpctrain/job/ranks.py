@@ -20,7 +20,7 @@ from hpctrain.job.wish import Launcher, Wish
 from hpctrain.job.words import word_problems
 from hpctrain.plan.deck import plan_deck
 from hpctrain.plan.named import named_problems
-from hpctrain.plan.planned_device import on_planned_device
+from hpctrain.plan.planned_device import assume_planned_device
 from hpctrain.plan.search.deck import laid_out
 from hpctrain.units import format_bytes, parse_bytes, parse_seconds
 from hpctrain.words import command
@@ -79,7 +79,7 @@ class Job:
 def plan_job(path: Path, overrides: Sequence[str], wish: Wish) -> Job:
     """The job that a deck and a wish make; HpctrainError with all that does not fit."""
     _check(wish, path, overrides)
-    deck = on_planned_device(
+    deck = assume_planned_device(
         read_deck(path, overrides, read_source=settled_keys, further=named_problems), wish.gpus_per_node
     )
     machine = deck.machine

@@ -20,7 +20,7 @@ from hpctrain.plan.holding import Holding
 from hpctrain.plan.memory import MemoryPlan
 from hpctrain.plan.named import named_problems
 from hpctrain.plan.pipeline import PipelinePlan, plan_pipeline
-from hpctrain.plan.planned_device import on_planned_device
+from hpctrain.plan.planned_device import assume_planned_device
 from hpctrain.plan.room import Room
 from hpctrain.plan.savings import MemorySaving, find_savings
 from hpctrain.plan.search.candidate import Candidate
@@ -98,7 +98,7 @@ def plan_deck(
     named = partial(named_problems, rates=rates is None)
 
     def read(*changes: str) -> Deck:
-        deck = on_planned_device(read_deck(path, [*overrides, *changes], ranks, settled_keys, named))
+        deck = assume_planned_device(read_deck(path, [*overrides, *changes], ranks, settled_keys, named))
         if deck.layout.auto:
             if not chosen:
                 chosen.append(chosen_layout(deck, ranks, ranks_per_node, rates)[0])

@@ -1,21 +1,20 @@
-"""Device that a plan assumes where the deck leaves the choice to the run."""
+"""Device that a plan assumes if the deck leaves the choice to the run."""
 
 from __future__ import annotations
 
 from hpctrain.deck.schema import Deck
 
 
-def on_planned_device(deck: Deck, gpus_per_node: int | None = None) -> Deck:
-    """Return the deck with run.device = "cuda" if its run will find GPUs, whatever this machine has.
+def assume_planned_device(deck: Deck, gpus_per_node: int | None = None) -> Deck:
+    """Return the deck with run.device = "cuda" if the nodes of its run have GPUs.
 
-    A run chooses its device when it starts (run.device = "auto"). Plans and batch scripts are often made on
-    a login node without GPUs, so GPUs are assumed where something says that nodes have them:
-    machine.gpus_per_node, machine.gpu_memory, or `gpus_per_node`. A machine file of GPUs says so itself
-    (`Machine.of_deck`).
+    With run.device = "auto" a run chooses its device when it starts. Plans and batch scripts are often made
+    on a login node without GPUs. So GPUs are assumed if machine.gpus_per_node, machine.gpu_memory or
+    `gpus_per_node` is positive. Machine files of GPUs set the device themselves (`Machine.of_deck`).
 
     Args:
         deck: The deck as it was read.
-        gpus_per_node: GPUs of a node as an option gives them; None: the deck's.
+        gpus_per_node: Number of GPUs per node from the command line; None to use the deck's.
     """
     machine = deck.machine
     count = machine.gpus_per_node if gpus_per_node is None else gpus_per_node

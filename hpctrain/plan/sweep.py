@@ -19,7 +19,7 @@ from hpctrain.plan.holding import Holding
 from hpctrain.plan.libraries import library_bytes
 from hpctrain.plan.memory import MemoryPlan
 from hpctrain.plan.named import named_problems
-from hpctrain.plan.planned_device import on_planned_device
+from hpctrain.plan.planned_device import assume_planned_device
 from hpctrain.plan.room import Room
 from hpctrain.plan.swept import RANKS, Changes, Swept, points
 from hpctrain.plan.time.machine import Machine
@@ -177,7 +177,7 @@ class _Planner:
                 raise HpctrainError(f"batch.global_size = {size}: {sentence}")
             sets.append(f"batch.global_size={size * ranks // self.base}")
         named = partial(named_problems, rates=self.rates is None)
-        deck = on_planned_device(read_deck(self.path, sets, ranks, settled_keys, named))
+        deck = assume_planned_device(read_deck(self.path, sets, ranks, settled_keys, named))
         rates = self.rates_of(deck)
         self.machine = None if rates is None else rates.name
         return deck if rates is None else rates.of_deck(deck)

@@ -30,7 +30,7 @@ from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine
 from hpctrain.engine.deck_kernels import computed_by
-from hpctrain.engine.resumable import begins_anew
+from hpctrain.engine.resumable import replaced_optimizer_state
 from hpctrain.errors import InputOutputError
 from hpctrain.sharding.bucket import await_readers
 from hpctrain.sharding.state import MODEL, OPTIMIZER
@@ -204,7 +204,7 @@ class Checkpoints(Hook):
             raise InputOutputError(f"{path}: damaged: its state has no {missing[0]}")
         before = stored_deck(state, path)
         wanted = list(engine.state())
-        if anew := begins_anew(self.deck, before, path):
+        if anew := replaced_optimizer_state(self.deck, before, path):
             wanted = [tensor for tensor in wanted if not tensor.kind.startswith(OPTIMIZER)]
             self.heeded = [f"{path}: holds {anew}; {self.deck.optimizer.name} begins with new state"]
         entries, left = resumed_entries(wanted, structure.datasets)

@@ -1,4 +1,4 @@
-"""State and positions of the steps in which a layout is compared with one rank."""
+"""Optimizer state, residuals and rotary positions for the layout check (`train/verify.py`)."""
 
 from __future__ import annotations
 
@@ -16,15 +16,21 @@ from hpctrain.parallel.shard import Shard
 from hpctrain.sharding.state import MODEL, OPTIMIZER
 
 RESIDUAL = "reducer/residual"
-"""Kind of state that holds what compressed sums of gradients lack."""
+"""Kind of the state that holds residuals: what error feedback adds to the next compressed gradients."""
 
-
-_ODD = 7919
-"""What makes distances between positions irregular."""
+_PRIME = 7919
+"""Factor that makes the distances between positions irregular."""
 
 
 class StatePiece(NamedTuple):
-    """Flat elements `span` of this rank's piece of one tensor of the state, and where that piece lies."""
+    """A part of one tensor of the state on this rank.
+
+    Attributes:
+        name: Name of the tensor, for messages.
+        shard: Shard of the global tensor that this rank owns.
+        values: Flat elements of the part.
+        span: Range of these elements in the flattened shard.
+    """
 
     name: str
     shard: Shard
@@ -33,10 +39,15 @@ class StatePiece(NamedTuple):
 
 
 def state_pieces(engine: Engine, outer: bool = False) -> Iterator[StatePiece]:
-    """Yield the state beside the parameters: of optimizer, routers, products, sums and outer steps.
+    """Yield the state of an engine other than its parameters.
 
-    What each replica has of its own is to be what one rank has. With `outer`, what replicas have in common,
-    as the outer model, is yielded instead. State in files is left out.
+    That is the state of the optimizer, the routers, fp8 products, gradient compression and outer steps. State
+    that is offloaded to files is skipped.
+
+    Args:
+        engine: The engine.
+        outer: True to yield only the state that all replicas share, such as the outer model. False to yield
+            the state that each replica has itself.
     """
     for tensor in engine.state():
         left_out = tensor.of_replicas if outer else tensor.kind == MODEL
@@ -48,9 +59,9 @@ def state_pieces(engine: Engine, outer: bool = False) -> Iterator[StatePiece]:
 
 
 def residuals(engine: Engine) -> dict[str, Tensor]:
-    """Return by parameter the sum of the gradients that ranks have kept instead of sending. Collective.
+    """Return the sum of the residuals over all ranks, by name of the parameter. Collective.
 
-    Each tensor is flat, and has the elements of this rank's piece of the parameter.
+    Each tensor is flat and has the elements of this rank's shard of the parameter.
     """
     own = [tensor for tensor in engine.state() if tensor.kind == RESIDUAL]
     sums = {}
@@ -68,11 +79,16 @@ def residuals(engine: Engine) -> dict[str, Tensor]:
 
 @contextmanager
 def far_positions(engine: Engine, longest: int) -> Iterator[None]:
-    """Rotate queries and keys as at positions spread over a sequence of `longest` tokens, up to its end.
+    """Use rotary positions that are spread over a sequence of `longest` tokens during the block.
 
-    Each position stands for as many of the long sequence, and is one of these, in no regular distances, which
-    rounding might leave as they are. A rank has those of the part of the long sequence that the layout gives
-    it.
+    The short sequence of the check would not reach the positions of the real one. Each of its positions is
+    replaced by one position from an interval of the long sequence. The distances are irregular, since equal
+    distances could hide a wrong order of positions. A context rank gets positions from its own part of the
+    long sequence.
+
+    Args:
+        engine: The engine of the check.
+        longest: Length of the long sequence, in tokens.
     """
     sequence, groups = engine.architecture.sequence, engine.groups
     stretch = longest // sequence
@@ -81,7 +97,7 @@ def far_positions(engine: Engine, longest: int) -> Iterator[None]:
         every = context_positions(groups.context, groups.context_form, sequence * stretch)
         stretches = every.view(-1, stretch)
         from_end = sequence - 1 - stretches[:, :1] // stretch
-        chosen = stretch - 1 - from_end * (from_end + _ODD) % stretch
+        chosen = stretch - 1 - from_end * (from_end + _PRIME) % stretch
         part.rotary_positions = stretches.gather(1, chosen).view(-1).to(engine.world.device)
     yield
     for part in parts:

@@ -1,4 +1,4 @@
-"""The warning that a run which goes on has another learning rate than its checkpoint was to go on with."""
+"""Warning that the learning rate of a resumed run jumps at the step of its checkpoint."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from hpctrain.optim.schedule import LearningRate
 from hpctrain.train.batch_size import batch_at
 
 SMALLEST_CHANGE = 0.01
-"""Relative change of the rate that is worth a warning."""
+"""Relative change of the learning rate above which there is a warning."""
 
 
 def rate_change(deck: Deck, before: Deck, step: int) -> str:
-    """Return a warning with both rates if the learning rate jumps where a run goes on; "" if it does not.
+    """Return a warning if the learning rate of a resumed run jumps; "" if it does not.
 
-    It does not jump where it stays between the rate of the last step and the one that the next step was to
-    have.
+    It does not jump if the next step's rate lies between the last step's rate and the rate that the next step
+    would have had with the checkpoint's deck.
 
     Args:
-        deck: The deck of the run that goes on.
+        deck: The deck of the resumed run.
         before: The deck that its checkpoint was trained with.
-        step: The number of steps that the checkpoint was trained for.
+        step: Number of steps that the checkpoint was trained for.
     """
     if not 0 < step < deck.run.steps:
         return ""
@@ -33,31 +33,31 @@ def rate_change(deck: Deck, before: Deck, step: int) -> str:
     verb = "rises" if now > last else "falls"
     rates = f"the learning rate {verb} from {last:.2e} in step {step} to {now:.2e} in step {step + 1}"
     if step < before.run.steps:
-        rates += f", which was to have {planned:.2e}"
+        rates += f" instead of {planned:.2e} by the checkpoint's deck"
     if before.learning_rate.warmup <= step < deck.learning_rate.warmup:
         rates += f"; it warms up again until step {deck.learning_rate.warmup}"
     return deck.problem(_cause(deck, before), rates + _remedy(deck, before, step))
 
 
 def _rate_at(deck: Deck, step: int) -> float:
-    """Return the rate of step `step`, from 0."""
+    """Return the learning rate of step `step` (from 0)."""
     return LearningRate(**deck.learning_rate.model_dump()).at(step, batch_at(deck.batch, step))
 
 
 def _cause(deck: Deck, before: Deck) -> str:
-    """Return the key that moves the rate: one that was given if there is one, else one that others follow."""
+    """Return the key that changes the rate: preferably one that the user gave."""
     changed = [
         f"learning_rate.{name}"
         for name in LearningRateSection.model_fields
         if getattr(deck.learning_rate, name) != getattr(before.learning_rate, name)
     ]
     given = [key for key in changed if key not in deck.sources.defaulted]
-    followed = [key for key in ("run.steps", "batch.global_size") if deck.value(key) != before.value(key)]
-    return next(iter([*given, *followed, *changed]), "batch.ramp_steps")
+    sources = [key for key in ("run.steps", "batch.global_size") if deck.value(key) != before.value(key)]
+    return next(iter([*given, *sources, *changed]), "batch.ramp_steps")
 
 
 def _remedy(deck: Deck, before: Deck, step: int) -> str:
-    """Return in parentheses what keeps the rate where it was; "" where the change is what was asked for."""
+    """Return, in parentheses, how to keep the schedule of the checkpoint; "" if the change is intended."""
     rate, old = deck.learning_rate, before.learning_rate
     cooled = rate.decay == old.decay and rate.decay in WITH_COOLDOWN
     if cooled and rate.peak == old.peak and step >= rate.warmup:

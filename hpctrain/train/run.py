@@ -59,7 +59,7 @@ from hpctrain.train.summary import decay_ended, introduction
 from hpctrain.train.taken import Taken, take_mirror
 from hpctrain.train.time_limit import BYTES_PER_SECOND, Pace, TimeLimit
 from hpctrain.train.trainer import Beginning, MakeTrainer, Trainer, make_trainer
-from hpctrain.train.updates import learns_nothing
+from hpctrain.train.updates import no_update_reason
 from hpctrain.train.verify import verify_layout
 from hpctrain.train.watchers import EightBitWatch, Evaluation, SlowRanks, StepReport, Trace
 from hpctrain.train.way_back import WayBack
@@ -230,7 +230,7 @@ class Loop:
         elif self.back.stop:
             self.save()
             return Order(checkpoint=True, stop=True, why=self.back.stop)
-        elif reason := learns_nothing(self.deck, state):
+        elif reason := no_update_reason(self.deck, state):
             self.end_without_updates(reason)
         elif self.checkpoints.due(state.step):
             self.save()

@@ -1,4 +1,4 @@
-"""The end of a run that learns nothing: too many steps in a row, or all of them, were without an update."""
+"""Decision to end a run that does not learn: too many steps in a row, or all steps, made no update."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from hpctrain.words import counted
 
 
 def skip_reason(result: StepResult) -> str:
-    """Return why a step was left without an update."""
+    """Return why a step made no update, as a clause for messages."""
     if result.spike is not None:
         return result.spike.why
     if not learns(result.tokens, result.loss):
-        return "no token of its samples is to be learned"
+        return "its samples contain no token to learn"
     return f"loss {result.loss:g} or gradient norm {result.grad_norm:g} is not finite"
 
 
-def learns_nothing(deck: Deck, state: TrainState) -> str:
-    """Return why a run is to end because it makes no updates; "" where it may go on.
+def no_update_reason(deck: Deck, state: TrainState) -> str:
+    """Return the reason to end a run that makes no updates; "" if it may continue.
 
-    It ends after `stability.max_skipped_steps` steps in a row without an update, or where none of its steps
-    was one.
+    It ends after `stability.max_skipped_steps` steps in a row without an update, or after its last step if
+    none of its steps made an update.
     """
     most = deck.stability.max_skipped_steps
     if not most:

@@ -66,7 +66,7 @@ def test_a_resumed_run_keeps_its_model(work: Path, hpctrain: Hpctrain) -> None:
         f"hpctrain: error: --set model.layers=3: {TRAINED} 2, and another value changes its parameters "
         "(2 would do)",
         f"hpctrain: error: --set model.rope_base=500: {TRAINED} 10000.0, and another value changes what its "
-        "parameters compute (a run of its own can start from its weights with [model] from = "
+        "parameters compute (a new run can start from its weights with [model] from = "
         f'"{CHECKPOINTS}/step-00000004.h5")',
     ]
     assert sorted(path.name for path in (work / CHECKPOINTS).glob("step*")) == [

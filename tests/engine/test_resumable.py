@@ -9,7 +9,12 @@ import pytest
 from hpctrain.deck.at_resume import keys_with
 from hpctrain.deck.read import deck_text, parse_deck
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.resumable import begins_anew, keep_vocabulary, require_resumable, require_same_model
+from hpctrain.engine.resumable import (
+    keep_vocabulary,
+    replaced_optimizer_state,
+    require_resumable,
+    require_same_model,
+)
 from hpctrain.errors import HpctrainError
 from tests.engines import small_deck
 
@@ -148,11 +153,11 @@ def test_a_run_keeps_its_vocabulary_where_the_deck_gives_none() -> None:
     [
         (
             ("policy.rollout=16",),
-            "--set policy.rollout=16: x.h5 was trained on 24 samples, which are no whole",
+            "--set policy.rollout=16: x.h5 was trained on 24 samples, which is not a multiple",
         ),
         (
             ("policy.epochs=2",),
-            "--set policy.epochs=2: x.h5 was trained on 24 samples, which are no",
+            "--set policy.epochs=2: x.h5 was trained on 24 samples, which is not",
         ),
         (("batch.global_size=24",), ""),
         (("policy.epochs=3",), ""),
@@ -196,7 +201,7 @@ def test_replicas_that_have_parted_warm_up_no_more() -> None:
     ):
         require_resumable(after, before, PATH, updates)
     for after, before, updates in ((deck(8), deck(0), 6), (deck(20), deck(8), 9), (deck(20), deck(8), 19)):
-        with pytest.raises(HpctrainError, match=r"communication.warmup=.*have parted after (0|8), and after"):
+        with pytest.raises(HpctrainError, match=r"communication.warmup=.*after update (0|8); after"):
             require_resumable(after, before, PATH, updates)
 
 
@@ -226,21 +231,21 @@ WARMED, APART = "communication.warmup=3", ("layout.replicas=2", "communication.l
     ],
 )
 def test_state_of_another_optimizer_is_no_state(before: list[str], after: list[str], held: str) -> None:
-    assert begins_anew(small_deck(*after), small_deck(*before), PATH) == held
+    assert replaced_optimizer_state(small_deck(*after), small_deck(*before), PATH) == held
 
 
 @pytest.mark.parametrize(
     ("before", "after", "told"),
     [
-        ([], [LION, "optimizer.restart=false"], 'optimizer.name=lion: x.h5 holds the state of "adamw" to go'),
-        ([LION], [], 'optimizer.name = "adamw" .*x.h5 holds the state of "lion" to go on from'),
-        ([SGD], [SGD, MOMENTUM], r"momentum=0.9: x.h5 holds no momentum to go on from \(optimizer.restart"),
-        ([MUON], [MUON, BOTH], r"matrices=.*: x.h5 holds muon's state of \[.blocks.\*.\] to go on from"),
-        ([LION], [ONE_BIT, WARMED, ANEW], "communication.warmup=3: counts updates of the whole run"),
-        ([], [SGD, MOMENTUM, TOP_K, WARMED, ANEW], "communication.warmup=3: counts updates"),
-        ([], [LION, ANEW, WARMED, *APART], "communication.warmup=3: counts updates"),
+        ([], [LION, "optimizer.restart=false"], 'optimizer.name=lion: x.h5 holds the state of "adamw" to'),
+        ([LION], [], 'optimizer.name = "adamw" .*x.h5 holds the state of "lion" to continue with'),
+        ([SGD], [SGD, MOMENTUM], r"momentum=0.9: x.h5 holds no momentum to continue with \(optimizer"),
+        ([MUON], [MUON, BOTH], r"matrices=.*: x.h5 holds muon's state of \[.blocks.\*.\] to continue with"),
+        ([LION], [ONE_BIT, WARMED, ANEW], "communication.warmup=3: counts the updates of the whole run"),
+        ([], [SGD, MOMENTUM, TOP_K, WARMED, ANEW], "communication.warmup=3: counts the updates"),
+        ([], [LION, ANEW, WARMED, *APART], "communication.warmup=3: counts the updates"),
     ],
 )
 def test_state_of_another_optimizer_needs_a_restart(before: list[str], after: list[str], told: str) -> None:
     with pytest.raises(HpctrainError, match=told):
-        begins_anew(small_deck(*after), small_deck(*before), PATH)
+        replaced_optimizer_state(small_deck(*after), small_deck(*before), PATH)

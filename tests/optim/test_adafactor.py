@@ -11,7 +11,7 @@ import torch
 
 from hpctrain.comm.world import World
 from hpctrain.deck.read import parse_deck
-from hpctrain.engine.resumable import begins_anew
+from hpctrain.engine.resumable import replaced_optimizer_state
 from hpctrain.errors import HpctrainError
 from hpctrain.optim.adafactor import Adafactor
 from hpctrain.optim.block_rule import BlockRules
@@ -123,9 +123,9 @@ def test_what_it_does_not_go_with() -> None:
         assert len(error.value.problems) == 1
     assert small_deck(NAME).optimizer.beta1 == 0.0
     decks = small_deck(NAME, "optimizer.beta1=0.9"), small_deck(NAME)
-    assert not begins_anew(decks[1], decks[0], Path("x.h5"))
-    with pytest.raises(HpctrainError, match=r"beta1=0.9: x\.h5 holds no momentum to go on from"):
-        begins_anew(*decks, Path("x.h5"))
+    assert not replaced_optimizer_state(decks[1], decks[0], Path("x.h5"))
+    with pytest.raises(HpctrainError, match=r"beta1=0.9: x\.h5 holds no momentum to continue with"):
+        replaced_optimizer_state(*decks, Path("x.h5"))
 
 
 @pytest.mark.mpi(min_size=2, max_size=4)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.plan.planned_device import on_planned_device
+from hpctrain.plan.planned_device import assume_planned_device
 from hpctrain.plan.time.machine import read_machine
 from tests.engines import small_deck
 
@@ -24,7 +24,7 @@ from tests.engines import small_deck
 def test_gpus_are_assumed_where_something_says_that_nodes_have_them(
     keys: tuple[str, ...], option: int | None, device: str
 ) -> None:
-    assert on_planned_device(small_deck(*keys), option).run.device == device
+    assert assume_planned_device(small_deck(*keys), option).run.device == device
 
 
 @pytest.mark.parametrize(("chosen", "device"), [("auto", "cuda"), ("cpu", "cpu")])

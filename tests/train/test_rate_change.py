@@ -28,10 +28,20 @@ def test_a_finished_run_that_is_extended_tells_both_rates_and_what_keeps_the_old
 
 JUMPS: list[tuple[tuple[str, ...], int, tuple[str, ...], str]] = [
     (USUAL, 200, ("run.steps=4000",), "rises from 3.00e-05 in step 200 to 3.00e-04 in step 201 (--set learn"),
-    ((), 100, ("run.steps=400",), "to 2.62e-04 in step 101, which was to have 1.67e-04 (--set learning_rate"),
-    ((), 100, ("learning_rate.peak=1e-4",), "falls from 1.69e-04 in step 100 to 5.57e-05 in step 101, which"),
+    (
+        (),
+        100,
+        ("run.steps=400",),
+        "to 2.62e-04 in step 101 instead of 1.67e-04 by the checkpoint's deck (--set learning_rate",
+    ),
+    ((), 100, ("learning_rate.peak=1e-4",), "falls from 1.69e-04 in step 100 to 5.57e-05 in step 101 ins"),
     (USUAL, 5, ("run.steps=400",), "falls from 7.50e-05 in step 5 to 4.50e-05 in step 6"),
-    ((), 100, ("learning_rate.warmup=150",), "101, which was to have 1.67e-04; it warms up again until step"),
+    (
+        (),
+        100,
+        ("learning_rate.warmup=150",),
+        "101 instead of 1.67e-04 by the checkpoint's deck; it warms up again until step",
+    ),
     (CONSTANT, 100, ("learning_rate.decay=cosine",), "falls from 3.00e-04 in step 100 to 1.67e-04 in step"),
     (WSD, 190, ("learning_rate.cooldown=30",), "(checkpoints of up to step 180 are from before the decay)"),
     (WSD, 150, ("learning_rate.cooldown=90",), "(--set learning_rate.cooldown=50 begins the decay here)"),

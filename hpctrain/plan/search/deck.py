@@ -18,7 +18,7 @@ from hpctrain.deck.searched import SEARCHED
 from hpctrain.errors import HpctrainError
 from hpctrain.plan.holding import Holding
 from hpctrain.plan.named import named_problems
-from hpctrain.plan.planned_device import on_planned_device
+from hpctrain.plan.planned_device import assume_planned_device
 from hpctrain.plan.search.candidate import Candidate
 from hpctrain.plan.search.choices import EVERY, TRIED, Choices, Values, with_values
 from hpctrain.plan.search.phrases import changed, nothing_fits
@@ -89,7 +89,9 @@ def search_deck(
     progress: Progress | None = None,
 ) -> DeckSearch:
     """The best layouts of the deck in a file. HpctrainError where it has none on so many ranks."""
-    deck = on_planned_device(read_deck(path, overrides, None, settled_keys, named_problems, searched=True))
+    deck = assume_planned_device(
+        read_deck(path, overrides, None, settled_keys, named_problems, searched=True)
+    )
     machine = wished.rates or deck_rates(deck)
     if machine is None:
         raise HpctrainError(f"{path}: {NO_RATES}")
