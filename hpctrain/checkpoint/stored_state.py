@@ -76,6 +76,7 @@ class _TrainingState(_EngineState):
     tokenizer: str | None = None
     corpus: _Corpus | None = None
     split: Annotated[list[_Count], Field(min_length=1)] | None = None
+    compiled: bool | str | None = None
     versions: dict[str, str] = {}
     companions: dict[str, _EngineState] = {}
 

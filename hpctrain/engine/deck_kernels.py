@@ -6,16 +6,19 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 from zlib import crc32
 
 import torch
 
 from hpctrain.comm.device import on_host
+from hpctrain.deck.check import check_deck
 from hpctrain.deck.found import Found
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.functions import functions_before
 from hpctrain.engine.sizes import micro_batches
+from hpctrain.errors import InputOutputError
 from hpctrain.model.precision import Precision
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.kernel_times import Measured
@@ -121,20 +124,41 @@ def computed_by(groups: LayerGroups) -> dict[str, str]:
     }
 
 
-def as_before(deck: Deck, before: Deck, state: Mapping[str, Any]) -> Deck:
-    """The deck of a run that goes on, with what the run by the deck `before` had measured, of its `state`:
-    its pipeline's split, where the layout is the same, what computes products, and whether functions are
-    compiled.
+def as_before(deck: Deck, before: Deck, state: Mapping[str, Any], path: Path) -> Deck:
+    """Return the deck of a run that goes on, with what the run before it measured.
 
-    By the library, unless the deck says otherwise, where it was begun when there was nothing to choose.
+    That is the split of its pipeline, where the layout is the same, the kernels of its products, and whether
+    its functions are compiled. Products are the library's, unless the deck says otherwise, where the run was
+    begun when there was nothing to choose.
+
+    Args:
+        deck: Deck of the run that goes on.
+        before: Deck of the run that wrote the checkpoint.
+        state: State that the checkpoint stores.
+        path: File of the checkpoint, for errors.
+
+    Raises:
+        InputOutputError: The state holds what no run of this deck can have measured.
     """
     is_same = deck.layout == before.layout and deck.model.layers == before.model.layers
-    split, products = state.get("split") if is_same else None, state.get("products")
-    found = Found(None if split is None else tuple(split), known_kernels(products))
+    split = _stored_split(deck, state, path) if is_same else None
+    found = Found(split, known_kernels(state.get("products")))
     deck = functions_before(deck.with_found(found), before, state.get("compiled"))
     if "products" in state or "machine.products" in deck.sources.places:
         return deck
     return deck.with_keys(machine={"products": "library"})
+
+
+def _stored_split(deck: Deck, state: Mapping[str, Any], path: Path) -> tuple[int, ...] | None:
+    """Return the blocks of each part of the pipeline that a checkpoint stores, once they fit the deck."""
+    if state.get("split") is None or isinstance(deck.layout.split, tuple):
+        return None
+    split = tuple(state["split"])
+    for problem in check_deck(deck.with_keys(layout={"split": split})):
+        if problem.key == "layout.split":
+            stored = f"{path}: its state has a wrong split, {list(split)}"
+            raise InputOutputError(f"{stored}: layout.split {problem.sentence}")
+    return split
 
 
 MOST_KNOWN, LONGEST_NAME = 500, 1000

@@ -204,7 +204,9 @@ def _replay(
     known = run.stored_at(start.step)
     state, before = known.state, run.deck_behind(start.step)
     # What was measured is the checkpoint's, whose run may have been on another layout than the steps behind.
-    changed = as_before(deck.with_keys(run={"noise_scale_steps": 0}), stored_deck(state, known.path), state)
+    earlier = stored_deck(state, known.path)
+    with world.agreement():
+        changed = as_before(deck.with_keys(run={"noise_scale_steps": 0}), earlier, state, known.path)
     path = known.path if start.step in run.stored else None
     following = [each for step, each in run.figures.items() if step > start.step]
     recorded = Recorded(start.step, following, "", run.segments(start.step + 1, start.step + count))

@@ -73,7 +73,8 @@ def replay(
         require_same_model(deck, original, path)
         refuse_other_order(deck)
     count = _steps(path, recorded, steps)
-    deck = as_before(deck, original, state)
+    with world.agreement():
+        deck = as_before(deck, original, state, path)
     with engine_of(world, deck, path, make) as run:
         with world.agreement():
             if not same_corpus(state, run.corpus):

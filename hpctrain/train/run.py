@@ -524,7 +524,7 @@ def _go_on(
             print(*fit(sentence, columns()), sep="\n", flush=True)
         return EXIT_DONE
     with world.agreement():
-        deck = as_before(deck, before, state)
+        deck = as_before(deck, before, state, path)
         if world.rank == 0:
             refuse_other_folder(deck, path)
     opening = prepare_ranks(world, deck), rate_change(deck, before, step), makes, *said

@@ -246,6 +246,7 @@ def test_an_attribute_of_wrong_type(value: object, world: World, tmp_path: Path)
         ("spikes", {"window": [[1.0]]}),
         ("companions", {"critic": {"updates": "many"}}),
         ("tokenizer", 7),
+        ("compiled", {"functions": True}),
     ],
 )
 def test_a_state_of_other_types_is_refused(key: str, value: object, world: World, tmp_path: Path) -> None:

@@ -172,11 +172,11 @@ def test_what_would_end_the_job_is_not_called(world: World, monkeypatch: pytest.
 def test_a_run_that_goes_on_computes_as_before(world: World) -> None:
     old, deck = small_deck(), small_deck(COMPILE)
     assert deck.found.compiled is None
-    assert as_before(deck, old, {}).found.compiled == ""
-    assert as_before(deck, deck, {"compiled": "89abcdef"}).found.compiled == "89abcdef"
-    assert as_before(deck, deck, {"compiled": True}).found.compiled == "an earlier version's"
-    assert as_before(deck, deck, {"compiled": 3}).found.compiled == ""
-    fallen = as_before(parse_deck(deck_text(deck)), deck, {"compiled": False, "products": {}})
+    assert as_before(deck, old, {}, Path()).found.compiled == ""
+    assert as_before(deck, deck, {"compiled": "89abcdef"}, Path()).found.compiled == "89abcdef"
+    assert as_before(deck, deck, {"compiled": True}, Path()).found.compiled == "an earlier version's"
+    assert as_before(deck, deck, {"compiled": 3}, Path()).found.compiled == ""
+    fallen = as_before(parse_deck(deck_text(deck)), deck, {"compiled": False, "products": {}}, Path())
     found = with_functions(fallen, world)
     assert not functions_of(found, CPU).compiled
     assert not functions_of(fallen, CPU).compiled
@@ -185,13 +185,13 @@ def test_a_run_that_goes_on_computes_as_before(world: World) -> None:
     # What is wished anew is had, and said to have other bits.
     again = parse_deck(deck_text(deck), [COMPILE])
     for before in (deck, old):
-        anew = with_functions(as_before(again, before, {"compiled": "", "products": {}}), world)
+        anew = with_functions(as_before(again, before, {"compiled": "", "products": {}}, Path()), world)
         assert functions_of(anew, CPU).compiled
         (said,) = introduce_functions(anew, functions_of(anew, CPU))
         assert said.endswith("goes on with were torch's: from here on its losses may have other bits)")
-    (said,) = introduce_functions(as_before(old, deck, {"compiled": "89abcdef"}), TORCH)
+    (said,) = introduce_functions(as_before(old, deck, {"compiled": "89abcdef"}, Path()), TORCH)
     assert said.endswith("goes on with were compiled: from here on its losses may have other bits")
-    assert introduce_functions(as_before(old, old, {}), TORCH) == []
+    assert introduce_functions(as_before(old, old, {}, Path()), TORCH) == []
     assert functions_of(planned_functions(deck), CPU).compiled
     assert functions_of(planned_functions(deck), torch.device("cuda")) is TORCH
     assert functions_of(planned_functions(old), CPU) is TORCH

@@ -25,7 +25,7 @@ from hpctrain.engine import kernels as module
 from hpctrain.engine.build import arrange, make_mesh
 from hpctrain.engine.deck_kernels import as_before
 from hpctrain.engine.kernels import cache_file, choose_kernels, read_cache, with_kept_kernels, write_cache
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.parallel.copies import copied_bytes
 from hpctrain.parallel.kernel_times import MEASUREMENT, Measured
 from hpctrain.parallel.kernels import KERNELS, Kernels, OneDnn
@@ -68,7 +68,7 @@ def measuring(monkeypatch: pytest.MonkeyPatch, mpi_tmp_path: Path) -> Measuring:
 
 def chosen(world: World, *overrides: str, before: object = None) -> Kernels:
     deck = small_deck(*overrides)
-    deck, mesh = as_before(deck, deck, {"products": before}), make_mesh(deck, world)
+    deck, mesh = as_before(deck, deck, {"products": before}, Path()), make_mesh(deck, world)
     return arrange(choose_kernels(deck, world, mesh), world, mesh).groups.kernels
 
 
@@ -351,12 +351,20 @@ def test_a_run_goes_on_with_its_products_bit_for_bit(
     assert "onednn" in read_state(newest, world.everyone)["products"].values()
 
 
+@pytest.mark.parametrize("split", [[2, 2], [1, 0, 1], [2, 1], [1]])
+def test_a_stored_split_that_does_not_fit_the_deck_names_its_file(split: list[int]) -> None:
+    deck, path = small_deck("layout.pipeline=2", "model.layers=2"), Path("step-00000004.h5")
+    assert as_before(deck, deck, {"split": [0, 2]}, path).found.split == (0, 2)
+    with pytest.raises(InputOutputError, match=r"step-00000004\.h5: its state has a wrong split"):
+        as_before(deck, deck, {"split": split}, path)
+
+
 @pytest.mark.mpi(max_size=1)
 def test_runs_from_before_there_was_a_choice_go_on_by_the_library() -> None:
     old, given = small_deck(), small_deck("machine.products=auto")
-    assert as_before(old, old, {"step": 1}).machine.products == "library"
-    assert as_before(old, old, {"products": {}}).machine.products == "auto"
-    assert as_before(given, old, {"step": 1}).machine.products == "auto"
+    assert as_before(old, old, {"step": 1}, Path()).machine.products == "library"
+    assert as_before(old, old, {"products": {}}, Path()).machine.products == "auto"
+    assert as_before(given, old, {"step": 1}, Path()).machine.products == "auto"
 
 
 @pytest.mark.mpi(max_size=1)
