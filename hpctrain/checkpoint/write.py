@@ -25,7 +25,7 @@ from hpctrain.checkpoint.draft import PIECE_BYTES, Draft, Piece, begin
 from hpctrain.checkpoint.layout import Entry, runs
 from hpctrain.comm.group import Group
 from hpctrain.comm.library import communicator_of
-from hpctrain.comm.outcome import reason
+from hpctrain.comm.parallel_files import open_on_all_ranks
 from hpctrain.errors import HpctrainError, InputOutputError
 
 
@@ -95,25 +95,10 @@ def _store_with_hdf5(draft: Draft) -> None:
     """All ranks open and close the file, whatever happens to one; then what happened is raised."""
     problems: list[str] = []
     with together(draft.group), draft.reported():
-        file = _opened(draft)
-        try:
-            draft.store(partial(_write_with_hdf5, file))
-        except HpctrainError as error:
-            problems += error.problems
-        finally:
+        with open_on_all_ranks(draft.temporary, communicator_of(draft.group.objects)) as file:
             try:
-                file.close()
-            except (OSError, RuntimeError) as error:
-                problems.append(f"{draft.path}: cannot be closed: {reason(error)}")
+                draft.store(partial(_write_with_hdf5, file))
+            except HpctrainError as error:
+                problems += error.problems
         if problems:
             raise InputOutputError(problems[:1])
-
-
-def _opened(draft: Draft) -> h5py.File:
-    """Open the file by HDF5; collective. InputOutputError where HDF5 or MPI refuses."""
-    try:
-        return h5py.File(draft.temporary, "r+", driver="mpio", comm=communicator_of(draft.group.objects))
-    except (OSError, RuntimeError) as error:
-        problem = reason(error)
-    # Raised outside: an error that kept h5py's frames would keep a communicator of HDF5's beyond MPI's end.
-    raise InputOutputError(f"{draft.path}: cannot be opened: {problem}")

@@ -1,14 +1,18 @@
-"""Check that MPI can open a file on all ranks, as parallel HDF5 does for checkpoints and token files."""
+"""Files that all ranks open through MPI, as parallel HDF5 does for checkpoints and token files."""
 
 from __future__ import annotations
 
 import os
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import h5py
 
 from hpctrain.comm.library import MPI
+from hpctrain.comm.outcome import reason
 from hpctrain.errors import InputOutputError
 
 if TYPE_CHECKING:
@@ -45,6 +49,47 @@ def require_parallel_files(world: World, folder: Path) -> None:
             raise InputOutputError(
                 f"{folder}: MPI_File_open cannot open a file on all ranks ({problem}){_hint()}"
             )
+
+
+@contextmanager
+def open_on_all_ranks(path: Path, communicator: Any) -> Iterator[h5py.File]:
+    """Open a laid-out file on all ranks through MPI, for each to write elements of datasets by itself.
+
+    Opening and closing are collective: what a rank raises inside must not keep it from the end.
+    InputOutputError where HDF5 or MPI cannot open the file.
+
+    HDF5 writes its headers again as it closes a file. They are as they were, and where the disk refuses that
+    on one rank, HDF5 leaves the others waiting forever. So MPI's descriptors of the file lead to memory then.
+    """
+    earlier, problem, file = descriptors_of(path), "", None
+    try:
+        file = h5py.File(path, "r+", driver="mpio", comm=communicator)
+    except (OSError, RuntimeError) as error:
+        problem = reason(error)
+    if file is None:
+        # Raised here: an error that kept h5py's frames would keep a communicator of HDF5's beyond MPI's end.
+        raise InputOutputError(f"{path}: cannot be opened: {problem}")
+    of_mpi = descriptors_of(path) - earlier
+    try:
+        yield file
+    finally:
+        memory = os.memfd_create("hpctrain-headers")
+        for descriptor in of_mpi:
+            os.dup2(memory, descriptor, inheritable=False)
+        os.close(memory)
+        file.close()
+
+
+def descriptors_of(path: Path) -> set[int]:
+    """Return this process's descriptors of a file; none where the system does not list them."""
+    found = set[int]()
+    with suppress(OSError):
+        identity = path.stat()
+        for link in Path("/proc/self/fd").iterdir():
+            with suppress(OSError):
+                if os.path.samestat(link.stat(), identity):
+                    found.add(int(link.name))
+    return found
 
 
 def _hint() -> str:

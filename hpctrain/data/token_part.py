@@ -74,7 +74,7 @@ class TokenPart:
         if not pieces or not self._holds(tokens, checksum):
             self._remove()
             return 0
-        with self._naming_the_folder():
+        with self._naming_the_file():
             self._file, self._lines = self.path.open("r+b"), self.journal.open("r+b")
             for file, size in ((self._file, tokens * self.dtype.itemsize), (self._lines, length)):
                 file.truncate(size)
@@ -89,7 +89,7 @@ class TokenPart:
                 f"the tokenizer made token {ids.max()}, beyond its vocabulary {self.vocabulary}"
             )
         values = ids.astype(self.dtype).data
-        with self._naming_the_folder():
+        with self._naming_the_file():
             if self._file is None:
                 self._file = self.path.open("wb", buffering=1 << 20)
             self._file.write(values)
@@ -109,7 +109,7 @@ class TokenPart:
         """Remember that all of a piece of text is there."""
         if not self._key:
             return
-        with self._naming_the_folder():
+        with self._naming_the_file():
             if self._file is None:
                 self._file = self.path.open("wb", buffering=1 << 20)
             self._file.flush()
@@ -124,7 +124,7 @@ class TokenPart:
     def finish(self) -> None:
         """Nothing more is added; everything can be read."""
         if self._file is not None:
-            with self._naming_the_folder():
+            with self._naming_the_file():
                 self._file.flush()
 
     def read(self, start: int, count: int) -> npt.NDArray[Any]:
@@ -156,12 +156,12 @@ class TokenPart:
                 path.unlink()
 
     @contextmanager
-    def _naming_the_folder(self) -> Iterator[None]:
-        """Say where it went wrong: a full disk does not."""
+    def _naming_the_file(self) -> Iterator[None]:
+        """Raise errors of the system inside as an InputOutputError that names the file."""
         try:
             yield
         except OSError as error:
-            raise InputOutputError(f"{self.path.parent}: cannot be written to ({reason(error)})") from None
+            raise InputOutputError(f"{self.path}: cannot be written ({reason(error)})") from None
 
 
 def part_path(out: Path, rank: int, what: str = "part") -> Path:

@@ -1,18 +1,19 @@
 """One token file out of every rank's tokens, written by all ranks together.
 
 Each rank first keeps its tokens in a TokenPart, a plain file beside the output: a corpus is tokenized once
-and never held in memory. When all counts are known, the file gets its full size and every rank
-writes its own range, in the same number of collective calls, some of them empty: HDF5 waits for
-everybody. Checksums cover pieces of fixed size, whoever wrote them, so that the file does not depend
+and never held in memory. When all counts are known, rank 0 lays the file out in its full size, and every
+rank writes its own range, each call by itself: collective calls would wait forever for a rank whose disk
+fails. Checksums cover pieces of fixed size, whoever wrote them, so that the file does not depend
 on the number of ranks; the CRCs of the parts of a piece are combined.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ import numpy.typing as npt
 
 import hpctrain
 from hpctrain.comm.outcome import reason, reported_as
+from hpctrain.comm.parallel_files import open_on_all_ranks
 from hpctrain.data.contents import Contents
 from hpctrain.data.shard_files import TokenSlice
 from hpctrain.data.stored import CHECKSUM, TEXT
@@ -31,7 +33,8 @@ from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.data.tokenizer_settings import SETTINGS
 from hpctrain.data.tokens import ENDS, PIECE_TOKENS, Header, TokenFile
 from hpctrain.errors import HpctrainError, InputOutputError
-from hpctrain.files import synchronize
+from hpctrain.files import descriptor_of, synchronize
+from hpctrain.hdf5 import open_for_writing
 
 if TYPE_CHECKING:
     from hpctrain.comm.world import World
@@ -269,76 +272,63 @@ def _checksums(
 def _write_file(
     world: World, path: Path, attributes: dict[str, Any], ranges: Sequence[Range], report: Report
 ) -> None:
-    """Create the file and fill its datasets; an error on one rank does not keep it from the calls."""
-    mine = [-(-piece.count // piece.call_elements) for piece in ranges]
-    calls = [max(others) for others in zip(*world.everyone.all_gather_object(mine), strict=True)]
-    with world.agreement():
-        file = _opened(world, path)
+    """Lay the file out on rank 0, and fill its datasets on all ranks; collective."""
     failures: list[Exception] = []
+    with world.agreement(), _failing(path):
+        if world.rank == 0:
+            _lay_out(path, attributes, ranges)
+    # Seen by all ranks, or else it is not one shared folder; and then opening it would hang.
+    with world.agreement(), _failing(path), descriptor_of(path, os.O_RDWR):
+        pass
+    with world.agreement(), _failing(path):
+        with open_on_all_ranks(path, world.communicator) as file:
+            try:
+                for piece in ranges:
+                    _fill(h5py.h5d.open(file.id, piece.name.encode()), piece, report)
+            except (OSError, RuntimeError, ValueError) as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
+
+
+@contextmanager
+def _failing(path: Path) -> Iterator[None]:
+    """Raise errors of the system and of HDF5 inside as an InputOutputError that names the file."""
     try:
+        yield
+    except (OSError, RuntimeError, ValueError) as error:
+        raise InputOutputError(f"{path}: the token file cannot be written ({reason(error)})") from None
+
+
+def _lay_out(path: Path, attributes: dict[str, Any], ranges: Sequence[Range]) -> None:
+    """Make the file with all its datasets, without their elements; on one rank."""
+    # The newer format has checksums on HDF5's own structures too.
+    with open_for_writing(path, "w", libver=("v108", "v110")) as file:
         for name, value in attributes.items():
             file.attrs[name] = value
-        datasets = [_create(file, piece) for piece in ranges]
         for piece in ranges:
+            _create(file, piece)
             file[piece.name].attrs.update(piece.attributes)
-        for dataset, piece, number in zip(datasets, ranges, calls, strict=True):
-            failures += _fill(dataset, piece, number, report)
-    except (OSError, RuntimeError, ValueError) as error:
-        failures.append(error)
-    try:
-        file.close()
-    except (OSError, RuntimeError) as error:
-        failures.append(error)
-    with world.agreement():
-        if failures:
-            raise InputOutputError(f"{path.parent}: the token file cannot be written ({reason(failures[0])})")
 
 
-def _opened(world: World, path: Path) -> h5py.File:
-    """Make the file by HDF5; collective. InputOutputError where HDF5 or MPI refuses."""
-    try:
-        # The newer format has checksums on HDF5's own structures too.
-        return h5py.File(path, "w", driver="mpio", comm=world.communicator, libver=("v108", "v110"))
-    except (OSError, RuntimeError) as error:
-        problem = reason(error)
-    # Raised outside: an error that kept h5py's frames would keep a communicator of HDF5's beyond MPI's end.
-    raise InputOutputError(f"{path}: cannot be made: {problem}")
-
-
-def _create(file: h5py.File, piece: Range) -> h5py.h5d.DatasetID:
-    """A contiguous dataset with all its space, never filled."""
+def _create(file: h5py.File, piece: Range) -> None:
+    """Make a contiguous dataset with all its space, never filled."""
     properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     properties.set_layout(h5py.h5d.CONTIGUOUS)
     properties.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
     properties.set_obj_track_times(False)
     space = h5py.h5s.create_simple((piece.size,))
-    return h5py.h5d.create(file.id, piece.name.encode(), h5py.h5t.py_create(piece.dtype), space, properties)
+    h5py.h5d.create(file.id, piece.name.encode(), h5py.h5t.py_create(piece.dtype), space, properties)
 
 
-def _fill(dataset: h5py.h5d.DatasetID, piece: Range, calls: int, report: Report) -> list[Exception]:
-    """Write the range in `calls` collective calls, as many as on every rank; what went wrong."""
-    failures: list[Exception] = []
-    transfer = h5py.h5p.create(h5py.h5p.DATASET_XFER)
-    transfer.set_dxpl_mpio(h5py.h5fd.MPIO_COLLECTIVE)
+def _fill(dataset: h5py.h5d.DatasetID, piece: Range, report: Report) -> None:
+    """Write this rank's range, each call by itself."""
+    calls = -(-piece.count // piece.call_elements)
+    space = dataset.get_space()
     for call in range(calls):
-        done = min(call * piece.call_elements, piece.count)
-        values = np.empty(0, piece.dtype)
-        try:
-            values = piece.read(done, min(piece.call_elements, piece.count - done))
-        except OSError as error:
-            failures.append(error)
-        space = dataset.get_space()
-        memory = h5py.h5s.create_simple((max(1, len(values)),))
-        if len(values):
-            space.select_hyperslab((piece.start + done,), (len(values),))
-        else:
-            space.select_none()
-            memory.select_none()
-            values = np.empty(1, piece.dtype)
-        try:
-            dataset.write(memory, space, values, dxpl=transfer)
-        except (OSError, RuntimeError) as error:
-            failures.append(error)
+        done = call * piece.call_elements
+        values = piece.read(done, min(piece.call_elements, piece.count - done))
+        space.select_hyperslab((piece.start + done,), (len(values),))
+        dataset.write(h5py.h5s.create_simple((len(values),)), space, values)
         report(f"write {piece.name}", call + 1, calls)
-    return failures

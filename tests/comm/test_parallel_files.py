@@ -1,15 +1,17 @@
-"""What is said where MPI cannot open a file for all ranks."""
+"""Files that all ranks open through MPI, where MPI or the disk refuses."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
+import h5py
+import numpy as np
 import pytest
 
 from hpctrain.comm import parallel_files
 from hpctrain.comm.outcome import reason
-from hpctrain.comm.parallel_files import require_parallel_files
+from hpctrain.comm.parallel_files import descriptors_of, open_on_all_ranks, require_parallel_files
 from hpctrain.comm.world import World
 from hpctrain.errors import InputOutputError
 
@@ -48,3 +50,35 @@ def test_full_shared_memory_is_told_before_a_file_is_opened(
     monkeypatch.delenv("OMPI_MCA_sharedfp", raising=False)
     with pytest.raises(InputOutputError, match=r"/dev/shm is full on this node: .*OMPI_MCA_sharedfp=.sm"):
         require_parallel_files(world.alone(), tmp_path)
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_a_disk_that_goes_on_refusing_does_not_keep_ranks_waiting(world: World, mpi_tmp_path: Path) -> None:
+    path = mpi_tmp_path / "a.h5"
+    if world.rank == 0:
+        with h5py.File(path, "w", libver=("v108", "v108")) as file:
+            file.create_dataset("values", data=np.zeros(world.size))
+    world.everyone.barrier()
+    earlier, failed = descriptors_of(path), False
+    with open_on_all_ranks(path, world.communicator) as file:
+        if world.rank == 0:
+            read_only = os.open(path, os.O_RDONLY)
+            for descriptor in descriptors_of(path) - earlier - {read_only}:
+                os.dup2(read_only, descriptor)
+            os.close(read_only)
+        try:
+            file["values"][world.rank] = 1.0
+        except OSError:
+            failed = True
+    assert failed == (world.rank == 0)
+    world.everyone.barrier()
+    with h5py.File(path, "r") as file:
+        assert file["values"][()].tolist() == [0.0, 1.0]
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_a_file_that_is_not_there_is_refused(world: World, mpi_tmp_path: Path) -> None:
+    path = mpi_tmp_path / "a.h5"
+    refused = pytest.raises(InputOutputError, match=r"a\.h5: cannot be opened: ")
+    with refused, open_on_all_ranks(path, world.communicator):
+        pass

@@ -36,10 +36,10 @@ def test_a_part_refuses_tokens_beyond_the_vocabulary(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_part_that_cannot_be_written_names_its_folder(tmp_path: Path) -> None:
+def test_a_part_that_cannot_be_written_names_its_file(tmp_path: Path) -> None:
     tokenizer = Tokenizer("bytes")
     part = TokenPart(tmp_path / "none" / "part", tokenizer)
-    with pytest.raises(InputOutputError, match=r"none: cannot be written to \(No such file"):
+    with pytest.raises(InputOutputError, match=r"none/part: cannot be written \(No such file"):
         part.add(np.array([1]))
     if Path("/dev/full").exists():
         with TokenPart(tmp_path / "part", tokenizer) as part:
