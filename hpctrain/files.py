@@ -159,7 +159,7 @@ def descriptor_of(path: str | Path, flags: int = os.O_RDONLY) -> Iterator[int]:
 
 @contextmanager
 def naming(path: str | Path) -> Iterator[None]:
-    """Add the name of a file to errors of the system inside, which only opening gives by itself."""
+    """Add the name of a file to `OSError`s of the block, which only have one if opening a file failed."""
     try:
         yield
     except OSError as error:
@@ -217,7 +217,7 @@ def _require_regular(status: os.stat_result, path: str | Path) -> None:
 
 
 def user_cache() -> Path:
-    """Folder in which hpctrain keeps what it has found out for a user: `hpctrain` in the user's cache."""
+    """Return the folder for cached data of hpctrain: `hpctrain` in the user's cache folder (XDG)."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     folder = Path(given) if given.startswith("/") else Path(os.environ.get("HOME", "")) / ".cache"
     return folder / "hpctrain"

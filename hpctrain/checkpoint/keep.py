@@ -89,12 +89,13 @@ def unlink(folder: str | Path, name: str) -> None:
 
 
 def point_to(path: Path, group: Group, name: str = LATEST) -> None:
-    """Let the link `latest` beside a checkpoint, or another one, lead to it; collective, rank 0 does it.
+    """Let the symbolic link `name` in the folder of a checkpoint point to it. Collective; rank 0 does it.
 
-    InputOutputError where the file system refuses, as one without links does.
+    Raises:
+        InputOutputError: The link cannot be made, for example since the file system has no links.
     """
     link = path.with_name(name)
-    with together(group), failing_as(f"{link}: cannot lead to {path.name}"):
+    with together(group), failing_as(f"{link}: cannot link to {path.name}"):
         if group.rank == 0:
             fresh = path.with_name(f".{name}.tmp")
             if link.exists() and not link.is_symlink():
@@ -106,8 +107,8 @@ def point_to(path: Path, group: Group, name: str = LATEST) -> None:
 
 
 @contextmanager
-def warned() -> Iterator[None]:
-    """Log an InputOutputError inside as warnings and go on: for what a run can do without."""
+def log_io_errors() -> Iterator[None]:
+    """Log an InputOutputError of the block as warnings instead of raising it, for steps that may fail."""
     try:
         yield
     except InputOutputError as error:
@@ -115,9 +116,9 @@ def warned() -> Iterator[None]:
             logging.getLogger("hpctrain").warning("%s; the run goes on", problem)
 
 
-def lead_to(path: Path, group: Group, name: str = LATEST) -> None:
-    """Let a link lead to a checkpoint, as `point_to` does, or warn that it cannot; collective."""
-    with warned():
+def try_point_to(path: Path, group: Group, name: str = LATEST) -> None:
+    """Let a link point to a checkpoint as `point_to` does; log a warning if that fails. Collective."""
+    with log_io_errors():
         point_to(path, group, name)
 
 

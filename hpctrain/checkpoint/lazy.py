@@ -54,10 +54,11 @@ class NoSuchElementError(HpctrainError, IndexError):
 
 
 def open_checkpoint(path: str | os.PathLike[str], *, trust_code: bool = False) -> Checkpoint:
-    """Open a checkpoint, or the newest complete one in a run's folder, of any layout; see Checkpoint.
+    """Open a checkpoint of any layout, or the newest complete one in a run's folder.
 
-    No tensor is read yet, and no code runs, whatever the file says. With `trust_code`, code that its deck
-    names (modules, datasets, losses, rewards) may run once `hpctrain.run` or `check` is given this deck.
+    This reads no tensors and runs no code from the file. With `trust_code`, code that its deck names
+    (modules, datasets, losses, rewards) may run when the deck is passed to `hpctrain.run` or
+    `hpctrain.check`.
 
     HpctrainError for what is no checkpoint, InputOutputError for one that is missing, unfinished or damaged.
     """

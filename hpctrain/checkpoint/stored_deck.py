@@ -38,7 +38,7 @@ def stored_deck(
     overrides: Sequence[str] = (),
     trust: CodeTrust = CodeTrust(),  # noqa: B008 - nothing is trusted
 ) -> Deck:
-    """Return the deck in a checkpoint's state, with `--set` arguments on top.
+    """Return the deck in a checkpoint's state, changed by `--set` arguments.
 
     Code that the deck names cannot be called, but for what `overrides` name or `trust` has: whoever calls it
     asks `require_trusted` first. A key that defaulted follows the others as they are with the arguments. If
@@ -61,8 +61,8 @@ def stored_deck(
 def require_trusted(deck: Deck, path: Path, trust: CodeTrust) -> None:
     """Raise `UntrustedCodeError` if the deck stored in `path` names code that may not be called.
 
-    Otherwise log, on the first rank and once for each file, the code that is called only because the user
-    trusts whatever the file names.
+    Otherwise log the code that may be called only because of --trust-code, on the first rank and once per
+    file.
     """
     require_trusted_code(deck, f"{path}: its deck")
     trusted = deck.sources.trusted_code

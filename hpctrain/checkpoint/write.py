@@ -62,7 +62,7 @@ def save(
 
 
 def needs_mpi(group: Group) -> bool:
-    """Return whether `save` has this group open one file through MPI, which parallel HDF5 does."""
+    """Return True if `save` opens a file on all ranks of this group through MPI, as parallel HDF5 does."""
     return group.size > 1 and bool(h5py.get_config().mpi)
 
 

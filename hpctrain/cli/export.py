@@ -31,8 +31,8 @@ def command(target: Path, folder: Path, dtype: str | None, max_shard_size: str, 
     """Write the model of a checkpoint, or of the newest good one of a run folder, for `transformers`.
 
     DIR, new or empty, gets safetensors, config.json and, where the checkpoint has a tokenizer, that with its
-    chat template. What was imported comes out again, but for what training changed. Under mpirun or srun the
-    ranks share the files.
+    chat template. Imported settings are written unchanged, except those that training changed. Under mpirun
+    or srun the ranks share the files.
     """
     from hpctrain.checkpoint.exchange.convert import export_model
     from hpctrain.checkpoint.exchange.peft import export_adapters

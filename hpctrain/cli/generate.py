@@ -24,7 +24,9 @@ PICTURES |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
     help='Several: a line {"prompt": "..."} each, of which come lines with "text", too; -: stdin.',
 )
 @click.option(
-    "--chat", is_flag=True, help="A prompt is what a user says; show the answer, by the chat template."
+    "--chat",
+    is_flag=True,
+    help="Treat each prompt as a user's message and show only the answer; uses the chat template.",
 )
 @click.option("--tokens", default=200, metavar="N", show_default=True, help="Tokens to draw, at most.")
 @click.option(

@@ -20,14 +20,14 @@ directive_option = click.option(
     "directives",
     multiple=True,
     metavar='"--OPTION=VALUE"',
-    help="One more line for the scheduler, e.g. --qos=high. As often as you like.",
+    help="Add an option for the scheduler, e.g. --qos=high. Can be repeated.",
 )
 module_option = click.option(
     "--module",
     "modules",
     multiple=True,
     metavar="NAME",
-    help="A module that the script loads, e.g. openmpi/5. As often as you like.",
+    help="Load an environment module in the script, e.g. openmpi/5. Can be repeated.",
 )
 
 

@@ -23,12 +23,12 @@ SECONDS_BETWEEN_LINES = 30.0
 @click.option(
     "--tokenizer",
     metavar="bytes|FILE.json|DIR|FILE.h5",
-    help="How to cut text; of a token file, its tokenizer.  [default: bytes]",
+    help="Tokenizer: bytes, a file, a Hugging Face folder, or that of a token file.  [default: bytes]",
 )
 @click.option(
     "--end-of-document",
     metavar="TOKEN",
-    help="Token that follows each document.  [default: the tokenizer's eos_token]",
+    help="Token at the end of each document.  [default: the tokenizer's eos_token]",
 )
 @click.option(
     "--train-bpe",

@@ -51,7 +51,14 @@ def run_verb_of_script(verb: Callable[[World], int | None], expected: Collection
 
 
 class _Outcome(NamedTuple):
-    """What came of a verb: exit code, problems, and whether all ranks have agreed on these."""
+    """Result of a verb.
+
+    Attributes:
+        world: The world that it ran in.
+        code: Exit code of this rank.
+        problems: Error messages.
+        agreed: True if all ranks have the same messages.
+    """
 
     world: World
     code: int

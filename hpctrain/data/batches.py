@@ -31,7 +31,7 @@ SPLITS = ("train", "validation")
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Data that one data rank computes on at once.
+    """Micro-batch of one data rank.
 
     Attributes:
         fields: Tensors by name, each with a row for every sample: [b, ...].

@@ -1,9 +1,9 @@
-"""Messages of a row of JSON, in any of the spellings that files of conversations have.
+"""Messages of a row of JSON, in any of the formats in which files contain conversations.
 
 A conversation is `messages` of role and content, `conversations` of from and value (ShareGPT), `prompt`
 with `response` or `completion`, or `instruction` with `output` and perhaps `input` (Alpaca); a `system`
-text may stand beside the last two. An assistant's message is not learned if its `weight` is 0 (OpenAI), or
-if `train` or `training` is false (axolotl). Problems are HpctrainErrors which do not say where the row is.
+text may be given with the last two. An assistant's message is not learned if its `weight` is 0 (OpenAI), or
+if `train` or `training` is false (axolotl). Errors are HpctrainErrors without the place of the row.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Conversation(NamedTuple):
 
     Attributes:
         messages: The messages, as templates get them.
-        first: Number of the first message that may be learned.
+        first: Index of the first message that may be learned.
         tools: Tools that the template describes to the model, or None.
-        unlearned: Numbers of an assistant's messages that are not learned, as the row says.
+        unlearned: Indices of the assistant's messages that the row excludes from training.
     """
 
     messages: Sequence[Message]
@@ -44,7 +44,7 @@ class Conversation(NamedTuple):
 
     @property
     def learned(self) -> list[int]:
-        """Numbers of the messages that are learned."""
+        """Indices of the messages that are learned."""
         return [
             number
             for number, message in enumerate(self.messages)

@@ -69,10 +69,10 @@ class ChatTemplate:
             argument: name of a built-in template, a Jinja file, or None for the template of the tokenizer.
             tokenizer: what the user calls the tokenizer.
             ends: token that ends a document, which is `eos_token` if the settings name none.
-            settings: those of the tokenizer; None to read them from its folder.
+            settings: settings of the tokenizer; None to read them from its folder.
 
         Raises:
-            HpctrainError: there is no such template. `process.start` tells whether it can be parsed.
+            HpctrainError: there is no such template. Whether it is valid is checked by `process.start`.
         """
         if settings is None:
             folder = Path(tokenizer)
@@ -102,7 +102,7 @@ class ChatTemplate:
 
     @cached_property
     def process(self) -> TemplateProcess:
-        """Process that renders the template; it starts with the first request."""
+        """Child process that renders the template; it starts with the first request."""
         require("jinja2", f"{self.title}: rendering it")
         return TemplateProcess(self.title, {"text": self.text, "now": self.now, "tokens": {**self.tokens}})
 
@@ -115,7 +115,7 @@ class ChatTemplate:
             The text, and the ranges of it that the template itself marks as generated.
 
         Raises:
-            HpctrainError: With what the template finds wrong, in words.
+            HpctrainError: The template is invalid, rejects the messages, or exceeds a limit.
         """
         [outcome] = self.process.render([RenderRequest(messages, tools, [(len(messages), prompt)])])
         if isinstance(outcome, HpctrainError):

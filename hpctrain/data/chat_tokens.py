@@ -25,11 +25,11 @@ _NO_CHARACTERS = [chr(point) for point in range(0xFDD0, 0xFDF0)]
 
 
 Placed = tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]
-"""Ids [n], and the characters where each begins and ends in a text [n]."""
+"""Token ids [n], and the index of the first character of each [n] and of the one after its last [n]."""
 
 
 class TokenRequest(NamedTuple):
-    """A conversation whose tokens are asked for; with `prompt` up to where an assistant goes on."""
+    """A conversation to tokenize; with `prompt`, only up to where the assistant's answer begins."""
 
     conversation: Conversation
     prompt: bool = False
@@ -43,10 +43,14 @@ class Tokens(NamedTuple):
 
 
 class Rendered(NamedTuple):
-    """Text, ranges of it that are learned, and ranges that spell a special token and are none.
+    """A rendered conversation.
 
-    `marks` are two characters with which such ranges are to be found; empty where there are none, or where
-    they are found already.
+    Attributes:
+        text: The text.
+        learned: Ranges of it that are learned.
+        spelled: Ranges in which a user's text contains the name of a special token; they stay text.
+        marks: Two characters that mark these ranges in a second rendering, if that is still needed; else
+            empty.
     """
 
     text: str
@@ -86,9 +90,9 @@ class ChatTokenizer:
         return sorted({each for each in written if each not in known})
 
     def end_of_turn(self) -> tuple[int, ...]:
-        """Return the id of the control token that ends an assistant's turn, as the template writes it.
+        """Return the id of the control token with which the template ends an assistant's turn.
 
-        It is empty if the template ends turns by text, or refuses a conversation of one word each.
+        The tuple is empty if the template ends turns with ordinary text, or rejects a minimal conversation.
         """
         said = [{"role": role, "content": "a"} for role in ("user", ASSISTANT)]
         try:
@@ -117,7 +121,7 @@ class ChatTokenizer:
         return outcome
 
     def tokens_of(self, requests: Sequence[TokenRequest]) -> list[Tokens | HpctrainError]:
-        """Return the tokens of each conversation, or what is wrong with it; all are rendered together."""
+        """Return the tokens of each conversation, or its error. All are rendered by one request."""
         outcomes = self.template.process.render([self._request(each) for each in requests])
         parts = [self._rendered(*each) for each in zip(requests, outcomes, strict=True)]
         marked = [
@@ -147,7 +151,7 @@ class ChatTokenizer:
         return Tokens(ids.astype(np.uint32), (covered[ends] > covered[begins]).astype(np.uint8))
 
     def _of_template(self, rendered: Rendered) -> Iterator[re.Match[str]]:
-        """Yield the control tokens that the template itself writes, in order."""
+        """Yield the control tokens that the template writes, not those in messages, in order."""
         at = 0
         for match in self._any.finditer(rendered.text):
             begin, end = match.span()
@@ -156,7 +160,7 @@ class ChatTokenizer:
                 at = end
 
     def _encode_bytes(self, rendered: Rendered) -> Placed:
-        """Return ids [n], and where each begins and ends in the text [n], of bytes."""
+        """Return the bytes of the text as ids, and the range of characters of each."""
         text, at, pieces = rendered.text, 0, list[Placed]()
         for match in self._of_template(rendered):
             begin, end = match.span()
@@ -168,10 +172,10 @@ class ChatTokenizer:
         return ids, begins, ends
 
     def _encode(self, rendered: Rendered) -> Placed:
-        """Return ids [n], and where each begins and ends in the text [n].
+        """Return the token ids of the text, and the range of characters of each.
 
-        The control tokens of the template get the names that the guarded tokenizer has for them, so that all
-        of the text is encoded at once, and what people spell is text.
+        Control tokens that the template writes are replaced by their new names in the guarded tokenizer. So
+        the text is encoded in one call, and names of control tokens in messages stay ordinary text.
         """
         assert self._guarded_tokenizer is not None
         text, at, hidden = rendered.text, 0, self._guarded_tokenizer.hidden
@@ -192,11 +196,11 @@ class ChatTokenizer:
         lost = self.tokenizer.end_of_document
         if self._guarded_tokenizer.marks_lost_text and int((ids == lost).sum()) > ends:
             raise HpctrainError(lost_text(self._library, text, lost))
-        # The place behind a token's last character tells its end, also where a longer name stands for it.
+        # `place` maps offsets to the original text, in which names of control tokens are shorter.
         return ids, place[offsets[:, 0]], place[offsets[:, 1]]
 
     def _request(self, request: TokenRequest) -> RenderRequest:
-        """Return the request for the whole text, and for the parts that tell what is learned."""
+        """Return the request for the whole text, and for the prefixes that determine what is learned."""
         conversation = request.conversation
         cuts = [(len(conversation.messages), request.prompt)]
         if not request.prompt and "endgeneration" in self.template.text:
@@ -209,7 +213,7 @@ class ChatTokenizer:
     def _rendered(
         self, request: TokenRequest, outcome: list[Rendering] | HpctrainError
     ) -> Rendered | HpctrainError:
-        """Return the text of a conversation with what is learned, and with marks where it needs any."""
+        """Return the rendered conversation with its learned ranges, and with marks if it needs any."""
         if isinstance(outcome, HpctrainError):
             return outcome
         text = outcome[0][0]
@@ -236,14 +240,14 @@ class ChatTokenizer:
         ]
 
     def _turn(self, conversation: Conversation, number: int, text: str, before: str, through: str) -> Range:
-        """Find an assistant's message in the whole text, from where it goes on to the end of its turn.
+        """Return the range of an assistant's message in the whole text, including the end of its turn.
 
         Args:
             conversation: The conversation.
-            number: Number of the message.
+            number: Index of the message.
             text: Text of the whole conversation.
-            before: Text up to where the assistant goes on.
-            through: Text up to this message.
+            before: Text before the message, with the generation prompt.
+            through: Text up to and including the message.
         """
         content = conversation.messages[number]["content"].strip()
         turn, begin = through[len(before) :], len(before)
@@ -261,7 +265,7 @@ class ChatTokenizer:
         )
 
     def _marks(self, conversation: Conversation, text: str) -> tuple[str, ...]:
-        """Return two characters to mark special tokens that people spell; nothing where they spell none."""
+        """Return two unused characters if messages contain names of special tokens; else an empty tuple."""
         strings = list(_strings([conversation.messages, conversation.tools]))
         if not any(self._any.search(each) or self._begun(each) for each in strings):
             return ()
@@ -273,7 +277,7 @@ class ChatTokenizer:
     def _with_spelled(
         self, rendered: Rendered, outcome: list[Rendering] | HpctrainError
     ) -> Rendered | HpctrainError:
-        """Return what was rendered with the places where people spell special tokens.
+        """Return the rendered conversation with the ranges in which messages contain names of special tokens.
 
         Args:
             rendered: The text without marks.
@@ -290,7 +294,7 @@ class ChatTokenizer:
         return Rendered(rendered.text, rendered.learned, _between(inside, opening, closing))
 
     def _marked_request(self, request: TokenRequest, marks: tuple[str, ...]) -> RenderRequest:
-        """Return the request for the whole text of a conversation in which what people spell is marked."""
+        """Return the request for the whole text, with marks around names of special tokens in messages."""
         opening, closing = marks
         conversation = _mapped(
             request.conversation._asdict(), lambda each: self._marked(each, opening, closing)
@@ -313,7 +317,7 @@ class ChatTokenizer:
 
 
 def _bytes_of(text: str, at: int) -> Placed:
-    """Return the bytes of a text from character `at` on, and where the character of each is."""
+    """Return the bytes of a text as ids, and the character of each. The text begins at character `at`."""
     sizes = [len(each.encode("utf-8", "replace")) for each in text]
     begins = np.repeat(np.arange(len(text)), sizes) + at
     return np.frombuffer(text.encode("utf-8", "replace"), np.uint8), begins, begins + 1

@@ -113,8 +113,8 @@ def prepare(
         if tokenizer is not None and train_bpe is not None:
             raise HpctrainError(f"--train-bpe {train_bpe} and --tokenizer {tokenizer}: give one of them")
         if end_of_document is not None and tokenizer is None:
-            told = "names a token of --tokenizer, which is not given"
-            raise HpctrainError(f"--end-of-document {end_of_document}: {told} (leave it out)")
+            problem = "requires --tokenizer FILE.json or DIR"
+            raise HpctrainError(f"--end-of-document {end_of_document}: {problem} (leave it out)")
     sources, left = begin(world, out, paths, globs, replace, shards)
     sources = [dataclasses.replace(each, lenient=binary) for each in sources]
     faults = examine(world, cut_into_pieces(sources, piece_bytes), report)
@@ -294,19 +294,21 @@ def _shared(world: World, tokenizer: Tokenizer | None, where: str) -> Tokenizer:
 
 
 def _require_free(path: Path, out: Path, tokenizer: Tokenizer, replace: bool) -> None:
-    """Raise HpctrainError if the tokenizer that was trained would replace another one's file."""
+    """Raise HpctrainError if the trained tokenizer would replace the file of another tokenizer."""
     check_output(path, replace=True)
     if replace or not path.exists():
         return
     with suppress(OSError, UnicodeDecodeError):
         if read_text(path, JSON_BYTES) == tokenizer.text:
             return
-    told = f"is of another tokenizer, and --train-bpe writes one beside {out.name}"
-    raise HpctrainError(f"{path}: {told}; --force replaces it, and another folder keeps both")
+    problem = f"contains another tokenizer, and --train-bpe would replace it when it writes {out.name}"
+    raise HpctrainError(
+        f"{path}: {problem}; add --force to replace it, or write {out.name} into another folder"
+    )
 
 
 def _write_tokenizer(world: World, path: Path, tokenizer: Tokenizer) -> None:
-    """Write a tokenizer that was trained as a file. Collective."""
+    """Write a trained tokenizer to a file. Collective."""
     with world.agreement():
         if world.rank == 0:
             temporary = path.with_name(f".{path.name}.partial")
@@ -319,7 +321,7 @@ def _write_tokenizer(world: World, path: Path, tokenizer: Tokenizer) -> None:
 def _tokenize(
     pieces: Sequence[TextPiece], tokenizer: Tokenizer, text_key: str, part: TokenPart, report: Report
 ) -> int:
-    """Append the tokens of pieces; return how many stand for text that the vocabulary lacks."""
+    """Append the tokens of pieces; return how many of them replace text outside the vocabulary."""
     faulty, lacking = False, 0
 
     with collecting() as complain:
@@ -348,13 +350,13 @@ def _tokenize(
 
 
 def _tell_unknown(world: World, lacking: int, part: TokenPart, tokenizer: Tokenizer, say: Say) -> None:
-    """Say how much of the text the vocabulary lacks. Collective."""
+    """Print how many tokens replace text outside the vocabulary. Collective."""
     if tokenizer.unknown is None:
         return
     counts = world.everyone.all_gather_object([lacking, part.tokens])
     lost, tokens = (sum(count[i] for count in counts) for i in (0, 1))
     if lost and world.rank == 0:
-        say(f"{lost} of {tokens} tokens stand for text that the vocabulary lacks, and that is lost")
+        say(f"{lost} of {tokens} tokens replace text outside the vocabulary, which is lost")
 
 
 def _documents(

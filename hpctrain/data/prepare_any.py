@@ -29,9 +29,10 @@ _OF_TEXT = {
 def prepare_any(
     world: World, out: Path, paths: Sequence[str], choices: Mapping[str, Any], say: Say, report: Report
 ) -> Prepared:
-    """Make `out` by `prepare` or, where a `kind` is among the choices, by `prepare_rows`; collective.
+    """Write `out` with `prepare_rows` if the choices contain a `kind`, else with `prepare`. Collective.
 
-    HpctrainError also where another process makes the same output.
+    Raises:
+        HpctrainError: As for these functions, and if another process writes the same output.
     """
     rest = dict(choices)
     kind, template = rest.pop("kind", None), rest.pop("template", None)

@@ -115,7 +115,7 @@ def prepare_rows(
 
 @dataclass(frozen=True)
 class _ParsedRow:
-    """Conversations of a row, and its other keys, which prompts and preferences keep; or its problem."""
+    """Conversations of a row with its other keys, which prompts and preferences store; or its error."""
 
     requests: Sequence[TokenRequest]
     others: Mapping[str, Any] | None = None
@@ -123,7 +123,7 @@ class _ParsedRow:
 
 
 def _at(row: Row, error: HpctrainError) -> HpctrainError:
-    """Return the error with the place of the row."""
+    """Return the error with the place of the row in front of each message."""
     return type(error)([f"{row.where}: {each}" for each in error.problems])
 
 
@@ -159,10 +159,10 @@ class _Making:
             part.finish()
 
     def _add(self, rows: Sequence[Row], complain: Complaint) -> None:
-        """Add rows, whose conversations are rendered together.
+        """Add rows, whose conversations are rendered by one request.
 
         Raises:
-            TemplateLimitError: Where the template took too much time for one of them.
+            TemplateLimitError: The template exceeded its time limit or ended its process.
         """
         parsed = [(row, self._parsed(row)) for row in rows]
         outcomes = iter(self.chat.tokens_of([request for _, each in parsed for request in each.requests]))
@@ -180,7 +180,7 @@ class _Making:
                     complain(_at(row, error))
 
     def _parsed(self, row: Row) -> _ParsedRow:
-        """Read what a row has; a pair of equal answers asks for nothing."""
+        """Parse a row. A pair of equal answers contains no request, since it is left out."""
         try:
             if self.kind == CHAT:
                 return _ParsedRow([TokenRequest(conversation_of(row.value))])

@@ -19,9 +19,9 @@ class SyntheticSource(Sequences):
 
     Attributes:
         length: Number of tokens of a sequence, with padding.
-        vocabulary: Tokens are below it; the last one ends documents.
+        vocabulary: Size of the vocabulary. The last token ends documents.
         count: Number of sequences.
-        seed: What the tokens follow from.
+        seed: Seed of the random tokens.
         masked: Mean share of the targets that are -1.
         documents: Share of tokens that end a document. If it is not 0, documents do not see each other.
         padding: Mean share of a sequence that is padding, which differs from sequence to sequence.

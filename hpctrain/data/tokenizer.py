@@ -36,7 +36,7 @@ BYTE_VALUES = 256
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"
 ENDS = (END_OF_TEXT, "<|end_of_text|>", "<｜end▁of▁sentence｜>", "</s>", "<eos>", "<|eos|>", "[EOS]")
-"""Names that published vocabularies have for the end of a document, the most specific first."""
+"""Usual names of the token that ends a document; the most specific ones come first."""
 
 
 class Tokenizer:
@@ -45,13 +45,13 @@ class Tokenizer:
     Attributes:
         text: "bytes" (ids 0-255 are the bytes of UTF-8, 256 ends a document), or the JSON of a `tokenizers`
             tokenizer.
-        settings: what the files beside that JSON say.
-        vocabulary: number that all ids are below.
+        settings: settings in the files next to that JSON.
+        vocabulary: size of the vocabulary; all ids are smaller.
         end_of_document: id that follows every document.
-        control: ids of the control tokens by their names; no text is encoded as one of them.
-        ends: ids at which a model ends its text, `end_of_document` among them.
-        ignored_settings: what `of_files` took out of the JSON, in words.
-        unknown: id that stands for text which the vocabulary lacks; None without one.
+        control: ids of the control tokens by name; text is never encoded as one of them.
+        ends: ids that end generated text, including `end_of_document`.
+        ignored_settings: settings that `of_files` removed from the JSON, such as "model.dropout = 0.1".
+        unknown: id that replaces text outside the vocabulary; None if the tokenizer has none.
     """
 
     def __init__(
@@ -60,13 +60,13 @@ class Tokenizer:
         """Read a tokenizer.
 
         Args:
-            text: see the class.
+            text: "bytes" or the JSON, as the attribute `text`.
             where: beginning of error messages.
-            settings: `end_of_document` of these is taken. Without it, the first name of `ENDS` in the
-                vocabulary ends a document, as it did before the files did.
+            settings: settings with the id of the token that ends a document. Without an id, as in old files,
+                it is the first name in `ENDS` that the vocabulary contains.
 
         Raises:
-            HpctrainError: the text is no tokenizer that can be used.
+            HpctrainError: the text is not a usable tokenizer.
         """
         self.text, self._where = text, where
         self.settings = settings or TokenizerSettings()
@@ -90,7 +90,7 @@ class Tokenizer:
         self.end_of_document, self.control = guarded.end_of_document, guarded.control
         self._library = guarded.library
         self._lost = self.end_of_document if guarded.marks_lost_text else None
-        # Text that spells an added token that is special is text: only we end documents.
+        # The text of a special added token is encoded as ordinary text: only hpctrain ends documents.
         self._library.encode_special_tokens = True
         ids = self._library.get_vocab(with_added_tokens=True)
         self.vocabulary = max(ids.values()) + 1  # ids may have holes, so their number does not do
@@ -105,18 +105,18 @@ class Tokenizer:
         """Read the tokenizer that a user names.
 
         Args:
-            argument: "bytes", a `tokenizers` JSON file, or a folder that has one.
-            end_of_document: name of the token that ends a document; None for what the files say.
+            argument: "bytes", a `tokenizers` JSON file, or a folder with a `tokenizer.json`.
+            end_of_document: name of the token that ends a document; None to take it from the files.
 
         Raises:
-            HpctrainError: there is no tokenizer that can be used, or nothing tells the end of a document.
+            HpctrainError: there is no usable tokenizer, or the token that ends a document is unknown.
             InputOutputError: a file cannot be read.
         """
         if argument == BYTES:
             if end_of_document is not None:
                 raise HpctrainError(
-                    f"--end-of-document {end_of_document}: names a token of --tokenizer FILE.json or DIR, "
-                    "and bytes have none of this name (leave it out)"
+                    f"--end-of-document {end_of_document}: requires --tokenizer FILE.json or DIR; "
+                    "the tokenizer `bytes` has no such token (leave it out)"
                 )
             return cls(BYTES, settings=TokenizerSettings(end_of_document=BYTE_VALUES, ends=(BYTE_VALUES,)))
         path, where = Path(argument), f"tokenizer = {argument}"
@@ -141,18 +141,24 @@ class Tokenizer:
     def of_files(
         cls, text: str, settings: TokenizerSettings, where: str, end_of_document: str | None = None
     ) -> Tokenizer:
-        """Return the tokenizer of a JSON whose end of a document its own files tell, or the caller.
+        """Return the tokenizer of a JSON and the files next to it.
 
-        What makes tokens depend on chance, or cuts texts, is taken out of the JSON.
+        Settings that make tokens random, truncated or padded are removed from the JSON.
+
+        Args:
+            text: the JSON.
+            settings: settings in the files next to it.
+            where: beginning of error messages.
+            end_of_document: name of the token that ends a document; None to find it in the files.
 
         Raises:
-            HpctrainError: nothing tells it, or the JSON is no tokenizer that can be used.
+            HpctrainError: the token that ends a document is unknown, or the JSON is not a usable tokenizer.
         """
         content = parse_tokenizer(text, where)
         try:
             end = find_end_of_document(content, settings, where, end_of_document)
         except HpctrainError:
-            library_of(content, where)  # which tells whether it is a tokenizer at all
+            library_of(content, where)  # raises a better error if the JSON is not a tokenizer at all
             raise
         off = disable_randomness(content)
         made = cls(
@@ -206,7 +212,9 @@ class Tokenizer:
             # The fast form keeps no offsets into the text: a quarter of the memory.
             [encoding] = self._library.encode_batch_fast([replaced], add_special_tokens=False)
         except Exception as error:  # noqa: BLE001 - the library raises nothing narrower
-            sentence = f"cannot encode a text: {error}; take a tokenizer whose vocabulary has its unk_token"
+            sentence = (
+                f"cannot encode a text: {error}; use a tokenizer whose vocabulary contains its unk_token"
+            )
             raise HpctrainError(f"{self._where}: {sentence}") from None
         ids = np.array(encoding.ids, dtype=np.uint32)
         if self._lost is not None and (ids == self._lost).any():
@@ -226,25 +234,25 @@ class Tokenizer:
 
 
 class GuardedTokenizer:
-    """The library's tokenizer of a JSON, in which no text can spell a control token.
+    """Tokenizer of the `tokenizers` library that never encodes text as a control token.
 
     Attributes:
-        library: the tokenizer; its control tokens have the names of `hidden`.
-        hidden: names of the control tokens in the library, by their own names.
-        control: ids of the control tokens, by their own names.
+        library: the tokenizer, in which the control tokens are renamed.
+        hidden: new names of the control tokens, by their original names.
+        control: ids of the control tokens, by their original names.
         end_of_document: id of the token that ends a document.
-        marks_lost_text: True if text that the vocabulary lacks becomes `end_of_document`.
+        marks_lost_text: True if characters outside the vocabulary are encoded as `end_of_document`.
     """
 
     def __init__(self, content: Content, settings: TokenizerSettings, where: str) -> None:
-        """Read the tokenizer of `content`, which is changed; errors as of Tokenizer."""
+        """Build the tokenizer of `content`, which is changed in place; errors as for `Tokenizer`."""
         ids = token_ids(content)
         if settings.end_of_document is None:
             end = next((name for name in ENDS if name in ids), None)
             if end is None:
                 raise HpctrainError(
                     f"{where}: the vocabulary has no token that ends a document; "
-                    f"one of {', '.join(ENDS)} must be in it"
+                    f"it must contain one of {', '.join(ENDS)}"
                 )
         else:
             names = {number: name for name, number in ids.items()}
@@ -267,12 +275,12 @@ def find_end_of_document(
 ) -> int:
     """Return the id of the token that ends a document.
 
-    It is the token that the caller has `named`, or `eos_token` of the tokenizer's configuration, or
-    `eos_token_id` of the configurations of generation and model where that is a special token, or the only
-    special token that has one of the names in `ENDS`.
+    It is the first of these that exists: the token `named` by the user, `eos_token` of
+    tokenizer_config.json, a special token in `eos_token_id` of generation_config.json or config.json, and the
+    only special token with a name in `ENDS`.
 
     Raises:
-        HpctrainError: the vocabulary has no such token, or several.
+        HpctrainError: none of these exists, or several special tokens have a name in `ENDS`.
     """
     ids, special = token_ids(content), special_tokens(content)
     if named is not None:
@@ -292,12 +300,20 @@ def find_end_of_document(
     if found:
         sentence = f"has several special tokens that may end a document ({', '.join(found)})"
     else:
-        sentence = f"nothing tells which token ends a document (no eos_token, none of {', '.join(ENDS)})"
+        sentence = (
+            f"has no eos_token and none of {', '.join(ENDS)}, so the token that ends a document is unknown"
+        )
     raise HpctrainError(f"{where}: {sentence}; name it with --end-of-document TOKEN")
 
 
 def lost_text(library: Library, text: str, lost: int) -> str:
-    """Return, in words, which character of a text the vocabulary lacks."""
+    """Return an error message about the first character of a text that the vocabulary does not contain.
+
+    Args:
+        library: the tokenizer, which encodes such characters as `lost`.
+        text: the text.
+        lost: id that marks them.
+    """
     for letter in dict.fromkeys(text):
         if lost in library.encode(letter, add_special_tokens=False).ids:
             sentence = f"{letter!r} (U+{ord(letter):04X})"
@@ -306,7 +322,7 @@ def lost_text(library: Library, text: str, lost: int) -> str:
         sentence = "a part of the text"
     return (
         f"{sentence} is not in the vocabulary, and without model.unk_token the tokenizer would drop it; "
-        "take a tokenizer that has one, or one of bytes"
+        "use a tokenizer with an unk_token, or a byte-level one"
     )
 
 

@@ -73,7 +73,7 @@ class NamedCode:
 
 
 class UntrustedCodeError(HpctrainError):
-    """Only a stored deck names code that would have to be called, and the user has not trusted it."""
+    """Error about code that a stored deck names and that the user has not allowed to run."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Imports what a deck names as "FILE.py:FUNCTION" or "PACKAGE:FUNCTION": the only place that does."""
+"""Import of functions and classes that a deck names as "FILE.py:FUNCTION" or "PACKAGE:FUNCTION"."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _NOT_THEIRS = (
 )
 
 _STANDARD = tuple({Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")})
-"""Folders of Python's standard library; packages that are installed may lie within them."""
+"""Folders of Python's standard library. Installed packages may be in subfolders of them."""
 
 _OF_STANDARD = (
-    "is part of Python's standard library or of hpctrain, which have no models, datasets, losses or rewards; "
-    "name a function or class of a file of yours or of an installed package"
+    "is part of Python's standard library or of hpctrain, neither of which has models, datasets or losses; "
+    "name a function or class in your own file or in an installed package"
 )
 
 _OF_WITH = 2
@@ -106,16 +106,16 @@ def find_function(code: NamedCode) -> Callable[..., Any]:
 
 
 def _refuse_standard_library(place: str, in_file: bool) -> None:
-    """Raise HpctrainError if a module is of Python's standard library or of ours, before it is imported.
+    """Raise HpctrainError if a module belongs to Python's standard library or hpctrain, before importing it.
 
-    Functions there start programs, delete files and evaluate text; none makes a model, a dataset or a loss.
+    Some functions there start programs, delete files or evaluate text; none builds a model, dataset or loss.
     """
     if _is_standard_file(Path(place)) if in_file else _is_standard_module(place):
         raise HpctrainError(f"{place} {_OF_STANDARD}")
 
 
 def _refuse_foreign_function(value: object, path: str) -> None:
-    """Raise HpctrainError for a function of the standard library or of ours, whatever its name here is."""
+    """Raise HpctrainError for a function of the standard library or hpctrain that another module imports."""
     while isinstance(value, partial):
         value = value.func
     if isclass(value) or isroutine(value):
@@ -125,7 +125,7 @@ def _refuse_foreign_function(value: object, path: str) -> None:
 
 
 def _is_standard_module(name: str) -> bool:
-    """True for a module of the standard library or of ours, but not for a user's that has such a name."""
+    """Return True for a module of the standard library or hpctrain, not for a user's module of that name."""
     top = name.partition(".")[0]
     if top == "hpctrain":
         return True
@@ -146,7 +146,7 @@ def _is_standard_file(path: Path) -> bool:
 
 
 def _is_part(module: ModuleType, place: str) -> bool:
-    """True if a module belongs to the package that a deck names, or lies beside the file that it names."""
+    """Return True if a module is part of the package, or in the folder of the file, that a deck names."""
     if not place.endswith(".py"):
         return module.__name__.partition(".")[0] == place.partition(".")[0]
     file = getattr(module, "__file__", None)

@@ -559,8 +559,8 @@ class Stability(Section):
     )
     spike_most: int = key("Spikes of a run; with one more it stops, to be looked at.", 20, ge=1)
     max_skipped_steps: int = key(
-        "Steps in a row without an update after which the run ends with an error, as when none was one; "
-        "0: never.",
+        "Consecutive steps without an update after which the run ends with an error, as does a run "
+        "without any update (0: never).",
         50,
         unit="steps",
         ge=0,
@@ -669,17 +669,20 @@ class Deck(Section):
 
     @property
     def untrusted_code(self) -> frozenset[CodeName]:
-        """Code that the deck names and that may not be called; see `hpctrain.deck.code`.
+        """Code that the deck names but may not call (see `hpctrain.deck.code`).
 
-        Rewards are left out where the objective asks for none, as where a policy is only evaluated.
+        Rewards are left out if the objective uses none, for example if a policy is only evaluated.
         """
         policy = ("policy",) if self.objective.kind in POLICIES else ()
         return self._untrusted_in("model", "data", *policy)
 
     def code(self, target: str) -> NamedCode:
-        """Return what a key names, such as "train.py:build", with the decision whether it may be called.
+        """Return the function or class that a key names, with the decision whether it may be called.
 
-        Nothing of a deck may be called before all of the code that it names is trusted.
+        It may be called only if all code that the deck names may be called.
+
+        Args:
+            target: Value of the key, such as "train.py:build".
         """
         untrusted = self._untrusted_in("model", "data", "policy")
         return NamedCode(target, refusal(untrusted, self.sources.name) if untrusted else "")
@@ -716,7 +719,7 @@ class Deck(Section):
 
 
 def require_trusted_code(deck: Deck, file: object) -> None:
-    """Raise `UntrustedCodeError` if a deck, which is stored in `file`, names code that may not be called."""
+    """Raise `UntrustedCodeError` if a deck that is stored in `file` names code that may not be called."""
     if untrusted := deck.untrusted_code:
         raise UntrustedCodeError(refusal(untrusted, str(file)))
 

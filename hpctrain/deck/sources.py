@@ -57,12 +57,12 @@ class Place:
 
 @dataclass(frozen=True)
 class Sources:
-    """Where each key of a deck ("batch.micro_size") was given, and the name of the deck itself.
+    """Places in which the keys of a deck ("batch.micro_size") were given, and the name of the deck.
 
     `defaulted` are the keys that were not given and got values that follow other keys of the deck.
-    `trusted_code` is the code that may be called of what the deck names: None, which is all of it, for a deck
-    that the user gave; for a stored deck what the user named or trusted. All Sources are equal: decks with
-    the same values are the same deck, wherever they were written.
+    `trusted_code` is the code of the deck that may be called. It is None for a deck that the user passed:
+    then all code may be called. All Sources are equal: decks with the same values are the same deck, wherever
+    they were written.
     """
 
     name: str = field(default="deck", compare=False)

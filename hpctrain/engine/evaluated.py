@@ -22,13 +22,13 @@ def evaluated_deck(
     overrides: Sequence[str],
     ranks: int,
 ) -> Deck:
-    """Return the checkpoint's deck as it evaluates on so many ranks.
+    """Return the checkpoint's deck for an evaluation on `ranks` ranks.
 
-    The layout is that of the run if it fits them; otherwise all of them are data ranks.
+    The layout is that of the run if it fits the number of ranks; otherwise all of them are data ranks.
 
     Raises:
-        UntrustedCodeError: If the deck names code that may not be called.
-        HpctrainError: If `overrides` change the model of the checkpoint, among others.
+        UntrustedCodeError: The deck names code that may not be called.
+        HpctrainError: The deck is not valid, or `overrides` change the model of the checkpoint.
     """
     trust = trust_of(overrides)
     deck = stored_deck(state, path, overrides, trust)

@@ -153,8 +153,8 @@ def counted_out(deck: Deck, world: World, held_out: HeldOut, tokenizer: Tokenize
         if not tokens:
             size = counted(held_out.sequences, "sequence")
             raise HpctrainError(
-                f"evaluation set {held_out.name}: no token of its {size} is to be predicted, so that it has "
-                "no loss (give more sequences, or another file)"
+                f"evaluation set {held_out.name}: its {size} contain no token to predict, so it has no loss "
+                "(give more sequences, or another file)"
             )
     batches, sequences = held_out.batches, held_out.sequences
     return HeldOut(held_out.name, batches, sequences, tokens, None if sizes is None else text, in_nats=True)

@@ -335,7 +335,7 @@ def load_parameters(path: Path, stage: Stage, everyone: Group) -> None:
     load(structure, everyone, [*read, *kept], left=left)
     weight = nonfinite_weight(everyone, read)
     if weight is not None and everyone.rank == 0:
-        sentence = nonfinite_sentence(path, weight, "what this model computes may be no number")
+        sentence = nonfinite_sentence(path, weight, "the results of this model may be NaN or infinite")
         logging.getLogger("hpctrain").warning("%s", sentence)
     for (entry, _), each in zip(wanted, read, strict=True):
         if each is not entry:

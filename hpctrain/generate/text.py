@@ -209,7 +209,7 @@ class TextModel:
                 yield samples.pop(first)
 
     def _ids_of(self, prompt: str) -> list[int]:
-        """Return the tokens of a prompt, or of a conversation in which a user says it."""
+        """Return the tokens of a prompt; with --chat, of a conversation with the prompt as user message."""
         if self.chat is None:
             return self.tokenizer.encode(prompt)
         ids: list[int] = self.chat.prompt(Conversation([{"role": "user", "content": prompt}])).ids.tolist()
@@ -318,23 +318,23 @@ def split_deck(state: dict[str, Any], path: Path, tensor: int, pipeline: int = 1
 
 
 def chat_of(tokenizer: Tokenizer, path: Path, now: str) -> ChatTokenizer:
-    """Return what makes tokens of conversations, by the chat template of a checkpoint.
+    """Return the tokenizer of conversations that uses the chat template in a checkpoint.
 
     Args:
         tokenizer: tokenizer of the checkpoint, with its settings.
-        path: the checkpoint.
-        now: time that a template is told which asks for it, in ISO 8601.
+        path: the checkpoint, for messages.
+        now: time that `strftime_now` in the template formats, in ISO 8601.
 
     Raises:
         HpctrainError: the checkpoint has no chat template, or one that cannot be parsed.
     """
     text = tokenizer.settings.chat_template
     if text is None:
-        told = "holds no chat template; train on conversations, or start from a model that has one"
-        raise HpctrainError(f"--chat: {path}: {told}")
+        problem = "has no chat template; train on conversations, or start from a model that has one"
+        raise HpctrainError(f"--chat: {path}: {problem}")
     tokens = {"eos_token": tokenizer.end_name} | tokenizer.settings.special_tokens
     template = ChatTemplate(text, tokens, f"{path}: its chat template", now)
-    template.process.start()  # which tells whether it is a template
+    template.process.start()  # raises an error if the template is invalid
     return ChatTokenizer(tokenizer, template)
 
 

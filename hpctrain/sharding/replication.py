@@ -116,7 +116,7 @@ class Replication:
 
     @property
     def everyone(self) -> tuple[Group, ...]:
-        """Groups along which all ranks of the stage lie that hold the piece, if ZeRO does not cut it."""
+        """Groups whose ranks hold the same piece of a parameter if ZeRO does not shard it."""
         return (self.sharding.group, self.sharding.replicas, self.holders)
 
     def copy(self, owned: bool, *apart: Group) -> tuple[int, int]:

@@ -24,7 +24,7 @@ from hpctrain.sharding.state import MASTER, MODEL, OPTIMIZER, StateTensor
 from hpctrain.sharding.synchronize import from_other_end
 
 OUTER = "outer/"
-"""What kinds begin with that replicas have in common, besides the outer model."""
+"""Prefix of the kinds of state that replicas share, other than the outer model itself."""
 
 _Place = tuple[str, int]
 
@@ -105,8 +105,9 @@ class RestingState(Watched):
 
     @cached_property
     def _places(self) -> list[_Place]:
-        """Each piece's name, and how many pieces of that name come before it: an outer model has the names of
-        a replica's own.
+        """Name of each piece, and the number of earlier pieces with that name.
+
+        The number is needed since tensors of the outer model have the same names as those of a replica.
         """
         counts: Counter[str] = Counter()
         places = []
@@ -116,7 +117,10 @@ class RestingState(Watched):
         return places
 
     def _differing_ends(self, numbers: Mapping[_Place, int]) -> Iterator[Fault]:
-        """Yield what the two ends of a pipeline do not have alike. Slices are cut in other places on them."""
+        """Yield the tied tensors that differ between the two ends of a pipeline.
+
+        Their slices have different boundaries on the two ends.
+        """
         with_place = zip(self._places, self.pieces, strict=True)
         tied = sorted((place, piece) for place, piece in with_place if piece.ends is not None)
         for place, piece in tied:
@@ -137,7 +141,7 @@ def learned(state: Iterable[StateTensor]) -> Iterator[Resting]:
 
 
 def _apart(group: Group, of_ranks: Sequence[dict[_Place, int]]) -> Iterator[Fault]:
-    """Yield the tensors that the ranks of a group do not have alike, at those who are fewest."""
+    """Yield a fault for each tensor that differs within a group; it names the ranks in the minority."""
     for place in of_ranks[0]:
         name, _ = place
         values = [each.get(place) for each in of_ranks]
@@ -197,7 +201,7 @@ def _changes(tensor: StateTensor) -> bool:
 
 
 def _others(bucket: Bucket, segment: BucketSegment, of_replicas: bool) -> tuple[Group, ...]:
-    """Return the groups that hold the same slice of a parameter, which each replica may have of its own."""
+    """Return the groups whose ranks hold the same slice of a parameter (`of_replicas`: in one replica)."""
     replicas = () if of_replicas else (bucket.sharding.replicas,)
     return (segment.replication.holders, *replicas)
 

@@ -17,7 +17,7 @@ from hpctrain.checkpoint.draft import PIECE_BYTES
 from hpctrain.checkpoint.entries import resumed_entries, stored_replicas, training_entries
 from hpctrain.checkpoint.finite import NonFiniteWeight, nonfinite_weight, require_finite
 from hpctrain.checkpoint.held import HeldState, HeldStates
-from hpctrain.checkpoint.keep import is_complete, keep, lead_to, unlink, warned
+from hpctrain.checkpoint.keep import is_complete, keep, log_io_errors, try_point_to, unlink
 from hpctrain.checkpoint.layout import Entry
 from hpctrain.checkpoint.names import BEST, checkpoint_path
 from hpctrain.checkpoint.provenance import Provenance
@@ -245,7 +245,7 @@ class Checkpoints(Hook):
             return
         path, everyone = checkpoint_path(self.folder, self.best.kept), self.world.everyone
         if everyone.broadcast_object(_holds(path, self.best.record()) if everyone.rank == 0 else None):
-            lead_to(path, everyone, BEST)
+            try_point_to(path, everyone, BEST)
             return
         if self.best.kept and self.newest is not None and self.newest.parent == self.folder:
             sentence = f"{path}: the best so far is not there any more; the next evaluation makes the best"
@@ -259,10 +259,10 @@ class Checkpoints(Hook):
         """A checkpoint is complete: lead to it, and forget those beyond `checkpoint.keep`."""
         everyone, checkpoint = self.world.everyone, self.deck.checkpoint
         self.newest = path
-        lead_to(path, everyone)
+        try_point_to(path, everyone)
         if self._is_best:
-            lead_to(path, everyone, BEST)
-        with warned():
+            try_point_to(path, everyone, BEST)
+        with log_io_errors():
             keep(self.folder, checkpoint.keep, everyone, checkpoint.keep_every)
         self.longest = max(self.longest, time.perf_counter() - self._began)
         sentence = "checkpoint %s written, which held up training for %.2f s"

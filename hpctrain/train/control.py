@@ -75,8 +75,10 @@ class Control:
         ranks = {cause: world.size - number for cause, number in zip(causes, numbers, strict=True) if number}
         if _GONE in ranks:
             with world.agreement():
-                sentence = "was deleted or replaced while the run wrote to it; what it would write is lost"
-                raise InputOutputError(f"{self.folder}: {sentence}, so it ends")
+                sentence = (
+                    "was deleted or replaced during training; the run ends, since its files would be lost"
+                )
+                raise InputOutputError(f"{self.folder}: {sentence}")
         measure = ranks.pop(_MEASURE, None) is not None
         if not ranks:
             return Order(measure=measure)

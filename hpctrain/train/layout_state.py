@@ -1,4 +1,4 @@
-"""Optimizer state, residuals and rotary positions for the layout check (`train/verify.py`)."""
+"""State, residuals and rotary positions that the layout check (`train/verify.py`) uses."""
 
 from __future__ import annotations
 

@@ -29,10 +29,10 @@ from hpctrain.pipeline.split import even_split
 from hpctrain.units import format_count
 
 MICRO_BATCHES, MICRO_SIZE = 3, 2
-"""Least number of micro-batches of a step on each data rank, and the number of samples in each of them.
+"""Smallest number of micro-batches per step on each data rank, and the number of rows of each.
 
-The third micro-batch is the first one that neither begins nor ends a step, where gradients are neither new
-nor complete.
+With three micro-batches, one neither begins nor ends the step: its gradients are added to existing ones, and
+the sums are not complete after it.
 """
 
 _HEAD_SIZE, _LAYERS = 8, 2
@@ -87,10 +87,10 @@ def miniature(deck: Deck) -> Deck:
 
 
 def batch_of(deck: Deck, mesh: Mesh) -> int:
-    """Return the number of samples of a miniature's step: one less than its micro-batches have room for.
+    """Return the number of samples per step of a miniature: one less than its micro-batches have rows.
 
-    A pipeline gets one micro-batch more than it has stages, so that it is filled, and a stage uses the memory
-    of one that is done again. The last micro-batch of the last data rank has a row that is no sample.
+    In a pipeline there is one micro-batch more than stages, so that the pipeline is full and a stage uses the
+    buffers of a finished micro-batch again. The last row of the last data rank contains no sample.
     """
     stages = mesh.size("pipeline")
     micro_batches = max(MICRO_BATCHES, stages + 1)
@@ -99,10 +99,10 @@ def batch_of(deck: Deck, mesh: Mesh) -> int:
     return micro_batches * MICRO_SIZE * mesh.size("data") - 1
 
 
-def holds_back(deck: Deck) -> bool:
-    """Return True if the deck compresses sums of gradients, and ranks keep what these lack.
+def has_residuals(deck: Deck) -> bool:
+    """Return True if the deck compresses gradients with error feedback.
 
-    Then both together are the exact sum.
+    Then the compressed sum and the residuals of all ranks together are the exact sum.
     """
     keys, optimizer = deck.communication, deck.optimizer
     if keys.compress_between != "ranks" or deck.model.module is not None or in_replicas(deck):
@@ -114,10 +114,10 @@ def holds_back(deck: Deck) -> bool:
     return keys.compress in {"bf16", "int8", "sign", "powersgd"} and keys.error_feedback
 
 
-def in_8_bits(deck: Deck, small: Deck) -> Deck:
-    """Return the miniature with the deck's products in 8 bits, and all else in fp64.
+def with_fp8_products(deck: Deck, small: Deck) -> Deck:
+    """Return the miniature with the deck's fp8 products, and all other computations in fp64.
 
-    In fp32, rounding would move a few numbers to the next one of 8 bits, and so depend on the layout.
+    In fp32, rounding depends on the layout, so that a few numbers would be quantized to other fp8 values.
     """
     exclude = _standing(deck, small, deck.precision.fp8_exclude)
     return small.with_keys(
@@ -127,10 +127,10 @@ def in_8_bits(deck: Deck, small: Deck) -> Deck:
 
 
 def with_outer_steps(deck: Deck, small: Deck) -> tuple[Deck, Deck]:
-    """Return the miniature with an outer step after each step, and the deck of one rank that does the same.
+    """Return the miniature with an outer step after each step, and an equivalent deck for one rank.
 
-    Of gradient descent the mean of the replicas' steps is one step by the mean of their gradients, and an
-    outer step with momentum is a step of Nesterov's by that.
+    With plain gradient descent, the mean of the replicas' steps equals one step with the mean gradient. An
+    outer step with momentum equals a step of Nesterov momentum with the mean gradient.
     """
     keys = deck.communication
     plain = {"name": "sgd", "momentum": 0.0, "nesterov": False, "weight_decay": 0.0, "clip": 0.0}
@@ -175,7 +175,7 @@ def _smoothed(deck: Deck) -> Deck:
         learning_rate={"peak": _RATE, "warmup": 0, "decay": "constant", "reference_batch": 0},
         communication={
             "bucket_bytes": 4096,
-            "compress": deck.communication.compress if holds_back(deck) else "none",
+            "compress": deck.communication.compress if has_residuals(deck) else "none",
             "warmup": _STEPS,
         },
         memory={"activations": "keep", "activation_format": "exact"},

@@ -243,17 +243,17 @@ class Loop:
         return self.checkpoints.due(step) or self.evaluation.due(step)
 
     def meets(self, step: int) -> bool:
-        """Return whether ranks that do not go in step meet after that step: something is due, or a run that
-        makes no updates might end.
+        """Return True if ranks that train asynchronously synchronize after this step.
+
+        They do so if something is due, or if the run may have to end since it makes no updates.
         """
         most = self.deck.stability.max_skipped_steps
         return self.due(step) or (most > 0 and step % most == 0)
 
     def end_without_updates(self, reason: str) -> NoReturn:
-        """Raise the HpctrainError that ends a run which learns nothing; collective.
+        """End a run that makes no updates by raising HpctrainError. Collective.
 
-        Where all weights are finite a checkpoint is written first, so that a run can go on from what it has
-        learned before.
+        If all weights are finite, a checkpoint is written first, so that the run can resume.
         """
         weight, step = self.checkpoints.nonfinite_weight(), self.trainer.state.step
         if weight is None:

@@ -110,10 +110,10 @@ def check_run_folder(world: World, folder: Path) -> None:
 
 
 class RunFolder:
-    """The folder of a run, which this job takes before it writes anything there, and holds until the end.
+    """The folder of a run, locked by this job from before its first write until its end.
 
-    Whatever is written before the first step, such as a reference, is recognized as a run's if the job is
-    killed meanwhile, so that `hpctrain run` begins again.
+    The folder is marked as a run's before anything else is written. So if the job is killed before the first
+    step, `hpctrain run` recognizes the files in it and can begin again.
     """
 
     def __init__(self, world: World, deck: Deck) -> None:
@@ -122,9 +122,10 @@ class RunFolder:
         self._is_taken = False
 
     def take(self) -> None:
-        """Lock the folder, mark it as a run's and write the deck there, once; collective.
+        """Lock the folder, mark it as a run's and write the deck there. Further calls do nothing. Collective.
 
-        HpctrainError on all ranks as in `take_folder` and `check_run_folder`.
+        Raises:
+            HpctrainError: Another job has locked the folder, or not all ranks see it; raised on all ranks.
         """
         if self._is_taken:
             return
@@ -144,7 +145,7 @@ class RunFolder:
         self.world.ledger.activity = before
 
     def close(self) -> None:
-        """Let other jobs have the folder."""
+        """Release the lock on the folder."""
         if self._lock is not None:
             self._lock.close()
         self._is_taken = False
@@ -163,7 +164,7 @@ def crossing(world: World, deck: Deck) -> str:
 
 
 def half_on_host(deck: Deck, device: torch.device) -> str:
-    """Return a warning if a CPU computes in fp16, else ""."""
+    """Return a warning if the deck asks a CPU to compute in fp16; "" otherwise."""
     if deck.precision.compute != "fp16" or not on_host(device):
         return ""
     return (

@@ -350,8 +350,12 @@ class Step:
 
 
 def learns(tokens: int, loss: float) -> bool:
-    """Return whether there is anything to learn in a step, or to predict in an evaluation.
+    """Return True if a step contains something to learn, or an evaluation something to predict.
 
-    A loss of the user's own may count something else than the `tokens` that are to be predicted.
+    A user's own loss may not be a mean over tokens, so a loss other than 0 counts, too.
+
+    Args:
+        tokens: Number of tokens to predict, over all ranks.
+        loss: The loss.
     """
     return tokens > 0 or loss != 0

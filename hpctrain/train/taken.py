@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.checkpoint.keep import lead_to, newest_good
+from hpctrain.checkpoint.keep import newest_good, try_point_to
 from hpctrain.checkpoint.mirror_folder import read_token, remove_mirrors, write_token
 from hpctrain.checkpoint.mirrored import find_mirror, write_mirror
 from hpctrain.checkpoint.names import checkpoint_path, checkpoint_step
@@ -46,7 +46,7 @@ def take_mirror(world: World, folder: Path) -> Taken:
         if found is not None and found.step > on_disk:
             path = checkpoint_path(folder / "checkpoints", found.step)
             write_mirror(found, path, world)
-            lead_to(path, world.everyone)
+            try_point_to(path, world.everyone)
             nodes = f"{'node' if len(found.hosts) == 1 else 'nodes'} {', '.join(found.hosts)}"
             lost = _lost(came - found.step)
             sentences.append(f"takes step {found.step} from the memory of {nodes} ({disk}): {lost}")

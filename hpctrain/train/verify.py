@@ -50,9 +50,9 @@ from hpctrain.train.layout_state import StatePiece, far_positions, residuals, st
 from hpctrain.train.miniature import (
     MICRO_SIZE,
     batch_of,
-    holds_back,
-    in_8_bits,
+    has_residuals,
     miniature_of,
+    with_fp8_products,
     with_outer_steps,
 )
 from hpctrain.train.outputs import in_order_of, outputs_of
@@ -71,7 +71,7 @@ ROUGHNESS = 0.2  # standard deviation of what biases and norm weights differ by
 
 
 def is_state(name: str) -> bool:
-    """Return True if a name that `compare` gives is that of state beside the parameters."""
+    """Return True if `name`, from `compare`, is the name of state other than parameters."""
     return name.endswith(_AT_THE_END) and not name.startswith("parameter ")
 
 
@@ -182,7 +182,7 @@ def compare_miniature(
     found = compare(small, world, mesh, longest)
     if deck.precision.compute == "fp8" and deck.model.module is None:
         with world.agreement():
-            quantized = in_8_bits(deck, small)
+            quantized = with_fp8_products(deck, small)
         found += _renamed(compare(quantized, world, mesh, longest), "with products in 8 bits")
     if in_replicas(deck) and deck.model.module is None:
         replicas, one_rank = with_outer_steps(deck, small)
@@ -226,14 +226,15 @@ def verify_layout(deck: Deck, world: World, mesh: Mesh) -> str:
 
 
 def _renamed(differences: Iterable[LayoutDifference], how: str) -> list[LayoutDifference]:
-    """Return the differences under names that say of which steps they are."""
+    """Return the differences with a suffix on their names that says which steps were compared."""
     return [replace(each, name=f"{each.name}, {how}") for each in differences]
 
 
 def _sums_of(name: str) -> Literal["all", "tensor", "none"]:
-    """Return the axes over which a missing or doubled sum may explain a difference.
+    """Return the axes over which a missing or doubled sum could explain a difference.
 
-    Ranks have slices of different lengths of state, and outputs of modules on different data.
+    State is excluded, since its slices have different lengths on each rank. For outputs of modules only the
+    tensor axis counts, since the ranks of other axes compute on different data.
     """
     if is_state(name):
         return "none"
@@ -254,8 +255,14 @@ class _Computed(NamedTuple):
 
 
 class _Description(NamedTuple):
-    """What all ranks know of a tensor that rank 0 has computed alone: the shapes of its calls, its own shape
-    and dtype, what errors are relative to, and what it is compared with (None: the one-rank run).
+    """Description, on all ranks, of a tensor that rank 0 has computed alone.
+
+    Attributes:
+        calls: Shapes of the tensor in each call of its module.
+        shape: Shape of the tensor.
+        dtype: dtype of the tensor.
+        scale: Value that errors are relative to.
+        reference: What the tensor is compared with; None for the one-rank run.
     """
 
     calls: tuple[torch.Size, ...]
@@ -266,7 +273,7 @@ class _Description(NamedTuple):
 
     @staticmethod
     def of(expected: _Computed, scale: float, reference: str | None) -> _Description:
-        """Describe what rank 0 has computed."""
+        """Return the description of a tensor that rank 0 has computed."""
         values = expected.values
         return _Description(expected.calls or (values.shape,), values.shape, values.dtype, scale, reference)
 
@@ -306,7 +313,7 @@ def _compute(trainer: Trainer, longest: int) -> dict[str, _Computed]:
         # Each replica has gradients of its own.
         results = {name: each for name, each in results.items() if not name.startswith("gradient")}
     results |= parameters(_AT_THE_END) | _state(engine, trainer.deck.communication.warmup == 0)
-    if holds_back(trainer.deck):
+    if has_residuals(trainer.deck):
         sums.pieces.clear()
         trainer.train_step()
         unsent = residuals(engine)

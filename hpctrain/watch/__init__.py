@@ -1,1 +1,1 @@
-"""What looks at a run and never changes it: stragglers, status, progress, log, metrics, folder."""
+"""Observers of a run, which never change it: stragglers, status, progress, log, metrics, run folder."""

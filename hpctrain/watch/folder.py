@@ -58,8 +58,8 @@ def replaces(deck: Deck, fresh: bool, again: bool) -> bool:
             held = "holds a run without a checkpoint, whose job may still be there; let it end, or replace it"
             raise HpctrainError(deck.problem("run.dir", f"{held} with `--fresh`"))
     if ended_early and not (fresh or again) and read_token(folder) is not None:
-        held = "holds a run whose state its nodes may have in memory"
-        way = f"go on with it by `{way_on(folder, None)}`, or replace it with `--fresh`"
+        held = "holds a run whose state its nodes may still have in memory"
+        way = f"resume it with `{way_on(folder, None)}`, or replace it with `--fresh`"
         raise HpctrainError(deck.problem("run.dir", f"{held}; {way}"))
     if ended_early or (fresh and not is_bare(folder)):
         return True
@@ -150,9 +150,9 @@ def no_way_on(folder: Path) -> str:
 
 
 def refuse_other_folder(deck: Deck, checkpoint: Path) -> None:
-    """Raise if a run that goes on from a checkpoint would write over what is not its own.
+    """Raise an error if a resumed run would overwrite files in its folder that belong to another run.
 
-    What a job that ended before its first checkpoint wrote there may go: `clear_other_folder` deletes it.
+    Files of a job that ended before its first checkpoint are allowed: `clear_other_folder` deletes them.
     """
     folder = Path(deck.run.dir)
     _refuse_file(deck)
@@ -163,8 +163,12 @@ def refuse_other_folder(deck: Deck, checkpoint: Path) -> None:
 
 
 def clear_other_folder(deck: Deck, checkpoint: Path) -> str:
-    """Delete what a job that ended before its first checkpoint wrote where a run is to go on that has its
-    checkpoint elsewhere; return what stays there of others, in words. On rank 0.
+    """Delete the files of a job that ended before its first checkpoint from the folder of a resumed run.
+
+    Nothing is deleted if the checkpoint is in that folder. Call this on rank 0.
+
+    Returns:
+        A sentence about files that are not a run's and are kept; "" if there are none.
     """
     folder = Path(deck.run.dir)
     if _is_own(folder, checkpoint) or not _ended_early(folder):
@@ -184,14 +188,19 @@ def _is_own(folder: Path, checkpoint: Path) -> bool:
 
 
 def _ended_early(folder: Path) -> bool:
-    """Return whether a folder is that of a run whose job is over and left nothing to go on from."""
+    """Return True if the job of the run in a folder has ended and left nothing to resume from."""
     ended = is_run(folder) and bool(names_of_a_run(folder)) and not checkpoints(folder / "checkpoints")
     return ended and is_free(folder) and read_token(folder) is None
 
 
 def _remove(folder: Path, needed: Sequence[str], warns: bool) -> str:
-    """Delete the run in a folder; return what stays there of others, in words. Errors as in `remove_run`."""
-    # Where no run is, nothing is locked, as that would write; the lock is left, since others may wait for it.
+    """Delete the run in a folder; errors as in `remove_run`.
+
+    Returns:
+        A sentence about files that are not a run's and are kept; "" if there are none.
+    """
+    # A folder without a run is not locked, since that would write a file. The lock file itself is kept, since
+    # other jobs may wait for it.
     with lock_folder(folder) if is_run(folder) else contextlib.nullcontext():
         stays = remove_run(folder, needed)
     if warns:
@@ -250,7 +259,7 @@ def is_free(folder: Path) -> bool:
 
 
 def running_job(folder: Path) -> str:
-    """Describe the job that writes to a run's folder now; empty where none does, or nothing tells."""
+    """Return the job that writes to a run's folder now, in words; "" if there is none or it is unknown."""
     return _holder(folder) if _is_held(folder) else ""
 
 

@@ -62,8 +62,8 @@ def is_run(folder: Path) -> bool:
 
 
 def is_bare(folder: Path) -> bool:
-    """Return whether a folder is not there, is empty, or holds nothing but what a job leaves in it that is
-    killed before it could mark it.
+    """Return True if a folder does not exist, is empty, or contains only files that a job writes before it
+    marks the folder as a run's.
     """
     return _names(folder) <= {LOCK, _OFFLOAD}
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hpctrain.checkpoint.create import create, temporary_name
-from hpctrain.checkpoint.keep import keep, lead_to, newest_good, point_to, warned
+from hpctrain.checkpoint.keep import keep, log_io_errors, newest_good, point_to, try_point_to
 from hpctrain.checkpoint.names import checkpoint_path, checkpoint_step, checkpoints
 from hpctrain.checkpoint.read import read_state
 from hpctrain.checkpoint.structure import examine
@@ -327,11 +327,11 @@ def test_what_a_run_can_do_without_is_a_warning(
 
     monkeypatch.setattr(Path, "unlink", refuse)
     monkeypatch.setattr(Path, "symlink_to", refuse)
-    with warned():
+    with log_io_errors():
         keep(tmp_path, 1, group)
-    lead_to(checkpoint_path(tmp_path, 3), group)
+    try_point_to(checkpoint_path(tmp_path, 3), group)
     assert [record.getMessage() for record in caplog.records] == [
         f"{tmp_path}/step-00000002.h5: cannot be deleted: Input/output error; the run goes on",
         f"{tmp_path}/step-00000001.h5: cannot be deleted: Input/output error; the run goes on",
-        f"{tmp_path}/latest: cannot lead to step-00000003.h5: Input/output error; the run goes on",
+        f"{tmp_path}/latest: cannot link to step-00000003.h5: Input/output error; the run goes on",
     ]

@@ -165,7 +165,7 @@ def test_what_names_no_end_of_a_document(tmp_path: Path) -> None:
     for argument, named, told in [
         (folder, None, "eos_token = '<none>' of its configuration is not in the vocabulary"),
         (folder, "<other>", "--end-of-document '<other>' is not in the vocabulary"),
-        ("bytes", "</s>", "--end-of-document </s>: names a token of --tokenizer"),
+        ("bytes", "</s>", "--end-of-document </s>: requires --tokenizer FILE.json"),
     ]:
         with pytest.raises(HpctrainError, match=r"is not in the vocabulary|leave it out") as caught:
             named_tokenizer(str(argument), named)
@@ -173,7 +173,9 @@ def test_what_names_no_end_of_a_document(tmp_path: Path) -> None:
     path = tmp_path / "several.json"
     library = tokenizers.Tokenizer(models.BPE({"a": 0}, []))
     library.save(str(path))
-    with pytest.raises(HpctrainError, match=r"nothing tells which token ends a document .*--end-of-document"):
+    with pytest.raises(
+        HpctrainError, match=r"so the token that ends a document is unknown.*--end-of-document"
+    ):
         named_tokenizer(str(path))
     library.add_special_tokens(["</s>", "<|endoftext|>"])
     library.save(str(path))
@@ -247,7 +249,7 @@ def test_rules_that_lose_text_and_unknown_words_are_said(world: World, tmp_path:
         world.alone(), tmp_path / "a.h5", [str(tmp_path / "a.txt")], tokenizer=str(folder), say=said.append
     )
     where = f"tokenizer = {folder}: does not preserve all of the text: pre_tokenizer Whitespace"
-    lost = "1 of 4 tokens stand for text that the vocabulary lacks, and that is lost"
+    lost = "1 of 4 tokens replace text outside the vocabulary, which is lost"
     assert said == [where, lost]
 
 
@@ -308,13 +310,11 @@ def test_a_trained_tokenizer_is_written_beside_the_tokens(world: World, tmp_path
     assert TokenFile(tmp_path / "b.h5").tokenizer_text == written
     prepare(alone, out, [str(tmp_path / "a.txt")], train_bpe=270, replace=True)
     with pytest.raises(
-        HpctrainError, match=r"tokenizer.json: is of another tokenizer, and --train-bpe .*--force"
+        HpctrainError, match=r"tokenizer.json: contains another tokenizer, and --train-bpe .*--force"
     ):
         prepare(alone, tmp_path / "c.h5", [str(tmp_path / "b.txt")], train_bpe=270)
     assert not (tmp_path / "c.h5").exists() and (tmp_path / "tokenizer.json").read_text() == written
-    with pytest.raises(
-        HpctrainError, match="--end-of-document x: names a token of --tokenizer, which is not"
-    ):
+    with pytest.raises(HpctrainError, match=r"--end-of-document x: requires --tokenizer FILE.json"):
         prepare(alone, tmp_path / "c.h5", [str(tmp_path / "b.txt")], end_of_document="x")
 
 

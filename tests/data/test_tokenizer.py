@@ -71,7 +71,7 @@ def test_what_is_no_tokenizer(tmp_path: Path) -> None:
         ("hello", "it is not JSON"),
         ('{"a": 1}', "no `model`"),
         ('{"model": {"type": "none such"}}', "can read"),
-        (word_level({"?": 0, "a": 1}, []).to_str(), "nothing tells which token ends a document"),
+        (word_level({"?": 0, "a": 1}, []).to_str(), "so the token that ends a document is unknown"),
     ]:
         path.write_text(text)
         with pytest.raises(HpctrainError, match=sentence) as caught:

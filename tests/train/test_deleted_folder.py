@@ -27,9 +27,7 @@ def test_a_folder_that_is_gone_ends_the_run(
     if replaced:
         folder.mkdir()
     assert not asked.agree().stop
-    with pytest.raises(
-        InputOutputError, match="run: was deleted or replaced while the run wrote to it"
-    ) as error:
+    with pytest.raises(InputOutputError, match="run: was deleted or replaced during training") as error:
         asked.agree()
     assert error.value.exit_code == 3
 

@@ -189,7 +189,7 @@ def test_a_mirrored_run_without_a_checkpoint_keeps_its_mirror(tokens: Path, tmp_
         clear_folder(deck, fresh=False, again=False)
     (problem,) = caught.value.problems
     assert problem.endswith(
-        "holds a run whose state its nodes may have in memory; go on with it by "
+        "holds a run whose state its nodes may still have in memory; resume it with "
         f"`hpctrain resume {folder}`, or replace it with `--fresh`"
     )
     assert (folder / "mirror.json").exists()

@@ -26,7 +26,7 @@ def operand_name(weight: str, kind: str, use: str) -> str:
     Args:
         weight: Name of the product's matrix.
         kind: What is quantized for the product: inputs, weights or gradients.
-        use: Tells the products of a layer apart in which this is an operand.
+        use: Name of the product among those of the layer that use this operand.
     """
     return f"{weight}/{kind}/{use}"
 
@@ -34,7 +34,7 @@ def operand_name(weight: str, kind: str, use: str) -> str:
 def note_lost(
     noted: Noted, name: str, matrix: Tensor, maxima: Tensor, found: Quantized, padding: Tensor | None = None
 ) -> None:
-    """Note what quantizing has lost, and its scales; change nothing of either.
+    """Record the elements that quantization lost, and the scales. Changes neither.
 
     Args:
         noted: Takes the counts.

@@ -28,7 +28,7 @@ _USUAL_KEY, _USUAL_SECONDS = "answer", 30.0
 
 @dataclass(frozen=True)
 class RewardName:
-    """What a deck says of a reward: a built-in one, a pattern of one, or the name of a function."""
+    """Reward that a deck names: a built-in one, a pattern, or a function."""
 
     kind: str
     text: str = ""

@@ -120,11 +120,11 @@ def refuse_ranks(environment: Mapping[str, str]) -> None:
 
 
 def without_running(variants: Sequence[Variant], show: Told) -> list[Variant]:
-    """Return the runs that no job trains now; tell of the others, which a killed sweep leaves behind."""
+    """Return the runs that no job trains now, and print the others, which an earlier sweep has started."""
     free = []
     for variant in variants:
         if job := running_job(variant.folder):
-            show(f"{variant.name}: still runs ({job}), begun by an earlier sweep; it is left alone")
+            show(f"{variant.name}: still runs ({job}), started by an earlier sweep; it is skipped")
         else:
             free.append(variant)
     return free

@@ -229,7 +229,7 @@ def test_its_own_texts_end_with_the_turn(
 
 def test_a_model_without_a_template_cannot_chat(tuned: Tuned, world: World, tmp_path: Path) -> None:
     import_model(world.alone(), tuned.folder / "base", tmp_path / "base.h5")
-    with pytest.raises(HpctrainError, match=r"--chat: .*base.h5: holds no chat template; train on") as caught:
+    with pytest.raises(HpctrainError, match=r"--chat: .*base.h5: has no chat template; train on") as caught:
         generate(world.alone(), tmp_path / "base.h5", PromptSource("a"), Sampling(), print, False, chat=True)
     assert caught.value.exit_code == 2
 
