@@ -559,8 +559,7 @@ class Stability(Section):
     )
     spike_most: int = key("Spikes of a run; with one more it stops, to be looked at.", 20, ge=1)
     max_skipped_steps: int = key(
-        "Consecutive steps without an update after which the run ends with an error, as does a run "
-        "without any update (0: never).",
+        "Consecutive steps without an update, or all steps of a run, that end it with an error (0: never).",
         50,
         unit="steps",
         ge=0,
