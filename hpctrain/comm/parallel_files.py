@@ -61,6 +61,10 @@ def open_on_all_ranks(path: Path, communicator: Any) -> Iterator[h5py.File]:
     HDF5 writes its headers again as it closes a file. They are as they were, and where the disk refuses that
     on one rank, HDF5 leaves the others waiting forever. So MPI's descriptors of the file lead to memory then.
     """
+    # Open MPI names a semaphore after the file. One that a killed job left locked would stop every later job
+    # that opens a file of this name. It guards only pointers that ranks share, which HDF5 does not use.
+    with suppress(OSError):
+        (SHARED_MEMORY / f"sem.OMPIO_{path.name}").unlink()
     earlier, problem, file = descriptors_of(path), "", None
     try:
         file = h5py.File(path, "r+", driver="mpio", comm=communicator)

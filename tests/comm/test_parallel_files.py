@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import uuid
 from pathlib import Path
 
 import h5py
@@ -53,9 +54,13 @@ def test_full_shared_memory_is_told_before_a_file_is_opened(
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
-def test_a_disk_that_goes_on_refusing_does_not_keep_ranks_waiting(world: World, mpi_tmp_path: Path) -> None:
-    path = mpi_tmp_path / "a.h5"
+def test_what_a_killed_job_has_locked_and_a_disk_that_refuses_do_not_keep_ranks_waiting(
+    world: World, mpi_tmp_path: Path
+) -> None:
+    path = mpi_tmp_path / f"{uuid.uuid4().hex}.h5"
+    path = world.everyone.broadcast_object(path)
     if world.rank == 0:
+        (parallel_files.SHARED_MEMORY / f"sem.OMPIO_{path.name}").write_bytes(bytes(32))
         with h5py.File(path, "w", libver=("v108", "v108")) as file:
             file.create_dataset("values", data=np.zeros(world.size))
     world.everyone.barrier()
