@@ -3,7 +3,8 @@
 A conversation is `messages` of role and content, `conversations` of from and value (ShareGPT), `prompt`
 with `response` or `completion`, or `instruction` with `output` and perhaps `input` (Alpaca); a `system`
 text may be given with the last two. An assistant's message is not learned if its `weight` is 0 (OpenAI), or
-if `train` or `training` is false (axolotl). Errors are HpctrainErrors without the place of the row.
+if `train` or `training` (axolotl) or `loss` (ms-swift) is false. Errors are HpctrainErrors without the place
+of the row.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ ASSISTANT = "assistant"
 _LISTS = ("messages", "conversations", "conversation")
 _ANSWERS = ("response", "completion")
 _ROLES = {"human": "user", "gpt": ASSISTANT, "chatgpt": ASSISTANT, "bing": ASSISTANT, "model": ASSISTANT}
-_FLAGS = frozenset({"weight", "train", "training"})
+_FLAGS = frozenset({"weight", "train", "training", "loss"})
 """Keys of a message by which trainers exclude it from training."""
 _FORMS = "`messages`, `conversations`, `prompt` with `response`, or `instruction` with `output`"
 
@@ -98,7 +99,7 @@ def _is_learned(message: Message, number: int) -> bool:
         HpctrainError: A flag is neither true nor false; a weight is neither 0 nor 1.
     """
     for name in _FLAGS & message.keys():
-        if message[name] not in {0, 1}:
+        if message[name] not in (0, 1):  # not a set: the value may be a list
             wanted = "0 or 1 (other weights are not supported)" if name == "weight" else "true or false"
             raise HpctrainError(f"message {number + 1} has {name} = {message[name]!r}: must be {wanted}")
     return all(message[name] == 1 for name in _FLAGS & message.keys())

@@ -269,7 +269,9 @@ def test_rows_that_mean_nothing(make: Any, row: Any, wanted: str) -> None:
 
 
 @pytest.mark.parametrize("template", [CHATML, GENERATED])
-@pytest.mark.parametrize("flags", [{"weight": 0}, {"train": False}, {"training": False, "weight": 1}])
+@pytest.mark.parametrize(
+    "flags", [{"weight": 0}, {"train": False}, {"training": False, "weight": 1}, {"loss": False}]
+)
 def test_flags_of_messages_exclude_them(folder: Path, template: str, flags: dict[str, Any]) -> None:
     messages: list[dict[str, Any]] = talk("a", "first", "b", "second", "c", "third")
     plain = conversation_of({"messages": messages})
@@ -289,7 +291,9 @@ def test_flags_of_messages_exclude_them(folder: Path, template: str, flags: dict
     ("flags", "told"),
     [
         ({"weight": 0.5}, "must be 0 or 1 (other weights are not supported)"),
+        ({"weight": [1]}, "must be 0 or 1"),
         ({"train": "no"}, "true or false"),
+        ({"loss": {}}, "true or false"),
     ],
 )
 def test_flags_that_are_not_followed_are_refused(flags: dict[str, Any], told: str) -> None:
