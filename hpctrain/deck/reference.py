@@ -28,9 +28,9 @@ given. Sizes may be written as "25 MB", "24 MiB" or "4G" (binary), times as "90 
 the top of a deck, include = "base.toml" (or a list) takes the keys of other files, relative to this
 one; its own keys win. On the command line, --set section.key=value wins over all files, and --set
 section.key= puts a key back to its default. A default that names other keys follows them, also when
-a run goes on. "Resume" tells what happens where a run goes on with another value of a key: it is free,
-or refused, or needs state of the optimizer that the checkpoint does not have, which
-optimizer.restart = true begins anew.
+a run goes on. "Resume" tells what happens to a resumed run if the value has changed. "free": the run uses it.
+"refused": it is an error. "fresh optimizer": it is an error unless optimizer.restart = true initializes
+the optimizer's state again, since the checkpoint has none for the new value.
 """
 _PRESET_KEYS = ("family", "layers", "hidden", "heads", "key_value_heads", "mlp", "vocabulary", "norm_epsilon")
 
