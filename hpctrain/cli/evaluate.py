@@ -55,7 +55,9 @@ def command(
     the tokenizer tells bytes. Under mpirun or srun the ranks share the work by the run's layout, or, where
     that does not fit them, as data ranks; --set layout.tensor=2 and the like choose another. The numbers
     are those of the run's own evaluations. Of a reward model, on files of preferences, it prints how often
-    the preferred answer has the higher reward, and by how much.
+    the preferred answer has the higher reward, and by how much. Of a model that learned from preferences
+    without one (objective.kind = "dpo"), it prints the loss, accuracy and margins of its run's evaluations
+    there; that needs the model that the run started from.
 
     Of a task with choices it prints how often the right one is the likeliest behind its prompt, as a whole
     and by the byte of its text; of one without, how often the model writes the answer (up to the end of the

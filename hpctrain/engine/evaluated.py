@@ -9,7 +9,7 @@ from typing import Any
 from hpctrain.checkpoint.stored_deck import require_trusted, stored_deck
 from hpctrain.deck.check_world import check_world, world_problems
 from hpctrain.deck.code import trust_of
-from hpctrain.deck.objective import OF_SCORES
+from hpctrain.deck.objective import OF_SCORES, REFERRED
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.resumable import require_same_model
 from hpctrain.engine.sizes import on_one_rank
@@ -21,10 +21,13 @@ def evaluated_deck(
     path: Path,
     overrides: Sequence[str],
     ranks: int,
+    pairs: bool = False,
 ) -> Deck:
     """Return the checkpoint's deck for an evaluation on `ranks` ranks.
 
-    The layout is that of the run if it fits the number of ranks; otherwise all of them are data ranks.
+    The layout is that of the run if it fits the number of ranks; otherwise all of them are data ranks. The
+    objective is the next token, unless the model's head gives scores, or `pairs` is True and the run learned
+    from pairs of answers by comparing with a reference model.
 
     Raises:
         UntrustedCodeError: The deck names code that may not be called.
@@ -38,6 +41,7 @@ def evaluated_deck(
         raise HpctrainError(
             f"{path}: was trained on data.dataset, not on tokens, of which files could be read"
         )
+    kept = (*OF_SCORES, *REFERRED) if pairs else OF_SCORES
     # One step of every rank: the run's own batch does not matter here.
     batch = {"global_size": deck.batch.micro_size * ranks, "ramp_from": 0, "ramp_steps": 0}
     deck = deck.with_keys(
@@ -46,7 +50,7 @@ def evaluated_deck(
         memory={"optimizer": "device", "parameters": "device", "activations": "keep"},
         communication={"server": "none", "compress": "none", "local_steps": 1, "outer": "average"},
         run={"noise_scale_steps": 0},
-        objective={} if deck.objective.kind in OF_SCORES else {"kind": "next-token"},
+        objective={} if deck.objective.kind in kept else {"kind": "next-token"},
         machine={"compile": False},
         stability={"corruption": "off", "check_parameters": False},
     )

@@ -6,25 +6,33 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
+from torch import Tensor
 
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.offload import Offload
 from hpctrain.engine.stage import TrainedStage, build_stage
 from hpctrain.model.part import Part
-from hpctrain.optim.optimizer import Agreement, Optimizer
+from hpctrain.optim.optimizer import Agreement, BucketState, Optimizer
 from hpctrain.parallel.groups import LayerGroups
+from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.outer import EveryStep
 from hpctrain.sharding.replication import Replications
+from hpctrain.sharding.state import MASTER
 from hpctrain.sharding.synchronize import GradientSynchronizer
 
 
 class NoOptimizer(Optimizer):
-    """Of parameters that stay as they are."""
+    """An optimizer that never updates; it holds the weights in `states`, if any, while they are filled."""
 
     updates = 0
 
-    def __init__(self) -> None:
-        super().__init__(None, (), ())
+    def __init__(
+        self,
+        buckets: Sequence[Bucket] = (),
+        states: Sequence[BucketState] = (),
+        agreement: Agreement = nullcontext,
+    ) -> None:
+        super().__init__(None, buckets, states, agreement)
 
     def step(self, learning_rate: float, gradient_divisor: float) -> None:  # noqa: ARG002
         """There is nothing to update."""
@@ -46,3 +54,32 @@ def build_shown_stage(
     return TrainedStage(
         **vars(stage), synchronizer=nothing, outer=outer, optimizer=NoOptimizer(), stateful=[stage.modules]
     )
+
+
+def build_initial_stage(
+    deck: Deck,
+    groups: LayerGroups,
+    models: Sequence[Part],
+    replications: Replications,
+    offload: Offload,
+    device: torch.device,
+    agreement: Agreement = nullcontext,
+) -> TrainedStage:
+    """Build a stage without gradients whose weights are filled as those of a run that begins.
+
+    Its optimizer holds the weights in the format in which the run holds them at that time, so that both round
+    alike. Replace it by `NoOptimizer()` once the weights are published, which frees that memory.
+    """
+    stage = build_shown_stage(deck, groups, models, replications, offload, device)
+    adapted = deck.model.adapters is not None
+    states = [{MASTER: _initial_weights(bucket, adapted)} for bucket in stage.buckets]
+    stage.optimizer = NoOptimizer(stage.buckets, states, agreement)
+    return stage
+
+
+def _initial_weights(bucket: Bucket, adapted: bool) -> Tensor:
+    """Return the bucket's own values, or new memory in fp32 if the run trains them in another format."""
+    values = bucket.own_values
+    assert isinstance(values, Tensor)
+    frozen = adapted and not bucket.layout.trained
+    return values if frozen or bucket.dtype == torch.float32 else values.float()

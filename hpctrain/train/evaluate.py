@@ -1,12 +1,12 @@
-"""`hpctrain evaluate`: the loss of a checkpoint's model on token files, by the run's own evaluation; of a
-reward model how often it prefers what was preferred.
+"""`hpctrain evaluate`: the loss of a checkpoint's model on token files, by the run's own evaluation.
+
+On files of preferences, models that learned from such (dpo, reward) are measured by their own loss.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,12 @@ from hpctrain.checkpoint.read import read_state
 from hpctrain.checkpoint.stored_tokenizer import tokenizer_of_state
 from hpctrain.comm.mesh import sizes_text
 from hpctrain.comm.world import World
-from hpctrain.data.batches import Batches, MicroBatch, Samples, Wanted
+from hpctrain.data import contents
+from hpctrain.data.batches import Batches
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.data.tokens import TokenFile
-from hpctrain.deck.objective import PREFERENCES
+from hpctrain.data.window import Window
+from hpctrain.deck.objective import PREFERENCES, REFERRED
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.corpus import require_alike
 from hpctrain.engine.evaluated import evaluated_deck
@@ -30,7 +32,8 @@ from hpctrain.errors import HpctrainError
 from hpctrain.files import strict_json
 from hpctrain.report.terminal import columns
 from hpctrain.table import fitted
-from hpctrain.train.shown import shown_engine
+from hpctrain.train.reference import with_reference_of
+from hpctrain.train.shown import initial_engine, shown_engine
 from hpctrain.train.step import Step
 from hpctrain.units import format_count
 from hpctrain.watch.newest import find_checkpoint
@@ -39,23 +42,6 @@ MICRO_BATCHES = 64
 """Of a rank at a time: what is read of a file together."""
 
 SECONDS_PER_LINE = 10.0
-
-
-@dataclass
-class Window:
-    """Samples `first` to `first + count` of others."""
-
-    samples: Samples
-    first: int
-    count: int
-
-    def micro_batches(self, wanted: Iterable[Wanted], later: Iterable[Wanted]) -> Iterator[MicroBatch]:
-        """See Samples."""
-        yield from self.samples.micro_batches(map(self._there, wanted), map(self._there, later))
-
-    def _there(self, each: Wanted) -> Wanted:
-        index, epoch = each.last
-        return each._replace(indices=each.indices + self.first, last=(index + self.first, epoch))
 
 
 def evaluate(
@@ -83,17 +69,27 @@ def evaluate(
     state = read_state(path, world.everyone)
     world.ledger.activity = "opening the token files"
     with world.agreement():
-        deck = evaluated_deck(state, path, overrides, world.size)
+        opened = [TokenFile(path, "--tokens") for path in files]
+        pairs = [file for file in opened if file.kind == contents.PREFERENCES]
+        deck = evaluated_deck(state, path, overrides, world.size, pairs=bool(pairs))
+        if deck.objective.kind in REFERRED and len(pairs) < len(opened):
+            raise HpctrainError(
+                f"{pairs[0].where}: holds preferences, whose loss is another than that of the other files "
+                "(evaluate them in a call of their own)"
+            )
         tokenizer = known_tokenizer(state, path)
         if deck.objective.kind in PREFERENCES and sequences is not None and sequences % 2:
             raise HpctrainError(f"--sequences {sequences}: must be even, as a pair of answers is two of them")
-        opened = [TokenFile(path, "--tokens") for path in files]
         sets = _sets(deck, opened, sequences, tokenizer.text)
     require_alike(world, opened)
     torch.set_num_threads(deck.run.threads)
     world.hang.limit(deck.stability.hang_seconds)
     world.use_device(deck.run.device)
     counted = [counted_out(deck, world, each, tokenizer) for each in sets]
+    reference: Step | None = None
+    if deck.objective.kind in REFERRED:
+        begun = initial_engine(path, deck, world)
+        reference = Step(begun, sets[0].batches, deck.batch.micro_size, 0.0, deck.run.seed)
     engine = shown_engine(path, deck, world)
     world.ledger.activity = "evaluating"
     step = Step(engine, sets[0].batches, deck.batch.micro_size, 0.0, deck.run.seed)
@@ -101,7 +97,7 @@ def evaluate(
     for file, each in zip(files, counted, strict=True):
         tell = partial(_tell, say if world.rank == 0 else lambda _: None, file)
         # A module's own loss may count nothing in a part.
-        found = mean_figures(step, each, deck.model.loss is None, tell)
+        found = mean_figures(step, each, deck.model.loss is None, tell, reference)
         told = {"tokens": str(file), "sequences": each.sequences}
         told |= {} if deck.objective.kind in PREFERENCES else {"predicted": each.tokens}
         rows.append(told | each.figures(**found))
@@ -114,14 +110,27 @@ def evaluate(
             "evaluations": rows,
         }
         where = f"{path}, step {state.get('step')}, on {sizes_text(engine.mesh.sizes)}"
+        if reference is not None:
+            facts["reference"] = deck.model.source or f"run.seed = {deck.run.seed}"
+            where += f", against the model of {facts['reference']}"
         show(strict_json(facts, indent=1) if as_json else "\n".join([*_table(rows), "", escaped(where)]))
 
 
 def mean_figures(
-    step: Step, held_out: HeldOut, in_parts: bool, say: Callable[[int, int], None] = lambda *_: None
+    step: Step,
+    held_out: HeldOut,
+    in_parts: bool,
+    say: Callable[[int, int], None] = lambda *_: None,
+    reference: Step | None = None,
 ) -> dict[str, float]:
-    """The objective's figures, means over tokens or pairs: `in_parts`, of so many sequences at a time as
-    ranks have memory for. Collective.
+    """Return the objective's figures, means over tokens or pairs. Collective.
+
+    Args:
+        step: evaluates the model.
+        held_out: what the model is evaluated on.
+        in_parts: True to evaluate only as many sequences at a time as ranks have memory for.
+        say: called every few seconds with the number of sequences that are done, and of all.
+        reference: evaluates the model that the figures compare with, for an objective that has one.
     """
     batches, told = held_out.batches, time.monotonic()
     most = MICRO_BATCHES * step.micro_size * step.engine.mesh.size("data")
@@ -130,7 +139,10 @@ def mean_figures(
     totals, figures, count = dict[str, float](), dict[str, float](), 0.0
     for first in range(0, held_out.sequences, most):
         size = min(most, held_out.sequences - first)
-        figures, _, counted = step.evaluate_settled(Batches(Window(batches.source, first, size), 0), size)
+        part = Batches(Window(batches.source, first, size), 0)
+        if reference is not None:
+            part = with_reference_of(reference, part)
+        figures, _, counted = step.evaluate_settled(part, size)
         if counted:
             totals = {name: totals.get(name, 0.0) + value * counted for name, value in figures.items()}
         count += counted

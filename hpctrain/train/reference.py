@@ -15,11 +15,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 import torch
 from numpy.lib import format as npy
+from torch import Tensor
 
 from hpctrain.checkpoint.read import read_state
 from hpctrain.comm.world import World
@@ -70,24 +71,42 @@ def require_same_reference(world: World, path: str | Path, found: str, checkpoin
             raise InputOutputError(f"{path}: is of another run than {checkpoint}, {own}")
 
 
+class ReferenceRows(Protocol):
+    """Log-probabilities of the reference, fp32 [s] for each sequence; a tensor [n, s] will do."""
+
+    def __getitem__(self, index: int, /) -> Tensor:
+        """Return the row of a sequence."""
+
+
+@dataclass
+class StoredRows:
+    """Rows of a reference file, whose checksums are compared when they are read."""
+
+    file: StoredArray
+
+    def __getitem__(self, index: int, /) -> Tensor:
+        """Return the row of a sequence; InputOutputError if it is damaged."""
+        stored = self.file.read(index, 1)[0]
+        if zlib.crc32(stored["values"].tobytes()) != stored["checksum"]:
+            raise InputOutputError(f"{self.file.where}: is damaged (row {index})")
+        return torch.from_numpy(stored["values"])
+
+
 @dataclass
 class Referenced:
-    """Samples whose micro-batches have the reference's log-probabilities, as rows of a file have them."""
+    """Samples whose micro-batches carry the reference's log-probabilities, which `rows` hold."""
 
     samples: Samples
-    rows: StoredArray
+    rows: ReferenceRows
     count: int
 
     def micro_batches(self, wanted: Iterable[Wanted], later: Iterable[Wanted]) -> Iterator[MicroBatch]:
-        """See Samples. InputOutputError where the file is damaged."""
+        """See Samples. InputOutputError where the rows are of a file that is damaged."""
         kept = list(wanted)
         for each, micro in zip(kept, self.samples.micro_batches(kept, later), strict=True):
             found = torch.zeros(micro.targets.shape)
             for row, index in enumerate(each.indices):
-                stored = self.rows.read(int(index), 1)[0]
-                if zlib.crc32(stored["values"].tobytes()) != stored["checksum"]:
-                    raise InputOutputError(f"{self.rows.where}: is damaged (row {index})")
-                found[row] = torch.from_numpy(stored["values"])
+                found[row] = self.rows[int(index)]
             yield replace(micro, fields={**micro.fields, REFERENCE: found})
 
 
@@ -99,10 +118,11 @@ def refer(
     """
     step.batches = with_reference(step, corpus.train, folder, "train", checkpoint)
     source, world = step.batches.source, step.engine.world
-    assert isinstance(source, Referenced)
+    assert isinstance(source, Referenced) and isinstance(source.rows, StoredRows)
+    file = source.rows.file
     with world.agreement():
-        found = _identity(source.rows)
-    require_same_reference(world, source.rows.where, found, checkpoint)
+        found = _identity(file)
+    require_same_reference(world, file.where, found, checkpoint)
     evaluated = tuple(
         replace(each, batches=with_reference(step, each.batches, folder, each.name, checkpoint))
         for each in held_out
@@ -132,6 +152,14 @@ def with_reference(
         path = checkpoint.parent.parent / path.name
     with world.agreement():
         rows = _open(path, batches.source.count, step.engine.architecture.sequence)
+    return batches.of(Referenced(batches.source, StoredRows(rows), batches.source.count))
+
+
+def with_reference_of(step: Step, batches: Batches) -> Batches:
+    """Return the batches with the log-probabilities of the model of `step`, which stay in memory: those of a
+    few sequences. Collective.
+    """
+    rows = torch.cat(list(log_probabilities_of(step, batches)))
     return batches.of(Referenced(batches.source, rows, batches.source.count))
 
 

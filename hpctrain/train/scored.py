@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from hpctrain.data.batches import Batches
+from hpctrain.data.window import Window
 from hpctrain.objective.drawing import WHOLE, Drawing
 from hpctrain.objective.log_probabilities import log_probabilities
 from hpctrain.objective.objective import Losses
 from hpctrain.parallel.scalar_head import ScalarHead
 from hpctrain.pipeline.execute import PreparedBatch, forward_only
-from hpctrain.train.evaluate import Window
 from hpctrain.train.step import Step
 
 MICRO_BATCHES = 16

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 from pathlib import Path
+
+import torch
 
 from hpctrain.comm.host_memory import resident_bytes
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck, Machine
+from hpctrain.deck.sources import toml_value
 from hpctrain.engine.build import Engine, arrange, assemble, make_mesh
-from hpctrain.engine.shown import build_shown_stage
-from hpctrain.engine.stage import load_parameters
+from hpctrain.engine.shown import NoOptimizer, build_initial_stage, build_shown_stage
+from hpctrain.engine.stage import TrainedStage, load_parameters
+from hpctrain.errors import InputOutputError
 from hpctrain.model.architecture import Architecture
 from hpctrain.model.build import bare_model
 from hpctrain.model.part import parameter_list
 from hpctrain.model.precision import Precision
 from hpctrain.plan.room import demand_room
+from hpctrain.train.start import start_from_source
 
 
 def shown_engine(path: Path, deck: Deck, world: World) -> Engine:
@@ -25,15 +31,54 @@ def shown_engine(path: Path, deck: Deck, world: World) -> Engine:
     HpctrainError on all ranks where these cannot have it; else errors as in `checkpoint.read.load`.
     """
     world.ledger.activity = "loading the model"
+    size = Precision.of(deck).storage.itemsize
+    engine = _assemble_within_memory(path, deck, world, size, build_shown_stage)
+    load_parameters(path, engine, world.everyone)
+    return engine
+
+
+def initial_engine(path: Path, deck: Deck, world: World) -> Engine:
+    """Build the model that the run of a checkpoint started from, by a deck of it. Collective.
+
+    The weights are those of `model.from`, or initialized from `run.seed`.
+
+    Args:
+        path: the checkpoint, for error messages.
+        deck: a deck of the checkpoint whose vocabulary is settled.
+        world: the ranks that share the model.
+
+    Raises:
+        InputOutputError: `model.from` is missing.
+        HpctrainError: the ranks do not have the memory, among others as in `start_from_source`.
+    """
+    world.ledger.activity = "building the model that the run started from"
+    source = deck.model.source
+    with world.agreement():
+        if source is not None and not Path(source).exists():
+            raise InputOutputError(
+                f"{path}: its preferences are measured against the model that its run started from, "
+                f"model.from = {toml_value(source)}, which does not exist any more (bring it back)"
+            )
+    storage = Precision.of(deck).storage
+    size = storage.itemsize + (0 if storage == torch.float32 else torch.float32.itemsize)
+    engine = _assemble_within_memory(path, deck, world, size, build_initial_stage)
+    if source is not None:
+        start_from_source(deck, engine)
+    engine.optimizer = NoOptimizer()
+    return engine
+
+
+def _assemble_within_memory(
+    path: Path, deck: Deck, world: World, size: int, build: Callable[..., TrainedStage]
+) -> Engine:
+    """Assemble an engine if the nodes have the memory, `size` bytes for each parameter. Collective."""
     mesh = make_mesh(deck, world)
     arrangement = arrange(deck, world, mesh)
-    own = _elements(arrangement.architecture, deck, mesh) * Precision.of(deck).storage.itemsize
+    own = _elements(arrangement.architecture, deck, mesh) * size
     demand_room(
         world, Machine(), str(path), resident_bytes() + own, lambda _: "more nodes would share the model"
     )
-    engine = assemble(deck, world, mesh, arrangement, build=build_shown_stage)
-    load_parameters(path, engine, world.everyone)
-    return engine
+    return assemble(deck, world, mesh, arrangement, build=build)
 
 
 def _elements(architecture: Architecture, deck: Deck, mesh: Mesh) -> int:

@@ -1,13 +1,16 @@
 """Preferences are learned alike on every layout, beginning at ln 2; what was stored is what is read.
 
 Tests of train/reference.py and, through the run's own step, of objective/dpo.py.
+What `hpctrain evaluate` finds of pairs is tested here, too.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,11 +19,14 @@ import torch
 from hpctrain.comm.world import World
 from hpctrain.data.batches import MASKED, Batches
 from hpctrain.data.order import Integers, SampleOrder
+from hpctrain.data.prepare import prepare
 from hpctrain.data.prepare_rows import prepare_rows
 from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.sizes import on_one_rank
-from hpctrain.errors import InputOutputError
+from hpctrain.errors import HpctrainError, InputOutputError
+from hpctrain.report.rows import read_metrics
+from hpctrain.train import evaluate as evaluate_module
 from hpctrain.train.reference import bring_references, with_reference
 from hpctrain.train.replay import engine_of
 from hpctrain.train.run import resume, run_deck
@@ -171,3 +177,50 @@ def test_a_replay_leaves_nothing(world: World, mpi_tmp_path: Path, monkeypatch: 
         assert [path.name for path in folder.iterdir()] == ["reference.train.npy"]
     world.everyone.barrier()
     assert not list(elsewhere.iterdir())
+
+
+def told(world: World, run: Path, files: list[Path], *overrides: str) -> Any:
+    """Return what `hpctrain evaluate` tells of token files as JSON, on all ranks."""
+    shown: list[str] = []
+    evaluate_module.evaluate(world, run, files, None, overrides, True, shown.append, lambda _: None)
+    return world.everyone.broadcast_object(json.loads(shown[0]) if shown else None)
+
+
+@pytest.mark.mpi(max_size=2)
+def test_evaluate_finds_what_the_run_found(
+    world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Evaluate a run from its seed, and one that starts from the other's checkpoint."""
+    pairs, folders = mpi_tmp_path / "pairs.h5", [mpi_tmp_path / name for name in ("first", "second")]
+    keys = [*prepared_pairs(world, mpi_tmp_path), "checkpoint.every=0", "run.evaluate_every=2"]
+    keys += ["layout.zero=1", f'evaluation=[{{name="pairs", tokens="{pairs}", sequences=16}}]']
+    origin = folders[0] / "checkpoints/step-00000002.h5"
+    later = f"model.from={origin}", "model.adapters.rank=3", "precision.compute=bf16"
+    for folder, more, reference in zip(folders, ((), later), ("run.seed = 1234", str(origin)), strict=True):
+        assert run_deck(world, small_deck(*keys, *more, f"run.dir={folder}"), []) == 0
+        row = read_metrics(folder / "metrics.jsonl")[-1]
+        evaluated = told(world, folder, [pairs])
+        assert evaluated["reference"] == reference
+        [figures] = evaluated["evaluations"]
+        assert figures["sequences"] == 16
+        assert figures["loss"] == row["evaluation/pairs"] != pytest.approx(math.log(2), abs=1e-4)
+        for name in ("accuracy", "margin", "chosen", "rejected"):
+            assert figures[name] == row[f"evaluation/pairs/{name}"], name
+
+    monkeypatch.setattr(evaluate_module, "MICRO_BATCHES", 2)  # in parts, and in another layout
+    layout = ("layout.tensor=2", "layout.zero=0") if world.size == 2 else ()
+    whole = read_metrics(folders[0] / "metrics.jsonl")[-1]
+    [parts] = told(world, folders[0], [pairs], *layout)["evaluations"]
+    assert parts["loss"] == pytest.approx(whole["evaluation/pairs"], rel=1e-5)
+    if world.rank == 0:
+        (mpi_tmp_path / "text.txt").write_text("some text " * 20)
+    world.everyone.barrier()
+    text = mpi_tmp_path / "text.h5"
+    prepare(world, text, [str(mpi_tmp_path / "text.txt")])
+    assert told(world, folders[0], [text])["evaluations"][0]["predicted"] > 0
+    with pytest.raises(HpctrainError, match=r"pairs.h5: holds preferences, whose loss is another than that"):
+        told(world, folders[0], [text, pairs])
+    by_rank_0(world, lambda: origin.rename(origin.with_suffix(".gone")))
+    world.everyone.barrier()
+    with pytest.raises(InputOutputError, match=f'model.from = "{origin}", which does not exist any more'):
+        told(world, folders[1], [pairs])
