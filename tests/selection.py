@@ -6,8 +6,8 @@
   proves it: on two ranks where one and two are admitted, since most defects of parallel code do not show on
   one. A test that needs more than its lowest number says so with `@pytest.mark.ranks(4)`.
 - **Cases.** A test marked `@pytest.mark.sampled(n)` runs `n` of its cases. Any other MPI test with several
-  cases runs a covering of them: with three or more parameters every pair of values, with two parameters every
-  value, with one parameter as many cases as `case_count` says. `@pytest.mark.every_case` exempts a test.
+  cases runs a part of them (`case_count`); with three or more parameters this part has every pair of values.
+  `@pytest.mark.every_case` exempts a test.
 - **Rarely needed tests.** A test marked `@pytest.mark.rotated(n)` runs with one commit in `n`: slow tests
 of what
   changes seldom, such as the suite's own programs.
@@ -147,7 +147,8 @@ def _chosen(cases: Sequence[pytest.Item]) -> Sequence[pytest.Item]:
     if cases[0].get_closest_marker("mpi") is None or cases[0].get_closest_marker("every_case") is not None:
         return cases
     rows = [_values(item) for item in cases]
-    chosen = covering(rows, min(2, len(rows[0]) - 1), case_count(len(rows)))
+    strength = 2 if len(rows[0]) > 2 else 0
+    chosen = covering(rows, strength, case_count(len(rows)))
     return [cases[number] for number in chosen]
 
 
@@ -158,8 +159,8 @@ def _values(item: pytest.Item) -> tuple[int, ...]:
 
 
 def case_count(cases: int) -> int:
-    """Return how many cases of an MPI test run at least: all of two, a half of few, a quarter of many."""
-    return max(min(cases, 2), min((cases + 1) // 2, 4), cases // 4)
+    """Return how many cases of an MPI test run at least: all of two, two of a few, a fifth of many."""
+    return max(min(cases, 2), min(cases // 4 + 1, 3), cases // 5)
 
 
 def covering(rows: Sequence[tuple[int, ...]], strength: int, least: int) -> list[int]:

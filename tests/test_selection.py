@@ -124,7 +124,7 @@ def test_all_cases_run_where_they_are_named_or_asked_for(tmp_path: Path) -> None
     assert len(named) == len(everything) == 12
 
 
-@pytest.mark.parametrize(("cases", "count"), [(1, 1), (2, 2), (3, 2), (5, 3), (8, 4), (16, 4), (40, 10)])
+@pytest.mark.parametrize(("cases", "count"), [(1, 1), (2, 2), (3, 2), (7, 2), (8, 3), (15, 3), (40, 8)])
 def test_a_part_of_the_cases_runs(cases: int, count: int) -> None:
     assert case_count(cases) == count
 

@@ -54,6 +54,7 @@ def test_what_it_cannot_be_is_refused(world: World, changes: tuple[str, ...], to
         peer("transformers-eager", small_deck(*changes), world.alone(), ())
 
 
+@pytest.mark.rotated(3)
 def test_it_takes_turns_with_ours(world: World, tmp_path: Path) -> None:
     deck, figures = tmp_path / "deck.toml", tmp_path / "figures.json"
     deck.write_text(DECK)

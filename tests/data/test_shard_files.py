@@ -112,6 +112,7 @@ prepare.prepare(world, Path("out.h5"), names, piece_bytes=300, shard_bytes=2402,
 """
 
 
+@pytest.mark.rotated(2)
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("kind", "number"), [("piece", 20), ("written", 3), ("named", 1), ("named", 4), ("removed", 3)]

@@ -239,6 +239,7 @@ main()
 """
 
 
+@pytest.mark.rotated(3)
 def test_a_model_trains_with_more_optimizer_state_than_it_has_memory(work: Path, launch: Launch) -> None:
     (work / "limited.py").write_text(LIMITED)
     keys = {

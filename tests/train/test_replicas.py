@@ -23,6 +23,7 @@ KEYS = {
 }
 
 
+@pytest.mark.rotated(3)
 def test_a_lost_replica_ends_the_job_and_not_the_run(
     tmp_path: Path, launch: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:

@@ -58,6 +58,7 @@ MODULES = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("family", MODULES)
 def test_both_paths_give_the_same_losses(tmp_path: Path, launch: Launch, family: str) -> None:
     def hpctrain(ranks: int, *arguments: str) -> None:

@@ -121,6 +121,7 @@ def test_a_forgotten_message_of_one_rank_is_found_among_many() -> None:
     assert f"send {events[sent].what} of" in fault.sentence
 
 
+@pytest.mark.rotated(3)
 def test_uneven_experts_are_told_apart_by_few_of_many_ranks() -> None:
     """Of 512 ranks 96 experts lie over 32 and 3 each: loads differ as these do, nothing along data does."""
     keys = ("model.experts=96", "model.experts_per_token=4", "layout.expert=32", "layout.zero=1")
