@@ -134,8 +134,7 @@ class CheckedFile:
         if name not in self.datasets:
             raise KeyError(f"it has no dataset {name}")
         identifier = h5py.h5d.open(self._file.id, name.encode())
-        creation = identifier.get_create_plist()
-        if creation.get_layout() != h5py.h5d.CONTIGUOUS or creation.get_external_count():
+        if not _is_local(identifier):
             raise ValueError(f"{name} is not one contiguous range of the file")
         if identifier.get_space().get_simple_extent_type() == h5py.h5s.NULL:
             raise ValueError(f"{name} is empty")
@@ -160,6 +159,16 @@ class CheckedFile:
 
     def _owner(self, dataset: LocalDataset | None) -> h5py.h5g.GroupID | h5py.h5d.DatasetID:
         return h5py.h5g.open(self._file.id, b"/") if dataset is None else dataset.identifier
+
+
+def _is_local(identifier: h5py.h5d.DatasetID) -> bool:
+    """Return True if a dataset is one contiguous range of its own file.
+
+    Its property list lives no longer than this call. HDF5 crashes at the end of the process if that of a
+    virtual dataset is still open then, as it would be if a traceback kept it.
+    """
+    creation = identifier.get_create_plist()
+    return creation.get_layout() == h5py.h5d.CONTIGUOUS and not creation.get_external_count()
 
 
 @contextmanager

@@ -23,7 +23,7 @@ ASSISTANT = "assistant"
 _LISTS = ("messages", "conversations", "conversation")
 _ANSWERS = ("response", "completion")
 _ROLES = {"human": "user", "gpt": ASSISTANT, "chatgpt": ASSISTANT, "bing": ASSISTANT, "model": ASSISTANT}
-_FLAGS = frozenset({"weight", "train", "training", "loss"})
+_FLAGS = frozenset({"weight", "train", "training", "train_on_turn", "trainable", "loss"})
 """Keys of a message by which trainers exclude it from training."""
 _FORMS = "`messages`, `conversations`, `prompt` with `response`, or `instruction` with `output`"
 

@@ -137,7 +137,7 @@ def test_a_changed_token_ends_a_run_on_all_ranks(hpctrain: Launch, work: Path) -
     assert f"changed.h5: piece 1 of 1, tokens 0 to {count - 1}, is not what was written" in said
 
 
-def test_checkpoints_and_folders_that_cannot_be_used(hpctrain: Launch, work: Path) -> None:
+def test_checkpoints_and_folders_that_cannot_be_used(hpctrain: Launch, launch: Launch, work: Path) -> None:
     done = hpctrain(2, "run", "deck.toml")
     assert done.returncode == 0, done.stderr
     said = complaint(hpctrain(2, "run", "deck.toml"), 2)
@@ -160,6 +160,17 @@ def test_checkpoints_and_folders_that_cannot_be_used(hpctrain: Launch, work: Pat
         assert "Traceback" not in done.stderr
         assert done.stderr.count("hpctrain: error: ") == 1
     assert good.read_bytes() == whole
+    virtual, name = good.parent / "virtual.h5", "model/blocks.0.feed_forward.up.weight"
+    virtual.write_bytes(whole)
+    with h5py.File(virtual, "r+") as file:
+        layout = h5py.VirtualLayout(file[name].shape, file[name].dtype)
+        layout[:] = h5py.VirtualSource("gone.h5", "x", file[name].shape)
+        del file[name]
+        file.create_virtual_dataset(name, layout)
+    done = launch(0, "-m", "hpctrain", "inspect", virtual, cwd=work, own_end=True)
+    assert done.returncode == 3, done.stderr  # HDF5 used to crash at the end of the process
+    assert f"/{name} is not one contiguous range of the file" in done.stderr
+    virtual.unlink()
     done = hpctrain(1, "resume", str(good), "--set", "run.steps=5")
     assert done.returncode == 0, done.stderr
     shutil.rmtree(work / "runs")

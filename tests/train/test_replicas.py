@@ -7,6 +7,8 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from hpctrain.deck.read import parse_deck
 from hpctrain.optim.schedule import LearningRate
 from hpctrain.report.rows import read_metrics

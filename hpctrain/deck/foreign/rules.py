@@ -61,6 +61,7 @@ class Theirs:
 
 _MOST_DIGITS = 100
 _UNSET = "is a variable of the shell that the script does not set, or sets in several ways"
+_UNKNOWN_ARITHMETIC = "is arithmetic that is not evaluated here (+ - * / % of whole numbers are)"
 
 Rule = Callable[[object, Theirs], Keys]
 """The keys of a setting with a value; raises UntranslatedError."""
@@ -131,7 +132,7 @@ def number(value: object) -> float:
             found = float("nan")
         if isfinite(found):
             return found
-    raise UntranslatedError(_UNSET if "$" in str(value) else "is no number")
+    raise UntranslatedError(_unknown(value) or "is no number")
 
 
 def whole(value: object) -> int:
@@ -149,8 +150,15 @@ def whole(value: object) -> int:
 def text(value: object) -> str:
     """Of a text."""
     if not isinstance(value, str) or not value or "$" in value:
-        raise UntranslatedError(_UNSET if "$" in str(value) else "is no text")
+        raise UntranslatedError(_unknown(value) or "is no text")
     return value
+
+
+def _unknown(value: object) -> str:
+    """Return why an expression of the shell has no value here; "" if the value is none."""
+    if "$((" in str(value):
+        return _UNKNOWN_ARITHMETIC
+    return _UNSET if "$" in str(value) else ""
 
 
 def switch(value: object) -> bool:

@@ -268,6 +268,7 @@ def test_steps_and_layouts(arguments: str, expected: dict[str, object]) -> None:
             "--num-layers $N",
             "--num-layers = $N: is a variable of the shell that the script does not set, or sets in",
         ),
+        ("--train-iters $((1<<4))", "--train-iters = $((1<<4)): is arithmetic that is not evaluated here"),
         ("--data-path data/text_document", "make a token file of the text with `hpctrain prepare`"),
         ("--optimizer lamb", '--optimizer = lamb: is not what a deck can say (of "adam", "sgd"'),
         ("--wandb-project p", "--wandb-project = p: set WANDB_PROJECT=p"),
