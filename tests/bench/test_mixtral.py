@@ -16,6 +16,8 @@ from hpctrain.model.count import count
 from hpctrain.model.shape import ModelShape
 from tests.engines import DECK, LLAMA, small_deck
 
+pytestmark = pytest.mark.rotated(2)
+
 pytest.importorskip("transformers")
 
 MIXTURE = (*LLAMA, "model.experts=4", "model.expert_mlp=40", "model.tied=false")

@@ -13,6 +13,8 @@ import pytest
 
 from hpctrain.cli.doctor import spans
 
+pytestmark = pytest.mark.rotated(2)
+
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
 

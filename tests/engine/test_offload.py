@@ -14,6 +14,8 @@ import pytest
 
 from tests.launch import clean_environment, launcher
 
+pytestmark = pytest.mark.rotated(2)
+
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
 DECK = """

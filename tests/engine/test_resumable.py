@@ -54,6 +54,7 @@ CHANGES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "model.router_groups": (MIXTURE, GROUPS),
     "model.router_groups_per_token": (GROUPS, (*GROUPS, "model.router_groups_per_token=2")),
     "model.capacity": (MIXTURE, (*MIXTURE, "model.capacity=1.5")),
+    "model.activation": (LLAMA, (*LLAMA, "model.activation=geglu")),
     "model.rope_base": (LLAMA, (*LLAMA, "model.rope_base=500")),
     "model.norm_epsilon": ((), ("model.norm_epsilon=1e-6",)),
     "model.parametrization": ((), MUP),

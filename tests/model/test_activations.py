@@ -1,6 +1,6 @@
 """Every activation of the registry: against `transformers`, on layouts, and by its own gradient.
 
-Tests of deck/activations.py, and of what asks it.
+Tests of deck/activations.py, model/shape.py and the layers that use them.
 """
 
 from __future__ import annotations

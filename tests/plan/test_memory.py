@@ -135,6 +135,7 @@ def test_activations_are_those_that_are_kept(world: World, recompute: str) -> No
         expect_activations(world, small_deck(*layout, f"memory.recompute={recompute}", "model.dropout=0.1"))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("family", [(), LLAMA], ids=["gpt2", "llama"])
 @pytest.mark.parametrize("activation", ["geglu", "relu2"])
 def test_activations_of_other_feed_forwards_are_those_that_are_kept(

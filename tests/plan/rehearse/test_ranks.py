@@ -12,6 +12,8 @@ from hpctrain.plan.rehearse.programme import SEND, Job
 from hpctrain.plan.rehearse.ranks import RankProgrammes
 from tests.engines import LLAMA, small_deck
 
+pytestmark = pytest.mark.rotated(2)
+
 VOCABULARY = 61
 MIXTURE = (*LLAMA, "model.experts=4", "model.expert_mlp=32", "model.experts_per_token=2")
 SPLIT = ("layout.tensor=2", "layout.sequence_parallel=true")
