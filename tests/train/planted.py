@@ -257,13 +257,14 @@ def other_token() -> Plant:
         read = step.read_share
 
         def changed(state, batch):  # type: ignore[no-untyped-def]
-            micro_batches, tokens = read(state, batch)
+            found = read(state, batch)
             if state.step == STEP - 1 and step.share[0] == 0:
-                fields = dict(micro_batches[0].fields)
+                first, *rest = found.micro_batches
+                fields = dict(first.fields)
                 fields["tokens"] = fields["tokens"].clone()
                 fields["tokens"][1, 4] = (fields["tokens"][1, 4] + 1) % 61
-                micro_batches = [replace(micro_batches[0], fields=fields), *micro_batches[1:]]
-            return micro_batches, tokens
+                found = found._replace(micro_batches=[replace(first, fields=fields), *rest])
+            return found
 
         step.read_share = changed  # type: ignore[method-assign]
 

@@ -250,7 +250,14 @@ def test_wherever_a_run_is_killed_best_is_whole_and_the_best(
         return instead
 
     # Links are made by twos where a checkpoint is the best so far: `latest`, then `best`.
-    for name, at in (("save", 1), ("save", 3), ("save", 5), ("point_to", 6), ("point_to", 9), ("keep", 5)):
+    for name, at in (
+        ("save", 1),
+        ("save", 3),
+        ("save", 5),
+        ("try_point_to", 6),
+        ("try_point_to", 9),
+        ("keep", 5),
+    ):
         for before in (True, False):
             folder = mpi_tmp_path / f"{name}-{at}-{before}"
             keys = [f"run.dir={folder}", "checkpoint.keep_best=validation", "checkpoint.every=2"]

@@ -254,7 +254,9 @@ def test_another_optimizer_begins_anew_where_it_is_asked_to(world: World, mpi_tm
         if name.startswith("model/"):
             mean = new[name.replace("model/", "optimizer/exp_avg/")]
             assert np.array_equal(np.sign(before - new[name]), np.sign(mean)) and mean.any(), name
-    with pytest.raises(HpctrainError, match=r"optimizer.name = .adamw. .*the state of .lion. to go on from"):
+    with pytest.raises(
+        HpctrainError, match=r"optimizer.name = .adamw. .*the state of .lion. to continue with"
+    ):
         run_deck(world, path, [f"run.dir={run}", "run.steps=6"], again=True)
     assert resume(world, run, ["run.steps=6", 'model.frozen=["blocks.0.*"]']) == 0
     with h5py.File(run / "checkpoints/step-00000006.h5") as file:

@@ -246,7 +246,7 @@ def test_a_checkpoint_that_is_complete_is_named_whatever_follows(
         if path.name == "step-00000004.h5":
             raise InputOutputError("no space left for the link")
 
-    monkeypatch.setattr(checkpoints_module, "point_to", refuse)
+    monkeypatch.setattr(checkpoints_module, "try_point_to", refuse)
     folder = mpi_tmp_path / "run"
     keys = [f"run.dir={folder}", "run.steps=9", "checkpoint.every=2", f"checkpoint.mode={mode}"]
     with pytest.raises(InputOutputError, match="no space left"):
