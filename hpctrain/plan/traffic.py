@@ -389,7 +389,7 @@ def _of_all(deck: Deck, architecture: Architecture, mesh: PlannedMesh, stage: Tr
     own = 1 if deck.model.module is not None else len(make_objective(deck).figures)
     figures = len(count(architecture).terms) + own + stage.replica[1]
     everyone = mesh.group(*EVERYONE)
-    sums = [(mesh.group("data"), 1), (everyone, figures)]
+    sums = [(mesh.group("data"), 2), (everyone, figures)]  # predicted and real tokens, then figures
     sums += [(everyone, 2)] if stage.synchronizer.measured else []
     return [moved for group, numbers in sums for moved in _all_reduced(group, numbers)]
 
