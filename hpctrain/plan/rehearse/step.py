@@ -136,7 +136,7 @@ class RankStep:
         self._agreement("read")
         data = self.mesh.group("data")
         if data.size > 1:
-            data.all_reduce(torch.tensor(0))
+            data.all_reduce(torch.tensor([0, 0]))
         recorder.action = "begin"
         with META:
             stage.synchronizer.start(schedule.micro_batches, self.weights.updates)
