@@ -65,6 +65,7 @@ _WATCHED = 4  # data ranks whose outputs are compared
 _DOCUMENTS = 0.2  # share of tokens that end a document, where these are masked
 _PADDING = 0.2  # share of sequences that is padding, where conversations fill them
 
+_SECOND_STEP = " in the second step"
 _AT_THE_END = " after both steps"
 
 ROUGHNESS = 0.2  # standard deviation of what biases and norm weights differ by
@@ -293,7 +294,7 @@ def _compute(trainer: Trainer, longest: int) -> dict[str, _Computed]:
     sums = _SummedGradients(engine)
     trainer.hooks.append(sums)
     results = parameters("")
-    for step in ("", " in the second step"):
+    for step in ("", _SECOND_STEP):
         sums.pieces.clear()
         data = engine.mesh.coordinate("data")
         watched = not step and data < _WATCHED
@@ -445,15 +446,25 @@ def _pieces(engine: Engine, gradients: bool) -> Iterator[tuple[Shard, Tensor]]:
             yield segment.parameter.shard, segment.view(flat)
 
 
-def _scale(name: str, expected: Mapping[str, _Computed]) -> float:
-    """Return the largest element that a difference is measured against: its own tensor's, with one exception.
+def _is_figure(name: str) -> bool:
+    """Return True for the name of a figure of a step, such as its loss."""
+    others = ("gradient", "parameter", "statistics", "tokens", "output")
+    return not name.startswith(others) and not is_state(name)
 
-    Gradients of queries and keys, and state made of them, go through softmax, where sums of terms as large as
-    those of the values nearly cancel: it does not see a bias of the keys, nor much of queries and keys that
-    tell little apart.
+
+def _scale(name: str, expected: Mapping[str, _Computed]) -> float:
+    """Return the largest element that a difference is measured against.
+
+    It is that of the tensor itself, with two exceptions. Figures are means of terms that may nearly cancel,
+    such as scores of either sign: the largest figure of the same step counts. Gradients of queries and
+    keys, and state made of them, go through softmax, where sums of terms as large as those of the values
+    nearly cancel: it does not see a bias of the keys, nor much of queries and keys that tell little apart.
     """
     names = {name}
     if name.startswith("gradient") or is_state(name):
         names |= {re.sub(r"\.(query|key)\.", ".value.", name)} & expected.keys()
+    if _is_figure(name):
+        second = name.endswith(_SECOND_STEP)
+        names |= {each for each in expected if _is_figure(each) and each.endswith(_SECOND_STEP) == second}
     values = [expected[each].values for each in names]
     return max((float(each.double().abs().max()) for each in values if each.numel()), default=0.0)
