@@ -78,7 +78,8 @@ def expected(alone: Trainer, parts: int, micro_batches: bool) -> list[tuple[floa
 def mean_gradient(alone: Trainer, rank: int, ranks: int, batch: int) -> tuple[Tensor, int]:
     """That over the tokens of one of so many data ranks, [elements] in fp64, and how many these are."""
     with patch.object(Step, "share", (rank, ranks)):
-        _, tokens = alone.step.accumulate(alone.state, batch)
+        _, read = alone.step.accumulate(alone.state, batch)
+        tokens = read.predicted
     trained = {
         segment.parameter.shard.name
         for bucket in alone.engine.buckets
