@@ -116,8 +116,10 @@ class PiecedArray:
             raise InputOutputError(
                 f"{self.array.where}: {where}, is not what was written (wrong checksum); {again}"
             )
-        if self.bound is not None and (most := int(values.max(initial=0))) >= self.bound:
+        if self.bound is not None and values.max(initial=0) >= self.bound:
+            place = int((values >= self.bound).argmax())
             raise InputOutputError(
-                f"{self.array.where}: token id {most} is out of range [0, {self.bound}) of its vocabulary"
+                f"{self.array.where}: token {start + place} is {values[place]}, "
+                f"out of range [0, {self.bound}) of its vocabulary; prepare the text again"
             )
         return values

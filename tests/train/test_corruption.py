@@ -35,7 +35,7 @@ from hpctrain.train.corruption import SilentFaultError
 from hpctrain.train.hook import Hook, StepDone
 from hpctrain.train.run import open_run, resume
 from hpctrain.train.signals import Signals
-from hpctrain.train.step import Step
+from hpctrain.train.step import ReadBatches, Step
 from hpctrain.train.trainer import Trainer
 from hpctrain.train.way_back import WayBack
 from hpctrain.watch.run_files import STOP_FILE
@@ -345,10 +345,8 @@ def test_figures_that_come_wrong_at_one_rank_part_nobody(
     train(world, deck, "clean", *SHORT)
     agree = Step.agree
 
-    def wrong(
-        step: Step, sums: torch.Tensor, tokens: int, samples: int
-    ) -> tuple[dict[str, float], list[float]]:
-        figures, totals = agree(step, sums, tokens, samples)
+    def wrong(step: Step, sums: torch.Tensor, read: ReadBatches) -> tuple[dict[str, float], list[float]]:
+        figures, totals = agree(step, sums, read)
         if step.engine.optimizer.updates == 5 and not done:
             done.append(True)
             if world.rank == 1:
