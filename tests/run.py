@@ -16,16 +16,18 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from time import monotonic
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from tests.durations import record  # noqa: E402
 from tests.launch import is_open_mpi, launcher  # noqa: E402
 from tests.mpi_plugin import CLAIMS  # noqa: E402
 from tests.selection import RANKS, SEED, seed  # noqa: E402
-from tests.tally import KINDS, VARIABLE, count  # noqa: E402
+from tests.tally import KINDS, VARIABLE, count, durations  # noqa: E402
 from tests.warm import FOREIGN, Server  # noqa: E402
 
 SLOWEST = ("--durations=12", "--durations-min=5")
@@ -124,12 +126,13 @@ def with_eight() -> list[str]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Exit code of one part, how many of its tests ended how, and how long it took."""
+    """Exit code of one part, how many of its tests ended how, how long it and each of its cases took."""
 
     part: Part
     code: int
     counts: Counter[str]
     seconds: float
+    cases: Sequence[tuple[str, float]] = ()
 
     def line(self) -> str:
         """Its line of the summary."""
@@ -160,7 +163,8 @@ def run(part: Part, arguments: Sequence[str], server: Server) -> Outcome:
         counts = count(tally)
         if counts[""] and not code:  # a test has ended its process
             code = NO_END
-        return Outcome(part, code if code >= 0 else 128 - code, counts, monotonic() - began)
+        cases = list(durations(tally))
+        return Outcome(part, code if code >= 0 else 128 - code, counts, monotonic() - began, cases)
 
 
 def run_sides(part: Part, command: Sequence[str], claims: Path, environment: Mapping[str, str]) -> int:
@@ -208,6 +212,9 @@ def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", default="1 2 4 8", help="numbers of ranks, in one word")
     parser.add_argument("--slow", action="store_true", help="the slow tests too, as the last part")
+    parser.add_argument(
+        "--record", action="store_true", help="write the seconds of slow tests into tests/durations.txt"
+    )
     parser.add_argument("arguments", nargs="*", help="more arguments for pytest, after --")
     options = parser.parse_args(words)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # end what was started first
@@ -224,6 +231,8 @@ def main(words: Sequence[str]) -> int:
         print(outcome.line())
     total = sum((outcome.counts for outcome in outcomes), Counter())
     print(", ".join(f"{total[kind]} {kind}" for kind in KINDS))
+    if options.record:
+        record(chain.from_iterable(outcome.cases for outcome in outcomes))
     return code
 
 

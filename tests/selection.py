@@ -8,11 +8,10 @@
 - **Cases.** A test marked `@pytest.mark.sampled(n)` runs `n` of its cases. Any other MPI test with several
   cases runs a part of them (`case_count`); with three or more parameters this part has every pair of values.
   `@pytest.mark.every_case` exempts a test.
-- **Rarely needed tests.** A test marked `@pytest.mark.rotated(n)` runs with one commit in `n`: slow tests
-of what
-  changes seldom, such as the suite's own programs.
+- **Slow tests.** A case that takes more than a second runs with one commit in as many as it takes seconds,
+  at most `LONGEST_PERIOD` (`durations.py`), so that no case costs more than about a second per commit.
 
-Both choices depend on a seed, by default the commit: each commit runs other sampled cases, and one file in
+These choices depend on a seed, by default the commit: each commit runs other cases, and one file in
 `ROTATION` also runs on the numbers of ranks that are left out elsewhere. Over some commits everything runs.
 `make test-full` executes everything, and so does a run that names tests (`::`, `-k`).
 """
@@ -29,6 +28,8 @@ from pathlib import Path
 from zlib import crc32
 
 import pytest
+
+from tests.durations import periods
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -128,14 +129,12 @@ def left_out_cases(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
     """Yield the cases that this run leaves out; the same on all ranks."""
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
-        rotated = item.get_closest_marker("rotated")
-        if rotated is not None and _rank(item.nodeid) % rotated.args[0]:
-            yield item
-            continue
         tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for cases in tests.values():
+    for name, cases in tests.items():
         ordered = sorted(cases, key=lambda item: _rank(item.nodeid))
-        yield from set(cases) - set(_chosen(ordered))
+        turns = periods().get(name, 1)
+        taken = {item for item in _chosen(ordered) if not _rank("turn", item.nodeid) % turns}
+        yield from (item for item in cases if item not in taken)
 
 
 def _chosen(cases: Sequence[pytest.Item]) -> Sequence[pytest.Item]:

@@ -1,4 +1,4 @@
-"""A pytest plug-in that writes every verdict into a file as it falls: what `tests/run.py` counts.
+"""A pytest plug-in that writes every verdict, with seconds and id, into a file for `tests/run.py`.
 
 A run that a rank aborts prints no summary; the file still tells how far it came.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -27,7 +27,7 @@ class Tally:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """A test's verdict is that of its call; setup and teardown count where they fail or skip."""
         if report.when == "call" or report.outcome != "passed":
-            self.write(report.outcome)
+            self.write(f"{report.outcome} {report.duration:.3f} {report.nodeid}")
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """So many verdicts have to come."""
@@ -42,22 +42,35 @@ class Tally:
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """A file that cannot be collected counts as a failure."""
         if report.outcome == "failed":
-            self.write("failed")
+            self.write(f"failed 0 {report.nodeid}")
 
-    def write(self, verdict: str) -> None:
-        """One line."""
+    def write(self, line: str) -> None:
+        """Append a line."""
         together = self.config.pluginmanager.get_plugin("together")
         if together is None or together.rank == 0:
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(f"{verdict}\n")
+                file.write(f"{line}\n")
 
 
 def count(path: Path) -> Counter[str]:
-    """How many tests ended how, so far, and under "" how many there are that did not."""
-    words = path.read_text(encoding="utf-8").split() if path.exists() else []
-    verdicts = Counter(word for word in words if not word.startswith(EXPECTED))
-    sizes = [int(word.removeprefix(EXPECTED)) for word in words if word.startswith(EXPECTED)]
+    """Return how many tests ended how so far, and under "" how many have not ended."""
+    lines = _lines(path)
+    verdicts = Counter(line.split()[0] for line in lines if not line.startswith(EXPECTED))
+    sizes = [int(line.removeprefix(EXPECTED)) for line in lines if line.startswith(EXPECTED)]
     return verdicts + Counter({"": max(0, max(sizes, default=0) - verdicts.total())})
+
+
+def durations(path: Path) -> Iterator[tuple[str, float]]:
+    """Yield the id of each case that passed so far, and its seconds."""
+    for line in _lines(path):
+        if line.startswith("passed "):
+            _, seconds, case = line.split(" ", 2)
+            yield case, float(seconds)
+
+
+def _lines(path: Path) -> list[str]:
+    """Return the lines written so far."""
+    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -79,7 +79,6 @@ def give_compiler(tools: Path) -> None:
     write_program(tools / "mpicc", f'#!/bin/bash\nPATH={os.environ["PATH"]} exec {path} "$@"\n')
 
 
-@pytest.mark.rotated(4)
 def test_without_mpi_it_names_what_to_load(tools: Path) -> None:
     done = install(tools)
     assert done.returncode == 1
@@ -89,14 +88,12 @@ def test_without_mpi_it_names_what_to_load(tools: Path) -> None:
     assert not (tools.parent / "venv").exists()
 
 
-@pytest.mark.rotated(4)
 def test_an_unknown_mpi_is_refused(tools: Path) -> None:
     done = install(tools, MPI="lam")
     assert done.returncode == 1
     assert "must be openmpi, mpich or empty" in done.stderr
 
 
-@pytest.mark.rotated(4)
 def test_an_old_python_is_refused(tools: Path) -> None:
     write_program(tools / "python2", "#!/bin/bash\nexit 1\n")
     done = install(tools, PYTHON="python2")
@@ -104,7 +101,6 @@ def test_an_old_python_is_refused(tools: Path) -> None:
     assert "PYTHON=python2: must be Python 3.10 or newer" in done.stderr
 
 
-@pytest.mark.rotated(4)
 def test_an_hdf5_that_is_not_parallel_is_refused(tools: Path, tmp_path: Path) -> None:
     give_compiler(tools)
     (tmp_path / "hdf5" / "include").mkdir(parents=True)
@@ -118,7 +114,6 @@ def test_an_hdf5_that_is_not_parallel_is_refused(tools: Path, tmp_path: Path) ->
     assert "is not parallel" in done.stderr
 
 
-@pytest.mark.rotated(4)
 def test_a_wrong_hdf5_dir_is_told(tools: Path, tmp_path: Path) -> None:
     give_compiler(tools)
     done = install(tools, HDF5_DIR=str(tmp_path / "nowhere"))
@@ -144,7 +139,6 @@ def environment(tools: Path) -> Callable[[str], Path]:
     return make
 
 
-@pytest.mark.rotated(4)
 def test_h5py_is_built_while_torch_is_installed(
     tools: Path, environment: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -171,7 +165,6 @@ def test_h5py_is_built_while_torch_is_installed(
     assert "pip" not in (notes / "told").read_text()
 
 
-@pytest.mark.rotated(4)
 def test_a_build_that_fails_ends_it_with_the_last_lines_of_its_log(
     tools: Path, environment: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -185,7 +178,6 @@ def test_a_build_that_fails_ends_it_with_the_last_lines_of_its_log(
     assert [path.name for path in (tmp_path / "cache").rglob("h5py.txt")] == ["h5py.txt"]
 
 
-@pytest.mark.rotated(4)
 def test_what_is_built_ends_with_the_script(
     tools: Path, environment: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -35,14 +35,12 @@ def run_ranks(launch: Launch, tmp_path: Path) -> Callable[..., tuple[int, str, f
     return run
 
 
-@pytest.mark.rotated(4)
 def test_passing_tests_are_reported_once(run_ranks: Callable[..., tuple[int, str, float]]) -> None:
     code, output, _ = run_ranks("def test_sum():\n    assert ranks.allreduce(1) == 2\n")
     assert code == 0
     assert output.count("1 passed") == 1
 
 
-@pytest.mark.rotated(4)
 def test_a_failure_on_one_rank_is_reported_by_rank_0(
     run_ranks: Callable[..., tuple[int, str, float]],
 ) -> None:
@@ -56,7 +54,6 @@ def test_a_failure_on_one_rank_is_reported_by_rank_0(
     assert "1 failed, 1 passed" in output
 
 
-@pytest.mark.rotated(4)
 def test_a_failing_rank_ends_the_others_that_wait_for_it(
     run_ranks: Callable[..., tuple[int, str, float]],
 ) -> None:
@@ -69,7 +66,6 @@ def test_a_failing_rank_ends_the_others_that_wait_for_it(
     assert seconds < 30
 
 
-@pytest.mark.rotated(4)
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("death", ["os._exit(3)", "os.kill(os.getpid(), 9)"])
 def test_a_dying_rank_ends_the_others(run_ranks: Callable[..., tuple[int, str, float]], death: str) -> None:
@@ -81,7 +77,6 @@ def test_a_dying_rank_ends_the_others(run_ranks: Callable[..., tuple[int, str, f
     assert seconds < 30
 
 
-@pytest.mark.rotated(4)
 def test_a_hanging_rank_shows_where(run_ranks: Callable[..., tuple[int, str, float]]) -> None:
     code, output, seconds = run_ranks(
         "def wait_for_ever():\n    time.sleep(1000)\n"
@@ -96,14 +91,12 @@ def test_a_hanging_rank_shows_where(run_ranks: Callable[..., tuple[int, str, flo
     assert seconds < 30
 
 
-@pytest.mark.rotated(4)
 def test_a_skip_on_one_rank_only_is_a_failure(run_ranks: Callable[..., tuple[int, str, float]]) -> None:
     code, output, _ = run_ranks("def test_skip():\n    if ranks.rank == 1: pytest.skip('not me')\n")
     assert code == 1
     assert "the ranks disagree" in output
 
 
-@pytest.mark.rotated(4)
 def test_what_fewer_ranks_prove_is_left_out(run_ranks: Callable[..., tuple[int, str, float]]) -> None:
     code, output, _ = run_ranks(
         "@pytest.mark.mpi(max_size=1)\ndef test_one():\n    assert False\n"
@@ -114,7 +107,6 @@ def test_what_fewer_ranks_prove_is_left_out(run_ranks: Callable[..., tuple[int, 
     assert "1 passed, 2 deselected" in output
 
 
-@pytest.mark.rotated(4)
 def test_a_failing_fixture_keeps_the_ranks_in_step(
     run_ranks: Callable[..., tuple[int, str, float]],
 ) -> None:
@@ -129,7 +121,6 @@ def test_a_failing_fixture_keeps_the_ranks_in_step(
     assert "1 passed, " in summary and ", 1 error in " in summary and "failed" not in summary
 
 
-@pytest.mark.rotated(4)
 def test_ranks_with_different_tests_do_not_start(run_ranks: Callable[..., tuple[int, str, float]]) -> None:
     code, output, _ = run_ranks(
         "def test_all():\n    pass\n"

@@ -31,18 +31,15 @@ def verdict(ranks):
         MPI.COMM_WORLD.Barrier()
     assert ranks != FAILS
 
-@pytest.mark.rotated(4)
 def test_serial():
     verdict("serial")
 
-@pytest.mark.rotated(4)
 @pytest.mark.mpi
 @pytest.mark.ranks(1, 2)
 def test_ranks():
     from hpctrain.comm.library import MPI
     verdict(str(MPI.COMM_WORLD.size))
 
-@pytest.mark.rotated(4)
 @pytest.mark.mpi
 @pytest.mark.ranks(1, 2)
 def test_next():
@@ -73,7 +70,6 @@ def summary(text: str) -> dict[str, str]:
     return {line.split("  ")[0].strip(): line for line in lines[:-1]} | {"": lines[-1]}
 
 
-@pytest.mark.rotated(4)
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("fails", ["serial", *RANKS])
 def test_a_failure_on_any_number_of_ranks_fails_the_whole(tmp_path: Path, fails: str) -> None:
@@ -88,7 +84,6 @@ def test_a_failure_on_any_number_of_ranks_fails_the_whole(tmp_path: Path, fails:
     assert lines[""] == f"{2 * len(ranks)} passed, 1 failed, 0 skipped"
 
 
-@pytest.mark.rotated(4)
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("how", "code"), [("dies", 9), ("aborts", 70)])
 def test_a_run_that_ends_early_fails_the_whole(tmp_path: Path, how: str, code: int) -> None:
@@ -99,7 +94,6 @@ def test_a_run_that_ends_early_fails_the_whole(tmp_path: Path, how: str, code: i
     assert "1 passed, 0 failed" in lines["serial"]
 
 
-@pytest.mark.rotated(4)
 def test_a_test_that_ends_its_process_in_peace_fails_the_whole(tmp_path: Path) -> None:
     done = run_parts(tmp_path, "1", "leaves", ranks=("1",))
     assert done.returncode == 70
@@ -108,7 +102,6 @@ def test_a_test_that_ends_its_process_in_peace_fails_the_whole(tmp_path: Path) -
     assert "; 1 came to no end" in lines["1 rank"] or "; 2 came to no end" in lines["1 rank"]
 
 
-@pytest.mark.rotated(4)
 def test_a_launcher_that_is_not_there_fails_the_whole(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text("def test_it(): pass")
     done = subprocess.run(
@@ -123,7 +116,6 @@ def test_a_launcher_that_is_not_there_fails_the_whole(tmp_path: Path) -> None:
     assert "ended with code 127" in summary(done.stdout)["2 ranks"]
 
 
-@pytest.mark.rotated(4)
 def test_everything_passes(tmp_path: Path) -> None:
     """Of two files, each test of two ranks once, whoever of the two that share them begins it."""
     (tmp_path / "test_other.py").write_text(TESTS.format(fails="none", how=""))
@@ -136,7 +128,6 @@ def outcome(code: int) -> Outcome:
     return Outcome(Part(2), code, Counter(), 0.0)
 
 
-@pytest.mark.rotated(4)
 def test_nothing_to_run_is_a_failure_unless_others_had_something() -> None:
     assert verdict([outcome(0), outcome(NO_TESTS)], chosen=False) == NO_TESTS
     assert verdict([outcome(0), outcome(NO_TESTS)], chosen=True) == 0
@@ -144,7 +135,6 @@ def test_nothing_to_run_is_a_failure_unless_others_had_something() -> None:
     assert verdict([outcome(0), outcome(1), outcome(70), outcome(0)], chosen=False) == 1
 
 
-@pytest.mark.rotated(4)
 def test_eight_ranks_look_at_no_more_files_than_they_need() -> None:
     files = Part(8).command([])[-3:]
     assert all(

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
 from itertools import combinations, product
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from tests import selection
+from tests import durations, selection
+from tests.durations import LONGEST_PERIOD, period
 from tests.launch import ROOT, clean_environment
 from tests.selection import (
     ALL_CASES,
@@ -19,6 +23,7 @@ from tests.selection import (
     RankSelection,
     case_count,
     covering,
+    left_out_cases,
     proving_size,
 )
 
@@ -144,16 +149,31 @@ def test_columns_that_vary_together_are_one() -> None:
     assert covering([()], 0, 1) == [0]
 
 
-ROTATED = """
-import pytest
+def test_a_case_of_some_seconds_runs_with_one_commit_in_as_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["test_it.py::test_fast", *(f"test_it.py::test_slow[{number}]" for number in range(40))]
+    items: list[Any] = [Mock(nodeid=name, get_closest_marker=lambda _: None) for name in names]
+    monkeypatch.setattr(selection, "periods", lambda: {"test_it.py::test_slow": 4})
+    left_out = Counter[str]()
+    for number in range(100):
+        monkeypatch.setattr(selection, "seed", lambda number=number: str(number))
+        left_out.update(item.nodeid for item in left_out_cases(items))
+    assert set(left_out) == set(names[1:])
+    assert all(60 < count < 90 for count in left_out.values())
 
-@pytest.mark.rotated(2)
-@pytest.mark.parametrize("number", range(30))
-def test_it(number): assert number < 0
-"""
+
+def test_no_case_costs_more_than_a_second_per_commit_on_average() -> None:
+    assert [period(seconds) for seconds in (0.8, 1.0, 1.1, 3.0, 100.0)] == [1, 1, 2, 3, LONGEST_PERIOD]
 
 
-def test_rotated_tests_run_with_some_commits(tmp_path: Path) -> None:
-    (tmp_path / "test_rotated.py").write_text(ROTATED)
-    numbers, _ = run_cases(tmp_path, str(tmp_path / "test_rotated.py"), **{SEED: "one"})
-    assert 5 < len(numbers) < 25
+def test_new_seconds_replace_those_of_the_tests_that_ran(tmp_path: Path) -> None:
+    here = "tests/test_selection.py"
+    (tmp_path / "table").write_text(f"9.0 tests/gone.py::test_a\n2.0 {here}::test_a\n3.0 {here}::test_b\n")
+    measured = [(f"{here}::test_b[1]", 4.0), (f"{here}::test_b[2]", 5.0), (f"{here}::test_c", 0.1)]
+    durations.record(measured, tmp_path / "table")
+    assert durations.read(tmp_path / "table") == {f"{here}::test_a": 2.0, f"{here}::test_b": 4.5}
+
+
+def test_the_table_names_tests_that_exist() -> None:
+    for name in durations.read():
+        path, *_, function = name.split("::")
+        assert f"def {function}(" in (ROOT / path).read_text(encoding="utf-8"), f"{name}: no such test"

@@ -22,7 +22,6 @@ while True:
 """
 
 
-@pytest.mark.rotated(4)
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGUSR1, 7), (signal.SIGTERM, -signal.SIGTERM), (signal.SIGKILL, -9)]
 )
@@ -41,7 +40,6 @@ def test_signals_and_processors_are_handed_on(warm: Server, number: signal.Signa
         os.sched_setaffinity(0, every)
 
 
-@pytest.mark.rotated(4)
 def test_where_no_server_is_python_itself_runs(tmp_path: Path) -> None:
     command = [sys.executable, "-I", "-S", ASK, tmp_path / "no-server", QUICK_END, "-c", "exit(5)"]
     assert subprocess.run(command, env=clean_environment()).returncode == 5

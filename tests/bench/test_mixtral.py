@@ -16,8 +16,6 @@ from hpctrain.model.count import count
 from hpctrain.model.shape import ModelShape
 from tests.engines import DECK, LLAMA, small_deck
 
-pytestmark = pytest.mark.rotated(2)
-
 pytest.importorskip("transformers")
 
 MIXTURE = (*LLAMA, "model.experts=4", "model.expert_mlp=40", "model.tied=false")
@@ -56,7 +54,6 @@ def test_what_it_cannot_be_is_refused(world: World, changes: tuple[str, ...], to
         peer("transformers-eager", small_deck(*changes), world.alone(), ())
 
 
-@pytest.mark.rotated(3)
 def test_it_takes_turns_with_ours(world: World, tmp_path: Path) -> None:
     deck, figures = tmp_path / "deck.toml", tmp_path / "figures.json"
     deck.write_text(DECK)

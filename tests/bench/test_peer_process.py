@@ -16,8 +16,6 @@ from hpctrain.comm.world import World
 from hpctrain.errors import EXIT_INTERNAL, HpctrainError
 from tests.engines import LLAMA, small_deck
 
-pytestmark = pytest.mark.rotated(2)
-
 
 def test_it_is_no_rank() -> None:
     environment = {"PATH": "/bin", "OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1", "SLURM_PROCID": "1"}

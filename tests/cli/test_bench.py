@@ -76,7 +76,6 @@ def test_every_benchmark_runs_and_writes_its_figures(launch: Launch, work: Path,
     assert files == ["deck.toml", "figures.json"]
 
 
-@pytest.mark.rotated(3)
 def test_memory_is_that_of_each_alone(launch: Launch, work: Path) -> None:
     wide = "model.hidden=1024"
     done = launch(

@@ -13,8 +13,6 @@ import pytest
 
 from hpctrain.cli.doctor import spans
 
-pytestmark = pytest.mark.rotated(2)
-
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
 

@@ -91,10 +91,10 @@ from hpctrain.data import prepare
 kind, number = sys.argv[1], int(sys.argv[2])
 world = World.start("cpu")  # removes what dead jobs of this machine have left
 calls = []
-def ending(function):
+def ending(function, counts=lambda *_: True):
     def call(*arguments, **named):
-        calls.append(1)
-        if len(calls) == number:
+        calls.extend([1] * counts(*arguments))
+        if len(calls) == number and counts(*arguments):
             os.kill(os.getpid(), signal.SIGKILL)
         return function(*arguments, **named)
     return call
@@ -106,16 +106,15 @@ elif kind == "written":
 elif kind == "named":
     Path.replace = ending(Path.replace)
 elif kind == "removed":
-    Path.unlink = ending(Path.unlink)
+    Path.unlink = ending(Path.unlink, lambda path, *_: path.name.endswith('.naming'))
 names = ["a.jsonl", "b.txt", "c.jsonl"]
 prepare.prepare(world, Path("out.h5"), names, piece_bytes=300, shard_bytes=2402, say=print)
 """
 
 
-@pytest.mark.rotated(2)
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    ("kind", "number"), [("piece", 20), ("written", 3), ("named", 1), ("named", 4), ("removed", 3)]
+    ("kind", "number"), [("piece", 20), ("written", 3), ("named", 1), ("named", 4), ("removed", 1)]
 )
 def test_what_was_killed_goes_on(world: World, tmp_path: Path, kind: str, number: int) -> None:
     """By SIGKILL while it tokenizes, writes the third file, gives them names, or has given all of them."""

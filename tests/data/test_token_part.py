@@ -156,7 +156,6 @@ def test_a_wrong_line_is_told_again(world: World, tmp_path: Path, monkeypatch: p
         prepare(world.alone(), tmp_path / "out.h5", [str(rows)], piece_bytes=500)
 
 
-@pytest.mark.rotated(3)
 def test_a_killed_process_leaves_no_output(tmp_path: Path) -> None:
     """SIGKILL at the third piece: nothing is there by the file's name, and the next one goes on."""
     (tmp_path / "a.txt").write_text("some text\n" * 1000)

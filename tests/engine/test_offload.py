@@ -14,8 +14,6 @@ import pytest
 
 from tests.launch import clean_environment, launcher
 
-pytestmark = pytest.mark.rotated(2)
-
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
 DECK = """
@@ -241,7 +239,6 @@ main()
 """
 
 
-@pytest.mark.rotated(3)
 def test_a_model_trains_with_more_optimizer_state_than_it_has_memory(work: Path, launch: Launch) -> None:
     (work / "limited.py").write_text(LIMITED)
     keys = {

@@ -275,7 +275,6 @@ def trapping(before: str, instead: str = "__builtin_trap();") -> bytes:
         return compile_library(source)
 
 
-@pytest.mark.rotated(3)
 def test_a_library_is_tried_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = Path(library.__file__)
     try_library(compiled_functions(), program)

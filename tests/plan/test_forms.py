@@ -57,7 +57,6 @@ def test_a_link_adds_seconds_to_a_measured_step(deck: Path) -> None:
     assert "of a step would be sending (--step-seconds or --like tells the rest)." in emulated
 
 
-@pytest.mark.rotated(2)
 def test_other_forms_are_planned_beside(deck: Path) -> None:
     """Exact sums take the time of this deck's step without what its form computes; others that and theirs."""
     given = (deck, "--ranks", 2, "--link", "1 Mbit/s", "--step-seconds", "2 s", "--forms")

@@ -44,7 +44,6 @@ def refused(deck: Path, *arguments: object) -> HpctrainError:
     return result.exception
 
 
-@pytest.mark.rotated(2)
 def test_a_point_is_the_plan_of_its_deck_alone(deck: Path) -> None:
     sweeps = parse_sweeps(["ranks=2,4", "layout.tensor=1,2", "layout.zero=0,3"])
     swept = sweep_deck(deck, None, ["model.layers=4"], sweeps, rates=MACHINE)

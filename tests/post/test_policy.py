@@ -33,7 +33,6 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.rotated(3)
 @pytest.mark.mpi(min_size=2, max_size=2)
 def test_policies_learn(world: World, mpi_tmp_path: Path) -> None:
     """From under 20% of words that are copied to over 90%, of prompts that were held out."""

@@ -60,7 +60,6 @@ def test_rows_that_tell_nothing_are_passed_over(told: Any) -> None:
     assert np.array_equal(values["inputs_scale_least"], [[np.nan], [-4.0]], equal_nan=True)
 
 
-@pytest.mark.rotated(2)
 def test_a_watched_run_has_the_picture(tmp_path: Path) -> None:
     for name, rows in (("watched", [row(1), row(2)]), ("plain", [unwatched(1)])):
         (tmp_path / name).mkdir()

@@ -81,7 +81,6 @@ def test_rows_that_tell_of_no_mixture_are_passed_over(experts: Any) -> None:
     assert (steps.tolist(), blocks, values["load"].tolist()) == ([2, 3], [1, 3], [[4.0, 3.0], [2.0, 1.0]])
 
 
-@pytest.mark.rotated(2)
 def test_runs_with_mixtures_have_a_picture_each(tmp_path: Path) -> None:
     tables = {
         "a": [row(1, [4.0, 2.0], [1, 0])],

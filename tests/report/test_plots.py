@@ -14,8 +14,6 @@ from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.report.fonts import drawable
 from hpctrain.report.plots import PlottedRun, draw, load_runs, plot_runs, smoothed
 
-pytestmark = pytest.mark.rotated(2)
-
 NAMES = ["loss.png", "learning_rate.png", "throughput.png", "grad_norm.png"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -53,10 +54,10 @@ def make_deck(world: World, folder: Path) -> Path:
     """A deck in `folder` whose tokens are a random chain's, which a small model soon knows; collective."""
     if world.rank == 0:
         generator = np.random.default_rng(5)
-        chain = generator.dirichlet(np.full(24, 0.25), size=24).cumsum(1)
+        chain = generator.dirichlet(np.full(24, 0.25), size=24).cumsum(1).tolist()
         letters, at = [], 0
-        for draw in generator.random(100_000):
-            at = min(int(np.searchsorted(chain[at], draw)), 23)
+        for draw in generator.random(100_000).tolist():
+            at = min(bisect_left(chain[at], draw), 23)
             letters.append(97 + at)
         (folder / "text.txt").write_bytes(bytes(letters))
         (folder / "deck.toml").write_text(DECK.format(folder=folder))

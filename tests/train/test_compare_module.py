@@ -53,7 +53,6 @@ def test_what_blocks_of_a_module_give_is_compared(world: World) -> None:
     assert (first.phase, first.name) == ("gradient", name)
 
 
-@pytest.mark.rotated(3)
 def test_runs_of_a_module_are_replayed(staged: Path, launch: Launch) -> None:
     layout = ("layout.pipeline=2", "layout.schedule=zb-v")
     made = {"one": (1, ()), "stages": (2, layout), "faster": (1, ("learning_rate.peak=1.01e-2",))}

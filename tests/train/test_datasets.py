@@ -92,7 +92,6 @@ def sets(*changes: str) -> list[str]:
     return [each for change in changes for each in ("--set", change)]
 
 
-@pytest.mark.rotated(3)
 def test_a_run_goes_on_within_an_epoch_on_other_ranks(folder: Path, launch: Launch) -> None:
     """Of 38 samples a step takes 8: the fifth step is in two epochs; items draw random numbers."""
     hpctrain(launch, 2, "run", "code/deck.toml", *sets("run.dir=runs/whole"))

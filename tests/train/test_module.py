@@ -99,7 +99,6 @@ def losses(folder: Path) -> list[float]:
     return [row["loss"] for row in rows]
 
 
-@pytest.mark.rotated(2)
 @pytest.mark.sampled(1)
 def test_a_run_goes_on_with_another_number_of_ranks(folder: Path, launch: Launch) -> None:
     run = folder / "runs/mine"
@@ -151,7 +150,6 @@ def test_buffers_are_equal_on_all_ranks_and_go_on(folder: Path, launch: Launch, 
     assert np.array_equal(other["model/table"], last["model/table"])  # no gradient sees them
 
 
-@pytest.mark.rotated(2)
 def test_a_loss_of_the_users_own_counts_for_itself(folder: Path, launch: Launch) -> None:
     own = ("--set", "model.loss=my_models.py:every_second", "--set", "model.arguments={dropout=0.0}")
     hpctrain(launch, 1, "run", "code/deck.toml", *own, "--set", "layout.zero=0", "--set", "run.dir=runs/one")
@@ -171,7 +169,6 @@ def test_a_loss_of_the_users_own_counts_for_itself(folder: Path, launch: Launch)
     np.testing.assert_allclose(of_one[0], losses(folder / "runs/plain")[0], rtol=0.05)
 
 
-@pytest.mark.rotated(2)
 def test_half_precision_trains_from_fp32_masters(folder: Path, launch: Launch) -> None:
     bf16 = ("--set", "precision.compute=bf16", "--set", "run.dir=runs/half")
     hpctrain(launch, 2, "run", "code/deck.toml", *bf16)

@@ -31,7 +31,6 @@ def staged(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.rotated(2)
 @pytest.mark.sampled(1)
 def test_a_run_goes_on_with_other_stages(staged: Path, launch: Launch) -> None:
     run, begun = staged / "runs/mine", changes(*STAGED, *FEWER)

@@ -7,8 +7,6 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 from hpctrain.deck.read import parse_deck
 from hpctrain.optim.schedule import LearningRate
 from hpctrain.report.rows import read_metrics
@@ -25,7 +23,6 @@ KEYS = {
 }
 
 
-@pytest.mark.rotated(3)
 def test_a_lost_replica_ends_the_job_and_not_the_run(
     tmp_path: Path, launch: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:

@@ -90,7 +90,6 @@ def model(path: Path) -> dict[str, np.ndarray]:
     return found
 
 
-@pytest.mark.rotated(3)
 @pytest.mark.sampled(1)
 def test_a_run_goes_on_with_tensor_ranks_and_without(folder: Path, launch: Launch) -> None:
     alone = sets("layout.tensor=1", "layout.zero=3", "run.dir=runs/whole")

@@ -92,7 +92,6 @@ def test_a_mixture_trains_goes_on_and_is_known_again(world: World, work: Path) -
     world.everyone.barrier()
 
 
-@pytest.mark.rotated(2)
 def test_resumed_on_other_ranks_in_an_epoch(
     launch: Callable[..., subprocess.CompletedProcess[str]],
     world: World,

@@ -211,7 +211,6 @@ def test_a_run_without_a_checkpoint_begins_again(tmp_path: Path) -> None:
     assert not (folder / "metrics.jsonl").exists()
 
 
-@pytest.mark.rotated(2)
 def test_nobody_is_sent_in_a_circle(
     tmp_path: Path, launch: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:

@@ -12,8 +12,6 @@ from hpctrain.plan.rehearse.programme import SEND, Job
 from hpctrain.plan.rehearse.ranks import RankProgrammes
 from tests.engines import LLAMA, small_deck
 
-pytestmark = pytest.mark.rotated(2)
-
 VOCABULARY = 61
 MIXTURE = (*LLAMA, "model.experts=4", "model.expert_mlp=32", "model.experts_per_token=2")
 SPLIT = ("layout.tensor=2", "layout.sequence_parallel=true")
@@ -123,7 +121,6 @@ def test_a_forgotten_message_of_one_rank_is_found_among_many() -> None:
     assert f"send {events[sent].what} of" in fault.sentence
 
 
-@pytest.mark.rotated(3)
 def test_uneven_experts_are_told_apart_by_few_of_many_ranks() -> None:
     """Of 512 ranks 96 experts lie over 32 and 3 each: loads differ as these do, nothing along data does."""
     keys = ("model.experts=96", "model.experts_per_token=4", "layout.expert=32", "layout.zero=1")

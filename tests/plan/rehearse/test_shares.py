@@ -10,8 +10,6 @@ from hpctrain.plan.rehearse.shares import Shares
 from hpctrain.plan.rehearse.step import RankStep
 from tests.engines import small_deck
 
-pytestmark = pytest.mark.rotated(2)
-
 RANKS, VOCABULARY = 16, 61
 MUON = ("optimizer.name=muon", "layout.tensor=2", "model.layers=3", "batch.global_size=16")
 

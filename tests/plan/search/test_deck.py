@@ -23,8 +23,6 @@ from hpctrain.plan.search.deck import Wished, chosen_layout, laid_out, search_de
 from hpctrain.plan.search.phrases import arguments
 from hpctrain.plan.time.machine import read_machine
 
-pytestmark = pytest.mark.rotated(2)
-
 DECK = """
 layout = "auto"
 [run]

@@ -32,8 +32,6 @@ from tests.plan.search.brute import Brute
 from tests.plan.search.random_layouts import DECK, LLAMA, MIXTURE, Bare, bare, layouts, tree_of
 from tests.plan.search.test_least_bytes import machine_of
 
-pytestmark = pytest.mark.rotated(2)
-
 SELENE = read_machine("selene-2021")
 SLOW = SELENE.model_copy(update={"between": SELENE.between.model_copy(update={"bandwidth": 1e9})})
 

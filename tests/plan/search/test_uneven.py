@@ -28,8 +28,6 @@ from tests.engines import small_deck
 from tests.pipeline.test_split import ways
 from tests.plan.time.test_ground import FAST, ONE, SEVERAL, kinds
 
-pytestmark = pytest.mark.rotated(2)
-
 KEYS = ("batch.global_size=16", "memory.recompute=none", "layout.context=1", "layout.zero=1")
 SLOW_MEMORY = "memory_bandwidth = 2e9\nlaunch = 1e-5\nfixed = 1e-4\n"
 """Other times than the first kind's by another factor for each layer."""

@@ -23,8 +23,6 @@ from hpctrain.train.sweep.variants import Sweep, make_sweep
 from hpctrain.watch.status import STATUS_FILE
 from tests.train.sweep.test_sweep import DECK
 
-pytestmark = pytest.mark.rotated(2)
-
 SLEEPS = "import time; print('up', flush=True); time.sleep(100)"
 IGNORES = f"import signal; signal.signal(signal.SIGUSR2, signal.SIG_IGN); {SLEEPS}"
 

@@ -152,7 +152,6 @@ def test_slots_have_cores_and_gpus_of_their_own() -> None:
     assert [slot.gpus for slot in slots_of(4, 1, 1, cores, ["0", "1"])] == [None] * 4
 
 
-@pytest.mark.rotated(2)
 def test_one_that_fails_stops_no_other_and_is_tried_again(tokens: Path) -> None:
     runner, sets = CliRunner(), ("--set", "data.tokens=tokens.h5,away.h5", "--set", "learning_rate.peak=1e-2")
     done = runner.invoke(command, ["deck.toml", *sets, "--slots", "2"], standalone_mode=False)
@@ -182,7 +181,6 @@ def test_one_that_fails_stops_no_other_and_is_tried_again(tokens: Path) -> None:
     assert done.return_value == 0 and "begun" not in done.output and "best: runs/small-sweep/" in done.output
 
 
-@pytest.mark.rotated(3)
 def test_a_sweep_stops_in_good_order_and_goes_on(tokens: Path) -> None:
     """Of runs of two ranks, which mpirun starts."""
     words = [
