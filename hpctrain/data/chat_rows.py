@@ -1,10 +1,10 @@
 """Messages of a row of JSON, in any of the formats in which files contain conversations.
 
 A conversation is `messages` of role and content, `conversations` of from and value (ShareGPT), `prompt`
-with `response` or `completion`, or `instruction` with `output` and perhaps `input` (Alpaca); a `system`
-text may be given with the last two. An assistant's message is not learned if its `weight` is 0 (OpenAI), or
-if `train` or `training` (axolotl) or `loss` (ms-swift) is false. Errors are HpctrainErrors without the place
-of the row.
+with `response` or `completion`, or `instruction` with `output` and perhaps `input` (Alpaca). The row may
+contain a `system` text, and with the last two forms a `history` of earlier questions and answers
+(LLaMA-Factory). `data/training_keys.py` tells which messages are not learned. Errors are HpctrainErrors
+without the place of the row.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from hpctrain.characters import text_problem
+from hpctrain.data.chat_roles import ASSISTANT, template_role
 from hpctrain.data.chat_template import Message
+from hpctrain.data.training_keys import MESSAGE_KEYS, is_learned, masks_history, require_learned_part
 from hpctrain.deck.sources import clipped
 from hpctrain.errors import HpctrainError
+from hpctrain.files import parse_json
 from hpctrain.words import counted, kind_of
 
-ASSISTANT = "assistant"
 _LISTS = ("messages", "conversations", "conversation")
 _ANSWERS = ("response", "completion")
-_ROLES = {"human": "user", "gpt": ASSISTANT, "chatgpt": ASSISTANT, "bing": ASSISTANT, "model": ASSISTANT}
-_FLAGS = frozenset({"weight", "train", "training", "train_on_turn", "trainable", "loss"})
-"""Keys of a message by which trainers exclude it from training."""
+_SYSTEM_KEYS = ("system", "system_prompt")
 _FORMS = "`messages`, `conversations`, `prompt` with `response`, or `instruction` with `output`"
 
 
@@ -42,6 +42,11 @@ class Conversation(NamedTuple):
     first: int = 0
     tools: Any = None
     unlearned: Sequence[int] = ()
+
+    @property
+    def silent(self) -> bool:
+        """True if no assistant says anything."""
+        return all(message["role"] != ASSISTANT for message in self.messages)
 
     @property
     def learned(self) -> list[int]:
@@ -74,50 +79,82 @@ class Prompt(NamedTuple):
 
 
 def conversation_of(row: Any) -> Conversation:
-    """That of a row."""
-    row = _object(row, _FORMS)
-    name = next((each for each in _LISTS if row.get(each) is not None), None)
-    unlearned: Sequence[int] = ()
-    if name is not None:
-        messages = _messages(row[name], name)
-        unlearned = tuple(n for n, message in enumerate(messages) if not _is_learned(message, n))
-        messages = [{key: message[key] for key in message if key not in _FLAGS} for message in messages]
-    elif row.get("instruction") is not None:
-        messages = [*_system(row), _said("user", _instruction(row))]
-        messages += _turn(row, "output", ASSISTANT)
-    elif row.get("prompt") is not None and (answers := [a for a in _ANSWERS if row.get(a) is not None]):
-        messages = [*_system(row), *_turn(row, "prompt", "user"), *_turn(row, answers[0], ASSISTANT)]
-    else:
-        raise HpctrainError(f"has no conversation: {_FORMS}{_has(row)}")
-    return Conversation(messages, 0, row.get("tools"), unlearned)
-
-
-def _is_learned(message: Message, number: int) -> bool:
-    """Return False if a message's flags exclude it from training.
+    """Return the conversation of a row.
 
     Raises:
-        HpctrainError: A flag is neither true nor false; a weight is neither 0 nor 1.
+        HpctrainError: The row contains none, or excludes parts of it in a way that cannot be followed.
     """
-    for name in _FLAGS & message.keys():
-        if message[name] not in (0, 1):  # not a set: the value may be a list
-            wanted = "0 or 1 (other weights are not supported)" if name == "weight" else "true or false"
-            raise HpctrainError(f"message {number + 1} has {name} = {message[name]!r}: must be {wanted}")
-    return all(message[name] == 1 for name in _FLAGS & message.keys())
+    row = _object(row, _FORMS)
+    name = next((each for each in _LISTS if row.get(each) is not None), None)
+    asked = 0
+    if name is not None:
+        messages = _messages(row[name], name)
+    elif row.get("instruction") is not None:
+        messages = [*_history(row), _said("user", _instruction(row)), *_turn(row, "output", ASSISTANT)]
+    elif row.get("prompt") is not None and (answers := [a for a in _ANSWERS if row.get(a) is not None]):
+        prompt = _turn(row, "prompt", "user")
+        messages = [*_history(row), *prompt]
+        if any(message["role"] == ASSISTANT for message in prompt):
+            asked = len(messages)  # as in TRL, only the completion is learned
+        messages += _turn(row, answers[0], ASSISTANT)
+    else:
+        raise HpctrainError(f"has no conversation: {_FORMS}{_has(row)}")
+    messages, unlearned = _split_flags(messages)
+    if masks_history(row):
+        unlearned = tuple(sorted({*unlearned, *_before_last_answer(messages)}))
+    system = _system(row, messages)
+    shift = len(system)
+    return Conversation(
+        [*system, *messages],
+        asked + shift if asked else 0,
+        _tools(row),
+        tuple(number + shift for number in unlearned),
+    )
+
+
+def _split_flags(messages: Sequence[Message]) -> tuple[list[Message], tuple[int, ...]]:
+    """Return the messages without the keys that control training, and the indices of those not learned.
+
+    Raises:
+        HpctrainError: A key has a value that cannot be followed.
+    """
+    unlearned = tuple(number for number, message in enumerate(messages) if not is_learned(message, number))
+    return [{key: each[key] for key in each if key not in MESSAGE_KEYS} for each in messages], unlearned
+
+
+def _before_last_answer(messages: Sequence[Message]) -> list[int]:
+    """Return the indices of the messages in front of the last turn of an assistant."""
+    end = max((n for n, message in enumerate(messages) if message["role"] == ASSISTANT), default=0)
+    while end and messages[end - 1]["role"] == ASSISTANT:
+        end -= 1
+    return list(range(end))
 
 
 def preference_of(row: Any) -> Preference:
-    """That of a row: `chosen` and `rejected`, each the answer to `prompt` or a conversation as a whole."""
+    """Return the preference of a row.
+
+    `chosen` and `rejected` are each an answer to `prompt`, or a conversation as a whole.
+
+    Raises:
+        HpctrainError: The row contains none, or excludes parts of it in a way that cannot be followed.
+    """
     row = _object(row, "`chosen` and `rejected`")
     missing = [name for name in ("chosen", "rejected") if row.get(name) is None]
     if missing:
         raise HpctrainError(f"has no `{missing[0]}`{_has(row)}")
-    tools = row.get("tools")
-    chosen, rejected = (_turn(row, name, ASSISTANT) for name in ("chosen", "rejected"))
+    tools = _tools(row)
+    (chosen, excluded), (rejected, excluded_rejected) = (
+        _split_flags(_turn(row, name, ASSISTANT)) for name in ("chosen", "rejected")
+    )
     prompt: list[Message] = []
     if row.get("prompt") is not None:
-        prompt = [*_system(row), *_turn(row, "prompt", "user")]
+        prompt, _ = _split_flags(_turn(row, "prompt", "user"))
+        prompt = [*_system(row, prompt), *prompt]
         if not all(_begins_with(answer, prompt) for answer in (chosen, rejected)):
             chosen, rejected = [*prompt, *chosen], [*prompt, *rejected]
+            excluded, excluded_rejected = (
+                tuple(number + len(prompt) for number in each) for each in (excluded, excluded_rejected)
+            )
     elif isinstance(row["chosen"], str) or isinstance(row["rejected"], str):
         raise HpctrainError("has no `prompt`, to which `chosen` and `rejected` would be answers")
     common = 0
@@ -130,17 +167,27 @@ def preference_of(row: Any) -> Preference:
     first = max(common, len(prompt))
     if prompt and common < len(prompt):
         raise HpctrainError("has a `prompt` that ends within `chosen` or `rejected`")
-    for name, messages in (("chosen", chosen), ("rejected", rejected)):
-        if not any(each["role"] == ASSISTANT for each in messages[first:]):
+    pair = (
+        Conversation(chosen, first, tools, excluded),
+        Conversation(rejected, first, tools, excluded_rejected),
+    )
+    for name, each in zip(("chosen", "rejected"), pair, strict=True):
+        if not any(message["role"] == ASSISTANT for message in each.messages[first:]):
             raise HpctrainError(f"has nothing that an assistant says in what is `{name}`")
+        if not each.learned:
+            raise HpctrainError(f"excludes all that an assistant says in what is `{name}` from training")
     others = {
         key: value for key, value in row.items() if key not in {"prompt", "chosen", "rejected", "tools"}
     }
-    return Preference(Conversation(chosen, first, tools), Conversation(rejected, first, tools), others)
+    return Preference(*pair, others)
 
 
 def prompt_of(row: Any) -> Prompt:
-    """That of a row: `prompt`, or `messages` that an assistant is to go on with."""
+    """Return the prompt of a row: `prompt`, or `messages` that an assistant is to continue.
+
+    Raises:
+        HpctrainError: The row contains none.
+    """
     row = _object(row, "`prompt` or `messages`")
     name = next((each for each in ("prompt", *_LISTS) if row.get(each) is not None), None)
     if name is None:
@@ -148,11 +195,11 @@ def prompt_of(row: Any) -> Prompt:
     messages = _turn(row, name, "user") if name == "prompt" else _messages(row[name], name)
     if messages[-1]["role"] == ASSISTANT:
         raise HpctrainError(f"has `{name}` that end with what an assistant says: nothing is to be answered")
-    system = _system(row) if name == "prompt" else []
-    used = {name, "tools", *(["system"] if system else [])}
+    messages, _ = _split_flags(messages)
+    asked = [*_system(row, messages), *messages]
+    used = {name, "tools", *(key for key in _SYSTEM_KEYS if _system_text(row, key))}
     others = {key: value for key, value in row.items() if key not in used}
-    asked = [*system, *messages]
-    return Prompt(Conversation(asked, len(asked), row.get("tools")), others)
+    return Prompt(Conversation(asked, len(asked), _tools(row)), others)
 
 
 def _object(row: Any, forms: str) -> Mapping[str, Any]:
@@ -168,10 +215,43 @@ def _has(row: Mapping[str, Any]) -> str:
     return f" (it has {', '.join(names[:8])})" if names else " (it is empty)"
 
 
-def _system(row: Mapping[str, Any]) -> list[Message]:
-    """What stands beside a prompt."""
-    system = row.get("system")
-    return [_said("system", system)] if isinstance(system, str) and system else []
+def _system(row: Mapping[str, Any], messages: Sequence[Message]) -> list[Message]:
+    """Return the message with the system text of the row; none if `messages` begin with one themselves."""
+    text = next(filter(None, (_system_text(row, key) for key in _SYSTEM_KEYS)), "")
+    return [_said("system", text)] if text and messages[0]["role"] != "system" else []
+
+
+def _system_text(row: Mapping[str, Any], key: str) -> str:
+    text = row.get(key)
+    return text if isinstance(text, str) else ""
+
+
+def _tools(row: Mapping[str, Any]) -> Any:
+    """Return the tools of a row, which some data files contain as a text of JSON."""
+    tools = row.get("tools")
+    if not isinstance(tools, str):
+        return tools
+    if not tools.strip():
+        return None
+    try:
+        return parse_json(tools)
+    except ValueError:
+        raise HpctrainError("has a text in `tools` that is no JSON") from None
+
+
+def _history(row: Mapping[str, Any]) -> list[Message]:
+    """Return the earlier questions and answers of a row, which are pairs of texts."""
+    pairs = row.get("history") or []
+    if not isinstance(pairs, list):
+        raise HpctrainError(f"has {kind_of(pairs)} in `history`, not a list of pairs of texts")
+    messages = list[Message]()
+    for pair in pairs:
+        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
+            raise HpctrainError(
+                "has an entry in `history` that is no pair of texts, a question and its answer"
+            )
+        messages += [_said("user", pair[0]), _said(ASSISTANT, pair[1])]
+    return messages
 
 
 def _instruction(row: Mapping[str, Any]) -> str:
@@ -222,13 +302,15 @@ def _message(found: Any, title: str) -> Message:
         content = _joined(content, title)
     if not isinstance(content, str):
         raise HpctrainError(f"{title} has {kind_of(content)} for its content, not text")
-    return {**message, "role": _ROLES.get(role, role), "content": content}
+    return {**message, "role": template_role(role), "content": content}
 
 
 def _joined(parts: Sequence[Any], title: str) -> str:
     """The text of a content in parts, as of models that see images, too. HpctrainError where one is none."""
     texts = list[str]()
     for part in parts:
+        if isinstance(part, Mapping):
+            require_learned_part(part, title)
         of_text = isinstance(part, Mapping) and part.get("type") == "text"
         text = part.get("text") if of_text else None
         if not isinstance(text, str):
@@ -245,6 +327,28 @@ def _begins_with(messages: Sequence[Message], prompt: Sequence[Message]) -> bool
 
 
 def left_out_words(number: int, examples: Sequence[str], noun: str, why: str) -> str:
-    """A line about rows that are not taken."""
-    shown = ", ".join(examples[:2]) + (" ..." if number > 2 else "")
-    return f"left out {counted(number, noun)}, {why} ({shown})"
+    """Return a line about rows that are left out.
+
+    Args:
+        number: How many they are.
+        examples: Places of some of them.
+        noun: What a row is called.
+        why: The reason as a clause, such as "whose answers are equal".
+    """
+    return f"left out {counted(number, noun)}, {why} ({_places(number, examples)})"
+
+
+def ignored_words(number: int, examples: Sequence[str], noun: str, key: str) -> str:
+    """Return a line about a key of rows that has no effect.
+
+    Args:
+        number: How many rows have it.
+        examples: Places of some of them.
+        noun: What a row is called.
+        key: The key and the reason, such as "images, since only text is used".
+    """
+    return f"ignored {key}: {counted(number, noun)} ({_places(number, examples)})"
+
+
+def _places(number: int, examples: Sequence[str]) -> str:
+    return ", ".join(examples[:2]) + (" ..." if number > 2 else "")

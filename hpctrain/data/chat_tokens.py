@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hpctrain.data.chat_rows import ASSISTANT, Conversation
+from hpctrain.data.chat_roles import ASSISTANT
+from hpctrain.data.chat_rows import Conversation
 from hpctrain.data.chat_template import ChatTemplate
 from hpctrain.data.template_process import Range, Rendering, RenderRequest, TemplateLimitError
 from hpctrain.data.tokenizer import BYTES, GuardedTokenizer, Tokenizer, lost_text, parse_tokenizer

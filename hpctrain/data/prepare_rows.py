@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpctrain.data.chat_rows import conversation_of, left_out_words, preference_of, prompt_of
+from hpctrain.data.chat_rows import (
+    conversation_of,
+    ignored_words,
+    left_out_words,
+    preference_of,
+    prompt_of,
+)
 from hpctrain.data.chat_template import ChatTemplate
 from hpctrain.data.chat_tokens import ChatTokenizer, TokenRequest, Tokens
 from hpctrain.data.contents import CHAT, KINDS, NOUNS, PREFERENCES, PROMPTS, TEXT_KIND
@@ -31,6 +37,7 @@ from hpctrain.data.tokenizer import BYTES, Tokenizer
 from hpctrain.data.tokenizer_argument import named_tokenizer, remarks_on
 from hpctrain.data.tokenizer_settings import TokenizerSettings
 from hpctrain.data.tokens import TokenFile
+from hpctrain.data.training_keys import row_keys
 from hpctrain.data.write import Report, RowsPart, write_tokens
 from hpctrain.errors import HpctrainError
 from hpctrain.words import either
@@ -40,6 +47,7 @@ if TYPE_CHECKING:
 
 _LEARNED_VALUES, _BYTE_VALUES = 2, 256
 EQUAL, SILENT = "whose answers are equal", "in which no assistant says anything"
+UNLEARNED = "in which every answer is excluded from training"
 _EXAMPLES = 3
 _ROWS_TOGETHER = 64  # which the template's process renders at once
 
@@ -93,7 +101,7 @@ def prepare_rows(
         made = _Making(kind, chat, out, world.rank, stack)
         with world.agreement():
             made.add_all(share_of(pieces, world.rank, world.size), report)
-        _tell_left_out(world, made, say)
+        _report_rows(world, made, say)
         _require_rows(world, made, paths)
         header = write_tokens(
             world, out, made.tokens, chat.tokenizer, ", ".join([*paths, *globs]), report, made.part
@@ -115,16 +123,38 @@ def prepare_rows(
 
 @dataclass(frozen=True)
 class _ParsedRow:
-    """Conversations of a row with its other keys, which prompts and preferences store; or its error."""
+    """What a row contains.
 
-    requests: Sequence[TokenRequest]
+    Attributes:
+        requests: Its conversations; none if it is left out.
+        others: Other keys, which are stored with prompts and preferences.
+        problem: Error of the row, or None.
+        left_out: Why the row is left out, as a clause; "" if it is not.
+        ignored: Keys that control training in other trainers but have no effect here, each with the reason.
+    """
+
+    requests: Sequence[TokenRequest] = ()
     others: Mapping[str, Any] | None = None
     problem: HpctrainError | None = None
+    left_out: str = ""
+    ignored: Collection[str] = ()
 
 
 def _at(row: Row, error: HpctrainError) -> HpctrainError:
     """Return the error with the place of the row in front of each message."""
     return type(error)([f"{row.where}: {each}" for each in error.problems])
+
+
+Counts = dict[str, tuple[int, list[str]]]
+"""Number of rows by what applies to them, with the places of the first ones."""
+
+
+def _count(counts: Counts, what: str, row: Row) -> None:
+    """Count a row in `counts`."""
+    number, examples = counts.get(what, (0, []))
+    if len(examples) < _EXAMPLES:
+        examples = [*examples, row.where]
+    counts[what] = number + 1, examples
 
 
 class _Making:
@@ -133,7 +163,8 @@ class _Making:
     def __init__(self, kind: str, chat: ChatTokenizer, out: Path, rank: int, stack: ExitStack) -> None:
         self.kind, self.chat = kind, chat
         self.rows = self.learned_tokens = 0
-        self.left_out: dict[str, tuple[int, list[str]]] = {}
+        self.left_out: Counts = {}
+        self.ignored: Counts = {}
         parts = (
             TokenPart(part_path(out, rank), chat.tokenizer),
             TokenPart(part_path(out, rank, "learned"), _LEARNED_VALUES),
@@ -180,29 +211,35 @@ class _Making:
                     complain(_at(row, error))
 
     def _parsed(self, row: Row) -> _ParsedRow:
-        """Parse a row. A pair of equal answers contains no request, since it is left out."""
+        """Parse a row."""
         try:
-            if self.kind == CHAT:
-                return _ParsedRow([TokenRequest(conversation_of(row.value))])
-            if self.kind == PROMPTS:
+            if self.kind == PROMPTS:  # whose other keys belong to the reward
                 prompt = prompt_of(row.value)
                 return _ParsedRow([TokenRequest(prompt.asked, prompt=True)], prompt.others)
+            keys = row_keys(row.value, answers=self.kind == CHAT)
+            if keys.left_out:
+                return _ParsedRow(left_out=keys.left_out)
+            if self.kind == CHAT:
+                return _ParsedRow([TokenRequest(conversation_of(row.value))], ignored=keys.ignored)
             pair = preference_of(row.value)
         except HpctrainError as error:
-            return _ParsedRow([], problem=error)
-        return _ParsedRow(
-            [] if pair.equal else [TokenRequest(pair.chosen), TokenRequest(pair.rejected)], pair.others
-        )
+            return _ParsedRow(problem=error)
+        if pair.equal:
+            return _ParsedRow(left_out=EQUAL)
+        requests = [TokenRequest(pair.chosen), TokenRequest(pair.rejected)]
+        return _ParsedRow(requests, pair.others, ignored=keys.ignored)
 
     def _add_row(self, row: Row, parsed: _ParsedRow, made: Sequence[Tokens]) -> None:
-        if not made:
-            self._leave_out(row, EQUAL)
-            return
-        if self.kind == CHAT and not made[0].learned.any():
-            self._leave_out(row, SILENT)
+        left_out = parsed.left_out
+        if self.kind == CHAT and made and not made[0].learned.any():
+            left_out = SILENT if parsed.requests[0].conversation.silent else UNLEARNED
+        if left_out:
+            _count(self.left_out, left_out, row)
             return
         if any(not len(each.ids) for each in made):
             raise HpctrainError("has no text, as the template writes it")
+        for key in parsed.ignored:
+            _count(self.ignored, key, row)
         for document in made:
             self._append(document)
         self.rows += 1
@@ -216,12 +253,6 @@ class _Making:
         self.tokens.end_here()
         self.learned.add(document.learned)
         self.learned_tokens += int(document.learned.sum())
-
-    def _leave_out(self, row: Row, why: str) -> None:
-        number, examples = self.left_out.get(why, (0, []))
-        if len(examples) < _EXAMPLES:
-            examples = [*examples, row.where]
-        self.left_out[why] = number + 1, examples
 
 
 def _agree_on_template(
@@ -247,16 +278,24 @@ def _agree_on_template(
     return ChatTokenizer(known, ChatTemplate.from_json(chat))
 
 
-def _tell_left_out(world: World, made: _Making, say: Say) -> None:
-    """Rows of all ranks that are left out, with examples. Collective."""
-    counts: dict[str, tuple[int, list[str]]] = {}
-    for each in world.everyone.all_gather_object(made.left_out):
-        for why, (number, examples) in each.items():
-            before = counts.get(why, (0, []))
-            counts[why] = before[0] + number, [*before[1], *examples]
+def _report_rows(world: World, made: _Making, say: Say) -> None:
+    """Say which rows of all ranks are left out, and which of their keys have no effect. Collective."""
+    left_out, ignored = _merged(world, made.left_out), _merged(world, made.ignored)
     if world.rank == 0:
-        for why, (number, examples) in counts.items():
+        for why, (number, examples) in left_out.items():
             say(left_out_words(number, examples, NOUNS[made.kind], why))
+        for key, (number, examples) in ignored.items():
+            say(ignored_words(number, examples, NOUNS[made.kind], key))
+
+
+def _merged(world: World, counts: Counts) -> Counts:
+    """Return the sum of the counts of all ranks. Collective."""
+    merged: Counts = {}
+    for each in world.everyone.all_gather_object(counts):
+        for what, (number, examples) in each.items():
+            before = merged.get(what, (0, []))
+            merged[what] = before[0] + number, [*before[1], *examples]
+    return merged
 
 
 def _require_rows(world: World, made: _Making, paths: Sequence[str]) -> None:
