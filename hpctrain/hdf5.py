@@ -38,7 +38,7 @@ SIGNATURE = b"\x89HDF\r\n\x1a\n"
 """First bytes of every HDF5 file that hpctrain writes."""
 
 _PAGE_BYTES = 1 << 16
-MOST_ATTRIBUTE_BYTES = 1 << 16
+MAX_ATTRIBUTE_BYTES = 1 << 16
 """Largest size of an attribute in bytes; HDF5 cannot store larger ones in an object's header."""
 
 
@@ -65,16 +65,16 @@ class LocalDataset:
         """Number of elements."""
         return prod(self.shape)
 
-    def read(self, most_bytes: int) -> NDArray[Any]:
+    def read(self, max_bytes: int) -> NDArray[Any]:
         """Return all elements, which must be numbers or text of fixed length.
 
         Args:
-            most_bytes: Largest size of the elements in bytes.
+            max_bytes: Largest size of the elements in bytes.
 
         Raises:
             ValueError: The elements have another dtype, or are larger.
         """
-        if self.dtype.kind not in "iufS" or self.elements * self.dtype.itemsize > most_bytes:
+        if self.dtype.kind not in "iufS" or self.elements * self.dtype.itemsize > max_bytes:
             raise ValueError(f"{self.name} has type {self.dtype} and shape {list(self.shape)}")
         values = np.empty(self.shape, self.dtype)
         if self.elements:
@@ -104,7 +104,7 @@ class CheckedFile:
         self._file, self._size = file, size
         names: list[str] = []
 
-        def find_other_link(name: bytes, info: Any) -> str | None:
+        def describe_other_link(name: bytes, info: Any) -> str | None:
             if info.type == h5py.h5l.TYPE_HARD:
                 return None
             return (
@@ -117,7 +117,7 @@ class CheckedFile:
 
         # In any other order HDF5 sorts the members of a group, and crashes if it cannot read them.
         other_link = file.id.links.visit(
-            find_other_link, idx_type=h5py.h5.INDEX_NAME, order=h5py.h5.ITER_NATIVE, info=True
+            describe_other_link, idx_type=h5py.h5.INDEX_NAME, order=h5py.h5.ITER_NATIVE, info=True
         )
         if other_link is not None:
             raise ValueError(other_link)
@@ -310,7 +310,7 @@ def _read_attribute(owner: h5py.h5g.GroupID | h5py.h5d.DatasetID, name: str, kin
         raise KeyError(f"it has no attribute {name}")
     attribute = h5py.h5a.open(owner, name.encode())
     dtype, scalar = attribute.dtype, attribute.get_space().get_simple_extent_type() == h5py.h5s.SCALAR
-    if not scalar or dtype.kind not in kinds or dtype.itemsize > MOST_ATTRIBUTE_BYTES:
+    if not scalar or dtype.kind not in kinds or dtype.itemsize > MAX_ATTRIBUTE_BYTES:
         raise ValueError(f"the attribute {name} is not {noun}")
     value = np.empty((), dtype)
     attribute.read(value)

@@ -15,9 +15,9 @@ import pytest
 
 from hpctrain.api import Given
 from hpctrain.cli.main import command as hpctrain_command
-from hpctrain.deck.at_resume import RESUME_RULES
 from hpctrain.deck.plain import toml_of
 from hpctrain.deck.read import parse_deck
+from hpctrain.deck.resume_rules import RESUME_RULES
 from hpctrain.deck.toml import parse_toml
 from tests.test_readme import DOCUMENTS, ROOT
 

@@ -39,8 +39,14 @@ _PIECES_A_BUFFER, _SPANS_A_BUFFER = 4 * (_READS + 1), 2 * _READS
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """An Entry to be read from a dataset, and the dataset's sums, if what is read is to be added to them."""
+class ReadRequest:
+    """Request to read the values of an entry from a dataset.
+
+    Attributes:
+        entry: Entry whose values are filled.
+        stored: The dataset.
+        sums: Checksums of the dataset, to which those of the bytes are added; None if they are not checked.
+    """
 
     entry: Entry
     stored: StoredTensor
@@ -50,23 +56,23 @@ class Wanted:
 class _Piece:
     """A rectangle on its way into an Entry's values: `words` are to be read, and then landed."""
 
-    def __init__(self, wanted: Wanted, rectangle: Rectangle) -> None:
-        self.wanted, self.rectangle = wanted, rectangle
-        entry = wanted.entry
+    def __init__(self, request: ReadRequest, rectangle: Rectangle) -> None:
+        self.request, self.rectangle = request, rectangle
+        entry = request.entry
         self._filling = rectangle.filling(entry.values)
         self._view = self._filling.__enter__()
         self._direct = on_host(entry.values.device) and self._view.is_contiguous() and not entry.added
         target = self._view if self._direct else torch.empty(rectangle.shape, dtype=self._view.dtype)
         self._target = target.reshape(-1)
-        self.words: Words = self._target.numpy().view(f"u{wanted.stored.item_bytes}")
+        self.words: Words = self._target.numpy().view(f"u{request.stored.item_bytes}")
 
     def land(self) -> None:
         """Add what was read to the sums, and bring it to the values where it does not lie there."""
-        wanted, rectangle, view = self.wanted, self.rectangle, self._view
-        if wanted.sums is not None:
-            checksum.add(wanted.sums, self.words, rectangle.start, rectangle.shape, wanted.stored.shape)
-        target, dtype = self._target.view(rectangle.shape), wanted.entry.values.dtype
-        if wanted.entry.added:
+        request, rectangle, view = self.request, self.rectangle, self._view
+        if request.sums is not None:
+            checksum.add(request.sums, self.words, rectangle.start, rectangle.shape, request.stored.shape)
+        target, dtype = self._target.view(rectangle.shape), request.entry.values.dtype
+        if request.entry.added:
             view.view(dtype).add_(target.view(dtype).to(view.device))
         elif not self._direct:
             view.copy_(target)
@@ -82,13 +88,18 @@ class TensorSource:
     readers: ThreadPoolExecutor
     buffer_bytes: int = BUFFER_BYTES
 
-    def fill(self, wanted: Iterable[Wanted], zero_padding: bool = True) -> None:
-        """Read the values of all that is wanted, in this order, and add them to the sums that are given.
+    def fill(self, requests: Iterable[ReadRequest], zero_padding: bool = True) -> None:
+        """Read the values of all requests, in their order, and add their checksums to the given sums.
 
-        Padding becomes zero, or stays as it is. InputOutputError where the file cannot be read, or ends.
+        Args:
+            requests: The requests.
+            zero_padding: True to fill the padding of entries with zeros. False to leave it unchanged.
+
+        Raises:
+            InputOutputError: The file cannot be read, or is truncated.
         """
         under_way: deque[tuple[Future[None], list[_Piece]]] = deque()
-        for batch in _batches(self._pieces(wanted, zero_padding), self._part_bytes):
+        for batch in _batches(self._pieces(requests, zero_padding), self._part_bytes):
             under_way.append((self.readers.submit(self._read_batch, batch), batch))
             if len(under_way) > _READS:
                 _land(*under_way.popleft())
@@ -100,8 +111,8 @@ class TensorSource:
         """Of a piece that is read into memory of its own, at most; and of a batch, at least."""
         return min(_PIECE_BYTES, self.buffer_bytes // _PIECES_A_BUFFER)
 
-    def _pieces(self, wanted: Iterable[Wanted], zero_padding: bool) -> Iterator[_Piece]:
-        for each in wanted:
+    def _pieces(self, requests: Iterable[ReadRequest], zero_padding: bool) -> Iterator[_Piece]:
+        for each in requests:
             entry, item_bytes = each.entry, each.stored.item_bytes
             rectangles = rectangles_of(entry)
             read = sum(rectangle.elements for rectangle in rectangles)
@@ -115,7 +126,7 @@ class TensorSource:
 
     def _read_batch(self, batch: Iterable[_Piece]) -> None:
         for piece in batch:
-            self.read_rectangle(piece.words, piece.rectangle, piece.wanted.stored)
+            self.read_rectangle(piece.words, piece.rectangle, piece.request.stored)
 
     def read_rectangle(self, words: Words, rectangle: Rectangle, stored: StoredTensor) -> None:
         """Fill a flat array with the elements of a rectangle of a dataset."""

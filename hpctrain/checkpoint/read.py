@@ -27,7 +27,7 @@ from torch import Tensor
 from hpctrain.checkpoint import checksum
 from hpctrain.checkpoint.agree import combined, first_of, together
 from hpctrain.checkpoint.checksum import Sums
-from hpctrain.checkpoint.extract import BUFFER_BYTES, Wanted, opened
+from hpctrain.checkpoint.extract import BUFFER_BYTES, ReadRequest, opened
 from hpctrain.checkpoint.layout import Entry, rectangles_of, runs
 from hpctrain.checkpoint.structure import Structure, examine
 from hpctrain.checkpoint.verify import verify_pieces
@@ -67,7 +67,7 @@ def load(
     sums = np.zeros(len(structure.sums), np.uint64)
     touched = np.zeros(len(structure.sums), np.int64)
     with together(group), opened(structure.path, buffer_bytes) as file:
-        file.fill(_wanted(structure, entries, sums, touched), zero_padding)
+        file.fill(_read_requests(structure, entries, sums, touched), zero_padding)
     totals = combined(group, sums).view(np.uint64)
     touched = combined(group, touched, "max")
     stored = structure.datasets.values()
@@ -156,12 +156,19 @@ def _raise_first(group: Group, problems: Sequence[str], same_names: bool) -> Non
         raise InputOutputError(error.problems) if all(same for _, same in of_ranks) else error
 
 
-def _wanted(
+def _read_requests(
     structure: Structure, entries: Sequence[Entry], sums: Sums, touched: NDArray[np.int64]
-) -> Iterator[Wanted]:
-    """All that this rank reads, in turns in the order of the file; marks the checksum pieces that it touches.
+) -> Iterator[ReadRequest]:
+    """Yield the read requests of this rank, and mark the checksum pieces that they touch.
 
-    First its shares of what several hold: it adds these up, and the others read them later. Then the others'.
+    Several ranks may hold the same elements. Each of them first reads its share, which it adds to the
+    checksums, and then the shares of the other ranks. All requests of a turn follow the order of the file.
+
+    Args:
+        structure: Structure of the checkpoint.
+        entries: Entries of this rank.
+        sums: Checksums of all pieces of the checkpoint.
+        touched: Flag of each checksum piece, int64 [pieces], which is set to 1 for pieces that are read.
     """
     datasets = structure.datasets
     in_order = sorted(entries, key=lambda entry: datasets[entry.dataset].offset)
@@ -174,7 +181,7 @@ def _wanted(
             start, end = ((first, last), (last, count), (0, first))[turn]
             if start < end:
                 part = entry if end - start == count else entry.part(start, end)
-                yield Wanted(part, stored, sums[stored.pieces] if turn == 0 else None)
+                yield ReadRequest(part, stored, sums[stored.pieces] if turn == 0 else None)
 
 
 def _touch(touched: NDArray[np.int64], entry: Entry) -> None:

@@ -66,8 +66,8 @@ def require_trusted(deck: Deck, path: Path, trust: CodeTrust) -> None:
     """
     require_trusted_code(deck, f"{path}: its deck")
     trusted = deck.sources.trusted_code
-    if trust.everything and trusted and str(path) not in trust.announced:
-        trust.announced.add(str(path))
+    if trust.everything and trusted and str(path) not in trust.logged_files:
+        trust.logged_files.add(str(path))
         if started_rank(os.environ) == 0:
             names = ", ".join(map(str, sorted(trusted)))
             logging.getLogger("hpctrain").warning("--trust-code: %s may run %s", path, names)

@@ -58,7 +58,7 @@ class _Corpus(BaseModel):
     dataset: str | None = None
 
     @model_validator(mode="after")
-    def _is_either(self) -> _Corpus:
+    def _has_a_size(self) -> _Corpus:
         if self.tokens is None and (self.samples is None or self.dataset is None):
             raise ValueError("needs tokens, or samples and dataset")
         return self

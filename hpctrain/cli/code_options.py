@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hpctrain.deck.code import CodeTrust, Overrides
 
 ReadTrust = Callable[[], "CodeTrust"]
-"""Function that evaluates both options. It raises the errors of `read_code_names` for --trust-deck."""
+"""Function that evaluates both options. It raises the errors of `read_code_entries` for --trust-deck."""
 
 
 def code_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -35,24 +35,24 @@ def code_options(command: Callable[..., Any]) -> Callable[..., Any]:
     def with_options(*args: Any, trust_code: bool, trust_deck: Path | None, **options: Any) -> Any:
         def read() -> CodeTrust:
             from hpctrain.deck.code import CodeTrust
-            from hpctrain.deck.read import read_code_names
+            from hpctrain.deck.read import read_code_entries
 
-            names = frozenset() if trust_deck is None else read_code_names(trust_deck)
-            return CodeTrust(trust_code, names)
+            entries = frozenset() if trust_deck is None else read_code_entries(trust_deck)
+            return CodeTrust(trust_code, entries)
 
         return command(*args, trust=read, **options)
 
     return with_options
 
 
-def with_trust(world: World, overrides: Iterable[str], trust: ReadTrust) -> Overrides:
+def add_trust(world: World, overrides: Iterable[str], trust: ReadTrust) -> Overrides:
     """Return the `--set` arguments together with the values of the trust options. Collective."""
     from hpctrain.deck.code import Overrides
 
-    return Overrides.of(overrides, agreed_trust(world, trust))
+    return Overrides.of(overrides, read_trust(world, trust))
 
 
-def agreed_trust(world: World, trust: ReadTrust) -> CodeTrust:
+def read_trust(world: World, trust: ReadTrust) -> CodeTrust:
     """Evaluate the trust options; errors are raised on all ranks. Collective."""
     with world.agreement():
         return trust()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from hpctrain.cli.code_options import ReadTrust, agreed_trust, code_options
+from hpctrain.cli.code_options import ReadTrust, code_options, read_trust
 
 
 @click.command(name="compare")
@@ -39,7 +39,7 @@ def command(
         raise click.UsageError("--steps is for a replay, which --figures leaves out")
 
     def work(world: World) -> int:
-        known = agreed_trust(world, trust)
+        known = read_trust(world, trust)
         return compare(world, (first, second), steps, not no_replay, click.echo, figures, known)
 
     run_verb(work)

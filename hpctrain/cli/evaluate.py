@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from hpctrain.cli.code_options import ReadTrust, code_options, with_trust
+from hpctrain.cli.code_options import ReadTrust, add_trust, code_options
 
 
 @click.command(name="evaluate")
@@ -79,7 +79,7 @@ def command(
         verb = partial(evaluate, files=files, sequences=sequences)
 
     def work(world: World) -> None:
-        changes = with_trust(world, overrides, trust)
+        changes = add_trust(world, overrides, trust)
         verb(world, target, overrides=changes, as_json=as_json, show=click.echo, say=say)
 
     run_verb(work)

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from hpctrain.cli.code_options import ReadTrust, agreed_trust, code_options
+from hpctrain.cli.code_options import ReadTrust, code_options, read_trust
 
 
 @click.command(name="inspect")
@@ -33,7 +33,7 @@ def command(target: Path, trust: ReadTrust, **wish: Any) -> None:
     from hpctrain.report.inspect import InspectionWish, inspect
 
     def work(world: World) -> int:
-        wished = InspectionWish(**wish, trust=agreed_trust(world, trust))
+        wished = InspectionWish(**wish, trust=read_trust(world, trust))
         return inspect(world.everyone, target, wished, click.echo)
 
     run_verb(work, device="cpu")

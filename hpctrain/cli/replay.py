@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from hpctrain.cli.code_options import ReadTrust, code_options, with_trust
+from hpctrain.cli.code_options import ReadTrust, add_trust, code_options
 
 
 @click.command(name="replay")
@@ -45,7 +45,7 @@ def command(
     from hpctrain.train.replay import replay
 
     def work(world: World) -> int:
-        changes = with_trust(world, overrides, trust)
+        changes = add_trust(world, overrides, trust)
         return replay(world, checkpoint, steps, changes, against, click.echo, make_trainer)
 
     run_verb(work)

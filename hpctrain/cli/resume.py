@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from hpctrain.cli.code_options import ReadTrust, code_options, with_trust
+from hpctrain.cli.code_options import ReadTrust, add_trust, code_options
 from hpctrain.train.signals import heed_from_now
 
 
@@ -38,7 +38,7 @@ def command(
     from hpctrain.train.run import resume
 
     def work(world: World) -> int:
-        changes = with_trust(world, overrides, trust)
+        changes = add_trust(world, overrides, trust)
         return resume(world, target, changes, strict, replayed, make_trainer)
 
     run_verb(work)

@@ -21,7 +21,8 @@ from typing import Any
 from hpctrain.comm.helper import end_helper, has_ended, how_ended, start_helper, wait_for_end
 from hpctrain.units import format_bytes, format_seconds
 
-MOST_ANSWER_BYTES = 1 << 28
+MAX_ANSWER_BYTES = 1 << 28
+"""Largest size of an answer, in bytes."""
 
 _POLL_SECONDS = 0.2
 """Seconds between checks whether a child has ended. Its descendants may keep its socket open after that."""
@@ -68,18 +69,18 @@ class ChildProcess:
     Args:
         module: Name of a module with a function `serve(socket_number, parent)` that calls
             `child_service.serve`.
-        guarded: True if the child runs code of users; the same value as `child_service.serve` gets.
+        runs_user_code: True if the child runs code of users; the same value as `child_service.serve` gets.
     """
 
-    def __init__(self, module: str, guarded: bool) -> None:
-        self._guarded = guarded
+    def __init__(self, module: str, runs_user_code: bool) -> None:
+        self._runs_user_code = runs_user_code
         self.request: Request | None = None
         self._serial = 0
         self._received = bytearray()
-        self.channel, far_end = socket.socketpair()
-        with far_end:
-            code = f"from {module} import serve; serve({far_end.fileno()}, {os.getpid()})"
-            self.process = start_helper(code, far_end.fileno(), subprocess.DEVNULL, own_session=True)
+        self.channel, child_end = socket.socketpair()
+        with child_end:
+            code = f"from {module} import serve; serve({child_end.fileno()}, {os.getpid()})"
+            self.process = start_helper(code, child_end.fileno(), subprocess.DEVNULL, own_session=True)
 
     def ask(self, message: object, seconds: float, number: int = 0) -> None:
         """Send a request.
@@ -116,8 +117,8 @@ class ChildProcess:
                 if not chunk:
                     raise EOFError
                 self._received += chunk
-                if len(self._received) > MOST_ANSWER_BYTES:
-                    raise ValueError(f"answers with more than {format_bytes(MOST_ANSWER_BYTES)}")
+                if len(self._received) > MAX_ANSWER_BYTES:
+                    raise ValueError(f"answers with more than {format_bytes(MAX_ANSWER_BYTES)}")
             return self._parse_answer()
         return None
 
@@ -126,10 +127,10 @@ class ChildProcess:
         self._received.clear()
         try:
             answer = json.loads(line)
-            fits = self.request is not None and answer["serial"] == self.request.serial
+            is_answer = self.request is not None and answer["serial"] == self.request.serial
         except (ValueError, TypeError, KeyError):
-            fits = False
-        if not fits:
+            is_answer = False
+        if not is_answer:
             start = line.splitlines(keepends=True)[0][:40].decode(errors="replace")
             raise ValueError(
                 f"writes {json.dumps(start)} to the file descriptor that hpctrain uses for answers; it may "
@@ -144,7 +145,7 @@ class ChildProcess:
 
     def close(self) -> None:
         """Kill the process and all processes that it has started."""
-        end_helper(self.process, self._guarded)
+        end_helper(self.process, self._runs_user_code)
         self.process.wait()
         self.channel.close()
 
@@ -156,7 +157,7 @@ class ChildProcess:
         """
         wait_for_end(self.process, _SECONDS_TO_END)
         if self.has_ended():
-            end_helper(self.process, self._guarded)
+            end_helper(self.process, self._runs_user_code)
         phrase = how_ended(self.process)
         return phrase, max(0, -(self.process.returncode or 0))
 

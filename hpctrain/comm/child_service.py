@@ -16,6 +16,7 @@ from typing import Any
 from hpctrain.comm.helper import end_group_with, end_with, leave_signals_to_ranks
 
 Answer = Callable[[Any], Any]
+"""Function that takes a request and returns its answer."""
 
 _OOM_SCORE_ADJ = "1000"
 """Highest priority for the kernel's out-of-memory killer, so that it kills this process and not the rank."""
@@ -24,19 +25,21 @@ _HIGH_DESCRIPTOR = 512
 """Lowest file descriptor of the socket. Users' code is unlikely to write to such a high one by mistake."""
 
 
-def serve(number: int, parent: int, begin: Callable[[Any], tuple[Answer, Any]], guarded: bool) -> None:
+def serve(
+    number: int, parent: int, answer_first: Callable[[Any], tuple[Answer, Any]], runs_user_code: bool
+) -> None:
     """Answer requests until the parent closes the socket or ends.
 
     Args:
         number: File descriptor of the socket to the parent.
         parent: Process id of the parent. This process ends when the parent ends.
-        begin: Function that takes the first request. It returns the function that answers all further
+        answer_first: Function that takes the first request. It returns the function that answers all further
             requests, and the answer to the first one.
-        guarded: True if code of users runs in this process. Such code may start processes; all of them are
-            killed when this process ends.
+        runs_user_code: True if code of users runs in this process. Such code may start processes; all of them
+            are killed when this process ends.
     """
     unblock_signals_of_children = leave_signals_to_ranks()
-    if not (end_group_with(parent) if guarded else end_with(parent)):
+    if not (end_group_with(parent) if runs_user_code else end_with(parent)):
         return
     unblock_signals_of_children()
     with suppress(OSError):
@@ -45,18 +48,18 @@ def serve(number: int, parent: int, begin: Callable[[Any], tuple[Answer, Any]], 
     os.dup2(2, 1)
     sys.stdout = sys.stderr
     with suppress(MemoryError):  # the parent reports the missing answer
-        _answer_lines(channel, begin)
+        _answer_lines(channel, answer_first)
 
 
-def _answer_lines(channel: socket.socket, begin: Callable[[Any], tuple[Answer, Any]]) -> None:
+def _answer_lines(channel: socket.socket, answer_first: Callable[[Any], tuple[Answer, Any]]) -> None:
     process, answer = os.getpid(), None
     for line in channel.makefile("rb"):
         try:
             message = json.loads(line)
         except ValueError:
-            return  # the user's code has read a part of the line
+            return  # the user's code has read a part of this line from the socket
         if answer is None:
-            answer, result = begin(message["request"])
+            answer, result = answer_first(message["request"])
         else:
             result = answer(message["request"])
         with suppress(OSError, ValueError):  # the user's code may have closed stderr

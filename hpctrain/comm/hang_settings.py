@@ -10,7 +10,7 @@ from pathlib import Path
 from hpctrain.errors import HpctrainError
 from hpctrain.units import UnitError, parse_seconds
 
-VARIABLE = "HPCTRAIN_HANG_SECONDS"
+HANG_SECONDS_VARIABLE = "HPCTRAIN_HANG_SECONDS"
 """Environment variable that sets the time limit until a deck has been read."""
 
 DEFAULT_SECONDS = 600.0
@@ -44,7 +44,7 @@ class HangSettings:
         self.watched = False
         self.changed = threading.Event()
 
-    def limit(self, seconds: float) -> None:
+    def set_limit(self, seconds: float) -> None:
         """Set the time limit.
 
         Args:
@@ -59,12 +59,12 @@ class HangSettings:
         self.folder, self.on_hang = folder, on_hang
         self.changed.set()
 
-    def report_to_nobody(self) -> None:
+    def disable_on_hang(self) -> None:
         """Stop calling `on_hang`; reports are still written into the same folder."""
         self.on_hang = _ignore
 
     @contextmanager
-    def steps(self) -> Iterator[None]:
+    def training_steps(self) -> Iterator[None]:
         """Mark the block as training steps: only communication and disk traffic are signs of life in it."""
         self.training = True
         self.changed.set()
@@ -74,8 +74,8 @@ class HangSettings:
             self.training = False
 
     @contextmanager
-    def waiting_outside(self) -> Iterator[None]:
-        """Mark the block as waiting for a person or another program; this rank may be silent in it."""
+    def allow_silence(self) -> Iterator[None]:
+        """Allow this rank to be silent in the block, in which it waits for a person or another program."""
         self.waits_outside = True
         try:
             yield
@@ -89,10 +89,10 @@ def default_seconds(environment: Mapping[str, str]) -> float:
     Raises:
         HpctrainError: The value of HPCTRAIN_HANG_SECONDS is not a time.
     """
-    text = environment.get(VARIABLE, "").strip()
+    text = environment.get(HANG_SECONDS_VARIABLE, "").strip()
     if not text:
         return DEFAULT_SECONDS
     try:
         return parse_seconds(text)
     except UnitError as error:
-        raise HpctrainError(f"{VARIABLE}: {error} (0 turns the watchdog off)") from None
+        raise HpctrainError(f"{HANG_SECONDS_VARIABLE}: {error} (0 turns the watchdog off)") from None

@@ -165,17 +165,17 @@ def wait_for_end(process: subprocess.Popen[bytes], seconds: float) -> None:
         pause = min(2 * pause, 0.02)
 
 
-def end_helper(process: subprocess.Popen[bytes], guarded: bool) -> None:
-    """End a helper with a session of its own, and all that it has started.
+def end_helper(process: subprocess.Popen[bytes], runs_user_code: bool) -> None:
+    """Kill a helper process that has its own session, and all processes that it has started.
 
     Args:
-        process: The helper; it is not reaped.
-        guarded: Whether the helper has called `end_group_with`; its guard is asked first, since it finds
-            processes in other sessions, too.
+        process: The helper. This function does not wait for it.
+        runs_user_code: True if the helper has called `end_group_with`. Then its guard process is asked to end
+            first, since it also finds processes in other sessions.
     """
     if process.returncode is not None:
         return
-    if guarded:
+    if runs_user_code:
         with suppress(ProcessLookupError, PermissionError):
             os.kill(process.pid, signal.SIGTERM)
         wait_for_end(process, _SECONDS_TO_END)

@@ -26,5 +26,5 @@ def code_command(code: str, arguments: Sequence[str] = ()) -> list[str]:
 
 def module_command(module: str = "hpctrain", arguments: Sequence[str] = ()) -> list[str]:
     """Return the command that runs a module of hpctrain with `arguments`, as `python -m` does."""
-    find = f"sys.path += [] if {_ROOT!r} in sys.path else [{_ROOT!r}]; "
-    return code_command(find + _RUN_MODULE.format(module=module), arguments)
+    add_root = f"sys.path += [] if {_ROOT!r} in sys.path else [{_ROOT!r}]; "
+    return code_command(add_root + _RUN_MODULE.format(module=module), arguments)

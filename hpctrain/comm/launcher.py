@@ -58,7 +58,7 @@ def started_rank(environment: Mapping[str, str]) -> int:
 
 
 def launcher_name(environment: Mapping[str, str]) -> str:
-    """The launcher in words, or "none"."""
+    """Return the name of the launcher for messages, such as "srun (Slurm)"."""
     if "OMPI_COMM_WORLD_SIZE" in environment:
         return "mpirun of Open MPI"
     if "PALS_APID" in environment:
@@ -74,9 +74,12 @@ def launcher_name(environment: Mapping[str, str]) -> str:
     return "none (one process)"
 
 
-def crowding(threads: int, ranks: Sequence[tuple[object, Sequence[int]]]) -> str:
-    """A warning where ranks that compute with several threads each have fewer cores than these, of which a
-    launcher may have left them one; "" where there is room. `ranks` have their nodes and cores, where known.
+def core_warning(threads: int, ranks: Sequence[tuple[object, Sequence[int]]]) -> str:
+    """Return a warning if ranks have fewer cores than threads; "" otherwise.
+
+    Args:
+        threads: Number of threads with which each rank computes.
+        ranks: Node of each rank, and the cores that the rank may use; () if the cores are unknown.
     """
     if threads == 1:
         return ""

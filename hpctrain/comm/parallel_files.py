@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from hpctrain.comm.world import World
 
 SHARED_MEMORY = Path("/dev/shm")
-PAGES = 64
-"""Pages of shared memory below which it counts as full. Each rank needs one page for an open file."""
+"""Folder of the node's shared memory, in which Open MPI keeps file pointers that ranks share."""
+
+MIN_FREE_PAGES = 64
+"""Number of free pages below which shared memory counts as full. Each rank needs one per open file."""
 
 WITHOUT_SHARED_MEMORY = "OMPI_MCA_sharedfp=^sm"
 """Setting of an environment variable with which Open MPI opens files without using SHARED_MEMORY."""
@@ -53,47 +55,56 @@ def require_parallel_files(world: World, folder: Path) -> None:
 
 @contextmanager
 def open_on_all_ranks(path: Path, communicator: Any) -> Iterator[h5py.File]:
-    """Open a laid-out file on all ranks through MPI, for each to write elements of datasets by itself.
+    """Open an existing HDF5 file on all ranks through MPI, so that each rank can write elements of datasets.
 
-    Opening and closing are collective: what a rank raises inside must not keep it from the end.
-    InputOutputError where HDF5 or MPI cannot open the file.
+    Opening and closing are collective. So a rank that raises an error inside the block must also leave the
+    block.
 
-    HDF5 writes its headers again as it closes a file. They are as they were, and where the disk refuses that
-    on one rank, HDF5 leaves the others waiting forever. So MPI's descriptors of the file lead to memory then.
+    HDF5 writes the unchanged headers again when it closes the file. If the disk refuses this write on one
+    rank, the other ranks wait forever. Therefore MPI's file descriptors are redirected to memory before the
+    file is closed.
+
+    Args:
+        path: The file, with all its datasets.
+        communicator: MPI communicator of all ranks that open the file.
+
+    Raises:
+        InputOutputError: HDF5 or MPI cannot open the file.
     """
-    # Open MPI names a semaphore after the file. One that a killed job left locked would stop every later job
-    # that opens a file of this name. It guards only pointers that ranks share, which HDF5 does not use.
+    # Open MPI names a semaphore after the file. If a killed job has left it locked, every later job that
+    # opens a file of this name waits forever. It guards only shared file pointers, which HDF5 does not use.
     with suppress(OSError):
         (SHARED_MEMORY / f"sem.OMPIO_{path.name}").unlink()
-    earlier, problem, file = descriptors_of(path), "", None
+    other_descriptors, problem, file = descriptors_of(path), "", None
     try:
         file = h5py.File(path, "r+", driver="mpio", comm=communicator)
     except (OSError, RuntimeError) as error:
         problem = reason(error)
     if file is None:
-        # Raised here: an error that kept h5py's frames would keep a communicator of HDF5's beyond MPI's end.
+        # The error is raised outside of the except block. Its traceback would otherwise keep h5py's frames,
+        # and with them a communicator of HDF5, until after MPI has been finalized.
         raise InputOutputError(f"{path}: cannot be opened: {problem}")
-    of_mpi = descriptors_of(path) - earlier
+    mpi_descriptors = descriptors_of(path) - other_descriptors
     try:
         yield file
     finally:
         memory = os.memfd_create("hpctrain-headers")
-        for descriptor in of_mpi:
+        for descriptor in mpi_descriptors:
             os.dup2(memory, descriptor, inheritable=False)
         os.close(memory)
         file.close()
 
 
 def descriptors_of(path: Path) -> set[int]:
-    """Return this process's descriptors of a file; none where the system does not list them."""
-    found = set[int]()
+    """Return this process's descriptors of a file; an empty set if the system does not list them."""
+    descriptors = set[int]()
     with suppress(OSError):
         identity = path.stat()
         for link in Path("/proc/self/fd").iterdir():
             with suppress(OSError):
                 if os.path.samestat(link.stat(), identity):
-                    found.add(int(link.name))
-    return found
+                    descriptors.add(int(link.name))
+    return descriptors
 
 
 def _hint() -> str:
@@ -111,7 +122,7 @@ def _is_full() -> bool:
         status = os.statvfs(SHARED_MEMORY)
     except OSError:
         return False
-    return status.f_blocks > 0 and status.f_bavail < PAGES
+    return status.f_blocks > 0 and status.f_bavail < MIN_FREE_PAGES
 
 
 def _remedy(problem: str) -> str:

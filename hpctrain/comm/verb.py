@@ -72,7 +72,7 @@ def _outcome(verb: Callable[[World], int | None], device: str, stack: ExitStack)
         seconds = default_seconds(os.environ)
 
         def watch(started: World) -> None:
-            started.hang.limit(seconds)
+            started.hang.set_limit(seconds)
             stack.enter_context(Watchdog(started))
 
         world = World.start(device, watch)

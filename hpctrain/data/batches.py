@@ -1,9 +1,9 @@
-"""The micro-batches of a data rank, and token files as sequences.
+"""Micro-batches of a data rank, and sequences of token files.
 
-The tokens are one stream, documents packed end to end. Sequence i reads tokens i*sequence to
-(i+1)*sequence, one more than it has inputs: inputs are all but the last, targets all but the first.
-The trailing sequences are held out for validation. Nothing here has state: the position in the order
-of samples is the trainer's, and is in its checkpoints.
+The documents of a token file are packed end to end into one stream of tokens. Sequence i reads the tokens
+i*sequence to (i+1)*sequence, one more than it has inputs. The inputs are all of them but the last, and the
+targets all but the first. The trailing sequences are held out for validation. The classes of this module have
+no state: the trainer keeps the position in the order of samples and stores it in checkpoints.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from hpctrain.errors import HpctrainError
 from hpctrain.words import counted
 
 MASKED = -1
+"""Target at positions where nothing is predicted."""
+
 SPLITS = ("train", "validation")
 
 
@@ -57,7 +59,7 @@ class MicroBatch:
     ) -> MicroBatch:
         """Return the micro-batch of these `tokens` and `targets`, both int64 [b, s].
 
-        A target is -1 where nothing is to be predicted, as in rows that are no samples.
+        A target is MASKED where nothing is predicted, as in rows without a sample.
         """
         return MicroBatch({"tokens": tokens, "targets": targets}, samples, True, documents, lengths)
 
@@ -78,29 +80,33 @@ class MicroBatch:
 
     @property
     def tokens(self) -> Tensor:
-        """Those of a token file."""
+        """Token ids of a token file, int64 [b, s]."""
         return self.fields["tokens"]
 
     @property
     def targets(self) -> Tensor:
-        """Those of a token file."""
+        """Targets of a token file, int64 [b, s]; MASKED where nothing is predicted."""
         return self.fields["targets"]
 
     @property
     def rows(self) -> int:
-        """All of them, whether they are samples or not."""
+        """Number of all rows, with or without a sample."""
         return len(next(iter(self.fields.values())))
 
     @property
     def present(self) -> int:
-        """Those that are samples."""
+        """Number of rows that are samples."""
         return self.rows if self.samples is None else self.samples
 
 
-class Wanted(NamedTuple):
-    """A micro-batch to be read: of the samples `indices`, at most `micro_size`, each in an epoch of `epochs`.
+class MicroBatchRequest(NamedTuple):
+    """Request to read one micro-batch.
 
-    `last` is the last sample, and its epoch, of all that are read together.
+    Attributes:
+        indices: Numbers of the samples, int64 [n] with n <= micro_size.
+        epochs: Epoch of each sample, int64 [n].
+        micro_size: Number of rows of the micro-batch.
+        last: Number and epoch of the last sample of the step or evaluation that the micro-batch belongs to.
     """
 
     indices: Integers
@@ -110,18 +116,29 @@ class Wanted(NamedTuple):
 
 
 class Samples(Protocol):
-    """What Batches reads: `count` samples."""
+    """Source of `count` samples, which `Batches` reads."""
 
     count: int
 
-    def micro_batches(self, wanted: Iterable[Wanted], later: Iterable[Wanted]) -> Iterator[MicroBatch]:
-        """Those that are wanted now; `later` ones, which are likely to be wanted next, may be got ready."""
+    def micro_batches(
+        self, requests: Iterable[MicroBatchRequest], upcoming: Iterable[MicroBatchRequest]
+    ) -> Iterator[MicroBatch]:
+        """Yield the requested micro-batches.
+
+        Args:
+            requests: The requests, in the order of the result.
+            upcoming: Requests that the next call will probably make. The source may load them ahead.
+        """
 
 
 class Sequences(ABC):
-    """Samples that are sequences of `length` tokens, each with its targets (see `MicroBatch.of_tokens`).
+    """Source of samples that are sequences of tokens with targets.
 
-    Where an `end_of_document` is given, documents do not see each other: none of them predicts the next one.
+    Attributes:
+        length: Number of tokens of a sequence.
+        count: Number of sequences.
+        end_of_document: Token that ends a document. If it is given, attention does not cross documents, and
+            no document predicts the first token of the next one. None if a sequence is one document.
     """
 
     length: int
@@ -129,20 +146,23 @@ class Sequences(ABC):
     end_of_document: int | None = None
 
     @property
-    def apart(self) -> bool:
-        """Whether micro-batches tell of documents, which do not see each other."""
+    def has_documents(self) -> bool:
+        """True if micro-batches have `documents`, so that attention does not cross documents."""
         return self.end_of_document is not None
 
     @abstractmethod
     def sequence(self, index: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of one sequence, each int64 [length]."""
+        """Return the inputs and the targets of one sequence, each int64 [length]."""
 
     def real_tokens(self, index: int) -> int:  # noqa: ARG002
         """Return the number of tokens at the beginning of a sequence that are not padding."""
         return self.length
 
     def row(self, index: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The same, without targets of ends of documents; and places in these (None: it is one)."""
+        """Return the inputs and targets of one sequence, and the position of each token in its document.
+
+        The last token of a document has no target. The positions are None if the sequence is one document.
+        """
         tokens, targets = self.sequence(index)
         end = self.end_of_document
         if end is None:
@@ -150,9 +170,13 @@ class Sequences(ABC):
         places = Documents.of(tokens.unsqueeze(0), end).places[0]
         return tokens, targets.masked_fill(tokens == end, MASKED), places
 
-    def micro_batches(self, wanted: Iterable[Wanted], later: Iterable[Wanted]) -> Iterator[MicroBatch]:  # noqa: ARG002
+    def micro_batches(
+        self,
+        requests: Iterable[MicroBatchRequest],
+        upcoming: Iterable[MicroBatchRequest],  # noqa: ARG002
+    ) -> Iterator[MicroBatch]:
         """Yield the micro-batches, each filled up to its size with rows of zeros whose targets are masked."""
-        for each in wanted:
+        for each in requests:
             tokens = torch.zeros(each.micro_size, self.length, dtype=torch.int64)
             targets = torch.full_like(tokens, MASKED)
             places = torch.arange(self.length).expand_as(tokens).clone()
@@ -162,17 +186,20 @@ class Sequences(ABC):
                 if own is not None:
                     places[row] = own
                 lengths[row] = self.real_tokens(index)
-            documents = Documents(places) if self.apart else None
+            documents = Documents(places) if self.has_documents else None
             samples, padded = len(each.indices), bool((lengths[: len(each.indices)] < self.length).any())
             known = RowLengths(lengths) if padded else None
             yield MicroBatch.of_tokens(tokens, targets, samples, documents, known)
 
 
 class SequenceSource(Sequences):
-    """The sequences of one split: "train" the leading ones, "validation" the trailing `fraction`.
+    """Source of the sequences of one split of a token file.
 
-    Validation has at least one sequence where `fraction` is above zero, and none where it is zero.
-    HpctrainError when the file is too short to give both splits one sequence.
+    The split "validation" has the trailing `fraction` of the sequences, and "train" the others. Validation
+    has no sequence if `fraction` is zero, and at least one otherwise.
+
+    Raises:
+        HpctrainError: The file is too short to give both splits one sequence.
     """
 
     def __init__(
@@ -192,36 +219,41 @@ class SequenceSource(Sequences):
         self.count = trained if split == "train" else held_out
 
     def sequence(self, index: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of sequence `index` of this split, each int64 [sequence]."""
+        """Return the inputs and targets of sequence `index` of this split, each int64 [sequence]."""
         assert 0 <= index < self.count, (index, self.count)
         window = self.file.read((self._first + index) * self.length, self.length + 1)
         return window[:-1], window[1:]
 
 
 class Order(Protocol):
-    """Which sample comes where, counted over all epochs."""
+    """Order of the samples, counted over all epochs."""
 
     def at(self, places: Integers, /) -> Integers:
-        """The samples at places >= 0 [n]."""
+        """Return the numbers of the samples at the places [n], which are >= 0."""
 
     def epochs(self, places: Integers, /) -> Integers:
-        """The epochs of these samples, from 0."""
+        """Return the epochs (from 0) of the samples at the places [n]."""
 
     def by_entry(self, samples: int, /) -> dict[str, float]:
-        """Of a mixture, how often each entry was taken in so many samples, by name."""
+        """Return, by name, the number of epochs of each entry of a mixture in the first `samples` samples."""
 
 
 class Batches:
-    """The micro-batches of every step.
+    """Micro-batches of every step.
 
-    The samples of a step are laid out the same for every layout: micro-batch k of data rank r holds
-    samples (k*data_ranks + r)*micro_size and the following of the step. Where the samples do not fill
-    all micro-batches, some have fewer or none, so that all ranks have equally many.
+    Micro-batch k of data rank r contains `micro_size` samples of the step, beginning with sample
+    (k*data_ranks + r)*micro_size. All data ranks have the same number of micro-batches. If the samples do not
+    fill all of them, some micro-batches have fewer samples or none.
     """
 
     def __init__(self, source: Samples, seed: int, order: Order | None = None, repeats: float = 1.0) -> None:
-        """In the `order` given, else as the seed shuffles them. In an epoch each is taken so often
-        (`repeats`).
+        """Read the samples of a source in an order.
+
+        Args:
+            source: The samples.
+            seed: Seed of the shuffled order that is used if `order` is None.
+            order: Order of the samples, or None.
+            repeats: Number of times that an epoch contains each sample.
         """
         self.source, self.repeats = source, repeats
         self.order = SampleOrder(source.count, seed) if order is None and source.count else order
@@ -229,46 +261,46 @@ class Batches:
     def step(
         self, first_sample: int, global_size: int, data_rank: int, data_ranks: int, micro_size: int
     ) -> Iterator[MicroBatch]:
-        """This rank's ceil(global_size / (data_ranks*micro_size)) micro-batches of one step.
+        """Yield the ceil(global_size / (data_ranks*micro_size)) micro-batches of a data rank in one step.
 
-        The step's samples are the positions first_sample .. first_sample + global_size - 1 of the
-        order, counted over all epochs.
+        The step has the samples at the positions first_sample to first_sample + global_size - 1 of the order,
+        counted over all epochs.
         """
         share = global_size, data_rank, data_ranks, micro_size
-        later = self._of_step(first_sample + global_size, *share)
-        yield from self.source.micro_batches(self._of_step(first_sample, *share), later)
+        upcoming = self._of_step(first_sample + global_size, *share)
+        yield from self.source.micro_batches(self._of_step(first_sample, *share), upcoming)
 
     def of(self, source: Samples) -> Batches:
-        """In this order, of another source, whose samples are these with more fields."""
+        """Return batches of another source, in the same order. Its samples are the same with more fields."""
         return Batches(source, 0, self.order if source.count else None)
 
     def epoch(self, samples: int) -> float:
-        """How often as many samples were taken as there are in an epoch."""
+        """Return the number of epochs (a fraction) after so many samples."""
         return samples / (self.source.count * self.repeats)
 
     def evaluation(
         self, samples: int, data_rank: int, data_ranks: int, micro_size: int
     ) -> Iterator[MicroBatch]:
-        """This rank's micro-batches of the first `samples` samples (or all there are), in order."""
+        """Yield a data rank's micro-batches of the first `samples` samples, or of all if there are fewer."""
         size = min(samples, self.source.count)
-        wanted = (
-            Wanted(indices, np.zeros_like(indices), micro_size, (size - 1, 0))
+        requests = (
+            MicroBatchRequest(indices, np.zeros_like(indices), micro_size, (size - 1, 0))
             for indices in _positions(size, data_rank, data_ranks, micro_size)
         )
-        yield from self.source.micro_batches(wanted, ())
+        yield from self.source.micro_batches(requests, ())
 
     def _of_step(
         self, first_sample: int, size: int, rank: int, ranks: int, micro_size: int
-    ) -> Iterator[Wanted]:
+    ) -> Iterator[MicroBatchRequest]:
         assert self.order is not None
         end = np.array([first_sample + size - 1])
         last = int(self.order.at(end)[0]), int(self.order.epochs(end)[0])
         for positions in _positions(size, rank, ranks, micro_size):
             places = first_sample + positions
-            yield Wanted(self.order.at(places), self.order.epochs(places), micro_size, last)
+            yield MicroBatchRequest(self.order.at(places), self.order.epochs(places), micro_size, last)
 
 
 def _positions(size: int, rank: int, ranks: int, micro_size: int) -> Iterator[Integers]:
-    """For each of the rank's micro-batches its positions among the `size` samples of a step."""
+    """Yield, for each micro-batch of a data rank, its positions among the `size` samples of a step."""
     for start in range(rank * micro_size, size + rank * micro_size, ranks * micro_size):
         yield np.arange(start, max(start, min(start + micro_size, size)), dtype=np.int64)

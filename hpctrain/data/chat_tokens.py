@@ -203,13 +203,13 @@ class ChatTokenizer:
     def _request(self, request: TokenRequest) -> RenderRequest:
         """Return the request for the whole text, and for the prefixes that determine what is learned."""
         conversation = request.conversation
-        cuts = [(len(conversation.messages), request.prompt)]
+        prefixes = [(len(conversation.messages), request.prompt)]
         if not request.prompt and "endgeneration" in self.template.text:
-            cuts += [(conversation.first, False)] if conversation.first else []
-            cuts += [(count, False) for n in conversation.unlearned for count in (n, n + 1)]
+            prefixes += [(conversation.first, False)] if conversation.first else []
+            prefixes += [(count, False) for n in conversation.unlearned for count in (n, n + 1)]
         elif not request.prompt:
-            cuts += [cut for n in conversation.learned for cut in ((n, True), (n + 1, False))]
-        return RenderRequest(conversation.messages, conversation.tools, cuts)
+            prefixes += [prefix for n in conversation.learned for prefix in ((n, True), (n + 1, False))]
+        return RenderRequest(conversation.messages, conversation.tools, prefixes)
 
     def _rendered(
         self, request: TokenRequest, outcome: list[Rendering] | HpctrainError
@@ -300,8 +300,8 @@ class ChatTokenizer:
         conversation = _mapped(
             request.conversation._asdict(), lambda each: self._marked(each, opening, closing)
         )
-        cuts = [(len(request.conversation.messages), request.prompt)]
-        return RenderRequest(conversation["messages"], conversation["tools"], cuts)
+        prefixes = [(len(request.conversation.messages), request.prompt)]
+        return RenderRequest(conversation["messages"], conversation["tools"], prefixes)
 
     def _begun(self, text: str) -> int:
         """How many characters at the end of a text, but for space, are how a special token begins."""

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hpctrain.data.batches import MASKED, SPLITS, MicroBatch, Sequences, Wanted
+from hpctrain.data.batches import MASKED, SPLITS, MicroBatch, MicroBatchRequest, Sequences
 from hpctrain.data.contents import CHAT, NOUNS, PREFERENCES, PROMPTS
 from hpctrain.data.fit import split_samples
 from hpctrain.data.packing import Array, Packing
@@ -177,10 +177,12 @@ class PreferenceSource(_Rows, Sequences):
         document = self._document(index)
         return min(int(self._ends[document] - self._begins[document]), self.length)
 
-    def micro_batches(self, wanted: Iterable[Wanted], later: Iterable[Wanted]) -> Iterator[MicroBatch]:
+    def micro_batches(
+        self, requests: Iterable[MicroBatchRequest], upcoming: Iterable[MicroBatchRequest]
+    ) -> Iterator[MicroBatch]:
         """See Samples."""
-        kept = list(wanted)
-        for each, micro in zip(kept, super().micro_batches(kept, later), strict=True):
+        batch_requests = list(requests)
+        for each, micro in zip(batch_requests, super().micro_batches(batch_requests, upcoming), strict=True):
             if self.margins is None:
                 yield micro
                 continue

@@ -1,26 +1,27 @@
-"""The samples of a user's dataset as micro-batches, loaded here or ahead, by other processes."""
+"""Micro-batches of a user's dataset, which this process or worker processes load."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from hpctrain.data.batches import SPLITS, MicroBatch, Wanted
+from hpctrain.data.batches import SPLITS, MicroBatch, MicroBatchRequest
 from hpctrain.data.dataset import UsersDataset
 from hpctrain.data.fit import split_samples
 from hpctrain.data.items import Fields
 from hpctrain.data.workers import Ticket, Workers
 from hpctrain.errors import HpctrainError
 
-_MOST_AHEAD = 64
-"""Micro-batches of a rank that are under way, of this step and the next: each may be an open file."""
+_MAX_AHEAD = 64
+"""Largest number of micro-batches that are loaded ahead. Each of them may need an open file."""
 
 _Key = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class DatasetSource:
-    """The samples of one split of a dataset: "train" the leading ones, "validation" the trailing `fraction`.
+    """Source of the samples of one split of a user's dataset.
 
-    Sizes as of a token file's. With `workers`, those of this step and the next are loaded ahead.
+    The split "validation" has the trailing `fraction` of the samples, and "train" the others, as with token
+    files. With `workers`, the samples of this step and the next one are loaded ahead.
     """
 
     def __init__(
@@ -37,15 +38,18 @@ class DatasetSource:
         self.count = trained if split == "train" else held_out
         self._under_way: dict[_Key, Ticket] = {}
 
-    def micro_batches(self, wanted: Iterable[Wanted], later: Iterable[Wanted]) -> Iterator[MicroBatch]:
-        """See Samples: with fewer rows where there are fewer samples; where there are none, with the last,
-        which does not count there.
+    def micro_batches(
+        self, requests: Iterable[MicroBatchRequest], upcoming: Iterable[MicroBatchRequest]
+    ) -> Iterator[MicroBatch]:
+        """Yield the requested micro-batches. They have no rows without samples.
+
+        A micro-batch without samples gets one row, which is the last sample of the step and is not counted.
         """
         if self.workers is None:
-            for each in wanted:
+            for each in requests:
                 yield self._micro_batch(each, self.dataset.batch(*self._key(each)))
             return
-        now, next_ones = list(wanted), list(later)
+        now, next_ones = list(requests), list(upcoming)
         keys = [self._key(each) for each in (*now, *next_ones)]
         for key in self._under_way.keys() - set(keys):
             self._under_way.pop(key).dropped = True
@@ -53,7 +57,7 @@ class DatasetSource:
         for each in now:
             for key in coming:
                 self._ask(self.workers, key)
-                if len(self._under_way) >= _MOST_AHEAD:
+                if len(self._under_way) >= _MAX_AHEAD:
                     break
             key = self._key(each)
             self._ask(self.workers, key)
@@ -63,12 +67,12 @@ class DatasetSource:
         if key not in self._under_way:
             self._under_way[key] = workers.ask(*key)
 
-    def _key(self, wanted: Wanted) -> _Key:
-        """Numbers in the dataset, and epochs, of what is read for a micro-batch."""
-        index, epoch = wanted.last
-        indices = wanted.indices.tolist() or [index]
-        return tuple(self._first + each for each in indices), tuple(wanted.epochs.tolist() or [epoch])
+    def _key(self, request: MicroBatchRequest) -> _Key:
+        """Return the numbers of the samples in the dataset that a micro-batch needs, and their epochs."""
+        index, epoch = request.last
+        indices = request.indices.tolist() or [index]
+        return tuple(self._first + each for each in indices), tuple(request.epochs.tolist() or [epoch])
 
     @staticmethod
-    def _micro_batch(wanted: Wanted, fields: Fields) -> MicroBatch:
-        return MicroBatch(fields, len(wanted.indices))
+    def _micro_batch(request: MicroBatchRequest, fields: Fields) -> MicroBatch:
+        return MicroBatch(fields, len(request.indices))

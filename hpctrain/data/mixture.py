@@ -78,9 +78,9 @@ class Joined(Sequences):
         return self.sources[number].sequence(within)
 
     @property
-    def apart(self) -> bool:
+    def has_documents(self) -> bool:
         """See Sequences."""
-        return any(source.apart for source in self.sources)
+        return any(source.has_documents for source in self.sources)
 
     def real_tokens(self, index: int) -> int:
         """Return the number of tokens of a sequence in front of its padding."""
@@ -177,7 +177,7 @@ class Trained:
     def described(self) -> dict[str, Any]:
         """What it is known by in checkpoints; shares count, by which samples come in another order."""
         # Conversations that are not packed, or of which some are left out, come in other sequences.
-        form = "" if self.pack or not any(each.kind == CHAT for each in self.tokens) else " apart"
+        form = "" if self.pack or not any(each.kind == CHAT for each in self.tokens) else " has_documents"
         form += f" without {self.left_out}" * (self.left_out > 0)
         if len(self.tokens) == 1:
             known = self.tokens[0].fingerprint

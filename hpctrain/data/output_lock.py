@@ -21,7 +21,7 @@ _HOLDER_BYTES = 1000
 
 
 @contextmanager
-def lock_output(world: World, out: Path, say: Callable[[str], None]) -> Iterator[None]:
+def lock_output(world: World, out: Path, warn: Callable[[str], None]) -> Iterator[None]:
     """Lock the output file `out` during the block. Collective.
 
     The operating system releases the lock when the process ends, also if it is killed.
@@ -29,7 +29,7 @@ def lock_output(world: World, out: Path, say: Callable[[str], None]) -> Iterator
     Args:
         world: The world; rank 0 takes the lock.
         out: The output file. The lock is taken on `lock_path(out)`.
-        say: Function that prints a warning on rank 0 if the file system does not support locks.
+        warn: Function that prints a warning on rank 0 if the file system does not support locks.
 
     Raises:
         HpctrainError: Another process has locked the file; raised on all ranks.
@@ -39,7 +39,7 @@ def lock_output(world: World, out: Path, say: Callable[[str], None]) -> Iterator
         if world.rank == 0:
             check_output(out, replace=True)
             out.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = _lock(out, say)
+            descriptor = _lock(out, warn)
     try:
         yield
     finally:
@@ -54,7 +54,7 @@ def lock_path(out: Path) -> Path:
     return out.with_name(f".{out.name}.lock")
 
 
-def _lock(out: Path, say: Callable[[str], None]) -> int:
+def _lock(out: Path, warn: Callable[[str], None]) -> int:
     """Create and lock the lock file of an output, and return its file descriptor."""
     path = lock_path(out)
     while True:
@@ -69,8 +69,8 @@ def _lock(out: Path, say: Callable[[str], None]) -> int:
             ) from None
         except OSError as error:
             reason = f"this file system does not support locks ({error.strerror})"
-            say(f"{out.parent}: {reason}: make sure that no second process writes {out.name}")
-        if _is_same(path, descriptor):
+            warn(f"{out.parent}: {reason}: make sure that no second process writes {out.name}")
+        if _is_same_file(path, descriptor):
             break
         os.close(descriptor)  # another process has removed this lock file, so lock the new one
     with suppress(OSError):
@@ -79,14 +79,14 @@ def _lock(out: Path, say: Callable[[str], None]) -> int:
     return descriptor
 
 
-def _is_same(path: Path, descriptor: int) -> bool:
+def _is_same_file(path: Path, descriptor: int) -> bool:
     with suppress(OSError):
         return os.path.samestat(path.stat(), os.fstat(descriptor))
     return False
 
 
 def _holder(path: Path) -> str:
-    """Return the process that holds the lock, in words; "unknown" if the file does not tell."""
+    """Return the process that holds the lock, in words; "unknown" if the file is empty."""
     with suppress(OSError, ValueError):
         return escaped(read_text(path, _HOLDER_BYTES).strip()) or "unknown"
     return "unknown"

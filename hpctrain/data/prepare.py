@@ -43,7 +43,7 @@ from hpctrain.data.text import (
 )
 from hpctrain.data.token_part import TokenPart, part_path, remove_others
 from hpctrain.data.tokenizer import BYTES, TOKENIZER_FILE, Tokenizer
-from hpctrain.data.tokenizer_argument import named_tokenizer, remarks_on
+from hpctrain.data.tokenizer_argument import read_tokenizer, tokenizer_warnings
 from hpctrain.data.tokenizer_settings import TokenizerSettings
 from hpctrain.data.write import Report, write_files, write_tokens
 from hpctrain.errors import HpctrainError, failing_as
@@ -97,7 +97,7 @@ def prepare(
 ) -> Prepared:
     """Tokenize the text of `paths` into the token file `out`; collective, the same arguments everywhere.
 
-    `tokenizer` (None is "bytes") and `end_of_document` are as of `named_tokenizer`; `train_bpe` makes a
+    `tokenizer` (None is "bytes") and `end_of_document` are as of `read_tokenizer`; `train_bpe` makes a
     tokenizer of that vocabulary from the text instead (on rank 0: its time does not shrink with ranks), and a
     `tokenizer.json` of it beside `out`. Files that are
     binary, or not UTF-8, are refused if named and else left out, unless `binary`: then the tokenizer "bytes"
@@ -263,8 +263,8 @@ def _agree_on_tokenizer(world: World, tokenizer: str, end_of_document: str | Non
     with world.agreement():
         found: Tokenizer | None = None
         if world.rank == 0:
-            found = named_tokenizer(tokenizer, end_of_document)
-            for line in remarks_on(found, tokenizer):
+            found = read_tokenizer(tokenizer, end_of_document)
+            for line in tokenizer_warnings(found, tokenizer):
                 say(line)
     return _shared(world, found, f"tokenizer = {tokenizer}")
 

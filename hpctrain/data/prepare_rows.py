@@ -34,7 +34,7 @@ from hpctrain.data.template_process import TemplateLimitError
 from hpctrain.data.text import PIECE, Complaint, Row, TextPiece, cut_into_pieces, read_rows, share_of
 from hpctrain.data.token_part import TokenPart, part_path
 from hpctrain.data.tokenizer import BYTES, Tokenizer
-from hpctrain.data.tokenizer_argument import named_tokenizer, remarks_on
+from hpctrain.data.tokenizer_argument import read_tokenizer, tokenizer_warnings
 from hpctrain.data.tokenizer_settings import TokenizerSettings
 from hpctrain.data.tokens import TokenFile
 from hpctrain.data.training_keys import row_keys
@@ -70,7 +70,7 @@ def prepare_rows(
     """Make the token file `out` of a `kind` ("chat", "preferences", "prompts") of rows; collective.
 
     `template` is a name, a Jinja file, or None for that of the tokenizer's folder; `tokenizer` and
-    `end_of_document` are as of `named_tokenizer`. Pairs whose answers are
+    `end_of_document` are as of `read_tokenizer`. Pairs whose answers are
     equal and conversations in which no assistant speaks are left out, which is said. Every error is an
     HpctrainError, the same on all ranks, and leaves no file behind.
     """
@@ -262,8 +262,8 @@ def _agree_on_template(
     texts = "", "", ""
     with world.agreement():
         if world.rank == 0:
-            used = named_tokenizer(tokenizer, end_of_document)
-            for line in remarks_on(used, tokenizer):
+            used = read_tokenizer(tokenizer, end_of_document)
+            for line in tokenizer_warnings(used, tokenizer):
                 say(line)
             chosen = ChatTemplate.of(template, tokenizer, used.end_name, used.settings)
             try:

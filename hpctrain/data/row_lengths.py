@@ -36,6 +36,6 @@ class RowLengths:
         return int(self.values.sum())
 
     def padding_at(self, positions: Tensor) -> Tensor:
-        """Return which positions are padding, bool [n, b] on the device of `positions` (int64 [n])."""
+        """Return a mask that is True at padding, bool [n, b] on the device of `positions` (int64 [n])."""
         lengths = self.values.to(positions.device, non_blocking=True)
         return positions.unsqueeze(1) >= lengths

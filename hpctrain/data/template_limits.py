@@ -11,5 +11,5 @@ WALL_SECONDS = 120.0
 MEMORY_BYTES = 1 << 30
 """Address space of the process in bytes, including Python and jinja2."""
 
-MOST_CHARACTERS = 1 << 24
+MAX_CHARACTERS = 1 << 24
 """Largest length of a rendered text, in characters."""

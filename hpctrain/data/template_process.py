@@ -13,7 +13,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.units import format_seconds
 
 Range = tuple[int, int]
-"""First character of a range of a text, and the one after its last."""
+"""Start and end of a range of characters; the end is exclusive."""
 
 Rendering = tuple[str, list[Range]]
 """Rendered text, and its ranges in `{% generation %}` blocks."""
@@ -31,13 +31,13 @@ class RenderRequest(NamedTuple):
     Attributes:
         messages: Messages of the conversation.
         tools: Tools that the template describes to the model, or None.
-        cuts: Prefixes to render. Each is a number of messages and a bool, the template's
+        prefixes: Prefixes to render. Each is a number of messages and a bool, the template's
             `add_generation_prompt`: True if the text is to end where an assistant begins to write.
     """
 
     messages: Sequence[Mapping[str, Any]]
     tools: Any
-    cuts: Sequence[tuple[int, bool]]
+    prefixes: Sequence[tuple[int, bool]]
 
 
 class TemplateProcess:
@@ -59,7 +59,7 @@ class TemplateProcess:
             HpctrainError: The text is not a valid template.
         """
         if self._child is None:
-            child = self._child = ChildProcess("hpctrain.data.template_worker", guarded=False)
+            child = self._child = ChildProcess("hpctrain.data.template_worker", runs_user_code=False)
             weakref.finalize(self, child.close)
             limits = {
                 "processor_seconds": template_limits.PROCESSOR_SECONDS,
@@ -79,7 +79,7 @@ class TemplateProcess:
             self._child = None
 
     def render(self, requests: Sequence[RenderRequest]) -> list[list[Rendering] | HpctrainError]:
-        """Render conversations; return the renderings of each one's cuts, or its error.
+        """Render conversations; return the renderings of each one's prefixes, or its error.
 
         If a conversation makes the template exceed its limits, all conversations are rendered again, one at
         a time. That conversation and those after it then get a `TemplateLimitError`.
@@ -125,7 +125,7 @@ class TemplateProcess:
     def _outcome(self, answer: Mapping[str, Any]) -> list[Rendering] | HpctrainError:
         if "problem" in answer:
             return HpctrainError(self._sentence(answer["problem"]))
-        return [(text, [(start, end) for start, end in ranges]) for text, ranges in answer["cuts"]]
+        return [(text, [(start, end) for start, end in ranges]) for text, ranges in answer["prefixes"]]
 
     def _sentence(self, problem: str) -> str:
         return f"{self.title}{problem}"

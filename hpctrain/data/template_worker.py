@@ -1,4 +1,4 @@
-"""Child process that renders chat templates for a rank within limits of time and memory.
+"""Child process that renders chat templates for a rank run limits of time and memory.
 
 Templates come with models that others have published, so they are not trusted. jinja2's sandbox prevents
 access to Python. The resource limits of this process prevent endless loops and excessive memory, whatever the
@@ -7,7 +7,7 @@ template calls. The variables and filters of a template are those of transformer
 
 The first request contains the template. Its answer is an empty object, or one with the key "problem". Each
 further request is a list of `RenderRequest` objects. Its answer is a list with an object for each of them:
-"cuts" (the text and the generated ranges of each cut) or "problem".
+"prefixes" (the text and the generated ranges of each prefix) or "problem".
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace, pass_eval_context
 
 from hpctrain.comm import child_service
-from hpctrain.data.template_limits import MOST_CHARACTERS
+from hpctrain.data.template_limits import MAX_CHARACTERS
 from hpctrain.units import format_bytes
 
 _Result = TypeVar("_Result")
@@ -41,29 +41,29 @@ _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 def serve(number: int, parent: int) -> None:
     """Answer requests of the rank until it closes the socket; see `child_service.serve`."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    child_service.serve(number, parent, _begin, guarded=False)
+    child_service.serve(number, parent, _prepare, runs_user_code=False)
 
 
-class RefusedError(Exception):
+class TemplateProblemError(Exception):
     """A template is invalid or fails for a conversation.
 
     The message continues a sentence that begins with the title of the template.
     """
 
 
-def _begin(work: Mapping[str, Any]) -> tuple[child_service.Answer, dict[str, str]]:
+def _prepare(work: Mapping[str, Any]) -> tuple[child_service.Answer, dict[str, str]]:
     """Set the limits, parse the template, and return the function that renders requests, with an answer."""
     limits = Limits(work["processor_seconds"], work["memory_bytes"])
     resource.setrlimit(resource.RLIMIT_AS, (limits.memory_bytes, limits.memory_bytes))
     try:
-        template = limits.within(lambda: SandboxedTemplate(work["text"], work["now"], work["tokens"]))
-    except RefusedError as error:
+        template = limits.run(lambda: SandboxedTemplate(work["text"], work["now"], work["tokens"]))
+    except TemplateProblemError as error:
         return (lambda _: []), {"problem": str(error)}
 
     def render(request: Mapping[str, Any]) -> dict[str, Any]:
         try:
-            return {"cuts": limits.within(lambda: template.cuts(request))}
-        except RefusedError as error:
+            return {"prefixes": limits.run(lambda: template.render_prefixes(request))}
+        except TemplateProblemError as error:
             return {"problem": str(error)}
 
     return (lambda requests: [render(each) for each in requests]), {}
@@ -73,25 +73,25 @@ class Limits(NamedTuple):
     """Resource limits.
 
     Attributes:
-        processor_seconds: Processor time of one call of `within`, in seconds.
+        processor_seconds: Processor time of one call of `run`, in seconds.
         memory_bytes: Address space of this process, in bytes.
     """
 
     processor_seconds: float
     memory_bytes: int
 
-    def within(self, work: Callable[[], _Result]) -> _Result:
+    def run(self, work: Callable[[], _Result]) -> _Result:
         """Call `work` and return its result. SIGPROF ends this process if it exceeds the processor time.
 
         Raises:
-            RefusedError: The work needs more memory than the limit.
+            TemplateProblemError: The work needs more memory than the limit.
         """
         signal.setitimer(signal.ITIMER_PROF, self.processor_seconds)
         try:
             return work()
         except MemoryError:
             size = format_bytes(self.memory_bytes, binary=True)
-            raise RefusedError(f": takes more than {size} of memory") from None
+            raise TemplateProblemError(f": takes more than {size} of memory") from None
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0.0)
 
@@ -108,7 +108,7 @@ class SandboxedTemplate:
             tokens: Special tokens by the variable that holds them, such as eos_token.
 
         Raises:
-            RefusedError: The text is not a valid template.
+            TemplateProblemError: The text is not a valid template.
         """
         self.tokens = tokens
         self.environment = environment = ImmutableSandboxedEnvironment(
@@ -124,79 +124,83 @@ class SandboxedTemplate:
         try:
             self.template = environment.from_string(text)
         except TemplateSyntaxError as error:
-            raise RefusedError(f", line {error.lineno}: is not a valid Jinja template ({error})") from None
+            raise TemplateProblemError(
+                f", line {error.lineno}: is not a valid Jinja template ({error})"
+            ) from None
         except RecursionError:
-            raise RefusedError(": is not a valid Jinja template (nested too deeply)") from None
+            raise TemplateProblemError(": is not a valid Jinja template (nested too deeply)") from None
 
-    def cuts(self, request: Mapping[str, Any]) -> list[tuple[str, list[tuple[int, int]]]]:
-        """Return the text and the generated ranges of each cut of a request (see `RenderRequest`).
+    def render_prefixes(self, request: Mapping[str, Any]) -> list[tuple[str, list[tuple[int, int]]]]:
+        """Return the text and the generated ranges of each prefix of a request (see `RenderRequest`).
 
         Raises:
-            RefusedError: The template rejects the conversation, or fails.
+            TemplateProblemError: The template rejects the conversation, or fails.
         """
         messages = [_with_reasoning(each) for each in request["messages"]]
         variables = {"tools": request["tools"], "documents": None, **self.tokens}
         return [
             self.render({**variables, "messages": messages[:count], "add_generation_prompt": prompt})
-            for count, prompt in request["cuts"]
+            for count, prompt in request["prefixes"]
         ]
 
     def render(self, variables: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]]]:
         """Return the rendered text and its ranges in `{% generation %}` blocks.
 
         Raises:
-            RefusedError: The template rejects the variables, fails, or renders too long a text.
+            TemplateProblemError: The template rejects the variables, fails, or renders too long a text.
         """
-        blocks, marked = list[str](), list[tuple[int, str]]()
-        self.tag.blocks, self.tag.marked = blocks, marked
+        rendered_parts, generated_blocks = list[str](), list[tuple[int, str]]()
+        self.tag.rendered_parts, self.tag.generated_blocks = rendered_parts, generated_blocks
         try:
             for block in self.template.generate(**variables):
-                blocks.append(block)
-            text = "".join(blocks)
+                rendered_parts.append(block)
+            text = "".join(rendered_parts)
         except RecursionError:
-            raise RefusedError(": calls itself too deeply") from None
+            raise TemplateProblemError(": calls itself too deeply") from None
         except MemoryError:
             raise
         except TemplateError as error:
-            raise RefusedError(f": {' '.join(str(error).split())}") from None
+            raise TemplateProblemError(f": {' '.join(str(error).split())}") from None
         except Exception as error:  # noqa: BLE001 - a template may raise any exception
             message = " ".join(f"{type(error).__name__}: {error}".split())
-            raise RefusedError(f": fails with {message}") from None
-        if len(text) > MOST_CHARACTERS:
-            raise RefusedError(f": renders more than {MOST_CHARACTERS} characters for one conversation")
-        for start, part in marked:
+            raise TemplateProblemError(f": fails with {message}") from None
+        if len(text) > MAX_CHARACTERS:
+            raise TemplateProblemError(
+                f": renders more than {MAX_CHARACTERS} characters for one conversation"
+            )
+        for start, part in generated_blocks:
             if not text.startswith(part, start):
-                raise RefusedError(
+                raise TemplateProblemError(
                     ": has a {% generation %} block inside a macro or a {% set %} block, so its position in "
                     "the text is unknown; use the block only in text that is written directly"
                 )
-        return text, [(start, start + len(part)) for start, part in marked]
+        return text, [(start, start + len(part)) for start, part in generated_blocks]
 
 
 class GenerationTag(Extension):
     """The tag `generation`, which marks text of the assistant.
 
     Attributes:
-        blocks: Parts of the text that have been rendered so far.
-        marked: First character and text of each block of the tag.
+        rendered_parts: Parts of the text that have been rendered so far.
+        generated_blocks: First character and text of each block of the tag.
     """
 
     tags = {"generation"}  # noqa: RUF012 - as jinja2 has it
-    blocks: list[str]
-    marked: list[tuple[int, str]]
+    rendered_parts: list[str]
+    generated_blocks: list[tuple[int, str]]
 
     def parse(self, parser: Parser) -> CallBlock:
         """Parse the block up to `{% endgeneration %}`."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        block = CallBlock(self.call_method("_remember"), [], [], body)
+        block = CallBlock(self.call_method("_record_block"), [], [], body)
         block.set_lineno(line)
         return block
 
     @pass_eval_context
-    def _remember(self, context: EvalContext, caller: Macro) -> str:  # noqa: ARG002 - as jinja2 calls it
+    def _record_block(self, context: EvalContext, caller: Macro) -> str:  # noqa: ARG002 - as jinja2 calls it
         text: str = caller()
-        self.marked.append((sum(map(len, self.blocks)), text))
+        self.generated_blocks.append((sum(map(len, self.rendered_parts)), text))
         return text
 
 

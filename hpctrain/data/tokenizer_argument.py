@@ -11,7 +11,7 @@ from hpctrain.data.tokenizer import BYTES, Tokenizer, parse_tokenizer
 from hpctrain.data.tokens import TokenFile
 
 
-def named_tokenizer(argument: str, end_of_document: str | None = None) -> Tokenizer:
+def read_tokenizer(argument: str, end_of_document: str | None = None) -> Tokenizer:
     """Read the tokenizer that `--tokenizer` names.
 
     Args:
@@ -32,7 +32,7 @@ def named_tokenizer(argument: str, end_of_document: str | None = None) -> Tokeni
     return Tokenizer.of_files(tokenizer.text, tokenizer.settings, where, end_of_document)
 
 
-def remarks_on(tokenizer: Tokenizer, argument: str) -> list[str]:
+def tokenizer_warnings(tokenizer: Tokenizer, argument: str) -> list[str]:
     """Return warnings about settings of a tokenizer's file that are ignored, and about text that it loses.
 
     Args:
@@ -41,10 +41,10 @@ def remarks_on(tokenizer: Tokenizer, argument: str) -> list[str]:
     """
     if tokenizer.text == BYTES:
         return []
-    where, remarks = f"tokenizer = {argument}", []
+    where, warnings = f"tokenizer = {argument}", []
     if ignored := tokenizer.ignored_settings:
         reason = "since tokens must not be random, truncated or padded"
-        remarks.append(f"{where}: ignored {', '.join(ignored)}, {reason}")
+        warnings.append(f"{where}: ignored {', '.join(ignored)}, {reason}")
     if rules := lossy_rules(parse_tokenizer(tokenizer.text, where)):
-        remarks.append(f"{where}: does not preserve all of the text: {', '.join(rules)}")
-    return remarks
+        warnings.append(f"{where}: does not preserve all of the text: {', '.join(rules)}")
+    return warnings

@@ -20,7 +20,7 @@ GENERATION_CONFIG, MODEL_CONFIG = "generation_config.json", "config.json"
 FILES = (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, GENERATION_CONFIG, MODEL_CONFIG)
 """Names of the JSON files that contain settings."""
 
-TEMPLATE_FILE, MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
+TEMPLATE_FILE, ADDITIONAL_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 TEMPLATE_BYTES = 1 << 20
 """Largest size of a chat template in bytes. Published ones have at most 20 kB."""
 
@@ -58,7 +58,7 @@ class TokenizerSettings:
         """
         files = {name: content for name in FILES if (content := _json_object(folder / name)) is not None}
         jinja = _template(folder / TEMPLATE_FILE)
-        more = sorted((folder / MORE_TEMPLATES).glob("*.jinja")) if jinja is not None else []
+        more = sorted((folder / ADDITIONAL_TEMPLATES).glob("*.jinja")) if jinja is not None else []
         if more:
             templates = [{"name": path.stem, "template": _template(path)} for path in more]
             templates = [{"name": "default", "template": jinja}, *templates]
@@ -113,9 +113,9 @@ class TokenizerSettings:
     @property
     def control_tokens(self) -> set[str]:
         """Tokens that these files call special, even if `tokenizer.json` does not."""
-        return {*self.special_tokens.values(), *self._more_control_tokens()}
+        return {*self.special_tokens.values(), *self._additional_control_tokens()}
 
-    def _more_control_tokens(self) -> Iterator[str]:
+    def _additional_control_tokens(self) -> Iterator[str]:
         for name in (SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG):
             for key in ("additional_special_tokens", "extra_special_tokens"):
                 values = self.file(name).get(key)
@@ -156,10 +156,14 @@ class TokenizerSettings:
         if jinja is not None:
             jinja = text
         elif self.chat_template != text:
-            others = before.get("chat_template")
-            others = others if isinstance(others, list) else []
-            others = [each for each in others if isinstance(each, dict) and each.get("name") != "default"]
-            config["chat_template"] = [{"name": "default", "template": text}, *others] if others else text
+            named_templates = before.get("chat_template")
+            named_templates = named_templates if isinstance(named_templates, list) else []
+            named_templates = [
+                each for each in named_templates if isinstance(each, dict) and each.get("name") != "default"
+            ]
+            config["chat_template"] = (
+                [{"name": "default", "template": text}, *named_templates] if named_templates else text
+            )
         files[TOKENIZER_CONFIG] = config
         return replace(self, files=files, jinja=jinja)
 
@@ -177,7 +181,7 @@ class TokenizerSettings:
             }
         return replace(self, files=files)
 
-    def trained_on(self, corpus: TokenizerSettings, of_text: bool) -> TokenizerSettings:
+    def after_training_on(self, corpus: TokenizerSettings, is_plain_text: bool) -> TokenizerSettings:
         """Return the settings of this model after training on a token file.
 
         Settings of the model stay as they are. Settings of the tokenizer are those of the token file. The
@@ -185,25 +189,26 @@ class TokenizerSettings:
 
         Args:
             corpus: settings of the token file.
-            of_text: True if the token file contains plain text, not conversations, preferences or prompts.
+            is_plain_text: True if the token file contains plain text, not conversations, preferences or
+                prompts.
         """
         files = {**corpus.files, **self.files}
-        own = [name for name in _OF_TOKENIZER if name in corpus.files]
-        if own:
-            files = {name: each for name, each in files.items() if name not in _OF_TOKENIZER}
-            files |= {name: corpus.files[name] for name in own}
+        replaced_names = [name for name in _TOKENIZER_FILES if name in corpus.files]
+        if replaced_names:
+            files = {name: each for name, each in files.items() if name not in _TOKENIZER_FILES}
+            files |= {name: corpus.files[name] for name in replaced_names}
             if (length := self.file(TOKENIZER_CONFIG).get("model_max_length")) is not None:
                 files[TOKENIZER_CONFIG] = {**corpus.file(TOKENIZER_CONFIG), "model_max_length": length}
-        jinja = corpus.jinja if own or corpus.jinja is not None else self.jinja
+        jinja = corpus.jinja if replaced_names or corpus.jinja is not None else self.jinja
         ends = merge_ids(self.ends, corpus.ends)
         merged = TokenizerSettings(files, jinja, corpus.end_of_document, ends, self.context)
         before = self.chat_template
-        if before is not None and (of_text or merged.chat_template is None):
+        if before is not None and (is_plain_text or merged.chat_template is None):
             return merged.with_template(before, {})
         return merged
 
 
-_OF_TOKENIZER = (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP)
+_TOKENIZER_FILES = (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP)
 
 
 def token_text(value: object) -> str | None:

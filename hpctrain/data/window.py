@@ -1,25 +1,27 @@
-"""A contiguous range of samples, read as if it were all of them."""
+"""View of a contiguous range of samples as a source of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from hpctrain.data.batches import MicroBatch, Samples, Wanted
+from hpctrain.data.batches import MicroBatch, MicroBatchRequest, Samples
 
 
 @dataclass
 class Window:
-    """Samples `first` to `first + count` of `samples`, numbered from 0."""
+    """Source of the samples `first` to `first + count - 1` of `samples`, which are numbered from 0 again."""
 
     samples: Samples
     first: int
     count: int
 
-    def micro_batches(self, wanted: Iterable[Wanted], later: Iterable[Wanted]) -> Iterator[MicroBatch]:
-        """Yield the micro-batches `wanted`, whose indices count from the first sample of the window."""
-        yield from self.samples.micro_batches(map(self._shifted, wanted), map(self._shifted, later))
+    def micro_batches(
+        self, requests: Iterable[MicroBatchRequest], upcoming: Iterable[MicroBatchRequest]
+    ) -> Iterator[MicroBatch]:
+        """Yield the requested micro-batches. Their indices count from the first sample of the window."""
+        yield from self.samples.micro_batches(map(self._shifted, requests), map(self._shifted, upcoming))
 
-    def _shifted(self, each: Wanted) -> Wanted:
-        index, epoch = each.last
-        return each._replace(indices=each.indices + self.first, last=(index + self.first, epoch))
+    def _shifted(self, request: MicroBatchRequest) -> MicroBatchRequest:
+        index, epoch = request.last
+        return request._replace(indices=request.indices + self.first, last=(index + self.first, epoch))

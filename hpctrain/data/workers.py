@@ -109,7 +109,7 @@ class _Worker:
 
     def close(self) -> None:
         """End it at once, with all that it has started: it keeps nothing."""
-        end_helper(self.process, guarded=True)
+        end_helper(self.process, runs_user_code=True)
         self.process.wait()
         self.answers.close()
         assert self.process.stdin is not None

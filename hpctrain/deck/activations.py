@@ -1,4 +1,4 @@
-"""Activations of feed-forward parts. A new activation takes an entry of `ACTIVATIONS`, and nothing else."""
+"""Activations of feed-forward layers. To add an activation, add an entry to `ACTIVATIONS`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PointFunction:
-    """A function of one number, by which activations are made.
+    """Elementwise function with its gradient, from which activations are built.
 
     Attributes:
-        value: Return a new tensor with the function of every element.
-        gradient: Write the gradient with respect to the input `x` into `out`: `gradient(dy, x, out)`.
-        hidden_act: Names in a config.json of `transformers`; the first one is written.
-        saves_input: True if torch's own autograd of `value` keeps the input alone for backward. Otherwise
-            `gradient` is used there, too, so that all activations keep as many bytes.
+        value: Function that returns a new tensor with the function of every element.
+        gradient: Function that writes the gradient with respect to the input `x` into `out`. It is called as
+            `gradient(dy, x, out)`.
+        hidden_act: Names in a config.json of `transformers`. An export writes the first one.
+        saves_input: True if the autograd of torch keeps only the input of `value` for the backward pass. If
+            False, `gradient` replaces it, so that all activations keep the same number of bytes.
     """
 
     value: Callable[[Tensor], Tensor]
@@ -31,16 +32,16 @@ class PointFunction:
 
 @dataclass(frozen=True)
 class Activation:
-    """What a feed-forward part does between its matrices.
+    """Activation between the two projections of a feed-forward layer (an MLP or an expert).
 
-    Memory and time are planned by whether it is gated and compiled: a gated one expands to a gate and its
-    factor, and computes function(gate) x factor.
+    A gated activation has two input projections, `gate` and `up`, and computes `function(gate) * up`.
 
     Attributes:
-        function: Function of an element, or of an element of the gate.
-        gated: True if the feed-forward part has a gate.
-        kernel: Name of the method of `parallel.functions.CompiledFunctions` that computes it at once; None if
-            torch's operations do with `machine.compile` as well.
+        function: Elementwise function. With a gate, it is applied to the gate.
+        gated: True if the feed-forward layer has a gate.
+        kernel: Name of the method of `parallel.functions.CompiledFunctions` that computes the activation as
+            one fused kernel with `machine.compile`. None if no such method exists; then the operations of
+            torch are used.
     """
 
     function: PointFunction
@@ -48,8 +49,8 @@ class Activation:
     kernel: str | None = None
 
     @property
-    def copies(self) -> int:
-        """Number of matrices that expand: two with a gate."""
+    def input_projections(self) -> int:
+        """Number of input projections: two with a gate, otherwise one."""
         return 2 if self.gated else 1
 
 
@@ -107,17 +108,22 @@ ACTIVATIONS: Mapping[str, Activation] = MappingProxyType({
     "relu2": Activation(RELU_SQUARED),
     "gated-relu2": Activation(RELU_SQUARED, gated=True),
 })  # fmt: skip
-"""Activations by the name that a deck has for each."""
+"""Activations by their names in a deck."""
 
 GATED = tuple(name for name, activation in ACTIVATIONS.items() if activation.gated)
-"""Activations with a gate."""
+"""Names of the activations with a gate."""
 
-OF_FAMILY: Mapping[str, str] = MappingProxyType({"gpt2": "gelu-tanh", "llama": "swiglu"})
-"""The usual activation of a family."""
+DEFAULT_ACTIVATIONS: Mapping[str, str] = MappingProxyType({"gpt2": "gelu-tanh", "llama": "swiglu"})
+"""Default activation of each model family."""
 
 
 def imported_activation(hidden_act: object, gated: bool) -> str | None:
-    """Return the name of the activation that a config.json of `transformers` means; None if there is none."""
+    """Return the name of the activation for a `hidden_act` of `transformers`; None if there is none.
+
+    Args:
+        hidden_act: Value of `hidden_act` in a config.json.
+        gated: True if the feed-forward layers of the architecture have a gate.
+    """
     for name, activation in ACTIVATIONS.items():
         if activation.gated == gated and hidden_act in activation.function.hidden_act:
             return name

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from hpctrain.deck.sources import clipped, toml_value
-from hpctrain.deck.target import found_from, is_target
+from hpctrain.deck.target import is_target, resolve_target
 from hpctrain.errors import HpctrainError
 
 CODE_KEYS = ("model.module", "model.loss", "model.initial", "data.dataset", "data.collate", "policy.reward")
@@ -33,8 +33,8 @@ _NOT_CODE = ("exact-match", "regular-expression")
 
 
 @dataclass(frozen=True, order=True)
-class CodeName:
-    """Name of code in a deck.
+class CodeEntry:
+    """Entry of a deck that names code.
 
     Attributes:
         key: Full name of the key, such as "model.module".
@@ -45,7 +45,7 @@ class CodeName:
     target: str
 
     def __str__(self) -> str:
-        """Return the name as in a deck: `model.module = "train.py:build"`."""
+        """Return the entry as in a deck: `model.module = "train.py:build"`."""
         return f"{self.key} = {clipped(toml_value(self.target))}"
 
 
@@ -82,13 +82,13 @@ class CodeTrust:
 
     Attributes:
         everything: True if all code that a stored deck names may be called (--trust-code).
-        names: Names in the user's own deck (--trust-deck); a stored deck may call the same code.
-        announced: Files whose trusted code was already logged.
+        entries: Entries of the user's own deck (--trust-deck); a stored deck may call the same code.
+        logged_files: Files whose trusted code was already logged.
     """
 
     everything: bool = False
-    names: frozenset[CodeName] = frozenset()
-    announced: set[str] = field(default_factory=set, compare=False)
+    entries: frozenset[CodeEntry] = frozenset()
+    logged_files: set[str] = field(default_factory=set, compare=False)
 
 
 class Overrides(tuple[str, ...]):
@@ -109,7 +109,7 @@ def trust_of(overrides: Iterable[str]) -> CodeTrust:
     return overrides.trust if isinstance(overrides, Overrides) else CodeTrust()
 
 
-def code_names(tables: Mapping[str, object], deck_name: str) -> frozenset[CodeName]:
+def code_entries(tables: Mapping[str, object], deck_name: str) -> frozenset[CodeEntry]:
     """Return all code that a deck names.
 
     Values of a wrong type are skipped, since the validation of the deck reports them.
@@ -118,19 +118,19 @@ def code_names(tables: Mapping[str, object], deck_name: str) -> frozenset[CodeNa
         tables: Sections of the deck, by name.
         deck_name: Path of the deck, to which paths of files are relative.
     """
-    names = set[CodeName]()
+    names = set[CodeEntry]()
     for key in CODE_KEYS:
         value = _value(tables, key)
         targets = value if isinstance(value, list | tuple) else [value]
         for target in targets:
             if isinstance(target, str) and _names_code(key, target):
-                names.add(CodeName(key, found_from(target, deck_name)))
+                names.add(CodeEntry(key, resolve_target(target, deck_name)))
     for key in ARGUMENT_KEYS:
         names.update(remote_code(key, _value(tables, key)))
     return frozenset(names)
 
 
-def refusal(names: Iterable[CodeName], file: str) -> str:
+def refusal(names: Iterable[CodeEntry], file: str) -> str:
     """Return the error message about code that only the deck in `file` names."""
     listed = ", ".join(map(str, sorted(names)))
     return (
@@ -140,7 +140,7 @@ def refusal(names: Iterable[CodeName], file: str) -> str:
     )
 
 
-def remote_code(key: str, value: object) -> Iterator[CodeName]:
+def remote_code(key: str, value: object) -> Iterator[CodeEntry]:
     """Yield the arguments in a value that let a library such as `transformers` download code and run it.
 
     Args:
@@ -154,7 +154,7 @@ def remote_code(key: str, value: object) -> Iterator[CodeName]:
         return
     for name, each in value.items():
         if (name == _TRUSTS_REMOTE and each) or (name in _KERNELS and any(map(_is_downloaded, _texts(each)))):
-            yield CodeName(f"{key}.{name}", each if isinstance(each, str) else toml_value(each))
+            yield CodeEntry(f"{key}.{name}", each if isinstance(each, str) else toml_value(each))
         yield from remote_code(f"{key}.{name}", each)
 
 

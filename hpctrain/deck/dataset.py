@@ -7,7 +7,7 @@ from typing import Any
 
 from hpctrain.deck.problem import Problem
 from hpctrain.deck.schema import Deck, fields
-from hpctrain.deck.target import found_from, is_target
+from hpctrain.deck.target import is_target, resolve_target
 
 ONLY_OF_DATASETS = ("dataset", "arguments", "collate", "workers", "inputs")
 
@@ -24,7 +24,7 @@ def fill_dataset(tables: Mapping[str, dict[str, Any]], deck_name: str) -> None:
     data = tables["data"]
     for name in ("dataset", "collate"):
         if isinstance(data.get(name), str):
-            data[name] = found_from(data[name], deck_name)
+            data[name] = resolve_target(data[name], deck_name)
     for key, value in STAND_INS.items():
         section, _, name = key.partition(".")
         tables[section].setdefault(name, value)

@@ -39,14 +39,14 @@ class DecayForm:
     """One form of the decay, and the keys that it uses.
 
     Attributes:
-        share: Function that returns the rate at a step (from 0, after the warm-up) as a fraction of the peak.
+        rate: Function that returns the rate at a step (from 0, after the warm-up) as a fraction of the peak.
         description: Phrase for the reference of the deck; "" if the name explains itself.
         ends: True if the form uses `decay_steps`.
         has_floor: True if it uses `floor`.
         has_cooldown: True if it uses `cooldown`.
     """
 
-    share: Callable[[DecaySpan, int], float]
+    rate: Callable[[DecaySpan, int], float]
     description: str = ""
     ends: bool = True
     has_floor: bool = True

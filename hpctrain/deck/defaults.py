@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, TypeGuard
 
-from hpctrain.deck.activations import ACTIVATIONS, OF_FAMILY
+from hpctrain.deck.activations import ACTIVATIONS, DEFAULT_ACTIVATIONS
 from hpctrain.deck.data_mixture import fill_mixture
 from hpctrain.deck.dataset import fill_dataset
 from hpctrain.deck.decays import ENDLESS, WITH_COOLDOWN
@@ -165,9 +165,9 @@ def _follow_others(tables: Tables, filled: set[str], begun: Begun) -> None:
     as_base = model.get("parametrization") == "mup" and model.get("base_width") == hidden
     if as_base and _is_integer(model.get("head_size")):
         default("model", "base_head_size", model["head_size"])
-    if isinstance(family, str) and family in OF_FAMILY:
+    if isinstance(family, str) and family in DEFAULT_ACTIVATIONS:
         default("model", "tied", family == "gpt2" and not _of_scores(tables))
-        default("model", "activation", OF_FAMILY[family])
+        default("model", "activation", DEFAULT_ACTIVATIONS[family])
         name = model["activation"]
         activation = ACTIVATIONS.get(name) if isinstance(name, str) else None
         if _is_integer(hidden) and activation is not None:

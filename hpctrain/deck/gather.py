@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hpctrain.deck.code import CodeName
+from hpctrain.deck.code import CodeEntry
 from hpctrain.deck.key import expand_home, present_name
 from hpctrain.deck.run_length import LENGTHS
 from hpctrain.deck.schema import fields, sections
@@ -41,7 +41,7 @@ class Written:
         self.arguments: list[str] = []
         self.only_files_missing = True
         self.full = False
-        self.trusted_code: frozenset[CodeName] | None = None
+        self.trusted_code: frozenset[CodeEntry] | None = None
 
     def add(self, place: Place, text: str, *, file_missing: bool = False) -> None:
         """Add a problem; `file_missing` if it is one of input and output."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hpctrain.deck.key import expand_home
-from hpctrain.deck.target import found_from
+from hpctrain.deck.target import resolve_target
 
 _OWN = ("module", "arguments", "miniature", "blocks", "loss", "initial", "buffers", "plan")
 MODULE_KEYS = (*_OWN, "frozen", "vocabulary", "from")
@@ -26,7 +26,7 @@ def fill_module(model: dict[str, Any], deck_name: str) -> None:
     """What a deck with a module has in its table `model`, in place."""
     for name in TARGETS:
         if isinstance(model.get(name), str):
-            model[name] = found_from(model[name], deck_name)
+            model[name] = resolve_target(model[name], deck_name)
     for name, value in STAND_INS.items():
         model.setdefault(name, value)
 

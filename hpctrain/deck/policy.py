@@ -12,7 +12,7 @@ from hpctrain.deck.key import Duration, PathText, Section, key
 from hpctrain.deck.objective import POLICIES
 from hpctrain.deck.problem import Problem, multiples
 from hpctrain.deck.sources import toml_value
-from hpctrain.deck.target import found_from, is_file, is_target
+from hpctrain.deck.target import is_file, is_target, resolve_target
 
 if TYPE_CHECKING:
     from hpctrain.deck.schema import Deck
@@ -104,7 +104,7 @@ def fill_rewards(policy: dict[str, Any], deck_name: str) -> None:
     """Have functions in files be found from any folder, in place."""
     given = policy.get("reward")
     if isinstance(given, list | tuple) and all(isinstance(each, str) for each in given):
-        policy["reward"] = [found_from(each, deck_name) if _is_in_file(each) else each for each in given]
+        policy["reward"] = [resolve_target(each, deck_name) if _is_in_file(each) else each for each in given]
 
 
 def _is_in_file(reward: str) -> bool:

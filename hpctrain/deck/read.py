@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from hpctrain.deck.check import check_deck, source_problems
 from hpctrain.deck.check_world import data_ranks, world_problems
-from hpctrain.deck.code import CodeName, CodeTrust, Overrides, code_names
+from hpctrain.deck.code import CodeEntry, CodeTrust, Overrides, code_entries
 from hpctrain.deck.defaults import Tables, fill, find_preset, is_default
 from hpctrain.deck.gather import Written
 from hpctrain.deck.key import extra
@@ -109,7 +109,7 @@ def read_stored_deck(path: Path, trust: CodeTrust, read_source: SourceReader | N
     return _deck(written, (), None, read_source)
 
 
-def read_code_names(path: Path) -> frozenset[CodeName]:
+def read_code_entries(path: Path) -> frozenset[CodeEntry]:
     """Return the code that a deck of the user's own names, with the files that it includes.
 
     HpctrainError or InputOutputError if the file cannot be read; nothing else of it is checked.
@@ -117,7 +117,7 @@ def read_code_names(path: Path) -> frozenset[CodeName]:
     written = Written(str(path))
     written.read_file(path, str(path), ())
     written.raise_problems()
-    return code_names(written.values, str(path))
+    return code_entries(written.values, str(path))
 
 
 def changed_deck(
@@ -148,13 +148,13 @@ def changed_deck(
     return _deck(written, changes, ranks, read_source)
 
 
-def _trusted(written: Written, overrides: Sequence[str], trust: CodeTrust) -> frozenset[CodeName]:
+def _trusted(written: Written, overrides: Sequence[str], trust: CodeTrust) -> frozenset[CodeEntry]:
     """Return the code that may be called of what a stored deck names, read into `written`."""
     given = Written(written.name)
     for argument in overrides:
         given.override(argument)
-    stored = code_names(written.values, written.name) if trust.everything else frozenset()
-    return code_names(given.values, written.name) | trust.names | stored
+    stored = code_entries(written.values, written.name) if trust.everything else frozenset()
+    return code_entries(given.values, written.name) | trust.entries | stored
 
 
 def deck_text(deck: Deck, ranks: int | None = None) -> str:

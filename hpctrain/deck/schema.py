@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 from pydantic import Field, PrivateAttr
 from pydantic.fields import FieldInfo
 
-from hpctrain.deck.activations import ACTIVATIONS, GATED, OF_FAMILY
+from hpctrain.deck.activations import ACTIVATIONS, DEFAULT_ACTIVATIONS, GATED
 from hpctrain.deck.adapters import Adapters
-from hpctrain.deck.code import CodeName, NamedCode, UntrustedCodeError, code_names, refusal
+from hpctrain.deck.code import CodeEntry, NamedCode, UntrustedCodeError, code_entries, refusal
 from hpctrain.deck.communication import Communication
 from hpctrain.deck.evaluation import EvaluationSection
 from hpctrain.deck.found import Found
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 else:
     ActivationName = Literal[tuple(ACTIVATIONS)]
 
-_USUAL_ACTIVATIONS = ", ".join(f'"{name}" ({family})' for family, name in OF_FAMILY.items())
+_USUAL_ACTIVATIONS = ", ".join(f'"{name}" ({family})' for family, name in DEFAULT_ACTIVATIONS.items())
 
 _LARGEST = 10_000_000  # of a model's sizes: beyond any model, and small enough to search for divisors
 _LONGEST = 1_000_000_000
@@ -667,7 +667,7 @@ class Deck(Section):
         return self._found
 
     @property
-    def untrusted_code(self) -> frozenset[CodeName]:
+    def untrusted_code(self) -> frozenset[CodeEntry]:
         """Code that the deck names but may not call (see `hpctrain.deck.code`).
 
         Rewards are left out if the objective uses none, for example if a policy is only evaluated.
@@ -686,12 +686,12 @@ class Deck(Section):
         untrusted = self._untrusted_in("model", "data", "policy")
         return NamedCode(target, refusal(untrusted, self.sources.name) if untrusted else "")
 
-    def _untrusted_in(self, *names: str) -> frozenset[CodeName]:
+    def _untrusted_in(self, *names: str) -> frozenset[CodeEntry]:
         trusted = self.sources.trusted_code
         if trusted is None:
             return frozenset()
         sections = {name: vars(getattr(self, name)) for name in names}
-        return code_names(sections, self.sources.name) - trusted
+        return code_entries(sections, self.sources.name) - trusted
 
     def with_found(self, found: Found) -> Deck:
         """The deck with what was found for it."""

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from hpctrain.characters import escaped
 
 if TYPE_CHECKING:
-    from hpctrain.deck.code import CodeName
+    from hpctrain.deck.code import CodeEntry
 
 LONGEST_SHOWN = 200  # characters of what a user wrote that a sentence repeats
 
@@ -68,11 +68,11 @@ class Sources:
     name: str = field(default="deck", compare=False)
     places: Mapping[str, Place] = field(default_factory=lambda: MappingProxyType({}), compare=False)
     defaulted: frozenset[str] = field(default=frozenset(), compare=False)
-    trusted_code: frozenset[CodeName] | None = field(default=None, compare=False)
+    trusted_code: frozenset[CodeEntry] | None = field(default=None, compare=False)
 
     def __reduce__(
         self,
-    ) -> tuple[type[Sources], tuple[str, dict[str, Place], frozenset[str], frozenset[CodeName] | None]]:
+    ) -> tuple[type[Sources], tuple[str, dict[str, Place], frozenset[str], frozenset[CodeEntry] | None]]:
         """Leave the places out of copies and pickles: they matter only where the deck was read."""
         return Sources, (self.name, {}, self.defaulted, self.trusted_code)
 

@@ -18,7 +18,7 @@ def is_target(target: str | None) -> bool:
     return bool(home) and function.replace(".", "_").isidentifier()
 
 
-def found_from(target: str, deck_name: str) -> str:
+def resolve_target(target: str, deck_name: str) -> str:
     """The same target from any folder: a file's is relative to that of the deck which names it."""
     if not is_file(target):
         return target

@@ -11,7 +11,7 @@ from hpctrain.deck.check_world import check_world, world_problems
 from hpctrain.deck.code import trust_of
 from hpctrain.deck.objective import OF_SCORES, REFERRED
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.resumable import require_same_model
+from hpctrain.engine.resume_check import require_same_model
 from hpctrain.engine.sizes import on_one_rank
 from hpctrain.errors import HpctrainError
 

@@ -61,5 +61,10 @@ def micro_batches(deck: Deck, data: int) -> int:
 
 
 def crosses(nodes: Sequence[object], tensor: int) -> bool:
-    """Whether some of the tensor ranks of one group sit on several nodes; `nodes` are those of all ranks."""
+    """Return True if the ranks of a tensor group are on several nodes.
+
+    Args:
+        nodes: Node of each rank.
+        tensor: Number of tensor ranks.
+    """
     return any(len(set(nodes[first : first + tensor])) > 1 for first in range(0, len(nodes), tensor))

@@ -75,7 +75,7 @@ def generate(
     shown.
     """
     world.ledger.activity = "reading the prompts"
-    with world.agreement(), world.hang.waiting_outside():  # stdin may come at any time
+    with world.agreement(), world.hang.allow_silence():  # stdin may come at any time
         sampling.check()
         prompts = source.read() if world.rank == 0 else []
     prompts = world.everyone.broadcast_object(prompts)
@@ -91,7 +91,7 @@ def generate(
             writer.chat = chat_of(loaded[1], path, now)
 
     def show_agreed(text: str) -> None:
-        with world.agreement(), world.hang.waiting_outside():  # whoever reads the text may take any time
+        with world.agreement(), world.hang.allow_silence():  # whoever reads the text may take any time
             if world.rank == 0 and text:
                 show(text)
 

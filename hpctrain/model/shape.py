@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from hpctrain.deck.activations import OF_FAMILY
+from hpctrain.deck.activations import DEFAULT_ACTIVATIONS
 from hpctrain.deck.adapters import Adapters
 from hpctrain.deck.objective import OF_SCORES
 from hpctrain.deck.presets import Sizes
@@ -54,7 +54,7 @@ class ModelShape(Sizes, Architecture):
     def __post_init__(self) -> None:
         """Fill the features of one attention head, hidden / heads, and the activation of the family."""
         if not self.activation:
-            object.__setattr__(self, "activation", OF_FAMILY[self.family])
+            object.__setattr__(self, "activation", DEFAULT_ACTIVATIONS[self.family])
         if not self.head_size:
             object.__setattr__(self, "head_size", self.hidden // self.heads)
 

@@ -32,4 +32,4 @@ class LearningRate:
         if step < self.warmup:
             return (step + 1) / self.warmup
         span = DecaySpan(self.warmup, self.decay_steps, self.cooldown, self.floor)
-        return DECAYS[self.decay].share(span, step)
+        return DECAYS[self.decay].rate(span, step)

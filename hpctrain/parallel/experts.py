@@ -182,14 +182,14 @@ class Experts(Multiplying):
         """See Multiplying: gates with what they multiply, and what contracts."""
         count, hidden, inner = self.down.shard.shape
         return [
-            Matrix(self.activation.copies * inner, hidden, "outputs", self.chosen, count),
+            Matrix(self.activation.input_projections * inner, hidden, "outputs", self.chosen, count),
             Matrix(hidden, inner, "inputs", self.chosen, count),
         ]
 
     @property
     def widest(self) -> int:
         """Features of a row between the two products on this rank."""
-        return self.activation.copies * self.inner
+        return self.activation.input_projections * self.inner
 
     @property
     def late(self) -> list[Parameter]:

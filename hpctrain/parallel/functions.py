@@ -206,7 +206,7 @@ def agrees(functions: Functions) -> bool:
     tables = [x.bfloat16().float() for x in (angles.cos(), angles.sin())]
     cases: list[tuple[Callable[..., Callable[..., Tensor]], list[Tensor]]] = [
         *(
-            (partial(_activation_by, activation=each), [4 * random(3, 21 * each.copies)])
+            (partial(_activation_by, activation=each), [4 * random(3, 21 * each.input_projections)])
             for each in ACTIVATIONS.values()
             if each.kernel is not None
         ),
@@ -222,7 +222,7 @@ def agrees(functions: Functions) -> bool:
 
 
 def _activation_by(by: Functions, activation: Activation) -> Callable[[Tensor], Tensor]:
-    return lambda x: by.activate(x, activation, [21] * activation.copies)
+    return lambda x: by.activate(x, activation, [21] * activation.input_projections)
 
 
 def _agree(

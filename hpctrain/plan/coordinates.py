@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hpctrain.comm.doctor import Finding, Report
-from hpctrain.comm.launcher import crowding
+from hpctrain.comm.launcher import core_warning
 from hpctrain.comm.mesh import AXES, coordinates, sizes_text
 from hpctrain.comm.topology import Topology, neighbours
 from hpctrain.deck.read import read_deck
@@ -28,8 +28,8 @@ def map_deck(report: Report, path: Path, overrides: Sequence[str]) -> None:
     report.coordinates = [coordinates(sizes, rank) for rank in range(ranks)]
     axes = sizes_text(sizes, 2) or "one rank"
     remedy = (
-        "tensor ranks of one group sit on several nodes and talk over the network in every layer: let "
-        "layout.tensor divide the ranks of a node"
+        "the ranks of a tensor group are on several nodes and communicate over the network in every layer: "
+        "let layout.tensor divide the ranks of a node"
     )
     topology = Topology([rank.node for rank in report.ranks])
     topology.emulate(deck.communication.ranks_per_node)
@@ -38,7 +38,7 @@ def map_deck(report: Report, path: Path, overrides: Sequence[str]) -> None:
     if len(set(topology.nodes)) > 1:
         report.add([Finding("topology", ways(topology, report.coordinates))])
     threads = deck.run.threads
-    crowded = crowding(threads, [(rank.hostname, rank.cores) for rank in report.ranks])
+    crowded = core_warning(threads, [(rank.hostname, rank.cores) for rank in report.ranks])
     report.add([Finding("threads", f"run.threads = {threads} of each rank", crowded)])
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hpctrain.data.batches import MASKED, MicroBatch, Sequences, Wanted
+from hpctrain.data.batches import MASKED, MicroBatch, MicroBatchRequest, Sequences
 
 
 class Answer(NamedTuple):
@@ -58,8 +58,15 @@ class AnswerRows(Sequences):
 
 @dataclass(frozen=True)
 class Rollout:
-    """Answers, each with `scores` [n] of its rewards; `fields` by name, [n, s] fp32 each, beside their tokens
-    and targets; and `figures` of all.
+    """Answers of one rollout, with their rewards.
+
+    Attributes:
+        answers: The answers.
+        rows: Tokens and targets of the answers.
+        scores: Weighted sum of the rewards of each answer, [n].
+        fields: Further fields of the micro-batches by name, fp32 [n, s] each.
+        figures: Metrics of the rollout by name.
+        rewards: Values of each reward by its name.
     """
 
     answers: Sequence[Answer]
@@ -71,17 +78,21 @@ class Rollout:
 
 
 class OfRollouts:
-    """The answers of the present rollout as samples: as many as there always are; see Samples."""
+    """Source of samples that are the answers of the current rollout. All rollouts have `count` answers."""
 
     def __init__(self, count: int) -> None:
         self.count = count
         self.rollout: Rollout | None = None
 
-    def micro_batches(self, wanted: Iterable[Wanted], later: Iterable[Wanted]) -> Iterator[MicroBatch]:
+    def micro_batches(
+        self, requests: Iterable[MicroBatchRequest], upcoming: Iterable[MicroBatchRequest]
+    ) -> Iterator[MicroBatch]:
         """See Samples."""
         assert self.rollout is not None
-        kept = list(wanted)
-        for each, micro in zip(kept, self.rollout.rows.micro_batches(kept, later), strict=True):
+        batch_requests = list(requests)
+        for each, micro in zip(
+            batch_requests, self.rollout.rows.micro_batches(batch_requests, upcoming), strict=True
+        ):
             own = torch.from_numpy(each.indices)
             more: dict[str, Tensor] = {}
             for name, values in self.rollout.fields.items():

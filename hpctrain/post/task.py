@@ -132,7 +132,7 @@ def evaluate_task(
         }
     world.use_device(deck.run.device)
     torch.set_num_threads(deck.run.threads)
-    world.hang.limit(deck.stability.hang_seconds)
+    world.hang.set_limit(deck.stability.hang_seconds)
     found, layout = dict[int, dict[str, Any]](), ""
     if sources:
         engine = shown_engine(path, deck, world)

@@ -20,7 +20,7 @@ from hpctrain.table import fitted
 from hpctrain.train.difference import TOLERANCE, LayoutDifference
 from hpctrain.train.layout import choose_layout
 from hpctrain.train.probe import Finding
-from hpctrain.train.startup import read_agreed
+from hpctrain.train.startup import read_deck_on_all_ranks
 from hpctrain.train.verify import compare_miniature, is_state
 from hpctrain.units import format_seconds
 from hpctrain.words import counted
@@ -45,8 +45,8 @@ def check(world: World, source: Path | Deck, overrides: Sequence[str], show: Cal
     """
     began = perf_counter()
     world.ledger.activity = "reading the deck"
-    deck = read_agreed(world, source, overrides, world.size)
-    world.hang.limit(deck.stability.hang_seconds)
+    deck = read_deck_on_all_ranks(world, source, overrides, world.size)
+    world.hang.set_limit(deck.stability.hang_seconds)
     deck, chose = choose_layout(world, deck)
     world.ledger.activity = "comparing the layout with one rank"
     torch.set_num_threads(deck.run.threads)

@@ -30,7 +30,7 @@ from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine
 from hpctrain.engine.deck_kernels import computed_by
-from hpctrain.engine.resumable import replaced_optimizer_state
+from hpctrain.engine.resume_check import replaced_optimizer_state
 from hpctrain.errors import InputOutputError
 from hpctrain.sharding.bucket import await_readers
 from hpctrain.sharding.state import MODEL, OPTIMIZER

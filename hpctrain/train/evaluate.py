@@ -83,7 +83,7 @@ def evaluate(
         sets = _sets(deck, opened, sequences, tokenizer.text)
     require_alike(world, opened)
     torch.set_num_threads(deck.run.threads)
-    world.hang.limit(deck.stability.hang_seconds)
+    world.hang.set_limit(deck.stability.hang_seconds)
     world.use_device(deck.run.device)
     counted = [counted_out(deck, world, each, tokenizer) for each in sets]
     reference: Step | None = None

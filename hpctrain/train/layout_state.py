@@ -63,13 +63,13 @@ def residuals(engine: Engine) -> dict[str, Tensor]:
 
     Each tensor is flat and has the elements of this rank's shard of the parameter.
     """
-    own = [tensor for tensor in engine.state() if tensor.kind == RESIDUAL]
+    residual_tensors = [tensor for tensor in engine.state() if tensor.kind == RESIDUAL]
     sums = {}
     for bucket in engine.synchronizer.buckets:
         for segment in bucket.segments:
             name = segment.parameter.shard.name
             total = torch.zeros(segment.length, device=bucket.sharding.group.device)
-            for tensor in own:
+            for tensor in residual_tensors:
                 if tensor.shard.name == name and isinstance(tensor.values, Tensor):
                     total[tensor.offset : tensor.offset + tensor.values.numel()] += tensor.values
             bucket.sharding.group.all_reduce(total)
@@ -78,7 +78,7 @@ def residuals(engine: Engine) -> dict[str, Tensor]:
 
 
 @contextmanager
-def far_positions(engine: Engine, longest: int) -> Iterator[None]:
+def spread_positions(engine: Engine, longest: int) -> Iterator[None]:
     """Use rotary positions that are spread over a sequence of `longest` tokens during the block.
 
     The short sequence of the check would not reach the positions of the real one. Each of its positions is
@@ -91,14 +91,14 @@ def far_positions(engine: Engine, longest: int) -> Iterator[None]:
         longest: Length of the long sequence, in tokens.
     """
     sequence, groups = engine.architecture.sequence, engine.groups
-    stretch = longest // sequence
-    parts = [part for part in engine.models if isinstance(part, Transformer)] if stretch > 1 else []
+    interval = longest // sequence
+    parts = [part for part in engine.models if isinstance(part, Transformer)] if interval > 1 else []
     for part in parts:
-        every = context_positions(groups.context, groups.context_form, sequence * stretch)
-        stretches = every.view(-1, stretch)
-        from_end = sequence - 1 - stretches[:, :1] // stretch
-        chosen = stretch - 1 - from_end * (from_end + _PRIME) % stretch
-        part.rotary_positions = stretches.gather(1, chosen).view(-1).to(engine.world.device)
+        long_positions = context_positions(groups.context, groups.context_form, sequence * interval)
+        intervals = long_positions.view(-1, interval)
+        distance_to_end = sequence - 1 - intervals[:, :1] // interval
+        offsets = interval - 1 - distance_to_end * (distance_to_end + _PRIME) % interval
+        part.rotary_positions = intervals.gather(1, offsets).view(-1).to(engine.world.device)
     yield
     for part in parts:
         part.rotary_positions = None

@@ -32,7 +32,7 @@ def known_corpus(world: World, deck: Deck, corpus: Corpus, checkpoint: Path | No
 
     The tokenizer is that of the token file, or, with a dataset, that of the model which a run starts from.
     Its settings are those of `checkpoint` or `model.from`, and of the token file: see
-    `TokenizerSettings.trained_on`.
+    `TokenizerSettings.after_training_on`.
     """
     known: dict[str, Any] = {}
     with world.agreement():
@@ -56,7 +56,7 @@ def _tokenizer_state(deck: Deck, corpus: Corpus, checkpoint: Path | None) -> dic
         return tokenizer_state(text, settings) if isinstance(text, str) or settings.files else {}
     entries = [corpus.file] if corpus.trained is None else corpus.trained.tokens
     for tokens in sorted(entries, key=lambda each: each.kind != TEXT_KIND):  # a template of rows comes last
-        settings = settings.trained_on(tokens.tokenizer_settings, tokens.kind == TEXT_KIND)
+        settings = settings.after_training_on(tokens.tokenizer_settings, tokens.kind == TEXT_KIND)
     return tokenizer_state(corpus.file.tokenizer_text, settings)
 
 

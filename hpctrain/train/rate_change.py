@@ -9,11 +9,11 @@ from hpctrain.deck.sources import toml_value
 from hpctrain.optim.schedule import LearningRate
 from hpctrain.train.batch_size import batch_at
 
-SMALLEST_CHANGE = 0.01
+MIN_RELATIVE_CHANGE = 0.01
 """Relative change of the learning rate above which there is a warning."""
 
 
-def rate_change(deck: Deck, before: Deck, step: int) -> str:
+def rate_change(deck: Deck, trained_deck: Deck, step: int) -> str:
     """Return a warning if the learning rate of a resumed run jumps; "" if it does not.
 
     It does not jump if the next step's rate lies between the last step's rate and the rate that the next step
@@ -21,22 +21,22 @@ def rate_change(deck: Deck, before: Deck, step: int) -> str:
 
     Args:
         deck: The deck of the resumed run.
-        before: The deck that its checkpoint was trained with.
+        trained_deck: The deck that its checkpoint was trained with.
         step: Number of steps that the checkpoint was trained for.
     """
     if not 0 < step < deck.run.steps:
         return ""
-    last, planned, now = _rate_at(before, step - 1), _rate_at(before, step), _rate_at(deck, step)
+    last, planned, now = _rate_at(trained_deck, step - 1), _rate_at(trained_deck, step), _rate_at(deck, step)
     lowest, highest = sorted((last, planned))
-    if lowest * (1 - SMALLEST_CHANGE) <= now <= highest * (1 + SMALLEST_CHANGE):
+    if lowest * (1 - MIN_RELATIVE_CHANGE) <= now <= highest * (1 + MIN_RELATIVE_CHANGE):
         return ""
     verb = "rises" if now > last else "falls"
     rates = f"the learning rate {verb} from {last:.2e} in step {step} to {now:.2e} in step {step + 1}"
-    if step < before.run.steps:
+    if step < trained_deck.run.steps:
         rates += f" instead of {planned:.2e} by the checkpoint's deck"
-    if before.learning_rate.warmup <= step < deck.learning_rate.warmup:
+    if trained_deck.learning_rate.warmup <= step < deck.learning_rate.warmup:
         rates += f"; it warms up again until step {deck.learning_rate.warmup}"
-    return deck.problem(_cause(deck, before), rates + _remedy(deck, before, step))
+    return deck.problem(_cause(deck, trained_deck), rates + _remedy(deck, trained_deck, step))
 
 
 def _rate_at(deck: Deck, step: int) -> float:
@@ -44,35 +44,37 @@ def _rate_at(deck: Deck, step: int) -> float:
     return LearningRate(**deck.learning_rate.model_dump()).at(step, batch_at(deck.batch, step))
 
 
-def _cause(deck: Deck, before: Deck) -> str:
+def _cause(deck: Deck, trained_deck: Deck) -> str:
     """Return the key that changes the rate: preferably one that the user gave."""
     changed = [
         f"learning_rate.{name}"
         for name in LearningRateSection.model_fields
-        if getattr(deck.learning_rate, name) != getattr(before.learning_rate, name)
+        if getattr(deck.learning_rate, name) != getattr(trained_deck.learning_rate, name)
     ]
     given = [key for key in changed if key not in deck.sources.defaulted]
-    sources = [key for key in ("run.steps", "batch.global_size") if deck.value(key) != before.value(key)]
+    sources = [
+        key for key in ("run.steps", "batch.global_size") if deck.value(key) != trained_deck.value(key)
+    ]
     return next(iter([*given, *sources, *changed]), "batch.ramp_steps")
 
 
-def _remedy(deck: Deck, before: Deck, step: int) -> str:
+def _remedy(deck: Deck, trained_deck: Deck, step: int) -> str:
     """Return, in parentheses, how to keep the schedule of the checkpoint; "" if the change is intended."""
-    rate, old = deck.learning_rate, before.learning_rate
-    cooled = rate.decay == old.decay and rate.decay in WITH_COOLDOWN
-    if cooled and rate.peak == old.peak and step >= rate.warmup:
-        begun = step >= old.decay_steps - old.cooldown
-        if begun:
+    rate, old = deck.learning_rate, trained_deck.learning_rate
+    same_cooldown_form = rate.decay == old.decay and rate.decay in WITH_COOLDOWN
+    if same_cooldown_form and rate.peak == old.peak and step >= rate.warmup:
+        has_begun = step >= old.decay_steps - old.cooldown
+        if has_begun:
             return f" (checkpoints of up to step {old.decay_steps - old.cooldown} are from before the decay)"
         if rate.decay_steps > step:
             return f" (--set learning_rate.cooldown={rate.decay_steps - step} begins the decay here)"
     shape = ["warmup", "decay_steps"] if rate.decay not in ENDLESS else ["warmup"]
-    names = [
+    changed_keys = [
         f"learning_rate.{name}"
         for name in shape
         if getattr(rate, name) != getattr(old, name) and f"learning_rate.{name}" in deck.sources.defaulted
     ]
-    if not names or rate.decay != old.decay:
+    if not changed_keys or rate.decay != old.decay:
         return ""
-    sets = " ".join(f"--set {key}={toml_value(before.value(key))}" for key in names)
-    return f" ({sets} keeps the schedule of the checkpoint)"
+    arguments = " ".join(f"--set {key}={toml_value(trained_deck.value(key))}" for key in changed_keys)
+    return f" ({arguments} keeps the schedule of the checkpoint)"

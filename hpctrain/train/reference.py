@@ -24,7 +24,7 @@ from torch import Tensor
 
 from hpctrain.checkpoint.read import read_state
 from hpctrain.comm.world import World
-from hpctrain.data.batches import Batches, MicroBatch, Samples, Wanted
+from hpctrain.data.batches import Batches, MicroBatch, MicroBatchRequest, Samples
 from hpctrain.data.stored import StoredArray
 from hpctrain.engine.corpus import Corpus
 from hpctrain.engine.held_out import HeldOut
@@ -100,10 +100,14 @@ class Referenced:
     rows: ReferenceRows
     count: int
 
-    def micro_batches(self, wanted: Iterable[Wanted], later: Iterable[Wanted]) -> Iterator[MicroBatch]:
+    def micro_batches(
+        self, requests: Iterable[MicroBatchRequest], upcoming: Iterable[MicroBatchRequest]
+    ) -> Iterator[MicroBatch]:
         """See Samples. InputOutputError where the rows are of a file that is damaged."""
-        kept = list(wanted)
-        for each, micro in zip(kept, self.samples.micro_batches(kept, later), strict=True):
+        batch_requests = list(requests)
+        for each, micro in zip(
+            batch_requests, self.samples.micro_batches(batch_requests, upcoming), strict=True
+        ):
             found = torch.zeros(micro.targets.shape)
             for row, index in enumerate(each.indices):
                 found[row] = self.rows[int(index)]

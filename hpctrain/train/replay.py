@@ -23,7 +23,7 @@ from hpctrain.deck.code import trust_of
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.deck_kernels import as_before, computed_by
 from hpctrain.engine.functions import record_of
-from hpctrain.engine.resumable import require_same_model
+from hpctrain.engine.resume_check import require_same_model
 from hpctrain.errors import EXIT_DIFFERENT, EXIT_DONE, HpctrainError
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.report.contents import layout_text

@@ -27,7 +27,7 @@ from hpctrain.engine.corpus import Corpus, open_corpus, settle_vocabulary
 from hpctrain.engine.deck_kernels import as_before
 from hpctrain.engine.functions import with_functions
 from hpctrain.engine.held_out import HeldOut, open_held_out
-from hpctrain.engine.resumable import keep_vocabulary, require_resumable
+from hpctrain.engine.resume_check import keep_vocabulary, require_resumable
 from hpctrain.engine.seat import take_seat
 from hpctrain.errors import EXIT_AGAIN, EXIT_DONE, HpctrainError
 from hpctrain.model.shape import ModelShape
@@ -52,14 +52,14 @@ from hpctrain.train.seconds import PlannedSeconds, StepSeconds, plan_seconds
 from hpctrain.train.server.checkpoints import ServedCheckpoints
 from hpctrain.train.server.trainer import ServedTrainer
 from hpctrain.train.signals import Signals
+from hpctrain.train.skipped_steps import reason_to_stop
 from hpctrain.train.start import require_training_state, start_from_source
-from hpctrain.train.startup import RunFolder, prepare_ranks, read_agreed
+from hpctrain.train.startup import RunFolder, prepare_ranks, read_deck_on_all_ranks
 from hpctrain.train.step import TrainState
 from hpctrain.train.summary import decay_ended, introduction
 from hpctrain.train.taken import Taken, take_mirror
 from hpctrain.train.time_limit import BYTES_PER_SECOND, Pace, TimeLimit
 from hpctrain.train.trainer import Beginning, MakeTrainer, Trainer, make_trainer
-from hpctrain.train.updates import no_update_reason
 from hpctrain.train.verify import verify_layout
 from hpctrain.train.watchers import EightBitWatch, Evaluation, SlowRanks, StepReport, Trace
 from hpctrain.train.way_back import WayBack
@@ -139,7 +139,7 @@ class Run:
             loop = Loop(self, reporter, peak, memory)
             gc.collect()
             gc.freeze()  # what is there now stays: looking through it would hold up all ranks in turn
-            with world.hang.steps():
+            with world.hang.training_steps():
                 order = loop.run(Control(world, folder, signals or Signals(), loop.out_of_time))
                 self.checkpoints.finish()
             world.ledger.activity = "writing the ledger and the reports"
@@ -152,8 +152,8 @@ class Run:
             gc.unfreeze()
             world.ledger.timeline = None
             world.ledger.activity = "closing the run"
-            world.hang.report_to_nobody()
-            with world.hang.waiting_outside():  # dashboards take what is left, within a time of their own
+            world.hang.disable_on_hang()
+            with world.hang.allow_silence():  # dashboards take what is left, within a time of their own
                 reporter.close()
             self.trainer.close()
             engine.close()
@@ -230,7 +230,7 @@ class Loop:
         elif self.back.stop:
             self.save()
             return Order(checkpoint=True, stop=True, why=self.back.stop)
-        elif reason := no_update_reason(self.deck, state):
+        elif reason := reason_to_stop(self.deck, state):
             self.end_without_updates(reason)
         elif self.checkpoints.due(state.step):
             self.save()
@@ -311,7 +311,7 @@ def open_run(
     """
     limit = TimeLimit.find(deck, os.environ, time.monotonic())
     torch.set_num_threads(deck.run.threads)
-    world.hang.limit(deck.stability.hang_seconds)
+    world.hang.set_limit(deck.stability.hang_seconds)
     world.use_device(deck.run.device)
     world.compare_calls(deck.communication.check)
     corpus = open_corpus(deck, world)
@@ -425,7 +425,7 @@ def run_deck(
     with Signals() as signals:
         world.ledger.activity = "reading the deck"
         # Of a run that goes on the number of replicas follows that of ranks, which is checked then.
-        deck = read_agreed(world, source, overrides, None if again else world.size)
+        deck = read_deck_on_all_ranks(world, source, overrides, None if again else world.size)
         deck, chose = choose_layout(world, deck)
         with world.agreement():
             folder = Path(deck.run.dir)

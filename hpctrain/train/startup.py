@@ -1,4 +1,4 @@
-"""Before a run: whether all nodes see the same files, have as many ranks, and where the ranks sit."""
+"""Checks before a run: all nodes see the same files and have the same number of ranks; ranks get cores."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 from hpctrain.checkpoint.exchange.source import settled_keys
 from hpctrain.comm.device import on_host
-from hpctrain.comm.launcher import crowding
+from hpctrain.comm.launcher import core_warning
 from hpctrain.comm.watchdog import REPORT_REQUEST
 from hpctrain.comm.world import World
 from hpctrain.deck.read import changed_deck, deck_text, read_deck
@@ -27,40 +27,57 @@ from hpctrain.files import read_bytes, write_text
 from hpctrain.watch.dashboards import require_packages
 from hpctrain.watch.folder import take_folder
 
-SECONDS_TO_APPEAR = 5.0  # a network file system may take to show one node what another has written
+SECONDS_TO_APPEAR = 5.0
+"""Time after which a file that one node has written must be visible on all nodes, in seconds."""
 
 
 def check_deck_file(world: World, path: Path) -> None:
-    """HpctrainError on all ranks where rank 0 reads a deck that others do not see, or see another one."""
+    """Check that all ranks read the same deck from `path`. Collective.
+
+    Nothing is checked if rank 0 cannot read the file, since reading the deck reports that error.
+
+    Raises:
+        HpctrainError: A rank cannot read the file, or reads another file than rank 0; raised on all ranks.
+    """
     digests = world.everyone.all_gather_object(_digest(path))
     hosts = world.everyone.all_gather_object(world.hostname)
     if digests[0] is None:
-        return  # nobody need go further than what rank 0 will say of it
-    others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-    if others:
-        rank = others[0]
-        what = "cannot read it" if digests[rank] is None else "reads another file of that name"
+        return  # rank 0 reports the error when it reads the deck
+    differing = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if differing:
+        rank = differing[0]
+        problem = "cannot read it" if digests[rank] is None else "reads another file of that name"
         with world.agreement():
             raise HpctrainError(
-                f"{path}: rank 0 on {hosts[0]} reads this deck, but rank {rank} on {hosts[rank]} {what}; "
+                f"{path}: rank 0 on {hosts[0]} reads this deck, but rank {rank} on {hosts[rank]} {problem}; "
                 "put it in a folder that all nodes share"
             )
 
 
-def read_agreed(world: World, source: Path | Deck, overrides: Sequence[str], ranks: int | None) -> Deck:
-    """The deck of a file, as all ranks see it, or one that a script has made, the same on all; with `--set`
-    arguments. Collective; errors as in `read_deck`, on all ranks.
+def read_deck_on_all_ranks(
+    world: World, source: Path | Deck, overrides: Sequence[str], ranks: int | None
+) -> Deck:
+    """Return the deck of a file or of a script, after a check that it is the same on all ranks. Collective.
+
+    Args:
+        world: The world.
+        source: Path of a deck, or a deck that a script has made.
+        overrides: `--set` arguments.
+        ranks: Number of ranks of the run; None if the deck may be for another number of ranks.
+
+    Raises:
+        HpctrainError: The deck is invalid, or differs between ranks; raised on all ranks.
     """
     if isinstance(source, Path):
         check_deck_file(world, source)
         with world.agreement():
             return read_deck(source, overrides, ranks, settled_keys)
     text = deck_text(source)
-    alike = len(set(world.everyone.all_gather_object(text))) == 1
+    is_same = len(set(world.everyone.all_gather_object(text))) == 1
     with world.agreement():
-        if not alike:
+        if not is_same:
             raise HpctrainError(
-                "the deck that was made is not the same on all ranks; make it of the same values"
+                "the deck differs between ranks; every rank must make it from the same values"
             )
         deck = changed_deck(source, overrides, ranks, source.sources.name, settled_keys, from_user=True)
         require_trusted_code(deck, source.sources.name)
@@ -68,7 +85,11 @@ def read_agreed(world: World, source: Path | Deck, overrides: Sequence[str], ran
 
 
 def check_nodes(world: World) -> None:
-    """HpctrainError on all ranks where the nodes have different numbers of ranks."""
+    """Check that all nodes have the same number of ranks. Collective.
+
+    Raises:
+        HpctrainError: The numbers differ; raised on all ranks.
+    """
     ranks = world.everyone.all_gather_object((world.node, world.hostname, world.local_size))
     sizes = {node: (hostname, size) for node, hostname, size in ranks}
     few = min(sizes.values(), key=lambda each: each[1])
@@ -83,29 +104,30 @@ def check_nodes(world: World) -> None:
 
 
 def check_run_folder(world: World, folder: Path) -> None:
-    """HpctrainError on all ranks where some do not see what rank 0 writes into the run's folder.
+    """Create the folder of the run if necessary, and check that all ranks see what rank 0 writes. Collective.
 
-    The folder is made if it is not there.
+    Raises:
+        HpctrainError: A rank does not see a file that rank 0 has written; raised on all ranks.
     """
     token = ""
     with world.agreement():
         if world.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            token = f".seen-{uuid.uuid4().hex}"
+            token = f".visible-{uuid.uuid4().hex}"
             (folder / token).touch()
     path = folder / world.everyone.broadcast_object(token)
     deadline = time.monotonic() + SECONDS_TO_APPEAR
-    while not (seen := path.exists()) and time.monotonic() < deadline:
+    while not (visible := path.exists()) and time.monotonic() < deadline:
         time.sleep(0.05)
-    ranks = world.everyone.all_gather_object((seen, world.hostname))
-    blind = [rank for rank, (sees, _) in enumerate(ranks) if not sees]
+    ranks = world.everyone.all_gather_object((visible, world.hostname))
+    without_file = [rank for rank, (sees, _) in enumerate(ranks) if not sees]
     with world.agreement():
         if world.rank == 0:
             path.unlink(missing_ok=True)
-        if blind:
+        if without_file:
             raise HpctrainError(
-                f"run.dir = {folder}: rank {blind[0]} on {ranks[blind[0]][1]} does not see what rank 0 on "
-                f"{ranks[0][1]} writes there; choose a folder on a file system that all nodes share"
+                f"run.dir = {folder}: rank {without_file[0]} on {ranks[without_file[0]][1]} does not see "
+                f"what rank 0 on {ranks[0][1]} writes there; choose a folder on a file system that all nodes share"
             )
 
 
@@ -119,7 +141,7 @@ class RunFolder:
     def __init__(self, world: World, deck: Deck) -> None:
         self.world, self.deck, self.path = world, deck, Path(deck.run.dir)
         self._lock: TextIO | None = None
-        self._is_taken = False
+        self._is_locked = False
 
     def take(self) -> None:
         """Lock the folder, mark it as a run's and write the deck there. Further calls do nothing. Collective.
@@ -127,9 +149,9 @@ class RunFolder:
         Raises:
             HpctrainError: Another job has locked the folder, or not all ranks see it; raised on all ranks.
         """
-        if self._is_taken:
+        if self._is_locked:
             return
-        before, self.world.ledger.activity = self.world.ledger.activity, "taking the run folder"
+        earlier_activity, self.world.ledger.activity = self.world.ledger.activity, "taking the run folder"
         with self.world.agreement():
             if self.world.rank == 0:
                 self._lock = take_folder(self.path)
@@ -141,29 +163,29 @@ class RunFolder:
                 write_text(new, deck_text(self.deck))
                 new.replace(self.path / "deck.toml")
                 (self.path / REPORT_REQUEST).unlink(missing_ok=True)  # of an earlier job
-        self._is_taken = True
-        self.world.ledger.activity = before
+        self._is_locked = True
+        self.world.ledger.activity = earlier_activity
 
     def close(self) -> None:
         """Release the lock on the folder."""
         if self._lock is not None:
             self._lock.close()
-        self._is_taken = False
+        self._is_locked = False
 
 
-def crossing(world: World, deck: Deck) -> str:
-    """A warning where tensor ranks of one group sit on several nodes; "" where none do. Collective."""
+def tensor_group_warning(world: World, deck: Deck) -> str:
+    """Return a warning if the ranks of a tensor group are on several nodes; "" otherwise. Collective."""
     nodes = world.nodes_of(range(world.size))
-    tensor, together = deck.layout.tensor, world.topology.ranks_per_node
+    tensor, ranks_per_node = deck.layout.tensor, world.topology.ranks_per_node
     if not crosses(nodes, tensor):
         return ""
     return (
-        f"layout.tensor = {tensor}: tensor ranks sit on several nodes and talk over the network in every "
-        f"layer; with {together} ranks on a node, a size that divides {together} keeps them together"
+        f"layout.tensor = {tensor}: the ranks of a tensor group are on several nodes and communicate over "
+        f"the network in every layer; a size that divides the {ranks_per_node} ranks per node avoids this"
     )
 
 
-def half_on_host(deck: Deck, device: torch.device) -> str:
+def fp16_on_cpu_warning(deck: Deck, device: torch.device) -> str:
     """Return a warning if the deck asks a CPU to compute in fp16; "" otherwise."""
     if deck.precision.compute != "fp16" or not on_host(device):
         return ""
@@ -173,50 +195,63 @@ def half_on_host(deck: Deck, device: torch.device) -> str:
     )
 
 
-def bind(world: World, threads: int) -> str:
-    """Give each rank of a node its own cores, if the launcher left all of them to all; in words, which.
+def bind_ranks(world: World, threads: int) -> str:
+    """Bind each rank of a node to cores of its own. Collective.
 
-    Nothing is done, and "" returned, where the launcher has bound the ranks or the cores do not suffice.
-    Collective.
+    If the launcher has already bound the ranks, or the node has fewer cores than threads, nothing is changed.
+
+    Args:
+        world: The world.
+        threads: Number of threads with which each rank computes (`run.threads`).
+
+    Returns:
+        A sentence about the cores that each rank got; "" if nothing was changed.
     """
-    mine = _cores()
-    ranks = world.everyone.all_gather_object((world.node, mine))
-    here = [cores for node, cores in ranks if node == world.node]
-    possible = len(set(here)) == 1 and len(mine) >= len(here) * threads
+    cores = _cores()
+    cores_of_ranks = world.everyone.all_gather_object((world.node, cores))
+    node_cores = [each for node, each in cores_of_ranks if node == world.node]
+    possible = len(set(node_cores)) == 1 and len(cores) >= len(node_cores) * threads
     if not all(world.everyone.all_gather_object(possible)):
         return ""
-    share = len(mine) // len(here)
-    own = mine[world.local_rank * share : (world.local_rank + 1) * share]
+    share = len(cores) // len(node_cores)
+    rank_cores = cores[world.local_rank * share : (world.local_rank + 1) * share]
     for thread in Path("/proc/self/task").iterdir():
-        os.sched_setaffinity(int(thread.name), own)
+        os.sched_setaffinity(int(thread.name), rank_cores)
     idle = f", of which {threads} compute{'s' * (threads == 1)} (run.threads)" if share > threads else ""
     return f"ranks are bound to {share} core{'s' * (share > 1)} each{idle}"
 
 
 def _cores() -> tuple[int, ...]:
-    """Those that this process may use; none where the system does not tell."""
+    """Return the cores that this process may use; () if the system does not provide them."""
     return tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
 
 
 def prepare_ranks(world: World, deck: Deck) -> str:
-    """Refuse uneven nodes and missing packages, warn of what is slow, and bind ranks if the deck says so.
+    """Check the nodes and packages of a run, log warnings, and bind ranks if the deck asks for it.
 
-    Collective; nothing is written. Warnings are of a tensor axis across nodes, of threads without cores and
-    of fp16 on a CPU.
+    This call is collective.     There are warnings about tensor groups on several nodes, threads without
+    cores, and fp16 on a CPU.
 
     Returns:
-        To what the ranks are bound, in words; "" if they are not.
+        A sentence about the cores that each rank is bound to; "" if the ranks are not bound.
+
+    Raises:
+        HpctrainError: Nodes have different numbers of ranks, or a package is missing; raised on all ranks.
     """
     with world.agreement():
         if world.rank == 0:
             require_packages(deck)
     check_nodes(world)
     cores = world.everyone.all_gather_object((world.hostname, _cores()))
-    warnings = crossing(world, deck), crowding(deck.run.threads, cores), half_on_host(deck, world.device)
+    warnings = (
+        tensor_group_warning(world, deck),
+        core_warning(deck.run.threads, cores),
+        fp16_on_cpu_warning(deck, world.device),
+    )
     for warning in warnings:
         if warning and world.rank == 0:
             logging.getLogger("hpctrain").warning("%s", warning)
-    return bind(world, deck.run.threads) if deck.machine.bind else ""
+    return bind_ranks(world, deck.run.threads) if deck.machine.bind else ""
 
 
 def _digest(path: Path) -> str | None:

@@ -46,7 +46,7 @@ from hpctrain.model.foreign.part import ModulePart
 from hpctrain.parallel.shard import Shard
 from hpctrain.train.difference import TOLERANCE, LayoutDifference, difference_of
 from hpctrain.train.hook import Hook
-from hpctrain.train.layout_state import StatePiece, far_positions, residuals, state_pieces
+from hpctrain.train.layout_state import StatePiece, residuals, spread_positions, state_pieces
 from hpctrain.train.miniature import (
     MICRO_SIZE,
     batch_of,
@@ -300,7 +300,7 @@ def _compute(trainer: Trainer, longest: int) -> dict[str, _Computed]:
         watched = not step and data < _WATCHED
         parts = [part for part in engine.models if isinstance(part, ModulePart) and watched]
         watching = outputs_of({part.module: part.computing for part in parts})
-        with far_positions(engine, longest if step else 0), watching as given:
+        with spread_positions(engine, longest if step else 0), watching as given:
             result = trainer.train_step()
         if not sums.pieces:  # the update was skipped
             sums.before_update()

@@ -22,10 +22,10 @@ from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.control import Order
 from hpctrain.train.hook import Hook, StepDone
 from hpctrain.train.memory import MemoryLedger
+from hpctrain.train.skipped_steps import skip_reason
 from hpctrain.train.summary import outcome
 from hpctrain.train.time_limit import Pace
 from hpctrain.train.trainer import Trainer
-from hpctrain.train.updates import skip_reason
 from hpctrain.watch.folder import way_on
 from hpctrain.watch.machine import Peak
 from hpctrain.watch.metrics import StepMetrics

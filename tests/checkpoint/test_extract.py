@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.checkpoint import extract, read
-from hpctrain.checkpoint.extract import Wanted, opened
+from hpctrain.checkpoint.extract import ReadRequest, opened
 from hpctrain.checkpoint.layout import Entry
 from hpctrain.checkpoint.read import load
 from hpctrain.checkpoint.structure import examine
@@ -90,7 +90,7 @@ def test_ranges_with_any_ends(kind: torch.dtype, group: Group, tmp_path: Path) -
         for first in range(0, one + 1, max(1, one // 13)):
             for count in {1, one - 1, one, one + 1, 2 * one, 2 * one + 1, 3 * one - 1}:
                 held = entry("a", torch.zeros_like(tensor)).part(first, first + count)
-                source.fill([Wanted(held, stored, None)])
+                source.fill([ReadRequest(held, stored, None)])
                 assert same(held.values, expected[first : first + count]), (first, count)
 
 
@@ -255,7 +255,7 @@ def test_memory_stays_within_the_buffer(
     stored = examine(path).datasets["/model/a"]
     tracemalloc.start()
     with opened(path, buffer) as source:
-        source.fill([Wanted(held, stored, None)])
+        source.fill([ReadRequest(held, stored, None)])
     gaps = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert same(held.values, held.shard.take(tensors["a"]).reshape(-1))

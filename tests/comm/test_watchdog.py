@@ -106,7 +106,7 @@ def watch_training(
     world: World, folder: Path, seconds: float, on_hang: Callable[[str], None] = lambda _: None
 ) -> None:
     """Have the watchdog of this world write into the folder."""
-    world.hang.limit(seconds)
+    world.hang.set_limit(seconds)
     world.hang.report_to(folder, on_hang)
 
 
@@ -179,7 +179,7 @@ def test_a_rank_that_works_excuses_those_that_wait(world: World, mpi_tmp_path: P
     watch_training(world, mpi_tmp_path, 0.6)
     dog = Watchdog(world)
     dog.grace_seconds = 0.5  # after which the waiting rank would end the job
-    with dog, world.hang.steps():
+    with dog, world.hang.training_steps():
         if world.rank == 0:
             asked = False
             until = time.monotonic() + 2.5
@@ -207,7 +207,7 @@ def test_outside_of_steps_silent_work_excuses_those_that_wait(
             while time.monotonic() < until:
                 pass
         elif world.rank == 0 and way == "waits for a person":
-            with world.hang.waiting_outside():
+            with world.hang.allow_silence():
                 time.sleep(1.2)
         elif world.rank == 0:
             code = f"import time\nwhile time.monotonic() < {until}: pass"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.comm.hang_settings import VARIABLE, default_seconds
+from hpctrain.comm.hang_settings import HANG_SECONDS_VARIABLE, default_seconds
 from hpctrain.comm.world import World
 from hpctrain.data.prepare import prepare
 from hpctrain.errors import HpctrainError
@@ -125,7 +125,7 @@ def folder(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("place", PLACES)
 def test_a_stopped_rank_is_named_with_what_the_others_do(launch: Launch, folder: Path, place: str) -> None:
     function, activity, command = PLACES[place]
-    environment = {VARIABLE: "1.5", "TMPDIR": str(folder)}
+    environment = {HANG_SECONDS_VARIABLE: "1.5", "TMPDIR": str(folder)}
     done = launch(2, folder / "program.py", function, *command, cwd=folder, own_end=True, **environment)
     assert done.returncode == 70, (done.returncode, done.stdout, done.stderr)
     assert f"error: the run hangs while {activity}" in done.stderr
@@ -137,7 +137,9 @@ def test_a_stopped_rank_is_named_with_what_the_others_do(launch: Launch, folder:
 
 def test_the_time_limit_before_there_is_a_deck_is_that_of_the_environment() -> None:
     assert default_seconds({}) == 600
-    assert default_seconds({VARIABLE: "2 min"}) == 120
-    assert default_seconds({VARIABLE: "0"}) == 0
-    with pytest.raises(HpctrainError, match=f'{VARIABLE}: "soon" is not a time: .* turns the watchdog off'):
-        default_seconds({VARIABLE: "soon"})
+    assert default_seconds({HANG_SECONDS_VARIABLE: "2 min"}) == 120
+    assert default_seconds({HANG_SECONDS_VARIABLE: "0"}) == 0
+    with pytest.raises(
+        HpctrainError, match=f'{HANG_SECONDS_VARIABLE}: "soon" is not a time: .* turns the watchdog off'
+    ):
+        default_seconds({HANG_SECONDS_VARIABLE: "soon"})

@@ -22,7 +22,7 @@ from hpctrain.data.chat_tokens import ChatTokenizer
 from hpctrain.data.prepare import prepare
 from hpctrain.data.text_bytes import token_bytes
 from hpctrain.data.tokenizer import Tokenizer, load_library
-from hpctrain.data.tokenizer_argument import named_tokenizer, remarks_on
+from hpctrain.data.tokenizer_argument import read_tokenizer, tokenizer_warnings
 from hpctrain.data.tokenizer_difference import tokenizer_difference
 from hpctrain.data.tokenizer_settings import TokenizerSettings
 from hpctrain.data.tokens import TokenFile
@@ -151,13 +151,13 @@ def folder_of(tmp_path: Path, **files: Any) -> Path:
 def test_files_name_the_end_of_a_document(tmp_path: Path, files: dict[str, Any], end: int) -> None:
     folder = folder_of(tmp_path, **files)
     for argument in (folder, folder / "tokenizer.json"):
-        tokenizer = named_tokenizer(str(argument))
+        tokenizer = read_tokenizer(str(argument))
         assert tokenizer.end_of_document == end and end in tokenizer.ends
         assert tokenizer.encode("old <s>price</s> new") == [6, 4, 7, 3, 8]
         name = tokenizer.end_name
         assert end not in tokenizer.encode(f"old {name} {name}")
-    assert named_tokenizer(str(folder), "</s>").end_of_document == 3
-    assert 3 not in named_tokenizer(str(folder), "</s>").encode("old <s>price</s> new")
+    assert read_tokenizer(str(folder), "</s>").end_of_document == 3
+    assert 3 not in read_tokenizer(str(folder), "</s>").encode("old <s>price</s> new")
 
 
 def test_what_names_no_end_of_a_document(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_what_names_no_end_of_a_document(tmp_path: Path) -> None:
         ("bytes", "</s>", "--end-of-document </s>: requires --tokenizer FILE.json"),
     ]:
         with pytest.raises(HpctrainError, match=r"is not in the vocabulary|leave it out") as caught:
-            named_tokenizer(str(argument), named)
+            read_tokenizer(str(argument), named)
         assert told in str(caught.value) and caught.value.exit_code == 2
     path = tmp_path / "several.json"
     library = tokenizers.Tokenizer(models.BPE({"a": 0}, []))
@@ -176,12 +176,12 @@ def test_what_names_no_end_of_a_document(tmp_path: Path) -> None:
     with pytest.raises(
         HpctrainError, match=r"so the token that ends a document is unknown.*--end-of-document"
     ):
-        named_tokenizer(str(path))
+        read_tokenizer(str(path))
     library.add_special_tokens(["</s>", "<|endoftext|>"])
     library.save(str(path))
     with pytest.raises(HpctrainError, match=r"several special tokens .*\(<\|endoftext\|>, </s>\)"):
-        named_tokenizer(str(path))
-    assert named_tokenizer(str(path), "</s>").end_of_document == 1
+        read_tokenizer(str(path))
+    assert read_tokenizer(str(path), "</s>").end_of_document == 1
 
 
 def test_what_depends_on_chance_or_cuts_texts_is_turned_off(tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_what_depends_on_chance_or_cuts_texts_is_turned_off(tmp_path: Path) -> N
     library.enable_padding(length=90)
     path = tmp_path / "dropout.json"
     library.save(str(path))
-    plain, tokenizer = Tokenizer(text), named_tokenizer(str(path))
+    plain, tokenizer = Tokenizer(text), read_tokenizer(str(path))
     said = "the quick brown fox jumps"
     expected = plain.encode(said)
     for each in (tokenizer, Tokenizer(path.read_text())):  # as of a token file that was made earlier
@@ -201,7 +201,7 @@ def test_what_depends_on_chance_or_cuts_texts_is_turned_off(tmp_path: Path) -> N
     made = [chat.prompt(Conversation(talk(said))).ids.tolist() for _ in range(20)]
     assert made == [expected] * 20
     assert tokenizer_difference(tokenizer.text, path.read_text()) == ""
-    [remark] = remarks_on(tokenizer, str(path))
+    [remark] = tokenizer_warnings(tokenizer, str(path))
     assert "ignored model.dropout = 0.5, truncation, padding" in remark
     assert json.loads(tokenizer.text)["model"]["dropout"] is None
 
@@ -276,10 +276,10 @@ def test_a_token_file_keeps_settings_and_is_a_tokenizer(world: World, tmp_path: 
     again = TokenFile(tmp_path / "b.h5")
     assert again.tokenizer_settings == first.tokenizer_settings
     assert (again.read(0, again.tokens) == first.read(0, first.tokens)).all()
-    other = named_tokenizer(named, "<|endoftext|>")
+    other = read_tokenizer(named, "<|endoftext|>")
     assert (other.end_of_document, other.text) == (0, first.tokenizer_text)
     with pytest.raises(HpctrainError, match="--end-of-document 'two' is not in the vocabulary"):
-        named_tokenizer(named, "two")
+        read_tokenizer(named, "two")
     template = ChatTemplate.of(None, named, "", first.tokenizer_settings)
     assert template.text == BUILT_IN["chatml"] and template.tokens["bos_token"] == "<|im_start|>"
 

@@ -15,9 +15,9 @@ import pytest
 
 from hpctrain.checkpoint.stored_deck import deck_state, require_trusted, stored_deck
 from hpctrain.checkpoint.structure import Structure
-from hpctrain.deck.code import CODE_KEYS, CodeName, CodeTrust, NamedCode, UntrustedCodeError, code_names
+from hpctrain.deck.code import CODE_KEYS, CodeEntry, CodeTrust, NamedCode, UntrustedCodeError, code_entries
 from hpctrain.deck.find import find_function
-from hpctrain.deck.read import changed_deck, parse_deck, read_code_names, read_stored_deck
+from hpctrain.deck.read import changed_deck, parse_deck, read_code_entries, read_stored_deck
 from hpctrain.deck.schema import Deck, fields, sections
 from hpctrain.engine.evaluated import evaluated_deck
 from hpctrain.errors import EXIT_DONE, HpctrainError
@@ -44,8 +44,8 @@ peak = 1e-3
 FILE = Path("runs/x/checkpoints/step-00000002.h5")
 
 
-def named(key: str, target: str) -> CodeName:
-    return CodeName(key, str(Path(target).absolute()))
+def named(key: str, target: str) -> CodeEntry:
+    return CodeEntry(key, str(Path(target).absolute()))
 
 
 MODULE, LOSS = named("model.module", "mine.py:build"), named("model.loss", "mine.py:loss")
@@ -94,9 +94,9 @@ def test_what_the_user_names_again_is_trusted() -> None:
     assert not stored(*same, *rest).untrusted_code
     assert stored(*same[1:], *rest).untrusted_code == {MODULE}
     # The same function under another key is another name.
-    other = stored("model.loss=mine.py:build", trust=CodeTrust(names=frozenset({LOSS})))
+    other = stored("model.loss=mine.py:build", trust=CodeTrust(entries=frozenset({LOSS})))
     assert MODULE in other.untrusted_code and LOSS not in other.untrusted_code
-    assert not stored(trust=CodeTrust(names=stored().untrusted_code)).untrusted_code
+    assert not stored(trust=CodeTrust(entries=stored().untrusted_code)).untrusted_code
 
 
 def test_a_file_that_is_trusted_may_call_what_it_names_and_no_more() -> None:
@@ -124,10 +124,10 @@ def test_a_deck_of_the_users_own_is_read_for_its_names(tmp_path: Path) -> None:
     (tmp_path / "deck.toml").write_text(
         'include = "base.toml"\n[policy]\nreward = ["exact-match", "a.b:f"]\n'
     )
-    built = CodeName("model.module", f"{tmp_path}/mine.py:build")
-    assert read_code_names(tmp_path / "deck.toml") == {built, CodeName("policy.reward", "a.b:f")}
+    built = CodeEntry("model.module", f"{tmp_path}/mine.py:build")
+    assert read_code_entries(tmp_path / "deck.toml") == {built, CodeEntry("policy.reward", "a.b:f")}
     with pytest.raises(HpctrainError, match=r"cannot be read"):
-        read_code_names(tmp_path / "no.toml")
+        read_code_entries(tmp_path / "no.toml")
 
 
 def test_the_deck_in_a_run_folder_is_a_stored_one(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ peak = 1e-3
 def test_rewards_of_a_stored_deck_are_called_only_if_they_are_trusted() -> None:
     """Who only evaluates the model asks for no reward."""
     deck = stored(text=POLICY)
-    reward = CodeName("policy.reward", "torch:tensor")
+    reward = CodeEntry("policy.reward", "torch:tensor")
     assert deck.untrusted_code == {reward}
     code = deck.code(reward.target)
     with pytest.raises(UntrustedCodeError, match=r"policy\.reward"):
@@ -186,8 +186,8 @@ def test_samples_that_were_left_out_are_shown_only_of_a_dataset_that_is_trusted(
 
 def test_rewards_that_are_no_functions_name_no_code() -> None:
     rewards = ["exact-match", "regular-expression:a:b", "runs/reward", "math_rewards:score"]
-    assert code_names({"policy": {"reward": rewards}}, "deck.toml") == {
-        CodeName("policy.reward", "math_rewards:score")
+    assert code_entries({"policy": {"reward": rewards}}, "deck.toml") == {
+        CodeEntry("policy.reward", "math_rewards:score")
     }
 
 
@@ -200,10 +200,10 @@ def test_rewards_that_are_no_functions_name_no_code() -> None:
     ],
 )
 def test_arguments_that_load_code_from_elsewhere_are_named(arguments: dict[str, object], key: str) -> None:
-    (found,) = code_names({"model": {"arguments": arguments}}, "deck.toml")
+    (found,) = code_entries({"model": {"arguments": arguments}}, "deck.toml")
     assert found.key == f"model.arguments.{key}"
     harmless = {"trust_remote_code": False, "attn_implementation": "eager", "hidden": 8}
-    assert not code_names({"model": {"arguments": harmless}}, "deck.toml")
+    assert not code_entries({"model": {"arguments": harmless}}, "deck.toml")
 
 
 @pytest.mark.parametrize(

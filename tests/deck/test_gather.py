@@ -9,7 +9,7 @@ import pytest
 from hpctrain.deck.data_mixture import names_of
 from hpctrain.deck.read import parse_deck, read_deck
 from hpctrain.deck.schema import fields
-from hpctrain.deck.target import found_from
+from hpctrain.deck.target import resolve_target
 from hpctrain.errors import EXIT_USER, HpctrainError, InputOutputError
 from tests.deck.small_text import SMALL, changed, problems
 
@@ -122,7 +122,7 @@ def test_the_home_folder_in_paths(folder: Path, monkeypatch: pytest.MonkeyPatch)
     assert found == tuple(f"{folder}/{path}" for path in paths.values())
     deck = read_deck("a.toml", ['data.tokens=["~/a.h5", "b~.h5"]'])
     assert (deck.data.tokens, names_of("~/c.h5")) == ((f"{folder}/a.h5", "b~.h5"), (f"{folder}/c.h5",))
-    assert found_from("~/m.py:f", "x/deck.toml") == f"{folder}/m.py:f"
+    assert resolve_target("~/m.py:f", "x/deck.toml") == f"{folder}/m.py:f"
 
 
 def test_overrides_are_toml_or_bare_text() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from hpctrain.checkpoint.exchange.hugging_face import config_of, shape_of
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
-from hpctrain.deck.activations import ACTIVATIONS, OF_FAMILY
+from hpctrain.deck.activations import ACTIVATIONS, DEFAULT_ACTIVATIONS
 from hpctrain.engine.build import make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.live import LiveActivations
@@ -154,10 +154,10 @@ def compare_with_transformers(model: str, world: World) -> None:
 def test_gradients_are_those_of_plain_formulas_and_the_input_alone_is_kept(name: str) -> None:
     activation = ACTIVATIONS[name]
     torch.manual_seed(0)
-    x = torch.randn(3, 5, 8 * activation.copies, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(3, 5, 8 * activation.input_projections, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(3, 5, 8, dtype=torch.float64)
     with LiveActivations(lambda: [x]) as saved:
-        result = TORCH.activate(x, activation, [8] * activation.copies)
+        result = TORCH.activate(x, activation, [8] * activation.input_projections)
     # Beside the input, which the matrices keep: of a gate its function, a factor of the product.
     assert saved.peak == (weight.nbytes if activation.gated else 0)
     (found,) = torch.autograd.grad(result, x, weight)
@@ -178,7 +178,7 @@ def test_experts_compute_it(name: str, world: World) -> None:
     activation = ACTIVATIONS[name]
     torch.manual_seed(1)
     experts = Experts("experts", ExpertSizes(3, 1, 6, 8), alone(world), None, activation)
-    weights = torch.randn(3, 8 * activation.copies, 6), torch.randn(3, 6, 8)
+    weights = torch.randn(3, 8 * activation.input_projections, 6), torch.randn(3, 6, 8)
     for parameter, weight in zip(experts.late, weights, strict=True):
         parameter.data = weight.view(parameter.shape).clone()
         parameter.gradient = torch.zeros_like(parameter)
@@ -192,7 +192,7 @@ def test_experts_compute_it(name: str, world: World) -> None:
     x = rows.detach().double().requires_grad_()
     owners = torch.arange(3).repeat_interleave(segments.counts)
     inner = torch.einsum("mk,mnk->mn", x, leaves[0][owners])
-    inner = TORCH.activate(inner, activation, [8] * activation.copies)
+    inner = TORCH.activate(inner, activation, [8] * activation.input_projections)
     expected = torch.einsum("mk,mnk->mn", inner, leaves[1][owners])
     expected.backward(gradient.double())
     torch.testing.assert_close(result.double(), expected, rtol=1e-4, atol=1e-4)
@@ -224,7 +224,7 @@ def test_two_tensor_ranks_compute_what_one_does(world: World, keys: tuple[str, .
         assert difference.error <= bound, difference
 
 
-@pytest.mark.parametrize("name", sorted(set(ACTIVATIONS) - set(OF_FAMILY.values())))
+@pytest.mark.parametrize("name", sorted(set(ACTIVATIONS) - set(DEFAULT_ACTIVATIONS.values())))
 def test_products_of_8_bits_go_with_it(world: World, name: str) -> None:
     keys = (*LLAMA, f"model.activation={name}", "model.hidden=64")
     exact, coarse = (

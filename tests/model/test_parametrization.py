@@ -18,7 +18,7 @@ from torch.nn import functional
 from hpctrain.comm.world import World
 from hpctrain.deck.check_parametrization import SCALED, parametrization_problems
 from hpctrain.engine.build import build_engine, make_mesh
-from hpctrain.engine.resumable import require_same_model
+from hpctrain.engine.resume_check import require_same_model
 from hpctrain.errors import HpctrainError
 from hpctrain.model.initialize import deviation
 from hpctrain.model.parametrization import RATES, Parametrization

@@ -11,7 +11,7 @@ import torch
 
 from hpctrain.comm.world import World
 from hpctrain.deck.read import parse_deck
-from hpctrain.engine.resumable import replaced_optimizer_state
+from hpctrain.engine.resume_check import replaced_optimizer_state
 from hpctrain.errors import HpctrainError
 from hpctrain.optim.adafactor import Adafactor
 from hpctrain.optim.block_rule import BlockRules

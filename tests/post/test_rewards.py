@@ -303,7 +303,7 @@ def test_what_has_a_session_of_its_own_ends_too(tmp_path: Path, monkeypatch: pyt
 
 
 def test_an_answer_without_end_is_not_collected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child_process, "MOST_ANSWER_BYTES", 1 << 20)
+    monkeypatch.setattr(child_process, "MAX_ANSWER_BYTES", 1 << 20)
     told = sentence_of(UsersReward(NamedCode(f"{JUDGES}:floods"), 20.0), samples_of(["bad"]))
     assert "answers with more than 1.05 MB, asked about" in told
 

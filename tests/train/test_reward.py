@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hpctrain.bench.torch_model import TorchModel
 from hpctrain.comm.world import World
-from hpctrain.data.batches import MASKED, Batches, MicroBatch, Wanted
+from hpctrain.data.batches import MASKED, Batches, MicroBatch, MicroBatchRequest
 from hpctrain.data.order import Integers, SampleOrder
 from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.deck.schema import Deck
@@ -74,10 +74,12 @@ class Answers(SyntheticSource):
         targets[:begin] = targets[end:] = MASKED
         return tokens, targets
 
-    def micro_batches(self, wanted: Iterable[Wanted], later: Iterable[Wanted]) -> Iterator[MicroBatch]:
-        """See Samples."""
-        kept = list(wanted)
-        for each, micro in zip(kept, super().micro_batches(kept, later), strict=True):
+    def micro_batches(
+        self, requests: Iterable[MicroBatchRequest], upcoming: Iterable[MicroBatchRequest]
+    ) -> Iterator[MicroBatch]:
+        batch_requests = list(requests)
+        micro_batches = super().micro_batches(batch_requests, upcoming)
+        for each, micro in zip(batch_requests, micro_batches, strict=True):
             found = {name: torch.zeros(micro.targets.shape) for name in self.fields}
             for row, index in enumerate(each.indices.tolist()):
                 for name, field in found.items():

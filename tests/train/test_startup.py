@@ -1,4 +1,4 @@
-"""What is refused before a run is built, alike on all ranks; ranks of one machine stand for several nodes."""
+"""Tests of the checks before a run. The ranks of one machine play the part of several nodes."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import pytest
 import torch
 
 from hpctrain.comm.doctor import RankReport, Report
-from hpctrain.comm.launcher import crowding
+from hpctrain.comm.launcher import core_warning
 from hpctrain.comm.topology import Topology
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.plan.coordinates import map_deck
 from hpctrain.train import startup
 from hpctrain.train.startup import (
-    bind,
+    bind_ranks,
     check_deck_file,
     check_nodes,
     check_run_folder,
-    crossing,
-    half_on_host,
+    fp16_on_cpu_warning,
+    tensor_group_warning,
 )
 from tests.engines import DECK, small_deck
 
@@ -34,7 +34,7 @@ Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @dataclass
 class Elsewhere:
-    """A World that says it is on another node."""
+    """World that claims to be on another node."""
 
     world: World
     node: int
@@ -60,7 +60,7 @@ class Elsewhere:
 
 
 def sentence(world: World, check: Callable[[], object]) -> str:
-    """The one sentence that all ranks raise."""
+    """Return the error message that a check raises on all ranks."""
     with pytest.raises(HpctrainError) as caught:
         check()
     assert caught.value.exit_code == 2
@@ -71,7 +71,7 @@ def sentence(world: World, check: Callable[[], object]) -> str:
 
 @pytest.fixture
 def folders(world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder that all ranks are in, but the last of several, which is in `elsewhere` below it."""
+    """Folder that all ranks are in. The last of several ranks is in its subfolder `elsewhere`."""
     if world.rank == 0:
         (mpi_tmp_path / "elsewhere").mkdir()
         for name, text in (("deck.toml", ""), ("other.toml", "[run]"), ("elsewhere/other.toml", "[model]")):
@@ -83,23 +83,25 @@ def folders(world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.mpi
-def test_a_deck_that_rank_0_alone_can_read(world: World, folders: Path) -> None:
+def test_deck_that_only_rank_0_can_read(world: World, folders: Path) -> None:
     check_deck_file(world, folders / "deck.toml")
-    check_deck_file(world, Path("nowhere.toml"))  # of which the reading of decks tells
+    check_deck_file(world, Path("nowhere.toml"))  # the error is raised when the deck is read
     if world.size > 1:
-        told = sentence(world, lambda: check_deck_file(world, Path("deck.toml")))
-        assert f"but rank {world.size - 1} on {world.hostname} cannot read it" in told
-        told = sentence(world, lambda: check_deck_file(world, Path("other.toml")))
-        assert "reads another file of that name" in told
+        message = sentence(world, lambda: check_deck_file(world, Path("deck.toml")))
+        assert f"but rank {world.size - 1} on {world.hostname} cannot read it" in message
+        message = sentence(world, lambda: check_deck_file(world, Path("other.toml")))
+        assert "reads another file of that name" in message
 
 
 @pytest.mark.mpi
-def test_a_run_folder_that_not_all_see(world: World, folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_folder_that_some_ranks_cannot_see(
+    world: World, folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     check_run_folder(world, folders / "run")
     if world.size > 1:
         monkeypatch.setattr(startup, "SECONDS_TO_APPEAR", 0.2)
-        told = sentence(world, lambda: check_run_folder(world, Path("run")))
-        assert f"rank {world.size - 1} on {world.hostname} does not see what rank 0" in told
+        message = sentence(world, lambda: check_run_folder(world, Path("run")))
+        assert f"rank {world.size - 1} on {world.hostname} does not see what rank 0" in message
     world.everyone.barrier()
     assert not list((folders / "run").iterdir())
 
@@ -108,69 +110,71 @@ def test_a_run_folder_that_not_all_see(world: World, folders: Path, monkeypatch:
 def test_nodes_with_different_numbers_of_ranks(world: World) -> None:
     check_nodes(world)
     if world.size > 1:
-        alike: Any = Elsewhere(world, node=min(world.rank, 1), local_size=2)
-        check_nodes(alike)
+        even: Any = Elsewhere(world, node=min(world.rank, 1), local_size=2)
+        check_nodes(even)
         uneven: Any = Elsewhere(world, node=min(world.rank, 1), local_size=2 if world.rank else 3)
-        told = sentence(world, lambda: check_nodes(uneven))
-        assert "unevenly over 2 nodes, 3 on n0 and 2 on n1" in told
+        message = sentence(world, lambda: check_nodes(uneven))
+        assert "unevenly over 2 nodes, 3 on n0 and 2 on n1" in message
 
 
 @pytest.mark.mpi
-def test_a_tensor_axis_across_nodes_is_told(world: World) -> None:
+def test_tensor_group_on_several_nodes_gives_a_warning(world: World) -> None:
     deck = (
         small_deck(f"layout.tensor={world.size}", "batch.global_size=16") if world.size < 8 else small_deck()
     )
-    assert crossing(world, deck) == ""
+    assert tensor_group_warning(world, deck) == ""
     split: Any = Elsewhere(world, node=world.rank % 2, local_size=1)
-    assert ("tensor ranks sit on several nodes" in crossing(split, deck)) == (1 < world.size < 8)
-    assert crossing(split, small_deck()) == ""
+    assert ("the ranks of a tensor group are on several nodes" in tensor_group_warning(split, deck)) == (
+        1 < world.size < 8
+    )
+    assert tensor_group_warning(split, small_deck()) == ""
 
 
 @pytest.mark.mpi
-def test_ranks_that_are_not_bound_take_cores_of_their_own(world: World) -> None:
+def test_unbound_ranks_are_bound_to_different_cores(world: World) -> None:
     before = os.sched_getaffinity(0)
     everyone = world.everyone
-    alike = all(cores == before for cores in everyone.all_gather_object(before))
+    unbound = all(cores == before for cores in everyone.all_gather_object(before))
     try:
-        told = bind(world, 1)
-        if alike and world.nodes == 1 and len(before) >= world.size:
+        message = bind_ranks(world, 1)
+        if unbound and world.nodes == 1 and len(before) >= world.size:
             masks = everyone.all_gather_object(os.sched_getaffinity(0))
-            assert "ranks are bound to" in told
+            assert "ranks are bound to" in message
             assert len(set().union(*masks)) == sum(map(len, masks))
             assert set().union(*masks) <= before
-            # Bound as they are now, the ranks stay so.
-            assert world.size == 1 or bind(world, 1) == ""
+            # Ranks that are bound already keep their cores.
+            assert world.size == 1 or bind_ranks(world, 1) == ""
         else:
-            assert told == ""
+            assert message == ""
             assert os.sched_getaffinity(0) == before
-        assert bind(world, 10_000) == ""
+        assert bind_ranks(world, 10_000) == ""
     finally:
         os.sched_setaffinity(0, before)
         everyone.barrier()
 
 
-def test_threads_without_cores_are_warned_of() -> None:
+def test_threads_without_cores_give_a_warning() -> None:
     one, two = (0,), (0, 1)
-    assert crowding(1, [("n", one)] * 4) == ""
-    assert crowding(2, [("n", two)]) == crowding(2, [("n", two), ("m", two)]) == ""
-    assert crowding(2, [("n", ())]) == ""  # where the system does not tell
-    assert "4 threads of a node's ranks take turns on 2 cores" in crowding(2, [("n", two)] * 2)
-    assert "rank 1 may use 1 core alone: give mpirun --map-by slot:PE=2" in crowding(
+    assert core_warning(1, [("n", one)] * 4) == ""
+    assert core_warning(2, [("n", two)]) == core_warning(2, [("n", two), ("m", two)]) == ""
+    assert core_warning(2, [("n", ())]) == ""  # the cores are unknown
+    assert "4 threads of a node's ranks take turns on 2 cores" in core_warning(2, [("n", two)] * 2)
+    assert "rank 1 may use 1 core alone: give mpirun --map-by slot:PE=2" in core_warning(
         2, [("n", two), ("m", one)]
     )
 
 
-def test_half_precision_on_a_cpu_is_warned_of() -> None:
+def test_fp16_on_a_cpu_gives_a_warning() -> None:
     deck = small_deck("precision.compute=fp16")
-    said = half_on_host(deck, torch.device("cpu"))
+    said = fp16_on_cpu_warning(deck, torch.device("cpu"))
     assert said.startswith(
         'precision.compute = "fp16" is slow on a CPU, and small gradients need a loss scale'
     )
-    assert half_on_host(deck, torch.device("cuda")) == ""
-    assert half_on_host(small_deck("precision.compute=bf16"), torch.device("cpu")) == ""
+    assert fp16_on_cpu_warning(deck, torch.device("cuda")) == ""
+    assert fp16_on_cpu_warning(small_deck("precision.compute=bf16"), torch.device("cpu")) == ""
 
 
-def test_the_doctor_tells_of_threads_without_cores(tmp_path: Path) -> None:
+def test_doctor_reports_threads_without_cores(tmp_path: Path) -> None:
     (tmp_path / "deck.toml").write_text(DECK)
     report = Report(ranks=[RankReport(rank, "n", 0, rank, (rank,), 0) for rank in range(2)])
     map_deck(report, tmp_path / "deck.toml", ["run.threads=4"])
@@ -219,8 +223,8 @@ def test_the_doctor_tells_how_ranks_reach_each_other(
         tmp_path / "deck.toml",
         [*keys, f"communication.ranks_per_node={per_node}", "batch.global_size=16"],
     )
-    told = [finding.statement for finding in report.findings if finding.topic == "topology"]
-    assert told == ([] if expected is None else [expected])
+    message = [finding.statement for finding in report.findings if finding.topic == "topology"]
+    assert message == ([] if expected is None else [expected])
 
 
 @pytest.fixture
@@ -243,21 +247,21 @@ def told_once(done: subprocess.CompletedProcess[str]) -> str:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    ("deck", "told"),
+    ("deck", "message"),
     [
         ("deck.toml", "deck.toml: rank 0 on {} reads this deck, but rank 1 on {} cannot read it"),
         ("{}/deck.toml", "run.dir = runs/deck: rank 1 on {} does not see what rank 0 on {} writes there"),
     ],
 )
 def test_ranks_in_folders_that_they_do_not_share(
-    work: Path, launch: Launch, python: list[str], deck: str, told: str
+    work: Path, launch: Launch, python: list[str], deck: str, message: str
 ) -> None:
     """Rank 1 is started in another folder, as on a node where that of rank 0 is not mounted."""
     (work / "elsewhere").mkdir()
     arguments = ("-m", "hpctrain", "run", deck.format(work))
     second = (":", "-n", "1", "-wdir", work / "elsewhere", *python, *arguments)
     problem = told_once(launch(1, *arguments, *second))
-    assert told.format(*[os.uname().nodename] * 2) in problem
+    assert message.format(*[os.uname().nodename] * 2) in problem
 
 
 def test_launchers_variables_that_contradict_mpi(work: Path, launch: Launch) -> None:
@@ -284,7 +288,7 @@ def test_more_ranks_than_the_layout(work: Path, launch: Launch) -> None:
 
 
 def test_binding_is_told(work: Path, launch: Launch) -> None:
-    settings = ("--set", "machine.bind=true", "--set", "run.steps=1")
+    settings = ("--set", "machine.bind_ranks=true", "--set", "run.steps=1")
     done = launch(1, "-m", "hpctrain", "run", "deck.toml", *settings)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "ranks are bound to" in done.stdout

@@ -46,9 +46,9 @@ def watched(world: World, folder: Path) -> Iterator[None]:
     world.compare_calls(True)
     world.ledger.timeline = Timeline(STEPS, 10_000)
     try:
-        world.hang.limit(30.0)
+        world.hang.set_limit(30.0)
         world.hang.report_to(folder, lambda _: None)
-        with Watchdog(world), world.hang.steps():
+        with Watchdog(world), world.hang.training_steps():
             yield
     finally:
         world.ledger.timeline = None

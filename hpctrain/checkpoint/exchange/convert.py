@@ -40,7 +40,7 @@ from hpctrain.checkpoint.exchange.source import (
     tensor_shapes,
 )
 from hpctrain.checkpoint.exchange.tokenizer_files import tokenizer_of_folder
-from hpctrain.checkpoint.extract import TensorSource, Wanted, opened
+from hpctrain.checkpoint.extract import ReadRequest, TensorSource, opened
 from hpctrain.checkpoint.layout import Entry, Index, rectangles
 from hpctrain.checkpoint.stored_deck import deck_state
 from hpctrain.checkpoint.stored_tokenizer import stored_settings, tokenizer_of_state, tokenizer_state
@@ -290,7 +290,7 @@ def _copy(
         factors = merge.factors(source, part.dataset)
         for piece, first in _pieces(part, stored):
             values = torch.empty(piece.elements, dtype=getattr(torch, stored.kind))
-            source.fill([Wanted(Entry(stored.dataset, piece, values), stored, sums[stored.pieces])])
+            source.fill([ReadRequest(Entry(stored.dataset, piece, values), stored, sums[stored.pieces])])
             if part.dataset in folded:
                 values = values.float() * folded[part.dataset]
             if factors is not None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.checkpoint import checksum
-from hpctrain.checkpoint.extract import TensorSource, Wanted
+from hpctrain.checkpoint.extract import ReadRequest, TensorSource
 from hpctrain.checkpoint.layout import Entry
 from hpctrain.checkpoint.structure import StoredTensor, Structure
 from hpctrain.deck.adapters import Adapters
@@ -54,7 +54,7 @@ class Merge:
         shard = Shard.whole(stored.dataset.rpartition("/")[2], stored.shape)
         values = torch.empty(shard.elements, dtype=getattr(torch, stored.kind))
         sums = checksum.seeds(stored.dataset, stored.kind, stored.shape)
-        source.fill([Wanted(Entry(stored.dataset, shard, values), stored, sums)])
+        source.fill([ReadRequest(Entry(stored.dataset, shard, values), stored, sums)])
         if not np.array_equal(sums, self.structure.sums[stored.pieces]):
             damage = "is damaged: it differs from its checksums"
             raise InputOutputError(f"{self.structure.path}: {stored.dataset} {damage}")

@@ -94,10 +94,10 @@ def _imported_config(imported: Mapping[str, Any], architecture: Architecture) ->
 
     If training changed the architecture (for example the head), only ids of special tokens apply.
     """
-    same = imported.get("architectures") == [architecture.name] or (
+    is_same_architecture = imported.get("architectures") == [architecture.name] or (
         imported.get("architectures") is None and imported.get("model_type") == architecture.model_type
     )
-    if same:
+    if is_same_architecture:
         return {key: value for key, value in imported.items() if key not in _NOT_EXPORTED}
     return {key: value for key, value in imported.items() if key.endswith(_ID)}
 
@@ -116,8 +116,8 @@ def _special_ids_by_file(
         ends = merge_ids(parse_ids(imported.get("eos_token_id")) or settings.config_end_ids, settings.ends)
         if not ends and tokenizer is not None:
             ends = (tokenizer.end_of_document,)
-        several = len(ends) > 1 or isinstance(imported.get("eos_token_id"), list)
-        end: Any = list(ends) if several else next(iter(ends), None)
+        is_list = len(ends) > 1 or isinstance(imported.get("eos_token_id"), list)
+        end: Any = list(ends) if is_list else next(iter(ends), None)
         begin = end if tokenizer is not None and not isinstance(end, list) and not settings.files else None
         defaults = {} if name in settings.files else {"bos_token_id": begin, **tokenizer_ids}
         ids_by_file[name] = {**defaults, **imported, "eos_token_id": end}

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from hpctrain.deck.activations import OF_FAMILY
+from hpctrain.deck.activations import DEFAULT_ACTIVATIONS
 from hpctrain.deck.foreign.rules import (
     Keys,
     Rule,
@@ -92,7 +92,7 @@ def _add_family(theirs: Theirs, found: Translated) -> None:
     family = "llama" if llama else "gpt2"
     found.keys["model.family"] = family
     activation = next((ours for name, ours in _ACTIVATIONS.items() if theirs.is_on(name)), "gelu-tanh")
-    if activation != OF_FAMILY[family]:
+    if activation != DEFAULT_ACTIVATIONS[family]:
         found.keys["model.activation"] = activation
     other = [habit for habit, has in habits.items() if has != llama and habit != _SWIGLU]
     if other:

@@ -148,7 +148,7 @@ class _Kinds:
         return own if own.gated == other.gated else other
 
     def _activated(self, activation: Activation) -> tuple[float, float]:
-        sizes = [self.shape.mlp] * activation.copies
+        sizes = [self.shape.mlp] * activation.input_projections
         x = self.operands.take(self.rows, sum(sizes)).detach().requires_grad_()
         gradient = self.operands.take(self.rows, self.shape.mlp)
         return _both(lambda: self.functions.activate(x, activation, sizes), gradient, self.clock)

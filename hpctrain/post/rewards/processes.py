@@ -45,7 +45,7 @@ class Processes:
         for process in [each for each in self._processes if each.has_ended()]:
             process.close()
             self._processes.remove(process)
-        fresh = [ChildProcess(_WORKER, guarded=True) for _ in range(len(self._processes), count)]
+        fresh = [ChildProcess(_WORKER, runs_user_code=True) for _ in range(len(self._processes), count)]
         self._processes += fresh
         try:
             for process in fresh:

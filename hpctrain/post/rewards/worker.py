@@ -48,7 +48,7 @@ class _UnfitError(Exception):
 
 def serve(number: int, parent: int) -> None:
     """Judge until nobody asks any more."""
-    child_service.serve(number, parent, _ready, guarded=True)
+    child_service.serve(number, parent, _ready, runs_user_code=True)
 
 
 def _ready(work: Mapping[str, Any]) -> tuple[child_service.Answer, dict[str, Any]]:

@@ -107,8 +107,8 @@ def stress(
     devices = everyone.all_gather_object(name_of(world.device) or processor_name())
     place = Place(world.rank, hosts, world.device, world.local_rank, world.local_size)
     rounds: list[list[dict[str, Any]]] = []
-    world.hang.limit(HANG_SECONDS)
-    with world.hang.steps(), Interrupts() as interrupts:
+    world.hang.set_limit(HANG_SECONDS)
+    with world.hang.training_steps(), Interrupts() as interrupts:
         world.ledger.activity = "testing the nodes"
         tests = _tests(world, place, wish, look, sizes or Sizes())
         shares = sum(share for share, _ in tests)

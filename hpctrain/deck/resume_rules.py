@@ -3,8 +3,8 @@
 A key has one of three policies. "free": the run continues with the new value. "fresh optimizer": the
 checkpoint has no optimizer state for the new value, so the run continues only with `optimizer.restart =
 true`, which initializes that state again. "refused": the new value changes the parameters or the function
-that they compute, so it is an error. `engine/resumable.py` compares two decks by this table.
-`tests/deck/test_at_resume.py` compares the table with the schema, so every new key must be added here.
+that they compute, so it is an error. `engine/resume_check.py` compares two decks by this table.
+`tests/deck/test_resume_rules.py` compares the table with the schema, so every new key must be added here.
 """
 
 from __future__ import annotations
@@ -120,6 +120,6 @@ RESUME_RULES: Mapping[str, ResumeRule] = {
 """The rule of every key, by its full name."""
 
 
-def keys_with(policy: Policy) -> tuple[str, ...]:
+def keys_of_policy(policy: Policy) -> tuple[str, ...]:
     """Return the full names of the keys with a policy, in the order of the table."""
     return tuple(key for key, rule in RESUME_RULES.items() if rule.policy == policy)

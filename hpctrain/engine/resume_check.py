@@ -1,7 +1,7 @@
 """Comparison of the deck of a resumed run with the deck that its checkpoint was trained with.
 
-The table in `deck/at_resume.py` contains the policy of each key. A key with the policy "refused" is an error
-if its value differs. For the keys in `_CHECKS` a function decides instead whether two values differ.
+The table in `deck/resume_rules.py` contains the policy of each key. A key with the policy "refused" is an
+error if its value differs. For the keys in `_CHECKS` a function decides instead whether two values differ.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePath
 
-from hpctrain.deck.at_resume import FUNCTION, PARAMETERS, RESUME_RULES, keys_with
 from hpctrain.deck.check_local_steps import in_replicas
 from hpctrain.deck.objective import OF_SCORES, POLICIES, REFERRED
+from hpctrain.deck.resume_rules import FUNCTION, PARAMETERS, RESUME_RULES, keys_of_policy
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import clipped, toml_value
 from hpctrain.deck.target import is_file
@@ -29,12 +29,12 @@ _ALLOWED_WITH_FROM = ("model.experts", "model.adapters", "objective.kind")
 """Keys that change parameters in a way that a new run with [model] from can convert."""
 
 
-def require_resumable(deck: Deck, before: Deck, path: Path, updates: int, samples: int = 0) -> None:
+def require_resumable(deck: Deck, trained_deck: Deck, path: Path, updates: int, samples: int = 0) -> None:
     """Check that a run can resume from a checkpoint with another deck.
 
     Args:
         deck: The deck of the resumed run.
-        before: The deck that the checkpoint was trained with.
+        trained_deck: The deck that the checkpoint was trained with.
         path: The checkpoint, for messages.
         updates: Number of optimizer updates that the checkpoint was trained for.
         samples: Number of samples that it was trained on.
@@ -43,48 +43,48 @@ def require_resumable(deck: Deck, before: Deck, path: Path, updates: int, sample
         HpctrainError: The run cannot resume. The error names every key that prevents it.
     """
     problems = [
-        *_model_problems(deck, before, path),
-        *_critic_problems(deck, before, path),
-        *_optimizer_problems(deck, before, path),
-        *_warmup_problems(deck, before, updates),
-        *_rollout_problems(deck, before, path, samples),
+        *_model_problems(deck, trained_deck, path),
+        *_critic_problems(deck, trained_deck, path),
+        *_optimizer_problems(deck, trained_deck, path),
+        *_warmup_problems(deck, trained_deck, updates),
+        *_rollout_problems(deck, trained_deck, path, samples),
     ]
     if problems:
         raise HpctrainError(problems)
 
 
-def require_same_model(deck: Deck, before: Deck, path: Path) -> None:
+def require_same_model(deck: Deck, trained_deck: Deck, path: Path) -> None:
     """Check that a deck describes the same model as a checkpoint.
 
     Args:
         deck: The deck to check.
-        before: The deck that the checkpoint was trained with.
+        trained_deck: The deck that the checkpoint was trained with.
         path: The checkpoint, for messages.
 
     Raises:
         HpctrainError: The model differs. The error names every key that changes it.
     """
-    if problems := list(_model_problems(deck, before, path)):
+    if problems := list(_model_problems(deck, trained_deck, path)):
         raise HpctrainError(problems)
 
 
-def keep_vocabulary(deck: Deck, before: Deck) -> Deck:
-    """Return the deck with the vocabulary of the checkpoint's deck `before`, unless it gives one itself.
+def keep_vocabulary(deck: Deck, trained_deck: Deck) -> Deck:
+    """Return the deck with the vocabulary of the checkpoint's deck, unless it gives one itself.
 
     Otherwise the vocabulary would follow the token file, which may have changed since then.
     """
-    vocabulary = before.model.vocabulary
+    vocabulary = trained_deck.model.vocabulary
     if vocabulary is None or deck.model.vocabulary is not None:
         return deck
     return deck.with_keys(model={"vocabulary": vocabulary})
 
 
-def replaced_optimizer_state(deck: Deck, before: Deck, path: Path) -> str:
+def replaced_optimizer_state(deck: Deck, trained_deck: Deck, path: Path) -> str:
     """Return a phrase for the optimizer state of a checkpoint that the deck's optimizer cannot use.
 
     Args:
         deck: The deck of the resumed run.
-        before: The deck that the checkpoint was trained with.
+        trained_deck: The deck that the checkpoint was trained with.
         path: The checkpoint, for messages.
 
     Returns:
@@ -93,21 +93,21 @@ def replaced_optimizer_state(deck: Deck, before: Deck, path: Path) -> str:
     Raises:
         HpctrainError: State is missing, and the deck does not allow to initialize it (`optimizer.restart`).
     """
-    if problems := _optimizer_problems(deck, before, path):
+    if problems := _optimizer_problems(deck, trained_deck, path):
         raise HpctrainError(problems)
-    return _missing_state(deck, before)[1]
+    return _missing_state(deck, trained_deck)[1]
 
 
-def _model_problems(deck: Deck, before: Deck, path: Path) -> Iterator[str]:
+def _model_problems(deck: Deck, trained_deck: Deck, path: Path) -> Iterator[str]:
     """Yield a sentence for each key that changes the model.
 
     The value of a key that the user did not give depends on other keys. Such keys are reported only if no
     given key differs, since their values change back together with the given keys.
     """
-    changed = [key for key in _compared_keys() if _CHECKS.get(key, _differs)(deck, before, key)]
+    changed = [key for key in _compared_keys() if _CHECKS.get(key, _differs)(deck, trained_deck, key)]
     given = [key for key in changed if key not in deck.sources.defaulted]
     for key in given or changed:
-        old = before.value(key)
+        old = trained_deck.value(key)
         was = "without it" if old is None else f"with {clipped(toml_value(old))}"
         rule = RESUME_RULES[key]
         reason = rule.note.partition(";")[0]
@@ -123,53 +123,53 @@ def _model_problems(deck: Deck, before: Deck, path: Path) -> Iterator[str]:
 
 def _compared_keys() -> Iterator[str]:
     """Yield the refused keys that are compared by value; a nested table counts as one value."""
-    for key in keys_with("refused"):
+    for key in keys_of_policy("refused"):
         if key.count(".") == 1 and key not in _PROGRESS_KEYS:
             yield key
 
 
-def _differs(deck: Deck, before: Deck, key: str) -> bool:
-    return deck.value(key) != before.value(key)
+def _differs(deck: Deck, trained_deck: Deck, key: str) -> bool:
+    return deck.value(key) != trained_deck.value(key)
 
 
-def _source_differs(deck: Deck, before: Deck, _key: str) -> bool:
+def _source_differs(deck: Deck, trained_deck: Deck, _key: str) -> bool:
     """Return True if the deck names other weights to start from, and False without `model.from`."""
-    source, old = deck.model.source, before.model.source
+    source, old = deck.model.source, trained_deck.model.source
     return source is not None and (old is None or os.path.abspath(source) != os.path.abspath(old))  # noqa: PTH100
 
 
-def _vocabulary_differs(deck: Deck, before: Deck, _key: str) -> bool:
+def _vocabulary_differs(deck: Deck, trained_deck: Deck, _key: str) -> bool:
     """Return True if both decks give a vocabulary, and the two differ."""
-    return None not in {deck.model.vocabulary, before.model.vocabulary} and _differs(
-        deck, before, "model.vocabulary"
+    return None not in {deck.model.vocabulary, trained_deck.model.vocabulary} and _differs(
+        deck, trained_deck, "model.vocabulary"
     )
 
 
-def _module_differs(deck: Deck, before: Deck, _key: str) -> bool:
+def _module_differs(deck: Deck, trained_deck: Deck, _key: str) -> bool:
     """Return True if the function or the name of its file differs. The folder of the file does not count."""
 
     def name(target: str | None) -> str | None:
         return PurePath(target).name if target is not None and is_file(target) else target
 
-    return name(deck.model.module) != name(before.model.module)
+    return name(deck.model.module) != name(trained_deck.model.module)
 
 
-def _arguments_differ(deck: Deck, before: Deck, _key: str) -> bool:
-    return (deck.model.arguments or {}) != (before.model.arguments or {})
+def _arguments_differ(deck: Deck, trained_deck: Deck, _key: str) -> bool:
+    return (deck.model.arguments or {}) != (trained_deck.model.arguments or {})
 
 
-def _parametrization_differs(deck: Deck, before: Deck, key: str) -> bool:
+def _parametrization_differs(deck: Deck, trained_deck: Deck, key: str) -> bool:
     """Return True if the scaling factors differ. At its base width, muP is the standard parametrization."""
-    return _differs(deck, before, key) and Parametrization.of(deck) != Parametrization.of(before)
+    return _differs(deck, trained_deck, key) and Parametrization.of(deck) != Parametrization.of(trained_deck)
 
 
-def _sequence_differs(deck: Deck, before: Deck, key: str) -> bool:
+def _sequence_differs(deck: Deck, trained_deck: Deck, key: str) -> bool:
     """Return True if the number of learned positions differs."""
     has_positions = deck.model.module is None and deck.model.family == "gpt2"
-    return has_positions and _differs(deck, before, key)
+    return has_positions and _differs(deck, trained_deck, key)
 
 
-def _objective_differs(deck: Deck, before: Deck, _key: str) -> bool:
+def _objective_differs(deck: Deck, trained_deck: Deck, _key: str) -> bool:
     """Return True if the objective needs another head, or an additional model that the run does not have."""
 
     def head(each: Deck) -> bool:
@@ -180,13 +180,13 @@ def _objective_differs(deck: Deck, before: Deck, _key: str) -> bool:
         references = {"answers"} if kind in REFERRED else set()
         return references | ({"critic"} if kind == "ppo" else set()) | _policy_reference(each)
 
-    return head(deck) != head(before) or not extra_models(deck) <= extra_models(before)
+    return head(deck) != head(trained_deck) or not extra_models(deck) <= extra_models(trained_deck)
 
 
-def _reference_is_missing(deck: Deck, before: Deck, _key: str) -> bool:
+def _reference_is_missing(deck: Deck, trained_deck: Deck, _key: str) -> bool:
     """Return True if the policy needs a reference model, and the run was trained without one."""
-    same = deck.objective.kind in POLICIES and before.objective.kind in POLICIES
-    return same and not _policy_reference(deck) <= _policy_reference(before)
+    same = deck.objective.kind in POLICIES and trained_deck.objective.kind in POLICIES
+    return same and not _policy_reference(deck) <= _policy_reference(trained_deck)
 
 
 def _policy_reference(deck: Deck) -> set[str]:
@@ -215,40 +215,40 @@ _REASONS: Mapping[str, str] = {
 """Predicates of error messages about keys whose note in the table does not fit a message."""
 
 
-def _critic_problems(deck: Deck, before: Deck, path: Path) -> Iterator[str]:
+def _critic_problems(deck: Deck, trained_deck: Deck, path: Path) -> Iterator[str]:
     """Yield a sentence for each key of `policy.critic` that changes the critic's model."""
-    if deck.objective.kind != "ppo" or before.objective.kind != "ppo":
+    if deck.objective.kind != "ppo" or trained_deck.objective.kind != "ppo":
         return
-    if deck.policy.critic == before.policy.critic:
+    if deck.policy.critic == trained_deck.policy.critic:
         return
-    critics = critic_deck(deck, None), critic_deck(before, None)
+    critics = critic_deck(deck, None), critic_deck(trained_deck, None)
     assert critics[0] is not None and critics[1] is not None
-    own = {*_model_problems(deck, before, path)}
+    own = {*_model_problems(deck, trained_deck, path)}
     for problem in _model_problems(critics[0], critics[1], path):
         if problem not in own:
             yield f"policy.critic: {problem}"
 
 
-def _missing_state(deck: Deck, before: Deck) -> tuple[str, str]:
+def _missing_state(deck: Deck, trained_deck: Deck) -> tuple[str, str]:
     """Return the key that needs missing optimizer state, and a phrase for the state that is there instead.
 
     Both are "" if no state is missing.
     """
-    new, old = deck.optimizer, before.optimizer
+    new, old = deck.optimizer, trained_deck.optimizer
     if new.name != old.name:
         return "optimizer.name", f"the state of {toml_value(old.name)}"
     if new.name == "muon" and set(new.matrices) != set(old.matrices):
         return "optimizer.matrices", f"muon's state of {toml_value(old.matrices)}"
-    needed, stored = (RULES[each.optimizer.name](each).names for each in (deck, before))
+    needed, stored = (RULES[each.optimizer.name](each).names for each in (deck, trained_deck))
     if set(needed) <= set(stored):
         return "", ""
     mean = "optimizer.beta1" if new.name == "adafactor" else "optimizer.momentum"
-    return mean if _differs(deck, before, mean) else "communication.compress", "no momentum"
+    return mean if _differs(deck, trained_deck, mean) else "communication.compress", "no momentum"
 
 
-def _optimizer_problems(deck: Deck, before: Deck, path: Path) -> list[str]:
+def _optimizer_problems(deck: Deck, trained_deck: Deck, path: Path) -> list[str]:
     """Return why the optimizer can neither continue with the stored state nor begin with new state."""
-    key, stored = _missing_state(deck, before)
+    key, stored = _missing_state(deck, trained_deck)
     if not key:
         return []
     if not deck.optimizer.restart:
@@ -263,10 +263,10 @@ def _optimizer_problems(deck: Deck, before: Deck, path: Path) -> list[str]:
     return []
 
 
-def _warmup_problems(deck: Deck, before: Deck, updates: int) -> list[str]:
+def _warmup_problems(deck: Deck, trained_deck: Deck, updates: int) -> list[str]:
     """Return why replicas that have diverged cannot sum their gradients in every step again."""
-    over, warmup = before.communication.warmup, deck.communication.warmup
-    if min(deck.layout.replicas, before.layout.replicas) > 1 and over < updates < warmup:
+    over, warmup = trained_deck.communication.warmup, deck.communication.warmup
+    if min(deck.layout.replicas, trained_deck.layout.replicas) > 1 and over < updates < warmup:
         sentence = (
             f"replicas began to take steps of their own after update {over}; after {updates} updates their "
             f"optimizer states differ, so they cannot be summed in every step again ({over} would do)"
@@ -275,18 +275,20 @@ def _warmup_problems(deck: Deck, before: Deck, updates: int) -> list[str]:
     return []
 
 
-def _rollout_problems(deck: Deck, before: Deck, path: Path, samples: int) -> list[str]:
+def _rollout_problems(deck: Deck, trained_deck: Deck, path: Path, samples: int) -> list[str]:
     """Return why rollouts of another size cannot begin at the step of the checkpoint.
 
     The checkpoint must be between two rollouts of the new size: the run handles signals only there.
     """
     if deck.objective.kind not in POLICIES:
         return []
-    sizes = (each.policy.rollout or each.batch.global_size for each in (deck, before))
-    size, old = (rollout * each.policy.epochs for rollout, each in zip(sizes, (deck, before), strict=True))
+    sizes = (each.policy.rollout or each.batch.global_size for each in (deck, trained_deck))
+    size, old = (
+        rollout * each.policy.epochs for rollout, each in zip(sizes, (deck, trained_deck), strict=True)
+    )
     if size == old or samples % size == 0:
         return []
-    key = "policy.epochs" if _differs(deck, before, "policy.epochs") else "policy.rollout"
+    key = "policy.epochs" if _differs(deck, trained_deck, "policy.epochs") else "policy.rollout"
     sentence = (
         f"{path} was trained on {samples} samples, which is not a multiple of {size}, the samples per rollout"
     )

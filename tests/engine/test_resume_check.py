@@ -1,4 +1,4 @@
-"""What a run may go on with: two decks, compared by the table of `deck/at_resume.py`."""
+"""What a run may go on with: two decks, compared by the table of `deck/resume_rules.py`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.deck.at_resume import keys_with
 from hpctrain.deck.read import deck_text, parse_deck
+from hpctrain.deck.resume_rules import keys_of_policy
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.resumable import (
+from hpctrain.engine.resume_check import (
     keep_vocabulary,
     replaced_optimizer_state,
     require_resumable,
@@ -80,11 +80,11 @@ def deck_of(keys: tuple[str, ...]) -> Deck:
 
 
 def test_every_key_that_is_refused_is_tried() -> None:
-    elsewhere = {key for key in keys_with("refused") if key.count(".") > 1} | {
+    elsewhere = {key for key in keys_of_policy("refused") if key.count(".") > 1} | {
         "policy.rollout",
         "policy.epochs",
     }
-    assert CHANGES.keys() | elsewhere == set(keys_with("refused"))
+    assert CHANGES.keys() | elsewhere == set(keys_of_policy("refused"))
 
 
 @pytest.mark.parametrize("key", CHANGES)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hpctrain.deck.at_resume import RESUME_RULES, keys_with
 from hpctrain.deck.reference import reference_text
+from hpctrain.deck.resume_rules import RESUME_RULES, keys_of_policy
 from hpctrain.deck.schema import fields, sections
 from hpctrain.deck.words import row_of, table_of
 
@@ -27,9 +27,9 @@ def test_each_rule_stands_in_the_table_once() -> None:
     """A key that two lines of the table name would have the rule of the last one."""
     from pathlib import Path
 
-    import hpctrain.deck.at_resume
+    import hpctrain.deck.resume_rules
 
-    source = Path(hpctrain.deck.at_resume.__file__).read_text()
+    source = Path(hpctrain.deck.resume_rules.__file__).read_text()
     lines = [line for line in source.splitlines() if line.strip().startswith("**_rules(")]
     names = [line.split('"')[3] + "." + name for line in lines for name in line.split('"')[5].split()]
     assert len(names) == len(set(names)) == len(RESUME_RULES)
@@ -45,7 +45,7 @@ def test_the_reference_tells_the_rule_of_each_key() -> None:
 
 
 def test_what_the_optimizer_has_state_for_is_told_apart() -> None:
-    assert keys_with("fresh optimizer") == (
+    assert keys_of_policy("fresh optimizer") == (
         "optimizer.name",
         "optimizer.matrices",
         "optimizer.momentum",
