@@ -127,7 +127,8 @@ def check_run_folder(world: World, folder: Path) -> None:
         if without_file:
             raise HpctrainError(
                 f"run.dir = {folder}: rank {without_file[0]} on {ranks[without_file[0]][1]} does not see "
-                f"what rank 0 on {ranks[0][1]} writes there; choose a folder on a file system that all nodes share"
+                f"what rank 0 on {ranks[0][1]} writes there; choose a folder on a file system that "
+                "all nodes share"
             )
 
 
