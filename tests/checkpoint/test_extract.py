@@ -215,7 +215,7 @@ def test_own_shares_come_first_and_all_comes_once(group: Group, tmp_path: Path, 
     added_up = {name: np.zeros(size, int) for name, size in sizes.items()}
     for rank in range(3):
         sums, touched = np.zeros(len(structure.sums), np.uint64), np.zeros(len(structure.sums), np.int64)
-        found = list(read._wanted(structure, whole(tensors, rank, 3), sums, touched))
+        found = list(read._read_requests(structure, whole(tensors, rank, 3), sums, touched))
         own = [each.sums is not None for each in found]
         assert own == sorted(own, reverse=True)
         assert touched.all()

@@ -288,7 +288,7 @@ def test_more_ranks_than_the_layout(work: Path, launch: Launch) -> None:
 
 
 def test_binding_is_told(work: Path, launch: Launch) -> None:
-    settings = ("--set", "machine.bind_ranks=true", "--set", "run.steps=1")
+    settings = ("--set", "machine.bind=true", "--set", "run.steps=1")
     done = launch(1, "-m", "hpctrain", "run", "deck.toml", *settings)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "ranks are bound to" in done.stdout
