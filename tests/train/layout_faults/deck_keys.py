@@ -1,0 +1,20 @@
+"""Keys of decks in which faults of layouts show."""
+
+from __future__ import annotations
+
+TENSOR, SEQUENCE = ("layout.tensor=2",), ("layout.tensor=2", "layout.sequence_parallel=true")
+CONTEXT, ULYSSES = ("layout.context=2",), ("layout.context=2", "layout.context_form=all_to_all")
+PIPELINE, TIED = ("layout.pipeline=2",), ("layout.pipeline=2", "model.family=gpt2", "model.tied=true")
+INTERLEAVED = (*PIPELINE, "layout.schedule=interleaved", "layout.chunks=2", "model.layers=4")
+MIXTURE = ("model.experts=4", "model.expert_mlp=24", "model.router_z_loss=0.01")
+EXPERT, BIASED = (*MIXTURE, "layout.expert=2"), (*MIXTURE, "layout.expert=2", "model.balance=bias")
+BALANCED_OVER_STEP = (*MIXTURE, "model.balance_over=step")
+FP8 = ("precision.compute=fp8",)
+DELAYED_SCALES, ONE_SCALE, ROW_SCALES = (
+    (*FP8, f"precision.fp8={name}") for name in ("delayed", "tensor", "row")
+)
+GPT2, DROPOUT = ("model.family=gpt2",), ("model.dropout=0.2",)
+MUON = ("optimizer.name=muon", "layout.tensor=2")
+DILOCO = ("layout.replicas=2", "communication.local_steps=3", "communication.outer=diloco")
+AVERAGE = ("layout.replicas=2", "communication.local_steps=3")
+INT8, TOP_K, POWER_SGD = ((f"communication.compress={name}",) for name in ("int8", "topk", "powersgd"))

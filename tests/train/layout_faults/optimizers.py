@@ -1,0 +1,94 @@
+"""Faults of optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import hpctrain.optim.muon as muon
+import hpctrain.train.step as step_module
+from hpctrain.optim.adamw import AdamW
+from hpctrain.optim.muon import Muon
+from hpctrain.optim.optimizer import ResidentOptimizer
+from hpctrain.optim.sgd import SGD
+from tests.train.layout_faults.deck_keys import MUON, PIPELINE
+from tests.train.layout_faults.fault import LayoutFault
+from tests.train.layout_faults.planting import scaled_state, wrapped
+from tests.train.layout_faults.scene import in_last_update, on_rank_1
+from tests.train.layout_faults.shared_changes import change_rate
+
+fault = partial(LayoutFault, "optimizer")
+
+
+def faults() -> list[LayoutFault]:
+    """Return the faults of this seam."""
+    return [
+        fault("a count of updates", (), wrapped(AdamW, "update", _count_one_update_more, on_rank_1)),
+        fault("decay of all", (), wrapped(AdamW, "update", _decay_everything, on_rank_1)),
+        fault("second moments", ("layout.zero=2",), scaled_state(AdamW, "exp_avg_sq", 0.9, in_last_update)),
+        fault(
+            "clipping by another norm",
+            ("layout.zero=3",),
+            wrapped(step_module, "clip_coefficient", _use_smaller_norm, on_rank_1),
+        ),
+        fault(
+            "a rate of one rank",
+            ("layout.zero=1",),
+            wrapped(ResidentOptimizer, "step", change_rate, on_rank_1),
+        ),
+        fault(
+            "matrices that are orthogonal in parts",
+            MUON,
+            wrapped(muon, "orthogonalized", _orthogonalize_halves),
+        ),
+        fault("the size of a matrix's steps", MUON, wrapped(Muon, "follow", _enlarge_step, on_rank_1)),
+        fault(
+            "momentum of a piece of a matrix",
+            MUON,
+            wrapped(
+                Muon,
+                "direction",
+                lambda original, own, part, divisor: original(own, part, divisor * 1.01),
+                in_last_update,
+            ),
+        ),
+        fault(
+            "momentum of one rank",
+            ("optimizer.name=sgd", "optimizer.momentum=0.9", "layout.zero=1"),
+            scaled_state(SGD, "momentum", 0.5, in_last_update),
+        ),
+        fault(
+            "Lion's momentum",
+            ("optimizer.name=lion", *PIPELINE),
+            scaled_state(SGD, "momentum", 0.5, in_last_update),
+        ),
+    ]
+
+
+def _orthogonalize_halves(original: Any, matrix: Tensor, steps: int) -> Tensor:
+    half = len(matrix) // 2
+    return torch.cat([original(part.clone(), steps) for part in (matrix[:half], matrix[half:])])
+
+
+def _enlarge_step(original: Any, rule: Any, part: Any, directions: Tensor, rate: float) -> None:
+    original(rule, part, directions, rate * 1.02)
+
+
+def _count_one_update_more(original: Any, rule: Any, parts: Sequence[Any], *rest: Any) -> None:
+    for part in parts:
+        part.updates.add_(1)
+    original(rule, parts, *rest)
+
+
+def _decay_everything(original: Any, rule: Any, parts: Sequence[Any], *rest: Any) -> None:
+    decayed = [replace(part, treatment=part.treatment._replace(decayed=True)) for part in parts]
+    original(rule, decayed, *rest)
+
+
+def _use_smaller_norm(original: Any, norm: float, limit: float) -> float:
+    return original(norm * 0.7, limit)
