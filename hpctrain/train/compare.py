@@ -36,6 +36,7 @@ from hpctrain.train.common_start import (
 from hpctrain.train.compared_run import ComparedRun, figures_apart, load_run
 from hpctrain.train.divergence import Apart, Comparison, Rounding, first_of, parameter_of
 from hpctrain.train.fingerprints import LOSS, NORM, StepPrints, fingerprints
+from hpctrain.train.origin import require_same_source
 from hpctrain.train.recorded_losses import Recorded
 from hpctrain.train.replay import COMPUTED, ROUNDING, STEPS, engine_of, reasons_of, refuse_other_order
 from hpctrain.train.verdict import Departure, Found, phase_table, recorded_sentence, size_text, verdict_of
@@ -99,6 +100,11 @@ def compare(
     start = find_start(world, one, other)
     count = _count(one, other, start, steps)
     decks = [_here(world, run, start.step) for run in (one, other)]
+    if start.step == 0:
+        for run, (deck, _) in zip((one, other), decks, strict=True):
+            known = run.stored_at(0)
+            purpose = "its steps are replayed from the model that its run started from"
+            require_same_source(world, deck, known.state, known.path, purpose)
     said = [*_opening(start, count, decks), *_turns((one, other), start, count)]
     tell(["", *(line for each in said for line in fit(each, columns())), "", _HEAD])
     first = _replay(world, one, decks[0][0], start, count, lambda replay: _told(tell, "first", replay))

@@ -88,7 +88,7 @@ def evaluate(
     counted = [counted_out(deck, world, each, tokenizer) for each in sets]
     reference: Step | None = None
     if deck.objective.kind in REFERRED:
-        begun = initial_engine(path, deck, world)
+        begun = initial_engine(path, state, deck, world)
         reference = Step(begun, sets[0].batches, deck.batch.micro_size, 0.0, deck.run.seed)
     engine = shown_engine(path, deck, world)
     world.ledger.activity = "evaluating"

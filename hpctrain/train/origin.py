@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoint.exchange.source import source_state, source_tokenizer
+from hpctrain.checkpoint.exchange.source_fingerprint import source_fingerprint
 from hpctrain.checkpoint.read import read_state
 from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.checkpoint.stored_tokenizer import TOKENIZER, stored_settings, tokenizer_state
@@ -21,10 +22,13 @@ from hpctrain.deck.data_mixture import token_names
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import toml_value
 from hpctrain.engine.corpus import Corpus
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.units import format_count
 
 CORPUS = "corpus"  # the key under which a checkpoint's state tells what was trained on
+
+SOURCE = "model_from_fingerprint"
+"""Key of a checkpoint's state for the fingerprint of the weights that its run started from."""
 
 
 def known_corpus(world: World, deck: Deck, corpus: Corpus, checkpoint: Path | None) -> dict[str, Any]:
@@ -32,13 +36,14 @@ def known_corpus(world: World, deck: Deck, corpus: Corpus, checkpoint: Path | No
 
     The tokenizer is that of the token file, or, with a dataset, that of the model which a run starts from.
     Its settings are those of `checkpoint` or `model.from`, and of the token file: see
-    `TokenizerSettings.after_training_on`.
+    `TokenizerSettings.after_training_on`. The fingerprint of `model.from` stays that of the run's beginning.
     """
     known: dict[str, Any] = {}
     with world.agreement():
         if world.rank == 0:
             # Items may hold what is another on every rank: what rank 0 has is known of all.
             known = {**_tokenizer_state(deck, corpus, checkpoint), CORPUS: _describe(corpus)}
+            known |= _source_state(deck, checkpoint)
         else:
             _describe(corpus)
     return dict(world.everyone.broadcast_object(known))
@@ -58,6 +63,49 @@ def _tokenizer_state(deck: Deck, corpus: Corpus, checkpoint: Path | None) -> dic
     for tokens in sorted(entries, key=lambda each: each.kind != TEXT_KIND):  # a template of rows comes last
         settings = settings.after_training_on(tokens.tokenizer_settings, tokens.kind == TEXT_KIND)
     return tokenizer_state(corpus.file.tokenizer_text, settings)
+
+
+def _source_state(deck: Deck, checkpoint: Path | None) -> dict[str, str]:
+    """Return the entry of a checkpoint's state with the fingerprint of the weights that its run started from.
+
+    It is empty if the run started from new weights, or with a version that did not store it.
+    """
+    if checkpoint is not None:
+        fingerprint = read_state(checkpoint).get(SOURCE)
+        return {SOURCE: fingerprint} if isinstance(fingerprint, str) else {}
+    return {} if deck.model.source is None else {SOURCE: source_fingerprint(Path(deck.model.source))}
+
+
+def require_same_source(
+    world: World, deck: Deck, state: Mapping[str, Any], checkpoint: Path, purpose: str
+) -> None:
+    """Check that `model.from` still names the weights that the run of a checkpoint started from. Collective.
+
+    Older checkpoints do not store a fingerprint of these weights; then nothing is checked.
+
+    Args:
+        world: The ranks.
+        deck: The deck of the checkpoint.
+        state: The state of the checkpoint.
+        checkpoint: The checkpoint, for error messages.
+        purpose: What these weights are needed for, as a clause, for error messages.
+
+    Raises:
+        InputOutputError: The weights are missing, or have changed.
+    """
+    with world.agreement():
+        source = deck.model.source
+        if world.rank or source is None:
+            return
+        title = f"{checkpoint}: {purpose}"
+        if not Path(source).exists():
+            sentence = f"model.from = {toml_value(source)}, which does not exist any more (bring it back)"
+            raise InputOutputError(f"{title}, {sentence}")
+        before = state.get(SOURCE)
+        if isinstance(before, str) and (now := source_fingerprint(Path(source))) != before:
+            sentence = f"whose weights have changed since then (fingerprint {now}, not {before})"
+            remedy = "bring back the weights of that time"
+            raise InputOutputError(f"{title}, model.from = {toml_value(source)}, {sentence}; {remedy}")
 
 
 def _with_context(settings: TokenizerSettings, state: Mapping[str, Any], path: Path) -> TokenizerSettings:

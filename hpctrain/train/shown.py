@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,16 +13,15 @@ from hpctrain.comm.host_memory import resident_bytes
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck, Machine
-from hpctrain.deck.sources import toml_value
 from hpctrain.engine.build import Engine, arrange, assemble, make_mesh
 from hpctrain.engine.shown import NoOptimizer, build_initial_stage, build_shown_stage
 from hpctrain.engine.stage import TrainedStage, load_parameters
-from hpctrain.errors import InputOutputError
 from hpctrain.model.architecture import Architecture
 from hpctrain.model.build import bare_model
 from hpctrain.model.part import parameter_list
 from hpctrain.model.precision import Precision
 from hpctrain.plan.room import demand_room
+from hpctrain.train.origin import require_same_source
 from hpctrain.train.start import start_from_source
 
 
@@ -37,32 +37,28 @@ def shown_engine(path: Path, deck: Deck, world: World) -> Engine:
     return engine
 
 
-def initial_engine(path: Path, deck: Deck, world: World) -> Engine:
+def initial_engine(path: Path, state: Mapping[str, Any], deck: Deck, world: World) -> Engine:
     """Build the model that the run of a checkpoint started from, by a deck of it. Collective.
 
     The weights are those of `model.from`, or initialized from `run.seed`.
 
     Args:
         path: the checkpoint, for error messages.
+        state: its state.
         deck: a deck of the checkpoint whose vocabulary is settled.
         world: the ranks that share the model.
 
     Raises:
-        InputOutputError: `model.from` is missing.
+        InputOutputError: `model.from` is missing, or has changed since the run started.
         HpctrainError: the ranks do not have the memory, among others as in `start_from_source`.
     """
     world.ledger.activity = "building the model that the run started from"
-    source = deck.model.source
-    with world.agreement():
-        if source is not None and not Path(source).exists():
-            raise InputOutputError(
-                f"{path}: its preferences are measured against the model that its run started from, "
-                f"model.from = {toml_value(source)}, which does not exist any more (bring it back)"
-            )
+    purpose = "its preferences are measured against the model that its run started from"
+    require_same_source(world, deck, state, path, purpose)
     storage = Precision.of(deck).storage
     size = storage.itemsize + (0 if storage == torch.float32 else torch.float32.itemsize)
     engine = _assemble_within_memory(path, deck, world, size, build_initial_stage)
-    if source is not None:
+    if deck.model.source is not None:
         start_from_source(deck, engine)
     engine.optimizer = NoOptimizer()
     return engine

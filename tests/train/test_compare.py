@@ -12,13 +12,16 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.checkpoint.exchange.source_fingerprint import source_fingerprint
+from hpctrain.checkpoint.read import read_state
 from hpctrain.comm.world import World
 from hpctrain.data.prepare_rows import prepare_rows
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.optim.spikes import Spike
 from hpctrain.report.rows import read_metrics
 from hpctrain.train import compared_run
 from hpctrain.train.compare import compare
+from hpctrain.train.origin import SOURCE
 from hpctrain.train.run import resume, run_deck
 from hpctrain.train.trainer import Trainer
 from tests.data.chats import write_rows
@@ -99,6 +102,27 @@ def test_runs_that_went_on_from_one_checkpoint_are_replayed_from_there(world: Wo
     assert code == 1
     assert "from step 4, where both are equal, bit for bit" in told
     assert "first differ in step 5, in the update: parameter embedding.tokens.weight" in told
+
+
+@pytest.mark.mpi(min_size=1, max_size=1)
+def test_a_model_that_runs_started_from_must_not_have_changed(world: World, runs: Runs) -> None:
+    steps = [runs("a") / f"checkpoints/step-0000000{step}.h5" for step in (4, 8)]
+    origin = runs("a").parent / "origin.h5"
+    shutil.copy(steps[0], origin)
+    keys = f"model.from={origin}", "run.steps=2"
+    one, other = runs("tuned", *keys), runs("tuned-faster", *keys, "learning_rate.peak=1.01e-2")
+    code, told = compared(world, one, other)
+    assert code == 1 and "Replays 2 steps of both from their beginning" in told
+    fingerprint = source_fingerprint(origin)
+    shutil.copy(steps[1], origin)
+    assert resume(world, one, ["run.steps=3"]) == 0
+    assert (
+        read_state(one / "checkpoints/step-00000003.h5")[SOURCE] == fingerprint != source_fingerprint(origin)
+    )
+    wanted = f'model.from = "{origin}", whose weights have changed since then'
+    with pytest.raises(InputOutputError, match=f"tuned/checkpoints/.*: .*{wanted}") as caught:
+        compared(world, one, other)
+    assert f"not {fingerprint}" in str(caught.value)
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,7 @@ def test_a_replay_leaves_nothing(world: World, mpi_tmp_path: Path, monkeypatch: 
     with engine_of(world, small_deck(*keys, f"run.dir={mpi_tmp_path}/run"), None):
         (folder,) = elsewhere.iterdir()
         assert [path.name for path in folder.iterdir()] == ["reference.train.npy"]
+        world.everyone.barrier()  # rank 0 removes the folder
     world.everyone.barrier()
     assert not list(elsewhere.iterdir())
 
@@ -220,6 +222,11 @@ def test_evaluate_finds_what_the_run_found(
     assert told(world, folders[0], [text])["evaluations"][0]["predicted"] > 0
     with pytest.raises(HpctrainError, match=r"pairs.h5: holds preferences, whose loss is another than that"):
         told(world, folders[0], [text, pairs])
+    changed = f'model.from = "{origin}", whose weights have changed since then .fingerprint .* bring back'
+    by_rank_0(world, lambda: shutil.copy(folders[1] / "checkpoints/step-00000002.h5", origin))
+    world.everyone.barrier()
+    with pytest.raises(InputOutputError, match=changed):
+        told(world, folders[1], [pairs])
     by_rank_0(world, lambda: origin.rename(origin.with_suffix(".gone")))
     world.everyone.barrier()
     with pytest.raises(InputOutputError, match=f'model.from = "{origin}", which does not exist any more'):
