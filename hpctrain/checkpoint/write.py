@@ -24,7 +24,6 @@ from hpctrain.checkpoint.checksum import Words
 from hpctrain.checkpoint.draft import PIECE_BYTES, Draft, Piece, begin
 from hpctrain.checkpoint.layout import Entry, runs
 from hpctrain.comm.group import Group
-from hpctrain.comm.library import communicator_of
 from hpctrain.comm.parallel_files import open_on_all_ranks
 from hpctrain.errors import HpctrainError, InputOutputError
 
@@ -83,9 +82,9 @@ def write_at_offsets(descriptor: int, piece: Piece, words: Words) -> None:
         rest = rest[count:]
 
 
-def _write_with_hdf5(file: h5py.File, piece: Piece, words: Words) -> None:
+def _write_with_hdf5(file: h5py.h5f.FileID, piece: Piece, words: Words) -> None:
     """One independent call of HDF5."""
-    dataset = h5py.h5d.open(file.id, piece.stored.dataset.encode())
+    dataset = h5py.h5d.open(file, piece.stored.dataset.encode())
     space = dataset.get_space()
     space.select_hyperslab(piece.rectangle.start, piece.rectangle.shape)
     dataset.write(h5py.h5s.create_simple((words.size,)), space, words.view(dataset.dtype))
@@ -95,7 +94,7 @@ def _store_with_hdf5(draft: Draft) -> None:
     """All ranks open and close the file, whatever happens to one; then what happened is raised."""
     problems: list[str] = []
     with together(draft.group), draft.reported():
-        with open_on_all_ranks(draft.temporary, communicator_of(draft.group.objects)) as file:
+        with open_on_all_ranks(draft.temporary, draft.group) as file:
             try:
                 draft.store(partial(_write_with_hdf5, file))
             except HpctrainError as error:

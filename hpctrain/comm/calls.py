@@ -38,7 +38,9 @@ class Call:
     For those who watch: `bytes` and `dtype` are the whole tensor's (this rank's, if not given), `payload`
     are the bytes that the ledger counts, of an exchange of uneven pieces without this rank's own; `on_host`
     says whether they are in host memory. `began` is in seconds of `perf_counter`. `number` counts the
-    collective calls of the `group` on this rank from 1, or the messages to or from one peer.
+    collective calls of the `group` on this rank from 1, or the messages to or from one peer. `file` is the
+    path of a file that all ranks open or close in the call, and `error` the reason why that failed here; both
+    are "" in other calls.
     """
 
     operation: str
@@ -54,6 +56,8 @@ class Call:
     tag: int = 0
     counts: Sequence[int] | None = None
     received: Sequence[int] | None = None
+    file: str = ""
+    error: str = ""
     dtype: torch.dtype | None = field(init=False)
     payload: int = field(init=False)
     on_host: bool = field(init=False)

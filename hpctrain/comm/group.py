@@ -11,9 +11,11 @@ of the Work; `x` completes it before it returns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from math import prod
+from pathlib import Path
 from time import perf_counter
 from typing import Any, Concatenate, ParamSpec, Protocol
 
@@ -23,6 +25,7 @@ from torch import Tensor
 from hpctrain.comm.calls import Call, Operation
 from hpctrain.comm.device import on_host
 from hpctrain.comm.ledger import Ledger
+from hpctrain.comm.outcome import reason
 from hpctrain.comm.transport import Pending, Transport
 from hpctrain.comm.work import Result, StartedWork, Work
 
@@ -313,6 +316,24 @@ class Group:
         value = self.objects.bcast(value, root)
         self.calls.leave()
         return value
+
+    @contextmanager
+    def watched_call(self, operation: str, file: Path) -> Iterator[None]:
+        """Record a collective call of a library, made in the block, for reports of hangs.
+
+        Args:
+            operation: Name of the operation, such as "open_file".
+            file: File that the call works on.
+        """
+        call = Call(operation, file=str(file))
+        self._agree(call)
+        try:
+            yield
+        except Exception as error:
+            call.error = reason(error)
+            raise
+        finally:
+            self.calls.leave()
 
     # Parts of the above
 

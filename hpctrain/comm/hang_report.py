@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -45,6 +46,8 @@ class CallNote:
         dtype: dtype of the data; "" without data.
         peer: Rank in the world that the message goes to or comes from; -1 for collective calls.
         seconds: Seconds since the call began; for the current call, since the rank has waited for it.
+        file: Path of the file that the ranks open or close; "" in other calls.
+        error: Reason why the call failed on this rank; "" if it did not.
     """
 
     group: GroupKey
@@ -54,10 +57,13 @@ class CallNote:
     dtype: str
     peer: int
     seconds: float
+    file: str = ""
+    error: str = ""
 
     def __str__(self) -> str:
         """Return the call in words, such as "all_reduce 57 of data (ranks 0-1; 40 bytes of float32)"."""
         payload = f"; {self.bytes} bytes of {self.dtype}" if self.dtype else ""
+        payload += f"; {self.file}" if self.file else ""
         name, ranks, _ = self.group
         if self.peer >= 0:
             way = "to" if self.operation == "send" else "from"
@@ -97,6 +103,8 @@ class HangReport:
         current: The call of a group that it is in, or None.
         recent: Its last calls, oldest first.
         groups: Counts of its calls, by group.
+        sleeps: True if its main thread sleeps in the kernel, as while a file system does not answer; False if
+            it uses the processor, as MPI does while it waits for other ranks.
     """
 
     token: str
@@ -108,6 +116,7 @@ class HangReport:
     current: CallNote | None
     recent: tuple[CallNote, ...]
     groups: tuple[GroupNote, ...]
+    sleeps: bool = False
 
     @property
     def state(self) -> str:
@@ -153,7 +162,17 @@ def take_report(world: World, token: str, silent: float) -> HangReport:
         note,
         tuple(_note(call, now - call.began) for call in list(calls.recent)),
         tuple(group for group in groups if group.entered or group.sent or group.received),
+        main_thread_state() in {"S", "D"},
     )
+
+
+def main_thread_state() -> str:
+    """Return the state of the main thread as a letter of /proc/<pid>/stat; "" if the kernel does not tell."""
+    try:
+        stat = Path(f"/proc/self/task/{os.getpid()}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return ""
+    return stat.rpartition(")")[2].split()[0]
 
 
 def write_report(path: Path, report: HangReport, size: int) -> None:
@@ -205,6 +224,8 @@ def diagnose(
     """
     causes = [
         *_missing(reports, size, stopped),
+        *_failed(reports),
+        *_blocked(reports),
         *_disagreements(reports),
         *_absent(reports),
         *_messages(reports),
@@ -257,6 +278,32 @@ def _disagreements(reports: Mapping[int, HangReport]) -> Iterator[str]:
         if len(calls) > 1:
             texts = [f"{name_ranks(ranks)} called {note}" for note, ranks in calls.values()]
             yield f"the ranks disagree in what they call: {'; '.join(texts)}"
+
+
+def _failed(reports: Mapping[int, HangReport]) -> Iterator[str]:
+    """Yield a sentence for each rank on which a call failed in which other ranks still wait."""
+    for (key, number), waiting in _waiting(reports, pairs=False).items():
+        for rank in key[1]:
+            note = reports[rank].called(key, number) if rank in reports and rank not in waiting else None
+            if note is not None and note.error:
+                yield (
+                    f"{note} failed on {_on_nodes([rank], reports)} ({note.error}), and "
+                    f"{name_ranks(waiting)} {'waits' if len(waiting) == 1 else 'wait'} in it"
+                )
+
+
+def _blocked(reports: Mapping[int, HangReport]) -> Iterator[str]:
+    """Yield a sentence for each file that all ranks of a group open or close."""
+    for (key, _), waiting in _waiting(reports, pairs=False).items():
+        call = reports[waiting[0]].current
+        blocked = [rank for rank in waiting if reports[rank].sleeps]
+        if call is None or not call.file or len(waiting) < len(key[1]):
+            continue
+        if blocked:
+            waits = "waits" if len(blocked) == 1 else "wait"
+            yield f"{_on_nodes(blocked, reports)} {waits} for the file system in {call}"
+        else:
+            yield f"{call} returns on no rank, as if MPI had failed in it on one of them"
 
 
 def _absent(reports: Mapping[int, HangReport]) -> Iterator[str]:
@@ -323,7 +370,9 @@ def _note(call: Call, seconds: float) -> CallNote:
     group = call.group
     dtype = "" if call.dtype is None else str(call.dtype).removeprefix("torch.")
     peer = group.ranks[call.peer] if call.peer >= 0 else -1
-    return CallNote(_key(group), call.operation, call.number, call.bytes, dtype, peer, seconds)
+    return CallNote(
+        _key(group), call.operation, call.number, call.bytes, dtype, peer, seconds, call.file, call.error
+    )
 
 
 def _group_note(group: GroupCalls) -> GroupNote:
@@ -353,9 +402,15 @@ def _where() -> str:
     if frame is None:
         return "no line"
     outside = frame
-    while outside.f_back is not None and outside.f_globals.get("__name__", "").startswith("hpctrain.comm."):
+    while outside.f_back is not None and _is_of_comm(outside):
         outside = outside.f_back
     return _line(frame) + ("" if outside is frame else f", called at {_line(outside)}")
+
+
+def _is_of_comm(frame: FrameType) -> bool:
+    """Return True if a frame belongs to comm/, or to a context manager's machinery."""
+    name: str = frame.f_globals.get("__name__", "")
+    return name.startswith("hpctrain.comm.") or name == "contextlib"
 
 
 def _line(frame: FrameType) -> str:

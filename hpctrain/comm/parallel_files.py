@@ -7,15 +7,18 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import h5py
-
-from hpctrain.comm.library import MPI
+from hpctrain.comm.hdf5_calls import close_file, open_file
+from hpctrain.comm.library import MPI, communicator_of
 from hpctrain.comm.outcome import reason
 from hpctrain.errors import InputOutputError
+from hpctrain.files import descriptor_of
 
 if TYPE_CHECKING:
+    from h5py.h5f import FileID
+
+    from hpctrain.comm.group import Group
     from hpctrain.comm.world import World
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -32,20 +35,23 @@ def require_parallel_files(world: World, folder: Path) -> None:
     """Check that MPI can open one file on all ranks by creating and removing a file in `folder`. Collective.
 
     Raises:
-        InputOutputError: MPI cannot open it; the error is raised on all ranks, with MPI's message.
+        InputOutputError: A rank cannot open the file, or MPI cannot. The error is raised on all ranks.
     """
+    path = folder / world.everyone.broadcast_object(f".mpi-{uuid.uuid4().hex}")
     with world.agreement():
         if _is_full():
             raise InputOutputError(f"{folder}: MPI cannot open a file on all ranks; {_remedy('is full')}")
-    name = world.everyone.broadcast_object(f".mpi-{uuid.uuid4().hex}")
-    mode = MPI.MODE_CREATE | MPI.MODE_RDWR | MPI.MODE_DELETE_ON_CLOSE
-    problem = ""
+        if world.rank == 0:
+            path.touch(exist_ok=False)
     try:
-        MPI.File.Open(world.communicator, str(folder / name), mode).Close()
-    except MPI.Exception as error:
-        problem = error.Get_error_string()
-        with suppress(OSError):
-            (folder / name).unlink(missing_ok=True)
+        # If one rank cannot open the file, MPI_File_open does not return on the other ranks.
+        with world.agreement(), _naming_rank(world.rank), descriptor_of(path, os.O_RDWR):
+            pass
+        problem = _open_and_close(path, world)
+    finally:
+        if world.rank == 0:
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
     with world.agreement():
         if problem:
             raise InputOutputError(
@@ -53,8 +59,27 @@ def require_parallel_files(world: World, folder: Path) -> None:
             )
 
 
+def _open_and_close(path: Path, world: World) -> str:
+    """Open and close a file through MPI. Collective. Return MPI's error message; "" if there was no error."""
+    try:
+        with world.everyone.watched_call("open_file", path):
+            MPI.File.Open(world.communicator, str(path), MPI.MODE_RDWR).Close()
+    except MPI.Exception as error:
+        return error.Get_error_string()
+    return ""
+
+
 @contextmanager
-def open_on_all_ranks(path: Path, communicator: Any) -> Iterator[h5py.File]:
+def _naming_rank(rank: int) -> Iterator[None]:
+    """Raise an OSError of the block as an InputOutputError that names this rank."""
+    try:
+        yield
+    except OSError as error:
+        raise InputOutputError(f"{error.filename}: rank {rank} cannot open it: {reason(error)}") from None
+
+
+@contextmanager
+def open_on_all_ranks(path: Path, group: Group) -> Iterator[FileID]:
     """Open an existing HDF5 file on all ranks through MPI, so that each rank can write elements of datasets.
 
     Opening and closing are collective. So a rank that raises an error inside the block must also leave the
@@ -66,10 +91,10 @@ def open_on_all_ranks(path: Path, communicator: Any) -> Iterator[h5py.File]:
 
     Args:
         path: The file, with all its datasets.
-        communicator: MPI communicator of all ranks that open the file.
+        group: Group of all ranks that open the file.
 
     Raises:
-        InputOutputError: HDF5 or MPI cannot open the file.
+        InputOutputError: HDF5 or MPI cannot open or close the file.
     """
     # Open MPI names a semaphore after the file. If a killed job has left it locked, every later job that
     # opens a file of this name waits forever. It guards only shared file pointers, which HDF5 does not use.
@@ -77,12 +102,13 @@ def open_on_all_ranks(path: Path, communicator: Any) -> Iterator[h5py.File]:
         (SHARED_MEMORY / f"sem.OMPIO_{path.name}").unlink()
     other_descriptors, problem, file = descriptors_of(path), "", None
     try:
-        file = h5py.File(path, "r+", driver="mpio", comm=communicator)
-    except (OSError, RuntimeError) as error:
+        with group.watched_call("open_file", path):
+            file = open_file(path, communicator_of(group.objects))
+    except OSError as error:
         problem = reason(error)
     if file is None:
-        # The error is raised outside of the except block. Its traceback would otherwise keep h5py's frames,
-        # and with them a communicator of HDF5, until after MPI has been finalized.
+        # The error is raised outside of the except block. Its traceback would otherwise keep the frames of
+        # `open_file`, and with them a communicator of HDF5, until after MPI has been finalized.
         raise InputOutputError(f"{path}: cannot be opened: {problem}")
     mpi_descriptors = descriptors_of(path) - other_descriptors
     try:
@@ -92,7 +118,11 @@ def open_on_all_ranks(path: Path, communicator: Any) -> Iterator[h5py.File]:
         for descriptor in mpi_descriptors:
             os.dup2(memory, descriptor, inheritable=False)
         os.close(memory)
-        file.close()
+        try:
+            with group.watched_call("close_file", path):
+                close_file(file)
+        except OSError as error:
+            raise InputOutputError(f"{path}: cannot be closed: {reason(error)}") from None
 
 
 def descriptors_of(path: Path) -> set[int]:

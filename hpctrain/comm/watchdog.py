@@ -4,7 +4,8 @@
 Its thread looks for signs of life of its rank: group calls that begin or end, actions of the schedule, phases
 of the step, and bytes read from or written to disks. Outside of training steps, processor time of the rank
 and its child processes is a sign of life, too, unless the rank waits in a group call: building a model,
-reading a checkpoint or compiling may take any time.
+reading a checkpoint or compiling may take any time. A rank that waits for a disk may be silent for
+`_DISK_PATIENCE` times as long, except in calls that open or close a file on all ranks.
 
 A rank without a sign of life for `HangSettings.seconds` writes its position in the program into
 `hang.<rank>.txt` and creates the file REPORT_REQUEST, which asks the other ranks to do the same. A rank that
@@ -46,6 +47,9 @@ _SECONDS_TO_APPEAR = 5.0
 _BUSY_SHARE = 0.2
 """Share of one core from which on a process counts as working."""
 
+_DISK_PATIENCE = 4
+"""Number of time limits for which a rank may wait for a disk, as in the fsync of a large checkpoint."""
+
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -65,7 +69,6 @@ class Watchdog:
         self._default_folder: Path | None = None
         self._over = False
         self._thread: threading.Thread | None = None
-        self._disk_waits = 0
         self._work_meter = _WorkMeter()
         self._processes: list[tuple[str, int]] = []
         """Host name and process id of each rank."""
@@ -134,7 +137,7 @@ class Watchdog:
             if signs != before or self._is_excused():
                 silent = 0.0
             requested = self._is_report_requested()
-            if silent > 0 and silent >= self.settings.seconds / (2 if requested else 1):
+            if silent > 0 and silent >= self._patience() / (2 if requested else 1):
                 self._report_hang(silent)
                 silent, last_check = 0.0, time.monotonic()
             elif requested:
@@ -147,13 +150,20 @@ class Watchdog:
         return self._over
 
     def _signs(self) -> tuple[object, ...]:
-        """Return values that change when this rank communicates or waits for a disk."""
-        ledger = self.world.ledger
-        calls = ledger.calls
+        """Return values that change when this rank communicates."""
+        calls = self.world.ledger.calls
         newest = calls.recent[-1] if calls.recent else None
-        if (ledger.phase == "checkpoint" or not self.settings.training) and _waits_for_disk():
-            self._disk_waits += 1
-        return newest, calls.current, calls.beats, self._disk_waits
+        return newest, calls.current, calls.beats
+
+    def _patience(self) -> float:
+        """Return the seconds for which this rank may give no sign of life where it is now."""
+        ledger = self.world.ledger
+        current = ledger.calls.current
+        opens_file = current is not None and current.file != ""
+        may_wait_for_disk = ledger.phase == "checkpoint" or not self.settings.training
+        if may_wait_for_disk and not opens_file and _waits_for_disk():
+            return _DISK_PATIENCE * self.settings.seconds
+        return self.settings.seconds
 
     def _is_excused(self) -> bool:
         """Return True if silence of this rank is no hang now: it computes, or waits for something outside."""

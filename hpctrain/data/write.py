@@ -281,10 +281,10 @@ def _write_file(
     with world.agreement(), _failing(path), descriptor_of(path, os.O_RDWR):
         pass
     with world.agreement(), _failing(path):
-        with open_on_all_ranks(path, world.communicator) as file:
+        with open_on_all_ranks(path, world.everyone) as file:
             try:
                 for piece in ranges:
-                    _fill(h5py.h5d.open(file.id, piece.name.encode()), piece, report)
+                    _fill(h5py.h5d.open(file, piece.name.encode()), piece, report)
             except (OSError, RuntimeError, ValueError) as error:
                 failures.append(error)
         if failures:

@@ -24,15 +24,17 @@ def test_a_folder_that_can_be_written_stays_empty(world: World, tmp_path: Path) 
 
 def test_what_mpi_says_is_told(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gone = tmp_path / "gone"
-    opens = "gone: MPI_File_open cannot open a file on all ranks \\(MPI_ERR_[^)]*\\)"
+    opens = f"{tmp_path}: MPI_File_open cannot open a file on all ranks \\(MPI_ERR_[^)]*\\)"
+    monkeypatch.setattr(parallel_files.MPI, "MODE_RDWR", 0)
     with pytest.raises(InputOutputError, match=f"{opens}$"):
-        require_parallel_files(world.alone(), gone)
+        require_parallel_files(world.alone(), tmp_path)
     monkeypatch.setattr(parallel_files, "SHARED_MEMORY", gone)
     monkeypatch.setattr(parallel_files.MPI, "get_vendor", lambda: ("Open MPI", (4, 1, 4)))
     with pytest.raises(
         InputOutputError, match=f"{opens}; {gone} cannot be written to on this node: .*sharedfp"
     ):
-        require_parallel_files(world.alone(), gone)
+        require_parallel_files(world.alone(), tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_mpi_says_within_an_error_of_hdf5_is_told() -> None:
@@ -65,14 +67,14 @@ def test_what_a_killed_job_has_locked_and_a_disk_that_refuses_do_not_keep_ranks_
             file.create_dataset("values", data=np.zeros(world.size))
     world.everyone.barrier()
     earlier, failed = descriptors_of(path), False
-    with open_on_all_ranks(path, world.communicator) as file:
+    with open_on_all_ranks(path, world.everyone) as file:
         if world.rank == 0:
             read_only = os.open(path, os.O_RDONLY)
             for descriptor in descriptors_of(path) - earlier - {read_only}:
                 os.dup2(read_only, descriptor)
             os.close(read_only)
         try:
-            file["values"][world.rank] = 1.0
+            h5py.Group(file)["values"][world.rank] = 1.0
         except OSError:
             failed = True
     assert failed == (world.rank == 0)
@@ -85,5 +87,5 @@ def test_what_a_killed_job_has_locked_and_a_disk_that_refuses_do_not_keep_ranks_
 def test_a_file_that_is_not_there_is_refused(world: World, mpi_tmp_path: Path) -> None:
     path = mpi_tmp_path / "a.h5"
     refused = pytest.raises(InputOutputError, match=r"a\.h5: cannot be opened: ")
-    with refused, open_on_all_ranks(path, world.communicator):
+    with refused, open_on_all_ranks(path, world.everyone):
         pass
