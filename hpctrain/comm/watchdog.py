@@ -45,7 +45,7 @@ _SECONDS_TO_APPEAR = 5.0
 """Time after which a file that one node has written must be visible on all nodes, in seconds."""
 
 _BUSY_SHARE = 0.2
-"""Share of one core from which on a process counts as working."""
+"""Share of the time from which on a process counts as working."""
 
 _DISK_PATIENCE = 4
 """Number of time limits for which a rank may wait for a disk, as in the fsync of a large checkpoint."""
@@ -309,16 +309,16 @@ class Watchdog:
 
 
 class _WorkMeter:
-    """Measurement of the processor time of this process and its descendants between two calls."""
+    """Measurement of the work of this process and its descendants between two calls."""
 
     def __init__(self) -> None:
-        self._since, self._cpu_seconds = time.monotonic(), 0.0
+        self._since, self._work_seconds = time.monotonic(), 0.0
 
     def is_working(self) -> bool:
-        """Return True if at least `_BUSY_SHARE` of one core was used since the last call."""
-        now, cpu_seconds = time.monotonic(), _cpu_seconds()
-        share = (cpu_seconds - self._cpu_seconds) / max(now - self._since, 1e-3)
-        self._since, self._cpu_seconds = now, cpu_seconds
+        """Return True if they worked for at least `_BUSY_SHARE` of the time since the last call."""
+        now, work_seconds = time.monotonic(), _work_seconds()
+        share = (work_seconds - self._work_seconds) / max(now - self._since, 1e-3)
+        self._since, self._work_seconds = now, work_seconds
         return share >= _BUSY_SHARE
 
 
@@ -335,7 +335,7 @@ class _NodeProcesses:
     def __init__(self, processes: Mapping[int, int]) -> None:
         self._processes = processes
         self._start = time.monotonic()
-        self._cpu_seconds = {rank: _state_of(process)[1] for rank, process in processes.items()}
+        self._work_seconds = {rank: _state_of(process)[1] for rank, process in processes.items()}
         self._stopped_before: frozenset[int] = frozenset()
         self.stopped: frozenset[int] = frozenset()
 
@@ -346,25 +346,31 @@ class _NodeProcesses:
         self.stopped, self._stopped_before = stopped_now & self._stopped_before, stopped_now
 
     def working(self) -> list[int]:
-        """Return the ranks that have used at least `_BUSY_SHARE` of one core since this object was made."""
+        """Return the ranks that worked for at least `_BUSY_SHARE` of the time since this object was made."""
         passed = max(time.monotonic() - self._start, 1e-3)
         now = {rank: _state_of(process)[1] for rank, process in self._processes.items()}
-        return [rank for rank in now if now[rank] - self._cpu_seconds[rank] >= _BUSY_SHARE * passed]
+        return [rank for rank in now if now[rank] - self._work_seconds[rank] >= _BUSY_SHARE * passed]
 
 
-def _cpu_seconds() -> float:
-    """Return the processor seconds of this process and of all its running descendants."""
+def _work_seconds() -> float:
+    """Return the seconds for which this process and its running descendants have worked."""
     return sum(_state_of(process)[1] for process in (os.getpid(), *descendants(os.getpid())))
 
 
 def _state_of(process: int) -> tuple[str, float]:
-    """Return the state of a process as a letter of /proc/<pid>/stat, and its processor seconds."""
+    """Return the state of a process as a letter of /proc/<pid>/stat, and the seconds for which it worked.
+
+    The seconds include those for which its main thread waited for a processor, as on a crowded node.
+    """
     try:
         text = Path(f"/proc/{process}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:
         return "", 0.0
     state, *fields = text.rpartition(")")[2].split()
-    return state, (int(fields[10]) + int(fields[11])) / _TICKS
+    waited = 0
+    with contextlib.suppress(OSError, LookupError):  # the file is empty or absent in some kernels
+        waited = int(Path(f"/proc/{process}/schedstat").read_text(encoding="ascii").split()[1])
+    return state, (int(fields[10]) + int(fields[11])) / _TICKS + waited / 1e9
 
 
 def _shared_folder(world: World, name: str) -> Path | None:

@@ -115,3 +115,12 @@ def test_a_disk_is_waited_for_longer_except_where_all_ranks_open_a_file(
     assert dog._patience() == 2.0 * watchdog._DISK_PATIENCE
     own.everyone.calls.enter(Call("open_file", file="a.h5"))
     assert dog._patience() == 2.0
+
+
+def test_a_process_that_waits_for_a_processor_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = {
+        "/proc/7/stat": f"7 (python) R {' '.join(['0'] * 10)} 0 0",
+        "/proc/7/schedstat": "50 1500000000 3",
+    }
+    monkeypatch.setattr(Path, "read_text", lambda path, **_: texts[str(path)])
+    assert watchdog._state_of(7) == ("R", 1.5)
