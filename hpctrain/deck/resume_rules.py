@@ -56,7 +56,7 @@ RESUME_RULES: Mapping[str, ResumeRule] = {
     **_rules("refused", "model", "query_key_norm vocabulary adapters", PARAMETERS),
     **_rules("refused", "model.adapters", "rank targets", PARAMETERS),
     **_rules("refused", "model.adapters", "alpha", FUNCTION),
-    **_rules("free", "model", "frozen", "newly trained parameters get fresh optimizer state"),
+    **_rules("free", "model", "frozen", "newly trained parameters get new optimizer state, which is said"),
     **_rules("refused", "model", "experts expert_mlp shared_experts expert_every dense_first", PARAMETERS),
     **_rules("refused", "model", "experts_per_token router router_normalize router_scale", FUNCTION),
     **_rules("refused", "model", "router_groups router_groups_per_token capacity", FUNCTION),

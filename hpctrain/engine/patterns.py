@@ -101,10 +101,11 @@ def pattern_problems(deck: Deck, architecture: Architecture) -> Iterator[Problem
 def _frozen(model: Part, patterns: Sequence[str]) -> list[str]:
     leaves = (leaf for unit in model.units() for leaf in unit)
     alike = (list(each) for leaf in leaves for _, each in groupby(sorted(leaf, key=Tensor.dim), Tensor.dim))
+    example = parameter_list(model)[0].shard.name
     return Named.of(patterns, alike).problems(
-        "freezes {}, but not {}, with which it is one",
-        "no parameter is called {}",
-        whole="leaves nothing to train",
+        "freezes {}, but not {}, with which it is one (name both or neither)",
+        f"no parameter is called {{}} (a name is {example}, for example)",
+        whole="leaves nothing to train (leave out a pattern)",
     )
 
 

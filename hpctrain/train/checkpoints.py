@@ -30,6 +30,7 @@ from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine
 from hpctrain.engine.deck_kernels import computed_by
+from hpctrain.engine.frozen_change import frozen_change
 from hpctrain.engine.resume_check import replaced_optimizer_state
 from hpctrain.errors import InputOutputError
 from hpctrain.sharding.bucket import await_readers
@@ -219,8 +220,13 @@ class Checkpoints(Hook):
             load(structure, self.world.everyone, found, left=left | adapted)
             remedy = "go on from an earlier checkpoint by `hpctrain resume CHECKPOINT`, or begin again"
             require_finite(self.world.everyone, path, found, remedy)
-        for kind in sorted(set().union(*self.world.everyone.all_gather_object(sorted(left)))):
+        # State of frozen parameters is not used; a sentence about them follows.
+        _, unsuitable = resumed_entries(
+            (tensor for tensor in wanted if tensor.resumed != "never"), structure.datasets
+        )
+        for kind in sorted(set().union(*self.world.everyone.all_gather_object(sorted(unsuitable)))):
             self.heeded.append(f"{path}: not all of its {kind} suits this run: the rest begins anew")
+        self.heeded += frozen_change(self.deck, before, path, engine.architecture)
         if sentence := left_bias(self.deck, before, path):
             self.heeded.append(sentence)
         self.newest = path
