@@ -1,4 +1,4 @@
-"""Assertions of the program have no effect, so that `python -O`, which removes them, computes the same."""
+"""Test that assertions in hpctrain have no side effects, since `python -O` removes them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PURE_METHODS = {
     *("any", "dim", "is_contiguous", "numel", "storage_offset", "stride"),  # of tensors and arrays
     *("endswith", "join", "keys", "split", "startswith", "values"),  # of text and mappings
 }
-"""What the condition of an assertion may call: only what changes nothing and reads no file."""
+"""Methods that an assertion may call. Like PURE_FUNCTIONS, they change nothing and read no file."""
 
 DECK = """\
 [run]
@@ -59,7 +59,7 @@ import_model(world, Path("exported"), Path("imported.h5"))
 
 
 def lazy_properties(trees: dict[Path, ast.Module]) -> set[str]:
-    """Names of cached properties, which compute, and keep, their value when they are first read."""
+    """Return the names of cached properties, which compute their value when they are first read."""
     return {
         node.name
         for tree in trees.values()
@@ -69,9 +69,10 @@ def lazy_properties(trees: dict[Path, ast.Module]) -> set[str]:
     }
 
 
-def effects(condition: ast.expr, lazy: set[str]) -> Iterator[str]:
-    """Parts of the condition of an assertion that may have an effect: calls, assignments, and cached
-    properties that are evaluated for nothing but their truth.
+def side_effects(condition: ast.expr, lazy: set[str]) -> Iterator[str]:
+    """Yield the parts of an assertion's condition that may have side effects.
+
+    These are calls, assignments, and cached properties of which only the truth value is used.
     """
     for node in ast.walk(condition):
         if isinstance(node, ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom):
@@ -92,21 +93,21 @@ def operands(node: ast.AST) -> list[ast.expr]:
     return [node.operand] if isinstance(node, ast.UnaryOp) else []
 
 
-def with_effects(trees: dict[Path, ast.Module], lazy: set[str]) -> list[str]:
+def assertions_with_side_effects(trees: dict[Path, ast.Module], lazy: set[str]) -> list[str]:
     return [
         f"{path}:{node.lineno}: {effect}"
         for path, tree in trees.items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Assert)
-        for effect in effects(node.test, lazy)
+        for effect in side_effects(node.test, lazy)
     ]
 
 
-def test_assertions_of_the_program_have_no_effect() -> None:
+def test_assertions_have_no_side_effects() -> None:
     files = sorted((ROOT / "hpctrain").rglob("*.py"))
     trees = {path.relative_to(ROOT): ast.parse(path.read_text()) for path in files}
     assert len(trees) > 500
-    found = with_effects(trees, lazy_properties(trees))
+    found = assertions_with_side_effects(trees, lazy_properties(trees))
     assert not found, "calls in assertions, which `python -O` leaves out:\n" + "\n".join(found)
 
 
@@ -121,21 +122,19 @@ def test_assertions_of_the_program_have_no_effect() -> None:
         "handlers[0]()",
     ],
 )
-def test_an_effect_in_an_assertion_is_found(condition: str) -> None:
-    assert with_effects({Path("a.py"): ast.parse(f"assert {condition}")}, {"forms"})
+def test_side_effect_is_detected(condition: str) -> None:
+    assert assertions_with_side_effects({Path("a.py"): ast.parse(f"assert {condition}")}, {"forms"})
 
 
 @pytest.mark.parametrize("condition", ["x is not None", "isinstance(x, int) and len(x) == y.numel()"])
-def test_conditions_without_effects_pass(condition: str) -> None:
-    assert not with_effects({Path("a.py"): ast.parse(f"assert {condition}")}, {"forms"})
+def test_pure_conditions_pass(condition: str) -> None:
+    assert not assertions_with_side_effects({Path("a.py"): ast.parse(f"assert {condition}")}, {"forms"})
 
 
-def test_a_run_without_assertions(
+def test_run_without_assertions(
     tmp_path: Path, launch: Callable[..., CompletedProcess[str]], world: World
 ) -> None:
-    """Training, a checkpoint, its resumption, export and import in an optimized process, whose files are
-    sound.
-    """
+    """Train, resume, export and import with `python -O`, and verify the files."""
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
     (tmp_path / "deck.toml").write_text(DECK)
     (tmp_path / "program.py").write_text(PROGRAM)

@@ -1,4 +1,4 @@
-"""The code of the documents: their decks are decks, their commands are commands, and API.md runs."""
+"""Tests of the code in the documents: deck_blocks are valid, commands exist, and the code of API.md runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BASE: dict[str, dict[str, Any]] = {
     "data": {"tokens": "corpus.h5"},
     "batch": {"global_size": 64, "sequence": 1024},
 }
-"""What a deck needs that the documents show a part of."""
+"""Keys that complete the decks of which documents show only a part."""
 
 MODULE = {"module": "my_model.py:build"}
 OPTIONS_WITHOUT_KEY = ("KEY", "RUN", "DECK")
@@ -39,26 +39,26 @@ def blocks(path: Path, *languages: str) -> list[str]:
     return [body for language, body in found if language in languages]
 
 
-def decks() -> Iterator[Any]:
+def deck_blocks() -> Iterator[Any]:
     for path in DOCUMENTS:
         for number, body in enumerate(blocks(path, "toml")):
             yield pytest.param(body, id=f"{path.relative_to(ROOT)}-{number}")
 
 
-@pytest.mark.parametrize("body", list(decks()))
-def test_a_deck_of_a_document_is_one(body: str) -> None:
-    shown = parse_toml(body)[0]
+@pytest.mark.parametrize("body", list(deck_blocks()))
+def test_decks_are_valid(body: str) -> None:
+    example = parse_toml(body)[0]
     tables: dict[str, Any] = {section: dict(table) for section, table in BASE.items()}
-    model = shown.get("model", {})
+    model = example.get("model", {})
     if "preset" in model:
         tables["model"] = {}
     if {"module", "plan", "miniature"} & model.keys():
         tables["model"] = dict(MODULE) | {"vocabulary": 512}
     if "plan" in model:
         tables["layout"] = {"tensor": 2}
-    if "policy" in shown and "objective" not in shown:
+    if "policy" in example and "objective" not in example:
         tables |= {"objective": {"kind": "ppo"}, "policy": {"reward": ["judge.h5"]}}
-    for section, table in shown.items():
+    for section, table in example.items():
         tables[section] = {**tables.get(section, {}), **table} if isinstance(table, dict) else table
     parse_deck(toml_of(tables))
 
@@ -83,7 +83,7 @@ def commands(path: Path) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_command_of_a_document_has_these_options(path: Path) -> None:
+def test_commands_and_options_exist(path: Path) -> None:
     context = click.Context(hpctrain_command)
     for words in commands(path):
         verb, rest = words[0], words[1:]
@@ -105,18 +105,18 @@ def test_a_command_of_a_document_has_these_options(path: Path) -> None:
 TABLES = ("model.arguments", "model.plan", "data.arguments", "model.miniature", "evaluation")
 
 
-def pythons() -> Iterator[Any]:
+def python_blocks() -> Iterator[Any]:
     for path in DOCUMENTS:
         for number, body in enumerate(blocks(path, "python")):
             yield pytest.param(body, id=f"{path.relative_to(ROOT)}-{number}")
 
 
-@pytest.mark.parametrize("body", list(pythons()))
-def test_python_of_a_document_compiles_and_gives_a_run_what_it_takes(body: str) -> None:
-    taken = {*Given.__annotations__, "world", "fresh", "again"}
+@pytest.mark.parametrize("body", list(python_blocks()))
+def test_python_compiles_and_passes_existing_arguments(body: str) -> None:
+    allowed_arguments = {*Given.__annotations__, "world", "fresh", "again"}
     for node in ast.walk(ast.parse(body)):
         if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "run":
-            assert {str(each.arg) for each in node.keywords} <= taken
+            assert {str(each.arg) for each in node.keywords} <= allowed_arguments
 
 
 SMALL_QUICKSTART = """
@@ -142,16 +142,16 @@ peak_flops = 1e10
 """
 
 
-def test_the_python_of_the_interface_runs(
-    tmp_path: Path, launch: Callable[..., CompletedProcess[str]]
-) -> None:
-    """All blocks in their order, on a small model in place of the quickstart's."""
+def test_python_of_the_api_runs(tmp_path: Path, launch: Callable[..., CompletedProcess[str]]) -> None:
+    """All blocks run in order, with a small model in place of the quickstart's."""
     (tmp_path / "inputs").mkdir()
     (tmp_path / "inputs/quickstart.toml").write_text(SMALL_QUICKSTART)
     (tmp_path / "text.txt").write_text("def f(x): return x\n" * 300)
     assert launch(0, "-m", "hpctrain", "prepare", "tokens.h5", "text.txt").returncode == 0
-    shown = "\n".join(blocks(ROOT / "hpctrain/API.md", "python"))
-    (tmp_path / "shown.py").write_text(f'import hpctrain\nhpctrain.run("inputs/quickstart.toml")\n{shown}')
-    done = launch(1, "shown.py")
+    example = "\n".join(blocks(ROOT / "hpctrain/API.md", "python"))
+    (tmp_path / "example.py").write_text(
+        f'import hpctrain\nhpctrain.run("inputs/quickstart.toml")\n{example}'
+    )
+    done = launch(1, "example.py")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "mine.toml").exists() and (tmp_path / "runs/seed-2/checkpoints/latest").exists()

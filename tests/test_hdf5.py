@@ -1,4 +1,4 @@
-"""HDF5 files that somebody else wrote: nothing but local datasets and plain attributes is read."""
+"""Tests that only contiguous datasets and simple attributes of untrusted HDF5 files are read."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ VALUES = np.arange(5, dtype="<u4")
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A file with the dataset /values and a few attributes."""
+    """File with the dataset /values and two attributes."""
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["values"] = VALUES
         file.attrs["format"], file.attrs["number"] = np.bytes_("test"), 7
     return tmp_path / "a.h5"
 
 
-def replace_by(change: Change) -> Change:
-    """Return a change that deletes /values first."""
+def replace_values(change: Change) -> Change:
+    """Return a function that deletes /values and then applies a change."""
 
     def apply(file: h5py.File) -> None:
         del file["values"]
@@ -37,21 +37,21 @@ def replace_by(change: Change) -> Change:
 
 
 def map_itself(file: h5py.File) -> None:
-    """Make a virtual dataset of itself: HDF5 ends the process when it is read."""
+    """Create a virtual dataset that maps itself. HDF5 ends the process if it is read."""
     layout = h5py.VirtualLayout(VALUES.shape, VALUES.dtype)
     layout[:] = h5py.VirtualSource(".", "values", VALUES.shape)
     file.create_virtual_dataset("values", layout)
 
 
-def test_what_a_file_holds_is_read(path: Path) -> None:
+def test_contents_of_a_file(path: Path) -> None:
     with open_checked(path) as file:
-        found = file.dataset("/values")
-        assert (found.shape, found.dtype, found.elements) == ((5,), VALUES.dtype, 5)
-        assert found.read(100).tolist() == VALUES.tolist()
-        assert path.read_bytes()[found.offset : found.offset + 20] == VALUES.tobytes()
+        dataset = file.dataset("/values")
+        assert (dataset.shape, dataset.dtype, dataset.elements) == ((5,), VALUES.dtype, 5)
+        assert dataset.read(100).tolist() == VALUES.tolist()
+        assert path.read_bytes()[dataset.offset : dataset.offset + 20] == VALUES.tobytes()
         assert (file.integer("number"), file.text("format"), file.datasets) == (7, "test", {"/values"})
         with pytest.raises(ValueError, match="/values has type uint32"):
-            found.read(19)
+            dataset.read(19)
     assert format_of(path) == "test"
 
 
@@ -63,13 +63,13 @@ def test_what_a_file_holds_is_read(path: Path) -> None:
             lambda file: file.__setitem__("other", h5py.ExternalLink("b.h5", "/x")),
             "/other is an external link",
         ),
-        (replace_by(map_itself), "/values is not one contiguous range"),
+        (replace_values(map_itself), "/values is not one contiguous range"),
         (
-            replace_by(lambda file: file.create_dataset("values", data=VALUES, chunks=(2,))),
+            replace_values(lambda file: file.create_dataset("values", data=VALUES, chunks=(2,))),
             "/values is not one contiguous range",
         ),
         (
-            replace_by(
+            replace_values(
                 lambda file: file.create_dataset(
                     "values", (5,), "u1", external=[("/etc/passwd", 0, h5py.h5f.UNLIMITED)]
                 )
@@ -77,12 +77,15 @@ def test_what_a_file_holds_is_read(path: Path) -> None:
             "/values is not one contiguous range",
         ),
         (
-            replace_by(lambda file: file.create_dataset("values", data=h5py.Empty("u4"))),
+            replace_values(lambda file: file.create_dataset("values", data=h5py.Empty("u4"))),
             "/values is not one contiguous range|/values is empty",
         ),
-        (replace_by(lambda file: file.create_group("values")), "it has no dataset /values"),
-        (replace_by(lambda file: file.__setitem__("values", np.dtype("u4"))), "it has no dataset /values"),
-        (replace_by(lambda _: None), "it has no dataset /values"),
+        (replace_values(lambda file: file.create_group("values")), "it has no dataset /values"),
+        (
+            replace_values(lambda file: file.__setitem__("values", np.dtype("u4"))),
+            "it has no dataset /values",
+        ),
+        (replace_values(lambda _: None), "it has no dataset /values"),
     ],
 )
 def test_other_datasets_are_refused(path: Path, change: Change, message: str) -> None:
@@ -107,7 +110,7 @@ def test_attributes_of_other_types_are_refused(path: Path, value: object) -> Non
         checked.text("other")
 
 
-def test_what_is_no_file_of_ours_has_no_format(path: Path, tmp_path: Path) -> None:
+def test_other_files_have_no_format(path: Path, tmp_path: Path) -> None:
     with h5py.File(path, "r+") as file:
         file.attrs["format"] = "any length"
     (tmp_path / "cut.h5").write_bytes(SIGNATURE + b"cut")
@@ -116,7 +119,7 @@ def test_what_is_no_file_of_ours_has_no_format(path: Path, tmp_path: Path) -> No
     ] * 4
 
 
-def test_what_is_written_in_memory_is_in_the_file(tmp_path: Path) -> None:
+def test_pages_in_memory_are_written_to_the_file(tmp_path: Path) -> None:
     path = tmp_path / "new.h5"
     with open_for_writing(path, "w") as file:
         file["values"] = np.arange(100_000)
@@ -131,7 +134,7 @@ def test_what_is_written_in_memory_is_in_the_file(tmp_path: Path) -> None:
         assert file.attrs["complete"] == 1
 
 
-def test_a_write_that_fails_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 

@@ -1,4 +1,4 @@
-"""Weights that are not finite are found, whatever holds them, and named alike on every layout."""
+"""Tests of the check for NaN and infinite weights, on layouts with several ranks too."""
 
 from __future__ import annotations
 
@@ -38,42 +38,42 @@ NAME = "model.layers.1.mlp.up_proj.weight"
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_first_element_is_told(value: float, kind: torch.dtype) -> None:
+def test_first_nonfinite_element(value: float, kind: torch.dtype) -> None:
     values = torch.zeros(3, 4, dtype=kind)
     assert nonfinite_element(values) is None
     values[2, 0], values[1, 3] = math.nan, value
-    found = nonfinite_element(values)
-    assert found is not None and found[0] == (1, 3)
-    assert found[1] == value or math.isnan(value)
+    result = nonfinite_element(values)
+    assert result is not None and result[0] == (1, 3)
+    assert result[1] == value or math.isnan(value)
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
-def test_ranks_agree_in_the_first_weight(world: World) -> None:
-    """Each rank has some of the columns; padding and other state count for nothing."""
+def test_ranks_agree_on_the_first_nonfinite_weight(world: World) -> None:
+    """Each rank has some of the columns. Padding and other state are not checked."""
 
     def entry(dataset: str, bad: dict[tuple[int, int], float]) -> Entry:
-        whole = torch.zeros(4, 7)
+        global_values = torch.zeros(4, 7)
         for index, value in bad.items():
-            whole[index] = value
+            global_values[index] = value
         shard = Shard("w", (4, 7), (0, 4 * world.rank), (4, 4))
-        own = torch.full((4, 4), math.nan)
-        own[:, : shard.extent[1]] = whole[shard.slices]
-        return Entry(dataset, shard, own.flatten()[2:], offset=2)
+        local_values = torch.full((4, 4), math.nan)
+        local_values[:, : shard.extent[1]] = global_values[shard.slices]
+        return Entry(dataset, shard, local_values.flatten()[2:], offset=2)
 
     entries = [
         entry("/optimizer/exp_avg/a", {(0, 4): math.inf}),
         entry("/model/c", {(1, 0): math.inf}),
         entry("/model/b", {(2, 5): -math.inf, (3, 2): math.nan, (2, 4): math.inf}),
     ]
-    found = nonfinite_weight(world.everyone, entries)
-    assert found == NonFiniteWeight("/model/b", (2, 4), math.inf)
-    assert str(found) == "/model/b is inf at [2, 4]"
+    result = nonfinite_weight(world.everyone, entries)
+    assert result == NonFiniteWeight("/model/b", (2, 4), math.inf)
+    assert str(result) == "/model/b is inf at [2, 4]"
     assert nonfinite_weight(world.everyone, entries[:1]) is None
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model as Hugging Face has it, of which one weight is NaN."""
+    """Model in a Hugging Face folder with one weight that is NaN."""
     folder = tmp_path_factory.mktemp("finite")
     llama_reference()[0].save_pretrained(folder)
     weights = load_file(folder / "model.safetensors")
@@ -82,7 +82,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_an_import_refuses_a_weight_that_is_no_number(world: World, model: Path, tmp_path: Path) -> None:
+def test_import_refuses_a_nonfinite_weight(world: World, model: Path, tmp_path: Path) -> None:
     with pytest.raises(InputOutputError) as caught:
         import_model(world.alone(), model, tmp_path / "model.h5")
     assert caught.value.exit_code == EXIT_INPUT_OUTPUT
@@ -94,8 +94,8 @@ def test_an_import_refuses_a_weight_that_is_no_number(world: World, model: Path,
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
-def test_a_run_does_not_start_from_a_weight_that_is_no_number(world: World, mpi_tmp_path: Path) -> None:
-    """Whichever rank reads it, all tell it."""
+def test_run_refuses_to_start_from_a_nonfinite_weight(world: World, mpi_tmp_path: Path) -> None:
+    """All ranks raise the error, whichever of them reads the weight."""
     folder = mpi_tmp_path
     if world.rank == 0:
         llama_reference()[0].save_pretrained(folder / "model")

@@ -1,4 +1,4 @@
-"""What verbs refuse to change of a finished run, and what a resumed run says of its learning rate."""
+"""Tests of `resume` and other verbs on a finished run whose deck is changed on the command line."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ peak_flops = 1e10
 """
 CHECKPOINTS = Path("runs/small/checkpoints")
 TRAINED = f"{CHECKPOINTS}/step-00000004.h5 was trained with"
-TWO = ("--set", "model.layers=3", "--set", "model.rope_base=500")
+TWO_CHANGES = ("--set", "model.layers=3", "--set", "model.rope_base=500")
 
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for a token file, a deck and its finished run."""
+    """Folder with a text, a deck and, after the first use of `hpctrain`, a finished run."""
     folder = tmp_path_factory.mktemp("work")
     (folder / "text.txt").write_text("hello world, " * 300)
     (folder / "deck.toml").write_text(DECK)
@@ -48,7 +48,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def hpctrain(work: Path, launch: Hpctrain) -> Hpctrain:
-    """`hpctrain(*arguments)` in that folder, after the run."""
+    """Function that runs `hpctrain` with its arguments in `work`, after the run has finished."""
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         return launch(0, "-m", "hpctrain", *arguments, cwd=work)
@@ -59,8 +59,8 @@ def hpctrain(work: Path, launch: Hpctrain) -> Hpctrain:
     return run
 
 
-def test_a_resumed_run_keeps_its_model(work: Path, hpctrain: Hpctrain) -> None:
-    done = hpctrain("resume", "runs/small", *TWO, "--set", "run.steps=6")
+def test_resume_refuses_another_model(work: Path, hpctrain: Hpctrain) -> None:
+    done = hpctrain("resume", "runs/small", *TWO_CHANGES, "--set", "run.steps=6")
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
         f"hpctrain: error: --set model.layers=3: {TRAINED} 2, and another value changes its parameters "
@@ -75,7 +75,7 @@ def test_a_resumed_run_keeps_its_model(work: Path, hpctrain: Hpctrain) -> None:
     ]
 
 
-def test_an_edited_deck_is_refused_as_well(work: Path, hpctrain: Hpctrain) -> None:
+def test_edited_deck_is_refused(work: Path, hpctrain: Hpctrain) -> None:
     (work / "edited.toml").write_text(DECK.replace("heads = 2", "heads = 4"))
     done = hpctrain("run", "edited.toml", "--resume", "--set", "run.title=small", "--set", "run.steps=6")
     assert done.returncode == 2
@@ -87,19 +87,19 @@ def test_an_edited_deck_is_refused_as_well(work: Path, hpctrain: Hpctrain) -> No
     "command",
     [("evaluate", "runs/small", "--tokens", "tokens.h5"), ("replay", f"{CHECKPOINTS}/step-00000002.h5")],
 )
-def test_verbs_that_look_at_a_model_take_it_as_it_is(command: tuple[str, ...], hpctrain: Hpctrain) -> None:
-    done = hpctrain(*command, *TWO)
+def test_verbs_that_read_a_model_refuse_to_change_it(command: tuple[str, ...], hpctrain: Hpctrain) -> None:
+    done = hpctrain(*command, *TWO_CHANGES)
     assert done.returncode == 2, done.stdout
     assert len(done.stderr.splitlines()) == 2
     assert "--set model.rope_base=500: " in done.stderr and "was trained with 10000.0" in done.stderr
 
 
-def test_an_extended_run_says_that_its_rate_rises(work: Path, hpctrain: Hpctrain) -> None:
+def test_extended_run_warns_that_the_learning_rate_rises(work: Path, hpctrain: Hpctrain) -> None:
     done = hpctrain("resume", "runs/small", "--set", "run.steps=8", "--set", "run.dir=runs/longer")
     assert done.returncode == 0, done.stderr
-    said = " ".join((work / "runs/longer/log.txt").read_text().split())
+    log = " ".join((work / "runs/longer/log.txt").read_text().split())
     rises = (
         "--set run.steps=8: the learning rate rises from 6.95e-05 in step 4 to 1.65e-04 in step 5 "
         "(--set learning_rate.decay_steps=4 keeps the schedule of the checkpoint)"
     )
-    assert rises in said and said.index(rises) < said.index("goes on from")
+    assert rises in log and log.index(rises) < log.index("goes on from")

@@ -1,8 +1,8 @@
-"""Checkpoints whose decks name code, opened by every verb: the code runs only where the user wants it to.
+"""Tests of verbs that open a checkpoint whose deck names code. The code runs only if the user allows it.
 
-The checkpoint is somebody else's here: after its run the file that its deck names writes a marker when it is
-loaded, and copies of it name functions of Python's own. Of engine/evaluated.py and
-train/compared_run.py, too.
+The checkpoint plays the part of one that somebody else made. After its run, the file that its deck names is
+replaced by one that creates a marker file when it is imported. Copies of the checkpoint name functions of the
+standard library. This also tests engine/evaluated.py and train/compared_run.py.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def build(width=8):
 def initial(module):
     module[0].weight.mul_(0.5)
 """
-EVIL = 'from pathlib import Path\nPath(__file__).with_name("marker").touch()\n'
+CREATE_MARKER = 'from pathlib import Path\nPath(__file__).with_name("marker").touch()\n'
 DECK = """
 [run]
 title = "theirs"
@@ -67,11 +67,11 @@ CHECKPOINT = "runs/theirs/checkpoints/step-00000002.h5"
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, warm: Server) -> Path:
-    """A folder with a run of three steps, its code, deck and tokens, and another run like it."""
-    home = tmp_path_factory.mktemp("theirs")
-    (home / "text.txt").write_text("".join(chr(32 + 7 * n * n % 61) for n in range(2000)))
-    (home / "mine.py").write_text(CODE)
-    (home / "deck.toml").write_text(DECK)
+    """Folder with the code, the deck, the tokens and two equal runs of three steps."""
+    folder = tmp_path_factory.mktemp("theirs")
+    (folder / "text.txt").write_text("".join(chr(32 + 7 * n * n % 61) for n in range(2000)))
+    (folder / "mine.py").write_text(CODE)
+    (folder / "deck.toml").write_text(DECK)
     environment = clean_environment()
     for words in (
         ("prepare", "tokens.h5", "text.txt"),
@@ -79,28 +79,28 @@ def finished(tmp_path_factory: pytest.TempPathFactory, warm: Server) -> Path:
         ("run", "deck.toml", "--set", "run.dir=runs/like"),
     ):
         command = [*warm.command(environment), "-m", "hpctrain", *words]
-        subprocess.run(command, cwd=home, env=environment, check=True, capture_output=True)
-    return home
+        subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True)
+    return folder
 
 
 @pytest.fixture
 def folder(finished: Path, tmp_path: Path) -> Iterator[Path]:
-    """The run, whose code writes a marker by now. Paths in its deck are those of the folder where it ran."""
+    """Copy of the runs, whose code creates a marker file. Their decks name files in `finished`."""
     shutil.copytree(finished / "runs", tmp_path / "runs")
     shutil.copy(finished / "tokens.h5", tmp_path)
-    (finished / "mine.py").write_text(EVIL + CODE)
+    (finished / "mine.py").write_text(CREATE_MARKER + CODE)
     yield tmp_path
     (finished / "marker").unlink(missing_ok=True)
 
 
 @pytest.fixture
 def marker(finished: Path) -> Path:
-    """What the code of the run writes when it is loaded."""
+    """File that the code of the run creates when it is imported."""
     return finished / "marker"
 
 
-def with_deck(source: Path, target: Path, *changes: tuple[str, str], **state: object) -> Path:
-    """A copy of a checkpoint with other words in its deck and other values in its state."""
+def copy_with_changes(source: Path, target: Path, *changes: tuple[str, str], **state: object) -> Path:
+    """Copy a checkpoint, replace texts in its deck, and change values in its state."""
     shutil.copy(source, target)
     with h5py.File(target, "r+") as file:
         texts = {name: file[name][()].decode() for name in ("deck", "state")}
@@ -116,18 +116,18 @@ def with_deck(source: Path, target: Path, *changes: tuple[str, str], **state: ob
     return target
 
 
-def refused(done: CompletedProcess[str], home: Path) -> None:
-    """It ended with the sentence that names keys, values and what would be right."""
+def assert_refused(done: CompletedProcess[str], folder: Path) -> None:
+    """Check that a command failed with the message that names the keys, the values and the options."""
     assert done.returncode == 2, (done.returncode, done.stdout, done.stderr)
-    said = " ".join(done.stderr.split())
-    assert "its deck names code that runs only if you allow it: " in said
+    output = " ".join(done.stderr.split())
+    assert "its deck names code that runs only if you allow it: " in output
     for word in (
-        f'model.initial = "{home}/mine.py:initial"',
-        f'model.module = "{home}/mine.py:build"',
+        f'model.initial = "{folder}/mine.py:initial"',
+        f'model.module = "{folder}/mine.py:build"',
         *("--set", "--trust-deck DECK", "--trust-code"),
     ):
-        assert word in said, said
-    assert "Traceback" not in said
+        assert word in output, output
+    assert "Traceback" not in output
 
 
 VERBS = {
@@ -144,31 +144,29 @@ def test_stored_code_runs_only_if_it_is_trusted(
 ) -> None:
     words = VERBS[verb]
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
-    refused(launch(0, "-m", "hpctrain", *words), finished)
+    assert_refused(launch(0, "-m", "hpctrain", *words), finished)
     assert not marker.exists()
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
     done = launch(0, "-m", "hpctrain", *words, "--trust-code")
     assert done.returncode == 0 and marker.exists(), (done.stdout, done.stderr)
-    said = " ".join((done.stdout + done.stderr).split())
-    assert said.count("--trust-code: ") == 1 + (verb == "compare")
-    assert f'may run model.initial = "{finished}/mine.py:initial", model.module = ' in said
+    output = " ".join((done.stdout + done.stderr).split())
+    assert output.count("--trust-code: ") == 1 + (verb == "compare")
+    assert f'may run model.initial = "{finished}/mine.py:initial", model.module = ' in output
 
 
-def test_code_that_a_deck_of_the_users_own_names_runs(
-    folder: Path, finished: Path, marker: Path, launch: Launch
-) -> None:
-    """By --trust-deck, by --set with the same values, and by `run DECK --resume`, as in batch scripts."""
+def test_code_in_the_users_deck_runs(folder: Path, finished: Path, marker: Path, launch: Launch) -> None:
+    """It is named by --trust-deck, by --set, or by the deck of `run DECK --resume`."""
     evaluate = "-m", "hpctrain", *VERBS["evaluate"]
-    own = folder / "own.toml"
-    own.write_text(f'[model]\nmodule = "{finished}/mine.py:build"\n')
-    done = launch(0, *evaluate, "--trust-deck", own)
+    user_deck = folder / "user_deck.toml"
+    user_deck.write_text(f'[model]\nmodule = "{finished}/mine.py:build"\n')
+    done = launch(0, *evaluate, "--trust-deck", user_deck)
     assert done.returncode == 2 and "model.initial" in done.stderr and "model.module" not in done.stderr
     keys = [
         f"model.{key}={finished}/mine.py:{name}"
         for key, name in (("module", "build"), ("initial", "initial"))
     ]
     assert not marker.exists()
-    done = launch(0, *evaluate, "--trust-deck", own, "--set", keys[1])
+    done = launch(0, *evaluate, "--trust-deck", user_deck, "--set", keys[1])
     assert done.returncode == 0 and marker.exists(), done.stderr
     assert launch(0, *evaluate, *(word for key in keys for word in ("--set", key))).returncode == 0
     done = launch(0, "-m", "hpctrain", "run", finished / "deck.toml", "--resume", "--set", "run.steps=4")
@@ -177,8 +175,8 @@ def test_code_that_a_deck_of_the_users_own_names_runs(
     assert done.returncode == 3 and "no.toml: cannot be read" in done.stderr
 
 
-def test_functions_of_python_itself_run_for_nobody(folder: Path, finished: Path, launch: Launch) -> None:
-    bad = with_deck(
+def test_standard_library_functions_never_run(folder: Path, finished: Path, launch: Launch) -> None:
+    bad = copy_with_changes(
         folder / CHECKPOINT,
         folder / "bad.h5",
         (f"{finished}/mine.py:build", "subprocess:run"),
@@ -203,7 +201,7 @@ def test_functions_of_python_itself_run_for_nobody(folder: Path, finished: Path,
     ],
     ids=" ".join,
 )
-def test_verbs_that_only_read_run_nothing(
+def test_verbs_that_only_read_run_no_code(
     words: tuple[str, ...], folder: Path, marker: Path, launch: Launch
 ) -> None:
     done = launch(0, "-m", "hpctrain", *words)
@@ -213,7 +211,7 @@ def test_verbs_that_only_read_run_nothing(
 
 FROM = """
 [run]
-title = "own"
+title = "user_deck"
 steps = 1
 [model]
 from = "CHECKPOINT"
@@ -232,14 +230,14 @@ peak = 1e-2
     [
         ("generate", CHECKPOINT, "--prompt", "a"),
         ("export", CHECKPOINT, "exported"),
-        *((verb, "own.toml") for verb in ("run", "plan", "check", "deck")),
+        *((verb, "user_deck.toml") for verb in ("run", "plan", "check", "deck")),
     ],
     ids=" ".join,
 )
-def test_verbs_that_know_no_modules_refuse_and_run_nothing(
+def test_verbs_without_modules_refuse_and_run_no_code(
     words: tuple[str, ...], folder: Path, marker: Path, launch: Launch
 ) -> None:
-    (folder / "own.toml").write_text(FROM.replace("CHECKPOINT", CHECKPOINT))
+    (folder / "user_deck.toml").write_text(FROM.replace("CHECKPOINT", CHECKPOINT))
     done = launch(0, "-m", "hpctrain", *words)
     assert done.returncode == 2 and "Traceback" not in done.stderr, (done.stdout, done.stderr)
     assert not marker.exists()

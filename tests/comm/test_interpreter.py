@@ -1,4 +1,4 @@
-"""Commands that start Python again, in a folder whose files have the names of Python's modules and ours."""
+"""Tests of commands that start another Python interpreter in a folder whose files hide standard modules."""
 
 from __future__ import annotations
 
@@ -27,24 +27,26 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("command", "said"),
+    ("command", "output"),
     [
         (code_command("import json, random; print(json.loads(sys.argv[1]))", ["[1]"]), "[1]\n"),
         (module_command(arguments=["--version"]), "hpctrain "),
     ],
 )
-def test_modules_of_the_current_folder_are_not_taken(command: list[str], said: str, folder: Path) -> None:
+def test_modules_of_the_current_folder_are_not_imported(
+    command: list[str], output: str, folder: Path
+) -> None:
     environment = clean_environment()
     del environment["PYTHONPATH"]
     plain = [sys.executable, "-c", "import json"]
     wrong = subprocess.run(plain, cwd=folder, env=environment, capture_output=True, text=True)
     assert "of the current folder" in wrong.stderr
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.startswith(said), done.stderr
+    assert done.returncode == 0 and done.stdout.startswith(output), done.stderr
 
 
-def test_nothing_else_starts_python() -> None:
-    """Whoever uses sys.executable to start something goes by these commands, or isolates it."""
+def test_no_other_module_starts_python() -> None:
+    """All other uses of sys.executable must go through these commands, or pass `-I`."""
     names = set()
     for file in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):

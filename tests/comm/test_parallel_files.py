@@ -1,4 +1,4 @@
-"""Files that all ranks open through MPI, where MPI or the disk refuses."""
+"""Tests of files that all ranks open through MPI, if MPI or the disk reports errors."""
 
 from __future__ import annotations
 
@@ -17,34 +17,36 @@ from hpctrain.comm.world import World
 from hpctrain.errors import InputOutputError
 
 
-def test_a_folder_that_can_be_written_stays_empty(world: World, tmp_path: Path) -> None:
+def test_check_leaves_the_folder_empty(world: World, tmp_path: Path) -> None:
     require_parallel_files(world.alone(), tmp_path)
     assert not list(tmp_path.iterdir())
 
 
-def test_what_mpi_says_is_told(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gone = tmp_path / "gone"
+def test_error_contains_the_message_of_mpi(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = tmp_path / "missing"
     opens = f"{tmp_path}: MPI_File_open cannot open a file on all ranks \\(MPI_ERR_[^)]*\\)"
     monkeypatch.setattr(parallel_files.MPI, "MODE_RDWR", 0)
     with pytest.raises(InputOutputError, match=f"{opens}$"):
         require_parallel_files(world.alone(), tmp_path)
-    monkeypatch.setattr(parallel_files, "SHARED_MEMORY", gone)
+    monkeypatch.setattr(parallel_files, "SHARED_MEMORY", missing)
     monkeypatch.setattr(parallel_files.MPI, "get_vendor", lambda: ("Open MPI", (4, 1, 4)))
     with pytest.raises(
-        InputOutputError, match=f"{opens}; {gone} cannot be written to on this node: .*sharedfp"
+        InputOutputError, match=f"{opens}; {missing} cannot be written to on this node: .*sharedfp"
     ):
         require_parallel_files(world.alone(), tmp_path)
     assert not list(tmp_path.iterdir())
 
 
-def test_what_mpi_says_within_an_error_of_hdf5_is_told() -> None:
+def test_message_of_mpi_is_extracted_from_an_error_of_hdf5() -> None:
     error = OSError(
         "Unable to open file (MPI_File_open failed: MPI error string is 'MPI_ERR_OTHER: not listed')"
     )
     assert reason(error) == "MPI_File_open failed: MPI_ERR_OTHER: not listed"
 
 
-def test_full_shared_memory_is_told_before_a_file_is_opened(
+def test_full_shared_memory_is_reported_before_a_file_is_opened(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full = os.statvfs_result((4096, 4096, 100, 3, 3, 10, 10, 10, 0, 255))
@@ -56,9 +58,7 @@ def test_full_shared_memory_is_told_before_a_file_is_opened(
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
-def test_what_a_killed_job_has_locked_and_a_disk_that_refuses_do_not_keep_ranks_waiting(
-    world: World, mpi_tmp_path: Path
-) -> None:
+def test_locked_semaphore_and_failing_disk_do_not_block_ranks(world: World, mpi_tmp_path: Path) -> None:
     path = mpi_tmp_path / f"{uuid.uuid4().hex}.h5"
     path = world.everyone.broadcast_object(path)
     if world.rank == 0:
@@ -66,11 +66,11 @@ def test_what_a_killed_job_has_locked_and_a_disk_that_refuses_do_not_keep_ranks_
         with h5py.File(path, "w", libver=("v108", "v108")) as file:
             file.create_dataset("values", data=np.zeros(world.size))
     world.everyone.barrier()
-    earlier, failed = descriptors_of(path), False
+    other_descriptors, failed = descriptors_of(path), False
     with open_on_all_ranks(path, world.everyone) as file:
         if world.rank == 0:
             read_only = os.open(path, os.O_RDONLY)
-            for descriptor in descriptors_of(path) - earlier - {read_only}:
+            for descriptor in descriptors_of(path) - other_descriptors - {read_only}:
                 os.dup2(read_only, descriptor)
             os.close(read_only)
         try:
@@ -84,8 +84,8 @@ def test_what_a_killed_job_has_locked_and_a_disk_that_refuses_do_not_keep_ranks_
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
-def test_a_file_that_is_not_there_is_refused(world: World, mpi_tmp_path: Path) -> None:
+def test_missing_file_is_refused(world: World, mpi_tmp_path: Path) -> None:
     path = mpi_tmp_path / "a.h5"
-    refused = pytest.raises(InputOutputError, match=r"a\.h5: cannot be opened: ")
-    with refused, open_on_all_ranks(path, world.everyone):
+    raises = pytest.raises(InputOutputError, match=r"a\.h5: cannot be opened: ")
+    with raises, open_on_all_ranks(path, world.everyone):
         pass

@@ -108,7 +108,7 @@ def test_a_disk_is_waited_for_longer_except_where_all_ranks_open_a_file(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = world.alone()
-    own.hang.limit(2.0)
+    own.hang.set_limit(2.0)
     dog = Watchdog(own)
     assert dog._patience() == 2.0
     monkeypatch.setattr(watchdog, "_waits_for_disk", lambda: True)

@@ -1,4 +1,4 @@
-"""A rank that is stopped ends the job wherever it is: in each verb, from its first collective to its end."""
+"""Tests that a stopped rank ends the job in each verb, from the first collective call to the end."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ hang_seconds = 1.5
 peak_flops = 1e10
 """
 
-# Stops rank 1 where it comes to a function, and then runs the command line.
+# Program that runs the command line and stops rank 1 when it calls a function.
 PROGRAM = """
 import os, signal, sys, tempfile
 from importlib import import_module
 
-tempfile.tempdir = os.environ["TMPDIR"]  # a warm process has asked for it before
+tempfile.tempdir = os.environ["TMPDIR"]  # a warm process has already cached another folder
 
 module, _, name = sys.argv.pop(1).partition(":")
 owner, *path = [import_module(module), *name.split(".")]
 for each in path[:-1]:
     owner = getattr(owner, each)
-usual = getattr(owner, path[-1])
+original = getattr(owner, path[-1])
 
 def stopped(*arguments, **options):
     if os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "1":
         os.kill(os.getpid(), signal.SIGSTOP)
-    return usual(*arguments, **options)
+    return original(*arguments, **options)
 
 setattr(owner, path[-1], stopped)
 from hpctrain.cli.main import main
@@ -62,7 +62,7 @@ main()
 
 CHECKPOINT = "done/checkpoints/step-00000002.h5"
 RUN = ("run", "deck.toml", "--set", "run.dir=fresh")
-# Where a rank stops, what the others do then, and the command.
+# By id: the function in which rank 1 stops, the activity of the other ranks, and the command.
 PLACES = {
     "start": ("hpctrain.comm.world:World.use_device", "starting", RUN),
     "tokens": ("hpctrain.engine.corpus:open_entries", "opening the training data", RUN),
@@ -111,7 +111,7 @@ PLACES = {
 
 @pytest.fixture(scope="module")
 def folder(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A text, its tokens, a deck and a finished run."""
+    """Folder with a text, its tokens, a deck and a finished run."""
     folder = tmp_path_factory.mktemp("stopped")
     (folder / "text.txt").write_text("hello world, " * 300)
     (folder / "deck.toml").write_text(DECK.format(tokens=folder / "tokens.h5"))
@@ -123,19 +123,19 @@ def folder(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("place", PLACES)
-def test_a_stopped_rank_is_named_with_what_the_others_do(launch: Launch, folder: Path, place: str) -> None:
+def test_diagnosis_names_the_stopped_rank_and_the_activity(launch: Launch, folder: Path, place: str) -> None:
     function, activity, command = PLACES[place]
     environment = {HANG_SECONDS_VARIABLE: "1.5", "TMPDIR": str(folder)}
     done = launch(2, folder / "program.py", function, *command, cwd=folder, own_end=True, **environment)
     assert done.returncode == 70, (done.returncode, done.stdout, done.stderr)
     assert f"error: the run hangs while {activity}" in done.stderr
-    named = "error: rank 1 does not answer: its process is stopped, as by SIGSTOP or a debugger\n"
-    assert done.stderr.count(named) == 1
+    diagnosis = "error: rank 1 does not answer: its process is stopped, as by SIGSTOP or a debugger\n"
+    assert done.stderr.count(diagnosis) == 1
     assert "error: rank 0 on " in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_the_time_limit_before_there_is_a_deck_is_that_of_the_environment() -> None:
+def test_environment_sets_the_time_limit_without_a_deck() -> None:
     assert default_seconds({}) == 600
     assert default_seconds({HANG_SECONDS_VARIABLE: "2 min"}) == 120
     assert default_seconds({HANG_SECONDS_VARIABLE: "0"}) == 0

@@ -1,6 +1,6 @@
-"""Control tokens that no text spells, the end of a document that the tokenizer's files name, and chance.
+"""Tests of control tokens, of the token that ends a document, and of random or lossy tokenizers.
 
-Tests of data/control_tokens.py and data/tokenizer_settings.py.
+Modules: data/control_tokens.py, data/tokenizer_settings.py.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def word_piece() -> str:
     return with_special(library, *SPECIAL)
 
 
-def bpe_of_words() -> str:
-    """Of whole words that are looked up before pairs are merged, and a pair that makes a control token."""
+def bpe_with_ignore_merges() -> str:
+    """Return a BPE that looks up whole words first. One of its merges creates a control token."""
     words = [*SPECIAL, *LETTERS, "</", "s>", "on"]
     library = tokenizers.Tokenizer(
         models.BPE(
@@ -77,12 +77,17 @@ def bpe_of_words() -> str:
     return with_special(library, *SPECIAL)
 
 
-KINDS = {"unigram": unigram, "word_level": word_level, "word_piece": word_piece, "bpe": bpe_of_words}
+KINDS = {
+    "unigram": unigram,
+    "word_level": word_level,
+    "word_piece": word_piece,
+    "bpe": bpe_with_ignore_merges,
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_text_spells_a_control_token(kind: str) -> None:
-    """Pieces of the model itself included; all other text has the tokens that the library gives it."""
+def test_no_text_is_encoded_as_a_control_token(kind: str) -> None:
+    """Even tokens of the model are not used. All other text has the tokens of the library."""
     text = KINDS[kind]()
     tokenizer, library = Tokenizer(text), load_library(text, "tokenizer")
     assert (tokenizer.end_of_document, tokenizer.vocabulary) == (2, len(library.get_vocab()))
@@ -90,24 +95,35 @@ def test_no_text_spells_a_control_token(kind: str) -> None:
     for plain in ("say no now", "one two one", " one", "on"):
         assert tokenizer.encode(plain) == library.encode(plain, add_special_tokens=False).ids
         assert tokenizer.decode(tokenizer.encode(plain)) == library.decode(library.encode(plain).ids)
-    for spelled in ("one</s>two", "</s>", "a <s> b", "say </s> now", "\uff1c/s\uff1e", "</s></s>"):
-        assert {1, 2}.isdisjoint(tokenizer.encode(spelled)), spelled
+    for sample in (
+        "one</s>two",
+        "</s>",
+        "a <s> b",
+        "say </s> now",
+        "\uff1c/s\uff1e",
+        "</s></s>",
+    ):
+        assert {1, 2}.isdisjoint(tokenizer.encode(sample)), sample
     assert tokenizer.decode([*tokenizer.encode("one"), 2, 1]) == tokenizer.decode(tokenizer.encode("one"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nobody_in_a_conversation_spells_a_control_token(kind: str) -> None:
+def test_no_message_is_encoded_as_a_control_token(kind: str) -> None:
     chat = ChatTokenizer(Tokenizer(KINDS[kind]()), ChatTemplate(BUILT_IN["raw"], {"eos_token": "</s>"}))
-    for said in ("say </s> now", "</s>", "\uff1c/s\uff1e", "<s> a"):
-        for messages in (talk(said, "no"), talk("no", said), talk("no", "now", said, "no")):
+    for sample in ("say </s> now", "</s>", "\uff1c/s\uff1e", "<s> a"):
+        for messages in (
+            talk(sample, "no"),
+            talk("no", sample),
+            talk("no", "now", sample, "no"),
+        ):
             tokens = chat.conversation(Conversation(messages))
             assert tokens.ids.tolist().count(2) == len(messages) // 2 and 1 not in tokens.ids, messages
             assert tokens.learned[tokens.ids == 2].all()
     assert chat.end_of_turn() == (2,)
 
 
-def test_ids_that_lie_beyond_the_model_stay() -> None:
-    """Those of added tokens, special ones before others, which are looked for in the text."""
+def test_added_tokens_keep_their_ids() -> None:
+    """The model does not contain the added tokens, special or not."""
     library = tokenizers.Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
     library.add_special_tokens(["<|endoftext|>", "<|im_end|>"])
     library.add_tokens(["<think>"])
@@ -117,8 +133,8 @@ def test_ids_that_lie_beyond_the_model_stay() -> None:
     assert tokenizer.decode([2, 5, 0, 3]) == library.decode([2, 5, 0])
 
 
-def folder_of(tmp_path: Path, **files: Any) -> Path:
-    """A tokenizer in which `</s>` is HTML, as in that of Gemma, and files beside it."""
+def write_tokenizer(tmp_path: Path, **files: Any) -> Path:
+    """Write a tokenizer in which `</s>` is HTML, as in Gemma's, with further files in its folder."""
     words = ["<eos>", "<bos>", "<unk>", "</s>", "<s>", "<turn>", "old", "price", "new"]
     library = tokenizers.Tokenizer(models.WordLevel({w: n for n, w in enumerate(words)}, unk_token="<unk>"))
     library.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -135,7 +151,7 @@ def folder_of(tmp_path: Path, **files: Any) -> Path:
 @pytest.mark.parametrize(
     ("files", "end"),
     [
-        ({}, 0),  # the only special token of a known name
+        ({}, 0),  # the only special token with a known name
         ({"tokenizer_config": {"eos_token": "<eos>"}}, 0),
         ({"tokenizer_config": {"eos_token": {"content": "<turn>"}}}, 5),
         ({"tokenizer_config": {"eos_token": None}, "special_tokens_map": {"eos_token": "<bos>"}}, 1),
@@ -144,12 +160,15 @@ def folder_of(tmp_path: Path, **files: Any) -> Path:
         ({"generation_config": {"eos_token_id": [1, 0]}}, 1),
         ({"config": {"eos_token_id": 1}}, 1),
         ({"generation_config": {"eos_token_id": 1}, "config": {"eos_token_id": 0}}, 1),
-        ({"config": {"eos_token_id": 7}}, 0),  # a word, as of a default that nobody meant
+        (
+            {"config": {"eos_token_id": 7}},
+            0,
+        ),  # a word, from a default of the library
         ({"config": {"eos_token_id": 50256}}, 0),
     ],
 )
-def test_files_name_the_end_of_a_document(tmp_path: Path, files: dict[str, Any], end: int) -> None:
-    folder = folder_of(tmp_path, **files)
+def test_end_of_document_in_the_files(tmp_path: Path, files: dict[str, Any], end: int) -> None:
+    folder = write_tokenizer(tmp_path, **files)
     for argument in (folder, folder / "tokenizer.json"):
         tokenizer = read_tokenizer(str(argument))
         assert tokenizer.end_of_document == end and end in tokenizer.ends
@@ -160,16 +179,16 @@ def test_files_name_the_end_of_a_document(tmp_path: Path, files: dict[str, Any],
     assert 3 not in read_tokenizer(str(folder), "</s>").encode("old <s>price</s> new")
 
 
-def test_what_names_no_end_of_a_document(tmp_path: Path) -> None:
-    folder = folder_of(tmp_path, tokenizer_config={"eos_token": "<none>"})
-    for argument, named, told in [
+def test_unknown_end_of_document_is_refused(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path, tokenizer_config={"eos_token": "<none>"})
+    for argument, named, message in [
         (folder, None, "eos_token = '<none>' of its configuration is not in the vocabulary"),
         (folder, "<other>", "--end-of-document '<other>' is not in the vocabulary"),
         ("bytes", "</s>", "--end-of-document </s>: requires --tokenizer FILE.json"),
     ]:
         with pytest.raises(HpctrainError, match=r"is not in the vocabulary|leave it out") as caught:
             read_tokenizer(str(argument), named)
-        assert told in str(caught.value) and caught.value.exit_code == 2
+        assert message in str(caught.value) and caught.value.exit_code == 2
     path = tmp_path / "several.json"
     library = tokenizers.Tokenizer(models.BPE({"a": 0}, []))
     library.save(str(path))
@@ -184,7 +203,7 @@ def test_what_names_no_end_of_a_document(tmp_path: Path) -> None:
     assert read_tokenizer(str(path), "</s>").end_of_document == 1
 
 
-def test_what_depends_on_chance_or_cuts_texts_is_turned_off(tmp_path: Path) -> None:
+def test_dropout_truncation_and_padding_are_disabled(tmp_path: Path) -> None:
     text = Tokenizer.train(["the quick brown fox jumps over the lazy dog"] * 9, 290).text
     library = tokenizers.Tokenizer.from_str(text)
     library.model.dropout = 0.5
@@ -193,24 +212,24 @@ def test_what_depends_on_chance_or_cuts_texts_is_turned_off(tmp_path: Path) -> N
     path = tmp_path / "dropout.json"
     library.save(str(path))
     plain, tokenizer = Tokenizer(text), read_tokenizer(str(path))
-    said = "the quick brown fox jumps"
-    expected = plain.encode(said)
-    for each in (tokenizer, Tokenizer(path.read_text())):  # as of a token file that was made earlier
-        assert all(each.encode(said) == expected for _ in range(20))
+    sample = "the quick brown fox jumps"
+    expected = plain.encode(sample)
+    for each in (tokenizer, Tokenizer(path.read_text())):  # as in a token file of an earlier version
+        assert all(each.encode(sample) == expected for _ in range(20))
     chat = ChatTokenizer(Tokenizer(path.read_text()), ChatTemplate(BUILT_IN["raw"]))
-    made = [chat.prompt(Conversation(talk(said))).ids.tolist() for _ in range(20)]
+    made = [chat.prompt(Conversation(talk(sample))).ids.tolist() for _ in range(20)]
     assert made == [expected] * 20
     assert tokenizer_difference(tokenizer.text, path.read_text()) == ""
-    [remark] = tokenizer_warnings(tokenizer, str(path))
-    assert "ignored model.dropout = 0.5, truncation, padding" in remark
+    [warning] = tokenizer_warnings(tokenizer, str(path))
+    assert "ignored model.dropout = 0.5, truncation, padding" in warning
     assert json.loads(tokenizer.text)["model"]["dropout"] is None
 
 
-def test_text_that_would_be_dropped_in_silence_is_refused() -> None:
+def test_text_outside_the_vocabulary_is_refused() -> None:
     library = tokenizers.Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
     library.add_special_tokens(["</s>"])
     library.add_tokens(["<think>"])
-    assert library.encode("xab").ids == [2]  # as the library does it
+    assert library.encode("xab").ids == [2]  # the library drops the x
     tokenizer = Tokenizer(library.to_str())
     assert tokenizer.encode("ab<think>ba") == [2, 4, 1, 0]
     with pytest.raises(HpctrainError, match=r"'x' \(U\+0078\) is not in the vocabulary, and without model"):
@@ -227,7 +246,7 @@ def test_text_that_would_be_dropped_in_silence_is_refused() -> None:
             Tokenizer(with_special(tokenizers.Tokenizer(model), "</s>")).encode("zz")
 
 
-def test_text_that_cannot_be_encoded_is_told_with_its_file(world: World, tmp_path: Path) -> None:
+def test_error_names_the_file_that_cannot_be_encoded(world: World, tmp_path: Path) -> None:
     library = tokenizers.Tokenizer(models.BPE({"a": 0, "b": 1}, []))
     library.add_special_tokens(["</s>"])
     library.save(str(tmp_path / "few.json"))
@@ -241,19 +260,23 @@ def test_text_that_cannot_be_encoded_is_told_with_its_file(world: World, tmp_pat
     assert not (tmp_path / "o.h5").exists()
 
 
-def test_rules_that_lose_text_and_unknown_words_are_said(world: World, tmp_path: Path) -> None:
-    folder = folder_of(tmp_path)
+def test_lossy_rules_and_unknown_words_give_warnings(world: World, tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path)
     (tmp_path / "a.txt").write_text("old cheap new")
-    said: list[str] = []
+    warnings: list[str] = []
     prepare(
-        world.alone(), tmp_path / "a.h5", [str(tmp_path / "a.txt")], tokenizer=str(folder), say=said.append
+        world.alone(),
+        tmp_path / "a.h5",
+        [str(tmp_path / "a.txt")],
+        tokenizer=str(folder),
+        say=warnings.append,
     )
     where = f"tokenizer = {folder}: does not preserve all of the text: pre_tokenizer Whitespace"
     lost = "1 of 4 tokens replace text outside the vocabulary, which is lost"
-    assert said == [where, lost]
+    assert warnings == [where, lost]
 
 
-def test_bytes_of_control_tokens_are_no_text() -> None:
+def test_control_tokens_have_no_bytes() -> None:
     settings = TokenizerSettings({"tokenizer_config.json": {"pad_token": "a"}}, end_of_document=256)
     text = Tokenizer.train(["aaaa"], 257).text
     sizes = token_bytes(Tokenizer(text, settings=TokenizerSettings(settings.files, None, 0)))
@@ -261,8 +284,8 @@ def test_bytes_of_control_tokens_are_no_text() -> None:
     assert sizes[Tokenizer(text).encode("b")[0]] == 1 and sizes[load_library(text, "t").token_to_id("a")] == 0
 
 
-def test_a_token_file_keeps_settings_and_is_a_tokenizer(world: World, tmp_path: Path) -> None:
-    """`--tokenizer corpus.h5` cuts as the file was cut, and has its chat template."""
+def test_token_file_stores_settings_and_serves_as_tokenizer(world: World, tmp_path: Path) -> None:
+    """`--tokenizer corpus.h5` encodes as for this file, and uses its chat template."""
     alone = world.alone()
     folder = bpe(tmp_path / "t", BUILT_IN["chatml"], {"bos_token": "<|im_start|>", "model_max_length": 9})
     (tmp_path / "a.txt").write_text("two and two <|im_end|>")
@@ -284,7 +307,7 @@ def test_a_token_file_keeps_settings_and_is_a_tokenizer(world: World, tmp_path: 
     assert template.text == BUILT_IN["chatml"] and template.tokens["bos_token"] == "<|im_start|>"
 
 
-def test_a_token_file_without_settings_reads_as_before(world: World, tmp_path: Path) -> None:
+def test_token_file_without_settings(world: World, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("two and two")
     folder = bpe(tmp_path / "t")
     prepare(
@@ -299,7 +322,7 @@ def test_a_token_file_without_settings_reads_as_before(world: World, tmp_path: P
     assert Tokenizer(old.tokenizer_text).end_of_document == 0  # as a checkpoint of that time means it
 
 
-def test_a_trained_tokenizer_is_written_beside_the_tokens(world: World, tmp_path: Path) -> None:
+def test_trained_tokenizer_is_written_next_to_the_tokens(world: World, tmp_path: Path) -> None:
     alone, out = world.alone(), tmp_path / "a.h5"
     for name, text in (("a", "to be or not to be\n"), ("b", "quite another text\n")):
         (tmp_path / f"{name}.txt").write_text(text * 9)
@@ -318,9 +341,9 @@ def test_a_trained_tokenizer_is_written_beside_the_tokens(world: World, tmp_path
         prepare(alone, tmp_path / "c.h5", [str(tmp_path / "b.txt")], end_of_document="x")
 
 
-def test_hidden_names_change_no_token_of_large_texts() -> None:
+def test_renamed_control_tokens_change_no_token_of_large_texts() -> None:
     text = Tokenizer.train(["the quick brown fox jumps over the lazy dog"] * 9, 300).text
     library = load_library(text, "t")
-    said = "the fox <|endoftext|> jumps\n\n é \u65e5 " * 50
+    sample = "the fox <|endoftext|> jumps\n\n é \u65e5 " * 50
     library.encode_special_tokens = True
-    assert np.array_equal(Tokenizer(text).encode(said), library.encode(said).ids)
+    assert np.array_equal(Tokenizer(text).encode(sample), library.encode(sample).ids)

@@ -1,6 +1,6 @@
-"""Code that decks name: which of it may be called, and what is refused whoever names it.
+"""Tests of the decision which code of a deck may be called.
 
-Of deck/find.py and checkpoint/stored_deck.py, too.
+Modules: deck/code.py, deck/find.py, checkpoint/stored_deck.py.
 """
 
 from __future__ import annotations
@@ -44,36 +44,36 @@ peak = 1e-3
 FILE = Path("runs/x/checkpoints/step-00000002.h5")
 
 
-def named(key: str, target: str) -> CodeEntry:
+def absolute_entry(key: str, target: str) -> CodeEntry:
     return CodeEntry(key, str(Path(target).absolute()))
 
 
-MODULE, LOSS = named("model.module", "mine.py:build"), named("model.loss", "mine.py:loss")
+MODULE, LOSS = absolute_entry("model.module", "mine.py:build"), absolute_entry("model.loss", "mine.py:loss")
 
 
-def stored(*overrides: str, text: str = TEXT, trust: CodeTrust = CodeTrust()) -> Deck:  # noqa: B008
+def read_from_checkpoint(*overrides: str, text: str = TEXT, trust: CodeTrust = CodeTrust()) -> Deck:  # noqa: B008
     return stored_deck(deck_state(parse_deck(text)), FILE, overrides, trust)
 
 
-def test_every_key_that_names_code_is_known() -> None:
-    """A key is described by the form of what it names: FILE.py:FUNCTION, or as another one is."""
-    found = {
+def test_all_keys_that_name_code_are_listed() -> None:
+    """The description of such a key mentions FILE.py or refers to model.module."""
+    keys = {
         f"{section}.{name}"
         for section in sections()
         for name, field in fields(section).items()
         if any(word in str(field.description) for word in ("FILE.py", "named as model.module is"))
     }
-    assert found | {"model.loss", "model.initial"} == set(CODE_KEYS)
+    assert keys | {"model.loss", "model.initial"} == set(CODE_KEYS)
 
 
-def test_a_deck_of_the_users_own_may_call_what_it_names() -> None:
+def test_users_deck_is_trusted() -> None:
     deck = parse_deck(TEXT)
     assert not deck.untrusted_code and not deck.code("mine.py:build").refusal
     assert not changed_deck(deck, ["model.loss=other.py:f"], None).untrusted_code
 
 
-def test_a_stored_deck_may_call_nothing_until_all_that_it_names_is_trusted() -> None:
-    deck = stored()
+def test_stored_deck_is_not_trusted() -> None:
+    deck = read_from_checkpoint()
     assert {name.key for name in deck.untrusted_code} == set(CODE_KEYS) - {"policy.reward"}
     with pytest.raises(UntrustedCodeError) as refused:
         require_trusted(deck, FILE, CodeTrust())
@@ -86,29 +86,31 @@ def test_a_stored_deck_may_call_nothing_until_all_that_it_names_is_trusted() -> 
     assert refused.value.exit_code == 2 != EXIT_DONE
 
 
-def test_what_the_user_names_again_is_trusted() -> None:
-    """By --set with the same values, by keys that are taken away, or by a deck of the user's own."""
+def test_code_that_the_user_names_again_is_trusted() -> None:
+    """The user repeats values with --set, removes keys, or passes a deck with --trust-deck."""
     keys = {"model.module": "build", "model.loss": "loss", "model.initial": "initial"}
     same = [f"{key}=mine.py:{name}" for key, name in keys.items()]
     rest = ["data.dataset=mine.py:Data", "data.collate="]
-    assert not stored(*same, *rest).untrusted_code
-    assert stored(*same[1:], *rest).untrusted_code == {MODULE}
+    assert not read_from_checkpoint(*same, *rest).untrusted_code
+    assert read_from_checkpoint(*same[1:], *rest).untrusted_code == {MODULE}
     # The same function under another key is another name.
-    other = stored("model.loss=mine.py:build", trust=CodeTrust(entries=frozenset({LOSS})))
+    other = read_from_checkpoint("model.loss=mine.py:build", trust=CodeTrust(entries=frozenset({LOSS})))
     assert MODULE in other.untrusted_code and LOSS not in other.untrusted_code
-    assert not stored(trust=CodeTrust(entries=stored().untrusted_code)).untrusted_code
+    assert not read_from_checkpoint(
+        trust=CodeTrust(entries=read_from_checkpoint().untrusted_code)
+    ).untrusted_code
 
 
-def test_a_file_that_is_trusted_may_call_what_it_names_and_no_more() -> None:
-    deck = stored(trust=CodeTrust(everything=True))
+def test_trust_code_applies_only_to_the_stored_names() -> None:
+    deck = read_from_checkpoint(trust=CodeTrust(everything=True))
     assert not deck.untrusted_code
     later = changed_deck(deck, ["model.loss=later.py:f"], None)
-    assert later.untrusted_code == {named("model.loss", "later.py:f")}
+    assert later.untrusted_code == {absolute_entry("model.loss", "later.py:f")}
     assert not changed_deck(deck, ["model.loss=later.py:f"], None, from_user=True).untrusted_code
 
 
-def test_copies_of_a_stored_deck_stay_untrusted() -> None:
-    deck = stored()
+def test_copies_of_a_stored_deck_are_not_trusted() -> None:
+    deck = read_from_checkpoint()
     for made in (
         copy.deepcopy(deck),
         pickle.loads(pickle.dumps(deck)),
@@ -118,8 +120,8 @@ def test_copies_of_a_stored_deck_stay_untrusted() -> None:
         assert made.untrusted_code == deck.untrusted_code
 
 
-def test_a_deck_of_the_users_own_is_read_for_its_names(tmp_path: Path) -> None:
-    """With the files that it includes, relative to its own folder, and whatever else is wrong with it."""
+def test_entries_of_the_users_deck(tmp_path: Path) -> None:
+    """Included files are read, paths are relative to the deck, and other errors are ignored."""
     (tmp_path / "base.toml").write_text('[model]\nmodule = "mine.py:build"\n')
     (tmp_path / "deck.toml").write_text(
         'include = "base.toml"\n[policy]\nreward = ["exact-match", "a.b:f"]\n'
@@ -130,7 +132,7 @@ def test_a_deck_of_the_users_own_is_read_for_its_names(tmp_path: Path) -> None:
         read_code_entries(tmp_path / "no.toml")
 
 
-def test_the_deck_in_a_run_folder_is_a_stored_one(tmp_path: Path) -> None:
+def test_deck_in_a_run_folder_is_not_trusted(tmp_path: Path) -> None:
     (tmp_path / "deck.toml").write_text(TEXT)
     assert read_stored_deck(tmp_path / "deck.toml", CodeTrust()).untrusted_code
     assert not read_stored_deck(tmp_path / "deck.toml", CodeTrust(everything=True)).untrusted_code
@@ -160,9 +162,9 @@ peak = 1e-3
 """
 
 
-def test_rewards_of_a_stored_deck_are_called_only_if_they_are_trusted() -> None:
-    """Who only evaluates the model asks for no reward."""
-    deck = stored(text=POLICY)
+def test_rewards_of_a_stored_deck_need_trust() -> None:
+    """An evaluation does not need rewards."""
+    deck = read_from_checkpoint(text=POLICY)
     reward = CodeEntry("policy.reward", "torch:tensor")
     assert deck.untrusted_code == {reward}
     code = deck.code(reward.target)
@@ -172,11 +174,11 @@ def test_rewards_of_a_stored_deck_are_called_only_if_they_are_trusted() -> None:
         UsersReward(code)
     state = deck_state(parse_deck(POLICY))
     assert evaluated_deck(state, FILE, [], 1).objective.kind == "next-token"
-    assert not stored(f'policy.reward=["{reward.target}"]', text=POLICY).untrusted_code
+    assert not read_from_checkpoint(f'policy.reward=["{reward.target}"]', text=POLICY).untrusted_code
 
 
-def test_samples_that_were_left_out_are_shown_only_of_a_dataset_that_is_trusted() -> None:
-    """As `inspect --bad-samples` opens the dataset, which is code."""
+def test_bad_samples_need_a_trusted_dataset() -> None:
+    """`inspect --bad-samples` opens the dataset, which is code."""
     spike = Spike(2, None, None, "loss is not finite", 0, 2)
     state = deck_state(parse_deck(TEXT)) | {"spikes": {"found": [asdict(spike)]}}
     structure = Structure(FILE, {}, np.empty(0, np.uint64), state)
@@ -184,7 +186,7 @@ def test_samples_that_were_left_out_are_shown_only_of_a_dataset_that_is_trusted(
         bad_samples(structure, CodeTrust())
 
 
-def test_rewards_that_are_no_functions_name_no_code() -> None:
+def test_other_rewards_name_no_code() -> None:
     rewards = ["exact-match", "regular-expression:a:b", "runs/reward", "math_rewards:score"]
     assert code_entries({"policy": {"reward": rewards}}, "deck.toml") == {
         CodeEntry("policy.reward", "math_rewards:score")
@@ -199,9 +201,9 @@ def test_rewards_that_are_no_functions_name_no_code() -> None:
         ({"attn_implementation": {"": "hub/kernels"}}, "attn_implementation"),
     ],
 )
-def test_arguments_that_load_code_from_elsewhere_are_named(arguments: dict[str, object], key: str) -> None:
-    (found,) = code_entries({"model": {"arguments": arguments}}, "deck.toml")
-    assert found.key == f"model.arguments.{key}"
+def test_arguments_that_download_code_are_listed(arguments: dict[str, object], key: str) -> None:
+    (entry,) = code_entries({"model": {"arguments": arguments}}, "deck.toml")
+    assert entry.key == f"model.arguments.{key}"
     harmless = {"trust_remote_code": False, "attn_implementation": "eager", "hidden": 8}
     assert not code_entries({"model": {"arguments": harmless}}, "deck.toml")
 
@@ -223,8 +225,8 @@ def test_arguments_that_load_code_from_elsewhere_are_named(arguments: dict[str, 
         "{own}:build.__globals__.get",
     ],
 )
-def test_functions_of_other_libraries_are_not_called(target: str, tmp_path: Path) -> None:
-    """Whoever names them: no model, dataset, loss or reward is among them."""
+def test_functions_of_other_libraries_are_refused(target: str, tmp_path: Path) -> None:
+    """They are refused for every deck, since none of them is a model, dataset, loss or reward."""
     own = tmp_path / "mine.py"
     own.write_text(
         "import subprocess\nfrom functools import partial\nfrom subprocess import run\nimport torch\n"
@@ -237,8 +239,8 @@ def test_functions_of_other_libraries_are_not_called(target: str, tmp_path: Path
         find_function(NamedCode(target.format(stdlib=stdlib, own=own)))
 
 
-def test_what_a_file_imports_from_its_own_folder_is_found(tmp_path: Path) -> None:
-    """So is what it imports by name from a package, and a file that is called as a standard module is."""
+def test_file_imports_modules_of_its_folder(tmp_path: Path) -> None:
+    """So are names that it imports from a package. The file has the name of a standard module."""
     (tmp_path / "lower.py").write_text("def build(): return 1\n")
     (tmp_path / "code.py").write_text("import lower\nfrom torch.nn import Linear\ndef build(): return 2\n")
     for name, value in (("lower.build", 1), ("build", 2)):

@@ -1,4 +1,4 @@
-"""The table of what happens with a key where a run goes on, compared with the schema."""
+"""Tests that the table of resume rules agrees with the schema and the reference."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def schema_keys() -> Iterator[str]:
                 yield from (f"{section}.{name}.{each}" for each in inner.model_fields)
 
 
-def test_every_key_of_the_schema_has_a_rule_and_no_other_has() -> None:
+def test_table_has_exactly_the_keys_of_the_schema() -> None:
     assert sorted(RESUME_RULES) == sorted(schema_keys())
 
 
-def test_each_rule_stands_in_the_table_once() -> None:
-    """A key that two lines of the table name would have the rule of the last one."""
+def test_each_key_has_one_rule() -> None:
+    """A key in two lines of the table would silently get the rule of the last one."""
     from pathlib import Path
 
     import hpctrain.deck.resume_rules
@@ -35,7 +35,7 @@ def test_each_rule_stands_in_the_table_once() -> None:
     assert len(names) == len(set(names)) == len(RESUME_RULES)
 
 
-def test_the_reference_tells_the_rule_of_each_key() -> None:
+def test_reference_contains_the_rule_of_each_key() -> None:
     for section in sections():
         lines = reference_text(section).splitlines()
         text = " ".join(" ".join(lines).split())
@@ -44,7 +44,7 @@ def test_the_reference_tells_the_rule_of_each_key() -> None:
         assert text.count("Resume: ") == sum(key.startswith(f"{section}.") for key in RESUME_RULES)
 
 
-def test_what_the_optimizer_has_state_for_is_told_apart() -> None:
+def test_keys_with_a_fresh_optimizer() -> None:
     assert keys_of_policy("fresh optimizer") == (
         "optimizer.name",
         "optimizer.matrices",

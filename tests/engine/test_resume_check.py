@@ -1,4 +1,4 @@
-"""What a run may go on with: two decks, compared by the table of `deck/resume_rules.py`."""
+"""Tests of the comparison of a resumed run's deck with the deck of its checkpoint."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MODULE = 'model.module="net.py:Net"'
 PPO = ("objective.kind=ppo", 'policy.reward=["exact-match"]', "policy.tokens=4", "objective.beta=0")
 
 
-# Of each key that is refused: the keys of the run, and those that it is to go on with.
+# By refused key: the --set arguments of the first run, and those of the resumed run.
 CHANGES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "model.from": ((), ("model.from=other.h5",)),
     "model.family": ((), LLAMA),
@@ -79,7 +79,7 @@ def deck_of(keys: tuple[str, ...]) -> Deck:
     return small_deck(*keys)
 
 
-def test_every_key_that_is_refused_is_tried() -> None:
+def test_all_refused_keys_are_tested() -> None:
     elsewhere = {key for key in keys_of_policy("refused") if key.count(".") > 1} | {
         "policy.rollout",
         "policy.epochs",
@@ -88,7 +88,7 @@ def test_every_key_that_is_refused_is_tried() -> None:
 
 
 @pytest.mark.parametrize("key", CHANGES)
-def test_another_model_is_refused_with_both_values(key: str) -> None:
+def test_refused_key(key: str) -> None:
     before, after = (deck_of(keys) for keys in CHANGES[key])
     require_resumable(before, before, PATH, 6)
     stored = parse_deck(deck_text(before))
@@ -96,12 +96,12 @@ def test_another_model_is_refused_with_both_values(key: str) -> None:
     with pytest.raises(HpctrainError) as caught:
         require_resumable(after, stored, PATH, 6)
     assert caught.value.exit_code == 2
-    told = [each for each in caught.value.problems if key in each.partition(": ")[2] or key in each[:60]]
-    assert len(told) >= 1, caught.value.problems
-    assert "x.h5 was trained with" in told[0] or key == "communication.warmup"
+    message = [each for each in caught.value.problems if key in each.partition(": ")[2] or key in each[:60]]
+    assert len(message) >= 1, caught.value.problems
+    assert "x.h5 was trained with" in message[0] or key == "communication.warmup"
 
 
-def test_all_that_is_refused_is_told_at_once() -> None:
+def test_error_names_all_refused_keys() -> None:
     changes = ("model.layers=3", "model.heads=4", "model.norm_epsilon=1e-6", "optimizer.name=sgd")
     with pytest.raises(HpctrainError) as caught:
         require_resumable(small_deck(*changes), small_deck(), PATH, 2)
@@ -109,14 +109,14 @@ def test_all_that_is_refused_is_told_at_once() -> None:
     assert "x.h5 was trained with 1e-05, and another value changes what" in caught.value.problems[2]
 
 
-def test_keys_that_follow_a_refused_one_are_not_told_besides() -> None:
+def test_error_omits_keys_that_depend_on_a_refused_one() -> None:
     with pytest.raises(HpctrainError) as caught:
         require_same_model(small_deck("model.hidden=64"), small_deck(), PATH)
     assert len(caught.value.problems) == 1
 
 
-def test_a_key_that_is_left_out_of_the_deck_now_is_told() -> None:
-    """As where a batch script lacks a --set that the run was begun with."""
+def test_refused_key_with_its_default_value() -> None:
+    """For example, a batch script no longer has a --set of the first run."""
     with pytest.raises(HpctrainError, match=r"model.norm_epsilon = 1e-05 \(default\): .* with 0.001,"):
         require_same_model(small_deck(), small_deck("model.norm_epsilon=1e-3"), PATH)
 
@@ -137,12 +137,12 @@ def test_a_key_that_is_left_out_of_the_deck_now_is_told() -> None:
         ((*PPO, "objective.beta=0.1"), PPO),
     ],
 )
-def test_what_leaves_the_model_as_it_is_goes_on(before: tuple[str, ...], after: tuple[str, ...]) -> None:
+def test_free_keys(before: tuple[str, ...], after: tuple[str, ...]) -> None:
     stored = parse_deck(deck_text(deck_of(before)))
     require_resumable(deck_of(after), stored, PATH, 2)
 
 
-def test_a_run_keeps_its_vocabulary_where_the_deck_gives_none() -> None:
+def test_run_keeps_its_vocabulary() -> None:
     before = small_deck("model.vocabulary=99")
     deck = small_deck("model.vocabulary=")
     assert keep_vocabulary(deck, before).model.vocabulary == 99
@@ -150,7 +150,7 @@ def test_a_run_keeps_its_vocabulary_where_the_deck_gives_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         (
             ("policy.rollout=16",),
@@ -164,19 +164,19 @@ def test_a_run_keeps_its_vocabulary_where_the_deck_gives_none() -> None:
         (("policy.epochs=3",), ""),
     ],
 )
-def test_a_policy_goes_on_between_rollouts(changes: tuple[str, ...], told: str) -> None:
-    """In the midst of one it would never be between rollouts again, where it heeds signals."""
+def test_policy_resumes_between_rollouts(changes: tuple[str, ...], message: str) -> None:
+    """A run that resumed inside a rollout would never handle a signal, since it does so between rollouts."""
     before, after = small_deck(*PPO, "run.steps=48"), small_deck(*PPO, "run.steps=48", *changes)
-    if not told:
+    if not message:
         require_resumable(after, before, PATH, 3, 24)
-        require_resumable(before, before, PATH, 3, 28)  # as a run stops that had too many spikes
+        require_resumable(before, before, PATH, 3, 28)  # as in a run that was stopped after too many spikes
         return
     with pytest.raises(HpctrainError) as caught:
         require_resumable(after, before, PATH, 3, 24)
-    assert len(caught.value.problems) == 1 and caught.value.problems[0].startswith(told)
+    assert len(caught.value.problems) == 1 and caught.value.problems[0].startswith(message)
 
 
-def test_another_model_of_the_critic_is_refused() -> None:
+def test_changed_critic_is_refused() -> None:
     before = small_deck(*PPO, 'policy.critic=["learning_rate.peak=1e-3"]')
     require_resumable(small_deck(*PPO, 'policy.critic=["layout.zero=1"]'), before, PATH, 2)
     with pytest.raises(
@@ -186,15 +186,15 @@ def test_another_model_of_the_critic_is_refused() -> None:
     assert len(caught.value.problems) == 1
 
 
-def test_replicas_that_have_parted_warm_up_no_more() -> None:
-    """Their moments differ, so that sums of gradients would not keep them together."""
+def test_diverged_replicas_cannot_warm_up() -> None:
+    """Their optimizer states differ, so summed gradients would not make the replicas equal again."""
 
     def deck(warmup: int, *keys: str, replicas: int = 2) -> Deck:
-        apart = (f"layout.replicas={replicas}", "communication.local_steps=4") if replicas > 1 else ()
-        return small_deck(*apart, f"communication.warmup={warmup}" if warmup else "run.seed=1", *keys)
+        replica_keys = (f"layout.replicas={replicas}", "communication.local_steps=4") if replicas > 1 else ()
+        return small_deck(*replica_keys, f"communication.warmup={warmup}" if warmup else "run.seed=1", *keys)
 
     for after, before, updates in (
-        (deck(8), deck(8), 6),  # its first one goes on
+        (deck(8), deck(8), 6),  # the warm-up continues
         (deck(20), deck(8), 6),
         (deck(8), deck(0), 8),
         (deck(8), deck(0, replicas=1), 6),
@@ -206,47 +206,47 @@ def test_replicas_that_have_parted_warm_up_no_more() -> None:
             require_resumable(after, before, PATH, updates)
 
 
-ANEW = "optimizer.restart=true"
+RESTART = "optimizer.restart=true"
 LION, SGD, MOMENTUM = "optimizer.name=lion", "optimizer.name=sgd", "optimizer.momentum=0.9"
 MUON, BOTH = "optimizer.name=muon", 'optimizer.matrices=["blocks.*", "*embedding*"]'
 TOP_K, ONE_BIT = "communication.compress=topk", "communication.compress=onebit"
-WARMED, APART = "communication.warmup=3", ("layout.replicas=2", "communication.local_steps=4")
+WARMUP, REPLICAS = "communication.warmup=3", ("layout.replicas=2", "communication.local_steps=4")
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "held"),
+    ("before", "after", "replaced_state"),
     [
         ([], [], ""),
-        ([], [ANEW], ""),
+        ([], [RESTART], ""),
         ([], ["optimizer.beta1=0.8"], ""),
-        ([], [LION, ANEW], 'the state of "adamw"'),
-        ([LION], [SGD, ANEW], 'the state of "lion"'),
-        ([MUON], [SGD, ANEW], 'the state of "muon"'),
-        ([SGD], [SGD, MOMENTUM, ANEW], "no momentum"),
-        ([MUON], [MUON, BOTH, ANEW], 'muon\'s state of ["blocks.*"]'),
-        ([MUON], [MUON, ANEW, "optimizer.momentum=0.5"], ""),
+        ([], [LION, RESTART], 'the state of "adamw"'),
+        ([LION], [SGD, RESTART], 'the state of "lion"'),
+        ([MUON], [SGD, RESTART], 'the state of "muon"'),
+        ([SGD], [SGD, MOMENTUM, RESTART], "no momentum"),
+        ([MUON], [MUON, BOTH, RESTART], 'muon\'s state of ["blocks.*"]'),
+        ([MUON], [MUON, RESTART, "optimizer.momentum=0.5"], ""),
         ([SGD, MOMENTUM], [SGD], ""),
         ([SGD, MOMENTUM], [SGD, MOMENTUM, TOP_K], ""),
-        ([], [SGD, MOMENTUM, TOP_K, ANEW], 'the state of "adamw"'),
-        ([], [LION, ANEW, *APART], 'the state of "adamw"'),
+        ([], [SGD, MOMENTUM, TOP_K, RESTART], 'the state of "adamw"'),
+        ([], [LION, RESTART, *REPLICAS], 'the state of "adamw"'),
     ],
 )
-def test_state_of_another_optimizer_is_no_state(before: list[str], after: list[str], held: str) -> None:
-    assert replaced_optimizer_state(small_deck(*after), small_deck(*before), PATH) == held
+def test_replaced_optimizer_state(before: list[str], after: list[str], replaced_state: str) -> None:
+    assert replaced_optimizer_state(small_deck(*after), small_deck(*before), PATH) == replaced_state
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "told"),
+    ("before", "after", "message"),
     [
         ([], [LION, "optimizer.restart=false"], 'optimizer.name=lion: x.h5 holds the state of "adamw" to'),
         ([LION], [], 'optimizer.name = "adamw" .*x.h5 holds the state of "lion" to continue with'),
         ([SGD], [SGD, MOMENTUM], r"momentum=0.9: x.h5 holds no momentum to continue with \(optimizer"),
         ([MUON], [MUON, BOTH], r"matrices=.*: x.h5 holds muon's state of \[.blocks.\*.\] to continue with"),
-        ([LION], [ONE_BIT, WARMED, ANEW], "communication.warmup=3: counts the updates of the whole run"),
-        ([], [SGD, MOMENTUM, TOP_K, WARMED, ANEW], "communication.warmup=3: counts the updates"),
-        ([], [LION, ANEW, WARMED, *APART], "communication.warmup=3: counts the updates"),
+        ([LION], [ONE_BIT, WARMUP, RESTART], "communication.warmup=3: counts the updates of the whole run"),
+        ([], [SGD, MOMENTUM, TOP_K, WARMUP, RESTART], "communication.warmup=3: counts the updates"),
+        ([], [LION, RESTART, WARMUP, *REPLICAS], "communication.warmup=3: counts the updates"),
     ],
 )
-def test_state_of_another_optimizer_needs_a_restart(before: list[str], after: list[str], told: str) -> None:
-    with pytest.raises(HpctrainError, match=told):
+def test_other_optimizer_needs_a_restart(before: list[str], after: list[str], message: str) -> None:
+    with pytest.raises(HpctrainError, match=message):
         replaced_optimizer_state(small_deck(*after), small_deck(*before), PATH)

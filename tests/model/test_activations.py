@@ -1,6 +1,6 @@
-"""Every activation of the registry: against `transformers`, on layouts, and by its own gradient.
+"""Tests of all activations against `transformers`, on layouts, and of their gradients.
 
-Tests of deck/activations.py, model/shape.py and the layers that use them.
+Modules: deck/activations.py, model/shape.py and the layers that use them.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ SIZES: dict[str, Any] = {
 }
 
 
-def without_gates(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Our names of the tensors of Arcee, a Llama without gates."""
+def without_gates(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return hpctrain's names for the tensors of Arcee, which is a Llama without gates."""
     gates = {f"model.layers.{layer}.mlp.gate_proj.weight": torch.empty(0) for layer in range(3)}
-    ours = dense.llama_names({**gates, **theirs})
+    ours = dense.llama_names({**gates, **tensors})
     return {name: tensor for name, tensor in ours.items() if ".gate." not in name}
 
 
@@ -87,21 +87,21 @@ MODELS: dict[str, tuple[Callable[[str], Any], str, str, Callable[[dict[str, Tens
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_losses_and_gradients_are_those_of_transformers(model: str, world: World) -> None:
+def test_loss_and_gradients_equal_transformers(model: str, world: World) -> None:
     compare_with_transformers(model, world.alone())
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize("model", ["gpt2-relu2", "llama-geglu"])
-def test_two_tensor_ranks_compute_what_transformers_does(model: str, world: World) -> None:
+def test_two_tensor_ranks_equal_transformers(model: str, world: World) -> None:
     compare_with_transformers(model, world)
 
 
 def compare_with_transformers(model: str, world: World) -> None:
-    """Assert that the loss and all gradients are theirs, on tensor ranks. Collective."""
-    make, theirs, ours, names = MODELS[model]
+    """Check that the loss and all gradients are equal to those of transformers. Collective."""
+    make, hidden_act, ours, names = MODELS[model]
     torch.manual_seed(0)
-    reference = make(theirs)
+    reference = make(hidden_act)
     with torch.no_grad():
         for parameter in reference.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -110,7 +110,7 @@ def compare_with_transformers(model: str, world: World) -> None:
     )
     assert shape.activation == ours
     assert config_of(shape, "float32")[{gpt2: "activation_function"}.get(make, "hidden_act")] == (
-        "gelu_pytorch_tanh" if theirs == "gelu_new" else theirs
+        "gelu_pytorch_tanh" if hidden_act == "gelu_new" else hidden_act
     )
     mesh = Mesh(world, {"tensor": world.size})
     groups = LayerGroups(tensor=mesh.group("tensor"), context=mesh.group("context"))
@@ -151,7 +151,7 @@ def compare_with_transformers(model: str, world: World) -> None:
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_gradients_are_those_of_plain_formulas_and_the_input_alone_is_kept(name: str) -> None:
+def test_gradients_equal_autograd_and_only_the_input_is_saved(name: str) -> None:
     activation = ACTIVATIONS[name]
     torch.manual_seed(0)
     x = torch.randn(3, 5, 8 * activation.input_projections, dtype=torch.float64, requires_grad=True)
@@ -174,7 +174,7 @@ def test_gradients_are_those_of_plain_formulas_and_the_input_alone_is_kept(name:
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_experts_compute_it(name: str, world: World) -> None:
+def test_experts(name: str, world: World) -> None:
     activation = ACTIVATIONS[name]
     torch.manual_seed(1)
     experts = Experts("experts", ExpertSizes(3, 1, 6, 8), alone(world), None, activation)
@@ -217,7 +217,7 @@ SEQUENCE = "layout.sequence_parallel=true"
     ],
     ids=lambda keys: "-".join(key.partition("=")[2] for key in keys),
 )
-def test_two_tensor_ranks_compute_what_one_does(world: World, keys: tuple[str, ...]) -> None:
+def test_two_tensor_ranks_equal_one_rank(world: World, keys: tuple[str, ...]) -> None:
     deck = small_deck("layout.tensor=2", *keys)
     for difference in compare(miniature(deck), world, make_mesh(deck, world)):
         bound = 0.0 if re.fullmatch(r"parameter \S+", difference.name) else 1e-5
@@ -225,7 +225,7 @@ def test_two_tensor_ranks_compute_what_one_does(world: World, keys: tuple[str, .
 
 
 @pytest.mark.parametrize("name", sorted(set(ACTIVATIONS) - set(DEFAULT_ACTIVATIONS.values())))
-def test_products_of_8_bits_go_with_it(world: World, name: str) -> None:
+def test_fp8(world: World, name: str) -> None:
     keys = (*LLAMA, f"model.activation={name}", "model.hidden=64")
     exact, coarse = (
         trainer(world, small_deck(*keys, f"precision.compute={form}")).train(1)[0].loss
@@ -235,7 +235,7 @@ def test_products_of_8_bits_go_with_it(world: World, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "told"),
+    ("shape", "message"),
     [
         (
             replace(dense.GPT2, activation="geglu"),
@@ -255,13 +255,13 @@ def test_products_of_8_bits_go_with_it(world: World, name: str) -> None:
     ],
     ids=["gpt2", "qwen3", "mixtral"],
 )
-def test_what_an_architecture_cannot_express_is_not_exported(shape: ModelShape, told: str) -> None:
+def test_export_refuses_activations_of_other_architectures(shape: ModelShape, message: str) -> None:
     with pytest.raises(HpctrainError) as caught:
         config_of(shape, "float32")
-    assert str(caught.value) == told
+    assert str(caught.value) == message
 
 
-def test_the_family_has_a_usual_one_and_a_gate_makes_the_part_narrower() -> None:
+def test_default_activation_and_width() -> None:
     def of(*keys: str) -> tuple[str, int]:
         model = small_deck("model.hidden=512", *keys).model
         return model.activation, model.mlp

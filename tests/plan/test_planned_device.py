@@ -1,4 +1,4 @@
-"""Plans are for GPUs where a deck, an option or a machine file says that nodes have them."""
+"""Tests that plans assume GPUs if a deck, an option or a machine file says that nodes have them."""
 
 from __future__ import annotations
 
@@ -21,13 +21,11 @@ from tests.engines import small_deck
         (("machine.gpus_per_node=4", "run.device=cpu"), None, "cpu"),
     ],
 )
-def test_gpus_are_assumed_where_something_says_that_nodes_have_them(
-    keys: tuple[str, ...], option: int | None, device: str
-) -> None:
+def test_assumed_device(keys: tuple[str, ...], option: int | None, device: str) -> None:
     assert assume_planned_device(small_deck(*keys), option).run.device == device
 
 
 @pytest.mark.parametrize(("chosen", "device"), [("auto", "cuda"), ("cpu", "cpu")])
-def test_a_machine_file_of_gpus_means_gpus(chosen: str, device: str) -> None:
+def test_machine_file_sets_the_device(chosen: str, device: str) -> None:
     deck = read_machine("selene-2021").of_deck(small_deck(f"run.device={chosen}"))
     assert (deck.run.device, deck.machine.gpu_memory) == (device, 80_000_000_000)

@@ -1,4 +1,4 @@
-"""Checkpoints whose deck describes another model than their parameters are."""
+"""Tests of the comparison of a checkpoint's parameters with its stored deck."""
 
 from __future__ import annotations
 
@@ -24,24 +24,26 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_a_run_writes_is_what_its_deck_describes(world: World, tmp_path: Path, name: str) -> None:
+def test_checkpoints_of_runs_are_accepted(world: World, tmp_path: Path, name: str) -> None:
     make_checkpoint(world.alone(), tmp_path / "a.h5", *MODELS[name])
     require_described_model(examine(tmp_path / "a.h5"))
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "told"),
+    ("old", "new", "message"),
     [
         ("layers = 2", "layers = 3", r"blocks\.2\.\S+ is missing \(and \d+ more differ\)"),
         ("layers = 2", "layers = 1", r"blocks\.1\.\S+ is not in the model of the deck"),
         ("hidden = 32", "hidden = 64", r"has shape \[.*\], but \[.*\] in the model of the deck"),
     ],
 )
-def test_another_model_is_told(world: World, tmp_path: Path, old: str, new: str, told: str) -> None:
+def test_deck_of_another_model_is_refused(
+    world: World, tmp_path: Path, old: str, new: str, message: str
+) -> None:
     make_checkpoint(world.alone(), tmp_path / "a.h5")
     structure = examine(tmp_path / "a.h5")
     deck = structure.state["deck"]
     assert deck.count(f"\n{old}\n") == 1
     wrong = replace(structure, state=structure.state | {"deck": deck.replace(f"\n{old}\n", f"\n{new}\n")})
-    with pytest.raises(InputOutputError, match=rf"a\.h5: its deck describes another model: .*{told}"):
+    with pytest.raises(InputOutputError, match=rf"a\.h5: its deck describes another model: .*{message}"):
         require_described_model(wrong)

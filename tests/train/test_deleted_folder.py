@@ -1,4 +1,4 @@
-"""A run whose folder is deleted or replaced while it trains."""
+"""Tests of a run whose folder is deleted or replaced during training."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from hpctrain.train.signals import Signals
 
 
 @pytest.mark.parametrize("replaced", [False, True])
-def test_a_folder_that_is_gone_ends_the_run(
+def test_deleted_folder_ends_the_run(
     replaced: bool, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(control, "SECONDS_PER_LOOK", 0.0)
     folder = tmp_path / "run"
     folder.mkdir()
-    asked = Control(world.alone(), folder, Signals(), str)
-    assert not asked.agree().stop
+    run_control = Control(world.alone(), folder, Signals(), str)
+    assert not run_control.agree().stop
     folder.rename(tmp_path / "away")
     if replaced:
         folder.mkdir()
-    assert not asked.agree().stop
+    assert not run_control.agree().stop
     with pytest.raises(InputOutputError, match="run: was deleted or replaced during training") as error:
-        asked.agree()
+        run_control.agree()
     assert error.value.exit_code == 3
 
 
-def test_a_folder_that_is_hidden_for_a_moment_ends_nothing(
+def test_folder_may_be_invisible_for_a_moment(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(control, "SECONDS_PER_LOOK", 0.0)
     folder = tmp_path / "run"
     folder.mkdir()
-    asked = Control(world.alone(), folder, Signals(), str)
+    run_control = Control(world.alone(), folder, Signals(), str)
     for _ in range(3):
         shutil.move(folder, tmp_path / "away")
-        assert not asked.agree().stop
+        assert not run_control.agree().stop
         shutil.move(tmp_path / "away", folder)
-        assert not asked.agree().stop
+        assert not run_control.agree().stop

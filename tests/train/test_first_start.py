@@ -1,4 +1,4 @@
-"""A first start that is killed, at whatever file operation, leaves a folder in which the run starts again."""
+"""Tests that a run can start again in its folder after its first start was killed at any file operation."""
 
 from __future__ import annotations
 
@@ -58,52 +58,56 @@ tokens = 4
 samples = 2
 """,
 }
-"""What a run has to write before its first step, by what its deck says besides."""
+"""Sections of a deck for which a run writes further files before its first step."""
 TOKENS = {"dpo": "preferences.h5", "grpo": "prompts.h5"}
 CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.symlink", "os.truncate")
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
-watched: list[Callable[[str, tuple[Any, ...]], None]] = []
-"""What is told of audit events now: a hook stays for as long as the process."""
+listeners: list[Callable[[str, tuple[Any, ...]], None]] = []
+"""Functions that are called with audit events. Python cannot remove the audit hook that calls them."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def audit() -> None:
-    sys.addaudithook(lambda event, arguments: [each(event, arguments) for each in watched] and None)
+    sys.addaudithook(lambda event, arguments: [each(event, arguments) for each in listeners] and None)
 
 
 @contextmanager
-def states_of(folder: Path, kept: Path) -> Iterator[list[Path]]:
-    """Copies of what a folder is, if it is there, before each file operation in it; alike ones once."""
+def copy_states(folder: Path, copies: Path) -> Iterator[list[Path]]:
+    """Copy a folder before each file operation in it, during the block.
+
+    Yields:
+        The copies. A state with the same names and empty files as an earlier one is not copied again.
+    """
     states: list[Path] = []
     known: set[frozenset[tuple[str, bool]]] = set()
 
-    def tell(event: str, arguments: tuple[Any, ...]) -> None:
+    def copy_state(event: str, arguments: tuple[Any, ...]) -> None:
         if event not in CHANGES and not (event == "open" and (arguments[2] or 0) & WRITES):
             return
         paths = [str(each) for each in arguments[:2] if isinstance(each, str | os.PathLike)]
         if any(each.startswith(str(folder)) for each in paths) and folder.is_dir():
-            watched.clear()
+            listeners.clear()
             names = frozenset(
                 (str(path.relative_to(folder)), path.is_file() and path.stat().st_size > 0)
                 for path in folder.rglob("*")
             )
             if names not in known:
                 known.add(names)
-                states.append(kept / str(len(states)))
+                states.append(copies / str(len(states)))
                 shutil.copytree(folder, states[-1], symlinks=True)
-            watched.append(tell)
+            listeners.append(copy_state)
 
-    watched.append(tell)
+    listeners.append(copy_state)
     try:
         yield states
     finally:
-        watched.clear()
+        listeners.clear()
 
 
 @pytest.fixture(scope="module")
 def tokens(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a token file of each kind."""
+    """Folder with a token file for each objective."""
     folder = tmp_path_factory.mktemp("tokens")
     (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
     prepare(world.alone(), folder / "text.h5", [str(folder / "text.txt")])
@@ -118,44 +122,46 @@ def tokens(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_killed_first_start_starts_again(kind: str, world: World, tokens: Path, tmp_path: Path) -> None:
+def test_killed_first_start_can_be_repeated(kind: str, world: World, tokens: Path, tmp_path: Path) -> None:
     path, folder = tmp_path / "deck.toml", tmp_path / "run"
     path.write_text(DECK.format(folder=tmp_path, tokens=tokens / TOKENS.get(kind, "text.h5")) + KINDS[kind])
-    deck, alone = read_deck(path, (), 1), world.alone()
-    with states_of(folder, tmp_path / "states") as states:
-        assert run_deck(alone, path, [], make=make_trainer) == 0
+    deck, single = read_deck(path, (), 1), world.alone()
+    with copy_states(folder, tmp_path / "states") as states:
+        assert run_deck(single, path, [], make=make_trainer) == 0
     first = [state for state in states if not any((state / "checkpoints").glob("step-*"))]
     assert len(first) > 5
 
-    def bring(state: Path) -> None:
+    def restore(state: Path) -> None:
         shutil.rmtree(folder)
         shutil.copytree(state, folder, symlinks=True)
 
     for state in first:
         for fresh, again in ((False, False), (True, False), (False, True)):
-            bring(state)
+            restore(state)
             clear_folder(deck, fresh=fresh, again=again)
-        bring(state)
+        restore(state)
         with pytest.raises(InputOutputError, match="no good checkpoint") as caught:
-            resume(alone, folder, [])
+            resume(single, folder, [])
         begins = f"begin again by `hpctrain run {folder}/deck.toml`"
         assert begins in str(caught.value) or not (folder / "deck.toml").exists()
     with_reference = [state for state in first if list(state.glob("*reference*"))]
     assert bool(with_reference) == (kind in TOKENS)
     for state in (first[0], *with_reference[:2]):
-        bring(state)
-        assert run_deck(alone, path, [], make=make_trainer) == 0
+        restore(state)
+        assert run_deck(single, path, [], make=make_trainer) == 0
 
 
-def test_a_run_that_goes_on_elsewhere_starts_again(world: World, tokens: Path, tmp_path: Path) -> None:
-    """Killed before it has a checkpoint there, it goes on from the same one once more."""
+def test_killed_resume_into_another_folder_can_be_repeated(
+    world: World, tokens: Path, tmp_path: Path
+) -> None:
+    """A resume into another folder is killed before the first checkpoint there, and then repeated."""
     path, folder = tmp_path / "deck.toml", tmp_path / "other"
     path.write_text(DECK.format(folder=tmp_path, tokens=tokens / TOKENS["dpo"]) + KINDS["dpo"])
-    alone = world.alone()
-    assert run_deck(alone, path, []) == 0
+    single = world.alone()
+    assert run_deck(single, path, []) == 0
     checkpoint, keys = tmp_path / "run/checkpoints/step-00000001.h5", [f"run.dir={folder}", "run.steps=2"]
-    with states_of(folder, tmp_path / "states") as states:
-        assert resume(alone, checkpoint, keys) == 0
+    with copy_states(folder, tmp_path / "states") as states:
+        assert resume(single, checkpoint, keys) == 0
     first = [state for state in states if not any((state / "checkpoints").glob("step-*"))]
     assert len(first) > 5
     deck = read_deck(path, keys, 1)
@@ -167,14 +173,14 @@ def test_a_run_that_goes_on_elsewhere_starts_again(world: World, tokens: Path, t
         assert names_of_a_run(folder) == []
     shutil.rmtree(folder)
     shutil.copytree(first[-1], folder, symlinks=True)
-    assert resume(alone, checkpoint, keys) == 0
-    # What has a checkpoint by now is not written over.
+    assert resume(single, checkpoint, keys) == 0
+    # A folder with a checkpoint is not overwritten.
     with pytest.raises(HpctrainError, match="holds another run already"):
         refuse_other_folder(deck, checkpoint)
 
 
-def test_a_mirrored_run_without_a_checkpoint_keeps_its_mirror(tokens: Path, tmp_path: Path) -> None:
-    """It is resumed; only who says so begins again."""
+def test_mirrored_run_without_a_checkpoint_keeps_its_mirror(tokens: Path, tmp_path: Path) -> None:
+    """It can be resumed. It starts again only with --fresh."""
     path, folder = tmp_path / "deck.toml", tmp_path / "run"
     path.write_text(DECK.format(folder=tmp_path, tokens=tokens / "text.h5"))
     deck = read_deck(path, (), 1)

@@ -1,7 +1,7 @@
-"""Padding counts in nothing: the same conversations in rows of any length make the same steps.
+"""Tests that padding has no effect: rows of any length give the same steps for the same conversations.
 
-Tests of data/row_lengths.py, and of what model/router.py, model/mixture.py, parallel/fp8/product.py and
-train/step.py do with it.
+Modules: data/row_lengths.py, and its use in model/router.py, model/mixture.py, parallel/fp8/product.py and
+train/step.py.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ROW_LENGTHS = [47, 5, 30, 12, 1, 40, 22, 33]
 
 @dataclass
 class ShortRows(Sequences):
-    """Random conversations of several lengths, one a row."""
+    """Random conversations of several lengths, one per row."""
 
     length: int
     count: int = 64
@@ -60,7 +60,7 @@ class ShortRows(Sequences):
 
 @dataclass
 class Steps:
-    """Results of steps, and what they left."""
+    """Results of some steps, with the gradients and the state after them."""
 
     results: list[StepResult]
     gradients: dict[str, Tensor]
@@ -69,13 +69,13 @@ class Steps:
 
 
 def trainer_of(world: World, deck: Deck, source: Sequences) -> Trainer:
-    lone = world.alone()
-    engine = build_engine(deck, lone, make_mesh(deck, lone), roughness=ROUGHNESS)
+    single = world.alone()
+    engine = build_engine(deck, single, make_mesh(deck, single), roughness=ROUGHNESS)
     return Trainer(deck, engine, Batches(source, 1))
 
 
 def steps(world: World, length: int, *keys: str) -> Steps:
-    """Two steps in rows of a length: the second one knows what the first one learned."""
+    """Return two steps with rows of a length. The second step depends on the update of the first one."""
     run = trainer_of(world, small_deck(*keys, f"batch.sequence={length}"), ShortRows(length))
     results = run.train(2)
     routers = (
@@ -85,9 +85,12 @@ def steps(world: World, length: int, *keys: str) -> Steps:
     return Steps(results, run.gradients(), run.parameters(), state)
 
 
-def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
-    """Differences are small beside the largest number of the tensor, or of the values beside queries."""
-    for name, value in found.items():
+def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    """Check that differences are small compared with the largest element of each tensor.
+
+    Tensors of queries and keys are compared with the largest element of the values.
+    """
+    for name, value in actual.items():
         of_values = name.replace("query", "value").replace("key", "value")
         scale = float(expected[of_values].abs().max())
         assert float((value - expected[name]).abs().max()) <= tolerance * scale, name
@@ -100,11 +103,11 @@ def test_steps_do_not_depend_on_the_length_of_rows(world: World, model: str) -> 
     experts = [name for name in first.results[0].noted if name.startswith("router/")]
     assert experts and all(result.figures["balance_loss"] > 0 for result in first.results[1:])
     for other in others:
-        for ours, theirs in zip(other.results, first.results, strict=True):
-            assert ours.figures == pytest.approx(theirs.figures, rel=1e-5)
-            assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-5)
+        for ours, reference in zip(other.results, first.results, strict=True):
+            assert ours.figures == pytest.approx(reference.figures, rel=1e-5)
+            assert ours.grad_norm == pytest.approx(reference.grad_norm, rel=1e-5)
             for name in experts:  # tokens of each expert, and those that were dropped
-                assert torch.equal(ours.noted[name][:-1], theirs.noted[name][:-1])
+                assert torch.equal(ours.noted[name][:-1], reference.noted[name][:-1])
         assert_close(other.gradients, first.gradients, 1e-4)
         assert_close(other.parameters, first.parameters, 1e-5)
         assert all(torch.equal(value, first.routers[name]) for name, value in other.routers.items())
@@ -113,55 +116,55 @@ def test_steps_do_not_depend_on_the_length_of_rows(world: World, model: str) -> 
 
 
 @pytest.mark.parametrize("recipe", ["tensor", "delayed", "row"])
-def test_scales_of_8_bits_do_not_depend_on_padding(world: World, recipe: str) -> None:
-    """Nor does what is told of them: padding has larger numbers than tokens."""
+def test_fp8_scales_do_not_depend_on_padding(world: World, recipe: str) -> None:
+    """Their statistics do not depend on it either, although padding has larger activations than tokens."""
     keys = (*LLAMA, "precision.compute=fp8", f"precision.fp8={recipe}", "data.pack=false")
-    found = []
+    actual = []
     for length in (48, 96):
         run = trainer_of(world, small_deck(*keys, f"batch.sequence={length}"), ShortRows(length))
         table = run.engine.models[0].table
         with torch.no_grad():
             table[0] = 50.0
         run.engine.groups.noted.watching = True
-        found.append(run.train(2))
-    for ours, theirs in zip(*found, strict=True):
-        assert ours.figures == pytest.approx(theirs.figures, rel=1e-5)
-        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-4)
+        actual.append(run.train(2))
+    for ours, reference in zip(*actual, strict=True):
+        assert ours.figures == pytest.approx(reference.figures, rel=1e-5)
+        assert ours.grad_norm == pytest.approx(reference.grad_norm, rel=1e-4)
         for name, values in ours.noted.items():
             if name.startswith("fp8 scales"):
-                assert torch.equal(values, theirs.noted[name]), name
+                assert torch.equal(values, reference.noted[name]), name
             if name.startswith("fp8 lost"):
-                assert values[2] == theirs.noted[name][2], name
+                assert values[2] == reference.noted[name][2], name
 
 
-def test_a_mixtral_with_an_attention_mask(world: World) -> None:
-    """Losses and gradients of a step are those of transformers, whose rows are padded likewise."""
+def test_mixtral_with_an_attention_mask(world: World) -> None:
+    """The loss and the gradients of a step equal those of transformers with an attention mask."""
     pytest.importorskip("transformers")
     keys = (*LLAMA, "model.layers=1", "model.experts=4", "model.expert_mlp=24", "model.tied=false")
     more = ("model.balance_loss=0.1", "batch.micro_size=8", "optimizer.clip=0", "data.pack=false")
     for length in (48, 96):
         deck = small_deck(*keys, *more, f"batch.sequence={length}")
         run = trainer_of(world, deck, ShortRows(length))
-        theirs = mixtral(run.engine.shape, "eager")
-        theirs.load_state_dict(their_names(run.parameters(), 1))
+        reference = mixtral(run.engine.shape, "eager")
+        reference.load_state_dict(mixtral_names(run.parameters(), 1))
         (micro,) = run.step.read_share(run.state, 8).micro_batches
         assert micro.lengths is not None
         mask = (torch.arange(length) < micro.lengths.values.unsqueeze(1)).long()
         labels = micro.targets.roll(1, 1).masked_fill(micro.targets.roll(1, 1) < 0, -100)
-        output = theirs(micro.tokens, attention_mask=mask, labels=labels)
+        output = reference(micro.tokens, attention_mask=mask, labels=labels)
         output.loss.backward()
         (result,) = run.train(1)
         balance = result.figures["balance_loss"]
         assert balance * 2 == pytest.approx(output.aux_loss.item(), rel=1e-5)
         assert result.loss + 0.1 * balance == pytest.approx(output.loss.item(), rel=1e-5)
-        named = their_names(run.gradients(), 1)
+        named = mixtral_names(run.gradients(), 1)
         assert_close(
-            named, {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}, 1e-4
+            named, {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}, 1e-4
         )
 
 
-def their_names(ours: dict[str, Tensor], layers: int) -> dict[str, Tensor]:
-    """Tensors of a mixture under the names that transformers has for Mixtral's."""
+def mixtral_names(ours: dict[str, Tensor], layers: int) -> dict[str, Tensor]:
+    """Return the tensors of a mixture by the names that transformers uses for Mixtral."""
     named = {
         "model.embed_tokens.weight": ours["embedding.tokens.weight"],
         "model.norm.weight": ours["final_norm.weight"],
@@ -194,53 +197,57 @@ CASE: dict[str, Any] = {
 }
 
 
-def prepared(world: World, folder: Path) -> Path:
-    """A file of eight conversations of several lengths."""
+def prepare_conversations(world: World, folder: Path) -> Path:
+    """Prepare a token file of eight conversations of several lengths."""
     rows = [{"prompt": f"question {n}?", "response": f"answer {n} {'x' * n}"} for n in range(8)]
     source = write_rows(folder / "c.jsonl", rows)
     prepare_rows(world.alone(), folder / "c.h5", [source], kind="chat", template="raw")
     return folder / "c.h5"
 
 
-def test_padding_has_no_choices_to_record_or_to_follow(world: World, tmp_path: Path) -> None:
+def test_recorded_routing_has_no_choices_for_padding(world: World, tmp_path: Path) -> None:
     keys = [f"{name}={json.dumps(value)}" for name, value in CASE.items() if name != "model.vocabulary"]
-    keys += [f"data.tokens={prepared(world, tmp_path)}", "data.validation=0", "batch.sequence=40"]
+    keys += [
+        f"data.tokens={prepare_conversations(world, tmp_path)}",
+        "data.validation=0",
+        "batch.sequence=40",
+    ]
     keys += ["run.steps=1", "model.record_routing=8", "model.vocabulary="]
     (tmp_path / "deck.toml").write_text(DECK)
     losses = []
     for name, replayed in (("first", None), ("second", tmp_path / "first" / ROUTING_FILE)):
         folder = tmp_path / name
-        given = [*keys, f"run.dir={folder}"]
-        assert run_deck(world.alone(), tmp_path / "deck.toml", given, replayed=replayed) == 0
-        found = RoutingFile.read(folder / ROUTING_FILE)
-        assert found.choices.shape == (2, 8, 40, 2)
-        real = (found.choices >= 0).all(3).sum(2)
+        arguments = [*keys, f"run.dir={folder}"]
+        assert run_deck(world.alone(), tmp_path / "deck.toml", arguments, replayed=replayed) == 0
+        actual = RoutingFile.read(folder / ROUTING_FILE)
+        assert actual.choices.shape == (2, 8, 40, 2)
+        real = (actual.choices >= 0).all(3).sum(2)
         assert sorted(real[0].tolist()) == sorted(real[1].tolist()) == [20 + n for n in range(8)]
-        assert ((found.choices == -1).all(3).sum(2) == 40 - real).all()
+        assert ((actual.choices == -1).all(3).sum(2) == 40 - real).all()
         losses.append(read_metrics(folder / "metrics.jsonl")[0]["loss"])
     assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize("pack", [False, True])
-def test_eight_conversations_have_one_balance_loss(world: World, tmp_path: Path, pack: bool) -> None:
-    """In rows of any length, packed or not, it is the sum over the mixtures of what transformers tells."""
+def test_balance_loss_does_not_depend_on_row_length(world: World, tmp_path: Path, pack: bool) -> None:
+    """It is the sum of transformers' balance loss over the layers, for rows of any length, packed or not."""
     mixtral_file = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
-    path = prepared(world, tmp_path)
+    path = prepare_conversations(world, tmp_path)
     keys = [f"{name}={json.dumps(value)}" for name, value in CASE.items()]
-    told = []
+    balance_losses = []
     for length in (40, 160):
         deck = small_deck(*keys, f"batch.sequence={length}")
         conversations = ConversationSource(TokenFile(path), length, 0.0, "train", pack)
-        lone = world.alone()
-        run = Trainer(deck, build_engine(deck, lone, make_mesh(deck, lone)), Batches(conversations, 5))
+        single = world.alone()
+        run = Trainer(deck, build_engine(deck, single, make_mesh(deck, single)), Batches(conversations, 5))
         if length == 160 and not pack:
-            theirs = mixtral(run.engine.shape, "eager")
-            theirs.load_state_dict(their_names(run.parameters(), 2))
+            reference = mixtral(run.engine.shape, "eager")
+            reference.load_state_dict(mixtral_names(run.parameters(), 2))
             (micro,) = run.step.read_share(run.state, 8).micro_batches
             assert micro.lengths is not None
             mask = (torch.arange(length) < micro.lengths.values.unsqueeze(1)).long()
-            logits = theirs(micro.tokens, attention_mask=mask, output_router_logits=True).router_logits
+            logits = reference(micro.tokens, attention_mask=mask, output_router_logits=True).router_logits
             of_layers = [mixtral_file.load_balancing_loss_func((each,), 4, 2, mask) / 2 for each in logits]
             assert sum(each.item() for each in of_layers) == pytest.approx(2.2438466, rel=1e-6)
-        told.append(run.step.evaluate(run.step.batches, conversations.count)["balance_loss"])
-    assert told == pytest.approx([2.2438466, 2.2438466], rel=1e-6)
+        balance_losses.append(run.step.evaluate(run.step.batches, conversations.count)["balance_loss"])
+    assert balance_losses == pytest.approx([2.2438466, 2.2438466], rel=1e-6)

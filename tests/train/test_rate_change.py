@@ -1,4 +1,4 @@
-"""The warning of a learning rate that jumps where a run goes on."""
+"""Tests of the warning that the learning rate of a resumed run jumps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.engines import small_deck
 STEPS = ("run.steps=200", "learning_rate.peak=3e-4")
 WSD = ("learning_rate.decay=wsd", "learning_rate.cooldown=20")
 CONSTANT = ("learning_rate.decay=constant",)
-USUAL = ("learning_rate.warmup=",)
+DEFAULT_WARMUP = ("learning_rate.warmup=",)
 
 
 def warning(before: tuple[str, ...], step: int, *changes: str) -> str:
@@ -19,7 +19,7 @@ def warning(before: tuple[str, ...], step: int, *changes: str) -> str:
     return rate_change(parse_deck(stored, changes), parse_deck(stored), step)
 
 
-def test_a_finished_run_that_is_extended_tells_both_rates_and_what_keeps_the_old_one() -> None:
+def test_warning_names_both_rates_and_the_remedy() -> None:
     assert warning((), 200, "run.steps=400") == (
         "--set run.steps=400: the learning rate rises from 3.00e-05 in step 200 to 1.66e-04 in step 201 "
         "(--set learning_rate.decay_steps=200 keeps the schedule of the checkpoint)"
@@ -27,7 +27,12 @@ def test_a_finished_run_that_is_extended_tells_both_rates_and_what_keeps_the_old
 
 
 JUMPS: list[tuple[tuple[str, ...], int, tuple[str, ...], str]] = [
-    (USUAL, 200, ("run.steps=4000",), "rises from 3.00e-05 in step 200 to 3.00e-04 in step 201 (--set learn"),
+    (
+        DEFAULT_WARMUP,
+        200,
+        ("run.steps=4000",),
+        "rises from 3.00e-05 in step 200 to 3.00e-04 in step 201 (--set learn",
+    ),
     (
         (),
         100,
@@ -35,7 +40,7 @@ JUMPS: list[tuple[tuple[str, ...], int, tuple[str, ...], str]] = [
         "to 2.62e-04 in step 101 instead of 1.67e-04 by the checkpoint's deck (--set learning_rate",
     ),
     ((), 100, ("learning_rate.peak=1e-4",), "falls from 1.69e-04 in step 100 to 5.57e-05 in step 101 ins"),
-    (USUAL, 5, ("run.steps=400",), "falls from 7.50e-05 in step 5 to 4.50e-05 in step 6"),
+    (DEFAULT_WARMUP, 5, ("run.steps=400",), "falls from 7.50e-05 in step 5 to 4.50e-05 in step 6"),
     (
         (),
         100,
@@ -54,11 +59,9 @@ JUMPS: list[tuple[tuple[str, ...], int, tuple[str, ...], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("before", "step", "changes", "told"), JUMPS)
-def test_a_rate_that_jumps_is_told(
-    before: tuple[str, ...], step: int, changes: tuple[str, ...], told: str
-) -> None:
-    assert told in warning(before, step, *changes)
+@pytest.mark.parametrize(("before", "step", "changes", "sentence"), JUMPS)
+def test_jumps(before: tuple[str, ...], step: int, changes: tuple[str, ...], sentence: str) -> None:
+    assert sentence in warning(before, step, *changes)
 
 
 @pytest.mark.parametrize(
@@ -74,5 +77,5 @@ def test_a_rate_that_jumps_is_told(
         ((), 0, ("run.steps=400",)),
     ],
 )
-def test_a_rate_that_goes_on_is_not(before: tuple[str, ...], step: int, changes: tuple[str, ...]) -> None:
+def test_no_jump(before: tuple[str, ...], step: int, changes: tuple[str, ...]) -> None:
     assert not warning(before, step, *changes)

@@ -1,4 +1,4 @@
-"""Runs that learn nothing: steps without an update, without learned tokens, and from weights that are NaN."""
+"""Tests of runs that learn nothing: skipped steps, no learned tokens, and weights that are not finite."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ max_skipped_steps = 3
 
 @pytest.fixture(scope="module")
 def folder(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a token file."""
+    """Folder with a token file."""
     made = tmp_path_factory.mktemp("updates")
     (made / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
     prepare(world.alone(), made / "tokens.h5", [str(made / "text.txt")])
@@ -59,7 +59,7 @@ def folder(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def deck(folder: Path, tmp_path: Path) -> Path:
-    """The deck of a run in a fresh folder, on the shared token file."""
+    """Deck of a run in a new folder, with the shared token file."""
     path = tmp_path / "deck.toml"
     text = DECK.replace("{folder}/run", f"{tmp_path}/run")
     path.write_text(text.format(folder=folder))
@@ -68,9 +68,7 @@ def deck(folder: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def before_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Step, TrainState], float]], None]:
-    """`before_step(function)`: before each step `function` changes what it likes; it returns the factor of
-    the gradients.
-    """
+    """Function that sets a hook. The hook runs before each step and returns a factor for the gradients."""
 
     def change(function: Callable[[Step, TrainState], float]) -> None:
         accumulate = Step.accumulate
@@ -92,10 +90,10 @@ def status(folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_a_run_whose_gradients_stay_nan_ends(
+def test_run_with_nan_gradients_ends(
     world: World, deck: Path, tmp_path: Path, before_step: Callable[..., None]
 ) -> None:
-    """After so many steps as the deck says, with what it has learned before in a checkpoint."""
+    """It ends after `max_skipped_steps` steps, with a checkpoint."""
     before_step(lambda _, state: math.nan if state.step >= 5 else 1.0)
     with pytest.raises(HpctrainError) as caught:
         run_deck(world.alone(), deck, [])
@@ -114,7 +112,7 @@ def test_a_run_whose_gradients_stay_nan_ends(
         resume(world.alone(), tmp_path / "run", [])
 
 
-def test_weights_that_become_infinite_are_named_and_not_gone_on_from(
+def test_infinite_weight_is_named_and_not_loaded(
     world: World,
     folder: Path,
     deck: Path,
@@ -122,7 +120,7 @@ def test_weights_that_become_infinite_are_named_and_not_gone_on_from(
     before_step: Callable[..., None],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    shown: list[str] = []
+    output: list[str] = []
 
     def spoil(step: Step, state: TrainState) -> float:
         if state.step == 5:
@@ -149,28 +147,31 @@ def test_weights_that_become_infinite_are_named_and_not_gone_on_from(
     assert (begin, remedy) == (found, "start from an earlier checkpoint, or from another model)")
     caplog.clear()
     load(path, device="cpu")  # it can still be looked at
-    evaluate(world.alone(), path, [folder / "tokens.h5"], 2, [], True, shown.append, print)
+    evaluate(world.alone(), path, [folder / "tokens.h5"], 2, [], True, output.append, print)
     assert [record.message.partition(" (")[0] for record in caplog.records] == [found, found]
-    assert json.loads(shown[0])["evaluations"][0]["loss"] is None
+    assert json.loads(output[0])["evaluations"][0]["loss"] is None
 
 
-def test_a_run_without_any_update_is_no_success(world: World, deck: Path, tmp_path: Path) -> None:
-    """Here the loss scale is still sought when the last step is done; the checkpoint knows how far."""
+def test_run_without_any_update_fails(world: World, deck: Path, tmp_path: Path) -> None:
+    """The loss scale is still too large after the last step. A resume continues from the stored one."""
     keys = ["precision.compute=fp16", "precision.initial_loss_scale=16777216.0", "run.steps=2"]
     with pytest.raises(HpctrainError, match=r"none of its 2 steps made an update; step 2: loss 5\.\d+ or"):
         run_deck(world.alone(), deck, keys)
     assert resume(world.alone(), tmp_path / "run", ["run.steps=20"]) == 0
 
 
-@pytest.mark.parametrize("most", [0, 50])
-def test_runs_go_on_where_the_deck_lets_them(
-    world: World, deck: Path, before_step: Callable[..., None], most: int
+@pytest.mark.parametrize("max_skipped_steps", [0, 50])
+def test_deck_may_allow_skipped_steps(
+    world: World, deck: Path, before_step: Callable[..., None], max_skipped_steps: int
 ) -> None:
     before_step(lambda _, state: math.nan if state.step else 1.0)
-    assert run_deck(world.alone(), deck, [f"stability.max_skipped_steps={most}", "run.steps=6"]) == 0
+    assert (
+        run_deck(world.alone(), deck, [f"stability.max_skipped_steps={max_skipped_steps}", "run.steps=6"])
+        == 0
+    )
 
 
-def test_the_search_for_a_loss_scale_does_not_count(world: World) -> None:
+def test_steps_that_lower_the_loss_scale_do_not_count(world: World) -> None:
     run = trainer(
         world.alone(), small_deck("precision.compute=fp16", "precision.initial_loss_scale=16777216.0")
     )
@@ -187,8 +188,8 @@ def test_the_search_for_a_loss_scale_does_not_count(world: World) -> None:
     assert run.state.skipped_in_a_row == 2
 
 
-def test_a_step_without_learned_tokens_changes_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No weight decays; an evaluation of nothing has no loss."""
+def test_step_without_learned_tokens(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no weight decay. An evaluation without tokens has no loss."""
     run = trainer(world.alone(), small_deck("optimizer.weight_decay=0.5"))
     nothing = torch.zeros(32, dtype=torch.int64), torch.full((32,), MASKED)
     monkeypatch.setattr(type(run.step.batches.source), "sequence", lambda *_: nothing)
@@ -201,8 +202,8 @@ def test_a_step_without_learned_tokens_changes_nothing(world: World, monkeypatch
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
-def test_a_token_beyond_the_vocabulary_is_named(world: World, mpi_tmp_path: Path) -> None:
-    """Under a vocabulary that ranks share each would take it for another one's."""
+def test_token_outside_the_vocabulary_is_named(world: World, mpi_tmp_path: Path) -> None:
+    """With a split vocabulary, each rank would take the id for a token of another rank."""
     path = mpi_tmp_path / "tokens.h5"
     if world.rank == 0:
         (mpi_tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)

@@ -1,6 +1,6 @@
-"""Chat models that are imported, tuned on conversations and exported: what `transformers` then does.
+"""Tests of chat models that are imported, trained on conversations, exported and loaded by `transformers`.
 
-Tests of checkpoint/exchange/model_files.py, checkpoint/exchange/tokenizer_files.py and train/origin.py.
+Modules: checkpoint/exchange/model_files.py, checkpoint/exchange/tokenizer_files.py, train/origin.py.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SPECIAL = (
     "<|pad|>",
 )  # fmt: skip
 BEGIN, END, _, _, TURN, PAD = range(len(SPECIAL))
-OWN_TEMPLATE = (
+CUSTOM_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}"
 )
 ROWS = [
@@ -82,7 +82,7 @@ warmup = 3
 
 
 def make_base(folder: Path, **changes: Any) -> Path:
-    """A base model such as that of Llama 3, with its tokenizer, whose folder has no chat template."""
+    """Write a base model such as that of Llama 3, with its tokenizer but without a chat template."""
     library = tokenizers.Tokenizer(tokenizers.models.BPE())
     library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = tokenizers.decoders.ByteLevel()
@@ -113,24 +113,24 @@ def make_base(folder: Path, **changes: Any) -> Path:
 
 @dataclass(frozen=True)
 class Tuned:
-    """A folder with `base`, `chat.h5`, the run of `DECK`, and `out`, which was exported of it."""
+    """Folder with `base`, `chat.h5`, the run of `DECK`, and `out`, the exported model of the run."""
 
     folder: Path
 
     def json(self, name: str) -> dict[str, Any]:
-        """A file of the exported folder."""
+        """Return the content of a JSON file of the exported folder."""
         content: dict[str, Any] = json.loads((self.folder / "out" / name).read_text())
         return content
 
     @property
     def checkpoint(self) -> Path:
-        """The newest one."""
+        """Newest checkpoint of the run."""
         return self.folder / "runs/run/checkpoints/latest"
 
 
 @pytest.fixture(scope="module")
 def tuned(world: World, tmp_path_factory: pytest.TempPathFactory) -> Tuned:
-    """The base model, tuned on conversations as llama3's template writes them."""
+    """Base model that was trained on conversations with the chat template of Llama 3."""
     folder, alone, before = tmp_path_factory.mktemp("tuned"), world.alone(), Path.cwd()
     make_base(folder / "base")
     os.chdir(folder)
@@ -145,8 +145,8 @@ def tuned(world: World, tmp_path_factory: pytest.TempPathFactory) -> Tuned:
     return Tuned(folder)
 
 
-def test_what_was_imported_comes_out_again(tuned: Tuned) -> None:
-    """But for the template of the conversations and the token that ends a turn in them."""
+def test_export_keeps_the_imported_settings(tuned: Tuned) -> None:
+    """Only the chat template and the token that ends a turn differ from the imported files."""
     config = tuned.json("tokenizer_config.json")
     assert config == {**CONFIG, "chat_template": LLAMA3, "model_max_length": 48}
     assert tuned.json("special_tokens_map.json")["bos_token"] == "<|begin_of_text|>"
@@ -163,8 +163,8 @@ def test_what_was_imported_comes_out_again(tuned: Tuned) -> None:
     ).read_text()
 
 
-def test_transformers_chats_with_it(tuned: Tuned) -> None:
-    """By the tokens that were trained on, and its answers end with their turn."""
+def test_transformers_chats_with_the_exported_model(tuned: Tuned) -> None:
+    """It renders the tokens that the model was trained on, and answers end with the token of a turn."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(tuned.folder / "out")
     assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == (
         "<|begin_of_text|>", "<|end_of_text|>", "<|pad|>"
@@ -187,8 +187,8 @@ def test_transformers_chats_with_it(tuned: Tuned) -> None:
     assert tokenizer.decode(written) == "hello there<|eot_id|>"
 
 
-def test_it_is_read_again(tuned: Tuned, world: World, tmp_path: Path) -> None:
-    """And comes out once more as it was, in every file."""
+def test_import_and_export_again(tuned: Tuned, world: World, tmp_path: Path) -> None:
+    """The second export is equal to the first one in every file."""
     alone = world.alone()
     import_model(alone, tuned.folder / "out", tmp_path / "again.h5")
     state = read_state(tmp_path / "again.h5")
@@ -206,10 +206,10 @@ def test_it_is_read_again(tuned: Tuned, world: World, tmp_path: Path) -> None:
     assert (more.read(0, more.tokens) == first.read(0, first.tokens)).all()
 
 
-def test_its_own_texts_end_with_the_turn(
+def test_generated_text_ends_with_the_turn(
     tuned: Tuned, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of `hpctrain generate`, with the template of the conversations, and those of policies."""
+    """Answers of `hpctrain generate --chat` and of policies end with the token of a turn."""
     model = hpctrain.load(tuned.checkpoint)
     assert model.tokenizer.ends == TokenFile(tuned.folder / "chat.h5").tokenizer.ends == {END, TURN}
     for token in (END, TURN):
@@ -217,14 +217,14 @@ def test_its_own_texts_end_with_the_turn(
         assert text.add(token) and text.why == "end"
     monkeypatch.chdir(tmp_path)
     (tmp_path / "lines.jsonl").write_text('{"prompt": "hello"}\n{"prompt": "two"}\n')
-    shown: list[str] = []
+    texts: list[str] = []
     source, sampling = PromptSource(json_lines="lines.jsonl"), Sampling(tokens=30, temperature=0)
-    generate(world.alone(), tuned.checkpoint, source, sampling, shown.append, False, chat=True)
-    answers = [json.loads(each) for each in shown]
+    generate(world.alone(), tuned.checkpoint, source, sampling, texts.append, False, chat=True)
+    answers = [json.loads(each) for each in texts]
     assert [each["ended"] for each in answers] == ["end", "end"] and answers[0]["text"] == "hello there"
-    shown.clear()
-    generate(world.alone(), tuned.checkpoint, PromptSource("hello"), sampling, shown.append, False, chat=True)
-    assert shown == ["hello there\n"]
+    texts.clear()
+    generate(world.alone(), tuned.checkpoint, PromptSource("hello"), sampling, texts.append, False, chat=True)
+    assert texts == ["hello there\n"]
 
 
 def test_a_model_without_a_template_cannot_chat(tuned: Tuned, world: World, tmp_path: Path) -> None:
@@ -234,10 +234,10 @@ def test_a_model_without_a_template_cannot_chat(tuned: Tuned, world: World, tmp_
     assert caught.value.exit_code == 2
 
 
-def test_a_run_that_goes_on_keeps_it(
+def test_resumed_run_keeps_the_settings(
     tuned: Tuned, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the model that it began with is gone, and it goes on with text."""
+    """The imported folder no longer exists, and the resumed run trains on plain text."""
     monkeypatch.chdir(tuned.folder)
     alone = world.alone()
     (tmp_path / "a.txt").write_text("hello there two plus two " * 30)
@@ -254,14 +254,14 @@ def test_a_run_that_goes_on_keeps_it(
         assert json.loads((tmp_path / "out" / name).read_text()) == tuned.json(name), name
 
 
-def test_a_template_of_its_own_is_exported_from_nothing(
+def test_template_of_the_token_file_is_exported(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run without a model to start from: template and special tokens are the token file's."""
+    """The template and the special tokens are those of the token file, without an imported model."""
     monkeypatch.chdir(tmp_path)
     alone = world.alone()
     make_base(tmp_path / "base")
-    (tmp_path / "own.jinja").write_text(OWN_TEMPLATE)
+    (tmp_path / "own.jinja").write_text(CUSTOM_TEMPLATE)
     source = write_rows(tmp_path / "chat.jsonl", ROWS)
     prepare_rows(alone, Path("chat.h5"), [source], kind="chat", template="own.jinja", tokenizer="base")
     deck = DECK.replace('from = "base"', 'family = "gpt2"\nlayers = 1\nhidden = 16\nheads = 2').replace(
@@ -271,7 +271,7 @@ def test_a_template_of_its_own_is_exported_from_nothing(
     assert run_deck(alone, Path("deck.toml"), []) == 0
     export_model(alone, Path("runs/run/checkpoints/latest"), Path("out"), None, 10**9)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert tokenizer.chat_template == OWN_TEMPLATE and tokenizer.model_max_length == 32
+    assert tokenizer.chat_template == CUSTOM_TEMPLATE and tokenizer.model_max_length == 32
     assert tokenizer.apply_chat_template(talk("a", "b"), tokenize=False) == (
         "<|begin_of_text|>[user]a<|end_of_text|>[assistant]b<|end_of_text|>"
     )
@@ -281,15 +281,15 @@ def test_a_template_of_its_own_is_exported_from_nothing(
     assert "temperature" not in generation and generation["eos_token_id"] == [END]
 
 
-def test_shorter_sequences_leave_the_context_of_earlier_runs(
+def test_shorter_sequences_keep_the_context_of_earlier_runs(
     tuned: Tuned, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run that starts from a checkpoint, and one that has no imported model behind it."""
+    """The second run starts from a checkpoint that has no imported model."""
     monkeypatch.chdir(tmp_path)
     alone = world.alone()
     shutil.copy(tuned.folder / "chat.h5", tmp_path)
-    of_sizes = DECK.replace('from = "base"', 'family = "llama"\nlayers = 1\nhidden = 16\nheads = 2')
-    Path("deck.toml").write_text(of_sizes.replace("= 30", "= 1").replace("sequence = 32", "sequence = 40"))
+    llama_deck = DECK.replace('from = "base"', 'family = "llama"\nlayers = 1\nhidden = 16\nheads = 2')
+    Path("deck.toml").write_text(llama_deck.replace("= 30", "= 1").replace("sequence = 32", "sequence = 40"))
     assert run_deck(alone, Path("deck.toml"), []) == 0
     (tmp_path / "runs/run/checkpoints/latest").resolve().rename(tmp_path / "first.h5")
     Path("next.toml").write_text(DECK.replace('"base"', '"first.h5"').replace("= 30", "= 1"))
@@ -298,21 +298,21 @@ def test_shorter_sequences_leave_the_context_of_earlier_runs(
     assert json.loads((tmp_path / "out/config.json").read_text())["max_position_embeddings"] == 40
 
 
-def test_templates_by_name_come_out_again(tuned: Tuned, world: World, tmp_path: Path) -> None:
-    """Files of several templates, as newer versions write them, as the list that all versions read."""
+def test_named_templates_are_exported(tuned: Tuned, world: World, tmp_path: Path) -> None:
+    """They are imported from several files, as newer versions of `transformers` write them."""
     folder = tmp_path / "several"
     shutil.copytree(tuned.folder / "base", folder)
-    (folder / "chat_template.jinja").write_text(OWN_TEMPLATE)
+    (folder / "chat_template.jinja").write_text(CUSTOM_TEMPLATE)
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates/tool_use.jinja").write_text("tools")
     import_model(world.alone(), folder, tmp_path / "several.h5")
     export_model(world.alone(), tmp_path / "several.h5", tmp_path / "out", None, 10**9)
     for path in (folder, tmp_path / "out"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-        assert tokenizer.chat_template == {"default": OWN_TEMPLATE, "tool_use": "tools"}, path
+        assert tokenizer.chat_template == {"default": CUSTOM_TEMPLATE, "tool_use": "tools"}, path
 
 
-def test_an_older_file_of_conversations_tells_its_template(tuned: Tuned, tmp_path: Path) -> None:
+def test_older_token_file_has_its_template(tuned: Tuned, tmp_path: Path) -> None:
     shutil.copy(tuned.folder / "chat.h5", tmp_path / "old.h5")
     with h5py.File(tmp_path / "old.h5", "r+") as file:
         del file["tokenizer_settings"]
@@ -321,10 +321,10 @@ def test_an_older_file_of_conversations_tells_its_template(tuned: Tuned, tmp_pat
     assert settings.special_tokens["bos_token"] == "<|begin_of_text|>"
 
 
-def test_learned_positions_tell_the_context(
+def test_learned_positions_limit_the_context(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the first of them were taken, the exported model sees no more; others see what they saw."""
+    """A run that uses fewer learned positions exports a model with this shorter context."""
     monkeypatch.chdir(tmp_path)
     alone = world.alone()
     sizes = {"vocab_size": 257, "n_positions": 64, "n_embd": 16, "n_layer": 1, "n_head": 2}
@@ -337,6 +337,6 @@ def test_learned_positions_tell_the_context(
     assert run_deck(alone, Path("deck.toml"), []) == 0
     export_model(alone, Path("runs/run/checkpoints/latest"), Path("out"), None, 10**9)
     assert json.loads((tmp_path / "out/config.json").read_text())["n_positions"] == 32
-    told = json.loads((tmp_path / "out/tokenizer_config.json").read_text())
-    assert told["model_max_length"] == 32 and told["eos_token"] == "<|endoftext|>"
+    tokenizer_config = json.loads((tmp_path / "out/tokenizer_config.json").read_text())
+    assert tokenizer_config["model_max_length"] == 32 and tokenizer_config["eos_token"] == "<|endoftext|>"
     assert Tokenizer("bytes").ends == {256}
