@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from typing_extensions import override
 
 from hpctrain.bench.timing import write_json
 from hpctrain.checkpoint.exchange.source import settled_keys
@@ -47,8 +48,8 @@ class _Payload(Hook):
     def __init__(self) -> None:
         self.bytes = self.tokens = 0
 
+    @override
     def after_step(self, done: StepDone) -> None:
-        """See Hook."""
         self.bytes += done.payload
         self.tokens += done.result.tokens
 

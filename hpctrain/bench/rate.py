@@ -17,6 +17,7 @@ from statistics import fmean
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from hpctrain.bench.timing import write_json
 from hpctrain.checkpoint.exchange.source import settled_keys
@@ -103,8 +104,8 @@ class RisingRate(LearningRate):
 
     factor: float = 1.0
 
-    def at(self, step: int, batch: int) -> float:  # noqa: ARG002
-        """See LearningRate."""
+    @override
+    def at(self, step: int, batch: int) -> float:
         return self.peak * self.factor**step
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hpctrain.comm.audit import COPIES, Audit, Record, voted
 from hpctrain.comm.audited_sum import AuditedSum, scratch_bytes
@@ -50,8 +51,8 @@ class AuditedTransport(Transport):
         self.in_rank_order = inner.in_rank_order
         self.full = channel.audit.depth == "full"
 
+    @override
     def run(self, call: Call) -> Pending | None:
-        """See Transport."""
         phase = self.channel.audit.ledger.phase
         if call.operation in {"send", "recv"} and self.full:
             return self._message(call, phase)
@@ -106,24 +107,24 @@ class AuditedTransport(Transport):
         if int(voted(torch.tensor([told]))) != int(fingerprint(flat(output))):
             channel.audit.found.add([not_as_given(record, channel.ranks, self.rank, [peer])])
 
+    @override
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """See Transport."""
         return self.inner.empty(shape, dtype, device)
 
+    @override
     def common_zeros(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-        """See Transport."""
         return self.inner.common_zeros(length, dtype, device)
 
+    @override
     def crosses_once(self, call: Call) -> bool:
-        """See Transport."""
         return self.inner.crosses_once(call) and not (self.full and call.reduced is not None)
 
+    @override
     def adds_once(self, call: Call) -> bool:
-        """See Transport."""
         return self.inner.adds_once(call)
 
+    @override
     def scratch_bytes(self, elements: int, itemsize: int, scattered: bool = False) -> int:
-        """See Transport."""
         if self.full and self.in_rank_order:
             return scratch_bytes(elements, itemsize, self.size, scattered)
         return self.inner.scratch_bytes(elements, itemsize, scattered)

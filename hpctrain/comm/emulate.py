@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hpctrain.comm.calls import Call
 from hpctrain.comm.library import MPI
@@ -88,28 +89,28 @@ class SlowTransport(Transport):
         self.rank, self.size, self.sharers = inner.rank, inner.size, inner.sharers
         self._told: list[tuple[MPI.Request, array[float]]] = []
 
+    @override
     def run(self, call: Call) -> Pending | None:
-        """See Transport."""
         return drive(self._steps(call), call.blocking)
 
+    @override
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """See Transport."""
         return self.inner.empty(shape, dtype, device)
 
+    @override
     def common_zeros(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-        """See Transport."""
         return self.inner.common_zeros(length, dtype, device)
 
+    @override
     def crosses_once(self, call: Call) -> bool:
-        """See Transport."""
         return self.inner.crosses_once(call)
 
+    @override
     def adds_once(self, call: Call) -> bool:
-        """See Transport."""
         return self.inner.adds_once(call)
 
+    @override
     def scratch_bytes(self, elements: int, itemsize: int, scattered: bool = False) -> int:
-        """See Transport."""
         return self.inner.scratch_bytes(elements, itemsize, scattered)
 
     def _steps(self, call: Call) -> Steps:

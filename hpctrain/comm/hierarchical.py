@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hpctrain.comm.calls import Call
 from hpctrain.comm.crossing import Ways, piece_elements
@@ -55,8 +56,8 @@ class HierarchicalTransport(Transport):
         self.ways = Ways(inside, MpiTransport(far, mpi.scratch, MESSAGE_BYTES))
         self.messages = Messages(mpi.communicator, memory)
 
+    @override
     def run(self, call: Call) -> Pending | None:
-        """See Transport."""
         local, inside = self.ways.local, self.ways.inside
         if inside.takes_message(call) and call.peer // local == self.rank // local:
             return self.messages.run(call)
@@ -67,8 +68,8 @@ class HierarchicalTransport(Transport):
         steps = self._reduce(call) if call.operation in REDUCTIONS else self._gather(call)
         return inside.start(steps, call.blocking)
 
+    @override
     def crosses_once(self, call: Call) -> bool:
-        """See Transport."""
         return is_hierarchical(call, self.ways.nodes, self.ways.local, self.least)
 
     def adds_once(self, call: Call) -> bool:
@@ -86,8 +87,8 @@ class HierarchicalTransport(Transport):
         common = self.ways.inside.common_zeros(length, dtype, device)
         return common if all(self.mpi.communicator.allgather(common is not None)) else None
 
+    @override
     def scratch_bytes(self, elements: int, itemsize: int, scattered: bool = False) -> int:
-        """See Transport."""
         if elements * itemsize < self.least:
             return self.mpi.scratch_bytes(elements, itemsize, scattered)
         return scratch_bytes(elements, itemsize, self.ways.nodes, self.ways.local, scattered)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hpctrain.comm.audit import Log, Record
 from hpctrain.comm.calls import Call
@@ -33,12 +34,12 @@ class MovedRecord(Record):
 class MovedLog(Log[MovedRecord]):
     """Those of one group."""
 
-    def width(self, record: MovedRecord) -> int:  # noqa: ARG002
-        """See Log."""
+    @override
+    def width(self, record: MovedRecord) -> int:
         return 1
 
+    @override
     def rows(self, records: Sequence[MovedRecord]) -> list[Tensor]:
-        """See Log."""
         return [torch.stack([record.given.cpu() for record in records], 1).long()] if records else []
 
     def judge(self, records: Sequence[MovedRecord], theirs: Sequence[Tensor]) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hpctrain.comm import reduction
 from hpctrain.comm.calls import Call, Operation
@@ -123,8 +124,8 @@ class MpiTransport(Transport):
         pending: Pending | None = getattr(self, f"_{call.operation}")(call)
         return pending
 
+    @override
     def adds_once(self, call: Call) -> bool:
-        """See Transport."""
         assert call.tensor is not None and call.reduced is not None
         quick = BLOCKING_SUM_BYTES if call.blocking else STARTED_SUM_BYTES
         return (
@@ -132,8 +133,8 @@ class MpiTransport(Transport):
             and self._plain(call.tensor, call.reduced, quick) is None
         )
 
+    @override
     def scratch_bytes(self, elements: int, itemsize: int, scattered: bool = False) -> int:
-        """See Transport."""
         return scratch_bytes(elements, itemsize, self.size, scattered)
 
     def _issue(self, call: Call, name: str, *messages: Sequence[object]) -> Pending | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hpctrain.comm import audited_sum, hierarchical
 from hpctrain.comm.calls import Call
@@ -50,23 +51,23 @@ class PlannedTransport(Transport):
         self.local = neighbours(nodes) if shared and nodes is not None else 0
         self.sharers = max(1, self.local)
 
+    @override
     def run(self, call: Call) -> Pending | None:
-        """See Transport."""
         if self.heard is None:
             return None
         return self.heard(call, traffic_of(call, self.rank, self.size, self.nodes, self.crosses_once(call)))
 
+    @override
     def crosses_once(self, call: Call) -> bool:
-        """See Transport."""
         return 1 < self.local < self.size and is_hierarchical(call, self.size // self.local, self.local)
 
+    @override
     def common_zeros(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-        """See Transport."""
         common = self.local == self.size or is_common(length, dtype)
         return torch.zeros(length, dtype=dtype, device=device) if self.sharers > 1 and common else None
 
+    @override
     def scratch_bytes(self, elements: int, itemsize: int, scattered: bool = False) -> int:
-        """See Transport."""
         if self.audited and self.size > 1:
             return audited_sum.scratch_bytes(elements, itemsize, self.size, scattered)
         if self.local > 1 and elements * itemsize >= SHARED_BYTES:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hpctrain.comm.boards import ROUNDS, SLOTS, Boards, Pieces, Slot
 from hpctrain.comm.calls import Call, Operation
@@ -76,8 +77,8 @@ class SharedTransport(Transport):
         self._inline: Inline | None = None
         self._under_way: list[Chain | None] = [None] * SLOTS
 
+    @override
     def run(self, call: Call) -> Pending | None:
-        """See Transport."""
         if call.operation == "barrier":
             return drive(meet(self.memory, self.mpi, call), call.blocking)
         common = call.output if call.operation == "all_gather" else None
@@ -120,8 +121,8 @@ class SharedTransport(Transport):
         place = self.mpi.communicator.bcast(place, owner)
         return None if place is None else self.memory.common(place, length, dtype, self.users)
 
+    @override
     def scratch_bytes(self, elements: int, itemsize: int, scattered: bool = False) -> int:
-        """See Transport."""
         if elements * itemsize >= self.least:
             return 0
         return self.mpi.scratch_bytes(elements, itemsize, scattered)

@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hpctrain.comm.audit import Log, Record
 from hpctrain.comm.calls import Call
@@ -120,12 +121,12 @@ class SumRecord(Record):
 class SumLog(Log[SumRecord]):
     """Those of one group."""
 
+    @override
     def width(self, record: SumRecord) -> int:
-        """See Log."""
         return _SMALL if record.small else _HEAD + _EACH * record.count
 
+    @override
     def rows(self, records: Sequence[SumRecord]) -> list[Tensor]:
-        """See Log."""
         small = [number for record in records if record.small for number in record.numbers]
         packed: Iterator[Tensor] = iter(())
         if small:

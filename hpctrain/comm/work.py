@@ -12,6 +12,7 @@ from time import perf_counter
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
+from typing_extensions import override
 
 from hpctrain.comm.calls import Call
 from hpctrain.comm.ledger import Ledger, LedgerEntry
@@ -62,14 +63,14 @@ class Successive(Work[Result]):
             self._current.wait()
             self._current = next(self._steps, None)
 
+    @override
     def wait(self) -> Result:
-        """See Work."""
         while self._current is not None:
             self.proceed()
         return self._result
 
+    @override
     def test(self) -> bool:
-        """See Work."""
         if self._current is not None:
             self._current.test()
         return self._current is None
@@ -84,14 +85,14 @@ class Together(Work[Result]):
         super().__init__(result)
         self._works = works
 
+    @override
     def wait(self) -> Result:
-        """See Work."""
         for work in self._works:
             work.wait()
         return self._result
 
+    @override
     def test(self) -> bool:
-        """See Work."""
         complete = [work.test() for work in self._works]  # each of them goes on
         return all(complete)
 
@@ -120,8 +121,8 @@ class StartedWork(Work[Result]):
         self._span, self._under_way = span, under_way
         under_way.add(self)
 
+    @override
     def wait(self) -> Result:
-        """See Work."""
         if self._pending is not None:
             began = perf_counter()
             calls = self._call.group.calls
@@ -135,8 +136,8 @@ class StartedWork(Work[Result]):
             self._count(began)
         return self._result
 
+    @override
     def test(self) -> bool:
-        """See Work."""
         if self._pending is None:
             return True
         began = perf_counter()

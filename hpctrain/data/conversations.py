@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hpctrain.data.batches import MASKED, SPLITS, MicroBatch, MicroBatchRequest, Sequences
 from hpctrain.data.contents import CHAT, NOUNS, PREFERENCES, PROMPTS
@@ -54,13 +55,13 @@ class ConversationSource(Sequences):
         """See Sequences: they never see each other."""
         return True
 
+    @override
     def sequence(self, index: int) -> tuple[Tensor, Tensor]:
-        """See Sequences."""
         tokens, targets, _ = self.row(index)
         return tokens, targets
 
+    @override
     def row(self, index: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """See Sequences."""
         assert 0 <= index < self.count, (index, self.count)
         tokens = torch.zeros(self.length, dtype=torch.int64)
         targets, places = torch.full_like(tokens, MASKED), torch.arange(self.length)
@@ -167,8 +168,8 @@ class PreferenceSource(_Rows, Sequences):
         self.count = 2 * len(self._rows)
         self.margins = self._margins() if margins else None
 
+    @override
     def sequence(self, index: int) -> tuple[Tensor, Tensor]:
-        """See Sequences."""
         assert 0 <= index < self.count, (index, self.count)
         return self.document(self._document(index))
 
@@ -177,10 +178,10 @@ class PreferenceSource(_Rows, Sequences):
         document = self._document(index)
         return min(int(self._ends[document] - self._begins[document]), self.length)
 
+    @override
     def micro_batches(
         self, requests: Iterable[MicroBatchRequest], upcoming: Iterable[MicroBatchRequest]
     ) -> Iterator[MicroBatch]:
-        """See Samples."""
         batch_requests = list(requests)
         for each, micro in zip(batch_requests, super().micro_batches(batch_requests, upcoming), strict=True):
             if self.margins is None:
@@ -205,8 +206,8 @@ class PreferenceSource(_Rows, Sequences):
                 )
         return torch.tensor([margin or 0.0 for margin in found]) if any(found) else None
 
+    @override
     def said(self, title: str) -> str:
-        """See _Rows."""
         has = 0 if self.margins is None else int((self.margins != 0).sum())
         return super().said(title) + (f"; {has} with a margin" if has else "")
 
@@ -248,8 +249,8 @@ class PromptSource(_Rows, Sequences):
         begin, end = int(self._begins[document]), int(self._ends[document])
         return self.file.read(begin, end - begin).tolist(), self.others(index)
 
+    @override
     def sequence(self, index: int) -> tuple[Tensor, Tensor]:
-        """See Sequences."""
         tokens = torch.zeros(self.length, dtype=torch.int64)
         ids, _ = self.prompt(index)
         tokens[: len(ids)] = torch.tensor(ids)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
+from typing_extensions import override
 
 from hpctrain.data.batches import Batches, Sequences, SequenceSource
 from hpctrain.data.contents import CHAT, PREFERENCES, PROMPTS
@@ -72,14 +73,14 @@ class Joined(Sequences):
         self._begins = list(accumulate((source.count for source in sources), initial=0))
         self.count = self._begins[-1]
 
+    @override
     def sequence(self, index: int) -> tuple[Tensor, Tensor]:
-        """See Sequences."""
         number, within = self.source_of(index)
         return self.sources[number].sequence(within)
 
     @property
+    @override
     def has_documents(self) -> bool:
-        """See Sequences."""
         return any(source.has_documents for source in self.sources)
 
     def real_tokens(self, index: int) -> int:
@@ -87,8 +88,8 @@ class Joined(Sequences):
         number, within = self.source_of(index)
         return self.sources[number].real_tokens(within)
 
+    @override
     def row(self, index: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """See Sequences."""
         number, within = self.source_of(index)
         return self.sources[number].row(within)
 
@@ -108,8 +109,8 @@ class HeldOut(Joined):
         super().__init__(sources)
         self.shares = [float(entry.share) for entry in entries]
 
+    @override
     def source_of(self, index: int) -> tuple[int, int]:
-        """See Joined."""
         return super().source_of(int(self._arranged[index]))
 
     @cached_property

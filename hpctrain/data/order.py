@@ -14,6 +14,7 @@ from math import isqrt
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from hpctrain.splitmix import GOLDEN, mix
 
@@ -78,6 +79,6 @@ class PairedOrder(SampleOrder):
         """The sequences, in range(2 * count), at positions >= 0 [n]."""
         return 2 * super().at(indices // 2) + indices % 2
 
+    @override
     def epochs(self, indices: Integers) -> Integers:
-        """See SampleOrder."""
         return super().epochs(indices // 2)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.work import Work
@@ -55,8 +56,8 @@ class Elsewhere(Optimizer):
         super().__init__(rule, [], [])
         self.updates = 0
 
-    def step(self, learning_rate: float, gradient_divisor: float) -> None:  # noqa: ARG002
-        """See Optimizer."""
+    @override
+    def step(self, learning_rate: float, gradient_divisor: float) -> None:
         raise AssertionError("servers update the parameters")
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from typing_extensions import override
+
 from hpctrain.deck.activations import DEFAULT_ACTIVATIONS
 from hpctrain.deck.adapters import Adapters
 from hpctrain.deck.objective import OF_SCORES
@@ -81,18 +83,18 @@ class ModelShape(Sizes, Architecture):
         return self.experts > 0 and block >= self.dense_first and (block + 1) % self.expert_every == 0
 
     @property
+    @override
     def title(self) -> str:
-        """See Architecture."""
         return self.family
 
     @property
+    @override
     def draws(self) -> bool:
-        """See Architecture."""
         return self.dropout > 0
 
     @property
+    @override
     def block_count(self) -> int:
-        """See Architecture."""
         return self.layers
 
     @property

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from typing_extensions import override
 
 from hpctrain.model.attention import Attention, Rotary
 from hpctrain.model.feed_forward import FeedForward
@@ -113,13 +114,13 @@ class Embedding(TransformerLayer):
             result: Tensor = self(x, around)
         return result
 
+    @override
     def backward_order(self) -> Iterator[tuple[Parameter | None, list[Parameter]]]:
-        """See Layer."""
         yield None, self.own[::-1]
 
     @property
+    @override
     def elementwise(self) -> list[Elementwise]:
-        """See Layer."""
         added = [Elementwise("add", self.hidden)] if self.positions is not None else []
         return [Elementwise("lookup", self.hidden), *added]
 
@@ -176,8 +177,8 @@ class Block(TransformerLayer):
         else:
             yield from super().units()
 
+    @override
     def backward_order(self) -> Iterator[tuple[Parameter | None, list[Parameter]]]:
-        """See Layer."""
         if isinstance(self.feed_forward, Mixture):
             experts = self.feed_forward.experts
             yield experts.gate_up, []
@@ -185,12 +186,12 @@ class Block(TransformerLayer):
         else:
             yield from super().backward_order()
 
+    @override
     def exchanged(self, at: Saving) -> int:
-        """See Layer."""
         return self.feed_forward.exchanged(at) if isinstance(self.feed_forward, Mixture) else 0
 
+    @override
     def saved(self, at: Saving) -> list[Storage]:
-        """See Layer."""
         mask, expanding = _masks(self, at), self.feed_forward
         inner = self.attention.inner
         attended = [*inner.kept(at), *inner.beside(at), *self.attention.saved(at)]
@@ -199,26 +200,26 @@ class Block(TransformerLayer):
         of_norms = self.attention_norm.saved(at), self.feed_forward_norm.saved(at)
         return [*of_norms[0], *attended, *mask, *of_norms[1], *normal, *expanding.saved(at), *mask]
 
+    @override
     def unseen(self, at: Saving) -> list[Storage]:
-        """See Layer."""
         norm = self.attention_norm
         return [] if norm.weight.requires_grad else norm.saved(at)
 
+    @override
     def workspace(self, at: Saving) -> int:
-        """See Layer."""
         return max(self.feed_forward.workspace(at), self.attention.workspace(at))
 
     @property
+    @override
     def matrices(self) -> list[Matrix]:
-        """See Layer."""
         if not isinstance(self.feed_forward, Mixture):
             return super().matrices
         experts, hidden = self.feed_forward.router.weight.shard.shape
         return [*super().matrices, Matrix(experts, hidden, "whole")]
 
     @property
+    @override
     def elementwise(self) -> list[Elementwise]:
-        """See Layer."""
         around = Elementwise("norm", 2 * self.hidden), Elementwise("add", 2 * self.hidden)
         return [*around, *self.attention.elementwise, *self.feed_forward.elementwise]
 
@@ -234,8 +235,8 @@ class Block(TransformerLayer):
         gone = 2 * masks + total(self.feed_forward_norm.saved(at)[1:])
         return Waiting(held, max(left + again - gone, most - masks))
 
+    @override
     def holes(self, at: Saving) -> int:
-        """See Layer."""
         return int(HOLES[self.family] * total(self.saved(at)))
 
 
@@ -266,13 +267,13 @@ class Predictor(TransformerLayer):
         result: Tensor = self.norm(x)
         return result
 
+    @override
     def units(self) -> Iterator[list[list[Parameter]]]:
-        """See Layer."""
         yield from ([leaf] for leaf in leaves(self))
 
     @cached_property
+    @override
     def held(self) -> list[Parameter]:
-        """See Layer."""
         return [self.norm.weight, self.head.table]
 
     @property
@@ -280,27 +281,27 @@ class Predictor(TransformerLayer):
         """See Layer: as soon as the loss has the logits of a chunk of tokens."""
         return [self.head.table]
 
+    @override
     def backward_order(self) -> Iterator[tuple[Parameter | None, list[Parameter]]]:
-        """See Layer."""
         yield None, [self.head.table]
         yield self.norm.weight, own_parameters(self.norm)[::-1]
 
     @property
+    @override
     def matrices(self) -> list[Matrix]:
-        """See Layer."""
         return [self.head.matrix]
 
     @property
+    @override
     def elementwise(self) -> list[Elementwise]:
-        """See Layer."""
         return [Elementwise("norm", *self.norm.size), *self.head.elementwise]
 
     def saved(self, at: Saving) -> list[Storage]:
         """See Layer: the gradient of the hidden states is computed in the forward pass."""
         return [*self.norm.saved(at), self.head.saved(at)]
 
+    @override
     def workspace(self, at: Saving) -> int:
-        """See Layer."""
         return self.head.workspace(at)
 
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.nn import functional
+from typing_extensions import override
 
 from hpctrain.data.batches import MicroBatch
 from hpctrain.data.items import FieldForm
@@ -31,8 +32,8 @@ _IGNORED = -100
 class NextTokenOfLogits(NextToken):
     """As NextToken, in fp32, of logits [b, s, V], whole or split over tensor ranks."""
 
+    @override
     def losses(self, inputs: Inputs, scale: Tensor) -> LossOf:
-        """See Objective."""
         targets = inputs.fields["targets"]
 
         def losses(outputs: Any) -> Losses:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hpctrain.comm.work import Work
 from hpctrain.optim.block_rule import BlockRules
@@ -65,8 +66,8 @@ class BlockOptimizer(Optimizer):
         everywhere = [*self._divided, *(divided for each in self._handed for divided in each.divided)]
         return max((*runs, *blocks, *(each.working_bytes for each in everywhere)), default=0) + handed
 
+    @override
     def step(self, learning_rate: float, gradient_divisor: float) -> None:
-        """See Optimizer."""
         updates = float(self.updates)
         if self._rules.others is not None:
             self._update_others(self._rules.others, learning_rate * self._rules.others_rate, gradient_divisor)
@@ -99,8 +100,8 @@ class BlockOptimizer(Optimizer):
                 rule.update(parts, learning_rate, gradient_divisor)
             del parts
 
+    @override
     def rehearse(self) -> None:
-        """See Optimizer."""
         for blocks in self._blocks:
             if blocks.segment.parameter.requires_grad:
                 blocks.rehearse(self._rules.blocks)
@@ -117,8 +118,8 @@ class BlockOptimizer(Optimizer):
         if under_way is not None:
             under_way.wait()
 
+    @override
     def state(self) -> Iterator[StateTensor]:
-        """See Optimizer."""
         yield from super().state()
         for run in self._runs:
             yield from run.state_tensors()

@@ -13,6 +13,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.scratch import Flat, ScratchTensor, Transfer
@@ -81,8 +82,8 @@ class OffloadedOptimizer(Optimizer):
         self._slots = [_Slot(self._pieces[first::SLOTS], home == "disk") for first in range(SLOTS)]
 
     @property
+    @override
     def working_bytes(self) -> int:
-        """See Optimizer."""
         return sum(slot.bytes for slot in self._slots)
 
     def step(self, learning_rate: float, gradient_divisor: float) -> None:

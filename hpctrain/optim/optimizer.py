@@ -11,6 +11,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hpctrain.memory.scratch import Flat, to_read
 from hpctrain.parallel.shard import Shard, Treatment
@@ -233,8 +234,8 @@ class ResidentOptimizer(Optimizer):
         self._together = [self._parts] if single else by_bucket
 
     @property
+    @override
     def updates(self) -> int:
-        """See Optimizer."""
         return int(self._parts[0].updates.item()) if self._parts else self._updates
 
     @updates.setter
@@ -243,8 +244,8 @@ class ResidentOptimizer(Optimizer):
         for part in self._parts:
             part.updates.fill_(count)
 
+    @override
     def step(self, learning_rate: float, gradient_divisor: float) -> None:
-        """See Optimizer."""
         if self._averaged is not None:
             self._averaged.begin(learning_rate)
         for parts in self._together:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hpctrain.comm.faults import Fault
 from hpctrain.parallel.audit_passes import Bounds, Checksums, Passes
@@ -281,30 +282,30 @@ class WatchedKernel(Kernel):
         self._by, self._audit, self._weights = by, audit, weights
         self.name, self.converts = by.name, by.converts
 
+    @override
     def multiplies(self, storage: torch.dtype) -> bool:
-        """See Kernel."""
         return self._by.multiplies(storage)
 
+    @override
     def forward(self, inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """See Kernel."""
         output = self._by.forward(inputs, weight, bias)
         self._audit.product(self._weights, self._weights[0], inputs, weight, output, bias)
         return output
 
+    @override
     def logits(self, inputs: Tensor, table: Tensor) -> Tensor:
-        """See Kernel."""
         output = self._by.logits(inputs, table)
         self._audit.product(self._weights, self._weights[0], inputs, table, output)
         return output
 
+    @override
     def input_gradient(self, output_gradient: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-        """See Kernel."""
         made = self._by.input_gradient(output_gradient, weight, out)
         self._audit.product(self._weights, self._weights[0], output_gradient, weight, made, turned=True)
         return made
 
+    @override
     def add_weight_gradient(self, into: Tensor, output_gradient: Tensor, inputs: Tensor, first: bool) -> None:
-        """See Kernel."""
         apart = inputs.is_cpu and not self.converts and inputs.dtype != into.dtype
         rounded, key = inputs.dtype if apart else None, self._weights[0]
         self._audit.adding(self._weights, key, output_gradient, inputs, into, first, rounded)

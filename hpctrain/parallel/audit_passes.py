@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 REACH = 8.0
 """Of rounding, see `judge`: of rows whose errors are all alike, the worst, 1e-14 are beyond."""
@@ -168,26 +169,26 @@ class CompiledPasses(Passes):
         super().__init__()
         self._library = library
 
+    @override
     def rows(self, matrix: Tensor, vector: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """See Passes."""
         if not _is_known(matrix):
             return super().rows(matrix, vector, weights)
         products, squares = torch.empty(2, len(matrix))
         self._library.audit_rows(*_matrix(matrix), *_at(vector, weights, products, squares), _size(matrix))
         return products, squares
 
+    @override
     def add_columns(
         self, matrix: Tensor, vector: Tensor, weights: Tensor, products: Tensor, squares: Tensor
     ) -> None:
-        """See Passes."""
         if not _is_known(matrix):
             super().add_columns(matrix, vector, weights, products, squares)
             return
         operands = _at(vector, weights, products, squares)
         self._library.audit_columns(*_matrix(matrix), *operands, _size(matrix))
 
+    @override
     def checksums(self, matrix: Tensor, along: Tensor, across: Tensor) -> Checksums:
-        """See Passes."""
         if not _is_known(matrix):
             return super().checksums(matrix, along, across)
         n, k = matrix.shape
@@ -195,6 +196,7 @@ class CompiledPasses(Passes):
         self._library.audit_matrix(*_matrix(matrix), *_at(along, across, *found), _size(matrix))
         return found
 
+    @override
     def judge(
         self,
         bounds: Bounds,
@@ -204,7 +206,6 @@ class CompiledPasses(Passes):
         squares: Tensor,
         worst: Tensor,
     ) -> None:
-        """See Passes."""
         if not there.is_cpu:
             super().judge(bounds, expected, there, added, squares, worst)
             return

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+from typing_extensions import override
 
 from hpctrain.deck.activations import ACTIVATIONS, Activation
 from hpctrain.parallel.audit import ProductAudit
@@ -192,8 +193,8 @@ class Experts(Multiplying):
         return self.activation.input_projections * self.inner
 
     @property
+    @override
     def late(self) -> list[Parameter]:
-        """See Multiplying."""
         return [self.gate_up, self.down]
 
     def copies(self, at: Saving) -> int:

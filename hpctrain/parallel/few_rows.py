@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hpctrain.parallel.functions import CompiledFunctions
 from hpctrain.parallel.kernels import Kernel
@@ -38,32 +39,32 @@ class FewRows(Kernel):
         self.by, self.functions, self.block = by, functions, block
         self.name, self.converts = by.name, by.converts
 
+    @override
     def multiplies(self, storage: torch.dtype) -> bool:
-        """See Kernel."""
         return self.by.multiplies(storage)
 
+    @override
     def forward(self, inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """See Kernel."""
         if _many(inputs, weight):
             return self.by.forward(inputs, weight, bias)
         return few_rows(self.functions, inputs, weight, bias, self.block)
 
+    @override
     def logits(self, inputs: Tensor, table: Tensor) -> Tensor:
-        """See Kernel."""
         if _many(inputs, table):
             return self.by.logits(inputs, table)
         return few_rows(self.functions, inputs, table, None, self.block)
 
+    @override
     def input_gradient(self, output_gradient: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-        """See Kernel."""
         return self.by.input_gradient(output_gradient, weight, out)
 
+    @override
     def add_weight_gradient(self, into: Tensor, output_gradient: Tensor, inputs: Tensor, first: bool) -> None:
-        """See Kernel."""
         self.by.add_weight_gradient(into, output_gradient, inputs, first)
 
+    @override
     def passing(self, rows: int, outputs: int, inputs: int, at: Saving) -> int:
-        """See Kernel."""
         return self.by.passing(rows, outputs, inputs, at)
 
 

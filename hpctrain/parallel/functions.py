@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+from typing_extensions import override
 
 from hpctrain.data.documents import Documents
 from hpctrain.deck.activations import ACTIVATIONS, Activation, PointFunction
@@ -165,20 +166,21 @@ class CompiledFunctions(Functions):
         result: Tensor = applied(_Gated, x, self)
         return result
 
+    @override
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        """See Functions."""
         result: Tensor = applied(_RmsNorm, x, weight, self, epsilon)
         return result
 
+    @override
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
-        """See Functions."""
         result: Tensor = applied(_LayerNorm, x, weight, bias, self, epsilon)
         return result
 
+    @override
     def partition(self, logits: Logits, column: Tensor) -> Partition:
-        """See Functions."""
         return CompiledPartition(logits, column, self.call)
 
+    @override
     def attend(
         self,
         query: Tensor,
@@ -188,7 +190,6 @@ class CompiledFunctions(Functions):
         scale: float | None,
         documents: Documents | None = None,
     ) -> Tensor:
-        """See Functions."""
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         result: Tensor = applied(_Attend, query, key, value, self, tables, scale, documents)
         return result

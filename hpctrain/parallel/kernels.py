@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 from torch.nn import functional
+from typing_extensions import override
 
 from hpctrain.parallel.saved import Saving
 
@@ -98,26 +99,26 @@ class OneDnn(Kernel):
 
     name = "onednn"
 
+    @override
     def multiplies(self, storage: torch.dtype) -> bool:
-        """See Kernel."""
         there = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
         return there and storage == torch.float32
 
+    @override
     def forward(self, inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """See Kernel."""
         return _onednn(inputs, weight, bias)
 
+    @override
     def logits(self, inputs: Tensor, table: Tensor) -> Tensor:
-        """See Kernel."""
         return _onednn(inputs, table)
 
+    @override
     def input_gradient(self, output_gradient: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-        """See Kernel."""
         product = _onednn(output_gradient, weight.t())
         return product if out is None else out.copy_(product)
 
+    @override
     def add_weight_gradient(self, into: Tensor, output_gradient: Tensor, inputs: Tensor, first: bool) -> None:
-        """See Kernel."""
         left, right = output_gradient.t(), inputs.t()
         rows = max(1, PRODUCT_ELEMENTS // inputs.shape[1])
         for some, part in zip(into.split(rows), left.split(rows), strict=True):
@@ -142,8 +143,8 @@ class ThroughFp32(Kernel):
     def __init__(self, name: str, by: Kernel) -> None:
         self.name, self.by = name, by
 
+    @override
     def multiplies(self, storage: torch.dtype) -> bool:
-        """See Kernel."""
         return storage in {torch.bfloat16, torch.float16} and self.by.multiplies(torch.float32)
 
     def forward(self, inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -151,17 +152,17 @@ class ThroughFp32(Kernel):
         product = self.by.forward(inputs.float(), weight.float(), None if bias is None else bias.float())
         return product.to(inputs.dtype)
 
+    @override
     def logits(self, inputs: Tensor, table: Tensor) -> Tensor:
-        """See Kernel."""
         return self.by.logits(inputs.float(), table.float()).to(inputs.dtype)
 
+    @override
     def input_gradient(self, output_gradient: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-        """See Kernel."""
         product = self.by.input_gradient(output_gradient.float(), weight.float())
         return product.to(output_gradient.dtype) if out is None else out.copy_(product)
 
+    @override
     def add_weight_gradient(self, into: Tensor, output_gradient: Tensor, inputs: Tensor, first: bool) -> None:
-        """See Kernel."""
         by = self.by if into.dtype == torch.float32 else LIBRARY
         by.add_weight_gradient(into, output_gradient.float(), inputs.float(), first)
 

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from hpctrain.comm.group import Group
 from hpctrain.deck.adapters import Adapters
@@ -139,8 +140,8 @@ class SplitLinear(Multiplying):
         return [Matrix(outputs, self.weights[0].shard.shape[1], self.cut), *beside]
 
     @property
+    @override
     def late(self) -> list[Parameter]:
-        """See Multiplying."""
         return self.weights + self.adapting
 
     @property
@@ -224,8 +225,8 @@ class ColumnFunction(torch.autograd.Function):
     """The passes of a ColumnLinear: of its input, itself, whether it is trained, and all its parameters."""
 
     @staticmethod
+    @override
     def forward(ctx: Any, x: Tensor, layer: ColumnLinear, training: bool, *_: Tensor) -> Tensor:
-        """See ColumnLinear."""
         ctx.layer = layer
         output, kept, inner = layer._multiply(x, layer.bias(), layer.pieces, training)
         ctx.save_for_backward(*inner, *tensors_of(kept))
@@ -332,12 +333,12 @@ class ColumnLinear(SplitLinear):
         return result
 
     @property
+    @override
     def late(self) -> list[Parameter]:
-        """See Multiplying."""
         return self.weights + self.biases + self.adapting
 
+    @override
     def waiting(self, at: Saving) -> int:
-        """See Multiplying."""
         gradient = self.product.operand_bytes(at.tokens, at)
         plain = at.features(sum(self.split_sizes)).bytes
         between = 2 * total(self.beside(at))
@@ -388,8 +389,8 @@ class RowLinear(SplitLinear):
         result: Tensor = applied(_Row, x, self, torch.is_grad_enabled(), *parameters)
         return result
 
+    @override
     def waiting(self, at: Saving) -> int:
-        """See Multiplying."""
         between = 2 * total(self.beside(at))
         return total(self.kept(at)) + self.product.operand_bytes(at.tokens, at) + between
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,8 @@ class CompiledPartition(Partition):
         largest = self._extreme * abs(self._logits.multiplier)
         self.maximum = largest.clamp_min_(torch.finfo(torch.float32).min)
 
+    @override
     def gradient(self, weight: Tensor, of_column: Tensor) -> Tensor:
-        """See Partition."""
         x, weights = self._logits.products, (weight.contiguous(), of_column.contiguous())
         assert all(each.dtype == torch.float32 for each in weights)
         self._call("partition_gradient", x, self._column, self._extreme, *weights, *self._sizes())

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hpctrain.data.batches import MASKED, MicroBatch, MicroBatchRequest, Sequences
 
@@ -47,8 +48,8 @@ class AnswerRows(Sequences):
         """Which places predict a token of an answer, [n, s]."""
         return self.targets >= 0
 
+    @override
     def sequence(self, index: int) -> tuple[Tensor, Tensor]:
-        """See Sequences."""
         return self.tokens[index], self.targets[index]
 
     def real_tokens(self, index: int) -> int:

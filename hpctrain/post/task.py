@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hpctrain.characters import escaped
 from hpctrain.checkpoint.read import read_state
@@ -65,8 +66,8 @@ class ChoiceRows(Sequences):
                 self._rows.append((whole[-(length + 1) :], asked))
         self.count = len(self._rows)
 
+    @override
     def sequence(self, index: int) -> tuple[Tensor, Tensor]:
-        """See Sequences."""
         ids, asked = self._rows[index]
         tokens = torch.zeros(self.length, dtype=torch.int64)
         targets = torch.full_like(tokens, MASKED)

@@ -14,6 +14,8 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
+from typing_extensions import override
+
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches
@@ -118,14 +120,14 @@ class PolicyTrainer(Trainer):
         self.hooks.append(Astray(deck, world.rank))
         self.samples = SamplesFile(Path(deck.run.dir), self.state.step, deck.policy.shown, world.rank == 0)
 
+    @override
     def make_step(self, batches: Batches) -> Step:
-        """See Trainer."""
         self._step = PolicyStep(self.deck, self.engine, batches, self._gather, self.seat)
         return self._step
 
     @property
+    @override
     def world(self) -> World:
-        """See Trainer."""
         return self.seat.whole
 
     @property
@@ -134,17 +136,17 @@ class PolicyTrainer(Trainer):
         return len(self.seat.division.policy)
 
     @property
+    @override
     def ranks(self) -> str:
-        """See Trainer."""
         return self.seat.words
 
     @property
+    @override
     def stage(self) -> int:
-        """See Trainer."""
         return self.seat.stage
 
+    @override
     def beside(self) -> Beside:
-        """See Trainer."""
         return Beside(self.shown, 0 if self.writer is None else self.writer.cache)
 
     @property
@@ -195,8 +197,8 @@ class PolicyTrainer(Trainer):
         figures = figures_of(answers, scores)
         return {"loss": -figures["reward"], **figures}
 
+    @override
     def close(self) -> None:
-        """See Trainer."""
         for each in self.closing:
             each()
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hpctrain.comm.work import Together, Work
 from hpctrain.parallel.fp8.formats import AT_ONCE, E4M3, agreed_maximum, scales_of, to_format
@@ -112,8 +113,8 @@ class EightBitBucket(Bucket):
         self._given: list[GivenWeights] = []  # of what is under way or there, but for their values
         super().__init__(layout, *others)
 
+    @override
     def start_gather(self) -> Work[Tensor]:
-        """See Bucket."""
         maxima = [product.weight_maxima for product in self.products]
         known = [each for each in maxima if each is not None]
         if len(known) < len(maxima):
@@ -130,8 +131,8 @@ class EightBitBucket(Bucket):
         ]
         return Together(works, whole)
 
+    @override
     def hide_values(self) -> None:
-        """See Bucket."""
         for product in self.products:
             product.give_weights(None)
         super().hide_values()

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from hpctrain.data.dataset import dataset_of
 from hpctrain.data.items import FieldForm
@@ -92,13 +93,13 @@ class ModuleArchitecture(Architecture):
         return replace(made, plan=json.dumps(keys.plan), whole_logits=keys.loss is not None)
 
     @property
+    @override
     def title(self) -> str:
-        """See Architecture."""
         return self.code.title
 
     @property
+    @override
     def notes(self) -> tuple[str, ...]:
-        """See Architecture."""
         return self.told
 
     @property
@@ -107,8 +108,8 @@ class ModuleArchitecture(Architecture):
         return True
 
     @property
+    @override
     def block_count(self) -> int:
-        """See Architecture."""
         return self.number
 
     @property

@@ -7,6 +7,7 @@ from functools import cached_property
 from itertools import groupby
 
 from torch import nn
+from typing_extensions import override
 
 from hpctrain.model.foreign.parallel import LateParameter
 from hpctrain.model.foreign.trace import LayerTrace
@@ -52,24 +53,24 @@ class ModuleLayer(Layer):
             yield [list(each) for _, each in groupby(self.own, lambda parameter: parameter.shard.name)]
 
     @cached_property
+    @override
     def held(self) -> list[Parameter]:
-        """See Layer."""
         return [*self.own[:1], *self.borrowed]
 
+    @override
     def backward_order(self) -> Iterator[tuple[Parameter | None, list[Parameter]]]:
-        """See Layer."""
         yield None if self.is_block or not self.own else self.own[0], self.own[::-1]
         if self.borrowed:
             yield self.borrowed[0], list(self.borrowed)
 
     @property
+    @override
     def late(self) -> set[Parameter]:
-        """See Layer."""
         return {parameter for parameter in self.own if isinstance(parameter, LateParameter)}
 
     @property
+    @override
     def multipliers(self) -> list[SplitLinear | VocabularyHead]:
-        """See Layer."""
         return [*self._multipliers]
 
     def rows(self, multiplier: SplitLinear | VocabularyHead, tokens: int) -> int:
@@ -80,19 +81,19 @@ class ModuleLayer(Layer):
         return tokens if per_sample is None else tokens // self.sequence * per_sample
 
     @property
+    @override
     def matrices(self) -> list[Matrix]:
-        """See Layer."""
         return self._matrices
 
     @property
+    @override
     def matrix_elements(self) -> int:
-        """See Layer."""
         found = self.traced(None)
         return super().matrix_elements if isinstance(found, str) else found.products
 
     @property
+    @override
     def core_flops(self) -> int:
-        """See Layer."""
         found = self.traced(None)
         return 0 if isinstance(found, str) else found.core
 
@@ -103,13 +104,13 @@ class ModuleLayer(Layer):
             return []
         return list(found.kept if at.again and not self.is_block else found.saved)
 
+    @override
     def unknown(self, at: Saving) -> str | None:
-        """See Layer."""
         found = self.traced(at)
         return found if isinstance(found, str) else None
 
+    @override
     def computed_again(self, at: Saving) -> tuple[list[Storage], int] | None:
-        """See Layer."""
         found = self.traced(at)
         return ([], 0) if isinstance(found, str) else (list(found.kept), found.again)
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
 
 from hpctrain.deck.find import users_code
 from hpctrain.errors import HpctrainError
@@ -212,8 +213,8 @@ class _Trace(TorchDispatchMode):
         self.done += name in self.blocks
         return result
 
+    @override
     def __torch_dispatch__(self, function: Any, _: Any, given: Any = (), named: Any = None) -> Any:
-        """See TorchDispatchMode."""
         named = named or {}
         changed = {_memory(tensor): tensor for tensor in _written(function, given, named)}
         result = _computed(function, given, named, list(changed.values()))

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from hpctrain.comm.group import Group
 from hpctrain.errors import HpctrainError
@@ -38,23 +39,23 @@ class TransposedProduct(Product):
         self._sizes = [weight.shard.local[1] for weight in weights]
 
     @property
+    @override
     def shape(self) -> tuple[int, int]:
-        """See Product."""
         return sum(self._sizes), self.weights[0].shard.local[0]
 
     @property
+    @override
     def shapes(self) -> list[tuple[int, int]]:
-        """See Product."""
         return [each.shape for each in self._each]
 
     @property
+    @override
     def copied_bytes(self) -> int:
-        """See Product."""
         return sum(each.copied_bytes for each in self._each)
 
     @property
+    @override
     def copy_bytes(self) -> int:
-        """See Product."""
         return sum(each.copy_bytes for each in self._each)
 
     def forward(self, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -63,16 +64,16 @@ class TransposedProduct(Product):
         output = made[0] if len(made) == 1 else torch.cat(made, -1)
         return output if bias is None else output.add_(bias)
 
+    @override
     def input_gradient(self, output_gradient: Tensor, out: Tensor | None = None) -> Tensor:
-        """See Product."""
         pieces = output_gradient.split(self._sizes, -1)
         first, *others = (each.forward(g) for each, g in zip(self._each, pieces, strict=True))
         for other in others:
             first += other
         return first if out is None else out.copy_(first)
 
+    @override
     def add_weight_gradient(self, output_gradient: Tensor, inputs: Tensor) -> None:
-        """See Product."""
         pieces = output_gradient.split(self._sizes, -1)
         for each, piece in zip(self._each, pieces, strict=True):
             each.add_weight_gradient(inputs, piece)
@@ -89,8 +90,8 @@ class Replacing(SplitLinear):
         return self.weights[0]
 
     @property
+    @override
     def matrices(self) -> list[Matrix]:
-        """See Multiplying."""
         return [Matrix(self.linear.outputs, self.linear.inputs, self.cut)]
 
     def met(self) -> None:

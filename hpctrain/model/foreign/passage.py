@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hpctrain.errors import HpctrainError
 from hpctrain.model.foreign.cut import Passing, Piece
@@ -86,8 +87,8 @@ class PiecePassage(Passage):
             self._within, self._source = True, None
             self._here, self._blank = {}, {}
 
+    @override
     def called(self, name: str, compute: Callable[..., Any], *given: Any, **named: Any) -> Any:
-        """See Passage."""
         if self._within:
             return compute(*given, **named)
         number, self._count = self._count, self._count + 1
@@ -110,8 +111,8 @@ class PiecePassage(Passage):
         return result
 
     @property
+    @override
     def computing(self) -> bool:  # type: ignore[override]
-        """See Passage."""
         return self._position >= 2 * self.piece.span.first
 
     def _seed(self, place: str) -> None:

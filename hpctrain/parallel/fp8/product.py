@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hpctrain.comm.group import Group
 from hpctrain.parallel.audit import INPUT_GRADIENT
@@ -72,8 +73,8 @@ class QuantizedProduct(Product):
         self._known_weights: dict[Dims, Tensor] = {}
         self._given: GivenWeights | None = None
 
+    @override
     def forward(self, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
-        """See Product."""
         return self._forward(self._quantized("inputs", _rows(inputs), _INPUTS), inputs, bias)
 
     def forward_kept(
@@ -100,8 +101,8 @@ class QuantizedProduct(Product):
             own = self._quantized("inputs", rows, dims, pieces is not None, transposed=True)
         return output, Scaled(own.values, own.scales)
 
+    @override
     def kept(self, rows: int, at: Saving, pieces: Group | None) -> list[Storage]:
-        """See Product."""
         if not self._is_exact(rows, pieces):
             return super().kept(rows, at, pieces)
         features = self.weights[0].shard.local[1]
@@ -110,8 +111,8 @@ class QuantizedProduct(Product):
         size = 1 if scaling.as_bytes else 4
         return [Storage(rows * features, 1, False), Storage(below * beside * size, size, False)]
 
+    @override
     def start_whole(self, kept: Operand, pieces: Group, blocking: bool = False) -> Callable[[], Operand]:
-        """See Product."""
         if isinstance(kept, Tensor):
             return super().start_whole(kept, pieces, blocking)
         finish = start_gather(self._kept_rows(kept), pieces, blocking)
@@ -134,8 +135,8 @@ class QuantizedProduct(Product):
             whole = self._quantized("gradients", rows, dims)
         return Scaled(whole.values, whole.scales)
 
+    @override
     def operand_bytes(self, rows: int, at: Saving) -> int:
-        """See Product."""
         whole = super().operand_bytes(rows, at)
         return whole // at.itemsize + 4 if self.one_scale else whole
 
@@ -152,26 +153,26 @@ class QuantizedProduct(Product):
         added = (1 + of_sum) * (inputs + gradients) + at.gradient_itemsize * weights
         return max(added, (1 + as_stored) * (max(inputs, gradients) + weights))
 
+    @override
     def input_gradient(self, output_gradient: Tensor, out: Tensor | None = None) -> Tensor:
-        """See Product."""
         left = self._quantized("gradients", _rows(output_gradient), _GRADIENTS)
         gradient = self._input_gradient(left, output_gradient.dtype).view(*output_gradient.shape[:-1], -1)
         return gradient if out is None else out.copy_(gradient)
 
+    @override
     def input_gradient_of(self, output_gradient: Operand) -> Tensor:
-        """See Product."""
         if isinstance(output_gradient, Tensor):
             return self.input_gradient(output_gradient)
         return self._input_gradient(Quantized(*output_gradient, Blocks()), self.weights[0].dtype)
 
+    @override
     def add_weight_gradient(self, output_gradient: Tensor, inputs: Tensor) -> None:
-        """See Product."""
         left = self._quantized("gradients", _rows(output_gradient), _GRADIENTS, transposed=True)
         right = self._quantized("inputs", _rows(inputs), _INPUTS, transposed=True)
         self._add(left, right)
 
+    @override
     def add_weight_gradient_of(self, output_gradient: Operand, kept: Operand) -> None:
-        """See Product."""
         if isinstance(output_gradient, Tensor):
             left = self._quantized("gradients", _rows(output_gradient), _GRADIENTS, transposed=True)
         else:
@@ -388,23 +389,23 @@ class DelayedProduct(QuantizedProduct):
                 return False
         return True
 
+    @override
     def forward(self, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
-        """See Product."""
         self._note("inputs", inputs)
         self._note_whole_weights()
         if not self._knows("inputs", "weights"):
             return Product.forward(self, inputs, bias)
         return super().forward(inputs, bias)
 
+    @override
     def input_gradient(self, output_gradient: Tensor, out: Tensor | None = None) -> Tensor:
-        """See Product."""
         self._note("gradients", output_gradient)
         if not self.known:
             return Product.input_gradient(self, output_gradient, out)
         return super().input_gradient(output_gradient, out)
 
+    @override
     def add_weight_gradient(self, output_gradient: Tensor, inputs: Tensor) -> None:
-        """See Product."""
         self._note("gradients", output_gradient)  # again, unless nothing asks for the input's gradient
         if not self.known:
             Product.add_weight_gradient(self, output_gradient, inputs)
@@ -422,15 +423,15 @@ class DelayedProduct(QuantizedProduct):
         self._note_whole_weights()
         return super().forward_kept(inputs, bias, pieces, compact)
 
+    @override
     def whole_gradient(self, output_gradient: Tensor, pieces: Group | None) -> Operand:
-        """See Product."""
         if not self.known:
             return Product.whole_gradient(self, output_gradient, pieces)
         self._note("gradients", output_gradient)
         return super().whole_gradient(output_gradient, pieces)
 
+    @override
     def add_weight_gradient_of(self, output_gradient: Operand, kept: Operand) -> None:
-        """See Product."""
         if not self.known:
             Product.add_weight_gradient_of(self, output_gradient, kept)
         else:
@@ -465,8 +466,8 @@ class DelayedProduct(QuantizedProduct):
         """See QuantizedProduct: no pass may need others than come in 8 bits."""
         return self.histories["weights"].largest if self.known else None
 
+    @override
     def note_weights(self, largest: Tensor) -> None:
-        """See QuantizedProduct."""
         self.groups.noted.most(self._noted_name("weights"), agreed_maximum(largest))
 
     def _maxima(self, kind: Kind, *_: object) -> Tensor:

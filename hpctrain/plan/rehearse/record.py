@@ -9,6 +9,7 @@ from math import prod
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hpctrain.comm.calls import Call, GroupCalls
 from hpctrain.comm.group import Group
@@ -171,20 +172,20 @@ class RecordedMesh(PlannedMesh):
         )
         self.recorder = recorder
 
+    @override
     def group(self, *axes: str) -> Group:
-        """See PlannedMesh."""
         group = super().group(*axes)
         self.recorder.name(group, group_name(axes))
         return group
 
+    @override
     def part(self, axis: str, size: int) -> Group:
-        """See PlannedMesh."""
         group = super().part(axis, size)
         self.recorder.name(group, f"{axis}/{size}")
         return group
 
+    @override
     def cut(self, group: Group, size: int, across: str = "replicas") -> tuple[Group, Group]:
-        """See PlannedMesh."""
         part, peers = super().cut(group, size, across)
         self.recorder.name(part, f"{group.name}/{size}")
         self.recorder.name(peers, f"{across} of {group.name}/{size}")

@@ -9,6 +9,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from typing_extensions import override
+
 from hpctrain.deck.code import NamedCode
 from hpctrain.errors import UsersError
 from hpctrain.post.rewards.processes import FailedError, Processes
@@ -93,8 +95,8 @@ class UsersReward(InProcesses):
         name = code.target.rpartition(":")[2]
         super().__init__(name, code.title, {"target": code.target}, seconds, processes, together)
 
+    @override
     def check(self, others: Mapping[str, Any]) -> None:
-        """See Reward."""
         if taken := next((name for name in GIVEN if name in others), None):
             raise ValueError(
                 f'has "{taken}", which stands for something else among what a function takes '
@@ -121,8 +123,8 @@ class RegularExpression(InProcesses):
         work, name = {"pattern": pattern, "key": key}, "regular_expression"
         super().__init__(name, "regular-expression", work, seconds, processes, together)
 
+    @override
     def check(self, others: Mapping[str, Any]) -> None:
-        """See Reward."""
         if self._compares and self.key in others:
             answers_of(others, self.key)
 

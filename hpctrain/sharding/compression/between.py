@@ -7,6 +7,7 @@ from copy import copy
 from dataclasses import replace
 
 from torch import Tensor
+from typing_extensions import override
 
 from hpctrain.comm.group import Group
 from hpctrain.comm.work import Work
@@ -88,8 +89,8 @@ class _HandedOut(Work[Tensor]):
         self._of, self._gradients = of, gradients
         self._between: Work[Tensor] | None = between
 
+    @override
     def proceed(self) -> None:
-        """See Work."""
         if self._between is not None:
             self._between.proceed()
 
@@ -99,8 +100,8 @@ class _HandedOut(Work[Tensor]):
             self._between.test()
         return self._between is None
 
+    @override
     def wait(self) -> Tensor:
-        """See Work."""
         if self._between is not None:
             self._between.wait()
             self._between = None

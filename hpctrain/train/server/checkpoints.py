@@ -7,6 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from hpctrain.checkpoint.finite import NonFiniteWeight
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
@@ -37,8 +39,8 @@ class ServedCheckpoints(Checkpoints):
         """See Checkpoints; 0 on workers."""
         return super().expected_bytes() if self.serves else 0.0
 
+    @override
     def save(self, state: TrainState) -> None:
-        """See Checkpoints."""
         # What goes wrong the servers agree on among themselves before all ranks do.
         with self.whole.agreement():
             if self.serves:
@@ -51,8 +53,8 @@ class ServedCheckpoints(Checkpoints):
         shared: NonFiniteWeight | None = self.whole.everyone.broadcast_object(weight, HEAD)
         return shared
 
+    @override
     def restore(self, path: Path) -> TrainState:
-        """See Checkpoints."""
         state: TrainState | None = None
         with self.whole.agreement():
             if self.serves:
@@ -73,6 +75,6 @@ class ServedCheckpoints(Checkpoints):
                 sentence = start_from_source(deck, self.engine)
         return sentence
 
+    @override
     def stored(self, state: TrainState) -> dict[str, Any]:
-        """See Checkpoints."""
         return {**super().stored(state), "ranks": self.whole.size}

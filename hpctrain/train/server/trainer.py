@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
 
+from typing_extensions import override
+
 from hpctrain.comm.mailbox import Mailbox
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches
@@ -68,18 +70,18 @@ class ServedTrainer(Trainer):
         self._problem: HpctrainError | None = None
 
     @property
+    @override
     def world(self) -> World:
-        """See Trainer."""
         return self._world
 
     @property
+    @override
     def computing(self) -> int:
-        """See Trainer."""
         return self.roles.workers
 
     @property
+    @override
     def ranks(self) -> str:
-        """See Trainer."""
         roles = self.roles
         return (
             f"{counted(self.world.size, 'rank')} ({counted(roles.servers, 'server')}, "
@@ -87,8 +89,8 @@ class ServedTrainer(Trainer):
         )
 
     @property
+    @override
     def outcome(self) -> list[str]:
-        """See Trainer."""
         lines = [f"staleness   pushes by staleness: {histogram_text(self.staleness)}"]
         left_out = self.book.left_out if self.book is not None else 0
         return [*lines, f"left out    {counted(left_out, 'push')}, not finite"] if left_out else lines
@@ -98,8 +100,8 @@ class ServedTrainer(Trainer):
         """See Trainer: servers come before workers."""
         return int(self.worker is not None)
 
+    @override
     def stragglers(self, factor: float) -> Comparison:
-        """See Trainer."""
         hosts = self.world.everyone.all_gather_object(self.world.hostname)
         return SlowWorkers(self.book, self.roles, hosts, factor)
 
@@ -120,8 +122,8 @@ class ServedTrainer(Trainer):
         assert result is not None
         return result.result
 
+    @override
     def go_on(self, due: Callable[[int], bool], asked: Callable[[], bool]) -> None:
-        """See Trainer."""
         end = next(step for step in range(self.state.step + 1, self.deck.run.steps + 1) if due(step))
         self._advance(end, asked)
 

@@ -10,6 +10,7 @@ from math import isfinite
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hpctrain.comm.mailbox import Mailbox
 from hpctrain.comm.outcome import as_error
@@ -39,8 +40,8 @@ class ShareStep(Step):
         self._read = ReadBatches([], 0, 0)
 
     @property
+    @override
     def share(self) -> tuple[int, int]:
-        """See Step."""
         return self._share
 
     def take(self, first: int, batch: int, number: int) -> tuple[list[MicroBatch], int]:
