@@ -212,7 +212,7 @@ class LazyTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        """As torch has it."""
+        """dtype of the tensor."""
         dtype = getattr(torch, self._stored.kind)
         assert isinstance(dtype, torch.dtype)
         return dtype

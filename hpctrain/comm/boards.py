@@ -58,7 +58,7 @@ class Reached:
         self._left, self._memory, self._looks = left, memory, 0
 
     def test(self) -> bool:
-        """See Pending."""
+        """Let the operation make progress. Return True if it is complete."""
         left = self._left
         while left:
             board, word, least = left[-1]
@@ -72,7 +72,7 @@ class Reached:
         return True
 
     def wait(self) -> None:
-        """See Pending."""
+        """Wait until the operation is complete."""
         poll(self.test)
 
 

@@ -47,21 +47,21 @@ def completed(
 
 
 class Objects(Protocol):
-    """How small Python values travel among `size` ranks, of which this is `rank`: a communicator does."""
+    """Interface of a communicator that exchanges small Python objects between `size` ranks."""
 
     @property
     def rank(self) -> int:
-        """This rank's place among them."""
+        """Rank of this process in the communicator."""
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """Number of ranks."""
 
     def allgather(self, value: Any, /) -> list[Any]:
-        """Every rank's value."""
+        """Return the objects of all ranks, by rank. Collective."""
 
     def bcast(self, value: Any, root: int, /) -> Any:
-        """Root's value."""
+        """Return the object of the rank `root`. Collective."""
 
 
 class Comparer(Protocol):

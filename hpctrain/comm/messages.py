@@ -82,7 +82,7 @@ class Messages:
             yield block.taken(memory)
 
     def _receive(self, call: Call) -> Steps:
-        """See Group.start_recv."""
+        """Receive a message, as `Group.start_recv` promises."""
         output, memory = call.output, self._memory
         assert output is not None
         note = array("q", [0] * _WORDS)

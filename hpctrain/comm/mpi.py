@@ -247,12 +247,12 @@ class MpiTransport(Transport):
     # What reductions are made of
 
     def next_tag(self) -> int:
-        """See Mover."""
+        """Return the message tag of the next operation, which is the same on all ranks."""
         self._operations += 1
         return USER_TAGS + self._operations % USER_TAGS
 
     def collect(self, tensor: Tensor, output: Tensor, blocking: bool) -> Pending | None:
-        """See Mover."""
+        """Gather pieces of equal size from all ranks."""
         return self._move_pieces(Call("all_gather", tensor, output, blocking=blocking, began=0.0))
 
     def exchange(
@@ -279,7 +279,7 @@ class MpiTransport(Transport):
         return Requests(requests, source, target)
 
     def share(self, tensor: Tensor, spans: Sequence[Span], tag: int, blocking: bool) -> Pending | None:
-        """See Mover."""
+        """Gather the consecutive spans of `tensor` from all ranks, in place."""
         if blocking and tensor.numel() <= self.limit:
             counts = [count for _, count in spans]
             self.communicator.Allgatherv(MPI.IN_PLACE, cut(tensor, counts, self.size))

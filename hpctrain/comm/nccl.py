@@ -189,11 +189,11 @@ class NcclTransport(Transport):
     # What reductions are made of: all of it is ordered on the stream, and nothing is pending
 
     def next_tag(self) -> int:
-        """See Mover."""
+        """Return the message tag of the next operation, which is the same on all ranks."""
         return 0
 
     def collect(self, tensor: Tensor, output: Tensor, blocking: bool) -> Pending | None:  # noqa: ARG002
-        """See Mover."""
+        """Gather pieces of equal size from all ranks."""
         if output.numel():
             self._nccl().allgather(_bytes(tensor), _bytes(output), stream=present_stream())
         return None
@@ -206,7 +206,7 @@ class NcclTransport(Transport):
         receives: Sequence[Span],
         tag: int,  # noqa: ARG002
     ) -> Pending | None:
-        """See Mover."""
+        """Send one span of `source` to each rank, and receive one span of `target` from each rank."""
         sent, received = source.detach().view(-1), target.detach().view(-1)
         (begin, count), (position, _) = sends[self.rank], receives[self.rank]
         own, there = sent[begin : begin + count], received[position : position + count]
@@ -226,7 +226,7 @@ class NcclTransport(Transport):
         return None
 
     def share(self, tensor: Tensor, spans: Sequence[Span], tag: int, blocking: bool) -> Pending | None:
-        """See Mover."""
+        """Gather the consecutive spans of `tensor` from all ranks, in place."""
         begin, count = spans[self.rank]
         if all(each[1] == count for each in spans):
             return self.collect(tensor[begin : begin + count], tensor, blocking)

@@ -79,11 +79,11 @@ class PlannedTransport(Transport):
         return scratch_bytes(elements, itemsize, self.size, scattered)
 
     def allgather(self, value: Any, /) -> list[Any]:
-        """See Objects."""
+        """Return the objects of all ranks, by rank. Collective."""
         return [value] * self.size
 
     def bcast(self, value: Any, root: int, /) -> Any:  # noqa: ARG002
-        """See Objects."""
+        """Return the object of the rank `root`. Collective."""
         return value
 
 

@@ -72,10 +72,10 @@ class ReductionScratch:
 
 
 class Mover(Protocol):
-    """The movements that reductions are made of.
+    """Data movements from which reductions are built.
 
-    `exchange` and `share` may be started at different moments on different ranks, in between other
-    operations; `collect` comes first in a reduction and is started in the program's order.
+    `exchange` and `share` may be started at different times on different ranks, between other operations.
+    `collect` comes first in a reduction and is started in the order of the program.
     """
 
     rank: int
@@ -83,18 +83,18 @@ class Mover(Protocol):
     scratch: ReductionScratch
 
     def collect(self, tensor: Tensor, output: Tensor, blocking: bool) -> Pending | None:
-        """All-gather equal pieces."""
+        """Gather pieces of equal size from all ranks."""
 
     def exchange(
         self, source: Tensor, sends: Sequence[Span], target: Tensor, receives: Sequence[Span], tag: int
     ) -> Pending | None:
-        """Send one span of `source` to each rank, receive one of `target` from each."""
+        """Send one span of `source` to each rank, and receive one span of `target` from each rank."""
 
     def share(self, tensor: Tensor, spans: Sequence[Span], tag: int, blocking: bool) -> Pending | None:
-        """Give each rank's span of `tensor`, which lie one behind the other, to all others, in place."""
+        """Gather the consecutive spans of `tensor` from all ranks, in place."""
 
     def next_tag(self) -> int:
-        """A number for the messages of one operation, the same on all ranks."""
+        """Return the message tag of the next operation, which is the same on all ranks."""
 
 
 def fold(parts: Sequence[Tensor], output: Tensor, operation: Operation, own: int) -> None:

@@ -24,13 +24,13 @@ Steps = Iterator["Pending | None"]
 
 
 class Pending(Protocol):
-    """An operation under way."""
+    """Operation that has been started and may not be complete yet."""
 
     def wait(self) -> None:
-        """Return when the operation is complete."""
+        """Wait until the operation is complete."""
 
     def test(self) -> bool:
-        """Let the operation make progress; whether it is complete."""
+        """Let the operation make progress. Return True if it is complete."""
 
 
 class Chain:
@@ -73,7 +73,7 @@ class Until:
         self.test = condition
 
     def wait(self) -> None:
-        """See Pending."""
+        """Wait until the operation is complete."""
         poll(self.test)
 
 

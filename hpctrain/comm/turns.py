@@ -30,7 +30,7 @@ class Turn:
         return self._chain
 
     def wait(self) -> None:
-        """See Pending."""
+        """Wait until the operation is complete."""
         if not self.started:
             poll(self._comes)
         self.begin().wait()
@@ -40,7 +40,7 @@ class Turn:
         return self.started
 
     def test(self) -> bool:
-        """See Pending."""
+        """Let the operation make progress. Return True if it is complete."""
         self._turns.go_on()
         return self._chain is not None and self._chain.test()
 

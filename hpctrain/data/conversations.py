@@ -51,8 +51,8 @@ class ConversationSource(Sequences):
         self.count = trained if split == "train" else held_out
 
     @property
-    def apart(self) -> bool:
-        """See Sequences: they never see each other."""
+    @override
+    def has_documents(self) -> bool:
         return True
 
     @override

@@ -46,7 +46,7 @@ class MixtureOrder:
         self.begins = list(accumulate(counts, initial=0))
 
     def at(self, places: Integers) -> Integers:
-        """See Order."""
+        """Return the numbers of the samples at the places [n]."""
         sources, nth = self.interleaving.at(places)
         for number, order in enumerate(self.orders):
             here = sources == number
@@ -59,7 +59,7 @@ class MixtureOrder:
         return nth // np.diff(self.begins)[sources]
 
     def by_entry(self, samples: int) -> dict[str, float]:
-        """See Order."""
+        """Return, by name, the number of epochs of each entry in the first `samples` samples."""
         rows = zip(self.names, self.interleaving.counts(samples), self.counts, strict=True)
         return {name: taken / count for name, taken, count in rows}
 

@@ -114,7 +114,7 @@ class TokenSlice:
         return self.part.dtype
 
     def read(self, start: int, number: int) -> npt.NDArray[Any]:
-        """As TokenPart."""
+        """Return `number` tokens of the slice from `start` on."""
         return self.part.read(self.begin + start, number)
 
 

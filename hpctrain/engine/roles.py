@@ -39,7 +39,7 @@ class OwnGradients:
         """Every step is like every other."""
 
     def start(self, gradients: Tensor, sums: Tensor) -> Work[Tensor]:
-        """See Summation."""
+        """Start to sum the gradients of the bucket over the ranks of its group."""
         assert sums is gradients, "only what is not cut stays where it is"
         return Work(sums)
 

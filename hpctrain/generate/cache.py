@@ -98,6 +98,6 @@ class CachePass:
         self.cache, self.places = cache, places
 
     def attend(self, block: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        """See Cache."""
+        """Return the result of attention in a block of the model, with the keys and values in the cache."""
         layer = self.cache.layers[block]
         return layer.attend(query, key, value, self.cache.turning, scale, self.places)

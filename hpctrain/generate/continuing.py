@@ -65,9 +65,18 @@ class Piece(NamedTuple):
 
 
 class Passes(Protocol):
-    """Forward passes of a model that sees `window` tokens: of at most `rows` tokens of texts that are in its
-    cache, which have `places` there and at most `reach` tokens; or of windows. So many groups of texts take
-    `turns`, of which each has its pass before the next token of the others is known.
+    """Forward passes of a model that continues texts.
+
+    A pass with the cache computes at most `rows` tokens of texts that have a place in the cache. A pass
+    without the cache computes the last `window` tokens of each text.
+
+    Attributes:
+        window: Largest number of tokens that the model can attend to.
+        reach: Largest number of tokens of a text in the cache.
+        rows: Largest number of tokens of a pass with the cache.
+        places: Number of texts that fit into the cache.
+        turns: Number of groups of texts. Each group has its pass before the next tokens of the other groups
+            are known.
     """
 
     window: int
@@ -77,22 +86,22 @@ class Passes(Protocol):
     turns: int
 
     def open(self) -> int:
-        """A place for a text."""
+        """Reserve a place in the cache for a text, and return it."""
 
     def close(self, place: int) -> None:
-        """Its text has ended, or is too long."""
+        """Release the place of a text that has ended or has become too long."""
 
     def share(self, source: int, place: int, count: int) -> None:
-        """Put into an empty place the first `count` tokens of the text in another one."""
+        """Copy the first `count` tokens of the text in `source` into the empty place `place`."""
 
     def cached(self, pieces: Sequence[Piece]) -> Tensor:
-        """Logits [n, V] of those pieces that predict, in their order."""
+        """Return the logits [n, V] of the pieces that predict a token, in their order."""
 
     def windowed(self, tokens: Tensor) -> Tensor:
-        """Logits [b, V] of the tokens behind these [b, s] int64, by these alone."""
+        """Return the logits [b, V] of the tokens after windows, int64 [b, s], without the cache."""
 
     def start_draw(self, draw: Draw, texts: Sequence[Text], logits: Tensor) -> Drawn:
-        """Start to draw the next token of these texts by their logits, which not every rank may have."""
+        """Start to draw the next tokens of texts from their logits, which only some ranks may have."""
 
 
 def at_once(draw: Draw, texts: Sequence[Text], logits: Tensor) -> Drawn:

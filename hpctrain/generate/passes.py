@@ -131,21 +131,21 @@ class CachedPasses:
         self.reach = self.window if can_cache(model) else 0
 
     def open(self) -> int:
-        """See Passes."""
+        """Reserve a place in the cache for a text, and return it."""
         return self.cache.open()
 
     def close(self, place: int) -> None:
-        """See Passes."""
+        """Release the place of a text that has ended or has become too long."""
         self.cache.close(place)
 
     @torch.no_grad()
     def share(self, source: int, place: int, count: int) -> None:
-        """See Passes."""
+        """Copy the first `count` tokens of the text in `source` into the empty place `place`."""
         self.cache.share(source, place, count)
 
     @torch.no_grad()
     def cached(self, pieces: Sequence[Piece]) -> Tensor:
-        """See Passes."""
+        """Return the logits [n, V] of the pieces that predict a token, in their order."""
         runs = [(piece.place, piece.first, len(piece.tokens)) for piece in pieces]
         tokens = [token for piece in pieces for token in piece.tokens]
         idle = max(0, self.least - len(tokens))
@@ -167,7 +167,7 @@ class CachedPasses:
 
     @torch.no_grad()
     def windowed(self, tokens: Tensor) -> Tensor:
-        """See Passes."""
+        """Return the logits [b, V] of the tokens after windows, int64 [b, s], without the cache."""
         given = tokens.to(self.model.groups.tensor.device)
         positions = torch.arange(given.shape[1], device=given.device)
         hidden = self.stages.through(Inputs.of_tokens(given.t().contiguous(), positions))
@@ -177,7 +177,7 @@ class CachedPasses:
         return logits
 
     def start_draw(self, draw: Draw, texts: Sequence[Text], logits: Tensor) -> Drawn:
-        """See Passes."""
+        """Start to draw the next tokens of texts from their logits, which only some ranks may have."""
         return self.stages.start_draw(draw, texts, logits)
 
 

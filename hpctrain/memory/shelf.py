@@ -123,7 +123,7 @@ class DiskShelf:
         return sum(file.size for file in self._files)
 
     def put(self, memory: Tensor) -> Stay:
-        """As HostShelf.put."""
+        """Store a tensor, and return the handle by which it is read again."""
         return _DiskStay(self, memory)
 
     def take(self, size: int) -> Region:

@@ -61,11 +61,19 @@ class _WithTerm(torch.autograd.Function):
 
 
 class Cache(Protocol):
-    """Keys and values of texts that grow, to which the rows of a pass are added."""
+    """Cache of keys and values of growing texts. A pass adds the keys and values of its rows."""
 
     def attend(self, block: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        """Of a block of the model, in place of its attention's core: of rows [n, 1, heads, d], none of which
-        is turned yet, each attends to what its own text has up to it.
+        """Return the result of attention in a block of the model, with the keys and values in the cache.
+
+        Each row attends to all earlier tokens of its own text.
+
+        Args:
+            block: Number of the block.
+            query: Queries [n, 1, heads, d] before the rotary embedding.
+            key: Keys of the same rows.
+            value: Values of the same rows.
+            scale: Factor of the attention scores; None for the default.
         """
 
 

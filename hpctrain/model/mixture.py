@@ -83,7 +83,7 @@ class Mixture(nn.Module):
 
     @property
     def terms(self) -> tuple[str, ...]:
-        """See Layer."""
+        """Names of the auxiliary losses of the layer."""
         return self.router.terms
 
     def results(self, at: Saving) -> Storage:

@@ -170,40 +170,44 @@ class Layer(nn.Module, ABC):
 
 
 class Part(Protocol):
-    """A pipeline stage holds one for each chunk. A module that users bring implements this too."""
+    """Part of a model that one chunk of a pipeline stage holds. Modules of users implement it, too."""
 
     span: Span
     residency: Residency
 
     @property
     def layers(self) -> Sequence[Layer]:
-        """In the order of the forward pass."""
+        """Layers of the part, in the order of the forward pass."""
 
     def __call__(self, inputs: Inputs, hidden: Tensor | None = None) -> Any:
-        """Hidden states [s or s/t, b, h] after this part: of the tokens, or of the part before's `hidden`.
-        On the part that predicts, what `predict` takes.
+        """Return the hidden states [s or s/t, b, h] after this part.
+
+        The first part computes them from the tokens, and other parts from `hidden`, the result of the part
+        before. The last part returns what its `predict` takes.
         """
 
     def run_layer(self, layer: Layer, inputs: Inputs, x: Tensor) -> Tensor:
-        """What one of its layers, whose parameters are there, makes of x, as in a pass over all of them."""
+        """Return the output of one layer for the input `x`. The parameters of the layer must be gathered."""
 
     def predict(self, last: Any, compute: Callable[..., Computed]) -> Computed:
-        """What `compute` makes of what this part, which predicts, hands over, whatever that is: of a
-        Transformer its head and the last hidden states. Its parameters are there meanwhile.
+        """Return the result of `compute` for the output of the last part, with its parameters gathered.
+
+        `compute` gets what the part hands over. This is the head and the last hidden states for a
+        Transformer.
         """
 
     def shared_bytes(self, at: Saving) -> int:
-        """What autograd saves of what all blocks share."""
+        """Return the number of bytes that autograd saves once for all blocks."""
 
     def hidden_shape(self, micro_size: int) -> tuple[int, int, int]:
-        """Shape of what passes from part to part."""
+        """Return the shape of the tensors that are sent between parts."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Format of what passes."""
+        """dtype of the tensors that are sent between parts."""
 
     def units(self) -> Iterator[list[list[Parameter]]]:
-        """Those of the layers. Every parameter once."""
+        """Yield the parameters of each layer in units that are gathered together, each parameter once."""
 
 
 @torch.no_grad()

@@ -359,7 +359,7 @@ class Transformer(nn.Module):
         return last
 
     def units(self) -> Iterator[list[list[Parameter]]]:
-        """See Part."""
+        """Yield the parameters of each layer in units that are gathered together, each parameter once."""
         return (unit for layer in self.layers for unit in layer.units())
 
     def forward(self, inputs: Inputs, hidden: Tensor | None = None) -> Tensor:
@@ -377,7 +377,7 @@ class Transformer(nn.Module):
         return x
 
     def run_layer(self, layer: Layer, inputs: Inputs, x: Tensor) -> Tensor:
-        """See Part."""
+        """Return the output of one layer for the input `x`. The parameters of the layer must be gathered."""
         result: Tensor = layer(x, self._surroundings(inputs))
         return result
 
@@ -395,7 +395,7 @@ class Transformer(nn.Module):
         return Surroundings(inputs, rows, rotary, self.residency)
 
     def predict(self, hidden: Tensor, compute: Callable[[Any, Tensor], Computed]) -> Computed:
-        """See Part."""
+        """Return the result of `compute` for the output of the last part, with its parameters gathered."""
         head = self.predictor.head
         with self.residency.held(head.table):
             return compute(head, hidden)
@@ -413,7 +413,7 @@ class Transformer(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """See Part."""
+        """dtype of the tensors that are sent between parts."""
         return self.layers[0].held[0].dtype
 
 

@@ -38,7 +38,7 @@ class DirectPreference(OfPairs):
     smoothing: float = 0.0
 
     def losses(self, inputs: Inputs, scale: Tensor) -> LossOf:
-        """See Objective."""
+        """Return the function that computes the losses of a micro-batch."""
         targets = inputs.fields["targets"].t()
         given = inputs.fields.get(REFERENCE)
         reference = torch.zeros(targets.shape, device=targets.device) if given is None else given.t()

@@ -53,7 +53,7 @@ class NextToken:
         return 1.0
 
     def losses(self, inputs: Inputs, scale: Tensor) -> LossOf:
-        """See Objective."""
+        """Return the function that computes the losses of a micro-batch."""
         return CrossEntropy(inputs.fields["targets"].t(), scale, self.z_loss)
 
 

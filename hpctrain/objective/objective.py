@@ -33,14 +33,14 @@ LossOf = Callable[..., Losses]
 
 
 class Objective(Protocol):
-    """Made once for a run."""
+    """Training objective. A run has one."""
 
     @property
     def figures(self) -> tuple[str, ...]:
-        """Names for the metrics line, "loss" among them: sums over all ranks, divided by the count."""
+        """Names of the metrics, which include "loss". Each is a sum over all ranks, divided by the count."""
 
     def count(self, micro_batch: MicroBatch) -> int:
-        """What a micro-batch adds to the count that the sums are divided by: tokens to be predicted."""
+        """Return what a micro-batch adds to the count that sums are divided by, such as predicted tokens."""
 
     def settle(self, figures: dict[str, float]) -> float:
         """Correct, in place, `figures` that were divided by the count, where only passes tell the real one;
@@ -48,8 +48,9 @@ class Objective(Protocol):
         """
 
     def losses(self, inputs: Inputs, scale: Tensor) -> LossOf:
-        """How the losses of a micro-batch, of which the rank has these inputs, are computed there.
+        """Return the function that computes the losses of a micro-batch.
 
-        `scale` is the factor of the loss in the
-        gradient (loss scale over the count of the whole step).
+        Args:
+            inputs: Inputs of the micro-batch on this rank.
+            scale: Factor of the loss in the gradient: the loss scale divided by the count of the whole step.
         """

@@ -61,7 +61,7 @@ class ClassesOfLogits:
         return 1.0
 
     def losses(self, inputs: Inputs, scale: Tensor) -> LossOf:
-        """See Objective."""
+        """Return the function that computes the losses of a micro-batch."""
         targets = inputs.fields[self.name].long()
         if inputs.present < inputs.rows:
             targets = targets.clone()
@@ -117,7 +117,7 @@ class UsersLoss:
     figures: ClassVar[tuple[str, ...]] = ("loss", "counted")
 
     def count(self, micro_batch: MicroBatch) -> int:
-        """See above."""
+        """Return what a micro-batch adds to the count that sums are divided by, such as predicted tokens."""
         return micro_batch.present if self.of_samples else int((micro_batch.targets >= 0).sum())
 
     def settle(self, figures: dict[str, float]) -> float:
@@ -136,7 +136,7 @@ class UsersLoss:
         return share or 1.0
 
     def losses(self, inputs: Inputs, scale: Tensor) -> LossOf:
-        """See Objective."""
+        """Return the function that computes the losses of a micro-batch."""
         batch = {name: field.contiguous() for name, field in inputs.fields.items()}
         # Of a dataset rows are samples, or none is: then one stands in, and is not counted.
         weight = 0.0 if self.of_samples and not inputs.present else 1.0

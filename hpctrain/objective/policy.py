@@ -77,7 +77,7 @@ class PolicyOptimization:
         return divisor
 
     def losses(self, inputs: Inputs, scale: Tensor) -> LossOf:
-        """See Objective."""
+        """Return the function that computes the losses of a micro-batch."""
         given = (name for name in (OLD, ADVANTAGES, REFERENCE) if name in inputs.fields)
         fields = {name: inputs.fields[name].t() for name in given}
         targets = inputs.fields["targets"].t()

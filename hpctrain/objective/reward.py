@@ -35,7 +35,7 @@ class Reward(OfPairs):
     centering: float = 0.0
 
     def losses(self, inputs: Inputs, scale: Tensor) -> LossOf:
-        """See Objective."""
+        """Return the function that computes the losses of a micro-batch."""
         targets, margins = inputs.fields["targets"].t(), inputs.fields.get(MARGIN)
         wanted = None if margins is None else margins[0::2, 0]  # every place of a row has it
 

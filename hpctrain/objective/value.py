@@ -38,7 +38,7 @@ class ClippedValue:
         return 1.0
 
     def losses(self, inputs: Inputs, scale: Tensor) -> LossOf:
-        """See Objective."""
+        """Return the function that computes the losses of a micro-batch."""
         predicted = inputs.fields["targets"].t() >= 0
         # Where scores alone are asked for, nothing has come yet.
         nothing = torch.zeros(predicted.shape, device=predicted.device).t()

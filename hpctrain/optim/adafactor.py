@@ -48,7 +48,7 @@ class Adafactor:
         return Block(shape, _WORK * prod(shape))
 
     def cells(self, shard: Shard) -> Mapping[str, Sequence[int] | None]:
-        """See BlockRule."""
+        """Return the names and shapes of the optimizer state of a parameter other than its master weights."""
         shape = shard.shape
         leading, whole = (1,) * (len(shape) - 2), (1,) * (len(shape) - 2) + shape[-2:]
         means: dict[str, Sequence[int] | None] = {MEAN: None} if self.momentum else {}
@@ -67,7 +67,7 @@ class Adafactor:
 
     @torch.no_grad()
     def direction(self, part: Elements, gradient_divisor: float) -> Tensor:
-        """See BlockRule: gradients."""
+        """Return the divided gradients of a piece of a block, and update the state of its elements."""
         return part.gradients.div_(gradient_divisor).clone()
 
     @torch.no_grad()
@@ -87,7 +87,7 @@ class Adafactor:
 
     @torch.no_grad()
     def follow(self, part: Elements, directions: Tensor, learning_rate: float) -> None:
-        """See BlockRule."""
+        """Update the weights of a piece of a block with its transformed directions."""
         weights, treatment = part.state[MASTER], part.treatment
         if treatment.decayed and self.weight_decay:
             weights.mul_(1 - learning_rate * self.weight_decay)

@@ -47,7 +47,7 @@ class AdamMini:
         return Block((1,) * len(leading) + (rows, columns), _WORK * rows * columns)
 
     def cells(self, shard: Shard) -> Mapping[str, Sequence[int] | None]:
-        """See BlockRule."""
+        """Return the names and shapes of the optimizer state of a parameter other than its master weights."""
         shape = shard.shape
         cell = (1,) * (len(shape) - 2) + ((shard.unit, shape[-1]) if len(shape) > 1 else shape)
         return {MEAN: None, SQUARE: cell}
@@ -58,7 +58,7 @@ class AdamMini:
 
     @torch.no_grad()
     def direction(self, part: Elements, gradient_divisor: float) -> Tensor:
-        """See BlockRule: gradients."""
+        """Return the divided gradients of a piece of a block, and update the state of its elements."""
         gradients = part.gradients.div_(gradient_divisor)
         part.state[MEAN].mul_(self.betas[0]).add_(gradients, alpha=1 - self.betas[0])
         return gradients.clone()
@@ -75,7 +75,7 @@ class AdamMini:
 
     @torch.no_grad()
     def follow(self, part: Elements, directions: Tensor, learning_rate: float) -> None:
-        """See BlockRule."""
+        """Update the weights of a piece of a block with its transformed directions."""
         weights, treatment, count = part.state[MASTER], part.treatment, part.updates.double() + 1
         first, second = (1 - beta**count for beta in self.betas)
         if treatment.decayed and self.weight_decay:

@@ -16,40 +16,45 @@ from hpctrain.parallel.shard import Block, Parameter, Shard, Treatment
 
 
 class BlockRule(Protocol):
-    """How what is a Block is updated, in three steps: by element, of the whole block, and by element again.
+    """Update rule of matrices that may be split between ranks.
 
-    So a rule sees whole matrices where ranks hold pieces of them, and these keep state of their own pieces.
+    An update has three steps: elementwise on the pieces (`direction`), on the gathered matrix
+    (`transformed`), and elementwise on the pieces again (`follow`). So a rule sees whole matrices, and each
+    rank keeps the state of its own pieces.
     """
 
     def block(self, shard: Shard) -> Block | None:
-        """The Blocks of a parameter; None where this rule is not for it."""
+        """Return the blocks of a parameter; None if this rule does not apply to it."""
 
     def cells(self, shard: Shard) -> Mapping[str, Sequence[int] | None]:
-        """The state beside master weights of a parameter, which begins as zeros, by name.
+        """Return the names and shapes of the optimizer state of a parameter other than its master weights.
 
-        None is a number for each element. Others have one for each cell of such a shape, as many dims as the
-        parameter's: of a block [n, m] one a row with (1, m). Cells fill blocks, but for the last ones.
+        The state is initialized with zeros. None stands for one number per element. A shape stands for one
+        number per cell of this shape, which has as many dims as the parameter: (1, m) is one number per row
+        of a block [n, m]. All cells of a block are full, except the last ones.
         """
 
     def working_bytes(self, shape: Sequence[int]) -> int:
-        """Memory that `transformed` needs in passing, of a block of this shape, beside what it is given."""
+        """Return the bytes of temporary memory that `transformed` needs for a block of a shape."""
 
     @property
     def format(self) -> torch.dtype:
-        """Of what is joined, and of what comes of it."""
+        """dtype of the directions that are gathered, and of the transformed ones."""
 
     def direction(self, part: Elements, gradient_divisor: float) -> Tensor:
-        """What is to be joined, of a piece of a block in its shape, with state of elements, which is updated.
-        The gradients are divided by `gradient_divisor`, and stay so.
+        """Return the direction of a piece of a block, in its shape, and update the state of its elements.
+
+        The gradients are divided by `gradient_divisor` in place.
         """
 
     def transformed(self, directions: Tensor, cells: Mapping[str, Tensor]) -> Tensor:
-        """What comes of a whole block's directions, which may be overwritten, in its shape; with the state of
-        its cells, which is updated.
+        """Return the transformed directions of a whole block, and update the state of its cells.
+
+        The given directions may be overwritten.
         """
 
     def follow(self, part: Elements, directions: Tensor, learning_rate: float) -> None:
-        """Update the weights of a piece of a block with what came of it."""
+        """Update the weights of a piece of a block with its transformed directions."""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ class Lion:
 
     @torch.no_grad()
     def update(self, parts: Sequence[Elements], learning_rate: float, gradient_divisor: float) -> None:
-        """See UpdateRule."""
+        """Update the elements in place. The gradients are divided by `gradient_divisor` in place."""
         ahead, kept = self.betas
         for part in parts:
             part.updates.add_(1)

@@ -55,7 +55,7 @@ class Muon:
         return Block((1,) * (len(shard.shape) - 2) + shard.shape[-2:], self.steps * products)
 
     def cells(self, shard: Shard) -> Mapping[str, Sequence[int] | None]:  # noqa: ARG002
-        """See BlockRule."""
+        """Return the names and shapes of the optimizer state of a parameter other than its master weights."""
         return {MOMENTUM: None}
 
     def working_bytes(self, shape: Sequence[int]) -> int:
@@ -64,19 +64,19 @@ class Muon:
 
     @torch.no_grad()
     def direction(self, part: Elements, gradient_divisor: float) -> Tensor:
-        """See BlockRule."""
+        """Return the direction of a piece of a block, in its shape, and update the state of its elements."""
         gradients = part.gradients.div_(gradient_divisor)
         momentum = part.state[MOMENTUM].lerp_(gradients, 1 - self.momentum)
         return gradients.lerp(momentum, self.momentum) if self.nesterov else momentum.clone()
 
     @torch.no_grad()
     def transformed(self, directions: Tensor, cells: Mapping[str, Tensor]) -> Tensor:  # noqa: ARG002
-        """See BlockRule."""
+        """Return the transformed directions of a whole block, and update the state of its cells."""
         return orthogonalized(directions.view(directions.shape[-2:]), self.steps).view(directions.shape)
 
     @torch.no_grad()
     def follow(self, part: Elements, directions: Tensor, learning_rate: float) -> None:
-        """See BlockRule."""
+        """Update the weights of a piece of a block with its transformed directions."""
         assert part.shard is not None
         weights, treatment = part.state[MASTER], part.treatment
         if treatment.decayed:

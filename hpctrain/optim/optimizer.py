@@ -56,37 +56,39 @@ def by_treatment(parts: Sequence[Elements]) -> dict[Treatment, list[Elements]]:
 
 
 class UpdateRule(Protocol):
-    """How parameters are updated, wherever they and their state are.
+    """Elementwise update rule of parameters.
 
-    `names` are those of its state beside master weights; it begins as zeros. An update needs no more than the
-    element's own state and gradient, so that elements may be cut anywhere; other rules are BlockRules.
+    An update of an element needs only its own state and gradient, so tensors may be split anywhere. Rules
+    that need whole matrices are a `BlockRule`.
     """
 
     @property
     def names(self) -> tuple[str, ...]:
-        """See above."""
+        """Names of the optimizer state other than the master weights. It is initialized with zeros."""
 
     def update(self, parts: Sequence[Elements], learning_rate: float, gradient_divisor: float) -> None:
-        """Update in place; the gradients are divided by `gradient_divisor`, and stay so."""
+        """Update the elements in place. The gradients are divided by `gradient_divisor` in place."""
 
 
 @runtime_checkable
 class Averaged(UpdateRule, Protocol):
-    """A rule whose master weights are the model, and whose gradients are those of other weights, with which
-    layers compute in training.
+    """Update rule whose master weights are an average, and whose gradients belong to other weights.
 
-    `lead` is the name of the state by which these are ahead. `totals` are what is known of all updates so
-    far, stored beside their number.
+    The layers compute with these other weights in training (schedule-free optimizers).
+
+    Attributes:
+        lead: Name of the state that holds the difference between both weights.
+        totals: Sums over all updates so far. A checkpoint stores them with the number of updates.
     """
 
     lead: ClassVar[str]
     totals: dict[str, float]
 
     def begin(self, learning_rate: float) -> None:
-        """An update follows, in any number of parts."""
+        """Prepare for an update, which follows in any number of parts."""
 
     def computed(self, masters: Tensor, lead: Tensor) -> Tensor:
-        """The weights that are computed with, in memory of their own."""
+        """Return the weights that layers compute with in training, in new memory."""
 
 
 def computed(averaged: Averaged | None, state: Mapping[str, Tensor]) -> Tensor:

@@ -44,7 +44,7 @@ class ScheduleFree:
     lead: ClassVar[str] = LEAD
 
     def begin(self, learning_rate: float) -> None:
-        """See Averaged."""
+        """Prepare for an update, which follows in any number of parts."""
         before = self.totals["largest_rate"]
         largest = max(learning_rate, before)
         smaller = before / largest if largest else 1.0
@@ -52,7 +52,7 @@ class ScheduleFree:
 
     @torch.no_grad()
     def update(self, parts: Sequence[Elements], learning_rate: float, gradient_divisor: float) -> None:
-        """See UpdateRule."""
+        """Update the elements in place. The gradients are divided by `gradient_divisor` in place."""
         share, kept = 1 / self.totals["weights"], self.betas[1]
         for part in parts:
             decayed, factor = part.treatment.decayed, part.treatment.rate
@@ -73,5 +73,5 @@ class ScheduleFree:
                 lead.mul_(1 - share)
 
     def computed(self, masters: Tensor, lead: Tensor) -> Tensor:
-        """See Averaged."""
+        """Return the weights that layers compute with in training, in new memory."""
         return masters.add(lead, alpha=1 - self.betas[0])

@@ -29,12 +29,12 @@ class SGD:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """See UpdateRule."""
+        """Names of the optimizer state other than the master weights. It is initialized with zeros."""
         return (VELOCITY,) if self.momentum and self.given_after != 0 else ()
 
     @torch.no_grad()
     def update(self, parts: Sequence[Elements], learning_rate: float, gradient_divisor: float) -> None:
-        """See UpdateRule."""
+        """Update the elements in place. The gradients are divided by `gradient_divisor` in place."""
         for part in parts:
             part.updates.add_(1)
             rate = learning_rate * part.treatment.rate

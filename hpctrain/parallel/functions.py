@@ -69,7 +69,7 @@ class Functions:
         return functional.layer_norm(x, weight.shape, weight, bias, epsilon)
 
     def partition(self, logits: Logits, column: Tensor) -> Partition:
-        """See Partition."""
+        """Return the `Partition` of the logits."""
         return Partition(logits, column)
 
     def attend(

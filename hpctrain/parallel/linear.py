@@ -395,5 +395,5 @@ class RowLinear(SplitLinear):
         return total(self.kept(at)) + self.product.operand_bytes(at.tokens, at) + between
 
     def kept(self, at: Saving) -> list[Storage]:
-        """As of a ColumnLinear."""
+        """Return the tensors that autograd saves, as for a `ColumnLinear`."""
         return self._kept(at.tokens, at, None)

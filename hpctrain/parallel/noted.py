@@ -100,7 +100,7 @@ class Noted:
 
 @runtime_checkable
 class LearnsOfStep(Protocol):
-    """A module, or a Product, that has noted something."""
+    """Module or product that uses statistics of the step, which it has recorded."""
 
     def after_update(self, noted: Mapping[str, Tensor]) -> None:
-        """A step is done, in which all ranks have `noted` this, fp64; not called where it is skipped."""
+        """Use the statistics that all ranks have recorded in a step, fp64. Not called for skipped steps."""

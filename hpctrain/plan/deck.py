@@ -55,7 +55,7 @@ class DeckPlan:
     title: str = ""
 
     def row(self) -> dict[str, object]:
-        """As written into JSON."""
+        """Return the contents as a value that can be written as JSON."""
         room = self.room
         planned = self.memory.row() | {"communication": self.moved.row()}
         if self.pipeline is not None:

@@ -58,7 +58,7 @@ class OverLink:
     even: float | None
 
     def row(self) -> dict[str, object]:
-        """As written into JSON."""
+        """Return the contents as a value that can be written as JSON."""
         row: dict[str, object] = {
             "bytes_per_second": self.link.bytes_per_second,
             "latency": self.link.latency,
@@ -83,7 +83,7 @@ class FormPlan:
     over: OverLink | None
 
     def row(self) -> dict[str, object]:
-        """As written into JSON."""
+        """Return the contents as a value that can be written as JSON."""
         row: dict[str, object] = {"step": self.own.row()}
         row |= {"exact": self.exact.row()} if self.exact is not None else {}
         return row | ({"link": self.over.row()} if self.over is not None else {})
@@ -98,7 +98,7 @@ class OtherForm:
     plan: FormPlan
 
     def row(self) -> dict[str, object]:
-        """As written into JSON."""
+        """Return the contents as a value that can be written as JSON."""
         return {"form": self.name, "changes": list(self.changes)} | self.plan.row()
 
 

@@ -66,7 +66,7 @@ class StageMemory:
         return replace(self.memory, cache=min(self.memory.cache, self.least_cache)).total
 
     def row(self) -> dict[str, object]:
-        """As written into JSON."""
+        """Return the contents as a value that can be written as JSON."""
         here: dict[str, object] = {"stage": self.stage, "blocks": self.blocks, "parameters": self.parameters}
         counted = {"exchanged_bytes": self.exchanged, "sharers": self.sharers}
         beside = {"beside_bytes": dict(self.beside)} if self.beside else {}
@@ -126,7 +126,7 @@ class MemoryPlan:
         return {} if self.activations_known else {"activation_bytes": None}
 
     def row(self) -> dict[str, object]:
-        """As written into JSON."""
+        """Return the contents as a value that can be written as JSON."""
         return {
             "parameters_total": self.parameters_total,
             "parameters_active": self.parameters_active,

@@ -29,7 +29,7 @@ class PipelinePlan:
     waiting: float
 
     def row(self) -> dict[str, object]:
-        """As written into JSON."""
+        """Return the contents as a value that can be written as JSON."""
         return {"split": list(self.split), "stage_loads": list(self.loads), "waiting": self.waiting}
 
     def __str__(self) -> str:

@@ -32,16 +32,16 @@ class SilentPart:
         return result
 
     def predict(self, last: Tensor, compute: object) -> Losses:  # noqa: ARG002
-        """See Part."""
+        """Return the result of `compute` for the output of the last part, with its parameters gathered."""
         return Losses(last.sum(), (last.detach().sum(),) * self.figures)
 
     def hidden_shape(self, micro_size: int) -> tuple[int, int, int]:
-        """See Part."""
+        """Return the shape of the tensors that are sent between parts."""
         return self.part.hidden_shape(micro_size)
 
     @property
     def dtype(self) -> torch.dtype:
-        """See Part."""
+        """dtype of the tensors that are sent between parts."""
         return self.part.dtype
 
     def backward(self) -> None:

@@ -59,7 +59,7 @@ class Point:
         return None if self.room is None else self.room.limit.bytes / self.room.ranks
 
     def row(self) -> dict[str, object]:
-        """As written into JSON."""
+        """Return the contents as a value that can be written as JSON."""
         told: dict[str, object] = {"changes": dict(self.changes), "ranks": self.ranks}
         if self.memory is None:
             return told | {"problem": self.problem}
@@ -84,7 +84,7 @@ class Sweep:
         return [point for point in self.points if point.memory is not None]
 
     def row(self) -> dict[str, object]:
-        """As written into JSON."""
+        """Return the contents as a value that can be written as JSON."""
         swept = {each.key: list(each.values) for each in self.sweeps}
         return {"sweep": swept, "weak": self.weak, "points": [point.row() for point in self.points]}
 

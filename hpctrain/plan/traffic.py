@@ -130,7 +130,7 @@ class PlannedWeights:
         self.buckets, self.masters, self.updates = stage.buckets, stage.optimizer.masters, 0
 
     def publish(self) -> None:
-        """See Weights."""
+        """Copy the weights into the parameters. Collective over each bucket's own group."""
         refresh([bucket for bucket in self.buckets if bucket.trained])
 
 

@@ -88,7 +88,7 @@ class OfRollouts:
     def micro_batches(
         self, requests: Iterable[MicroBatchRequest], upcoming: Iterable[MicroBatchRequest]
     ) -> Iterator[MicroBatch]:
-        """See Samples."""
+        """Yield the requested micro-batches with the fields of the current rollout."""
         assert self.rollout is not None
         batch_requests = list(requests)
         for each, micro in zip(

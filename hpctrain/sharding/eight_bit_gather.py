@@ -43,7 +43,7 @@ class MakeBucket(Protocol):
         store: Store | None,
         /,
     ) -> Bucket:
-        """See Bucket."""
+        """Return a new bucket with the arguments of `Bucket`."""
 
 
 def bucket_maker(layers: Iterable[torch.nn.Module]) -> MakeBucket:

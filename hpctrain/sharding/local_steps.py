@@ -171,7 +171,7 @@ class LocalSteps:
 
     @contextmanager
     def shown(self, weights: Weights) -> Iterator[None]:
-        """See Outer."""
+        """Replace the weights by those that replicas have in common, during the block."""
         self._swap(weights)
         yield
         self._swap(weights)

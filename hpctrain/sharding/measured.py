@@ -50,21 +50,21 @@ class MeasuredSum:
 
     @property
     def scratch_bytes(self) -> int:
-        """See Summation."""
+        """Bytes of memory that the sum uses while it is in flight, without gradients and sums."""
         return self.summation.scratch_bytes
 
     def begin(self, updates: int) -> None:
-        """See Summation."""
+        """Begin a step."""
         self.summation.begin(updates)
 
     def start(self, gradients: Tensor, sums: Tensor) -> Work[Tensor]:
-        """See Summation."""
+        """Start to sum the gradients of the bucket over the ranks of its group."""
         if not gradients.is_meta:
             self.squares = square_sum(self._counted(gradients), gradients.device)
         return self.summation.start(gradients, sums)
 
     def after_step(self, updated: bool, factor: float) -> None:
-        """See Summation."""
+        """End a step."""
         self.summation.after_step(updated, factor)
 
     def _counted(self, gradients: Tensor) -> Iterator[Tensor]:

@@ -13,22 +13,22 @@ from hpctrain.sharding.bucket import Bucket
 
 
 class Weights(Protocol):
-    """The weights that an optimizer has updated, of each bucket this rank's own (`Bucket.own`), fp32."""
+    """Updated fp32 weights that this rank owns of each bucket (`Bucket.own`)."""
 
     @property
     def buckets(self) -> Sequence[Bucket]:
-        """Of which the weights are."""
+        """Buckets that the weights belong to."""
 
     @property
     def masters(self) -> Sequence[Flat]:
-        """The weights, to be changed in place."""
+        """The weights, which may be changed in place."""
 
     @property
     def updates(self) -> int:
-        """How many there have been, those before a run was resumed too."""
+        """Number of updates of the whole run, including those before a resume."""
 
     def publish(self) -> None:
-        """Have the parameters follow them. Collective over each bucket's own group."""
+        """Copy the weights into the parameters. Collective over each bucket's own group."""
 
 
 class Outer(Protocol):
@@ -40,11 +40,11 @@ class Outer(Protocol):
     """
 
     def begin(self, weights: Weights) -> None:
-        """The weights are there, of a new run, or from another model; state that is resumed follows."""
+        """Use the initial weights of a run, or those of another model. A resume loads the state later."""
 
     @property
     def under_way(self) -> dict[str, int]:
-        """What a checkpoint is to say of what is on its way; the same on all ranks."""
+        """State of transfers between replicas for a checkpoint. It is the same on all ranks."""
 
     def resumed(self, weights: Weights, replicas: int, under_way: Mapping[str, int]) -> None:
         """Weights, their updates and state are there as a checkpoint has them, which `replicas` were in, none
@@ -65,15 +65,16 @@ class Outer(Protocol):
 
     @property
     def scratch_bytes(self) -> int:
-        """Memory of what is under way while gradients are summed."""
+        """Bytes of memory that transfers between replicas use while gradients are summed."""
 
     @property
     def differs(self) -> bool:
-        """Whether what replicas have in common may be another model than each one's own."""
+        """True if the model that replicas have in common may differ from the model of each replica."""
 
     def shown(self, weights: Weights) -> AbstractContextManager[None]:
-        """The weights are those that replicas have in common within, and the same bits as before afterwards.
-        Collective over each bucket's own group.
+        """Replace the weights by those that replicas have in common, during the block.
+
+        Afterwards the weights have the same bits as before. Collective over each bucket's own group.
         """
 
 

@@ -37,7 +37,7 @@ class Halved:
         return torch.cat((pairs.view(-1), scales.view(-1).view(torch.uint8)))
 
     def decode(self, code: Tensor) -> Tensor:
-        """See Codec."""
+        """Return the approximate values, fp32 [n BLOCK]. A block that was not finite is not finite again."""
         count = code.numel() // (self.width + self.scale)
         pairs, scales = code.split((count * self.width, count * self.scale))
         numbers = torch.stack((pairs & 15, pairs >> 4), 1).view(count, BLOCK).float()

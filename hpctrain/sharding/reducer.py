@@ -12,29 +12,40 @@ from hpctrain.sharding.bucket import Bucket
 
 
 class Summation(Protocol):
-    """How they become sums: one for each bucket, so that it may have state of its own (`Stateful`).
+    """Sum of the gradients of one bucket over ranks. It may have state of its own (`Stateful`).
 
-    What becomes of a parameter's gradients depends on these alone (`bucket.segments`), and zeros stay zeros:
-    other ranks hold it beside other parameters, or none, and are to get the same. The next `start` may come
-    before what the last one gave is waited for; a plan's tensors have no values.
+    The result for a parameter must depend only on its own gradients (`bucket.segments`), since other ranks
+    may hold it with other parameters. Zeros must stay zeros. The next `start` may come before the last result
+    was waited for. Tensors of a plan have no values.
     """
 
     @property
     def scratch_bytes(self) -> int:
-        """Memory that one needs while it is under way, beside gradients and sums."""
+        """Bytes of memory that the sum uses while it is in flight, without gradients and sums."""
 
     def begin(self, updates: int) -> None:
-        """A step begins, after so many updates: those before a run was resumed too, not steps without one."""
+        """Begin a step.
+
+        Args:
+            updates: Number of updates of the whole run so far, including those before a resume.
+        """
 
     def start(self, gradients: Tensor, sums: Tensor) -> Work[Tensor]:
-        """Start to sum a bucket's `gradients`, which may be overwritten, over the ranks of its group.
+        """Start to sum the gradients of the bucket over the ranks of its group.
 
-        `sums` are these themselves, or where this rank's slice of them goes, there or elsewhere. They may be
-        not finite, where the step is going to be skipped.
+        Args:
+            gradients: The gradients, which may be overwritten. They may be not finite if the step will be
+                skipped.
+            sums: Memory for this rank's slice of the sums, which may be `gradients` or a part of it.
         """
 
     def after_step(self, updated: bool, factor: float) -> None:
-        """The step is done, or skipped; gradients of the next one are scaled by `factor` more, as in fp16."""
+        """End a step.
+
+        Args:
+            updated: False if the step was skipped.
+            factor: Ratio of the next step's loss scale to this step's.
+        """
 
 
 class ExactSum:
@@ -55,7 +66,7 @@ class ExactSum:
         """Every step is like every other."""
 
     def start(self, gradients: Tensor, sums: Tensor) -> Work[Tensor]:
-        """See Summation."""
+        """Start to sum the gradients of the bucket over the ranks of its group."""
         if sums is gradients:
             return self.group.start_all_reduce(gradients)
         return self.group.start_reduce_scatter(gradients, sums, self.bucket.layout.sizes)

@@ -73,10 +73,10 @@ class StateTensor:
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Optimizers, and those of Reducers, Outers, layers and Products that keep state."""
+    """Optimizer, reducer, outer synchronization, layer or product that has state."""
 
     def state(self) -> Iterator[StateTensor]:
-        """All of it, the same tensors in every step."""
+        """Yield all tensors of the state. They are the same tensors in every step."""
 
 
 def own_state(
@@ -139,11 +139,12 @@ def state_of_ranks(kind: str, flat: Tensor, bucket: Bucket, made_of: str = "") -
 
 @runtime_checkable
 class KeepsState(Protocol):
-    """A module, or a Product, that keeps state in shapes of its own."""
+    """Module or product that has state with shapes of its own."""
 
     def state(self) -> Iterator[tuple[str, Shard, Tensor]]:
-        """The `kind` of each tensor, a Shard of the parameter's name, and this rank's piece of it, flat, the
-        same on all ranks that hold it; begun as a new run begins.
+        """Yield the kind, the shard (named as the parameter) and this rank's flat piece of each tensor.
+
+        All ranks that hold a tensor have the same values. A new run initializes it.
         """
 
 

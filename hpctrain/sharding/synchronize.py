@@ -110,7 +110,7 @@ class GradientSynchronizer:
             self.after_sum(bucket)
 
     def after_step(self, updated: bool, factor: float) -> None:
-        """See Summation."""
+        """End a step."""
         for reducer in self._reducer.values():
             reducer.summation.after_step(updated, factor)
 

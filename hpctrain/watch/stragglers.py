@@ -29,7 +29,7 @@ class Straggler:
     times: float
 
     def row(self) -> dict[str, Any]:
-        """As in `status.json`."""
+        """Return the entry for `status.json`."""
         words = (
             f"rank {self.rank} on {self.node} computes for {format_seconds(self.seconds)} a step, "
             f"{self.times:.2g} times the median of those with the same work"

@@ -39,7 +39,7 @@ class _Reading:
         self.problems: list[str] = []
 
     def shape(self) -> ModelShape:
-        """See shape_of."""
+        """Return the shape of the model that the configuration describes."""
         architecture, config = self.architecture, self.config
         for fixed in architecture.fixed:
             value = config.get(fixed.key, fixed.default)

@@ -60,7 +60,7 @@ class ModuleBuffers:
                     vars(module)[attribute] = theirs.to(self.groups.data.device)
 
     def state(self) -> Iterator[tuple[str, Shard, Tensor]]:
-        """See KeepsState."""
+        """Yield the kind, the shard (named as the parameter) and this rank's flat piece of each tensor."""
         present = dict(self.module.named_buffers())
         for name in self.kept:
             buffer = present[name]

@@ -86,7 +86,7 @@ class ModulePart(nn.Module):
                 parameter.register_post_accumulate_grad_hook(self._meet)
 
     def units(self) -> Iterator[list[list[Parameter]]]:
-        """See Part."""
+        """Yield the parameters of each layer in units that are gathered together, each parameter once."""
         return (unit for layer in self.layers for unit in layer.units())
 
     def forward(self, inputs: Inputs, hidden: Tensor | None = None) -> Any:
@@ -135,7 +135,7 @@ class ModulePart(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """See Part."""
+        """dtype of the tensors that are sent between parts."""
         if not self.architecture.cut:
             return next(iter(self.names)).dtype
         return Passing.of(order_of(self.architecture)).format

@@ -160,7 +160,7 @@ class _Tracer:
         return kept
 
     def computed(self, func: Any, args: tuple[Any, ...], named: Any, made: Any) -> None:
-        """See OnMeta."""
+        """Record an operation and its result. `OnMeta` calls this for each operation."""
         packet = func._overloadpacket
         if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
             query, key, value = args[:3]

@@ -38,17 +38,17 @@ class Traced(Protocol):
         """All parameters."""
 
     def __call__(self, inputs: Inputs, hidden: Tensor | None = None) -> Any:
-        """See Part."""
+        """Return the hidden states [s or s/t, b, h] after this part."""
 
     def hidden_shape(self, micro_size: int) -> tuple[int, int, int]:
-        """See Part."""
+        """Return the shape of the tensors that are sent between parts."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """See Part."""
+        """dtype of the tensors that are sent between parts."""
 
     def predict(self, last: Any, compute: Callable[..., Computed]) -> Computed:
-        """See Part."""
+        """Return the result of `compute` for the output of the last part, with its parameters gathered."""
 
 
 def traced(part: Traced, number: int, at: Saving | None) -> LayerTrace | str:

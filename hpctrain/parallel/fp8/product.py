@@ -442,7 +442,7 @@ class DelayedProduct(QuantizedProduct):
         return Product.kept(self, rows, at, pieces)
 
     def operand_bytes(self, rows: int, at: Saving) -> int:
-        """See Product: as `kept`."""
+        """Return the bytes of the saved operands in the step in which they need most memory."""
         return Product.operand_bytes(self, rows, at)
 
     def state(self) -> Iterator[tuple[str, Shard, Tensor]]:
@@ -452,7 +452,7 @@ class DelayedProduct(QuantizedProduct):
             yield f"{KIND}/{kind}", shard, history.maxima
 
     def after_update(self, noted: Mapping[str, Tensor]) -> None:
-        """See LearnsOfStep."""
+        """Use the statistics that all ranks have recorded in a step, fp64. Not called for skipped steps."""
         for kind, history in self.histories.items():
             maximum = noted.get(self._noted_name(kind))  # none of gradients where nothing before is trained
             if maximum is not None:

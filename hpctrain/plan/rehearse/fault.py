@@ -32,5 +32,5 @@ class Fault:
         return f"{self.kind}: {self.sentence}"
 
     def row(self) -> dict[str, object]:
-        """As written into JSON."""
+        """Return the contents as a value that can be written as JSON."""
         return {"fault": self.kind, "rank": self.rank, "ranks": self.count, "sentence": self.sentence}

@@ -46,7 +46,7 @@ class Recorder:
         self.action = self.carried = self.done = ""
 
     def __call__(self, call: Call, _: Traffic) -> Pending | None:
-        """See Heard."""
+        """Record a call, and return what waits for it if the call was recorded."""
         self._give(call)
         if not self.listening:
             return None

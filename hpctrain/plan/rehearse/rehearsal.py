@@ -41,7 +41,7 @@ class Rehearsal:
         return EXIT_INTERNAL if self.matched.faults else EXIT_USER if self.over else EXIT_DONE
 
     def row(self) -> dict[str, object]:
-        """As written into JSON."""
+        """Return the contents as a value that can be written as JSON."""
         matched = self.matched
         return {
             "ranks": matched.ranks,

@@ -229,7 +229,7 @@ class _Labels:
             recorder.carried = message_name(kind, action.micro_batch, schedule.home(part)[1])
 
     def record(self, *_: object, **__: object) -> None:
-        """See Timeline."""
+        """Do nothing; spans are not recorded."""
 
 
 def message_name(kind: Kind, micro_batch: int, chunk: int) -> str:

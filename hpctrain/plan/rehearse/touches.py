@@ -87,7 +87,7 @@ class TouchNotes:
         self._actions, self._begun, self._now = self._actions + 1, 0, []
 
     def record(self, *_: object, **__: object) -> None:
-        """See Timeline."""
+        """Do nothing; spans are not recorded."""
 
     @contextmanager
     def of(self, stage: TrainedStage) -> Iterator[None]:
@@ -193,16 +193,16 @@ class StandIn:
         return result
 
     def predict(self, hidden: Tensor, compute: object) -> Losses:  # noqa: ARG002
-        """See Part."""
+        """Return the result of `compute` for the output of the last part, with its parameters gathered."""
         return Losses(hidden, (hidden.detach(),) * self.figures)
 
     def hidden_shape(self, micro_size: int) -> tuple[int, int, int]:
-        """See Part."""
+        """Return the shape of the tensors that are sent between parts."""
         return self.part.hidden_shape(micro_size)
 
     @property
     def dtype(self) -> torch.dtype:
-        """See Part."""
+        """dtype of the tensors that are sent between parts."""
         return self.part.dtype
 
     def backward(self) -> None:

@@ -27,7 +27,7 @@ class Candidate:
         return sum(self.seconds_by_cause.values())
 
     def row(self) -> dict[str, object]:
-        """As written into JSON."""
+        """Return the contents as a value that can be written as JSON."""
         return {
             "changes": dict(self.changes),
             "seconds": self.seconds,

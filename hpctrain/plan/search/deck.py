@@ -48,7 +48,7 @@ class DeckSearch:
     found: Found
 
     def row(self) -> dict[str, object]:
-        """As written into JSON."""
+        """Return the contents as a value that can be written as JSON."""
         fell, missed = self.found.fell, self.found.missed
         return {
             "ranks": self.ranks,

@@ -35,7 +35,7 @@ class Gain:
     fits: bool | None
 
     def row(self) -> dict[str, object]:
-        """As written into JSON."""
+        """Return the contents as a value that can be written as JSON."""
         return {
             "set": self.change,
             "seconds": self.seconds,
@@ -55,7 +55,7 @@ class Advice:
     gain: Gain | None
 
     def row(self) -> dict[str, object]:
-        """As written into JSON."""
+        """Return the contents as a value that can be written as JSON."""
         best = None if self.gain is None else self.gain.row()
         return {"halved": dict(self.limits), "best": best}
 

@@ -69,7 +69,7 @@ class MeasuredStep:
     ranks: int
 
     def row(self) -> dict[str, object]:
-        """As written into JSON."""
+        """Return the contents as a value that can be written as JSON."""
         by_cause = {} if self.seconds_by_cause is None else {"seconds_by_cause": dict(self.seconds_by_cause)}
         return {"seconds": self.seconds, **by_cause, "steps": self.steps, "ranks": self.ranks}
 

@@ -79,7 +79,7 @@ class StepPlan:
         return sum(self.seconds_by_cause.values())
 
     def row(self) -> dict[str, object]:
-        """As written into JSON."""
+        """Return the contents as a value that can be written as JSON."""
         return {
             "seconds": self.seconds,
             "tokens_per_second": self.tokens / self.seconds,

@@ -34,18 +34,18 @@ class InProcesses:
         self._processes = Processes(title, work, processes, seconds)
 
     def check(self, others: Mapping[str, Any]) -> None:
-        """See Reward."""
+        """Check that a prompt's row has the fields that this reward needs."""
 
     def start(self) -> None:
-        """See Reward."""
+        """Start the reward, for example its processes."""
         self._processes.start()
 
     def close(self) -> None:
-        """See Reward."""
+        """End what `start` has started. A later call of `scores` starts it again."""
         self._processes.close()
 
     def scores(self, samples: Sequence[Sample]) -> list[float]:
-        """See Reward."""
+        """Return a finite number for each sample."""
         for sample in samples:
             try:
                 self.check(sample.others)

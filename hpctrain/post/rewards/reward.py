@@ -34,22 +34,35 @@ class Sample:
 
 
 class Reward(Protocol):
-    """What judges samples, each by itself: a number for each, the more the better."""
+    """Function that rates samples independently of each other. Higher numbers are better."""
 
     name: str
     """By which figures call it."""
 
     def check(self, others: Mapping[str, Any]) -> None:
-        """ValueError, in words that go on from "the row", where a prompt's row lacks what this needs."""
+        """Check that a prompt's row has the fields that this reward needs.
+
+        Raises:
+            ValueError: A field is missing or wrong. The message continues a sentence that begins with "the
+                row".
+        """
 
     def start(self) -> None:
-        """Have it ready. HpctrainError where it cannot be."""
+        """Start the reward, for example its processes.
+
+        Raises:
+            HpctrainError: The reward cannot start.
+        """
 
     def scores(self, samples: Sequence[Sample]) -> list[float]:
-        """Finite numbers. HpctrainError, with the sample, where there is none for it."""
+        """Return a finite number for each sample.
+
+        Raises:
+            HpctrainError: There is no number for a sample. The message names the sample.
+        """
 
     def close(self) -> None:
-        """End what it has started; what is asked afterwards starts it again."""
+        """End what `start` has started. A later call of `scores` starts it again."""
 
 
 class ExactMatch:
@@ -61,21 +74,21 @@ class ExactMatch:
         self.key = key
 
     def check(self, others: Mapping[str, Any]) -> None:
-        """See Reward."""
+        """Check that a prompt's row has the fields that this reward needs."""
         if self.key not in others:
             near = ", ".join(map(quoted, list(others)[:8])) or "nothing besides its prompt"
             raise ValueError(f"has no {quoted(self.key)}, with which exact-match compares (it has {near})")
         answers_of(others, self.key)
 
     def start(self) -> None:
-        """See Reward."""
+        """Start the reward, for example its processes."""
 
     def scores(self, samples: Sequence[Sample]) -> list[float]:
-        """See Reward."""
+        """Return a finite number for each sample."""
         return [self._score(sample) for sample in samples]
 
     def close(self) -> None:
-        """See Reward."""
+        """End what `start` has started. A later call of `scores` starts it again."""
 
     def _score(self, sample: Sample) -> float:
         try:

@@ -44,12 +44,12 @@ class BetweenNodes:
 
     @property
     def scratch_bytes(self) -> int:
-        """See Summation."""
+        """Bytes of memory that the sum uses while it is in flight, without gradients and sums."""
         received = self.inside.host.scratch_bytes(self.bucket.length, self.bucket.gradient_dtype.itemsize)
         return max(received, self.between.scratch_bytes if self.between else 0)
 
     def begin(self, updates: int) -> None:
-        """See Summation."""
+        """Begin a step."""
         if self.between is not None:
             self.between.begin(updates)
 
@@ -69,12 +69,12 @@ class BetweenNodes:
         self.inside.start_scatter(slices, sums, self.turn).wait()
 
     def after_step(self, updated: bool, factor: float) -> None:
-        """See Summation."""
+        """End a step."""
         if self.between is not None:
             self.between.after_step(updated, factor)
 
     def state(self) -> Iterator[StateTensor]:
-        """See Stateful."""
+        """Yield all tensors of the state. They are the same tensors in every step."""
         if self.between is not None and isinstance(self.between, Stateful):
             yield from self.between.state()
 

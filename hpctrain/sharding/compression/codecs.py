@@ -19,26 +19,29 @@ _BIT_OF_BYTE = 0x8040201008040201 - 2**64
 
 
 class Codec(Protocol):
-    """Codes n blocks as bytes: `width` of each, of all one behind the other, then `scale` of each."""
+    """Encoding of n blocks as bytes: first `width` bytes of each block, then `scale` bytes of each block."""
 
     @property
     def width(self) -> int:
-        """See above."""
+        """Number of bytes of a block's values."""
 
     @property
     def scale(self) -> int:
-        """See above."""
+        """Number of bytes of a block's scale."""
 
     def encode(self, values: Tensor, counts: Tensor) -> Tensor:
-        """The code [n (width + scale)] uint8 of `values` [n BLOCK] fp32; `counts` [n] are the elements that
-        each block has, the others are zero.
+        """Return the code, uint8 [n (width + scale)], of `values`, fp32 [n BLOCK].
+
+        Args:
+            values: The values. Elements beyond the counts are zero.
+            counts: Number of elements of each block, [n].
         """
 
     def decode(self, code: Tensor) -> Tensor:
-        """About the same values [n BLOCK] fp32; not finite where those of a block were not all."""
+        """Return the approximate values, fp32 [n BLOCK]. A block that was not finite is not finite again."""
 
     def working_bytes(self, elements: int) -> int:
-        """Memory that one of these takes of so many elements at the most, with the values that it decodes."""
+        """Return the largest amount of memory that encoding or decoding so many elements takes, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -49,25 +52,25 @@ class Rounded:
 
     @property
     def width(self) -> int:
-        """See Codec."""
+        """Number of bytes of a block's values."""
         return 2 * BLOCK if self.form == "bf16" else BLOCK
 
     @property
     def scale(self) -> int:
-        """See Codec."""
+        """Number of bytes of a block's scale."""
         return 0 if self.form == "bf16" else 4
 
     def encode(self, values: Tensor, counts: Tensor) -> Tensor:  # noqa: ARG002
-        """See Codec."""
+        """Return the code, uint8 [n (width + scale)], of `values`, fp32 [n BLOCK]."""
         return compress(values, self.form)
 
     def decode(self, code: Tensor) -> Tensor:
-        """See Codec."""
+        """Return the approximate values, fp32 [n BLOCK]. A block that was not finite is not finite again."""
         elements = code.numel() // (self.width + self.scale) * BLOCK
         return expand(code, self.form, elements, torch.float32)
 
     def working_bytes(self, elements: int) -> int:
-        """See Codec."""
+        """Return the largest amount of memory that encoding or decoding so many elements takes, in bytes."""
         return max(compress_peak(elements, 4, self.form), (4 if self.form == "bf16" else 8) * elements)
 
 
@@ -83,16 +86,16 @@ class Sign:
     scale = 4
 
     def encode(self, values: Tensor, counts: Tensor) -> Tensor:
-        """See Codec."""
+        """Return the code, uint8 [n (width + scale)], of `values`, fp32 [n BLOCK]."""
         rows = values.view(-1, BLOCK)
         return signs(rows >= 0, rows.abs().sum(1) / counts)
 
     def decode(self, code: Tensor) -> Tensor:
-        """See Codec."""
+        """Return the approximate values, fp32 [n BLOCK]. A block that was not finite is not finite again."""
         return signed(*of_signs(code)).view(-1)
 
     def working_bytes(self, elements: int) -> int:
-        """See Codec."""
+        """Return the largest amount of memory that encoding or decoding so many elements takes, in bytes."""
         return 4 * elements + 3 * elements  # values, and on their way bytes and eighths of int64
 
 

@@ -189,14 +189,14 @@ class CompressedSum(CodedSum):
         return lambda deck, bucket: CompressedSum(bucket, codec, deck.communication.error_feedback)
 
     def begin(self, updates: int) -> None:
-        """See Summation."""
+        """Begin a step."""
 
     def start(self, gradients: Tensor, sums: Tensor) -> Work[Tensor]:
-        """See Summation."""
+        """Start to sum the gradients of the bucket over the ranks of its group."""
         return Successive(self.operations(gradients, sums), sums)
 
     def after_step(self, updated: bool, factor: float) -> None:
-        """See Summation."""
+        """End a step."""
         self.summed = None
         for residual in (self.residual, self.own_residual):
             if residual is not None and not updated:
@@ -205,7 +205,7 @@ class CompressedSum(CodedSum):
                 residual.mul_(factor)
 
     def state(self) -> Iterator[StateTensor]:
-        """See Stateful."""
+        """Yield all tensors of the state. They are the same tensors in every step."""
         if self.residual is not None:
             yield from self.blocks.state_of_ranks(_KIND, self.residual, self.bucket, self.returns)
         if self.own_residual is not None:

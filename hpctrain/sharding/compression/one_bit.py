@@ -42,18 +42,18 @@ class OneBitMomentum:
 
     @property
     def scratch_bytes(self) -> int:
-        """See Summation."""
+        """Bytes of memory that the sum uses while it is in flight, without gradients and sums."""
         if self.signs is None:
             return 0
         wide = 0 if self.bucket.gradient_dtype == torch.float32 else 4 * self.bucket.length
         return max(self.exact.scratch_bytes, self.signs.scratch_bytes + wide)
 
     def begin(self, updates: int) -> None:
-        """See Summation."""
+        """Begin a step."""
         self._warm = updates < self.warmup
 
     def start(self, gradients: Tensor, sums: Tensor) -> Work[Tensor]:
-        """See Summation."""
+        """Start to sum the gradients of the bucket over the ranks of its group."""
         if not self._warm and self.signs is not None:
             return Successive(self._sum(self.signs, gradients), sums)
         self.part.mul_(self.beta).add_(gradients, alpha=1 - self.beta)
@@ -75,7 +75,7 @@ class OneBitMomentum:
             self.signs.after_step(updated, factor)
 
     def state(self) -> Iterator[StateTensor]:
-        """See Stateful."""
+        """Yield all tensors of the state. They are the same tensors in every step."""
         yield from state_of_ranks("reducer/mean", self.part, self.bucket, "optimizer/exp_avg")
         if self.signs is not None:
             yield from self.signs.state()

@@ -186,10 +186,10 @@ class PowerSgd:
         return 4 * held + max(self.group.host.scratch_bytes(each, 4) for each in self.messages)
 
     def begin(self, updates: int) -> None:
-        """See Summation."""
+        """Begin a step."""
 
     def start(self, gradients: Tensor, sums: Tensor) -> Work[Tensor]:
-        """See Summation."""
+        """Start to sum the gradients of the bucket over the ranks of its group."""
         return Successive(self._steps(gradients, sums), sums)
 
     def _steps(self, gradients: Tensor, sums: Tensor) -> Iterator[Work[Tensor]]:

@@ -59,11 +59,11 @@ class TopK:
         return max(self.exact.scratch_bytes if self.warmup else 0, chosen if self.group.size > 1 else 0)
 
     def begin(self, updates: int) -> None:
-        """See Summation."""
+        """Begin a step."""
         self._warm = updates < self.warmup
 
     def start(self, gradients: Tensor, sums: Tensor) -> Work[Tensor]:
-        """See Summation."""
+        """Start to sum the gradients of the bucket over the ranks of its group."""
         given = gradients
         if self.momentum:
             given = self.moving.mul_(self.momentum).add_(gradients)
@@ -76,7 +76,7 @@ class TopK:
         return Successive(self._sum(gradients), sums)
 
     def after_step(self, updated: bool, factor: float) -> None:
-        """See Summation."""
+        """End a step."""
         for kept in (self.moving, self.unsent):
             if not updated:
                 kept.zero_()
@@ -84,7 +84,7 @@ class TopK:
                 kept.mul_(factor)
 
     def state(self) -> Iterator[StateTensor]:
-        """See Stateful."""
+        """Yield all tensors of the state. They are the same tensors in every step."""
         if self.momentum:
             yield from state_of_ranks("reducer/momentum", self.moving, self.bucket, "optimizer/momentum")
         if self.group.size > 1:

@@ -23,24 +23,24 @@ class Warmed:
 
     @property
     def scratch_bytes(self) -> int:
-        """See Summation."""
+        """Bytes of memory that the sum uses while it is in flight, without gradients and sums."""
         return max(self.exact.scratch_bytes, self.summation.scratch_bytes)
 
     def begin(self, updates: int) -> None:
-        """See Summation."""
+        """Begin a step."""
         self._now = self.exact if updates < self.warmup else self.summation
         self._now.begin(updates)
 
     def start(self, gradients: Tensor, sums: Tensor) -> Work[Tensor]:
-        """See Summation."""
+        """Start to sum the gradients of the bucket over the ranks of its group."""
         return self._now.start(gradients, sums)
 
     def after_step(self, updated: bool, factor: float) -> None:
-        """See Summation."""
+        """End a step."""
         self.summation.after_step(updated, factor)
 
     def state(self) -> Iterator[StateTensor]:
-        """See Stateful."""
+        """Yield all tensors of the state. They are the same tensors in every step."""
         if isinstance(self.summation, Stateful):
             yield from self.summation.state()
 
