@@ -12,7 +12,7 @@ import pytest
 from hpctrain.comm import watchdog
 from hpctrain.comm.calls import Call
 from hpctrain.comm.hang_report import CallNote, GroupNote, HangReport, diagnose, take_report
-from hpctrain.comm.hang_settings import VARIABLE
+from hpctrain.comm.hang_settings import HANG_SECONDS_VARIABLE
 from hpctrain.comm.watchdog import Watchdog
 from hpctrain.comm.world import World
 
@@ -61,7 +61,7 @@ def test_a_rank_that_a_file_system_blocks_is_named_with_the_file(
     launch: Launch, tmp_path: Path, function: str, call: str, file: str
 ) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
-    environment = {VARIABLE: "1", "TMPDIR": str(tmp_path)}
+    environment = {HANG_SECONDS_VARIABLE: "1", "TMPDIR": str(tmp_path)}
     done = launch(2, "program.py", function, own_end=True, **environment)
     assert done.returncode == 70, (done.returncode, done.stdout, done.stderr)
     lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
