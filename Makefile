@@ -82,7 +82,8 @@ test-full: test
 
 cluster-test: install
 	@tests/packages.sh cluster $(CLUSTER)
-	@. $(VENV)/hpctrain.env; $(PYTHON_HERE) -m pytest -q -n 3 --dist worksteal -m cluster tests/cluster $(ARGS)
+	@. $(VENV)/hpctrain.env; $(PYTHON_HERE) -m pytest -q -n 3 --dist worksteal -o faulthandler_timeout=600 \
+	  -m cluster tests/cluster $(ARGS)
 
 browser-test: install
 	@tests/packages.sh browser chromium=chromium

@@ -85,14 +85,25 @@ def search_path() -> str:
     return os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
 
 
-def wait_until(condition: Callable[[], bool], seconds: float, what: str, every: float = 0.4) -> None:
-    """Return once `condition()` holds; AssertionError that names `what` after `seconds`.
+def wait_until(
+    condition: Callable[[], bool], seconds: float, what: str | Callable[[], str], every: float = 0.4
+) -> None:
+    """Return once `condition()` holds.
 
-    It is asked every so many seconds: a question to Slurm costs the ranks a few hundredths of a second.
+    Args:
+        condition: Function that is called every `every` seconds. A question to Slurm costs the ranks a few
+            hundredths of a second.
+        seconds: Longest time to wait.
+        what: Text of the failure, or a function that returns it and is called when the time is over.
+        every: Seconds between two calls.
+
+    Raises:
+        AssertionError: The condition does not hold after `seconds`.
     """
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
+        if time.monotonic() >= deadline:
+            raise AssertionError(f"waited {seconds} s for {what if isinstance(what, str) else what()}")
         time.sleep(every)
 
 
@@ -333,10 +344,12 @@ class Cluster:
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def wait(self, number: int | str, seconds: float = 60) -> dict[str, str]:
-        """What the job is when it has ended for good, within `seconds`."""
+        """Wait until the job has ended for good, and return what Slurm knows about it."""
         ends = {"COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL"}
         wait_until(
-            lambda: self.job(number)["JobState"] in ends, seconds, f"job {number} to end: {self.job(number)}"
+            lambda: self.job(number)["JobState"] in ends,
+            seconds,
+            lambda: f"job {number} to end: {self.job(number)}",
         )
         return self.job(number)
 

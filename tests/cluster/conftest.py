@@ -107,9 +107,10 @@ def alone(make_project: Callable[[str], Path]) -> Callable[..., Path]:
     def run(deck: str, *settings: str) -> Path:
         asked = (deck, *settings)
         if asked not in done:
-            folder = done[asked] = project / f"run-{len(done)}"
+            folder = project / f"run-{len(done)}"
             words = [word for setting in (*settings, f"run.dir={folder}") for word in ("--set", setting)]
-            hpctrain("run", deck, *words, cwd=project)
+            hpctrain("run", deck, *words, "--fresh", cwd=project)
+            done[asked] = folder
         return done[asked]
 
     return run
