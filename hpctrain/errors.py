@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from hpctrain.characters import escaped
 
@@ -38,6 +39,12 @@ class InputOutputError(HpctrainError):
     """A file that cannot be read, written or trusted."""
 
     exit_code = EXIT_INPUT_OUTPUT
+
+
+def require_exists(path: Path, kind: str) -> None:
+    """Raise an InputOutputError if nothing has this path; `kind` names what it should be ("run folder")."""
+    if not path.exists():
+        raise InputOutputError(f"{path}: no such {kind}")
 
 
 @contextmanager

@@ -117,7 +117,8 @@ def examine(path: Path, group: Group | None = None) -> Structure:
 def _examine(path: Path) -> Structure:
     try:
         if path.is_dir():
-            raise HpctrainError(f"{path}: a folder, not a checkpoint file")
+            hint = f"; name a file of {path / 'checkpoints'}" if (path / "checkpoints").is_dir() else ""
+            raise HpctrainError(f"{path}: a folder, not a checkpoint file{hint}")
         size = path.stat().st_size
         with open_regular(path) as stream:
             signature = stream.read(len(SIGNATURE))

@@ -125,15 +125,16 @@ def plot_runs(
 def load_runs(run_dirs: Sequence[Path], axis: XAxis = "steps") -> list[PlottedRun]:
     """The rows and marks of every run directory, each run with the shortest name that tells it apart."""
     problems: list[str] = []
-    damaged = False
+    unreadable = False
     tables: list[list[Row]] = []
     marks: list[list[Mark]] = []
     for run_dir in run_dirs:
         path = run_dir / METRICS_FILE
-        if not run_dir.is_dir():
-            problems.append(
-                f"{run_dir}: no such directory; name the run directory of a run, such as runs/quickstart"
-            )
+        if not run_dir.exists():
+            problems.append(f"{run_dir}: no such run folder")
+            unreadable = True
+        elif not run_dir.is_dir():
+            problems.append(f"{run_dir}: not a folder; name the folder of a run, such as runs/quickstart")
         elif not path.is_file():
             problems.append(f"{run_dir}: not a run directory: it holds no {METRICS_FILE}")
         else:
@@ -142,14 +143,14 @@ def load_runs(run_dirs: Sequence[Path], axis: XAxis = "steps") -> list[PlottedRu
                 marks.append(_marks(run_dir, tables[-1]))
             except InputOutputError as error:
                 problems.extend(error.problems)
-                damaged = True
+                unreadable = True
                 continue
             if not tables[-1]:
                 problems.append(f"{path}: holds no step yet; there is something to draw after the first one")
             elif key := lacking(tables[-1], axis):
                 problems.append(f"{path}: its first row has no {key}; draw it over steps")
     if problems:
-        raise (InputOutputError if damaged else HpctrainError)(problems)
+        raise (InputOutputError if unreadable else HpctrainError)(problems)
     names = names_of(run_dirs)
     return [PlottedRun(*each, axis) for each in zip(names, tables, marks, strict=True)]
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import HpctrainError, require_exists
 from hpctrain.report.rows import METRICS_FILE, Row, metric_rows
 from hpctrain.words import path_of
 
@@ -41,8 +41,8 @@ def metrics(run: str | os.PathLike[str]) -> dict[str, NDArray[Any]]:
         path /= METRICS_FILE
         if not path.exists():
             raise HpctrainError(f"{run}: not a run directory: it holds no {METRICS_FILE}")
-    elif not path.exists():
-        raise HpctrainError(f"{run}: no such run directory or {METRICS_FILE}")
+    else:
+        require_exists(path, f"run folder or {METRICS_FILE}")
     table = _Table(path)
     for row in metric_rows(path):
         table.add(row)

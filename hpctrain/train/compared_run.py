@@ -17,7 +17,7 @@ from hpctrain.comm.world import World
 from hpctrain.deck.code import CodeTrust
 from hpctrain.deck.read import read_stored_deck
 from hpctrain.deck.schema import Deck
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import HpctrainError, require_exists
 from hpctrain.hdf5 import format_of
 from hpctrain.optim.spikes import Spike, left_behind, recorded_spikes, turns
 from hpctrain.report.rows import METRICS_FILE, Row, read_metrics
@@ -155,8 +155,7 @@ def left_sentence(path: Path, back: int) -> str:
 
 def _look(path: Path) -> tuple[str | None, list[str], list[Row]]:
     """The folder of a run, its checkpoints, the newest first, and its metrics; on rank 0."""
-    if not path.exists():
-        raise HpctrainError(f"{path}: no such run folder or checkpoint")
+    require_exists(path, "run folder or checkpoint")
     if path.is_dir():
         folder, files = path, present_checkpoints(path / "checkpoints")
     elif format_of(path) is not None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hpctrain.checkpoint.keep import newest_good
 from hpctrain.comm.world import World
-from hpctrain.errors import InputOutputError
+from hpctrain.errors import HpctrainError, InputOutputError, require_exists
 from hpctrain.watch.folder import no_way_on
 
 
@@ -18,8 +18,11 @@ def find_checkpoint(world: World, target: Path, strict: bool = False) -> Path:
     """
     world.ledger.activity = "looking for a checkpoint"
     with world.agreement():
-        if not target.exists():
-            raise InputOutputError(f"{target}: no such run folder or checkpoint")
+        require_exists(target, "run folder or checkpoint")
+        if target.suffix == ".toml" and target.is_file():
+            raise HpctrainError(
+                f"{target}: is a deck; name a checkpoint, or the folder of its run (default: runs/TITLE)"
+            )
     if not target.is_dir():
         return target
     path, warnings = newest_good(target / "checkpoints", world.everyone, strict=strict)

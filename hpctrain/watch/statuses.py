@@ -11,7 +11,7 @@ from typing import Any
 
 from hpctrain.characters import escaped
 from hpctrain.checkpoint.names import checkpoints
-from hpctrain.errors import EXIT_DONE, HpctrainError, InputOutputError
+from hpctrain.errors import EXIT_DONE, HpctrainError, InputOutputError, require_exists
 from hpctrain.files import parse_json, read_text
 from hpctrain.report.terminal import columns, fit
 from hpctrain.table import fitted
@@ -30,21 +30,24 @@ LATE_SECONDS = 30.0
 
 
 def show_statuses(folders: Sequence[Path], as_json: bool, show: Callable[[str], None]) -> int:
-    """Show a table, or a JSON list, of the runs in these folders; the exit code.
+    """Show a table, or a JSON list, of the runs in these folders, and return the exit code.
 
-    HpctrainError, once the others are shown, with every folder that has no readable status, InputOutputError
-    where one is of a run. Beside runs, as in `runs/*`, folders of other things are passed over.
+    Beside runs, as in `runs/*`, folders of other things are passed over.
+
+    Raises:
+        HpctrainError: Some folders have no readable status; raised once the others are shown.
+        InputOutputError: One of these is the folder of a run, or does not exist.
     """
     rows: list[dict[str, Any]] = []
     problems: list[str] = []
     others: list[str] = []
-    damaged = False
+    unreadable = False
     for folder in folders:
         try:
             rows.append(read_status(folder))
         except InputOutputError as error:
             marked = _is_marked(folder)
-            damaged = damaged or marked
+            unreadable = unreadable or marked or not folder.exists()
             (others if folder.is_dir() and not marked else problems).extend(error.problems)
     if not rows:
         problems = others + problems
@@ -53,7 +56,7 @@ def show_statuses(folders: Sequence[Path], as_json: bool, show: Callable[[str], 
     elif rows:
         show(statuses_text(rows))
     if problems:
-        raise (InputOutputError if damaged else HpctrainError)(problems)
+        raise (InputOutputError if unreadable else HpctrainError)(problems)
     return EXIT_DONE
 
 
@@ -78,7 +81,8 @@ def _faulty(folder: Path) -> list[dict[str, Any]]:
     try:
         told = read_status(folder).get("faulty") or []
     except InputOutputError as error:
-        raise (InputOutputError if _is_marked(folder) else HpctrainError)(error.problems) from None
+        unreadable = _is_marked(folder) or not folder.exists()
+        raise (InputOutputError if unreadable else HpctrainError)(error.problems) from None
     kinds = {"node": str, "faults": int}
     if not isinstance(told, list) or not all(
         isinstance(each, dict) and all(isinstance(each.get(name), kind) for name, kind in kinds.items())
@@ -103,6 +107,7 @@ def read_status(folder: Path, finds: bool = True) -> dict[str, Any]:
     so; of a run that ended before its last step, `go_on` is the command that goes on with it, or "". With
     `finds` false neither is looked for.
     """
+    require_exists(folder, "run folder")
     path = folder / STATUS_FILE
     try:
         status: dict[str, Any] = parse_json(read_text(path, STATUS_BYTES))

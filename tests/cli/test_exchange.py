@@ -62,7 +62,7 @@ def test_there_and_back(folder: Path, launch: Launch, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("verb", "code", "told"),
     [
-        ("import nowhere out.h5", 2, "nowhere: no Hugging Face folder, it has no config.json"),
+        ("import nowhere out.h5", 3, "nowhere: no such file or folder"),
         ("import cut out.h5", 3, "cut/model.safetensors: damaged or truncated safetensors: "),
         ("export theirs/config.json out", 2, "theirs/config.json: not an HDF5 file, so not a checkpoint"),
         ("import cut .", 2, ".: is a folder; name the file to be made"),

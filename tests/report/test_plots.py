@@ -163,13 +163,13 @@ def test_every_problem_is_told_at_once(tmp_path: Path) -> None:
     with pytest.raises(HpctrainError) as caught:
         plot_runs([tmp_path / "gone", bare, empty, good])
     assert [problem.partition(": ")[2].partition(";")[0] for problem in caught.value.problems] == [
-        "no such directory",
+        "no such run folder",
         "not a run directory: it holds no metrics.jsonl",
         "holds no step yet",
     ]
-    assert caught.value.exit_code == 2
+    assert caught.value.exit_code == 3
     (good / "metrics.jsonl").write_text("{\n{\n")
-    with pytest.raises(InputOutputError, match="no such directory"):
+    with pytest.raises(InputOutputError, match="no such run folder"):
         plot_runs([tmp_path / "gone", good])
 
 

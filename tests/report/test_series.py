@@ -61,13 +61,13 @@ def test_a_line_under_way_is_left_out_and_a_damaged_one_told(tmp_path: Path) -> 
 
 
 def test_what_is_no_run_is_told(tmp_path: Path) -> None:
-    for folder, told in (
-        (tmp_path, "it holds no metrics.jsonl"),
-        (tmp_path / "away", "no such run dir"),
+    for folder, told, code in (
+        (tmp_path, "it holds no metrics.jsonl", 2),
+        (tmp_path / "away", "no such run folder or metrics.jsonl", 3),
     ):
         with pytest.raises(HpctrainError, match=told) as caught:
             hpctrain.metrics(folder)
-        assert caught.value.exit_code == 2
+        assert caught.value.exit_code == code
     with pytest.raises(HpctrainError, match="run: is to be the path of a run's folder, not None"):
         hpctrain.metrics(None)  # type: ignore[arg-type]
 

@@ -176,15 +176,15 @@ def test_a_fault_of_one_run_is_told(world: World, runs: Runs, monkeypatch: pytes
 
 @pytest.mark.mpi(max_size=1)
 def test_what_cannot_be_compared_is_refused(world: World, runs: Runs, tmp_path: Path) -> None:
-    def refused(one: Path, other: Path, what: str, replays: bool = True) -> None:
+    def refused(one: Path, other: Path, what: str, replays: bool = True, code: int = 2) -> None:
         with pytest.raises(HpctrainError, match=what) as raised:
             compare(world, (one, other), None, replays, lambda _: None)
-        assert raised.value.exit_code == 2 and len(raised.value.problems) == 1
+        assert raised.value.exit_code == code and len(raised.value.problems) == 1
 
     a = runs("a")
     refused(a, a.parent / "." / "a", "is the same run twice")
     refused(a, tmp_path, "is no run's folder and no checkpoint")
-    refused(a, tmp_path / "none", "no such run folder or checkpoint")
+    refused(a, tmp_path / "none", "no such run folder or checkpoint", code=3)
     (tmp_path / "text").write_text("not a run")
     refused(a, tmp_path / "text", "is no run's folder and no checkpoint")
     refused(a, runs("deeper", "model.layers=3"), "are of other models: blocks.2")

@@ -178,7 +178,7 @@ def test_what_cannot_be_replayed_is_one_sentence(world: World, run_dir: Path) ->
         (path, (), {"against": path}, HpctrainError, "no loss beyond its step 5"),
         (path, (), {"against": run_dir / "no.jsonl"}, InputOutputError, "no.jsonl: cannot be read"),
         (text, (), {}, HpctrainError, "not an HDF5 file"),
-        (run_dir, (), {}, HpctrainError, "a folder, not a checkpoint file"),
+        (run_dir, (), {}, HpctrainError, f"not a checkpoint file; name a file of {run_dir}/checkpoints"),
     ):
         with pytest.raises(kind) as caught:
             replayed(world, target, *overrides, **wish)

@@ -315,9 +315,11 @@ def test_what_evaluation_moves_has_a_phase_of_its_own(
 
 
 @pytest.mark.mpi(min_size=1)
-def test_resume_names_what_is_missing(world: World, mpi_tmp_path: Path) -> None:
+def test_resume_names_what_is_missing(world: World, deck_file: Path, mpi_tmp_path: Path) -> None:
     with pytest.raises(InputOutputError, match="no such run folder or checkpoint"):
         find_checkpoint(world, mpi_tmp_path / "nothing")
+    with pytest.raises(HpctrainError, match=r"small\.toml: is a deck; name a checkpoint"):
+        find_checkpoint(world, deck_file)
     with pytest.raises(InputOutputError, match="holds no good checkpoint"):
         find_checkpoint(world, mpi_tmp_path)
 

@@ -283,6 +283,9 @@ def test_nodes_that_are_not_trusted_are_named_for_scripts(tmp_path: Path) -> Non
     done = CliRunner().invoke(command, [str(tmp_path), "--faulty"], standalone_mode=False)
     assert isinstance(done.exception, HpctrainError)
     assert done.exception.exit_code == 2
+    done = CliRunner().invoke(command, [str(tmp_path / "none"), "--faulty"], standalone_mode=False)
+    assert isinstance(done.exception, InputOutputError)
+    assert done.exception.problems == (f"{tmp_path / 'none'}: no such run folder",)
     done = CliRunner().invoke(command, [str(folder), "--faulty", "--json"])
     assert done.exit_code == 2
 
@@ -311,7 +314,7 @@ def test_the_verb_shows_all_it_can_read(tmp_path: Path) -> None:
     assert isinstance(done.exception, InputOutputError)
     assert [problem.split(": ")[1][:22] for problem in done.exception.problems] == [
         "is no status of a run ",
-        "cannot be read",
+        "no such run folder",
     ]
     (row,) = json.loads(done.output)
     assert (row["folder"], row["state"], row["loss"]) == (str(good), "done", 2.5)
@@ -329,7 +332,7 @@ def test_folders_of_other_things_beside_runs_are_passed_over(tmp_path: Path) -> 
     done = CliRunner().invoke(command, [str(good), str(other), "--json"], standalone_mode=False)
     assert done.exit_code == 0
     assert [row["folder"] for row in json.loads(done.output)] == [str(good)]
-    for folders, code in (([other], 2), ([good, begun], 3), ([good, tmp_path / "none"], 2)):
+    for folders, code in (([other], 2), ([good, begun], 3)):
         done = CliRunner().invoke(command, list(map(str, folders)), standalone_mode=False)
         assert isinstance(done.exception, HpctrainError)
         assert done.exception.exit_code == code

@@ -40,7 +40,7 @@ from hpctrain.data.tokenizer_settings import TokenizerSettings
 from hpctrain.deck.adapters import Adapters
 from hpctrain.deck.presets import MIXTURE_KEYS
 from hpctrain.deck.sources import toml_value
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import HpctrainError, require_exists
 from hpctrain.model.build import bare_model
 from hpctrain.model.parametrization import STANDARD
 from hpctrain.model.part import parameter_list
@@ -290,6 +290,7 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def _folder_shape(path: Path) -> ModelShape:
+    require_exists(path, "file or folder")
     refuse_pickle(path)
     if not (path / CONFIG).is_file():
         hint = "; of a run, name one of its checkpoints" if (path / "checkpoints").is_dir() else ""
