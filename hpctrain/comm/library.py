@@ -1,5 +1,7 @@
 """mpi4py, loaded without starting MPI: `World.start` does that, so that imports stay free of effects."""
 
+import ctypes
+
 import mpi4py
 
 mpi4py.rc.initialize = False
@@ -7,7 +9,22 @@ mpi4py.rc.finalize = False
 
 from mpi4py import MPI  # noqa: E402  (only after the settings above)
 
-__all__ = ["MPI", "communicator_of", "finalizes_between_nodes"]
+__all__ = ["MPI", "communicator_of", "finalizes_between_nodes", "start_mpi"]
+
+
+def start_mpi() -> None:
+    """Start MPI for use by several threads. Collective over all ranks that the launcher has started.
+
+    mpi4py would hold Python's global interpreter lock until all ranks have come, so that no thread could
+    report a rank that does not come. ctypes releases the lock. The error handlers are those of mpi4py.
+    """
+    start = getattr(ctypes.CDLL(MPI.__file__), "MPI_Init_thread", None)
+    if start is None:  # mpi4py loads MPI by itself
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        return
+    start(None, None, ctypes.c_int(MPI.THREAD_MULTIPLE), ctypes.byref(ctypes.c_int()))
+    for communicator in (MPI.COMM_SELF, MPI.COMM_WORLD):
+        communicator.Set_errhandler(MPI.ERRORS_RETURN)
 
 
 def communicator_of(objects: object) -> MPI.Intracomm:

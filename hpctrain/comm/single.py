@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 
-from hpctrain.comm.library import MPI
+from hpctrain.comm.library import MPI, start_mpi
 from hpctrain.comm.start_checks import check_srun
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
@@ -22,7 +22,7 @@ def single_world(device: str = "auto") -> World:
         raise HpctrainError(ENDED)
     if not MPI.Is_initialized():
         check_srun(os.environ)
-        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        start_mpi()
         finalize_at_exit()
     world = World(MPI.COMM_SELF)
     world.use_device(device)

@@ -13,6 +13,7 @@ from hpctrain.comm.launcher import started_rank
 from hpctrain.comm.library import MPI, finalizes_between_nodes
 from hpctrain.comm.outcome import as_error, print_problems
 from hpctrain.comm.single import finalize_at_exit
+from hpctrain.comm.start_watch import watch_start
 from hpctrain.comm.watchdog import Watchdog
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
@@ -25,7 +26,7 @@ def run_verb(verb: Callable[[World], int | None], device: str = "auto") -> NoRet
     printed once, from rank 0; one that a single rank raises ends the others within seconds. An OSError is an
     error of input or output, as in `agreement`; of a reader of stdout who has seen enough, nothing is said.
     Any other exception prints its traceback and ends the job with exit code 70. A watchdog ends a job that
-    hangs, from its first collective call until MPI has been finalized.
+    hangs, from the start of MPI until MPI has been finalized.
     """
     with ExitStack() as stack:
         outcome = _outcome(verb, device, stack)
@@ -71,11 +72,15 @@ def _outcome(verb: Callable[[World], int | None], device: str, stack: ExitStack)
     try:
         seconds = default_seconds(os.environ)
 
-        def watch(started: World) -> None:
-            started.hang.set_limit(seconds)
-            stack.enter_context(Watchdog(started))
+        with ExitStack() as start:
 
-        world = World.start(device, watch)
+            def watch(started: World) -> None:
+                started.hang.set_limit(seconds)
+                stack.enter_context(Watchdog(started))
+                start.close()
+
+            start.enter_context(watch_start(seconds))
+            world = World.start(device, watch)
     except HpctrainError as error:
         leave_unstarted(error)
     problems: tuple[str, ...] = ()

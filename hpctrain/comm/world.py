@@ -27,7 +27,7 @@ from hpctrain.comm.hang_settings import HangSettings
 from hpctrain.comm.host_memory import is_out_of_memory
 from hpctrain.comm.launcher import contradictions
 from hpctrain.comm.ledger import Ledger
-from hpctrain.comm.library import MPI, communicator_of, finalizes_between_nodes
+from hpctrain.comm.library import MPI, communicator_of, finalizes_between_nodes, start_mpi
 from hpctrain.comm.node_memory import NodeMemory, open_node_memory
 from hpctrain.comm.outcome import as_error, combine, flush_output, print_error, print_problems
 from hpctrain.comm.reduction import ReductionScratch
@@ -107,7 +107,7 @@ class World:
         """
         if not MPI.Is_initialized():
             check_srun(os.environ)
-            MPI.Init_thread(MPI.THREAD_MULTIPLE)
+            start_mpi()
         check_launcher(os.environ, MPI.COMM_WORLD.size)
         world = cls(MPI.COMM_WORLD)
         begin(world)

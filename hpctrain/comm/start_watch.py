@@ -1,0 +1,108 @@
+"""Watch over the start of MPI and of the World, when there is no watchdog yet.
+
+Until all ranks have met, nothing is known about the other ranks but what the launcher and the kernel tell. So
+this module finds the ranks of this node among the child processes of the launcher.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from hpctrain.comm.helper import descendants
+from hpctrain.comm.launcher import started_rank, started_size, variables
+from hpctrain.comm.outcome import name_ranks, print_error
+from hpctrain.errors import EXIT_INTERNAL
+
+PROCESSES = Path("/proc")
+"""Folder in which the kernel describes processes."""
+
+LONG_START_SECONDS = 600.0
+"""Seconds after which a start counts as hanging although no rank of this node is stopped."""
+
+_SECONDS_FOR_LOWEST = 10.0
+"""Time within which the lowest rank of the node must have ended the job, in seconds."""
+
+
+@contextmanager
+def watch_start(seconds: float) -> Iterator[None]:
+    """End the job with exit code 70 if the block, in which all ranks meet, does not end.
+
+    A start may take long, since importing modules from a busy file system does. So the job ends after
+    `seconds` only if a rank of this node is stopped, and otherwise after `LONG_START_SECONDS` or later.
+
+    Args:
+        seconds: Time limit; 0 turns this off.
+    """
+    if seconds <= 0 or started_size(os.environ) == 1:
+        yield
+        return
+    over = threading.Event()
+    threading.Thread(target=_watch, args=(seconds, over), name="watchdog of the start", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def _watch(seconds: float, over: threading.Event) -> None:
+    pause = min(10.0, max(0.05, seconds / 20))
+    passed, last_check, stopped_before = 0.0, time.monotonic(), frozenset[int]()
+    while not over.wait(pause):
+        now = time.monotonic()
+        passed, last_check = (
+            passed + min(now - last_check, 2 * pause),
+            now,
+        )  # not the time while stopped itself
+        if passed < seconds:
+            continue
+        states = rank_states(os.getppid())
+        stopped_now = frozenset(rank for rank, state in states.items() if state in {"T", "t"})
+        stopped, stopped_before = stopped_now & stopped_before, stopped_now
+        if not stopped and passed < max(seconds, LONG_START_SECONDS):
+            continue
+        own = started_rank(os.environ)
+        if own > min(states.keys() - stopped, default=own) and passed < seconds + _SECONDS_FOR_LOWEST:
+            continue
+        for sentence in describe_start(stopped, passed, own):
+            print_error(f"error: {sentence}")
+        os._exit(EXIT_INTERNAL)
+
+
+def describe_start(stopped: frozenset[int], seconds: float, rank: int) -> list[str]:
+    """Return the sentences about a start that hangs.
+
+    Args:
+        stopped: Ranks of this node whose processes are stopped.
+        seconds: Time since the start began.
+        rank: Rank of this process.
+    """
+    host = socket.gethostname()
+    first = f"the run hangs while starting: not all ranks have come to the start of MPI for {seconds:.0f} s"
+    if not stopped:
+        return [first, f"rank {rank} on {host} waits for the others; no rank of this node is stopped"]
+    one = len(stopped) == 1
+    return [
+        first,
+        f"{name_ranks(sorted(stopped))} on {host} {'does' if one else 'do'} not answer: "
+        f"{'its process is' if one else 'their processes are'} stopped, as by SIGSTOP or a debugger",
+    ]
+
+
+def rank_states(launcher: int) -> dict[int, str]:
+    """Return the state of each rank that a launcher process has started, as a letter of /proc/<pid>/stat."""
+    states: dict[int, str] = {}
+    for process in descendants(launcher):
+        with suppress(OSError, ValueError):
+            folder = PROCESSES / str(process)
+            entries = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+            environment = dict(entry.split("=", 1) for entry in entries if "=" in entry)
+            if variables(environment):
+                stat = (folder / "stat").read_text(encoding="ascii", errors="replace")
+                states.setdefault(started_rank(environment), stat.rpartition(")")[2].split()[0])
+    return states
