@@ -23,6 +23,7 @@ from hpctrain.data.control_tokens import (
     token_ids,
     unknown_id,
 )
+from hpctrain.data.special_token_check import eos_token_problem, special_token_warnings
 from hpctrain.data.tokenizer_settings import TokenizerSettings, is_id
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.files import JSON_BYTES, parse_json, read_text
@@ -81,7 +82,7 @@ class Tokenizer:
             self._read(text, where)
         of_files = {*self.settings.config_end_ids} & {*self.control.values()}
         learned = {number for number in self.settings.ends if number < self.vocabulary}
-        self.ends: Collection[int] = frozenset({self.end_of_document} | of_files | learned)
+        self.ends: Collection[int] = frozenset({self.end_of_document, *self.listed_ends} | of_files | learned)
 
     def _read(self, text: str, where: str) -> None:
         content = parse_tokenizer(text, where)
@@ -94,6 +95,12 @@ class Tokenizer:
         self._library.encode_special_tokens = True
         ids = self._library.get_vocab(with_added_tokens=True)
         self.vocabulary = max(ids.values()) + 1  # ids may have holes, so their number does not do
+
+    @property
+    def listed_ends(self) -> tuple[int, ...]:
+        """Ids of the tokens of `eos_token` if it is a list; all of them end generated text."""
+        names = self.settings.tokens_of("eos_token")
+        return tuple(self.control[name] for name in names if name in self.control) if len(names) > 1 else ()
 
     @property
     def end_name(self) -> str:
@@ -275,21 +282,21 @@ def find_end_of_document(
 ) -> int:
     """Return the id of the token that ends a document.
 
-    It is the first of these that exists: the token `named` by the user, `eos_token` of
-    tokenizer_config.json, a special token in `eos_token_id` of generation_config.json or config.json, and the
-    only special token with a name in `ENDS`.
+    It is the first of these that exists: the token `named` by the user, `eos_token` (or the first one of its
+    list) of tokenizer_config.json, a special token in `eos_token_id` of generation_config.json or
+    config.json, and the only special token with a name in `ENDS`.
 
     Raises:
-        HpctrainError: none of these exists, or several special tokens have a name in `ENDS`.
+        HpctrainError: `eos_token` is wrong, none of these exists, or several special tokens have a name in
+            `ENDS`.
     """
     ids, special = token_ids(content), special_tokens(content)
     if named is not None:
         return require_token(ids, named, f"{where}: --end-of-document")
+    if problem := eos_token_problem(settings, ids):
+        raise HpctrainError(f"{where}: {problem}; name another one with --end-of-document TOKEN")
     if (of_config := settings.special_tokens.get("eos_token")) is not None:
-        if of_config in ids:
-            return ids[of_config]
-        sentence = f"eos_token = {of_config!r} of its configuration is not in the vocabulary"
-        raise HpctrainError(f"{where}: {sentence}; name another one with --end-of-document TOKEN")
+        return ids[of_config]
     of_special = {ids[name] for name in special}
     for number in settings.config_end_ids:
         if number in of_special:
@@ -303,7 +310,9 @@ def find_end_of_document(
         sentence = (
             f"has no eos_token and none of {', '.join(ENDS)}, so the token that ends a document is unknown"
         )
-    raise HpctrainError(f"{where}: {sentence}; name it with --end-of-document TOKEN")
+    warnings = special_token_warnings(settings, ids, of_special)
+    problems = [f"{where}: {each}" for each in warnings if "eos_token_id" in each]
+    raise HpctrainError([*problems, f"{where}: {sentence}; name it with --end-of-document TOKEN"])
 
 
 def lost_text(library: Library, text: str, lost: int) -> str:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import h5py
 
-from hpctrain.data.control_tokens import lossy_rules, require_token
+from hpctrain.data.control_tokens import lossy_rules, require_token, token_ids
+from hpctrain.data.special_token_check import special_token_warnings
 from hpctrain.data.tokenizer import BYTES, Tokenizer, parse_tokenizer
 from hpctrain.data.tokens import TokenFile
 
@@ -45,6 +46,10 @@ def tokenizer_warnings(tokenizer: Tokenizer, argument: str) -> list[str]:
     if ignored := tokenizer.ignored_settings:
         reason = "since tokens must not be random, truncated or padded"
         warnings.append(f"{where}: ignored {', '.join(ignored)}, {reason}")
-    if rules := lossy_rules(parse_tokenizer(tokenizer.text, where)):
+    content = parse_tokenizer(tokenizer.text, where)
+    control = tokenizer.control.values()
+    wrong = special_token_warnings(tokenizer.settings, token_ids(content), control)
+    warnings += [f"{where}: {each}" for each in wrong]
+    if rules := lossy_rules(content):
         warnings.append(f"{where}: does not preserve all of the text: {', '.join(rules)}")
     return warnings

@@ -105,15 +105,25 @@ class TokenizerSettings:
 
     @property
     def special_tokens(self) -> dict[str, str]:
-        """Special tokens by role, such as `eos_token`."""
-        both = {**self.file(SPECIAL_TOKENS_MAP), **_without_none(self.file(TOKENIZER_CONFIG))}
-        texts = {role: token_text(value) for role, value in both.items() if role.endswith("_token")}
-        return {role: text for role, text in texts.items() if text is not None}
+        """Special tokens by role, such as `eos_token`; the first one of a role with several."""
+        roles = [role for role in self._special_token_values if role.endswith("_token")]
+        return {role: tokens[0] for role in roles if (tokens := self.tokens_of(role))}
+
+    def tokens_of(self, role: str) -> tuple[str, ...]:
+        """Return the special tokens of a role: more than one if the value of its key is a list."""
+        value = self._special_token_values.get(role)
+        texts = [token_text(each) for each in (value if isinstance(value, list) else [value])]
+        return tuple(text for text in texts if text is not None)
+
+    @property
+    def _special_token_values(self) -> dict[str, Any]:
+        return {**self.file(SPECIAL_TOKENS_MAP), **_without_none(self.file(TOKENIZER_CONFIG))}
 
     @property
     def control_tokens(self) -> set[str]:
         """Tokens that these files call special, even if `tokenizer.json` does not."""
-        return {*self.special_tokens.values(), *self._additional_control_tokens()}
+        ends = self.tokens_of("eos_token")
+        return {*self.special_tokens.values(), *ends, *self._additional_control_tokens()}
 
     def _additional_control_tokens(self) -> Iterator[str]:
         for name in (SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG):

@@ -6,6 +6,7 @@ Modules: data/control_tokens.py, data/tokenizer_settings.py.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
+from hpctrain.checkpoint.exchange.tokenizer_files import tokenizer_files
 from hpctrain.comm.world import World
 from hpctrain.data.chat_rows import Conversation
 from hpctrain.data.chat_template import BUILT_IN, ChatTemplate
@@ -182,7 +184,7 @@ def test_end_of_document_in_the_files(tmp_path: Path, files: dict[str, Any], end
 def test_unknown_end_of_document_is_refused(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path, tokenizer_config={"eos_token": "<none>"})
     for argument, named, message in [
-        (folder, None, "eos_token = '<none>' of its configuration is not in the vocabulary"),
+        (folder, None, 'tokenizer_config.json: eos_token = "<none>" is not in the vocabulary'),
         (folder, "<other>", "--end-of-document '<other>' is not in the vocabulary"),
         ("bytes", "</s>", "--end-of-document </s>: requires --tokenizer FILE.json"),
     ]:
@@ -274,6 +276,85 @@ def test_lossy_rules_and_unknown_words_give_warnings(world: World, tmp_path: Pat
     where = f"tokenizer = {folder}: does not preserve all of the text: pre_tokenizer Whitespace"
     lost = "1 of 4 tokens replace text outside the vocabulary, which is lost"
     assert warnings == [where, lost]
+
+
+def test_every_token_of_a_list_ends_text(tmp_path: Path) -> None:
+    config = {"eos_token": ["<turn>", {"content": "</s>"}]}
+    tokenizer = read_tokenizer(str(write_tokenizer(tmp_path, tokenizer_config=config)))
+    assert tokenizer.end_of_document == 5 and tokenizer.ends == {5, 3}
+    assert not {3, 5} & {*tokenizer.encode("old </s> <turn>")}
+    assert read_tokenizer(str(tmp_path / "tokenizer"), "<eos>").ends == {0, 3, 5}
+    assert tokenizer.settings.special_tokens["eos_token"] == "<turn>"
+    exported = tokenizer_files(tokenizer, 16, None)
+    assert exported["tokenizer_config.json"]["eos_token"] == "<turn>"
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ({"eos_token": 5}, "tokenizer_config.json: eos_token = 5: must be a token or a list of tokens"),
+        ({"eos_token": []}, "tokenizer_config.json: eos_token = []: must be a token or a list"),
+        ({"eos_token": ["<eos>", 5]}, 'eos_token = ["<eos>", 5]: must be a token or a list'),
+        ({"eos_token": ["<eos>", "<none>"]}, "'<none>' is not in the vocabulary"),
+    ],
+)
+def test_a_wrong_eos_token_is_refused(tmp_path: Path, config: dict[str, Any], problem: str) -> None:
+    folder = write_tokenizer(tmp_path, tokenizer_config=config)
+    with pytest.raises(HpctrainError, match=re.escape(problem)) as caught:
+        read_tokenizer(str(folder))
+    assert "name another one with --end-of-document TOKEN" in str(caught.value)
+    assert read_tokenizer(str(folder), "<eos>").end_of_document == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "warning"),
+    [
+        (
+            "config",
+            {"eos_token_id": 50256},
+            "eos_token_id = 50256: the tokenizer has no token 50256, which is",
+        ),
+        (
+            "config",
+            {"eos_token_id": "2"},
+            'eos_token_id = "2" is ignored, since it must be a token id or a li',
+        ),
+        ("config", {"bos_token_id": [1]}, "bos_token_id = [1] is ignored, since it must be a token id"),
+        ("config", {"bos_token_id": -1}, "bos_token_id = -1 is ignored, since it must be a token id"),
+        ("config", {"bos_token_id": 2}, "bos_token_id = 2 is '<unk>', but bos_token is '<bos>': chat templ"),
+        ("generation_config", {"eos_token_id": [0, 7]}, "token 7 is 'price', which is no special token"),
+        (
+            "generation_config",
+            {"eos_token_id": 1},
+            "eos_token_id = 1 is '<bos>', but eos_token is '<eos>': t",
+        ),
+        ("tokenizer_config", {"eos_token": "<eos>", "bos_token": 3}, "bos_token = 3 is ignored, since it mu"),
+    ],
+)
+def test_wrong_special_tokens_are_reported(
+    tmp_path: Path, name: str, content: dict[str, Any], warning: str
+) -> None:
+    files = {"tokenizer_config": {"eos_token": "<eos>", "bos_token": "<bos>"}, name: content}
+    folder = write_tokenizer(tmp_path, **files)
+    lines = tokenizer_warnings(read_tokenizer(str(folder)), "t")
+    assert len(lines) == 2 and "does not preserve" in lines[1]
+    assert lines[0].startswith(f"tokenizer = t: {name}.json: ") and warning in lines[0]
+
+
+@pytest.mark.parametrize("value", [0, [0], [0, 1], [1, 0], None])
+def test_right_special_tokens_are_not_reported(tmp_path: Path, value: object) -> None:
+    tokens = {"eos_token": "<eos>", "bos_token": None}
+    config = {"eos_token_id": value, "bos_token_id": 1}
+    folder = write_tokenizer(tmp_path, tokenizer_config=tokens, config=config)
+    assert len(tokenizer_warnings(read_tokenizer(str(folder)), "t")) == 1
+
+
+def test_a_wrong_id_is_named_where_nothing_else_ends_a_document(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path, config={"eos_token_id": 50256})
+    text = (folder / "tokenizer.json").read_text().replace("<eos>", "<end>")
+    (folder / "tokenizer.json").write_text(text)
+    with pytest.raises(HpctrainError, match=r"config.json: eos_token_id = 50256: the tokenizer has no"):
+        read_tokenizer(str(folder))
 
 
 def test_control_tokens_have_no_bytes() -> None:

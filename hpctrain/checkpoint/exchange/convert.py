@@ -39,7 +39,7 @@ from hpctrain.checkpoint.exchange.source import (
     stored_shape,
     tensor_shapes,
 )
-from hpctrain.checkpoint.exchange.tokenizer_files import tokenizer_of_folder
+from hpctrain.checkpoint.exchange.tokenizer_files import import_warnings, tokenizer_of_folder
 from hpctrain.checkpoint.extract import ReadRequest, TensorSource, opened
 from hpctrain.checkpoint.layout import Entry, Index, rectangles
 from hpctrain.checkpoint.stored_deck import deck_state
@@ -150,8 +150,8 @@ def require_new(folder: Path) -> None:
 def import_model(world: World, folder: Path, out: Path, replace: bool = False) -> str:
     """Write the model of a Hugging Face folder as a checkpoint of a model alone; collective.
 
-    Returns what was written, in words. Errors as in `open_model` and `checkpoint.write.save`;
-    HpctrainError where the file exists and may not be replaced.
+    Returns what was written, in words, below lines about special tokens that are ignored. Errors as in
+    `open_model` and `checkpoint.write.save`; HpctrainError where the file exists and may not be replaced.
     """
     group = world.everyone
     world.ledger.activity = "importing the model"
@@ -159,6 +159,7 @@ def import_model(world: World, folder: Path, out: Path, replace: bool = False) -
         check_output(out, replace)
         model = open_model(folder)
         text, settings, missing = tokenizer_of_folder(folder, model.shape.vocabulary)
+        warnings = [] if text is None else import_warnings(text, settings, folder)
         state = {
             MODEL_ONLY: True,
             "imported_from": str(folder),
@@ -178,10 +179,11 @@ def import_model(world: World, folder: Path, out: Path, replace: bool = False) -
     save(out, group, entries, state, PIECE_BYTES)
     shape = model.shape
     tokenizer = "with its tokenizer" if text is not None else f"without a tokenizer ({missing})"
-    return (
+    sentence = (
         f"{out}: {_described(shape)}, "
         f'{format_bytes(out.stat().st_size)}, {tokenizer}; to train it, [model] from = "{out}"'
     )
+    return "\n".join([*warnings, sentence])
 
 
 @dataclass(frozen=True)

@@ -114,6 +114,8 @@ def _special_ids_by_file(
     for name in (MODEL_CONFIG, GENERATION_CONFIG):
         imported = {key: value for key, value in settings.file(name).items() if key.endswith(_ID)}
         ends = merge_ids(parse_ids(imported.get("eos_token_id")) or settings.config_end_ids, settings.ends)
+        if tokenizer is not None:
+            ends = merge_ids(ends, tokenizer.listed_ends)
         if not ends and tokenizer is not None:
             ends = (tokenizer.end_of_document,)
         is_list = len(ends) > 1 or isinstance(imported.get("eos_token_id"), list)

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hpctrain.data.tokenizer import BYTES, TOKENIZER_FILE, Tokenizer, bytes_json
+from hpctrain.data.control_tokens import token_ids
+from hpctrain.data.special_token_check import special_token_warnings
+from hpctrain.data.tokenizer import BYTES, TOKENIZER_FILE, Tokenizer, bytes_json, parse_tokenizer
 from hpctrain.data.tokenizer_settings import (
     SPECIAL_TOKENS_MAP,
     TEMPLATE_FILE,
@@ -46,6 +48,8 @@ def tokenizer_files(tokenizer: Tokenizer, context: int, imported_context: object
         **imported,
         "model_max_length": _longest(imported.get("model_max_length"), context, imported_context),
     }
+    if isinstance(config.get("eos_token"), list):  # transformers takes one token; the others are in the ids
+        config["eos_token"] = settings.special_tokens.get("eos_token")
     if not config.get("eos_token"):
         config["eos_token"] = end
     if TOKENIZER_CONFIG not in settings.files or not {*imported} - {"chat_template", "eos_token"}:
@@ -88,6 +92,19 @@ def folder_tokenizer(folder: Path) -> tuple[str | None, str]:
         return read_text(path, JSON_BYTES), ""
     except (OSError, UnicodeDecodeError) as error:
         return None, f"{TOKENIZER_FILE} cannot be read ({error})"
+
+
+def import_warnings(text: str, settings: TokenizerSettings, folder: Path) -> list[str]:
+    """Return what is wrong with special tokens of a folder that are ignored, each with its file.
+
+    Args:
+        text: The tokenizer's text, as `tokenizer_of_folder` returns it.
+        settings: The settings of the tokenizer.
+        folder: The folder, for messages.
+    """
+    tokenizer = Tokenizer(text, f"{folder / TOKENIZER_FILE}", settings)
+    ids = token_ids(parse_tokenizer(text, f"{folder / TOKENIZER_FILE}"))
+    return [f"{folder}/{each}" for each in special_token_warnings(settings, ids, tokenizer.control.values())]
 
 
 def tokenizer_of_folder(folder: Path, vocabulary: int) -> tuple[str | None, TokenizerSettings, str]:

@@ -145,6 +145,18 @@ def tuned(world: World, tmp_path_factory: pytest.TempPathFactory) -> Tuned:
     return Tuned(folder)
 
 
+def test_special_tokens_of_a_list_and_wrong_ids(world: World, tmp_path: Path) -> None:
+    base, out, alone = make_base(tmp_path / "base", eos_token_id=9999), tmp_path / "out", world.alone()
+    config = json.dumps({**CONFIG, "eos_token": ["<|end_of_text|>", "<|eot_id|>"]})
+    (base / "tokenizer_config.json").write_text(config)
+    warning, made = import_model(alone, base, tmp_path / "base.h5").splitlines()
+    problem = "eos_token_id = 9999: the tokenizer has no token 9999, which is ignored"
+    assert warning == f"{base}/config.json: {problem}" and "with its tokenizer" in made
+    export_model(alone, tmp_path / "base.h5", out, None, 10**9)
+    assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == [END, TURN]
+    assert transformers.AutoTokenizer.from_pretrained(out).eos_token == "<|end_of_text|>"
+
+
 def test_export_keeps_the_imported_settings(tuned: Tuned) -> None:
     """Only the chat template and the token that ends a turn differ from the imported files."""
     config = tuned.json("tokenizer_config.json")
