@@ -13,8 +13,11 @@ from hpctrain.files import identity
 
 
 def open_entries(deck: Deck) -> tuple[Tokens, ...]:
-    """The tokens of each entry. HpctrainError with all that is wrong with them, but for what they are short
-    of.
+    """Open the tokens of each entry.
+
+    Raises:
+        HpctrainError: With all problems of all files, each after the line of the deck that names the file.
+            That the files hold too few tokens is not among them.
     """
     tokens: list[Tokens] = []
     problems: list[HpctrainError] = []
@@ -22,11 +25,18 @@ def open_entries(deck: Deck) -> tuple[Tokens, ...]:
         try:
             tokens.append(open_tokens(entry.tokens, tokens_key(deck, entry)))
         except HpctrainError as error:
-            problems.append(error)
+            line = _line_of_tokens(deck)
+            problems.append(type(error)([f"{line}{problem}" for problem in error.problems]))
     raise_together(problems)
     require_one_tokenizer(tokens)
     require_apart(deck, tokens)
     return tuple(tokens)
+
+
+def _line_of_tokens(deck: Deck) -> str:
+    """Return `deck.toml:13: `, where the deck names its token files, or "" if no line of a file does."""
+    place = deck.sources.place("data.tokens" if deck.data.mixture is None else "data.mixture")
+    return "" if place.line is None else f"{place.prefix}: "
 
 
 def require_apart(deck: Deck, tokens: Sequence[Tokens]) -> None:

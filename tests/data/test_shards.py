@@ -91,6 +91,15 @@ def test_files_of_other_tokenizers_are_refused(world: World, folder: Path) -> No
         open_entries(deck)
 
 
+def test_a_missing_file_is_told_with_the_line_that_names_it(folder: Path) -> None:
+    mixture = '[[data.mixture]]\ntokens = "a.h5"\nweight = 1\n[[data.mixture]]\ntokens = "no.h5"\nweight = 1'
+    for names, key in (('tokens = "no.h5"', "data.tokens"), (mixture, 'data.mixture, entry "no": tokens')):
+        text = SMALL.replace('tokens = "tokens.h5"', names)
+        line = 1 + SMALL.splitlines().index('tokens = "tokens.h5"')
+        with pytest.raises(InputOutputError, match=rf"^deck.toml:{line}: {key} = no.h5: no such file"):
+            open_entries(parse_deck(text))
+
+
 def test_a_file_in_two_entries_is_refused(folder: Path) -> None:
     entries = '[{tokens="*.h5", weight=1, name="all"}, {tokens="./b.h5", weight=1}]'
     deck = parse_deck(SMALL, ["data.tokens=", f"data.mixture={entries}"])
