@@ -33,7 +33,7 @@ from hpctrain.watch.run_files import (
     remove_run,
 )
 from hpctrain.watch.status import stored_status
-from hpctrain.words import command_line
+from hpctrain.words import command, command_line
 
 _SECONDS_PER_LOOK = 0.1
 
@@ -136,7 +136,10 @@ def way_on(folder: Path, newest: Path | None) -> str:
 
 
 def no_way_on(folder: Path) -> str:
-    """Why nothing can go on from a run's folder that has no good checkpoint, and what to do instead."""
+    """Return why no run can go on from a folder without a good checkpoint, and what to do instead."""
+    if (folder / "config.json").is_file() and not (folder / "checkpoints").exists():
+        made = f"{command('import', folder, 'FILE.h5')} makes a checkpoint of it"
+        return f"{folder}: is a Hugging Face folder, not the folder of a run; {made}"
     reason, again = f"{folder / 'checkpoints'}: holds no good checkpoint to go on from", way_on(folder, None)
     if _is_held(folder):
         holder = _holder(folder)

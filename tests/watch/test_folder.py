@@ -310,6 +310,14 @@ def test_a_file_is_no_run_folder(tmp_path: Path) -> None:
             refuse_other_folder(deck, tmp_path / "step-00000010.h5")
 
 
+def test_a_hugging_face_folder_is_no_run(tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
+    assert no_way_on(tmp_path) == (
+        f"{tmp_path}: is a Hugging Face folder, not the folder of a run; "
+        f"`hpctrain import {tmp_path} FILE.h5` makes a checkpoint of it"
+    )
+
+
 def test_a_run_that_is_alive_is_not_begun_again(tmp_path: Path) -> None:
     make(tmp_path, ("deck.toml",))
     assert "begin again by `hpctrain run " in no_way_on(tmp_path)
