@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpctrain.comm.helper import end_helper, has_ended, how_ended, start_helper, wait_for_end
+from hpctrain.files import parse_json
 from hpctrain.units import format_bytes, format_seconds
 
 MAX_ANSWER_BYTES = 1 << 28
@@ -126,7 +127,7 @@ class ChildProcess:
         line = bytes(self._received)
         self._received.clear()
         try:
-            answer = json.loads(line)
+            answer = parse_json(line)
             is_answer = self.request is not None and answer["serial"] == self.request.serial
         except (ValueError, TypeError, KeyError):
             is_answer = False

@@ -129,6 +129,10 @@ class SandboxedTemplate:
             ) from None
         except RecursionError:
             raise TemplateProblemError(": is not a valid Jinja template (nested too deeply)") from None
+        except MemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 - jinja2 evaluates constants, and Python compiles the result
+            raise TemplateProblemError(f": is not a valid Jinja template ({_describe(error)})") from None
 
     def render_prefixes(self, request: Mapping[str, Any]) -> list[tuple[str, list[tuple[int, int]]]]:
         """Return the text and the generated ranges of each prefix of a request (see `RenderRequest`).
@@ -162,8 +166,7 @@ class SandboxedTemplate:
         except TemplateError as error:
             raise TemplateProblemError(f": {' '.join(str(error).split())}") from None
         except Exception as error:  # noqa: BLE001 - a template may raise any exception
-            message = " ".join(f"{type(error).__name__}: {error}".split())
-            raise TemplateProblemError(f": fails with {message}") from None
+            raise TemplateProblemError(f": fails with {_describe(error)}") from None
         if len(text) > MAX_CHARACTERS:
             raise TemplateProblemError(
                 f": renders more than {MAX_CHARACTERS} characters for one conversation"
@@ -175,6 +178,11 @@ class SandboxedTemplate:
                     "the text is unknown; use the block only in text that is written directly"
                 )
         return text, [(start, start + len(part)) for start, part in generated_blocks]
+
+
+def _describe(error: Exception) -> str:
+    """Return the type and the message of an error in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 class GenerationTag(Extension):

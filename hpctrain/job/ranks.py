@@ -107,7 +107,7 @@ def plan_job(path: Path, overrides: Sequence[str], wish: Wish) -> Job:
         gpus_per_node=gpus,
         fitting=fitting,
         memory=memory,
-        warnings=(*_slow_choices(deck, most, ranks, gpus, wish.cores_per_rank), *warnings),
+        warnings=(*_choices_to_reconsider(deck, most, ranks, gpus, wish.cores_per_rank), *warnings),
     )
 
 
@@ -187,8 +187,8 @@ def _check(wish: Wish, path: Path, overrides: Sequence[str]) -> None:
         raise HpctrainError(problems)
 
 
-def _slow_choices(deck: Deck, nodes: int, ranks: int, gpus: int, cores: int | None) -> list[str]:
-    """Return warnings about choices with which the job would run, but slowly."""
+def _choices_to_reconsider(deck: Deck, nodes: int, ranks: int, gpus: int, cores: int | None) -> list[str]:
+    """Return warnings about choices with which the job would run slowly, or not at all."""
     warnings = []
     tensor = deck.layout.tensor
     if cores is not None and cores < deck.run.threads:
@@ -200,6 +200,11 @@ def _slow_choices(deck: Deck, nodes: int, ranks: int, gpus: int, cores: int | No
             f"layout.tensor = {tensor} does not divide the {ranks} ranks of a node, so that tensor ranks "
             f"talk between nodes in every layer; layout.tensor = {gcd(ranks, tensor)} or "
             f"{-(-ranks // tensor) * tensor} ranks a node would keep them together"
+        )
+    if not gpus and deck.run.device == "cuda":
+        warnings.append(
+            'run.device = "cuda", but the job requests no GPUs: give --gpus-per-node, or '
+            "machine.gpus_per_node in the deck, unless the partition or a --directive does"
         )
     if 0 < gpus < ranks:
         warnings.append(f"{ranks} ranks share the {gpus} GPUs of a node; one rank a GPU is faster")

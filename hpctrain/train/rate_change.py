@@ -27,8 +27,7 @@ def rate_change(deck: Deck, trained_deck: Deck, step: int) -> str:
     if not 0 < step < deck.run.steps:
         return ""
     last, planned, now = _rate_at(trained_deck, step - 1), _rate_at(trained_deck, step), _rate_at(deck, step)
-    lowest, highest = sorted((last, planned))
-    if lowest * (1 - MIN_RELATIVE_CHANGE) <= now <= highest * (1 + MIN_RELATIVE_CHANGE):
+    if not _jumps(deck.learning_rate, deck, trained_deck, step):
         return ""
     verb = "rises" if now > last else "falls"
     rates = f"the learning rate {verb} from {last:.2e} in step {step} to {now:.2e} in step {step + 1}"
@@ -39,9 +38,21 @@ def rate_change(deck: Deck, trained_deck: Deck, step: int) -> str:
     return deck.problem(_cause(deck, trained_deck), rates + _remedy(deck, trained_deck, step))
 
 
+def _jumps(section: LearningRateSection, deck: Deck, trained_deck: Deck, step: int) -> bool:
+    """Return True if the rate of the next step jumps when `section` is the schedule of the resumed run."""
+    now = _rate_of(section, deck, step)
+    lowest, highest = sorted((_rate_at(trained_deck, step - 1), _rate_at(trained_deck, step)))
+    return not lowest * (1 - MIN_RELATIVE_CHANGE) <= now <= highest * (1 + MIN_RELATIVE_CHANGE)
+
+
 def _rate_at(deck: Deck, step: int) -> float:
     """Return the learning rate of step `step` (from 0)."""
-    return LearningRate(**deck.learning_rate.model_dump()).at(step, batch_at(deck.batch, step))
+    return _rate_of(deck.learning_rate, deck, step)
+
+
+def _rate_of(section: LearningRateSection, deck: Deck, step: int) -> float:
+    """Return the rate of step `step` (from 0) by the schedule `section` and the batch sizes of `deck`."""
+    return LearningRate(**section.model_dump()).at(step, batch_at(deck.batch, step))
 
 
 def _cause(deck: Deck, trained_deck: Deck) -> str:
@@ -76,5 +87,8 @@ def _remedy(deck: Deck, trained_deck: Deck, step: int) -> str:
     ]
     if not changed_keys or rate.decay != old.decay:
         return ""
+    kept = rate.model_copy(update={key.rpartition(".")[2]: trained_deck.value(key) for key in changed_keys})
+    if _jumps(kept, deck, trained_deck, step):
+        return ""  # another key, such as the peak, changes the rate as well
     arguments = " ".join(f"--set {key}={toml_value(trained_deck.value(key))}" for key in changed_keys)
     return f" ({arguments} keeps the schedule of the checkpoint)"

@@ -91,6 +91,13 @@ def test_a_tensor_axis_across_nodes_is_warned_of(deck: Path) -> None:
     assert "warning" not in job(deck, "--nodes", 3, "--ranks-per-node", 2, *layout).stderr
 
 
+def test_a_job_without_gpus_warns_if_the_deck_requires_them(deck: Path) -> None:
+    few = ("--ranks-per-node", 2, "--set", "run.device=cuda")
+    told = 'run.device = "cuda", but the job requests no GPUs: give --gpus-per-node'
+    assert told in job(deck, *few).stderr and told in job(deck, *few, "--gpus-per-node", 0).stderr
+    assert "warning" not in job(deck, *few, "--gpus-per-node", 2).stderr
+
+
 @pytest.mark.parametrize("scheduler", ["slurm", "pbs", "lsf", "flux", "kubernetes"])
 def test_ranks_have_more_cores_than_threads_where_that_is_asked_for(deck: Path, scheduler: str) -> None:
     text = job(deck, "--scheduler", scheduler, "--ranks-per-node", "2", "--cores-per-rank", "6").stdout

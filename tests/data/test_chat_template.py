@@ -158,6 +158,11 @@ def test_what_computes_without_end_is_one_sentence(text: str, monkeypatch: pytes
     [
         ("{% if", "x.jinja, line 1: is not a valid Jinja template"),
         ("a\n{% for m in messages %}", "x.jinja, line 2: is not a valid Jinja template"),
+        (
+            "{{ 10**4299 * 10**4299 }}",
+            "x.jinja: is not a valid Jinja template (ValueError: Exceeds the limit",
+        ),
+        ("{% for a in [1] %}" * 25 + "{% endfor %}" * 25, "(SyntaxError: too many statically nested blocks"),
         ("{{ raise_exception('roles must alternate') }}", "x.jinja: roles must alternate"),
         ("{{ messages[70].content }}", "list object has no element 70"),
         ("{{ ''.__class__.__mro__ }}", "access to attribute '__class__' of 'str' object is unsafe"),

@@ -178,10 +178,10 @@ def _starts_a_session_and_exits():
     os._exit(3)
 
 
-def _writes_everywhere():
+def _writes_everywhere(line=b"a line of a function\n"):
     for number in range(3, 1024):
         with contextlib.suppress(OSError):
-            os.write(number, b"a line of a function\n")
+            os.write(number, line)
     return 1.0
 
 
@@ -195,5 +195,6 @@ sessions_and_hangs, sessions_and_exits = (
     of_each(_starts_a_session_and_exits),
 )
 writes_everywhere, closes_everything = of_each(_writes_everywhere), of_each(_closes_everything)
+writes_nested_lists = of_each(lambda: _writes_everywhere(b"[" * 100_000 + b"\n"))
 writes_to_three = of_each(lambda: os.write(3, b"a line of a function\n"))
 floods = of_each(lambda: [os.write(512, b"x" * (1 << 20)) for _ in range(1 << 20)])

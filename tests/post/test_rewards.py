@@ -117,6 +117,10 @@ def test_what_a_function_prints_is_no_answer(capfd: pytest.CaptureFixture[str]) 
             'writes "a line of a function\\n" to the file descriptor that hpctrain uses for answers; it may '
             "write only to stdout, stderr and files that it has opened itself, asked",
         ),
+        (
+            "writes_nested_lists",
+            f'writes "{"[" * 40}" to the file descriptor that hpctrain uses for answers; it',
+        ),
         ("writes_to_three", f"fails: OSError: [Errno 9] Bad file descriptor ({JUDGES}, line "),
         ("closes_everything", "loses its process, which ended by itself, with exit code 0, asked"),
         ("one_number", "gives a float, not a list with a number for each completion, asked"),

@@ -26,6 +26,12 @@ def test_warning_names_both_rates_and_the_remedy() -> None:
     )
 
 
+def test_keys_that_do_not_keep_the_schedule_are_not_recommended() -> None:
+    told = "the learning rate rises from 3.00e-05 in step 200 to 5.54e-03 in step 201"
+    changes = ("run.steps=400", "learning_rate.peak=1e-2")
+    assert warning((), 200, *changes) == f"--set learning_rate.peak=1e-2: {told}"
+
+
 JUMPS: list[tuple[tuple[str, ...], int, tuple[str, ...], str]] = [
     (
         DEFAULT_WARMUP,
