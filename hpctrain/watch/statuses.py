@@ -32,7 +32,7 @@ LATE_SECONDS = 30.0
 def show_statuses(folders: Sequence[Path], as_json: bool, show: Callable[[str], None]) -> int:
     """Show a table, or a JSON list, of the runs in these folders, and return the exit code.
 
-    Beside runs, as in `runs/*`, folders of other things are passed over.
+    Beside runs, as in `runs/*`, files and folders of other things are passed over.
 
     Raises:
         HpctrainError: Some folders have no readable status; raised once the others are shown.
@@ -48,7 +48,7 @@ def show_statuses(folders: Sequence[Path], as_json: bool, show: Callable[[str], 
         except InputOutputError as error:
             marked = _is_marked(folder)
             unreadable = unreadable or marked or not folder.exists()
-            (others if folder.is_dir() and not marked else problems).extend(error.problems)
+            (others if folder.exists() and not marked else problems).extend(error.problems)
     if not rows:
         problems = others + problems
     if as_json:

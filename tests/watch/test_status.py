@@ -323,16 +323,17 @@ def test_the_verb_shows_all_it_can_read(tmp_path: Path) -> None:
     assert done.output.splitlines()[1].split()[:3] == [str(good), "done", "30/100"]
 
 
-def test_folders_of_other_things_beside_runs_are_passed_over(tmp_path: Path) -> None:
-    """As in `hpctrain status runs/*`."""
+def test_files_and_folders_of_other_things_beside_runs_are_passed_over(tmp_path: Path) -> None:
+    """As in `hpctrain status runs/*`, also in the folder of a sweep, where each run has a file beside it."""
     good, other, begun = write(tmp_path / "good", state="done"), tmp_path / "tokens", tmp_path / "begun"
     other.mkdir()
     begun.mkdir()
     (begun / MARKER).touch()
-    done = CliRunner().invoke(command, [str(good), str(other), "--json"], standalone_mode=False)
+    (output := tmp_path / "good.out").touch()
+    done = CliRunner().invoke(command, [str(good), str(other), str(output), "--json"], standalone_mode=False)
     assert done.exit_code == 0
     assert [row["folder"] for row in json.loads(done.output)] == [str(good)]
-    for folders, code in (([other], 2), ([good, begun], 3)):
+    for folders, code in (([other], 2), ([output], 2), ([good, begun], 3)):
         done = CliRunner().invoke(command, list(map(str, folders)), standalone_mode=False)
         assert isinstance(done.exception, HpctrainError)
         assert done.exception.exit_code == code
