@@ -162,7 +162,7 @@ class Checkpoint(Mapping[str, "LazyTensor"]):
 
     @property
     def closed(self) -> bool:
-        """Whether it is."""
+        """True if the file is closed."""
         return not self._closing.alive
 
     def __enter__(self) -> Checkpoint:
@@ -175,7 +175,7 @@ class Checkpoint(Mapping[str, "LazyTensor"]):
 
 
 class _Parameters(Mapping[str, "LazyTensor"]):
-    """Those of a checkpoint's model, without the word before them."""
+    """Parameters of a checkpoint's model by name, without the prefix "model/"."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
@@ -207,7 +207,7 @@ class LazyTensor:
 
     @property
     def shape(self) -> Index:
-        """Of the whole tensor; a scalar has one element."""
+        """Shape of the whole tensor. A scalar has one element."""
         return self._stored.shape
 
     @property
@@ -229,7 +229,12 @@ class LazyTensor:
         return f"<{self.name}: {self._stored.kind} {list(self.shape)}>"
 
     def torch(self) -> Tensor:
-        """All of it. InputOutputError where it is damaged, HpctrainError where memory has no room for it."""
+        """Return the whole tensor.
+
+        Raises:
+            InputOutputError: The tensor is damaged.
+            HpctrainError: It does not fit into memory.
+        """
         tensor, words = self._room(self.shape)
         stored = self._stored
         if stored.elements:
@@ -242,7 +247,7 @@ class LazyTensor:
         return tensor
 
     def numpy(self) -> NDArray[Any]:
-        """As `torch`; bfloat16, which numpy does not have, as the same values in float32."""
+        """Return the whole tensor as a NumPy array. Values in bfloat16, which NumPy lacks, become float32."""
         tensor = self.torch()
         array: NDArray[Any] = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
         return array
@@ -265,7 +270,7 @@ class LazyTensor:
         return given.clone(memory_format=torch.contiguous_format) if given.numel() < tensor.numel() else given
 
     def _ranges(self, places: tuple[Place, ...]) -> list[tuple[range, bool]]:
-        """Which elements of each dim, and whether the dim stays one."""
+        """Return the range of each dim, and whether the dim is kept in the result."""
         if Ellipsis in places:
             at = places.index(Ellipsis)
             filling = (slice(None),) * (len(self.shape) - len(places) + 1)
@@ -315,7 +320,7 @@ class LazyTensor:
 
 
 def _meant(name: object, names: Mapping[str, LazyTensor]) -> str:
-    """Which of the names may be meant."""
+    """Return a sentence with the names that the user may have meant."""
     if not isinstance(name, str):
         return " (names are texts)"
     same = [each for each in names if each.endswith(f"/{name.strip('/')}") or each == name.strip("/")]

@@ -61,7 +61,7 @@ class Mesh:
         return self.sizes[axis] if axis in self.sizes else expert_sizes(self.sizes)[axis]
 
     def coordinate(self, axis: str) -> int:
-        """This rank's coordinate along one axis."""
+        """Return this rank's coordinate along one axis."""
         return self._here[axis] if axis in self._here else self._groups[axis,].rank
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -69,20 +69,22 @@ class Mesh:
         return coordinates(self.sizes, rank)
 
     def group(self, *axes: str) -> Group:
-        """This rank's group along one axis or several joined ones, in the mesh's order of axes."""
+        """Return this rank's group along one axis, or along several axes in the mesh's order of axes."""
         assert axes in self._groups, f"no group {axes}; there are {list(self._groups)}"
         return self._groups[axes]
 
     def part(self, axis: str, size: int) -> Group:
-        """This rank's group of `size` neighbours along an axis. Collective over the axis."""
+        """Return this rank's group of `size` neighbours along an axis. Collective over the axis."""
         along = self.group(axis)
         assert along.size % size == 0, (axis, along.size, size)
         first = along.rank // size * size
         return self.world.split((axis,), along.ranks[first : first + size], self.transport, along)
 
     def cut(self, group: Group, size: int, across: str = "replicas") -> tuple[Group, Group]:
-        """Of a group's parts of `size` neighbours this rank's, and its peers in all parts, along an axis of
-        that name. Collective.
+        """Split a group into parts of `size` neighbours. Collective.
+
+        Returns:
+            This rank's part, and the group of its peers in all parts, along an axis with the name `across`.
         """
         first = group.rank // size * size
         part = self.world.split(group.axes, group.ranks[first : first + size], self.transport, group)
@@ -103,7 +105,7 @@ class Mesh:
 
 
 def rank_count(sizes: Mapping[str, int]) -> int:
-    """How many ranks a mesh of these sizes has."""
+    """Return the number of ranks of a mesh with these sizes."""
     return prod(sizes[axis] for axis in AXES)
 
 
@@ -147,9 +149,12 @@ def sizes_text(sizes: Mapping[str, int], least: int = 1) -> str:
 
 
 def choose_transport(world: World, wish: str) -> str:
-    """What tensors travel over: with "auto" the first of TRANSPORTS that suits the ranks' GPUs.
+    """Return the transport of tensors. Collective.
 
-    Collective. Errors (HpctrainError, on all ranks) where it cannot be used.
+    With "auto" it is the first one of TRANSPORTS that suits the GPUs of the ranks.
+
+    Raises:
+        HpctrainError: The transport cannot be used; raised on all ranks.
     """
     identity = identity_of(world.device)
     # No other GPU of the job has the name; a CPU has none.

@@ -46,11 +46,16 @@ SECONDS_FOR_OUTPUT = 0.2  # in which launchers fetch what ranks have written bef
 
 
 class World:
-    """This process's place: rank, size, node, local rank, device; and the group of all ranks.
+    """Position of this process among all ranks, and the group of all ranks.
 
-    `node` numbers the machine's nodes by their lowest rank, `local_rank` the ranks of one node; groups go by
-    the nodes of the `topology`. `planned_bytes` is what
-    this rank is to hold by its plan, 0 before there is one.
+    Attributes:
+        rank: Rank of this process.
+        size: Number of ranks.
+        node: Number of this rank's node. Nodes are numbered by their lowest rank.
+        local_rank: Number of this rank among the ranks of its node.
+        device: Device that this rank computes on.
+        topology: Nodes of all ranks, which groups use.
+        planned_bytes: Memory that this rank will use according to its plan, in bytes; 0 without a plan.
     """
 
     def __init__(self, communicator: MPI.Intracomm, whole: World | None = None) -> None:
@@ -136,9 +141,10 @@ class World:
         self.everyone.device = self.device
 
     def compare_calls(self, wanted: bool) -> None:
-        """Whether the ranks compare what they call: in `everyone`, and in groups made from here on.
+        """Set whether ranks compare their collective calls, in `everyone` and in groups that are made later.
 
-        Collective. A difference is a MismatchError on the ranks of the group (of a message: on the receiver).
+        Collective. If calls differ, the ranks of the group raise a MismatchError; for messages, the receiver
+        does.
         """
         if not wanted:
             self._checks = None
@@ -148,13 +154,13 @@ class World:
             self._checks.check_group(self.everyone)
 
     def emulate_nodes(self, ranks: int | None) -> None:
-        """Whether groups made from here on, and their memory, are to go by nodes of so many ranks."""
+        """Divide the ranks into nodes of so many ranks, for groups and shared memory that are made later."""
         self.topology.emulate(ranks)
 
     def emulate(self, link: Link | None) -> None:
-        """Whether what `everyone`, and groups made from here on, move is to take as long as over such a link.
+        """Make transfers of `everyone`, and of groups that are made later, as slow as over a link.
 
-        Collective; for the ranks of one machine, whose clocks are one.
+        Collective. All ranks must be on one machine, since they compare their clocks.
         """
         if link is None and self._link is None:
             return
@@ -165,7 +171,7 @@ class World:
 
     @property
     def auditing(self) -> Audit | None:
-        """What checks messages of groups made from here on, if anything does."""
+        """Checker of the messages of groups that are made later; None if messages are not checked."""
         return self._audit
 
     def audit(self, depth: Depth | Literal["off"]) -> Audit | None:
@@ -395,7 +401,7 @@ class World:
         )
 
     def is_agreed(self, error: HpctrainError) -> bool:
-        """Whether all ranks raise this error, which came out of `agreement`."""
+        """Return True if all ranks raise this error, which came from `agreement`."""
         return error is self._agreed
 
     def _on_exception(

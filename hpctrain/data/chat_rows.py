@@ -67,12 +67,12 @@ class Preference(NamedTuple):
 
     @property
     def equal(self) -> bool:
-        """Whether there is nothing to prefer."""
+        """True if both answers are equal, so that there is no preference."""
         return self.chosen.messages == self.rejected.messages
 
 
 class Prompt(NamedTuple):
-    """What an assistant is to answer; and other keys of the row."""
+    """Prompt that an assistant is to answer, with the other keys of its row."""
 
     asked: Conversation
     others: Mapping[str, Any]
@@ -322,7 +322,7 @@ def _joined(parts: Sequence[Any], title: str) -> str:
 
 
 def _begins_with(messages: Sequence[Message], prompt: Sequence[Message]) -> bool:
-    """Whether messages are those of a prompt, and more."""
+    """Return True if messages begin with those of a prompt and continue."""
     return len(messages) > len(prompt) and list(messages[: len(prompt)]) == list(prompt)
 
 

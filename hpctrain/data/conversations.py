@@ -82,11 +82,11 @@ class ConversationSource(Sequences):
         return int(self.packing.places[documents.start : documents.stop].sum())
 
     def first_token(self, index: int) -> int:
-        """Where the first conversation of a sequence begins in the file."""
+        """Return the position in the file of the first token of a sequence."""
         return int(self.packing.begins[self.packing.documents(self._first + index)[0]])
 
     def said(self, title: str) -> str:
-        """How they lie in sequences, in a line."""
+        """Return a line that describes the sequences."""
         packing, length = self.packing, self.length
         filled = packing.places.sum() / max(1, packing.rows * length)
         sequences = counted(packing.rows, "sequence")
@@ -135,11 +135,11 @@ class _Rows(ABC):
         return int(self._rows[index])
 
     def others(self, index: int) -> dict[str, Any]:
-        """What else a row has."""
+        """Return the further fields of a row."""
         return self.file.others(self.number(index))
 
     def said(self, title: str) -> str:
-        """How many there are, in a line."""
+        """Return a line that describes the sequences."""
         line = f"{title}: {counted(len(self._rows), NOUNS[self.kind])}"
         if self.left_out:
             line += f"; {self.left_out} left out, {self._why_left_out}"
@@ -151,7 +151,7 @@ class _Rows(ABC):
 
     @abstractmethod
     def _fit(self) -> Booleans:
-        """Of every row whether it is taken."""
+        """Return for every row whether it is used."""
 
 
 class PreferenceSource(_Rows, Sequences):
@@ -192,7 +192,7 @@ class PreferenceSource(_Rows, Sequences):
             yield replace(micro, fields={**micro.fields, MARGIN: field})
 
     def _margins(self) -> Tensor | None:
-        """Those of all pairs, fp32, 0 where one has none; None where none has."""
+        """Return the margins of all pairs, fp32, with 0 for pairs without one; None if no pair has one."""
         if isinstance(self.file, TokenFile) and self.file.contents.others <= 2 * self.file.contents.rows:
             return None  # all are {}
         found = [self.others(index).get(MARGIN) for index in range(len(self._rows))]
@@ -212,7 +212,7 @@ class PreferenceSource(_Rows, Sequences):
         return super().said(title) + (f"; {has} with a margin" if has else "")
 
     def first_token(self, index: int) -> int:
-        """Where the document of a sequence begins in the file."""
+        """Return the position in the file of the first token of a sequence."""
         return int(self._begins[self._document(index)])
 
     def _document(self, index: int) -> int:
@@ -262,7 +262,7 @@ class PromptSource(_Rows, Sequences):
         return int(self._ends[document] - self._begins[document])
 
     def first_token(self, index: int) -> int:
-        """Where the document of a prompt begins in the file."""
+        """Return the position in the file of the first token of a sequence."""
         return int(self._begins[self.number(index)])
 
     @property

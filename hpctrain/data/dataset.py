@@ -28,9 +28,11 @@ _EXAMPLES = 4
 
 @dataclass(frozen=True)
 class DatasetName:
-    """What a deck says of a dataset: what makes it, of which arguments (JSON), and what makes batches of it.
+    """Description of a user's dataset in a deck.
 
-    Random numbers that items draw follow from `seed`, and from what they are drawn for.
+    It contains the function that makes the dataset, its arguments (JSON), and the function that makes
+    batches. Random numbers that items draw follow from `seed` and from the sample and epoch that they are
+    drawn for.
     """
 
     code: NamedCode
@@ -40,7 +42,7 @@ class DatasetName:
 
     @staticmethod
     def of(deck: Deck) -> DatasetName:
-        """That of a deck that names one."""
+        """Return the description of the dataset that a deck names."""
         keys = deck.data
         assert keys.dataset is not None
         arguments = json.dumps(keys.arguments or {}, default=str)
@@ -115,8 +117,10 @@ class UsersDataset:
             return batch_tensors(batch, len(items), short)
 
     def described(self) -> dict[str, Any]:
-        """What it is known by in checkpoints: its length, and a checksum of some items without what they draw
-        by the run's seed; and what made it.
+        """Return the description that checkpoints store.
+
+        It contains the length, a checksum of some items, and what made the dataset. Random numbers from the
+        seed of the run do not change the checksum.
         """
         some = sorted({number * (self.count - 1) // (_EXAMPLES - 1) for number in range(_EXAMPLES)})
         total = 0
@@ -141,7 +145,7 @@ class UsersDataset:
 
 @lru_cache(maxsize=2)
 def open_dataset(name: DatasetName) -> UsersDataset:
-    """That of a name, opened once in a process. Errors as in UsersDataset."""
+    """Return the dataset of a name, which is opened once per process; errors as in UsersDataset."""
     return UsersDataset(name)
 
 
@@ -157,7 +161,7 @@ def dataset_of(deck: Deck) -> UsersDataset:
 
 
 def _checksum(item: Any, start: int) -> int:
-    """Of all arrays in an item, by name."""
+    """Return the checksum of all arrays in an item, by name."""
     if isinstance(item, dict):
         for key in sorted(item, key=str):
             start = _checksum(item[key], crc32(str(key).encode(), start))

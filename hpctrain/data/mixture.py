@@ -54,7 +54,7 @@ class MixtureOrder:
         return nth
 
     def epochs(self, places: Integers) -> Integers:
-        """See Order: of the entry that a sample comes from."""
+        """Return the epochs of the entries that the samples come from."""
         sources, nth = self.interleaving.at(places)
         return nth // np.diff(self.begins)[sources]
 
@@ -65,7 +65,7 @@ class MixtureOrder:
 
 
 class Joined(Sequences):
-    """The sequences of several sources, one after another."""
+    """Source of the sequences of several sources, one source after the other."""
 
     def __init__(self, sources: Sequence[Sequences]) -> None:
         self.sources, self.length = tuple(sources), sources[0].length
@@ -94,7 +94,7 @@ class Joined(Sequences):
         return self.sources[number].row(within)
 
     def source_of(self, index: int) -> tuple[int, int]:
-        """Which of the sources a sequence is of, and which one of that it is."""
+        """Return the number of the source that a sequence belongs to, and the sequence's number in it."""
         assert 0 <= index < self.count, (index, self.count)
         number = bisect_right(self._begins, index) - 1
         return number, index - self._begins[number]
@@ -124,7 +124,7 @@ class HeldOut(Joined):
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a sequence comes from: an entry, by name, the file that it begins in, and its number there."""
+    """Origin of a sequence: name of its entry, file that it begins in, and number in this file."""
 
     entry: str
     file: str
@@ -176,9 +176,9 @@ class Trained:
         return Trained(entries, tuple(tokens), of_train, of_validation, counts, length, notes, pack, left_out)
 
     def described(self) -> dict[str, Any]:
-        """What it is known by in checkpoints; shares count, by which samples come in another order."""
+        """Return the description for checkpoints. It has the shares, since they determine the order."""
         # Conversations that are not packed, or of which some are left out, come in other sequences.
-        form = "" if self.pack or not any(each.kind == CHAT for each in self.tokens) else " has_documents"
+        form = "" if self.pack or not any(each.kind == CHAT for each in self.tokens) else " apart"
         form += f" without {self.left_out}" * (self.left_out > 0)
         if len(self.tokens) == 1:
             known = self.tokens[0].fingerprint
@@ -191,7 +191,7 @@ class Trained:
         }
 
     def origin(self, index: int) -> Origin:
-        """Where a sequence that is trained on comes from."""
+        """Return the origin of a training sequence."""
         number, source = 0, self.train.source
         if isinstance(source, Joined):
             number, index = source.source_of(index)
@@ -204,7 +204,7 @@ class Trained:
         return Origin(self.entries[number].name, str(file.path), index)
 
     def epochs(self, samples: int) -> dict[str, float]:
-        """How often each entry was trained on after so many samples, by name."""
+        """Return the number of epochs of each entry after so many samples, by name."""
         assert self.train.order is not None
         return self.train.order.by_entry(samples) or {self.entries[0].name: self.train.epoch(samples)}
 
@@ -218,8 +218,9 @@ def sequences_of(
     pack: bool,
     margins: bool = False,
 ) -> Sequences:
-    """Those of a file, by what it holds: see SequenceSource, ConversationSource, PreferenceSource and
-    PromptSource.
+    """Return the sequences of a token file, by the kind of its contents.
+
+    See SequenceSource, ConversationSource, PreferenceSource and PromptSource.
     """
     if file.kind == CHAT:
         return ConversationSource(file, length, fraction, split, pack)
@@ -237,7 +238,7 @@ def batches_of(source: Sequences, seed: int, repeats: int = 1) -> Batches:
 
 
 def material_of(trained: Trained) -> str:
-    """What is trained on, in a few words."""
+    """Return a short description of the training data."""
     tokens, entries = trained.tokens, trained.entries
     total = format_count(sum(each.tokens for each in tokens))
     if len(tokens) > 1:
@@ -247,7 +248,7 @@ def material_of(trained: Trained) -> str:
 
 
 def mixture_lines(trained: Trained, samples: int) -> list[str]:
-    """Each entry with its share, what it has, and how often a run of so many samples takes it."""
+    """Return a line about each entry: its share, its size, and its epochs in a run of so many samples."""
     lines = []
     for entry, tokens, count in zip(trained.entries, trained.tokens, trained.counts, strict=True):
         epochs = trained.epochs(samples)[entry.name]

@@ -58,7 +58,7 @@ def token_type(vocabulary: int) -> np.dtype[Any]:
 
 @dataclass(frozen=True)
 class Header:
-    """What is known of a token file without reading its tokens; stored as attributes."""
+    """Attributes of a token file, which are known without reading its tokens."""
 
     vocabulary: int
     end_of_document: int
@@ -84,7 +84,7 @@ class Header:
 
     @property
     def pieces(self) -> int:
-        """How many checksums there are."""
+        """Number of checksums."""
         return -(-self.tokens // self.piece)
 
     @property
@@ -93,9 +93,9 @@ class Header:
         return zlib.crc32(json.dumps(asdict(self), sort_keys=True).encode())
 
     def attributes(self, contents: Contents) -> dict[str, Any]:
-        """All attributes of the file, with those of its contents.
+        """Return all attributes of the file, including those of its contents.
 
-        Text has a fixed length: HDF5 keeps other text in a heap without checksums, and can crash on it.
+        Text has a fixed length, since HDF5 keeps other text in a heap without checksums and can crash on it.
         """
         version = VERSION if contents.of_text else CONTENTS_VERSION
         values = {"format": FORMAT, "version": version, **asdict(self), "header_checksum": self.checksum}
@@ -128,7 +128,7 @@ class TokenFile:
 
     @property
     def kind(self) -> str:
-        """What it holds: "text", "chat", "preferences" or "prompts"."""
+        """Kind of the contents: "text", "chat", "preferences" or "prompts"."""
         return self.contents.kind
 
     @cached_property
@@ -188,7 +188,7 @@ class TokenFile:
         return torch.from_numpy(tokens)
 
     def learned(self, start: int, count: int) -> Tensor:
-        """Whether each of these tokens is to be predicted, bool [count]; errors as of `read`."""
+        """Return which of these tokens are predicted, bool [count]. It raises the errors of `read`."""
         import torch
 
         learned = np.ones(count, np.uint8)

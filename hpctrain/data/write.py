@@ -52,7 +52,7 @@ Report = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Range:
-    """What this rank writes of a dataset of `size` elements: `count` of them from `start` on."""
+    """Range of a dataset of `size` elements that this rank writes: `count` elements from `start` on."""
 
     name: str
     dtype: np.dtype[Any]
@@ -166,7 +166,7 @@ def _write(
     report: Report,
     rows: RowsPart | None,
 ) -> Header:
-    """All but the syncing and renaming."""
+    """Write everything, but do not sync or rename the file."""
     counts = world.everyone.all_gather_object([part.tokens, len(part.ends)])
     tokens, documents = (sum(count[i] for count in counts) for i in (0, 1))
     with world.agreement():
@@ -201,7 +201,7 @@ def _write(
 
 
 def _rows(world: World, rows: RowsPart) -> tuple[Contents, list[Range]]:
-    """What is written beside text. Collective."""
+    """Return what is written besides text. Collective."""
     counts = world.everyone.all_gather_object([rows.rows, rows.learned_tokens])
     template, template_checksum = _text(world, "template", rows.template)
     ranges = [template, *_pieces(world, "learned", "learned_checksums", rows.learned)]
@@ -222,7 +222,7 @@ def _text(world: World, name: str, text: str) -> tuple[Range, int]:
 
 
 def _ends(world: World, name: str, part: Part) -> tuple[Range, int]:
-    """Where documents of all ranks' parts end, and the checksum of that. Collective."""
+    """Return this rank's range of the ends of documents, and the checksum of all ends. Collective."""
     counts = world.everyone.all_gather_object([part.tokens, len(part.ends)])
     start, first = (sum(count[i] for count in counts[: world.rank]) for i in (0, 1))
     ends, checksum = np.array(part.ends, dtype=ENDS) + start, 0

@@ -66,7 +66,7 @@ class Moved(NamedTuple):
 
 @dataclass(frozen=True)
 class StageTraffic:
-    """What a rank of a pipeline stage moves in each of some steps that follow each other, and then repeat."""
+    """Bytes that a rank of a pipeline stage moves in each step of a repeating sequence of steps."""
 
     stage: int
     steps: tuple[tuple[Moved, ...], ...]
@@ -76,7 +76,7 @@ class StageTraffic:
         return self._by_axis(lambda moved: moved.payload)
 
     def sent(self) -> dict[str, float]:
-        """Of a step by axis, the bytes that a rank sends to other nodes, the mean over the steps."""
+        """Return the bytes per step that a rank sends to other nodes, by axis, as the mean over the steps."""
         return self._by_axis(lambda moved: moved.traffic.sent)
 
     def _by_axis(self, size: Callable[[Moved], int]) -> dict[str, float]:
@@ -102,7 +102,7 @@ class TrafficPlan:
         return max(self.stages, key=lambda stage: sum(stage.payload().values()))
 
     def row(self) -> dict[str, object]:
-        """As written into JSON: bytes of a step by axis."""
+        """Return the bytes of a step by axis, as a value that can be written as JSON."""
         return {"stages": [stage.payload() for stage in self.stages], "whole": self.whole}
 
 
@@ -118,7 +118,7 @@ class _Listener:
         self.moved.append(Moved(call.group.name, call.payload, traffic, begun))
 
     def take(self) -> list[Moved]:
-        """What was noted since the last time."""
+        """Return what was recorded since the last call."""
         moved, self.moved = self.moved, []
         return moved
 
@@ -135,10 +135,18 @@ class PlannedWeights:
 
 
 def plan_traffic(deck: Deck, ranks: int, vocabulary: int, ranks_per_node: int = 1) -> TrafficPlan:
-    """What `ranks` ranks of a deck will move; with several ranks a node, these do not pass a link to each
-    other.
+    """Return the bytes that `ranks` ranks of a deck will move in the steps after the warm-up.
 
-    Raises HpctrainError as a run would. The steps are those after all warm-up.
+    Ranks of one node do not use a network link between each other.
+
+    Args:
+        deck: The deck.
+        ranks: Number of ranks.
+        vocabulary: Number of tokens of the vocabulary.
+        ranks_per_node: Number of ranks per node.
+
+    Raises:
+        HpctrainError: A run of the deck would raise this error, too.
     """
     deck = steady(deck)
     sizes, architecture = axis_sizes(deck, ranks), architecture_of(deck, vocabulary)
@@ -192,9 +200,7 @@ def _steps(
     number: int,
     listener: _Listener,
 ) -> tuple[list[list[Moved]], list[Moved]]:
-    """What buckets and replicas move in the steps after which they do the same again, and what an update does
-    in each of them.
-    """
+    """Return what buckets and replicas move in each of the repeating steps, and what each update moves."""
     # How often gradients are summed does not depend on the micro-batches, but where they are cut.
     schedule = plain(schedule, 1) if deck.layout.zero < 2 else schedule
     keys = deck.communication
@@ -232,7 +238,7 @@ def _layers(
     passes: int,
     listener: _Listener,
 ) -> list[Moved] | None:
-    """What layers and the pipeline move in a step, by axis; None where layers have to see values."""
+    """Return what layers and the pipeline move in a step, by axis; None if layers need values to run."""
     if deck.model.experts:
         return None
     if deck.model.module is not None:
@@ -276,7 +282,7 @@ def _of_all_passes(
     passes: int,
     listener: _Listener,
 ) -> list[Moved]:
-    """What layers and the pipeline move, by axis, in so many micro-batches."""
+    """Return what layers and the pipeline move, by axis, in a number of micro-batches."""
     first, second = (
         _of_passes(deck, architecture, mesh, stage, plain(schedule, few), listener) for few in (1, 2)
     )
@@ -291,16 +297,16 @@ def _of_passes(
     schedule: Schedule,
     listener: _Listener,
 ) -> dict[str, Moved]:
-    """What layers and the pipeline move, by axis, in the micro-batches of a schedule."""
+    """Return what layers and the pipeline move, by axis, in the micro-batches of a schedule."""
     listener.take()
     _run(deck, architecture, mesh, stage, schedule, schedule.micro_batches)
     return {moved.axis: moved for moved in _by_axis(m for m in listener.take() if m.axis in LAYERS)}
 
 
 def plain(schedule: Schedule, passes: int) -> Schedule:
-    """All forwards, then all backwards of some micro-batches, over the parts of a schedule.
+    """Return a schedule with all forward passes, then all backward passes of some micro-batches.
 
-    Of each micro-batch as much is sent as by the schedule itself.
+    Each micro-batch sends as much as with the given schedule.
     """
     chunks, some = range(schedule.chunks), range(passes)
     forward = tuple(Action("F", micro, chunk) for micro in some for chunk in chunks)
@@ -361,7 +367,7 @@ def _sum(axis: str, moved: Sequence[Moved]) -> Moved:
 
 
 def _further(first: Moved, second: Moved, passes: int) -> Moved:
-    """What `passes` micro-batches move, where one and two of them move these: it grows evenly."""
+    """Extrapolate linearly from what one and two micro-batches move to `passes` micro-batches."""
 
     def at(one: int, two: int) -> int:
         return one + (two - one) * (passes - 1)
@@ -374,7 +380,7 @@ def _further(first: Moved, second: Moved, passes: int) -> Moved:
 
 
 def _exchanges(deck: Deck, stage: TrainedStage, schedule: Schedule, number: int) -> list[Moved]:
-    """What goes to other ranks' experts and back, where all have as many rows."""
+    """Return what goes to the experts of other ranks and back if all experts have the same number of rows."""
     parts = part_bytes(deck, stage.models, False, deck.memory.recompute)
     forwards = Counter(action.chunk for action in schedule.stages[number] if action.kind == "F")
     exchanged = sum(count * parts[chunk].exchanged for chunk, count in forwards.items())
@@ -395,7 +401,7 @@ def _of_all(deck: Deck, architecture: Architecture, mesh: PlannedMesh, stage: Tr
 
 
 def _all_reduced(group: Group, numbers: int) -> list[Moved]:
-    """What a reduction of so many numbers in double precision moves, if there are any."""
+    """Return what an all-reduce of so many fp64 numbers moves."""
     if group.size == 1 or not numbers:
         return []
     tensor = torch.empty(numbers, dtype=torch.float64, device=META)

@@ -24,13 +24,13 @@ compute with it on other tokens.
 
 
 class Axes(Protocol):
-    """What is asked of a mesh."""
+    """Interface of a mesh, from which groups are made."""
 
     def group(self, *axes: str) -> Group:
-        """This rank's group along one axis or several joined ones."""
+        """Return this rank's group along one axis or several joined axes."""
 
     def part(self, axis: str, size: int) -> Group:
-        """This rank's group of `size` neighbours along an axis. Collective over the axis."""
+        """Return this rank's group of `size` neighbours along an axis. Collective over the axis."""
 
 
 class Nodes:
@@ -68,7 +68,7 @@ class Sharding:
 
     @property
     def ranks(self) -> int:
-        """All that train these buckets on other tokens."""
+        """Number of all ranks that train these buckets on different tokens."""
         return self.group.size * self.replicas.size
 
     @property
@@ -102,7 +102,7 @@ class Replication:
 
     @property
     def counted(self) -> bool:
-        """Whether this rank counts its slice: the first of all ranks that hold the same one."""
+        """True if this rank counts its slice: it is the first of all ranks that hold the same slice."""
         return self.copy(False, self.sharding.group, *self.sharding.parted)[0] == 0
 
     @property
@@ -147,7 +147,7 @@ class Replications:
 
     @staticmethod
     def uncut(mesh: Axes) -> Replications:
-        """Nothing is cut by ZeRO."""
+        """Return replications without ZeRO sharding."""
         return Replications(mesh, lambda everyone: Sharding(0, everyone, mesh.part("data", 1)))
 
     @staticmethod

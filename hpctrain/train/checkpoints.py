@@ -85,7 +85,7 @@ class Checkpoints(Hook):
 
     @property
     def under_way(self) -> bool:
-        """Whether a checkpoint is begun and not complete."""
+        """True if a checkpoint has been started and is not complete."""
         return self._pending is not None
 
     def expected_bytes(self) -> float:
@@ -96,7 +96,7 @@ class Checkpoints(Hook):
         return sum(of_ranks)
 
     def has(self, step: int) -> bool:
-        """Whether the newest one in the run's folder, complete or under way, is of this step."""
+        """Return True if the newest checkpoint of the run, complete or not, is of this step."""
         return self._step == step
 
     def save(self, state: TrainState) -> None:
@@ -144,12 +144,12 @@ class Checkpoints(Hook):
         self.poll()
 
     def due(self, step: int) -> bool:
-        """Whether the deck wants one after that step."""
+        """Return True if the deck asks for a checkpoint after a step."""
         every = self.deck.checkpoint.every
         return step == self.deck.run.steps or (every > 0 and step % every == 0)
 
     def lacks_best(self, step: int) -> bool:
-        """Whether the state after that step is the best so far, and is not written or being written."""
+        """Return True if the state after a step is the best so far and has no checkpoint."""
         return self.best.wants(step) and not self.has(step)
 
     def poll(self, wait: bool = False) -> None:
@@ -286,7 +286,7 @@ class Checkpoints(Hook):
             self._held_up += time.perf_counter() - started
 
     def stored(self, state: TrainState) -> dict[str, Any]:
-        """What the file holds besides tensors."""
+        """Return the content of a checkpoint without its tensors."""
         engine = self.engine
         companions = {name: _stored_engine(each) for name, each in engine.companions.items()}
         if self.world is not engine.world:  # others may have them
@@ -309,7 +309,7 @@ class Checkpoints(Hook):
 
 
 def _stored_engine(engine: Engine) -> dict[str, Any]:
-    """What an engine's state has besides tensors."""
+    """Return the state of an engine without its tensors."""
     return {
         "updates": engine.optimizer.updates,
         "totals": engine.optimizer.totals,
@@ -338,7 +338,7 @@ def _resume_engine(engine: Engine, state: Mapping[str, Any], replicas: int, anew
 
 
 def _holds(path: Path, record: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint is complete, and is that of the evaluation in the record."""
+    """Return True if a checkpoint is complete and belongs to the evaluation in the record."""
     if not record["kept"] or not is_complete(path):
         return False
     state, names = examine(path).state, ("of", "kept", "kept_loss")

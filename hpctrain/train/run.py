@@ -94,7 +94,7 @@ class Run:
 
     @property
     def world(self) -> World:
-        """Its ranks."""
+        """World of the run."""
         return self.trainer.world
 
     def train(self, signals: Signals | None = None, opening: Sequence[str] = ()) -> int:
@@ -208,7 +208,7 @@ class Loop:
         return Order()
 
     def advance(self, control: Control) -> Order | None:
-        """What is asked for, and the next step; the order to stop, if there is one."""
+        """Carry out requests and make the next step. Return an order to stop, or None."""
         state = self.trainer.state
         order = self._asked or Order()
         if self.trainer.settled and self._asked is None:
@@ -239,7 +239,7 @@ class Loop:
         return None
 
     def due(self, step: int) -> bool:
-        """Whether all ranks do something together after that step."""
+        """Return True if all ranks act together after a step."""
         return self.checkpoints.due(step) or self.evaluation.due(step)
 
     def meets(self, step: int) -> bool:

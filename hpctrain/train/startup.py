@@ -113,7 +113,7 @@ def check_run_folder(world: World, folder: Path) -> None:
     with world.agreement():
         if world.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            token = f".visible-{uuid.uuid4().hex}"
+            token = f".seen-{uuid.uuid4().hex}"  # run_files.py knows this name
             (folder / token).touch()
     path = folder / world.everyone.broadcast_object(token)
     deadline = time.monotonic() + SECONDS_TO_APPEAR

@@ -55,7 +55,7 @@ class StepResult:
 
     @property
     def loss(self) -> float:
-        """Of a token, in nats."""
+        """Mean loss per token, in nats."""
         return self.figures["loss"]
 
 
@@ -167,14 +167,14 @@ class Step:
 
     @property
     def has_samples(self) -> bool:
-        """Whether what it would learn from is there by now."""
+        """True if the samples of the next step are available."""
         return True
 
     @property
     def share(self) -> tuple[int, int]:
-        """Which of how many shares of a step's samples this rank reads.
+        """Share of a step's samples that this rank reads, and the number of shares.
 
-        Replicas take them in turns, so that one has the same samples on any number of ranks.
+        The replicas take samples in turns, so a replica has the same samples on any number of ranks.
         """
         rank, ranks = self.engine.mesh.coordinate("data"), self.engine.mesh.size("data")
         replica, replicas = self.engine.replica
@@ -305,7 +305,7 @@ class Step:
         terms_scale: Tensor | None = None,
         choices: Choices | None = None,
     ) -> PreparedBatch:
-        """This rank's piece of a micro-batch, on the device."""
+        """Return this rank's piece of a micro-batch on the device."""
         engine = self.engine
         return PreparedBatch.of(
             micro, engine.objective, scale, engine.positions, dropout, terms_scale, choices
@@ -320,7 +320,7 @@ class Step:
         return DropoutSource(self.seed, state.step, samples, self.engine.positions, first)
 
     def choices_of(self, state: TrainState, micro_batch: int, micro: MicroBatch) -> Choices | None:
-        """What is known of, or asked about, the choices of this rank's micro-batch."""
+        """Return the recorded or requested routing choices of this rank's micro-batch."""
         first, rows = self.first_sample(state, micro_batch), micro.rows
         return self.choices(range(first, first + micro.present), rows)
 

@@ -35,8 +35,15 @@ MANY_EPOCHS = 16  # from here on, more passes over the same text teach next to n
 def introduction(
     deck: Deck, engine: Engine, corpus: Corpus, peak: float, state: TrainState, ranks: str = ""
 ) -> list[str]:
-    """What will be trained, on what and how, from that state on; `peak` is the FLOP/s of a rank, `ranks` who
-    trains, in words.
+    """Return the lines that describe a run when it starts.
+
+    Args:
+        deck: The deck.
+        engine: The engine.
+        corpus: The training data.
+        peak: Peak rate of a rank, in FLOP/s.
+        state: State that the run starts from.
+        ranks: Description of the ranks.
     """
     architecture, world, mesh = engine.architecture, engine.world, engine.mesh
     sequences = corpus.train.source.count
@@ -95,7 +102,7 @@ def introduction(
 
 
 def _material(corpus: Corpus, deck: Deck) -> str:
-    """What is trained on."""
+    """Return a description of the training data."""
     if corpus.trained is not None:
         return material_of(corpus.trained)
     assert corpus.dataset is not None
@@ -145,7 +152,7 @@ def _meetings(deck: Deck, engine: Engine) -> list[str]:
 
 
 def _gathers(engine: Engine) -> list[str]:
-    """That weights come in 8 bits from where they lie already."""
+    """Return a line if weights are gathered in 8 bits."""
     if not any(isinstance(bucket, EightBitBucket) and bucket.sharers > 1 for bucket in engine.buckets):
         return []
     return [
@@ -155,7 +162,7 @@ def _gathers(engine: Engine) -> list[str]:
 
 
 def decay_ended(deck: Deck, step: int) -> str:
-    """What to warn of where the learning rate has ended its decay after `step` steps; "" where it has not."""
+    """Return a warning if the decay of the learning rate has ended after `step` steps; "" otherwise."""
     rate = deck.learning_rate
     if rate.decay in ENDLESS or not rate.decay_steps <= step < deck.run.steps:
         return ""
@@ -167,7 +174,7 @@ def decay_ended(deck: Deck, step: int) -> str:
 
 
 def outcome(folder: Path, trace: bool, saved: Path | None, skipped: int) -> list[str]:
-    """Where the files of a run are that has ended."""
+    """Return the lines about the files of a run that has ended."""
     lines = [
         f"metrics     {folder / 'metrics.jsonl'} ({command('plot', folder)} draws them)",
         f"trace       {folder / TRACE_FILE} (ui.perfetto.dev opens it)" if trace else "",

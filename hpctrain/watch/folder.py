@@ -42,11 +42,13 @@ _UNKNOWN = "unknown"
 
 
 def replaces(deck: Deck, fresh: bool, again: bool) -> bool:
-    """Whether what an earlier run wrote is to be deleted before this one begins.
+    """Return True if the files of an earlier run are to be deleted before this run begins.
 
-    That is where it is to be replaced (`fresh`), and where it ended before its first checkpoint; on a file
-    system without locks, where nothing tells whether it has, only with `again`. HpctrainError where the
-    folder holds what the run would write over.
+    They are deleted with `fresh`, or if the earlier run ended before its first checkpoint. If the file system
+    has no locks, nothing shows whether it has ended, so they are then deleted only with `again`.
+
+    Raises:
+        HpctrainError: The folder contains files that the run would overwrite.
     """
     folder = Path(deck.run.dir)
     _refuse_file(deck)
@@ -257,7 +259,7 @@ def lock_folder(folder: Path) -> TextIO:
 
 
 def is_free(folder: Path) -> bool:
-    """Whether no process holds the folder. Where the file system has no locks, it counts as held."""
+    """Return True if no process has locked the folder. Without locks in the file system, return False."""
     return _is_held(folder) is False
 
 
@@ -267,7 +269,7 @@ def running_job(folder: Path) -> str:
 
 
 def _is_held(folder: Path) -> bool | None:
-    """Whether a process holds the folder; None where the file system does not tell."""
+    """Return True if a process has locked the folder; None if the file system has no locks."""
     try:
         with open_regular(folder / LOCK) as stream:
             fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -279,7 +281,7 @@ def _is_held(folder: Path) -> bool | None:
 
 
 def _holder(folder: Path) -> str:
-    """Which job holds the folder, in words."""
+    """Return the job that has locked the folder, in words."""
     with contextlib.suppress(OSError, ValueError):
         return read_text(folder / LOCK, _LOCK_BYTES).strip() or _UNKNOWN
     return _UNKNOWN

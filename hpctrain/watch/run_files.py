@@ -54,7 +54,7 @@ def mark(folder: Path) -> None:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a run wrote here: it has the marker, or files that runs had together before they had one."""
+    """Return True if a run wrote into a folder: it has the marker, or the files of older runs without one."""
     names = _names(folder)
     if MARKER in names:
         return (folder / MARKER).is_file() and not (folder / MARKER).is_symlink()
@@ -69,9 +69,9 @@ def is_bare(folder: Path) -> bool:
 
 
 def names_of_a_run(folder: Path) -> list[str]:
-    """What is in a folder, if it is there, by the names that a run gives; but for lock and marker.
+    """Return the files in a folder that have names of a run's files, without lock and marker.
 
-    A run's own folder of checkpoints counts where there are any.
+    The folder of checkpoints is included if it contains checkpoints.
     """
     names = {name for name in _names(folder) if re.fullmatch(_FILE, name)}
     inner = _names(folder / _CHECKPOINTS)
@@ -159,7 +159,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 def is_request(entry: os.DirEntry[str]) -> bool:
-    """Whether it asks a run for something: an empty file of such a name. Others are not the run's."""
+    """Return True if an entry is a request to a run: an empty file with such a name."""
     if entry.name not in {CHECKPOINT_FILE, STOP_FILE} or not entry.is_file(follow_symlinks=False):
         return False
     return entry.stat(follow_symlinks=False).st_size == 0
@@ -170,7 +170,7 @@ def _names(folder: Path) -> set[str]:
 
 
 def kind_of_folder(folder: Path) -> str:
-    """What a folder is where no run is deleted, since it is none of a run's own; "" for a plain one."""
+    """Return the kind of a folder in which no run is deleted, such as a home folder; "" for other folders."""
     path = folder.resolve()
     if folder.is_symlink():
         return "a symbolic link"
@@ -191,7 +191,7 @@ def kind_of_folder(folder: Path) -> str:
 
 
 def _mount_points() -> set[str]:
-    """As the kernel tells them: those too that lie on the file system of their parents."""
+    """Return the mount points of the kernel, including those on the file system of their parents."""
     try:
         lines = (
             Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
@@ -202,7 +202,7 @@ def _mount_points() -> set[str]:
 
 
 def _foreign(folder: Path) -> Iterator[str]:
-    """What is not a run's, relative to its folder, in order."""
+    """Yield the paths in a folder that do not belong to a run, relative to the folder, in order."""
     with os.scandir(folder) as entries:
         for entry in sorted(entries, key=lambda each: each.name):
             if not entry.is_dir(follow_symlinks=False):

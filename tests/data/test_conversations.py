@@ -6,6 +6,7 @@ them.
 
 from __future__ import annotations
 
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -251,6 +252,13 @@ def test_a_mixture_with_text(folder: Path) -> None:
     assert trained.notes == (chat.said(f"{folder}/chat.h5"),)
     assert EpochReader.sequences(deck) == sum(trained.counts)
     assert Trained.of(deck.with_keys(data={"pack": False}), tokens).described() != trained.described()
+
+
+def test_description_of_unpacked_conversations_never_changes(folder: Path) -> None:
+    """Checkpoints store it, so a resumed run would refuse its own data."""
+    deck = small_deck(f'data.tokens="{folder}/chat.h5"', "data.pack=false")
+    trained = Trained.of(deck, open_entries(deck))
+    assert trained.described()["fingerprint"] == zlib.crc32(b" apart", trained.tokens[0].fingerprint)
 
 
 def test_pairs(folder: Path) -> None:

@@ -19,7 +19,7 @@ Keys = Mapping[str, object]
 
 
 class UntranslatedError(Exception):
-    """Why a setting becomes no key, or not all of it: the rest of a sentence."""
+    """A setting has no key, or only a part of it has. The message completes a sentence about the setting."""
 
 
 class Theirs:
@@ -37,22 +37,22 @@ class Theirs:
         return name in self.given
 
     def get(self, name: str) -> object:
-        """Its value, or its default; None where there is neither."""
+        """Return the value of a setting or its default; None if it has neither."""
         return self.given.get(name, self.defaults.get(name))
 
     def is_on(self, name: str) -> bool:
-        """Whether a switch is."""
+        """Return True if a switch is on."""
         return _is(self.get(name), on=True)
 
     def number(self, name: str) -> float | None:
-        """None where it has no value, or one that is no number."""
+        """Return the value of a setting as a float; None if it is no number."""
         try:
             return number(self.get(name))
         except UntranslatedError:
             return None
 
     def whole(self, name: str) -> int | None:
-        """None where it has no value, or one that is no whole number."""
+        """Return the value of a setting as an integer; None if it is no integer."""
         try:
             return whole(self.get(name))
         except UntranslatedError:
@@ -84,7 +84,7 @@ class Translated:
 
 
 def translate(theirs: Theirs, rules: Mapping[str, Rule], unknown: str) -> Translated:
-    """By the rules of their names; `unknown` is said of those that have none."""
+    """Translate settings by the rules for their names; `unknown` is the report about all others."""
     found = Translated()
     for name, value in (theirs.given | theirs.defaults).items():
         given = name in theirs
@@ -124,7 +124,7 @@ def _require_possible(keys: Keys) -> None:
 
 
 def number(value: object) -> float:
-    """Of a number, or the text of one."""
+    """Return a number, given as a number or as text."""
     if isinstance(value, str | int | float) and not isinstance(value, bool):
         try:
             found = float(value)
@@ -136,7 +136,7 @@ def number(value: object) -> float:
 
 
 def whole(value: object) -> int:
-    """Of a whole number, or the text of one."""
+    """Return an integer, given as an integer or as text."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     if isinstance(value, str) and value.isdecimal() and len(value) <= _MOST_DIGITS:
@@ -148,7 +148,7 @@ def whole(value: object) -> int:
 
 
 def text(value: object) -> str:
-    """Of a text."""
+    """Return a text."""
     if not isinstance(value, str) or not value or "$" in value:
         raise UntranslatedError(_unknown(value) or "is no text")
     return value
@@ -162,7 +162,7 @@ def _unknown(value: object) -> str:
 
 
 def switch(value: object) -> bool:
-    """Of what is on or off."""
+    """Return True or False for a switch."""
     for on in (True, False):
         if _is(value, on):
             return on
@@ -174,12 +174,12 @@ def _is(value: object, on: bool) -> bool:
 
 
 def as_key(key: str, convert: Callable[[object], object] = whole) -> Rule:
-    """That key has its value."""
+    """Return a rule by which a key gets the value of the setting."""
     return lambda value, _: {key: convert(value)}
 
 
 def choice(key: str, values: Mapping[str, object], otherwise: str = "") -> Rule:
-    """That key has the value that stands for its own."""
+    """Return a rule by which a key gets the value that corresponds to the setting's value."""
 
     def rule(value: object, _: Theirs) -> Keys:
         found = values.get(str(value).lower())
@@ -197,12 +197,12 @@ def when_on(keys: Keys) -> Rule:
 
 
 def needless(value: object, theirs: Theirs) -> Keys:  # noqa: ARG001
-    """It needs no key: so it is here anyway, or it has no counterpart and changes no result."""
+    """Translate a setting that needs no key, since it is always so or does not change results."""
     return {}
 
 
 def nothing(why: str) -> Rule:
-    """No key says so, and why."""
+    """Return a rule for a setting that no key can express, with the reason."""
 
     def rule(value: object, _: Theirs) -> Keys:
         if _is(value, on=False):
@@ -213,7 +213,7 @@ def nothing(why: str) -> Rule:
 
 
 def only(expected: Sequence[object], why: str) -> Rule:
-    """It needs no key where it is what is expected; otherwise no key says so, and why."""
+    """Return a rule for a setting that needs no key if it has an expected value."""
 
     def rule(value: object, _: Theirs) -> Keys:
         if value in expected or str(value) in map(str, expected):
