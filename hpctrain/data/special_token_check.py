@@ -35,7 +35,7 @@ def eos_token_problem(settings: TokenizerSettings, ids: Mapping[str, int]) -> st
         value = settings.file(name).get("eos_token")
         if value is None:
             continue
-        title = f"{name}: eos_token = {_shown(value)}"
+        title = f"{name}: eos_token = {_as_json(value)}"
         texts = [token_text(each) for each in (value if isinstance(value, list) else [value])]
         if not texts or None in texts:
             return f"{title}: must be a token or a list of tokens"
@@ -60,7 +60,7 @@ def special_token_warnings(
         for role in _OTHER_ROLES:
             value = settings.file(name).get(role)
             if value is not None and token_text(value) is None:
-                yield f"{name}: {role} = {_shown(value)} is ignored, since it must be a token"
+                yield f"{name}: {role} = {_as_json(value)} is ignored, since it must be a token"
     for name in (GENERATION_CONFIG, MODEL_CONFIG):
         yield from _id_warnings(settings, name, "bos_token", ids, control)
         yield from _id_warnings(settings, name, "eos_token", ids, control)
@@ -73,7 +73,7 @@ def _id_warnings(
     value = settings.file(name).get(f"{role}_id")
     if value is None:
         return
-    title, texts = f"{name}: {role}_id = {_shown(value)}", {number: text for text, number in ids.items()}
+    title, texts = f"{name}: {role}_id = {_as_json(value)}", {number: text for text, number in ids.items()}
     is_end = role == "eos_token"
     numbers = value if isinstance(value, list) and is_end else [value]
     if not all(is_id(number) for number in numbers):
@@ -93,5 +93,5 @@ def _id_warnings(
         yield f"{title} is {found}, but {role} is {tokens}: {use}"
 
 
-def _shown(value: Any) -> str:
+def _as_json(value: Any) -> str:
     return clipped(json.dumps(value, ensure_ascii=False, default=str))
