@@ -5,33 +5,21 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.small_work import small_deck, write_small_work
+
 Hpctrain = Callable[..., "subprocess.CompletedProcess[str]"]
 
-DECK = """\
-[run]
-title = "small"
-steps = 4
-[model]
-family = "llama"
-layers = 2
-hidden = 16
-heads = 2
-mlp = 24
-[data]
-tokens = "tokens.h5"
-[batch]
-global_size = 2
-sequence = 16
-[learning_rate]
-warmup = 0
-[checkpoint]
-every = 2
-[machine]
-peak_flops = 1e10
-"""
+TABLES: dict[str, dict[str, Any]] = {
+    "run": {"steps": 4},
+    "model": {"family": "llama", "mlp": 24},
+    "batch": {"global_size": 2, "micro_size": None},
+    "learning_rate": {"warmup": 0},
+    "checkpoint": {"every": 2},
+}
 CHECKPOINTS = Path("runs/small/checkpoints")
 TRAINED = f"{CHECKPOINTS}/step-00000004.h5 was trained with"
 TWO_CHANGES = ("--set", "model.layers=3", "--set", "model.rope_base=500")
@@ -41,8 +29,7 @@ TWO_CHANGES = ("--set", "model.layers=3", "--set", "model.rope_base=500")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with a text, a deck and, after the first use of `hpctrain`, a finished run."""
     folder = tmp_path_factory.mktemp("work")
-    (folder / "text.txt").write_text("hello world, " * 300)
-    (folder / "deck.toml").write_text(DECK)
+    write_small_work(folder, **TABLES)
     return folder
 
 
@@ -76,7 +63,7 @@ def test_resume_refuses_another_model(work: Path, hpctrain: Hpctrain) -> None:
 
 
 def test_edited_deck_is_refused(work: Path, hpctrain: Hpctrain) -> None:
-    (work / "edited.toml").write_text(DECK.replace("heads = 2", "heads = 4"))
+    (work / "edited.toml").write_text(small_deck(**TABLES).replace("heads = 2", "heads = 4"))
     done = hpctrain("run", "edited.toml", "--resume", "--set", "run.title=small", "--set", "run.steps=6")
     assert done.returncode == 2
     assert f"edited.toml:8: model.heads = 4: {TRAINED} 2, and another" in done.stderr

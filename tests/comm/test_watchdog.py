@@ -32,29 +32,10 @@ from hpctrain.comm.hang_report import (
 from hpctrain.comm.watchdog import REPORT_REQUEST, Watchdog
 from hpctrain.comm.world import World
 from hpctrain.data.prepare import prepare
+from tests.small_work import write_small_work
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
-DECK = """
-[run]
-title = "hanging"
-steps = 100
-[model]
-family = "gpt2"
-layers = 2
-hidden = 16
-heads = 2
-[data]
-tokens = "tokens.h5"
-[batch]
-global_size = 4
-micro_size = 1
-sequence = 16
-[stability]
-hang_seconds = 2
-[machine]
-peak_flops = 1e10
-"""
 
 HOOK = """
 import os, signal, sys, time
@@ -88,8 +69,7 @@ main()
 @pytest.fixture
 def hang(launch: Launch, world: World, tmp_path: Path) -> Callable[..., tuple[str, Path]]:
     """A run of two ranks, one of which goes astray in its 20th call: stderr, and the run's folder."""
-    (tmp_path / "text.txt").write_text("hello world, " * 300)
-    (tmp_path / "deck.toml").write_text(DECK)
+    write_small_work(tmp_path, run={"title": "hanging", "steps": 100}, stability={"hang_seconds": 2})
     prepare(world.alone(), tmp_path / "tokens.h5", [str(tmp_path / "text.txt")])
 
     def run(name: str, rank: int, act: str, *overrides: str) -> tuple[str, Path]:

@@ -13,29 +13,10 @@ from hpctrain.comm.world import World
 from hpctrain.data.prepare import prepare
 from hpctrain.errors import HpctrainError
 from hpctrain.train.run import run_deck
+from tests.small_work import write_small_work
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
-DECK = """
-[run]
-title = "stopped"
-steps = 2
-[model]
-family = "gpt2"
-layers = 2
-hidden = 16
-heads = 2
-[data]
-tokens = "{tokens}"
-[batch]
-global_size = 4
-micro_size = 1
-sequence = 16
-[stability]
-hang_seconds = 1.5
-[machine]
-peak_flops = 1e10
-"""
 
 # Program that runs the command line and stops rank 1 when it calls a function.
 PROGRAM = """
@@ -113,8 +94,8 @@ PLACES = {
 def folder(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with a text, its tokens, a deck and a finished run."""
     folder = tmp_path_factory.mktemp("stopped")
-    (folder / "text.txt").write_text("hello world, " * 300)
-    (folder / "deck.toml").write_text(DECK.format(tokens=folder / "tokens.h5"))
+    tokens = {"tokens": str(folder / "tokens.h5")}
+    write_small_work(folder, run={"title": "stopped"}, data=tokens, stability={"hang_seconds": 1.5})
     (folder / "program.py").write_text(PROGRAM)
     prepare(world.alone(), folder / "tokens.h5", [str(folder / "text.txt")])
     run_deck(world.alone(), folder / "deck.toml", [f"run.dir={folder / 'done'}"])

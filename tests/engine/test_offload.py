@@ -13,31 +13,10 @@ from pathlib import Path
 import pytest
 
 from tests.launch import clean_environment, launcher
+from tests.small_work import write_small_work
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
-DECK = """
-[run]
-title = "offloaded"
-steps = 100000
-[model]
-family = "gpt2"
-layers = 1
-hidden = 16
-heads = 2
-[data]
-tokens = "tokens.h5"
-[batch]
-global_size = 4
-micro_size = 1
-sequence = 16
-[memory]
-optimizer = "disk"
-[checkpoint]
-every = 5
-[machine]
-peak_flops = 1e10
-"""
 
 # Large enough for activations to leave (64 KiB each), those of more blocks than stay in memory.
 ACTIVATIONS = (
@@ -52,8 +31,13 @@ ACTIVATIONS = (
 @pytest.fixture
 def work(tmp_path: Path, launch: Launch) -> Path:
     """A folder with a deck and its tokens."""
-    (tmp_path / "text.txt").write_text("hello world, " * 300)
-    (tmp_path / "deck.toml").write_text(DECK)
+    write_small_work(
+        tmp_path,
+        run={"title": "offloaded", "steps": 100_000},
+        model={"layers": 1},
+        memory={"optimizer": "disk"},
+        checkpoint={"every": 5},
+    )
     assert launch(0, "-m", "hpctrain", "prepare", "tokens.h5", "text.txt").returncode == 0
     return tmp_path
 

@@ -9,28 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.small_work import write_small_work
+
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
-DECK = """
-[run]
-title = "dying"
-steps = 1000
-[model]
-family = "gpt2"
-layers = 2
-hidden = 16
-heads = 2
-[data]
-tokens = "tokens.h5"
-[layout]
-pipeline = 2
-schedule = "{schedule}"
-split = [1, 1]
-[batch]
-global_size = 8
-micro_size = 1
-sequence = 16
-"""
 
 # A block a stage and 8 or 4 micro-batches a data rank: the call is in the middle of the second step.
 PROGRAM = """
@@ -66,8 +48,8 @@ def dies(tmp_path: Path, launch: Launch) -> Callable[[int, int, str, str], tuple
     """Let a run's rank die: what the job says on stderr, its exit code, seconds from death to the end."""
 
     def run(ranks: int, rank: int, death: str, schedule: str) -> tuple[str, int, float]:
-        (tmp_path / "text.txt").write_text("hello world, " * 300)
-        (tmp_path / "deck.toml").write_text(DECK.format(schedule=schedule))
+        layout = {"pipeline": 2, "schedule": schedule, "split": [1, 1]}
+        write_small_work(tmp_path, run={"steps": 1000}, batch={"global_size": 8}, layout=layout)
         (tmp_path / "program.py").write_text(
             PROGRAM.format(rank=rank, call=14 // (ranks // 2), death=DEATHS[death])
         )
