@@ -36,9 +36,23 @@ the sums are not complete after it.
 """
 
 _HEAD_SIZE, _LAYERS = 8, 2
+_FP8_DEVIATION = 7 / 16 / 3.75
+"""Standard deviation of initial weights where products are in 8 bits.
+
+Scales are powers of two, with a step at a maximum of 448 / 1024 = 7 / 16. The maximum of a matrix of a
+miniature is about 3.75 standard deviations. So the maxima of the ranks' parts of a matrix often have other
+scales than the maximum of the matrix, and a missing reduction shows.
+"""
 _EXPERTS, _CHOSEN = 4, 2
 _RANK = 3
-_RATE, _EPSILON, _CLIP = 0.1, 1.0, 0.1
+_RATE, _CLIP = 0.1, 0.1
+_EPSILON = 0.01
+"""Optimizer epsilon of a miniature, about the size of its largest gradients after clipping.
+
+A larger epsilon hides faults of what an optimizer divides by: with 1.0, exchanging the second moments of
+rows changes no tensor by more than the tolerance. A much smaller one turns rounding into updates.
+"""
+
 _STEPS = 2
 _SEQUENCE = 16
 _MOST_PARAMETERS = 50_000_000
@@ -121,6 +135,7 @@ def with_fp8_products(deck: Deck, small: Deck) -> Deck:
     """
     exclude = _standing(deck, small, deck.precision.fp8_exclude)
     return small.with_keys(
+        model={"initial_std": _FP8_DEVIATION},
         precision={"compute": DOUBLE_FP8, "fp8_exclude": ("*",) if exclude is None else exclude},
         machine={"products": "library", "compile": False},
     )
@@ -166,7 +181,7 @@ def miniature_of(deck: Deck, mesh: Mesh) -> Deck:
 
 
 def _smoothed(deck: Deck) -> Deck:
-    """The deck with steps that are clipped, decayed and nearly proportional to gradients, in fp32."""
+    """Return the deck with steps that are clipped, decayed and smooth functions of gradients, in fp32."""
     small = deck.with_keys(
         layout={"split": None},
         batch={"micro_size": MICRO_SIZE, "ramp_from": 0},

@@ -5,18 +5,19 @@ less than the others, and no two have as many targets. The first step's rotary p
 the second step's lie up to the end of the deck's sequence. What optimizer, routers and products keep is
 compared after both steps. Three kinds of decks have more compared. Compressed sums of gradients, whose
 residual is kept, are compared in a third step: sum and residual together are the exact sum. Products in
-8 bits are compared in steps of their own, in which all else is in fp64. Replicas that make steps by
-themselves are compared in steps of plain gradient descent with an outer step after each.
+8 bits are compared in steps of their own, in which all else is in fp64, and so are the scales that they use:
+another power of two often gives the same numbers in a small model. Replicas that make steps by themselves are
+compared in steps of plain gradient descent with an outer step after each.
 
 The model is the deck's in miniature: the same family, heads, layout and dropout, with small heads, two
 layers and a short sequence, in fp32, so that any rank can compute it alone and rounding explains next
 to nothing. A module that users bring is in double precision, and in the first step compared with what its
 own code alone computes, in plain torch. No two tensors are alike, so that none can stand in for another
 unnoticed. The steps are the run's own: the first one with what watches it, the second one with what was
-learned in the first, as the order in which parameters are gathered. Updates are clipped, decayed, and nearly
-proportional to gradients, by a large epsilon, so that rounding stays what it is. Replicas that make steps by
-themselves sum gradients in these, as in `communication.warmup`: then each of them is to have what one rank
-has.
+learned in the first, as the order in which parameters are gathered. Updates are clipped and decayed. Their
+epsilon is of the size of the gradients: rounding stays what it is, and what an optimizer divides by counts.
+Replicas that make steps by themselves sum gradients in these, as in `communication.warmup`: then each of them
+is to have what one rank has.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ from hpctrain.engine.build import Engine, build_engine
 from hpctrain.engine.sizes import on_one_rank
 from hpctrain.errors import EXIT_INTERNAL, HpctrainError
 from hpctrain.model.foreign.part import ModulePart
+from hpctrain.model.precision import DOUBLE_FP8
+from hpctrain.parallel.fp8.watched import is_count
 from hpctrain.parallel.shard import Shard
 from hpctrain.train.difference import TOLERANCE, LayoutDifference, difference_of
 from hpctrain.train.hook import Hook
@@ -287,6 +290,7 @@ class _Description(NamedTuple):
 def _compute(trainer: Trainer, longest: int) -> dict[str, _Computed]:
     """Return by name what `compare` compares, in its order."""
     engine = trainer.engine
+    engine.groups.noted.watching = trainer.deck.precision.compute == DOUBLE_FP8
 
     def parameters(when: str) -> dict[str, _Computed]:
         return _by_name(("parameter ", when), _pieces(engine, gradients=False))
@@ -307,7 +311,11 @@ def _compute(trainer: Trainer, longest: int) -> dict[str, _Computed]:
         results |= _outputs(given, data)
         results |= {f"{name}{step}": _number(value) for name, value in result.figures.items()}
         results[f"tokens{step}"] = _number(result.tokens)
-        results |= {f"statistics of {name}{step}": _Computed(each) for name, each in result.noted.items()}
+        results |= {
+            f"statistics of {name}{step}": _Computed(each)
+            for name, each in result.noted.items()
+            if not is_count(name)
+        }
         results |= reversed(_by_name(("gradient of ", step), sums.pieces).items())
         results[f"gradient norm{step}"] = _number(result.grad_norm)
     if engine.outer.differs and trainer.deck.communication.warmup == 0:

@@ -5,6 +5,8 @@ Tests of train/verify.py, train/miniature.py, train/layout_state.py and train/di
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from hpctrain.comm.world import World
@@ -52,6 +54,11 @@ def test_sound_layouts_raise_no_alarm(world: World, keys: tuple[str, ...], modul
     assert differing(world, deck_of(keys, module)) == []
 
 
+def test_every_seam_has_at_least_ten_faults() -> None:
+    counts = Counter(fault.seam for fault in FAULTS)
+    assert counts.pop("tried") == 7
+    assert min(counts.values()) >= 10, counts
+
+
 def test_faults_have_names_of_their_own() -> None:
-    assert sum(fault.seam == "tried" for fault in FAULTS) == 7
     assert len({(fault.seam, fault.name) for fault in FAULTS}) == len(FAULTS)

@@ -62,6 +62,11 @@ def note_counts(noted: Noted, name: str, counts: Tensor, maxima: Tensor, found: 
     noted.most(f"{_SCALES}/{name}", torch.stack(most))
 
 
+def is_count(name: str) -> bool:
+    """Return True for the name of counts of elements, to which all ranks with the same matrix add."""
+    return name.startswith(f"{_LOST}/")
+
+
 def lost(matrix: Tensor, found: Quantized) -> Tensor:
     """How many elements of a matrix [m, k] are beyond the largest number that its scale leaves, how many are
     no zeros but became such, and how many there are: int64 [3].

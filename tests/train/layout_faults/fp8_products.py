@@ -1,4 +1,9 @@
-"""Faults of products in 8 bits."""
+"""Faults of products in 8 bits.
+
+Scales are powers of two, so most faults of maxima change no number: the check compares the scales as well.
+Padding that counts for maxima is not in this table. It changes a scale only where a row of padding holds the
+largest value of a tensor, which depends on the weights.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +16,24 @@ from torch import Tensor
 
 import hpctrain.parallel.fp8.product as fp8_product
 import hpctrain.parallel.fp8.quantize as quantize
+import hpctrain.sharding.eight_bit_gather as eight_bit_gather
+from hpctrain.parallel.fp8.formats import agreed_maximum
 from hpctrain.parallel.fp8.history import History
+from hpctrain.parallel.fp8.product import DelayedProduct, Dims, QuantizedProduct
+from hpctrain.parallel.fp8.quantize import Quantized, Scaling
 from hpctrain.parallel.noted import Noted
-from tests.train.layout_faults.deck_keys import DELAYED_SCALES, ONE_SCALE, ROW_SCALES, SEQUENCE, TENSOR
+from tests.train.layout_faults.deck_keys import (
+    CONTEXT,
+    DELAYED_SCALES,
+    FP8_GATHER,
+    FP8_MESSAGES,
+    MX_SCALES,
+    ONE_SCALE,
+    ROW_SCALES,
+    TENSOR,
+)
 from tests.train.layout_faults.fault import LayoutFault
-from tests.train.layout_faults.planting import scaled_result, skipped_calls, wrapped
+from tests.train.layout_faults.planting import scaled_argument, scaled_result, skipped_calls, wrapped
 from tests.train.layout_faults.scene import in_third_micro_batch, on_rank_1
 from tests.train.layout_faults.shared_changes import double_maximum
 
@@ -34,7 +52,7 @@ def faults() -> list[LayoutFault]:
         fault(
             "gradients in another format",
             ONE_SCALE,
-            wrapped(fp8_product.QuantizedProduct, "_quantized", _quantize_gradients_as_e4m3, on_rank_1),
+            wrapped(QuantizedProduct, "_quantized", _quantize_gradients_as_e4m3, on_rank_1),
         ),
         fault(
             "maxima of the third micro-batch",
@@ -53,16 +71,82 @@ def faults() -> list[LayoutFault]:
         ),
         fault(
             "messages in 8 bits in another order",
-            (*ONE_SCALE, *SEQUENCE, "precision.fp8_messages=true"),
-            wrapped(
-                fp8_product,
-                "gathered",
-                lambda original, own, pieces: replace(
-                    original(own, pieces), values=original(own, pieces).values.flip(0)
-                ),
-            ),
+            (*ONE_SCALE, *FP8_MESSAGES),
+            wrapped(fp8_product, "gathered", _reverse_values),
+        ),
+        fault(
+            "scales of messages in another order",
+            (*ROW_SCALES, *FP8_MESSAGES),
+            wrapped(fp8_product, "gathered", _reverse_scales),
+        ),
+        fault(
+            "maxima of weights of one rank",
+            (*ONE_SCALE, *TENSOR),
+            wrapped(QuantizedProduct, "know_weights", _keep_local_weight_maxima),
+        ),
+        fault(
+            "maxima of a part of each row of weights",
+            (*ROW_SCALES, *TENSOR),
+            wrapped(QuantizedProduct, "know_weights", _keep_local_weight_maxima),
+        ),
+        fault(
+            "maxima of the tokens of one context rank",
+            (*ONE_SCALE, *CONTEXT),
+            wrapped(QuantizedProduct, "_maxima", _keep_local_token_maxima),
+        ),
+        fault(
+            "maxima of one piece of the sequence",
+            (*ONE_SCALE, *FP8_MESSAGES),
+            wrapped(QuantizedProduct, "_maxima", _keep_local_token_maxima),
+        ),
+        fault(
+            "gathered weights that one rank divides by another scale",
+            (*ONE_SCALE, *FP8_GATHER),
+            scaled_argument(eight_bit_gather, "_cast_into", 2, 2.0, on_rank_1),
+        ),
+        fault(
+            "maxima of gathered weights that one rank does not tell",
+            (*DELAYED_SCALES, *FP8_GATHER),
+            skipped_calls(DelayedProduct, "note_weights", on_rank_1),
+        ),
+        fault(
+            "exponents of one rank",
+            MX_SCALES,
+            wrapped(quantize, "exponents_of", lambda original, scales: original(scales) + 1, on_rank_1),
+        ),
+        fault(
+            "kept inputs of the third micro-batch",
+            ROW_SCALES,
+            wrapped(QuantizedProduct, "_kept_rows", _double_kept_scales, in_third_micro_batch),
         ),
     ]
+
+
+def _reverse_values(original: Any, piece: Quantized, pieces: Any) -> Quantized:
+    gathered = original(piece, pieces)
+    return replace(gathered, values=gathered.values.flip(0))
+
+
+def _reverse_scales(original: Any, piece: Quantized, pieces: Any) -> Quantized:
+    gathered = original(piece, pieces)
+    return replace(gathered, scales=gathered.scales.flip(0))
+
+
+def _keep_local_weight_maxima(original: Any, product: QuantizedProduct, dims: Dims, _: Tensor) -> None:
+    original(product, dims, product.own_weight_maxima(dims))
+
+
+def _keep_local_token_maxima(
+    original: Any, product: QuantizedProduct, kind: str, scaling: Scaling, matrix: Tensor, *rest: Any
+) -> Tensor:
+    if kind == "weights":
+        return original(product, kind, scaling, matrix, *rest)
+    return agreed_maximum(scaling.maxima(matrix))
+
+
+def _double_kept_scales(original: Any, product: QuantizedProduct, inputs: Any) -> Quantized:
+    kept = original(product, inputs)
+    return replace(kept, scales=2 * kept.scales)
 
 
 def _replace_newest_maximum(original: Any, history: History, maximum: Tensor) -> None:

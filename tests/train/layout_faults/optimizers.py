@@ -12,11 +12,12 @@ from torch import Tensor
 
 import hpctrain.optim.muon as muon
 import hpctrain.train.step as step_module
+from hpctrain.optim.adam_mini import SQUARE, AdamMini
 from hpctrain.optim.adamw import AdamW
 from hpctrain.optim.muon import Muon
 from hpctrain.optim.optimizer import ResidentOptimizer
 from hpctrain.optim.sgd import SGD
-from tests.train.layout_faults.deck_keys import MUON, PIPELINE
+from tests.train.layout_faults.deck_keys import ADAM_MINI, MUON, PIPELINE, TENSOR
 from tests.train.layout_faults.fault import LayoutFault
 from tests.train.layout_faults.planting import scaled_state, wrapped
 from tests.train.layout_faults.scene import in_last_update, on_rank_1
@@ -63,6 +64,21 @@ def faults() -> list[LayoutFault]:
             scaled_state(SGD, "momentum", 0.5, in_last_update),
         ),
         fault(
+            "means of squares of other cells",
+            ADAM_MINI,
+            wrapped(AdamMini, "transformed", _divide_by_next_cell),
+        ),
+        fault(
+            "a mean of squares of one rank's half of a cell",
+            (*ADAM_MINI, *TENSOR),
+            wrapped(AdamMini, "transformed", _average_first_half),
+        ),
+        fault(
+            "means of squares of one rank",
+            (*ADAM_MINI, "layout.zero=1"),
+            wrapped(AdamMini, "transformed", _shrink_means, in_last_update),
+        ),
+        fault(
             "Lion's momentum",
             ("optimizer.name=lion", *PIPELINE),
             scaled_state(SGD, "momentum", 0.5, in_last_update),
@@ -77,6 +93,26 @@ def _orthogonalize_halves(original: Any, matrix: Tensor, steps: int) -> Tensor:
 
 def _enlarge_step(original: Any, rule: Any, part: Any, directions: Tensor, rate: float) -> None:
     original(rule, part, directions, rate * 1.02)
+
+
+def _divide_by_next_cell(original: Any, rule: AdamMini, directions: Tensor, cells: Any) -> Tensor:
+    roots = original(rule, directions, cells)
+    by_cell = roots.view(cells[SQUARE].numel(), -1)
+    by_cell.copy_(by_cell.roll(1, 0))
+    return roots
+
+
+def _average_first_half(original: Any, rule: AdamMini, directions: Tensor, cells: Any) -> Tensor:
+    by_cell = directions.view(cells[SQUARE].numel(), -1)
+    half = by_cell.shape[1] // 2
+    by_cell[:, -half:] = by_cell[:, :half]
+    return original(rule, directions, cells)
+
+
+def _shrink_means(original: Any, rule: AdamMini, directions: Tensor, cells: Any) -> Tensor:
+    roots = original(rule, directions, cells)
+    cells[SQUARE].mul_(0.9)
+    return roots
 
 
 def _count_one_update_more(original: Any, rule: Any, parts: Sequence[Any], *rest: Any) -> None:
