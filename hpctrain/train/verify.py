@@ -5,9 +5,9 @@ less than the others, and no two have as many targets. The first step's rotary p
 the second step's lie up to the end of the deck's sequence. What optimizer, routers and products keep is
 compared after both steps. Three kinds of decks have more compared. Compressed sums of gradients, whose
 residual is kept, are compared in a third step: sum and residual together are the exact sum. Products in
-8 bits are compared in steps of their own, in which all else is in fp64, and so are the scales that they use:
-another power of two often gives the same numbers in a small model. Replicas that make steps by themselves are
-compared in steps of plain gradient descent with an outer step after each.
+8 bits are compared in steps of their own, in which all else is in fp64, and so are their scales, unless these
+are of blocks: another power of two often gives the same numbers in a small model. Replicas that make steps by
+themselves are compared in steps of plain gradient descent with an outer step after each.
 
 The model is the deck's in miniature: the same family, heads, layout and dropout, with small heads, two
 layers and a short sequence, in fp32, so that any rank can compute it alone and rounding explains next
@@ -45,6 +45,7 @@ from hpctrain.engine.sizes import on_one_rank
 from hpctrain.errors import EXIT_INTERNAL, HpctrainError
 from hpctrain.model.foreign.part import ModulePart
 from hpctrain.model.precision import DOUBLE_FP8
+from hpctrain.parallel.fp8.recipes import RECIPES
 from hpctrain.parallel.fp8.watched import is_count
 from hpctrain.parallel.shard import Shard
 from hpctrain.train.difference import TOLERANCE, LayoutDifference, difference_of
@@ -290,7 +291,7 @@ class _Description(NamedTuple):
 def _compute(trainer: Trainer, longest: int) -> dict[str, _Computed]:
     """Return by name what `compare` compares, in its order."""
     engine = trainer.engine
-    engine.groups.noted.watching = trainer.deck.precision.compute == DOUBLE_FP8
+    engine.groups.noted.watching = _has_same_scales(trainer.deck)
 
     def parameters(when: str) -> dict[str, _Computed]:
         return _by_name(("parameter ", when), _pieces(engine, gradients=False))
@@ -329,6 +330,15 @@ def _compute(trainer: Trainer, longest: int) -> dict[str, _Computed]:
         whole = [(shard, piece + unsent[shard.name].view_as(piece)) for shard, piece in sums.pieces]
         results |= _by_name(("gradient of ", " in the third step, with all residuals"), whole)
     return results
+
+
+def _has_same_scales(deck: Deck) -> bool:
+    """Return True if products in 8 bits have the same scales on every layout.
+
+    Blocks of some tokens have other scales where context ranks cut them.
+    """
+    keys = deck.precision
+    return keys.compute == DOUBLE_FP8 and RECIPES[keys.fp8].tokens.blocks.columns is None
 
 
 def _number(value: float) -> _Computed:
