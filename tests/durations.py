@@ -44,12 +44,18 @@ def record(measured: Iterable[tuple[str, float]], table: Path = TABLE) -> None:
 
     Args:
         measured: Ids of the cases that ran, with the seconds of each. The line of a test has their mean.
-        table: File that is rewritten. Lines of tests that did not run stay, unless their file is gone.
+        table: File that is rewritten. Lines of tests that did not run stay, unless the test is gone.
     """
     cases: dict[str, list[float]] = {}
     for case, seconds in measured:
         cases.setdefault(case.partition("[")[0], []).append(seconds)
     means = {name: sum(seconds) / len(seconds) for name, seconds in cases.items()}
     rows = {name: seconds for name, seconds in (read(table) | means).items() if seconds >= RECORDED}
-    kept = sorted(name for name in rows if (ROOT / name.partition("::")[0]).exists())
+    kept = sorted(name for name in rows if is_test(name))
     table.write_text("".join(f"{rows[name]:.1f} {name}\n" for name in kept), encoding="utf-8")
+
+
+def is_test(name: str) -> bool:
+    """Return True if there is a test function with this id."""
+    path, *_, function = name.split("::")
+    return (ROOT / path).exists() and f"def {function}(" in (ROOT / path).read_text(encoding="utf-8")

@@ -167,13 +167,17 @@ def test_no_case_costs_more_than_a_second_per_commit_on_average() -> None:
 
 def test_new_seconds_replace_those_of_the_tests_that_ran(tmp_path: Path) -> None:
     here = "tests/test_selection.py"
-    (tmp_path / "table").write_text(f"9.0 tests/gone.py::test_a\n2.0 {here}::test_a\n3.0 {here}::test_b\n")
-    measured = [(f"{here}::test_b[1]", 4.0), (f"{here}::test_b[2]", 5.0), (f"{here}::test_c", 0.1)]
+    kept, changed, fast = (
+        f"{here}::{test.__name__}"
+        for test in (test_a_part_of_the_cases_runs, test_columns_that_vary_together_are_one, selected)
+    )
+    (tmp_path / "table").write_text(
+        f"9.0 tests/gone.py::test_a\n8.0 {here}::test_gone\n2.0 {kept}\n3.0 {changed}\n"
+    )
+    measured = [(f"{changed}[1]", 4.0), (f"{changed}[2]", 5.0), (fast, 0.1)]
     durations.record(measured, tmp_path / "table")
-    assert durations.read(tmp_path / "table") == {f"{here}::test_a": 2.0, f"{here}::test_b": 4.5}
+    assert durations.read(tmp_path / "table") == {kept: 2.0, changed: 4.5}
 
 
 def test_the_table_names_tests_that_exist() -> None:
-    for name in durations.read():
-        path, *_, function = name.split("::")
-        assert f"def {function}(" in (ROOT / path).read_text(encoding="utf-8"), f"{name}: no such test"
+    assert [name for name in durations.read() if not durations.is_test(name)] == []
