@@ -145,14 +145,15 @@ FEATURES: list[tuple[str, int, tuple[str, ...]]] = [
         for name in ("delayed", "tensor", "row")
     ),
     ("fp8, tensor", 2, (*LLAMA, "precision.compute=fp8", TENSOR, SEQUENCE)),
-    *((f"{name}", 2, (f"communication.compress={name}",)) for name in ("int8", "topk", "powersgd", "onebit")),
-    ("offload", 2, ("memory.optimizer=host", "layout.zero=2")),
-    ("adapters", 2, (*LLAMA, "adapters.rank=2")),
+    *((f"{name}", 2, (f"communication.compress={name}",)) for name in ("int8", "topk", "powersgd")),
+    ("onebit", 2, ("communication.compress=onebit", "communication.warmup=1")),
+    ("offload", 2, ("memory.optimizer=disk", "layout.zero=2")),
+    ("adapters", 2, (*LLAMA, "model.adapters.rank=2")),
 ]
 """Name, number of ranks and changes of one feature each."""
 
 OBJECTIVES: list[tuple[str, str, tuple[str, ...]]] = [
-    ("SFT", "chat", ()),
+    ("SFT", "chat", ("batch.sequence=96",)),
     ("DPO", "preferences", ("objective.kind=dpo",)),
     ("reward", "preferences", ("objective.kind=reward",)),
     (

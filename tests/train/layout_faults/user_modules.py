@@ -8,11 +8,10 @@ from typing import Any
 import hpctrain.optim.clip as clip
 import hpctrain.sharding.synchronize as synchronize
 from hpctrain.data.batches import Batches
-from hpctrain.model.foreign.buffers import ModuleBuffers
 from hpctrain.optim.optimizer import ResidentOptimizer
 from hpctrain.train.step import Step
 from tests.train.layout_faults.fault import LayoutFault
-from tests.train.layout_faults.planting import changed_results, scale, scaled_state, skipped_calls, wrapped
+from tests.train.layout_faults.planting import changed_results, scale, scaled_state, wrapped
 from tests.train.layout_faults.scene import in_third_micro_batch, on_rank_1
 from tests.train.layout_faults.shared_changes import (
     ADAMW_MOMENT,
@@ -71,7 +70,6 @@ def faults() -> list[LayoutFault]:
             "Right",
         ),
         fault("means of micro-batches", (), wrapped(Step, "prepare", average_each_micro_batch), "Right"),
-        fault("buffers of one rank", (), skipped_calls(ModuleBuffers, "after_update"), "Normalized"),
     ]
 
 
