@@ -20,6 +20,7 @@ from tests.engines import LLAMA, small_deck, trainer
 
 FP8 = (*LLAMA, "precision.compute=fp8")
 ALL = (*FP8, "optimizer.name=muon")
+EXAMPLE = " (a name is embedding.tokens.weight, for example)"
 
 
 @pytest.mark.mpi(min_size=1, max_size=1)
@@ -43,20 +44,20 @@ def test_all_linear_layers_but_what_is_left_out_multiply_in_8_bits(world: World,
     ("name", "patterns", "sentences"),
     [
         ("model.frozen", ["embedding.*", "*.attention_norm.weight", "blocks.0.*"], []),
-        ("model.frozen", ["block.0.*"], ['no parameter is called "block.0.*"']),
+        ("model.frozen", ["block.0.*"], [f'no parameter is called "block.0.*"{EXAMPLE}']),
         (
             "model.frozen",
             ["*.key.weight", "x"],
             [
                 *(
                     f"freezes blocks.{block}.attention.key.weight, but not "
-                    f"blocks.{block}.attention.query.weight, with which it is one"
+                    f"blocks.{block}.attention.query.weight, with which it is one (name both or neither)"
                     for block in (0, 1)
                 ),
-                'no parameter is called "x"',
+                f'no parameter is called "x"{EXAMPLE}',
             ],
         ),
-        ("model.frozen", ["*"], ["leaves nothing to train"]),
+        ("model.frozen", ["*"], ["leaves nothing to train (leave out a pattern)"]),
         ("optimizer.matrices", ["blocks.*", "*norm*"], []),
         ("optimizer.matrices", ["*"], []),
         ("optimizer.matrices", ["blocks.*", "y", "x"], [f'no parameter is called "{x}"' for x in "yx"]),
@@ -102,7 +103,8 @@ def test_biases_are_frozen_without_their_weights_but_not_without_each_other() ->
     assert not list(named_problems(small_deck('model.frozen=["*.attention.*.bias"]')))
     torn = named_problems(small_deck('model.frozen=["blocks.0.*.value.bias"]'))
     assert [each.sentence for each in torn] == [
-        "freezes blocks.0.attention.value.bias, but not blocks.0.attention.query.bias, with which it is one"
+        "freezes blocks.0.attention.value.bias, but not blocks.0.attention.query.bias, with which it is one "
+        "(name both or neither)"
     ]
 
 
