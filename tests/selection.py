@@ -8,8 +8,8 @@
 - **Cases.** A test marked `@pytest.mark.sampled(n)` runs `n` of its cases. Any other MPI test with several
   cases runs a part of them (`case_count`); with three or more parameters this part has every pair of values.
   `@pytest.mark.every_case` exempts a test.
-- **Slow tests.** A case that takes more than a second runs with one commit in as many as it takes seconds,
-  at most `LONGEST_PERIOD` (`durations.py`), so that no case costs more than about a second per commit.
+- **Slow tests.** A slow case runs with one commit in several, the slowest with one in `LONGEST_PERIOD`, so
+  that a case costs at most `SHARE` seconds per commit on average (`durations.py`).
 
 These choices depend on a seed, by default the commit: each commit runs other cases, and one file in
 `ROTATION` also runs on the numbers of ranks that are left out elsewhere. Over some commits everything runs.

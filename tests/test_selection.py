@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 
 from tests import durations, selection
-from tests.durations import LONGEST_PERIOD, period
+from tests.durations import LONGEST_PERIOD, SHARE, period
 from tests.launch import ROOT, clean_environment
 from tests.selection import (
     ALL_CASES,
@@ -161,8 +161,9 @@ def test_a_case_of_some_seconds_runs_with_one_commit_in_as_many(monkeypatch: pyt
     assert all(60 < count < 90 for count in left_out.values())
 
 
-def test_no_case_costs_more_than_a_second_per_commit_on_average() -> None:
-    assert [period(seconds) for seconds in (0.8, 1.0, 1.1, 3.0, 100.0)] == [1, 1, 2, 3, LONGEST_PERIOD]
+def test_no_case_costs_more_than_its_share_of_a_commit_on_average() -> None:
+    seconds = [0.5 * SHARE, SHARE, 1.1 * SHARE, 3 * SHARE, 100.0]
+    assert [period(each) for each in seconds] == [1, 1, 2, 3, LONGEST_PERIOD]
 
 
 def test_new_seconds_replace_those_of_the_tests_that_ran(tmp_path: Path) -> None:
