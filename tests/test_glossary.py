@@ -1,0 +1,81 @@
+"""GLOSSARY.md explains every class that crosses a package border, in one short sentence."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from tests.launch import ROOT
+
+SOURCES = ROOT / "hpctrain"
+MOST_WORDS = 30
+NAME = re.compile(r"`(\w+)`")
+
+
+@cache
+def trees() -> dict[Path, ast.Module]:
+    """Return the syntax tree of each module."""
+    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(SOURCES.rglob("*.py"))}
+
+
+def package_of(path: Path) -> str:
+    """Return the top-level package of a module, or the module's own name if it is in none."""
+    return path.relative_to(SOURCES).parts[0].removesuffix(".py")
+
+
+def classes() -> dict[tuple[str, str], str]:
+    """Return the package of each class, by module and name."""
+    return {
+        (".".join(path.relative_to(ROOT).with_suffix("").parts), node.name): package_of(path)
+        for path, tree in trees().items()
+        for node in tree.body
+        if isinstance(node, ast.ClassDef)
+    }
+
+
+def crossing_classes() -> set[str]:
+    """Return the names of the classes that a module of another package imports."""
+    known = classes()
+    imports = (
+        (path, node.module, alias.name)
+        for path, tree in trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module
+        for alias in node.names
+    )
+    return {
+        name
+        for path, module, name in imports
+        if known.get((module, name), package_of(path)) != package_of(path)
+    }
+
+
+def rows() -> Iterator[tuple[list[str], list[str], str]]:
+    """Yield the terms, the earlier names and the sentence of each row of the glossary."""
+    for line in (SOURCES / "GLOSSARY.md").read_text(encoding="utf-8").splitlines():
+        if line.startswith("| `"):
+            terms, earlier, sentence = (cell.strip() for cell in line.strip("|").split("|"))
+            yield NAME.findall(terms), NAME.findall(earlier), sentence
+
+
+def test_every_class_that_crosses_a_package_border_has_a_row() -> None:
+    explained = {name for terms, earlier, _ in rows() for name in (*terms, *earlier)}
+    assert crossing_classes() - explained == set()
+
+
+def test_every_row_explains_classes_of_the_code_in_one_short_sentence() -> None:
+    existing = {name for _, name in classes()}
+    for terms, earlier, sentence in rows():
+        assert existing & {*terms, *earlier}, terms
+        assert sentence.endswith("."), terms
+        assert len(re.split(r"[.;] ", sentence)) <= 3, terms
+        assert len(sentence.split()) <= MOST_WORDS, terms
+
+
+def test_every_term_has_one_row() -> None:
+    counts = Counter(term for terms, _, _ in rows() for term in terms)
+    assert [term for term, count in counts.items() if count > 1] == []
