@@ -18,7 +18,7 @@ from tests.launch import ROOT
 SOURCES = f"{ROOT / 'hpctrain'}/"
 MOST_FILES = 60
 MOST_FUNCTIONS = 240
-"""Bounds, without comprehensions and lambdas. A change that needs more must take something else off the path."""
+"""Bounds, without comprehensions and lambdas. A change that needs more must take something off the path."""
 OBSERVED_STEP = 3
 
 DECK = """

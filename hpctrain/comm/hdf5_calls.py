@@ -81,9 +81,8 @@ def _library() -> ctypes.CDLL:
     """
     if not h5py.get_config().mpi:
         raise OSError("h5py is built without MPI")
-    library = ctypes.CDLL(
-        h5py.h5f.__file__
-    )  # its functions are those of the libraries that it was linked with
+    # The functions of an extension module include those of the libraries that it was linked with.
+    library = ctypes.CDLL(h5py.h5f.__file__)
     is_pointer = MPI._sizeof(MPI.Comm) == ctypes.sizeof(ctypes.c_void_p)
     handle = ctypes.c_void_p if is_pointer else ctypes.c_int
     library.H5Pset_fapl_mpio.argtypes = (ctypes.c_int64, handle, handle)

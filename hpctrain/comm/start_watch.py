@@ -55,10 +55,8 @@ def _watch(seconds: float, over: threading.Event) -> None:
     passed, last_check, stopped_before = 0.0, time.monotonic(), frozenset[int]()
     while not over.wait(pause):
         now = time.monotonic()
-        passed, last_check = (
-            passed + min(now - last_check, 2 * pause),
-            now,
-        )  # not the time while stopped itself
+        passed += min(now - last_check, 2 * pause)  # without the time while this process was stopped itself
+        last_check = now
         if passed < seconds:
             continue
         states = rank_states(os.getppid())
