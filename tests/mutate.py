@@ -25,8 +25,8 @@ from tests.launch import clean_environment, launcher
 from tests.selection import ALL_CASES, RANKS, ROOT, SEED, seed
 
 PACKAGES = ("parallel", "model", "sharding", "pipeline", "optim", "objective", "memory", "checkpoint")
-LAYOUTS = ("tests/train/test_layouts.py", "tests/train/test_documents.py")
-"""Tests of whole steps on layouts, which run for mutations of any package."""
+LAYOUTS = tuple(f"tests/train/test_{name}.py" for name in ("layouts", "documents", "ledger"))
+"""Tests of whole steps on layouts and of what these send, which run for mutations of any package."""
 COLLECTIVES = {"all_reduce", "reduce_scatter", "all_gather", "broadcast", "add_", "mul_", "copy_"}
 SECONDS = 600
 """Time limit of one run of tests; a mutation that makes it hang counts as found."""
