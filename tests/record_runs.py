@@ -35,6 +35,8 @@ TIMED_METRICS = {"seconds", "tokens_per_s", "mfu", "peak_rss_bytes", "peak_bytes
 """Columns of metrics.jsonl that depend on the machine, besides those whose name ends in `TIMED_SUFFIXES`."""
 TIMED_SUFFIXES = ("seconds", "_per_s", "_rss_bytes")
 PLANNED_BYTES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes", "cache_bytes")
+TIMED_CASES = {"inputs/server.toml"}
+"""Cases whose results depend on the order in which workers finish."""
 OTHER_DATASETS = {"deck", "state", "checksums"}
 """Datasets of a checkpoint that describe the run and hold times, not tensors."""
 
@@ -98,6 +100,8 @@ def cases() -> Iterator[Case]:
         for ranks in (1, 2)
     )
     for path in sorted((ROOT / "inputs").glob("*.toml")):
+        if f"inputs/{path.name}" in TIMED_CASES:
+            continue
         yield Case(f"inputs/{path.name}", _ranks_of(path), deck=path.name)
 
 
@@ -184,6 +188,8 @@ class Recorder:
     def __init__(self, program: str, folder: Path) -> None:
         self.program = program
         self.folder = folder
+        self.environment = clean_environment()
+        del self.environment["PYTHONPATH"]  # the program must import its own version of hpctrain
 
     def prepare(self) -> None:
         """Write the token files that all cases share."""
@@ -217,7 +223,7 @@ class Recorder:
         done = subprocess.run(
             [*start, self.program, *arguments],
             cwd=folder or self.folder,
-            env=clean_environment(),
+            env=self.environment,
             capture_output=True,
             text=True,
             check=False,
@@ -253,14 +259,22 @@ def results(run: Path) -> Iterator[tuple[str, Any]]:
         for name, value in row.items():
             if name not in TIMED_METRICS and not name.endswith(TIMED_SUFFIXES):
                 yield f"step {row['step']} {name}", value
-    for entry in json.loads((run / "ledger.json").read_text(encoding="utf-8")):
-        place = " ".join(str(entry[key]) for key in ("axis", "operation", "phase"))
-        yield f"ledger {place}", [entry["calls"], entry["bytes"]]
+    yield from ledger_sums(json.loads((run / "ledger.json").read_text(encoding="utf-8")))
     plan = json.loads((run / "plan.json").read_text(encoding="utf-8"))
     for stage in plan["predicted"]["stages"]:
         yield f"plan stage {stage['stage']}", {name: stage[name] for name in PLANNED_BYTES if name in stage}
     for path in sorted((run / "checkpoints").glob("*.h5")):
         yield from ((f"{path.name} {name}", value) for name, value in checksums(path))
+
+
+def ledger_sums(entries: Sequence[dict[str, Any]]) -> Iterator[tuple[str, list[int]]]:
+    """Yield calls and bytes by axis and operation. In which phase a receive is counted depends on timing."""
+    sums: dict[str, list[int]] = {}
+    for entry in entries:
+        total = sums.setdefault(f"ledger {entry['axis']} {entry['operation']}", [0, 0])
+        total[0] += entry["calls"]
+        total[1] += entry["bytes"]
+    yield from sums.items()
 
 
 def checksums(path: Path) -> Iterator[tuple[str, str]]:
