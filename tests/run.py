@@ -137,7 +137,7 @@ class Outcome:
     def line(self) -> str:
         """Its line of the summary."""
         numbers = ", ".join(f"{self.counts[kind]} {kind}" for kind in KINDS)
-        why = "" if self.code in {0, 1} else f"; ended with code {self.code}"
+        why = "" if self.code in {0, 1, NO_TESTS} else f"; ended with code {self.code}"
         if self.code == 1 and not self.counts["failed"]:
             why = "; failed outside of any test"
         if self.counts[""]:
@@ -199,10 +199,10 @@ def run_sides(part: Part, command: Sequence[str], claims: Path, environment: Map
     return next((code for code in codes if code), 0)
 
 
-def verdict(outcomes: Sequence[Outcome], chosen: bool) -> int:
-    """The exit code of all. `chosen`: by arguments, which may leave nothing for some numbers of ranks."""
+def verdict(outcomes: Sequence[Outcome]) -> int:
+    """Return the exit code of all parts. The selection may leave some parts, but not all, without a test."""
     codes = [outcome.code for outcome in outcomes]
-    if chosen and any(code != NO_TESTS for code in codes):
+    if any(code != NO_TESTS for code in codes):
         codes = [code for code in codes if code != NO_TESTS]
     return next((code for code in codes if code), 0)
 
@@ -225,7 +225,7 @@ def main(words: Sequence[str]) -> int:
         parts.append(Part(0, slow=True))
     with closing(Server(*LOADED)) as server:
         outcomes = [run(part, options.arguments, server) for part in parts]
-    code = verdict(outcomes, bool(options.arguments))
+    code = verdict(outcomes)
     print("== summary")
     for outcome in outcomes:
         print(outcome.line())

@@ -129,10 +129,9 @@ def outcome(code: int) -> Outcome:
 
 
 def test_nothing_to_run_is_a_failure_unless_others_had_something() -> None:
-    assert verdict([outcome(0), outcome(NO_TESTS)], chosen=False) == NO_TESTS
-    assert verdict([outcome(0), outcome(NO_TESTS)], chosen=True) == 0
-    assert verdict([outcome(NO_TESTS), outcome(NO_TESTS)], chosen=True) == NO_TESTS
-    assert verdict([outcome(0), outcome(1), outcome(70), outcome(0)], chosen=False) == 1
+    assert verdict([outcome(0), outcome(NO_TESTS)]) == 0
+    assert verdict([outcome(NO_TESTS), outcome(NO_TESTS)]) == NO_TESTS
+    assert verdict([outcome(0), outcome(1), outcome(70), outcome(0)]) == 1
 
 
 def test_eight_ranks_look_at_no_more_files_than_they_need() -> None:
