@@ -324,6 +324,7 @@ def test_fresh_deletes_what_the_former_run_had_mirrored(
     assert not list(memory.iterdir())
 
 
+@pytest.mark.usefixtures("fresh")
 @pytest.mark.mpi(min_size=2, max_size=2)
 def test_what_ranks_hold_for_mirrors_is_in_the_plan(
     world: World, memory: Path, deck_file: Path, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
