@@ -22,6 +22,15 @@ def test_the_door_is_short() -> None:
     assert len(README.encode()) <= 9000
 
 
+def test_the_architecture_page_is_short_and_has_short_sentences() -> None:
+    text = (ROOT / "hpctrain/README.md").read_text(encoding="utf-8")
+    assert len(text.encode()) < 10_000
+    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    paragraphs = re.split(r"\n\s*\n|\n(?:[-*|]|\d+\.) ?|\|", prose)
+    sentences = [each for paragraph in paragraphs for each in re.split(r"(?<=[.!?])\s+", paragraph)]
+    assert [each for each in sentences if "](" not in each and len(each.split()) > 30] == []
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(path: Path) -> None:
     links = re.findall(r"\]\(([^)#\s]+)\)", path.read_text(encoding="utf-8"))
