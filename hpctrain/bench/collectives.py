@@ -17,7 +17,7 @@ from hpctrain.bench.peers import OPERATIONS, Once, gloo_call, group_call, plain_
 from hpctrain.bench.timing import write_json
 from hpctrain.comm.group import Group
 from hpctrain.comm.mesh import choose_transport
-from hpctrain.comm.shared import INLINE, SharedTransport
+from hpctrain.comm.transports.shared import INLINE, SharedTransport
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.report.terminal import stderr_console, stdout_console

@@ -22,7 +22,7 @@ from hpctrain.comm.calls import Call
 from hpctrain.comm.faults import Fault, Faults
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.library import MPI
-from hpctrain.comm.mpi import Requests, cut
+from hpctrain.comm.transports.mpi import Requests, cut
 from hpctrain.units import format_bytes
 
 Depth = Literal["cheap", "full"]

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from hpctrain.comm.calls import Call
 from hpctrain.comm.moved import MovedRecord, moved
-from hpctrain.comm.mpi import flat
-from hpctrain.comm.reduction import (
+from hpctrain.comm.sums import fingerprint
+from hpctrain.comm.transports.mpi import flat
+from hpctrain.comm.transports.reduction import (
     BLOCK,
     ROUND_BYTES,
     SIGNED,
@@ -25,8 +26,7 @@ from hpctrain.comm.reduction import (
     fold_block,
     split,
 )
-from hpctrain.comm.sums import fingerprint
-from hpctrain.comm.transport import Chain, Pending, Several, Span, Steps, Transport, spans_of
+from hpctrain.comm.transports.transport import Chain, Pending, Several, Span, Steps, Transport, spans_of
 from hpctrain.comm.turns import Turn
 
 

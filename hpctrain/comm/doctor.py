@@ -284,7 +284,7 @@ def _node_memory(node: MPI.Intracomm, world: MPI.Intracomm, torch: ModuleType | 
     """Whether the ranks of this node see each other's memory. Collective."""
     if not all(world.allgather(torch is not None)) or node.size == 1:
         return []
-    from hpctrain.comm.node_memory import open_node_memory
+    from hpctrain.comm.transports.node_memory import open_node_memory
 
     memory = open_node_memory(node, world.rank)
     if isinstance(memory, str):

@@ -26,7 +26,7 @@ from hpctrain.comm.calls import Call, Operation
 from hpctrain.comm.device import on_host
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.outcome import reason
-from hpctrain.comm.transport import Pending, Transport
+from hpctrain.comm.transports.transport import Pending, Transport
 from hpctrain.comm.work import Result, StartedWork, Work
 
 Arguments = ParamSpec("Arguments")

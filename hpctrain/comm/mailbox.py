@@ -19,7 +19,7 @@ from torch import Tensor
 from hpctrain.comm.calls import Call
 from hpctrain.comm.group import Group
 from hpctrain.comm.library import MPI, communicator_of
-from hpctrain.comm.shared import MESSAGE_BYTES
+from hpctrain.comm.transports.shared import MESSAGE_BYTES
 from hpctrain.comm.work import Work
 
 LONGEST_PAUSE = 0.5e-3

@@ -8,7 +8,7 @@ from math import prod
 
 from hpctrain.comm.device import identity_of
 from hpctrain.comm.group import Group
-from hpctrain.comm.transports import TRANSPORTS
+from hpctrain.comm.transports.choose import TRANSPORTS
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 

@@ -11,10 +11,10 @@ from typing_extensions import override
 from hpctrain.comm.audit import Log, Record
 from hpctrain.comm.calls import Call
 from hpctrain.comm.faults import Fault
-from hpctrain.comm.mpi import flat
 from hpctrain.comm.outcome import name_ranks
 from hpctrain.comm.sums import fingerprints
-from hpctrain.comm.transport import Span, Steps, Transport, swapped
+from hpctrain.comm.transports.mpi import flat
+from hpctrain.comm.transports.transport import Span, Steps, Transport, swapped
 
 
 class MovedRecord(Record):

@@ -11,18 +11,19 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hpctrain.comm import audited_sum, hierarchical
+from hpctrain.comm import audited_sum
 from hpctrain.comm.calls import Call
 from hpctrain.comm.device import on_host
 from hpctrain.comm.group import Group
-from hpctrain.comm.hierarchical import is_common, is_hierarchical
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.mesh import AXES, EXPERT_AXES, expert_sizes
-from hpctrain.comm.mpi import scratch_bytes
-from hpctrain.comm.shared import SHARED_BYTES
 from hpctrain.comm.topology import neighbours
-from hpctrain.comm.traffic import Traffic, traffic_of
-from hpctrain.comm.transport import Pending, Transport
+from hpctrain.comm.transports import hierarchical
+from hpctrain.comm.transports.hierarchical import is_common, is_hierarchical
+from hpctrain.comm.transports.mpi import scratch_bytes
+from hpctrain.comm.transports.shared import SHARED_BYTES
+from hpctrain.comm.transports.traffic import Traffic, traffic_of
+from hpctrain.comm.transports.transport import Pending, Transport
 
 META = torch.device("meta")
 HOST = torch.device("cpu")

@@ -21,8 +21,6 @@ from typing_extensions import override
 
 from hpctrain.comm.audit import Log, Record
 from hpctrain.comm.calls import Call
-from hpctrain.comm.mpi import flat
-from hpctrain.comm.reduction import split
 from hpctrain.comm.sums import (
     absolute_sum,
     block_elements,
@@ -32,7 +30,9 @@ from hpctrain.comm.sums import (
     is_linear,
     rounding,
 )
-from hpctrain.comm.transport import Span, Steps, Transport, spans_of
+from hpctrain.comm.transports.mpi import flat
+from hpctrain.comm.transports.reduction import split
+from hpctrain.comm.transports.transport import Span, Steps, Transport, spans_of
 
 _HEAD = 2  # of a record in blocks: the fingerprint of what came out, and whether there is NaN
 _EACH = 3  # of a block: sum and bound of what is given, sum of what came out

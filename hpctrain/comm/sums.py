@@ -25,8 +25,8 @@ from math import ceil, sqrt
 import torch
 from torch import Tensor
 
-from hpctrain.comm.reduction import HALVES, SIGNED
-from hpctrain.comm.transport import Span
+from hpctrain.comm.transports.reduction import HALVES, SIGNED
+from hpctrain.comm.transports.transport import Span
 
 _WORD = 4
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}

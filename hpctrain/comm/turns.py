@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from hpctrain.comm.transport import Chain, Pending, Steps, poll
+from hpctrain.comm.transports.transport import Chain, Pending, Steps, poll
 
 
 class Turn:

@@ -17,7 +17,7 @@ from typing_extensions import override
 from hpctrain.comm.calls import Call
 from hpctrain.comm.ledger import Ledger, LedgerEntry
 from hpctrain.comm.timeline import TimelineSpan
-from hpctrain.comm.transport import Pending, poll
+from hpctrain.comm.transports.transport import Pending, poll
 
 Result = TypeVar("Result", bound="Tensor | None")
 

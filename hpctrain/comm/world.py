@@ -21,20 +21,20 @@ from hpctrain.comm.audited import around
 from hpctrain.comm.calls import Call
 from hpctrain.comm.check import Checks
 from hpctrain.comm.device import choose_device, gpu_count, held_bytes, on_host, peak_bytes, use
-from hpctrain.comm.emulate import EmulatedLink, SlowTransport
 from hpctrain.comm.group import Group
 from hpctrain.comm.hang_settings import HangSettings
 from hpctrain.comm.host_memory import is_out_of_memory
 from hpctrain.comm.launcher import contradictions
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.library import MPI, communicator_of, finalizes_between_nodes, start_mpi
-from hpctrain.comm.node_memory import NodeMemory, open_node_memory
 from hpctrain.comm.outcome import as_error, combine, flush_output, print_error, print_problems
-from hpctrain.comm.reduction import ReductionScratch
 from hpctrain.comm.segments import Marker, mark, sweep
 from hpctrain.comm.start_checks import check_launcher, check_srun, refuse_contradictions
 from hpctrain.comm.topology import Topology
-from hpctrain.comm.transports import TRANSPORTS, Ends, Pair
+from hpctrain.comm.transports.choose import TRANSPORTS, Ends, Pair
+from hpctrain.comm.transports.emulated import EmulatedLink, SlowTransport
+from hpctrain.comm.transports.node_memory import NodeMemory, open_node_memory
+from hpctrain.comm.transports.reduction import ReductionScratch
 from hpctrain.comm.work import StartedWork
 from hpctrain.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, HpctrainError, UsersError
 from hpctrain.units import Link, format_bytes

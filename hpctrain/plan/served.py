@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from hpctrain.comm.device import device_named, on_host
 from hpctrain.comm.planned import PlannedMesh
-from hpctrain.comm.traffic import Traffic
+from hpctrain.comm.transports.traffic import Traffic
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine, arrange, assemble

@@ -20,7 +20,7 @@ from hpctrain.comm.calls import Call
 from hpctrain.comm.device import device_named, on_host
 from hpctrain.comm.group import Group
 from hpctrain.comm.planned import META, PlannedMesh
-from hpctrain.comm.traffic import Traffic, traffic_of
+from hpctrain.comm.transports.traffic import Traffic, traffic_of
 from hpctrain.data.batches import MicroBatch
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.place import placed_by_flops

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from hpctrain.comm.mesh import Mesh
-from hpctrain.comm.transports import TRANSPORTS
+from hpctrain.comm.transports.choose import TRANSPORTS
 from hpctrain.model.part import Part
 from hpctrain.units import format_seconds
 

@@ -17,12 +17,12 @@ from hpctrain.comm.audit import Audit, Depth
 from hpctrain.comm.audited import AuditedTransport
 from hpctrain.comm.faults import Fault
 from hpctrain.comm.group import Group
-from hpctrain.comm.hierarchical import HierarchicalTransport
 from hpctrain.comm.mesh import Mesh
-from hpctrain.comm.reduction import HALVES, fold_block
+from hpctrain.comm.transports.hierarchical import HierarchicalTransport
+from hpctrain.comm.transports.reduction import HALVES, fold_block
 from hpctrain.comm.world import World
 from hpctrain.units import Link
-from tests.comm.random_calls import KINDS, MOVES, SUMS, Flip, FlippingTransport, RandomCalls
+from tests.comm.transports.random_calls import KINDS, MOVES, SUMS, Flip, FlippingTransport, RandomCalls
 from tests.engines import small_deck, trainer
 
 WAYS = ("mpi", "shared", "staged", "nodes", "slow", "compared")

@@ -11,9 +11,9 @@ from hpctrain.comm.check import MismatchError, MpiComparer
 from hpctrain.comm.group import Group
 from hpctrain.comm.library import MPI
 from hpctrain.comm.mesh import Mesh
-from hpctrain.comm.mpi import MpiTransport
 from hpctrain.comm.outcome import name_ranks
-from hpctrain.comm.staged import StagedTransport
+from hpctrain.comm.transports.mpi import MpiTransport
+from hpctrain.comm.transports.staged import StagedTransport
 from hpctrain.comm.world import World
 
 Act = Callable[[Group], object]

@@ -1,7 +1,7 @@
 """Every primitive, dtype and form against a reference that each rank computes by itself.
 
-Tests of comm/group.py, comm/work.py, comm/calls.py, comm/transport.py, comm/mpi.py, comm/staged.py and
-comm/reduction.py.
+Tests of comm/group.py, comm/work.py and comm/calls.py, and of the modules transport, mpi, staged and
+reduction of comm/transports/.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch import Tensor
 
 from hpctrain.comm.calls import Operation
 from hpctrain.comm.group import Group
-from hpctrain.comm.mpi import MpiTransport
-from hpctrain.comm.node_memory import NodeMemory
-from hpctrain.comm.shared import SharedTransport
-from hpctrain.comm.staged import StagedTransport
-from hpctrain.comm.transport import Transport
+from hpctrain.comm.transports.mpi import MpiTransport
+from hpctrain.comm.transports.node_memory import NodeMemory
+from hpctrain.comm.transports.shared import SharedTransport
+from hpctrain.comm.transports.staged import StagedTransport
+from hpctrain.comm.transports.transport import Transport
 from hpctrain.comm.world import World
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)

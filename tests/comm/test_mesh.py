@@ -1,6 +1,6 @@
 """The mesh against numpy's own reshaped arange.
 
-Tests of comm/mesh.py and comm/transports.py.
+Tests of comm/mesh.py and comm/transports/choose.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hpctrain.comm.mesh import AXES, EXPERT_AXES, JOINED, Mesh, choose_transport, sizes_text
-from hpctrain.comm.transports import TRANSPORTS
+from hpctrain.comm.transports.choose import TRANSPORTS
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 

@@ -85,7 +85,7 @@ def test_who_waits_for_one_of_several_lets_others_have_the_core(
         yields += 1
         asked()
 
-    monkeypatch.setattr("hpctrain.comm.transport.os.sched_yield", counting)
+    monkeypatch.setattr("hpctrain.comm.transports.transport.os.sched_yield", counting)
     if world.rank:
         time.sleep(0.1)
     parts = [torch.full((size,), 1.0) for size in (70_000, 3)]

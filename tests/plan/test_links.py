@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.comm.traffic import Traffic
+from hpctrain.comm.transports.traffic import Traffic
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.plan.links import break_even, linked_step, measured_step
 from hpctrain.plan.traffic import Moved, StageTraffic, TrafficPlan

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpctrain.comm.shared import SharedTransport
+from hpctrain.comm.transports.shared import SharedTransport
 from hpctrain.comm.world import World
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck

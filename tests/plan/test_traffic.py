@@ -9,7 +9,7 @@ from typing import get_args
 
 import pytest
 
-from hpctrain.comm.traffic import Traffic
+from hpctrain.comm.transports.traffic import Traffic
 from hpctrain.comm.world import World
 from hpctrain.deck.communication import Communication
 from hpctrain.deck.schema import Deck

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpctrain.comm.hierarchical import HierarchicalTransport
-from hpctrain.comm.shared import SharedTransport
+from hpctrain.comm.transports.hierarchical import HierarchicalTransport
+from hpctrain.comm.transports.shared import SharedTransport
 from hpctrain.comm.world import World
 from hpctrain.sharding.bucket import await_readers
 from hpctrain.sharding.pool import Pool

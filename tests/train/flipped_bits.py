@@ -16,9 +16,9 @@ from torch import Tensor
 
 from hpctrain.comm import audited
 from hpctrain.comm.calls import Call
-from hpctrain.comm.reduction import HALVES
-from hpctrain.comm.transport import Pending, Span, Transport
-from hpctrain.comm.transports import Pair
+from hpctrain.comm.transports.choose import Pair
+from hpctrain.comm.transports.reduction import HALVES
+from hpctrain.comm.transports.transport import Pending, Span, Transport
 from hpctrain.comm.world import World
 from hpctrain.parallel.audit import ProductAudit, Sum
 from hpctrain.parallel.audit_passes import Bounds, Passes
@@ -29,8 +29,8 @@ from hpctrain.sharding.synchronize import GradientSynchronizer
 from hpctrain.train.run import Loop
 from hpctrain.train.step import ReadBatches, Step, StepResult
 from hpctrain.train.trainer import Trainer
-from tests.comm.random_calls import Flip as Change
-from tests.comm.random_calls import FlippingTransport
+from tests.comm.transports.random_calls import Flip as Change
+from tests.comm.transports.random_calls import FlippingTransport
 from tests.parallel.test_audit import Flip as Wrong
 from tests.parallel.test_audit import Flipping
 from tests.train.flips import flip

@@ -22,7 +22,7 @@ from hpctrain.checkpoint.background import BackgroundSave
 from hpctrain.comm import audited
 from hpctrain.comm.faults import Fault
 from hpctrain.comm.group import Group
-from hpctrain.comm.transports import Pair
+from hpctrain.comm.transports.choose import Pair
 from hpctrain.comm.world import World
 from hpctrain.deck.read import read_deck
 from hpctrain.errors import HpctrainError
@@ -39,8 +39,8 @@ from hpctrain.train.step import ReadBatches, Step
 from hpctrain.train.trainer import Trainer
 from hpctrain.train.way_back import WayBack
 from hpctrain.watch.run_files import STOP_FILE
-from tests.comm.random_calls import Flip as Message
-from tests.comm.random_calls import FlippingTransport
+from tests.comm.transports.random_calls import Flip as Message
+from tests.comm.transports.random_calls import FlippingTransport
 from tests.engines import LLAMA, small_deck, trainer
 from tests.train.flips import Flip, Flips, flip, gradients, states
 from tests.train.poisoned import make_deck, train

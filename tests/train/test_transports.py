@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpctrain.comm.hierarchical import HierarchicalTransport
-from hpctrain.comm.shared import SharedTransport
+from hpctrain.comm.transports.hierarchical import HierarchicalTransport
+from hpctrain.comm.transports.shared import SharedTransport
 from hpctrain.comm.world import World
 from tests.engines import LLAMA, small_deck, trainer
 

@@ -15,8 +15,8 @@ from hpctrain.comm.calls import Call, GroupCalls
 from hpctrain.comm.group import Group
 from hpctrain.comm.mesh import AXES, EXPERT_AXES, expert_sizes, rank_count
 from hpctrain.comm.planned import PlannedMesh
-from hpctrain.comm.traffic import Traffic
-from hpctrain.comm.transport import Pending
+from hpctrain.comm.transports.traffic import Traffic
+from hpctrain.comm.transports.transport import Pending
 from hpctrain.plan.rehearse.programme import WAIT, Event, Membership, Numbers
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.planned import META
-from hpctrain.comm.transport import Pending
+from hpctrain.comm.transports.transport import Pending
 from hpctrain.engine.stage import TrainedStage
 from hpctrain.model.inputs import Inputs
 from hpctrain.model.part import Part, parameter_list

@@ -330,7 +330,8 @@ def collective_seconds(machine: Machine, operation: Operation, size: float, grou
     """Seconds of an operation of `size` bytes in all: the payload of a rank.
 
     By what was measured, where it was, inside a node. Else pieces pass each rank's link once, twice for an
-    all-reduce; between nodes the ranks that lie together have their links together (`comm/hierarchical.py`).
+    all-reduce; between nodes the ranks that lie together have their links together
+    (`comm/transports/hierarchical.py`).
     """
     if group.size == 1 or size <= 0:
         return 0.0

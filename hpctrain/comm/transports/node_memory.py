@@ -36,7 +36,7 @@ from torch import Tensor
 from hpctrain.comm.library import MPI
 
 if TYPE_CHECKING:
-    from hpctrain.comm.messages import Block
+    from hpctrain.comm.transports.node_messages import Block
 
 _NAME = "hpctrain"
 _ADDRESSES = 1 << 45  # of those that a process has, 2^47, what the files of a node may take together

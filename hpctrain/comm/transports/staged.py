@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hpctrain.comm.calls import Call
 from hpctrain.comm.device import host_empty, wait_for_copies
-from hpctrain.comm.transport import Pending, Steps, Transport, drive
+from hpctrain.comm.transports.transport import Pending, Steps, Transport, drive
 
 
 class StagedTransport(Transport):

@@ -11,11 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hpctrain.comm.boards import ROUNDS, Pieces, Slot
-from hpctrain.comm.mpi import MpiTransport, Requests
-from hpctrain.comm.node_memory import NodeMemory, Place
-from hpctrain.comm.shared import ROUND_BYTES, TURNS, SharedTransport, take_staging
-from hpctrain.comm.transport import Span, Steps
+from hpctrain.comm.transports.mpi import MpiTransport, Requests
+from hpctrain.comm.transports.node_memory import NodeMemory, Place
+from hpctrain.comm.transports.progress_counters import ROUNDS, Pieces, Slot
+from hpctrain.comm.transports.shared import ROUND_BYTES, TURNS, SharedTransport, take_staging
+from hpctrain.comm.transports.transport import Span, Steps
 
 _WORD = torch.zeros(1, dtype=torch.uint8)
 

@@ -1,7 +1,7 @@
 """What goes through the memory of a node is, to the bit, what messages bring.
 
-Tests of comm/shared.py, comm/boards.py, comm/inline.py and comm/node_memory.py; tests/comm/test_group.py has
-every primitive, type and form.
+Tests of the modules shared, progress_counters, small_messages and node_memory of comm/transports/;
+tests/comm/test_group.py has every primitive, type and form.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpctrain.comm.boards import SLOTS
 from hpctrain.comm.group import Group
-from hpctrain.comm.inline import inline_bytes
 from hpctrain.comm.mesh import Mesh, choose_transport
-from hpctrain.comm.node_memory import NodeMemory, Place
-from hpctrain.comm.shared import SharedTransport
+from hpctrain.comm.transports.node_memory import NodeMemory, Place
+from hpctrain.comm.transports.progress_counters import SLOTS
+from hpctrain.comm.transports.shared import SharedTransport
+from hpctrain.comm.transports.small_messages import inline_bytes
 from hpctrain.comm.work import Work
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError

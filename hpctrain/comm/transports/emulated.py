@@ -28,9 +28,9 @@ from typing_extensions import override
 
 from hpctrain.comm.calls import Call
 from hpctrain.comm.library import MPI
-from hpctrain.comm.mpi import Requests
-from hpctrain.comm.traffic import Traffic, traffic_of
-from hpctrain.comm.transport import Pending, Steps, Transport, drive
+from hpctrain.comm.transports.mpi import Requests
+from hpctrain.comm.transports.traffic import Traffic, traffic_of
+from hpctrain.comm.transports.transport import Pending, Steps, Transport, drive
 from hpctrain.units import Link
 
 

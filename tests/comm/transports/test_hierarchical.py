@@ -1,7 +1,7 @@
 """Groups of several nodes, whose ranks share memory inside these, bring to the bit what messages bring.
 
-Tests of comm/hierarchical.py, comm/crossing.py, comm/sum_across.py, comm/gather_across.py and
-comm/topology.py, on nodes that are emulated.
+Tests of the modules hierarchical, crossing, sum_across and gather_across of comm/transports/,
+and of comm/topology.py, on nodes that are emulated.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import torch
 
 from hpctrain.comm.calls import Call
 from hpctrain.comm.group import Group
-from hpctrain.comm.hierarchical import PIECE_BYTES, HierarchicalTransport
 from hpctrain.comm.mesh import Mesh
-from hpctrain.comm.mpi import MpiTransport
-from hpctrain.comm.node_memory import Place
-from hpctrain.comm.reduction import ReductionScratch
-from hpctrain.comm.shared import SharedTransport
 from hpctrain.comm.topology import Topology, neighbours
-from hpctrain.comm.traffic import traffic_of
+from hpctrain.comm.transports.hierarchical import PIECE_BYTES, HierarchicalTransport
+from hpctrain.comm.transports.mpi import MpiTransport
+from hpctrain.comm.transports.node_memory import Place
+from hpctrain.comm.transports.reduction import ReductionScratch
+from hpctrain.comm.transports.shared import SharedTransport
+from hpctrain.comm.transports.traffic import traffic_of
 from hpctrain.comm.world import World
-from tests.comm.test_shared import Random, rough
+from tests.comm.transports.test_shared import Random, rough
 
 SEQUENCES = {4: 300}
 """By ranks; of others fewer."""

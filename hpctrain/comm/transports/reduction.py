@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.calls import Operation
-from hpctrain.comm.transport import Pending, Span, Steps, spans_of
+from hpctrain.comm.transports.transport import Pending, Span, Steps, spans_of
 
 SMALL_BYTES = 32 * 1024  # received in all, up to which every rank receives everything
 ROUND_BYTES = 8 * 1024 * 1024  # received in one round; two rounds are in flight

@@ -14,14 +14,23 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hpctrain.comm.boards import ROUNDS, SLOTS, Boards, Pieces, Slot
 from hpctrain.comm.calls import Call, Operation
-from hpctrain.comm.inline import Inline, inline_bytes, open_inline
-from hpctrain.comm.messages import Messages
-from hpctrain.comm.mpi import MpiTransport, flat
-from hpctrain.comm.node_memory import NodeMemory, Place
-from hpctrain.comm.reduction import BLOCK, fold_block, split
-from hpctrain.comm.transport import Chain, Pending, Span, Steps, Transport, drive, spans_of, swapped
+from hpctrain.comm.transports.mpi import MpiTransport, flat
+from hpctrain.comm.transports.node_memory import NodeMemory, Place
+from hpctrain.comm.transports.node_messages import Messages
+from hpctrain.comm.transports.progress_counters import ROUNDS, SLOTS, Boards, Pieces, Slot
+from hpctrain.comm.transports.reduction import BLOCK, fold_block, split
+from hpctrain.comm.transports.small_messages import Inline, inline_bytes, open_inline
+from hpctrain.comm.transports.transport import (
+    Chain,
+    Pending,
+    Span,
+    Steps,
+    Transport,
+    drive,
+    spans_of,
+    swapped,
+)
 
 SHARED_BYTES = 256 * 1024
 """Smaller sums are MPI's, where they are not inline: its own small messages take less time than ours."""

@@ -7,15 +7,15 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from hpctrain.comm.hierarchical import HierarchicalTransport
 from hpctrain.comm.library import MPI
-from hpctrain.comm.mpi import MpiTransport
-from hpctrain.comm.node_memory import NodeMemory
-from hpctrain.comm.reduction import ReductionScratch
-from hpctrain.comm.shared import SharedTransport
-from hpctrain.comm.staged import StagedTransport
 from hpctrain.comm.topology import neighbours
-from hpctrain.comm.transport import Transport
+from hpctrain.comm.transports.hierarchical import HierarchicalTransport
+from hpctrain.comm.transports.mpi import MpiTransport
+from hpctrain.comm.transports.node_memory import NodeMemory
+from hpctrain.comm.transports.reduction import ReductionScratch
+from hpctrain.comm.transports.shared import SharedTransport
+from hpctrain.comm.transports.staged import StagedTransport
+from hpctrain.comm.transports.transport import Transport
 
 Gpus = Sequence[str | None]
 """Of every rank the name of its GPU, which no other GPU has; None on a CPU."""
@@ -64,7 +64,7 @@ def _shared(ends: Ends) -> Pair:
 
 
 def _nccl(ends: Ends) -> Pair:
-    from hpctrain.comm.nccl import NcclTransport
+    from hpctrain.comm.transports.nccl import NcclTransport
 
     host = MpiTransport(ends.communicator, ends.scratch)
     return host, NcclTransport(ends.communicator, ends.scratch)

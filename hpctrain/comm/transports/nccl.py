@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hpctrain.comm import reduction
 from hpctrain.comm.calls import Call, Operation
 from hpctrain.comm.device import SideStream, present_stream
-from hpctrain.comm.reduction import ReductionScratch
-from hpctrain.comm.transport import Pending, Span, Transport, drive, swapped
+from hpctrain.comm.transports import reduction
+from hpctrain.comm.transports.reduction import ReductionScratch
+from hpctrain.comm.transports.transport import Pending, Span, Transport, drive, swapped
 
 if TYPE_CHECKING:
     from hpctrain.comm.library import MPI

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.calls import Operation
-from hpctrain.comm.crossing import Crossing, Ways, piece_elements, rounds_of
-from hpctrain.comm.mpi import Requests
-from hpctrain.comm.reduction import BLOCK, FUNCTIONS, split
-from hpctrain.comm.shared import TURNS
-from hpctrain.comm.transport import Chain, Several, Steps, Until, spans_of
+from hpctrain.comm.transports.crossing import Crossing, Ways, piece_elements, rounds_of
+from hpctrain.comm.transports.mpi import Requests
+from hpctrain.comm.transports.reduction import BLOCK, FUNCTIONS, split
+from hpctrain.comm.transports.shared import TURNS
+from hpctrain.comm.transports.transport import Chain, Several, Steps, Until, spans_of
 
 FLIGHT = 4  # pieces of a sum that a rank has memory for
 HALVES = frozenset({torch.float16, torch.bfloat16})

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from hpctrain.comm.crossing import Crossing, Ways, piece_elements, rounds_of
-from hpctrain.comm.mpi import Requests
-from hpctrain.comm.shared import TURNS
-from hpctrain.comm.transport import Chain, Several, Span, Steps, Until
+from hpctrain.comm.transports.crossing import Crossing, Ways, piece_elements, rounds_of
+from hpctrain.comm.transports.mpi import Requests
+from hpctrain.comm.transports.shared import TURNS
+from hpctrain.comm.transports.transport import Chain, Several, Span, Steps, Until
 
 
 class GatherAcross(Crossing):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hpctrain.comm.calls import Call, Operation
 from hpctrain.comm.group import Group
-from hpctrain.comm.transport import Pending, Span, Steps, Transport, drive, swapped
+from hpctrain.comm.transports.transport import Pending, Span, Steps, Transport, drive, swapped
 from hpctrain.comm.work import Work
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float64, torch.float16)

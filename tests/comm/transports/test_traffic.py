@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hpctrain.comm.calls import Call
-from hpctrain.comm.traffic import Traffic, traffic_of
-from hpctrain.comm.transport import swapped
+from hpctrain.comm.transports.traffic import Traffic, traffic_of
+from hpctrain.comm.transports.transport import swapped
 from hpctrain.units import Link
 
 SIZE = 4

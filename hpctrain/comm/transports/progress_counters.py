@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from hpctrain.comm.library import MPI
-from hpctrain.comm.node_memory import NodeMemory, Place
-from hpctrain.comm.transport import poll
+from hpctrain.comm.transports.node_memory import NodeMemory, Place
+from hpctrain.comm.transports.transport import poll
 
 SLOTS = 32
 """Operations of a group that may be under way at once."""

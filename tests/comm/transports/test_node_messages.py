@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpctrain.comm import messages as module
 from hpctrain.comm.group import Group
-from hpctrain.comm.hierarchical import HierarchicalTransport
 from hpctrain.comm.mesh import Mesh
-from hpctrain.comm.node_memory import NodeMemory
-from hpctrain.comm.shared import SharedTransport
+from hpctrain.comm.transports import node_messages as module
+from hpctrain.comm.transports.hierarchical import HierarchicalTransport
+from hpctrain.comm.transports.node_memory import NodeMemory
+from hpctrain.comm.transports.shared import SharedTransport
 from hpctrain.comm.work import Work
 from hpctrain.comm.world import World
 
@@ -162,7 +162,7 @@ def test_short_and_very_long_ones_are_left_to_mpi(world: World, monkeypatch: pyt
     assert isinstance(group.host, SharedTransport)
     memory = memory_of(group)
     memory.blocks.clear()
-    monkeypatch.setattr("hpctrain.comm.shared.MESSAGE_MOST_BYTES", 100_000)
+    monkeypatch.setattr("hpctrain.comm.transports.shared.MESSAGE_MOST_BYTES", 100_000)
     for size, ours in ((16_000, False), (20_000, True), (100_001, False)):
         tensor = torch.full((size,), 7, dtype=torch.uint8)
         if group.rank == 0:

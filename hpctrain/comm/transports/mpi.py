@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hpctrain.comm import reduction
 from hpctrain.comm.calls import Call, Operation
 from hpctrain.comm.library import MPI
-from hpctrain.comm.reduction import ReductionScratch
-from hpctrain.comm.transport import Pending, Span, Transport, drive, starts, swapped
+from hpctrain.comm.transports import reduction
+from hpctrain.comm.transports.reduction import ReductionScratch
+from hpctrain.comm.transports.transport import Pending, Span, Transport, drive, starts, swapped
 
 TYPES: Mapping[torch.dtype, MPI.Datatype] = {
     torch.float32: MPI.FLOAT,

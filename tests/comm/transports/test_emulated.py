@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hpctrain.comm.emulate import EmulatedLink, SlowTransport
 from hpctrain.comm.group import Group
-from hpctrain.comm.hierarchical import HierarchicalTransport
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.mesh import Mesh
-from hpctrain.comm.mpi import MpiTransport
-from hpctrain.comm.reduction import ReductionScratch
-from hpctrain.comm.traffic import Traffic
+from hpctrain.comm.transports.emulated import EmulatedLink, SlowTransport
+from hpctrain.comm.transports.hierarchical import HierarchicalTransport
+from hpctrain.comm.transports.mpi import MpiTransport
+from hpctrain.comm.transports.reduction import ReductionScratch
+from hpctrain.comm.transports.traffic import Traffic
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.units import Link

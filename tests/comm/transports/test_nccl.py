@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpctrain.comm import nccl
 from hpctrain.comm.calls import Call, Operation
 from hpctrain.comm.group import Group
 from hpctrain.comm.mesh import Mesh
-from hpctrain.comm.nccl import NcclTransport
-from hpctrain.comm.reduction import ReductionScratch
-from hpctrain.comm.transport import Chain
+from hpctrain.comm.transports import nccl
+from hpctrain.comm.transports.nccl import NcclTransport
+from hpctrain.comm.transports.reduction import ReductionScratch
+from hpctrain.comm.transports.transport import Chain
 from hpctrain.comm.world import World
 
 pytestmark = pytest.mark.mpi

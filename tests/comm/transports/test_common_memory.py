@@ -1,6 +1,6 @@
 """Memory that several ranks of a node have in common: one, while any of them uses it, and counted once.
 
-Tests of comm/node_memory.py and comm/shared.py.
+Tests of comm/transports/node_memory.py and comm/transports/shared.py.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch
 from hpctrain.comm.calls import Call
 from hpctrain.comm.group import Group
 from hpctrain.comm.mesh import Mesh
-from hpctrain.comm.node_memory import NodeMemory
-from hpctrain.comm.shared import SharedTransport
-from hpctrain.comm.transport import Pending
+from hpctrain.comm.transports.node_memory import NodeMemory
+from hpctrain.comm.transports.shared import SharedTransport
+from hpctrain.comm.transports.transport import Pending
 from hpctrain.comm.world import World
 
 pytestmark = pytest.mark.mpi(min_size=2)

@@ -21,16 +21,16 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpctrain.comm.calls import Call
-from hpctrain.comm.crossing import Ways, piece_elements
-from hpctrain.comm.gather_across import GatherAcross
 from hpctrain.comm.library import MPI
-from hpctrain.comm.messages import Messages
-from hpctrain.comm.mpi import MpiTransport, flat
-from hpctrain.comm.mpi import scratch_bytes as mpi_scratch_bytes
-from hpctrain.comm.node_memory import NodeMemory
-from hpctrain.comm.shared import REDUCTIONS, SHARED_BYTES, SharedTransport, meet
-from hpctrain.comm.sum_across import FLIGHT, HALVES, SumAcross
-from hpctrain.comm.transport import Pending, Steps, Transport, drive, spans_of
+from hpctrain.comm.transports.crossing import Ways, piece_elements
+from hpctrain.comm.transports.gather_across import GatherAcross
+from hpctrain.comm.transports.mpi import MpiTransport, flat
+from hpctrain.comm.transports.mpi import scratch_bytes as mpi_scratch_bytes
+from hpctrain.comm.transports.node_memory import NodeMemory
+from hpctrain.comm.transports.node_messages import Messages
+from hpctrain.comm.transports.shared import REDUCTIONS, SHARED_BYTES, SharedTransport, meet
+from hpctrain.comm.transports.sum_across import FLIGHT, HALVES, SumAcross
+from hpctrain.comm.transports.transport import Pending, Steps, Transport, drive, spans_of
 
 MESSAGE_BYTES = 60 * 1024  # what Open MPI sends over TCP at once; longer ones halve a link used both ways
 PIECE_BYTES = 8 * MESSAGE_BYTES  # of a rank's slice, added at a time

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from hpctrain.comm.calls import Call
 from hpctrain.comm.library import MPI
-from hpctrain.comm.mpi import flat
-from hpctrain.comm.node_memory import NodeMemory, Place
-from hpctrain.comm.reduction import fold_block
+from hpctrain.comm.transports.mpi import flat
+from hpctrain.comm.transports.node_memory import NodeMemory, Place
+from hpctrain.comm.transports.reduction import fold_block
 
 INLINE_BYTES = 256 * 1024
 """Of all ranks' copies together: what lies in a processor's cache, and is read by every rank."""
