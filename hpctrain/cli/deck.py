@@ -48,7 +48,7 @@ def command(
     if ranks is None and size > 1:
         ranks = size
     if foreign is not None:
-        from hpctrain.deck.foreign.deck import foreign_deck
+        from hpctrain.deck.convert.deck_text import foreign_deck
 
         if deck is not None or overrides or reference:
             raise click.UsageError("--from makes a deck by itself: leave out DECK, --set and --reference")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.deck.foreign.deepspeed import DEFAULTS, RULES, translated
-from hpctrain.deck.foreign.rules import Theirs, UntranslatedError
+from hpctrain.deck.convert.deepspeed import DEFAULTS, RULES, translated
+from hpctrain.deck.convert.rules import Theirs, UntranslatedError
 from hpctrain.deck.schema import fields
 
 Table = dict[str, object]

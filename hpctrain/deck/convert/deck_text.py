@@ -9,9 +9,9 @@ from pathlib import Path
 from pydantic.fields import FieldInfo
 
 from hpctrain.characters import escaped
-from hpctrain.deck.foreign import deepspeed, megatron
-from hpctrain.deck.foreign.rules import Translated
-from hpctrain.deck.foreign.script import arguments_of
+from hpctrain.deck.convert import deepspeed, megatron
+from hpctrain.deck.convert.rules import Translated
+from hpctrain.deck.convert.script import arguments_of
 from hpctrain.deck.key import extra
 from hpctrain.deck.schema import fields, sections
 from hpctrain.deck.sources import toml_value

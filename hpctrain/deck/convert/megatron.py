@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from hpctrain.deck.activations import DEFAULT_ACTIVATIONS
-from hpctrain.deck.foreign.rules import (
+from hpctrain.deck.convert.rules import (
     Keys,
     Rule,
     Theirs,
@@ -28,7 +28,7 @@ from hpctrain.deck.foreign.rules import (
     when_on,
     whole,
 )
-from hpctrain.deck.foreign.script import arguments_of
+from hpctrain.deck.convert.script import arguments_of
 
 NAME = "Megatron-LM"
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
-from hpctrain.deck.foreign.rules import (
+from hpctrain.deck.convert.rules import (
     Keys,
     Rule,
     Theirs,

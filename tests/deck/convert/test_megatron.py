@@ -1,6 +1,6 @@
 """Megatron-LM's arguments: what becomes of each, of scripts as its examples have them, of what is wrong.
 
-Tests of deck/foreign/megatron.py and deck/foreign/script.py.
+Tests of deck/convert/megatron.py and deck/convert/script.py.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.deck.foreign.megatron import DEFAULTS, RULES, translated
-from hpctrain.deck.foreign.rules import Theirs, UntranslatedError, whole
-from hpctrain.deck.foreign.script import arguments_of
+from hpctrain.deck.convert.megatron import DEFAULTS, RULES, translated
+from hpctrain.deck.convert.rules import Theirs, UntranslatedError, whole
+from hpctrain.deck.convert.script import arguments_of
 from hpctrain.deck.schema import fields
 
 SCRIPT = """#!/bin/bash

@@ -1,4 +1,4 @@
-"""`hpctrain deck --from`: a deck, or a sentence. Of deck/foreign/deck.py and deck/foreign/rules.py."""
+"""`hpctrain deck --from`: a deck, or a sentence. Of deck/convert/deck_text.py and deck/convert/rules.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from hpctrain.cli.deck import command
-from hpctrain.deck.foreign.deck import foreign_deck
+from hpctrain.deck.convert.deck_text import foreign_deck
 from hpctrain.deck.read import parse_deck
 from hpctrain.errors import HpctrainError, InputOutputError
 

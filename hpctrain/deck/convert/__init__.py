@@ -1,0 +1,1 @@
+"""Conversion of DeepSpeed configurations and Megatron-LM arguments to input decks."""

@@ -1,1 +1,0 @@
-"""Decks from what other programs are told: DeepSpeed and Megatron-LM."""
