@@ -106,7 +106,9 @@ class Embedding(TransformerLayer):
         if self.positions is not None:
             documents = around.inputs.documents
             x = self.positions(x, around.positions if documents is None else documents.at(around.positions))
-        return dropout(x, around.inputs.dropout, 0, around.positions, self.probability)
+        if around.inputs.dropout is not None:
+            x = dropout(x, around.inputs.dropout, 0, around.positions, self.probability)
+        return x
 
     def run(self, x: Tensor, around: Surroundings, residency: Residency) -> Tensor:
         """See TransformerLayer: backward needs no parameter of it."""
@@ -160,13 +162,18 @@ class Block(TransformerLayer):
         source, positions = around.inputs.dropout, around.positions
         inputs = around.inputs
         attended = self.attention(self.attention_norm(x), around.rotary, inputs.documents, inputs.cache)
-        x = x + dropout(attended, source, self.site, positions, self.probability)
+        if source is not None:
+            attended = dropout(attended, source, self.site, positions, self.probability)
+        x = x + attended
         normal = self.feed_forward_norm(x)
+        expanded: Tensor
         if isinstance(self.feed_forward, Mixture):
             expanded = self.feed_forward(normal, around.inputs, around.residency)
         else:
             expanded = self.feed_forward(normal)
-        return x + dropout(expanded, source, self.site + 1, positions, self.probability)
+        if source is not None:
+            expanded = dropout(expanded, source, self.site + 1, positions, self.probability)
+        return x + expanded
 
     def units(self) -> Iterator[list[list[Parameter]]]:
         """See Layer: experts are a unit of their own, needed later than the rest."""

@@ -21,7 +21,3 @@ class Drawing:
         if self.tokens is not None:
             logits = replace(logits, columns=min(logits.columns, max(0, self.tokens - first)))
         return replace(logits, multiplier=logits.multiplier / self.temperature)
-
-
-WHOLE = Drawing()
-"""Of all tokens that a model has, as it is."""

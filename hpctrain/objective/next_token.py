@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hpctrain.data.batches import MicroBatch
 from hpctrain.model.inputs import Inputs
-from hpctrain.objective.drawing import WHOLE, Drawing
+from hpctrain.objective.drawing import Drawing
 from hpctrain.objective.objective import Losses, LossOf
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.partition import Logits
@@ -66,7 +66,7 @@ class CrossEntropy:
     targets: Tensor
     scale: Tensor
     z_loss: float = 0.0
-    drawing: Drawing = WHOLE
+    drawing: Drawing | None = None
 
     def __call__(self, head: VocabularyHead, hidden: Tensor) -> Losses:
         """Sum over the rank's tokens; the gradients are those of `scale` times it, plus z-loss."""
@@ -79,7 +79,8 @@ class CrossEntropy:
         """See ChunkLoss, of `rows` of the targets."""
         targets = targets[rows]
         tensor, first = head.groups.tensor, head.table.shard.start[0]
-        logits = self.drawing.of(logits, first)
+        if self.drawing is not None:
+            logits = self.drawing.of(logits, first)
         predicted = targets >= 0
         local = targets - first
         mine = predicted & (local >= 0) & (local < logits.columns)

@@ -62,24 +62,32 @@ class Spikes:
         self, treatment: Treatment, window: int, factor: float, most: int, warmup: int, scales: bool = False
     ) -> None:
         self.treatment, self.factor, self.most, self.warmup = treatment, factor, most, warmup
+        self.enabled = treatment != "off"
         self.window, self.scales = window, scales
         self.count = 0
         self.found: deque[Spike] = deque(maxlen=RECORDED)
         self._last: deque[tuple[float, float]] = deque(maxlen=window)
 
     def judge(self, step: int, loss: float, norm: float, first_sample: int, samples: int) -> Spike | None:
-        """The spike that the step number `step` (from 1) is, if it is one; else it may make its update."""
-        if self.treatment == "off":
-            return None
+        """Return the spike that a step is, or None if the step may make its update.
+
+        It is called only if `enabled`.
+
+        Args:
+            step: Number of the step, from 1.
+            loss: Its loss.
+            norm: Its gradient norm before clipping.
+            first_sample: Number of samples of the run before this step.
+            samples: Number of samples of this step.
+        """
         why = self._why(step, loss, norm)
         if not why:
             return None
         return Spike(step, finite(loss), finite(norm), why, first_sample, samples)
 
     def learn(self, loss: float, norm: float) -> None:
-        """A step made its update."""
-        if self.treatment != "off":
-            self._last.append((loss, norm))
+        """Add a step that made its update to the window. It is called only if `enabled`."""
+        self._last.append((loss, norm))
 
     def remember(self, spike: Spike) -> None:
         """One was found."""
@@ -88,7 +96,7 @@ class Spikes:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint stores, as JSON; nothing where nothing is known."""
-        if self.treatment == "off" and not self.count:
+        if not self.enabled and not self.count:
             return {}
         found = [asdict(spike) for spike in self.found]
         return {"spikes": {"count": self.count, "window": list(map(list, self._last)), "found": found}}

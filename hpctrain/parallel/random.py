@@ -102,11 +102,17 @@ class DropoutSource:
         return bits < threshold
 
 
-def dropout(
-    x: Tensor, source: DropoutSource | None, site: int, positions: Tensor, probability: float
-) -> Tensor:
-    """Dropout of x [s, b, features], whose rows stand at `positions` [s]; off without a source."""
-    if source is None or probability == 0.0:
+def dropout(x: Tensor, source: DropoutSource, site: int, positions: Tensor, probability: float) -> Tensor:
+    """Return `x` with elements dropped and the others scaled by 1 / (1 - probability).
+
+    Args:
+        x: Tensor [s, b, features].
+        source: Random numbers of the micro-batch.
+        site: Number of the place in the model.
+        positions: Global positions [s] of the rows of `x`.
+        probability: Probability with which an element is dropped.
+    """
+    if probability == 0.0:
         return x
     mask = source.mask(site, positions, x.shape[-1], probability)
     return x * mask / (1.0 - probability)

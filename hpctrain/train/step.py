@@ -136,11 +136,14 @@ class Step:
         engine.world.ledger.phase = "step"
         finite = all(map(isfinite, (*figures.values(), *norms)))
         loss, norm = figures["loss"], fmean(norms)
-        spike = engine.spikes.judge(state.step + 1, loss, norm, state.samples, batch)
+        spike = None
+        if engine.spikes.enabled:
+            spike = engine.spikes.judge(state.step + 1, loss, norm, state.samples, batch)
         updated = finite and spike is None and learns(tokens, loss)
         rate = engine.learning_rate.at(state.step, batch)
         if updated:
-            engine.spikes.learn(loss, norm)
+            if engine.spikes.enabled:
+                engine.spikes.learn(loss, norm)
             figures |= self.noise_scale(totals[-1], tokens, batch)
             before_update()
             clipped = clip_coefficient(norms[replica], self.clip)

@@ -88,9 +88,9 @@ def test_what_is_not_finite_is_one_at_any_time(value: float) -> None:
     assert watching(scales=True).judge(1, value, value, 0, 8) is not None
 
 
-def test_nothing_is_looked_at_where_it_is_off() -> None:
-    spikes = fed(Spikes("off", 16, 6.0, 3, 0), 40)
-    assert spikes.judge(41, nan, inf, 0, 8) is None
+def test_spikes_that_are_off_are_not_enabled_and_have_no_state() -> None:
+    spikes = Spikes("off", 16, 6.0, 3, 0)
+    assert not spikes.enabled
     assert spikes.state() == {}
 
 
