@@ -4,7 +4,7 @@
 time in a copy of the project, and runs the tests of that package and of the layouts: first as `make
 test` selects them, then, where these pass, all of them on all numbers of ranks. It prints a line for
 each mutation, and how many were found by the selection and by all tests. `--list` only prints the
-mutations.
+mutations. `--first 20` goes on with the 20th of them after an interruption.
 """
 
 from __future__ import annotations
@@ -147,10 +147,11 @@ def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=60, help="number of mutations")
     parser.add_argument("--seed", type=int, default=1, help="seed by which they are drawn")
+    parser.add_argument("--first", type=int, default=1, help="number of the first mutation to try")
     parser.add_argument("--list", action="store_true", help="print the mutations and run nothing")
     options = parser.parse_args(words)
     found = {"selection": 0, "all": 0}
-    chosen = draw(options.count, options.seed)
+    chosen = draw(options.count, options.seed)[options.first - 1 :]
     with tempfile.TemporaryDirectory(prefix="hpctrain-mutate-") as name:
         folder = Path(name)
         for part in (
@@ -165,9 +166,9 @@ def main(words: Sequence[str]) -> int:
         ):
             copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy2
             copy(ROOT / part, folder / part)
-        for number, mutation in enumerate(chosen):
+        for number, mutation in enumerate(chosen, options.first):
             source = (ROOT / mutation.path).read_text(encoding="utf-8")
-            print(f"{number + 1}. {mutation.describe(source)}", flush=True)
+            print(f"{number}. {mutation.describe(source)}", flush=True)
             if options.list:
                 continue
             (folder / mutation.path).write_text(mutation.apply(source), encoding="utf-8")
