@@ -25,7 +25,6 @@ from typing import Any, TypedDict
 from typing_extensions import Unpack
 
 from hpctrain.checkpoint.lazy import Checkpoint, open_checkpoint
-from hpctrain.comm.library import MPI
 from hpctrain.comm.outcome import print_problems
 from hpctrain.comm.single import ENDED
 from hpctrain.comm.verb import run_verb_of_script
@@ -40,6 +39,7 @@ from hpctrain.deck.sources import ScriptArgument, toml_value
 from hpctrain.errors import EXIT_DIFFERENT, EXIT_DONE, HpctrainError, failing_as
 from hpctrain.files import check_output, write_text
 from hpctrain.generate.loaded import Model, load
+from hpctrain.host.mpi_library import MPI
 from hpctrain.report.series import metrics
 from hpctrain.words import kind_of, path_of
 

@@ -171,7 +171,7 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         return  # runs no test itself: its workers do, each a world of one rank
-    from hpctrain.comm.library import MPI
+    from hpctrain.host.mpi_library import MPI
 
     MPI.Init_thread(MPI.THREAD_MULTIPLE)
     communicator = MPI.COMM_WORLD.Dup()
@@ -190,7 +190,7 @@ def pytest_unconfigure() -> None:
     """End MPI where a test or this plug-in started it; all ranks wait here until rank 0 has printed all."""
     sys.stdout.flush()
     if "mpi4py.MPI" in sys.modules:
-        from hpctrain.comm.library import MPI
+        from hpctrain.host.mpi_library import MPI
 
         if MPI.Is_initialized() and not MPI.Is_finalized():
             MPI.Finalize()

@@ -13,7 +13,7 @@ Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
 HEAD = """
 import os, time, pytest
-from hpctrain.comm.library import MPI
+from hpctrain.host.mpi_library import MPI
 pytestmark = pytest.mark.mpi(min_size=2)
 ranks = MPI.COMM_WORLD
 """

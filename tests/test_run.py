@@ -26,7 +26,7 @@ def verdict(ranks):
     if ranks == FAILS and HOW == "leaves":
         os._exit(0)
     if ranks == FAILS and HOW == "aborts":
-        from hpctrain.comm.library import MPI
+        from hpctrain.host.mpi_library import MPI
         assert MPI.COMM_WORLD.rank == 0, "this rank fails"
         MPI.COMM_WORLD.Barrier()
     assert ranks != FAILS
@@ -37,7 +37,7 @@ def test_serial():
 @pytest.mark.mpi
 @pytest.mark.ranks(1, 2)
 def test_ranks():
-    from hpctrain.comm.library import MPI
+    from hpctrain.host.mpi_library import MPI
     verdict(str(MPI.COMM_WORLD.size))
 
 @pytest.mark.mpi

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from hpctrain.comm.host_memory import peak_rss_bytes, resident_bytes
 from hpctrain.errors import InputOutputError
 from hpctrain.files import descriptor_of, synchronize
+from hpctrain.host.memory import peak_rss_bytes, resident_bytes
 
 BLOCK_BYTES = 16 << 20
 _REFERENCES = Path("/proc/self/clear_refs")

@@ -21,8 +21,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.bench.rivals import RIVALS
-from hpctrain.comm.interpreter import module_command
 from hpctrain.errors import EXIT_INTERNAL, HpctrainError
+from hpctrain.host.python_command import module_command
 
 if TYPE_CHECKING:
     from hpctrain.comm.world import World
@@ -148,8 +148,8 @@ def _serve(say: Any) -> None:
     import torch.distributed
     from torch._C._distributed_c10d import TCPStore
 
-    from hpctrain.comm.host_memory import own_peak_bytes, peak_rss_bytes
     from hpctrain.deck.read import parse_deck
+    from hpctrain.host.memory import own_peak_bytes, peak_rss_bytes
 
     job = json.loads(sys.stdin.readline())
     deck = parse_deck(job["deck"], includes=False)

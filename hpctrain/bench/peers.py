@@ -15,8 +15,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
 from hpctrain.comm.group import Group
-from hpctrain.comm.library import MPI, communicator_of
 from hpctrain.comm.world import World
+from hpctrain.host.mpi_library import MPI, communicator_of
 
 Once = Callable[[], object]
 

@@ -18,11 +18,11 @@ import torch
 from hpctrain.bench.timing import write_json
 from hpctrain.bench.train import own_variant
 from hpctrain.bench.turns import Measured, take_turns
-from hpctrain.comm.processor import processor_name
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import make_mesh
 from hpctrain.errors import HpctrainError
+from hpctrain.host.processor import processor_name
 from hpctrain.plan.calibrate.calibrate import CalibrateWish, measure_machine
 from hpctrain.plan.calibrate.decks import LARGER, SMALL, measured_decks, of_sizes
 from hpctrain.plan.time.machine import Machine, read_machine

@@ -24,9 +24,7 @@ from hpctrain.bench.train_table import Setting, TrainingFigures, agrees, figure_
 from hpctrain.bench.turns import Measured, Variant, take_turns
 from hpctrain.checkpoint.exchange.source import settled_keys
 from hpctrain.comm.device import on_host, peak_bytes
-from hpctrain.comm.host_memory import own_peak_bytes
 from hpctrain.comm.mesh import Mesh, sizes_text
-from hpctrain.comm.processor import processor_name
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches
 from hpctrain.data.synthetic import SyntheticSource
@@ -36,6 +34,8 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import build_engine, make_mesh
 from hpctrain.engine.sizes import expert_sizes, on_one_rank
 from hpctrain.errors import HpctrainError
+from hpctrain.host.memory import own_peak_bytes
+from hpctrain.host.processor import processor_name
 from hpctrain.memory.live import LiveActivations
 from hpctrain.memory.saved import gpt_activation_bytes
 from hpctrain.model.build import architecture_of

@@ -28,10 +28,10 @@ from hpctrain.checkpoint.provenance import HistorySegment, history
 from hpctrain.checkpoint.stored_deck import stored_deck, stored_deck_text
 from hpctrain.checkpoint.structure import StoredTensor, examine
 from hpctrain.checkpoint.verify import damage
-from hpctrain.comm.host_memory import unused_bytes
 from hpctrain.deck.code import CodeTrust
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError, InputOutputError
+from hpctrain.host.memory import unused_bytes
 from hpctrain.sharding.state import MODEL
 from hpctrain.units import format_bytes
 from hpctrain.words import counted, kind_of, nearest, path_of

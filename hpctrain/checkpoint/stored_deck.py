@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpctrain.comm.launcher import started_rank
 from hpctrain.data.epochs import EpochReader
 from hpctrain.deck.code import CodeTrust, Overrides
 from hpctrain.deck.read import deck_text, parse_deck
 from hpctrain.deck.schema import Deck, require_trusted_code
 from hpctrain.errors import HpctrainError
+from hpctrain.host.launcher import started_rank
 
 FOLLOWING = "deck_defaults_follow"
 """In a state: whether its deck leaves out the keys that defaulted from others; else it has them all."""

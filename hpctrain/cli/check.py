@@ -30,8 +30,8 @@ def command(deck: Path, overrides: tuple[str, ...], ranks: int | None) -> None:
     [model.miniature] if there are any, and run by itself to find state, random numbers and losses that no
     other number of ranks would go with.
     """
-    from hpctrain.comm.relaunch import on_ranks
     from hpctrain.comm.verb import run_verb
+    from hpctrain.host.mpirun import on_ranks
     from hpctrain.train.check import check
 
     on_ranks(ranks)

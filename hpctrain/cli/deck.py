@@ -39,9 +39,9 @@ def command(
 
     Under mpirun or srun it is checked against the ranks that were started, and rank 0 alone prints.
     """
-    from hpctrain.comm.launcher import started_rank, started_size
     from hpctrain.deck.read import deck_text, read_deck
     from hpctrain.deck.reference import reference_text
+    from hpctrain.host.launcher import started_rank, started_size
     from hpctrain.plan.named import named_problems
 
     size = started_size(os.environ)

@@ -15,8 +15,8 @@ from hpctrain.watch.stress.wish import StressWish
 from hpctrain.words import ranges
 
 if TYPE_CHECKING:
-    from hpctrain.comm.doctor import Finding, RankReport, Report
     from hpctrain.comm.world import World
+    from hpctrain.host.doctor import Finding, RankReport, Report
 
 MOST_RANKS = 64
 COLOURS = {"WRONG": "red", "note": "yellow", "ok": "green"}
@@ -61,15 +61,17 @@ def command(
         if given is not None and stress is None:
             raise HpctrainError(f"{option}: goes with --stress SECONDS alone")
     wish = None if stress is None else StressWish.of(stress, stress_dir, rates)
-    from hpctrain.comm.doctor import examination
+    from hpctrain.host.doctor import examination
 
     with examination() as report:
         if report.fit:  # else torch may be what is broken
+            from hpctrain.comm.transports.node_memory import examine_node_memory
             from hpctrain.parallel.found_kernels import found_kernels
             from hpctrain.parallel.fp8.found import found_products
 
             local_rank = report.ranks[report.rank].local_rank
-            report.add([found_kernels(local_rank), found_products(local_rank)])
+            findings = [] if report.world is None else examine_node_memory(report.world)
+            report.add([*findings, found_kernels(local_rank), found_products(local_rank)])
         if deck is not None and report.fit:  # else what reads decks may be what is broken
             from hpctrain.plan.coordinates import map_deck
 

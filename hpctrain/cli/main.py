@@ -12,9 +12,9 @@ from typing import NoReturn
 import click
 
 from hpctrain import __version__
-from hpctrain.comm.launcher import started_rank, started_size
 from hpctrain.comm.outcome import as_error, flush_output, print_problems
 from hpctrain.errors import EXIT_INTERRUPTED, HpctrainError
+from hpctrain.host.launcher import started_rank, started_size
 from hpctrain.words import nearest
 
 # Verb: (the file of its click command, one line of help). Loaded only when called or asked for help.

@@ -21,8 +21,8 @@ from torch import Tensor
 from hpctrain.comm.calls import Call
 from hpctrain.comm.faults import Fault, Faults
 from hpctrain.comm.ledger import Ledger
-from hpctrain.comm.library import MPI
 from hpctrain.comm.transports.mpi import Requests, cut
+from hpctrain.host.mpi_library import MPI
 from hpctrain.units import format_bytes
 
 Depth = Literal["cheap", "full"]

@@ -20,7 +20,6 @@ from typing_extensions import override
 from hpctrain.comm.audit import COPIES, Audit, Record, voted
 from hpctrain.comm.audited_sum import AuditedSum, scratch_bytes
 from hpctrain.comm.calls import Call
-from hpctrain.comm.library import MPI
 from hpctrain.comm.moved import MovedLog, MovedRecord, moved, not_as_given
 from hpctrain.comm.sum_check import SumLog, SumRecord, summed
 from hpctrain.comm.sums import fingerprint
@@ -28,6 +27,7 @@ from hpctrain.comm.transports.mpi import Requests, flat
 from hpctrain.comm.transports.reduction import ReductionScratch
 from hpctrain.comm.transports.transport import Chain, Pending, Steps, Transport, drive
 from hpctrain.comm.turns import Turn, Turns
+from hpctrain.host.mpi_library import MPI
 
 
 class Channel:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from hpctrain.comm.calls import Call
 from hpctrain.comm.group import Group
-from hpctrain.comm.library import MPI, communicator_of
 from hpctrain.comm.outcome import name_ranks
 from hpctrain.comm.transports.mpi import Requests
 from hpctrain.comm.transports.transport import Chain, Pending, Steps, Transport, drive
 from hpctrain.errors import EXIT_INTERNAL, HpctrainError
+from hpctrain.host.mpi_library import MPI, communicator_of
 
 WIDTH = 256  # bytes of one rank's words about its call
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpctrain.comm.host_memory import keep_freed, peak_rss_bytes, resident_bytes
 from hpctrain.errors import HpctrainError
+from hpctrain.host.memory import keep_freed, peak_rss_bytes, resident_bytes
 
 _CUBLAS_WORKSPACE, _CUBLAS_BYTES = ":4096:8", 8 * 4096 << 10
 """As its environment names it, without which torch refuses to be deterministic; and in bytes."""

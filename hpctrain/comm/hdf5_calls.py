@@ -16,7 +16,7 @@ from pathlib import Path
 import h5py
 from h5py._objects import phil
 
-from hpctrain.comm.library import MPI
+from hpctrain.host.mpi_library import MPI
 
 _DEFAULT_ERROR_STACK = 0
 _WALK_UPWARD = 0

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from hpctrain.comm.calls import Call
 from hpctrain.comm.group import Group
-from hpctrain.comm.library import MPI, communicator_of
 from hpctrain.comm.transports.shared import MESSAGE_BYTES
 from hpctrain.comm.work import Work
+from hpctrain.host.mpi_library import MPI, communicator_of
 
 LONGEST_PAUSE = 0.5e-3
 """Seconds between two looks for letters, while none comes."""

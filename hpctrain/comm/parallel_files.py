@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.comm.hdf5_calls import close_file, open_file
-from hpctrain.comm.library import MPI, communicator_of
 from hpctrain.comm.outcome import reason
 from hpctrain.errors import InputOutputError
 from hpctrain.files import descriptor_of
+from hpctrain.host.mpi_library import MPI, communicator_of
 
 if TYPE_CHECKING:
     from h5py.h5f import FileID

@@ -5,10 +5,10 @@ from __future__ import annotations
 import atexit
 import os
 
-from hpctrain.comm.library import MPI, start_mpi
-from hpctrain.comm.start_checks import check_srun
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
+from hpctrain.host.launcher_checks import check_srun
+from hpctrain.host.mpi_library import MPI, start_mpi
 
 ENDED = "MPI was ended in this process (World.finish()): start runs and load models before that"
 

@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from hpctrain.comm.helper import descendants
-from hpctrain.comm.launcher import started_rank, started_size, variables
 from hpctrain.comm.outcome import name_ranks, print_error
 from hpctrain.errors import EXIT_INTERNAL
+from hpctrain.host.launcher import started_rank, started_size, variables
+from hpctrain.host.process_lifetime import descendants
 
 PROCESSES = Path("/proc")
 """Folder in which the kernel describes processes."""

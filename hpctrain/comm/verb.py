@@ -9,14 +9,14 @@ from contextlib import ExitStack
 from typing import NamedTuple, NoReturn
 
 from hpctrain.comm.hang_settings import default_seconds
-from hpctrain.comm.launcher import started_rank
-from hpctrain.comm.library import MPI, finalizes_between_nodes
 from hpctrain.comm.outcome import as_error, print_problems
 from hpctrain.comm.single import finalize_at_exit
 from hpctrain.comm.start_watch import watch_start
 from hpctrain.comm.watchdog import Watchdog
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
+from hpctrain.host.launcher import started_rank
+from hpctrain.host.mpi_library import MPI, finalizes_between_nodes
 
 
 def run_verb(verb: Callable[[World], int | None], device: str = "auto") -> NoReturn:

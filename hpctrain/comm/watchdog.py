@@ -28,11 +28,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from hpctrain.comm.hang_report import THREAD, HangReport, diagnose, read_report, take_report, write_report
-from hpctrain.comm.helper import descendants
 from hpctrain.comm.outcome import describe, print_error
 from hpctrain.comm.world import World
 from hpctrain.errors import EXIT_INTERNAL
 from hpctrain.files import user_cache
+from hpctrain.host.process_lifetime import descendants
 
 REPORT_REQUEST = "hang.ask"
 """Name of the file by which a silent rank asks all other ranks for a report."""

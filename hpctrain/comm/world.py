@@ -23,13 +23,8 @@ from hpctrain.comm.check import Checks
 from hpctrain.comm.device import choose_device, gpu_count, held_bytes, on_host, peak_bytes, use
 from hpctrain.comm.group import Group
 from hpctrain.comm.hang_settings import HangSettings
-from hpctrain.comm.host_memory import is_out_of_memory
-from hpctrain.comm.launcher import contradictions
 from hpctrain.comm.ledger import Ledger
-from hpctrain.comm.library import MPI, communicator_of, finalizes_between_nodes, start_mpi
 from hpctrain.comm.outcome import as_error, combine, flush_output, print_error, print_problems
-from hpctrain.comm.segments import Marker, mark, sweep
-from hpctrain.comm.start_checks import check_launcher, check_srun, refuse_contradictions
 from hpctrain.comm.topology import Topology
 from hpctrain.comm.transports.choose import TRANSPORTS, Ends, Pair
 from hpctrain.comm.transports.emulated import EmulatedLink, SlowTransport
@@ -37,6 +32,11 @@ from hpctrain.comm.transports.node_memory import NodeMemory, open_node_memory
 from hpctrain.comm.transports.reduction import ReductionScratch
 from hpctrain.comm.work import StartedWork
 from hpctrain.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, HpctrainError, UsersError
+from hpctrain.host.launcher import contradictions
+from hpctrain.host.launcher_checks import check_launcher, check_srun, refuse_contradictions
+from hpctrain.host.memory import is_out_of_memory
+from hpctrain.host.mpi_library import MPI, communicator_of, finalizes_between_nodes, start_mpi
+from hpctrain.host.shared_memory_cleanup import SegmentMarker, mark, sweep
 from hpctrain.units import Link, format_bytes
 
 Nodes = tuple[int, ...]
@@ -95,7 +95,7 @@ class World:
         self._ranks: tuple[int, ...] = tuple(communicator.allgather(mine))
         self._agreements = self.ledger.calls.group("world", self._ranks)
         self._agreed: HpctrainError | None = None
-        self._marker: Marker | None = None
+        self._marker: SegmentMarker | None = None
         self.swept: list[str] = []
         """What was removed on this node, of what dead jobs had left; told to its first rank."""
         self.planned_bytes = 0

@@ -7,9 +7,9 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from hpctrain.comm.child_process import ChildProcess, NoAnswerError, next_answer
 from hpctrain.data import template_limits
 from hpctrain.errors import HpctrainError
+from hpctrain.host.child_process import ChildProcess, NoAnswerError, next_answer
 from hpctrain.units import format_seconds
 
 Range = tuple[int, int]

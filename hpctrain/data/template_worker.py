@@ -28,8 +28,8 @@ from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace, pass_eval_context
 
-from hpctrain.comm import child_service
 from hpctrain.data.template_limits import MAX_CHARACTERS
+from hpctrain.host import child_service
 from hpctrain.units import format_bytes
 
 _Result = TypeVar("_Result")

@@ -17,11 +17,11 @@ from typing import BinaryIO
 
 import torch
 
-from hpctrain.comm.helper import end_group_with, leave_signals_to_ranks
 from hpctrain.data.dataset import DatasetName, UsersDataset
 from hpctrain.data.items import Fields
 from hpctrain.data.mapped import to_memory
 from hpctrain.errors import HpctrainError
+from hpctrain.host.process_lifetime import end_group_with, leave_signals_to_ranks
 
 
 def serve(socket_number: int, parent: int) -> None:

@@ -13,11 +13,11 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpctrain.comm.helper import end_helper, how_ended, start_helper
 from hpctrain.data.dataset import DatasetName
 from hpctrain.data.items import Fields
 from hpctrain.data.mapped import of_memory
 from hpctrain.errors import EXIT_INTERNAL, UsersError
+from hpctrain.host.process_lifetime import end_helper, how_ended, start_helper
 
 _START = "from hpctrain.data.worker import serve; "
 

@@ -19,7 +19,6 @@ import torch
 from hpctrain.comm.device import device_named, on_host
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.planned import PlannedMesh
-from hpctrain.comm.processor import processor_identity
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.deck_kernels import (
@@ -37,6 +36,7 @@ from hpctrain.engine.sizes import axis_sizes
 from hpctrain.engine.stage import make_groups
 from hpctrain.errors import HpctrainError
 from hpctrain.files import parse_json, read_text, user_cache
+from hpctrain.host.processor import processor_identity
 from hpctrain.model.build import architecture_of, build_parts, layer_kinds
 from hpctrain.model.part import Layer, Span
 from hpctrain.model.precision import Precision

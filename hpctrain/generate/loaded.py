@@ -19,7 +19,6 @@ from hpctrain.characters import text_problem
 from hpctrain.checkpoint.read import read_state
 from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.comm.device import on_host
-from hpctrain.comm.host_memory import unused_bytes
 from hpctrain.comm.single import require_running, single_world
 from hpctrain.comm.world import World
 from hpctrain.data.tokenizer import Tokenizer
@@ -27,6 +26,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.generate.sampling import Sampling
 from hpctrain.generate.text import TextModel, load_part, split_deck, stored_tokenizer
+from hpctrain.host.memory import unused_bytes
 from hpctrain.model.part import Part, logits_of
 from hpctrain.units import format_bytes
 from hpctrain.watch.newest import find_checkpoint

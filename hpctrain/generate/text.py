@@ -19,7 +19,6 @@ from hpctrain.checkpoint.read import read_state
 from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.checkpoint.stored_tokenizer import tokenizer_of_state
 from hpctrain.comm.device import on_host
-from hpctrain.comm.host_memory import available_bytes, resident_bytes
 from hpctrain.comm.world import World
 from hpctrain.data.chat_rows import Conversation
 from hpctrain.data.chat_template import ChatTemplate
@@ -35,6 +34,7 @@ from hpctrain.generate.passes import CachedPasses, can_cache, least_rows
 from hpctrain.generate.prompts import Prompt, PromptSource
 from hpctrain.generate.sampling import KeyedDraws, Sampling
 from hpctrain.generate.stopping import Continuation
+from hpctrain.host.memory import available_bytes, resident_bytes
 from hpctrain.memory.cached_texts import CachePlan
 from hpctrain.model.build import bare_model
 from hpctrain.model.part import Part

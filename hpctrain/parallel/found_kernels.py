@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from hpctrain.comm.device import choose_device, gpu_count, on_host
-from hpctrain.comm.doctor import Finding
-from hpctrain.comm.processor import processor_name
+from hpctrain.host.doctor import Finding
+from hpctrain.host.processor import processor_name
 from hpctrain.parallel.kernel_times import Measured, measure, quickest
 from hpctrain.parallel.kernels import Pass
 

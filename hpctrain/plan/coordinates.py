@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hpctrain.comm.doctor import Finding, Report
-from hpctrain.comm.launcher import core_warning
 from hpctrain.comm.mesh import AXES, coordinates, sizes_text
 from hpctrain.comm.topology import Topology, neighbours
 from hpctrain.deck.read import read_deck
 from hpctrain.engine.sizes import axis_sizes, crosses
 from hpctrain.errors import HpctrainError
+from hpctrain.host.doctor import Finding, Report
+from hpctrain.host.launcher import core_warning
 from hpctrain.words import counted
 
 

@@ -10,9 +10,9 @@ from itertools import accumulate
 from math import inf
 
 from hpctrain.comm.device import device_named, on_host
-from hpctrain.comm.host_memory import Limit, shared_bytes
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.kernels import with_kept_kernels
+from hpctrain.host.memory import Limit, shared_bytes
 from hpctrain.pipeline.action import Schedule
 from hpctrain.plan.companions import plan_run_memory
 from hpctrain.plan.libraries import library_bytes

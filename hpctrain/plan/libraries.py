@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hpctrain.comm.host_memory import resident_bytes
+from hpctrain.host.memory import resident_bytes
 from hpctrain.optim.adamw import AdamW
 from hpctrain.optim.optimizer import Elements
 from hpctrain.parallel.shard import Treatment

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 
 from hpctrain.comm.device import on_host, total_bytes
-from hpctrain.comm.host_memory import Limit, available_bytes, node_limits, resident_bytes, shared_bytes
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Machine
 from hpctrain.errors import HpctrainError
+from hpctrain.host.memory import Limit, available_bytes, node_limits, resident_bytes, shared_bytes
 from hpctrain.units import format_bytes
 
 

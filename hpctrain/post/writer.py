@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from hpctrain.comm.host_memory import resident_bytes
 from hpctrain.comm.world import World
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.deck.schema import Machine
@@ -19,6 +18,7 @@ from hpctrain.generate.passes import CachedPasses, least_rows
 from hpctrain.generate.sampling import KeyedDraws, Sampling
 from hpctrain.generate.stopping import Continuation
 from hpctrain.generate.text import share_of_memory
+from hpctrain.host.memory import resident_bytes
 from hpctrain.memory.cached_texts import CachePlan
 from hpctrain.model.transformer import Transformer
 from hpctrain.plan.room import demand_room

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from hpctrain.comm.host_memory import resident_bytes
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck, Machine
 from hpctrain.engine.build import Engine, arrange, assemble, make_mesh
 from hpctrain.engine.shown import NoOptimizer, build_initial_stage, build_shown_stage
 from hpctrain.engine.stage import TrainedStage, load_parameters
+from hpctrain.host.memory import resident_bytes
 from hpctrain.model.architecture import Architecture
 from hpctrain.model.build import bare_model
 from hpctrain.model.part import parameter_list

@@ -8,7 +8,7 @@ import signal
 from time import monotonic
 from types import FrameType
 
-from hpctrain.comm.launcher import started_rank
+from hpctrain.host.launcher import started_rank
 
 HEEDED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """What a run heeds; the last two only where its starter did not let it ignore them, as `nohup` and `&` do."""

@@ -9,9 +9,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
-from hpctrain.comm.host_memory import peak_rss_bytes
 from hpctrain.comm.timeline import Timeline
 from hpctrain.engine.held_out import HeldOut
+from hpctrain.host.memory import peak_rss_bytes
 from hpctrain.model.count import count
 from hpctrain.model.load import ExpertLoad
 from hpctrain.parallel.fp8.watched import watched_row

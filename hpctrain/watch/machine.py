@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 
 from hpctrain.comm.device import forget_peak, name_of, on_host, wait
-from hpctrain.comm.processor import processor_name
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.files import parse_json, read_text
+from hpctrain.host.processor import processor_name
 from hpctrain.model.precision import Precision
 
 PEAK_FILE = "peak.json"  # in a run's folder: measured rates by kind of machine

@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 from hpctrain.characters import escaped
-from hpctrain.comm.interpreter import code_command
+from hpctrain.host.python_command import code_command
 from hpctrain.report.rows import Row
 from hpctrain.watch.scalars import scalars
 

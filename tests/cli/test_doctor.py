@@ -1,6 +1,6 @@
 """hpctrain doctor: sees what is there, survives what is not.
 
-Tests of cli/doctor.py and comm/doctor.py.
+Tests of cli/doctor.py and host/doctor.py.
 """
 
 from __future__ import annotations

@@ -9,12 +9,12 @@ import torch
 
 from hpctrain.comm.check import MismatchError, MpiComparer
 from hpctrain.comm.group import Group
-from hpctrain.comm.library import MPI
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.outcome import name_ranks
 from hpctrain.comm.transports.mpi import MpiTransport
 from hpctrain.comm.transports.staged import StagedTransport
 from hpctrain.comm.world import World
+from hpctrain.host.mpi_library import MPI
 
 Act = Callable[[Group], object]
 

@@ -18,12 +18,12 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from hpctrain.comm.host_memory import resident_bytes
 from hpctrain.comm.world import World
 from hpctrain.data import write
 from hpctrain.data.prepare import prepare
 from hpctrain.data.tokens import TokenFile, token_type
 from hpctrain.errors import InputOutputError
+from hpctrain.host.memory import resident_bytes
 
 WORDS = [b"hello ", b"\xef\xbf\xbd\x01 world", "é".encode() * 20]
 

@@ -1,5 +1,5 @@
 """The choice of kernels: the same on all ranks, kept, stored, taken over; what it computes. Also of
-`engine/deck_kernels.py` and `comm/processor.py`.
+`engine/deck_kernels.py` and `host/processor.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import torch
 from torch.nn import functional
 
 from hpctrain.checkpoint.read import read_state
-from hpctrain.comm.processor import processor_identity, processor_name
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches
 from hpctrain.data.prepare import prepare
@@ -26,6 +25,7 @@ from hpctrain.engine.build import arrange, make_mesh
 from hpctrain.engine.deck_kernels import as_before
 from hpctrain.engine.kernels import cache_file, choose_kernels, read_cache, with_kept_kernels, write_cache
 from hpctrain.errors import HpctrainError, InputOutputError
+from hpctrain.host.processor import processor_identity, processor_name
 from hpctrain.parallel.copies import copied_bytes
 from hpctrain.parallel.kernel_times import MEASUREMENT, Measured
 from hpctrain.parallel.kernels import KERNELS, Kernels, OneDnn

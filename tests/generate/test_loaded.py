@@ -182,7 +182,7 @@ def test_a_process_begins_and_ends_mpi_itself(world: World, tmp_path: Path) -> N
 import hpctrain
 model = hpctrain.load({str(tmp_path / "a.h5")!r}, device="cpu")
 print(len(model.generate("x", tokens=3)) >= 1)
-from hpctrain.comm.library import MPI
+from hpctrain.host.mpi_library import MPI
 MPI.Finalize()
 for each in (lambda: model.logits([1]), lambda: hpctrain.load({str(tmp_path / "a.h5")!r})):
     try:

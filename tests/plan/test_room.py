@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.comm import host_memory
 from hpctrain.comm.world import World
 from hpctrain.engine.build import make_mesh
 from hpctrain.errors import HpctrainError
+from hpctrain.host import memory as host_memory
 from hpctrain.plan import engine as plan_engine
 from hpctrain.plan import room as plan_room
 from hpctrain.plan.engine import build_within_memory

@@ -1,7 +1,7 @@
 """What completions are worth: scores of functions in processes, and every failure of these in a sentence.
 
 Tests of post/rewards/reward.py, post/rewards/rewards.py, post/rewards/in_processes.py,
-post/rewards/processes.py, post/rewards/worker.py, comm/child_process.py and comm/helper.py.
+post/rewards/processes.py, post/rewards/worker.py, host/child_process.py and host/process_lifetime.py.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.comm import child_process
 from hpctrain.comm.world import World
 from hpctrain.deck.code import NamedCode
 from hpctrain.errors import HpctrainError, UsersError
+from hpctrain.host import child_process
 from hpctrain.post.rewards.in_processes import RegularExpression, UsersReward
 from hpctrain.post.rewards.reward import ExactMatch, Reward, Sample
 from hpctrain.post.rewards.rewards import Rewards, agreed_scores, open_rewards, parse_reward

@@ -12,10 +12,10 @@ import torch
 from click.testing import CliRunner
 
 from hpctrain.cli.check import command
-from hpctrain.comm.launcher import LAUNCHERS
-from hpctrain.comm.relaunch import on_ranks
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
+from hpctrain.host.launcher import LAUNCHERS
+from hpctrain.host.mpirun import on_ranks
 from hpctrain.parallel.linear import ColumnLinear, RowLinear
 from hpctrain.train.check import check
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from hpctrain.comm.doctor import RankReport, Report
-from hpctrain.comm.launcher import core_warning
 from hpctrain.comm.topology import Topology
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
+from hpctrain.host.doctor import RankReport, Report
+from hpctrain.host.launcher import core_warning
 from hpctrain.plan.coordinates import map_deck
 from hpctrain.train import startup
 from hpctrain.train.startup import (
@@ -268,7 +268,7 @@ def test_launchers_variables_that_contradict_mpi(work: Path, launch: Launch) -> 
     """Both ranks have the number that Slurm gives to the first."""
     program = """\
 import os, sys
-from hpctrain.comm.library import MPI
+from hpctrain.host.mpi_library import MPI
 MPI.Init_thread(MPI.THREAD_MULTIPLE)
 for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
     os.environ.pop(name, None)

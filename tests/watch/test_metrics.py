@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpctrain.comm.host_memory import peak_rss_bytes
 from hpctrain.errors import HpctrainError, InputOutputError
+from hpctrain.host.memory import peak_rss_bytes
 from hpctrain.report.rows import read_metrics
 from hpctrain.watch.metrics import MetricsWriter, StepMetrics
 
@@ -168,7 +168,7 @@ def test_peak_rss_is_in_bytes() -> None:
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
 def test_the_peak_is_not_that_of_the_process_which_started_this_one() -> None:
     held = np.ones(400 << 20, np.uint8)
-    program = "from hpctrain.comm.host_memory import peak_rss_bytes; import torch; print(peak_rss_bytes())"
+    program = "from hpctrain.host.memory import peak_rss_bytes; import torch; print(peak_rss_bytes())"
     told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     mine = peak_rss_bytes()
     assert mine > held.nbytes + (100 << 20)

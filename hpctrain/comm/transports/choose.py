@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from hpctrain.comm.library import MPI
 from hpctrain.comm.topology import neighbours
 from hpctrain.comm.transports.hierarchical import HierarchicalTransport
 from hpctrain.comm.transports.mpi import MpiTransport
@@ -16,6 +15,7 @@ from hpctrain.comm.transports.reduction import ReductionScratch
 from hpctrain.comm.transports.shared import SharedTransport
 from hpctrain.comm.transports.staged import StagedTransport
 from hpctrain.comm.transports.transport import Transport
+from hpctrain.host.mpi_library import MPI
 
 Gpus = Sequence[str | None]
 """Of every rank the name of its GPU, which no other GPU has; None on a CPU."""

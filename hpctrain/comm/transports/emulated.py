@@ -27,10 +27,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpctrain.comm.calls import Call
-from hpctrain.comm.library import MPI
 from hpctrain.comm.transports.mpi import Requests
 from hpctrain.comm.transports.traffic import Traffic, traffic_of
 from hpctrain.comm.transports.transport import Pending, Steps, Transport, drive
+from hpctrain.host.mpi_library import MPI
 from hpctrain.units import Link
 
 

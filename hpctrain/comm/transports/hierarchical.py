@@ -21,7 +21,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpctrain.comm.calls import Call
-from hpctrain.comm.library import MPI
 from hpctrain.comm.transports.crossing import Ways, piece_elements
 from hpctrain.comm.transports.gather_across import GatherAcross
 from hpctrain.comm.transports.mpi import MpiTransport, flat
@@ -31,6 +30,7 @@ from hpctrain.comm.transports.node_messages import Messages
 from hpctrain.comm.transports.shared import REDUCTIONS, SHARED_BYTES, SharedTransport, meet
 from hpctrain.comm.transports.sum_across import FLIGHT, HALVES, SumAcross
 from hpctrain.comm.transports.transport import Pending, Steps, Transport, drive, spans_of
+from hpctrain.host.mpi_library import MPI
 
 MESSAGE_BYTES = 60 * 1024  # what Open MPI sends over TCP at once; longer ones halve a link used both ways
 PIECE_BYTES = 8 * MESSAGE_BYTES  # of a rank's slice, added at a time

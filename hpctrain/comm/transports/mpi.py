@@ -15,10 +15,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpctrain.comm.calls import Call, Operation
-from hpctrain.comm.library import MPI
 from hpctrain.comm.transports import reduction
 from hpctrain.comm.transports.reduction import ReductionScratch
 from hpctrain.comm.transports.transport import Pending, Span, Transport, drive, starts, swapped
+from hpctrain.host.mpi_library import MPI
 
 TYPES: Mapping[torch.dtype, MPI.Datatype] = {
     torch.float32: MPI.FLOAT,

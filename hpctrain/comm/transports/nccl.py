@@ -29,7 +29,7 @@ from hpctrain.comm.transports.reduction import ReductionScratch
 from hpctrain.comm.transports.transport import Pending, Span, Transport, drive, swapped
 
 if TYPE_CHECKING:
-    from hpctrain.comm.library import MPI
+    from hpctrain.host.mpi_library import MPI
 
 NUMBERS: Mapping[Operation, str] = {"sum": "SUM", "max": "MAX", "min": "MIN"}
 TRUTHS: Mapping[Operation, str] = {"sum": "MAX", "max": "MAX", "min": "MIN"}

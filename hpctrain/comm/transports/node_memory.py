@@ -33,7 +33,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from hpctrain.comm.library import MPI
+from hpctrain.host.doctor import Finding
+from hpctrain.host.mpi_library import MPI
 
 if TYPE_CHECKING:
     from hpctrain.comm.transports.node_messages import Block
@@ -277,6 +278,28 @@ def open_node_memory(node: MPI.Intracomm, rank: int) -> NodeMemory | str:
             memory.close()
         return failures[0]
     return memory
+
+
+def examine_node_memory(world: MPI.Intracomm) -> list[Finding]:
+    """Return what `hpctrain doctor` prints about the memory that the ranks of this node share.
+
+    Collective over `world`.
+
+    Returns:
+        One finding; none if this rank is alone on its node.
+    """
+    node = world.Split_type(MPI.COMM_TYPE_SHARED, world.rank)
+    assert isinstance(node, MPI.Intracomm)
+    memory = open_node_memory(node, world.rank) if node.size > 1 else None
+    size = node.size
+    node.Free()
+    if memory is None:
+        return []
+    if isinstance(memory, str):
+        remedy = "ranks of a node send each other messages instead, which takes longer"
+        return [Finding("memory of a node", f"not shared: {memory}", remedy)]
+    memory.close()
+    return [Finding("memory of a node", f"{size} ranks see each other's")]
 
 
 def _pages(size: int) -> int:

@@ -13,11 +13,11 @@ from array import array
 import torch
 
 from hpctrain.comm.calls import Call
-from hpctrain.comm.library import MPI
 from hpctrain.comm.transports.mpi import Requests, address, flat
 from hpctrain.comm.transports.node_memory import NodeMemory, Place
 from hpctrain.comm.transports.progress_counters import Reached
 from hpctrain.comm.transports.transport import Pending, Steps, drive
+from hpctrain.host.mpi_library import MPI
 
 _HEAD = 64  # bytes of a block before what it holds: so much processors hand each other together
 _SPARE = 4  # blocks that nobody uses, which are kept for messages to come

@@ -13,9 +13,9 @@ from array import array
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from hpctrain.comm.library import MPI
 from hpctrain.comm.transports.node_memory import NodeMemory, Place
 from hpctrain.comm.transports.transport import poll
+from hpctrain.host.mpi_library import MPI
 
 SLOTS = 32
 """Operations of a group that may be under way at once."""

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.calls import Call
-from hpctrain.comm.library import MPI
 from hpctrain.comm.transports.mpi import flat
 from hpctrain.comm.transports.node_memory import NodeMemory, Place
 from hpctrain.comm.transports.reduction import fold_block
+from hpctrain.host.mpi_library import MPI
 
 INLINE_BYTES = 256 * 1024
 """Of all ranks' copies together: what lies in a processor's cache, and is read by every rank."""

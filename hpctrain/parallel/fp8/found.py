@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hpctrain.comm.device import choose_device, gpu_count
-from hpctrain.comm.doctor import Finding
+from hpctrain.host.doctor import Finding
 from hpctrain.parallel.fp8.multiply import has_native
 from hpctrain.parallel.fp8.recipes import RECIPES, Recipe
 

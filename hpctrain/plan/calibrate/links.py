@@ -10,9 +10,9 @@ import torch
 
 from hpctrain.comm.device import on_host, total_bytes
 from hpctrain.comm.group import Group
-from hpctrain.comm.host_memory import available_bytes
 from hpctrain.comm.mesh import choose_transport
 from hpctrain.comm.world import World
+from hpctrain.host.memory import available_bytes
 from hpctrain.plan.calibrate.clock import Clock
 from hpctrain.plan.calibrate.fit import fit_link
 from hpctrain.plan.calibrate.overlap import measure_overlap, measure_waits

@@ -7,8 +7,8 @@ import os
 import torch
 
 from hpctrain.comm.device import on_host, total_bytes
-from hpctrain.comm.host_memory import node_limits
 from hpctrain.comm.world import World
+from hpctrain.host.memory import node_limits
 from hpctrain.plan.calibrate.clock import Clock
 
 _BYTES = 128 << 20

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpctrain.comm.child_process import ChildProcess, NoAnswerError, next_answer
 from hpctrain.errors import UsersError
+from hpctrain.host.child_process import ChildProcess, NoAnswerError, next_answer
 
 SECONDS_TO_LOAD = 300.0
 """That a user's file may take to be loaded, with what it imports."""

@@ -18,11 +18,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from hpctrain.comm import child_service
 from hpctrain.deck.code import NamedCode
 from hpctrain.deck.find import find_function
 from hpctrain.deck.sources import clipped
 from hpctrain.errors import HpctrainError
+from hpctrain.host import child_service
 from hpctrain.post.rewards.reward import answers_of, is_exact_match
 from hpctrain.words import counted, either, kind_of
 

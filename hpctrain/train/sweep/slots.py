@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from hpctrain.comm.interpreter import module_command
-from hpctrain.comm.relaunch import launch_words
 from hpctrain.errors import EXIT_AGAIN, EXIT_DONE, HpctrainError, failing_as
+from hpctrain.host.mpirun import launch_words
+from hpctrain.host.python_command import module_command
 from hpctrain.train.sweep.variants import Variant
 from hpctrain.words import counted
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hpctrain.comm.launcher import launcher_name
 from hpctrain.errors import EXIT_AGAIN, EXIT_DIFFERENT, EXIT_DONE, HpctrainError
 from hpctrain.files import require_writable, strict_json, write_text
+from hpctrain.host.launcher import launcher_name
 from hpctrain.job.ranks import Job, plan_job
 from hpctrain.job.wish import Wish
 from hpctrain.report.swept import draw_sweep

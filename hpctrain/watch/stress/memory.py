@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.device import on_host
-from hpctrain.comm.host_memory import is_out_of_memory, unused_bytes
+from hpctrain.host.memory import is_out_of_memory, unused_bytes
 from hpctrain.units import format_bytes
 from hpctrain.watch.stress.difference import difference
 from hpctrain.watch.stress.record import Look, Place, Record, Turn, clock_of, one_thread

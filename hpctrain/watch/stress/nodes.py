@@ -8,7 +8,7 @@ from math import ceil
 from statistics import median, median_high
 from typing import NamedTuple
 
-from hpctrain.comm.doctor import Finding
+from hpctrain.host.doctor import Finding
 from hpctrain.words import ranges
 
 SLOW = 0.85

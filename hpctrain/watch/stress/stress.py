@@ -18,10 +18,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from hpctrain.comm.device import forget_peak, gpu_count, name_of, on_host
-from hpctrain.comm.doctor import Finding
-from hpctrain.comm.processor import processor_name
 from hpctrain.comm.world import World
 from hpctrain.errors import EXIT_DIFFERENT, EXIT_INTERRUPTED
+from hpctrain.host.doctor import Finding
+from hpctrain.host.processor import processor_name
 from hpctrain.units import format_seconds
 from hpctrain.watch.stress import collectives, disk, products
 from hpctrain.watch.stress.collectives import Collectives

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hpctrain.comm.host_memory import Limit
+from hpctrain.host.memory import Limit
 from hpctrain.pipeline.action import live_activations
 from hpctrain.plan.memory import plan_memory
 from hpctrain.plan.rehearse.memory import find_peaks, over_memory

@@ -14,10 +14,10 @@ from random import Random
 
 import pytest
 
-from hpctrain.comm.host_memory import Limit
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import Place
+from hpctrain.host.memory import Limit
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.generate import generate
 from hpctrain.plan.memory import MemoryPlan

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from hpctrain.comm.library import MPI
+from hpctrain.host.mpi_library import MPI
 from hpctrain.units import format_bytes
 
 _KEPT_BYTES = 32 << 20

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hpctrain.comm.launcher import launcher_name
+from hpctrain.host.launcher import launcher_name
 
 # File names of the libraries that make an MPI, as the dynamic linker knows them.
 MPI_LIBRARY = re.compile(r"/(libmpi|libmpich|libmpi_cray|libmpi_[a-z]+_mpich)\.so[.0-9]*$")

@@ -1,6 +1,6 @@
 """Child processes that answer requests of a rank within a time limit.
 
-Requests and answers are lines of JSON on a socket. `comm/child_service.py` is the child's side. A child that
+Requests and answers are lines of JSON on a socket. `host/child_service.py` is the child's side. A child that
 does not answer in time is killed together with all processes that it has started; the same happens when the
 rank ends. If anything other than an answer arrives on the socket, `next_answer` raises an error.
 """
@@ -18,8 +18,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from hpctrain.comm.helper import end_helper, has_ended, how_ended, start_helper, wait_for_end
 from hpctrain.files import parse_json
+from hpctrain.host.process_lifetime import end_helper, has_ended, how_ended, start_helper, wait_for_end
 from hpctrain.units import format_bytes, format_seconds
 
 MAX_ANSWER_BYTES = 1 << 28

@@ -18,7 +18,7 @@ import uuid
 from pathlib import Path
 from typing import Any, TextIO
 
-from hpctrain.comm.library import MPI
+from hpctrain.host.mpi_library import MPI
 
 FOLDER = Path("/dev/shm")
 MARKER = "hpctrain-segments."
@@ -28,7 +28,7 @@ _SEGMENT = re.compile(r"vader_segment\.[\w.-]+")
 Named = list[tuple[str, int]]
 
 
-class Marker:
+class SegmentMarker:
     """What this job has in shared memory of this node; held by each of the node's ranks."""
 
     def __init__(self, path: Path, stream: TextIO) -> None:
@@ -40,14 +40,14 @@ class Marker:
             self.path.unlink(missing_ok=True)
 
 
-def mark(node: MPI.Intracomm, folder: Path = FOLDER) -> Marker | None:
+def mark(node: MPI.Intracomm, folder: Path = FOLDER) -> SegmentMarker | None:
     """Note what the ranks of this node have mapped; None where there is nothing. Collective over them.
 
     The rank that made it removes it when its process ends in good order.
     """
     mapped = node.allgather(sorted(_mapped(Path("/proc/self/maps"), folder)))
     own = sorted({name for names in mapped for name in names})
-    marker: Marker | None = None
+    marker: SegmentMarker | None = None
     if node.rank == 0:
         marker = _write(_identified(own, folder), folder)
     path = node.bcast(None if marker is None else marker.path)
@@ -59,7 +59,7 @@ def mark(node: MPI.Intracomm, folder: Path = FOLDER) -> Marker | None:
     with contextlib.suppress(OSError):
         stream = path.open(encoding="utf-8")
         fcntl.flock(stream, fcntl.LOCK_SH)
-        return Marker(path, stream)
+        return SegmentMarker(path, stream)
     return None
 
 
@@ -83,7 +83,7 @@ def sweep(folder: Path = FOLDER, proc: Path = Path("/proc")) -> list[str]:
     return removed
 
 
-def _write(own: Named, folder: Path) -> Marker | None:
+def _write(own: Named, folder: Path) -> SegmentMarker | None:
     """The marker, locked before it has its name; None where nothing is to be noted, or it cannot be."""
     path = folder / f"{MARKER}{os.getuid()}.{uuid.uuid4().hex}"
     new = path.with_name(f".{path.name}")
@@ -94,7 +94,7 @@ def _write(own: Named, folder: Path) -> Marker | None:
             stream.write(json.dumps(own))
             stream.flush()
             new.replace(path)
-            return Marker(path, stream)
+            return SegmentMarker(path, stream)
     return None
 
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.comm.interpreter import code_command, module_command
+from hpctrain.host.python_command import code_command, module_command
 from hpctrain.watch import service
 from tests.launch import clean_environment
 
 PACKAGE = Path(service.__file__).parents[1]
 NAMES = ("json", "runpy", "random", "statistics", "hpctrain", "numpy", "click")
-ISOLATED = {"comm/interpreter.py", "parallel/compiler.py"}
+ISOLATED = {"host/python_command.py", "parallel/compiler.py"}
 """Files that may start Python by themselves; the second one does so with `-I`."""
 
 

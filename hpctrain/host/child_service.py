@@ -1,4 +1,4 @@
-"""Child's side of `comm/child_process.py`: a loop that reads requests and writes answers as lines of JSON."""
+"""Child's side of `host/child_process.py`: a loop that reads requests and writes answers as lines of JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hpctrain.comm.helper import end_group_with, end_with, leave_signals_to_ranks
+from hpctrain.host.process_lifetime import end_group_with, end_with, leave_signals_to_ranks
 
 Answer = Callable[[Any], Any]
 """Function that takes a request and returns its answer."""

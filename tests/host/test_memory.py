@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpctrain.comm import host_memory
-from hpctrain.comm.host_memory import Limit, is_out_of_memory, node_limits, unused_bytes
 from hpctrain.comm.outcome import as_error
+from hpctrain.host import memory as host_memory
+from hpctrain.host.memory import Limit, is_out_of_memory, node_limits, unused_bytes
 
 MEMINFO = "MemTotal:       1000 kB\nMemFree:         100 kB\nMemAvailable:    600 kB\n"
 NODE = Limit("node", 1_024_000, "of memory")

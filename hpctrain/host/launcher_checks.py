@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from hpctrain.comm.launcher import variables
-from hpctrain.comm.library import MPI
-from hpctrain.comm.srun import loaded_mpis, lost_under_srun
 from hpctrain.errors import HpctrainError
+from hpctrain.host.launcher import variables
+from hpctrain.host.mpi_library import MPI
+from hpctrain.host.srun import loaded_mpis, lost_under_srun
 
 
 def check_srun(environment: Mapping[str, str]) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.comm.segments import FOLDER, MARKER, sweep
+from hpctrain.host.shared_memory_cleanup import FOLDER, MARKER, sweep
 from tests.conftest import clean_environment, launcher
 
 NAME = "vader_segment.node.0.1a2b0001.0"

@@ -23,8 +23,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from hpctrain.comm.launcher import contradictions, launcher_name, started_rank, started_size
-from hpctrain.comm.srun import loaded_mpis, lost_under_srun
+from hpctrain.host.launcher import contradictions, launcher_name, started_rank, started_size
+from hpctrain.host.srun import loaded_mpis, lost_under_srun
 from hpctrain.words import ranges
 
 if TYPE_CHECKING:
@@ -98,7 +98,6 @@ def examination() -> Iterator[Report]:
     world = mpi.COMM_WORLD
     node = world.Split_type(mpi.COMM_TYPE_SHARED, world.rank)
     ranks = world.allgather(_rank_report(world.rank, node.bcast(world.rank), node.rank, torch))
-    findings += _node_memory(node, world, torch)
     node.Free()
     of_nodes = Counter(each.node for each in ranks).values()
     nodes, each = len(of_nodes), ranges(set(of_nodes), ", ")
@@ -196,7 +195,7 @@ def _driver_gpus() -> int:
 def _mpi() -> tuple[ModuleType | None, Finding]:
     """The started MPI, or None and why not."""
     try:
-        mpi = import_module("hpctrain.comm.library").MPI
+        mpi = import_module("hpctrain.host.mpi_library").MPI
     except (ImportError, RuntimeError, OSError) as error:
         return None, Finding("MPI", f"mpi4py cannot be loaded: {error}", REINSTALL, fatal=True)
     if not mpi.Is_initialized():
@@ -278,20 +277,6 @@ def _binding(ranks: list[RankReport]) -> list[Finding]:
             remedy = "ranks that share a GPU talk through host memory: start one rank a GPU"
             findings.append(Finding("GPUs", f"{len(here)} ranks on {gpus} GPUs of {hostname}", remedy))
     return findings
-
-
-def _node_memory(node: MPI.Intracomm, world: MPI.Intracomm, torch: ModuleType | None) -> list[Finding]:
-    """Whether the ranks of this node see each other's memory. Collective."""
-    if not all(world.allgather(torch is not None)) or node.size == 1:
-        return []
-    from hpctrain.comm.transports.node_memory import open_node_memory
-
-    memory = open_node_memory(node, world.rank)
-    if isinstance(memory, str):
-        remedy = "ranks of a node send each other messages instead, which takes longer"
-        return [Finding("memory of a node", f"not shared: {memory}", remedy)]
-    memory.close()
-    return [Finding("memory of a node", f"{node.size} ranks see each other's")]
 
 
 def _hdf5_package() -> tuple[ModuleType | None, Finding]:

@@ -10,9 +10,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from hpctrain.comm.interpreter import module_command
-from hpctrain.comm.launcher import launcher_name, started_size
 from hpctrain.errors import HpctrainError
+from hpctrain.host.launcher import launcher_name, started_size
+from hpctrain.host.python_command import module_command
 
 _OPTIONS = {"open-mpi.org": ("--quiet", "--oversubscribe", "--bind-to", "none")}
 """For more ranks than cores, by what `mpirun --version` says."""

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from hpctrain.comm.interpreter import code_command
-from hpctrain.comm.launcher import without_rank
+from hpctrain.host.launcher import without_rank
+from hpctrain.host.python_command import code_command
 
 _START = "import json; sys.path[:] = json.loads(sys.argv[1]); "
 _SIGNAL_OF_PARENT, _SUBREAPER = 1, 36  # of prctl

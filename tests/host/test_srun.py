@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.comm.srun import lost_under_srun
+from hpctrain.host.srun import lost_under_srun
 
 STEP = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_ID": "0", "SLURM_STEPID": "0"}
 BATCH = {"SLURM_STEP_ID": "4294967291", "SLURM_STEPID": "4294967291"}

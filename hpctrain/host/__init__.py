@@ -1,0 +1,1 @@
+"""The machine below the ranks: launchers, the MPI library, memory, processors, processes and their checks."""
