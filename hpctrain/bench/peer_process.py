@@ -88,7 +88,7 @@ class PeerProcess:
         return loss
 
     def memory(self) -> tuple[int, int]:
-        """Peaks, in bytes: of what the process had resident; and of it as `own_peak_bytes` counts."""
+        """Return the process's peaks in bytes: of `resident_bytes`, and of `proportional_bytes`."""
         answer = self._ask({"do": "memory"})
         return answer["resident"], answer["own"]
 
@@ -149,7 +149,7 @@ def _serve(say: Any) -> None:
     from torch._C._distributed_c10d import TCPStore
 
     from hpctrain.deck.read import parse_deck
-    from hpctrain.host.memory import own_peak_bytes, peak_rss_bytes
+    from hpctrain.host.memory import peak_proportional_bytes, peak_rss_bytes
 
     job = json.loads(sys.stdin.readline())
     deck = parse_deck(job["deck"], includes=False)
@@ -173,7 +173,7 @@ def _serve(say: Any) -> None:
         if json.loads(line)["do"] == "step":
             say({"loss": step()})
         else:
-            say({"resident": peak_rss_bytes(), "own": own_peak_bytes()})
+            say({"resident": peak_rss_bytes(), "own": peak_proportional_bytes()})
     if rival.axis != "none":
         torch.distributed.destroy_process_group()
 

@@ -34,7 +34,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import build_engine, make_mesh
 from hpctrain.engine.sizes import expert_sizes, on_one_rank
 from hpctrain.errors import HpctrainError
-from hpctrain.host.memory import own_peak_bytes
+from hpctrain.host.memory import peak_proportional_bytes
 from hpctrain.host.processor import processor_name
 from hpctrain.memory.live import LiveActivations
 from hpctrain.memory.saved import gpt_activation_bytes
@@ -177,7 +177,7 @@ def _memory(world: World, variant: Variant, alone: bool) -> tuple[int, int] | No
     if variant.memory is not None:
         resident, own = variant.memory()
     elif alone:
-        resident, own = peak_bytes(world.device), own_peak_bytes() if on_host(world.device) else 0
+        resident, own = peak_bytes(world.device), peak_proportional_bytes() if on_host(world.device) else 0
     else:
         return None
     return most_of_a_node(world, resident, own)

@@ -31,7 +31,7 @@ from hpctrain.checkpoint.verify import damage
 from hpctrain.deck.code import CodeTrust
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError, InputOutputError
-from hpctrain.host.memory import unused_bytes
+from hpctrain.host.memory import obtainable_bytes
 from hpctrain.sharding.state import MODEL
 from hpctrain.units import format_bytes
 from hpctrain.words import counted, kind_of, nearest, path_of
@@ -304,7 +304,7 @@ class LazyTensor:
         if self._checkpoint.closed:
             raise HpctrainError(f"{self._source.path}: is closed, so that {self.name} cannot be read")
         size = prod(shape) * self._stored.item_bytes
-        free = unused_bytes(os.environ) if size > _SMALL_BYTES else None
+        free = obtainable_bytes(os.environ) if size > _SMALL_BYTES else None
         if free is not None and size > free:
             raise HpctrainError(
                 f"{self.name}: {format_bytes(size)} do not fit into the {format_bytes(free)} of memory that "

@@ -13,7 +13,7 @@ from hpctrain.deck.code import CodeTrust, Overrides
 from hpctrain.deck.read import deck_text, parse_deck
 from hpctrain.deck.schema import Deck, require_trusted_code
 from hpctrain.errors import HpctrainError
-from hpctrain.host.launcher import started_rank
+from hpctrain.host.launcher import launched_rank
 
 FOLLOWING = "deck_defaults_follow"
 """In a state: whether its deck leaves out the keys that defaulted from others; else it has them all."""
@@ -68,6 +68,6 @@ def require_trusted(deck: Deck, path: Path, trust: CodeTrust) -> None:
     trusted = deck.sources.trusted_code
     if trust.everything and trusted and str(path) not in trust.logged_files:
         trust.logged_files.add(str(path))
-        if started_rank(os.environ) == 0:
+        if launched_rank(os.environ) == 0:
             names = ", ".join(map(str, sorted(trusted)))
             logging.getLogger("hpctrain").warning("--trust-code: %s may run %s", path, names)

@@ -31,8 +31,8 @@ def command(deck: Path, overrides: tuple[str, ...], ranks: int | None) -> None:
     other number of ranks would go with.
     """
     from hpctrain.comm.verb import run_verb
-    from hpctrain.host.mpirun import on_ranks
+    from hpctrain.host.mpirun import restart_on_ranks
     from hpctrain.train.check import check
 
-    on_ranks(ranks)
+    restart_on_ranks(ranks)
     run_verb(lambda world: check(world, deck, overrides, click.echo))

@@ -41,10 +41,10 @@ def command(
     """
     from hpctrain.deck.read import deck_text, read_deck
     from hpctrain.deck.reference import reference_text
-    from hpctrain.host.launcher import started_rank, started_size
+    from hpctrain.host.launcher import launched_rank, launched_size
     from hpctrain.plan.named import named_problems
 
-    size = started_size(os.environ)
+    size = launched_size(os.environ)
     if ranks is None and size > 1:
         ranks = size
     if foreign is not None:
@@ -67,7 +67,7 @@ def command(
 
             found = laid_out(found, ranks)
         text = deck_text(found, ranks)
-    if started_rank(os.environ) == 0:
+    if launched_rank(os.environ) == 0:
         click.echo(text, nl=False)
 
 

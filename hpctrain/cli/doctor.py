@@ -16,7 +16,7 @@ from hpctrain.words import ranges
 
 if TYPE_CHECKING:
     from hpctrain.comm.world import World
-    from hpctrain.host.doctor import Finding, RankReport, Report
+    from hpctrain.host.doctor import DoctorFinding, DoctorReport, RankPlacement
 
 MOST_RANKS = 64
 COLOURS = {"WRONG": "red", "note": "yellow", "ok": "green"}
@@ -61,9 +61,9 @@ def command(
         if given is not None and stress is None:
             raise HpctrainError(f"{option}: goes with --stress SECONDS alone")
     wish = None if stress is None else StressWish.of(stress, stress_dir, rates)
-    from hpctrain.host.doctor import examination
+    from hpctrain.host.doctor import examine_machine
 
-    with examination() as report:
+    with examine_machine() as report:
         if report.fit:  # else torch may be what is broken
             from hpctrain.comm.transports.node_memory import examine_node_memory
             from hpctrain.parallel.found_kernels import found_kernels
@@ -100,7 +100,7 @@ def test_nodes(world: World, wish: StressWish) -> int:
     return result.code
 
 
-def show(report: Report) -> None:
+def show(report: DoctorReport) -> None:
     """Print tables of the findings and of the ranks, then one line for each thing that is wrong."""
     marks = ["WRONG" if finding.fatal else "note" if finding.remedy else "ok" for finding in report.findings]
     rows = [
@@ -128,7 +128,7 @@ def show(report: Report) -> None:
     click.echo("A run can start here." if report.fit else "A run could not start here.")
 
 
-def tell(findings: list[Finding]) -> None:
+def tell(findings: list[DoctorFinding]) -> None:
     """A line for each."""
     for finding in findings:
         mark = "WRONG" if finding.fatal else "note"
@@ -137,7 +137,7 @@ def tell(findings: list[Finding]) -> None:
         click.echo("\n".join(fit(sentence, columns())))
 
 
-def gpu(rank: RankReport) -> str:
+def gpu(rank: RankPlacement) -> str:
     """The GPU that a run gives to this rank, and how many it sees."""
     return f"{rank.local_rank % rank.gpus} of {rank.gpus}" if rank.gpus else "none"
 

@@ -14,7 +14,7 @@ import click
 from hpctrain import __version__
 from hpctrain.comm.outcome import as_error, flush_output, print_problems
 from hpctrain.errors import EXIT_INTERRUPTED, HpctrainError
-from hpctrain.host.launcher import started_rank, started_size
+from hpctrain.host.launcher import launched_rank, launched_size
 from hpctrain.words import nearest
 
 # Verb: (the file of its click command, one line of help). Loaded only when called or asked for help.
@@ -111,7 +111,7 @@ def main() -> NoReturn:
         sys.exit(EXIT_INTERRUPTED)
     except click.ClickException as error:
         if len(sys.argv) < 2:  # its message is the help
-            if started_rank(os.environ) == 0:
+            if launched_rank(os.environ) == 0:
                 error.show()
             sys.exit(error.exit_code)
         leave(HpctrainError(usage_sentence(error)))
@@ -132,7 +132,7 @@ def leave(error: HpctrainError) -> NoReturn:
 
     A rank that left at once could take the others with it before any had printed.
     """
-    if started_size(os.environ) > 1:
+    if launched_size(os.environ) > 1:
         from hpctrain.comm.verb import run_verb
 
         def fail(_: object) -> NoReturn:

@@ -22,7 +22,7 @@ def command(run_dirs: tuple[Path, ...], as_json: bool, faulty: bool, watches: bo
     folders are read, nothing else: any node that sees them will do. The live table takes a terminal;
     elsewhere --watch prints once.
     """
-    from hpctrain.host.launcher import started_rank
+    from hpctrain.host.launcher import launched_rank
     from hpctrain.report.terminal import can_be_drawn_on
     from hpctrain.watch.found_runs import runs_below
     from hpctrain.watch.statuses import show_faulty, show_statuses
@@ -31,7 +31,7 @@ def command(run_dirs: tuple[Path, ...], as_json: bool, faulty: bool, watches: bo
         raise click.UsageError(
             "--watch is for people, --faulty for scripts, and --json tells everything: give one of them"
         )
-    first = started_rank(os.environ) == 0
+    first = launched_rank(os.environ) == 0
     if watches and first and can_be_drawn_on():
         from hpctrain.watch.live import watch_runs
 

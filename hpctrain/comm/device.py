@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.errors import HpctrainError
-from hpctrain.host.memory import keep_freed, peak_rss_bytes, resident_bytes
+from hpctrain.host.memory import keep_freed_memory, peak_rss_bytes, resident_bytes
 
 _CUBLAS_WORKSPACE, _CUBLAS_BYTES = ":4096:8", 8 * 4096 << 10
 """As its environment names it, without which torch refuses to be deterministic; and in bytes."""
@@ -54,7 +54,7 @@ def use(device: torch.device) -> None:
     CPU, keep the memory that is freed.
     """
     if on_host(device):
-        keep_freed()
+        keep_freed_memory()
     else:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", _CUBLAS_WORKSPACE)
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # a shared one holds others back

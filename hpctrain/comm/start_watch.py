@@ -16,7 +16,7 @@ from pathlib import Path
 
 from hpctrain.comm.outcome import name_ranks, print_error
 from hpctrain.errors import EXIT_INTERNAL
-from hpctrain.host.launcher import started_rank, started_size, variables
+from hpctrain.host.launcher import launched_rank, launched_size, launcher_variables
 from hpctrain.host.process_lifetime import descendants
 
 PROCESSES = Path("/proc")
@@ -39,7 +39,7 @@ def watch_start(seconds: float) -> Iterator[None]:
     Args:
         seconds: Time limit; 0 turns this off.
     """
-    if seconds <= 0 or started_size(os.environ) == 1:
+    if seconds <= 0 or launched_size(os.environ) == 1:
         yield
         return
     over = threading.Event()
@@ -64,7 +64,7 @@ def _watch(seconds: float, over: threading.Event) -> None:
         stopped, stopped_before = stopped_now & stopped_before, stopped_now
         if not stopped and passed < max(seconds, LONG_START_SECONDS):
             continue
-        own = started_rank(os.environ)
+        own = launched_rank(os.environ)
         if own > min(states.keys() - stopped, default=own) and passed < seconds + _SECONDS_FOR_LOWEST:
             continue
         for sentence in describe_start(stopped, passed, own):
@@ -100,7 +100,7 @@ def rank_states(launcher: int) -> dict[int, str]:
             folder = PROCESSES / str(process)
             entries = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
             environment = dict(entry.split("=", 1) for entry in entries if "=" in entry)
-            if variables(environment):
+            if launcher_variables(environment):
                 stat = (folder / "stat").read_text(encoding="ascii", errors="replace")
-                states.setdefault(started_rank(environment), stat.rpartition(")")[2].split()[0])
+                states.setdefault(launched_rank(environment), stat.rpartition(")")[2].split()[0])
     return states

@@ -15,7 +15,7 @@ from hpctrain.comm.start_watch import watch_start
 from hpctrain.comm.watchdog import Watchdog
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
-from hpctrain.host.launcher import started_rank
+from hpctrain.host.launcher import launched_rank
 from hpctrain.host.mpi_library import MPI, finalizes_between_nodes
 
 
@@ -101,7 +101,7 @@ def _outcome(verb: Callable[[World], int | None], device: str, stack: ExitStack)
 def leave_unstarted(error: HpctrainError) -> NoReturn:
     """Leave with an error that came before there was a World: one rank prints it."""
     together = MPI.Is_initialized() and MPI.COMM_WORLD.size > 1
-    if (MPI.COMM_WORLD.rank if together else started_rank(os.environ)) == 0:
+    if (MPI.COMM_WORLD.rank if together else launched_rank(os.environ)) == 0:
         print_problems(error.problems)
     if MPI.Is_initialized():
         MPI.Finalize()

@@ -32,11 +32,11 @@ from hpctrain.comm.transports.node_memory import NodeMemory, open_node_memory
 from hpctrain.comm.transports.reduction import ReductionScratch
 from hpctrain.comm.work import StartedWork
 from hpctrain.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, HpctrainError, UsersError
-from hpctrain.host.launcher import contradictions
-from hpctrain.host.launcher_checks import check_launcher, check_srun, refuse_contradictions
+from hpctrain.host.launcher import find_contradictions
+from hpctrain.host.launcher_checks import check_contradictions, check_launcher, check_srun
 from hpctrain.host.memory import is_out_of_memory
 from hpctrain.host.mpi_library import MPI, communicator_of, finalizes_between_nodes, start_mpi
-from hpctrain.host.shared_memory_cleanup import SegmentMarker, mark, sweep
+from hpctrain.host.shared_memory_cleanup import SegmentMarker, mark_segments, remove_stale_segments
 from hpctrain.units import Link, format_bytes
 
 Nodes = tuple[int, ...]
@@ -116,8 +116,8 @@ class World:
         check_launcher(os.environ, MPI.COMM_WORLD.size)
         world = cls(MPI.COMM_WORLD)
         begin(world)
-        here = contradictions(os.environ, world.rank, world.local_rank, world.nodes)
-        refuse_contradictions([each for rank in world._control.allgather(here) for each in rank])
+        here = find_contradictions(os.environ, world.rank, world.local_rank, world.nodes)
+        check_contradictions([each for rank in world._control.allgather(here) for each in rank])
         world.use_device(device)
         world._clean()
         sys.excepthook = world._on_exception
@@ -129,8 +129,8 @@ class World:
         node = self.communicator.Split_type(MPI.COMM_TYPE_SHARED, self.rank)
         assert isinstance(node, MPI.Intracomm)
         if node.rank == 0:
-            self.swept = [f"{name} on {self.hostname}" for name in sweep()]
-        self._marker = mark(node)
+            self.swept = [f"{name} on {self.hostname}" for name in remove_stale_segments()]
+        self._marker = mark_segments(node)
         node.Free()
 
     def use_device(self, name: str) -> None:

@@ -21,13 +21,13 @@ from hpctrain.data.dataset import DatasetName, UsersDataset
 from hpctrain.data.items import Fields
 from hpctrain.data.mapped import to_memory
 from hpctrain.errors import HpctrainError
-from hpctrain.host.process_lifetime import end_group_with, leave_signals_to_ranks
+from hpctrain.host.process_lifetime import end_descendants_with_parent, ignore_rank_signals
 
 
 def serve(socket_number: int, parent: int) -> None:
     """Answer until nobody asks any more: after the dataset's name come numbers and epochs of items."""
-    let_children_hear = leave_signals_to_ranks()
-    if not end_group_with(parent):
+    let_children_hear = ignore_rank_signals()
+    if not end_descendants_with_parent(parent):
         return
     let_children_hear()
     torch.set_num_threads(1)

@@ -17,7 +17,7 @@ from hpctrain.data.dataset import DatasetName
 from hpctrain.data.items import Fields
 from hpctrain.data.mapped import of_memory
 from hpctrain.errors import EXIT_INTERNAL, UsersError
-from hpctrain.host.process_lifetime import end_helper, how_ended, start_helper
+from hpctrain.host.process_lifetime import describe_exit, kill_child, start_child
 
 _START = "from hpctrain.data.worker import serve; "
 
@@ -64,7 +64,7 @@ class Workers:
             if answer is None:
                 raise WorkerLostError(
                     f"{self.name.title}: a process that loads items ({ticket.worker + 1} of data.workers = "
-                    f"{self.count}) {how_ended(worker.process)}"
+                    f"{self.count}) {describe_exit(worker.process)}"
                 )
             if not first.dropped:
                 first.answer = answer
@@ -89,7 +89,7 @@ class _Worker:
         with theirs:
             number = theirs.fileno()
             code = f"{_START}serve({number}, {os.getpid()})"
-            self.process = start_helper(code, number, own_session=True)
+            self.process = start_child(code, number, own_session=True)
         self.send(name.to_json())
 
     def send(self, line: str) -> None:
@@ -109,7 +109,7 @@ class _Worker:
 
     def close(self) -> None:
         """End it at once, with all that it has started: it keeps nothing."""
-        end_helper(self.process, runs_user_code=True)
+        kill_child(self.process, runs_user_code=True)
         self.process.wait()
         self.answers.close()
         assert self.process.stdin is not None

@@ -26,7 +26,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.generate.sampling import Sampling
 from hpctrain.generate.text import TextModel, load_part, split_deck, stored_tokenizer
-from hpctrain.host.memory import unused_bytes
+from hpctrain.host.memory import obtainable_bytes
 from hpctrain.model.part import Part, logits_of
 from hpctrain.units import format_bytes
 from hpctrain.watch.newest import find_checkpoint
@@ -126,7 +126,7 @@ class Model:
         require_running()
         given = self._given(tokens)
         size = prod(given.shape) * self.vocabulary * 4
-        free = unused_bytes(os.environ) if size > _SMALL_BYTES and on_host(self.device) else None
+        free = obtainable_bytes(os.environ) if size > _SMALL_BYTES and on_host(self.device) else None
         if free is not None and size > free:
             raise HpctrainError(
                 f"tokens: the logits of {list(given.shape)} need {format_bytes(size)}, and "

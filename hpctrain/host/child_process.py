@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpctrain.files import parse_json
-from hpctrain.host.process_lifetime import end_helper, has_ended, how_ended, start_helper, wait_for_end
+from hpctrain.host.process_lifetime import describe_exit, has_ended, kill_child, start_child, wait_for_end
 from hpctrain.units import format_bytes, format_seconds
 
 MAX_ANSWER_BYTES = 1 << 28
@@ -81,7 +81,7 @@ class ChildProcess:
         self.channel, child_end = socket.socketpair()
         with child_end:
             code = f"from {module} import serve; serve({child_end.fileno()}, {os.getpid()})"
-            self.process = start_helper(code, child_end.fileno(), subprocess.DEVNULL, own_session=True)
+            self.process = start_child(code, child_end.fileno(), subprocess.DEVNULL, own_session=True)
 
     def ask(self, message: object, seconds: float, number: int = 0) -> None:
         """Send a request.
@@ -146,7 +146,7 @@ class ChildProcess:
 
     def close(self) -> None:
         """Kill the process and all processes that it has started."""
-        end_helper(self.process, self._runs_user_code)
+        kill_child(self.process, self._runs_user_code)
         self.process.wait()
         self.channel.close()
 
@@ -158,8 +158,8 @@ class ChildProcess:
         """
         wait_for_end(self.process, _SECONDS_TO_END)
         if self.has_ended():
-            end_helper(self.process, self._runs_user_code)
-        phrase = how_ended(self.process)
+            kill_child(self.process, self._runs_user_code)
+        phrase = describe_exit(self.process)
         return phrase, max(0, -(self.process.returncode or 0))
 
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hpctrain.host.process_lifetime import end_group_with, end_with, leave_signals_to_ranks
+from hpctrain.host.process_lifetime import end_descendants_with_parent, end_with_parent, ignore_rank_signals
 
 Answer = Callable[[Any], Any]
 """Function that takes a request and returns its answer."""
@@ -38,8 +38,8 @@ def serve(
         runs_user_code: True if code of users runs in this process. Such code may start processes; all of them
             are killed when this process ends.
     """
-    unblock_signals_of_children = leave_signals_to_ranks()
-    if not (end_group_with(parent) if runs_user_code else end_with(parent)):
+    unblock_signals_of_children = ignore_rank_signals()
+    if not (end_descendants_with_parent(parent) if runs_user_code else end_with_parent(parent)):
         return
     unblock_signals_of_children()
     with suppress(OSError):

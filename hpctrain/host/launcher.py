@@ -22,18 +22,18 @@ _OF_RANKS = (
 """How names begin that tell a process which rank it is."""
 
 
-def without_rank(environment: Mapping[str, str]) -> dict[str, str]:
+def environment_without_rank(environment: Mapping[str, str]) -> dict[str, str]:
     """That of a process which a rank starts and which is none: importing mpi4py there starts no MPI."""
     kept = {name: value for name, value in environment.items() if not name.startswith(_OF_RANKS)}
     return {**kept, "MPI4PY_RC_INITIALIZE": "0"}
 
 
-def variables(environment: Mapping[str, str]) -> tuple[str, ...]:
+def launcher_variables(environment: Mapping[str, str]) -> tuple[str, ...]:
     """Names of the inner launcher's variables, as in LAUNCHERS; none without a launcher."""
     return next((names for names in LAUNCHERS if environment.get(names[0], "").isdigit()), ())
 
 
-def contradictions(environment: Mapping[str, str], rank: int, local_rank: int, nodes: int) -> list[str]:
+def find_contradictions(environment: Mapping[str, str], rank: int, local_rank: int, nodes: int) -> list[str]:
     """What the launcher's variables say otherwise than MPI, such as "SLURM_PROCID = 3, but MPI's rank is 1".
 
     Only the inner launcher's variables are about this process.
@@ -41,17 +41,17 @@ def contradictions(environment: Mapping[str, str], rank: int, local_rank: int, n
     seen = (("rank", rank), ("rank on the node", local_rank), ("number of nodes", nodes))
     return [
         f"{name} = {environment[name]}, but MPI's {what} is {value}"
-        for name, (what, value) in zip(variables(environment)[1:], seen, strict=False)
+        for name, (what, value) in zip(launcher_variables(environment)[1:], seen, strict=False)
         if environment.get(name, "").isdigit() and int(environment[name]) != value
     ]
 
 
-def started_size(environment: Mapping[str, str]) -> int:
+def launched_size(environment: Mapping[str, str]) -> int:
     """How many processes the launcher says it started; 1 without a launcher."""
-    return next((int(environment[name]) for name in variables(environment)[:1]), 1)
+    return next((int(environment[name]) for name in launcher_variables(environment)[:1]), 1)
 
 
-def started_rank(environment: Mapping[str, str]) -> int:
+def launched_rank(environment: Mapping[str, str]) -> int:
     """Which of them this is, from 0."""
     values = (environment.get(name, "") for _, name, *_ in LAUNCHERS)
     return next((int(value) for value in values if value.isdigit()), 0)

@@ -31,7 +31,7 @@ _REFUSALS = re.compile(r"not enough memory|(can't|cannot) allocate memory|bad_al
 
 
 @dataclass(frozen=True)
-class Limit:
+class MemoryLimit:
     """Bytes that some processes of a node share: `pool` tells which of its limits this is, `text` the same in
     words, which stand behind the size: "24 GB of memory".
     """
@@ -64,7 +64,7 @@ def peak_rss_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def keep_freed() -> bool:
+def keep_freed_memory() -> bool:
     """Have the C library keep what is freed, but for pieces above 32 MB, the most that it allows.
 
     Otherwise glibc gives the end of its heap back where enough of it is free, as after every backward pass,
@@ -86,14 +86,14 @@ def _is_glibc() -> bool:
         return False
 
 
-def shared_bytes() -> int:
+def shared_resident_bytes() -> int:
     """What this process has resident of files and shared memory, such as libraries: other processes of the
     node that use the same have no more of it; 0 where the system does not tell.
     """
     return sum(_sizes("self/status", "RssFile", "RssShmem"))
 
 
-def own_bytes() -> int:
+def proportional_bytes() -> int:
     """What this process has resident, and of what it shares with others its part: ranks that have memory in
     common count it once together. Code and constants of libraries are left out: how many other processes of
     the node happen to use them is nothing of this one's. 0 where the system does not tell.
@@ -113,18 +113,18 @@ def own_bytes() -> int:
     return 1024 * pages
 
 
-def own_peak_bytes() -> int:
-    """The most of `own_bytes` so far, as far as the peak of what is resident tells."""
-    return peak_rss_bytes() - resident_bytes() + own_bytes()
+def peak_proportional_bytes() -> int:
+    """The most of `proportional_bytes` so far, as far as the peak of what is resident tells."""
+    return peak_rss_bytes() - resident_bytes() + proportional_bytes()
 
 
-def node_limits(environment: Mapping[str, str]) -> list[Limit]:
+def memory_limits(environment: Mapping[str, str]) -> list[MemoryLimit]:
     """What limits the memory of this process and others of its node together, as far as the system tells:
     the node's memory, each cgroup that it is in, and what Slurm has given the job.
     """
-    limits = [Limit("node", total, "of memory") for total in _sizes("meminfo", "MemTotal")]
-    limits += [Limit(f"cgroup {name}", size, f"for the cgroup {name}") for name, size, _ in _cgroups()]
-    limits += [Limit(name, size, f"for this job ({name})") for name, size in _slurm(environment)]
+    limits = [MemoryLimit("node", total, "of memory") for total in _sizes("meminfo", "MemTotal")]
+    limits += [MemoryLimit(f"cgroup {name}", size, f"for the cgroup {name}") for name, size, _ in _cgroups()]
+    limits += [MemoryLimit(name, size, f"for this job ({name})") for name, size in _slurm(environment)]
     return limits
 
 
@@ -133,7 +133,7 @@ def available_bytes() -> int | None:
     return next(iter(_sizes("meminfo", "MemAvailable")), None)
 
 
-def unused_bytes(environment: Mapping[str, str]) -> int | None:
+def obtainable_bytes(environment: Mapping[str, str]) -> int | None:
     """What processes of this node could still take together, without others losing theirs or a limit ending
     them: of each cgroup, what is not used there but for files that were read; None where the system does not
     tell.

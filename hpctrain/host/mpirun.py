@@ -11,25 +11,25 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from hpctrain.errors import HpctrainError
-from hpctrain.host.launcher import launcher_name, started_size
+from hpctrain.host.launcher import launched_size, launcher_name
 from hpctrain.host.python_command import module_command
 
 _OPTIONS = {"open-mpi.org": ("--quiet", "--oversubscribe", "--bind-to", "none")}
 """For more ranks than cores, by what `mpirun --version` says."""
 
 
-def on_ranks(ranks: int | None, environment: Mapping[str, str] = os.environ) -> None:
+def restart_on_ranks(ranks: int | None, environment: Mapping[str, str] = os.environ) -> None:
     """Go on where a launcher has started so many ranks, or no number is asked for; else become `mpirun`, or
     $MPIRUN, which starts this command on so many. HpctrainError where neither can be.
     """
-    started = started_size(environment)
+    started = launched_size(environment)
     if ranks is None or ranks == started:
         return
     if launcher_name(environment) != "none (one process)":
         raise HpctrainError(
             f"--ranks {ranks}: the launcher started {started}: leave --ranks out, or start {ranks}"
         )
-    command = launch_words(environment)
+    command = mpirun_command(environment)
     if command is None:
         raise HpctrainError(
             f"--ranks {ranks}: there is no mpirun or $MPIRUN here: start {ranks} ranks by srun"
@@ -42,7 +42,7 @@ def on_ranks(ranks: int | None, environment: Mapping[str, str] = os.environ) -> 
     os.execvpe(words[0], words, own)
 
 
-def launch_words(environment: Mapping[str, str]) -> Sequence[str] | None:
+def mpirun_command(environment: Mapping[str, str]) -> Sequence[str] | None:
     """The words that start ranks; None where there is no such program."""
     program, *options = shlex.split(environment.get("MPIRUN", "")) or ["mpirun"]
     path = shutil.which(program, path=environment.get("PATH"))

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from hpctrain.host.launcher import without_rank
+from hpctrain.host.launcher import environment_without_rank
 from hpctrain.host.python_command import code_command
 
 _START = "import json; sys.path[:] = json.loads(sys.argv[1]); "
@@ -25,7 +25,7 @@ _SIGNAL_OF_PARENT, _SUBREAPER = 1, 36  # of prctl
 _SECONDS_TO_END = 5.0
 
 
-def start_helper(
+def start_child(
     code: str, kept: int, stdin: int = subprocess.PIPE, own_session: bool = False
 ) -> subprocess.Popen[bytes]:
     """Run Python code which imports what this process could, computes by one thread and has the file `kept`;
@@ -36,12 +36,12 @@ def start_helper(
         stdin=stdin,
         pass_fds=(kept,),
         # Sets have the same order in each of them, and in a run that goes on.
-        env={"PYTHONHASHSEED": "0", **without_rank(os.environ), "OMP_NUM_THREADS": "1"},
+        env={"PYTHONHASHSEED": "0", **environment_without_rank(os.environ), "OMP_NUM_THREADS": "1"},
         start_new_session=own_session,
     )
 
 
-def end_with(parent: int, by: signal.Signals = signal.SIGKILL) -> bool:
+def end_with_parent(parent: int, by: signal.Signals = signal.SIGKILL) -> bool:
     """Have the system send this process a signal when the one that started it ends; whether that is still
     there.
     """
@@ -49,7 +49,7 @@ def end_with(parent: int, by: signal.Signals = signal.SIGKILL) -> bool:
     return os.getppid() == parent
 
 
-def end_group_with(parent: int) -> bool:
+def end_descendants_with_parent(parent: int) -> bool:
     """Go on in a process of its own, which ends together with all its descendants.
 
     The process that calls this stays behind as a guard. When `parent` ends, when the guard gets SIGTERM, or
@@ -68,8 +68,8 @@ def end_group_with(parent: int) -> bool:
     ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
     if not (own := os.fork()):
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        return end_with(first)
-    there = end_with(parent, signal.SIGHUP)
+        return end_with_parent(first)
+    there = end_with_parent(parent, signal.SIGHUP)
     status: int | None = None
     while there and status is None:
         there = signal.sigwait(heard) != signal.SIGTERM and os.getppid() == parent
@@ -119,7 +119,7 @@ def descendants(process: int) -> Iterator[int]:
                 yield from descendants(child)
 
 
-def leave_signals_to_ranks() -> Callable[[], None]:
+def ignore_rank_signals() -> Callable[[], None]:
     """Have this process not heed what is sent to ranks and to their group. What is returned, once it is
     called, has all that this process forks heed them again.
 
@@ -165,13 +165,13 @@ def wait_for_end(process: subprocess.Popen[bytes], seconds: float) -> None:
         pause = min(2 * pause, 0.02)
 
 
-def end_helper(process: subprocess.Popen[bytes], runs_user_code: bool) -> None:
+def kill_child(process: subprocess.Popen[bytes], runs_user_code: bool) -> None:
     """Kill a helper process that has its own session, and all processes that it has started.
 
     Args:
         process: The helper. This function does not wait for it.
-        runs_user_code: True if the helper has called `end_group_with`. Then its guard process is asked to end
-            first, since it also finds processes in other sessions.
+        runs_user_code: True if the helper has called `end_descendants_with_parent`. Then its guard process is
+            asked to end first, since it also finds processes in other sessions.
     """
     if process.returncode is not None:
         return
@@ -184,7 +184,7 @@ def end_helper(process: subprocess.Popen[bytes], runs_user_code: bool) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def how_ended(process: subprocess.Popen[bytes]) -> str:
+def describe_exit(process: subprocess.Popen[bytes]) -> str:
     """How it ended, in words."""
     try:
         code = process.wait(_SECONDS_TO_END)

@@ -40,7 +40,7 @@ class SegmentMarker:
             self.path.unlink(missing_ok=True)
 
 
-def mark(node: MPI.Intracomm, folder: Path = FOLDER) -> SegmentMarker | None:
+def mark_segments(node: MPI.Intracomm, folder: Path = FOLDER) -> SegmentMarker | None:
     """Note what the ranks of this node have mapped; None where there is nothing. Collective over them.
 
     The rank that made it removes it when its process ends in good order.
@@ -63,7 +63,7 @@ def mark(node: MPI.Intracomm, folder: Path = FOLDER) -> SegmentMarker | None:
     return None
 
 
-def sweep(folder: Path = FOLDER, proc: Path = Path("/proc")) -> list[str]:
+def remove_stale_segments(folder: Path = FOLDER, proc: Path = Path("/proc")) -> list[str]:
     """Remove what dead jobs of this user left on this node, and their markers; the names of what was removed.
 
     A file stays if it is not the one that was noted, is somebody else's, or is mapped by any process.

@@ -16,7 +16,7 @@ MPI_LIBRARY = re.compile(r"/(libmpi|libmpich|libmpi_cray|libmpi_[a-z]+_mpich)\.s
 WITHOUT_PMIX = ("mca_pmix_s1", "mca_pmix_s2")
 
 
-def lost_under_srun(environment: Mapping[str, str], vendor: str, libraries: Sequence[str]) -> str:
+def describe_missing_pmix(environment: Mapping[str, str], vendor: str, libraries: Sequence[str]) -> str:
     """What is wrong where srun gave its ranks no PMIx and this MPI knows no other way; "" where nothing is.
 
     Open MPI would end each rank on starting, with a page of text. Other MPIs start as worlds of one rank,
@@ -32,7 +32,7 @@ def lost_under_srun(environment: Mapping[str, str], vendor: str, libraries: Sequ
     )
 
 
-def loaded_mpis() -> list[str]:
+def loaded_mpi_libraries() -> list[str]:
     """The different MPI libraries in this process's memory, on Linux."""
     try:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hpctrain.comm.device import choose_device, gpu_count, on_host
-from hpctrain.host.doctor import Finding
+from hpctrain.host.doctor import DoctorFinding
 from hpctrain.host.processor import processor_name
 from hpctrain.parallel.kernel_times import Measured, measure, quickest
 from hpctrain.parallel.kernels import Pass
@@ -19,19 +19,19 @@ _PASSES: tuple[tuple[Pass, str], ...] = (
 _FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def found_kernels(local_rank: int) -> Finding:
+def found_kernels(local_rank: int) -> DoctorFinding:
     """Which kernel multiplies matrices of a middling size most quickly, by format and pass, measured by one
     thread of a local rank; nothing of a rank that computes on a GPU.
     """
     if not on_host(choose_device("auto", local_rank, gpu_count())):
-        return Finding("products", "computed by the GPU's library")
+        return DoctorFinding("products", "computed by the GPU's library")
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         told = "; ".join(f"{name}: {_told(storage)}" for name, storage in _FORMATS.items())
     finally:
         torch.set_num_threads(before)
-    return Finding("products", f"{told} (a thread of {processor_name()})")
+    return DoctorFinding("products", f"{told} (a thread of {processor_name()})")
 
 
 def _told(storage: torch.dtype) -> str:

@@ -10,12 +10,12 @@ from hpctrain.comm.topology import Topology, neighbours
 from hpctrain.deck.read import read_deck
 from hpctrain.engine.sizes import axis_sizes, crosses
 from hpctrain.errors import HpctrainError
-from hpctrain.host.doctor import Finding, Report
+from hpctrain.host.doctor import DoctorFinding, DoctorReport
 from hpctrain.host.launcher import core_warning
 from hpctrain.words import counted
 
 
-def map_deck(report: Report, path: Path, overrides: Sequence[str]) -> None:
+def map_deck(report: DoctorReport, path: Path, overrides: Sequence[str]) -> None:
     """Add to a report the ranks' coordinates on the deck's mesh, or what of it does not fit. Collective."""
     ranks = len(report.ranks)
     try:
@@ -23,7 +23,7 @@ def map_deck(report: Report, path: Path, overrides: Sequence[str]) -> None:
         sizes = axis_sizes(deck, ranks)
     except HpctrainError as error:
         remedy = "mend the deck, or start another number of ranks"
-        report.add([Finding("deck", problem, remedy, fatal=True) for problem in error.problems])
+        report.add([DoctorFinding("deck", problem, remedy, fatal=True) for problem in error.problems])
         return
     report.coordinates = [coordinates(sizes, rank) for rank in range(ranks)]
     axes = sizes_text(sizes, 2) or "one rank"
@@ -34,12 +34,12 @@ def map_deck(report: Report, path: Path, overrides: Sequence[str]) -> None:
     topology = Topology([rank.node for rank in report.ranks])
     topology.emulate(deck.communication.ranks_per_node)
     crossing = crosses(topology.nodes, sizes["tensor"])
-    report.add([Finding("deck", f"{path}: {axes}", remedy if crossing else "")])
+    report.add([DoctorFinding("deck", f"{path}: {axes}", remedy if crossing else "")])
     if len(set(topology.nodes)) > 1:
-        report.add([Finding("topology", ways(topology, report.coordinates))])
+        report.add([DoctorFinding("topology", ways(topology, report.coordinates))])
     threads = deck.run.threads
     crowded = core_warning(threads, [(rank.hostname, rank.cores) for rank in report.ranks])
-    report.add([Finding("threads", f"run.threads = {threads} of each rank", crowded)])
+    report.add([DoctorFinding("threads", f"run.threads = {threads} of each rank", crowded)])
 
 
 def ways(topology: Topology, places: Sequence[Mapping[str, int]]) -> str:

@@ -12,7 +12,7 @@ from math import inf
 from hpctrain.comm.device import device_named, on_host
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.kernels import with_kept_kernels
-from hpctrain.host.memory import Limit, shared_bytes
+from hpctrain.host.memory import MemoryLimit, shared_resident_bytes
 from hpctrain.pipeline.action import Schedule
 from hpctrain.plan.companions import plan_run_memory
 from hpctrain.plan.libraries import library_bytes
@@ -39,7 +39,7 @@ class Holding:
     @cached_property
     def _shared(self) -> int:
         """Bytes that ranks of a node have in common."""
-        return shared_bytes()
+        return shared_resident_bytes()
 
     @cached_property
     def _libraries(self) -> int:
@@ -81,7 +81,7 @@ class Holding:
     def _nodes(self, deck: Deck) -> int | None:
         return self.ranks_per_node or deck.communication.ranks_per_node or deck.machine.ranks_per_node
 
-    def limit(self, deck: Deck) -> tuple[Limit, int] | None:
+    def limit(self, deck: Deck) -> tuple[MemoryLimit, int] | None:
         """What ranks that share memory may hold together, and how many they are: those of a node, or on GPUs
         of one. By the deck or, where it does not say, this machine; None where that is not known.
         """
@@ -130,7 +130,7 @@ class Holding:
         rooms = []
         for number, needed in enumerate(memory.bytes_of_nodes(together, shared)):
             name, size = self._kind_of(number * together // self.together(deck))
-            own = Limit(most.pool, min(most.bytes, int(size * together)), "of memory")
+            own = MemoryLimit(most.pool, min(most.bytes, int(size * together)), "of memory")
             rooms.append(Room(f"a node of {name}", together, needed, own))
         return max(rooms, key=lambda room: room.needed / room.limit.bytes)
 

@@ -13,7 +13,13 @@ from hpctrain.comm.device import on_host, total_bytes
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Machine
 from hpctrain.errors import HpctrainError
-from hpctrain.host.memory import Limit, available_bytes, node_limits, resident_bytes, shared_bytes
+from hpctrain.host.memory import (
+    MemoryLimit,
+    available_bytes,
+    memory_limits,
+    resident_bytes,
+    shared_resident_bytes,
+)
 from hpctrain.units import format_bytes
 
 
@@ -28,7 +34,7 @@ class Claim:
     host: str
     needed: int
     shared: int
-    limits: tuple[Limit, ...]
+    limits: tuple[MemoryLimit, ...]
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,7 @@ class Room:
     host: str
     ranks: int
     needed: int
-    limit: Limit
+    limit: MemoryLimit
 
     @property
     def fits(self) -> bool:
@@ -52,7 +58,7 @@ class Room:
 
 def tightest(claims: Iterable[Claim]) -> Room | None:
     """Of all limits of all nodes, the one of which most is needed; None where no limit is known."""
-    shares: dict[tuple[int, str], list[tuple[Claim, Limit]]] = {}
+    shares: dict[tuple[int, str], list[tuple[Claim, MemoryLimit]]] = {}
     for claim in claims:
         for limit in claim.limits:
             shares.setdefault((claim.node, limit.pool), []).append((claim, limit))
@@ -65,15 +71,17 @@ def tightest(claims: Iterable[Claim]) -> Room | None:
     return max(rooms, key=lambda room: room.needed / room.limit.bytes, default=None)
 
 
-def limits_of(machine: Machine, device: torch.device, environment: Mapping[str, str]) -> tuple[Limit, ...]:
+def limits_of(
+    machine: Machine, device: torch.device, environment: Mapping[str, str]
+) -> tuple[MemoryLimit, ...]:
     """The limits of what this process may hold on that device: those of the deck, else those it finds."""
     if not on_host(device):
         size = total_bytes(device) if machine.gpu_memory is None else machine.gpu_memory
         name = f"GPU {device.index or 0}"
-        return () if size is None else (Limit(name, size, f"on {name}"),)
+        return () if size is None else (MemoryLimit(name, size, f"on {name}"),)
     if machine.memory is not None:
-        return (Limit("node", machine.memory, "of memory (machine.memory)"),)
-    return tuple(node_limits(environment))
+        return (MemoryLimit("node", machine.memory, "of memory (machine.memory)"),)
+    return tuple(memory_limits(environment))
 
 
 def demand_room(
@@ -86,7 +94,7 @@ def demand_room(
     warning.
     """
     on_cpu = on_host(world.device)
-    shared = min(needed, shared_bytes()) if on_cpu else 0
+    shared = min(needed, shared_resident_bytes()) if on_cpu else 0
     limits = limits_of(machine, world.device, os.environ)
     claim = Claim(world.node, world.hostname, needed, shared, limits)
     room = tightest(world.everyone.all_gather_object(claim))

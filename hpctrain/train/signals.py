@@ -8,7 +8,7 @@ import signal
 from time import monotonic
 from types import FrameType
 
-from hpctrain.host.launcher import started_rank
+from hpctrain.host.launcher import launched_rank
 
 HEEDED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """What a run heeds; the last two only where its starter did not let it ignore them, as `nohup` and `&` do."""
@@ -69,7 +69,7 @@ class Signals:
         now = monotonic()
         if self._interrupted is None:
             self._interrupted = now
-            if started_rank(os.environ) == 0:
+            if launched_rank(os.environ) == 0:
                 # Not by `print`, which may be what the signal has interrupted.
                 with contextlib.suppress(OSError):
                     os.write(2, _FIRST)

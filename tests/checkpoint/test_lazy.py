@@ -181,7 +181,7 @@ def test_what_is_no_checkpoint_is_told(path: Path, tmp_path: Path, monkeypatch: 
     with pytest.raises(HpctrainError, match="holds no deck"):
         _ = hpctrain.open_checkpoint(path).deck
     monkeypatch.setattr(lazy, "_SMALL_BYTES", 0)
-    monkeypatch.setattr(lazy, "unused_bytes", lambda _: 1000)
+    monkeypatch.setattr(lazy, "obtainable_bytes", lambda _: 1000)
     with pytest.raises(HpctrainError, match="do not fit into the 1 kB of memory that are free; read a slice"):
         hpctrain.open_checkpoint(path).model["matrix"].torch()
 

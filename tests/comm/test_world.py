@@ -18,7 +18,7 @@ from hpctrain.comm.outcome import combine
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.host import mpi_library as library
-from hpctrain.host.launcher import contradictions
+from hpctrain.host.launcher import find_contradictions
 from hpctrain.host.launcher_checks import check_launcher
 
 
@@ -136,7 +136,7 @@ def test_silent_singletons_are_refused(environment: dict[str, str], size: int, g
     ],
 )
 def test_launchers_variables_are_compared_with_mpi(environment: dict[str, str], told: list[str]) -> None:
-    assert contradictions(environment, rank=3, local_rank=1, nodes=2) == told
+    assert find_contradictions(environment, rank=3, local_rank=1, nodes=2) == told
 
 
 def test_devices() -> None:

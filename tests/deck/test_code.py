@@ -215,7 +215,7 @@ def test_arguments_that_download_code_are_listed(arguments: dict[str, object], k
         "os:system",
         "builtins:eval",
         "importlib.util:find_spec",
-        "hpctrain.host.process_lifetime:start_helper",
+        "hpctrain.host.process_lifetime:start_child",
         "torch:os.system",
         "{stdlib}/subprocess.py:run",
         "{own}:run",

@@ -161,7 +161,7 @@ def test_what_will_not_do_is_told(world: World, tmp_path: Path, monkeypatch: pyt
     with pytest.raises(HpctrainError, match=r"path: is to be the path of a checkpoint .*, not None"):
         hpctrain.load(None)  # type: ignore[arg-type]
     monkeypatch.setattr(loaded, "_SMALL_BYTES", 0)
-    monkeypatch.setattr(loaded, "unused_bytes", lambda _: 5000)
+    monkeypatch.setattr(loaded, "obtainable_bytes", lambda _: 5000)
     with pytest.raises(
         HpctrainError, match=r"the logits of \[2, 8\] need 20.5 kB, and 5 kB of memory are free"
     ):

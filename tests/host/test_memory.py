@@ -15,10 +15,10 @@ import torch
 
 from hpctrain.comm.outcome import as_error
 from hpctrain.host import memory as host_memory
-from hpctrain.host.memory import Limit, is_out_of_memory, node_limits, unused_bytes
+from hpctrain.host.memory import MemoryLimit, is_out_of_memory, memory_limits, obtainable_bytes
 
 MEMINFO = "MemTotal:       1000 kB\nMemFree:         100 kB\nMemAvailable:    600 kB\n"
-NODE = Limit("node", 1_024_000, "of memory")
+NODE = MemoryLimit("node", 1_024_000, "of memory")
 
 
 @pytest.fixture
@@ -35,14 +35,14 @@ def write(root: Path, name: str, text: str) -> None:
 
 
 def cgroups(environment: dict[str, str] | None = None) -> dict[str, int]:
-    return {limit.pool: limit.bytes for limit in node_limits(environment or {}) if limit.pool != "node"}
+    return {limit.pool: limit.bytes for limit in memory_limits(environment or {}) if limit.pool != "node"}
 
 
 def test_a_node_has_its_memory(root: Path) -> None:
-    assert node_limits({}) == [NODE]
+    assert memory_limits({}) == [NODE]
     assert host_memory.available_bytes() == 614_400
     write(root, "proc/meminfo", "")
-    assert node_limits({}) == []
+    assert memory_limits({}) == []
     assert host_memory.available_bytes() is None
 
 
@@ -71,19 +71,19 @@ def test_the_first_version_of_cgroups_counts_too(root: Path) -> None:
 
 
 def test_what_is_unused_goes_by_the_tightest_limit(root: Path) -> None:
-    assert unused_bytes({}) == 614_400
+    assert obtainable_bytes({}) == 614_400
     write(root, "proc/self/mountinfo", "31 24 0:28 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n")
     write(root, "proc/self/cgroup", "0::/slurm/job_7\n")
     write(root, "sys/fs/cgroup/slurm/job_7/memory.max", "9000\n")
-    assert unused_bytes({}) == 9000
+    assert obtainable_bytes({}) == 9000
     write(root, "sys/fs/cgroup/slurm/job_7/memory.current", "5000\n")
-    assert unused_bytes({}) == 4000
+    assert obtainable_bytes({}) == 4000
     write(root, "sys/fs/cgroup/slurm/job_7/memory.stat", "anon 1000\ninactive_file 3000\nactive_file 1\n")
-    assert unused_bytes({}) == 7000
+    assert obtainable_bytes({}) == 7000
     write(root, "sys/fs/cgroup/slurm/job_7/memory.current", "99000\n")
-    assert unused_bytes({}) == 0
+    assert obtainable_bytes({}) == 0
     write(root, "proc/meminfo", "")
-    assert unused_bytes({}) is None
+    assert obtainable_bytes({}) is None
 
 
 def test_in_a_container_the_tree_may_begin_at_its_own_cgroup(root: Path) -> None:
@@ -137,9 +137,9 @@ def test_shared_memory_counts_by_its_share_and_code_not_at_all(tmp_path: Path) -
         return memory
 
     def grown(before: int) -> float:
-        return (host_memory.own_bytes() - before) / size
+        return (host_memory.proportional_bytes() - before) / size
 
-    before = host_memory.own_bytes()
+    before = host_memory.proportional_bytes()
     read_only = mapped(mmap.ACCESS_READ)
     assert grown(before) == pytest.approx(0, abs=0.1)
     read_only.close()
@@ -158,10 +158,10 @@ def test_shared_memory_counts_by_its_share_and_code_not_at_all(tmp_path: Path) -
         other.communicate()
     assert grown(before) == pytest.approx(1, abs=0.1)
     window.close()
-    peak = host_memory.own_peak_bytes()
+    peak = host_memory.peak_proportional_bytes()
     tensor = torch.ones(size)
     del tensor
-    assert host_memory.own_peak_bytes() > peak + 2 * size
+    assert host_memory.peak_proportional_bytes() > peak + 2 * size
 
 
 _FAULTS = """

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.host.shared_memory_cleanup import FOLDER, MARKER, sweep
+from hpctrain.host.shared_memory_cleanup import FOLDER, MARKER, remove_stale_segments
 from tests.conftest import clean_environment, launcher
 
 NAME = "vader_segment.node.0.1a2b0001.0"
@@ -38,7 +38,7 @@ def test_what_a_dead_job_noted_is_removed(tmp_path: Path, left: Callable[..., Pa
     other = tmp_path / NAME.replace("1a2b", "3c4d")
     other.touch()  # nobody noted it
     marker = left(NAME)
-    assert sweep(tmp_path) == [NAME]
+    assert remove_stale_segments(tmp_path) == [NAME]
     assert not marker.exists()
     assert [path.name for path in tmp_path.iterdir()] == [other.name]
 
@@ -46,7 +46,7 @@ def test_what_a_dead_job_noted_is_removed(tmp_path: Path, left: Callable[..., Pa
 def test_a_living_job_keeps_its_own(tmp_path: Path, left: Callable[..., Path]) -> None:
     with left(NAME).open() as stream:
         fcntl.flock(stream, fcntl.LOCK_SH)
-        assert sweep(tmp_path) == []
+        assert remove_stale_segments(tmp_path) == []
     assert (tmp_path / NAME).exists()
 
 
@@ -55,17 +55,17 @@ def test_what_is_not_what_was_noted_stays(tmp_path: Path, left: Callable[..., Pa
     left("precious", NAME)
     (tmp_path / "new").touch()
     (tmp_path / "new").replace(tmp_path / NAME)  # another file of that name
-    assert sweep(tmp_path) == []
+    assert remove_stale_segments(tmp_path) == []
     assert precious.exists()
     assert (tmp_path / NAME).exists()
     outside = tmp_path.parent / f"{tmp_path.name}-outside"
     outside.touch()
     marker = left(NAME)
     marker.write_text(json.dumps([[f"../{outside.name}", outside.stat().st_ino]]))
-    assert sweep(tmp_path) == []
+    assert remove_stale_segments(tmp_path) == []
     assert outside.exists()
     marker.write_text("[[1, {")
-    assert sweep(tmp_path) == []
+    assert remove_stale_segments(tmp_path) == []
 
 
 def test_what_a_process_has_mapped_stays(tmp_path: Path, left: Callable[..., Path]) -> None:
@@ -73,7 +73,7 @@ def test_what_a_process_has_mapped_stays(tmp_path: Path, left: Callable[..., Pat
     maps = tmp_path / "proc" / "17" / "maps"
     maps.parent.mkdir(parents=True)
     maps.write_text(f"7f0-7f1 rw-s 00000000 00:19 42                         {tmp_path / NAME}\n")
-    assert sweep(tmp_path, tmp_path / "proc") == []
+    assert remove_stale_segments(tmp_path, tmp_path / "proc") == []
     assert (tmp_path / NAME).exists()
 
 

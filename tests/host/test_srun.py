@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.host.srun import lost_under_srun
+from hpctrain.host.srun import describe_missing_pmix
 
 STEP = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_ID": "0", "SLURM_STEPID": "0"}
 BATCH = {"SLURM_STEP_ID": "4294967291", "SLURM_STEPID": "4294967291"}
@@ -26,7 +26,7 @@ BATCH = {"SLURM_STEP_ID": "4294967291", "SLURM_STEPID": "4294967291"}
     ],
 )
 def test_who_is_lost(environment: dict[str, str], vendor: str, lost: bool) -> None:
-    told = lost_under_srun(environment, vendor, [_ctypes.__file__])
+    told = describe_missing_pmix(environment, vendor, [_ctypes.__file__])
     assert told.startswith("srun started 4 ranks without PMIx") == lost
     assert bool(told) == lost
 
@@ -34,8 +34,8 @@ def test_who_is_lost(environment: dict[str, str], vendor: str, lost: bool) -> No
 def test_an_open_mpi_that_knows_slurm_itself_is_not_lost(tmp_path: Path) -> None:
     library = tmp_path / "libmpi.so.40"
     library.symlink_to(_ctypes.__file__)
-    assert lost_under_srun(STEP, "Open MPI", [str(library)])
+    assert describe_missing_pmix(STEP, "Open MPI", [str(library)])
     (tmp_path / "openmpi" / "lib").mkdir(parents=True)
     (tmp_path / "openmpi" / "lib" / "mca_pmix_s1.so").touch()
-    assert not lost_under_srun(STEP, "Open MPI", [str(library)])
-    assert not lost_under_srun(STEP, "Open MPI", [])
+    assert not describe_missing_pmix(STEP, "Open MPI", [str(library)])
+    assert not describe_missing_pmix(STEP, "Open MPI", [])

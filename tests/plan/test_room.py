@@ -95,7 +95,7 @@ def test_ranks_of_a_node_count_together(
 ) -> None:
     """A limit that one rank would keep, two do not."""
     needed = 10**9
-    monkeypatch.setattr(plan_room, "shared_bytes", lambda: 10**8)
+    monkeypatch.setattr(plan_room, "shared_resident_bytes", lambda: 10**8)
     limit(tmp_path, 1_900_000_000, monkeypatch)
     demand_room(world, small_deck().machine, "deck", needed, str)
     limit(tmp_path, 1_899_999_999, monkeypatch)

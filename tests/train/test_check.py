@@ -15,7 +15,7 @@ from hpctrain.cli.check import command
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.host.launcher import LAUNCHERS
-from hpctrain.host.mpirun import on_ranks
+from hpctrain.host.mpirun import restart_on_ranks
 from hpctrain.parallel.linear import ColumnLinear, RowLinear
 from hpctrain.train.check import check
 
@@ -134,12 +134,12 @@ def test_ranks_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     for names in LAUNCHERS:
         for name in names:
             monkeypatch.delenv(name, raising=False)
-    on_ranks(None, {})
-    on_ranks(1, {})
+    restart_on_ranks(None, {})
+    restart_on_ranks(1, {})
     with pytest.raises(HpctrainError, match=r"--ranks 2: there is no mpirun or \$MPIRUN here"):
-        on_ranks(2, {"MPIRUN": "no-such-program -v", "PATH": ""})
+        restart_on_ranks(2, {"MPIRUN": "no-such-program -v", "PATH": ""})
     started = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}
-    on_ranks(2, started)
+    restart_on_ranks(2, started)
     with pytest.raises(HpctrainError, match="--ranks 4: the launcher started 2"):
-        on_ranks(4, started)
+        restart_on_ranks(4, started)
     assert CliRunner().invoke(command, ["x.toml", "--ranks", "0"]).exit_code == 2

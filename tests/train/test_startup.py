@@ -15,7 +15,7 @@ import torch
 from hpctrain.comm.topology import Topology
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
-from hpctrain.host.doctor import RankReport, Report
+from hpctrain.host.doctor import DoctorReport, RankPlacement
 from hpctrain.host.launcher import core_warning
 from hpctrain.plan.coordinates import map_deck
 from hpctrain.train import startup
@@ -176,7 +176,7 @@ def test_fp16_on_a_cpu_gives_a_warning() -> None:
 
 def test_doctor_reports_threads_without_cores(tmp_path: Path) -> None:
     (tmp_path / "deck.toml").write_text(DECK)
-    report = Report(ranks=[RankReport(rank, "n", 0, rank, (rank,), 0) for rank in range(2)])
+    report = DoctorReport(ranks=[RankPlacement(rank, "n", 0, rank, (rank,), 0) for rank in range(2)])
     map_deck(report, tmp_path / "deck.toml", ["run.threads=4"])
     assert report.fit and "rank 0 may use 1 core alone" in report.findings[-1].remedy
     map_deck(report, tmp_path / "deck.toml", [])
@@ -189,15 +189,15 @@ ALL_WAYS += "tensor inside a node"
 
 def test_the_doctor_tells_of_a_tensor_axis_across_nodes(tmp_path: Path) -> None:
     (tmp_path / "deck.toml").write_text(DECK)
-    report = Report(
-        ranks=[RankReport(rank, f"n{rank // 3}", rank // 3, rank % 3, (), 0) for rank in range(6)]
+    report = DoctorReport(
+        ranks=[RankPlacement(rank, f"n{rank // 3}", rank // 3, rank % 3, (), 0) for rank in range(6)]
     )
     map_deck(report, tmp_path / "deck.toml", ["layout.tensor=2", "batch.global_size=12"])
     assert report.coordinates[3] == {"pipeline": 0, "data": 1, "context": 0, "tensor": 1}
     assert report.fit
     assert "over the network in every layer" in report.findings[0].remedy
-    report = Report(
-        ranks=[RankReport(rank, f"n{rank // 2}", rank // 2, rank % 2, (), 0) for rank in range(6)]
+    report = DoctorReport(
+        ranks=[RankPlacement(rank, f"n{rank // 2}", rank // 2, rank % 2, (), 0) for rank in range(6)]
     )
     map_deck(report, tmp_path / "deck.toml", ["layout.tensor=2", "batch.global_size=12"])
     assert not report.findings[0].remedy
@@ -217,7 +217,7 @@ def test_the_doctor_tells_how_ranks_reach_each_other(
     tmp_path: Path, per_node: int, keys: tuple[str, ...], expected: str | None
 ) -> None:
     (tmp_path / "deck.toml").write_text(DECK)
-    report = Report(ranks=[RankReport(rank, "here", 0, rank, (), 0) for rank in range(8)])
+    report = DoctorReport(ranks=[RankPlacement(rank, "here", 0, rank, (), 0) for rank in range(8)])
     map_deck(
         report,
         tmp_path / "deck.toml",

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from hpctrain.host.doctor import Finding
+from hpctrain.host.doctor import DoctorFinding
 from hpctrain.host.mpi_library import MPI
 
 if TYPE_CHECKING:
@@ -280,7 +280,7 @@ def open_node_memory(node: MPI.Intracomm, rank: int) -> NodeMemory | str:
     return memory
 
 
-def examine_node_memory(world: MPI.Intracomm) -> list[Finding]:
+def examine_node_memory(world: MPI.Intracomm) -> list[DoctorFinding]:
     """Return what `hpctrain doctor` prints about the memory that the ranks of this node share.
 
     Collective over `world`.
@@ -297,9 +297,9 @@ def examine_node_memory(world: MPI.Intracomm) -> list[Finding]:
         return []
     if isinstance(memory, str):
         remedy = "ranks of a node send each other messages instead, which takes longer"
-        return [Finding("memory of a node", f"not shared: {memory}", remedy)]
+        return [DoctorFinding("memory of a node", f"not shared: {memory}", remedy)]
     memory.close()
-    return [Finding("memory of a node", f"{size} ranks see each other's")]
+    return [DoctorFinding("memory of a node", f"{size} ranks see each other's")]
 
 
 def _pages(size: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hpctrain.comm.device import choose_device, gpu_count
-from hpctrain.host.doctor import Finding
+from hpctrain.host.doctor import DoctorFinding
 from hpctrain.parallel.fp8.multiply import has_native
 from hpctrain.parallel.fp8.recipes import RECIPES, Recipe
 
@@ -17,12 +17,12 @@ WAYS = {
 """What is said of recipes by how `native` finds them."""
 
 
-def found_products(local_rank: int) -> Finding:
+def found_products(local_rank: int) -> DoctorFinding:
     """Which recipes the device of a local rank multiplies in 8 bits, and which are emulated there."""
     device = choose_device("auto", local_rank, gpu_count())
     how = {name: native(recipe, device) for name, recipe in RECIPES.items()}
     names = {way: ", ".join(name for name in how if how[name] == way) for way in WAYS}
-    return Finding("FP8", "; ".join(WAYS[way].format(some) for way, some in names.items() if some))
+    return DoctorFinding("FP8", "; ".join(WAYS[way].format(some) for way, some in names.items() if some))
 
 
 def native(recipe: Recipe, device: torch.device) -> str:

@@ -8,7 +8,7 @@ import torch
 
 from hpctrain.comm.device import on_host, total_bytes
 from hpctrain.comm.world import World
-from hpctrain.host.memory import node_limits
+from hpctrain.host.memory import memory_limits
 from hpctrain.plan.calibrate.clock import Clock
 
 _BYTES = 128 << 20
@@ -18,7 +18,7 @@ def memory_of_rank(world: World) -> float:
     """Bytes: of its GPU, or its share of what its node has and leaves to this job."""
     if not on_host(world.device):
         return float(total_bytes(world.device) or 0)
-    most = min((limit.bytes for limit in node_limits(os.environ)), default=0)
+    most = min((limit.bytes for limit in memory_limits(os.environ)), default=0)
     return most / world.topology.ranks_per_node
 
 

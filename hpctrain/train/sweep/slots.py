@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 from hpctrain.errors import EXIT_AGAIN, EXIT_DONE, HpctrainError, failing_as
-from hpctrain.host.mpirun import launch_words
+from hpctrain.host.mpirun import mpirun_command
 from hpctrain.host.python_command import module_command
 from hpctrain.train.sweep.variants import Variant
 from hpctrain.words import counted
@@ -113,7 +113,7 @@ def command(ranks: int, environment: Mapping[str, str]) -> list[str]:
     own = module_command()
     if ranks == 1:
         return own
-    launcher = launch_words(environment)
+    launcher = mpirun_command(environment)
     if launcher is None:
         raise HpctrainError(
             f"--ranks-each {ranks}: there is no mpirun or $MPIRUN here; --slurm writes a job instead"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.device import on_host
-from hpctrain.host.memory import is_out_of_memory, unused_bytes
+from hpctrain.host.memory import is_out_of_memory, obtainable_bytes
 from hpctrain.units import format_bytes
 from hpctrain.watch.stress.difference import difference
 from hpctrain.watch.stress.record import Look, Place, Record, Turn, clock_of, one_thread
@@ -64,7 +64,7 @@ class Memory:
     def _room(self) -> int:
         """Bytes for this rank."""
         if on_host(self.place.device):
-            free, share = unused_bytes(os.environ), SHARE
+            free, share = obtainable_bytes(os.environ), SHARE
         else:
             free, share = torch.cuda.mem_get_info(self.place.device)[0], SHARE
         room = int(share * (0 if free is None else free)) // self.place.sharers

@@ -8,7 +8,7 @@ from math import ceil
 from statistics import median, median_high
 from typing import NamedTuple
 
-from hpctrain.host.doctor import Finding
+from hpctrain.host.doctor import DoctorFinding
 from hpctrain.words import ranges
 
 SLOW = 0.85
@@ -96,7 +96,7 @@ def rows_of(nodes: Sequence[Node]) -> list[list[str]]:
     return rows
 
 
-def slow_nodes(nodes: Sequence[Node]) -> Iterator[Finding]:
+def slow_nodes(nodes: Sequence[Node]) -> Iterator[DoctorFinding]:
     """Those whose rate is far below the median of the nodes with such devices and as many ranks; then ranks
     far below their node.
     """
@@ -116,7 +116,7 @@ def slow_nodes(nodes: Sequence[Node]) -> Iterator[Finding]:
                     yield _slow(node, name, rate, usual, beside, f"rank {rank} on {node.name}")
 
 
-def fallen_nodes(nodes: Iterable[Node], kept: Sequence[Kept]) -> Iterator[Finding]:
+def fallen_nodes(nodes: Iterable[Node], kept: Sequence[Kept]) -> Iterator[DoctorFinding]:
     """Those whose rate is far below what it used to be: three quarters of what is kept of it were lower."""
     for node in nodes:
         earlier = [
@@ -142,12 +142,12 @@ def rate_text(name: str, rate: float) -> str:
     return f"{rate / size:.3g} {prefix}{MEASURES[name].unit}"
 
 
-def _slow(node: Node, name: str, rate: float, usual: float, beside: str, who: str = "") -> Finding:
+def _slow(node: Node, name: str, rate: float, usual: float, beside: str, who: str = "") -> DoctorFinding:
     measure = MEASURES[name]
     less = f"{100 * (1 - rate / usual):.0f}% less than {beside}"
     told = f"{who or f'node {node.name}'} {measure.does} at {rate_text(name, rate)} a rank, {less}"
     remedy = f"look what else runs on {node.name}, and at its clocks, cooling and errors"
-    return Finding("slow", told, f"{remedy}; {leaving_out([node.name])}")
+    return DoctorFinding("slow", told, f"{remedy}; {leaving_out([node.name])}")
 
 
 def leaving_out(hosts: Iterable[str]) -> str:

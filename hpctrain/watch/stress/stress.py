@@ -20,7 +20,7 @@ import torch
 from hpctrain.comm.device import forget_peak, gpu_count, name_of, on_host
 from hpctrain.comm.world import World
 from hpctrain.errors import EXIT_DIFFERENT, EXIT_INTERRUPTED
-from hpctrain.host.doctor import Finding
+from hpctrain.host.doctor import DoctorFinding
 from hpctrain.host.processor import processor_name
 from hpctrain.units import format_seconds
 from hpctrain.watch.stress import collectives, disk, products
@@ -74,7 +74,7 @@ class Result:
     """
 
     rows: list[list[str]]
-    findings: list[Finding]
+    findings: list[DoctorFinding]
     sentence: str
     code: int
 
@@ -212,7 +212,7 @@ def _result(
         why = keep_rates(path, nodes, datetime.now(timezone.utc).date().isoformat())
         if why:
             remedy = "name a file that can be written by --rates FILE, so that a node that becomes slow shows"
-            findings.append(Finding("rates", f"{path} could not be written: {why}", remedy))
+            findings.append(DoctorFinding("rates", f"{path} could not be written: {why}", remedy))
     parts = [
         f"{counted(wrong, 'result')} came out wrong" if wrong else "every result was right",
         f"{counted(len(slow), 'rate')} low" if slow else "no node is slow",
@@ -224,7 +224,7 @@ def _result(
     return Result(rows_of(nodes), findings + slow, sentence, code)
 
 
-def _wrong(rounds: Sequence[Sequence[dict[str, Any]]]) -> Iterator[Finding]:
+def _wrong(rounds: Sequence[Sequence[dict[str, Any]]]) -> Iterator[DoctorFinding]:
     """What came out wrong, the first of each rank and test first."""
     told = [
         (test, sentence, hosts)
@@ -237,15 +237,15 @@ def _wrong(rounds: Sequence[Sequence[dict[str, Any]]]) -> Iterator[Finding]:
         remedy = "test the nodes of these ranks by themselves, and two at a time"
         if names:
             remedy = f"have {' and '.join(names)} looked at; {leaving_out(names)}"
-        yield Finding(test, sentence, remedy, fatal=True)
+        yield DoctorFinding(test, sentence, remedy, fatal=True)
     number = sum(row["number"] for each in rounds for row in each)
     if number > len(told[:_TOLD]):
         more = f"and {counted(number - len(told[:_TOLD]), 'more result')} came out wrong"
-        yield Finding("stress", more, "look at the ones above", fatal=True)
+        yield DoctorFinding("stress", more, "look at the ones above", fatal=True)
 
 
-def _notes(rounds: Sequence[Sequence[dict[str, Any]]]) -> Iterator[Finding]:
+def _notes(rounds: Sequence[Sequence[dict[str, Any]]]) -> Iterator[DoctorFinding]:
     """What was not tested, each thing once."""
     notes = dict.fromkeys(tuple(note) for each in rounds for row in each for note in row["notes"])
     for test, sentence in notes:
-        yield Finding(test, sentence, "")
+        yield DoctorFinding(test, sentence, "")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hpctrain.host.memory import Limit
+from hpctrain.host.memory import MemoryLimit
 from hpctrain.pipeline.action import live_activations
 from hpctrain.plan.memory import plan_memory
 from hpctrain.plan.rehearse.memory import find_peaks, over_memory
@@ -29,7 +29,7 @@ def test_a_stage_over_memory_is_found_and_named() -> None:
         before = max(0, actions.index(peak.action) - 1)
         assert max(alive) in alive[before : actions.index(peak.action) + 1]
     most = memory.largest.memory.total
-    room = Room("a node", 2, 2 * most, Limit("node", 2 * most, "of memory"))
+    room = Room("a node", 2, 2 * most, MemoryLimit("node", 2 * most, "of memory"))
     assert over_memory(memory, room, peaks) == []
     planted = memory.stages[2]
     planted = replace(planted, memory=replace(planted.memory, activation=planted.memory.activation + most))

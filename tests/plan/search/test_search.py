@@ -17,7 +17,7 @@ import pytest
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import Place
-from hpctrain.host.memory import Limit
+from hpctrain.host.memory import MemoryLimit
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.generate import generate
 from hpctrain.plan.memory import MemoryPlan
@@ -315,7 +315,7 @@ class Picky(Bare):
 
     def room(self, deck: Deck, memory: MemoryPlan) -> Room:
         fits = (deck.batch.micro_size, deck.memory.recompute, deck.layout.zero) == (1, "full", 2)
-        return Room("a node", 8, 1 if fits else 3, Limit("node", 2, "of memory"))
+        return Room("a node", 8, 1 if fits else 3, MemoryLimit("node", 2, "of memory"))
 
     @cached_property
     def any_plan(self) -> MemoryPlan:
