@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -11,8 +10,8 @@ LONG = 100
 
 
 def test_every_long_module_has_a_test_file() -> None:
-    heads = [ast.get_docstring(ast.parse(path.read_text())) for path in (ROOT / "tests").rglob("test_*.py")]
-    named = "\n".join(head for head in heads if head)
+    texts = (path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    named = "\n".join(text.partition('"""')[2].partition('"""')[0] for text in texts)
     missing = []
     for path in (ROOT / "hpctrain").rglob("*.py"):
         module = path.relative_to(ROOT / "hpctrain")
