@@ -16,7 +16,7 @@ from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import build_engine, make_mesh
 from hpctrain.engine.sizes import on_one_rank
-from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.groups import LayerContext
 from hpctrain.parallel.shard import Parameter
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.bucket_layout import bucket_layouts
@@ -58,10 +58,10 @@ def small_deck(*overrides: str) -> Deck:
     return parse_deck(DECK, overrides)
 
 
-def alone(world: World) -> LayerGroups:
+def alone(world: World) -> LayerContext:
     """The groups of a layout of one rank."""
     mesh = Mesh(world.alone(), {})
-    return LayerGroups(tensor=mesh.group("tensor"), context=mesh.group("context"))
+    return LayerContext(tensor=mesh.group("tensor"), context=mesh.group("context"))
 
 
 class Trainer(trainer_module.Trainer):

@@ -9,9 +9,9 @@ from torch import Tensor
 from hpctrain.model.feed_forward import FeedForward
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Block, Surroundings
-from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.groups import LayerContext
 from hpctrain.parallel.kernels import apart_bytes
-from hpctrain.parallel.saved import Saving, Storage, Waiting
+from hpctrain.parallel.saved import ActivationSizes, DeferredBytes, SavedStorage
 
 FACTOR = 3
 
@@ -21,7 +21,7 @@ class WideBlock(Block):
 
     kind = "wide block"
 
-    def __init__(self, index: int, shape: ModelShape, groups: LayerGroups) -> None:
+    def __init__(self, index: int, shape: ModelShape, groups: LayerContext) -> None:
         super().__init__(index, shape, groups)
         wide = replace(shape, mlp=FACTOR * shape.mlp)
         self.wide = FeedForward(f"blocks.{index}.wide", wide, groups)
@@ -31,19 +31,19 @@ class WideBlock(Block):
         wide: Tensor = self.wide(x)
         return x + wide
 
-    def saved(self, at: Saving) -> list[Storage]:
+    def saved(self, at: ActivationSizes) -> list[SavedStorage]:
         return [*super().saved(at), at.row_features(self.hidden), *self.wide.saved(at)]
 
-    def waiting(self, at: Saving) -> Waiting:
+    def waiting(self, at: ActivationSizes) -> DeferredBytes:
         """See Layer: while its first feed-forward goes, the gradient before the second one is there, too."""
         held, passing = super().waiting(at)
-        return Waiting(held, passing + at.features(self.hidden).bytes)
+        return DeferredBytes(held, passing + at.features(self.hidden).bytes)
 
-    def workspace(self, at: Saving) -> int:
+    def workspace(self, at: ActivationSizes) -> int:
         widest = sum(self.wide.up.split_sizes)
         return at.features(widest + 2 * self.hidden).bytes + apart_bytes(widest * self.hidden, at)
 
 
-def block(index: int, shape: ModelShape, groups: LayerGroups) -> Block:
+def block(index: int, shape: ModelShape, groups: LayerContext) -> Block:
     """In place of Block."""
     return (WideBlock if index % 2 else Block)(index, shape, groups)

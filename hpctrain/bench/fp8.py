@@ -23,11 +23,11 @@ from hpctrain.errors import HpctrainError
 from hpctrain.parallel.fp8.formats import E4M3, E5M2
 from hpctrain.parallel.fp8.found import native
 from hpctrain.parallel.fp8.multiply import multiplied
-from hpctrain.parallel.fp8.product import KINDS, DelayedProduct, QuantizedProduct
-from hpctrain.parallel.fp8.quantize import Quantized
-from hpctrain.parallel.fp8.recipes import RECIPES, Recipe
-from hpctrain.parallel.groups import LayerGroups
-from hpctrain.parallel.product import Product
+from hpctrain.parallel.fp8.product import KINDS, DelayedMatmul, QuantizedMatmul
+from hpctrain.parallel.fp8.quantize import QuantizedTensor
+from hpctrain.parallel.fp8.recipes import RECIPES, ScalingRecipe
+from hpctrain.parallel.groups import LayerContext
+from hpctrain.parallel.product import Matmul
 from hpctrain.parallel.shard import Parameter, Shard
 from hpctrain.plan.room import demand_room
 from hpctrain.table import table
@@ -172,7 +172,9 @@ def lines(figures: Sequence[ProductFigures], device: str) -> list[str]:
     return text
 
 
-def _variant(shape: Shape, recipe: Recipe | None, device: torch.device) -> dict[str, Callable[[], object]]:
+def _variant(
+    shape: Shape, recipe: ScalingRecipe | None, device: torch.device
+) -> dict[str, Callable[[], object]]:
     """What is timed, by its name: the passes, in bf16 where there is no recipe, or else their parts, too."""
     maker = torch.Generator(device).manual_seed(0)
 
@@ -187,7 +189,7 @@ def _variant(shape: Shape, recipe: Recipe | None, device: torch.device) -> dict[
     weight.data = normal(*sizes, 0.02)
     weight.gradient = torch.zeros(sizes, device=device)
     product = _product(weight, recipe)
-    if isinstance(product, DelayedProduct):
+    if isinstance(product, DelayedMatmul):
         for kind, values in zip(KINDS, (inputs, weight.data, gradients), strict=True):
             product.histories[kind].remember(values.abs().amax())
     _, kept = product.forward_kept(inputs, None, None, True)
@@ -201,7 +203,7 @@ def _variant(shape: Shape, recipe: Recipe | None, device: torch.device) -> dict[
         return runs
     tokens, weights, matrix = recipe.tokens, recipe.weights, weight.data
 
-    def quantized() -> list[tuple[Quantized, Quantized, torch.dtype]]:
+    def quantized() -> list[tuple[QuantizedTensor, QuantizedTensor, torch.dtype]]:
         lying = tokens.quantized(inputs, E4M3), tokens.quantized(gradients, E5M2)
         if tokens.transposed == tokens:  # one scale is that of both products
             left, right = lying[1].transposed(), lying[0].transposed()
@@ -219,11 +221,11 @@ def _variant(shape: Shape, recipe: Recipe | None, device: torch.device) -> dict[
     return runs
 
 
-def _product(weight: Parameter, recipe: Recipe | None) -> Product:
+def _product(weight: Parameter, recipe: ScalingRecipe | None) -> Matmul:
     alone = planned_group(("tensor",), 0, 1, Ledger(), device=weight.device)
-    groups = LayerGroups(tensor=alone, context=alone)
+    groups = LayerContext(tensor=alone, context=alone)
     if recipe is None:
-        return Product([weight], groups)
+        return Matmul([weight], groups)
     if recipe.delayed:
-        return DelayedProduct([weight], groups, recipe, steps=1)
-    return QuantizedProduct([weight], groups, recipe)
+        return DelayedMatmul([weight], groups, recipe, steps=1)
+    return QuantizedMatmul([weight], groups, recipe)

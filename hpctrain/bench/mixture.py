@@ -32,9 +32,9 @@ from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.dispatch import Dispatch
 from hpctrain.parallel.experts import row_unit
-from hpctrain.parallel.groups import LayerGroups
-from hpctrain.parallel.linear import Multiplying
-from hpctrain.parallel.residency import Residency
+from hpctrain.parallel.groups import LayerContext
+from hpctrain.parallel.linear import MatmulLayer
+from hpctrain.parallel.residency import ParameterResidency
 from hpctrain.parallel.shard import Parameter
 from hpctrain.table import table
 
@@ -123,15 +123,15 @@ def _ratio(above: Sequence[float], below: Sequence[float]) -> float:
     return median(first / second for first, second in zip(above, below, strict=True))
 
 
-def _one_rank(world: World) -> LayerGroups:
+def _one_rank(world: World) -> LayerContext:
     mesh = Mesh(world.alone(), {})
-    return LayerGroups(tensor=mesh.group("tensor"), context=mesh.group("context"))
+    return LayerContext(tensor=mesh.group("tensor"), context=mesh.group("context"))
 
 
 class _Layers:
     """One mixture and one dense layer of as many active features, with weights and gradients of their own."""
 
-    def __init__(self, deck: Deck, shape: ModelShape, groups: LayerGroups, device: torch.device) -> None:
+    def __init__(self, deck: Deck, shape: ModelShape, groups: LayerContext, device: torch.device) -> None:
         formats, micro = Precision.of(deck), deck.batch.micro_size
         self._mixture = Mixture("mixture", shape, groups)
         inner = (shape.experts_per_token + shape.shared_experts) * shape.expert_mlp
@@ -147,7 +147,7 @@ class _Layers:
 
     def mixture(self) -> None:
         """Forward and backward."""
-        self._both(lambda x: self._mixture(x, self._inputs, Residency()))
+        self._both(lambda x: self._mixture(x, self._inputs, ParameterResidency()))
 
     def dense(self) -> None:
         """Forward and backward."""
@@ -162,7 +162,7 @@ def _elements(layer: nn.Module) -> int:
     return sum(
         matrix.elements
         for each in layer.modules()
-        if isinstance(each, Multiplying)
+        if isinstance(each, MatmulLayer)
         for matrix in each.matrices
     )
 

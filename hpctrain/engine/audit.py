@@ -10,20 +10,20 @@ import torch
 
 from hpctrain.comm.device import on_host
 from hpctrain.comm.world import World
-from hpctrain.parallel.audit import ProductAudit
-from hpctrain.parallel.audit_passes import Bounds, CompiledPasses, Passes
+from hpctrain.parallel.audit import MatmulAudit
+from hpctrain.parallel.audit_passes import AuditKernels, CompiledAuditKernels, ErrorBounds
 from hpctrain.parallel.compiler import CompilerError, compile_library, try_library
-from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.groups import LayerContext
 from hpctrain.parallel.library import open_library
 
 
-def audited(groups: LayerGroups, world: World, seed: int) -> LayerGroups:
+def audited(groups: LayerContext, world: World, seed: int) -> LayerContext:
     """Groups of layers whose products are checked. Collective."""
-    audit = ProductAudit(seed, world.rank, lambda: world.ledger.phase, _passes(world))
+    audit = MatmulAudit(seed, world.rank, lambda: world.ledger.phase, _passes(world))
     return replace(groups, audit=audit)
 
 
-def _passes(world: World) -> Passes:
+def _passes(world: World) -> AuditKernels:
     """Compiled once a node on CPUs; torch's where that cannot be, which find the same and take longer."""
     content = None
     if on_host(world.device) and world.local_rank == 0:
@@ -33,10 +33,10 @@ def _passes(world: World) -> Passes:
     content = dict(each for each in gathered if each[1] is not None).get(world.node)
     if content is not None:
         with suppress(OSError, AttributeError):
-            passes = CompiledPasses(open_library(content))
-            if agree(passes, Passes()):
+            passes = CompiledAuditKernels(open_library(content))
+            if agree(passes, AuditKernels()):
                 return passes
-    return Passes()
+    return AuditKernels()
 
 
 def _compiled() -> bytes:
@@ -49,7 +49,7 @@ def _compiled() -> bytes:
     return content
 
 
-def agree(one: Passes, other: Passes) -> bool:
+def agree(one: AuditKernels, other: AuditKernels) -> bool:
     """Whether both find the same of a few numbers, but for rounding."""
     generator = torch.Generator().manual_seed(0)
     found: list[list[torch.Tensor]] = [[], []]
@@ -62,7 +62,7 @@ def agree(one: Passes, other: Passes) -> bool:
                 passes.add_columns(matrix.to(form), across, across.square(), *sums)
                 worst = torch.zeros(())
                 there = across + torch.linspace(0, 1, rows)
-                bounds = Bounds(columns, rows, form, form, 2, alike=True)
+                bounds = ErrorBounds(columns, rows, form, form, 2, alike=True)
                 passes.judge(bounds, across, there, across.square(), there.square(), worst)
                 results += [
                     *passes.rows(matrix.to(form), along, along.square()),

@@ -44,7 +44,7 @@ from hpctrain.optim.noise_scale import NoiseScale
 from hpctrain.optim.schedule import LearningRate
 from hpctrain.optim.spikes import Spikes
 from hpctrain.parallel.context import context_positions
-from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.groups import LayerContext
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.split import spans_of
 from hpctrain.sharding.state import StateTensor
@@ -58,7 +58,7 @@ class Arrangement:
     """
 
     recompute: Recompute
-    groups: LayerGroups
+    groups: LayerContext
     architecture: Architecture
     placement: Placement
     schedule: Schedule

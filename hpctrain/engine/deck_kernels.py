@@ -20,9 +20,9 @@ from hpctrain.engine.functions import functions_before
 from hpctrain.engine.sizes import micro_batches
 from hpctrain.errors import InputOutputError
 from hpctrain.model.precision import Precision
-from hpctrain.parallel.groups import LayerGroups
-from hpctrain.parallel.kernel_times import Measured
-from hpctrain.parallel.kernels import KERNELS, LIBRARY, Kernel, Kernels, Matrix, Pass, kernel_named
+from hpctrain.parallel.groups import LayerContext
+from hpctrain.parallel.kernel_times import MatmulPass
+from hpctrain.parallel.kernels import KERNELS, LIBRARY, KernelTable, MatmulKernel, Matrix, Pass, kernel_named
 from hpctrain.parallel.vocabulary import chunk_rows
 
 _WORDS: Mapping[Pass, str] = {
@@ -36,7 +36,7 @@ _NAME = re.compile(r"([a-z ]{1,30}), (\w{1,10}), (\d{1,12}) x (\d{1,12}) x (\d{1
 _IN_16_BITS = " in 16 bits"
 
 
-def name_of(measured: Measured, deck: Deck) -> str:
+def name_of(measured: MatmulPass, deck: Deck) -> str:
     """What is measured, told by what decides what is quickest."""
     size = f"{measured.rows} x {measured.outputs} x {measured.inputs}"
     return f"{_WORDS[measured.kind]}{_sums(deck)}, {deck.precision.compute}, {size}"
@@ -52,22 +52,22 @@ def tokens_of(deck: Deck) -> int:
     return deck.batch.micro_size * deck.batch.sequence // deck.layout.context
 
 
-def kernels_of(deck: Deck, device: torch.device, data: int) -> Kernels:
+def kernels_of(deck: Deck, device: torch.device, data: int) -> KernelTable:
     """The kernels of a deck on so many data ranks: those that were found for it, where it leaves it open."""
     storage = Precision.of(deck).product
     other = kernel_named(deck.machine.products, storage) if on_host(device) else LIBRARY
     keeps = deck.layout.zero < 3 and micro_batches(deck, data) > 1
     if not are_measured(deck, device):
-        return Kernels(other, keeps)
-    return Kernels(other, keeps, _chosen(deck, storage), deck.found.products, deck.found.why)
+        return KernelTable(other, keeps)
+    return KernelTable(other, keeps, _chosen(deck, storage), deck.found.products, deck.found.why)
 
 
-def _chosen(deck: Deck, storage: torch.dtype) -> dict[Matrix, Kernel]:
+def _chosen(deck: Deck, storage: torch.dtype) -> dict[Matrix, MatmulKernel]:
     """By pass and shape what was found for the deck's formats and rows; where it was found for other rows
     alone, as may be in a plan, for the nearest number of them.
     """
     tokens = tokens_of(deck)
-    nearest: dict[Matrix, tuple[int, Kernel]] = {}
+    nearest: dict[Matrix, tuple[int, MatmulKernel]] = {}
     for name, how in deck.found.products.items():
         read, kernel = _read(name, deck), KERNELS[how]
         if read is None or not kernel.multiplies(storage):
@@ -84,13 +84,13 @@ def matrix_of(name: str, deck: Deck) -> Matrix | None:
     return None if read is None else read.matrix
 
 
-def _read(name: str, deck: Deck) -> Measured | None:
+def _read(name: str, deck: Deck) -> MatmulPass | None:
     """What was measured by that name, if it is of the deck's formats."""
     match = _NAME.fullmatch(name)
     kind = None if match is None else _PASSES.get(match[1].removesuffix(_IN_16_BITS))
     if match is None or kind is None:
         return None
-    read = Measured(kind, *map(int, match.groups()[2:]))
+    read = MatmulPass(kind, *map(int, match.groups()[2:]))
     return read if name == name_of(read, deck) else None
 
 
@@ -99,7 +99,7 @@ def _sums(deck: Deck) -> str:
     return _IN_16_BITS if stored else ""
 
 
-def introduce_kernels(deck: Deck, kernels: Kernels) -> list[str]:
+def introduce_kernels(deck: Deck, kernels: KernelTable) -> list[str]:
     """What a run, or a plan, says of them, where there is anything to say."""
     if deck.machine.products != "auto":
         return [f'products are computed by "{deck.machine.products}" (machine.products)']
@@ -114,7 +114,7 @@ def introduce_kernels(deck: Deck, kernels: Kernels) -> list[str]:
     return [f"products are computed by: {'; '.join(passes)} ({kernels.why})"]
 
 
-def computed_by(groups: LayerGroups) -> dict[str, str]:
+def computed_by(groups: LayerContext) -> dict[str, str]:
     """What tells by what a run computes its "products" and "functions"."""
     kernels = groups.kernels
     choice = crc32(json.dumps(kernels.record, sort_keys=True).encode()) if kernels.record else None

@@ -15,7 +15,7 @@ from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.parallel.compiler import CompilerError, compile_library, try_library
-from hpctrain.parallel.functions import TORCH, CompiledFunctions, Functions, agrees
+from hpctrain.parallel.functions import TORCH, CompiledFunctions, LayerFunctions, agrees
 from hpctrain.parallel.library import open_library
 
 _GOES_ON = "those of the run that this goes on with were"
@@ -54,7 +54,7 @@ def with_functions(deck: Deck, world: World) -> Deck:
         except CompilerError as error:
             why = str(error)
     of_nodes = dict(each for each in everyone.all_gather_object((world.node, content)) if each[1] is not None)
-    functions: Functions = TORCH
+    functions: LayerFunctions = TORCH
     if (library := of_nodes.get(world.node)) is not None:
         why = "what was compiled cannot be loaded"
         with suppress(OSError, AttributeError):
@@ -69,7 +69,7 @@ def with_functions(deck: Deck, world: World) -> Deck:
     if whys or not functions.compiled:
         why = whys[0] if whys else "no library was made"
         left = f"; {_GOES_ON} compiled: {_OTHER_BITS}" if deck.found.compiled else ""
-        functions = Functions(f"{why}{left}")
+        functions = LayerFunctions(f"{why}{left}")
     return deck.with_found(replace(deck.found, functions=functions))
 
 
@@ -80,10 +80,10 @@ def planned_functions(deck: Deck) -> Deck:
     return deck.with_found(replace(deck.found, functions=CompiledFunctions()))
 
 
-def functions_of(deck: Deck, device: torch.device) -> Functions:
+def functions_of(deck: Deck, device: torch.device) -> LayerFunctions:
     """Those of a deck's blocks: torch's where none were compiled for it, as where text is generated."""
     found = deck.found.functions
-    return found if isinstance(found, Functions) and deck.machine.compile and on_host(device) else TORCH
+    return found if isinstance(found, LayerFunctions) and deck.machine.compile and on_host(device) else TORCH
 
 
 def record_of(stored: object) -> str:
@@ -100,11 +100,11 @@ def functions_before(deck: Deck, before: Deck, stored: object) -> Deck:
     found, place = replace(deck.found, compiled=record_of(stored)), deck.sources.place("machine.compile")
     if before.machine.compile and not found.compiled and place.override is None:
         why = "the run that this goes on with had none compiled (--set machine.compile=true compiles them)"
-        found = replace(found, functions=Functions(why))
+        found = replace(found, functions=LayerFunctions(why))
     return deck.with_found(found)
 
 
-def introduce_functions(deck: Deck, functions: Functions) -> list[str]:
+def introduce_functions(deck: Deck, functions: LayerFunctions) -> list[str]:
     """What a run says of them at its start, where there is anything to say."""
     if not deck.machine.compile:
         left = (

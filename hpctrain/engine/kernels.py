@@ -41,7 +41,7 @@ from hpctrain.model.build import architecture_of, build_parts, layer_kinds
 from hpctrain.model.part import Layer, Span
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
-from hpctrain.parallel.kernel_times import MEASUREMENT, Measured, candidates, measure, quickest
+from hpctrain.parallel.kernel_times import MEASUREMENT, MatmulPass, candidates, measure, quickest
 from hpctrain.parallel.kernels import KERNELS, PASSES, Pass
 from hpctrain.parallel.saved_policy import SavedPolicy
 from hpctrain.parallel.vocabulary import VocabularyHead, chunk_rows
@@ -118,7 +118,7 @@ def with_kept_kernels(deck: Deck, ranks: int) -> Deck:
     return deck.with_found(replace(deck.found, products=kept, why="; others ".join(why)))
 
 
-def products_of(deck: Deck, mesh: Axes, device: torch.device) -> list[Measured]:
+def products_of(deck: Deck, mesh: Axes, device: torch.device) -> list[MatmulPass]:
     """The different products of a micro-batch in the whole model, as a rank computes them, but small ones."""
     assert deck.model.vocabulary is not None
     groups = make_groups(deck, mesh, SavedPolicy(), device)
@@ -131,7 +131,7 @@ def products_of(deck: Deck, mesh: Axes, device: torch.device) -> list[Measured]:
     return [each for each in found if each.flops >= LEAST_FLOPS]
 
 
-def _products(layer: Layer, tokens: int) -> Iterator[Measured]:
+def _products(layer: Layer, tokens: int) -> Iterator[MatmulPass]:
     """The passes of a layer's Products."""
     for each in layer.multipliers:
         head = isinstance(each, VocabularyHead)
@@ -140,10 +140,12 @@ def _products(layer: Layer, tokens: int) -> Iterator[Measured]:
             rows = chunk_rows(tokens, outputs, gpu=False) if head else layer.rows(each, tokens)
             for kind in PASSES:
                 if kind != other:
-                    yield Measured(kind, rows, outputs, inputs)
+                    yield MatmulPass(kind, rows, outputs, inputs)
 
 
-def _measured(deck: Deck, world: World, missing: Mapping[str, Measured], common: set[str]) -> dict[str, str]:
+def _measured(
+    deck: Deck, world: World, missing: Mapping[str, MatmulPass], common: set[str]
+) -> dict[str, str]:
     """What is quickest on all ranks together, by name. Collective: all measure at the same time, so that what
     they share, as memory, counts.
     """

@@ -22,11 +22,11 @@ from hpctrain.model.architecture import Architecture
 from hpctrain.model.build import build_parts, initialize_parts, layer_kinds
 from hpctrain.model.part import Layer, Part, Span
 from hpctrain.objective.choose import make_objective
-from hpctrain.parallel.backward import End
+from hpctrain.parallel.backward import BackwardStart
 from hpctrain.parallel.context import context_positions
-from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.groups import LayerContext
 from hpctrain.parallel.random import DropoutSource
-from hpctrain.parallel.weight_grad import Computation, compute_all
+from hpctrain.parallel.weight_grad import DeferredGradient, compute_all
 from hpctrain.pipeline.action import Action, Kind, Schedule
 from hpctrain.pipeline.execute import PreparedBatch
 from hpctrain.pipeline.simulate import Times
@@ -98,7 +98,7 @@ def alone(kinds: Sequence[str], with_block: bool = False) -> dict[str, Span]:
 
 
 def measure_layers(
-    deck: Deck, architecture: Architecture, groups: LayerGroups, mesh: Mesh, ends: bool = True
+    deck: Deck, architecture: Architecture, groups: LayerContext, mesh: Mesh, ends: bool = True
 ) -> LayerTimes:
     """Time one layer of each kind, the head with its loss, at full size on this rank; blocks alone without
     `ends`.
@@ -146,7 +146,7 @@ class Replay:
     `models` are the parts by chunk; every micro-batch is `batch`.
     """
 
-    def __init__(self, models: Sequence[Part], groups: LayerGroups, batch: PreparedBatch) -> None:
+    def __init__(self, models: Sequence[Part], groups: LayerContext, batch: PreparedBatch) -> None:
         self.models, self.queue, self.batch = models, groups.weight_gradients, batch
         self.device = batch.inputs.positions.device
         size = models[0].hidden_shape(batch.inputs.rows)
@@ -157,8 +157,8 @@ class Replay:
     def run(self, actions: Iterable[Action]) -> Measured:
         """Do the actions in their order."""
         seconds: dict[tuple[Kind, int], list[float]] = {}
-        ends: dict[tuple[int, int], tuple[Tensor | None, End, Tensor | None]] = {}
-        held: dict[tuple[int, int], list[Computation]] = {}
+        ends: dict[tuple[int, int], tuple[Tensor | None, BackwardStart, Tensor | None]] = {}
+        held: dict[tuple[int, int], list[DeferredGradient]] = {}
         for action in actions:
             key = (action.chunk, action.micro_batch)
             began = _now(self.device)
@@ -176,13 +176,13 @@ class Replay:
             seconds.setdefault((action.kind, action.chunk), []).append(_now(self.device) - began)
         return {key: median(values) for key, values in seconds.items()}
 
-    def _forward(self, model: Part) -> tuple[Tensor | None, End, Tensor | None]:
+    def _forward(self, model: Part) -> tuple[Tensor | None, BackwardStart, Tensor | None]:
         """As the executor does it: the input, the end of the graph, and the gradient to start from there."""
         hidden = None if model.span.embeds else self.hidden.detach().requires_grad_()
         if model.span.predicts:
             last = model(self.batch.inputs, hidden)
-            return hidden, End(model.predict(last, self.batch.losses).total), None
-        return hidden, End(model(self.batch.inputs, hidden)), self.gradient
+            return hidden, BackwardStart(model.predict(last, self.batch.losses).total), None
+        return hidden, BackwardStart(model(self.batch.inputs, hidden)), self.gradient
 
 
 def _now(device: torch.device) -> float:
@@ -208,7 +208,7 @@ def share_parts(measured: Measured, schedule: Schedule, mesh: Mesh, hidden: Tens
 
 
 def _random_batch(
-    deck: Deck, architecture: Architecture, groups: LayerGroups, device: torch.device
+    deck: Deck, architecture: Architecture, groups: LayerContext, device: torch.device
 ) -> PreparedBatch:
     micro_size, vocabulary = deck.batch.micro_size, deck.model.vocabulary
     assert vocabulary is not None

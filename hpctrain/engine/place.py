@@ -13,7 +13,7 @@ from hpctrain.engine.sizes import micro_batches
 from hpctrain.errors import HpctrainError
 from hpctrain.model.architecture import Architecture
 from hpctrain.model.build import bare_model, split_problems
-from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.groups import LayerContext
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.generate import SEARCHED
 from hpctrain.pipeline.split import balanced_split, cut
@@ -69,7 +69,7 @@ def split_by_flops(deck: Deck, architecture: Architecture, form: Schedule) -> tu
     return _balanced([passes.total for passes in layer_flops(deck, architecture)], architecture, form)
 
 
-def place_layers(deck: Deck, architecture: Architecture, groups: LayerGroups, mesh: Mesh) -> Placement:
+def place_layers(deck: Deck, architecture: Architecture, groups: LayerContext, mesh: Mesh) -> Placement:
     """The deck's schedule and split, the same on all ranks. Collective.
 
     Measures for `layout.split = "balanced"` and for schedules that are searched for; the latter's order

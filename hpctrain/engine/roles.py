@@ -23,7 +23,7 @@ from hpctrain.engine.stage import TrainedStage, build_stage, build_trained_stage
 from hpctrain.model.part import Part
 from hpctrain.optim.block_rule import BlockRules
 from hpctrain.optim.optimizer import Agreement, Optimizer
-from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.groups import LayerContext
 from hpctrain.sharding.outer import EveryStep
 from hpctrain.sharding.reducer import make_reducer
 from hpctrain.sharding.replication import Replications
@@ -63,7 +63,7 @@ class Elsewhere(Optimizer):
 
 def build_worker_stage(
     deck: Deck,
-    groups: LayerGroups,
+    groups: LayerContext,
     models: Sequence[Part],
     replications: Replications,
     offload: Offload,  # noqa: ARG001

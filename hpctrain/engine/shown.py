@@ -13,7 +13,7 @@ from hpctrain.engine.offload import Offload
 from hpctrain.engine.stage import TrainedStage, build_stage
 from hpctrain.model.part import Part
 from hpctrain.optim.optimizer import Agreement, BucketState, Optimizer
-from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.groups import LayerContext
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.outer import EveryStep
 from hpctrain.sharding.replication import Replications
@@ -41,7 +41,7 @@ class NoOptimizer(Optimizer):
 
 def build_shown_stage(
     deck: Deck,
-    groups: LayerGroups,
+    groups: LayerContext,
     models: Sequence[Part],
     replications: Replications,
     offload: Offload,
@@ -58,7 +58,7 @@ def build_shown_stage(
 
 def build_initial_stage(
     deck: Deck,
-    groups: LayerGroups,
+    groups: LayerContext,
     models: Sequence[Part],
     replications: Replications,
     offload: Offload,

@@ -35,8 +35,8 @@ from hpctrain.model.part import Part, blocks_of, parameter_list
 from hpctrain.model.precision import Precision
 from hpctrain.optim.block_rule import BlockRules
 from hpctrain.optim.optimizer import Agreement, Optimizer, refresh
-from hpctrain.parallel.groups import LayerGroups
-from hpctrain.parallel.residency import Residency
+from hpctrain.parallel.groups import LayerContext
+from hpctrain.parallel.residency import ParameterResidency
 from hpctrain.parallel.saved_policy import SavedPolicy
 from hpctrain.parallel.vocabulary import TABLE_ROWS
 from hpctrain.pipeline.action import Schedule
@@ -118,11 +118,11 @@ class Stage:
     their parameters, and what modules keep. Several, of one mesh or of several, live beside each other.
     """
 
-    groups: LayerGroups
+    groups: LayerContext
     models: list[Part]
     replications: Replications
     buckets: list[Bucket]
-    residency: Residency
+    residency: ParameterResidency
     modules: StateOfModules
     weight_maxima: WeightMaxima
 
@@ -150,10 +150,10 @@ class TrainedStage(Stage):
             yield from each.state()
 
 
-def make_groups(deck: Deck, mesh: Axes, saved_policy: SavedPolicy, device: torch.device) -> LayerGroups:
+def make_groups(deck: Deck, mesh: Axes, saved_policy: SavedPolicy, device: torch.device) -> LayerContext:
     """The groups of the deck's layers, for a run on `device`."""
     formats = Precision.of(deck)
-    return LayerGroups(
+    return LayerContext(
         tensor=mesh.group("tensor"),
         context=mesh.group("context"),
         sequence_parallel=deck.layout.sequence_parallel,
@@ -216,7 +216,7 @@ def zero_group_size(deck: Deck, mesh: NodeMesh, everyone: Group) -> int:
 
 def build_stage(
     deck: Deck,
-    groups: LayerGroups,
+    groups: LayerContext,
     models: Sequence[Part],
     replications: Replications,
     store: Store | None = None,
@@ -245,7 +245,7 @@ def build_stage(
 
 def build_trained_stage(
     deck: Deck,
-    groups: LayerGroups,
+    groups: LayerContext,
     models: Sequence[Part],
     replications: Replications,
     offload: Offload,

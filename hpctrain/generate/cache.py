@@ -11,7 +11,7 @@ from hpctrain.memory.cached_texts import CachePlan
 from hpctrain.model.attention import Rotary
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.library import PAGE
-from hpctrain.parallel.paged import LayerPages, Places
+from hpctrain.parallel.paged import LayerPages, TokenPositions
 
 
 class KeyValueCache:
@@ -75,13 +75,14 @@ class KeyValueCache:
             self._have(place, copy)
 
     def begin(self, runs: Sequence[tuple[int, int, int]]) -> CachePass:
-        """What a pass attends to, whose rows are these runs, see Places; places get the pages for them."""
+        """What a pass attends to, whose rows are these runs, see TokenPositions; places get the pages for
+        them."""
         for place, first, count in runs:
             if place < 0:
                 continue
             while len(self._held[place]) * PAGE < first + count:
                 self._have(place, self._free.pop())
-        return CachePass(self, Places.of(runs, self.tables))
+        return CachePass(self, TokenPositions.of(runs, self.tables))
 
     def _have(self, place: int, page: int) -> None:
         """Let a page be the next one of a place."""
@@ -94,7 +95,7 @@ class KeyValueCache:
 class CachePass:
     """One pass over some rows; a Cache."""
 
-    def __init__(self, cache: KeyValueCache, places: Places) -> None:
+    def __init__(self, cache: KeyValueCache, places: TokenPositions) -> None:
         self.cache, self.places = cache, places
 
     def attend(self, block: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:

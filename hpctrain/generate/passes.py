@@ -14,10 +14,10 @@ from hpctrain.generate.stages import Stages
 from hpctrain.memory.cached_texts import CachePlan
 from hpctrain.model.inputs import Inputs
 from hpctrain.model.transformer import Transformer
-from hpctrain.parallel.few_rows import FewRows, block_of
+from hpctrain.parallel.few_rows import SmallBatchKernel, block_of
 from hpctrain.parallel.functions import CompiledFunctions
-from hpctrain.parallel.kernels import Pass, ThroughFp32
-from hpctrain.parallel.product import Product
+from hpctrain.parallel.kernels import Fp32Kernel, Pass
+from hpctrain.parallel.product import Matmul
 from hpctrain.parallel.vocabulary import VocabularyHead
 
 ROWS = 256
@@ -53,22 +53,22 @@ def least_rows(model: Transformer) -> int:
     return max(of_stages)
 
 
-def _multiply_few(model: Transformer, product: Product, head: bool) -> None:
+def _multiply_few(model: Transformer, product: Matmul, head: bool) -> None:
     """Have few rows multiplied by a compiled function where it has the bits of many, in fp32."""
     functions, kernels, kind = model.groups.functions, model.groups.kernels, PASS_OF_HEAD[head]
     kernel = kernels.of(kind, *product.shape)
-    through = isinstance(kernel, ThroughFp32)
-    by = kernel.by if isinstance(kernel, ThroughFp32) else kernel
-    fitting = type(product) is Product and (through or model.dtype == torch.float32)
+    through = isinstance(kernel, Fp32Kernel)
+    by = kernel.by if isinstance(kernel, Fp32Kernel) else kernel
+    fitting = type(product) is Matmul and (through or model.dtype == torch.float32)
     # It computes by one thread: libraries by all.
-    if not fitting or isinstance(by, FewRows) or torch.get_num_threads() > 1:
+    if not fitting or isinstance(by, SmallBatchKernel) or torch.get_num_threads() > 1:
         return
     if not isinstance(functions, CompiledFunctions):
         return
     block = block_of(by, functions, *product.shape, head)
     if block is not None:
-        few = FewRows(by, functions, block)
-        kernels.choose(kind, *product.shape, ThroughFp32(kernel.name, few) if through else few)
+        few = SmallBatchKernel(by, functions, block)
+        kernels.choose(kind, *product.shape, Fp32Kernel(kernel.name, few) if through else few)
 
 
 @torch.no_grad()

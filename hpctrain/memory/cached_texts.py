@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.library import PAGE
-from hpctrain.parallel.paged import PageForm
+from hpctrain.parallel.paged import PageLayout
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class CachePlan:
     places: int
     tokens: int
     blocks: int
-    form: PageForm
+    form: PageLayout
     window: int
 
     @staticmethod
@@ -28,7 +28,7 @@ class CachePlan:
         shape, groups = model.shape, model.groups
         heads = max(1, shape.key_value_heads // groups.tensor.size)
         compiled, turned = groups.functions.compiled, shape.family == "llama"
-        form = PageForm(heads, shape.head_size, model.dtype, turned, compiled)
+        form = PageLayout(heads, shape.head_size, model.dtype, turned, compiled)
         return CachePlan(places, min(tokens, shape.sequence), model.span.blocks, form, shape.sequence)
 
     @property

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from hpctrain.memory.activations import ActivationStore, Held, SavedSegment, Watch
 from hpctrain.model.foreign.arguments import tensors_of
 from hpctrain.model.shape import Recomputed
-from hpctrain.parallel.backward import End
+from hpctrain.parallel.backward import BackwardStart
 from hpctrain.parallel.saved_policy import LayerPass, SavedPolicy
 
 
@@ -168,6 +168,6 @@ class _Again(torch.autograd.Function):
             for tensor, needed in zip(saved, ctx.needs_input_grad[2:], strict=True)
         ]
         with ctx.within(), torch.enable_grad():
-            end = End(ctx.compute(*tensors))
+            end = BackwardStart(ctx.compute(*tensors))
         end.backward(gradient)
         return (None, None, *(tensor.grad for tensor in tensors))

@@ -14,7 +14,7 @@ from hpctrain.model.part import Layer, Part, blocks_of
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape, Recomputed
 from hpctrain.objective.choose import make_objective
-from hpctrain.parallel.saved import Saving, Storage, total
+from hpctrain.parallel.saved import ActivationSizes, SavedStorage, total
 
 
 def gpt_activation_bytes(shape: ModelShape, micro_size: int, tensor: int, sequence_parallel: bool) -> int:
@@ -32,7 +32,7 @@ def gpt_activation_bytes(shape: ModelShape, micro_size: int, tensor: int, sequen
     return elements * unsplit + 24 * elements // tensor
 
 
-def packed_bytes(storage: Storage, form: ActivationFormat) -> int:
+def packed_bytes(storage: SavedStorage, form: ActivationFormat) -> int:
     """Bytes of a storage in a format."""
     length = storage.bytes // storage.itemsize
     return compressed_bytes(length, storage.itemsize, form if storage.features else "exact")
@@ -43,7 +43,7 @@ class PartBytes:
     """What autograd saves of one micro-batch in a part of a model on one rank, as its layers tell it."""
 
     part: Part
-    at: Saving
+    at: ActivationSizes
     recompute: Recomputed
 
     @property
@@ -57,10 +57,10 @@ class PartBytes:
         return segment_size(self.recompute, len(self.blocks)) or 1
 
     @property
-    def hidden(self) -> Storage:
+    def hidden(self) -> SavedStorage:
         """The hidden states between layers."""
         size = prod(self.part.hidden_shape(self.at.micro_size)) * self.at.itemsize
-        return Storage(size, self.at.itemsize)
+        return SavedStorage(size, self.at.itemsize)
 
     @property
     def embedding(self) -> int:
@@ -90,7 +90,7 @@ class PartBytes:
         blocks, size = self.blocks, self.segment_size
         return blocks[silent // size * size :] if silent < len(blocks) else []
 
-    def segments(self, silent: int = 0) -> list[list[Storage]]:
+    def segments(self, silent: int = 0) -> list[list[SavedStorage]]:
         """What is kept of each of these: of a block, or of what is computed again as a whole."""
         seen = self.seen(silent)
         if self.recompute in {"none", "selective"}:
@@ -153,5 +153,7 @@ def part_bytes(deck: Deck, parts: Sequence[Part], gpu: bool, recompute: Recomput
     itemsizes = formats.storage.itemsize, formats.gradient.itemsize
     objective = None if deck.model.module is None else make_objective(deck)
     again = recompute not in {"none", "selective"}
-    at = Saving(tokens, rows, micro_size, *itemsizes, gpu, recompute == "selective", again, objective)
+    at = ActivationSizes(
+        tokens, rows, micro_size, *itemsizes, gpu, recompute == "selective", again, objective
+    )
     return [PartBytes(part, at, recompute) for part in parts]

@@ -14,12 +14,12 @@ from hpctrain.model.query_key_norm import QueryKeyNorm
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.all_to_all_attention import all_to_all_attention
 from hpctrain.parallel.functions import turned
-from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.groups import LayerContext
 from hpctrain.parallel.library import workspace_floats
-from hpctrain.parallel.linear import ColumnLinear, RowLinear, Rows
-from hpctrain.parallel.operations import Core, Elementwise
+from hpctrain.parallel.linear import ColumnLinear, RowLinear, RowPartition
+from hpctrain.parallel.operations import AttentionSize, ElementwiseSize
 from hpctrain.parallel.ring_attention import ring_attention
-from hpctrain.parallel.saved import Saving, Storage, total
+from hpctrain.parallel.saved import ActivationSizes, SavedStorage, total
 
 
 class Rotary:
@@ -38,16 +38,16 @@ class Rotary:
 class Attention(nn.Module):
     """[s or s/t, b, h] -> the same, in the block of that number."""
 
-    def __init__(self, name: str, shape: ModelShape, groups: LayerGroups, block: int) -> None:
+    def __init__(self, name: str, shape: ModelShape, groups: LayerContext, block: int) -> None:
         super().__init__()
         size = shape.head_size
         self.groups, self.head_size, self.block = groups, size, block
         changed = shape.parametrization.of_scores
         self.scale = None if changed == 1 else changed * size**-0.5
-        self.core = Core(shape.heads, shape.key_value_heads, size, shape.sequence)
+        self.core = AttentionSize(shape.heads, shape.key_value_heads, size, shape.sequence)
         self.rotated = shape.family == "llama"
-        queries = Rows.split(shape.heads * size, groups.tensor, size)
-        keys = Rows.split(shape.key_value_heads * size, groups.tensor, size)
+        queries = RowPartition.split(shape.heads * size, groups.tensor, size)
+        keys = RowPartition.split(shape.key_value_heads * size, groups.tensor, size)
         self.inner = ColumnLinear(
             shape.hidden,
             [
@@ -75,7 +75,7 @@ class Attention(nn.Module):
         """Whether the core keeps other queries and keys than those that were projected."""
         return self.rotated and (self.norm is not None or not self._compiled)
 
-    def workspace(self, at: Saving) -> int:
+    def workspace(self, at: ActivationSizes) -> int:
         """Bytes that its backward pass needs in passing where its core is compiled: gradients of the output
         and of what was projected, and what it computes in.
         """
@@ -87,11 +87,11 @@ class Attention(nn.Module):
         )
 
     @property
-    def elementwise(self) -> list[Elementwise]:
+    def elementwise(self) -> list[ElementwiseSize]:
         """What is done to queries and keys before the core."""
         features = (self.core.heads + self.core.key_value_heads) * self.head_size
-        normed = [Elementwise("norm", features, True)] if self.norm is not None else []
-        return [*normed, *([Elementwise("rotation", features, True)] if self.rotated else [])]
+        normed = [ElementwiseSize("norm", features, True)] if self.norm is not None else []
+        return [*normed, *([ElementwiseSize("rotation", features, True)] if self.rotated else [])]
 
     @property
     def exchanges(self) -> bool:
@@ -138,12 +138,12 @@ class Attention(nn.Module):
         whole = partial(attend, tables=(), scale=self.scale, documents=documents)
         return all_to_all_attention(query, key, value, context, whole)
 
-    def saved(self, at: Saving) -> list[Storage]:
+    def saved(self, at: ActivationSizes) -> list[SavedStorage]:
         """What the core keeps, and its output, if it does not keep it itself."""
         alone = at.selective or self.exchanges
         return [*self._core(at), *(self.output.kept(at) if alone else []), *self.output.beside(at)]
 
-    def _core(self, at: Saving) -> list[Storage]:
+    def _core(self, at: ActivationSizes) -> list[SavedStorage]:
         """The core's inputs as it keeps them, and unless it is computed again its output, or what is
         exchanged of it, and the log-sum-exp.
         """
@@ -154,7 +154,7 @@ class Attention(nn.Module):
             normed = [] if self.norm is None else [output, shared]
             return [projected, *statistics, *normed]
         log_sum = at.features(queries // self.head_size, 4)
-        log_sum = Storage(log_sum.bytes, 4, features=False)
+        log_sum = SavedStorage(log_sum.bytes, 4, features=False)
         if self.exchanges:
             # The exchanged queries, keys, values and output.
             exchanged = at.features(max(keys, self.groups.context.size * self.head_size))
@@ -162,7 +162,7 @@ class Attention(nn.Module):
             return [*normed, output, exchanged, exchanged, output, log_sum]
         return [projected, *statistics, *([output, shared] if self._turns_apart else []), output, log_sum]
 
-    def made_again(self, at: Saving) -> int:
+    def made_again(self, at: ActivationSizes) -> int:
         """Bytes that the core, where it is computed again, saves beside its inputs and output."""
         queries, keys, _ = self.inner.split_sizes
         known = total(self._core(replace(at, selective=True)))

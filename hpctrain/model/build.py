@@ -23,7 +23,7 @@ from hpctrain.model.initialize import initialize
 from hpctrain.model.part import Part, Span
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Transformer
-from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.groups import LayerContext
 from hpctrain.parallel.shard import Parameter
 
 Targets = Iterable[tuple[Parameter, Tensor, int]]
@@ -35,12 +35,12 @@ class Maker(NamedTuple):
     of these.
     """
 
-    parts: Callable[[Any, LayerGroups, Sequence[Span]], list[Part]]
+    parts: Callable[[Any, LayerContext, Sequence[Span]], list[Part]]
     initialize: Callable[[Any, Sequence[Part], Targets, int, float], None]
     problems: Callable[[Any, Sequence[int]], Iterable[str]] = lambda *_: ()
 
 
-def _transformers(shape: ModelShape, groups: LayerGroups, spans: Sequence[Span]) -> list[Part]:
+def _transformers(shape: ModelShape, groups: LayerContext, spans: Sequence[Span]) -> list[Part]:
     """Tied embeddings of two of them are one table."""
     parts: list[Part] = []
     table: Parameter | None = None
@@ -76,7 +76,7 @@ def architecture_of(deck: Deck, vocabulary: int) -> Architecture:
     return architecture
 
 
-def build_parts(architecture: Architecture, groups: LayerGroups, spans: Sequence[Span]) -> list[Part]:
+def build_parts(architecture: Architecture, groups: LayerContext, spans: Sequence[Span]) -> list[Part]:
     """The parts of a model that one rank holds, without memory until bucketed."""
     return MAKERS[type(architecture)].parts(architecture, groups, spans)
 
@@ -97,7 +97,7 @@ def split_problems(architecture: Architecture, split: Sequence[int]) -> Iterable
     return MAKERS[type(architecture)].problems(architecture, split)
 
 
-def build_model(architecture: Architecture, groups: LayerGroups) -> Part:
+def build_model(architecture: Architecture, groups: LayerContext) -> Part:
     """All of a model in one part."""
     (model,) = build_parts(architecture, groups, [Span.all_of(architecture.block_count)])
     return model
@@ -107,7 +107,7 @@ def bare_model(architecture: Architecture) -> Part:
     """The whole model as a single rank has it, without memory."""
     ledger = Ledger()
     tensor, context = (planned_group((axis,), 0, 1, ledger) for axis in ("tensor", "context"))
-    return build_model(architecture, LayerGroups(tensor, context))
+    return build_model(architecture, LayerContext(tensor, context))
 
 
 @lru_cache(maxsize=64)

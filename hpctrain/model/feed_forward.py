@@ -6,10 +6,10 @@ from torch import Tensor, nn
 
 from hpctrain.deck.activations import ACTIVATIONS
 from hpctrain.model.shape import ModelShape
-from hpctrain.parallel.groups import LayerGroups
-from hpctrain.parallel.linear import ColumnLinear, RowLinear, Rows
-from hpctrain.parallel.operations import Elementwise, kind_of
-from hpctrain.parallel.saved import Saving, Storage, total
+from hpctrain.parallel.groups import LayerContext
+from hpctrain.parallel.linear import ColumnLinear, RowLinear, RowPartition
+from hpctrain.parallel.operations import ElementwiseSize, kind_of
+from hpctrain.parallel.saved import ActivationSizes, SavedStorage, total
 
 
 class FeedForward(nn.Module):
@@ -21,13 +21,13 @@ class FeedForward(nn.Module):
         self,
         name: str,
         shape: ModelShape,
-        groups: LayerGroups,
+        groups: LayerContext,
         inner: int | None = None,
         shared_input: bool = False,
     ) -> None:
         super().__init__()
         inner = shape.mlp if inner is None else inner
-        rows = Rows.split(inner, groups.tensor)
+        rows = RowPartition.split(inner, groups.tensor)
         self.activation, self.functions = ACTIVATIONS[shape.activation], groups.functions
         outputs = [(f"{name}.gate", rows)] if self.activation.gated else []
         outputs = [*outputs, (f"{name}.up", rows)]
@@ -39,10 +39,10 @@ class FeedForward(nn.Module):
         )
 
     @property
-    def elementwise(self) -> list[Elementwise]:
+    def elementwise(self) -> list[ElementwiseSize]:
         """What is done between the two."""
         inner = self.down.weights[0].shard.shape[1]
-        return [Elementwise(kind_of(self.activation), inner, True)]
+        return [ElementwiseSize(kind_of(self.activation), inner, True)]
 
     @property
     def widest(self) -> int:
@@ -55,7 +55,7 @@ class FeedForward(nn.Module):
         output: Tensor = self.down(inner)
         return output
 
-    def saved(self, at: Saving) -> list[Storage]:
+    def saved(self, at: ActivationSizes) -> list[SavedStorage]:
         """Return the input and the output of the activation.
 
         Of a gated one these are gate and up, which are one tensor, and their product, with the function of
@@ -65,11 +65,11 @@ class FeedForward(nn.Module):
         kept = [*self._factor(at), *self.down.kept(at), *self.down.beside(at)]
         return [*self.up.beside(at), *widest, *kept]
 
-    def _factor(self, at: Saving) -> list[Storage]:
+    def _factor(self, at: ActivationSizes) -> list[SavedStorage]:
         one = self.activation.gated and self.functions.compiles(self.activation)
         return [] if one else [at.features(self.up.split_sizes[-1])]
 
-    def workspace(self, at: Saving) -> int:
+    def workspace(self, at: ActivationSizes) -> int:
         """Bytes that its backward pass needs in passing: gradients of the hidden states, before and after,
         and of the widest ones between, and what their products need.
         """
@@ -77,7 +77,7 @@ class FeedForward(nn.Module):
         passing = max(layer.product.passing(at.tokens, at) for layer in (self.up, self.down))
         return at.features(self.widest + 2 * hidden).bytes + passing
 
-    def passing(self, at: Saving) -> tuple[int, int]:
+    def passing(self, at: ActivationSizes) -> tuple[int, int]:
         """Where weight gradients are computed later, bytes that are there beside what is saved of a block:
         at the most while its own backward pass goes, and when it is over, one factor of a gate being gone.
         """

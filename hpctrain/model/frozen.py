@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 from hpctrain.model.part import Part, blocks_of, parameter_list
-from hpctrain.parallel.adapter import Adapter
+from hpctrain.parallel.adapter import LayerAdapters
 from hpctrain.parallel.scalar_head import ScalarHead
 
 
@@ -21,7 +21,7 @@ def freeze_parameters(parts: Sequence[Part], patterns: Sequence[str]) -> None:
 def freeze_all_but_adapters(part: Part) -> None:
     """Freeze what is neither an adapter nor a head of scores, which begins anew."""
     modules = [module for layer in part.layers for module in layer.modules()]
-    kept = {parameter for each in modules if isinstance(each, Adapter) for parameter in each.weights}
+    kept = {parameter for each in modules if isinstance(each, LayerAdapters) for parameter in each.weights}
     kept |= {each.table for each in modules if isinstance(each, ScalarHead)}
     for parameter in parameter_list(part):
         if parameter not in kept:

@@ -22,17 +22,17 @@ from hpctrain.model.router import RoutedTokens, Router
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.dispatch import Dispatch
 from hpctrain.parallel.experts import Experts, ExpertSizes, row_unit
-from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.groups import LayerContext
 from hpctrain.parallel.kernels import apart_bytes
-from hpctrain.parallel.operations import Elementwise, kind_of
-from hpctrain.parallel.residency import Residency
-from hpctrain.parallel.saved import Saving, Storage, total
+from hpctrain.parallel.operations import ElementwiseSize, kind_of
+from hpctrain.parallel.residency import ParameterResidency
+from hpctrain.parallel.saved import ActivationSizes, SavedStorage, total
 
 
 class Mixture(nn.Module):
     """[s or s/t, b, h] -> the same: the weighted sum of a token's experts, and of the shared ones."""
 
-    def __init__(self, name: str, shape: ModelShape, groups: LayerGroups) -> None:
+    def __init__(self, name: str, shape: ModelShape, groups: LayerContext) -> None:
         super().__init__()
         self.groups, self.shape = groups, shape
         self.router = Router(f"{name}.router", shape, groups)
@@ -43,7 +43,7 @@ class Mixture(nn.Module):
         # The router keeps what it sees, too.
         self.shared = FeedForward(f"{name}.shared", shape, groups, inner, True) if inner else None
 
-    def forward(self, x: Tensor, inputs: Inputs, residency: Residency) -> Tensor:
+    def forward(self, x: Tensor, inputs: Inputs, residency: ParameterResidency) -> Tensor:
         """Route, send, compute, and combine; shared experts compute while tokens travel.
 
         Padding goes to no expert but the shared ones, and its result is theirs alone.
@@ -74,33 +74,33 @@ class Mixture(nn.Module):
         return output if shared is None else output + shared
 
     @property
-    def elementwise(self) -> list[Elementwise]:
+    def elementwise(self) -> list[ElementwiseSize]:
         """What is done to rows: they are gathered by expert, activated, and added up again."""
         chosen, inner = self.shape.experts_per_token, self.shape.expert_mlp
-        moved = Elementwise("add", 2 * chosen * self.shape.hidden)
+        moved = ElementwiseSize("add", 2 * chosen * self.shape.hidden)
         shared = self.shared.elementwise if self.shared is not None else []
-        return [moved, Elementwise(kind_of(self.experts.activation), chosen * inner, True), *shared]
+        return [moved, ElementwiseSize(kind_of(self.experts.activation), chosen * inner, True), *shared]
 
     @property
     def terms(self) -> tuple[str, ...]:
         """Names of the auxiliary losses of the layer."""
         return self.router.terms
 
-    def results(self, at: Saving) -> Storage:
+    def results(self, at: ActivationSizes) -> SavedStorage:
         """What comes back from the experts."""
-        return Storage(self.experts.copies(at) * self.shape.hidden * at.itemsize, at.itemsize)
+        return SavedStorage(self.experts.copies(at) * self.shape.hidden * at.itemsize, at.itemsize)
 
-    def exchanged(self, at: Saving) -> int:
+    def exchanged(self, at: ActivationSizes) -> int:
         """See Layer."""
         ranks = self.groups.expert.size
         return self.results(at).bytes * (ranks - 1) // ranks
 
-    def saved(self, at: Saving) -> list[Storage]:
+    def saved(self, at: ActivationSizes) -> list[SavedStorage]:
         """What router and experts keep, results, and what the shared experts keep."""
         shared = self.shared.saved(at) if self.shared is not None else []
         return [*self.router.saved(at), *shared, *self.experts.saved(at), self.results(at)]
 
-    def workspace(self, at: Saving) -> int:
+    def workspace(self, at: ActivationSizes) -> int:
         """See FeedForward: gradients of the experts' rows, between their products and around them."""
         rows = self.experts.rows(at) * at.itemsize
         inner = rows * 2 * (self.experts.widest + self.shape.hidden)
@@ -109,7 +109,7 @@ class Mixture(nn.Module):
         product = apart_bytes(of_expert * prod(sizes), at)
         return max(inner + product, shared)
 
-    def passing(self, at: Saving) -> tuple[int, int]:
+    def passing(self, at: ActivationSizes) -> tuple[int, int]:
         """See FeedForward: what comes for weight gradients of the experts, less their results."""
         held = self.experts.waiting(at) - total(self.experts.saved(at)) - self.results(at).bytes
         chosen = self.shape.experts_per_token

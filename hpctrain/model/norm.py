@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from hpctrain.model.shape import ModelShape
-from hpctrain.parallel.groups import LayerGroups
-from hpctrain.parallel.saved import Saving, Storage
+from hpctrain.parallel.groups import LayerContext
+from hpctrain.parallel.saved import ActivationSizes, SavedStorage
 from hpctrain.parallel.shard import Parameter, Shard
 
 
@@ -15,7 +15,7 @@ class Norm(nn.Module):
     parameters' gradients are partial over the tensor axis.
     """
 
-    def __init__(self, name: str, shape: ModelShape, groups: LayerGroups) -> None:
+    def __init__(self, name: str, shape: ModelShape, groups: LayerContext) -> None:
         super().__init__()
         self.epsilon, self.size = shape.norm_epsilon, (shape.hidden,)
         self.functions, partial = groups.functions, groups.sequence_partial
@@ -32,14 +32,20 @@ class Norm(nn.Module):
             return self.functions.rms_norm(x, self.weight, self.epsilon)
         return self.functions.layer_norm(x, self.weight, self.bias, self.epsilon)
 
-    def saved(self, at: Saving) -> list[Storage]:
+    def saved(self, at: ActivationSizes) -> list[SavedStorage]:
         """Input and statistics; torch's RMSNorm on the CPU keeps in fp32 the input and, for the weight's
         gradient, the normalized one.
         """
         (hidden,), gpu = self.size, at.gpu
         if self.bias is not None:
             statistic = 4 if gpu or self.functions.compiled else at.itemsize
-            return [at.row_features(hidden), *[Storage(statistic * at.rows, statistic, features=False)] * 2]
+            return [
+                at.row_features(hidden),
+                *[SavedStorage(statistic * at.rows, statistic, features=False)] * 2,
+            ]
         own = [4, 4] if self.weight.requires_grad else [4]
         inputs = [at.itemsize] if gpu or self.functions.compiled else own
-        return [*(at.row_features(hidden, each) for each in inputs), Storage(4 * at.rows, 4, features=False)]
+        return [
+            *(at.row_features(hidden, each) for each in inputs),
+            SavedStorage(4 * at.rows, 4, features=False),
+        ]

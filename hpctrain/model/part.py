@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.model.inputs import Inputs
-from hpctrain.parallel.linear import Multiplying, SplitLinear
-from hpctrain.parallel.operations import Core, Elementwise, Matrix
-from hpctrain.parallel.residency import Residency
-from hpctrain.parallel.saved import Saving, Storage, Waiting
+from hpctrain.parallel.linear import MatmulLayer, SplitLinear
+from hpctrain.parallel.operations import AttentionSize, ElementwiseSize, MatrixSize
+from hpctrain.parallel.residency import ParameterResidency
+from hpctrain.parallel.saved import ActivationSizes, DeferredBytes, SavedStorage
 from hpctrain.parallel.shard import Parameter
 from hpctrain.parallel.vocabulary import VocabularyHead
 
@@ -60,7 +60,7 @@ class Layer(nn.Module, ABC):
     kind: str
     is_block: ClassVar[bool] = False
     lasting: ClassVar[bool] = False
-    core: Core | None = None
+    core: AttentionSize | None = None
     terms: tuple[str, ...] = ()
 
     def units(self) -> Iterator[list[list[Parameter]]]:
@@ -69,7 +69,8 @@ class Layer(nn.Module, ABC):
 
     @cached_property
     def held(self) -> list[Parameter]:
-        """The parameters that stand for what the forward pass has there, in its order; see Residency.
+        """The parameters that stand for what the forward pass has there, in its order; see
+        ParameterResidency.
 
         The first one of a block is there throughout, in forward and backward.
         """
@@ -94,7 +95,7 @@ class Layer(nn.Module, ABC):
     @property
     def late(self) -> set[Parameter]:
         """Those whose gradients may be computed later than the rest of backward."""
-        return {p for layer in self.modules() if isinstance(layer, Multiplying) for p in layer.late}
+        return {p for layer in self.modules() if isinstance(layer, MatmulLayer) for p in layer.late}
 
     @property
     def multipliers(self) -> list[SplitLinear | VocabularyHead]:
@@ -106,13 +107,13 @@ class Layer(nn.Module, ABC):
         return tokens
 
     @property
-    def matrices(self) -> list[Matrix]:
+    def matrices(self) -> list[MatrixSize]:
         """The whole matrices that activations are multiplied with."""
-        multiplying = (layer for layer in self.modules() if isinstance(layer, Multiplying))
+        multiplying = (layer for layer in self.modules() if isinstance(layer, MatmulLayer))
         return [matrix for layer in multiplying for matrix in layer.matrices]
 
     @property
-    def elementwise(self) -> list[Elementwise]:
+    def elementwise(self) -> list[ElementwiseSize]:
         """What its forward pass does besides."""
         return []
 
@@ -131,40 +132,40 @@ class Layer(nn.Module, ABC):
         """Elements of its whole parameters that a token does not meet: of experts that it does not go to."""
         return sum(matrix.idle_elements for matrix in self.matrices)
 
-    def exchanged(self, at: Saving) -> int:  # noqa: ARG002
+    def exchanged(self, at: ActivationSizes) -> int:  # noqa: ARG002
         """Bytes that one exchange of a micro-batch's rows with their experts takes from this rank to others,
         where all experts have as many: one of those there and back, of forward and of backward.
         """
         return 0
 
     @abstractmethod
-    def saved(self, at: Saving) -> list[Storage]:
+    def saved(self, at: ActivationSizes) -> list[SavedStorage]:
         """What autograd saves of it, in the order of the forward pass, each storage once."""
 
-    def unseen(self, at: Saving) -> list[Storage]:  # noqa: ARG002
+    def unseen(self, at: ActivationSizes) -> list[SavedStorage]:  # noqa: ARG002
         """What of that, from its beginning on, is not saved where no gradient is asked of its input."""
         return []
 
-    def unknown(self, at: Saving) -> str | None:  # noqa: ARG002
+    def unknown(self, at: ActivationSizes) -> str | None:  # noqa: ARG002
         """Why nobody knows what autograd saves of it, where nobody does."""
         return None
 
-    def computed_again(self, at: Saving) -> tuple[list[Storage], int] | None:  # noqa: ARG002
+    def computed_again(self, at: ActivationSizes) -> tuple[list[SavedStorage], int] | None:  # noqa: ARG002
         """Of a block that is computed again by itself: what is kept of it, and the bytes that are there
         besides meanwhile. None: hidden states, and what it saves.
         """
         return None
 
-    def waiting(self, at: Saving) -> Waiting:
+    def waiting(self, at: ActivationSizes) -> DeferredBytes:
         """What its weight gradients need where they are computed later."""
-        linear = (layer for layer in self.modules() if isinstance(layer, Multiplying))
-        return Waiting(sum(layer.waiting(at) for layer in linear), 0)
+        linear = (layer for layer in self.modules() if isinstance(layer, MatmulLayer))
+        return DeferredBytes(sum(layer.waiting(at) for layer in linear), 0)
 
-    def workspace(self, at: Saving) -> int:  # noqa: ARG002
+    def workspace(self, at: ActivationSizes) -> int:  # noqa: ARG002
         """Bytes that its backward pass, or its loss, needs in passing."""
         return 0
 
-    def holes(self, at: Saving) -> int:  # noqa: ARG002
+    def holes(self, at: ActivationSizes) -> int:  # noqa: ARG002
         """Bytes of freed memory that the C library keeps between what is in use, by the largest layer."""
         return 0
 
@@ -173,7 +174,7 @@ class Part(Protocol):
     """Part of a model that one chunk of a pipeline stage holds. Modules of users implement it, too."""
 
     span: Span
-    residency: Residency
+    residency: ParameterResidency
 
     @property
     def layers(self) -> Sequence[Layer]:
@@ -196,7 +197,7 @@ class Part(Protocol):
         Transformer.
         """
 
-    def shared_bytes(self, at: Saving) -> int:
+    def shared_bytes(self, at: ActivationSizes) -> int:
         """Return the number of bytes that autograd saves once for all blocks."""
 
     def hidden_shape(self, micro_size: int) -> tuple[int, int, int]:

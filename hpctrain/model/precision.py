@@ -8,7 +8,7 @@ from types import MappingProxyType
 import torch
 
 from hpctrain.deck.schema import Deck
-from hpctrain.parallel.eight_bits import EightBits
+from hpctrain.parallel.eight_bits import Fp8Settings
 
 DTYPES = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16})
 
@@ -31,7 +31,7 @@ class Precision:
     storage: torch.dtype
     product: torch.dtype
     gradient: torch.dtype
-    eight_bits: EightBits | None = None
+    eight_bits: Fp8Settings | None = None
 
     @staticmethod
     def of(deck: Deck) -> Precision:
@@ -40,7 +40,7 @@ class Precision:
         eight_bits = None
         if keys.compute in {"fp8", DOUBLE_FP8}:
             recipe = keys.fp8, keys.fp8_gradients, keys.fp8_history
-            eight_bits = EightBits(*recipe, keys.fp8_exclude, keys.fp8_messages, keys.fp8_gather)
+            eight_bits = Fp8Settings(*recipe, keys.fp8_exclude, keys.fp8_messages, keys.fp8_gather)
         if keys.compute in {DOUBLE, DOUBLE_FP8}:
             return Precision(torch.float64, torch.float64, torch.float64, eight_bits)
         compute = torch.bfloat16 if keys.compute == "fp8" else DTYPES[keys.compute]

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.model.shape import ModelShape
-from hpctrain.parallel.groups import LayerGroups
-from hpctrain.parallel.linear import Rows, rows_shard
-from hpctrain.parallel.saved import Saving, Storage
+from hpctrain.parallel.groups import LayerContext
+from hpctrain.parallel.linear import RowPartition, rows_shard
+from hpctrain.parallel.saved import ActivationSizes, SavedStorage
 from hpctrain.parallel.shard import Parameter, Shard
 
 
@@ -22,7 +22,9 @@ class QueryKeyNorm(nn.Module):
     that of all ranks' heads: two numbers of each token are summed over the tensor axis in both passes.
     """
 
-    def __init__(self, name: str, shape: ModelShape, groups: LayerGroups, queries: Rows, keys: Rows) -> None:
+    def __init__(
+        self, name: str, shape: ModelShape, groups: LayerContext, queries: RowPartition, keys: RowPartition
+    ) -> None:
         super().__init__()
         self.epsilon, self.head_size = shape.norm_epsilon, shape.head_size
         self.tensor, self.joint = groups.tensor, shape.query_key_norm == "all"
@@ -32,7 +34,7 @@ class QueryKeyNorm(nn.Module):
             for kind, rows in (("query", queries), ("key", keys))
         )
 
-    def _shard(self, name: str, rows: Rows) -> Shard:
+    def _shard(self, name: str, rows: RowPartition) -> Shard:
         if self.joint:
             return rows_shard(name, rows, ())
         return Shard.whole(name, (self.head_size,), frozenset({"tensor"}))
@@ -44,10 +46,10 @@ class QueryKeyNorm(nn.Module):
         )
         return result
 
-    def saved(self, at: Saving) -> list[Storage]:
+    def saved(self, at: ActivationSizes) -> list[SavedStorage]:
         """What it keeps beside its inputs: a statistic of every head, or of all of them, in fp32."""
         heads = (1 if self.joint else rows.local // self.head_size for rows in self.rows)
-        return [Storage(4 * at.tokens * count, 4, features=False) for count in heads]
+        return [SavedStorage(4 * at.tokens * count, 4, features=False) for count in heads]
 
     def means(self, products: list[Tensor], shared: bool) -> list[Tensor]:
         """Means of [s, b, heads, d] over each head, or over all heads of all ranks; [s, b, heads or 1, 1].

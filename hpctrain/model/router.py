@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from hpctrain.model.inputs import Inputs
 from hpctrain.model.shape import ModelShape
-from hpctrain.parallel.groups import LayerGroups
-from hpctrain.parallel.saved import Saving, Storage, as_features
+from hpctrain.parallel.groups import LayerContext
+from hpctrain.parallel.saved import ActivationSizes, SavedStorage, as_features
 from hpctrain.parallel.shard import Parameter, Shard
 
 _LEAST = 1e-20
@@ -84,7 +84,7 @@ class Router(nn.Module):
     dropped, how many were dropped, and the sum of the entropies of their probabilities, in nats: [E + 2].
     """
 
-    def __init__(self, name: str, shape: ModelShape, groups: LayerGroups) -> None:
+    def __init__(self, name: str, shape: ModelShape, groups: LayerContext) -> None:
         super().__init__()
         self.name, self.shape, self.groups = name, shape, groups
         self.noted_name = noted_name(name)
@@ -112,7 +112,7 @@ class Router(nn.Module):
             yield "router/shares", shard, self.shares
 
     def after_update(self, noted: Mapping[str, Tensor]) -> None:
-        """See LearnsOfStep: `bias += rate * sign(mean - count)` (arXiv 2408.15664)."""
+        """See UsesStatistics: `bias += rate * sign(mean - count)` (arXiv 2408.15664)."""
         counts = noted[self.noted_name][: self.shape.experts]
         if self.bias is not None:
             self.bias.add_((counts.mean() - counts).sign().float(), alpha=self.shape.balance_rate)
@@ -226,7 +226,7 @@ class Router(nn.Module):
             of_sequence = inputs.lengths.values.to(counts.device).clamp_min(1).unsqueeze(1)
         return (counts.view(sets, -1) / (of_sequence * shape.experts_per_token))[tokens.samples]
 
-    def saved(self, at: Saving) -> list[Storage]:
+    def saved(self, at: ActivationSizes) -> list[SavedStorage]:
         """What autograd saves of it beside its input: scores, choices and weights, and what terms need."""
         shape, rows = self.shape, self.groups.row_sizes(at.tokens)[self.groups.tensor.rank]
         sizes = [shape.experts, 2 * shape.experts_per_token, shape.experts_per_token]
@@ -239,7 +239,7 @@ class Router(nn.Module):
         shares = rows if shape.balance_over == "sequence" else 1
         features = [4 * rows * size for size in sizes]
         features += [4 * shares * shape.experts] if shape.balance_loss else []
-        return [Storage(each, 4, features=False) for each in features]
+        return [SavedStorage(each, 4, features=False) for each in features]
 
     @torch.no_grad()
     def _note(self, scores: Tensor, experts: Tensor, kept: Tensor | None) -> None:

@@ -24,11 +24,11 @@ from hpctrain.model.mixture import Mixture
 from hpctrain.model.norm import Norm
 from hpctrain.model.part import Computed, Layer, Span, leaves, own_parameters
 from hpctrain.model.shape import ModelShape
-from hpctrain.parallel.groups import LayerGroups
-from hpctrain.parallel.operations import Elementwise, Matrix
+from hpctrain.parallel.groups import LayerContext
+from hpctrain.parallel.operations import ElementwiseSize, MatrixSize
 from hpctrain.parallel.random import dropout
-from hpctrain.parallel.residency import Residency
-from hpctrain.parallel.saved import Saving, Storage, Waiting, total
+from hpctrain.parallel.residency import ParameterResidency
+from hpctrain.parallel.saved import ActivationSizes, DeferredBytes, SavedStorage, total
 from hpctrain.parallel.saved_policy import LayerPass
 from hpctrain.parallel.scalar_head import ScalarHead
 from hpctrain.parallel.shard import Parameter, Shard
@@ -55,13 +55,13 @@ class Surroundings:
     inputs: Inputs
     positions: Tensor
     rotary: Rotary | None
-    residency: Residency = field(default_factory=Residency)
+    residency: ParameterResidency = field(default_factory=ParameterResidency)
 
 
 class TransformerLayer(Layer):
     """A layer that is one step of a pass over hidden states, see Transformer."""
 
-    def run(self, x: Tensor, around: Surroundings, residency: Residency) -> Tensor:
+    def run(self, x: Tensor, around: Surroundings, residency: ParameterResidency) -> Tensor:
         """`self(x, around)`, its parameters there in forward and backward."""
         unseen = residency.gathers and torch.is_grad_enabled() and not x.requires_grad
         if unseen and any(parameter.requires_grad for parameter in self.own):
@@ -72,7 +72,7 @@ class TransformerLayer(Layer):
 class PositionEmbedding(nn.Module):
     """Adds a learned row per position to [s or s/t, b, h]."""
 
-    def __init__(self, name: str, shape: ModelShape, groups: LayerGroups) -> None:
+    def __init__(self, name: str, shape: ModelShape, groups: LayerContext) -> None:
         super().__init__()
         size = (shape.sequence, shape.hidden)
         self.table = Parameter(Shard.whole(f"{name}.weight", size, groups.sequence_partial), initial="table")
@@ -88,7 +88,7 @@ class Embedding(TransformerLayer):
 
     kind = "embedding"
 
-    def __init__(self, shape: ModelShape, groups: LayerGroups, table: Parameter) -> None:
+    def __init__(self, shape: ModelShape, groups: LayerContext, table: Parameter) -> None:
         super().__init__()
         self.hidden, self.probability, self.packed = shape.hidden, shape.dropout, shape.packed
         self.tokens = VocabularyEmbedding(table, groups)
@@ -110,7 +110,7 @@ class Embedding(TransformerLayer):
             x = dropout(x, around.inputs.dropout, 0, around.positions, self.probability)
         return x
 
-    def run(self, x: Tensor, around: Surroundings, residency: Residency) -> Tensor:
+    def run(self, x: Tensor, around: Surroundings, residency: ParameterResidency) -> Tensor:
         """See TransformerLayer: backward needs no parameter of it."""
         with residency.held(self.table):
             result: Tensor = self(x, around)
@@ -122,17 +122,17 @@ class Embedding(TransformerLayer):
 
     @property
     @override
-    def elementwise(self) -> list[Elementwise]:
-        added = [Elementwise("add", self.hidden)] if self.positions is not None else []
-        return [Elementwise("lookup", self.hidden), *added]
+    def elementwise(self) -> list[ElementwiseSize]:
+        added = [ElementwiseSize("add", self.hidden)] if self.positions is not None else []
+        return [ElementwiseSize("lookup", self.hidden), *added]
 
-    def saved(self, at: Saving) -> list[Storage]:
+    def saved(self, at: ActivationSizes) -> list[SavedStorage]:
         """Token ids, with a mark of those that other ranks look up, and the places of learned positions."""
         ids = 8 if self.tokens.groups.tensor.size == 1 else 9
         positions = (
             8 * at.tokens // (1 if self.packed else at.micro_size) if self.positions is not None else 0
         )
-        return [Storage(ids * at.tokens + positions, 8, features=False), *_masks(self, at)]
+        return [SavedStorage(ids * at.tokens + positions, 8, features=False), *_masks(self, at)]
 
 
 class Block(TransformerLayer):
@@ -141,7 +141,7 @@ class Block(TransformerLayer):
     kind = "block"
     is_block = True
 
-    def __init__(self, index: int, shape: ModelShape, groups: LayerGroups) -> None:
+    def __init__(self, index: int, shape: ModelShape, groups: LayerContext) -> None:
         super().__init__()
         name = f"blocks.{index}"
         self.site, self.hidden, self.probability = 1 + 2 * index, shape.hidden, shape.dropout
@@ -194,11 +194,11 @@ class Block(TransformerLayer):
             yield from super().backward_order()
 
     @override
-    def exchanged(self, at: Saving) -> int:
+    def exchanged(self, at: ActivationSizes) -> int:
         return self.feed_forward.exchanged(at) if isinstance(self.feed_forward, Mixture) else 0
 
     @override
-    def saved(self, at: Saving) -> list[Storage]:
+    def saved(self, at: ActivationSizes) -> list[SavedStorage]:
         mask, expanding = _masks(self, at), self.feed_forward
         inner = self.attention.inner
         attended = [*inner.kept(at), *inner.beside(at), *self.attention.saved(at)]
@@ -208,42 +208,42 @@ class Block(TransformerLayer):
         return [*of_norms[0], *attended, *mask, *of_norms[1], *normal, *expanding.saved(at), *mask]
 
     @override
-    def unseen(self, at: Saving) -> list[Storage]:
+    def unseen(self, at: ActivationSizes) -> list[SavedStorage]:
         norm = self.attention_norm
         return [] if norm.weight.requires_grad else norm.saved(at)
 
     @override
-    def workspace(self, at: Saving) -> int:
+    def workspace(self, at: ActivationSizes) -> int:
         return max(self.feed_forward.workspace(at), self.attention.workspace(at))
 
     @property
     @override
-    def matrices(self) -> list[Matrix]:
+    def matrices(self) -> list[MatrixSize]:
         if not isinstance(self.feed_forward, Mixture):
             return super().matrices
         experts, hidden = self.feed_forward.router.weight.shard.shape
-        return [*super().matrices, Matrix(experts, hidden, "whole")]
+        return [*super().matrices, MatrixSize(experts, hidden, "whole")]
 
     @property
     @override
-    def elementwise(self) -> list[Elementwise]:
-        around = Elementwise("norm", 2 * self.hidden), Elementwise("add", 2 * self.hidden)
+    def elementwise(self) -> list[ElementwiseSize]:
+        around = ElementwiseSize("norm", 2 * self.hidden), ElementwiseSize("add", 2 * self.hidden)
         return [*around, *self.attention.elementwise, *self.feed_forward.elementwise]
 
-    def waiting(self, at: Saving) -> Waiting:
+    def waiting(self, at: ActivationSizes) -> DeferredBytes:
         """See Layer: before anything of it goes, and while the core of its attention is computed again."""
         inner, held = self.attention.inner, super().waiting(at).held
         masks = total(_masks(self, at))
         most, left = self.feed_forward.passing(at)
         if not at.selective:
-            return Waiting(held, most - masks)
+            return DeferredBytes(held, most - masks)
         again = self.attention.made_again(at) + at.features(inner.split_sizes[0]).bytes
         # By then masks are gone, and what the second norm keeps for itself alone.
         gone = 2 * masks + total(self.feed_forward_norm.saved(at)[1:])
-        return Waiting(held, max(left + again - gone, most - masks))
+        return DeferredBytes(held, max(left + again - gone, most - masks))
 
     @override
-    def holes(self, at: Saving) -> int:
+    def holes(self, at: ActivationSizes) -> int:
         return int(HOLES[self.family] * total(self.saved(at)))
 
 
@@ -255,7 +255,7 @@ class Predictor(TransformerLayer):
     kind = "head"
 
     def __init__(
-        self, shape: ModelShape, groups: LayerGroups, table: Parameter | None, own: bool = False
+        self, shape: ModelShape, groups: LayerContext, table: Parameter | None, own: bool = False
     ) -> None:
         super().__init__()
         self.norm = Norm("final_norm", shape, groups)
@@ -295,20 +295,20 @@ class Predictor(TransformerLayer):
 
     @property
     @override
-    def matrices(self) -> list[Matrix]:
+    def matrices(self) -> list[MatrixSize]:
         return [self.head.matrix]
 
     @property
     @override
-    def elementwise(self) -> list[Elementwise]:
-        return [Elementwise("norm", *self.norm.size), *self.head.elementwise]
+    def elementwise(self) -> list[ElementwiseSize]:
+        return [ElementwiseSize("norm", *self.norm.size), *self.head.elementwise]
 
-    def saved(self, at: Saving) -> list[Storage]:
+    def saved(self, at: ActivationSizes) -> list[SavedStorage]:
         """See Layer: the gradient of the hidden states is computed in the forward pass."""
         return [*self.norm.saved(at), self.head.saved(at)]
 
     @override
-    def workspace(self, at: Saving) -> int:
+    def workspace(self, at: ActivationSizes) -> int:
         return self.head.workspace(at)
 
 
@@ -322,11 +322,15 @@ class Transformer(nn.Module):
     """
 
     def __init__(
-        self, shape: ModelShape, groups: LayerGroups, span: Span | None = None, table: Parameter | None = None
+        self,
+        shape: ModelShape,
+        groups: LayerContext,
+        span: Span | None = None,
+        table: Parameter | None = None,
     ) -> None:
         super().__init__()
         self.shape, self.groups = shape, groups
-        self.residency = Residency()
+        self.residency = ParameterResidency()
         self.rotary_positions: Tensor | None = None
         self.span = span if span is not None else Span.all_of(shape.layers)
         layers: list[TransformerLayer] = []
@@ -407,7 +411,7 @@ class Transformer(nn.Module):
         with self.residency.held(head.table):
             return compute(head, hidden)
 
-    def shared_bytes(self, at: Saving) -> int:
+    def shared_bytes(self, at: ActivationSizes) -> int:
         """See Part: the tables of a Rotary."""
         rotary = 2 * at.itemsize * at.tokens // at.micro_size * self.shape.head_size
         return rotary if self.shape.family == "llama" else 0
@@ -424,6 +428,6 @@ class Transformer(nn.Module):
         return self.layers[0].held[0].dtype
 
 
-def _masks(layer: Embedding | Block, at: Saving) -> list[Storage]:
+def _masks(layer: Embedding | Block, at: ActivationSizes) -> list[SavedStorage]:
     """What dropout keeps of the hidden states."""
-    return [Storage(at.rows * layer.hidden, 1, features=False)] if layer.probability else []
+    return [SavedStorage(at.rows * layer.hidden, 1, features=False)] if layer.probability else []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from hpctrain.parallel.partition import Logits
+from hpctrain.parallel.partition import SplitLogits
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Drawing:
     tokens: int | None = None
     temperature: float = 1.0
 
-    def of(self, logits: Logits, first: int) -> Logits:
+    def of(self, logits: SplitLogits, first: int) -> SplitLogits:
         """Of a rank's logits, whose columns are tokens from the `first` on, those that are drawn by."""
         if self.tokens is not None:
             logits = replace(logits, columns=min(logits.columns, max(0, self.tokens - first)))

@@ -18,7 +18,7 @@ from hpctrain.comm.group import Group
 from hpctrain.objective.drawing import Drawing
 from hpctrain.objective.next_token import CrossEntropy
 from hpctrain.objective.objective import Losses
-from hpctrain.parallel.partition import Logits
+from hpctrain.parallel.partition import SplitLogits
 from hpctrain.parallel.vocabulary import VocabularyHead
 
 
@@ -62,7 +62,7 @@ def log_probabilities(
     found = torch.zeros(flat.shape, device=flat.device)
     entropy = CrossEntropy(targets, flat.new_zeros(()), drawing=drawing)
 
-    def note(logits: Logits, rows: slice, learning: bool) -> tuple[Tensor, None]:
+    def note(logits: SplitLogits, rows: slice, learning: bool) -> tuple[Tensor, None]:
         losses, _ = entropy.of_chunk(head, flat, logits, rows, learning=learning)
         found[rows] = -losses
         return losses, None

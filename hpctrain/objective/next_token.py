@@ -13,8 +13,8 @@ from hpctrain.data.batches import MicroBatch
 from hpctrain.model.inputs import Inputs
 from hpctrain.objective.drawing import Drawing
 from hpctrain.objective.objective import Losses, LossOf
-from hpctrain.parallel.groups import LayerGroups
-from hpctrain.parallel.partition import Logits
+from hpctrain.parallel.groups import LayerContext
+from hpctrain.parallel.partition import SplitLogits
 from hpctrain.parallel.shard import Parameter
 from hpctrain.parallel.vocabulary import VocabularyHead
 
@@ -23,7 +23,7 @@ class SplitTable(Protocol):
     """A head whose matrix is split over the vocabulary: of a rank's rows the first `rows` are any."""
 
     @property
-    def groups(self) -> LayerGroups:
+    def groups(self) -> LayerContext:
         """Over which it is split."""
 
     @property
@@ -74,7 +74,7 @@ class CrossEntropy:
         return Losses(loss, (loss.detach(),))
 
     def of_chunk(
-        self, head: SplitTable, targets: Tensor, logits: Logits, rows: slice, learning: bool
+        self, head: SplitTable, targets: Tensor, logits: SplitLogits, rows: slice, learning: bool
     ) -> tuple[Tensor, Tensor | None]:
         """See ChunkLoss, of `rows` of the targets."""
         targets = targets[rows]

@@ -22,7 +22,7 @@ from hpctrain.model.foreign.split import SplitHead, SplitOutputs
 from hpctrain.model.inputs import Inputs
 from hpctrain.objective.next_token import CrossEntropy, NextToken
 from hpctrain.objective.objective import Losses, LossOf
-from hpctrain.parallel.partition import Logits
+from hpctrain.parallel.partition import SplitLogits
 from hpctrain.parallel.vocabulary import chunk_rows
 from hpctrain.words import article
 
@@ -95,7 +95,7 @@ class _SplitLoss(torch.autograd.Function):
         for start in range(0, len(rows), count):
             part = slice(start, start + count)
             # In the memory of its products lies the gradient afterwards.
-            losses, _ = entropy.of_chunk(head, targets, Logits(rows[part], head.rows), part, learning)
+            losses, _ = entropy.of_chunk(head, targets, SplitLogits(rows[part], head.rows), part, learning)
             loss += losses.sum()
         return loss
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.optim.optimizer import Elements
-from hpctrain.parallel.shard import Block, Shard
+from hpctrain.parallel.shard import Shard, UpdateBlock
 from hpctrain.sharding.state import MASTER
 
 MEAN, ROW, COLUMN, SQUARE, UPDATES = "exp_avg", "row", "column", "exp_avg_sq", "updates"
@@ -42,10 +42,10 @@ class Adafactor:
 
     format = torch.float32
 
-    def block(self, shard: Shard) -> Block:
+    def block(self, shard: Shard) -> UpdateBlock:
         """See BlockRule: whole matrices, or each of those that are stacked, and whole vectors."""
         shape = (1,) * (len(shard.shape) - 2) + shard.shape[-2:]
-        return Block(shape, _WORK * prod(shape))
+        return UpdateBlock(shape, _WORK * prod(shape))
 
     def cells(self, shard: Shard) -> Mapping[str, Sequence[int] | None]:
         """Return the names and shapes of the optimizer state of a parameter other than its master weights."""

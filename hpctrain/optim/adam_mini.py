@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.optim.optimizer import Elements
-from hpctrain.parallel.shard import Block, Shard
+from hpctrain.parallel.shard import Shard, UpdateBlock
 from hpctrain.sharding.state import MASTER
 
 MEAN, SQUARE = "exp_avg", "exp_avg_sq"
@@ -36,15 +36,15 @@ class AdamMini:
 
     format = torch.float32
 
-    def block(self, shard: Shard) -> Block:
+    def block(self, shard: Shard) -> UpdateBlock:
         """See BlockRule: as many rows as a rank holds, where all hold as many; experts one by one."""
         if len(shard.shape) < 2:
-            return Block(shard.shape, _WORK * prod(shard.shape))
+            return UpdateBlock(shard.shape, _WORK * prod(shard.shape))
         *leading, rows, columns = shard.shape
         local = shard.local[-2]
         if shard.local[-1] == columns and rows % local == 0 and local % shard.unit == 0:
             rows = local
-        return Block((1,) * len(leading) + (rows, columns), _WORK * rows * columns)
+        return UpdateBlock((1,) * len(leading) + (rows, columns), _WORK * rows * columns)
 
     def cells(self, shard: Shard) -> Mapping[str, Sequence[int] | None]:
         """Return the names and shapes of the optimizer state of a parameter other than its master weights."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.optim.optimizer import Elements, UpdateRule
-from hpctrain.parallel.shard import Block, Parameter, Shard, Treatment
+from hpctrain.parallel.shard import Parameter, Shard, UpdateBlock, UpdateSettings
 
 
 class BlockRule(Protocol):
@@ -23,7 +23,7 @@ class BlockRule(Protocol):
     rank keeps the state of its own pieces.
     """
 
-    def block(self, shard: Shard) -> Block | None:
+    def block(self, shard: Shard) -> UpdateBlock | None:
         """Return the blocks of a parameter; None if this rule does not apply to it."""
 
     def cells(self, shard: Shard) -> Mapping[str, Sequence[int] | None]:
@@ -78,7 +78,7 @@ class BlockRules:
         """Those of the state of parameters beside master weights."""
         return (*self.names_of_others, *self.blocks.cells(Shard.whole("", (1, 1))))
 
-    def numbers(self, treatment: Treatment) -> int:
+    def numbers(self, treatment: UpdateSettings) -> int:
         """Of state beside weights that an element has which is treated so, without that of cells."""
         if not treatment.in_blocks:
             return len(self.names_of_others)
@@ -109,7 +109,7 @@ class Cells(NamedTuple):
     of_block: tuple[int, ...]
 
     @staticmethod
-    def of(shard: Shard, block: Block, cell: Sequence[int]) -> Cells:
+    def of(shard: Shard, block: UpdateBlock, cell: Sequence[int]) -> Cells:
         """Of a parameter's blocks; pieces of one block all have whole what is its own."""
         of_block = tuple(-(-size // each) for size, each in zip(block.shape, cell, strict=True))
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hpctrain.comm.group import Group
 from hpctrain.comm.work import Work
-from hpctrain.parallel.shard import Block
+from hpctrain.parallel.shard import UpdateBlock
 from hpctrain.sharding.bucket_layout import BucketSegment
 
 
@@ -29,7 +29,7 @@ class CutBlock:
     work: float
 
     @staticmethod
-    def of(segment: BucketSegment, block: Block) -> CutBlock | None:
+    def of(segment: BucketSegment, block: UpdateBlock) -> CutBlock | None:
         """Of a parameter whose blocks are cut; None where they are whole. Collective."""
         shard, group = segment.parameter.shard, segment.replication.pieces
         if all(size <= held for size, held in zip(block.shape, shard.local, strict=True)):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hpctrain.comm.device import on_host
 from hpctrain.optim.optimizer import Elements
-from hpctrain.parallel.shard import Block, Shard
+from hpctrain.parallel.shard import Shard, UpdateBlock
 from hpctrain.sharding.state import MASTER
 
 MOMENTUM = "momentum"
@@ -46,13 +46,13 @@ class Muon:
     format: torch.dtype
     match: Match
 
-    def block(self, shard: Shard) -> Block | None:
+    def block(self, shard: Shard) -> UpdateBlock | None:
         """See BlockRule: matrices, or each of those that are stacked."""
         if len(shard.shape) < 2:
             return None
         rows, columns = sorted(shard.shape[-2:])
         products = 2.0 * rows * rows * (2 * columns + rows)
-        return Block((1,) * (len(shard.shape) - 2) + shard.shape[-2:], self.steps * products)
+        return UpdateBlock((1,) * (len(shard.shape) - 2) + shard.shape[-2:], self.steps * products)
 
     def cells(self, shard: Shard) -> Mapping[str, Sequence[int] | None]:  # noqa: ARG002
         """Return the names and shapes of the optimizer state of a parameter other than its master weights."""

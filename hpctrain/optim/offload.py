@@ -27,7 +27,7 @@ from hpctrain.optim.optimizer import (
     is_master,
     refresh,
 )
-from hpctrain.parallel.shard import Treatment
+from hpctrain.parallel.shard import UpdateSettings
 from hpctrain.sharding.bucket import Bucket, Store
 from hpctrain.sharding.bucket_layout import ALIGNMENT
 from hpctrain.sharding.state import MASTER
@@ -48,7 +48,7 @@ class OffloadSlice:
     bucket: Bucket
     state: BucketState
     part: slice
-    treatment: Treatment
+    treatment: UpdateSettings
 
 
 class OffloadedOptimizer(Optimizer):

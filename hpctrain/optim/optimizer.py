@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpctrain.memory.scratch import Flat, to_read
-from hpctrain.parallel.shard import Shard, Treatment
+from hpctrain.parallel.shard import Shard, UpdateSettings
 from hpctrain.sharding.bucket import Bucket, await_readers
 from hpctrain.sharding.bucket_layout import Treated
 from hpctrain.sharding.state import MASTER, MODEL, OPTIMIZER, StateTensor, own_state
@@ -43,13 +43,13 @@ class Elements:
     state: Mapping[str, Tensor]
     gradients: Tensor
     updates: Tensor
-    treatment: Treatment
+    treatment: UpdateSettings
     shard: Shard | None = None
 
 
-def by_treatment(parts: Sequence[Elements]) -> dict[Treatment, list[Elements]]:
+def by_treatment(parts: Sequence[Elements]) -> dict[UpdateSettings, list[Elements]]:
     """Those that are updated alike together, decayed ones first."""
-    found: dict[Treatment, list[Elements]] = {}
+    found: dict[UpdateSettings, list[Elements]] = {}
     for part in sorted(parts, key=lambda part: (not part.treatment.decayed, part.treatment.rate)):
         found.setdefault(part.treatment, []).append(part)
     return found

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.deck.adapters import Adapters
-from hpctrain.parallel.groups import LayerGroups
-from hpctrain.parallel.kernels import Kernels
-from hpctrain.parallel.operations import Cut, Matrix
-from hpctrain.parallel.product import Product
-from hpctrain.parallel.saved import Saving, Storage
+from hpctrain.parallel.groups import LayerContext
+from hpctrain.parallel.kernels import KernelTable
+from hpctrain.parallel.operations import Cut, MatrixSize
+from hpctrain.parallel.product import Matmul
+from hpctrain.parallel.saved import ActivationSizes, SavedStorage
 from hpctrain.parallel.shard import Initial, Parameter, Shard
 
 
-class Place(NamedTuple):
+class AdaptedMatrix(NamedTuple):
     """A matrix of a layer that has an adapter: its Shard, and which local outputs are its."""
 
     weight: Shard
@@ -30,28 +30,30 @@ class Place(NamedTuple):
 
 
 class Factors(nn.Module):
-    """One factor of some adapters: matrices that lie behind each other, with the Product of all."""
+    """One factor of some adapters: matrices that lie behind each other, with the Matmul of all."""
 
-    def __init__(self, shards: Sequence[Shard], initial: Initial, groups: LayerGroups) -> None:
+    def __init__(self, shards: Sequence[Shard], initial: Initial, groups: LayerContext) -> None:
         super().__init__()
         self.weights = [Parameter(shard, initial=initial) for shard in shards]
         for index, weight in enumerate(self.weights):
             self.register_parameter(f"weight{index}", weight)
-        self.product = Product(self.weights, groups)
+        self.product = Matmul(self.weights, groups)
 
 
-class Adapter(nn.Module):
+class LayerAdapters(nn.Module):
     """Those of the matrices of one layer at these `places`, which tensor ranks `cut`.
 
     `inner` is A of all of them, [places x rank, k], and `outer` the B of each, [n, rank].
     """
 
-    def __init__(self, places: Sequence[Place], cut: Cut, adapters: Adapters, groups: LayerGroups) -> None:
+    def __init__(
+        self, places: Sequence[AdaptedMatrix], cut: Cut, adapters: Adapters, groups: LayerContext
+    ) -> None:
         super().__init__()
         self.places, self.cut, self.rank, self.scale = list(places), cut, adapters.rank, adapters.scale
         whole = frozenset({"tensor"}) if groups.tensor.size > 1 else frozenset[str]()
         # Products so small are the library's, or what the deck names.
-        groups = replace(groups, kernels=Kernels(groups.kernels.other))
+        groups = replace(groups, kernels=KernelTable(groups.kernels.other))
         inner, self.outer = [], nn.ModuleList()
         for weight, _ in places:
             name, (outputs, inputs) = weight.name.removesuffix(".weight"), weight.shape
@@ -71,19 +73,19 @@ class Adapter(nn.Module):
         return [*self.inner.weights, *(weight for factors in self._outer for weight in factors.weights)]
 
     @property
-    def matrices(self) -> list[Matrix]:
+    def matrices(self) -> list[MatrixSize]:
         """The whole matrices, as a layer tells its own."""
         cuts: tuple[Cut, Cut] = ("inputs", "whole") if self.cut == "inputs" else ("whole", "outputs")
         found = []
         for weight, _ in self.places:
             outputs, inputs = weight.shape
-            found.append(Matrix(self.rank, inputs, cuts[0], beside=True))
-            found.append(Matrix(outputs, self.rank, cuts[1], beside=True))
+            found.append(MatrixSize(self.rank, inputs, cuts[0], beside=True))
+            found.append(MatrixSize(outputs, self.rank, cuts[1], beside=True))
         return found
 
-    def saved(self, at: Saving) -> Storage:
+    def saved(self, at: ActivationSizes) -> SavedStorage:
         """What is kept between its factors, of all tokens."""
-        return Storage(at.tokens * len(self.places) * self.rank * at.itemsize, at.itemsize)
+        return SavedStorage(at.tokens * len(self.places) * self.rank * at.itemsize, at.itemsize)
 
     def add(self, output: Tensor, inputs: Tensor) -> Tensor:
         """Add to the layer's output [..., n] of inputs [..., k]; what is to be kept [..., places x rank]."""

@@ -19,8 +19,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpctrain.comm.faults import Fault
-from hpctrain.parallel.audit_passes import Bounds, Checksums, Passes
-from hpctrain.parallel.kernels import Kernel
+from hpctrain.parallel.audit_passes import AuditKernels, Checksums, ErrorBounds
+from hpctrain.parallel.kernels import MatmulKernel
 from hpctrain.parallel.random import key_of, signs
 from hpctrain.parallel.shard import Parameter
 
@@ -51,16 +51,18 @@ class Where(NamedTuple):
     what: str
 
 
-class ProductAudit:
+class MatmulAudit:
     """Checks the products of training steps on a rank of the world, in the `phase` that its ledger tells.
 
     It does so between `begin` and `settle`, before which nothing waits for the device, and changes no bit of
     what is computed. `seed` is that of the signs.
     """
 
-    def __init__(self, seed: int, rank: int, phase: Callable[[], str], passes: Passes | None = None) -> None:
+    def __init__(
+        self, seed: int, rank: int, phase: Callable[[], str], passes: AuditKernels | None = None
+    ) -> None:
         self._seed, self._rank, self._phase = seed, rank, phase
-        self._passes = Passes() if passes is None else passes
+        self._passes = AuditKernels() if passes is None else passes
         self.active = False
         self._step = 0
         self._signs: Tensor | None = None
@@ -121,7 +123,7 @@ class ProductAudit:
         if bias is not None:
             of_bias, square = self._passes.rows(bias.unsqueeze(0), of_signs)
             expected, added = expected + of_bias, added + square
-        bounds = Bounds(
+        bounds = ErrorBounds(
             left.shape[1] + (bias is not None), right.shape[1], output.dtype, _in_16_bits(output.dtype)
         )
         what = what or (INPUT_GRADIENT if turned else "product")
@@ -227,7 +229,7 @@ class ProductAudit:
         rounded, times = entry.rounded, 1  # what is added is rounded, each by itself
         if _in_16_bits(into.dtype):
             rounded, times = into.dtype, entry.times  # the sum is, again and again
-        bounds = Bounds(entry.depth, into.shape[1], into.dtype, rounded, times, alike=True)
+        bounds = ErrorBounds(entry.depth, into.shape[1], into.dtype, rounded, times, alike=True)
         sizes = [len(into)] if len(weights) == 1 else [weight.shard.local[0] for weight in weights]
         there, own = self._along(into)
         rows = (each.split(sizes) for each in (entry.expected, there, entry.squares, own))
@@ -275,10 +277,10 @@ def _words(where: Where, ratio: float) -> str:
     return f"{where.what}{beside} {size}"
 
 
-class WatchedKernel(Kernel):
+class WatchedKernel(MatmulKernel):
     """What another kernel computes of the weights of a Product, looked at by an audit."""
 
-    def __init__(self, by: Kernel, audit: ProductAudit, weights: Sequence[Parameter]) -> None:
+    def __init__(self, by: MatmulKernel, audit: MatmulAudit, weights: Sequence[Parameter]) -> None:
         self._by, self._audit, self._weights = by, audit, weights
         self.name, self.converts = by.name, by.converts
 

@@ -42,7 +42,7 @@ class Checksums(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Bounds:
+class ErrorBounds:
     """Of elements of a result: how many numbers each is the sum of, how many of them are added up by signs,
     the result's format, and to what, and how often, they were `rounded` besides. Where `alike`, what is added
     to all rows is of the same kind.
@@ -77,7 +77,7 @@ class Bounds:
         return torch.finfo(self.dtype if self.rounded is None else self.rounded).max / 2
 
 
-class Passes:
+class AuditKernels:
     """By torch."""
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ class Passes:
 
     def judge(
         self,
-        bounds: Bounds,
+        bounds: ErrorBounds,
         expected: Tensor,
         there: Tensor,
         added: Tensor,
@@ -162,7 +162,7 @@ class Passes:
         return torch.mul(part, part, out=self._room[: part.numel()].view(part.shape))
 
 
-class CompiledPasses(Passes):
+class CompiledAuditKernels(AuditKernels):
     """By the library of `audit.c`, of what that knows."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -199,7 +199,7 @@ class CompiledPasses(Passes):
     @override
     def judge(
         self,
-        bounds: Bounds,
+        bounds: ErrorBounds,
         expected: Tensor,
         there: Tensor,
         added: Tensor,

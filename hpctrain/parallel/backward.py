@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class End:
+class BackwardStart:
     """The end of a graph: a backward pass begins here, with the gradient of the tensor that it was made of.
 
     Keeps the graph and not the tensor's memory. `torch.autograd.backward` with a gradient would do the same,

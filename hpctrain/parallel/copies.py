@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 from hpctrain.parallel.linear import SplitLinear
-from hpctrain.parallel.product import Product
+from hpctrain.parallel.product import Matmul
 from hpctrain.parallel.vocabulary import VocabularyHead
 
 
@@ -18,7 +18,7 @@ class Multiplies(Protocol):
         """What of it has one each."""
 
 
-def products(layers: Iterable[Multiplies]) -> Iterator[Product]:
+def products(layers: Iterable[Multiplies]) -> Iterator[Matmul]:
     """The Products of some layers."""
     for layer in layers:
         for each in layer.multipliers:

@@ -10,7 +10,7 @@ AS_STORED = ("head", "embedding.*")
 
 
 @dataclass(frozen=True)
-class EightBits:
+class Fp8Settings:
     """By which recipe layers multiply in 8 bits, and with gradients of their outputs in which format, by the
     names that a deck has for these; by maxima of how many steps where it is a delayed one; without which
     matrices, by patterns of their names; whether pieces of sequences travel in 8 bits, and slices of weights.

@@ -17,11 +17,11 @@ from torch.nn import functional
 from typing_extensions import override
 
 from hpctrain.deck.activations import ACTIVATIONS, Activation
-from hpctrain.parallel.audit import ProductAudit
-from hpctrain.parallel.groups import LayerGroups
-from hpctrain.parallel.linear import Multiplying, Rows
-from hpctrain.parallel.operations import Matrix
-from hpctrain.parallel.saved import Saving, Storage, as_features
+from hpctrain.parallel.audit import MatmulAudit
+from hpctrain.parallel.groups import LayerContext
+from hpctrain.parallel.linear import MatmulLayer, RowPartition
+from hpctrain.parallel.operations import MatrixSize
+from hpctrain.parallel.saved import ActivationSizes, SavedStorage, as_features
 from hpctrain.parallel.shard import Parameter, Shard
 
 EXPERT_AXES = frozenset({"expert", "expert_tensor"})
@@ -89,7 +89,7 @@ def add_grouped_gradient(
     inputs: Tensor,
     weight: Parameter,
     segments: Segments,
-    audit: ProductAudit | None = None,
+    audit: MatmulAudit | None = None,
 ) -> None:
     """gradient [e, n, k] += of each expert's rows output_gradient [m, n]^T inputs [m, k]; told as added."""
     if not weight.requires_grad:
@@ -132,7 +132,7 @@ class ExpertSizes:
     inner: int
 
 
-class Experts(Multiplying):
+class Experts(MatmulLayer):
     """Rows [m, h] by expert -> the same, of the features that this rank has: a part of a sum over the
     expert_tensor axis.
 
@@ -145,7 +145,7 @@ class Experts(Multiplying):
         self,
         name: str,
         sizes: ExpertSizes,
-        groups: LayerGroups,
+        groups: LayerContext,
         capacity: float | None = None,
         activation: Activation = ACTIVATIONS["swiglu"],
     ) -> None:
@@ -153,8 +153,8 @@ class Experts(Multiplying):
         self.groups, self.chosen, self.activation = groups, sizes.chosen, activation
         self.taken = 1.0 if capacity is None else min(1.0, capacity)
         count, hidden, inner = sizes.count, sizes.hidden, sizes.inner
-        experts = Rows.split(count, groups.expert)
-        columns = Rows.split(inner, groups.expert_tensor)
+        experts = RowPartition.split(count, groups.expert)
+        columns = RowPartition.split(inner, groups.expert_tensor)
         self.local, self.hidden, self.inner = experts.local, hidden, columns.local
         gated = activation.gated
         copies, first = ((2,), (0,)) if gated else ((), ())
@@ -179,12 +179,12 @@ class Experts(Multiplying):
         )
 
     @property
-    def matrices(self) -> list[Matrix]:
-        """See Multiplying: gates with what they multiply, and what contracts."""
+    def matrices(self) -> list[MatrixSize]:
+        """See MatmulLayer: gates with what they multiply, and what contracts."""
         count, hidden, inner = self.down.shard.shape
         return [
-            Matrix(self.activation.input_projections * inner, hidden, "outputs", self.chosen, count),
-            Matrix(hidden, inner, "inputs", self.chosen, count),
+            MatrixSize(self.activation.input_projections * inner, hidden, "outputs", self.chosen, count),
+            MatrixSize(hidden, inner, "inputs", self.chosen, count),
         ]
 
     @property
@@ -197,24 +197,24 @@ class Experts(Multiplying):
     def late(self) -> list[Parameter]:
         return [self.gate_up, self.down]
 
-    def copies(self, at: Saving) -> int:
+    def copies(self, at: ActivationSizes) -> int:
         """Rows that leave this rank for experts, where all have as many."""
         tensor = self.groups.tensor
         return int(self.groups.row_sizes(at.tokens)[tensor.rank] * self.chosen * self.taken)
 
-    def rows(self, at: Saving) -> int:
+    def rows(self, at: ActivationSizes) -> int:
         """Rows of this rank's experts, filled up, where all have as many."""
         rows = self.copies(at) * self.groups.expert_tensor.size
         unit = ROW_UNIT if at.itemsize == 2 and not at.gpu else 1
         return rows if unit == 1 else self.local * (-(-rows // (self.local * unit)) * unit)
 
-    def saved(self, at: Saving) -> list[Storage]:
+    def saved(self, at: ActivationSizes) -> list[SavedStorage]:
         """The rows, and gates with what they multiply."""
         sizes = (self.hidden, self.widest)
-        return [Storage(self.rows(at) * size * at.itemsize, at.itemsize) for size in sizes]
+        return [SavedStorage(self.rows(at) * size * at.itemsize, at.itemsize) for size in sizes]
 
-    def waiting(self, at: Saving) -> int:
-        """See Multiplying: the rows, gates and what they multiply, and the gradients of both products."""
+    def waiting(self, at: ActivationSizes) -> int:
+        """See MatmulLayer: the rows, gates and what they multiply, and the gradients of both products."""
         return self.rows(at) * 2 * (self.hidden + self.widest) * at.itemsize
 
     def multiplied(self, rows: Tensor, weight: Parameter, segments: Segments, turned: bool = False) -> Tensor:

@@ -13,9 +13,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpctrain.parallel.functions import CompiledFunctions
-from hpctrain.parallel.kernels import Kernel
+from hpctrain.parallel.kernels import MatmulKernel
 from hpctrain.parallel.library import few_rows_floats
-from hpctrain.parallel.saved import Saving
+from hpctrain.parallel.saved import ActivationSizes
 
 FEW = 48
 """Rows up to which it takes less time than libraries do."""
@@ -30,12 +30,12 @@ _MOST_OUTPUTS = 8192
 """Of a matrix that is tried: a table of more is multiplied by in parts."""
 
 
-class FewRows(Kernel):
+class SmallBatchKernel(MatmulKernel):
     """`by` another kernel, except for products of a few rows with a matrix in fp32: these by a function that
     adds blocks of `block` features.
     """
 
-    def __init__(self, by: Kernel, functions: CompiledFunctions, block: int) -> None:
+    def __init__(self, by: MatmulKernel, functions: CompiledFunctions, block: int) -> None:
         self.by, self.functions, self.block = by, functions, block
         self.name, self.converts = by.name, by.converts
 
@@ -64,7 +64,7 @@ class FewRows(Kernel):
         self.by.add_weight_gradient(into, output_gradient, inputs, first)
 
     @override
-    def passing(self, rows: int, outputs: int, inputs: int, at: Saving) -> int:
+    def passing(self, rows: int, outputs: int, inputs: int, at: ActivationSizes) -> int:
         return self.by.passing(rows, outputs, inputs, at)
 
 
@@ -86,7 +86,9 @@ def few_rows(
     return result
 
 
-def block_of(by: Kernel, functions: CompiledFunctions, outputs: int, inputs: int, head: bool) -> int | None:
+def block_of(
+    by: MatmulKernel, functions: CompiledFunctions, outputs: int, inputs: int, head: bool
+) -> int | None:
     """By which block `few_rows` has the bits that a kernel's products of many rows have, in fp32 and of a
     matrix [outputs, inputs], which is a `head` or not. None where it has them by none.
     """

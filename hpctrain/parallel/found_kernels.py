@@ -7,7 +7,7 @@ import torch
 from hpctrain.comm.device import choose_device, gpu_count, on_host
 from hpctrain.host.doctor import DoctorFinding
 from hpctrain.host.processor import processor_name
-from hpctrain.parallel.kernel_times import Measured, measure, quickest
+from hpctrain.parallel.kernel_times import MatmulPass, measure, quickest
 from hpctrain.parallel.kernels import Pass
 
 _SIZE = 1024
@@ -35,7 +35,7 @@ def found_kernels(local_rank: int) -> DoctorFinding:
 
 
 def _told(storage: torch.dtype) -> str:
-    rows = measure([Measured(kind, _SIZE, _SIZE, _SIZE) for kind, _ in _PASSES], storage, torch.float32)
+    rows = measure([MatmulPass(kind, _SIZE, _SIZE, _SIZE) for kind, _ in _PASSES], storage, torch.float32)
     words = []
     for (_, name), seconds in zip(_PASSES, rows, strict=True):
         best = quickest(seconds)

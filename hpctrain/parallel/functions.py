@@ -22,8 +22,8 @@ from hpctrain.data.documents import Documents
 from hpctrain.deck.activations import ACTIVATIONS, Activation, PointFunction
 from hpctrain.parallel.applied import applied
 from hpctrain.parallel.document_attention import document_attention
-from hpctrain.parallel.library import Attention, Heads, workspace_floats
-from hpctrain.parallel.partition import CompiledPartition, Logits, Partition
+from hpctrain.parallel.library import AttentionArguments, Heads, workspace_floats
+from hpctrain.parallel.partition import CompiledPartition, Partition, SplitLogits
 
 _ROUNDING = {torch.float32: (1e-4, 1e-5), torch.bfloat16: (2e-2, 2e-2)}
 """What results may be apart, relatively and beside that, by format."""
@@ -35,7 +35,7 @@ def turned(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     return x * cosine + torch.cat((-right, left), dim=-1) * sine
 
 
-class Functions:
+class LayerFunctions:
     """By torch's operations; `why` not otherwise, where that was wished. `record` tells libraries apart."""
 
     compiled = False
@@ -68,7 +68,7 @@ class Functions:
         """LayerNorm (arXiv 1607.06450) over the last dim."""
         return functional.layer_norm(x, weight.shape, weight, bias, epsilon)
 
-    def partition(self, logits: Logits, column: Tensor) -> Partition:
+    def partition(self, logits: SplitLogits, column: Tensor) -> Partition:
         """Return the `Partition` of the logits."""
         return Partition(logits, column)
 
@@ -126,10 +126,10 @@ class _Elementwise(torch.autograd.Function):
         return result, None
 
 
-TORCH = Functions()
+TORCH = LayerFunctions()
 
 
-class CompiledFunctions(Functions):
+class CompiledFunctions(LayerFunctions):
     """By a library made of `functions.c`; of none, only what is planned of them can be asked.
 
     They compute by one thread, tensors of fp32 and bf16.
@@ -177,7 +177,7 @@ class CompiledFunctions(Functions):
         return result
 
     @override
-    def partition(self, logits: Logits, column: Tensor) -> Partition:
+    def partition(self, logits: SplitLogits, column: Tensor) -> Partition:
         return CompiledPartition(logits, column, self.call)
 
     @override
@@ -195,7 +195,7 @@ class CompiledFunctions(Functions):
         return result
 
 
-def agrees(functions: Functions) -> bool:
+def agrees(functions: LayerFunctions) -> bool:
     """Whether these compute here what torch's do, values and gradients, but for rounding, in all formats."""
     generator = torch.Generator().manual_seed(0)
 
@@ -222,7 +222,7 @@ def agrees(functions: Functions) -> bool:
     return all(_agree(by(functions), by(TORCH), inputs, form) for by, inputs in cases for form in _ROUNDING)
 
 
-def _activation_by(by: Functions, activation: Activation) -> Callable[[Tensor], Tensor]:
+def _activation_by(by: LayerFunctions, activation: Activation) -> Callable[[Tensor], Tensor]:
     return lambda x: by.activate(x, activation, [21] * activation.input_projections)
 
 
@@ -247,9 +247,9 @@ class _Losses(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, functions: Functions) -> Tensor:
+    def forward(ctx: Any, x: Tensor, functions: LayerFunctions) -> Tensor:
         column = torch.arange(len(x)) * 271 - 1
-        found = functions.partition(Logits(x.clone(), x.shape[1] - 3, 0.7), column)
+        found = functions.partition(SplitLogits(x.clone(), x.shape[1] - 3, 0.7), column)
         ctx.partition, ctx.predicted = found, column >= 0
         return (found.total.log() + found.maximum - found.at_column).masked_fill(column < 0, 0).to(x.dtype)
 
@@ -423,8 +423,8 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(3) == 1 else x.contiguous()
 
 
-def _sizes(query: Tensor, key: Tensor, tables: Sequence[Tensor], scale: float) -> Attention:
+def _sizes(query: Tensor, key: Tensor, tables: Sequence[Tensor], scale: float) -> AttentionArguments:
     rows, batch, heads, head = query.shape
     addresses: list[int | None] = [table.data_ptr() for table in tables]
     addresses += [] if tables else [None, None]
-    return Attention(rows, batch, heads, key.shape[2], head, query.element_size(), scale, *addresses)
+    return AttentionArguments(rows, batch, heads, key.shape[2], head, query.element_size(), scale, *addresses)

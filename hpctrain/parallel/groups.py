@@ -12,11 +12,11 @@ from hpctrain.comm.group import Group
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.planned import planned_group
 from hpctrain.comm.work import Work
-from hpctrain.parallel.audit import ProductAudit
-from hpctrain.parallel.eight_bits import EightBits
-from hpctrain.parallel.functions import TORCH, Functions
-from hpctrain.parallel.kernels import Kernels
-from hpctrain.parallel.noted import Noted
+from hpctrain.parallel.audit import MatmulAudit
+from hpctrain.parallel.eight_bits import Fp8Settings
+from hpctrain.parallel.functions import TORCH, LayerFunctions
+from hpctrain.parallel.kernels import KernelTable
+from hpctrain.parallel.noted import StepStatistics
 from hpctrain.parallel.saved_policy import SavedPolicy
 from hpctrain.parallel.weight_grad import WeightGradientQueue
 
@@ -34,7 +34,7 @@ def _one_stage() -> Group:
 
 
 @dataclass(frozen=True)
-class LayerGroups:
+class LayerContext:
     """The groups over which layers are split, and how.
 
     `sequence_parallel` splits what lies between the tensor-parallel layers by sequence over the
@@ -55,11 +55,11 @@ class LayerGroups:
     weight_gradients: WeightGradientQueue = field(default_factory=WeightGradientQueue)
     saved_policy: SavedPolicy = field(default_factory=SavedPolicy)
     product_format: torch.dtype = torch.float32
-    eight_bits: EightBits | None = None
-    kernels: Kernels = field(default_factory=Kernels)
-    functions: Functions = TORCH
-    noted: Noted = field(default_factory=Noted)
-    audit: ProductAudit | None = None
+    eight_bits: Fp8Settings | None = None
+    kernels: KernelTable = field(default_factory=KernelTable)
+    functions: LayerFunctions = TORCH
+    noted: StepStatistics = field(default_factory=StepStatistics)
+    audit: MatmulAudit | None = None
     table_rows: int = 1
     expert: Group = field(default_factory=_unsplit)
     expert_tensor: Group = field(default_factory=_unsplit)

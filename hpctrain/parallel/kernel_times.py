@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hpctrain.parallel.kernels import BLOCK_ROWS, KERNELS, LIBRARY, Kernel, Matrix, Pass
+from hpctrain.parallel.kernels import BLOCK_ROWS, KERNELS, LIBRARY, MatmulKernel, Matrix, Pass
 
 FLOPS = 1 << 29
 """Of a product that is measured, for each thread at most: some milliseconds. Of a larger one a piece is
@@ -37,7 +37,7 @@ in fp32 makes, or some units in the last place of results in 16 bits.
 """
 
 
-class Measured(NamedTuple):
+class MatmulPass(NamedTuple):
     """A pass of a matrix [outputs, inputs] for so many rows of tokens."""
 
     kind: Pass
@@ -55,7 +55,7 @@ class Measured(NamedTuple):
         """The same for any number of rows."""
         return self.kind, self.outputs, self.inputs
 
-    def cut(self, most: float) -> Measured:
+    def cut(self, most: float) -> MatmulPass:
         """What is measured for it: of at most so many FLOPs, or of sides that are short."""
         # The library takes a large table by blocks, of which there are then two.
         shortest = (_SHORTEST, 2 * BLOCK_ROWS if self.kind == "logits" else _SHORTEST, _SHORTEST)
@@ -66,13 +66,13 @@ class Measured(NamedTuple):
                 break
             longest = max(left, key=lambda side: sides[side])
             sides[longest] = max(shortest[longest], -(-sides[longest] // 2))
-        return Measured(self.kind, *sides)
+        return MatmulPass(self.kind, *sides)
 
 
 class Operands:
     """Random operands of a pass, of a format, and what it adds to."""
 
-    def __init__(self, measured: Measured, storage: torch.dtype, gradient: torch.dtype) -> None:
+    def __init__(self, measured: MatmulPass, storage: torch.dtype, gradient: torch.dtype) -> None:
         rows, outputs, inputs = measured[1:]
         self.kind = measured.kind
         generator = torch.Generator().manual_seed(0)
@@ -87,7 +87,7 @@ class Operands:
         )
         self.sum = torch.zeros(outputs, inputs, dtype=gradient)
 
-    def compute(self, kernel: Kernel, first: bool = False) -> Tensor:
+    def compute(self, kernel: MatmulKernel, first: bool = False) -> Tensor:
         """The pass by a kernel: its result; what is summed is overwritten with `first`."""
         if self.kind == "forward":
             return kernel.forward(self.inputs, self.weight)
@@ -98,7 +98,7 @@ class Operands:
         kernel.add_weight_gradient(self.sum, self.of_output, self.inputs, first)
         return self.sum
 
-    def agrees(self, kernel: Kernel) -> bool:
+    def agrees(self, kernel: MatmulKernel) -> bool:
         """Whether a kernel multiplies these here as the library does, but for rounding."""
         expected = self.compute(LIBRARY, first=True).double()
         try:
@@ -109,13 +109,13 @@ class Operands:
         return isfinite(apart) and apart <= _ROUNDING[self.weight.dtype]
 
 
-def candidates(storage: torch.dtype) -> list[Kernel]:
+def candidates(storage: torch.dtype) -> list[MatmulKernel]:
     """The kernels that there are here for operands of a format, in the order of KERNELS."""
     return [kernel for kernel in KERNELS.values() if kernel.multiplies(storage)]
 
 
 def measure(
-    wanted: Sequence[Measured],
+    wanted: Sequence[MatmulPass],
     storage: torch.dtype,
     gradient: torch.dtype,
     together: Callable[[float], float] = lambda seconds: seconds,
@@ -131,7 +131,7 @@ def measure(
     # What one thread computes takes as much of its own time on a busy machine.
     now = thread_time if threads == 1 else perf_counter
     cut = [each.cut(most) for each in wanted]
-    seconds: dict[Measured, dict[str, float]] = {}
+    seconds: dict[MatmulPass, dict[str, float]] = {}
     began = now()
     for each in dict.fromkeys(cut):
         operands = Operands(each, storage, gradient)
@@ -146,7 +146,7 @@ def measure(
 
 
 def _measure_once(
-    operands: Operands, kernels: Sequence[Kernel], seconds: dict[str, float], now: Callable[[], float]
+    operands: Operands, kernels: Sequence[MatmulKernel], seconds: dict[str, float], now: Callable[[], float]
 ) -> None:
     for kernel in kernels:
         if seconds.get(kernel.name) != inf:

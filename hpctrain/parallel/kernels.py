@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 from typing_extensions import override
 
-from hpctrain.parallel.saved import Saving
+from hpctrain.parallel.saved import ActivationSizes
 
 PRODUCT_ELEMENTS = 1 << 22
 """Of a product in another format than the sum to which it is added; a larger one comes in pieces.
@@ -38,7 +38,7 @@ Matrix = tuple[Pass, int, int]
 PASSES: tuple[Pass, ...] = ("forward", "logits", "input_gradient", "weight_gradient")
 
 
-class Kernel:
+class MatmulKernel:
     """The library that torch itself takes, of operands as they are."""
 
     name = "library"
@@ -87,14 +87,14 @@ class Kernel:
             else:
                 some.add_(part @ inputs)
 
-    def passing(self, rows: int, outputs: int, inputs: int, at: Saving) -> int:  # noqa: ARG002
+    def passing(self, rows: int, outputs: int, inputs: int, at: ActivationSizes) -> int:  # noqa: ARG002
         """Bytes that a product of so many rows and of a matrix [outputs, inputs] takes beside operands and
         results as stored: the one of the three that takes most.
         """
         return apart_bytes(outputs * inputs, at)
 
 
-class OneDnn(Kernel):
+class OneDnn(MatmulKernel):
     """oneDNN, of operands in fp32: torch leaves these to MKL."""
 
     name = "onednn"
@@ -127,20 +127,20 @@ class OneDnn(Kernel):
             else:
                 some.add_(_onednn(part, right))
 
-    def passing(self, rows: int, outputs: int, inputs: int, at: Saving) -> int:  # noqa: ARG002
-        """See Kernel: the matrix as it lays it out, or operands, and a product that is added."""
+    def passing(self, rows: int, outputs: int, inputs: int, at: ActivationSizes) -> int:  # noqa: ARG002
+        """See MatmulKernel: the matrix as it lays it out, or operands, and a product that is added."""
         product = min(outputs * inputs, PRODUCT_ELEMENTS)
         return 4 * max(rows * inputs + outputs * inputs, rows * (inputs + outputs) + product)
 
 
-class ThroughFp32(Kernel):
+class Fp32Kernel(MatmulKernel):
     """Operands of 16 bits are converted to fp32, multiplied so, and results rounded once: what is added to
     sums in fp32 not at all.
     """
 
     converts = True
 
-    def __init__(self, name: str, by: Kernel) -> None:
+    def __init__(self, name: str, by: MatmulKernel) -> None:
         self.name, self.by = name, by
 
     @override
@@ -148,7 +148,7 @@ class ThroughFp32(Kernel):
         return storage in {torch.bfloat16, torch.float16} and self.by.multiplies(torch.float32)
 
     def forward(self, inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """See Kernel; the matrix, here and below, may be converted already."""
+        """See MatmulKernel; the matrix, here and below, may be converted already."""
         product = self.by.forward(inputs.float(), weight.float(), None if bias is None else bias.float())
         return product.to(inputs.dtype)
 
@@ -166,32 +166,32 @@ class ThroughFp32(Kernel):
         by = self.by if into.dtype == torch.float32 else LIBRARY
         by.add_weight_gradient(into, output_gradient.float(), inputs.float(), first)
 
-    def passing(self, rows: int, outputs: int, inputs: int, at: Saving) -> int:
-        """See Kernel: operands and results in fp32, and what their product takes in passing."""
+    def passing(self, rows: int, outputs: int, inputs: int, at: ActivationSizes) -> int:
+        """See MatmulKernel: operands and results in fp32, and what their product takes in passing."""
         by = self.by if at.gradient_itemsize == 4 else LIBRARY
         beside = by.passing(rows, outputs, inputs, replace(at, itemsize=4))
         return 4 * (rows * outputs + rows * inputs + outputs * inputs) + beside
 
 
-LIBRARY = Kernel()
+LIBRARY = MatmulKernel()
 
 ONEDNN = OneDnn()
 
-KERNELS: Mapping[str, Kernel] = MappingProxyType(
+KERNELS: Mapping[str, MatmulKernel] = MappingProxyType(
     {
         kernel.name: kernel
         for kernel in (
             LIBRARY,
             ONEDNN,
-            ThroughFp32("fp32", LIBRARY),
-            ThroughFp32("fp32-onednn", ONEDNN),
+            Fp32Kernel("fp32", LIBRARY),
+            Fp32Kernel("fp32-onednn", ONEDNN),
         )
     }
 )
 """By `machine.products`, and what is kept of measurements. Of those that take as long the first is chosen."""
 
 
-class Kernels:
+class KernelTable:
     """Which kernel computes which pass of matrices of which shape [n, k]: what is chosen, or else `other`.
 
     `record` tells what was chosen by the names of what was measured, and `why` in words from what. With
@@ -200,9 +200,9 @@ class Kernels:
 
     def __init__(
         self,
-        other: Kernel = LIBRARY,
+        other: MatmulKernel = LIBRARY,
         keeps: bool = False,
-        chosen: Mapping[Matrix, Kernel] | None = None,
+        chosen: Mapping[Matrix, MatmulKernel] | None = None,
         record: Mapping[str, str] | None = None,
         why: str = "",
     ) -> None:
@@ -213,11 +213,11 @@ class Kernels:
         """A number for each time for which matrices stay what they are; None where they may change."""
         self._times = 0
 
-    def of(self, kind: Pass, outputs: int, inputs: int) -> Kernel:
+    def of(self, kind: Pass, outputs: int, inputs: int) -> MatmulKernel:
         """What computes this pass of a matrix [outputs, inputs]."""
         return self.chosen.get((kind, outputs, inputs), self.other)
 
-    def choose(self, kind: Pass, outputs: int, inputs: int, kernel: Kernel) -> None:
+    def choose(self, kind: Pass, outputs: int, inputs: int, kernel: MatmulKernel) -> None:
         """Have this compute this pass of such a matrix from now on."""
         self.chosen[kind, outputs, inputs] = kernel
 
@@ -236,13 +236,13 @@ class Kernels:
         finally:
             self.stays = None
 
-    def passing(self, rows: int, outputs: int, inputs: int, at: Saving) -> int:
+    def passing(self, rows: int, outputs: int, inputs: int, at: ActivationSizes) -> int:
         """Bytes that the products of so many rows and of a matrix of that shape take in passing."""
         kernels = {self.chosen.get((kind, outputs, inputs), self.other) for kind in PASSES}
         return max(kernel.passing(rows, outputs, inputs, at) for kernel in kernels)
 
 
-def kernel_named(name: str, storage: torch.dtype) -> Kernel:
+def kernel_named(name: str, storage: torch.dtype) -> MatmulKernel:
     """The kernel that `machine.products` names for operands of a format; the library where it names none, or
     one that is not there.
     """
@@ -250,7 +250,7 @@ def kernel_named(name: str, storage: torch.dtype) -> Kernel:
     return kernel if kernel.multiplies(storage) else LIBRARY
 
 
-def apart_bytes(elements: int, at: Saving) -> int:
+def apart_bytes(elements: int, at: ActivationSizes) -> int:
     """What the product for a weight's gradient takes beside a sum in another format to which it is added:
     itself, and on a CPU, where torch adds what is of one format, converted.
     """

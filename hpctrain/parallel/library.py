@@ -26,7 +26,7 @@ class Heads(ctypes.Structure):
     )
 
 
-class Attention(ctypes.Structure):
+class AttentionArguments(ctypes.Structure):
     """See functions.c."""
 
     _fields_ = (
@@ -42,7 +42,7 @@ class Paged(ctypes.Structure):
     """See functions.c."""
 
     _fields_ = (
-        ("of", Attention),
+        ("of", AttentionArguments),
         ("across", ctypes.c_int64),
         ("key_element", ctypes.c_int),
         *((name, ctypes.c_void_p) for name in ("keys", "values", "texts", "positions", "tables")),
@@ -90,7 +90,7 @@ def call_all(library: ctypes.CDLL) -> None:
     texts = (ctypes.c_int64 * rows)()
     beside = ctypes.create_string_buffer(4 * HIGHEST * (_PANEL + 2 * padded(head)))
     for size in (4, 2):
-        sizes = ctypes.byref(Attention(rows, 1, heads, 1, head, size, 1.0, address, address))
+        sizes = ctypes.byref(AttentionArguments(rows, 1, heads, 1, head, size, 1.0, address, address))
         library.gelu(x, x, ctypes.c_int64(rows * head + 1), size)
         library.gelu_gradient(x, x, x, ctypes.c_int64(rows * head + 1), size)
         library.gated(x, x, height, width, size)
@@ -108,7 +108,7 @@ def call_all(library: ctypes.CDLL) -> None:
         library.attend_gradient(sizes, *[tensor] * 8, x, memory, first, last)
         # All rows are of text 0 and stand at its first position, in page 0.
         none = ctypes.addressof(texts)
-        of = Attention(HIGHEST + 1, 1, heads, 1, head, size, 1.0, address, address)
+        of = AttentionArguments(HIGHEST + 1, 1, heads, 1, head, size, 1.0, address, address)
         for key_size in (4, size):
             pages = Paged(
                 of, 1, key_size, ctypes.addressof(memory), ctypes.addressof(memory), none, none, none

@@ -20,18 +20,18 @@ from typing_extensions import override
 
 from hpctrain.comm.group import Group
 from hpctrain.deck.adapters import Adapters
-from hpctrain.parallel.adapter import Adapter, Place
+from hpctrain.parallel.adapter import AdaptedMatrix, LayerAdapters
 from hpctrain.parallel.applied import applied
-from hpctrain.parallel.groups import LayerGroups
-from hpctrain.parallel.operations import Cut, Matrix
-from hpctrain.parallel.product import Operand, Product, gradient_of, joined, operand_of, tensors_of
+from hpctrain.parallel.groups import LayerContext
+from hpctrain.parallel.operations import Cut, MatrixSize
+from hpctrain.parallel.product import Matmul, Operand, gradient_of, joined, operand_of, tensors_of
 from hpctrain.parallel.products import make_product
-from hpctrain.parallel.saved import Saving, Storage, total
+from hpctrain.parallel.saved import ActivationSizes, SavedStorage, total
 from hpctrain.parallel.shard import Initial, Parameter, Shard
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowPartition:
     """One rank's rows `start .. start + local` of `size` output features.
 
     Where there are fewer units (heads) than ranks, `copies` neighbouring ranks hold the same rows. `unit` is
@@ -45,18 +45,18 @@ class Rows:
     unit: int = 1
 
     @staticmethod
-    def split(size: int, group: Group, unit: int = 1) -> Rows:
+    def split(size: int, group: Group, unit: int = 1) -> RowPartition:
         """Split `size` features, made of units of `unit`, over the ranks of `group`."""
         units, ranks = size // unit, group.size
         if units % ranks == 0:
             local = size // ranks
-            return Rows(size, group.rank * local, local)
+            return RowPartition(size, group.rank * local, local)
         assert ranks % units == 0, (size, unit, ranks)
         copies = ranks // units
-        return Rows(size, group.rank // copies * unit, unit, copies)
+        return RowPartition(size, group.rank // copies * unit, unit, copies)
 
 
-def rows_shard(name: str, rows: Rows, others: tuple[int, ...]) -> Shard:
+def rows_shard(name: str, rows: RowPartition, others: tuple[int, ...]) -> Shard:
     """The Shard of a tensor [rows, *others] split by rows."""
     return Shard(
         name,
@@ -70,12 +70,12 @@ def rows_shard(name: str, rows: Rows, others: tuple[int, ...]) -> Shard:
     )
 
 
-class Multiplying(nn.Module, ABC):
+class MatmulLayer(nn.Module, ABC):
     """What multiplies activations with matrices, and may compute these matrices' gradients later."""
 
     @property
     @abstractmethod
-    def matrices(self) -> list[Matrix]:
+    def matrices(self) -> list[MatrixSize]:
         """Whole."""
 
     @property
@@ -84,11 +84,11 @@ class Multiplying(nn.Module, ABC):
         """The parameters whose gradients wait in the queue of weight gradients."""
 
     @abstractmethod
-    def waiting(self, at: Saving) -> int:
+    def waiting(self, at: ActivationSizes) -> int:
         """Bytes of input and output gradient, which weight gradients hold that are computed later."""
 
 
-class SplitLinear(Multiplying):
+class SplitLinear(MatmulLayer):
     """What both layers share: fused weights and biases, and the weight-gradient computation.
 
     `shared_input` says that others keep the input for backward, too; `adapter`, if any, adds to the product.
@@ -96,12 +96,12 @@ class SplitLinear(Multiplying):
 
     cut: ClassVar[Cut]
 
-    def __init__(self, groups: LayerGroups, shared_input: bool) -> None:
+    def __init__(self, groups: LayerContext, shared_input: bool) -> None:
         super().__init__()
         self.groups, self.shared_input = groups, shared_input
-        self.adapter: Adapter | None = None
+        self.adapter: LayerAdapters | None = None
         self.weights: list[Parameter] = []
-        self.product: Product
+        self.product: Matmul
         self.biases: list[Parameter] = []
 
     def declare(self, weight: Shard, bias: Shard | None, initial: Initial = "normal") -> None:
@@ -123,21 +123,21 @@ class SplitLinear(Multiplying):
         for weight in self.weights:
             rows = weight.shard.local[0]
             if adapters.adapts(weight.shard.name.removesuffix(".weight")):
-                places.append(Place(weight.shard, slice(row, row + rows)))
+                places.append(AdaptedMatrix(weight.shard, slice(row, row + rows)))
             row += rows
         if places:
-            self.adapter = Adapter(places, self.cut, adapters, self.groups)
+            self.adapter = LayerAdapters(places, self.cut, adapters, self.groups)
 
     def bias(self) -> Tensor | None:
         """All biases as one vector [n], if there are any."""
         return joined([parameter.detach() for parameter in self.biases]) if self.biases else None
 
     @property
-    def matrices(self) -> list[Matrix]:
-        """See Multiplying: one, of all that are fused."""
+    def matrices(self) -> list[MatrixSize]:
+        """See MatmulLayer: one, of all that are fused."""
         outputs = sum(weight.shard.shape[0] for weight in self.weights)
         beside = [] if self.adapter is None else self.adapter.matrices
-        return [Matrix(outputs, self.weights[0].shard.shape[1], self.cut), *beside]
+        return [MatrixSize(outputs, self.weights[0].shard.shape[1], self.cut), *beside]
 
     @property
     @override
@@ -149,14 +149,14 @@ class SplitLinear(Multiplying):
         """The parameters of its adapter, if any."""
         return [] if self.adapter is None else self.adapter.weights
 
-    def beside(self, at: Saving) -> list[Storage]:
+    def beside(self, at: ActivationSizes) -> list[SavedStorage]:
         """What its adapter keeps for backward."""
         return [] if self.adapter is None else [self.adapter.saved(at)]
 
     def _multiply(
         self, x: Tensor, bias: Tensor | None, pieces: Group | None, training: bool
     ) -> tuple[Tensor, Operand, tuple[Tensor, ...]]:
-        """The product, what is kept of x, and what its adapter keeps, see Product.forward_kept."""
+        """The product, what is kept of x, and what its adapter keeps, see Matmul.forward_kept."""
         if self.adapter is None:
             return *self.product.forward_kept(x, bias, pieces, self.compact(training)), ()
         whole = x if pieces is None else pieces.all_gather(x)
@@ -172,9 +172,9 @@ class SplitLinear(Multiplying):
         """Whether a product may keep its input in another form for backward: nobody else keeps it."""
         return training and not self.shared_input
 
-    def _kept(self, rows: int, at: Saving, pieces: Group | None) -> list[Storage]:
+    def _kept(self, rows: int, at: ActivationSizes, pieces: Group | None) -> list[SavedStorage]:
         if self.shared_input:
-            return Product.kept(self.product, rows, at, pieces)
+            return Matmul.kept(self.product, rows, at, pieces)
         return self.product.kept(rows, at, pieces)
 
     def _add_gradients(self, output_gradient: Operand, kept: Operand, inner: Sequence[Tensor]) -> None:
@@ -221,7 +221,7 @@ class SplitLinear(Multiplying):
             parameter.added()
 
 
-class ColumnFunction(torch.autograd.Function):
+class ColumnAutograd(torch.autograd.Function):
     """The passes of a ColumnLinear: of its input, itself, whether it is trained, and all its parameters."""
 
     @staticmethod
@@ -266,7 +266,7 @@ class ColumnFunction(torch.autograd.Function):
         return (input_gradient, None, None, *(None for _ in ctx.needs_input_grad[3:]))
 
 
-class _Row(torch.autograd.Function):
+class _RowAutograd(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: RowLinear, training: bool, *_: Tensor) -> Tensor:
         ctx.layer = layer
@@ -313,9 +313,9 @@ class ColumnLinear(SplitLinear):
     def __init__(
         self,
         inputs: int,
-        outputs: Sequence[tuple[str, Rows]],
+        outputs: Sequence[tuple[str, RowPartition]],
         bias: bool,
-        groups: LayerGroups,
+        groups: LayerContext,
         shared_input: bool = False,
         adapters: Adapters | None = None,
     ) -> None:
@@ -329,7 +329,7 @@ class ColumnLinear(SplitLinear):
     def forward(self, x: Tensor) -> Tensor:
         """[s or s/t, b, k] -> [s, b, sum of split_sizes]."""
         parameters = *self.weights, *self.biases, *self.adapting
-        result: Tensor = applied(ColumnFunction, x, self, torch.is_grad_enabled(), *parameters)
+        result: Tensor = applied(ColumnAutograd, x, self, torch.is_grad_enabled(), *parameters)
         return result
 
     @property
@@ -338,13 +338,13 @@ class ColumnLinear(SplitLinear):
         return self.weights + self.biases + self.adapting
 
     @override
-    def waiting(self, at: Saving) -> int:
+    def waiting(self, at: ActivationSizes) -> int:
         gradient = self.product.operand_bytes(at.tokens, at)
         plain = at.features(sum(self.split_sizes)).bytes
         between = 2 * total(self.beside(at))
         return total(self.kept(at)) + gradient + (plain if self.biases and gradient < plain else 0) + between
 
-    def kept(self, at: Saving) -> list[Storage]:
+    def kept(self, at: ActivationSizes) -> list[SavedStorage]:
         """What is kept of the input for the weights' gradients."""
         return self._kept(at.rows, at, self.pieces)
 
@@ -364,12 +364,12 @@ class RowLinear(SplitLinear):
         inputs: int,
         outputs: int,
         bias: bool,
-        groups: LayerGroups,
+        groups: LayerContext,
         shared_input: bool = False,
         adapters: Adapters | None = None,
     ) -> None:
         super().__init__(groups, shared_input)
-        columns = Rows.split(inputs, groups.tensor)
+        columns = RowPartition.split(inputs, groups.tensor)
         self.declare(
             Shard(
                 f"{name}.weight",
@@ -386,14 +386,14 @@ class RowLinear(SplitLinear):
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, k/t] -> [s or s/t, b, n]."""
         parameters = *self.weights, *self.biases, *self.adapting
-        result: Tensor = applied(_Row, x, self, torch.is_grad_enabled(), *parameters)
+        result: Tensor = applied(_RowAutograd, x, self, torch.is_grad_enabled(), *parameters)
         return result
 
     @override
-    def waiting(self, at: Saving) -> int:
+    def waiting(self, at: ActivationSizes) -> int:
         between = 2 * total(self.beside(at))
         return total(self.kept(at)) + self.product.operand_bytes(at.tokens, at) + between
 
-    def kept(self, at: Saving) -> list[Storage]:
+    def kept(self, at: ActivationSizes) -> list[SavedStorage]:
         """Return the tensors that autograd saves, as for a `ColumnLinear`."""
         return self._kept(at.tokens, at, None)

@@ -14,7 +14,7 @@ from hpctrain.comm.group import Group
 How = Literal["max", "sum"]
 
 
-class Noted:
+class StepStatistics:
     """A step's largest values and sums, by name.
 
     The executor says where an action begins. What it computes again in backward counts once, and nothing that
@@ -99,7 +99,7 @@ class Noted:
 
 
 @runtime_checkable
-class LearnsOfStep(Protocol):
+class UsesStatistics(Protocol):
     """Module or product that uses statistics of the step, which it has recorded."""
 
     def after_update(self, noted: Mapping[str, Tensor]) -> None:

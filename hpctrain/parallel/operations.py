@@ -15,7 +15,7 @@ position; made losses of logits; looked up in a table.
 """
 
 
-class Matrix(NamedTuple):
+class MatrixSize(NamedTuple):
     """A whole matrix, `outputs` by `inputs`, that activations are multiplied with; tensor ranks `cut` it.
 
     There are as many as `experts`, of which a token is multiplied with `met`: these lie on ranks of the
@@ -41,7 +41,7 @@ class Matrix(NamedTuple):
         return self.outputs * self.inputs * (self.experts - self.met)
 
 
-class Core(NamedTuple):
+class AttentionSize(NamedTuple):
     """Attention between queries, keys and values: heads, those of keys and values, features of each one, and
     tokens of a sequence.
     """
@@ -57,7 +57,7 @@ class Core(NamedTuple):
         return 4 * self.heads * self.head_size * self.sequence
 
 
-class Elementwise(NamedTuple):
+class ElementwiseSize(NamedTuple):
     """So many `features` of a token come out of what is done to each by itself; `split` says that tensor
     ranks have a part each, where they otherwise have all, or under sequence parallelism a part of the tokens.
     """

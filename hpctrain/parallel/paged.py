@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hpctrain.parallel.functions import CompiledFunctions, Functions, turned
-from hpctrain.parallel.library import HIGHEST, PAGE, Attention, Heads, Paged, padded
+from hpctrain.parallel.functions import CompiledFunctions, LayerFunctions, turned
+from hpctrain.parallel.library import HIGHEST, PAGE, AttentionArguments, Heads, Paged, padded
 
 
 @dataclass(frozen=True)
-class Places:
+class TokenPositions:
     """Where the rows of a pass stand, those of a text behind each other and in order.
 
     `runs` tells these in numbers: the text (-1: none's, rows that fill up, which stand all at the first
@@ -32,17 +32,17 @@ class Places:
     tables: Tensor
 
     @staticmethod
-    def of(runs: Sequence[tuple[int, int, int]], tables: Tensor) -> Places:
+    def of(runs: Sequence[tuple[int, int, int]], tables: Tensor) -> TokenPositions:
         """Those of some runs; all tensors go where the tables are."""
         texts = torch.tensor([text for text, _, count in runs for _ in range(count)])
         positions = torch.tensor(
             [first + (n if text >= 0 else 0) for text, first, count in runs for n in range(count)]
         )
-        return Places(runs, texts.to(tables.device), positions.to(tables.device), tables)
+        return TokenPositions(runs, texts.to(tables.device), positions.to(tables.device), tables)
 
 
 @dataclass(frozen=True)
-class PageForm:
+class PageLayout:
     """How keys and values of a layer lie in memory: so many `heads` of them, of `head` features in `dtype`.
 
     Functions that are `compiled` turn keys in fp32, of which nothing is to be rounded away, and read features
@@ -74,7 +74,7 @@ class PageForm:
 class LayerPages:
     """A layer's `keys` [pages, heads, width, PAGE] and `values` [pages, heads, PAGE, width]."""
 
-    def __init__(self, form: PageForm, pages: int, device: torch.device, functions: Functions) -> None:
+    def __init__(self, form: PageLayout, pages: int, device: torch.device, functions: LayerFunctions) -> None:
         self.form, self.functions = form, functions
         self.keys = torch.zeros((pages, form.heads, form.width, PAGE), dtype=form.key_dtype, device=device)
         self.values = torch.zeros((pages, form.heads, PAGE, form.width), dtype=form.dtype, device=device)
@@ -90,10 +90,10 @@ class LayerPages:
         value: Tensor,
         tables: Sequence[Tensor],
         scale: float | None,
-        places: Places,
+        places: TokenPositions,
     ) -> Tensor:
-        """As Functions.attend, of rows [n, 1, heads, d]: each attends to what its text has up to it, new keys
-        and values included, which are kept. `tables` are those of a Rotary of all positions there are.
+        """As LayerFunctions.attend, of rows [n, 1, heads, d]: each attends to what its text has up to it, new
+        keys and values included, which are kept. `tables` are those of a Rotary of all positions there are.
         """
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         if isinstance(self.functions, CompiledFunctions):
@@ -120,7 +120,7 @@ class LayerPages:
             output[rows_of] = self._seen(query[rows_of], chosen, max(positions) + 1, scale, places, positions)
         return output
 
-    def _keep(self, key: Tensor, value: Tensor, places: Places) -> None:
+    def _keep(self, key: Tensor, value: Tensor, places: TokenPositions) -> None:
         """Put keys and values [n, heads, d] into their pages."""
         there = places.texts >= 0
         texts, positions = places.texts[there], places.positions[there]
@@ -134,7 +134,7 @@ class LayerPages:
         texts: Tensor,
         ends: int,
         scale: float,
-        places: Places,
+        places: TokenPositions,
         positions: Sequence[int] | None = None,
     ) -> Tensor:
         """Of queries [texts, n, heads, d], the last ones before `ends` or one of a text at its position."""
@@ -163,7 +163,7 @@ class LayerPages:
         value: Tensor,
         tables: Sequence[Tensor],
         scale: float,
-        places: Places,
+        places: TokenPositions,
     ) -> Tensor:
         rows, _, heads, head = query.shape
         operands = [x if x.stride(3) == 1 else x.contiguous() for x in (query, key, value)]
@@ -171,7 +171,7 @@ class LayerPages:
         turning: list[int | None] = [table.data_ptr() for table in tables] or [None, None]
         across = places.tables.shape[1]
         paged = Paged(
-            Attention(rows, 1, heads, key.shape[2], head, query.element_size(), scale, *turning),
+            AttentionArguments(rows, 1, heads, key.shape[2], head, query.element_size(), scale, *turning),
             across,
             self.keys.element_size(),
             *(x.data_ptr() for x in (self.keys, self.values, places.texts, places.positions, places.tables)),

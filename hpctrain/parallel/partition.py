@@ -16,7 +16,7 @@ from typing_extensions import override
 
 
 @dataclass(frozen=True)
-class Logits:
+class SplitLogits:
     """Logits [n, V/t] are `products`, as stored, times `multiplier`, of the first `columns`; the others, if
     there are any, fill them up, and are logits of -inf. The memory of the products may be used.
     """
@@ -36,7 +36,7 @@ class Partition:
     total: Tensor
     at_column: Tensor
 
-    def __init__(self, logits: Logits, column: Tensor) -> None:
+    def __init__(self, logits: SplitLogits, column: Tensor) -> None:
         self._logits, self._column = logits, column
         self._exponentials = torch.empty(0)
         self._compute()
@@ -69,7 +69,7 @@ class Partition:
 class CompiledPartition(Partition):
     """By `call`, which calls a function of the library, of products in fp32 or bf16."""
 
-    def __init__(self, logits: Logits, column: Tensor, call: Callable[..., None]) -> None:
+    def __init__(self, logits: SplitLogits, column: Tensor, call: Callable[..., None]) -> None:
         self._call, self._extreme = call, torch.empty(0)
         super().__init__(logits, column)
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from hpctrain.comm.group import Group
 from hpctrain.parallel.audit import WatchedKernel
-from hpctrain.parallel.groups import LayerGroups
-from hpctrain.parallel.kernels import Kernel, Pass
-from hpctrain.parallel.saved import Saving, Storage
+from hpctrain.parallel.groups import LayerContext
+from hpctrain.parallel.kernels import MatmulKernel, Pass
+from hpctrain.parallel.saved import ActivationSizes, SavedStorage
 from hpctrain.parallel.shard import Parameter
 
 
@@ -24,7 +24,7 @@ class Scaled(NamedTuple):
 
 
 Operand = Tensor | Scaled
-"""What a Product multiplies of activations, or of their gradients: [..., features] as stored, or scaled."""
+"""What a Matmul multiplies of activations, or of their gradients: [..., features] as stored, or scaled."""
 
 
 def tensors_of(operand: Operand) -> tuple[Tensor, ...]:
@@ -37,7 +37,7 @@ def operand_of(tensors: Sequence[Tensor]) -> Operand:
     return Scaled(*tensors) if len(tensors) > 1 else tensors[0]
 
 
-class Product:
+class Matmul:
     """Y = X W^T with fused weights W [n, k], which lie behind each other in one Bucket, multiplied as stored,
     by the kernels of its groups.
 
@@ -45,7 +45,7 @@ class Product:
     the first of the weights. What it sees in the passes of a step goes into the `noted` of its groups.
     """
 
-    def __init__(self, weights: Sequence[Parameter], groups: LayerGroups) -> None:
+    def __init__(self, weights: Sequence[Parameter], groups: LayerContext) -> None:
         self.weights, self.groups = weights, groups
         self._converted: Tensor | None = None
         self._converted_for: int | None = None
@@ -94,9 +94,9 @@ class Product:
         whole = inputs if pieces is None else pieces.all_gather(inputs)
         return self.forward(whole, bias), inputs
 
-    def kept(self, rows: int, at: Saving, pieces: Group | None) -> list[Storage]:  # noqa: ARG002
+    def kept(self, rows: int, at: ActivationSizes, pieces: Group | None) -> list[SavedStorage]:  # noqa: ARG002
         """What that is, compact, of so many rows of inputs: in a step of the run where it is most."""
-        return [Storage(rows * self.weights[0].shard.local[1] * at.itemsize, at.itemsize)]
+        return [SavedStorage(rows * self.weights[0].shard.local[1] * at.itemsize, at.itemsize)]
 
     def start_whole(self, kept: Operand, pieces: Group, blocking: bool = False) -> Callable[[], Operand]:
         """Have what is kept of all `pieces` come (collective); what waits for it."""
@@ -109,7 +109,7 @@ class Product:
         """
         return output_gradient if pieces is None else pieces.all_gather(output_gradient)
 
-    def operand_bytes(self, rows: int, at: Saving) -> int:
+    def operand_bytes(self, rows: int, at: ActivationSizes) -> int:
         """Bytes of that, of so many rows, in a step where they are most."""
         return rows * sum(weight.shard.local[0] for weight in self.weights) * at.itemsize
 
@@ -123,7 +123,7 @@ class Product:
         assert isinstance(output_gradient, Tensor) and isinstance(kept, Tensor)
         self.add_weight_gradient(output_gradient, kept)
 
-    def passing(self, rows: int, at: Saving) -> int:
+    def passing(self, rows: int, at: ActivationSizes) -> int:
         """Bytes that a product of so many rows takes in passing beside operands and results as stored."""
         return self.groups.kernels.passing(rows, *self.shape, at)
 
@@ -139,11 +139,11 @@ class Product:
         gradient, first = self.gradient()
         self._kernel("weight_gradient").add_weight_gradient(gradient, rows, right, first)
 
-    def _kernel(self, kind: Pass) -> Kernel:
+    def _kernel(self, kind: Pass) -> MatmulKernel:
         kernel, audit = self.groups.kernels.of(kind, *self.shape), self.groups.audit
         return WatchedKernel(kernel, audit, self.weights) if audit is not None and audit.active else kernel
 
-    def _matrix(self, kernel: Kernel) -> Tensor:
+    def _matrix(self, kernel: MatmulKernel) -> Tensor:
         """All weights as this kernel takes them: converted, if they are, once for as long as they stay."""
         stays, whole = self.groups.kernels.stays, self.weight()
         if stays is None or not kernel.converts:

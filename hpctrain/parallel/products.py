@@ -6,24 +6,24 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from hpctrain.parallel.fp8.product import DelayedProduct, QuantizedProduct
+from hpctrain.parallel.fp8.product import DelayedMatmul, QuantizedMatmul
 from hpctrain.parallel.fp8.recipes import GRADIENT_FORMS, RECIPES
-from hpctrain.parallel.groups import LayerGroups
-from hpctrain.parallel.product import Product
+from hpctrain.parallel.groups import LayerContext
+from hpctrain.parallel.product import Matmul
 from hpctrain.parallel.shard import Parameter
 
-PRODUCTS: Mapping[torch.dtype, type[Product]] = dict.fromkeys(
-    (torch.float32, torch.bfloat16, torch.float16, torch.float64), Product
+PRODUCTS: Mapping[torch.dtype, type[Matmul]] = dict.fromkeys(
+    (torch.float32, torch.bfloat16, torch.float16, torch.float64), Matmul
 )
 """By `Precision.product`."""
 
 
-def make_product(weights: Sequence[Parameter], groups: LayerGroups) -> Product:
+def make_product(weights: Sequence[Parameter], groups: LayerContext) -> Matmul:
     """The products of a layer's matrix, in the format of the groups; the first of its weights is there."""
     how = groups.eight_bits
     if how is None or how.excludes(weights[0].shard.name):
         return PRODUCTS[groups.product_format](weights, groups)
     recipe, form = RECIPES[how.recipe], GRADIENT_FORMS[how.gradients]
     if recipe.delayed:
-        return DelayedProduct(weights, groups, recipe, how.history, form, how.messages)
-    return QuantizedProduct(weights, groups, recipe, form, how.messages)
+        return DelayedMatmul(weights, groups, recipe, how.history, form, how.messages)
+    return QuantizedMatmul(weights, groups, recipe, form, how.messages)

@@ -13,7 +13,7 @@ from hpctrain.parallel.shard import Parameter
 Result = TypeVar("Result")
 
 
-class Residency:
+class ParameterResidency:
     """Parameters that are always there. Whoever keeps them elsewhere overrides all methods.
 
     A parameter stands for all that computes together with it. `gathers` says that some are not there always.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Storage:
+class SavedStorage:
     """Memory that autograd saves: bytes, bytes of an element, and whether these are features of tokens, which
     may be compressed.
     """
@@ -27,7 +27,7 @@ def as_features(rows: Tensor) -> Tensor:
     return rows[None, None]
 
 
-class Waiting(NamedTuple):
+class DeferredBytes(NamedTuple):
     """Bytes of a layer whose weight gradients are computed later than the rest of its backward pass: what
     these hold, and what is there besides at the most while the rest is computed.
     """
@@ -37,7 +37,7 @@ class Waiting(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Saving:
+class ActivationSizes:
     """A micro-batch as the layers of one rank see it.
 
     `tokens` of the rank's piece of the sequences, `rows` of them where the layers are split by sequence;
@@ -57,17 +57,17 @@ class Saving:
     again: bool = False
     objective: Any = None
 
-    def features(self, count: int, itemsize: int | None = None) -> Storage:
+    def features(self, count: int, itemsize: int | None = None) -> SavedStorage:
         """So many features of every token."""
         size = itemsize or self.itemsize
-        return Storage(self.tokens * count * size, size)
+        return SavedStorage(self.tokens * count * size, size)
 
-    def row_features(self, count: int, itemsize: int | None = None) -> Storage:
+    def row_features(self, count: int, itemsize: int | None = None) -> SavedStorage:
         """So many features of every row."""
         size = itemsize or self.itemsize
-        return Storage(self.rows * count * size, size)
+        return SavedStorage(self.rows * count * size, size)
 
 
-def total(storages: Iterable[Storage]) -> int:
+def total(storages: Iterable[SavedStorage]) -> int:
     """Their bytes."""
     return sum(storage.bytes for storage in storages)

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hpctrain.parallel.groups import LayerGroups
-from hpctrain.parallel.operations import Elementwise, Matrix
-from hpctrain.parallel.saved import Saving, Storage
+from hpctrain.parallel.groups import LayerContext
+from hpctrain.parallel.operations import ElementwiseSize, MatrixSize
+from hpctrain.parallel.saved import ActivationSizes, SavedStorage
 from hpctrain.parallel.shard import Parameter, Shard
 
 NAME = "score.weight"
@@ -27,7 +27,7 @@ ScoreLoss = Callable[[Tensor], tuple[Tensor, Tensor]]
 class ScalarHead(nn.Module):
     """A linear head [1, h] without a bias. Scores are the products times `multiplier`, in fp32."""
 
-    def __init__(self, hidden: int, groups: LayerGroups, multiplier: float = 1.0) -> None:
+    def __init__(self, hidden: int, groups: LayerContext, multiplier: float = 1.0) -> None:
         super().__init__()
         self.groups, self.multiplier = groups, multiplier
         self.table = Parameter(Shard.whole(NAME, (1, hidden), groups.sequence_partial), initial="table")
@@ -37,7 +37,7 @@ class ScalarHead(nn.Module):
 
         The gradients are those that it gives: start backward here with a gradient of one.
         """
-        loss: Tensor = _Loss.apply(hidden, self, of_scores, torch.is_grad_enabled(), self.table)
+        loss: Tensor = _ScoreLossAutograd.apply(hidden, self, of_scores, torch.is_grad_enabled(), self.table)
         return loss
 
     def scores(self, hidden: Tensor) -> Tensor:
@@ -46,20 +46,20 @@ class ScalarHead(nn.Module):
             return self.groups.gathered(self._of(self._rows(hidden)).view(hidden.shape[:-1]))
 
     @property
-    def matrix(self) -> Matrix:
+    def matrix(self) -> MatrixSize:
         """What hidden states are multiplied with."""
-        return Matrix(1, self.table.shard.shape[1], "whole")
+        return MatrixSize(1, self.table.shard.shape[1], "whole")
 
     @property
-    def elementwise(self) -> list[Elementwise]:
+    def elementwise(self) -> list[ElementwiseSize]:
         """What is done besides: next to nothing."""
         return []
 
-    def saved(self, at: Saving) -> Storage:
+    def saved(self, at: ActivationSizes) -> SavedStorage:
         """The gradient of the hidden states, of the rank's own tokens."""
         return at.row_features(self.table.shard.shape[1])
 
-    def workspace(self, at: Saving) -> int:
+    def workspace(self, at: ActivationSizes) -> int:
         """Bytes of a loss in passing: scores and their gradients, and in 16 bits hidden states in fp32."""
         wide = 4 * at.rows * self.table.shard.shape[1] if at.itemsize < 4 else 0
         return wide + 3 * 4 * at.tokens
@@ -72,7 +72,7 @@ class ScalarHead(nn.Module):
         return scores * self.multiplier if self.multiplier != 1 else scores
 
 
-class _Loss(torch.autograd.Function):
+class _ScoreLossAutograd(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, head: ScalarHead, of_scores: ScoreLoss, learning: bool, _: Tensor

@@ -105,7 +105,7 @@ class Shard:
         return padded
 
 
-class Treatment(NamedTuple):
+class UpdateSettings(NamedTuple):
     """How elements are updated: whether weight decay applies, what multiplies their learning rate, and
     whether that is in Blocks.
 
@@ -117,7 +117,7 @@ class Treatment(NamedTuple):
     in_blocks: bool = False
 
 
-class Block(NamedTuple):
+class UpdateBlock(NamedTuple):
     """What of a parameter is updated as one, because its elements depend on each other.
 
     `shape` has as many dims as the parameter, of the whole tensor: 1 in leading ones, all in those behind the
@@ -152,7 +152,7 @@ class Parameter(nn.Parameter):
     decayed: bool
     initial: Initial
     rate: float = 1.0
-    block: Block | None = None
+    block: UpdateBlock | None = None
     uses: int = 1
     apart: bool = False
     lookups: Tensor | None = None
@@ -171,9 +171,9 @@ class Parameter(nn.Parameter):
         return self
 
     @property
-    def treatment(self) -> Treatment:
+    def treatment(self) -> UpdateSettings:
         """How it is updated."""
-        return Treatment(self.decayed, self.rate, self.block is not None)
+        return UpdateSettings(self.decayed, self.rate, self.block is not None)
 
     @property
     def gradient(self) -> Tensor | None:

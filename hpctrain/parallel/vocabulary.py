@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hpctrain.parallel.applied import applied
-from hpctrain.parallel.groups import LayerGroups
-from hpctrain.parallel.operations import Elementwise, Matrix
-from hpctrain.parallel.partition import Logits
+from hpctrain.parallel.groups import LayerContext
+from hpctrain.parallel.operations import ElementwiseSize, MatrixSize
+from hpctrain.parallel.partition import SplitLogits
 from hpctrain.parallel.products import make_product
-from hpctrain.parallel.saved import Saving, Storage
+from hpctrain.parallel.saved import ActivationSizes, SavedStorage
 from hpctrain.parallel.shard import Parameter, Shard
 
 CHUNK_ELEMENTS, CHUNK_ELEMENTS_ON_GPU = 6_500_000, 1 << 26
@@ -52,7 +52,7 @@ def chunk_of(tokens: int, most: int) -> int:
     return max(1, -(-tokens // max(1, chunks)))
 
 
-def vocabulary_shard(name: str, vocabulary: int, hidden: int, groups: LayerGroups) -> Shard:
+def vocabulary_shard(name: str, vocabulary: int, hidden: int, groups: LayerContext) -> Shard:
     """This rank's rows of a [vocabulary, hidden] tensor, padded to divide."""
     aligned = groups.tensor.size * groups.table_rows
     rows = -(-vocabulary // aligned) * groups.table_rows
@@ -65,7 +65,7 @@ def vocabulary_shard(name: str, vocabulary: int, hidden: int, groups: LayerGroup
     )
 
 
-class _Lookup(torch.autograd.Function):
+class _EmbeddingAutograd(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, indices: Tensor, layer: VocabularyEmbedding, weight: Tensor) -> Tensor:
         ctx.layer = layer
@@ -106,7 +106,7 @@ class VocabularyEmbedding(nn.Module):
     `forward` takes token ids [s, b] and gives [s, b, h], or [s/t, b, h] under sequence parallelism.
     """
 
-    def __init__(self, table: Parameter, groups: LayerGroups) -> None:
+    def __init__(self, table: Parameter, groups: LayerContext) -> None:
         super().__init__()
         self.groups = groups
         self.shard = table.shard
@@ -114,7 +114,7 @@ class VocabularyEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[s, b] int64 -> [s or s/t, b, h]."""
-        result: Tensor = applied(_Lookup, tokens, self, self.table)
+        result: Tensor = applied(_EmbeddingAutograd, tokens, self, self.table)
         return result
 
     def added(self) -> None:
@@ -122,7 +122,7 @@ class VocabularyEmbedding(nn.Module):
         self.table.added()
 
 
-ChunkLoss = Callable[[Logits, slice, bool], tuple[Tensor, Tensor | None]]
+ChunkLoss = Callable[[SplitLogits, slice, bool], tuple[Tensor, Tensor | None]]
 """Losses [n] of a chunk of tokens, and when learning the gradient [n, V/t] of the products that its logits
 are made of, as stored: of the rank's logits, and of which tokens these are.
 """
@@ -135,7 +135,7 @@ class VocabularyHead(nn.Module):
     times `multiplier`.
     """
 
-    def __init__(self, table: Parameter, groups: LayerGroups, multiplier: float = 1.0) -> None:
+    def __init__(self, table: Parameter, groups: LayerContext, multiplier: float = 1.0) -> None:
         super().__init__()
         self.groups, self.multiplier = groups, multiplier
         self.weight = (table,)  # in a tuple, so that a tied table is registered once, by its owner
@@ -153,7 +153,7 @@ class VocabularyHead(nn.Module):
         The gradients are those that it gives: start backward here with a gradient of one.
         """
         learning = torch.is_grad_enabled()
-        loss: Tensor = _Loss.apply(hidden, self, of_chunk, learning, self.table)
+        loss: Tensor = _HeadLossAutograd.apply(hidden, self, of_chunk, learning, self.table)
         return loss
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -169,21 +169,21 @@ class VocabularyHead(nn.Module):
         return local[..., : self.table.shard.shape[0]]
 
     @property
-    def matrix(self) -> Matrix:
+    def matrix(self) -> MatrixSize:
         """What hidden states are multiplied with."""
         rows, hidden = self.table.shard.shape
-        return Matrix(rows, hidden, "outputs")
+        return MatrixSize(rows, hidden, "outputs")
 
     @property
-    def elementwise(self) -> list[Elementwise]:
+    def elementwise(self) -> list[ElementwiseSize]:
         """What is done to the logits."""
-        return [Elementwise("loss", self.table.shard.shape[0], True)]
+        return [ElementwiseSize("loss", self.table.shard.shape[0], True)]
 
-    def saved(self, at: Saving) -> Storage:
+    def saved(self, at: ActivationSizes) -> SavedStorage:
         """The gradient of the hidden states, which is computed in the forward pass."""
         return at.features(self.table.shard.shape[1])
 
-    def workspace(self, at: Saving) -> int:
+    def workspace(self, at: ActivationSizes) -> int:
         """Bytes of a loss in passing: logits, or their gradients, of a chunk of tokens; beside these what
         products take, or in 16 bits a copy in fp32 for torch's functions.
         """
@@ -196,10 +196,12 @@ class VocabularyHead(nn.Module):
         self, hidden: Tensor, rows: slice, of_chunk: ChunkLoss, learning: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Losses of tokens [n] and, when learning, the gradient of their products with the table [n, V/t]."""
-        return of_chunk(Logits(self.product.logits(hidden[rows]), self.rows, self.multiplier), rows, learning)
+        return of_chunk(
+            SplitLogits(self.product.logits(hidden[rows]), self.rows, self.multiplier), rows, learning
+        )
 
 
-class _Loss(torch.autograd.Function):
+class _HeadLossAutograd(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, head: VocabularyHead, of_chunk: ChunkLoss, learning: bool, _: Tensor

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Computation:
+class DeferredGradient:
     """A computation that waits; `watched` is what a watch on its tensors returned, held with it."""
 
     compute: Callable[[], None]
@@ -28,7 +28,7 @@ class WeightGradientQueue:
     def __init__(self) -> None:
         self.deferring = self.running = False
         self.watch: Callable[[Tensor], object] | None = None
-        self._waiting: list[Computation] = []
+        self._waiting: list[DeferredGradient] = []
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -55,17 +55,17 @@ class WeightGradientQueue:
         """Compute now, or keep for `take` while deferring. `tensors` are what the computation holds."""
         if self.deferring:
             watched = [self.watch(tensor) for tensor in tensors] if self.watch is not None else ()
-            self._waiting.append(Computation(compute, watched))
+            self._waiting.append(DeferredGradient(compute, watched))
         else:
             compute()
 
-    def take(self) -> list[Computation]:
+    def take(self) -> list[DeferredGradient]:
         """The computations held back since the last call, for `compute_all`."""
         waiting, self._waiting = self._waiting, []
         return waiting
 
 
-def compute_all(computations: list[Computation]) -> None:
+def compute_all(computations: list[DeferredGradient]) -> None:
     """Do what was held back, in its order, outside autograd."""
     with torch.no_grad():
         for computation in computations:

@@ -25,11 +25,11 @@ from hpctrain.model.choices import Choices
 from hpctrain.model.inputs import Inputs, Terms
 from hpctrain.model.part import Part
 from hpctrain.objective.objective import LossOf, Objective
-from hpctrain.parallel.backward import End
+from hpctrain.parallel.backward import BackwardStart
 from hpctrain.parallel.context import context_piece
-from hpctrain.parallel.noted import Noted
+from hpctrain.parallel.noted import StepStatistics
 from hpctrain.parallel.random import DropoutSource
-from hpctrain.parallel.weight_grad import Computation, WeightGradientQueue, compute_all
+from hpctrain.parallel.weight_grad import DeferredGradient, WeightGradientQueue, compute_all
 from hpctrain.pipeline.action import Action, Schedule
 
 AHEAD = 2  # receives posted ahead, for each stage that sends to this one, where they take no part of a GPU
@@ -100,10 +100,10 @@ class Executor:
         ledger: Ledger,
         figures: Sequence[str] = ("loss",),
         terms: Sequence[str] = (),
-        noted: Noted | None = None,
+        noted: StepStatistics | None = None,
     ) -> None:
         self.models, self.group, self.queue, self.ledger = models, group, queue, ledger
-        self.figures, self.terms, self.noted = figures, terms, noted or Noted()
+        self.figures, self.terms, self.noted = figures, terms, noted or StepStatistics()
 
     def run(
         self, schedule: Schedule, micro_batches: Sequence[PreparedBatch], training: bool = True
@@ -125,8 +125,8 @@ class _Pass:
         self.executor, self.schedule, self.micro_batches = executor, schedule, micro_batches
         self.stage = executor.group.rank
         self.last = schedule.parts - 1
-        self.ends: dict[Key, tuple[Tensor | None, End]] = {}
-        self.held: dict[Key, list[Computation]] = {}
+        self.ends: dict[Key, tuple[Tensor | None, BackwardStart]] = {}
+        self.held: dict[Key, list[DeferredGradient]] = {}
         self.local: dict[Message, Tensor] = {}
         self.sends: list[tuple[Work[None], Tensor]] = []
         self.mailbox = _Mailbox(executor.group, schedule, self._shape_of)
@@ -175,12 +175,12 @@ class _Pass:
             losses = model.predict(model(batch.inputs, hidden), batch.losses)
             self.figures += torch.stack([figure.double() for figure in losses.figures])
             if losses.total.requires_grad:
-                self.ends[key] = (hidden, End(losses.total))
+                self.ends[key] = (hidden, BackwardStart(losses.total))
             return None
         output = model(batch.inputs, hidden)
         if output.requires_grad:
             # The graph is kept by its end alone, so that the output's memory goes with its sending.
-            self.ends[key] = (hidden, End(output))
+            self.ends[key] = (hidden, BackwardStart(output))
         passed_on: Tensor = output.detach()
         return passed_on
 

@@ -10,7 +10,7 @@ from hpctrain.memory.activations import SMALLEST, UNDER_WAY
 from hpctrain.memory.compress import compress_peak
 from hpctrain.memory.saved import PartBytes, packed_bytes
 from hpctrain.model.frozen import embedding_trained, silent_blocks
-from hpctrain.parallel.saved import Storage, total
+from hpctrain.parallel.saved import SavedStorage, total
 from hpctrain.pipeline.action import Action
 
 
@@ -105,7 +105,7 @@ def _figures(deck: Deck, part: PartBytes) -> _PartFigures:
     )
 
 
-def segment_bytes(deck: Deck, segment: Sequence[Storage]) -> tuple[int, int, int]:
+def segment_bytes(deck: Deck, segment: Sequence[SavedStorage]) -> tuple[int, int, int]:
     """Bytes of a segment that stay in memory throughout; of the others, in the form in which they wait, and
     as they are computed.
     """
@@ -117,7 +117,7 @@ def segment_bytes(deck: Deck, segment: Sequence[Storage]) -> tuple[int, int, int
     return total(segment) - total(leaving), packed, total(leaving)
 
 
-def packing_bytes(deck: Deck, segment: Sequence[Storage]) -> int:
+def packing_bytes(deck: Deck, segment: Sequence[SavedStorage]) -> int:
     """What compressing a segment needs at the most, beyond the segment as it is computed."""
     form = deck.memory.activation_format
     if form == "exact":

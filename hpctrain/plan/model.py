@@ -14,7 +14,7 @@ from hpctrain.memory.recompute import segment_size
 from hpctrain.model.frozen import embedding_trained, silent_blocks
 from hpctrain.model.part import Layer, Part, blocks_of
 from hpctrain.model.shape import Recomputed
-from hpctrain.parallel.residency import Residency
+from hpctrain.parallel.residency import ParameterResidency
 from hpctrain.parallel.shard import Parameter
 from hpctrain.pipeline.action import Schedule
 
@@ -82,12 +82,12 @@ class _Passes:
             for layer in reversed(part.layers)
         ]
 
-    def forward(self, residency: Residency) -> None:
+    def forward(self, residency: ParameterResidency) -> None:
         """All layers."""
         for layer in self.part.layers:
             _compute(layer, residency)
 
-    def backward(self, residency: Residency, waiting: bool) -> None:
+    def backward(self, residency: ParameterResidency, waiting: bool) -> None:
         """The layers, the last one first; with `waiting` the linear layers of blocks wait for their W."""
         for again, throughout, steps in self._layers:
             for other in again:
@@ -121,7 +121,7 @@ def _met(part: Part, recompute: Recomputed) -> Iterator[_Layer]:
         yield _Layer(again, layer.held[0] if layer.is_block else None, steps)
 
 
-def _compute(layer: Layer, residency: Residency, trained: bool = True) -> None:
+def _compute(layer: Layer, residency: ParameterResidency, trained: bool = True) -> None:
     """The forward pass of a layer."""
     with ExitStack() as throughout:
         for parameter in layer.held:
@@ -133,7 +133,7 @@ def _compute(layer: Layer, residency: Residency, trained: bool = True) -> None:
                     throughout.push(held.pop_all())
 
 
-def _there(residency: Residency, parameter: Parameter | None) -> AbstractContextManager[None]:
+def _there(residency: ParameterResidency, parameter: Parameter | None) -> AbstractContextManager[None]:
     """The parameter is there within, if any is named."""
     return nullcontext() if parameter is None else residency.held(parameter)
 

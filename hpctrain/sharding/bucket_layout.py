@@ -8,7 +8,7 @@ from itertools import groupby, pairwise
 
 from torch import Tensor
 
-from hpctrain.parallel.shard import Parameter, Treatment
+from hpctrain.parallel.shard import Parameter, UpdateSettings
 from hpctrain.sharding.ownership import Grain, Loads
 from hpctrain.sharding.replication import Replication, Replications, Sharding
 
@@ -42,7 +42,7 @@ class Treated:
     """Neighbouring elements of a bucket that are updated alike."""
 
     part: slice
-    treatment: Treatment
+    treatment: UpdateSettings
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class BucketLayout:
         )
         segments: list[BucketSegment] = []
         borders: list[int] = []
-        treatments: list[Treatment] = []
+        treatments: list[UpdateSettings] = []
         start = 0
         for treatment, alike in groupby(parameters, lambda parameter: parameter.treatment):
             start = _round_up(start, ALIGNMENT)

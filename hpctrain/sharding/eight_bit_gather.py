@@ -18,8 +18,8 @@ from typing_extensions import override
 
 from hpctrain.comm.work import Together, Work
 from hpctrain.parallel.fp8.formats import AT_ONCE, E4M3, agreed_maximum, scales_of, to_format
-from hpctrain.parallel.fp8.product import GivenWeights, QuantizedProduct
-from hpctrain.parallel.fp8.quantize import Blocks, Quantized
+from hpctrain.parallel.fp8.product import PrequantizedWeights, QuantizedMatmul
+from hpctrain.parallel.fp8.quantize import QuantizedTensor, ScaleBlocks
 from hpctrain.parallel.fp8.watched import lost
 from hpctrain.sharding.bucket import Bucket, Store
 from hpctrain.sharding.bucket_layout import BucketLayout, BucketSegment
@@ -102,7 +102,7 @@ class EightBitBucket(Bucket):
     is gathered as it is; its memory then serves in other steps, too.
     """
 
-    def __init__(self, products: Sequence[QuantizedProduct], layout: BucketLayout, *others: Any) -> None:
+    def __init__(self, products: Sequence[QuantizedMatmul], layout: BucketLayout, *others: Any) -> None:
         self.products = products
         numbers = {weight: number for number, product in enumerate(products) for weight in product.weights}
         matrices = [segment for segment in layout.segments if segment.parameter in numbers]
@@ -110,7 +110,7 @@ class EightBitBucket(Bucket):
         self._numbers = [numbers[segment.parameter] for segment in matrices]
         self._matrices = _Packed(layout, matrices, [product.weights[0] for product in products])
         self._rest = _Packed(layout, rest)
-        self._given: list[GivenWeights] = []  # of what is under way or there, but for their values
+        self._given: list[PrequantizedWeights] = []  # of what is under way or there, but for their values
         super().__init__(layout, *others)
 
     @override
@@ -150,8 +150,8 @@ class EightBitBucket(Bucket):
             rows = sum(weight.shape[0] for weight in product.weights)
             shape = rows, product.weights[0].shape[1]
             values = codes[first : first + shape[0] * shape[1]].view(shape).view(E4M3.dtype)
-            found = Quantized(values, given.found.scales, given.found.blocks)
-            product.give_weights(GivenWeights(found, given.counts))
+            found = QuantizedTensor(values, given.found.scales, given.found.blocks)
+            product.give_weights(PrequantizedWeights(found, given.counts))
 
     def _take(self) -> Tensor:
         """Memory for what is gathered: of delayed scaling, what its first step takes."""
@@ -196,12 +196,12 @@ class EightBitBucket(Bucket):
             if self.products[number].recipe.delayed:
                 largest[number] = torch.maximum(largest[number], agreed_maximum(elements.abs().amax()))
             if watching:
-                found = Quantized(into.view(1, -1), scales[number], Blocks())
+                found = QuantizedTensor(into.view(1, -1), scales[number], ScaleBlocks())
                 counts[number] += lost(elements.to(into.device).view(1, -1), found)
         for product, most in zip(self.products, largest, strict=True):
             product.note_weights(most)
         self._given = [
-            GivenWeights(Quantized(codes[:0], scale, Blocks()), count if watching else None)
+            PrequantizedWeights(QuantizedTensor(codes[:0], scale, ScaleBlocks()), count if watching else None)
             for scale, count in zip(scales, counts, strict=True)
         ]
 

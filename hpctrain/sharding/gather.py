@@ -15,12 +15,12 @@ from torch import Tensor
 from hpctrain.comm.work import Work
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.activations import Held, Watch
-from hpctrain.parallel.residency import Residency, Result
+from hpctrain.parallel.residency import ParameterResidency, Result
 from hpctrain.parallel.shard import Parameter
 from hpctrain.sharding.bucket import Bucket
 
 
-class Gatherer(Residency):
+class Gatherer(ParameterResidency):
     """Gathers a bucket when it is needed, the next one ahead, and frees it after use.
 
     Slices that lie in files are read one more ahead.
@@ -94,8 +94,8 @@ class Gatherer(Residency):
         inputs: Sequence[Tensor],
         tensors_of: Callable[[Result], Iterable[Tensor]],
     ) -> Result:
-        """See Residency: gathered in forward, and from the first gradient of a result to the last of an
-        input; where no input is a result of others, until the end of the step.
+        """See ParameterResidency: gathered in forward, and from the first gradient of a result to the last of
+        an input; where no input is a result of others, until the end of the step.
 
         What autograd saves of a parameter, perhaps as a view, is found again in what is gathered by then.
         """
@@ -170,12 +170,12 @@ def make_residency(
     blocks: Sequence[Sequence[Parameter]],
     lasting: int,
     others: Sequence[Parameter] = (),
-) -> Residency:
+) -> ParameterResidency:
     """How layers come to the parameters of these buckets; of the blocks, each named by a parameter of each of
     its units, the last `lasting` stay gathered, and so do those of the `others`.
     """
     if all(bucket.sharding.zero < 3 for bucket in buckets):
-        return Residency()
+        return ParameterResidency()
     last = [p for block in blocks[max(0, len(blocks) - lasting) :] for p in block]
     return Gatherer(buckets, [*last, *others])
 

@@ -16,7 +16,7 @@ from hpctrain.memory.accounts import storage_bytes
 from hpctrain.memory.scratch import Flat
 from hpctrain.model.foreign.buffers import KIND as BUFFER
 from hpctrain.parallel.fp8.history import KIND as HISTORY
-from hpctrain.parallel.noted import LearnsOfStep
+from hpctrain.parallel.noted import UsesStatistics
 from hpctrain.parallel.shard import Shard
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.bucket_layout import BucketSegment
@@ -156,10 +156,12 @@ class StateOfModules:
         held = [each for module in inner for each in vars(module).values()]
         every = [*inner, *held, *(each for many in held if isinstance(many, list | tuple) for each in many)]
         # Types are asked, not objects: that takes 8 ms a block less, and an attribute is no method of theirs.
-        kinds = {kind for kind in set(map(type, every)) if issubclass(kind, KeepsState | LearnsOfStep)}
+        kinds = {kind for kind in set(map(type, every)) if issubclass(kind, KeepsState | UsesStatistics)}
         once = dict.fromkeys(each for each in every if type(each) in kinds)
         self._keeping: list[KeepsState] = [each for each in once if issubclass(type(each), KeepsState)]
-        self.learning: list[LearnsOfStep] = [each for each in once if issubclass(type(each), LearnsOfStep)]
+        self.learning: list[UsesStatistics] = [
+            each for each in once if issubclass(type(each), UsesStatistics)
+        ]
         shards = [shard for each in self._keeping for _, shard, _ in each.state()]
         self._replications = {shard: replications.of(shard) for shard in shards}
 

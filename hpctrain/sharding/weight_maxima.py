@@ -11,7 +11,7 @@ from torch import Tensor
 from hpctrain.comm.group import Group
 from hpctrain.memory.scratch import to_read
 from hpctrain.parallel.fp8.formats import agreed_maximum
-from hpctrain.parallel.fp8.product import WEIGHTS, Dims, QuantizedProduct
+from hpctrain.parallel.fp8.product import WEIGHTS, Dims, QuantizedMatmul
 from hpctrain.parallel.linear import SplitLinear
 from hpctrain.sharding.bucket import Bucket
 
@@ -26,12 +26,10 @@ class WeightMaxima:
     is found of gathered ones.
     """
 
-    def __init__(
-        self, products: Iterable[QuantizedProduct], buckets: Sequence[Bucket], tensor: Group
-    ) -> None:
+    def __init__(self, products: Iterable[QuantizedMatmul], buckets: Sequence[Bucket], tensor: Group) -> None:
         self._tensor = tensor
-        self._whole: list[tuple[QuantizedProduct, Dims]] = []
-        self._cut: list[QuantizedProduct] = []
+        self._whole: list[tuple[QuantizedMatmul, Dims]] = []
+        self._cut: list[QuantizedMatmul] = []
         held = {s.parameter: bucket for bucket in buckets for s in bucket.segments}
         for product in products:
             bucket = held[product.weights[0]]
@@ -84,12 +82,12 @@ class WeightMaxima:
         return [each.view(1, 1) for each in found]
 
 
-def products_in_8_bits(layers: Iterable[torch.nn.Module]) -> list[QuantizedProduct]:
+def products_in_8_bits(layers: Iterable[torch.nn.Module]) -> list[QuantizedMatmul]:
     """All of some layers."""
     linear = (module for layer in layers for module in layer.modules() if isinstance(module, SplitLinear))
-    return [layer.product for layer in linear if isinstance(layer.product, QuantizedProduct)]
+    return [layer.product for layer in linear if isinstance(layer.product, QuantizedMatmul)]
 
 
-def quantized_products(layers: Iterable[torch.nn.Module]) -> list[QuantizedProduct]:
+def quantized_products(layers: Iterable[torch.nn.Module]) -> list[QuantizedMatmul]:
     """Those whose scales follow from the weights themselves, and so are found anew in each step."""
     return [product for product in products_in_8_bits(layers) if not product.recipe.delayed]

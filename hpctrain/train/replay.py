@@ -25,7 +25,7 @@ from hpctrain.engine.deck_kernels import as_before, computed_by
 from hpctrain.engine.functions import record_of
 from hpctrain.engine.resume_check import require_same_model
 from hpctrain.errors import EXIT_DIFFERENT, EXIT_DONE, HpctrainError
-from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.groups import LayerContext
 from hpctrain.report.contents import layout_text
 from hpctrain.report.terminal import columns, fit
 from hpctrain.train.origin import corpus_key, same_corpus
@@ -239,7 +239,7 @@ def reasons_of(
 
 
 def _computed_otherwise(
-    groups: LayerGroups, state: Mapping[str, Any], recorded: Recorded, made: Sequence[HistorySegment]
+    groups: LayerContext, state: Mapping[str, Any], recorded: Recorded, made: Sequence[HistorySegment]
 ) -> list[str]:
     """What something else computes here than in the runs `made`, or, as the checkpoint says, before them."""
     here, reasons = computed_by(groups), []

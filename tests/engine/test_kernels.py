@@ -27,8 +27,8 @@ from hpctrain.engine.kernels import cache_file, choose_kernels, read_cache, with
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.host.processor import processor_identity, processor_name
 from hpctrain.parallel.copies import copied_bytes
-from hpctrain.parallel.kernel_times import MEASUREMENT, Measured
-from hpctrain.parallel.kernels import KERNELS, Kernels, OneDnn
+from hpctrain.parallel.kernel_times import MEASUREMENT, MatmulPass
+from hpctrain.parallel.kernels import KERNELS, KernelTable, OneDnn
 from hpctrain.plan.engine import build_within_memory
 from hpctrain.plan.memory import plan_memory
 from hpctrain.plan.served import build_role_within_memory
@@ -45,10 +45,10 @@ class Measuring:
     """Stands in for measurements: seconds by pass and kernel, else a second each; and what was asked for."""
 
     def __init__(self, seconds: dict[str, dict[str, float]]) -> None:
-        self.seconds, self.asked = seconds, list[Measured]()
+        self.seconds, self.asked = seconds, list[MatmulPass]()
 
     def __call__(
-        self, wanted: Sequence[Measured], storage: torch.dtype, gradient: torch.dtype, together: Callable
+        self, wanted: Sequence[MatmulPass], storage: torch.dtype, gradient: torch.dtype, together: Callable
     ) -> list[dict[str, float]]:
         together(1.0)
         self.asked += wanted
@@ -66,7 +66,7 @@ def measuring(monkeypatch: pytest.MonkeyPatch, mpi_tmp_path: Path) -> Measuring:
     return found
 
 
-def chosen(world: World, *overrides: str, before: object = None) -> Kernels:
+def chosen(world: World, *overrides: str, before: object = None) -> KernelTable:
     deck = small_deck(*overrides)
     deck, mesh = as_before(deck, deck, {"products": before}, Path()), make_mesh(deck, world)
     return arrange(choose_kernels(deck, world, mesh), world, mesh).groups.kernels

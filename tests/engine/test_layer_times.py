@@ -20,7 +20,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.model.build import bare_model
 from hpctrain.model.feed_forward import FeedForward
 from hpctrain.model.shape import ModelShape
-from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.groups import LayerContext
 from hpctrain.pipeline.generate import generate
 from hpctrain.pipeline.simulate import simulate
 from hpctrain.pipeline.split import cut
@@ -39,7 +39,7 @@ def times_of(*passes: PassTimes, communication: float = 0.0) -> LayerTimes:
 def measure(world: World, *overrides: str) -> LayerTimes:
     deck = small_deck(*overrides)
     mesh = make_mesh(deck, world)
-    groups = LayerGroups(mesh.group("tensor"), mesh.group("context"), deck.layout.sequence_parallel)
+    groups = LayerContext(mesh.group("tensor"), mesh.group("context"), deck.layout.sequence_parallel)
     return measure_layers(deck, ModelShape.of(deck, 61), groups, mesh)
 
 

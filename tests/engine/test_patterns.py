@@ -10,7 +10,7 @@ from hpctrain.deck.problem import Problem
 from hpctrain.engine.patterns import pattern_problems
 from hpctrain.errors import HpctrainError
 from hpctrain.model.shape import ModelShape
-from hpctrain.parallel.fp8.product import DelayedProduct, QuantizedProduct
+from hpctrain.parallel.fp8.product import DelayedMatmul, QuantizedMatmul
 from hpctrain.parallel.linear import SplitLinear
 from hpctrain.parallel.vocabulary import VocabularyHead
 from hpctrain.plan.named import named_problems
@@ -30,14 +30,14 @@ def test_all_linear_layers_but_what_is_left_out_multiply_in_8_bits(world: World,
     (model,) = trainer(world, deck).engine.models
     modules = [module for layer in model.layers for module in layer.modules()]
     linear = [module for module in modules if isinstance(module, SplitLinear)]
-    within = {layer.weights[0].shard.name for layer in linear if isinstance(layer.product, DelayedProduct)}
+    within = {layer.weights[0].shard.name for layer in linear if isinstance(layer.product, DelayedMatmul)}
     assert within == {
         f"blocks.1.{name}.weight"
         for name in ("attention.query", "attention.output", "feed_forward.gate", "feed_forward.down")
     }
     assert len(linear) == 8
     heads = [module for module in modules if isinstance(module, VocabularyHead)]
-    assert len(heads) == 1 and not isinstance(heads[0].product, QuantizedProduct)
+    assert len(heads) == 1 and not isinstance(heads[0].product, QuantizedMatmul)
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ from hpctrain.generate.sampling import KeyedDraws, Sampling
 from hpctrain.memory.cached_texts import CachePlan
 from hpctrain.model.part import Span
 from hpctrain.model.transformer import Transformer
-from hpctrain.parallel.functions import TORCH, CompiledFunctions, Functions
-from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.functions import TORCH, CompiledFunctions, LayerFunctions
+from hpctrain.parallel.groups import LayerContext
 from hpctrain.parallel.library import open_library
 from hpctrain.sharding.replication import Replications
 from tests.engines import make_buckets
@@ -80,7 +80,7 @@ def test_text_of_stages_is_that_of_transformers(
     compare(world, mpi_tmp_path, of_transformers(family, tied), TORCH, {"pipeline": world.size})
 
 
-def compare(world: World, path: Path, theirs: Any, functions: Functions, sizes: dict[str, int]) -> None:
+def compare(world: World, path: Path, theirs: Any, functions: LayerFunctions, sizes: dict[str, int]) -> None:
     """Greedy text of a model on a mesh of these sizes."""
     if world.rank == 0:
         theirs.save_pretrained(path / "theirs")
@@ -88,7 +88,7 @@ def compare(world: World, path: Path, theirs: Any, functions: Functions, sizes: 
     world.everyone.barrier()
     mesh = Mesh(world, sizes)
     pipeline, tensor = mesh.group("pipeline"), mesh.group("tensor")
-    groups = LayerGroups(tensor, mesh.group("context"), functions=functions, pipeline=pipeline)
+    groups = LayerContext(tensor, mesh.group("context"), functions=functions, pipeline=pipeline)
     shape, stage, stages = source_shape(path / "model.h5"), pipeline.rank, pipeline.size
     ends = shape.layers * stage // stages, shape.layers * (stage + 1) // stages
     tied = int(stage > 0), min(2, stages)

@@ -21,9 +21,9 @@ from hpctrain.generate.sampling import KeyedDraws, Sampling
 from hpctrain.memory.cached_texts import CachePlan
 from hpctrain.model.part import logits_of
 from hpctrain.model.transformer import Transformer
-from hpctrain.parallel.few_rows import FewRows
-from hpctrain.parallel.functions import TORCH, CompiledFunctions, Functions
-from hpctrain.parallel.kernels import ThroughFp32
+from hpctrain.parallel.few_rows import SmallBatchKernel
+from hpctrain.parallel.functions import TORCH, CompiledFunctions, LayerFunctions
+from hpctrain.parallel.kernels import Fp32Kernel
 from hpctrain.parallel.library import open_library
 from tests.engines import LLAMA, small_deck
 
@@ -39,11 +39,11 @@ PROMPTS = [
 
 
 @pytest.fixture(scope="module")
-def compiled() -> Functions:
+def compiled() -> LayerFunctions:
     return CompiledFunctions(open_library(compiled_functions()))
 
 
-def model_of(world: World, *overrides: str, functions: Functions = TORCH) -> Transformer:
+def model_of(world: World, *overrides: str, functions: LayerFunctions = TORCH) -> Transformer:
     """A model with rough weights, as a run builds it."""
     compiling = f"machine.compile={str(functions.compiled).lower()}"
     deck = small_deck(*ROUGH, "machine.products=library", compiling, *overrides)
@@ -105,7 +105,7 @@ def beside_expected(
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", [(), LLAMA, NORMED], ids=["gpt2", "llama", "normed"])
 def test_logits_have_the_bits_of_whole_texts(
-    world: World, compiled: Functions, compute: str, family: tuple[str, ...]
+    world: World, compiled: LayerFunctions, compute: str, family: tuple[str, ...]
 ) -> None:
     keys = *family, f"precision.compute={compute}", f"layout.tensor={world.size}"
     model = model_of(world, *keys, functions=compiled)
@@ -144,7 +144,7 @@ def test_by_torch_in_16_bits_they_are_as_exact_as_whole_texts(world: World, comp
 @pytest.mark.mpi(min_size=1, max_size=2)
 @pytest.mark.parametrize("by", ["compiled", "torch"])
 def test_neither_batch_nor_order_nor_layout_changes_a_text(
-    world: World, compiled: Functions, by: str
+    world: World, compiled: LayerFunctions, by: str
 ) -> None:
     alone, functions = world.alone(), compiled if by == "compiled" else TORCH
     one = model_of(alone, *LLAMA, functions=functions)
@@ -160,7 +160,7 @@ def test_neither_batch_nor_order_nor_layout_changes_a_text(
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", [(), LLAMA], ids=["gpt2", "llama"])
 def test_samples_that_share_their_prompt_are_as_without(
-    world: World, compiled: Functions, compute: str, family: tuple[str, ...]
+    world: World, compiled: LayerFunctions, compute: str, family: tuple[str, ...]
 ) -> None:
     keys = *family, f"precision.compute={compute}", f"layout.tensor={world.size}"
     model = model_of(world, *keys, functions=compiled)
@@ -256,7 +256,7 @@ def test_rows_tell_in_which_order_they_are_multiplied(
 @pytest.mark.parametrize("by", ["compiled", "torch"])
 @pytest.mark.parametrize("family", [(), LLAMA], ids=["gpt2", "llama"])
 def test_more_rows_are_filled_up_than_there_are_positions(
-    world: World, compiled: Functions, by: str, family: tuple[str, ...]
+    world: World, compiled: LayerFunctions, by: str, family: tuple[str, ...]
 ) -> None:
     functions = compiled if by == "compiled" else TORCH
     model = model_of(world.alone(), *family, "batch.sequence=8", functions=functions)
@@ -274,13 +274,17 @@ def test_more_rows_are_filled_up_than_there_are_positions(
 
 @pytest.mark.mpi(min_size=1, max_size=2)
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
-def test_a_few_are_multiplied_by_a_compiled_function(world: World, compiled: Functions, compute: str) -> None:
+def test_a_few_are_multiplied_by_a_compiled_function(
+    world: World, compiled: LayerFunctions, compute: str
+) -> None:
     by_fp32 = ("machine.products=fp32",) if compute == "bf16" else ()
     sizes = "model.hidden=400", "model.heads=4", "model.mlp=640", f"precision.compute={compute}", *by_fp32
     model = model_of(world, *sizes, f"layout.tensor={world.size}", functions=compiled)
     texts, seen = grown_by(model, places=5, rows=24, order=range(5), tokens=12)
     kernels = model.groups.kernels.chosen.values()
-    few = [isinstance(each.by if isinstance(each, ThroughFp32) else each, FewRows) for each in kernels]
+    few = [
+        isinstance(each.by if isinstance(each, Fp32Kernel) else each, SmallBatchKernel) for each in kernels
+    ]
     if not any(few):
         pytest.skip("the library here adds in another order")
     assert sum(few) >= 3

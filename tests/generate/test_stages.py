@@ -26,7 +26,7 @@ from hpctrain.generate.sampling import KeyedDraws, Sampling
 from hpctrain.generate.text import TextModel, generate, load_model
 from hpctrain.memory.cached_texts import CachePlan
 from hpctrain.model.transformer import Transformer
-from hpctrain.parallel.functions import CompiledFunctions, Functions
+from hpctrain.parallel.functions import CompiledFunctions, LayerFunctions
 from hpctrain.parallel.library import open_library
 from tests.engines import LLAMA, small_deck
 from tests.generate.test_text import make_checkpoint
@@ -49,12 +49,12 @@ Seen = dict[tuple[int, int], Tensor]
 
 
 @pytest.fixture(scope="module")
-def compiled() -> Functions:
+def compiled() -> LayerFunctions:
     return CompiledFunctions(open_library(compiled_functions()))
 
 
 def of_layouts(
-    world: World, functions: Functions, keys: Sequence[str], *layouts: tuple[int, int]
+    world: World, functions: LayerFunctions, keys: Sequence[str], *layouts: tuple[int, int]
 ) -> list[Transformer]:
     """A model with rough weights, moved into stages of these (tensor, pipeline) sizes."""
     deck = small_deck(*LAYERS, "machine.products=library", "machine.compile=true", *keys)
@@ -101,7 +101,9 @@ def grown_by(
 
 @pytest.mark.mpi(min_size=2, max_size=3)
 @pytest.mark.parametrize("keys", MODELS.values(), ids=MODELS)
-def test_stages_give_the_bits_of_one_rank(world: World, compiled: Functions, keys: tuple[str, ...]) -> None:
+def test_stages_give_the_bits_of_one_rank(
+    world: World, compiled: LayerFunctions, keys: tuple[str, ...]
+) -> None:
     whole, part = of_layouts(world, compiled, keys, (1, 1), (1, world.size))
     assert part.span.blocks < 3
     expected, right = grown_by(whole)
@@ -115,13 +117,13 @@ def test_stages_give_the_bits_of_one_rank(world: World, compiled: Functions, key
 
 @pytest.mark.mpi(min_size=4, max_size=4)
 @pytest.mark.parametrize("keys", [(), MIXTURE], ids=["gpt2", "mixture"])
-def test_stages_of_tensor_ranks(world: World, compiled: Functions, keys: tuple[str, ...]) -> None:
+def test_stages_of_tensor_ranks(world: World, compiled: LayerFunctions, keys: tuple[str, ...]) -> None:
     both, tensor = of_layouts(world, compiled, keys, (2, 2), (2, 1))
     assert grown_by(both, temperature=0.0)[0] == grown_by(tensor, temperature=0.0)[0]
 
 
 @pytest.mark.mpi(min_size=2, max_size=3)
-def test_who_stops_early_leaves_nothing_behind(world: World, compiled: Functions) -> None:
+def test_who_stops_early_leaves_nothing_behind(world: World, compiled: LayerFunctions) -> None:
     whole, part = of_layouts(world, compiled, (), (1, 1), (1, world.size))
     expected, _ = grown_by(whole)
     again = []
@@ -132,7 +134,7 @@ def test_who_stops_early_leaves_nothing_behind(world: World, compiled: Functions
 
 
 @pytest.mark.mpi(min_size=2, max_size=3)
-def test_an_error_of_the_last_stage_is_that_of_all(world: World, compiled: Functions) -> None:
+def test_an_error_of_the_last_stage_is_that_of_all(world: World, compiled: LayerFunctions) -> None:
     whole, part = of_layouts(world, compiled, (), (1, 1), (1, world.size))
     expected, _ = grown_by(whole)
     kept = [parameter.clone() for parameter in part.parameters()]

@@ -28,7 +28,7 @@ from hpctrain.model.transformer import Transformer
 from hpctrain.objective.next_token import CrossEntropy
 from hpctrain.parallel.experts import Experts, ExpertSizes, Segments
 from hpctrain.parallel.functions import TORCH
-from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.groups import LayerContext
 from hpctrain.sharding.outer import EveryStep
 from hpctrain.sharding.reducer import ExactSum, make_reducer
 from hpctrain.sharding.replication import Replications
@@ -113,7 +113,7 @@ def compare_with_transformers(model: str, world: World) -> None:
         "gelu_pytorch_tanh" if hidden_act == "gelu_new" else hidden_act
     )
     mesh = Mesh(world, {"tensor": world.size})
-    groups = LayerGroups(tensor=mesh.group("tensor"), context=mesh.group("context"))
+    groups = LayerContext(tensor=mesh.group("tensor"), context=mesh.group("context"))
     built = Transformer(shape, groups)
     buckets = make_buckets(built.units(), Replications.uncut(mesh), torch.float32, 10_000)
     weights = names(dict(reference.named_parameters()))

@@ -14,7 +14,7 @@ from hpctrain.comm.world import World
 from hpctrain.engine.build import make_mesh
 from hpctrain.model.query_key_norm import QueryKeyNorm
 from hpctrain.model.shape import ModelShape
-from hpctrain.parallel.linear import Rows
+from hpctrain.parallel.linear import RowPartition
 from hpctrain.plan.memory import plan_memory
 from hpctrain.train.miniature import miniature
 from hpctrain.train.verify import LayoutError, compare, verify_layout
@@ -50,7 +50,7 @@ def test_gradients_are_those_of_autograd(kind: str, world: World) -> None:
         tied=False, head_size=6, query_key_norm=kind, norm_epsilon=0.1,
     )  # fmt: skip
     groups = alone(world)
-    rows = Rows.split(24, groups.tensor, 6), Rows.split(12, groups.tensor, 6)
+    rows = RowPartition.split(24, groups.tensor, 6), RowPartition.split(12, groups.tensor, 6)
     norm = QueryKeyNorm("attention", shape, groups, *rows)
     inputs = [torch.randn(3, 2, heads, 6, requires_grad=True) for heads in (4, 2)]
     for weight in (norm.query_weight, norm.key_weight):

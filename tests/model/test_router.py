@@ -16,7 +16,7 @@ from hpctrain.model.mixture import Mixture
 from hpctrain.model.router import RoutedTokens, Router
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.dispatch import Dispatch
-from hpctrain.parallel.residency import Residency
+from hpctrain.parallel.residency import ParameterResidency
 from hpctrain.parallel.shard import Parameter
 from hpctrain.sharding.replication import Replications
 from tests.engines import alone, make_buckets
@@ -115,7 +115,7 @@ def test_deepseeks_mixture(groups: int, chosen: int, world: Any) -> None:
     inputs = inputs_of(3)
     x = rows_of(inputs).view(SHAPE.sequence, 3, -1)
     mine, other = x.clone().requires_grad_(), x.clone().requires_grad_()
-    output, expected = ours(mine, inputs, Residency()), theirs(other)
+    output, expected = ours(mine, inputs, ParameterResidency()), theirs(other)
     torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-6)
     direction = torch.randn_like(expected)
     output.backward(direction)
@@ -173,7 +173,7 @@ def test_padding_goes_to_no_expert(keys: dict[str, Any], world: Any, monkeypatch
     results = []
     for padding in (0.0, 100.0):
         leaf = x.masked_fill(inputs.padding.unsqueeze(2), padding).requires_grad_()
-        output = mixture(leaf, inputs, Residency())
+        output = mixture(leaf, inputs, ParameterResidency())
         routed = output if mixture.shared is None else output - mixture.shared(leaf)
         assert not routed[inputs.padding].any()
         output.masked_fill(inputs.padding.unsqueeze(2), 0.0).square().sum().backward()
@@ -190,7 +190,7 @@ def test_a_micro_batch_of_padding_alone(world: Any) -> None:
         give_memory(mixture, world)
         inputs = inputs_of(2, Terms(torch.tensor(1.0)), lengths=[0, 0])
         x = rows_of(inputs).view(SHAPE.sequence, 2, -1).requires_grad_()
-        output = mixture(x, inputs, Residency())
+        output = mixture(x, inputs, ParameterResidency())
         output.sum().backward()
         assert x.grad is not None and not output.any() and not x.grad.any()
         assert [float(value) for value in inputs.terms._values.values()] == [0.0, 0.0]

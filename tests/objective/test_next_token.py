@@ -16,11 +16,11 @@ from hpctrain.comm.world import World
 from hpctrain.engine.functions import compiled_functions
 from hpctrain.objective.next_token import CrossEntropy
 from hpctrain.parallel import vocabulary
-from hpctrain.parallel.functions import TORCH, CompiledFunctions, Functions
-from hpctrain.parallel.groups import LayerGroups
-from hpctrain.parallel.kernels import KERNELS, LIBRARY, Kernel, Kernels
+from hpctrain.parallel.functions import TORCH, CompiledFunctions, LayerFunctions
+from hpctrain.parallel.groups import LayerContext
+from hpctrain.parallel.kernels import KERNELS, LIBRARY, KernelTable, MatmulKernel
 from hpctrain.parallel.library import open_library
-from hpctrain.parallel.saved import Saving
+from hpctrain.parallel.saved import ActivationSizes
 from hpctrain.parallel.shard import Parameter
 from hpctrain.parallel.vocabulary import VocabularyHead, vocabulary_shard
 
@@ -35,17 +35,17 @@ def compiled() -> CompiledFunctions:
 def head(
     world: World,
     weight: Tensor,
-    functions: Functions = TORCH,
+    functions: LayerFunctions = TORCH,
     multiplier: float = 1.0,
-    kernel: Kernel = LIBRARY,
+    kernel: MatmulKernel = LIBRARY,
 ) -> VocabularyHead:
     mesh = Mesh(world, {"tensor": world.size})
-    groups = LayerGroups(
+    groups = LayerContext(
         mesh.group("tensor"),
         mesh.group("context"),
         functions=functions,
         product_format=weight.dtype,
-        kernels=Kernels(kernel),
+        kernels=KernelTable(kernel),
     )
     table = Parameter(vocabulary_shard("head.weight", *weight.shape, groups))
     table.data = table.shard.take(weight)
@@ -134,7 +134,7 @@ def test_it_holds_in_passing_what_is_planned(
     weight = (torch.randn(rows, hidden_size) / 8).to(form)
     hidden, targets = torch.randn(tokens, 1, hidden_size).to(form), torch.randint(rows, (tokens, 1))
     hidden.requires_grad_()
-    at = Saving(tokens, tokens, 1, form.itemsize, 4)
+    at = ActivationSizes(tokens, tokens, 1, form.itemsize, 4)
     for functions in (compiled, TORCH):
         layer = head(world, weight, functions, kernel=kernel)
 

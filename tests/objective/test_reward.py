@@ -19,7 +19,7 @@ from hpctrain.data.prepare_rows import prepare_rows
 from hpctrain.data.tokens import TokenFile
 from hpctrain.model.inputs import Inputs
 from hpctrain.objective.reward import Reward, answer_ends
-from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.groups import LayerContext
 from hpctrain.parallel.scalar_head import ScalarHead
 from tests.data.chats import write_rows
 from tests.engines import alone
@@ -87,7 +87,7 @@ def test_rewards_are_those_of_the_last_tokens_of_answers(world: World, tmp_path:
 
 
 def test_only_these_places_learn(world: World) -> None:
-    groups: LayerGroups = alone(world)
+    groups: LayerContext = alone(world)
     head = ScalarHead(HIDDEN, groups)
     head.table.data = torch.randn(1, HIDDEN, generator=torch.Generator().manual_seed(1))
     head.table.gradient = torch.zeros(1, HIDDEN)

@@ -13,7 +13,7 @@ from torch import Tensor
 from hpctrain.optim.adamw import AdamW
 from hpctrain.optim.block_rule import BlockRules, Cells
 from hpctrain.optim.optimizer import Elements
-from hpctrain.parallel.shard import Block, Parameter, Shard
+from hpctrain.parallel.shard import Parameter, Shard, UpdateBlock
 
 ADAMW = AdamW((0.9, 0.95), 1e-8, 0.0)
 
@@ -23,9 +23,9 @@ class Rows:
 
     format = torch.float32
 
-    def block(self, shard: Shard) -> Block | None:
+    def block(self, shard: Shard) -> UpdateBlock | None:
         shape = (1,) * (len(shard.shape) - 2) + shard.shape[-2:]
-        return Block(shape, float(prod(shape))) if len(shape) > 1 else None
+        return UpdateBlock(shape, float(prod(shape))) if len(shape) > 1 else None
 
     def cells(self, shard: Shard) -> Mapping[str, Sequence[int] | None]:
         return {"velocity": None, "row": (1,) * (len(shard.shape) - 1) + shard.shape[-1:]}
@@ -84,7 +84,7 @@ def test_numbers_of_state_are_those_of_either_rule() -> None:
 
 def test_cells_of_stacked_matrices_are_each_ones() -> None:
     shard = Shard.whole("experts", (3, 2, 4, 5))
-    block = Block((1, 1, 4, 5), 1.0)
+    block = UpdateBlock((1, 1, 4, 5), 1.0)
     for cell, of_block, whole in (
         ((1, 1, 1, 5), (1, 1, 4, 1), (3, 2, 4, 1)),
         ((1, 1, 4, 1), (1, 1, 1, 5), (3, 2, 1, 5)),
@@ -98,9 +98,9 @@ def test_cells_of_stacked_matrices_are_each_ones() -> None:
 def test_pieces_of_a_block_have_its_cells_whole_and_blocks_of_a_piece_their_own() -> None:
     """Rows 4 to 8 of eight: of one block of all rows, or of four blocks of two."""
     piece = replace(Shard.whole("m", (8, 6)), start=(4, 0), local=(4, 6), split=frozenset({"tensor"}))
-    whole = Cells.of(piece, Block((8, 6), 1.0), (1, 6))
+    whole = Cells.of(piece, UpdateBlock((8, 6), 1.0), (1, 6))
     assert (whole.of_block, whole.shard.shape, whole.shard.local) == ((8, 1), (8, 1), (8, 1))
     assert (whole.shard.start, whole.shard.split) == ((0, 0), frozenset())
-    own = Cells.of(piece, Block((2, 6), 1.0), (1, 6))
+    own = Cells.of(piece, UpdateBlock((2, 6), 1.0), (1, 6))
     assert (own.of_block, own.shard.shape, own.shard.local) == ((2, 1), (8, 1), (4, 1))
     assert (own.shard.start, own.shard.split) == ((4, 0), frozenset({"tensor"}))

@@ -23,7 +23,7 @@ from hpctrain.optim.adamw import AdamW
 from hpctrain.optim.block_rule import BlockRules
 from hpctrain.optim.blocks import BlockOptimizer
 from hpctrain.optim.optimizer import Elements
-from hpctrain.parallel.shard import Block, Shard
+from hpctrain.parallel.shard import Shard, UpdateBlock
 from hpctrain.sharding.state import MASTER
 from hpctrain.train.checkpoints import Checkpoints
 from tests.engines import LLAMA, reference, small_deck, trainer
@@ -48,9 +48,9 @@ class Orthogonalized:
     format = torch.float32
     seen: ClassVar[set[tuple[int, ...]]] = set()
 
-    def block(self, shard: Shard) -> Block | None:
+    def block(self, shard: Shard) -> UpdateBlock | None:
         shape = (1,) * (len(shard.shape) - 2) + shard.shape[-2:]
-        return Block(shape, float(prod(shape))) if len(shape) > 1 else None
+        return UpdateBlock(shape, float(prod(shape))) if len(shape) > 1 else None
 
     def cells(self, shard: Shard) -> Mapping[str, Sequence[int] | None]:
         return {"velocity": None, "row": (1,) * (len(shard.shape) - 1) + (shard.shape[-1],)}

@@ -16,7 +16,7 @@ from hpctrain.optim.lion import Lion
 from hpctrain.optim.optimizer import Elements, ResidentOptimizer, UpdateRule
 from hpctrain.optim.schedule_free import ScheduleFree
 from hpctrain.optim.sgd import SGD
-from hpctrain.parallel.shard import Parameter, Shard, Treatment
+from hpctrain.parallel.shard import Parameter, Shard, UpdateSettings
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.bucket_layout import BucketLayout
 from hpctrain.sharding.replication import Replications, Sharding
@@ -84,7 +84,7 @@ def test_master_weights_are_published(world: World, dtype: torch.dtype) -> None:
 def test_every_element_is_decayed_or_not(world: World) -> None:
     _, (bucket,) = made(world, torch.float32)
     decayed, others = bucket.layout.own_treated
-    assert (decayed.treatment, others.treatment) == (Treatment(True), Treatment(False))
+    assert (decayed.treatment, others.treatment) == (UpdateSettings(True), UpdateSettings(False))
     assert (decayed.part, others.part) == (slice(0, 64), slice(64, bucket.length))
 
 

@@ -15,7 +15,7 @@ from hpctrain.comm.world import World
 from hpctrain.engine.stage import make_groups
 from hpctrain.optim.block_rule import BlockRules
 from hpctrain.optim.own_blocks import OwnBlocks
-from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.groups import LayerContext
 from hpctrain.parallel.shard import Parameter, Shard
 from hpctrain.plan.memory import plan_memory
 from hpctrain.sharding.bucket import Bucket
@@ -131,7 +131,7 @@ def test_what_fills_tables_up_changes_nothing(
     deck = small_deck(*LLAMA, f"optimizer.name={name}", "layout.tensor=2")
     plain = [step.loss for step in trainer(world, deck).train(3)]
 
-    def filled(*arguments: Any) -> LayerGroups:
+    def filled(*arguments: Any) -> LayerContext:
         groups = make_groups(*arguments)
         object.__setattr__(groups, "table_rows", 64)
         return groups

@@ -18,11 +18,11 @@ from torch import Tensor
 from hpctrain.comm.faults import Fault
 from hpctrain.comm.world import World
 from hpctrain.engine.audit import agree
-from hpctrain.parallel.audit import ProductAudit
+from hpctrain.parallel.audit import MatmulAudit
 from hpctrain.parallel.audit_library import call_all
-from hpctrain.parallel.audit_passes import Bounds, CompiledPasses, Passes
+from hpctrain.parallel.audit_passes import AuditKernels, CompiledAuditKernels, ErrorBounds
 from hpctrain.parallel.compiler import CompilerError, compile_library
-from hpctrain.parallel.kernels import LIBRARY, Kernel
+from hpctrain.parallel.kernels import LIBRARY, MatmulKernel
 from hpctrain.parallel.library import open_library
 from hpctrain.parallel.shard import Parameter, Shard
 from hpctrain.train.corruption import SilentFaultError
@@ -61,7 +61,7 @@ LAYOUTS = {
 }
 
 
-def compiled() -> Passes:
+def compiled() -> AuditKernels:
     """By the library of `audit.c`, of a compiler that must be there."""
     source = Path(str(files("hpctrain.parallel") / "audit.c"))
     try:
@@ -69,7 +69,7 @@ def compiled() -> Passes:
     except CompilerError as error:
         pytest.skip(str(error))
     call_all(library)
-    return CompiledPasses(library)
+    return CompiledAuditKernels(library)
 
 
 def gradients_of(run: Trainer, audit: bool) -> tuple[dict[str, Tensor], list[Fault]]:
@@ -83,16 +83,16 @@ def gradients_of(run: Trainer, audit: bool) -> tuple[dict[str, Tensor], list[Fau
 
 
 def test_compiled_passes_are_those_of_torch() -> None:
-    assert agree(compiled(), Passes())
+    assert agree(compiled(), AuditKernels())
 
-    class Other(Passes):
+    class Other(AuditKernels):
         def rows(
             self, matrix: Tensor, vector: Tensor, weights: Tensor | None = None
         ) -> tuple[Tensor, Tensor]:
             products, squares = super().rows(matrix, vector, weights)
             return products, squares * 1.1
 
-    assert not agree(Other(), Passes())
+    assert not agree(Other(), AuditKernels())
 
 
 @pytest.mark.mpi(min_size=1, max_size=1)
@@ -183,7 +183,7 @@ class Flip:
     before: bool = False
 
 
-class Flipping(Kernel):
+class Flipping(MatmulKernel):
     """The library, which flips a bit of one result, or of a sum `before` something is added."""
 
     def __init__(self) -> None:
@@ -340,7 +340,7 @@ def test_rounding_is_no_fault(form: torch.dtype, by_library: bool) -> None:
     """Of all pairs of matrices of these kinds, whatever signs are drawn."""
     one_thread()
     weight = Parameter(Shard.whole("weight", (40, 72)))
-    audit = ProductAudit(5, 0, lambda: "forward", compiled() if by_library else Passes())
+    audit = MatmulAudit(5, 0, lambda: "forward", compiled() if by_library else AuditKernels())
     generator = torch.Generator().manual_seed(1)
     for step in range(4):
         for one, left in MATRICES.items():
@@ -363,8 +363,8 @@ def test_rounding_is_no_fault(form: torch.dtype, by_library: bool) -> None:
 
 def test_no_number_is_a_fault_where_operands_are_small() -> None:
     weight = Parameter(Shard.whole("weight", (8, 16)))
-    for passes in (Passes(), compiled()):
-        audit = ProductAudit(0, 3, lambda: "backward", passes)
+    for passes in (AuditKernels(), compiled()):
+        audit = MatmulAudit(0, 3, lambda: "backward", passes)
         for value in (torch.inf, torch.nan, 1e38):
             audit.begin(0)
             x, matrix = torch.randn(4, 16), torch.randn(8, 16)
@@ -378,7 +378,7 @@ def test_no_number_is_a_fault_where_operands_are_small() -> None:
 def test_signs_are_others_in_each_step() -> None:
     """So that what one step's do not tell, as of two elements that changed by as much, another's do."""
     weight = Parameter(Shard.whole("weight", (8, 16)))
-    audit = ProductAudit(0, 0, lambda: "forward")
+    audit = MatmulAudit(0, 0, lambda: "forward")
     x, matrix = torch.randn(4, 16), torch.randn(8, 16)
     output = x @ matrix.t()
     output[1, :2] += 1
@@ -391,9 +391,9 @@ def test_signs_are_others_in_each_step() -> None:
 
 
 def test_bounds_follow_from_formats() -> None:
-    accumulated, besides = Bounds(54, 42, torch.float32).factors
+    accumulated, besides = ErrorBounds(54, 42, torch.float32).factors
     assert (accumulated, besides) == (8 * 2.0**-24 * 4, 0)
-    assert Bounds(1, 1, torch.bfloat16, torch.bfloat16, 4).factors[1] == 8 * 2.0**-8 * 2
+    assert ErrorBounds(1, 1, torch.bfloat16, torch.bfloat16, 4).factors[1] == 8 * 2.0**-8 * 2
 
 
 def test_a_library_of_other_functions_is_not_taken() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from hpctrain.parallel.backward import End
+from hpctrain.parallel.backward import BackwardStart
 from tests.conftest import ROOT, clean_environment
 
 
@@ -16,11 +16,11 @@ def test_gradients_are_those_of_torch() -> None:
     x = torch.randn(5, 3, requires_grad=True)
     gradient = torch.randn(5, 3)
     (wanted,) = torch.autograd.grad((x * x.sin()), x, gradient)
-    End(x * x.sin()).backward(gradient)
+    BackwardStart(x * x.sin()).backward(gradient)
     assert x.grad is not None
     assert torch.equal(x.grad, wanted)
     y = torch.randn(4, requires_grad=True)
-    End(y.square().sum()).backward()
+    BackwardStart(y.square().sum()).backward()
     assert y.grad is not None
     assert torch.equal(y.grad, 2 * y.detach())
 
@@ -29,7 +29,7 @@ def test_an_end_keeps_the_graph_and_not_the_tensor() -> None:
     x = torch.randn(4, requires_grad=True)
     y = x + 1
     kept = torch.multiprocessing.reductions.StorageWeakRef(y.untyped_storage())
-    end = End(y)
+    end = BackwardStart(y)
     del y
     assert kept.expired()
     end.backward(torch.ones(4))

@@ -10,7 +10,7 @@ from hpctrain.data.batches import Batches
 from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.engine.build import make_mesh
 from hpctrain.parallel.copies import copied_bytes, planned_copies, products
-from hpctrain.parallel.kernels import ThroughFp32
+from hpctrain.parallel.kernels import Fp32Kernel
 from hpctrain.plan.engine import build_within_memory
 from hpctrain.plan.memory import plan_memory
 from tests.engines import LLAMA, Trainer, small_deck, trainer
@@ -77,4 +77,4 @@ def test_they_are_planned(world: World) -> None:
     difference = plan.largest.memory.parameter - without.largest.memory.parameter
     assert difference == 4 * elements == planned_copies(engine.model.layers)
     assert plan_memory(deck, 1, 61).largest.memory.parameter == plan.largest.memory.parameter
-    assert isinstance(engine.groups.kernels.other, ThroughFp32)
+    assert isinstance(engine.groups.kernels.other, Fp32Kernel)

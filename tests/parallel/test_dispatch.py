@@ -14,7 +14,7 @@ from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.parallel.dispatch import Dispatch
 from hpctrain.parallel.experts import Experts, ExpertSizes, row_unit
-from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.groups import LayerContext
 from hpctrain.parallel.shard import Parameter
 
 EXPERTS, CHOSEN, HIDDEN, INNER, ROWS = 8, 2, 12, 16, 11
@@ -79,10 +79,10 @@ def layouts(world: World) -> list[tuple[int, int]]:
     return {1: [(1, 1)], 2: [(2, 1), (1, 2)], 4: [(4, 1), (2, 2), (1, 4)]}.get(world.size, [])
 
 
-def groups_of(world: World, expert: int, expert_tensor: int) -> LayerGroups:
+def groups_of(world: World, expert: int, expert_tensor: int) -> LayerContext:
     mesh = Mesh(world, {"data": world.size, "expert": expert, "expert_tensor": expert_tensor})
     own = mesh.group("tensor"), mesh.group("context")
-    return LayerGroups(*own, expert=mesh.group("expert"), expert_tensor=mesh.group("expert_tensor"))
+    return LayerContext(*own, expert=mesh.group("expert"), expert_tensor=mesh.group("expert_tensor"))
 
 
 def matrices() -> dict[str, Tensor]:
@@ -91,7 +91,7 @@ def matrices() -> dict[str, Tensor]:
     return {"gate_up": gate_up, "down": torch.randn(EXPERTS, HIDDEN, INNER, generator=generator) / 4}
 
 
-def experts_of(groups: LayerGroups, dtype: torch.dtype) -> Experts:
+def experts_of(groups: LayerContext, dtype: torch.dtype) -> Experts:
     experts = Experts("experts", ExpertSizes(EXPERTS, CHOSEN, HIDDEN, INNER), groups)
     for name, whole in matrices().items():
         parameter: Parameter = getattr(experts, name)
@@ -123,7 +123,7 @@ def by_loop(case: Routed, dtype: torch.dtype) -> dict[str, Tensor]:
     return {"output": output.detach(), **found}
 
 
-def by_ranks(world: World, groups: LayerGroups, case: Routed, dtype: torch.dtype) -> dict[str, Tensor]:
+def by_ranks(world: World, groups: LayerContext, case: Routed, dtype: torch.dtype) -> dict[str, Tensor]:
     experts = experts_of(groups, dtype)
     rows = case.rows[world.rank].to(dtype).requires_grad_()
     weights = case.weights[world.rank].clone().requires_grad_()

@@ -15,7 +15,7 @@ from torch import Tensor
 from hpctrain.data.documents import Documents
 from hpctrain.engine.functions import compiled_functions
 from hpctrain.parallel.document_attention import document_attention
-from hpctrain.parallel.functions import TORCH, CompiledFunctions, Functions
+from hpctrain.parallel.functions import TORCH, CompiledFunctions, LayerFunctions
 from hpctrain.parallel.library import open_library
 from tests.parallel.test_attention_block import kernel
 
@@ -98,7 +98,7 @@ def test_by_every_kernel(kernel: str) -> None:
 @pytest.mark.parametrize("turns", [False, True])
 @pytest.mark.parametrize("by", ["torch", "compiled"])
 def test_by_all_functions(compiled: CompiledFunctions, form: torch.dtype, turns: bool, by: str) -> None:
-    functions: Functions = compiled if by == "compiled" else TORCH
+    functions: LayerFunctions = compiled if by == "compiled" else TORCH
     angles = random(ROWS, 1, 1, SIZE // 2).repeat(1, 1, 1, 2)
     tables = [x.to(form) for x in (angles.cos(), angles.sin())] if turns else []
     compare(lambda q, k, v: functions.attend(q, k, v, tables, None, documents()), form, tables)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from hpctrain.engine.functions import compiled_functions
-from hpctrain.parallel.few_rows import FEW, FewRows, block_of, few_rows
+from hpctrain.parallel.few_rows import FEW, SmallBatchKernel, block_of, few_rows
 from hpctrain.parallel.functions import CompiledFunctions
-from hpctrain.parallel.kernels import LIBRARY, Kernel
+from hpctrain.parallel.kernels import LIBRARY, MatmulKernel
 from hpctrain.parallel.library import open_library
 
 
@@ -25,7 +25,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-class Blocks(Kernel):
+class Blocks(MatmulKernel):
     """Multiplies in fp64 what is added by blocks, of three or more rows."""
 
     def __init__(self, block: int) -> None:
@@ -65,7 +65,7 @@ def test_bits_are_those_of_many_rows(compiled: CompiledFunctions, shape: tuple[i
     block = block_of(LIBRARY, compiled, *shape, head)
     if block is None:
         pytest.skip(f"the library here adds {shape} in another order")
-    by = FewRows(LIBRARY, compiled, block)
+    by = SmallBatchKernel(LIBRARY, compiled, block)
     weight, rows, bias = random(*shape), random(700, shape[1], seed=1), random(shape[0], seed=2)
     multiply = by.logits if head else by.forward
     whole = multiply(rows, weight)
@@ -80,7 +80,7 @@ def test_bits_are_those_of_many_rows(compiled: CompiledFunctions, shape: tuple[i
 
 
 def test_a_kernel_of_another_order_is_left_alone(compiled: CompiledFunctions) -> None:
-    class Backwards(Kernel):
+    class Backwards(MatmulKernel):
         def forward(self, inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             return LIBRARY.forward(inputs.flip(-1), weight.flip(-1), bias)
 
@@ -88,7 +88,7 @@ def test_a_kernel_of_another_order_is_left_alone(compiled: CompiledFunctions) ->
 
 
 def test_another_bias_is_seen(compiled: CompiledFunctions) -> None:
-    class Last(Kernel):
+    class Last(MatmulKernel):
         def forward(self, inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             product = LIBRARY.forward(inputs, weight)
             return product if bias is None else product + bias
@@ -99,7 +99,7 @@ def test_another_bias_is_seen(compiled: CompiledFunctions) -> None:
 
 
 def test_others_are_the_kernels(compiled: CompiledFunctions) -> None:
-    class Counted(Kernel):
+    class Counted(MatmulKernel):
         count = 0
 
         def forward(self, inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -107,7 +107,7 @@ def test_others_are_the_kernels(compiled: CompiledFunctions) -> None:
             return super().forward(inputs, weight, bias)
 
     counted = Counted()
-    by = FewRows(counted, compiled, 40)
+    by = SmallBatchKernel(counted, compiled, 40)
     x, weight = random(2, 40), random(60, 40)
     by.forward(x, weight)
     assert counted.count == 0

@@ -28,11 +28,11 @@ from hpctrain.parallel.compiler import CompilerError, compile_library, find_comp
 from hpctrain.parallel.functions import (
     TORCH,
     CompiledFunctions,
-    Functions,
+    LayerFunctions,
     agrees,
 )
 from hpctrain.parallel.library import open_library, workspace_floats
-from hpctrain.parallel.partition import Logits, Partition
+from hpctrain.parallel.partition import Partition, SplitLogits
 
 FORMATS = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
 """How far results may be from the exact ones, in the norm."""
@@ -236,27 +236,27 @@ def test_a_library_that_computes_something_else_is_found_out(compiled: CompiledF
     assert agrees(compiled)
     assert agrees(TORCH)
 
-    class Wrong(Functions):
+    class Wrong(LayerFunctions):
         def activate(self, x: Tensor, activation: Activation, sizes: Sequence[int]) -> Tensor:
             return (1.001 if activation.gated else 1.0) * super().activate(x, activation, sizes)
 
     assert not agrees(Wrong())
 
-    class WrongInHalf(Functions):
+    class WrongInHalf(LayerFunctions):
         def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
             result = super().rms_norm(x, weight, epsilon)
             return 1.05 * result if x.dtype == torch.bfloat16 else result
 
     assert not agrees(WrongInHalf())
 
-    class WrongWithoutBias(Functions):
+    class WrongWithoutBias(LayerFunctions):
         def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
             return super().layer_norm(x, weight, 0.9 * bias, epsilon)
 
     assert not agrees(WrongWithoutBias())
 
-    class WrongSums(Functions):
-        def partition(self, logits: Logits, column: Tensor) -> Partition:
+    class WrongSums(LayerFunctions):
+        def partition(self, logits: SplitLogits, column: Tensor) -> Partition:
             found = super().partition(logits, column)
             if logits.products.dtype == torch.bfloat16:
                 found.total *= 1.1

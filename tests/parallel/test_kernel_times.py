@@ -9,20 +9,20 @@ import torch
 from torch import Tensor
 
 from hpctrain.parallel import kernel_times as module
-from hpctrain.parallel.kernel_times import Measured, Operands, measure, quickest
-from hpctrain.parallel.kernels import KERNELS, PASSES, Kernel
+from hpctrain.parallel.kernel_times import MatmulPass, Operands, measure, quickest
+from hpctrain.parallel.kernels import KERNELS, PASSES, MatmulKernel
 
 
 @pytest.mark.parametrize("storage", [torch.float32, torch.bfloat16, torch.float16])
 def test_all_kernels_agree_with_the_library(storage: torch.dtype) -> None:
-    wanted = [Measured(kind, 24, 16, 40) for kind in PASSES]
+    wanted = [MatmulPass(kind, 24, 16, 40) for kind in PASSES]
     rows = measure(wanted, storage, torch.float32)
     assert [list(row) for row in rows] == [[k.name for k in KERNELS.values() if k.multiplies(storage)]] * 4
     assert all(0 < seconds < inf for row in rows for seconds in row.values())
 
 
 def test_a_kernel_that_is_wrong_here_is_never_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Wrong(Kernel):
+    class Wrong(MatmulKernel):
         name = "onednn"
 
         def input_gradient(
@@ -39,7 +39,7 @@ def test_a_kernel_that_is_wrong_here_is_never_chosen(monkeypatch: pytest.MonkeyP
             into.fill_(torch.nan)
 
     monkeypatch.setattr(module, "KERNELS", {"library": KERNELS["library"], "onednn": Wrong()})
-    rows = measure([Measured(kind, 24, 16, 40) for kind in PASSES], torch.float32, torch.float32)
+    rows = measure([MatmulPass(kind, 24, 16, 40) for kind in PASSES], torch.float32, torch.float32)
     seconds = {kind: row["onednn"] for kind, row in zip(PASSES, rows, strict=True)}
     assert [kind for kind in PASSES if seconds[kind] == inf] == [
         "logits",
@@ -59,23 +59,23 @@ def test_another_kernel_has_to_be_clearly_quicker() -> None:
 @pytest.mark.parametrize("threads", [1, 2])
 def test_what_is_measured_is_bounded(threads: int) -> None:
     most = module.FLOPS * threads
-    small = Measured("forward", 512, 256, 512)
+    small = MatmulPass("forward", 512, 256, 512)
     assert small.cut(most) == small
-    assert Measured("weight_gradient", 1024, 1536, 512).cut(1 << 28) == ("weight_gradient", 512, 384, 512)
+    assert MatmulPass("weight_gradient", 1024, 1536, 512).cut(1 << 28) == ("weight_gradient", 512, 384, 512)
     for shape in ((4096, 50257, 12288), (64, 1 << 20, 4096), (8, 4096, 1 << 20), (1 << 20, 4096, 64)):
         for kind in PASSES:
-            cut = Measured(kind, *shape).cut(most)
+            cut = MatmulPass(kind, *shape).cut(most)
             assert all(mine <= whole for mine, whole in zip(cut[1:], shape, strict=True))
             assert all(mine >= min(whole, 256) for mine, whole in zip(cut[1:], shape, strict=True))
             assert cut.flops <= most * (1 if kind != "logits" else 2)
-    assert Measured("logits", 129, 50257, 768).cut(1 << 28)[1:] == (129, 4096, 256)
+    assert MatmulPass("logits", 129, 50257, 768).cut(1 << 28)[1:] == (129, 4096, 256)
 
 
 def test_rounds_are_those_that_all_can_make(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     compute = Operands.compute
 
-    def counted(self: Operands, kernel: Kernel, first: bool = False) -> Tensor:
+    def counted(self: Operands, kernel: MatmulKernel, first: bool = False) -> Tensor:
         calls.append(kernel.name)
         return compute(self, kernel, first)
 
@@ -83,7 +83,7 @@ def test_rounds_are_those_that_all_can_make(monkeypatch: pytest.MonkeyPatch) -> 
     found = []
     for longest in (1e9, 1e-9):
         calls.clear()
-        measure([Measured("forward", 8, 8, 8)], torch.float32, torch.float32, lambda _, s=longest: s)
+        measure([MatmulPass("forward", 8, 8, 8)], torch.float32, torch.float32, lambda _, s=longest: s)
         found.append(calls.count("onednn"))
     # Once to compare, once in the first round, and in the others.
     assert found == [3, 2 + module._ROUNDS]

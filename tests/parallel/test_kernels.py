@@ -13,8 +13,8 @@ from torch import Tensor
 
 from hpctrain.parallel import kernels as module
 from hpctrain.parallel.found_kernels import found_kernels
-from hpctrain.parallel.kernels import KERNELS, LIBRARY, ONEDNN, Kernel, Kernels, kernel_named
-from hpctrain.parallel.product import Product
+from hpctrain.parallel.kernels import KERNELS, LIBRARY, ONEDNN, KernelTable, MatmulKernel, kernel_named
+from hpctrain.parallel.product import Matmul
 from hpctrain.parallel.shard import Parameter, Shard
 from tests.parallel.test_product import GROUPS
 
@@ -47,7 +47,7 @@ def layouts(matrix: Tensor) -> Iterator[Tensor]:
 @pytest.mark.parametrize(("kernel", "storage"), CASES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_products_are_exact_to_rounding(
-    kernel: Kernel, storage: torch.dtype, shape: tuple[int, int, int]
+    kernel: MatmulKernel, storage: torch.dtype, shape: tuple[int, int, int]
 ) -> None:
     rows, outputs, inputs = shape
     generator = torch.Generator().manual_seed(1)
@@ -87,7 +87,7 @@ def test_sums_in_fp32_are_of_unrounded_products(name: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", [ONEDNN, KERNELS["fp32-onednn"], KERNELS["fp32"]])
-def test_sums_in_pieces_are_the_whole(monkeypatch: pytest.MonkeyPatch, kernel: Kernel) -> None:
+def test_sums_in_pieces_are_the_whole(monkeypatch: pytest.MonkeyPatch, kernel: MatmulKernel) -> None:
     storage = torch.float32 if kernel is ONEDNN else torch.bfloat16
     x, g = torch.randn(9, 8).to(storage), torch.randn(9, 20).to(storage)
     monkeypatch.setattr(module, "PRODUCT_ELEMENTS", 7 * 8)
@@ -98,7 +98,7 @@ def test_sums_in_pieces_are_the_whole(monkeypatch: pytest.MonkeyPatch, kernel: K
 
 
 def test_the_chosen_kernel_computes_the_pass_of_its_matrix() -> None:
-    class Noting(Kernel):
+    class Noting(MatmulKernel):
         def __init__(self, name: str) -> None:
             self.name = name
 
@@ -113,7 +113,7 @@ def test_the_chosen_kernel_computes_the_pass_of_its_matrix() -> None:
             super().add_weight_gradient(into, output_gradient, inputs, first)
 
     calls: list[tuple[str, str]] = []
-    kernels = Kernels(Noting("other"))
+    kernels = KernelTable(Noting("other"))
     kernels.chosen["weight_gradient", 10, 3] = Noting("chosen")
     groups = replace(GROUPS, kernels=kernels)
     for rows in (4, 6):
@@ -127,7 +127,7 @@ def test_the_chosen_kernel_computes_the_pass_of_its_matrix() -> None:
             stop = start + weight.shard.shape[0]
             weight.data, weight.gradient = memory[start:stop], sums[start:stop]
             start = stop
-        product = Product(weights, groups)
+        product = Matmul(weights, groups)
         assert product.shape == (10, 3)
         x = torch.randn(5, 3)
         torch.testing.assert_close(product.forward(x), x @ memory.t())

@@ -10,7 +10,7 @@ import torch
 
 from hpctrain.comm.world import World
 from hpctrain.model.part import blocks_of
-from hpctrain.parallel.linear import Rows
+from hpctrain.parallel.linear import RowPartition
 from hpctrain.parallel.product import joined
 from hpctrain.parallel.weight_grad import WeightGradientQueue, compute_all
 from tests.engines import LLAMA, small_deck, trainer
@@ -60,7 +60,7 @@ def test_rows_of_heads_are_split_or_shared(world: World) -> None:
     from hpctrain.comm.mesh import Mesh
 
     group = Mesh(world, {"tensor": world.size}).group("tensor")
-    split = Rows.split(world.size * 6, group)
+    split = RowPartition.split(world.size * 6, group)
     assert (split.start, split.local, split.copies) == (world.rank * 6, 6, 1)
-    shared = Rows.split(4, group, unit=4)
+    shared = RowPartition.split(4, group, unit=4)
     assert (shared.start, shared.local, shared.copies) == (0, 4, world.size)

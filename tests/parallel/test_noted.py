@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.world import World
-from hpctrain.parallel.product import Product
+from hpctrain.parallel.product import Matmul
 from hpctrain.parallel.products import PRODUCTS
 from tests.engines import LLAMA, Trainer, small_deck, trainer
 
@@ -17,7 +17,7 @@ STEPS = 2
 KEYS = (*LLAMA, "model.layers=4", "model.tied=false", "batch.global_size=8", "layout.schedule=1f1b")
 
 
-class Watching(Product):
+class Watching(Matmul):
     """Notes its largest inputs and gradients, and how many rows it multiplies."""
 
     seen: tuple[dict[str, Tensor], ...] = ()

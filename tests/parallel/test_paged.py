@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from hpctrain.engine.functions import compiled_functions
-from hpctrain.parallel.functions import TORCH, CompiledFunctions, Functions
+from hpctrain.parallel.functions import TORCH, CompiledFunctions, LayerFunctions
 from hpctrain.parallel.library import PAGE, open_library
-from hpctrain.parallel.paged import LayerPages, PageForm, Places
+from hpctrain.parallel.paged import LayerPages, PageLayout, TokenPositions
 
 LENGTHS = (70, 1, 33, 5)
 CPU = torch.device("cpu")
@@ -31,7 +31,7 @@ def tables_of(head: int, form: torch.dtype) -> list[Tensor]:
 
 
 def paged(
-    functions: Functions,
+    functions: LayerFunctions,
     texts: Sequence[list[Tensor]],
     tables: Sequence[Tensor],
     cuts: Sequence[Sequence[int]],
@@ -39,14 +39,14 @@ def paged(
 ) -> list[Tensor]:
     """The output of each text, whose rows come in passes that end at the `cuts` of all texts."""
     _, key, _ = texts[0]
-    form = PageForm(key.shape[2], key.shape[3], key.dtype, bool(tables), functions.compiled)
+    form = PageLayout(key.shape[2], key.shape[3], key.dtype, bool(tables), functions.compiled)
     layer = LayerPages(form, int(pages.max()) + 1, CPU, functions)
     found: list[list[Tensor]] = [[] for _ in texts]
     for before, after in pairwise(cuts):
         runs = [(n, a, b - a) for n, (a, b) in enumerate(zip(before, after, strict=True)) if a < b]
         rows = [torch.cat([x[a : a + c] for n, a, c in runs for x in [texts[n][kind]]]) for kind in range(3)]
         idle = [torch.cat((x, x.new_full((3, *x.shape[1:]), 7))) for x in rows]
-        places = Places.of([*runs, (-1, 0, 3)], pages)
+        places = TokenPositions.of([*runs, (-1, 0, 3)], pages)
         output = layer.attend(*idle, tables, 0.3, places)
         assert output.shape == idle[0].shape
         assert not output[-3:].any()
@@ -87,7 +87,7 @@ def test_rows_have_the_bits_of_the_whole_text(
 @pytest.mark.parametrize("turned", [False, True])
 def test_a_page_has_the_bytes_that_it_is_told_to_have(turned: bool) -> None:
     for functions, width in ((CompiledFunctions(), 48), (TORCH, 40)):
-        form = PageForm(3, 40, torch.bfloat16, turned, functions.compiled)
+        form = PageLayout(3, 40, torch.bfloat16, turned, functions.compiled)
         layer = LayerPages(form, 5, CPU, functions)
         assert layer.keys.nbytes + layer.values.nbytes == 5 * form.bytes
         per_key = 4 if turned and functions.compiled else 2

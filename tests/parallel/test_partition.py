@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from hpctrain.engine.functions import compiled_functions
-from hpctrain.parallel.functions import TORCH, CompiledFunctions, Functions
+from hpctrain.parallel.functions import TORCH, CompiledFunctions, LayerFunctions
 from hpctrain.parallel.library import open_library
-from hpctrain.parallel.partition import Logits
+from hpctrain.parallel.partition import SplitLogits
 
 FORMATS = {torch.float32: 3e-6, torch.bfloat16: 4e-3}
 """How far gradients may be from the exact ones, in the norm."""
@@ -21,7 +21,7 @@ ROWS = 5
 
 
 @pytest.fixture(scope="module", params=["torch", "compiled"])
-def functions(request: pytest.FixtureRequest) -> Functions:
+def functions(request: pytest.FixtureRequest) -> LayerFunctions:
     return TORCH if request.param == "torch" else CompiledFunctions(open_library(compiled_functions()))
 
 
@@ -36,14 +36,14 @@ def products_of(columns: int, width: int, form: torch.dtype, size: float = 3.0) 
 @pytest.mark.parametrize("multiplier", [1.0, 0.3])
 @pytest.mark.parametrize("filled", [0, 7])
 @pytest.mark.parametrize("columns", [1, 15, 16, 33, 1024, 1029, 5000])
-def test_sums_and_gradients(functions: Functions, columns: int, filled: int, multiplier: float) -> None:
+def test_sums_and_gradients(functions: LayerFunctions, columns: int, filled: int, multiplier: float) -> None:
     column = torch.tensor([0, columns - 1, columns // 2, -1, columns // 3])
     weight, of_column = torch.tensor([0.5, 1.0, 2.0, 3.0, 0.0]), torch.tensor([0.25, 1.0, 0.0, 0.0, 4.0])
     for form, bound in FORMATS.items():
         products = products_of(columns, columns + filled, form)
         exact = products[:, :columns].double() * multiplier
         given = products.clone()
-        found = functions.partition(Logits(given, columns, multiplier), column)
+        found = functions.partition(SplitLogits(given, columns, multiplier), column)
         torch.testing.assert_close(found.maximum.double(), exact.amax(1), rtol=1e-7, atol=0)
         total = (exact - exact.amax(1, keepdim=True)).exp()
         torch.testing.assert_close(found.total.double(), total.sum(1), rtol=2e-6, atol=0)
@@ -68,17 +68,17 @@ def test_sums_and_gradients(functions: Functions, columns: int, filled: int, mul
 
 
 def losses(
-    functions: Functions, products: Tensor, column: Tensor, multiplier: float = 1.0
+    functions: LayerFunctions, products: Tensor, column: Tensor, multiplier: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Cross-entropies and their gradients."""
-    found = functions.partition(Logits(products.clone(), products.shape[1], multiplier), column)
+    found = functions.partition(SplitLogits(products.clone(), products.shape[1], multiplier), column)
     loss = found.total.log() + found.maximum - found.at_column
     return loss, found.gradient(1 / found.total, torch.ones(len(products)))
 
 
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("multiplier", [1.0, 0.37, -0.1])
-def test_logits_may_be_huge_or_tiny(functions: Functions, form: torch.dtype, multiplier: float) -> None:
+def test_logits_may_be_huge_or_tiny(functions: LayerFunctions, form: torch.dtype, multiplier: float) -> None:
     for size in (1e-38, 1e-20, 1e4, 1e10, 1e18, 1e37):
         products = products_of(1100, 1100, form, size)
         column = torch.tensor([0, 1099, 0, 1, 1050])
@@ -92,7 +92,7 @@ def test_logits_may_be_huge_or_tiny(functions: Functions, form: torch.dtype, mul
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_a_logit_of_minus_infinity_is_never_predicted(functions: Functions, form: torch.dtype) -> None:
+def test_a_logit_of_minus_infinity_is_never_predicted(functions: LayerFunctions, form: torch.dtype) -> None:
     products = products_of(1100, 1100, form)
     products[:, :1030] = -math.inf
     loss, gradient = losses(functions, products, torch.full((ROWS,), 1050))
@@ -106,7 +106,7 @@ def test_a_logit_of_minus_infinity_is_never_predicted(functions: Functions, form
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_what_is_not_finite_stays_so(functions: Functions, form: torch.dtype) -> None:
+def test_what_is_not_finite_stays_so(functions: LayerFunctions, form: torch.dtype) -> None:
     for bad in (math.nan, math.inf):
         for place in (0, 17, 1023, 1024, 1099):
             products = products_of(1100, 1100, form)
@@ -117,10 +117,10 @@ def test_what_is_not_finite_stays_so(functions: Functions, form: torch.dtype) ->
             assert gradient[[0, 1, 3, 4]].isfinite().all()
 
 
-def test_a_rank_may_hold_what_is_filled_up_alone(functions: Functions) -> None:
+def test_a_rank_may_hold_what_is_filled_up_alone(functions: LayerFunctions) -> None:
     for form in FORMATS:
         found = functions.partition(
-            Logits(torch.full((2, 20), math.nan, dtype=form), 0), torch.tensor([-1, -1])
+            SplitLogits(torch.full((2, 20), math.nan, dtype=form), 0), torch.tensor([-1, -1])
         )
         assert found.maximum.tolist() == [torch.finfo(torch.float32).min] * 2
         assert found.total.tolist() == [0, 0]

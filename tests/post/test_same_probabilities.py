@@ -23,7 +23,7 @@ from hpctrain.generate.sampling import KeyedDraws
 from hpctrain.objective.drawing import Drawing
 from hpctrain.objective.next_token import CrossEntropy
 from hpctrain.objective.policy import OLD, PolicyOptimization
-from hpctrain.parallel.partition import Logits
+from hpctrain.parallel.partition import SplitLogits
 from hpctrain.parallel.vocabulary import VocabularyHead
 from hpctrain.post import writer
 from hpctrain.post.trainer import PolicyTrainer
@@ -76,7 +76,7 @@ def of_draws(head: VocabularyHead, logits: Tensor, tokens: Tensor, drawing: Draw
     products = functional.pad(own, (0, shard.local[0] - columns)).contiguous()
     entropy = CrossEntropy(tokens, torch.zeros(()), drawing=drawing)
     losses, _ = entropy.of_chunk(
-        head, tokens, Logits(products, columns), slice(0, len(tokens)), learning=False
+        head, tokens, SplitLogits(products, columns), slice(0, len(tokens)), learning=False
     )
     return -losses
 

@@ -8,7 +8,7 @@ import pytest
 
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.planned import planned_group
-from hpctrain.parallel.shard import Block, Parameter, Shard
+from hpctrain.parallel.shard import Parameter, Shard, UpdateBlock
 from hpctrain.sharding.bucket_layout import ALIGNMENT, BucketLayout, bucket_layouts
 from hpctrain.sharding.ownership import Grain, Loads
 from hpctrain.sharding.replication import Axes, Replications, Sharding
@@ -29,10 +29,10 @@ def blocks(count: int) -> list[list[list[Parameter]]]:
         leaves = [[Parameter(Shard.whole("norm", (H,)), decayed=False)]]
         for name, shape in SHAPES.items():
             matrix = Parameter(Shard.whole(name, shape))
-            matrix.block = Block(shape, work(*shape))
+            matrix.block = UpdateBlock(shape, work(*shape))
             leaves.append([matrix, Parameter(Shard.whole(f"{name} bias", shape[:1]), decayed=False)])
         experts = Parameter(Shard.whole("experts", (4, H, H)))
-        experts.block = Block((1, H, H), work(H, H))
+        experts.block = UpdateBlock((1, H, H), work(H, H))
         units.append([*leaves, [experts]])
     return units
 

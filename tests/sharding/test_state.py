@@ -22,7 +22,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.stage import SUMMATIONS, build_stage, load_parameters
 from hpctrain.memory.scratch import to_fill, to_read
 from hpctrain.model.build import build_model
-from hpctrain.parallel.product import Product
+from hpctrain.parallel.product import Matmul
 from hpctrain.parallel.products import PRODUCTS
 from hpctrain.parallel.shard import Parameter, Shard
 from hpctrain.plan.memory import plan_memory
@@ -62,7 +62,7 @@ class Rounding:
         yield from state_of_ranks("reducer/residual", self.residual, self.bucket)
 
 
-class Remembering(Product):
+class Remembering(Matmul):
     """Of each weight, the largest inputs and gradients of the last steps, and two numbers for each row."""
 
     history: tuple[Tensor, ...] = ()

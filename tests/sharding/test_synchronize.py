@@ -15,7 +15,7 @@ from hpctrain.model.count import count
 from hpctrain.model.part import blocks_of
 from hpctrain.model.transformer import Transformer
 from hpctrain.optim.optimizer import refresh
-from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.groups import LayerContext
 from hpctrain.sharding import fingerprint
 from hpctrain.sharding.replication import Replications
 from hpctrain.sharding.synchronize import check_replicas
@@ -144,7 +144,7 @@ def test_buckets_start_while_backward_goes_on_and_only_once_a_step(
 
 
 def test_buckets_have_the_size_asked_for(world: World) -> None:
-    groups: LayerGroups = alone(world)
+    groups: LayerContext = alone(world)
     shape = trainer(world.alone(), small_deck()).engine.shape
     model = Transformer(shape, groups)
     limit = 30_000

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hpctrain.comm.world import World
-from hpctrain.parallel.fp8.product import WEIGHTS, QuantizedProduct
+from hpctrain.parallel.fp8.product import WEIGHTS, QuantizedMatmul
 from hpctrain.sharding.weight_maxima import WeightMaxima, quantized_products
 from tests.engines import Trainer, small_deck, trainer
 from tests.parallel.fp8.scales import KEYS
@@ -28,7 +28,7 @@ LAYOUTS = [
 ]
 
 
-def products(run: Trainer) -> list[QuantizedProduct]:
+def products(run: Trainer) -> list[QuantizedMatmul]:
     return quantized_products(layer for model in run.engine.models for layer in model.layers)
 
 
@@ -74,7 +74,7 @@ def test_they_are_the_largest_of_whole_matrices(
     }
     everything = world.everyone.all_gather_object(own)
 
-    def whole(product: QuantizedProduct) -> np.ndarray:
+    def whole(product: QuantizedMatmul) -> np.ndarray:
         matrices = []
         for weight in product.weights:
             matrices.append(np.full(weight.shard.shape, np.nan))
@@ -99,13 +99,13 @@ def test_evaluation_scales_by_the_weights_that_it_shows(
     run = trainer(world, small_deck(*KEYS, *keys))
     run.train(2)
     known: list[bool] = []
-    computed = QuantizedProduct._forward
+    computed = QuantizedMatmul._forward
 
-    def watched(self: QuantizedProduct, *of: Any) -> Any:
+    def watched(self: QuantizedMatmul, *of: Any) -> Any:
         known.append(self._known_weights[WEIGHTS].item() == self.weight().abs().max().item())
         return computed(self, *of)
 
-    monkeypatch.setattr(QuantizedProduct, "_forward", watched)
+    monkeypatch.setattr(QuantizedMatmul, "_forward", watched)
     trained = [float(each.weight().abs().max()) for each in products(run)]
     with run.engine.optimizer.shown():
         shown = [float(each.weight().abs().max()) for each in products(run)]

@@ -20,8 +20,8 @@ from hpctrain.comm.transports.choose import Pair
 from hpctrain.comm.transports.reduction import HALVES
 from hpctrain.comm.transports.transport import Pending, Span, Transport
 from hpctrain.comm.world import World
-from hpctrain.parallel.audit import ProductAudit, Sum
-from hpctrain.parallel.audit_passes import Bounds, Passes
+from hpctrain.parallel.audit import MatmulAudit, Sum
+from hpctrain.parallel.audit_passes import AuditKernels, ErrorBounds
 from hpctrain.parallel.shard import Parameter
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.state import MASTER, MODEL, OPTIMIZER
@@ -234,7 +234,7 @@ class Campaign:
 class WatchedProducts:
     """What an audit is told of products, and how it judges them: where a flip is, and what is allowed."""
 
-    def __init__(self, campaign: Campaign, audit: ProductAudit, world: World) -> None:
+    def __init__(self, campaign: Campaign, audit: MatmulAudit, world: World) -> None:
         self.campaign, self.world, self.row = campaign, world, -1
         self.judged, self.adding, self.compare = audit.product, audit.adding, audit._compare
         self.passes, self.judge = audit._passes, audit._passes.judge
@@ -270,7 +270,13 @@ class WatchedProducts:
         self.row = -1
 
     def _judge(
-        self, bounds: Bounds, expected: Tensor, there: Tensor, added: Tensor, squares: Tensor, worst: Tensor
+        self,
+        bounds: ErrorBounds,
+        expected: Tensor,
+        there: Tensor,
+        added: Tensor,
+        squares: Tensor,
+        worst: Tensor,
     ) -> None:
         """Of fused weights one comes after the other."""
         if 0 <= self.row < len(there):
@@ -278,7 +284,7 @@ class WatchedProducts:
             assert due is not None
             by, ratio = torch.zeros_like(there), torch.zeros(())
             by[self.row] = kernel.by
-            Passes.judge(self.passes, bounds, torch.zeros_like(there), by, added, squares, ratio)
+            AuditKernels.judge(self.passes, bounds, torch.zeros_like(there), by, added, squares, ratio)
             due.above = not float(ratio) <= 1
             most = kernel.by / kernel.rounding if kernel.rounding else float("inf")
             due.how = f"row {self.row}, by {kernel.by}, {float(ratio)} tolerances, {most} deviations"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hpctrain.comm.group import Group
 from hpctrain.errors import HpctrainError
-from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.groups import LayerContext
 
 
 def turned(x: Tensor) -> Tensor:
@@ -22,7 +22,7 @@ def turned(x: Tensor) -> Tensor:
     return x.transpose(0, 1).contiguous()
 
 
-def entered(groups: LayerGroups, x: Tensor) -> Tensor:
+def entered(groups: LayerContext, x: Tensor) -> Tensor:
     """The whole x, of which a rank has a piece of the sequence under sequence parallelism, for what splits
     features: gradients, which are parts there, are summed.
     """
@@ -30,7 +30,7 @@ def entered(groups: LayerGroups, x: Tensor) -> Tensor:
     return result
 
 
-def both_entered(groups: LayerGroups, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+def both_entered(groups: LayerContext, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """As `entered` without pieces, of two, whose gradients are summed in one order on all ranks."""
     result: tuple[Tensor, Tensor] = _BothEntered.apply(x, y, groups)
     return result
@@ -72,13 +72,13 @@ def own_features(tensor: Group, x: Tensor) -> Tensor:
 
 class _Entered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, groups: LayerGroups) -> Tensor:
+    def forward(ctx: Any, x: Tensor, groups: LayerContext) -> Tensor:
         ctx.groups = groups
         return turned(groups.gathered(turned(x))) if groups.sequence_parallel else x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        groups: LayerGroups = ctx.groups
+        groups: LayerContext = ctx.groups
         if groups.sequence_parallel:
             return turned(groups.sum(turned(gradient))), None
         return groups.sum(gradient.clone(memory_format=torch.contiguous_format)), None
@@ -86,7 +86,7 @@ class _Entered(torch.autograd.Function):
 
 class _BothEntered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor, groups: LayerGroups) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, y: Tensor, groups: LayerContext) -> tuple[Tensor, Tensor]:
         ctx.groups = groups
         return x.view_as(x), y.view_as(y)
 

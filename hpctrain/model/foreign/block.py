@@ -16,8 +16,8 @@ from hpctrain.model.foreign.architecture import kept_buffers
 from hpctrain.model.foreign.arguments import tensors_of
 from hpctrain.model.foreign.buffers import changed_once
 from hpctrain.model.foreign.layers import ModuleLayer
-from hpctrain.parallel.groups import LayerGroups
-from hpctrain.parallel.residency import Residency
+from hpctrain.parallel.groups import LayerContext
+from hpctrain.parallel.residency import ParameterResidency
 
 
 class RunningBlock:
@@ -31,8 +31,8 @@ class RunningBlock:
         name: str,
         block: nn.Module,
         layer: ModuleLayer,
-        groups: LayerGroups,
-        residency: Callable[[], Residency],
+        groups: LayerContext,
+        residency: Callable[[], ParameterResidency],
     ) -> None:
         self.name, self.block, self.layer, self.groups = name, block, layer, groups
         self.residency, self.forward = residency, block.forward

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.model.foreign.architecture import kept_buffers
-from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.groups import LayerContext
 from hpctrain.parallel.shard import Shard
 
 KIND = "buffer"
@@ -28,7 +28,7 @@ class ModuleBuffers:
     def __init__(
         self,
         module: nn.Module,
-        groups: LayerGroups,
+        groups: LayerContext,
         whose: Literal["first", "average"] | None,
         storage: torch.dtype,
         elsewhere: Collection[str] = (),
@@ -70,7 +70,7 @@ class ModuleBuffers:
             yield KIND, Shard.whole(name, tuple(buffer.shape)), buffer.view(-1)
 
     def after_update(self, noted: Mapping[str, Tensor]) -> None:  # noqa: ARG002
-        """See LearnsOfStep: have all data ranks agree. Collective."""
+        """See UsesStatistics: have all data ranks agree. Collective."""
         group = self.groups.data
         if group.size == 1 or not self.kept:
             return

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from hpctrain.comm.group import Group
 from hpctrain.model.foreign.across import both_entered, summed
-from hpctrain.parallel.groups import LayerGroups
-from hpctrain.parallel.linear import Rows, rows_shard
+from hpctrain.parallel.groups import LayerContext
+from hpctrain.parallel.linear import RowPartition, rows_shard
 from hpctrain.parallel.shard import Parameter
 
 _COUNT, _SPREAD = "num_experts", "_is_expert_parallel"
@@ -32,14 +32,14 @@ def experts_in(module: nn.Module) -> int | None:
 
 
 def spread_experts(
-    module: nn.Module, names: Mapping[nn.Parameter, str], groups: LayerGroups, tensor: Group
+    module: nn.Module, names: Mapping[nn.Parameter, str], groups: LayerContext, tensor: Group
 ) -> None:
     """Have a rank of `tensor` keep its experts alone, in place; what all give is summed over it, and
     gradients of what they take over the tensor ranks of `groups`.
     """
     count = experts_in(module)
     assert count is not None
-    rows = Rows.split(count, tensor)
+    rows = RowPartition.split(count, tensor)
     for attribute, theirs in list(module.named_parameters(recurse=False)):
         own = Parameter(rows_shard(names[theirs], rows, tuple(theirs.shape[1:])), decayed=theirs.dim() > 1)
         own.requires_grad_(theirs.requires_grad)
@@ -53,8 +53,8 @@ def spread_experts(
 def _of_own(
     module: nn.Module,
     forward: Callable[..., Tensor],
-    rows: Rows,
-    groups: LayerGroups,
+    rows: RowPartition,
+    groups: LayerContext,
     tensor: Group,
     hidden_states: Tensor,
     top_k_index: Tensor,

@@ -18,7 +18,7 @@ from hpctrain.model.foreign.parallel import LateParameter
 from hpctrain.model.foreign.passage import Passage, PiecePassage
 from hpctrain.model.foreign.whole import WholeLinear, compute_whole, layers_in, multiplied
 from hpctrain.model.part import Span
-from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.groups import LayerContext
 from hpctrain.parallel.shard import Parameter, Shard
 
 Names = dict[Parameter, list[str]]
@@ -42,7 +42,7 @@ class Held:
 def hold_all(
     module: nn.Module,
     architecture: ModuleArchitecture,
-    groups: LayerGroups,
+    groups: LayerContext,
     parted: Collection[nn.Parameter],
 ) -> Held:
     """All of a module; what is outside of blocks, or in several, is in the first layer. Gradients of those
@@ -69,7 +69,7 @@ def hold_all(
 def hold_piece(
     module: nn.Module,
     architecture: ModuleArchitecture,
-    groups: LayerGroups,
+    groups: LayerContext,
     parted: Collection[nn.Parameter],
     span: Span,
     lent: Mapping[str, Parameter],

@@ -12,9 +12,9 @@ from typing_extensions import override
 from hpctrain.model.foreign.parallel import LateParameter
 from hpctrain.model.foreign.trace import LayerTrace
 from hpctrain.model.part import Layer
-from hpctrain.parallel.linear import Multiplying, SplitLinear
-from hpctrain.parallel.operations import Matrix
-from hpctrain.parallel.saved import Saving, Storage
+from hpctrain.parallel.linear import MatmulLayer, SplitLinear
+from hpctrain.parallel.operations import MatrixSize
+from hpctrain.parallel.saved import ActivationSizes, SavedStorage
 from hpctrain.parallel.shard import Parameter
 from hpctrain.parallel.vocabulary import VocabularyHead
 
@@ -28,7 +28,7 @@ class ModuleLayer(Layer):
     `borrowed` parameters of another layer, too.
     """
 
-    traced: Callable[[Saving | None], LayerTrace | str]
+    traced: Callable[[ActivationSizes | None], LayerTrace | str]
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class ModuleLayer(Layer):
 
     @property
     @override
-    def matrices(self) -> list[Matrix]:
+    def matrices(self) -> list[MatrixSize]:
         return self._matrices
 
     @property
@@ -97,7 +97,7 @@ class ModuleLayer(Layer):
         found = self.traced(None)
         return 0 if isinstance(found, str) else found.core
 
-    def saved(self, at: Saving) -> list[Storage]:
+    def saved(self, at: ActivationSizes) -> list[SavedStorage]:
         """See Layer: nothing where it is unknown."""
         found = self.traced(at)
         if isinstance(found, str):
@@ -105,12 +105,12 @@ class ModuleLayer(Layer):
         return list(found.kept if at.again and not self.is_block else found.saved)
 
     @override
-    def unknown(self, at: Saving) -> str | None:
+    def unknown(self, at: ActivationSizes) -> str | None:
         found = self.traced(at)
         return found if isinstance(found, str) else None
 
     @override
-    def computed_again(self, at: Saving) -> tuple[list[Storage], int] | None:
+    def computed_again(self, at: ActivationSizes) -> tuple[list[SavedStorage], int] | None:
         found = self.traced(at)
         return ([], 0) if isinstance(found, str) else (list(found.kept), found.again)
 
@@ -127,10 +127,10 @@ class ModuleBlock(ModuleLayer):
     is_block = True
 
 
-def matrices_in(modules: Sequence[nn.Module]) -> list[Matrix]:
+def matrices_in(modules: Sequence[nn.Module]) -> list[MatrixSize]:
     """The matrices of linear layers among modules: all weights of two dims but those that are looked up."""
-    split = [matrix for each in modules if isinstance(each, Multiplying) for matrix in each.matrices]
-    plain = (each for each in modules if not isinstance(each, nn.Embedding | Multiplying))
+    split = [matrix for each in modules if isinstance(each, MatmulLayer) for matrix in each.matrices]
+    plain = (each for each in modules if not isinstance(each, nn.Embedding | MatmulLayer))
     weights = (each._parameters.get("weight") for each in plain)  # what is made of others may fail
     found = [weight for weight in weights if isinstance(weight, nn.Parameter) and weight.dim() == 2]
-    return [*split, *(Matrix(weight.shape[0], weight.shape[1], "whole") for weight in found)]
+    return [*split, *(MatrixSize(weight.shape[0], weight.shape[1], "whole") for weight in found)]

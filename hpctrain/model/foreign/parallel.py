@@ -17,10 +17,10 @@ from hpctrain.comm.group import Group
 from hpctrain.errors import HpctrainError
 from hpctrain.model.foreign.across import own_features, turned, whole_features
 from hpctrain.model.foreign.sizes import Linear
-from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.groups import LayerContext
 from hpctrain.parallel.linear import ColumnLinear, RowLinear, SplitLinear
-from hpctrain.parallel.operations import Matrix
-from hpctrain.parallel.product import Product
+from hpctrain.parallel.operations import MatrixSize
+from hpctrain.parallel.product import Matmul
 from hpctrain.parallel.products import make_product
 from hpctrain.parallel.shard import Parameter
 from hpctrain.parallel.vocabulary import VocabularyEmbedding
@@ -30,12 +30,12 @@ class LateParameter(Parameter):
     """One that a layer of these adds the gradient of, perhaps several times in a pass, or after it."""
 
 
-class TransposedProduct(Product):
+class TransposedProduct(Matmul):
     """Y = X W, of weights [k, n] that lie in memory each by itself: those of transformers' Conv1D."""
 
-    def __init__(self, weights: Sequence[Parameter], groups: LayerGroups) -> None:
+    def __init__(self, weights: Sequence[Parameter], groups: LayerContext) -> None:
         super().__init__(weights, groups)
-        self._each = [Product([weight], groups) for weight in weights]
+        self._each = [Matmul([weight], groups) for weight in weights]
         self._sizes = [weight.shard.local[1] for weight in weights]
 
     @property
@@ -59,7 +59,7 @@ class TransposedProduct(Product):
         return sum(each.copy_bytes for each in self._each)
 
     def forward(self, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
-        """See Product: by what the transposed matrices have for their input gradients."""
+        """See Matmul: by what the transposed matrices have for their input gradients."""
         made = [each.input_gradient(inputs) for each in self._each]
         output = made[0] if len(made) == 1 else torch.cat(made, -1)
         return output if bias is None else output.add_(bias)
@@ -91,8 +91,8 @@ class Replacing(SplitLinear):
 
     @property
     @override
-    def matrices(self) -> list[Matrix]:
-        return [Matrix(self.linear.outputs, self.linear.inputs, self.cut)]
+    def matrices(self) -> list[MatrixSize]:
+        return [MatrixSize(self.linear.outputs, self.linear.inputs, self.cut)]
 
     def met(self) -> None:
         """HpctrainError in a backward pass that is not the run's: it would add to gradients, too."""
@@ -116,7 +116,7 @@ class Column(Replacing, ColumnLinear):
         self,
         weights: Sequence[LateParameter],
         biases: Sequence[LateParameter],
-        groups: LayerGroups,
+        groups: LayerContext,
         tensor: Group,
         linear: Linear,
         outputs: int = 0,
@@ -140,7 +140,7 @@ class Row(Replacing, RowLinear):
         self,
         weight: LateParameter,
         bias: LateParameter | None,
-        groups: LayerGroups,
+        groups: LayerContext,
         linear: Linear,
         whole_input: bool,
     ) -> None:
@@ -187,7 +187,7 @@ def take_parameters(
 class _Lookup(VocabularyEmbedding):
     """Of tokens [b, s] the rows [b, s or s/t, h]; those of `padding` learn nothing."""
 
-    def __init__(self, table: LateParameter, groups: LayerGroups, padding: int | None) -> None:
+    def __init__(self, table: LateParameter, groups: LayerContext, padding: int | None) -> None:
         super().__init__(table, groups)
         self.padding = padding
 
@@ -215,7 +215,7 @@ class SplitLookup(nn.Embedding):
         return rows
 
 
-def split_lookup(embedding: nn.Embedding, table: LateParameter, groups: LayerGroups) -> None:
+def split_lookup(embedding: nn.Embedding, table: LateParameter, groups: LayerContext) -> None:
     """Have an embedding, in place, look up in a table that is split; what its class makes of it stays."""
     kind = type(embedding)
     split = SplitLookup if kind is nn.Embedding else type(kind.__name__, (kind, SplitLookup), {})

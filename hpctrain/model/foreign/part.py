@@ -27,9 +27,9 @@ from hpctrain.model.foreign.split import SplitOutputs, split_module
 from hpctrain.model.foreign.twin import traced
 from hpctrain.model.inputs import Inputs
 from hpctrain.model.part import Computed, Layer, Part, Span
-from hpctrain.parallel.groups import LayerGroups
-from hpctrain.parallel.residency import Residency
-from hpctrain.parallel.saved import Saving
+from hpctrain.parallel.groups import LayerContext
+from hpctrain.parallel.residency import ParameterResidency
+from hpctrain.parallel.saved import ActivationSizes
 from hpctrain.parallel.shard import Parameter
 
 
@@ -45,14 +45,14 @@ class ModulePart(nn.Module):
     def __init__(
         self,
         architecture: ModuleArchitecture,
-        groups: LayerGroups,
+        groups: LayerContext,
         span: Span,
         lent: Mapping[str, Parameter] = MappingProxyType({}),
     ) -> None:
         super().__init__()
         self.groups, self.span, self.architecture = groups, span, architecture
         self.title, self.sequence = architecture.title, architecture.sequence
-        self.residency = Residency()
+        self.residency = ParameterResidency()
         # What runs is no copy: functions that a module makes for itself refer to what was copied.
         planned = groups.tensor.device == META
         self.module = architecture.sketch() if planned else architecture.build(META)
@@ -122,7 +122,7 @@ class ModulePart(nn.Module):
         """See Part: of what the module gives."""
         return compute(last if self.split.head is None else SplitOutputs(last, self.split.head))
 
-    def shared_bytes(self, at: Saving) -> int:  # noqa: ARG002
+    def shared_bytes(self, at: ActivationSizes) -> int:  # noqa: ARG002
         """See Part: told by the first of them."""
         return 0
 
@@ -145,7 +145,7 @@ class ModulePart(nn.Module):
         for parameter in layer.held:
             self._there.enter_context(self.residency.held(parameter))
 
-    def _present(self) -> Residency:
+    def _present(self) -> ParameterResidency:
         """How parameters are there: who cuts them says so later."""
         return self.residency
 
@@ -212,7 +212,7 @@ class ModulePart(nn.Module):
             hidden.grad = torch.zeros_like(hidden)
 
 
-def module_parts(architecture: ModuleArchitecture, groups: LayerGroups, spans: Sequence[Span]) -> list[Part]:
+def module_parts(architecture: ModuleArchitecture, groups: LayerContext, spans: Sequence[Span]) -> list[Part]:
     """The parts of a module that a rank has; what the first and the last one of all have in common is one."""
     parts: list[ModulePart] = []
     for span in spans:

@@ -18,8 +18,8 @@ from hpctrain.model.foreign.experts import spread_experts
 from hpctrain.model.foreign.parallel import Column, LateParameter, Row, split_lookup
 from hpctrain.model.foreign.plan import LINEAR, Plan, Wish, attribute_of, divisor
 from hpctrain.model.foreign.sizes import Linear, is_hooked, part_sizes
-from hpctrain.parallel.groups import LayerGroups
-from hpctrain.parallel.linear import Rows, rows_shard
+from hpctrain.parallel.groups import LayerContext
+from hpctrain.parallel.linear import RowPartition, rows_shard
 from hpctrain.parallel.shard import Shard
 from hpctrain.parallel.vocabulary import vocabulary_shard
 
@@ -28,7 +28,7 @@ from hpctrain.parallel.vocabulary import vocabulary_shard
 class SplitHead:
     """A head whose logits are split over the vocabulary: the first `rows` of a rank's `table` are any."""
 
-    groups: LayerGroups
+    groups: LayerContext
     table: LateParameter
     rows: int
 
@@ -49,7 +49,7 @@ class Split:
     head: SplitHead | None = None
 
 
-def split_module(module: nn.Module, plan: Plan, groups: LayerGroups, whole_logits: bool) -> Split:
+def split_module(module: nn.Module, plan: Plan, groups: LayerContext, whole_logits: bool) -> Split:
     """Split a module by a plan without problems over the tensor ranks of `groups`; with one rank it stays.
 
     With `whole_logits` its head gathers them.
@@ -63,7 +63,7 @@ def split_module(module: nn.Module, plan: Plan, groups: LayerGroups, whole_logit
 class _Splitting:
     """Replaces all that is planned when it is made."""
 
-    def __init__(self, module: nn.Module, plan: Plan, groups: LayerGroups, whole_logits: bool) -> None:
+    def __init__(self, module: nn.Module, plan: Plan, groups: LayerContext, whole_logits: bool) -> None:
         self.module, self.plan, self.groups = module, plan, groups
         self.whole_logits = whole_logits
         # What lies in a part whose input is gathered, or copied, leaves the sum of gradients to that.
@@ -127,7 +127,7 @@ class _Splitting:
                 if each is old:
                     setattr(home, child, by)
 
-    def _groups_of(self, name: str) -> LayerGroups:
+    def _groups_of(self, name: str) -> LayerContext:
         return self.inside if name.startswith(self.gathered) else self.groups
 
     def _linear(self, name: str, wish: Wish) -> nn.Module:
@@ -135,7 +135,7 @@ class _Splitting:
         linear, tensor = Linear.of(old), self.groups.tensor
         assert linear is not None
         if wish.style in {"row", "row of whole input"}:
-            columns = Rows.split(linear.inputs, tensor)
+            columns = RowPartition.split(linear.inputs, tensor)
             shard = rows_shard(self._name(old, "weight"), columns, (linear.outputs,))
             weight = self._parameter(old, "weight", shard if linear.transposed else _turned(shard))
             whole = (linear.outputs,), self.groups.sequence_partial
@@ -147,7 +147,7 @@ class _Splitting:
         assert sizes is not None
         weights, biases, start = [], [], 0
         for size in sizes:
-            part = Rows.split(size, tensor, wish.unit or 1)
+            part = RowPartition.split(size, tensor, wish.unit or 1)
             rows = replace(part, size=linear.outputs, start=start + part.start)
             shard = rows_shard(self._name(old, "weight"), rows, (linear.inputs,))
             weights.append(self._parameter(old, "weight", _turned(shard) if linear.transposed else shard))
@@ -171,7 +171,7 @@ class _Splitting:
         biases = []
         if old.bias is not None:
             shard = table.shard
-            rows = Rows(shard.shape[0], shard.start[0], shard.local[0])
+            rows = RowPartition(shard.shape[0], shard.start[0], shard.local[0])
             biases = [self._parameter(old, "bias", rows_shard(self._name(old, "bias"), rows, ()))]
             for home in self.module.modules():  # one around the head may have it, too
                 home._parameters |= {n: biases[0] for n, p in home._parameters.items() if p is old.bias}

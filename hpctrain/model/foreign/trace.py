@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 from hpctrain.errors import HpctrainError
 from hpctrain.model.foreign.arguments import tensors_of
 from hpctrain.model.foreign.on_meta import OnMeta, ToldAsHost, kernels_of
-from hpctrain.parallel.saved import Storage
+from hpctrain.parallel.saved import SavedStorage
 from hpctrain.parallel.shard import Parameter
 
 _LONGEST = 200  # characters of what an error says
@@ -38,8 +38,8 @@ class LayerTrace:
     `rows` are those that matrices were multiplied with, of the most of them, by the parameters' names.
     """
 
-    saved: tuple[Storage, ...]
-    kept: tuple[Storage, ...]
+    saved: tuple[SavedStorage, ...]
+    kept: tuple[SavedStorage, ...]
     again: int
     products: int
     core: int
@@ -187,14 +187,14 @@ class _Tracer:
             and _key(tensor) not in self._there
             and event.call in saving  # what saves nothing is not computed again, and needs no inputs
         ]
-        saved: list[dict[int, Storage]] = [{} for _ in range(self.last + 1)]
-        kept: list[dict[int, Storage]] = [{} for _ in range(self.last + 1)]
-        of_calls: dict[Call, dict[int, Storage]] = {}
+        saved: list[dict[int, SavedStorage]] = [{} for _ in range(self.last + 1)]
+        kept: list[dict[int, SavedStorage]] = [{} for _ in range(self.last + 1)]
+        of_calls: dict[Call, dict[int, SavedStorage]] = {}
         met: set[int] = set()
         met_again: set[int] = set()
         for at, event, tensor in alive:
             key, layer = _key(tensor), self._layer(at, event.call)
-            storage = Storage(tensor.untyped_storage().nbytes(), tensor.element_size(), features=False)
+            storage = SavedStorage(tensor.untyped_storage().nbytes(), tensor.element_size(), features=False)
             if event.given is None and key not in met:
                 met.add(key)
                 saved[layer][key] = storage

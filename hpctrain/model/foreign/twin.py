@@ -16,8 +16,8 @@ from hpctrain.model.foreign.architecture import META, ModuleArchitecture
 from hpctrain.model.foreign.trace import LayerTrace, Trace, trace
 from hpctrain.model.inputs import Inputs
 from hpctrain.model.part import Computed, Span
-from hpctrain.parallel.groups import LayerGroups
-from hpctrain.parallel.saved import Saving
+from hpctrain.parallel.groups import LayerContext
+from hpctrain.parallel.saved import ActivationSizes
 from hpctrain.parallel.shard import Parameter
 
 
@@ -25,7 +25,7 @@ class Traced(Protocol):
     """A part of a module, which is made of an architecture, groups and a span."""
 
     architecture: ModuleArchitecture
-    groups: LayerGroups
+    groups: LayerContext
     span: Span
     module: nn.Module
 
@@ -51,7 +51,7 @@ class Traced(Protocol):
         """Return the result of `compute` for the output of the last part, with its parameters gathered."""
 
 
-def traced(part: Traced, number: int, at: Saving | None) -> LayerTrace | str:
+def traced(part: Traced, number: int, at: ActivationSizes | None) -> LayerTrace | str:
     """What is found of a layer of a part, by its number, for a micro-batch; None: of one sample, with all
     that tensor ranks compute. Where nothing is found, why.
     """
@@ -59,7 +59,7 @@ def traced(part: Traced, number: int, at: Saving | None) -> LayerTrace | str:
     frozen = frozenset(parameter.shard.name for parameter in part.names if not parameter.requires_grad)
     if at is None:
         sequence = part.architecture.sequence
-        seen, rank = Saving(sequence, sequence, 1, size, size), (0, 1, False)
+        seen, rank = ActivationSizes(sequence, sequence, 1, size, size), (0, 1, False)
     else:
         tensor = part.groups.tensor
         seen = replace(at, selective=False, again=False)
@@ -70,12 +70,12 @@ def traced(part: Traced, number: int, at: Saving | None) -> LayerTrace | str:
 
 @lru_cache(maxsize=64)
 def _trace_of(
-    kind: Callable[[ModuleArchitecture, LayerGroups, Span], Traced],
+    kind: Callable[[ModuleArchitecture, LayerContext, Span], Traced],
     architecture: ModuleArchitecture,
     span: Span,
     frozen: frozenset[str],
     rank: tuple[int, int, bool],
-    at: Saving,
+    at: ActivationSizes,
 ) -> Trace:
     """The trace of such a part as a tensor rank (its number, of so many, by sequence or not) holds it."""
     place, size, by_sequence = rank
@@ -83,7 +83,7 @@ def _trace_of(
         planned_group((axis,), *of, Ledger()) for axis, of in (("tensor", (place, size)), ("context", (0, 1)))
     )
     with META:
-        groups = LayerGroups(tensor, context, by_sequence, product_format=architecture.storage)
+        groups = LayerContext(tensor, context, by_sequence, product_format=architecture.storage)
         part = kind(architecture, groups, span)
     for parameter in part.names:
         parameter.requires_grad_(parameter.requires_grad and parameter.shard.name not in frozen)

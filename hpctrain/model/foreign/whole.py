@@ -18,8 +18,8 @@ from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.planned import planned_group
 from hpctrain.model.foreign.parallel import LateParameter, take_parameters
 from hpctrain.model.foreign.sizes import Linear, is_hooked
-from hpctrain.parallel.groups import LayerGroups
-from hpctrain.parallel.linear import ColumnFunction, ColumnLinear, SplitLinear
+from hpctrain.parallel.groups import LayerContext
+from hpctrain.parallel.linear import ColumnAutograd, ColumnLinear, SplitLinear
 
 
 def multiplied(module: nn.Module) -> Iterator[nn.Parameter]:
@@ -29,7 +29,7 @@ def multiplied(module: nn.Module) -> Iterator[nn.Parameter]:
             yield from each.parameters(recurse=False)
 
 
-def compute_whole(module: nn.Module, groups: LayerGroups) -> dict[nn.Module, WholeLinear]:
+def compute_whole(module: nn.Module, groups: LayerContext) -> dict[nn.Module, WholeLinear]:
     """Have the linear layers that are here, of parameters that are LateParameters, compute so; what of."""
     alone = planned_group(("tensor",), 0, 1, Ledger())
     own_groups = replace(groups, tensor=alone, sequence_parallel=False)
@@ -52,7 +52,7 @@ def layers_in(modules: Iterable[nn.Module], whole: Mapping[nn.Module, WholeLinea
 class WholeLinear(ColumnLinear):
     """Computes in the place of a linear layer, with its parameters."""
 
-    def __init__(self, module: nn.Module, linear: Linear, groups: LayerGroups) -> None:
+    def __init__(self, module: nn.Module, linear: Linear, groups: LayerContext) -> None:
         SplitLinear.__init__(self, groups, shared_input=False)
         weight, bias = module.get_parameter("weight"), module._parameters.get("bias")
         assert isinstance(weight, LateParameter) and (bias is None or isinstance(bias, LateParameter))
@@ -85,12 +85,12 @@ class WholeLinear(ColumnLinear):
         """Autograd tells."""
 
 
-class _Whole(ColumnFunction):
+class _Whole(ColumnAutograd):
     @staticmethod
     def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
         layer: WholeLinear = ctx.layer
         if layer.groups.weight_gradients.running and not torch.is_grad_enabled():
-            return ColumnFunction.backward(ctx, output_gradient)
+            return ColumnAutograd.backward(ctx, output_gradient)
         (x,), weight = ctx.saved_tensors, layer.weights[0]
         rows, of_rows = x.reshape(-1, x.shape[-1]), output_gradient.reshape(-1, output_gradient.shape[-1])
         matrix = weight.t() if layer.linear.transposed else weight

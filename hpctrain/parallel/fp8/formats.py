@@ -28,7 +28,7 @@ _NOT_A_NUMBER = 255
 
 
 @dataclass(frozen=True)
-class Format:
+class Fp8Format:
     """A format of 8 bits: its type in torch, its largest number, its least one above zero."""
 
     dtype: torch.dtype
@@ -36,16 +36,16 @@ class Format:
     smallest: float
 
 
-E4M3 = Format(torch.float8_e4m3fn, 448.0, 2.0**-9)
+E4M3 = Fp8Format(torch.float8_e4m3fn, 448.0, 2.0**-9)
 """Four bits of exponent, three of fraction: of weights and activations. It has no infinity."""
 
-E5M2 = Format(torch.float8_e5m2, 57344.0, 2.0**-16)
+E5M2 = Fp8Format(torch.float8_e5m2, 57344.0, 2.0**-16)
 """Five bits of exponent, two of fraction: of gradients, whose magnitudes differ more."""
 
 FORMATS = {form.dtype: form for form in (E4M3, E5M2)}
 
 
-def to_format(values: Tensor, form: Format) -> Tensor:
+def to_format(values: Tensor, form: Fp8Format) -> Tensor:
     """To the nearest number of the format, of two as near the even one; beyond the largest, the largest.
 
     What is not finite is NaN, and no largest number: a step that overflows must be seen to.
@@ -81,7 +81,7 @@ def agreed_maximum(maxima: Tensor) -> Tensor:
     return maxima.float().nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
-def scales_of(maxima: Tensor, form: Format) -> Tensor:
+def scales_of(maxima: Tensor, form: Fp8Format) -> Tensor:
     """The scale, fp32, of numbers of each largest magnitude: the least power of two that keeps them within
     the format, if it is a normal number. Of zeros it is one; of what is not finite it is NaN.
     """

@@ -7,7 +7,7 @@ import torch
 from hpctrain.comm.device import choose_device, gpu_count
 from hpctrain.host.doctor import DoctorFinding
 from hpctrain.parallel.fp8.multiply import has_native
-from hpctrain.parallel.fp8.recipes import RECIPES, Recipe
+from hpctrain.parallel.fp8.recipes import RECIPES, ScalingRecipe
 
 WAYS = {
     "all": "multiplied in 8 bits: {}",
@@ -25,7 +25,7 @@ def found_products(local_rank: int) -> DoctorFinding:
     return DoctorFinding("FP8", "; ".join(WAYS[way].format(some) for way, some in names.items() if some))
 
 
-def native(recipe: Recipe, device: torch.device) -> str:
+def native(recipe: ScalingRecipe, device: torch.device) -> str:
     """Of the products of a layer, in bf16 and for sums in fp32, which a device has: "all", the "stored" ones
     (forward and input gradients) or "none".
     """

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from hpctrain.parallel.fp8.formats import E4M3, E5M2, expanded
-from hpctrain.parallel.fp8.quantize import Blocks, Quantized, Scaling
+from hpctrain.parallel.fp8.quantize import QuantizedTensor, ScaleBlocks, Scaling
 
 UNIT = 16
 """Of sizes of matrices that GPUs multiply in these formats."""
 
 
-def multiplied(left: Quantized, right: Quantized, dtype: torch.dtype) -> Tensor:
+def multiplied(left: QuantizedTensor, right: QuantizedTensor, dtype: torch.dtype) -> Tensor:
     """Return left [m, k] right [n, k]^T in `dtype` [m, n], added up in fp32.
 
     The device's own product computes it where it has one, or else one of the same numbers in 16 or 32 bits.
@@ -29,7 +29,7 @@ def multiplied(left: Quantized, right: Quantized, dtype: torch.dtype) -> Tensor:
     return emulated_product(left, right, dtype)
 
 
-def is_native(left: Quantized, right: Quantized, dtype: torch.dtype) -> bool:
+def is_native(left: QuantizedTensor, right: QuantizedTensor, dtype: torch.dtype) -> bool:
     """Whether the device multiplies these in 8 bits, for a result in `dtype`."""
     pair = {left.form, right.form}
     if not (left.scaled_alike and right.scaled_alike) or pair == {E5M2}:
@@ -50,7 +50,7 @@ def has_native(device: torch.device, by_row: bool, dtype: torch.dtype) -> bool:
     """
     if device.type != "cuda" or not hasattr(torch, "_scaled_mm"):
         return False
-    one = Scaling(Blocks(1 if by_row else None)).quantized(torch.ones(UNIT, UNIT, device=device), E4M3)
+    one = Scaling(ScaleBlocks(1 if by_row else None)).quantized(torch.ones(UNIT, UNIT, device=device), E4M3)
     try:
         native_product(one, one, dtype)
     except (RuntimeError, ValueError):
@@ -58,7 +58,7 @@ def has_native(device: torch.device, by_row: bool, dtype: torch.dtype) -> bool:
     return True
 
 
-def native_product(left: Quantized, right: Quantized, dtype: torch.dtype) -> Tensor:
+def native_product(left: QuantizedTensor, right: QuantizedTensor, dtype: torch.dtype) -> Tensor:
     """left [m, k] right [n, k]^T by `torch._scaled_mm`, of one scale for a matrix or for each row."""
     return torch._scaled_mm(
         left.values.contiguous(),
@@ -69,7 +69,7 @@ def native_product(left: Quantized, right: Quantized, dtype: torch.dtype) -> Ten
     )
 
 
-def emulated_product(left: Quantized, right: Quantized, dtype: torch.dtype) -> Tensor:
+def emulated_product(left: QuantizedTensor, right: QuantizedTensor, dtype: torch.dtype) -> Tensor:
     """As `multiplied`, by a product in another format, which has all of the quantized numbers exactly.
 
     Where a row has one scale it is multiplied by afterwards.

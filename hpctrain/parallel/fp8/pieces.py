@@ -8,10 +8,12 @@ from dataclasses import replace
 import torch
 
 from hpctrain.comm.group import Group
-from hpctrain.parallel.fp8.quantize import Quantized
+from hpctrain.parallel.fp8.quantize import QuantizedTensor
 
 
-def start_gather(piece: Quantized, pieces: Group, blocking: bool = False) -> Callable[[], Quantized]:
+def start_gather(
+    piece: QuantizedTensor, pieces: Group, blocking: bool = False
+) -> Callable[[], QuantizedTensor]:
     """Have the rows of all ranks come, one's below the other's; what waits for them. Collective.
 
     They are what quantizing all of them at once gives where no block lies in two pieces, or where ranks have
@@ -21,13 +23,13 @@ def start_gather(piece: Quantized, pieces: Group, blocking: bool = False) -> Cal
     of_rows = piece.blocks.rows is not None
     scales = pieces.start_all_gather(piece.scales, blocking=blocking) if of_rows else None
 
-    def finish() -> Quantized:
+    def finish() -> QuantizedTensor:
         whole = values.wait().view(piece.values.dtype)
         return replace(piece, values=whole, scales=piece.scales if scales is None else scales.wait())
 
     return finish
 
 
-def gathered(piece: Quantized, pieces: Group) -> Quantized:
+def gathered(piece: QuantizedTensor, pieces: Group) -> QuantizedTensor:
     """As `start_gather`, at once."""
     return start_gather(piece, pieces, blocking=True)()

@@ -12,16 +12,16 @@ from typing_extensions import override
 
 from hpctrain.comm.group import Group
 from hpctrain.parallel.audit import INPUT_GRADIENT
-from hpctrain.parallel.fp8.formats import E4M3, E5M2, Format, agreed_maximum
+from hpctrain.parallel.fp8.formats import E4M3, E5M2, Fp8Format, agreed_maximum
 from hpctrain.parallel.fp8.history import KIND, History
 from hpctrain.parallel.fp8.multiply import multiplied
 from hpctrain.parallel.fp8.pieces import gathered, start_gather
-from hpctrain.parallel.fp8.quantize import Blocks, Quantized, Scaling, block_maxima
-from hpctrain.parallel.fp8.recipes import Recipe
+from hpctrain.parallel.fp8.quantize import QuantizedTensor, ScaleBlocks, Scaling, block_maxima
+from hpctrain.parallel.fp8.recipes import ScalingRecipe
 from hpctrain.parallel.fp8.watched import note_counts, note_lost, operand_name
-from hpctrain.parallel.groups import LayerGroups
-from hpctrain.parallel.product import Operand, Product, Scaled
-from hpctrain.parallel.saved import Saving, Storage
+from hpctrain.parallel.groups import LayerContext
+from hpctrain.parallel.product import Matmul, Operand, Scaled
+from hpctrain.parallel.saved import ActivationSizes, SavedStorage
 from hpctrain.parallel.shard import Parameter, Shard
 
 Kind = Literal["inputs", "weights", "gradients"]
@@ -40,16 +40,16 @@ TURNED_WEIGHTS: Dims = ("inputs", "outputs")
 """How the weights lie for the output, and for the gradient of the input."""
 
 
-class GivenWeights(NamedTuple):
+class PrequantizedWeights(NamedTuple):
     """Weights [n, k] that came in 8 bits, with one scale; in steps that are watched also what those that this
     rank owns of them have lost, see `lost`.
     """
 
-    found: Quantized
+    found: QuantizedTensor
     counts: Tensor | None
 
 
-class QuantizedProduct(Product):
+class QuantizedMatmul(Matmul):
     """All three products are of matrices in 8 bits, scaled by a `recipe`, each made of high precision.
 
     What is kept of inputs for backward is in 8 bits, as the product for the weight's gradient takes it. With
@@ -63,15 +63,15 @@ class QuantizedProduct(Product):
     def __init__(
         self,
         weights: Sequence[Parameter],
-        groups: LayerGroups,
-        recipe: Recipe,
-        gradient_form: Format = E5M2,
+        groups: LayerContext,
+        recipe: ScalingRecipe,
+        gradient_form: Fp8Format = E5M2,
         messages: bool = False,
     ) -> None:
         super().__init__(weights, groups)
         self.recipe, self.gradient_form, self.messages = recipe, gradient_form, messages
         self._known_weights: dict[Dims, Tensor] = {}
-        self._given: GivenWeights | None = None
+        self._given: PrequantizedWeights | None = None
 
     @override
     def forward(self, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -80,7 +80,7 @@ class QuantizedProduct(Product):
     def forward_kept(
         self, inputs: Tensor, bias: Tensor | None, pieces: Group | None, compact: bool
     ) -> tuple[Tensor, Operand]:
-        """See Product: in 8 bits is kept what the weight's gradient multiplies.
+        """See Matmul: in 8 bits is kept what the weight's gradient multiplies.
 
         Where one scale is that of both products, these are the values that were multiplied, or else others,
         which are made of the inputs here instead of in backward.
@@ -102,14 +102,14 @@ class QuantizedProduct(Product):
         return output, Scaled(own.values, own.scales)
 
     @override
-    def kept(self, rows: int, at: Saving, pieces: Group | None) -> list[Storage]:
+    def kept(self, rows: int, at: ActivationSizes, pieces: Group | None) -> list[SavedStorage]:
         if not self._is_exact(rows, pieces):
             return super().kept(rows, at, pieces)
         features = self.weights[0].shard.local[1]
         scaling = self.recipe.tokens.transposed
         below, beside = scaling.blocks.counts((rows, features))
         size = 1 if scaling.as_bytes else 4
-        return [Storage(rows * features, 1, False), Storage(below * beside * size, size, False)]
+        return [SavedStorage(rows * features, 1, False), SavedStorage(below * beside * size, size, False)]
 
     @override
     def start_whole(self, kept: Operand, pieces: Group, blocking: bool = False) -> Callable[[], Operand]:
@@ -124,7 +124,7 @@ class QuantizedProduct(Product):
         return coming
 
     def whole_gradient(self, output_gradient: Tensor, pieces: Group | None) -> Operand:
-        """See Product: in 8 bits, where one scale is that of both products."""
+        """See Matmul: in 8 bits, where one scale is that of both products."""
         if not self.one_scale:
             return super().whole_gradient(output_gradient, pieces)
         rows, dims = _rows(output_gradient), _GRADIENTS
@@ -136,12 +136,12 @@ class QuantizedProduct(Product):
         return Scaled(whole.values, whole.scales)
 
     @override
-    def operand_bytes(self, rows: int, at: Saving) -> int:
+    def operand_bytes(self, rows: int, at: ActivationSizes) -> int:
         whole = super().operand_bytes(rows, at)
         return whole // at.itemsize + 4 if self.one_scale else whole
 
-    def passing(self, rows: int, at: Saving) -> int:
-        """See Product: both operands in 8 bits, and expanded, unless the device multiplies them as they are;
+    def passing(self, rows: int, at: ActivationSizes) -> int:
+        """See Matmul: both operands in 8 bits, and expanded, unless the device multiplies them as they are;
         and the gradient of the weight, which is added whole.
         """
         outputs, features = sum(w.shard.local[0] for w in self.weights), self.weights[0].shard.local[1]
@@ -163,7 +163,7 @@ class QuantizedProduct(Product):
     def input_gradient_of(self, output_gradient: Operand) -> Tensor:
         if isinstance(output_gradient, Tensor):
             return self.input_gradient(output_gradient)
-        return self._input_gradient(Quantized(*output_gradient, Blocks()), self.weights[0].dtype)
+        return self._input_gradient(QuantizedTensor(*output_gradient, ScaleBlocks()), self.weights[0].dtype)
 
     @override
     def add_weight_gradient(self, output_gradient: Tensor, inputs: Tensor) -> None:
@@ -176,7 +176,7 @@ class QuantizedProduct(Product):
         if isinstance(output_gradient, Tensor):
             left = self._quantized("gradients", _rows(output_gradient), _GRADIENTS, transposed=True)
         else:
-            left = Quantized(*output_gradient, Blocks())
+            left = QuantizedTensor(*output_gradient, ScaleBlocks())
         if isinstance(kept, Tensor):
             right = self._quantized("inputs", _rows(kept), _INPUTS, transposed=True)
         else:
@@ -186,29 +186,29 @@ class QuantizedProduct(Product):
     @property
     def one_scale(self) -> bool:
         """Whether rows of tokens have one scale, so that transposed ones are the same numbers."""
-        return self.recipe.tokens.blocks == Blocks()
+        return self.recipe.tokens.blocks == ScaleBlocks()
 
-    def _forward(self, left: Quantized, inputs: Tensor, bias: Tensor | None) -> Tensor:
+    def _forward(self, left: QuantizedTensor, inputs: Tensor, bias: Tensor | None) -> Tensor:
         right = self._weights(WEIGHTS)
         output = multiplied(left, right, inputs.dtype)
         self._audit(left, right, output, "product")
         output = output.view(-1, *inputs.shape[1:-1], len(right.values))
         return output if bias is None else output.add_(bias)
 
-    def _input_gradient(self, left: Quantized, dtype: torch.dtype) -> Tensor:
+    def _input_gradient(self, left: QuantizedTensor, dtype: torch.dtype) -> Tensor:
         right = self._weights(TURNED_WEIGHTS)
         output = multiplied(left, right, dtype)
         self._audit(left, right, output, INPUT_GRADIENT)
         return output
 
-    def _audit(self, left: Quantized, right: Quantized, output: Tensor, what: str) -> None:
+    def _audit(self, left: QuantizedTensor, right: QuantizedTensor, output: Tensor, what: str) -> None:
         """Check a product of rows with weights as they are multiplied, where it is to be."""
         audit, key = self.groups.audit, (self.weights[0], what)
         if audit is not None and audit.active:
             matrix = right.values if audit.knows(key) else right.dequantized()
             audit.product(self.weights, key, left.dequantized(), matrix, output, what=what)
 
-    def _weights(self, dims: Dims) -> Quantized:
+    def _weights(self, dims: Dims) -> QuantizedTensor:
         """The weights that lie so."""
         if self._given is None:
             matrix = self.weight()
@@ -220,7 +220,7 @@ class QuantizedProduct(Product):
             note_counts(self.groups.noted, name, counts, maxima, found)
         return found if dims == WEIGHTS else found.transposed()
 
-    def _add(self, left: Quantized, right: Quantized) -> None:
+    def _add(self, left: QuantizedTensor, right: QuantizedTensor) -> None:
         """Gradient [m, n] and inputs [m, k], by blocks of tokens."""
         gradient, first = self.gradient()
         audit, key = self.groups.audit, self.weights[0]
@@ -243,8 +243,8 @@ class QuantizedProduct(Product):
         below = self.recipe.tokens.transposed.blocks.rows
         return pieces is None or below is None or rows % below == 0
 
-    def _kept_rows(self, kept: Scaled) -> Quantized:
-        return Quantized(*kept, self.recipe.tokens.transposed.blocks)
+    def _kept_rows(self, kept: Scaled) -> QuantizedTensor:
+        return QuantizedTensor(*kept, self.recipe.tokens.transposed.blocks)
 
     @property
     def weight_dims(self) -> tuple[Dims, ...]:
@@ -267,7 +267,7 @@ class QuantizedProduct(Product):
             return self.weights[0].new_empty((1, 1), dtype=torch.float32)
         return self._known_weights.get(WEIGHTS)
 
-    def give_weights(self, given: GivenWeights | None) -> None:
+    def give_weights(self, given: PrequantizedWeights | None) -> None:
         """Multiply these in 8 bits, as if made here, as long as there are no others; None: there are."""
         self._given = given
 
@@ -290,7 +290,7 @@ class QuantizedProduct(Product):
 
     def _quantized(
         self, kind: Kind, matrix: Tensor, dims: Dims, in_pieces: bool = False, transposed: bool = False
-    ) -> Quantized:
+    ) -> QuantizedTensor:
         """Quantize a matrix for the product along its columns, or, `transposed`, for that along its rows.
 
         `in_pieces` says that the matrix is a piece of the tokens on the tensor axis. Inputs are zero where
@@ -351,8 +351,8 @@ class QuantizedProduct(Product):
         return self.groups.tensor if whole & split else None
 
 
-class DelayedProduct(QuantizedProduct):
-    """As QuantizedProduct, by scales that follow from the largest of the maxima of `steps` steps before.
+class DelayedMatmul(QuantizedMatmul):
+    """As QuantizedMatmul, by scales that follow from the largest of the maxima of `steps` steps before.
 
     All ranks agree on a step's maxima once, after it, so that what it does with micro-batches, in whatever
     order or again, is done with the same scales. As long as nothing is known of what a pass multiplies, be
@@ -362,10 +362,10 @@ class DelayedProduct(QuantizedProduct):
     def __init__(
         self,
         weights: Sequence[Parameter],
-        groups: LayerGroups,
-        recipe: Recipe,
+        groups: LayerContext,
+        recipe: ScalingRecipe,
         steps: int,
-        gradient_form: Format = E5M2,
+        gradient_form: Fp8Format = E5M2,
         messages: bool = False,
     ) -> None:
         super().__init__(weights, groups, recipe, gradient_form, messages)
@@ -394,31 +394,31 @@ class DelayedProduct(QuantizedProduct):
         self._note("inputs", inputs)
         self._note_whole_weights()
         if not self._knows("inputs", "weights"):
-            return Product.forward(self, inputs, bias)
+            return Matmul.forward(self, inputs, bias)
         return super().forward(inputs, bias)
 
     @override
     def input_gradient(self, output_gradient: Tensor, out: Tensor | None = None) -> Tensor:
         self._note("gradients", output_gradient)
         if not self.known:
-            return Product.input_gradient(self, output_gradient, out)
+            return Matmul.input_gradient(self, output_gradient, out)
         return super().input_gradient(output_gradient, out)
 
     @override
     def add_weight_gradient(self, output_gradient: Tensor, inputs: Tensor) -> None:
         self._note("gradients", output_gradient)  # again, unless nothing asks for the input's gradient
         if not self.known:
-            Product.add_weight_gradient(self, output_gradient, inputs)
+            Matmul.add_weight_gradient(self, output_gradient, inputs)
         else:
             super().add_weight_gradient(output_gradient, inputs)
 
     def forward_kept(
         self, inputs: Tensor, bias: Tensor | None, pieces: Group | None, compact: bool
     ) -> tuple[Tensor, Operand]:
-        """See Product: in 8 bits is kept what backward has all scales for, or has no use for."""
+        """See Matmul: in 8 bits is kept what backward has all scales for, or has no use for."""
         trained = self.weights[0].requires_grad
         if not (self.known if trained else self._knows("inputs", "weights")):
-            return Product.forward_kept(self, inputs, bias, pieces, compact)
+            return Matmul.forward_kept(self, inputs, bias, pieces, compact)
         self._note("inputs", inputs)
         self._note_whole_weights()
         return super().forward_kept(inputs, bias, pieces, compact)
@@ -426,24 +426,24 @@ class DelayedProduct(QuantizedProduct):
     @override
     def whole_gradient(self, output_gradient: Tensor, pieces: Group | None) -> Operand:
         if not self.known:
-            return Product.whole_gradient(self, output_gradient, pieces)
+            return Matmul.whole_gradient(self, output_gradient, pieces)
         self._note("gradients", output_gradient)
         return super().whole_gradient(output_gradient, pieces)
 
     @override
     def add_weight_gradient_of(self, output_gradient: Operand, kept: Operand) -> None:
         if not self.known:
-            Product.add_weight_gradient_of(self, output_gradient, kept)
+            Matmul.add_weight_gradient_of(self, output_gradient, kept)
         else:
             super().add_weight_gradient_of(output_gradient, kept)
 
-    def kept(self, rows: int, at: Saving, pieces: Group | None) -> list[Storage]:
-        """See Product: most in the steps in which nothing is known."""
-        return Product.kept(self, rows, at, pieces)
+    def kept(self, rows: int, at: ActivationSizes, pieces: Group | None) -> list[SavedStorage]:
+        """See Matmul: most in the steps in which nothing is known."""
+        return Matmul.kept(self, rows, at, pieces)
 
-    def operand_bytes(self, rows: int, at: Saving) -> int:
+    def operand_bytes(self, rows: int, at: ActivationSizes) -> int:
         """Return the bytes of the saved operands in the step in which they need most memory."""
-        return Product.operand_bytes(self, rows, at)
+        return Matmul.operand_bytes(self, rows, at)
 
     def state(self) -> Iterator[tuple[str, Shard, Tensor]]:
         """See KeepsState: the maxima of each kind, the newest first."""
@@ -463,7 +463,7 @@ class DelayedProduct(QuantizedProduct):
 
     @property
     def weight_maxima(self) -> Tensor | None:
-        """See QuantizedProduct: no pass may need others than come in 8 bits."""
+        """See QuantizedMatmul: no pass may need others than come in 8 bits."""
         return self.histories["weights"].largest if self.known else None
 
     @override
@@ -481,7 +481,7 @@ class DelayedProduct(QuantizedProduct):
     def _note(self, kind: Kind, values: Tensor) -> None:
         rows = _rows(values)
         padding = self._padding(len(rows)) if kind == "inputs" else None
-        largest = block_maxima(rows if padding is None else rows.masked_fill(padding, 0.0), Blocks())
+        largest = block_maxima(rows if padding is None else rows.masked_fill(padding, 0.0), ScaleBlocks())
         self.groups.noted.most(self._noted_name(kind), agreed_maximum(largest.reshape(1)))
 
     def _noted_name(self, kind: Kind) -> str:

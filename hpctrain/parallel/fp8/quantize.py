@@ -13,7 +13,7 @@ from torch.nn import functional
 from hpctrain.parallel.fp8.formats import (
     AT_ONCE,
     FORMATS,
-    Format,
+    Fp8Format,
     expanded,
     expanded_exponents,
     exponents_of,
@@ -23,7 +23,7 @@ from hpctrain.parallel.fp8.formats import (
 )
 
 
-class Blocks(NamedTuple):
+class ScaleBlocks(NamedTuple):
     """So many rows and columns of a matrix that share a scale; None: all. The last ones may be smaller."""
 
     rows: int | None = None
@@ -67,9 +67,9 @@ class Blocks(NamedTuple):
         return rows if self.rows is None else -(-rows // self.rows) * self.rows
 
     @property
-    def transposed(self) -> Blocks:
+    def transposed(self) -> ScaleBlocks:
         """Those of the transposed matrix."""
-        return Blocks(self.columns, self.rows)
+        return ScaleBlocks(self.columns, self.rows)
 
 
 def _alike(count: int, size: int | None) -> Iterator[tuple[slice, slice, int]]:
@@ -84,7 +84,7 @@ def _alike(count: int, size: int | None) -> Iterator[tuple[slice, slice, int]]:
         yield slice(whole * size, count), slice(whole, whole + 1), rest
 
 
-def block_maxima(matrix: Tensor, blocks: Blocks) -> Tensor:
+def block_maxima(matrix: Tensor, blocks: ScaleBlocks) -> Tensor:
     """The largest magnitude of each block of [m, k], fp32 [M, K]; NaN where a block has one."""
     if not matrix.is_cpu:
         return blocks.cut(matrix).abs().amax((1, 3)).float()
@@ -106,14 +106,14 @@ def _largest(blocks: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Quantized:
+class QuantizedTensor:
     """A matrix [m, k] in 8 bits an element: `values`, whose rows or columns lie behind each other, and
     `scales` [M, K] of its `blocks`, powers of two in fp32 or as bytes.
     """
 
     values: Tensor
     scales: Tensor
-    blocks: Blocks
+    blocks: ScaleBlocks
 
     @property
     def factors(self) -> Tensor:
@@ -121,7 +121,7 @@ class Quantized:
         return expanded_exponents(self.scales) if self.scales.dtype == torch.uint8 else self.scales
 
     @property
-    def form(self) -> Format:
+    def form(self) -> Fp8Format:
         """Of the values."""
         return FORMATS[self.values.dtype]
 
@@ -145,12 +145,12 @@ class Quantized:
         self.blocks.multiply(matrix, self.factors.to(dtype))
         return matrix.contiguous()
 
-    def transposed(self) -> Quantized:
+    def transposed(self) -> QuantizedTensor:
         """The same numbers as the transposed matrix, its blocks transposed, too.
 
         Unless these are square, it is not what quantizing the transposed matrix by the same blocks gives.
         """
-        return Quantized(self.values.t(), self.scales.t().contiguous(), self.blocks.transposed)
+        return QuantizedTensor(self.values.t(), self.scales.t().contiguous(), self.blocks.transposed)
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class Scaling:
     of an exponent.
     """
 
-    blocks: Blocks
+    blocks: ScaleBlocks
     as_bytes: bool = False
 
     @property
@@ -171,7 +171,7 @@ class Scaling:
         """The largest magnitude of each block of [m, k], fp32 [M, K]."""
         return block_maxima(matrix, self.blocks)
 
-    def quantized(self, matrix: Tensor, form: Format, maxima: Tensor | None = None) -> Quantized:
+    def quantized(self, matrix: Tensor, form: Fp8Format, maxima: Tensor | None = None) -> QuantizedTensor:
         """[m, k] in a format. `maxima` [M, K] are the blocks' where other ranks have parts of them, or are
         of steps before; what is larger becomes the format's largest number.
         """
@@ -180,9 +180,9 @@ class Scaling:
             return self.transposed.quantized(matrix.t(), form, maxima.t()).transposed()
         scales = scales_of(maxima, form)
         values = self._rounded(matrix, scales, form)
-        return Quantized(values, exponents_of(scales) if self.as_bytes else scales, self.blocks)
+        return QuantizedTensor(values, exponents_of(scales) if self.as_bytes else scales, self.blocks)
 
-    def _rounded(self, matrix: Tensor, scales: Tensor, form: Format) -> Tensor:
+    def _rounded(self, matrix: Tensor, scales: Tensor, form: Fp8Format) -> Tensor:
         """On the CPU some rows after others."""
         blocks, columns = self.blocks, matrix.shape[1]
         if not matrix.is_cpu:

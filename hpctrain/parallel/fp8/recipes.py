@@ -19,8 +19,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hpctrain.parallel.fp8.formats import E4M3, E5M2, Format
-from hpctrain.parallel.fp8.quantize import Blocks, Scaling
+from hpctrain.parallel.fp8.formats import E4M3, E5M2, Fp8Format
+from hpctrain.parallel.fp8.quantize import ScaleBlocks, Scaling
 
 BLOCK = 128
 """Elements along which DeepSeek-V3 has one scale."""
@@ -30,7 +30,7 @@ MX_BLOCK = 32
 
 
 @dataclass(frozen=True)
-class Recipe:
+class ScalingRecipe:
     """How `weights` are scaled, and how activations and gradients, the `tokens`; `delayed` says that scales
     follow from maxima of steps before.
     """
@@ -40,18 +40,18 @@ class Recipe:
     delayed: bool = False
 
 
-_WHOLE = Scaling(Blocks())
-_ROW = Scaling(Blocks(rows=1))
-_MX = Scaling(Blocks(1, MX_BLOCK), as_bytes=True)
+_WHOLE = Scaling(ScaleBlocks())
+_ROW = Scaling(ScaleBlocks(rows=1))
+_MX = Scaling(ScaleBlocks(1, MX_BLOCK), as_bytes=True)
 
-RECIPES: Mapping[str, Recipe] = {
-    "tensor": Recipe(_WHOLE, _WHOLE),
-    "delayed": Recipe(_WHOLE, _WHOLE, delayed=True),
-    "row": Recipe(_ROW, _ROW),
-    "block": Recipe(Scaling(Blocks(1, BLOCK)), Scaling(Blocks(BLOCK, BLOCK))),
-    "mx": Recipe(_MX, _MX),
+RECIPES: Mapping[str, ScalingRecipe] = {
+    "tensor": ScalingRecipe(_WHOLE, _WHOLE),
+    "delayed": ScalingRecipe(_WHOLE, _WHOLE, delayed=True),
+    "row": ScalingRecipe(_ROW, _ROW),
+    "block": ScalingRecipe(Scaling(ScaleBlocks(1, BLOCK)), Scaling(ScaleBlocks(BLOCK, BLOCK))),
+    "mx": ScalingRecipe(_MX, _MX),
 }
 """By the name that a deck has for each."""
 
-GRADIENT_FORMS: Mapping[str, Format] = {"e5m2": E5M2, "e4m3": E4M3}
+GRADIENT_FORMS: Mapping[str, Fp8Format] = {"e5m2": E5M2, "e4m3": E4M3}
 """Of gradients of outputs, by the name that a deck has for each."""

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from hpctrain.parallel.fp8.formats import exponents_of
-from hpctrain.parallel.fp8.quantize import Quantized
-from hpctrain.parallel.noted import Noted
+from hpctrain.parallel.fp8.quantize import QuantizedTensor
+from hpctrain.parallel.noted import StepStatistics
 
 _LOST, _SCALES = "fp8 lost", "fp8 scales"
 _KINDS = ("inputs", "weights", "gradients")
@@ -32,7 +32,12 @@ def operand_name(weight: str, kind: str, use: str) -> str:
 
 
 def note_lost(
-    noted: Noted, name: str, matrix: Tensor, maxima: Tensor, found: Quantized, padding: Tensor | None = None
+    noted: StepStatistics,
+    name: str,
+    matrix: Tensor,
+    maxima: Tensor,
+    found: QuantizedTensor,
+    padding: Tensor | None = None,
 ) -> None:
     """Record the elements that quantization lost, and the scales. Changes neither.
 
@@ -52,7 +57,9 @@ def note_lost(
         note_counts(noted, name, counts, maxima, found)
 
 
-def note_counts(noted: Noted, name: str, counts: Tensor, maxima: Tensor, found: Quantized) -> None:
+def note_counts(
+    noted: StepStatistics, name: str, counts: Tensor, maxima: Tensor, found: QuantizedTensor
+) -> None:
     """Note `counts` of what is `lost`, of all of a matrix or of this rank's part, as `note_lost` does."""
     if not noted.watched:
         return
@@ -67,7 +74,7 @@ def is_count(name: str) -> bool:
     return name.startswith(f"{_LOST}/")
 
 
-def lost(matrix: Tensor, found: Quantized) -> Tensor:
+def lost(matrix: Tensor, found: QuantizedTensor) -> Tensor:
     """How many elements of a matrix [m, k] are beyond the largest number that its scale leaves, how many are
     no zeros but became such, and how many there are: int64 [3].
     """

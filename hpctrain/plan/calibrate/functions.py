@@ -22,9 +22,9 @@ from hpctrain.model.part import Span
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
 from hpctrain.objective.next_token import CrossEntropy
-from hpctrain.parallel.functions import Functions, turned
+from hpctrain.parallel.functions import LayerFunctions, turned
 from hpctrain.parallel.operations import ElementwiseKind
-from hpctrain.parallel.partition import Logits
+from hpctrain.parallel.partition import SplitLogits
 from hpctrain.parallel.saved_policy import SavedPolicy
 from hpctrain.parallel.vocabulary import VocabularyHead, chunk_rows
 from hpctrain.plan.calibrate.clock import Clock
@@ -65,7 +65,7 @@ def _lengths(sequence: int) -> list[int]:
 
 
 def _attend(
-    functions: Functions, operands: Operands, sizes: tuple[int, int, int, int], clock: Clock
+    functions: LayerFunctions, operands: Operands, sizes: tuple[int, int, int, int], clock: Clock
 ) -> tuple[float, float]:
     sequence, batch, heads, size = sizes
     inner = operands.take(sequence, batch, 3 * heads * size).detach().requires_grad_()
@@ -187,7 +187,7 @@ class _Kinds:
             stored = random.clone()
             began = self.clock.now()
             with torch.no_grad():
-                objective.of_chunk(head, targets, Logits(stored, vocabulary), slice(0, rows), True)
+                objective.of_chunk(head, targets, SplitLogits(stored, vocabulary), slice(0, rows), True)
             return self.clock.now() - began, 0.0
 
         return run

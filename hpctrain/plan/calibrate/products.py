@@ -16,7 +16,7 @@ from hpctrain.engine.kernels import choose_kernels
 from hpctrain.engine.sizes import axis_sizes
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
-from hpctrain.parallel.kernels import Kernels, Pass
+from hpctrain.parallel.kernels import KernelTable, Pass
 from hpctrain.parallel.vocabulary import chunk_rows
 from hpctrain.plan.calibrate.clock import Clock
 from hpctrain.plan.calibrate.decks import variants
@@ -48,7 +48,7 @@ class _Memory(NamedTuple):
 
 def measure_products(decks: Sequence[Deck], clock: Clock) -> list[ProductTime]:
     """Those of decks of one format. Collective."""
-    wanted: dict[Shape, Kernels] = {}
+    wanted: dict[Shape, KernelTable] = {}
     world, meshes = clock.world, dict[int, Mesh]()
     for deck in decks:
         for variant, tokens, tensor in variants(deck, world.size):
@@ -84,7 +84,7 @@ def shapes_of(deck: Deck, tokens: int, tensor: int, host: bool) -> Iterator[Shap
                 yield Shape(rows, outputs, inputs, layer.is_last, biased and not layer.is_last)
 
 
-def _passes(shape: Shape, kernels: Kernels, memory: _Memory, clock: Clock) -> Iterator[ProductTime]:
+def _passes(shape: Shape, kernels: KernelTable, memory: _Memory, clock: Clock) -> Iterator[ProductTime]:
     m, n, k, head, biased = shape
     first: Pass = "logits" if head else "forward"
     kinds: tuple[ProductPass, ...] = ("forward", "input_gradient", "weight_gradient")

@@ -21,7 +21,7 @@ from hpctrain.model.count import count
 from hpctrain.model.shape import ModelShape
 from hpctrain.objective.choose import make_objective
 from hpctrain.parallel.context import context_positions
-from hpctrain.parallel.noted import How, Noted
+from hpctrain.parallel.noted import How, StepStatistics
 from hpctrain.pipeline.action import Action, Kind, Schedule
 from hpctrain.pipeline.execute import Executor, PreparedBatch, messages
 from hpctrain.plan.rehearse.loads import EvenLoads, Loads
@@ -195,7 +195,7 @@ class RankStep:
                 what = message_name("F" if come.kind == "F" else "B", come.micro_batch, come.chunk)
                 recorder.events[place] = replace(event, what=what)
 
-    def _executor(self, parts: Sequence[Any], mesh: RecordedMesh, noted: Noted | None) -> Executor:
+    def _executor(self, parts: Sequence[Any], mesh: RecordedMesh, noted: StepStatistics | None) -> Executor:
         """The run's own, over these parts, of which layers note what they do there."""
         figures, terms = self.objective.figures, count(self.shape).terms
         queue = self.stage.groups.weight_gradients

@@ -23,7 +23,7 @@ from hpctrain.model.part import Layer, Part, Span
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape, Recomputed
 from hpctrain.optim.block_rule import BlockRules
-from hpctrain.parallel.saved import Waiting, total
+from hpctrain.parallel.saved import DeferredBytes, total
 from hpctrain.pipeline.execute import receives_ahead
 from hpctrain.plan.activations import segment_bytes
 from hpctrain.plan.search.form import Elements, PartForm
@@ -210,7 +210,7 @@ def _kept(deck: Deck, layer: Layer, part: PartBytes) -> Kept:
     at, saved = part.at, layer.saved(part.at)
     whole = staying = total(saved)
     present = first = 0
-    later = Waiting(0, 0)
+    later = DeferredBytes(0, 0)
     if layer.is_block:
         stays, packed, computed = segment_bytes(deck, saved)
         kept = packed if deck.memory.activations == "keep" else 0

@@ -17,8 +17,8 @@ from hpctrain.model.frozen import freeze_parameters, silent_blocks
 from hpctrain.model.part import Layer
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.experts import EXPERT_AXES
-from hpctrain.parallel.operations import Core, Elementwise, Matrix
-from hpctrain.parallel.saved import Saving, total
+from hpctrain.parallel.operations import AttentionSize, ElementwiseSize, MatrixSize
+from hpctrain.parallel.saved import ActivationSizes, total
 from hpctrain.plan.time.arrangement import Arrangement
 from hpctrain.plan.time.machine import Direction, Machine, ProductPass, collective_seconds
 
@@ -44,9 +44,9 @@ class LayerSizes:
     kind: str
     is_block: bool
     hidden: int
-    matrices: tuple[Matrix, ...]
-    core: Core | None
-    elementwise: tuple[Elementwise, ...]
+    matrices: tuple[MatrixSize, ...]
+    core: AttentionSize | None
+    elementwise: tuple[ElementwiseSize, ...]
     split_elements: int
     expert_elements: int
     whole_elements: int
@@ -160,7 +160,8 @@ def _saved(layer: Layer, itemsize: int, selective: bool) -> tuple[float, float]:
     sequences are split too.
     """
     features, rows = (
-        Saving(tokens, _TOKENS - tokens, 1, itemsize, itemsize, True, selective) for tokens in (_TOKENS, 0)
+        ActivationSizes(tokens, _TOKENS - tokens, 1, itemsize, itemsize, True, selective)
+        for tokens in (_TOKENS, 0)
     )
     return total(layer.saved(features)) / _TOKENS, total(layer.saved(rows)) / _TOKENS
 
@@ -236,7 +237,7 @@ class _Times:
             "expert": self._experts(),
         }
 
-    def _products(self, turn: int, matrices: Sequence[Matrix] | None = None) -> float:
+    def _products(self, turn: int, matrices: Sequence[MatrixSize] | None = None) -> float:
         """Seconds of a pass over all matrices, or these: forward (0), input (1), or weight gradients (2)."""
         total, kind = 0.0, (_LOGITS if self.layer.is_last else _PASSES)[turn]
         for matrix in self.layer.matrices if matrices is None else matrices:
@@ -245,7 +246,7 @@ class _Times:
             total += count * (self.rates.seconds(*sizes, kind) + self.machine.launch)
         return total
 
-    def _shape(self, matrix: Matrix) -> tuple[float, float, float, float]:
+    def _shape(self, matrix: MatrixSize) -> tuple[float, float, float, float]:
         """Rows, outputs and inputs of a product with a matrix on one rank, and how many such it makes."""
         at, ranks = self.at, self.at.tensor
         rows: float = at.tokens

@@ -15,7 +15,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.rules import RULES
 from hpctrain.optim.block_rule import BlockRules
 from hpctrain.optim.muon import Muon
-from hpctrain.parallel.shard import Shard, Treatment
+from hpctrain.parallel.shard import Shard, UpdateSettings
 from hpctrain.plan.time.machine import Machine, Sharing, collective_seconds
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Update:
         if not isinstance(rule, BlockRules):
             return Update(len(rule.names), len(rule.names))
         named = tuple(any(fnmatchcase(n, each) for each in rule.patterns) for n in (_BLOCK, _OTHER))
-        others, own = (rule.numbers(Treatment(in_blocks=each)) for each in (False, True))
+        others, own = (rule.numbers(UpdateSettings(in_blocks=each)) for each in (False, True))
         muon = rule.blocks if isinstance(rule.blocks, Muon) else None
         return Update(others, own, (named[0], named[1]), muon)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hpctrain.comm.device import identity_of, name_of, on_host
 from hpctrain.parallel.kernel_times import candidates
-from hpctrain.parallel.kernels import LIBRARY, Kernel, Pass
+from hpctrain.parallel.kernels import LIBRARY, MatmulKernel, Pass
 from hpctrain.watch.stress.difference import difference
 from hpctrain.watch.stress.record import Look, Place, Record, Turn, clock_of, one_thread
 
@@ -87,7 +87,7 @@ class Case:
         """Of one product."""
         return 2.0 * self.shape.rows * self.shape.outputs * self.shape.inputs
 
-    def compute(self, kernel: Kernel) -> Tensor:
+    def compute(self, kernel: MatmulKernel) -> Tensor:
         """The product by a kernel."""
         if self.kind == "forward":
             return kernel.forward(self.one, self.other)
@@ -154,10 +154,10 @@ class Products:
             if ways and all(self._speeds[way] for way in ways):  # else the quickest may be one to come
                 record.rates[f"{form} {TEST}"] = max(median(self._speeds.pop(way)) for way in ways)
 
-    def _kernels(self, storage: torch.dtype) -> list[Kernel]:
+    def _kernels(self, storage: torch.dtype) -> list[MatmulKernel]:
         return candidates(storage) if on_host(self.place.device) else [LIBRARY]
 
-    def _endless(self) -> Iterator[tuple[Case, Kernel, int]]:
+    def _endless(self) -> Iterator[tuple[Case, MatmulKernel, int]]:
         """All that is tested, again and again, each time with other integers; first what is timed."""
         device = self.place.device
         for seed in count():
@@ -182,7 +182,7 @@ class Products:
                 return f"core {core}"
         return "one of its cores"
 
-    def _test(self, case: Case, kernel: Kernel, core: str, record: Record) -> None:
+    def _test(self, case: Case, kernel: MatmulKernel, core: str, record: Record) -> None:
         """Multiply and compare; what is timed more than once, since the first time takes longer."""
         timed = case.kind == KINDS[0] and case.shape == self.shapes[:2][-1]
         now = clock_of(self.place.device)
@@ -197,7 +197,7 @@ class Products:
             if not self._is_right(case, kernel, found, core, record):
                 return
 
-    def _is_right(self, case: Case, kernel: Kernel, found: Tensor, core: str, record: Record) -> bool:
+    def _is_right(self, case: Case, kernel: MatmulKernel, found: Tensor, core: str, record: Record) -> bool:
         expected = case.expected(found)
         apart = difference(found, expected)
         if apart is None:

@@ -35,7 +35,7 @@ from hpctrain.engine.build import build_engine, make_mesh
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.model.part import logits_of
 from hpctrain.model.transformer import Transformer
-from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.groups import LayerContext
 from hpctrain.parallel.shard import Shard
 from hpctrain.sharding.replication import Replications
 from tests.engines import LLAMA, make_buckets, small_deck
@@ -123,7 +123,7 @@ def our_model(path: Path, world: World) -> Transformer:
     """The model of a checkpoint, on one rank."""
     lone = world.alone()
     mesh = Mesh(lone, {})
-    groups = LayerGroups(tensor=mesh.group("tensor"), context=mesh.group("context"))
+    groups = LayerContext(tensor=mesh.group("tensor"), context=mesh.group("context"))
     model = Transformer(source_shape(path), groups)
     buckets = make_buckets(model.units(), Replications.uncut(mesh), torch.float32, 10_000, trained=False)
     load(path, lone.everyone, model_entries(buckets))

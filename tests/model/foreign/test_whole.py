@@ -22,7 +22,7 @@ from hpctrain.engine.build import make_mesh
 from hpctrain.engine.kernels import products_of
 from hpctrain.errors import HpctrainError
 from hpctrain.parallel.copies import copied_bytes, planned_copies
-from hpctrain.parallel.kernel_times import Measured
+from hpctrain.parallel.kernel_times import MatmulPass
 from hpctrain.plan.engine import build_within_memory
 from hpctrain.plan.memory import plan_memory
 from tests.engines import by_rank_0, trainer
@@ -218,7 +218,7 @@ def test_what_is_measured_is_what_is_multiplied(world: World, monkeypatch: pytes
     # Conv1D has its matrices transposed, and what is forward of one is an input gradient of that.
     sizes = [(32, 96), (32, 32), (32, 128), (128, 32), (61, 32)]
     passes = ("forward", "input_gradient", "weight_gradient")
-    assert {*found} == {Measured(kind, 64, *size) for size in sizes for kind in passes}
+    assert {*found} == {MatmulPass(kind, 64, *size) for size in sizes for kind in passes}
 
 
 def vision(**config: int) -> nn.Module:

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hpctrain.parallel.fp8.formats import E4M3, E5M2, Format
+from hpctrain.parallel.fp8.formats import E4M3, E5M2, Fp8Format
 
 Numbers = NDArray[np.float64]
 
@@ -19,7 +19,7 @@ BITS = {E4M3: (4, 3, 7), E5M2: (5, 2, 15)}
 
 
 @cache
-def magnitudes(form: Format) -> Numbers:
+def magnitudes(form: Fp8Format) -> Numbers:
     """What the codes from 0 on stand for, in their order, up to the largest finite one."""
     exponent_bits, fraction_bits, bias = BITS[form]
     found = []
@@ -35,7 +35,7 @@ def magnitudes(form: Format) -> Numbers:
     return np.array(found)
 
 
-def rounded(values: Numbers, form: Format) -> Numbers:
+def rounded(values: Numbers, form: Fp8Format) -> Numbers:
     """The nearest number of the format, of two as near that of an even code; NaN of what is not finite."""
     numbers = magnitudes(form)
     size = np.minimum(np.abs(np.where(np.isfinite(values), values, 0.0)), numbers[-1])
@@ -46,14 +46,14 @@ def rounded(values: Numbers, form: Format) -> Numbers:
     return np.where(np.isfinite(values), result, np.nan)
 
 
-def quantized(values: Numbers, form: Format, rows: int | None, columns: int | None) -> Numbers:
+def quantized(values: Numbers, form: Fp8Format, rows: int | None, columns: int | None) -> Numbers:
     """A matrix as it is once more a matrix of numbers: by blocks, scaled by their least powers of two."""
     return by_block(
         values, rows, columns, lambda block: rounded(block / scale(block, form), form) * scale(block, form)
     )
 
 
-def scale(block: Numbers, form: Format) -> float:
+def scale(block: Numbers, form: Fp8Format) -> float:
     """The least power of two by which all of a block is within the format; of zeros one."""
     most = float(np.abs(block).max(initial=0.0))
     power = 2.0**-126

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.world import World
-from hpctrain.parallel.fp8.product import DelayedProduct, Dims, Kind, QuantizedProduct
-from hpctrain.parallel.fp8.quantize import Quantized
+from hpctrain.parallel.fp8.product import DelayedMatmul, Dims, Kind, QuantizedMatmul
+from hpctrain.parallel.fp8.quantize import QuantizedTensor
 from tests.engines import LLAMA, Trainer, small_deck, trainer
 
 KEYS = (
@@ -32,9 +32,9 @@ Scales = set[tuple[str, Kind, Dims, bytes]]
 """Of which weights' product, of what, lying how, and the scales themselves, of a micro-batch."""
 
 
-def delayed_products(run: Trainer) -> Iterable[DelayedProduct]:
+def delayed_products(run: Trainer) -> Iterable[DelayedMatmul]:
     """All of this rank's."""
-    return (each for each in run.engine.modules.learning if isinstance(each, DelayedProduct))
+    return (each for each in run.engine.modules.learning if isinstance(each, DelayedMatmul))
 
 
 def maxima(run: Trainer, steps: int = 3) -> Maxima:
@@ -70,16 +70,16 @@ def _exponent(maximum: Tensor) -> Tensor:
 def scales_of(world: World, *keys: str, steps: int = 2) -> Scales:
     """All scales that all ranks quantize by in steps from the start. Collective."""
     own: Scales = set()
-    quantize = QuantizedProduct._quantized
+    quantize = QuantizedMatmul._quantized
 
     def noted(
-        self: QuantizedProduct, kind: Kind, matrix: Tensor, dims: Dims, *how: bool, **named: bool
-    ) -> Quantized:
+        self: QuantizedMatmul, kind: Kind, matrix: Tensor, dims: Dims, *how: bool, **named: bool
+    ) -> QuantizedTensor:
         made = quantize(self, kind, matrix, dims, *how, **named)
         own.add((self.weights[0].shard.name, kind, dims, made.factors.numpy().tobytes()))
         return made
 
-    with patch.object(QuantizedProduct, "_quantized", noted):
+    with patch.object(QuantizedMatmul, "_quantized", noted):
         run = trainer(world, small_deck(*KEYS, *keys))
         run.train(steps)
     return set().union(*world.everyone.all_gather_object(own))

@@ -16,10 +16,10 @@ from hpctrain.comm.world import World
 from hpctrain.parallel.fp8 import product as product_module
 from hpctrain.parallel.fp8.formats import E4M3, E5M2, agreed_maximum
 from hpctrain.parallel.fp8.multiply import multiplied
-from hpctrain.parallel.fp8.product import DelayedProduct, Dims, Kind, QuantizedProduct
-from hpctrain.parallel.fp8.quantize import Quantized
+from hpctrain.parallel.fp8.product import DelayedMatmul, Dims, Kind, QuantizedMatmul
+from hpctrain.parallel.fp8.quantize import QuantizedTensor
 from hpctrain.parallel.fp8.recipes import RECIPES
-from hpctrain.parallel.noted import Noted
+from hpctrain.parallel.noted import StepStatistics
 from hpctrain.parallel.shard import Shard
 from tests.parallel.fp8.given import normal, quantized
 from tests.parallel.fp8.scales import alike, maxima_of, scales_of
@@ -32,39 +32,39 @@ RECOMPUTE = ("memory.recompute=full",)
 @pytest.fixture
 def scales_by_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A forward pass of a micro-batch remembers its own maximum, at once."""
-    forward = DelayedProduct.forward
+    forward = DelayedMatmul.forward
 
-    def remembering(self: DelayedProduct, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
+    def remembering(self: DelayedMatmul, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
         output = forward(self, inputs, bias)
         self.histories["inputs"].remember(agreed_maximum(inputs.abs().amax()))
         self.histories["weights"].remember(agreed_maximum(self.weight().abs().amax()))
         self._known.clear()
         return output
 
-    monkeypatch.setattr(DelayedProduct, "forward", remembering)
+    monkeypatch.setattr(DelayedMatmul, "forward", remembering)
 
 
 @pytest.fixture
 def maxima_as_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is noted adds up, so that what is computed again counts twice."""
 
-    def adding(self: DelayedProduct, kind: Kind, values: Tensor) -> None:
+    def adding(self: DelayedMatmul, kind: Kind, values: Tensor) -> None:
         noted, name = self.groups.noted, self._noted_name(kind)
         before = next((v for (n, *_), v in noted._values["max"].items() if n == name), torch.zeros(1))
         noted.most(name, before + agreed_maximum(values.abs().amax().reshape(1)))
 
-    monkeypatch.setattr(DelayedProduct, "_note", adding)
+    monkeypatch.setattr(DelayedMatmul, "_note", adding)
 
 
 @pytest.fixture
 def maxima_of_this_rank(monkeypatch: pytest.MonkeyPatch, world: World) -> None:
     """Ranks do not agree on maxima."""
-    agree, alone = Noted.agree, world.alone().everyone
+    agree, alone = StepStatistics.agree, world.alone().everyone
 
-    def by_itself(self: Noted, everyone: Group) -> dict[str, Tensor]:
+    def by_itself(self: StepStatistics, everyone: Group) -> dict[str, Tensor]:
         return agree(self, alone)
 
-    monkeypatch.setattr(Noted, "agree", by_itself)
+    monkeypatch.setattr(StepStatistics, "agree", by_itself)
 
 
 @pytest.mark.mpi(min_size=1, max_size=1)
@@ -121,14 +121,14 @@ def operands_are_of_high_precision(name: str, watch: Callable[[object, str, obje
     """Whether all six operands of a layer's products are what numpy quantizes of the given numbers."""
     recipe, whole, operands = RECIPES[name], spread(), []
 
-    def watched(left: Quantized, right: Quantized, dtype: torch.dtype) -> Tensor:
+    def watched(left: QuantizedTensor, right: QuantizedTensor, dtype: torch.dtype) -> Tensor:
         operands.extend((left.dequantized(), right.dequantized()))
         return multiplied(left, right, dtype)
 
     watch(product_module, "multiplied", watched)
     inputs, weight, gradient = whole
     shape = (weight.shape[0], weight.shape[1])
-    passes(QuantizedProduct([parameter(weight, Shard.whole("a", shape))], ALONE, recipe), inputs, gradient)
+    passes(QuantizedMatmul([parameter(weight, Shard.whole("a", shape))], ALONE, recipe), inputs, gradient)
     x, w, g = (each.double().numpy() for each in whole)
     tokens, weights = recipe.tokens.blocks, recipe.weights.blocks
     expected = (
@@ -155,23 +155,23 @@ def test_a_transposed_operand_made_of_the_quantized_one_is_found(
 ) -> None:
     if name == "block" and kind == "weights":
         pytest.skip("blocks of 128 x 128 are the same transposed: quantizing twice is quantizing once")
-    quantize = QuantizedProduct._quantized
+    quantize = QuantizedMatmul._quantized
 
     def twice(
-        self: QuantizedProduct,
+        self: QuantizedMatmul,
         of: Kind,
         matrix: Tensor,
         dims: Dims,
         in_pieces: bool = False,
         transposed: bool = False,
-    ) -> Quantized:
+    ) -> QuantizedTensor:
         if of == kind and transposed:
             matrix = quantize(self, of, matrix, dims).dequantized()
         elif of == kind and dims == ("inputs", "outputs"):
             matrix = quantize(self, of, matrix.t(), (dims[1], dims[0])).dequantized().t()
         return quantize(self, of, matrix, dims, in_pieces, transposed)
 
-    monkeypatch.setattr(QuantizedProduct, "_quantized", twice)
+    monkeypatch.setattr(QuantizedMatmul, "_quantized", twice)
     assert not operands_are_of_high_precision(name, monkeypatch.setattr)
 
 
@@ -182,8 +182,8 @@ def test_a_maximum_over_no_group_or_a_wrong_one_is_found_by_parts(
 ) -> None:
     keys = ("precision.fp8=tensor", *STILL)
     expected = scales_of(world.alone(), *keys)
-    monkeypatch.setattr(QuantizedProduct, "_holders", lambda *_: None)
+    monkeypatch.setattr(QuantizedMatmul, "_holders", lambda *_: None)
     assert scales_of(world, *keys, layout) != expected
     other = "context" if "tensor" in layout else "tensor"
-    monkeypatch.setattr(QuantizedProduct, "_holders", lambda self, *_: getattr(self.groups, other))
+    monkeypatch.setattr(QuantizedMatmul, "_holders", lambda self, *_: getattr(self.groups, other))
     assert scales_of(world, *keys, layout) != expected

@@ -11,7 +11,7 @@ import torch
 from hpctrain.parallel.fp8.formats import (
     E4M3,
     E5M2,
-    Format,
+    Fp8Format,
     agreed_maximum,
     expanded,
     expanded_exponents,
@@ -24,7 +24,7 @@ from tests.parallel.fp8.given import Numbers, magnitudes, rounded
 FORMS = pytest.mark.parametrize("form", [E4M3, E5M2], ids=["E4M3", "E5M2"])
 
 
-def in_format(values: Numbers, form: Format) -> Numbers:
+def in_format(values: Numbers, form: Fp8Format) -> Numbers:
     return to_format(torch.from_numpy(values).float(), form).double().numpy()
 
 
@@ -35,7 +35,7 @@ def same(found: Numbers, expected: Numbers) -> None:
 
 
 @FORMS
-def test_every_number_of_a_format_is_kept(form: Format) -> None:
+def test_every_number_of_a_format_is_kept(form: Fp8Format) -> None:
     numbers = magnitudes(form)
     assert len(numbers) == (127 if form is E4M3 else 124)
     assert (form.largest, form.smallest) == (numbers[-1], numbers[1])
@@ -48,7 +48,7 @@ def test_every_number_of_a_format_is_kept(form: Format) -> None:
 
 @FORMS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_code_is_expanded(form: Format, dtype: torch.dtype) -> None:
+def test_every_code_is_expanded(form: Fp8Format, dtype: torch.dtype) -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(16, 16).view(form.dtype)
     found = expanded(codes, dtype)
     assert found.dtype == dtype and found.shape == codes.shape
@@ -60,7 +60,7 @@ def test_every_code_is_expanded(form: Format, dtype: torch.dtype) -> None:
 
 
 @FORMS
-def test_what_lies_between_goes_to_the_nearest_and_ties_to_the_even(form: Format) -> None:
+def test_what_lies_between_goes_to_the_nearest_and_ties_to_the_even(form: Fp8Format) -> None:
     numbers = magnitudes(form)
     ties = (numbers[1:] + numbers[:-1]) / 2
     found = in_format(ties, form)
@@ -72,7 +72,7 @@ def test_what_lies_between_goes_to_the_nearest_and_ties_to_the_even(form: Format
 
 
 @FORMS
-def test_any_numbers_are_rounded_as_numpy_rounds_them(form: Format) -> None:
+def test_any_numbers_are_rounded_as_numpy_rounds_them(form: Fp8Format) -> None:
     draw = np.random.default_rng(0)
     size = np.exp2(draw.uniform(np.log2(form.smallest) - 3, np.log2(form.largest) + 3, 100_000))
     values = (size * draw.choice([-1, 1], size.shape)).astype(np.float32).astype(np.float64)
@@ -82,7 +82,7 @@ def test_any_numbers_are_rounded_as_numpy_rounds_them(form: Format) -> None:
 
 
 @FORMS
-def test_what_is_too_large_is_the_largest_and_what_is_not_finite_stays_so(form: Format) -> None:
+def test_what_is_too_large_is_the_largest_and_what_is_not_finite_stays_so(form: Fp8Format) -> None:
     most = form.largest
     beyond = np.array([most * 1.01, most * 1.07, most * 2, 1e30, 3.4e38, -most * 1.2, -1e38])
     same(in_format(beyond, form), np.copysign(most, beyond))
@@ -92,7 +92,7 @@ def test_what_is_too_large_is_the_largest_and_what_is_not_finite_stays_so(form: 
 
 
 @FORMS
-def test_a_scale_is_the_least_power_of_two_that_is_enough(form: Format) -> None:
+def test_a_scale_is_the_least_power_of_two_that_is_enough(form: Fp8Format) -> None:
     powers = np.exp2(np.arange(-110.0, 127)).astype(np.float32)
     edges = powers * np.float32(1.75)  # the fraction of both formats' largest number
     random = np.random.default_rng(1).integers(1 << 23, 0x7F7FFFFF, 10_000, dtype=np.int32).view(np.float32)

@@ -10,9 +10,9 @@ import torch
 
 from hpctrain.comm.world import World
 from hpctrain.parallel import products
-from hpctrain.parallel.fp8.product import DelayedProduct, QuantizedProduct
+from hpctrain.parallel.fp8.product import DelayedMatmul, QuantizedMatmul
 from hpctrain.parallel.fp8.recipes import RECIPES
-from hpctrain.parallel.product import Product
+from hpctrain.parallel.product import Matmul
 from tests.engines import LLAMA, small_deck, trainer
 from tests.memory.test_recompute import predicted, saved_bytes
 
@@ -37,21 +37,21 @@ ALONE = {"split backward": {"tensor", "row"}, "exchanged": {"delayed", "mx"}, "c
 """Which recipes are tried, if not all."""
 
 
-class Unkept(Product):
+class Unkept(Matmul):
     """Inputs are kept as stored, and everything is quantized where it is multiplied."""
 
-    forward_kept = Product.forward_kept
-    start_whole = Product.start_whole
-    whole_gradient = Product.whole_gradient
-    input_gradient_of = Product.input_gradient_of
-    add_weight_gradient_of = Product.add_weight_gradient_of
+    forward_kept = Matmul.forward_kept
+    start_whole = Matmul.start_whole
+    whole_gradient = Matmul.whole_gradient
+    input_gradient_of = Matmul.input_gradient_of
+    add_weight_gradient_of = Matmul.add_weight_gradient_of
 
 
-class UnkeptProduct(Unkept, QuantizedProduct):  # type: ignore[misc]
+class UnkeptProduct(Unkept, QuantizedMatmul):  # type: ignore[misc]
     pass
 
 
-class UnkeptDelayed(Unkept, DelayedProduct):  # type: ignore[misc]
+class UnkeptDelayed(Unkept, DelayedMatmul):  # type: ignore[misc]
     pass
 
 
@@ -83,8 +83,8 @@ def trained(world: World, keys: tuple[str, ...]) -> tuple[list[float], dict[str,
 def test_what_is_kept_changes_no_bit(world: World, recipe: str) -> None:
     for name, keys in layouts(world.size, recipe).items():
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(products, "QuantizedProduct", UnkeptProduct)
-            patch.setattr(products, "DelayedProduct", UnkeptDelayed)
+            patch.setattr(products, "QuantizedMatmul", UnkeptProduct)
+            patch.setattr(products, "DelayedMatmul", UnkeptDelayed)
             losses, parameters, most = trained(world, keys)
         local = "layout.sequence_parallel=true" in keys
         for more in ((), ("precision.fp8_messages=true",)) if local else ((),):

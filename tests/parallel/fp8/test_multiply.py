@@ -6,24 +6,26 @@ import pytest
 import torch
 
 from hpctrain.parallel.fp8 import multiply
-from hpctrain.parallel.fp8.formats import E4M3, E5M2, Format
+from hpctrain.parallel.fp8.formats import E4M3, E5M2, Fp8Format
 from hpctrain.parallel.fp8.multiply import emulated_product, is_native, multiplied, native_product
-from hpctrain.parallel.fp8.quantize import Quantized
-from hpctrain.parallel.fp8.recipes import RECIPES, Recipe
+from hpctrain.parallel.fp8.quantize import QuantizedTensor
+from hpctrain.parallel.fp8.recipes import RECIPES, ScalingRecipe
 from tests.parallel.fp8.given import normal
 
 M, N, K = 48, 80, 272
 PAIRS = {"forward": (E4M3, E4M3), "gradient": (E5M2, E4M3), "other way": (E4M3, E5M2)}
 
 
-def pair(recipe: Recipe, forms: tuple[Format, Format], k: int = K) -> tuple[Quantized, Quantized]:
+def pair(
+    recipe: ScalingRecipe, forms: tuple[Fp8Format, Fp8Format], k: int = K
+) -> tuple[QuantizedTensor, QuantizedTensor]:
     left, right = normal(M, k) * torch.logspace(-3, 3, M)[:, None], normal(N, k, seed=1) * 1e-4
     return recipe.tokens.quantized(left, forms[0]), recipe.weights.quantized(right, forms[1])
 
 
 @pytest.mark.parametrize("forms", PAIRS.values(), ids=PAIRS)
 @pytest.mark.parametrize("name", ["tensor", "row"])
-def test_the_emulated_product_is_torchs(name: str, forms: tuple[Format, Format]) -> None:
+def test_the_emulated_product_is_torchs(name: str, forms: tuple[Fp8Format, Fp8Format]) -> None:
     left, right = pair(RECIPES[name], forms)
     for dtype, apart in ((torch.float32, 1e-6), (torch.bfloat16, 2.0**-8)):
         expected = native_product(left, right, dtype)
@@ -36,7 +38,7 @@ def test_the_emulated_product_is_torchs(name: str, forms: tuple[Format, Format])
 @pytest.mark.parametrize("forms", PAIRS.values(), ids=PAIRS)
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_a_product_is_that_of_the_numbers_that_it_stands_for(
-    recipe: Recipe, forms: tuple[Format, Format], k: int
+    recipe: ScalingRecipe, forms: tuple[Fp8Format, Fp8Format], k: int
 ) -> None:
     left, right = pair(recipe, forms, k)
     exact = left.dequantized().double() @ right.dequantized().double().t()
@@ -71,7 +73,7 @@ def test_a_matrix_that_was_quantized_for_another_product_is_refused(name: str) -
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_a_plan_finds_the_shapes_without_numbers(recipe: Recipe) -> None:
+def test_a_plan_finds_the_shapes_without_numbers(recipe: ScalingRecipe) -> None:
     left, right = (torch.empty(M, K, device="meta"), torch.empty(N, K, device="meta"))
     found = multiplied(
         recipe.tokens.quantized(left, E4M3), recipe.weights.quantized(right, E4M3), torch.bfloat16

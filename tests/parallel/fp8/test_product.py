@@ -15,15 +15,15 @@ from hpctrain.comm.planned import planned_group
 from hpctrain.comm.world import World
 from hpctrain.parallel.fp8 import formats, quantize
 from hpctrain.parallel.fp8 import product as product_module
-from hpctrain.parallel.fp8.formats import E4M3, E5M2, Format
+from hpctrain.parallel.fp8.formats import E4M3, E5M2, Fp8Format
 from hpctrain.parallel.fp8.history import History
 from hpctrain.parallel.fp8.multiply import multiplied
-from hpctrain.parallel.fp8.product import KINDS, DelayedProduct, Kind, QuantizedProduct
-from hpctrain.parallel.fp8.quantize import Quantized
-from hpctrain.parallel.fp8.recipes import RECIPES, Recipe
-from hpctrain.parallel.groups import LayerGroups
-from hpctrain.parallel.product import Product
-from hpctrain.parallel.saved import Saving
+from hpctrain.parallel.fp8.product import KINDS, DelayedMatmul, Kind, QuantizedMatmul
+from hpctrain.parallel.fp8.quantize import QuantizedTensor
+from hpctrain.parallel.fp8.recipes import RECIPES, ScalingRecipe
+from hpctrain.parallel.groups import LayerContext
+from hpctrain.parallel.product import Matmul
+from hpctrain.parallel.saved import ActivationSizes
 from hpctrain.parallel.shard import Parameter, Shard
 from tests.engines import small_deck, trainer
 from tests.optim.test_blocks import Held
@@ -31,7 +31,7 @@ from tests.parallel.fp8.given import normal, quantized
 from tests.parallel.fp8.scales import DELAYED, KEYS
 
 ONE = planned_group(("tensor",), 0, 1, Ledger())
-ALONE = LayerGroups(tensor=ONE, context=ONE)
+ALONE = LayerContext(tensor=ONE, context=ONE)
 M, N, K = 256, 256, 512
 CURRENT = {name: recipe for name, recipe in RECIPES.items() if not recipe.delayed}
 
@@ -52,7 +52,7 @@ def parameter(weight: Tensor, shard: Shard) -> Parameter:
     return made
 
 
-def passes(product: Product, inputs: Tensor, gradient: Tensor) -> list[Tensor]:
+def passes(product: Matmul, inputs: Tensor, gradient: Tensor) -> list[Tensor]:
     product.add_weight_gradient(gradient, inputs)
     weight = product.weights[0].gradient
     assert weight is not None
@@ -61,11 +61,11 @@ def passes(product: Product, inputs: Tensor, gradient: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("form", [E4M3, E5M2], ids=["E4M3", "E5M2"])
 @pytest.mark.parametrize("recipe", CURRENT.values(), ids=CURRENT)
-def test_each_product_is_of_operands_quantized_for_it(recipe: Recipe, form: Format) -> None:
+def test_each_product_is_of_operands_quantized_for_it(recipe: ScalingRecipe, form: Fp8Format) -> None:
     whole = given()
     m, n, k = 40, 72, 160
     inputs, weight, gradient = whole[0][:m, :k], whole[1][:n, :k], whole[2][:m, :n]
-    product = QuantizedProduct([parameter(weight, Shard.whole("a", (n, k)))], ALONE, recipe, form)
+    product = QuantizedMatmul([parameter(weight, Shard.whole("a", (n, k)))], ALONE, recipe, form)
     found = passes(product, inputs.reshape(10, 4, k), gradient.reshape(10, 4, n))
     x, w, g = (each.double().numpy() for each in (inputs, weight, gradient))
     tokens, weights = recipe.tokens.blocks, recipe.weights.blocks
@@ -82,7 +82,7 @@ def test_each_product_is_of_operands_quantized_for_it(recipe: Recipe, form: Form
 @pytest.mark.parametrize("shape", [(384, 256, 512), (390, 260, 270)], ids=str)
 @pytest.mark.parametrize("recipe", CURRENT.values(), ids=CURRENT)
 def test_memory_in_passing_is_what_is_told(
-    recipe: Recipe, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+    recipe: ScalingRecipe, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where blocks are whole, and where the last ones are smaller; beside scales."""
     for module in (formats, quantize):
@@ -91,7 +91,7 @@ def test_memory_in_passing_is_what_is_told(
     inputs, weight, gradient = (normal(*each).bfloat16() for each in ((m, k), (n, k), (m, n)))
     made = parameter(weight, Shard.whole("a", (n, k)))
     made.gradient = torch.ones(n, k)
-    product, taken = QuantizedProduct([made], ALONE, recipe), []
+    product, taken = QuantizedMatmul([made], ALONE, recipe), []
     for run in (
         lambda: product.forward(inputs),
         lambda: product.input_gradient(gradient),
@@ -100,14 +100,14 @@ def test_memory_in_passing_is_what_is_told(
         with Held() as held:
             result = run()
         taken.append(held.most - (0 if result is None else result.nbytes))
-    told = product.passing(m, Saving(m, m, 1, itemsize=2, gradient_itemsize=4))
+    told = product.passing(m, ActivationSizes(m, m, 1, itemsize=2, gradient_itemsize=4))
     assert 1 <= max(taken) / told <= 1.02
 
 
 def test_the_first_gradient_is_written_and_others_are_added() -> None:
     inputs, weight, gradient = given()
     own = parameter(weight, Shard.whole("a", (N, K)))
-    product = QuantizedProduct([own], ALONE, RECIPES["block"])
+    product = QuantizedMatmul([own], ALONE, RECIPES["block"])
     own.forget_gradient()
     assert own.gradient is not None
     own._gradient.fill_(torch.nan)  # type: ignore[union-attr]
@@ -122,22 +122,22 @@ def test_the_first_gradient_is_written_and_others_are_added() -> None:
 @pytest.mark.parametrize("split", ["columns", "rows", "tokens"])
 @pytest.mark.parametrize("recipe", CURRENT.values(), ids=CURRENT)
 def test_ranks_scale_parts_as_the_whole(
-    world: World, monkeypatch: pytest.MonkeyPatch, recipe: Recipe, split: str
+    world: World, monkeypatch: pytest.MonkeyPatch, recipe: ScalingRecipe, split: str
 ) -> None:
     inputs, weight, gradient = given()
-    operands: list[Quantized] = []
+    operands: list[QuantizedTensor] = []
 
-    def watched(left: Quantized, right: Quantized, dtype: torch.dtype) -> Tensor:
+    def watched(left: QuantizedTensor, right: QuantizedTensor, dtype: torch.dtype) -> Tensor:
         operands.extend((left, right))
         return multiplied(left, right, dtype)
 
     monkeypatch.setattr(product_module, "multiplied", watched)
-    alone = QuantizedProduct([parameter(weight, Shard.whole("a", (N, K)))], ALONE, recipe)
+    alone = QuantizedMatmul([parameter(weight, Shard.whole("a", (N, K)))], ALONE, recipe)
     whole = passes(alone, inputs, gradient)
     of_whole, operands = operands, []
     mesh = Mesh(world, {"context" if split == "tokens" else "tensor": 2})
     both = mesh.group("context", "tensor")
-    groups = LayerGroups(tensor=mesh.group("tensor"), context=mesh.group("context"), micro_batch=both)
+    groups = LayerContext(tensor=mesh.group("tensor"), context=mesh.group("context"), micro_batch=both)
     m, n, k = (slice(world.rank * size // 2, (world.rank + 1) * size // 2) for size in (M, N, K))
     everything = slice(None)
     shard = Shard.whole("a", (N, K))
@@ -149,7 +149,7 @@ def test_ranks_scale_parts_as_the_whole(
         shard = Shard("a", (N, K), (0, k.start), (N, K // 2), frozenset({"tensor"}))
     else:
         n = k = everything
-    product = QuantizedProduct([parameter(weight, shard)], groups, recipe)
+    product = QuantizedMatmul([parameter(weight, shard)], groups, recipe)
     own = passes(product, inputs[m, k].contiguous(), gradient[m, n].contiguous())
     summed = {"columns": 1, "rows": 0, "tokens": 2}[split]
     both.all_reduce(own[summed])
@@ -162,7 +162,7 @@ def test_ranks_scale_parts_as_the_whole(
         assert torch.equal(scales(part), scales(other)[cut])
 
 
-def scales(operand: Quantized) -> Tensor:
+def scales(operand: QuantizedTensor) -> Tensor:
     """Of each element."""
     ones = torch.ones(operand.values.shape).to(operand.values.dtype)
     return replace(operand, values=ones).dequantized()
@@ -185,9 +185,9 @@ def test_what_was_zero_so_far_is_multiplied_as_stored(unknown: Kind) -> None:
     inputs, weight, gradient = given()
     seen = {"inputs": inputs, "weights": weight, "gradients": gradient}
 
-    def after_a_step(zero: Kind | None) -> DelayedProduct:
+    def after_a_step(zero: Kind | None) -> DelayedMatmul:
         own = parameter(weight, Shard.whole("a", (N, K)))
-        made = DelayedProduct([own], ALONE, RECIPES["delayed"], 2)
+        made = DelayedMatmul([own], ALONE, RECIPES["delayed"], 2)
         made.histories = {kind: History(torch.zeros(2)) for kind in KINDS}  # not those of a plan
         own.requires_grad_(True)
         noted = {made._noted_name(k): (v * (k != zero)).abs().amax()[None] for k, v in seen.items()}
@@ -196,7 +196,7 @@ def test_what_was_zero_so_far_is_multiplied_as_stored(unknown: Kind) -> None:
         assert made.known == (zero is None)
         return made
 
-    product, stored = after_a_step(unknown), Product([parameter(weight, Shard.whole("a", (N, K)))], ALONE)
+    product, stored = after_a_step(unknown), Matmul([parameter(weight, Shard.whole("a", (N, K)))], ALONE)
     eight = after_a_step(None)
     found, exact, coarse = (passes(each, inputs, gradient) for each in (product, stored, eight))
     # Forward needs no gradients.

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from hpctrain.parallel.fp8 import formats, quantize
-from hpctrain.parallel.fp8.formats import E4M3, E5M2, Format, agreed_maximum
-from hpctrain.parallel.fp8.quantize import Blocks, Scaling, block_maxima
+from hpctrain.parallel.fp8.formats import E4M3, E5M2, Fp8Format, agreed_maximum
+from hpctrain.parallel.fp8.quantize import ScaleBlocks, Scaling, block_maxima
 from hpctrain.parallel.fp8.recipes import RECIPES
 from tests.parallel.fp8.given import by_block, decibels, normal, quantized
 
@@ -32,7 +32,7 @@ def wide(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("form", [E4M3, E5M2], ids=["E4M3", "E5M2"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
-def test_each_block_has_its_scale(scaling: Scaling, shape: tuple[int, int], form: Format) -> None:
+def test_each_block_has_its_scale(scaling: Scaling, shape: tuple[int, int], form: Fp8Format) -> None:
     values = wide(*shape)
     exact = values.double().numpy()
     found = scaling.quantized(values, form)
@@ -85,7 +85,7 @@ def test_parts_with_maxima_in_common_are_parts_of_the_whole(scaling: Scaling) ->
 
 def test_beyond_maxima_of_before_numbers_are_the_largest() -> None:
     values = torch.tensor([[1.0, -700.0, 3.0, 448.0]])
-    found = Scaling(Blocks()).quantized(values, E4M3, torch.tensor([[448.0]]))
+    found = Scaling(ScaleBlocks()).quantized(values, E4M3, torch.tensor([[448.0]]))
     assert found.dequantized().tolist() == [[1.0, -448.0, 3.0, 448.0]]
 
 
@@ -146,7 +146,7 @@ def test_no_rows_are_no_error() -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize(("form", "expected"), [(E4M3, 31.5), (E5M2, 25.6)], ids=["E4M3", "E5M2"])
-def test_noise_of_gaussian_numbers_is_that_of_the_format(name: str, form: Format, expected: float) -> None:
+def test_noise_of_gaussian_numbers_is_that_of_the_format(name: str, form: Fp8Format, expected: float) -> None:
     values = normal(1024, 1024)
     found = decibels(values, RECIPES[name].tokens.quantized(values, form).dequantized())
     assert float(found) == pytest.approx(expected, abs=0.1)

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from hpctrain.comm.world import World
-from hpctrain.parallel.fp8.formats import E4M3, E5M2, Format
+from hpctrain.parallel.fp8.formats import E4M3, E5M2, Fp8Format
 from hpctrain.parallel.fp8.quantize import Scaling
 from hpctrain.parallel.fp8.recipes import RECIPES
 from hpctrain.parallel.fp8.watched import Row, layer_kind, lost, note_lost, operand_name, watched_row
-from hpctrain.parallel.noted import Noted
+from hpctrain.parallel.noted import StepStatistics
 from hpctrain.train.watchers import EightBitWatch
 from tests.engines import LLAMA, Trainer, small_deck, trainer
 from tests.parallel.fp8.given import normal
@@ -28,7 +28,9 @@ SCALINGS = {
 
 @pytest.mark.parametrize("form", [E4M3, E5M2], ids=["E4M3", "E5M2"])
 @pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
-def test_counts_are_those_of_numpy(monkeypatch: pytest.MonkeyPatch, scaling: Scaling, form: Format) -> None:
+def test_counts_are_those_of_numpy(
+    monkeypatch: pytest.MonkeyPatch, scaling: Scaling, form: Fp8Format
+) -> None:
     """Of blocks, some with maxima of before that are too small, and of few rows at a time."""
     monkeypatch.setattr("hpctrain.parallel.fp8.quantize.AT_ONCE", 1000)
     matrix = normal(150, 140) * torch.exp2(normal(150, 140, seed=1) * 6)
@@ -48,7 +50,7 @@ def test_counts_are_those_of_numpy(monkeypatch: pytest.MonkeyPatch, scaling: Sca
 
 
 def test_a_line_has_shares_and_scales_by_kind_of_layer() -> None:
-    noted, scaling = Noted(), RECIPES["row"].tokens
+    noted, scaling = StepStatistics(), RECIPES["row"].tokens
 
     def note(block: int, kind: str, matrix: torch.Tensor, maxima: torch.Tensor) -> None:
         found = scaling.quantized(matrix, E4M3, maxima)

@@ -88,9 +88,9 @@ def _use_first_micro_batch(original: Any, step: Step, state: Any, _: int) -> Any
 
 
 def _plant_in_lookup_gradient(scene: Scene) -> None:
-    original = vocabulary._Lookup.backward
+    original = vocabulary._EmbeddingAutograd.backward
 
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return original(ctx, gradient * (1.5 if scene.in_layout and in_third_micro_batch(scene) else 1))
 
-    scene.patch.setattr(vocabulary._Lookup, "backward", staticmethod(backward))
+    scene.patch.setattr(vocabulary._EmbeddingAutograd, "backward", staticmethod(backward))

@@ -11,7 +11,7 @@ from torch import Tensor
 import hpctrain.model.router as router
 import hpctrain.parallel.experts as experts
 from hpctrain.model.inputs import Inputs
-from hpctrain.parallel.noted import Noted
+from hpctrain.parallel.noted import StepStatistics
 from tests.train.layout_faults.deck_keys import BIASED, EXPERT, MIXTURE
 from tests.train.layout_faults.fault import LayoutFault
 from tests.train.layout_faults.planting import (
@@ -50,8 +50,12 @@ def faults() -> list[LayoutFault]:
         fault(
             "a bias of one rank", BIASED, wrapped(router.Router, "after_update", reverse_counts, on_rank_1)
         ),
-        fault("counts of one rank", BIASED, skipped_calls(Noted, "sum", on_rank_1)),
-        fault("counts of the third micro-batch", BIASED, skipped_calls(Noted, "sum", in_third_micro_batch)),
+        fault("counts of one rank", BIASED, skipped_calls(StepStatistics, "sum", on_rank_1)),
+        fault(
+            "counts of the third micro-batch",
+            BIASED,
+            skipped_calls(StepStatistics, "sum", in_third_micro_batch),
+        ),
         fault(
             "a balance loss of twice its weight",
             EXPERT,

@@ -19,9 +19,9 @@ import hpctrain.parallel.fp8.quantize as quantize
 import hpctrain.sharding.eight_bit_gather as eight_bit_gather
 from hpctrain.parallel.fp8.formats import agreed_maximum
 from hpctrain.parallel.fp8.history import History
-from hpctrain.parallel.fp8.product import DelayedProduct, Dims, QuantizedProduct
-from hpctrain.parallel.fp8.quantize import Quantized, Scaling
-from hpctrain.parallel.noted import Noted
+from hpctrain.parallel.fp8.product import DelayedMatmul, Dims, QuantizedMatmul
+from hpctrain.parallel.fp8.quantize import QuantizedTensor, Scaling
+from hpctrain.parallel.noted import StepStatistics
 from tests.train.layout_faults.deck_keys import (
     CONTEXT,
     DELAYED_SCALES,
@@ -52,12 +52,12 @@ def faults() -> list[LayoutFault]:
         fault(
             "gradients in another format",
             ONE_SCALE,
-            wrapped(QuantizedProduct, "_quantized", _quantize_gradients_as_e4m3, on_rank_1),
+            wrapped(QuantizedMatmul, "_quantized", _quantize_gradients_as_e4m3, on_rank_1),
         ),
         fault(
             "maxima of the third micro-batch",
             DELAYED_SCALES,
-            skipped_calls(Noted, "most", in_third_micro_batch),
+            skipped_calls(StepStatistics, "most", in_third_micro_batch),
         ),
         fault(
             "maxima that replace each other",
@@ -82,22 +82,22 @@ def faults() -> list[LayoutFault]:
         fault(
             "maxima of weights of one rank",
             (*ONE_SCALE, *TENSOR),
-            wrapped(QuantizedProduct, "know_weights", _keep_local_weight_maxima),
+            wrapped(QuantizedMatmul, "know_weights", _keep_local_weight_maxima),
         ),
         fault(
             "maxima of a part of each row of weights",
             (*ROW_SCALES, *TENSOR),
-            wrapped(QuantizedProduct, "know_weights", _keep_local_weight_maxima),
+            wrapped(QuantizedMatmul, "know_weights", _keep_local_weight_maxima),
         ),
         fault(
             "maxima of the tokens of one context rank",
             (*ONE_SCALE, *CONTEXT),
-            wrapped(QuantizedProduct, "_maxima", _keep_local_token_maxima),
+            wrapped(QuantizedMatmul, "_maxima", _keep_local_token_maxima),
         ),
         fault(
             "maxima of one piece of the sequence",
             (*ONE_SCALE, *FP8_MESSAGES),
-            wrapped(QuantizedProduct, "_maxima", _keep_local_token_maxima),
+            wrapped(QuantizedMatmul, "_maxima", _keep_local_token_maxima),
         ),
         fault(
             "gathered weights that one rank divides by another scale",
@@ -107,7 +107,7 @@ def faults() -> list[LayoutFault]:
         fault(
             "maxima of gathered weights that one rank does not tell",
             (*DELAYED_SCALES, *FP8_GATHER),
-            skipped_calls(DelayedProduct, "note_weights", on_rank_1),
+            skipped_calls(DelayedMatmul, "note_weights", on_rank_1),
         ),
         fault(
             "exponents of one rank",
@@ -117,34 +117,34 @@ def faults() -> list[LayoutFault]:
         fault(
             "kept inputs of the third micro-batch",
             ROW_SCALES,
-            wrapped(QuantizedProduct, "_kept_rows", _double_kept_scales, in_third_micro_batch),
+            wrapped(QuantizedMatmul, "_kept_rows", _double_kept_scales, in_third_micro_batch),
         ),
     ]
 
 
-def _reverse_values(original: Any, piece: Quantized, pieces: Any) -> Quantized:
+def _reverse_values(original: Any, piece: QuantizedTensor, pieces: Any) -> QuantizedTensor:
     gathered = original(piece, pieces)
     return replace(gathered, values=gathered.values.flip(0))
 
 
-def _reverse_scales(original: Any, piece: Quantized, pieces: Any) -> Quantized:
+def _reverse_scales(original: Any, piece: QuantizedTensor, pieces: Any) -> QuantizedTensor:
     gathered = original(piece, pieces)
     return replace(gathered, scales=gathered.scales.flip(0))
 
 
-def _keep_local_weight_maxima(original: Any, product: QuantizedProduct, dims: Dims, _: Tensor) -> None:
+def _keep_local_weight_maxima(original: Any, product: QuantizedMatmul, dims: Dims, _: Tensor) -> None:
     original(product, dims, product.own_weight_maxima(dims))
 
 
 def _keep_local_token_maxima(
-    original: Any, product: QuantizedProduct, kind: str, scaling: Scaling, matrix: Tensor, *rest: Any
+    original: Any, product: QuantizedMatmul, kind: str, scaling: Scaling, matrix: Tensor, *rest: Any
 ) -> Tensor:
     if kind == "weights":
         return original(product, kind, scaling, matrix, *rest)
     return agreed_maximum(scaling.maxima(matrix))
 
 
-def _double_kept_scales(original: Any, product: QuantizedProduct, inputs: Any) -> Quantized:
+def _double_kept_scales(original: Any, product: QuantizedMatmul, inputs: Any) -> QuantizedTensor:
     kept = original(product, inputs)
     return replace(kept, scales=2 * kept.scales)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hpctrain.comm.group import Group
 from hpctrain.comm.work import Work
-from hpctrain.parallel.noted import Noted
+from hpctrain.parallel.noted import StepStatistics
 from hpctrain.train.step import Step
 
 Change = Callable[[Tensor], object]
@@ -32,7 +32,7 @@ class Scene:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.patch = patch
         self.in_layout, self.step, self.micro_batch, self.rank = False, 0, -1, 0
-        make_step, begin = Step.__call__, Noted.begin
+        make_step, begin = Step.__call__, StepStatistics.begin
 
         def follow_step(step: Step, state: Any, *arguments: Any) -> Any:
             world = step.engine.world
@@ -42,12 +42,12 @@ class Scene:
             finally:
                 self.in_layout = False
 
-        def follow_action(statistics: Noted, micro_batch: int | None, *padding: Any) -> None:
+        def follow_action(statistics: StepStatistics, micro_batch: int | None, *padding: Any) -> None:
             self.micro_batch = -1 if micro_batch is None else micro_batch
             begin(statistics, micro_batch, *padding)
 
         patch.setattr(Step, "__call__", follow_step)
-        patch.setattr(Noted, "begin", follow_action)
+        patch.setattr(StepStatistics, "begin", follow_action)
 
     def around(self, owner: Any, name: str, change: Callable[..., Any], when: When | None = None) -> None:
         """Call `change(original, *arguments)` instead of `original(*arguments)` in steps of the layout."""
