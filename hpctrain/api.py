@@ -35,7 +35,7 @@ from hpctrain.deck.find import is_of_a_run
 from hpctrain.deck.plain import plain, toml_of
 from hpctrain.deck.read import deck_text, parse_deck, read_deck
 from hpctrain.deck.schema import Deck
-from hpctrain.deck.sources import ScriptArgument, toml_value
+from hpctrain.deck.sources import ApiArgument, toml_value
 from hpctrain.errors import EXIT_DIFFERENT, EXIT_DONE, HpctrainError, failing_as
 from hpctrain.files import check_output, write_text
 from hpctrain.generate.loaded import Model, load
@@ -236,7 +236,7 @@ def _changes(given: Given) -> list[str]:
     keys = {_KEYS[name]: (name, _written(name, value)) for name, value in named.items()}
     keys |= {key: ("changes", plain(f"changes: {key}", value)) for key, value in changes.items()}
     return [
-        ScriptArgument.of(name, f"{key}={'' if value is None else toml_value(value)}")
+        ApiArgument.of(name, f"{key}={'' if value is None else toml_value(value)}")
         for key, (name, value) in keys.items()
     ]
 

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 LONGEST_SHOWN = 200  # characters of what a user wrote that a sentence repeats
 
 
-class ScriptArgument(str):
+class ApiArgument(str):
     """What stands above a deck as `--set` has it, but is of a script, which gave it under this `name`."""
 
     name: str
 
     @classmethod
-    def of(cls, name: str, argument: str) -> ScriptArgument:
+    def of(cls, name: str, argument: str) -> ApiArgument:
         """An argument with the name under which a script gave it."""
         given = cls(argument)
         given.name = name
@@ -48,7 +48,7 @@ class Place:
     @property
     def prefix(self) -> str:
         """`deck.toml:14` (`deck.toml` where no line is known), `--set a.b=value` or `changes: a.b=value`."""
-        if isinstance(self.override, ScriptArgument):
+        if isinstance(self.override, ApiArgument):
             return f"{self.override.name}: {clipped(self.override)}"
         if self.override is not None:
             return f"--set {clipped(self.override)}"
