@@ -1,4 +1,4 @@
-"""`hpctrain deck`: the resolved deck, or the reference of all keys."""
+"""`hpctrain deck`: print a resolved deck, the reference of all keys, or a converted deck."""
 
 from __future__ import annotations
 
@@ -17,27 +17,29 @@ if TYPE_CHECKING:
 @click.argument("deck", metavar="DECK|SECTION", required=False)
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set a key, as layout.tensor=2.")
 @click.option(
-    "--ranks", type=click.IntRange(1, 1 << 20), metavar="N", help="Check the deck against N ranks too."
+    "--ranks", type=click.IntRange(1, 1 << 20), metavar="N", help="Check the deck against N ranks as well."
 )
-@click.option("--reference", is_flag=True, help="Print all keys, or those of SECTION, with type and default.")
+@click.option(
+    "--reference", is_flag=True, help="Print all keys, or those of SECTION, with types and defaults."
+)
 @click.option(
     "--from",
-    "foreign",
+    "source",
     metavar="FILE",
-    help="Print a deck from DeepSpeed's configuration, or from Megatron-LM's arguments.",
+    help="Convert a DeepSpeed configuration or a script with Megatron-LM arguments to a deck.",
 )
 def command(
-    deck: str | None, overrides: tuple[str, ...], ranks: int | None, reference: bool, foreign: str | None
+    deck: str | None, overrides: tuple[str, ...], ranks: int | None, reference: bool, source: str | None
 ) -> None:
-    """Print the deck in file DECK with every default filled in, or say all that is wrong with it.
+    """Print the deck in file DECK with every default filled in, or report all of its errors.
 
-    What it names is looked into too; a token file that is not there may still be made. With --ranks, a layout
-    that it leaves open (layout = "auto") is chosen.
+    Files that the deck names are checked too; a token file may still be missing. With --ranks, a layout is
+    chosen if the deck has layout = "auto".
 
-    With --from, ds_config.json, or a file or script with Megatron-LM's arguments, becomes a deck that tells
-    what could not be said in it, and what is still to be given.
+    With --from, the file is ds_config.json, or a script or text file with arguments of Megatron-LM. The deck
+    lists options that it does not express at its top, and missing required keys as comments.
 
-    Under mpirun or srun it is checked against the ranks that were started, and rank 0 alone prints.
+    Under mpirun or srun the deck is checked against the number of started ranks, and rank 0 prints.
     """
     from hpctrain.deck.read import deck_text, read_deck
     from hpctrain.deck.reference import reference_text
@@ -47,12 +49,14 @@ def command(
     size = launched_size(os.environ)
     if ranks is None and size > 1:
         ranks = size
-    if foreign is not None:
-        from hpctrain.deck.convert.deck_text import foreign_deck
+    if source is not None:
+        from hpctrain.deck.convert.deck_text import converted_deck
 
         if deck is not None or overrides or reference:
-            raise click.UsageError("--from makes a deck by itself: leave out DECK, --set and --reference")
-        text = foreign_deck(foreign)
+            raise click.UsageError(
+                "--from cannot be combined with others: leave out DECK, --set and --reference"
+            )
+        text = converted_deck(source)
     elif reference:
         from hpctrain.report.terminal import columns
 
@@ -61,12 +65,12 @@ def command(
     elif deck is None:
         raise click.UsageError("give a DECK, --from or --reference")
     else:
-        found = read_deck(deck, overrides, ranks, _Reader(), partial(named_problems, code=True))
-        if found.layout.auto and ranks is not None:
+        resolved = read_deck(deck, overrides, ranks, _Reader(), partial(named_problems, code=True))
+        if resolved.layout.auto and ranks is not None:
             from hpctrain.plan.search.deck import laid_out
 
-            found = laid_out(found, ranks)
-        text = deck_text(found, ranks)
+            resolved = laid_out(resolved, ranks)
+        text = deck_text(resolved, ranks)
     if launched_rank(os.environ) == 0:
         click.echo(text, nl=False)
 

@@ -1,4 +1,4 @@
-"""The text of a deck from what another program is told: keys, what they do not say, what is missing."""
+"""Text of a deck that is converted from the options of another trainer (`hpctrain deck --from`)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from pathlib import Path
 from pydantic.fields import FieldInfo
 
 from hpctrain.characters import escaped
-from hpctrain.deck.convert import deepspeed, megatron
-from hpctrain.deck.convert.rules import Translated
-from hpctrain.deck.convert.script import arguments_of
+from hpctrain.deck.convert.deepspeed import convert_configuration
+from hpctrain.deck.convert.megatron import convert_script
+from hpctrain.deck.convert.rules import Conversion
+from hpctrain.deck.convert.script import parse_arguments
 from hpctrain.deck.key import extra
 from hpctrain.deck.schema import fields, sections
 from hpctrain.deck.sources import toml_value
@@ -19,26 +20,37 @@ from hpctrain.errors import HpctrainError, failing_as
 from hpctrain.files import parse_json, read_text
 
 FILE_BYTES = 1 << 20
-"""Of a configuration, or a script, at most."""
+"""Largest size of a configuration or script."""
 
 _WIDTH = 100
 
 
-def foreign_deck(source: str) -> str:
-    """A deck, as TOML, from a DeepSpeed configuration or from Megatron-LM's arguments: those of a file, of
-    a script of a shell for instance, or these themselves, where `source` begins with dashes.
+def converted_deck(source: str) -> str:
+    """Convert a DeepSpeed configuration or Megatron-LM arguments to a deck.
 
-    HpctrainError where it is neither.
+    Args:
+        source: Path of the JSON file, or of a shell script or text file with arguments. If it starts
+            with "--", it is taken as the arguments themselves.
+
+    Returns:
+        The deck as TOML. Comments at the top list the options that no key expresses, with reasons. Required
+        keys that the source does not set stand as comments in their sections.
+
+    Raises:
+        HpctrainError: The source is neither of the two.
+        InputOutputError: The file cannot be read.
     """
     if not source.strip():
-        raise HpctrainError('--from: names no file (ds_config.json, or a script with arguments: "run.sh")')
+        raise HpctrainError('--from: requires a file, such as ds_config.json or "run.sh" with its arguments')
     name, content = ("arguments", source) if source.startswith("--") else (Path(source).name, _read(source))
     if content.lstrip().startswith("{"):
-        return _text(name, deepspeed.NAME, deepspeed.translated(_configuration(source, content)))
-    if not arguments_of(content):
-        neither = f"is neither a configuration of {deepspeed.NAME} (JSON, as ds_config.json)"
-        raise HpctrainError(f"{source}: {neither} nor has arguments of {megatron.NAME} (as --num-layers 24)")
-    return _text(name, megatron.NAME, megatron.translated(content))
+        return _text(name, convert_configuration(_configuration(source, content)))
+    if not parse_arguments(content):
+        raise HpctrainError(
+            f"{source}: is neither a DeepSpeed configuration (JSON, such as ds_config.json) nor has it"
+            " arguments of Megatron-LM (such as --num-layers 24)"
+        )
+    return _text(name, convert_script(content))
 
 
 def _read(path: str) -> str:
@@ -51,49 +63,46 @@ def _read(path: str) -> str:
 
 def _configuration(path: str, content: str) -> Mapping[str, object]:
     try:
-        found = parse_json(content)
+        configuration = parse_json(content)
     except ValueError as error:
         raise HpctrainError(f"{path}: is not JSON: {error}") from None
-    assert isinstance(found, dict)
-    return found
+    assert isinstance(configuration, dict)
+    return configuration
 
 
-def _text(name: str, program: str, found: Translated) -> str:
-    lines = _comment(f"From {name}, of {program}.")
-    if found.left:
-        lines += ["#", "# Not in this deck, or not all of it:", *_listed(found.left)]
-    if found.needless:
-        lines += ["#", *_comment(f"Needing no key here: {', '.join(found.needless)}.")]
+def _text(name: str, conversion: Conversion) -> str:
+    lines = _comment(f"Converted from {name} ({conversion.program}).")
+    if conversion.unsupported:
+        lines += ["#", "# Options that this deck does not express, or only in part:"]
+        for option, reason in conversion.unsupported.items():
+            lines += _comment(f"  {option}: {reason}")
+    if conversion.unneeded:
+        lines += ["#", *_comment(f"Options that need no key: {', '.join(conversion.unneeded)}.")]
     for section in sections():
-        rows = list(_rows(section, found))
+        rows = list(_rows(section, conversion))
         if rows:
-            lines += ["", f"[{section}]", *(row.format(program=program) for row in rows)]
+            lines += ["", f"[{section}]", *rows]
     return "\n".join(lines) + "\n"
 
 
-def _rows(section: str, found: Translated) -> Iterator[str]:
-    """Keys, and those that are still to be given as comments."""
-    for name, field in fields(section).items():
+def _rows(section: str, conversion: Conversion) -> Iterator[str]:
+    """Yield the lines of a section: its keys, and required ones that are missing as comments."""
+    for name, description in fields(section).items():
         key = f"{section}.{name}"
-        if key in found.keys:
-            default = "  # {program}'s default" if key in found.defaults else ""
-            value = toml_value(found.keys[key]).replace("{", "{{").replace("}", "}}")
-            yield f"{name} = {value}{default}"
-        elif _is_to_be_given(field):
-            yield f"# {name} =   # to be given: {field.description}"
+        if key in conversion.keys:
+            default = f"  # {conversion.program}'s default" if key in conversion.defaults else ""
+            yield f"{name} = {toml_value(conversion.keys[key])}{default}"
+        elif _is_required(description):
+            yield f"# {name} =   # required: {description.description}"
 
 
-def _is_to_be_given(field: FieldInfo) -> bool:
-    derived = extra(field, "derived")
-    return derived.endswith("else required") or (field.is_required() and not derived)
-
-
-def _listed(left: Mapping[str, str]) -> Iterator[str]:
-    for setting, why in left.items():
-        yield from _comment(f"  {setting}: {why}")
+def _is_required(description: FieldInfo) -> bool:
+    derived = extra(description, "derived")
+    return derived.endswith("else required") or (description.is_required() and not derived)
 
 
 def _comment(line: str) -> list[str]:
+    """Return a line as comments of limited width, whose continuation lines are indented."""
     indent = " " * (len(line) - len(line.lstrip()))
     return textwrap.wrap(
         escaped(line),

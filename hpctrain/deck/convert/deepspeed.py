@@ -1,6 +1,6 @@
-"""The configuration of DeepSpeed, a JSON file, as keys of a deck.
+"""Conversion of a DeepSpeed configuration, a JSON file, to deck keys.
 
-It says nothing of the model and the data: the deck wants these besides.
+Such a file describes neither the model nor the data, which the deck needs in addition.
 """
 
 from __future__ import annotations
@@ -9,334 +9,300 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
 from hpctrain.deck.convert.rules import (
-    Keys,
+    UNNEEDED,
+    Conversion,
     Rule,
-    Theirs,
-    Translated,
-    UntranslatedError,
-    as_key,
+    SourceOptions,
+    UnsupportedOptionError,
+    apply_rules,
     choice,
-    needless,
-    nothing,
+    chooses,
+    each,
+    expects,
+    flag,
+    fp32_bytes,
+    integer,
+    integer_above,
     number,
-    only,
-    switch,
-    translate,
-    when_on,
-    whole,
+    sets,
+    unsupported,
 )
-
-NAME = "DeepSpeed"
 
 DEFAULTS: Mapping[str, object] = MappingProxyType(
-    {
-        "gradient_clipping": 0.0,
-        "zero_optimization.stage": 0,
-        "steps_per_print": 10,
-    }
+    {"gradient_clipping": 0.0, "zero_optimization.stage": 0, "steps_per_print": 10}
 )
-_OF_ADAM: Mapping[str, object] = MappingProxyType(
-    {"optimizer.params.betas": [0.9, 0.999], "optimizer.params.lr": 1e-3}
-)
-_OF_WARMUP: Mapping[str, object] = MappingProxyType(
-    {"scheduler.params.warmup_num_steps": 1000, "scheduler.params.warmup_type": "log"}
-)
-_AUTO = "is filled in by what starts DeepSpeed (Trainer's arguments): give the key here"
+"""Defaults of DeepSpeed, where a deck has others. More follow from the optimizer and the scheduler."""
+
 _DEPTH = 8
-
-_TRAINER = (
-    "is not part of a step: leave it to what watches a run (`hpctrain status`, `run.trace`, metrics.jsonl)"
-)
-_OTHER_METHOD = "is another method than any of a deck"
+_LARGEST_POWER = 24
 
 
-def translated(configuration: Mapping[str, object]) -> Translated:
-    """The keys of a configuration, and what no key says."""
-    given = dict(_flat(configuration))
-    auto = {name for name, value in given.items() if value == "auto"}
-    kind = str(given.get("scheduler.type"))
-    defaults = dict(DEFAULTS)
-    defaults |= _OF_ADAM if "adam" in str(given.get("optimizer.type")).lower() else {}
-    one_bit = str(given.get("optimizer.type")).lower() == "onebitadam"
-    defaults |= {"optimizer.params.freeze_step": 100_000} if one_bit else {}
-    defaults |= {"optimizer.params.weight_decay": 0.0} if "optimizer.type" in given else {}
-    if kind.startswith("Warmup"):
-        defaults |= _OF_WARMUP
-        defaults |= {"scheduler.params.warmup_max_lr": 0.001} if kind != "WarmupCosineLR" else {}
-        defaults |= {"scheduler.params.cos_min_ratio": 0.0001} if kind == "WarmupCosineLR" else {}
-    elif "optimizer.type" in given and "scheduler.type" not in given:
-        defaults["scheduler.type"] = "constant"
-    settled = {name: value for name, value in defaults.items() if name not in auto}
-    theirs = Theirs({name: value for name, value in given.items() if name not in auto}, settled)
-    found = translate(theirs, RULES, f"is no setting of {NAME} that is known here")
-    for name in sorted(auto):
-        found.leave(name, "auto", _AUTO)
-    return found
+def convert_configuration(configuration: Mapping[str, object]) -> Conversion:
+    """Convert the content of a DeepSpeed configuration."""
+    settings = dict(_flatten(configuration))
+    automatic = sorted(name for name, value in settings.items() if value == "auto")
+    options = SourceOptions(
+        {name: value for name, value in settings.items() if name not in automatic},
+        {name: value for name, value in _defaults(settings).items() if name not in automatic},
+    )
+    result = apply_rules("DeepSpeed", options, RULES)
+    for name in automatic:
+        result.report(
+            name, "auto", "is filled in by the program that starts DeepSpeed (Trainer): set it in the deck"
+        )
+    return result
 
 
-def _flat(table: Mapping[str, object], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, object]]:
-    """Values by their names with those of tables before them; a table that is off has none."""
+def _flatten(table: Mapping[str, object], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, object]]:
+    """Yield all values with their dotted names. Tables that are switched off are left out."""
     if depth and table.get("enabled") is False:
         return
     for name, value in table.items():
-        path = f"{prefix}{name}"
-        if not depth and name in _TABLES:
+        if not depth and name in _UNSUPPORTED_TABLES:
             if not isinstance(value, Mapping) or value.get("enabled") is not False:
                 yield name, True
         elif isinstance(value, Mapping) and depth < _DEPTH:
-            yield from _flat(value, f"{path}.", depth + 1)
+            yield from _flatten(value, f"{prefix}{name}.", depth + 1)
         elif value is not None:
-            yield path, value
+            yield f"{prefix}{name}", value
 
 
-def _accumulated(value: object, theirs: Theirs) -> Keys:
-    """What follows from the batch and the ranks."""
-    micro, batch = theirs.whole("train_micro_batch_size_per_gpu"), theirs.whole("train_batch_size")
-    if micro and batch and whole(value) > 0 and batch % (micro * whole(value)):
-        made = micro * whole(value)
-        raise UntranslatedError(
-            f"x the micro-batch makes {made}, of which train_batch_size = {batch} is no multiple"
-        )
-    if "train_batch_size" in theirs or whole(value) == 1:
-        return {}
-    raise UntranslatedError(
-        "follows in a deck from batch.global_size: give that, as this x the micro-batch x the data ranks"
+def _defaults(settings: Mapping[str, object]) -> dict[str, object]:
+    """Return the defaults that DeepSpeed uses with the optimizer and the scheduler of a configuration."""
+    optimizer = str(settings.get("optimizer.type")).lower()
+    scheduler = str(settings.get("scheduler.type"))
+    defaults = dict(DEFAULTS)
+    if "adam" in optimizer:
+        defaults |= {"optimizer.params.betas": [0.9, 0.999], "optimizer.params.lr": 1e-3}
+    if optimizer == "onebitadam":
+        defaults |= {"optimizer.params.freeze_step": 100_000}
+    if "optimizer.type" in settings:
+        defaults |= {"optimizer.params.weight_decay": 0.0}
+    if scheduler.startswith("Warmup"):
+        defaults |= {"scheduler.params.warmup_num_steps": 1000, "scheduler.params.warmup_type": "log"}
+        cosine = scheduler == "WarmupCosineLR"
+        final, peak = {"scheduler.params.cos_min_ratio": 1e-4}, {"scheduler.params.warmup_max_lr": 1e-3}
+        defaults |= final if cosine else peak
+    elif "optimizer.type" in settings and "scheduler.type" not in settings:
+        defaults |= {"scheduler.type": "constant"}
+    return defaults
+
+
+def _accumulation(value: object, options: SourceOptions) -> None:
+    """Check the number of micro-batches of a step, which follows from other keys in a deck."""
+    micro, batch = (
+        options.read("train_micro_batch_size_per_gpu", integer),
+        options.read("train_batch_size", integer),
     )
+    if micro and batch and integer(value) > 0 and batch % (micro * integer(value)):
+        product = micro * integer(value)
+        raise UnsupportedOptionError(
+            f"times the micro-batch is {product}, but train_batch_size = {batch} is not a multiple of it"
+        )
+    if "train_batch_size" not in options and integer(value) != 1:
+        raise UnsupportedOptionError(
+            "follows from batch.global_size: set that to this x the micro-batch x the number of data ranks"
+        )
 
 
-def _optimizer(value: object, theirs: Theirs) -> Keys:
-    names = {
-        "adam": "adamw",
-        "adamw": "adamw",
-        "fusedadam": "adamw",
-        "sgd": "sgd",
-        "lion": "lion",
-        "muon": "muon",
-    }
+def _optimizer(value: object, options: SourceOptions) -> object:
+    """Return the name of the optimizer, and a compression of gradients or None."""
     if str(value).lower() == "onebitadam":
-        return {"optimizer.name": "adamw", "communication.compress": "onebit"}
-    keys = choice("optimizer.name", names)(value, theirs)
-    if str(value).lower() == "adam" and theirs.get("optimizer.params.adam_w_mode") is False:
-        raise UntranslatedError("with adam_w_mode = false decays through the gradient; a deck's is decoupled")
-    return keys
+        return "adamw", "onebit"
+    name = choice(value, _OPTIMIZERS)
+    if str(value).lower() == "adam" and options.get("optimizer.params.adam_w_mode") is False:
+        raise UnsupportedOptionError(
+            "adds the weight decay to the gradient with adam_w_mode = false; in a deck it is decoupled"
+        )
+    return name, None
 
 
-def _betas(value: object, _: Theirs) -> Keys:
+def _betas(value: object, _: SourceOptions) -> tuple[float, float]:
     if not isinstance(value, list) or len(value) != 2:
-        raise UntranslatedError("are no two numbers")
-    return {"optimizer.beta1": number(value[0]), "optimizer.beta2": number(value[1])}
+        raise UnsupportedOptionError("must be two numbers")
+    return number(value[0]), number(value[1])
 
 
-def _peak(value: object, theirs: Theirs) -> Keys:
-    """The optimizer's rate, unless the scheduler has another one."""
-    other = theirs.number("scheduler.params.warmup_max_lr")
-    if other not in {None, number(value)}:
-        raise UntranslatedError(f"gives way to scheduler.params.warmup_max_lr = {other}")
-    return {"learning_rate.peak": number(value)}
+def _optimizer_rate(value: object, options: SourceOptions) -> float:
+    """Return the learning rate of the optimizer, unless the scheduler sets another one."""
+    peak = options.read("scheduler.params.warmup_max_lr", number)
+    if peak not in {None, number(value)}:
+        raise UnsupportedOptionError(f"is overridden by scheduler.params.warmup_max_lr = {peak}")
+    return number(value)
 
 
-def _schedule(value: object, theirs: Theirs) -> Keys:
-    if value == "constant" and "scheduler.type" not in theirs:
-        return {"learning_rate.decay": "constant", "learning_rate.warmup": 0}
-    decays = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
-    decay = decays.get(str(value))
-    if decay is None:
-        known = ", ".join(decays)
-        raise UntranslatedError(f"is not what a deck can say ({known} it can)")
-    return {"learning_rate.decay": decay} | ({"learning_rate.floor": 0.0} if decay == "linear" else {})
+def _schedule(value: object, options: SourceOptions) -> object:
+    """Return the decay, the steps of the warm-up or None, and the floor or None."""
+    if value == "constant" and "scheduler.type" not in options:
+        return "constant", 0, None
+    if value not in _DECAYS:
+        raise UnsupportedOptionError(f"is not supported (supported: {', '.join(_DECAYS)})")
+    decay = _DECAYS[str(value)]
+    return decay, None, 0.0 if decay == "linear" else None
 
 
-def _offload(key: str) -> Rule:
-    return choice(key, {"cpu": "host", "nvme": "disk", "none": "device"})
+def _initial_scale(value: object, _: SourceOptions) -> float:
+    if integer(value) > _LARGEST_POWER:
+        raise UnsupportedOptionError(f"exceeds {_LARGEST_POWER}: a deck starts at 2^{_LARGEST_POWER} at most")
+    return float(2 ** integer(value))
 
 
-def _scale_power(value: object, _: Theirs) -> Keys:
-    most = 24
-    if whole(value) > most:
-        raise UntranslatedError(f"is more than {most}: a deck's scale begins at 2^{most} at the most")
-    return {"precision.initial_loss_scale": float(2 ** whole(value))}
-
-
-def _constant_scale(value: object, _: Theirs) -> Keys:
+def _loss_scale(value: object, _: SourceOptions) -> None:
     if number(value):
-        raise UntranslatedError("the loss scale is dynamic")
-    return {}
+        raise UnsupportedOptionError("the loss scale is always dynamic")
 
 
-def _gradients(value: object, theirs: Theirs) -> Keys:
-    half = "bf16" if theirs.is_on("bf16.enabled") else "fp16"
-    kinds = {"fp32": "fp32", half: "compute"}
-    return choice("precision.gradients", kinds)(value, theirs)
+def _gradients(value: object, options: SourceOptions) -> object:
+    compute = "bf16" if options.is_on("bf16.enabled") else "fp16"
+    return choice(value, {"fp32": "fp32", compute: "compute"})
 
 
-def _checkpointing(value: object, _: Theirs) -> Keys:
-    blocks = whole(value)
-    return {"memory.recompute": blocks if blocks > 1 else "full"} if blocks > 0 else {}
+def _recomputed_blocks(value: object) -> object:
+    blocks = integer(value)
+    return (blocks if blocks > 1 else "full") if blocks > 0 else None
 
 
-_STEP: dict[str, Rule] = {
-    "train_batch_size": as_key("batch.global_size"),
-    "train_micro_batch_size_per_gpu": as_key("batch.micro_size"),
-    "gradient_accumulation_steps": _accumulated,
-    "gradient_clipping": as_key("optimizer.clip", number),
-    "steps_per_print": as_key("run.log_every"),
-    "seed": as_key("run.seed"),
-    "optimizer.type": _optimizer,
-    "optimizer.params.lr": _peak,
-    "optimizer.params.betas": _betas,
-    "optimizer.params.eps": as_key("optimizer.epsilon", number),
-    "optimizer.params.weight_decay": as_key("optimizer.weight_decay", number),
-    "optimizer.params.momentum": as_key("optimizer.momentum", number),
-    "optimizer.params.nesterov": when_on({"optimizer.nesterov": True}),
-    "optimizer.params.freeze_step": as_key("communication.warmup"),
-    "optimizer.params.cuda_aware": needless,
-    "optimizer.params.comm_backend_name": needless,
-    "optimizer.params.adam_w_mode": needless,
-    "optimizer.params.torch_adam": needless,
-    "optimizer.params.bias_correction": only((True,), "the bias of moments is corrected"),
-    "optimizer.params.amsgrad": nothing("there is no AMSGrad"),
-    "scheduler.type": _schedule,
-    "scheduler.params.warmup_max_lr": as_key("learning_rate.peak", number),
-    "scheduler.params.warmup_min_lr": only((0, 0.0), "the warm-up begins at nought"),
-    "scheduler.params.warmup_num_steps": as_key("learning_rate.warmup"),
-    "scheduler.params.warmup_type": only(("linear",), "the warm-up is linear"),
-    "scheduler.params.total_num_steps": lambda value, _: {
-        "learning_rate.decay_steps": whole(value),
-        "run.steps": whole(value),
-    },
-    "scheduler.params.cos_min_ratio": as_key("learning_rate.floor", number),
-    "scheduler.params.warmup_min_ratio": only((0, 0.0), "the warm-up begins at nought"),
+def _total_steps(value: object, _: SourceOptions) -> tuple[int, int]:
+    return integer(value), integer(value)
+
+
+def _context_ranks(value: object, _: SourceOptions) -> object:
+    return (integer(value), "all_to_all") if integer(value) > 1 else None
+
+
+_OPTIMIZERS = {
+    "adam": "adamw",
+    "adamw": "adamw",
+    "fusedadam": "adamw",
+    "sgd": "sgd",
+    "lion": "lion",
+    "muon": "muon",
 }
+_DECAYS = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+_OFFLOAD = "pin_memory buffer_count buffer_size max_in_cpu fast_init pipeline_read pipeline_write"
+_DEVICES = {"cpu": "host", "nvme": "disk", "none": "device"}
 
-_FORMATS: dict[str, Rule] = {
-    "bf16.enabled": when_on({"precision.compute": "bf16"}),
-    "bfloat16.enabled": when_on({"precision.compute": "bf16"}),
-    "fp16.enabled": when_on({"precision.compute": "fp16"}),
-    "fp16.auto_cast": nothing("layers compute in the format of their weights"),
-    "fp16.loss_scale": _constant_scale,
-    "fp16.initial_scale_power": _scale_power,
-    "fp16.loss_scale_window": as_key("precision.loss_scale_window"),
-    "fp16.hysteresis": only((1,), "the loss scale halves at every overflow"),
-    "fp16.consecutive_hysteresis": nothing("the loss scale halves at every overflow"),
-    "fp16.min_loss_scale": needless,
-    "fp16.fp16_master_weights_and_grads": nothing("master weights are always fp32"),
-    "data_types.grad_accum_dtype": _gradients,
-    "communication_data_type": nothing("sums are of gradients as they are kept: precision.gradients"),
-    "prescale_gradients": needless,
-    "gradient_predivide_factor": needless,
-    "fp32_allreduce": needless,
-    "sparse_gradients": nothing("gradients of tables are summed whole"),
-}
+_FROM_ZERO = "the warm-up starts at 0"
+_HALVED = "the loss scale is halved at every overflow"
+_OBSERVER = "is not part of a step: runs are observed with `hpctrain status`, `run.trace` and metrics.jsonl"
+_OTHER_METHOD = "is a training method that hpctrain does not have"
 
-_ZERO: dict[str, Rule] = {
-    "stage": as_key("layout.zero"),
-    "offload_optimizer.device": _offload("memory.optimizer"),
-    "offload_param.device": _offload("memory.parameters"),
-    "offload_optimizer.nvme_path": as_key("memory.offload_dir", str),
-    "offload_param.nvme_path": as_key("memory.offload_dir", str),
-    "offload_optimizer.ratio": only((1, 1.0), "all of the optimizer's state goes, or none"),
-    "cpu_offload": when_on({"memory.optimizer": "host"}),
-    "reduce_bucket_size": lambda value, _: {"communication.bucket_bytes": 4 * int(number(value))},
-    "zero_hpz_partition_size": lambda value, _: (
-        {"layout.zero_group": whole(value)} if whole(value) > 1 else {}
-    ),
-    "mics_shard_size": lambda value, _: {"layout.zero_group": whole(value)} if whole(value) > 0 else {},
-    "zero_quantized_weights": nothing(
-        "weights are gathered in 8 bits with precision.fp8_gather, in FP8 alone"
-    ),
-    "zero_quantized_gradients": nothing("sums in fewer bits are communication.compress, with zero 0 or 1"),
-    "ignore_unused_parameters": needless,
-    **dict.fromkeys(
-        (
-            "allgather_partitions",
-            "allgather_bucket_size",
-            "overlap_comm",
-            "reduce_scatter",
-            "contiguous_gradients",
-            "round_robin_gradients",
-            "sub_group_size",
-            "stage3_max_live_parameters",
-            "stage3_max_reuse_distance",
-            "stage3_prefetch_bucket_size",
-            "stage3_param_persistence_threshold",
-            "stage3_gather_16bit_weights_on_model_save",
-            "stage3_module_granularity_threshold",
-            "elastic_checkpoint",
-            "load_from_fp32_weights",
-            "use_all_reduce_for_fetch_params",
-            *(
-                f"{what}.{name}"
-                for what in ("offload_optimizer", "offload_param")
-                for name in (
-                    "pin_memory",
-                    "buffer_count",
-                    "buffer_size",
-                    "max_in_cpu",
-                    "fast_init",
-                    "pipeline_read",
-                    "pipeline_write",
-                )
-            ),
-        ),
-        needless,
-    ),
-}
-
-_OTHERS: dict[str, Rule] = {
-    "activation_checkpointing.partition_activations": needless,
-    "activation_checkpointing.contiguous_memory_optimization": needless,
-    "activation_checkpointing.synchronize_checkpoint_boundary": needless,
-    "activation_checkpointing.profile": needless,
-    "activation_checkpointing.cpu_checkpointing": when_on({"memory.activations": "host"}),
-    "activation_checkpointing.number_checkpoints": nothing("give the blocks of a piece: memory.recompute"),
-    "pipeline.stages": as_key("layout.pipeline"),
-    "pipeline.activation_checkpoint_interval": _checkpointing,
-    "tensor_parallel.autotp_size": as_key("layout.tensor"),
-    "tensor_parallel.tp_size": as_key("layout.tensor"),
-    "sequence_parallel_size": lambda value, _: (
-        {"layout.context": whole(value), "layout.context_form": "all_to_all"} if whole(value) > 1 else {}
-    ),
-    "zero_allow_untested_optimizer": needless,
-    "zero_force_ds_cpu_optimizer": needless,
-    "wall_clock_breakdown": lambda value, _: {"run.trace": True} if switch(value) else {},
-    "dump_state": needless,
-    "memory_breakdown": needless,
-    "disable_allgather": needless,
-    "checkpoint.load_universal": needless,
-    "checkpoint.use_node_local_storage": nothing("a checkpoint is one file, which all nodes see"),
-    "checkpoint.tag_validation": needless,
-    "checkpoint.parallel_write.pipeline_stage": needless,
-}
-
-_TABLES: Mapping[str, str] = MappingProxyType(
+_UNSUPPORTED_TABLES: Mapping[str, Rule] = MappingProxyType(
     {
-        "tensorboard": _TRAINER,
-        "wandb": _TRAINER,
-        "comet": _TRAINER,
-        "csv_monitor": _TRAINER,
-        "flops_profiler": "is what `hpctrain plan` and `hpctrain bench train` tell",
-        "comms_logger": "is kept anyway: ledger.json",
-        "autotuning": 'is what layout = "auto" does, and `hpctrain plan --search`',
-        "elasticity": "is not needed: `hpctrain resume` goes on with any number of ranks",
-        "aio": "files are read and written as the disk takes them",
-        "compression_training": _OTHER_METHOD,
-        "sparse_attention": _OTHER_METHOD,
-        "progressive_layer_drop": _OTHER_METHOD,
-        "curriculum_learning": _OTHER_METHOD,
-        "data_efficiency": _OTHER_METHOD,
-        "eigenvalue": _OTHER_METHOD,
-        "hybrid_engine": _OTHER_METHOD,
-        "quantize_training": _OTHER_METHOD,
-        "amp": "is a format of weights here: precision.compute",
+        **each("tensorboard wandb comet csv_monitor", unsupported(_OBSERVER)),
+        "flops_profiler": unsupported("is what `hpctrain plan` and `hpctrain bench train` show"),
+        "comms_logger": unsupported("is always recorded, in ledger.json"),
+        "autotuning": unsupported('is what layout = "auto" and `hpctrain plan --search` do'),
+        "elasticity": unsupported("is not needed: `hpctrain resume` accepts any number of ranks"),
+        "aio": unsupported("files are read and written as the disk allows"),
+        **each(
+            "compression_training sparse_attention progressive_layer_drop curriculum_learning data_efficiency"
+            " eigenvalue hybrid_engine quantize_training",
+            unsupported(_OTHER_METHOD),
+        ),
+        "amp": unsupported("is a format of parameters in a deck: precision.compute"),
     }
 )
-"""Tables of settings of which no key is."""
+"""Rules of tables that have no counterpart as a whole. Their settings are not looked at."""
 
+_ZERO: Mapping[str, Rule] = MappingProxyType(
+    {
+        "stage": sets("layout.zero"),
+        "offload_optimizer.device": chooses("memory.optimizer", _DEVICES),
+        "offload_param.device": chooses("memory.parameters", _DEVICES),
+        **each("offload_optimizer.nvme_path offload_param.nvme_path", sets("memory.offload_dir", str)),
+        "offload_optimizer.ratio": expects(1, 1.0, refusal="either all or nothing of the state is offloaded"),
+        "cpu_offload": flag("memory.optimizer", "host"),
+        "reduce_bucket_size": sets("communication.bucket_bytes", fp32_bytes),
+        "zero_hpz_partition_size": sets("layout.zero_group", integer_above(1)),
+        "mics_shard_size": sets("layout.zero_group", integer_above(0)),
+        "zero_quantized_weights": unsupported(
+            "weights are gathered in 8 bits only in FP8, with precision.fp8_gather"
+        ),
+        "zero_quantized_gradients": unsupported(
+            "gradients are reduced in fewer bits with communication.compress, which needs layout.zero 0 or 1"
+        ),
+        **each(
+            "ignore_unused_parameters allgather_partitions allgather_bucket_size overlap_comm reduce_scatter"
+            " contiguous_gradients round_robin_gradients sub_group_size stage3_max_live_parameters"
+            " stage3_max_reuse_distance stage3_prefetch_bucket_size stage3_param_persistence_threshold"
+            " stage3_gather_16bit_weights_on_model_save stage3_module_granularity_threshold"
+            " elastic_checkpoint load_from_fp32_weights use_all_reduce_for_fetch_params",
+            UNNEEDED,
+        ),
+        **each(_OFFLOAD, UNNEEDED, "offload_optimizer."),
+        **each(_OFFLOAD, UNNEEDED, "offload_param."),
+    }
+)
+"""Rules of the settings of the table `zero_optimization`."""
 
 RULES: Mapping[str, Rule] = MappingProxyType(
-    _STEP
-    | _FORMATS
-    | {f"zero_optimization.{name}": rule for name, rule in _ZERO.items()}
-    | _OTHERS
-    | {name: nothing(why) for name, why in _TABLES.items()}
+    {
+        "train_batch_size": sets("batch.global_size"),
+        "train_micro_batch_size_per_gpu": sets("batch.micro_size"),
+        "gradient_accumulation_steps": Rule((), _accumulation),
+        "gradient_clipping": sets("optimizer.clip", number),
+        "steps_per_print": sets("run.log_every"),
+        "seed": sets("run.seed"),
+        "optimizer.type": Rule(("optimizer.name", "communication.compress"), _optimizer),
+        "optimizer.params.lr": Rule(("learning_rate.peak",), _optimizer_rate),
+        "optimizer.params.betas": Rule(("optimizer.beta1", "optimizer.beta2"), _betas),
+        "optimizer.params.eps": sets("optimizer.epsilon", number),
+        "optimizer.params.weight_decay": sets("optimizer.weight_decay", number),
+        "optimizer.params.momentum": sets("optimizer.momentum", number),
+        "optimizer.params.nesterov": flag("optimizer.nesterov"),
+        "optimizer.params.freeze_step": sets("communication.warmup"),
+        "optimizer.params.bias_correction": expects(True, refusal="Adam's moments are always bias-corrected"),
+        "optimizer.params.amsgrad": unsupported("AMSGrad is not available"),
+        "scheduler.type": Rule(
+            ("learning_rate.decay", "learning_rate.warmup", "learning_rate.floor"), _schedule
+        ),
+        "scheduler.params.warmup_max_lr": sets("learning_rate.peak", number),
+        "scheduler.params.warmup_num_steps": sets("learning_rate.warmup"),
+        "scheduler.params.warmup_type": expects("linear", refusal="the warm-up is linear"),
+        **each(
+            "scheduler.params.warmup_min_lr scheduler.params.warmup_min_ratio",
+            expects(0, 0.0, refusal=_FROM_ZERO),
+        ),
+        "scheduler.params.total_num_steps": Rule(("learning_rate.decay_steps", "run.steps"), _total_steps),
+        "scheduler.params.cos_min_ratio": sets("learning_rate.floor", number),
+        **each("bf16.enabled bfloat16.enabled", flag("precision.compute", "bf16")),
+        "fp16.enabled": flag("precision.compute", "fp16"),
+        "fp16.auto_cast": unsupported("layers compute in the format of their weights"),
+        "fp16.loss_scale": Rule((), _loss_scale),
+        "fp16.initial_scale_power": Rule(("precision.initial_loss_scale",), _initial_scale),
+        "fp16.loss_scale_window": sets("precision.loss_scale_window"),
+        "fp16.hysteresis": expects(1, refusal=_HALVED),
+        "fp16.consecutive_hysteresis": unsupported(_HALVED),
+        "fp16.fp16_master_weights_and_grads": unsupported("master weights are always fp32"),
+        "data_types.grad_accum_dtype": Rule(("precision.gradients",), _gradients),
+        "communication_data_type": unsupported("gradients are reduced as they are: precision.gradients"),
+        "sparse_gradients": unsupported("gradients of embeddings are reduced as dense tensors"),
+        "activation_checkpointing.cpu_checkpointing": flag("memory.activations", "host"),
+        "activation_checkpointing.number_checkpoints": unsupported(
+            "set the number of blocks that are recomputed together: memory.recompute"
+        ),
+        "pipeline.stages": sets("layout.pipeline"),
+        "pipeline.activation_checkpoint_interval": sets("memory.recompute", _recomputed_blocks),
+        **each("tensor_parallel.autotp_size tensor_parallel.tp_size", sets("layout.tensor")),
+        "sequence_parallel_size": Rule(("layout.context", "layout.context_form"), _context_ranks),
+        "wall_clock_breakdown": flag("run.trace"),
+        "checkpoint.use_node_local_storage": unsupported(
+            "a checkpoint is one file that all nodes can access"
+        ),
+        **each(
+            "optimizer.params.cuda_aware optimizer.params.comm_backend_name optimizer.params.adam_w_mode"
+            " optimizer.params.torch_adam fp16.min_loss_scale prescale_gradients gradient_predivide_factor"
+            " fp32_allreduce activation_checkpointing.partition_activations"
+            " activation_checkpointing.contiguous_memory_optimization"
+            " activation_checkpointing.synchronize_checkpoint_boundary activation_checkpointing.profile"
+            " zero_allow_untested_optimizer zero_force_ds_cpu_optimizer dump_state memory_breakdown"
+            " disable_allgather checkpoint.load_universal checkpoint.tag_validation"
+            " checkpoint.parallel_write.pipeline_stage",
+            UNNEEDED,
+        ),
+        **{f"zero_optimization.{name}": rule for name, rule in _ZERO.items()},
+        **_UNSUPPORTED_TABLES,
+    }
 )
+"""Rule of each setting by its dotted name."""

@@ -29,7 +29,7 @@ _LARGEST = 1 << 63
 """Bound of the absolute value of numbers in shell arithmetic."""
 
 
-def arguments_of(script: str) -> dict[str, object]:
+def parse_arguments(script: str) -> dict[str, object]:
     """Return the arguments that a text contains.
 
     Args:

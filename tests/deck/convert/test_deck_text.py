@@ -1,4 +1,4 @@
-"""`hpctrain deck --from`: a deck, or a sentence. Of deck/convert/deck_text.py and deck/convert/rules.py."""
+"""Tests of deck/convert/deck_text.py: `hpctrain deck --from` writes a deck or reports an error."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from hpctrain.cli.deck import command
-from hpctrain.deck.convert.deck_text import foreign_deck
+from hpctrain.deck.convert.deck_text import converted_deck
 from hpctrain.deck.read import parse_deck
 from hpctrain.errors import HpctrainError, InputOutputError
 
@@ -22,59 +22,59 @@ ARGUMENTS = (
 TOKENS = "data.tokens=t.h5"
 
 
-def test_all_of_it_is_read_back() -> None:
-    text = foreign_deck(ARGUMENTS)
+def test_a_converted_deck_can_be_read() -> None:
+    text = converted_deck(ARGUMENTS)
     deck = parse_deck(text, [TOKENS])
     assert (deck.model.family, deck.model.query_key_norm, deck.model.tied) == ("llama", "head", False)
     assert (deck.layout.tensor, deck.layout.zero, deck.layout.sequence_parallel) == (2, 1, True)
     assert (deck.batch.global_size, deck.batch.sequence) == (8, 128)
     assert (deck.optimizer.beta2, deck.learning_rate.floor, deck.model.dropout) == (0.999, 0.1, 0.1)
     assert "\nbeta2 = 0.999  # Megatron-LM's default\n" in text
-    assert "\n# tokens =   # to be given: Token file of `hpctrain prepare`" in text
-    assert "Not in this deck" not in text
+    assert "\n# tokens =   # required: Token file of `hpctrain prepare`" in text
+    assert "does not express" not in text
 
 
-def test_a_configuration_wants_a_model_and_data(tmp_path: Path) -> None:
+def test_missing_required_keys_are_comments(tmp_path: Path) -> None:
     path = tmp_path / "ds_config.json"
     path.write_text(
         json.dumps(
             {"train_batch_size": 8, "zero_optimization": {"stage": 2}, "strange\n[run]\nsteps = 3": "a\x1bb"}
         )
     )
-    text = foreign_deck(str(path))
-    given = ["run.steps=3", "model.preset=gpt2-124m", TOKENS]
-    assert parse_deck(text, given).layout.zero == 2
-    wanted = ("steps", "family", "layers", "hidden", "heads", "tokens", "sequence")
-    assert [row.split()[1] for row in text.splitlines() if "to be given" in row] == list(wanted)
+    text = converted_deck(str(path))
+    overrides = ["run.steps=3", "model.preset=gpt2-124m", TOKENS]
+    assert parse_deck(text, overrides).layout.zero == 2
+    required = ("steps", "family", "layers", "hidden", "heads", "tokens", "sequence")
+    assert [row.split()[1] for row in text.splitlines() if "# required:" in row] == list(required)
     assert "\x1b" not in text
     assert not any(row.startswith(("[run]", "steps")) and row != "[run]" for row in text.splitlines())
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("content", "message"),
     [
-        (b"", "is neither a configuration of DeepSpeed (JSON, as ds_config.json) nor has arguments"),
-        (b"[run]\nsteps = 3\n", "is neither a configuration"),
-        (b"[1, 2]", "is neither a configuration"),
+        (b"", "is neither a DeepSpeed configuration (JSON, such as ds_config.json) nor has it arguments"),
+        (b"[run]\nsteps = 3\n", "is neither a DeepSpeed configuration"),
+        (b"[1, 2]", "is neither a DeepSpeed configuration"),
         (b'{"train_batch_size": 8,', "is not JSON"),
         (b"\xff\xfe\x00", "is not UTF-8 text"),
         (b'{"a":' * 100_000, "is not JSON: nested too deeply"),
         (b"--num-layers 2\n" * 100_000, "too large"),
     ],
 )
-def test_what_is_neither_is_refused(tmp_path: Path, content: bytes, words: str) -> None:
+def test_other_files_are_errors(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "x").write_bytes(content)
     with pytest.raises(HpctrainError) as error:
-        foreign_deck(str(tmp_path / "x"))
+        converted_deck(str(tmp_path / "x"))
     assert len(error.value.problems) == 1
-    assert words in error.value.problems[0]
+    assert message in error.value.problems[0]
     with pytest.raises(InputOutputError):
-        foreign_deck(str(tmp_path / "missing"))
+        converted_deck(str(tmp_path / "missing"))
 
 
-def test_on_the_command_line(tmp_path: Path) -> None:
+def test_the_verb_prints_the_converted_deck(tmp_path: Path) -> None:
     result = CliRunner().invoke(command, ["--from", ARGUMENTS])
-    assert (result.exit_code, result.output) == (0, foreign_deck(ARGUMENTS))
+    assert (result.exit_code, result.output) == (0, converted_deck(ARGUMENTS))
     for others in (["deck.toml"], ["--set", "run.steps=3"], ["--reference"]):
         result = CliRunner().invoke(command, ["--from", ARGUMENTS, *others])
         assert result.exit_code == 2
@@ -82,6 +82,6 @@ def test_on_the_command_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("source", ["", " "])
-def test_a_file_has_a_name(source: str) -> None:
-    with pytest.raises(HpctrainError, match=r"^--from: names no file"):
-        foreign_deck(source)
+def test_an_empty_name_is_an_error(source: str) -> None:
+    with pytest.raises(HpctrainError, match=r"^--from: requires a file"):
+        converted_deck(source)
