@@ -17,7 +17,7 @@ from hpctrain.bench.peers import OPERATIONS, Once, gloo_call, group_call, plain_
 from hpctrain.bench.timing import write_json
 from hpctrain.comm.group import Group
 from hpctrain.comm.mesh import choose_transport
-from hpctrain.comm.transports.shared import INLINE, SharedTransport
+from hpctrain.comm.transports.shared import SMALL_OPERATIONS, SharedTransport
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.report.terminal import stderr_console, stdout_console
@@ -68,7 +68,7 @@ class CollectiveRow:
             over_mpi4py, over_gloo = SPEEDS[self.operation]
             beside_gloo = self.gloo is None or self.gloo >= over_gloo * self.hpctrain
             return beside_gloo and self.mpi4py >= over_mpi4py * self.hpctrain
-        if self.shared and self.bytes <= LARGE_BYTES and self.operation in INLINE:
+        if self.shared and self.bytes <= LARGE_BYTES and self.operation in SMALL_OPERATIONS:
             return self.ratio <= 1
         if self.bytes >= LARGE_BYTES:
             return self.ratio <= LARGE_RATIO

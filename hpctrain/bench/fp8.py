@@ -14,7 +14,7 @@ from statistics import median
 import torch
 
 from hpctrain.bench.timing import seconds_of, write_json
-from hpctrain.comm.device import held_bytes, name_of, wait
+from hpctrain.comm.device import gpu_name, synchronize, used_bytes
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.planned import planned_group
 from hpctrain.comm.world import World
@@ -103,14 +103,14 @@ def bench_fp8(world: World, shapes: Sequence[str], rounds: int, output: Path | N
     """
     with world.agreement():
         wanted = [Shape.of(text) for text in shapes]
-    held = held_bytes(world.device)
+    held = used_bytes(world.device)
     for shape in wanted:
         needed = held + shape.least_bytes
         demand_room(world, Machine(), f"--shape {shape}", needed, lambda _: "a smaller shape would do")
     figures = [each for shape in wanted for each in measured(world, shape, rounds)]
     with world.agreement():
         if world.rank == 0:
-            print("\n".join(lines(figures, name_of(world.device) or "CPU")), flush=True)
+            print("\n".join(lines(figures, gpu_name(world.device) or "CPU")), flush=True)
             if output is not None:
                 write_json(output, [asdict(each) for each in figures])
 
@@ -129,7 +129,7 @@ def measured(world: World, shape: Shape, rounds: int) -> list[ProductFigures]:
                 def repeated(run: Callable[[], object] = run, again: int = again) -> None:
                     for _ in range(again):
                         run()
-                    wait(world.device)
+                    synchronize(world.device)
 
                 spent = seconds_of(world, repeated) / again
                 if number:

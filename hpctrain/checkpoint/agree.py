@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from hpctrain.comm.group import Group
-from hpctrain.comm.outcome import as_error, combine
+from hpctrain.comm.outcome import combine_errors, to_hpctrain_error
 from hpctrain.errors import HpctrainError
 
 # Problems told of one file; a wrong model or a dead disk would give thousands.
@@ -28,11 +28,11 @@ def together(group: Group) -> Iterator[None]:
     try:
         yield
     except (HpctrainError, OSError) as error:
-        failure = as_error(error)
+        failure = to_hpctrain_error(error)
     mine = None if failure is None else (failure.exit_code, failure.problems)
     failures = [each for each in group.all_gather_object(mine) if each is not None]
     if failures:
-        raise combine(failures) from failure
+        raise combine_errors(failures) from failure
 
 
 def first_of(problems: Sequence[str]) -> HpctrainError:

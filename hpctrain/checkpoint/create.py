@@ -27,7 +27,7 @@ from hpctrain.checkpoint.checksum import Sums
 from hpctrain.checkpoint.layout import STORED_AS, Index
 from hpctrain.checkpoint.structure import CHECKSUMS, DECK, DTYPE, FORMAT, NAMED, STATE, VERSION, StoredTensor
 from hpctrain.checkpoint.versions import library_versions
-from hpctrain.comm.outcome import reason
+from hpctrain.comm.outcome import error_reason
 from hpctrain.errors import InputOutputError
 from hpctrain.files import delete_files, files_named
 from hpctrain.hdf5 import open_for_writing
@@ -75,7 +75,7 @@ def create(temporary: Path, tensors: Tensors, state: Mapping[str, Any]) -> dict[
             os.posix_fallocate(stream.fileno(), 0, temporary.stat().st_size)
     except OSError as error:
         refused = f"{temporary}: cannot write a checkpoint of {format_bytes(needed)}"
-        raise InputOutputError(f"{refused}: {reason(error)}") from None
+        raise InputOutputError(f"{refused}: {error_reason(error)}") from None
     return datasets
 
 

@@ -27,7 +27,7 @@ from hpctrain.checkpoint.structure import StoredTensor, examine
 from hpctrain.checkpoint.verify import damage
 from hpctrain.checkpoint.writeback import start_writing
 from hpctrain.comm.group import Group
-from hpctrain.comm.outcome import reason, reported_as
+from hpctrain.comm.outcome import error_reason, with_final_name
 from hpctrain.errors import InputOutputError
 from hpctrain.files import naming, synchronize
 
@@ -97,7 +97,7 @@ class Draft:
                 sink(piece, content)
             except OSError as error:
                 raise InputOutputError(
-                    f"{self.path}: cannot write {piece.stored.dataset}: {reason(error)}"
+                    f"{self.path}: cannot write {piece.stored.dataset}: {error_reason(error)}"
                 ) from None
             offset, length = piece.span
             start = min(start, offset) if waiting else offset
@@ -158,7 +158,7 @@ class Draft:
 
     def reported(self) -> AbstractContextManager[None]:
         """Errors tell the name the file will have, not the temporary one."""
-        return reported_as(self.temporary, self.path)
+        return with_final_name(self.temporary, self.path)
 
     def close(self, failed: bool) -> None:
         """Let go of the file; one that failed is removed. Once, on every rank."""
@@ -189,7 +189,7 @@ def begin(
     temporary = temporary_name(path)
     rows: list[tuple[Any, ...]] = []
     try:
-        with reported_as(temporary, path):
+        with with_final_name(temporary, path):
             with together(group):
                 if group.rank == 0:
                     rows = [stored.row for stored in create(temporary, tensors, state).values()]

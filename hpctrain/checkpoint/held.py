@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpctrain.comm.device import host_empty, wait_for_copies
+from hpctrain.comm.device import empty_host_tensor, synchronize_stream
 from hpctrain.memory.scratch import to_fill, to_read
 from hpctrain.sharding.fingerprint import fingerprint
 from hpctrain.sharding.state import StateTensor
@@ -32,14 +32,14 @@ class HeldState:
             if number < len(free):
                 memory = free[number]
             else:
-                memory = host_empty((values.numel(),), values.dtype, values.device)
+                memory = empty_host_tensor((values.numel(),), values.dtype, values.device)
             assert (memory.numel(), memory.dtype) == (values.numel(), values.dtype), tensor.shard.name
             for first, piece in to_read(values):
                 memory[first : first + piece.numel()].copy_(piece, non_blocking=True)
             device = values.device if isinstance(values, Tensor) else device
             self._values.append(memory)
         if device is not None:
-            wait_for_copies(device)
+            synchronize_stream(device)
         if former is not None:
             former._values = []
         self._prints = [int(fingerprint(values)) for values in self._values]

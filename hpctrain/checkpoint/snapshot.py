@@ -16,7 +16,7 @@ import torch
 
 from hpctrain.checkpoint.checksum import Words
 from hpctrain.checkpoint.draft import Piece
-from hpctrain.comm.device import host_empty
+from hpctrain.comm.device import empty_host_tensor
 
 _ALIGNMENT = 64
 
@@ -26,7 +26,7 @@ class HostBuffer:
 
     def __init__(self, size: int, device: torch.device) -> None:
         assert size >= 2 * _ALIGNMENT, size
-        self.memory = host_empty((size,), torch.uint8, device).numpy()
+        self.memory = empty_host_tensor((size,), torch.uint8, device).numpy()
         self._given: deque[tuple[int, int]] = deque()
 
     @property

@@ -20,7 +20,7 @@ from hpctrain.checkpoint.checksum import PIECE, Sums, pieces
 from hpctrain.checkpoint.layout import STORED_AS, Index, row_major
 from hpctrain.checkpoint.stored_state import require_state
 from hpctrain.comm.group import Group
-from hpctrain.comm.outcome import reason
+from hpctrain.comm.outcome import error_reason
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.files import open_regular, parse_json
 from hpctrain.hdf5 import DAMAGE, SIGNATURE, CheckedFile, LocalDataset, open_checked
@@ -142,7 +142,7 @@ def _examine(path: Path) -> Structure:
             datasets = _datasets(file)
             sums = _sums(file, sum(pieces(stored.elements) for stored in datasets.values()))
     except DAMAGE as error:
-        raise InputOutputError(f"{path}: damaged or truncated: {reason(error)}") from None
+        raise InputOutputError(f"{path}: damaged or truncated: {error_reason(error)}") from None
     return Structure(path, datasets, sums, state)
 
 

@@ -12,7 +12,7 @@ from typing import NoReturn
 import click
 
 from hpctrain import __version__
-from hpctrain.comm.outcome import as_error, flush_output, print_problems
+from hpctrain.comm.outcome import flush_output, print_problems, to_hpctrain_error
 from hpctrain.errors import EXIT_INTERRUPTED, HpctrainError
 from hpctrain.host.launcher import launched_rank, launched_size
 from hpctrain.words import nearest
@@ -116,7 +116,7 @@ def main() -> NoReturn:
             sys.exit(error.exit_code)
         leave(HpctrainError(usage_sentence(error)))
     except (HpctrainError, OSError) as error:
-        leave(as_error(error))
+        leave(to_hpctrain_error(error))
     sys.exit(code if isinstance(code, int) else 0)
 
 

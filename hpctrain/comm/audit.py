@@ -21,7 +21,7 @@ from torch import Tensor
 from hpctrain.comm.calls import Call
 from hpctrain.comm.faults import Fault, Faults
 from hpctrain.comm.ledger import Ledger
-from hpctrain.comm.transports.mpi import Requests, cut
+from hpctrain.comm.transports.mpi import MpiRequests, split_buffer
 from hpctrain.host.mpi_library import MPI
 from hpctrain.units import format_bytes
 
@@ -70,7 +70,7 @@ class Log(ABC, Generic[AnyRecord]):
         self.rank, self.size = communicator.rank, communicator.size
         self._records: list[AnyRecord] = []
         self._since = 0
-        self._told: tuple[Requests, Tensor, list[AnyRecord]] | None = None
+        self._told: tuple[MpiRequests, Tensor, list[AnyRecord]] | None = None
 
     @abstractmethod
     def rows(self, records: Sequence[AnyRecord]) -> list[Tensor]:
@@ -104,8 +104,10 @@ class Log(ABC, Generic[AnyRecord]):
         rows += [rows[0].new_zeros(self.size, self.width(record)) for record in records[complete:]]
         mine = torch.cat(rows, 1).repeat(1, COPIES)
         theirs = torch.empty_like(mine)
-        request = self.communicator.Ialltoall(cut(mine, None, self.size), cut(theirs, None, self.size))
-        self._told = Requests([request], mine), theirs, list(records)
+        request = self.communicator.Ialltoall(
+            split_buffer(mine, None, self.size), split_buffer(theirs, None, self.size)
+        )
+        self._told = MpiRequests([request], mine), theirs, list(records)
 
     def conclude(self) -> None:
         """Judge what was told: of the first records all that are complete everywhere. The others stay."""

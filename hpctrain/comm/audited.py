@@ -23,9 +23,9 @@ from hpctrain.comm.calls import Call
 from hpctrain.comm.moved import MovedLog, MovedRecord, moved, not_as_given
 from hpctrain.comm.sum_check import SumLog, SumRecord, summed
 from hpctrain.comm.sums import fingerprint
-from hpctrain.comm.transports.mpi import Requests, flat
+from hpctrain.comm.transports.mpi import MpiRequests, flat_view
 from hpctrain.comm.transports.reduction import ReductionScratch
-from hpctrain.comm.transports.transport import Chain, Pending, Steps, Transport, drive
+from hpctrain.comm.transports.transport import SteppedWork, Steps, Transport, TransportWork, run_steps
 from hpctrain.comm.turns import Turn, Turns
 from hpctrain.host.mpi_library import MPI
 
@@ -52,7 +52,7 @@ class AuditedTransport(Transport):
         self.full = channel.audit.depth == "full"
 
     @override
-    def run(self, call: Call) -> Pending | None:
+    def run(self, call: Call) -> TransportWork | None:
         phase = self.channel.audit.ledger.phase
         if call.operation in {"send", "recv"} and self.full:
             return self._message(call, phase)
@@ -66,15 +66,15 @@ class AuditedTransport(Transport):
         self.channel.moves.open(record)
         return self._in_turn(lambda turn: self._moved(call, record, turn), call)
 
-    def _in_turn(self, steps: Callable[[Turn], Steps], call: Call) -> Pending | None:
+    def _in_turn(self, steps: Callable[[Turn], Steps], call: Call) -> TransportWork | None:
         return self.channel.turns.start(steps, call.blocking)
 
-    def _summed(self, call: Call, phase: str) -> Pending | None:
+    def _summed(self, call: Call, phase: str) -> TransportWork | None:
         record = SumRecord(call, phase, self.size, self.inner)
         self.channel.sums.open(record)
         checked = summed(call, self.inner, record)
         if not self.full:
-            return drive(_completing(checked, record), call.blocking)
+            return run_steps(_completing(checked, record), call.blocking)
         return self._in_turn(lambda turn: _one_step(checked, record, turn), call)
 
     def _run(self, call: Call) -> Steps:
@@ -85,14 +85,14 @@ class AuditedTransport(Transport):
             return _one_step(moved(call, self.inner, record), record, turn)
         return _completing(AuditedSum(call, self.inner, self.scratch, record, turn).steps(), record)
 
-    def _message(self, call: Call, phase: str) -> Pending | None:
+    def _message(self, call: Call, phase: str) -> TransportWork | None:
         """One from rank to rank, and its fingerprint, in its order."""
         if call.operation == "recv":
-            return drive(self._hear(call, Record(call, phase)), call.blocking)
+            return run_steps(self._hear(call, Record(call, phase)), call.blocking)
         assert call.tensor is not None
         channel = self.channel
         channel.announced = [each for each in channel.announced if not each[0].Test()]
-        told = array("i", [int(fingerprint(flat(call.tensor)))] * COPIES)
+        told = array("i", [int(fingerprint(flat_view(call.tensor)))] * COPIES)
         request = channel.communicator.Isend([told, MPI.INT], call.peer, call.tag)
         channel.announced.append((request, told))
         return self.inner.run(call)
@@ -101,10 +101,10 @@ class AuditedTransport(Transport):
         channel, output, peer = self.channel, call.output, call.peer
         assert output is not None
         told = array("i", [0] * COPIES)
-        telling = Requests([channel.communicator.Irecv([told, MPI.INT], peer, call.tag)])
+        telling = MpiRequests([channel.communicator.Irecv([told, MPI.INT], peer, call.tag)])
         yield self.inner.run(call)
         yield telling
-        if int(voted(torch.tensor([told]))) != int(fingerprint(flat(output))):
+        if int(voted(torch.tensor([told]))) != int(fingerprint(flat_view(output))):
             channel.audit.found.add([not_as_given(record, channel.ranks, self.rank, [peer])])
 
     @override
@@ -137,7 +137,7 @@ def _completing(steps: Steps, record: Record) -> Steps:
 
 def _one_step(steps: Steps, record: Record | None, turn: Turn) -> Steps:
     """What starts one operation, and needs no turn any more once that is started."""
-    pending = Chain(steps)
+    pending = SteppedWork(steps)
     turn.started = True
     yield pending
     if record is not None:

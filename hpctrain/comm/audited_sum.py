@@ -16,17 +16,25 @@ from torch import Tensor
 from hpctrain.comm.calls import Call
 from hpctrain.comm.moved import MovedRecord, moved
 from hpctrain.comm.sums import fingerprint
-from hpctrain.comm.transports.mpi import flat
+from hpctrain.comm.transports.mpi import flat_view
 from hpctrain.comm.transports.reduction import (
     BLOCK,
     ROUND_BYTES,
     SIGNED,
     SMALL_BYTES,
     ReductionScratch,
-    fold_block,
-    split,
+    equal_counts,
+    reduce_block,
 )
-from hpctrain.comm.transports.transport import Chain, Pending, Several, Span, Steps, Transport, spans_of
+from hpctrain.comm.transports.transport import (
+    ElementRange,
+    ParallelWork,
+    SteppedWork,
+    Steps,
+    Transport,
+    TransportWork,
+    ranges_of_ranks,
+)
 from hpctrain.comm.turns import Turn
 
 
@@ -39,8 +47,8 @@ class AuditedSum:
         assert call.tensor is not None and call.reduced is not None
         self.call, self.inner, self.scratch, self.record, self.turn = call, inner, scratch, record, turn
         self.rank, self.size = inner.rank, inner.size
-        self.tensor, self.operation = flat(call.tensor), call.reduced
-        self.output = None if call.output is None else flat(call.output)
+        self.tensor, self.operation = flat_view(call.tensor), call.reduced
+        self.output = None if call.output is None else flat_view(call.output)
 
     def steps(self) -> Steps:
         """From what the ranks give to the results."""
@@ -56,38 +64,38 @@ class AuditedSum:
         tensor = self.tensor
         parts = tensor.new_empty((self.size, tensor.numel()))
         call = Call("all_gather", tensor, parts.view(-1), self.call.blocking, bytes=parts.nbytes)
-        pending = Chain(moved(call, self.inner, self.record))
+        pending = SteppedWork(moved(call, self.inner, self.record))
         self.turn.started = True
         yield pending
         if self.output is None:
             return
         begin, count = 0, tensor.numel()
         if self.call.operation == "reduce_scatter":
-            begin, count = spans_of(self.call.counts, tensor, self.size)[self.rank]
+            begin, count = ranges_of_ranks(self.call.counts, tensor, self.size)[self.rank]
         self._add(parts[:, begin : begin + count].unbind(), self.output)
 
     def _to_all(self) -> Steps:
         """Each rank adds a piece of every round, and gives it to all, or to the root."""
         root, size, rank = self.call.root, self.size, self.rank
         rounds = self.tensor.split(size * piece_elements(self.tensor, size))
-        longest = split(rounds[0].numel(), size)[0]
+        longest = equal_counts(rounds[0].numel(), size)[0]
         room = self._take(min(2, len(rounds)) * (size + (root >= 0)) * longest)
         halves = room.view(-1, (size + (root >= 0)) * longest)
 
-        def launch(index: int) -> Chain:
-            counts = split(rounds[index].numel(), size)
+        def launch(index: int) -> SteppedWork:
+            counts = equal_counts(rounds[index].numel(), size)
             received = [counts[rank]] * size
             into = halves[index % 2][: sum(received)]
             call = Call("all_to_all", rounds[index], into, False, counts=counts, received=received)
-            return Chain(moved(call, self.inner, self.record))
+            return SteppedWork(moved(call, self.inner, self.record))
 
-        results: list[Pending] = []
-        ahead: Chain | None = launch(0)
+        results: list[TransportWork] = []
+        ahead: SteppedWork | None = launch(0)
         for index, block in enumerate(rounds):
             pending, ahead = ahead, launch(index + 1) if index + 1 < len(rounds) else None
             yield pending
-            counts = split(block.numel(), size)
-            begin, count = spans_of(counts, block, size)[rank]
+            counts = equal_counts(block.numel(), size)
+            begin, count = ranges_of_ranks(counts, block, size)[rank]
             own = block[begin : begin + count]
             if root not in (-1, rank):
                 own = halves[index % 2][size * longest :][:count]
@@ -98,11 +106,11 @@ class AuditedSum:
             for peer in target:
                 if peer != rank:
                     told[peer] = given
-            results.append(Chain(moved(call, self.inner, self.record, told)))
+            results.append(SteppedWork(moved(call, self.inner, self.record, told)))
             self.turn.started = ahead is None
             if root >= 0:
                 yield results.pop()
-        yield Several(results)
+        yield ParallelWork(results)
         self._give(room)
 
     def _result(self, own: Tensor, block: Tensor, counts: Sequence[int], blocking: bool) -> Call:
@@ -117,14 +125,14 @@ class AuditedSum:
         """Each rank adds its own piece. Of several rounds what is sent is brought together first."""
         size, rank, tensor = self.size, self.rank, self.tensor
         assert self.output is not None
-        spans = spans_of(self.call.counts, tensor, size)
+        spans = ranges_of_ranks(self.call.counts, tensor, size)
         longest = max(count for _, count in spans)
         piece = min(longest, piece_elements(tensor, size))
         count = -(-longest // piece)
         room = self._take(min(2, count) * size * piece * (2 if count > 1 else 1))
         halves = room.view(min(2, count), -1, size * piece)
 
-        def launch(index: int) -> Chain:
+        def launch(index: int) -> SteppedWork:
             now = [_cut(span, index, piece) for span in spans]
             counts = [length for _, length in now]
             source = tensor
@@ -135,9 +143,9 @@ class AuditedSum:
             received = [counts[rank]] * size
             into = halves[index % 2][0][: sum(received)]
             call = Call("all_to_all", source, into, False, counts=counts, received=received)
-            return Chain(moved(call, self.inner, self.record))
+            return SteppedWork(moved(call, self.inner, self.record))
 
-        ahead: Chain | None = launch(0)
+        ahead: SteppedWork | None = launch(0)
         for index in range(count):
             pending, ahead = ahead, launch(index + 1) if index + 1 < count else None
             self.turn.started = ahead is None
@@ -160,7 +168,7 @@ class AuditedSum:
         for begin in range(0, len(whole), step):
             blocks = [part[begin : begin + step] for part in parts]
             for into in (whole[begin : begin + step], spare[: len(blocks[0])]):
-                fold_block(blocks, into, operation, 0)
+                reduce_block(blocks, into, operation, 0)
                 if turned:
                     _turn(into)
             first += fingerprint(whole[begin : begin + step])
@@ -192,7 +200,7 @@ def scratch_bytes(elements: int, itemsize: int, size: int, scattered: bool) -> i
     return 1 << (held - 1).bit_length()
 
 
-def _cut(span: Span, index: int, piece: int) -> Span:
+def _cut(span: ElementRange, index: int, piece: int) -> ElementRange:
     """A round's part of a span."""
     begin, count = span
     first = min(index * piece, count)

@@ -11,8 +11,8 @@ from __future__ import annotations
 from hpctrain.comm.calls import Call
 from hpctrain.comm.group import Group
 from hpctrain.comm.outcome import name_ranks
-from hpctrain.comm.transports.mpi import Requests
-from hpctrain.comm.transports.transport import Chain, Pending, Steps, Transport, drive
+from hpctrain.comm.transports.mpi import MpiRequests
+from hpctrain.comm.transports.transport import SteppedWork, Steps, Transport, TransportWork, run_steps
 from hpctrain.errors import EXIT_INTERNAL, HpctrainError
 from hpctrain.host.mpi_library import MPI, communicator_of
 
@@ -25,7 +25,7 @@ class MismatchError(HpctrainError):
     exit_code = EXIT_INTERNAL
 
 
-class Checks:
+class CallChecks:
     """The comparisons of one rank; `channels` are by the ranks (of the world) that compare."""
 
     def __init__(self) -> None:
@@ -37,30 +37,30 @@ class Checks:
             return
         if group.ranks not in self.channels:
             self.channels[group.ranks] = communicator_of(group.objects).Dup()
-        group.comparer = MpiComparer(self.channels[group.ranks], group.ranks)
+        group.comparer = MpiCallComparer(self.channels[group.ranks], group.ranks)
 
 
-class MpiComparer:
+class MpiCallComparer:
     """Compares this rank's present call with those of `ranks` over a communicator of their own."""
 
     def __init__(self, communicator: MPI.Intracomm, ranks: tuple[int, ...]) -> None:
         self.communicator, self.ranks = communicator, ranks
         self._announced: list[tuple[MPI.Request, bytearray]] = []
 
-    def run(self, call: Call, transport: Transport) -> Pending | None:
+    def run(self, call: Call, transport: Transport) -> TransportWork | None:
         """Run the call once the ranks agree in it; one that is started is compared on its way."""
         if call.operation == "send":
             self._announce(call)
             return transport.run(call)
-        comparison = drive(
+        comparison = run_steps(
             self._hear(call) if call.operation == "recv" else self._compare(call), call.blocking
         )
         pending = transport.run(call)
-        return None if pending is None else Chain(iter((comparison, pending)))
+        return None if pending is None else SteppedWork(iter((comparison, pending)))
 
     def agree(self, call: Call) -> None:
         """Return when the ranks agree in a call that no transport runs."""
-        drive(self._compare(call), True)
+        run_steps(self._compare(call), True)
 
     def _announce(self, call: Call) -> None:
         """Say to the receiver what is sent to it."""
@@ -71,7 +71,7 @@ class MpiComparer:
     def _hear(self, call: Call) -> Steps:
         """What the sender announces; MismatchError where that is something else than is received."""
         theirs = bytearray(WIDTH)
-        yield Requests([self.communicator.Irecv([theirs, MPI.BYTE], call.peer, call.tag)])
+        yield MpiRequests([self.communicator.Irecv([theirs, MPI.BYTE], call.peer, call.tag)])
         sent = _words(theirs)
         if sent != _payload(call):
             raise MismatchError(
@@ -84,7 +84,7 @@ class MpiComparer:
         """What all ranks say of a collective call; MismatchError where they do not say the same."""
         mine = _padded(_words_of(call))
         everyone = bytearray(WIDTH * len(self.ranks))
-        yield Requests([self.communicator.Iallgather([mine, MPI.BYTE], [everyone, WIDTH, MPI.BYTE])])
+        yield MpiRequests([self.communicator.Iallgather([mine, MPI.BYTE], [everyone, WIDTH, MPI.BYTE])])
         if everyone == mine * len(self.ranks):
             return
         callers: dict[str, list[int]] = {}

@@ -21,7 +21,7 @@ def on_host(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def device_named(name: str) -> torch.device:
+def device_kind(name: str) -> torch.device:
     """The kind of device that run.device names; a choice that a run makes is the host until then."""
     return torch.device("cuda" if name.startswith("cuda") else "cpu")
 
@@ -47,7 +47,7 @@ def choose_device(name: str, local_rank: int, count: int) -> torch.device:
     return torch.device("cuda", int(index))
 
 
-def use(device: torch.device) -> None:
+def prepare_device(device: torch.device) -> None:
     """Make a GPU the one that this process uses where none is named, by kernels that always add in one order.
 
     Others would make two runs of one deck differ, and what is computed again differ from what it was. Of a
@@ -63,28 +63,28 @@ def use(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-def wait(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Return when all that was started on the device is done."""
     if not on_host(device):
         torch.cuda.synchronize(device)
 
 
-def name_of(device: torch.device) -> str | None:
+def gpu_name(device: torch.device) -> str | None:
     """What kind of GPU it is; None for a CPU."""
     return None if on_host(device) else torch.cuda.get_device_name(device)
 
 
-def identity_of(device: torch.device) -> str | None:
+def gpu_identity(device: torch.device) -> str | None:
     """What tells this GPU from all others; None for a CPU."""
     return None if on_host(device) else str(torch.cuda.get_device_properties(device).uuid)
 
 
-def product_bytes(device: torch.device) -> int:
+def matmul_workspace_bytes(device: torch.device) -> int:
     """What matrix products keep on a GPU: a workspace for each of the threads of forward and of backward."""
     return 0 if on_host(device) else 2 * _CUBLAS_BYTES
 
 
-def held_bytes(device: torch.device) -> int:
+def used_bytes(device: torch.device) -> int:
     """What this process holds in the device's memory."""
     return resident_bytes() if on_host(device) else torch.cuda.memory_allocated(device)
 
@@ -94,19 +94,19 @@ def peak_bytes(device: torch.device) -> int:
     return peak_rss_bytes() if on_host(device) else torch.cuda.max_memory_allocated(device)
 
 
-def forget_peak(device: torch.device) -> None:
+def reset_peak(device: torch.device) -> None:
     """Let the peak of a GPU begin anew, and give others what this process no longer uses there."""
     if not on_host(device):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def total_bytes(device: torch.device) -> int | None:
+def gpu_memory_bytes(device: torch.device) -> int | None:
     """The memory of a GPU; None where this process sees none."""
     return torch.cuda.get_device_properties(device).total_memory if torch.cuda.is_available() else None
 
 
-def host_empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+def empty_host_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Uninitialized host memory, pinned where it is to be copied from or to a GPU.
 
     Torch keeps pinned memory for whoever asks next, and until the copies that use it are done.
@@ -114,18 +114,18 @@ def host_empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
     return torch.empty(tuple(shape), dtype=dtype, pin_memory=not on_host(device))
 
 
-def wait_for_copies(device: torch.device) -> None:
+def synchronize_stream(device: torch.device) -> None:
     """Return when what the present stream was given, such as copies to the host, is done."""
     if not on_host(device):
         torch.cuda.current_stream(device).synchronize()
 
 
-def present_stream() -> int:
+def current_stream() -> int:
     """The present stream as libraries of the GPU take it."""
     return torch.cuda.current_stream().cuda_stream
 
 
-class Launched:
+class StreamWork:
     """Work under way on a SideStream."""
 
     def __init__(self, event: Any) -> None:
@@ -156,7 +156,7 @@ class SideStream:
     def __init__(self) -> None:
         self._stream: Any = None
 
-    def start(self, action: Callable[[], object], tensors: Sequence[Tensor | None]) -> Launched:
+    def start(self, action: Callable[[], object], tensors: Sequence[Tensor | None]) -> StreamWork:
         """Launch there what uses these tensors of the GPU, after all that the present stream was given."""
         stream = self._made()
         stream.wait_stream(torch.cuda.current_stream())
@@ -165,14 +165,14 @@ class SideStream:
         for tensor in tensors:
             if tensor is not None:
                 tensor.record_stream(stream)
-        return Launched(stream.record_event())
+        return StreamWork(stream.record_event())
 
-    def bring(self, host: Tensor, device: torch.device) -> tuple[Tensor, Launched]:
+    def bring(self, host: Tensor, device: torch.device) -> tuple[Tensor, StreamWork]:
         """Start to copy host memory to the GPU, without waiting for what the present stream does."""
         stream = self._made()
         with torch.cuda.stream(stream):
             memory = torch.empty_like(host, device=device).copy_(host, non_blocking=True)
-        return memory, Launched(stream.record_event())
+        return memory, StreamWork(stream.record_event())
 
     def precede(self) -> None:
         """Make the present stream wait for all that was launched here."""

@@ -25,15 +25,15 @@ from torch import Tensor
 from hpctrain.comm.calls import Call, Operation
 from hpctrain.comm.device import on_host
 from hpctrain.comm.ledger import Ledger
-from hpctrain.comm.outcome import reason
-from hpctrain.comm.transports.transport import Pending, Transport
+from hpctrain.comm.outcome import error_reason
+from hpctrain.comm.transports.transport import Transport, TransportWork
 from hpctrain.comm.work import Result, StartedWork, Work
 
 Arguments = ParamSpec("Arguments")
 Sizes = Sequence[int] | None
 
 
-def completed(
+def blocking_form(
     start: Callable[Concatenate[Group, Arguments], Work[Result]],
 ) -> Callable[Concatenate[Group, Arguments], Result]:
     """The method that does at once what another one starts."""
@@ -46,7 +46,7 @@ def completed(
     return run
 
 
-class Objects(Protocol):
+class ObjectCommunicator(Protocol):
     """Interface of a communicator that exchanges small Python objects between `size` ranks."""
 
     @property
@@ -64,10 +64,10 @@ class Objects(Protocol):
         """Return the object of the rank `root`. Collective."""
 
 
-class Comparer(Protocol):
+class CallComparer(Protocol):
     """What comes before each call of a group whose ranks compare what they call."""
 
-    def run(self, call: Call, transport: Transport) -> Pending | None:
+    def run(self, call: Call, transport: Transport) -> TransportWork | None:
         """Run the call once the ranks agree in it."""
 
     def agree(self, call: Call) -> None:
@@ -88,7 +88,7 @@ class Group:
         self,
         axes: tuple[str, ...],
         ranks: tuple[int, ...],
-        objects: Objects,
+        objects: ObjectCommunicator,
         host: Transport,
         accelerator: Transport,
         device: torch.device,
@@ -107,7 +107,7 @@ class Group:
         self.device = self.computes_on = device
         self.ledger = ledger
         self.calls = ledger.calls.group(self.name, told or ranks)
-        self.comparer: Comparer | None = None
+        self.comparer: CallComparer | None = None
         self._under_way = under_way
 
     def __repr__(self) -> str:
@@ -285,17 +285,17 @@ class Group:
             return Work(None)
         return self._run(Call("barrier", blocking=blocking), None)
 
-    all_reduce = completed(start_all_reduce)
-    reduce = completed(start_reduce)
-    reduce_scatter = completed(start_reduce_scatter)
-    broadcast = completed(start_broadcast)
-    all_gather = completed(start_all_gather)
-    gather = completed(start_gather)
-    scatter = completed(start_scatter)
-    all_to_all = completed(start_all_to_all)
-    send = completed(start_send)
-    recv = completed(start_recv)
-    barrier = completed(start_barrier)
+    all_reduce = blocking_form(start_all_reduce)
+    reduce = blocking_form(start_reduce)
+    reduce_scatter = blocking_form(start_reduce_scatter)
+    broadcast = blocking_form(start_broadcast)
+    all_gather = blocking_form(start_all_gather)
+    gather = blocking_form(start_gather)
+    scatter = blocking_form(start_scatter)
+    all_to_all = blocking_form(start_all_to_all)
+    send = blocking_form(start_send)
+    recv = blocking_form(start_recv)
+    barrier = blocking_form(start_barrier)
 
     # Small values
 
@@ -330,7 +330,7 @@ class Group:
         try:
             yield
         except Exception as error:
-            call.error = reason(error)
+            call.error = error_reason(error)
             raise
         finally:
             self.calls.leave()

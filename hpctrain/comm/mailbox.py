@@ -29,7 +29,7 @@ _NUMBERS, _TENSORS = 0, 1  # tags
 
 
 @dataclass(frozen=True)
-class Letter:
+class MailboxHeader:
     """What came from rank `sender` of the group; the tensors that follow are to be received next."""
 
     sender: int
@@ -79,7 +79,7 @@ class Mailbox:
                 work.wait()
             works.clear()
 
-    def look(self) -> Letter | None:
+    def look(self) -> MailboxHeader | None:
         """The next letter of any rank, if there is one."""
         status = MPI.Status()
         if not self._communicator.Iprobe(MPI.ANY_SOURCE, _NUMBERS, status):
@@ -87,9 +87,9 @@ class Mailbox:
         sender = status.Get_source()
         numbers = torch.empty(status.Get_count(MPI.DOUBLE), dtype=torch.float64)
         self.received += numbers.nbytes
-        return Letter(sender, tuple(self.group.recv(numbers, sender, _NUMBERS).tolist()))
+        return MailboxHeader(sender, tuple(self.group.recv(numbers, sender, _NUMBERS).tolist()))
 
-    def take(self, meanwhile: Callable[[], object] = lambda: None) -> Letter:
+    def take(self, meanwhile: Callable[[], object] = lambda: None) -> MailboxHeader:
         """Wait for the next letter of any rank; `meanwhile` is called again and again until one comes."""
         letter = self.look()
         if letter is not None:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from math import prod
 
-from hpctrain.comm.device import identity_of
+from hpctrain.comm.device import gpu_identity
 from hpctrain.comm.group import Group
 from hpctrain.comm.transports.choose import TRANSPORTS
 from hpctrain.comm.world import World
@@ -156,7 +156,7 @@ def choose_transport(world: World, wish: str) -> str:
     Raises:
         HpctrainError: The transport cannot be used; raised on all ranks.
     """
-    identity = identity_of(world.device)
+    identity = gpu_identity(world.device)
     # No other GPU of the job has the name; a CPU has none.
     gpus = world.everyone.all_gather_object(identity and f"{world.hostname} {identity}")
     automatic = (name for name, carrier in TRANSPORTS.items() if carrier.suits(gpus))

@@ -13,8 +13,8 @@ from hpctrain.comm.calls import Call
 from hpctrain.comm.faults import Fault
 from hpctrain.comm.outcome import name_ranks
 from hpctrain.comm.sums import fingerprints
-from hpctrain.comm.transports.mpi import flat
-from hpctrain.comm.transports.transport import Span, Steps, Transport, swapped
+from hpctrain.comm.transports.mpi import flat_view
+from hpctrain.comm.transports.transport import ElementRange, Steps, Transport, pairwise_ranges
 
 
 class MovedRecord(Record):
@@ -66,16 +66,16 @@ def moved(call: Call, inner: Transport, record: MovedRecord, given: Tensor | Non
     """Run a call that moves pieces, and note what is given, if that is not known, and what comes."""
     source, sends, target, receives = _spans(call, inner.size)
     if given is None:
-        given = fingerprints(flat(source), sends, inner.rank)
+        given = fingerprints(flat_view(source), sends, inner.rank)
     record.given = record.given + given
     yield inner.run(call)
-    record.got = record.got + fingerprints(flat(target), receives, inner.rank)
+    record.got = record.got + fingerprints(flat_view(target), receives, inner.rank)
 
 
-def _spans(call: Call, size: int) -> tuple[Tensor, list[Span], Tensor, list[Span]]:
-    """As `swapped`, and of a broadcast, too."""
+def _spans(call: Call, size: int) -> tuple[Tensor, list[ElementRange], Tensor, list[ElementRange]]:
+    """As `pairwise_ranges`, and of a broadcast, too."""
     if call.operation != "broadcast":
-        return swapped(call, size)
+        return pairwise_ranges(call, size)
     tensor, gives = call.memory, call.tensor is not None
     assert tensor is not None
     sends = [(0, tensor.numel() if gives else 0)] * size

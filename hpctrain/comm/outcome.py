@@ -27,12 +27,12 @@ _MEANINGS = (
 )
 
 
-def describe(error: OSError) -> str:
+def describe_os_error(error: OSError) -> str:
     """One sentence for an operating system's error."""
-    return f"{'input/output' if error.filename is None else error.filename}: {reason(error)}"
+    return f"{'input/output' if error.filename is None else error.filename}: {error_reason(error)}"
 
 
-def reason(error: BaseException) -> str:
+def error_reason(error: BaseException) -> str:
     """Why a call of the system, of HDF5 or of ours failed; what HDF5 says of itself in our words."""
     whole = str(error.args[0] if isinstance(error, KeyError) and error.args else error).strip()
     text = whole.split("\n")[0]
@@ -56,18 +56,18 @@ def reason(error: BaseException) -> str:
 
 
 @contextmanager
-def reported_as(temporary: Path, path: Path) -> Iterator[None]:
+def with_final_name(temporary: Path, path: Path) -> Iterator[None]:
     """Errors tell the name that a file will have; an OSError becomes an InputOutputError."""
     try:
         yield
     except (HpctrainError, OSError) as raised:
-        error = InputOutputError(describe(raised)) if isinstance(raised, OSError) else raised
+        error = InputOutputError(describe_os_error(raised)) if isinstance(raised, OSError) else raised
         renamed = type(error)([text.replace(str(temporary), str(path)) for text in error.problems])
         renamed.exit_code = error.exit_code
         raise renamed from None
 
 
-def as_error(error: HpctrainError | OSError) -> HpctrainError:
+def to_hpctrain_error(error: HpctrainError | OSError) -> HpctrainError:
     """The InputOutputError that says it; one without a word of a reader of stdout who has seen enough.
 
     Raises MemoryError instead where the system had no memory: that is no fault of a file.
@@ -75,15 +75,15 @@ def as_error(error: HpctrainError | OSError) -> HpctrainError:
     if isinstance(error, HpctrainError):
         return error
     if error.errno == errno.ENOMEM:
-        raise MemoryError(describe(error)) from error
+        raise MemoryError(describe_os_error(error)) from error
     if isinstance(error, BrokenPipeError):
         silent = HpctrainError([])
         silent.exit_code = EXIT_UNREAD
         return silent
-    return InputOutputError(describe(error))
+    return InputOutputError(describe_os_error(error))
 
 
-def combine(failures: Sequence[tuple[int, Sequence[str]]]) -> HpctrainError:
+def combine_errors(failures: Sequence[tuple[int, Sequence[str]]]) -> HpctrainError:
     """One error of several ranks' (exit code, problems), in rank order: the first code, all problems."""
     code = failures[0][0]
     problems = list(dict.fromkeys(problem for _, each in failures for problem in each))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.comm.hdf5_calls import close_file, open_file
-from hpctrain.comm.outcome import reason
+from hpctrain.comm.outcome import error_reason
 from hpctrain.errors import InputOutputError
 from hpctrain.files import descriptor_of
 from hpctrain.host.mpi_library import MPI, communicator_of
@@ -75,7 +75,9 @@ def _naming_rank(rank: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise InputOutputError(f"{error.filename}: rank {rank} cannot open it: {reason(error)}") from None
+        raise InputOutputError(
+            f"{error.filename}: rank {rank} cannot open it: {error_reason(error)}"
+        ) from None
 
 
 @contextmanager
@@ -105,7 +107,7 @@ def open_on_all_ranks(path: Path, group: Group) -> Iterator[FileID]:
         with group.watched_call("open_file", path):
             file = open_file(path, communicator_of(group.objects))
     except OSError as error:
-        problem = reason(error)
+        problem = error_reason(error)
     if file is None:
         # The error is raised outside of the except block. Its traceback would otherwise keep the frames of
         # `open_file`, and with them a communicator of HDF5, until after MPI has been finalized.
@@ -122,7 +124,7 @@ def open_on_all_ranks(path: Path, group: Group) -> Iterator[FileID]:
             with group.watched_call("close_file", path):
                 close_file(file)
         except OSError as error:
-            raise InputOutputError(f"{path}: cannot be closed: {reason(error)}") from None
+            raise InputOutputError(f"{path}: cannot be closed: {error_reason(error)}") from None
 
 
 def descriptors_of(path: Path) -> set[int]:

@@ -17,18 +17,18 @@ from hpctrain.comm.device import on_host
 from hpctrain.comm.group import Group
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.mesh import AXES, EXPERT_AXES, expert_sizes
-from hpctrain.comm.topology import neighbours
+from hpctrain.comm.topology import ranks_per_node_of
 from hpctrain.comm.transports import hierarchical
 from hpctrain.comm.transports.hierarchical import is_common, is_hierarchical
 from hpctrain.comm.transports.mpi import scratch_bytes
 from hpctrain.comm.transports.shared import SHARED_BYTES
 from hpctrain.comm.transports.traffic import Traffic, traffic_of
-from hpctrain.comm.transports.transport import Pending, Transport
+from hpctrain.comm.transports.transport import Transport, TransportWork
 
 META = torch.device("meta")
 HOST = torch.device("cpu")
 
-Heard = Callable[[Call, Traffic], "Pending | None"]
+CallObserver = Callable[[Call, Traffic], "TransportWork | None"]
 """What is told of every call that a planned group makes; it may give what is then waited for."""
 
 
@@ -42,18 +42,18 @@ class PlannedTransport(Transport):
         self,
         rank: int,
         size: int,
-        heard: Heard | None = None,
+        heard: CallObserver | None = None,
         shared: bool = False,
         nodes: Sequence[int] | None = None,
         audited: bool = False,
     ) -> None:
         self.rank, self.size, self.heard, self.nodes = rank, size, heard, nodes
         self.audited = audited
-        self.local = neighbours(nodes) if shared and nodes is not None else 0
+        self.local = ranks_per_node_of(nodes) if shared and nodes is not None else 0
         self.sharers = max(1, self.local)
 
     @override
-    def run(self, call: Call) -> Pending | None:
+    def run(self, call: Call) -> TransportWork | None:
         if self.heard is None:
             return None
         return self.heard(call, traffic_of(call, self.rank, self.size, self.nodes, self.crosses_once(call)))
@@ -132,7 +132,7 @@ class PlannedMesh:
         sizes: Mapping[str, int],
         stage: int,
         ranks_per_node: int,
-        heard: Heard | None = None,
+        heard: CallObserver | None = None,
         echo: bool = False,
         device: torch.device = HOST,
         place: int = 0,

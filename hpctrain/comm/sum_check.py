@@ -30,9 +30,9 @@ from hpctrain.comm.sums import (
     is_linear,
     rounding,
 )
-from hpctrain.comm.transports.mpi import flat
-from hpctrain.comm.transports.reduction import split
-from hpctrain.comm.transports.transport import Span, Steps, Transport, spans_of
+from hpctrain.comm.transports.mpi import flat_view
+from hpctrain.comm.transports.reduction import equal_counts
+from hpctrain.comm.transports.transport import ElementRange, Steps, Transport, ranges_of_ranks
 
 _HEAD = 2  # of a record in blocks: the fingerprint of what came out, and whether there is NaN
 _EACH = 3  # of a block: sum and bound of what is given, sum of what came out
@@ -66,13 +66,13 @@ class SumRecord(Record):
         self.length, self.root, self.size = tensor.numel(), call.root, size
         self.sums = call.reduced == "sum" and is_linear(tensor.dtype) and self.length > 0
         self.block, self.count, self.adder = block_elements(self.length, tensor.dtype), 0, False
-        self.spans: Sequence[Span] = ()
+        self.spans: Sequence[ElementRange] = ()
         self.numbers: list[Tensor] = []
         if not self.sums or (call.operation != "reduce_scatter" and self.length < self.block):
             return
         self.adder = call.operation == "all_reduce" and inner.adds_once(call)
-        counts = call.counts if call.operation == "reduce_scatter" else split(self.length, size)
-        self.spans = spans_of(counts, tensor, size)
+        counts = call.counts if call.operation == "reduce_scatter" else equal_counts(self.length, size)
+        self.spans = ranges_of_ranks(counts, tensor, size)
         longest = max(count for _, count in self.spans)
         self.block = block_elements(longest, tensor.dtype)
         self.count = -(-longest // self.block)
@@ -264,6 +264,6 @@ def summed(call: Call, inner: Transport, record: SumRecord) -> Steps:
     """Run a reduction, and note what it is of."""
     tensor, output = call.tensor, call.output
     assert tensor is not None
-    record.note_given(flat(tensor))
+    record.note_given(flat_view(tensor))
     yield inner.run(call)
-    record.note_taken(None if output is None else flat(output), inner.rank)
+    record.note_taken(None if output is None else flat_view(output), inner.rank)

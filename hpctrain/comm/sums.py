@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.transports.reduction import HALVES, SIGNED
-from hpctrain.comm.transports.transport import Span
+from hpctrain.comm.transports.transport import ElementRange
 
 _WORD = 4
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
@@ -58,9 +58,9 @@ def fingerprint(values: Tensor) -> Tensor:
     return total + bits[last:].sum(dtype=torch.int32) if last < len(bits) else total
 
 
-def fingerprints(values: Tensor, spans: Sequence[Span], rank: int) -> Tensor:
+def fingerprints(values: Tensor, spans: Sequence[ElementRange], rank: int) -> Tensor:
     """Those of each rank's span of a flat tensor; 0 for this rank's own, which moves nowhere."""
-    known: dict[Span, Tensor] = {}
+    known: dict[ElementRange, Tensor] = {}
     none = torch.zeros((), dtype=torch.int32, device=values.device)
     found = []
     for peer, span in enumerate(spans):

@@ -40,7 +40,7 @@ class Topology:
         return self.per_node or max(1, len(self.nodes) // len(set(self.nodes)))
 
 
-def neighbours(nodes: Sequence[int]) -> int:
+def ranks_per_node_of(nodes: Sequence[int]) -> int:
     """How many ranks of a group share a node, by the nodes of all its ranks; 0 where these are not as many on
     each, or not side by side.
     """

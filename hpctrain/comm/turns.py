@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from hpctrain.comm.transports.transport import Chain, Pending, Steps, poll
+from hpctrain.comm.transports.transport import SteppedWork, Steps, TransportWork, wait_until
 
 
 class Turn:
@@ -18,13 +18,13 @@ class Turn:
 
     def __init__(self, turns: Turns, steps: Callable[[Turn], Steps]) -> None:
         self._turns, self._steps = turns, steps
-        self._chain: Chain | None = None
+        self._chain: SteppedWork | None = None
         self.started = False
 
-    def begin(self) -> Chain:
+    def begin(self) -> SteppedWork:
         """Go on by what can be started now."""
         if self._chain is None:
-            self._chain = Chain(self._steps(self))
+            self._chain = SteppedWork(self._steps(self))
         if self._chain.test():
             self.started = True
         return self._chain
@@ -32,7 +32,7 @@ class Turn:
     def wait(self) -> None:
         """Wait until the operation is complete."""
         if not self.started:
-            poll(self._comes)
+            wait_until(self._comes)
         self.begin().wait()
 
     def _comes(self) -> bool:
@@ -51,7 +51,7 @@ class Turns:
     def __init__(self) -> None:
         self._waiting: deque[Turn] = deque()
 
-    def start(self, steps: Callable[[Turn], Steps], blocking: bool) -> Pending | None:
+    def start(self, steps: Callable[[Turn], Steps], blocking: bool) -> TransportWork | None:
         """Run an operation once all before have started theirs, or let it wait for that."""
         turn = Turn(self, steps)
         self._waiting.append(turn)

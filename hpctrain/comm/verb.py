@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from typing import NamedTuple, NoReturn
 
 from hpctrain.comm.hang_settings import default_seconds
-from hpctrain.comm.outcome import as_error, print_problems
+from hpctrain.comm.outcome import print_problems, to_hpctrain_error
 from hpctrain.comm.single import finalize_at_exit
 from hpctrain.comm.start_watch import watch_start
 from hpctrain.comm.watchdog import Watchdog
@@ -88,7 +88,7 @@ def _outcome(verb: Callable[[World], int | None], device: str, stack: ExitStack)
     try:
         code = verb(world) or 0
     except (HpctrainError, OSError) as raised:
-        reported = as_error(raised)
+        reported = to_hpctrain_error(raised)
         code, problems, agreed = reported.exit_code, reported.problems, world.is_agreed(reported)
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from hpctrain.comm.hang_report import THREAD, HangReport, diagnose, read_report, take_report, write_report
-from hpctrain.comm.outcome import describe, print_error
+from hpctrain.comm.outcome import describe_os_error, print_error
 from hpctrain.comm.world import World
 from hpctrain.errors import EXIT_INTERNAL
 from hpctrain.files import user_cache
@@ -219,9 +219,8 @@ class Watchdog:
             write_report(self._report_path(report.rank), report, self.world.size)
             self._write_request(self._token)
         except OSError as error:
-            sentence = (
-                f"rank {report.rank} is silent and cannot report it: {describe(error)}; it is {report.state}"
-            )
+            why = describe_os_error(error)
+            sentence = f"rank {report.rank} is silent and cannot report it: {why}; it is {report.state}"
             _print_sentence(report.rank, sentence)
             return False
         return True

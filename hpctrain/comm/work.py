@@ -17,7 +17,7 @@ from typing_extensions import override
 from hpctrain.comm.calls import Call
 from hpctrain.comm.ledger import Ledger, LedgerEntry
 from hpctrain.comm.timeline import TimelineSpan
-from hpctrain.comm.transports.transport import Pending, poll
+from hpctrain.comm.transports.transport import TransportWork, wait_until
 
 Result = TypeVar("Result", bound="Tensor | None")
 
@@ -39,10 +39,10 @@ class Work(Generic[Result]):
         return True
 
     def proceed(self) -> None:
-        """Go on to the next operation, where this is made of several, see Successive."""
+        """Go on to the next operation, where this is made of several, see SequentialWork."""
 
 
-class Successive(Work[Result]):
+class SequentialWork(Work[Result]):
     """Operations of which each is started with what the one before gave: `steps` starts and yields them, and
     goes on when that one is complete; they make `result`.
 
@@ -76,7 +76,7 @@ class Successive(Work[Result]):
         return self._current is None
 
 
-class Together(Work[Result]):
+class CombinedWork(Work[Result]):
     """Operations that were all started, which make `result`."""
 
     __slots__ = ("_works",)
@@ -108,7 +108,7 @@ class StartedWork(Work[Result]):
     def __init__(
         self,
         result: Result,
-        pending: Pending,
+        pending: TransportWork,
         call: Call,
         ledger: Ledger,
         entry: LedgerEntry,
@@ -116,7 +116,7 @@ class StartedWork(Work[Result]):
         under_way: set[StartedWork[Any]],
     ) -> None:
         super().__init__(result)
-        self._pending: Pending | None = pending
+        self._pending: TransportWork | None = pending
         self._call, self._ledger, self._entry = call, ledger, entry
         self._span, self._under_way = span, under_way
         under_way.add(self)
@@ -131,7 +131,7 @@ class StartedWork(Work[Result]):
                 self._pending.wait()
                 self._done()
             else:  # others may wait for what this rank does next in its other operations
-                poll(self._go_on_beside_others)
+                wait_until(self._go_on_beside_others)
             self._call.group.leave()
             self._count(began)
         return self._result

@@ -19,15 +19,15 @@ import torch
 from hpctrain.comm.audit import Audit, Depth
 from hpctrain.comm.audited import around
 from hpctrain.comm.calls import Call
-from hpctrain.comm.check import Checks
-from hpctrain.comm.device import choose_device, gpu_count, held_bytes, on_host, peak_bytes, use
+from hpctrain.comm.check import CallChecks
+from hpctrain.comm.device import choose_device, gpu_count, on_host, peak_bytes, prepare_device, used_bytes
 from hpctrain.comm.group import Group
 from hpctrain.comm.hang_settings import HangSettings
 from hpctrain.comm.ledger import Ledger
-from hpctrain.comm.outcome import as_error, combine, flush_output, print_error, print_problems
+from hpctrain.comm.outcome import combine_errors, flush_output, print_error, print_problems, to_hpctrain_error
 from hpctrain.comm.topology import Topology
-from hpctrain.comm.transports.choose import TRANSPORTS, Ends, Pair
-from hpctrain.comm.transports.emulated import EmulatedLink, SlowTransport
+from hpctrain.comm.transports.choose import TRANSPORTS, TransportPair, TransportSetting
+from hpctrain.comm.transports.emulated import EmulatedLink, EmulatedTransport
 from hpctrain.comm.transports.node_memory import NodeMemory, open_node_memory
 from hpctrain.comm.transports.reduction import ReductionScratch
 from hpctrain.comm.work import StartedWork
@@ -85,7 +85,7 @@ class World:
         self._seen: dict[Nodes, NodeMemory | str] = {} if whole is None else dict(whole._seen)
         self._memories: list[NodeMemory] = [] if whole is None else whole._memories
         self._under_way: set[StartedWork[Any]] = set() if whole is None else whole._under_way
-        self._checks: Checks | None = None
+        self._checks: CallChecks | None = None
         self._audit: Audit | None = None
         self._link: EmulatedLink | None = None if whole is None else whole._link
         # Errors are agreed on here, apart from what the groups may have under way.
@@ -137,7 +137,7 @@ class World:
         """Choose the device, as `start` does. Collective; before any Mesh is made."""
         with self.agreement():
             self.device = choose_device(name, self.local_rank, gpu_count())
-        use(self.device)
+        prepare_device(self.device)
         self.everyone.device = self.device
 
     def compare_calls(self, wanted: bool) -> None:
@@ -150,7 +150,7 @@ class World:
             self._checks = None
             self.everyone.comparer = None
         elif self._checks is None:
-            self._checks = Checks()
+            self._checks = CallChecks()
             self._checks.check_group(self.everyone)
 
     def emulate_nodes(self, ranks: int | None) -> None:
@@ -258,14 +258,16 @@ class World:
             self._checks.check_group(group)
         return group
 
-    def _pair(self, communicator: MPI.Intracomm, ranks: tuple[int, ...], transport: str) -> Pair:
+    def _pair(self, communicator: MPI.Intracomm, ranks: tuple[int, ...], transport: str) -> TransportPair:
         """What carries tensors of host and accelerator. Collective over the communicator."""
         nodes = [self.topology.nodes[rank] for rank in ranks]
         memory = self._memory if isinstance(self._memory, NodeMemory) else None
-        host, accelerator = TRANSPORTS[transport].pair(Ends(communicator, nodes, self._scratch, memory))
+        host, accelerator = TRANSPORTS[transport].pair(
+            TransportSetting(communicator, nodes, self._scratch, memory)
+        )
         if self._link is not None:
             times, apart = communicator.Dup(), nodes if self.topology.per_node else list(range(len(ranks)))
-            slow = (SlowTransport(each, times, self._link, apart) for each in (host, accelerator))
+            slow = (EmulatedTransport(each, times, self._link, apart) for each in (host, accelerator))
             host, accelerator = next(slow), next(slow)
         if self._audit is None or len(ranks) == 1:
             return host, accelerator
@@ -283,14 +285,14 @@ class World:
         try:
             yield
         except (HpctrainError, OSError) as problem:
-            error = as_error(problem)
+            error = to_hpctrain_error(problem)
         mine = None if error is None else (error.exit_code, error.problems, isinstance(error, UsersError))
         self._agreements.enter(Call("agreement"))
         failures = [each for each in self._control.allgather(mine) if each is not None]
         self._agreements.leave()
         if failures:
             told = failures[:1] if failures[0][2] else failures
-            self._agreed = combine([each[:2] for each in told])
+            self._agreed = combine_errors([each[:2] for each in told])
             raise self._agreed from error
 
     def finish(self, code: int = 0, problems: Sequence[str] = (), agreed: bool = True) -> int:
@@ -322,7 +324,7 @@ class World:
         if failed:
             code = failed[0][0]
             if self.rank == 0:
-                print_problems(combine(failed).problems)
+                print_problems(combine_errors(failed).problems)
         flush_output()
         return code
 
@@ -391,7 +393,7 @@ class World:
 
     def _out_of_memory(self, error: BaseException) -> str:
         """In one sentence, what this rank had and was to have when it got no more."""
-        held, where = held_bytes(self.device), "" if on_host(self.device) else f" on {self.device}"
+        held, where = used_bytes(self.device), "" if on_host(self.device) else f" on {self.device}"
         plan = f", of {format_bytes(self.planned_bytes)} by the plan" if self.planned_bytes else ""
         why = " ".join(str(error).split()) or type(error).__name__
         return (

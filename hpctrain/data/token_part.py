@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from hpctrain.comm.outcome import reason
+from hpctrain.comm.outcome import error_reason
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.data.tokens import token_type
 from hpctrain.errors import HpctrainError, InputOutputError
@@ -161,7 +161,7 @@ class TokenPart:
         try:
             yield
         except OSError as error:
-            raise InputOutputError(f"{self.path}: cannot be written ({reason(error)})") from None
+            raise InputOutputError(f"{self.path}: cannot be written ({error_reason(error)})") from None
 
 
 def part_path(out: Path, rank: int, what: str = "part") -> Path:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from hpctrain.comm.outcome import reason
+from hpctrain.comm.outcome import error_reason
 from hpctrain.data.contents import CONTENTS_VERSION, PROMPTS, Contents
 from hpctrain.data.stored import CHECKSUM, TEXT, PiecedArray, StoredArray, require_range
 from hpctrain.data.tokenizer import BYTES, Tokenizer
@@ -123,7 +123,7 @@ class TokenFile:
             with open_checked(self.path) as file:
                 self._open(file)
         except DAMAGE as error:
-            raise self._error(f"is damaged or truncated ({reason(error)})") from None
+            raise self._error(f"is damaged or truncated ({error_reason(error)})") from None
         self._stamp = self._last_change()
 
     @property

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 import hpctrain
-from hpctrain.comm.outcome import reason, reported_as
+from hpctrain.comm.outcome import error_reason, with_final_name
 from hpctrain.comm.parallel_files import open_on_all_ranks
 from hpctrain.data.contents import Contents
 from hpctrain.data.shard_files import TokenSlice
@@ -127,14 +127,14 @@ def write_files(
     headers: list[Header] = []
     try:
         for temporary, out, part in zip(made, outs, parts, strict=True):
-            with reported_as(temporary, out):
+            with with_final_name(temporary, out):
                 headers.append(_write(world, temporary, part, tokenizer, source, report, rows))
                 with world.agreement():
                     if world.local_rank == 0:
                         synchronize(temporary)
                 with world.agreement():
                     TokenFile(temporary, "written file").verify(world.rank, world.size)
-        with reported_as(made[0], outs[0]), world.agreement():
+        with with_final_name(made[0], outs[0]), world.agreement():
             if world.rank == 0:
                 place(made, outs)
     finally:
@@ -297,7 +297,7 @@ def _failing(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, ValueError) as error:
-        raise InputOutputError(f"{path}: the token file cannot be written ({reason(error)})") from None
+        raise InputOutputError(f"{path}: the token file cannot be written ({error_reason(error)})") from None
 
 
 def _lay_out(path: Path, attributes: dict[str, Any], ranges: Sequence[Range]) -> None:

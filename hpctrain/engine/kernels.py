@@ -16,7 +16,7 @@ from time import perf_counter
 
 import torch
 
-from hpctrain.comm.device import device_named, on_host
+from hpctrain.comm.device import device_kind, on_host
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.planned import PlannedMesh
 from hpctrain.comm.world import World
@@ -102,7 +102,7 @@ def with_kept_kernels(deck: Deck, ranks: int) -> Deck:
     """A deck whose vocabulary is settled with what such processors as this one were found to compute its
     products best by, for a plan: where nothing is kept of them, the library stands in for what is measured.
     """
-    device = device_named(deck.run.device)
+    device = device_kind(deck.run.device)
     if not are_measured(deck, device):
         return deck
     mesh = PlannedMesh(axis_sizes(deck, ranks), 0, ranks, device=device)

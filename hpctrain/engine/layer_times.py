@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hpctrain.comm.device import wait
+from hpctrain.comm.device import synchronize
 from hpctrain.comm.group import Group
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
@@ -186,7 +186,7 @@ class Replay:
 
 
 def _now(device: torch.device) -> float:
-    wait(device)
+    synchronize(device)
     return perf_counter()
 
 

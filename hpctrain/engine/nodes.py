@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from hpctrain.comm.group import Group
-from hpctrain.comm.topology import neighbours
+from hpctrain.comm.topology import ranks_per_node_of
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.sharding.replication import OTHER_TOKENS, Axes, Nodes
@@ -26,7 +26,7 @@ class NodeMesh(Axes, Protocol):
 
 def ranks_of_node(mesh: NodeMesh, group: Group) -> int:
     """How many neighbours of a group share a node; 0 where these are not as many on each. Collective."""
-    return neighbours(mesh.nodes(group))
+    return ranks_per_node_of(mesh.nodes(group))
 
 
 def cut_by_node(deck: Deck, mesh: NodeMesh) -> Callable[[Group], Nodes | None]:

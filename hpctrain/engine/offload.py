@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from hpctrain.comm.device import choose_device, gpu_count, host_empty, on_host
+from hpctrain.comm.device import choose_device, empty_host_tensor, gpu_count, on_host
 from hpctrain.comm.world import World
 from hpctrain.deck.check import NO_HOST
 from hpctrain.deck.schema import Deck
@@ -96,7 +96,7 @@ def file_store(scratch: ScratchFiles, name: str) -> Store:
 
 def host_store(length: int, dtype: torch.dtype) -> Flat:
     """Makes zeros in host memory that a GPU reads and writes directly."""
-    return host_empty((length,), dtype, choose_device("auto", 0, gpu_count())).zero_()
+    return empty_host_tensor((length,), dtype, choose_device("auto", 0, gpu_count())).zero_()
 
 
 def planned_offload(deck: Deck) -> Offload:

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from errno import EACCES, ENOTDIR
 from pathlib import Path
 
-from hpctrain.comm.outcome import describe
+from hpctrain.comm.outcome import describe_os_error
 from hpctrain.errors import HpctrainError
 from hpctrain.files import delete_folder, files_named
 from hpctrain.units import format_bytes
@@ -105,7 +105,7 @@ def _reported(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise HpctrainError(
-            f"{folder}: cannot be written to for offloading: {describe(error)} "
+            f"{folder}: cannot be written to for offloading: {describe_os_error(error)} "
             "(memory.offload_dir may name another folder)"
         ) from None
 

@@ -8,7 +8,7 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
-from hpctrain.comm.device import Launched, SideStream, host_empty, on_host
+from hpctrain.comm.device import SideStream, StreamWork, empty_host_tensor, on_host
 from hpctrain.memory.scratch import ScratchFile, ScratchFiles, Transfer
 
 
@@ -52,13 +52,13 @@ class DeviceCopies:
     def take(self, size: int) -> Tensor:
         """Pinned memory, to be given back."""
         free = self._free[size]
-        return free.pop() if free else host_empty((size,), torch.uint8, self.device)
+        return free.pop() if free else empty_host_tensor((size,), torch.uint8, self.device)
 
     def give(self, host: Tensor) -> None:
         """What uses it next is ordered after what used it before, by the stream."""
         self._free[host.numel()].append(host)
 
-    def start_out(self, memory: Tensor, host: Tensor) -> Launched:
+    def start_out(self, memory: Tensor, host: Tensor) -> StreamWork:
         """Start to copy to the host."""
         return self.stream.start(lambda: host.copy_(memory, non_blocking=True), [memory])
 
@@ -76,7 +76,7 @@ class _HostStay(Stay):
         self.copies = copies
         self.host = copies.take(memory.numel())
         self.out = copies.start_out(memory, self.host)
-        self.coming: tuple[Tensor, Launched] | None = None
+        self.coming: tuple[Tensor, StreamWork] | None = None
 
     def advance(self) -> None:
         pass
@@ -160,7 +160,7 @@ class _DiskStay(Stay):
         self.shelf, self.size = shelf, memory.numel()
         self.region = shelf.take(self.size)
         self.host: Tensor | None = None
-        self.out: Launched | None = None
+        self.out: StreamWork | None = None
         self.writing: Transfer | None = None
         self.reading: Transfer | None = None
         if shelf.copies is None:

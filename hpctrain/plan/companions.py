@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hpctrain.checkpoint.names import present_checkpoints
 from hpctrain.checkpoint.read import read_state
-from hpctrain.comm.device import device_named
+from hpctrain.comm.device import device_kind
 from hpctrain.comm.planned import PlannedMesh
 from hpctrain.deck.division import CRITIC, POLICY, REFERENCE, REWARD, Division
 from hpctrain.deck.objective import POLICIES
@@ -88,7 +88,7 @@ def plan_run_memory(
         others[REWARD] = _Beside(REWARD_MODELS, judges)
     first, *apart = division.parties
     beside = [others[model] for model in first.models if model in others]
-    device, tensor = device_named(deck.run.device), deck.layout.tensor
+    device, tensor = device_kind(deck.run.device), deck.layout.tensor
     model, stage = plan_generation_stage(deck, len(first.ranks), tensor, per_node, device)
     if not writes_itself(deck):
         beside.append(_Beside(COPY, [_held(stage)]))
@@ -160,7 +160,7 @@ def _newest(target: Path) -> Path:
 
 def _shown(deck: Deck, ranks: int, vocabulary: int, ranks_per_node: int) -> list[StageMemory]:
     """Of a model that is only looked at, each stage of its pipeline."""
-    sizes, device = axis_sizes(deck, ranks), device_named(deck.run.device)
+    sizes, device = axis_sizes(deck, ranks), device_kind(deck.run.device)
     architecture = architecture_of(deck, vocabulary)
     placement = placed_by_flops(deck, architecture, sizes["data"])
     schedule = placement.schedule_of(micro_batches(deck, sizes["data"]))

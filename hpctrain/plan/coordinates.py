@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hpctrain.comm.mesh import AXES, coordinates, sizes_text
-from hpctrain.comm.topology import Topology, neighbours
+from hpctrain.comm.topology import Topology, ranks_per_node_of
 from hpctrain.deck.read import read_deck
 from hpctrain.engine.sizes import axis_sizes, crosses
 from hpctrain.errors import HpctrainError
@@ -50,7 +50,7 @@ def ways(topology: Topology, places: Sequence[Mapping[str, int]]) -> str:
         for node, place in zip(topology.nodes, places, strict=True):
             others = tuple(number for name, number in place.items() if name != axis and name in AXES)
             groups.setdefault(others, []).append(node)
-        sizes = {(len(set(nodes)), neighbours(nodes)) for nodes in groups.values()}
+        sizes = {(len(set(nodes)), ranks_per_node_of(nodes)) for nodes in groups.values()}
         (count, together), *more = sorted(sizes, reverse=True)
         if axis not in AXES or all(len(nodes) == 1 for nodes in groups.values()):
             continue

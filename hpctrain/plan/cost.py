@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from hpctrain.comm.device import device_named, on_host
+from hpctrain.comm.device import device_kind, on_host
 from hpctrain.comm.planned import PlannedMesh
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.offload import Offload
@@ -43,7 +43,7 @@ def form_seconds(deck: Deck, plain: Deck, ranks: int, vocabulary: int, ranks_per
     """
     if deck.communication.server != "none":
         return 0.0
-    if not on_host(device_named(deck.run.device)):
+    if not on_host(device_kind(deck.run.device)):
         return None
     shape = ModelShape.of(deck, vocabulary)
     blocks = shape.layers

@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import accumulate
 from math import inf
 
-from hpctrain.comm.device import device_named, on_host
+from hpctrain.comm.device import device_kind, on_host
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.kernels import with_kept_kernels
 from hpctrain.host.memory import MemoryLimit, shared_resident_bytes
@@ -47,11 +47,11 @@ class Holding:
 
     def libraries(self, deck: Deck) -> int:
         """Bytes of a process that has no model, where they count; to be asked for before others are made."""
-        return self._libraries if on_host(device_named(deck.run.device)) else 0
+        return self._libraries if on_host(device_kind(deck.run.device)) else 0
 
     def shared(self, deck: Deck) -> int:
         """Of these, what ranks of a node have in common."""
-        return self._shared if on_host(device_named(deck.run.device)) else 0
+        return self._shared if on_host(device_kind(deck.run.device)) else 0
 
     def together(self, deck: Deck) -> int:
         """Ranks that share a node's memory; emulated nodes have theirs on one machine."""
@@ -85,7 +85,7 @@ class Holding:
         """What ranks that share memory may hold together, and how many they are: those of a node, or on GPUs
         of one. By the deck or, where it does not say, this machine; None where that is not known.
         """
-        machine, device = deck.machine, device_named(deck.run.device)
+        machine, device = deck.machine, device_kind(deck.run.device)
         together = self.together(deck)
         if not on_host(device):
             together = -(-together // (machine.gpus_per_node or together))
@@ -121,7 +121,7 @@ class Holding:
         limit = self.limit(deck)
         if limit is None:
             return None
-        on_cpu = on_host(device_named(deck.run.device))
+        on_cpu = on_host(device_kind(deck.run.device))
         given = deck.machine.memory if on_cpu else deck.machine.gpu_memory
         host = "this machine" if given is None else "a node"
         (most, together), shared = limit, self.shared(deck)

@@ -10,10 +10,10 @@ import torch
 
 from hpctrain.checkpoint.held import copies_held
 from hpctrain.checkpoint.mirror import COPIES
-from hpctrain.comm.device import device_named, on_host, product_bytes
+from hpctrain.comm.device import device_kind, matmul_workspace_bytes, on_host
 from hpctrain.comm.mesh import rank_count
 from hpctrain.comm.planned import PlannedMesh
-from hpctrain.comm.topology import neighbours
+from hpctrain.comm.topology import ranks_per_node_of
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.place import placed_by_flops
 from hpctrain.engine.rules import RULES
@@ -170,7 +170,7 @@ def plan_memory(
         schedule = placement.schedule_of(passes) if schedule is None else schedule
         split = placement.split if split is None else split
     counts = split
-    device = device_named(deck.run.device)
+    device = device_kind(deck.run.device)
     _, *kinds, _ = layer_kinds(architecture)
     on_node = ranks_per_node or deck.machine.ranks_per_node or deck.machine.gpus_per_node
     per_node, transport = on_node or ranks, deck.communication.wished_transport
@@ -213,7 +213,7 @@ def plan_memory(
         # Hidden states and their gradients on their way between stages.
         buffer = (receives_ahead(device) + 1) * len(senders) * parts[0].hidden.bytes
         kept = 0
-        other = libraries + product_bytes(device) + _workspace(deck, parts)
+        other = libraries + matmul_workspace_bytes(device) + _workspace(deck, parts)
         if on_host(device):
             # What the sum of an input gradient receives, while the weight gradient is computed.
             summed = parts[0].at.tokens * parts[0].part.hidden_shape(1)[-1], parts[0].at.itemsize
@@ -253,7 +253,7 @@ def loneliest_place(stage: TrainedStage, sizes: Mapping[str, int], number: int, 
         for axes, size in groups:
             whole = mesh.group(*axes)
             first = whole.rank // size * size
-            least = min(least, neighbours(mesh.nodes(whole)[first : first + size]))
+            least = min(least, ranks_per_node_of(mesh.nodes(whole)[first : first + size]))
         return least
 
     # How the groups of a rank lie follows from where it is on its node.

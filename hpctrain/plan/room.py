@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hpctrain.comm.device import on_host, total_bytes
+from hpctrain.comm.device import gpu_memory_bytes, on_host
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Machine
 from hpctrain.errors import HpctrainError
@@ -76,7 +76,7 @@ def limits_of(
 ) -> tuple[MemoryLimit, ...]:
     """The limits of what this process may hold on that device: those of the deck, else those it finds."""
     if not on_host(device):
-        size = total_bytes(device) if machine.gpu_memory is None else machine.gpu_memory
+        size = gpu_memory_bytes(device) if machine.gpu_memory is None else machine.gpu_memory
         name = f"GPU {device.index or 0}"
         return () if size is None else (MemoryLimit(name, size, f"on {name}"),)
     if machine.memory is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from hpctrain.comm.device import device_named, on_host
+from hpctrain.comm.device import device_kind, on_host
 from hpctrain.comm.planned import PlannedMesh
 from hpctrain.comm.transports.traffic import Traffic
 from hpctrain.comm.world import World
@@ -94,7 +94,7 @@ def plan_served(
         deck, ranks, vocabulary, libraries, ranks_per_node, split, schedule, build_worker_stage
     )
     (worker,) = plan.stages
-    device, shape = device_named(deck.run.device), ModelShape.of(deck, vocabulary)
+    device, shape = device_kind(deck.run.device), ModelShape.of(deck, vocabulary)
     mesh = PlannedMesh(
         {"pipeline": 1, "data": roles.servers, "context": 1, "tensor": 1}, 0, ranks, device=device
     )

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hpctrain.comm.calls import Call
-from hpctrain.comm.device import device_named, on_host
+from hpctrain.comm.device import device_kind, on_host
 from hpctrain.comm.group import Group
 from hpctrain.comm.planned import META, PlannedMesh
 from hpctrain.comm.transports.traffic import Traffic, traffic_of
@@ -153,7 +153,7 @@ def plan_traffic(deck: Deck, ranks: int, vocabulary: int, ranks_per_node: int = 
     passes = micro_batches(deck, sizes["data"])
     placement = placed_by_flops(deck, architecture, sizes["data"])
     schedule, counts = placement.schedule_of(passes), placement.split
-    device = device_named(deck.run.device)
+    device = device_kind(deck.run.device)
     transport = deck.communication.wished_transport if on_host(device) else "nccl"
     _, *kinds, _ = layer_kinds(architecture)
     planned: dict[object, tuple[tuple[Moved, ...], ...]] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import starmap
 
-from hpctrain.comm.device import device_named
+from hpctrain.comm.device import device_kind
 from hpctrain.comm.mesh import rank_count, sizes_text
 from hpctrain.deck.objective import POLICIES
 from hpctrain.engine.companions import is_checkpoint, texts_at_a_time
@@ -71,7 +71,7 @@ def plan_text(plan: DeckPlan) -> str:
     if plan.step is not None and plan.advice is not None:
         lines += advice_lines(plan.step, plan.advice)
     if deck.found.why:
-        kernels = kernels_of(deck, device_named(deck.run.device), memory.sizes["data"])
+        kernels = kernels_of(deck, device_kind(deck.run.device), memory.sizes["data"])
         told = introduce_kernels(deck, kernels) or [f"products are {deck.found.why}"]
         lines += [f"{line[0].upper()}{line[1:]}." for line in told]
     if deck.layout.split == "balanced":

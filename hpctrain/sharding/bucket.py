@@ -19,7 +19,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from hpctrain.comm.device import host_empty, on_host
+from hpctrain.comm.device import empty_host_tensor, on_host
 from hpctrain.comm.group import Group
 from hpctrain.comm.work import Work
 from hpctrain.memory.accounts import storage_bytes
@@ -125,7 +125,7 @@ class Bucket:
             memory = (
                 self.sharding.pool.take(length, self.dtype)
                 if on_host(device)
-                else host_empty((length,), self.dtype, device)
+                else empty_host_tensor((length,), self.dtype, device)
             )
             self._fetched = memory, self.own_values.start_read(memory)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hpctrain.comm.work import Together, Work
+from hpctrain.comm.work import CombinedWork, Work
 from hpctrain.parallel.fp8.formats import AT_ONCE, E4M3, agreed_maximum, scales_of, to_format
 from hpctrain.parallel.fp8.product import PrequantizedWeights, QuantizedMatmul
 from hpctrain.parallel.fp8.quantize import QuantizedTensor, ScaleBlocks
@@ -129,7 +129,7 @@ class EightBitBucket(Bucket):
             for packed, part in self._parts(whole)
             if packed.length
         ]
-        return Together(works, whole)
+        return CombinedWork(works, whole)
 
     @override
     def hide_values(self) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.group import Group
-from hpctrain.comm.work import Successive, Work
+from hpctrain.comm.work import SequentialWork, Work
 from hpctrain.memory.compress import BLOCK
 from hpctrain.sharding.compression.blocks import Blocks
 from hpctrain.sharding.compression.codecs import Codec, Rounded
@@ -65,7 +65,7 @@ def start_sum(group: Group, values: Tensor, lengths: Sequence[int], codec: Codec
     coded = _coded_sum(group, lengths, codec)
     if coded is None:
         return group.start_all_reduce(values)
-    return Successive(coded.operations(values, values), values)
+    return SequentialWork(coded.operations(values, values), values)
 
 
 def sum_bytes(group: Group, lengths: Sequence[int], codec: Codec | None) -> int:

@@ -21,7 +21,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.comm.outcome import reason
+from hpctrain.comm.outcome import error_reason
 from hpctrain.deck.check_mixture import RECORDED_BYTES
 from hpctrain.errors import HpctrainError, InputOutputError, failing_as
 from hpctrain.files import open_regular, synchronize
@@ -63,7 +63,7 @@ class RoutingFile:
                 arrays = {name: _array(file, name) for name in _TYPES}
                 experts, stored = file.integer("experts"), file.integer("checksum")
         except DAMAGE as error:
-            raise InputOutputError(f"{path}: is damaged, or no HDF5 file ({reason(error)})") from None
+            raise InputOutputError(f"{path}: is damaged, or no HDF5 file ({error_reason(error)})") from None
         found = RoutingFile(experts, **arrays)
         if found.checksum != stored:
             raise InputOutputError(f"{path}: is damaged: its contents do not have its checksum")

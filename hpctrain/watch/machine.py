@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from hpctrain.comm.device import forget_peak, name_of, on_host, wait
+from hpctrain.comm.device import gpu_name, on_host, reset_peak, synchronize
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.files import parse_json, read_text
@@ -92,7 +92,7 @@ class Peak:
     def _kinds(self) -> str:
         """On what the rate depends, in words: device, how many share it, threads, precision."""
         world, run = self._world, self._deck.run
-        here = name_of(world.device)
+        here = gpu_name(world.device)
         if here is None:
             ranks = -(-world.size // world.nodes)
             here = f"{processor_name()}, cores {os.cpu_count()}, ranks {ranks}, threads {run.threads}"
@@ -116,11 +116,11 @@ def measure_gemm_flops(dtype: torch.dtype, device: torch.device) -> float:
         rounds += 1
         for size in sizes:
             square, product = (memory[: size * size].view(size, size) for memory in (factors, products))
-            wait(device)
+            synchronize(device)
             start = time.perf_counter()
             torch.mm(square, square, out=product)
-            wait(device)
+            synchronize(device)
             best = max(best, 2.0 * size**3 / (time.perf_counter() - start))
     del factors, products, square, product
-    forget_peak(device)
+    reset_peak(device)
     return best

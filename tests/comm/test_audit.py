@@ -19,7 +19,7 @@ from hpctrain.comm.faults import Fault
 from hpctrain.comm.group import Group
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.transports.hierarchical import HierarchicalTransport
-from hpctrain.comm.transports.reduction import HALVES, fold_block
+from hpctrain.comm.transports.reduction import HALVES, reduce_block
 from hpctrain.comm.world import World
 from hpctrain.units import Link
 from tests.comm.transports.random_calls import KINDS, MOVES, SUMS, Flip, FlippingTransport, RandomCalls
@@ -295,12 +295,12 @@ def test_who_adds_wrongly_is_told(
     turns = [0]
 
     def add(parts: Any, output: Tensor, operation: Any, own: int) -> None:
-        fold_block(parts, output, operation, own)
+        reduce_block(parts, output, operation, own)
         turns[0] += 1
         if turns[0] == 1 + again and world.rank == 1:
             output[len(output) // 2 :][:1].view(torch.int32).bitwise_xor_(1 << 3)
 
-    monkeypatch.setattr("hpctrain.comm.audited_sum.fold_block", add)
+    monkeypatch.setattr("hpctrain.comm.audited_sum.reduce_block", add)
     checked.all_reduce(torch.randn(elements))
     found = everyones(checked, audit)
     assert [fault.ranks for fault in found] == [(1,)] and "added again" in found[0].detail

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hpctrain.comm.hang_report import diagnose, take_report, write_report
-from hpctrain.comm.mailbox import Letter, Mailbox
+from hpctrain.comm.mailbox import Mailbox, MailboxHeader
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
@@ -59,7 +59,7 @@ def test_the_ledger_counts_numbers_and_tensors_where_they_are_sent(world: World)
         box.settle()
         assert box.settled()
     else:
-        assert box.take() == Letter(0, (1, 2, 3))
+        assert box.take() == MailboxHeader(0, (1, 2, 3))
         box.receive(0, torch.empty(10, dtype=torch.bfloat16))
         box.receive(0, torch.empty(2))
     sent = {row.operation: (row.calls, row.bytes) for row in world.ledger.rows() if row.axis == "letters"}

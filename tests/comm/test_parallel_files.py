@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from hpctrain.comm import parallel_files
-from hpctrain.comm.outcome import reason
+from hpctrain.comm.outcome import error_reason
 from hpctrain.comm.parallel_files import descriptors_of, open_on_all_ranks, require_parallel_files
 from hpctrain.comm.world import World
 from hpctrain.errors import InputOutputError
@@ -46,7 +46,7 @@ def test_message_of_mpi_is_extracted_from_an_error_of_hdf5() -> None:
     error = OSError(
         "Unable to open file (MPI_File_open failed: MPI error string is 'MPI_ERR_OTHER: not listed')"
     )
-    assert reason(error) == "MPI_File_open failed: MPI_ERR_OTHER: not listed"
+    assert error_reason(error) == "MPI_File_open failed: MPI_ERR_OTHER: not listed"
 
 
 def test_full_shared_memory_is_reported_before_a_file_is_opened(

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpctrain.comm.work import Successive, Together, Work
+from hpctrain.comm.work import CombinedWork, SequentialWork, Work
 from hpctrain.comm.world import World
 
 
-def sum_and_square(world: World, values: Tensor, log: list[str]) -> Successive[Tensor]:
+def sum_and_square(world: World, values: Tensor, log: list[str]) -> SequentialWork[Tensor]:
     """The square of the ranks' sum, summed over the ranks."""
 
     def steps() -> Iterator[Work[Any]]:
@@ -25,7 +25,7 @@ def sum_and_square(world: World, values: Tensor, log: list[str]) -> Successive[T
         yield world.everyone.start_all_reduce(values.square_())
         log.append("end")
 
-    return Successive(steps(), values)
+    return SequentialWork(steps(), values)
 
 
 @pytest.mark.mpi
@@ -67,7 +67,7 @@ def test_works_of_one_result(world: World) -> None:
     """Complete when all are, by waiting or by testing, which helps each of them along."""
     for waits in (True, False):
         parts = [torch.full((size,), 1.0) for size in (70_000, 3)]
-        work = Together([world.everyone.start_all_reduce(part) for part in parts], parts[0])
+        work = CombinedWork([world.everyone.start_all_reduce(part) for part in parts], parts[0])
         while not (waits or work.test()):
             pass
         assert work.wait() is parts[0] and work.test()
@@ -98,8 +98,8 @@ def test_who_waits_for_one_of_several_lets_others_have_the_core(
 
 
 def test_nothing_to_do() -> None:
-    assert Together([], torch.ones(2)).test()
-    work = Successive(iter(()), torch.ones(2))
+    assert CombinedWork([], torch.ones(2)).test()
+    work = SequentialWork(iter(()), torch.ones(2))
     assert work.test()
     assert torch.equal(work.wait(), torch.ones(2))
     complete = Work(torch.ones(1))

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hpctrain.comm.device import choose_device
-from hpctrain.comm.outcome import combine
+from hpctrain.comm.outcome import combine_errors
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.host import mpi_library as library
@@ -82,7 +82,7 @@ def test_other_errors_pass_through_agreement(world: World) -> None:
 
 
 def test_too_many_problems_are_cut() -> None:
-    error = combine([(2, [f"problem {number}" for number in range(80)])])
+    error = combine_errors([(2, [f"problem {number}" for number in range(80)])])
     assert len(error.problems) == 51
     assert error.problems[-1] == "and 30 more problems"
 

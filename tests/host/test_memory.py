@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpctrain.comm.outcome import as_error
+from hpctrain.comm.outcome import to_hpctrain_error
 from hpctrain.host import memory as host_memory
 from hpctrain.host.memory import MemoryLimit, is_out_of_memory, memory_limits, obtainable_bytes
 
@@ -123,7 +123,7 @@ def test_errors_of_no_memory_are_known_by_kind() -> None:
 
 def test_no_memory_is_no_error_of_a_file() -> None:
     with pytest.raises(MemoryError, match="tokens"):
-        as_error(OSError(errno.ENOMEM, "Cannot allocate memory", "tokens.h5"))
+        to_hpctrain_error(OSError(errno.ENOMEM, "Cannot allocate memory", "tokens.h5"))
 
 
 def test_shared_memory_counts_by_its_share_and_code_not_at_all(tmp_path: Path) -> None:

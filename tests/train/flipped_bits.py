@@ -16,9 +16,9 @@ from torch import Tensor
 
 from hpctrain.comm import audited
 from hpctrain.comm.calls import Call
-from hpctrain.comm.transports.choose import Pair
+from hpctrain.comm.transports.choose import TransportPair
 from hpctrain.comm.transports.reduction import HALVES
-from hpctrain.comm.transports.transport import Pending, Span, Transport
+from hpctrain.comm.transports.transport import ElementRange, Transport, TransportWork
 from hpctrain.comm.world import World
 from hpctrain.parallel.audit import MatmulAudit, Sum
 from hpctrain.parallel.audit_passes import AuditKernels, ErrorBounds
@@ -203,7 +203,7 @@ class Campaign:
             self.watch_products(loop.trainer)
             return run(loop, *given)
 
-        def wired(pair: Pair, *others: Any) -> Pair:
+        def wired(pair: TransportPair, *others: Any) -> TransportPair:
             return around((Wire(pair[0], self), pair[1]), *others)
 
         patch.setattr(Trainer, "train_step", train_step)
@@ -214,7 +214,7 @@ class Campaign:
         patch.setattr("hpctrain.comm.world.around", wired)
         known = audited.AuditedTransport.run
 
-        def named(transport: audited.AuditedTransport, outer: Call) -> Pending | None:
+        def named(transport: audited.AuditedTransport, outer: Call) -> TransportWork | None:
             inner = transport.inner
             if isinstance(inner, Wire):
                 inner.group, inner.phase = outer.group.name, transport.channel.audit.ledger.phase
@@ -310,7 +310,7 @@ class Wire(FlippingTransport):
         self.flip = Change(self.rank, -1, int(due.shares[1] * 1e9))
         return True
 
-    def _do(self, call: Call, index: int, tensor: Tensor, spans: Sequence[Span]) -> None:
+    def _do(self, call: Call, index: int, tensor: Tensor, spans: Sequence[ElementRange]) -> None:
         super()._do(call, index, tensor, spans)
         due, change = self.campaign.now, self.flip
         assert due is not None and change.dtype is not None

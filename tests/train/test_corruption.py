@@ -22,7 +22,7 @@ from hpctrain.checkpoint.background import BackgroundSave
 from hpctrain.comm import audited
 from hpctrain.comm.faults import Fault
 from hpctrain.comm.group import Group
-from hpctrain.comm.transports.choose import Pair
+from hpctrain.comm.transports.choose import TransportPair
 from hpctrain.comm.world import World
 from hpctrain.deck.read import read_deck
 from hpctrain.errors import HpctrainError
@@ -511,7 +511,7 @@ def test_a_full_look_changes_nothing_and_heals_what_arrives_wrong(
     for number in (40, 67):
         wrong = Message(rank=1, number=number, seed=number)
 
-        def flipping(pair: Pair, *others: Any, wrong: Message = wrong) -> Pair:
+        def flipping(pair: TransportPair, *others: Any, wrong: Message = wrong) -> TransportPair:
             return around((FlippingTransport(pair[0], wrong), pair[1]), *others)
 
         with monkeypatch.context() as patch:

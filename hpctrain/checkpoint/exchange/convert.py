@@ -46,7 +46,7 @@ from hpctrain.checkpoint.stored_deck import deck_state
 from hpctrain.checkpoint.stored_tokenizer import stored_settings, tokenizer_of_state, tokenizer_state
 from hpctrain.checkpoint.structure import StoredTensor, Structure, examine
 from hpctrain.checkpoint.write import save
-from hpctrain.comm.outcome import reported_as
+from hpctrain.comm.outcome import with_final_name
 from hpctrain.comm.world import World
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
@@ -103,7 +103,7 @@ def export_model(world: World, checkpoint: Path, folder: Path, dtype: str | None
     by_name = {each.name: each for each in theirs}
     temporary = folder.with_name(f".{folder.name}.tmp")
     try:
-        with reported_as(temporary, folder):
+        with with_final_name(temporary, folder):
             with together(group):
                 if group.rank == 0:
                     _delete_left(temporary)

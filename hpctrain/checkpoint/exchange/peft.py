@@ -24,7 +24,7 @@ from hpctrain.checkpoint.exchange.safetensors_folder import NewTensor, new_file,
 from hpctrain.checkpoint.exchange.source import stored_shape, tensor_shapes
 from hpctrain.checkpoint.extract import TensorSource, opened
 from hpctrain.checkpoint.structure import examine
-from hpctrain.comm.outcome import reported_as
+from hpctrain.comm.outcome import with_final_name
 from hpctrain.comm.world import World
 from hpctrain.deck.adapters import Adapters
 from hpctrain.errors import HpctrainError
@@ -47,7 +47,7 @@ def export_adapters(world: World, checkpoint: Path, folder: Path, base: str) -> 
     temporary = folder.with_name(f".{folder.name}.tmp")
     found: dict[str, tuple[Tensor, Tensor]] = {}
     try:
-        with reported_as(temporary, folder), together(group):
+        with with_final_name(temporary, folder), together(group):
             if group.rank == 0:
                 require_new(folder)
                 shape = stored_shape(structure)

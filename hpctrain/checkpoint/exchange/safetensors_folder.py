@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hpctrain.checkpoint.finite import NonFiniteWeight, nonfinite_element, nonfinite_sentence
-from hpctrain.comm.outcome import describe
+from hpctrain.comm.outcome import describe_os_error
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.files import JSON_BYTES, open_regular, parse_json, read_text, synchronize
 
@@ -115,7 +115,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = parse_json(read_text(path, JSON_BYTES))
     except OSError as error:
-        raise InputOutputError(f"{path}: cannot be read: {describe(error)}") from None
+        raise InputOutputError(f"{path}: cannot be read: {describe_os_error(error)}") from None
     except ValueError:
         raise InputOutputError(f"{path}: damaged or truncated: it is not JSON") from None
     if not isinstance(content, dict):

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from hpctrain.comm.topology import neighbours
+from hpctrain.comm.topology import ranks_per_node_of
 from hpctrain.comm.transports.hierarchical import HierarchicalTransport
 from hpctrain.comm.transports.mpi import MpiTransport
 from hpctrain.comm.transports.node_memory import NodeMemory
@@ -17,13 +17,13 @@ from hpctrain.comm.transports.staged import StagedTransport
 from hpctrain.comm.transports.transport import Transport
 from hpctrain.host.mpi_library import MPI
 
-Gpus = Sequence[str | None]
+GpuNames = Sequence[str | None]
 """Of every rank the name of its GPU, which no other GPU has; None on a CPU."""
 
-Pair = tuple[Transport, Transport]
+TransportPair = tuple[Transport, Transport]
 
 
-class Ends(NamedTuple):
+class TransportSetting(NamedTuple):
     """What a transport runs between: a communicator, the `nodes` of its ranks, memory to receive into, and
     what this rank sees of its node's, if anything.
     """
@@ -34,58 +34,58 @@ class Ends(NamedTuple):
     memory: NodeMemory | None
 
 
-class Carrier(NamedTuple):
+class TransportChoice(NamedTuple):
     """What carries tensors in host memory and those of a GPU: `pair` makes both, collectively.
 
     `suits` says whether "auto" takes it for these ranks, of several carriers the first; `obstacles` why this
     rank cannot use it, as ends of sentences; `on_host` whether a call takes the host's time until it is done.
     """
 
-    pair: Callable[[Ends], Pair]
-    suits: Callable[[Gpus], bool]
-    obstacles: Callable[[Gpus], list[str]]
+    pair: Callable[[TransportSetting], TransportPair]
+    suits: Callable[[GpuNames], bool]
+    obstacles: Callable[[GpuNames], list[str]]
     on_host: bool
 
 
-def _mpi(ends: Ends) -> Pair:
+def _mpi(ends: TransportSetting) -> TransportPair:
     host = MpiTransport(ends.communicator, ends.scratch)
     return host, StagedTransport(host)
 
 
-def _shared(ends: Ends) -> Pair:
+def _shared(ends: TransportSetting) -> TransportPair:
     """Through memory, where these ranks are several of a node, or as many of each of several nodes."""
     mpi = MpiTransport(ends.communicator, ends.scratch)
     host: Transport = mpi
-    together = neighbours(ends.nodes)
+    together = ranks_per_node_of(ends.nodes)
     if ends.memory is not None and together > 1:
         one = together == mpi.size
         host = SharedTransport(mpi, ends.memory) if one else HierarchicalTransport(mpi, ends.memory, together)
     return host, StagedTransport(host)
 
 
-def _nccl(ends: Ends) -> Pair:
+def _nccl(ends: TransportSetting) -> TransportPair:
     from hpctrain.comm.transports.nccl import NcclTransport
 
     host = MpiTransport(ends.communicator, ends.scratch)
     return host, NcclTransport(ends.communicator, ends.scratch)
 
 
-def _own_gpus(gpus: Gpus) -> bool:
+def _own_gpus(gpus: GpuNames) -> bool:
     """Whether every rank has a GPU of its own, and there are several."""
     return None not in gpus and len(set(gpus)) == len(gpus) > 1
 
 
-def _several_on_cpus(gpus: Gpus) -> bool:
+def _several_on_cpus(gpus: GpuNames) -> bool:
     return set(gpus) == {None} and len(gpus) > 1
 
 
-def _shared_obstacles(gpus: Gpus) -> list[str]:
+def _shared_obstacles(gpus: GpuNames) -> list[str]:
     if set(gpus) == {None}:
         return []
     return ['tensors of a GPU are not in the memory of a node; use "nccl", "mpi" or "auto"']
 
 
-def _nccl_obstacles(gpus: Gpus) -> list[str]:
+def _nccl_obstacles(gpus: GpuNames) -> list[str]:
     obstacles = []
     if None in gpus:
         obstacles.append('not every rank has a GPU; use "mpi" or "auto"')
@@ -101,8 +101,8 @@ def _nccl_obstacles(gpus: Gpus) -> list[str]:
     return obstacles
 
 
-TRANSPORTS: Mapping[str, Carrier] = {
-    "nccl": Carrier(_nccl, _own_gpus, _nccl_obstacles, on_host=False),
-    "shared": Carrier(_shared, _several_on_cpus, _shared_obstacles, on_host=True),
-    "mpi": Carrier(_mpi, lambda _: True, lambda _: [], on_host=True),
+TRANSPORTS: Mapping[str, TransportChoice] = {
+    "nccl": TransportChoice(_nccl, _own_gpus, _nccl_obstacles, on_host=False),
+    "shared": TransportChoice(_shared, _several_on_cpus, _shared_obstacles, on_host=True),
+    "mpi": TransportChoice(_mpi, lambda _: True, lambda _: [], on_host=True),
 }

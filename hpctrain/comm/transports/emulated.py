@@ -27,9 +27,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpctrain.comm.calls import Call
-from hpctrain.comm.transports.mpi import Requests
+from hpctrain.comm.transports.mpi import MpiRequests
 from hpctrain.comm.transports.traffic import Traffic, traffic_of
-from hpctrain.comm.transports.transport import Pending, Steps, Transport, drive
+from hpctrain.comm.transports.transport import Steps, Transport, TransportWork, run_steps
 from hpctrain.host.mpi_library import MPI
 from hpctrain.units import Link
 
@@ -58,7 +58,7 @@ class EmulatedLink:
         return max(ends) + traffic.rounds * self.link.latency
 
 
-class Due:
+class TransferEnd:
     """What is complete at a moment of a link's clock."""
 
     def __init__(self, link: EmulatedLink, moment: float) -> None:
@@ -74,7 +74,7 @@ class Due:
         return self._link.clock() >= self._moment
 
 
-class SlowTransport(Transport):
+class EmulatedTransport(Transport):
     """Another transport's calls, over a link; the ranks' times travel over a `communicator` of their own."""
 
     def __init__(
@@ -90,8 +90,8 @@ class SlowTransport(Transport):
         self._told: list[tuple[MPI.Request, array[float]]] = []
 
     @override
-    def run(self, call: Call) -> Pending | None:
-        return drive(self._steps(call), call.blocking)
+    def run(self, call: Call) -> TransportWork | None:
+        return run_steps(self._steps(call), call.blocking)
 
     @override
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -120,16 +120,16 @@ class SlowTransport(Transport):
         times, telling = self._tell(call, came)
         yield self.inner.run(call)
         yield telling
-        yield Due(self.link, self.link.pass_over(traffic, max(times)))
+        yield TransferEnd(self.link, self.link.pass_over(traffic, max(times)))
 
-    def _tell(self, call: Call, came: array[float]) -> tuple[array[float], Pending | None]:
-        """When the ranks came to a call on which this one waits; there once the Pending is complete."""
+    def _tell(self, call: Call, came: array[float]) -> tuple[array[float], TransportWork | None]:
+        """When the ranks came to a call on which this one waits; there once the TransportWork is complete."""
         if call.operation == "send":
             self._told = [each for each in self._told if not each[0].Test()]
             self._told.append((self.communicator.Isend([came, MPI.DOUBLE], call.peer, call.tag), came))
             return came, None
         if call.operation == "recv":
             times = array("d", [0.0])
-            return times, Requests([self.communicator.Irecv([times, MPI.DOUBLE], call.peer, call.tag)])
+            return times, MpiRequests([self.communicator.Irecv([times, MPI.DOUBLE], call.peer, call.tag)])
         times = array("d", [0.0] * self.size)
-        return times, Requests([self.communicator.Iallgather([came, MPI.DOUBLE], [times, MPI.DOUBLE])])
+        return times, MpiRequests([self.communicator.Iallgather([came, MPI.DOUBLE], [times, MPI.DOUBLE])])

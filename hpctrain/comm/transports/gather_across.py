@@ -6,17 +6,17 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from hpctrain.comm.transports.crossing import Crossing, Ways, piece_elements, rounds_of
-from hpctrain.comm.transports.mpi import Requests
-from hpctrain.comm.transports.shared import TURNS
-from hpctrain.comm.transports.transport import Chain, Several, Span, Steps, Until
+from hpctrain.comm.transports.crossing import InternodeOperation, NodeLinks, piece_elements, rounds_of
+from hpctrain.comm.transports.mpi import MpiRequests
+from hpctrain.comm.transports.shared import STAGED_ROUNDS
+from hpctrain.comm.transports.transport import ConditionWork, ElementRange, ParallelWork, SteppedWork, Steps
 
 
-class GatherAcross(Crossing):
+class InternodeGather(InternodeOperation):
     """All ranks' `spans` of the output, in bytes."""
 
     def __init__(
-        self, ways: Ways, piece_bytes: int, tensor: Tensor, output: Tensor, spans: Sequence[Span]
+        self, ways: NodeLinks, piece_bytes: int, tensor: Tensor, output: Tensor, spans: Sequence[ElementRange]
     ) -> None:
         local, nodes, node = ways.local, ways.nodes, ways.node
         elements = piece_elements(piece_bytes, 1, local)
@@ -32,7 +32,7 @@ class GatherAcross(Crossing):
         self.source, self.begin = output[begin : begin + count], begin
         if count and tensor.data_ptr() != self.source.data_ptr():
             self.source.copy_(tensor)
-        self._free = TURNS
+        self._free = STAGED_ROUNDS
 
     def steps(self) -> Steps:
         """From each rank's own to all of them."""
@@ -45,8 +45,10 @@ class GatherAcross(Crossing):
         nodes = [(ways.node - step) % ways.nodes for step in range(1, ways.nodes)]
         for node in nodes:
             self.invite(node)
-        sending = [Chain(self._hand(node)) for node in nodes]
-        yield Several([*sending, Chain(self._give(came)), Chain(self._take()), Chain(self._turn())])
+        sending = [SteppedWork(self._hand(node)) for node in nodes]
+        yield ParallelWork(
+            [*sending, SteppedWork(self._give(came)), SteppedWork(self._take()), SteppedWork(self._turn())]
+        )
         yield from self.end()
 
     def _hand(self, node: int) -> Steps:
@@ -56,12 +58,12 @@ class GatherAcross(Crossing):
             if each.owner == self.ways.node and each.cuts[self.place][1]:
                 self.send(self.own(turn), node)
 
-    def _give(self, came: dict[int, Requests]) -> Steps:
+    def _give(self, came: dict[int, MpiRequests]) -> Steps:
         """Let the ranks of the node see what has come."""
         for turn in range(len(self.rounds)):
             yield came.pop(turn, None)
             if self.copies:
-                yield Until(lambda turn=turn: turn < self._free)  # type: ignore[misc]
+                yield ConditionWork(lambda turn=turn: turn < self._free)  # type: ignore[misc]
                 self.copied(turn, self.place).copy_(self.own(turn))
             self.slot.give(turn + 1)
 
@@ -80,4 +82,4 @@ class GatherAcross(Crossing):
         """Use the memory for copies again once all are done with a round."""
         for turn in range(len(self.rounds) if self.copies else 0):
             yield self.slot.finished(self.others, turn + 1)
-            self._free = turn + 1 + TURNS
+            self._free = turn + 1 + STAGED_ROUNDS

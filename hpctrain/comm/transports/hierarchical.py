@@ -21,15 +21,15 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpctrain.comm.calls import Call
-from hpctrain.comm.transports.crossing import Ways, piece_elements
-from hpctrain.comm.transports.gather_across import GatherAcross
-from hpctrain.comm.transports.mpi import MpiTransport, flat
+from hpctrain.comm.transports.crossing import NodeLinks, piece_elements
+from hpctrain.comm.transports.gather_across import InternodeGather
+from hpctrain.comm.transports.mpi import MpiTransport, flat_view
 from hpctrain.comm.transports.mpi import scratch_bytes as mpi_scratch_bytes
 from hpctrain.comm.transports.node_memory import NodeMemory
-from hpctrain.comm.transports.node_messages import Messages
-from hpctrain.comm.transports.shared import REDUCTIONS, SHARED_BYTES, SharedTransport, meet
-from hpctrain.comm.transports.sum_across import FLIGHT, HALVES, SumAcross
-from hpctrain.comm.transports.transport import Pending, Steps, Transport, drive, spans_of
+from hpctrain.comm.transports.node_messages import NodeMessages
+from hpctrain.comm.transports.shared import REDUCTIONS, SHARED_BYTES, SharedTransport, memory_barrier
+from hpctrain.comm.transports.sum_across import FLIGHT, HALVES, InternodeSum
+from hpctrain.comm.transports.transport import Steps, Transport, TransportWork, ranges_of_ranks, run_steps
 from hpctrain.host.mpi_library import MPI
 
 MESSAGE_BYTES = 60 * 1024  # what Open MPI sends over TCP at once; longer ones halve a link used both ways
@@ -53,16 +53,16 @@ class HierarchicalTransport(Transport):
         near, far = mpi.communicator.Split(node), mpi.communicator.Split(place)
         assert isinstance(near, MPI.Intracomm) and isinstance(far, MPI.Intracomm)
         inside = SharedTransport(MpiTransport(near, mpi.scratch), memory)
-        self.ways = Ways(inside, MpiTransport(far, mpi.scratch, MESSAGE_BYTES))
-        self.messages = Messages(mpi.communicator, memory)
+        self.ways = NodeLinks(inside, MpiTransport(far, mpi.scratch, MESSAGE_BYTES))
+        self.messages = NodeMessages(mpi.communicator, memory)
 
     @override
-    def run(self, call: Call) -> Pending | None:
+    def run(self, call: Call) -> TransportWork | None:
         local, inside = self.ways.local, self.ways.inside
         if inside.takes_message(call) and call.peer // local == self.rank // local:
             return self.messages.run(call)
         if call.operation == "barrier":
-            return drive(meet(self.ways.memory, self.mpi, call), call.blocking)
+            return run_steps(memory_barrier(self.ways.memory, self.mpi, call), call.blocking)
         if not self.crosses_once(call):
             return self.mpi.run(call)
         steps = self._reduce(call) if call.operation in REDUCTIONS else self._gather(call)
@@ -96,18 +96,19 @@ class HierarchicalTransport(Transport):
     def _reduce(self, call: Call) -> Steps:
         tensor, output, operation = call.tensor, call.output, call.reduced
         assert tensor is not None and output is not None and operation is not None
-        parts = None if call.operation == "all_reduce" else flat(output)
-        across = SumAcross(self.ways, self.piece_bytes, flat(tensor), parts, call.counts, operation)
+        parts = None if call.operation == "all_reduce" else flat_view(output)
+        across = InternodeSum(self.ways, self.piece_bytes, flat_view(tensor), parts, call.counts, operation)
         yield from across.steps()
 
     def _gather(self, call: Call) -> Steps:
         assert call.tensor is not None and call.output is not None
-        source, target = flat(call.tensor).view(torch.uint8), flat(call.output).view(torch.uint8)
+        source, target = flat_view(call.tensor).view(torch.uint8), flat_view(call.output).view(torch.uint8)
         size = call.output.itemsize
         spans = [
-            (begin * size, count * size) for begin, count in spans_of(call.counts, call.output, self.size)
+            (begin * size, count * size)
+            for begin, count in ranges_of_ranks(call.counts, call.output, self.size)
         ]
-        yield from GatherAcross(self.ways, self.piece_bytes, source, target, spans).steps()
+        yield from InternodeGather(self.ways, self.piece_bytes, source, target, spans).steps()
 
 
 def is_hierarchical(call: Call, nodes: int, local: int, least: int = SHARED_BYTES) -> bool:

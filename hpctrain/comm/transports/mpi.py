@@ -17,10 +17,17 @@ from typing_extensions import override
 from hpctrain.comm.calls import Call, Operation
 from hpctrain.comm.transports import reduction
 from hpctrain.comm.transports.reduction import ReductionScratch
-from hpctrain.comm.transports.transport import Pending, Span, Transport, drive, starts, swapped
+from hpctrain.comm.transports.transport import (
+    ElementRange,
+    Transport,
+    TransportWork,
+    offsets_of,
+    pairwise_ranges,
+    run_steps,
+)
 from hpctrain.host.mpi_library import MPI
 
-TYPES: Mapping[torch.dtype, MPI.Datatype] = {
+MPI_TYPES: Mapping[torch.dtype, MPI.Datatype] = {
     torch.float32: MPI.FLOAT,
     torch.float64: MPI.DOUBLE,
     torch.float16: MPI.UINT16_T,
@@ -55,7 +62,7 @@ Buffer = tuple[MPI.buffer, int | tuple[Sequence[int], list[int]], MPI.Datatype]
 address = MPI.buffer.fromaddress
 
 
-class Requests:
+class MpiRequests:
     """MPI requests under way, and the tensors that they use."""
 
     __slots__ = ("_requests", "_tensors")
@@ -73,20 +80,20 @@ class Requests:
         return bool(MPI.Request.Testall(self._requests))
 
 
-def whole(tensor: Tensor) -> Buffer:
+def whole_buffer(tensor: Tensor) -> Buffer:
     """All of a contiguous tensor."""
-    return address(tensor.data_ptr(), tensor.nbytes), tensor.numel(), TYPES[tensor.dtype]
+    return address(tensor.data_ptr(), tensor.nbytes), tensor.numel(), MPI_TYPES[tensor.dtype]
 
 
-def flat(tensor: Tensor) -> Tensor:
+def flat_view(tensor: Tensor) -> Tensor:
     """The elements of a contiguous tensor, apart from autograd."""
     return tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().view(-1)
 
 
-def cut(tensor: Tensor, counts: Sequence[int] | None, size: int) -> Buffer:
+def split_buffer(tensor: Tensor, counts: Sequence[int] | None, size: int) -> Buffer:
     """All of a contiguous tensor, as pieces of `counts` elements; of equal ones mpi4py wants those of one."""
-    elements = tensor.numel() // size if counts is None else (counts, starts(counts))
-    return address(tensor.data_ptr(), tensor.nbytes), elements, TYPES[tensor.dtype]
+    elements = tensor.numel() // size if counts is None else (counts, offsets_of(counts))
+    return address(tensor.data_ptr(), tensor.nbytes), elements, MPI_TYPES[tensor.dtype]
 
 
 class MpiTransport(Transport):
@@ -105,11 +112,11 @@ class MpiTransport(Transport):
     def _all(self, tensor: Tensor) -> list[Buffer]:
         """A whole tensor as messages within the limit."""
         count = tensor.numel()
-        return [whole(tensor)] if count <= self.limit else self._parts(tensor, 0, count)
+        return [whole_buffer(tensor)] if count <= self.limit else self._parts(tensor, 0, count)
 
     def _parts(self, tensor: Tensor, offset: int, count: int) -> list[Buffer]:
         """A span of a tensor as messages within the limit."""
-        itemsize, kind, limit = tensor.itemsize, TYPES[tensor.dtype], self.limit
+        itemsize, kind, limit = tensor.itemsize, MPI_TYPES[tensor.dtype], self.limit
         begin = tensor.data_ptr() + offset * itemsize
         parts: list[Buffer] = []
         while count > 0:
@@ -119,9 +126,9 @@ class MpiTransport(Transport):
             count -= length
         return parts
 
-    def run(self, call: Call) -> Pending | None:
+    def run(self, call: Call) -> TransportWork | None:
         """See Transport. A method below is named like each operation."""
-        pending: Pending | None = getattr(self, f"_{call.operation}")(call)
+        pending: TransportWork | None = getattr(self, f"_{call.operation}")(call)
         return pending
 
     @override
@@ -137,7 +144,7 @@ class MpiTransport(Transport):
     def scratch_bytes(self, elements: int, itemsize: int, scattered: bool = False) -> int:
         return scratch_bytes(elements, itemsize, self.size, scattered)
 
-    def _issue(self, call: Call, name: str, *messages: Sequence[object]) -> Pending | None:
+    def _issue(self, call: Call, name: str, *messages: Sequence[object]) -> TransportWork | None:
         """MPI's blocking function of that name for the arguments of each message, or what starts the same."""
         if call.blocking:
             function = getattr(self.communicator, name)
@@ -145,7 +152,7 @@ class MpiTransport(Transport):
                 function(*arguments)
             return None
         start = getattr(self.communicator, f"I{name.lower()}")
-        return Requests([start(*arguments) for arguments in messages], call.tensor, call.output)
+        return MpiRequests([start(*arguments) for arguments in messages], call.tensor, call.output)
 
     # Reductions
 
@@ -160,85 +167,89 @@ class MpiTransport(Transport):
             return MPI.SUM
         return None
 
-    def _all_reduce(self, call: Call) -> Pending | None:
+    def _all_reduce(self, call: Call) -> TransportWork | None:
         tensor, operation, blocking = call.tensor, call.reduced, call.blocking
         assert tensor is not None and operation is not None
         plain = self._plain(tensor, operation, BLOCKING_SUM_BYTES if blocking else STARTED_SUM_BYTES)
         if plain is None:
-            return drive(reduction.all_reduce(self, flat(tensor), operation, blocking), blocking)
+            return run_steps(reduction.all_reduce(self, flat_view(tensor), operation, blocking), blocking)
         if blocking and tensor.numel() <= self.limit:  # the shortest way, for small ones
-            self.communicator.Allreduce(MPI.IN_PLACE, whole(tensor), plain)
+            self.communicator.Allreduce(MPI.IN_PLACE, whole_buffer(tensor), plain)
             return None
         return self._issue(call, "Allreduce", *((MPI.IN_PLACE, part, plain) for part in self._all(tensor)))
 
-    def _reduce(self, call: Call) -> Pending | None:
+    def _reduce(self, call: Call) -> TransportWork | None:
         tensor, operation, blocking, root = call.tensor, call.reduced, call.blocking, call.root
         assert tensor is not None and operation is not None
         plain = self._plain(tensor, operation, REDUCED_SUM_BYTES if blocking else STARTED_SUM_BYTES)
         if plain is None:
-            return drive(reduction.reduce(self, flat(tensor), root, operation, blocking), blocking)
+            return run_steps(reduction.reduce(self, flat_view(tensor), root, operation, blocking), blocking)
         parts = self._all(tensor)
         if self.rank == root:
             return self._issue(call, "Reduce", *((MPI.IN_PLACE, part, plain, root) for part in parts))
         return self._issue(call, "Reduce", *((part, None, plain, root) for part in parts))
 
-    def _reduce_scatter(self, call: Call) -> Pending | None:
+    def _reduce_scatter(self, call: Call) -> TransportWork | None:
         tensor, output, operation, counts = call.tensor, call.output, call.reduced, call.counts
         assert tensor is not None and output is not None and operation is not None
         plain = self._plain(tensor, operation, SCATTERED_SUM_BYTES)
         if plain is None or tensor.numel() > self.limit or _overlap(output, tensor):
             steps = reduction.reduce_scatter(
-                self, flat(tensor), flat(output), counts, operation, call.blocking
+                self, flat_view(tensor), flat_view(output), counts, operation, call.blocking
             )
-            return drive(steps, call.blocking)
+            return run_steps(steps, call.blocking)
         if counts is not None:
-            return self._issue(call, "Reduce_scatter", (whole(tensor), whole(output), counts, plain))
-        source = cut(tensor, None, self.size)
-        return self._issue(call, "Reduce_scatter_block", (source, whole(output), plain))
+            return self._issue(
+                call, "Reduce_scatter", (whole_buffer(tensor), whole_buffer(output), counts, plain)
+            )
+        source = split_buffer(tensor, None, self.size)
+        return self._issue(call, "Reduce_scatter_block", (source, whole_buffer(output), plain))
 
     # Movement
 
-    def _broadcast(self, call: Call) -> Pending | None:
+    def _broadcast(self, call: Call) -> TransportWork | None:
         assert call.memory is not None
         return self._issue(call, "Bcast", *((part, call.root) for part in self._all(call.memory)))
 
-    def _move_pieces(self, call: Call) -> Pending | None:
+    def _move_pieces(self, call: Call) -> TransportWork | None:
         """Between this rank's own piece and those of all, which a gather or a scatter has at the root."""
         scattered = call.operation == "scatter"
         own, pieces = (call.output, call.tensor) if scattered else (call.tensor, call.output)
         assert own is not None
         if (own.numel() * self.size if call.counts is None else sum(call.counts)) > self.limit:
             return self._swap(call)
-        mine = MPI.IN_PLACE if pieces is not None and _overlap(own, pieces) else whole(own)
-        of_all = None if pieces is None else cut(pieces, call.counts, self.size)
+        mine = MPI.IN_PLACE if pieces is not None and _overlap(own, pieces) else whole_buffer(own)
+        of_all = None if pieces is None else split_buffer(pieces, call.counts, self.size)
         name = call.operation.replace("_", "").capitalize() + "v" * (call.counts is not None)
         root = () if call.operation == "all_gather" else (call.root,)
         return self._issue(call, name, (of_all, mine, *root) if scattered else (mine, of_all, *root))
 
     _all_gather = _gather = _scatter = _move_pieces
 
-    def _all_to_all(self, call: Call) -> Pending | None:
+    def _all_to_all(self, call: Call) -> TransportWork | None:
         tensor, output = call.tensor, call.output
         assert tensor is not None and output is not None
         # The totals of uneven pieces differ from rank to rank, and with them whether a rank could use
         # MPI's own: they always go in pairs.
         if call.counts is not None or tensor.numel() > self.limit:
             return self._swap(call)
-        return self._issue(call, "Alltoall", (cut(tensor, None, self.size), cut(output, None, self.size)))
+        return self._issue(
+            call, "Alltoall", (split_buffer(tensor, None, self.size), split_buffer(output, None, self.size))
+        )
 
-    def _send(self, call: Call) -> Pending | None:
+    def _send(self, call: Call) -> TransportWork | None:
         assert call.tensor is not None and 0 <= call.tag < USER_TAGS, call.tag
         return self._issue(call, "Send", *((part, call.peer, call.tag) for part in self._all(call.tensor)))
 
-    def _recv(self, call: Call) -> Pending | None:
+    def _recv(self, call: Call) -> TransportWork | None:
         assert call.output is not None and 0 <= call.tag < USER_TAGS, call.tag
         return self._issue(call, "Recv", *((part, call.peer, call.tag) for part in self._all(call.output)))
 
-    def _barrier(self, call: Call) -> Pending | None:
+    def _barrier(self, call: Call) -> TransportWork | None:
         return self._issue(call, "Barrier", ())
 
-    def _swap(self, call: Call) -> Pending | None:
-        requests = self.exchange(*swapped(call, self.size), self.next_tag())
+    def _swap(self, call: Call) -> TransportWork | None:
+        requests = self.exchange(*pairwise_ranges(call, self.size), self.next_tag())
         if not call.blocking:
             return requests
         requests.wait()
@@ -251,13 +262,18 @@ class MpiTransport(Transport):
         self._operations += 1
         return USER_TAGS + self._operations % USER_TAGS
 
-    def collect(self, tensor: Tensor, output: Tensor, blocking: bool) -> Pending | None:
+    def collect(self, tensor: Tensor, output: Tensor, blocking: bool) -> TransportWork | None:
         """Gather pieces of equal size from all ranks."""
         return self._move_pieces(Call("all_gather", tensor, output, blocking=blocking, began=0.0))
 
     def exchange(
-        self, source: Tensor, sends: Sequence[Span], target: Tensor, receives: Sequence[Span], tag: int
-    ) -> Requests:
+        self,
+        source: Tensor,
+        sends: Sequence[ElementRange],
+        target: Tensor,
+        receives: Sequence[ElementRange],
+        tag: int,
+    ) -> MpiRequests:
         """See Mover. Messages between pairs, so that ranks need not start their operations in one order."""
         requests = []
         for step in range(1, self.size):
@@ -275,14 +291,16 @@ class MpiTransport(Transport):
             count
             and target.data_ptr() + position * target.itemsize != source.data_ptr() + begin * source.itemsize
         ):
-            flat(target)[position : position + count].copy_(flat(source)[begin : begin + count])
-        return Requests(requests, source, target)
+            flat_view(target)[position : position + count].copy_(flat_view(source)[begin : begin + count])
+        return MpiRequests(requests, source, target)
 
-    def share(self, tensor: Tensor, spans: Sequence[Span], tag: int, blocking: bool) -> Pending | None:
+    def share(
+        self, tensor: Tensor, spans: Sequence[ElementRange], tag: int, blocking: bool
+    ) -> TransportWork | None:
         """Gather the consecutive spans of `tensor` from all ranks, in place."""
         if blocking and tensor.numel() <= self.limit:
             counts = [count for _, count in spans]
-            self.communicator.Allgatherv(MPI.IN_PLACE, cut(tensor, counts, self.size))
+            self.communicator.Allgatherv(MPI.IN_PLACE, split_buffer(tensor, counts, self.size))
             return None
         return self.exchange(tensor, [spans[self.rank]] * self.size, tensor, spans, tag)
 

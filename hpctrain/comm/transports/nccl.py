@@ -23,10 +23,16 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.calls import Call, Operation
-from hpctrain.comm.device import SideStream, present_stream
+from hpctrain.comm.device import SideStream, current_stream
 from hpctrain.comm.transports import reduction
 from hpctrain.comm.transports.reduction import ReductionScratch
-from hpctrain.comm.transports.transport import Pending, Span, Transport, drive, swapped
+from hpctrain.comm.transports.transport import (
+    ElementRange,
+    Transport,
+    TransportWork,
+    pairwise_ranges,
+    run_steps,
+)
 
 if TYPE_CHECKING:
     from hpctrain.host.mpi_library import MPI
@@ -39,7 +45,7 @@ INTEGERS = frozenset(
 )
 
 
-class Channel(NamedTuple):
+class NcclChannel(NamedTuple):
     """A communicator of NCCL with the stream of what is started there, and this rank's peer in it."""
 
     communicator: Any
@@ -59,7 +65,7 @@ class NcclTransport(Transport):
         self._communicator: Any = None
         self._core: Any = None
         self._side = SideStream()
-        self._channels: dict[tuple[int, int], Channel] = {}
+        self._channels: dict[tuple[int, int], NcclChannel] = {}
 
     def _nccl(self) -> Any:
         """The NCCL communicator. At first use collective: rank 0's unique id goes to the others by MPI."""
@@ -75,9 +81,9 @@ class NcclTransport(Transport):
         """The communicator of these ranks, who all call this."""
         return self._core.Communicator.init(len(ranks), ranks.index(self.rank), identity)
 
-    def _channel(self, sender: int, receiver: int, device: torch.device) -> Channel:
+    def _channel(self, sender: int, receiver: int, device: torch.device) -> NcclChannel:
         """That of started messages; of ranks that are no neighbours that of all. At first use collective."""
-        everyone = Channel(self._nccl(), self._side, receiver if sender == self.rank else sender)
+        everyone = NcclChannel(self._nccl(), self._side, receiver if sender == self.rank else sender)
         if not self._channels:
             neighbours = {(self.rank + 1) % self.size, (self.rank - 1) % self.size}
             own = {(self.rank, peer): self._core.get_unique_id() for peer in neighbours}
@@ -86,13 +92,13 @@ class NcclTransport(Transport):
             for pair in sorted(known):
                 if self.rank in pair:
                     communicator = self._join(pair, known[pair])
-                    self._channels[pair] = Channel(communicator, SideStream(), 1 - pair.index(self.rank))
+                    self._channels[pair] = NcclChannel(communicator, SideStream(), 1 - pair.index(self.rank))
                     # NCCL connects two ranks at their first message, for which it waits on the host.
                     first = torch.zeros(1, dtype=torch.uint8, device=device)
                     self._move(self._channels[pair], pair[0] == self.rank, first).wait()
         return self._channels.get((sender, receiver), everyone)
 
-    def run(self, call: Call) -> Pending | None:
+    def run(self, call: Call) -> TransportWork | None:
         """See Transport. Enqueues on the current stream, or on the side stream. Tags count for nothing; a
         Group's barrier is the host's.
         """
@@ -107,17 +113,17 @@ class NcclTransport(Transport):
             return None
         return self._side.start(lambda: action(call), [call.tensor, call.output])
 
-    def _start(self, call: Call) -> Pending:
+    def _start(self, call: Call) -> TransportWork:
         sends = call.operation == "send"
         assert call.memory is not None
         ends = (self.rank, call.peer) if sends else (call.peer, self.rank)
         return self._move(self._channel(*ends, call.memory.device), sends, call.memory)
 
-    def _move(self, channel: Channel, sends: bool, memory: Tensor) -> Pending:
+    def _move(self, channel: NcclChannel, sends: bool, memory: Tensor) -> TransportWork:
         communicator, stream, peer = channel
         move = communicator.send if sends else communicator.recv
         flat = _bytes(memory)
-        return stream.start(lambda: flat.numel() and move(flat, peer, stream=present_stream()), [memory])
+        return stream.start(lambda: flat.numel() and move(flat, peer, stream=current_stream()), [memory])
 
     # Reductions
 
@@ -132,19 +138,19 @@ class NcclTransport(Transport):
         assert tensor is not None and operation is not None
         flat, operator = tensor.detach().view(-1), self._operator(tensor.dtype, operation)
         if operator is None:
-            drive(reduction.all_reduce(self, flat, operation, True), True)
+            run_steps(reduction.all_reduce(self, flat, operation, True), True)
         elif flat.numel():
-            self._nccl().allreduce(flat, flat, operator, stream=present_stream())
+            self._nccl().allreduce(flat, flat, operator, stream=current_stream())
 
     def _reduce(self, call: Call) -> None:
         tensor, operation, root = call.tensor, call.reduced, call.root
         assert tensor is not None and operation is not None
         flat, operator = tensor.detach().view(-1), self._operator(tensor.dtype, operation)
         if operator is None:
-            drive(reduction.reduce(self, flat, root, operation, True), True)
+            run_steps(reduction.reduce(self, flat, root, operation, True), True)
         elif flat.numel():
             target = flat if self.rank == root else None
-            self._nccl().reduce(flat, target, operator, root, stream=present_stream())
+            self._nccl().reduce(flat, target, operator, root, stream=current_stream())
 
     def _reduce_scatter(self, call: Call) -> None:
         tensor, output, operation, counts = call.tensor, call.output, call.reduced, call.counts
@@ -152,9 +158,9 @@ class NcclTransport(Transport):
         flat, mine = tensor.detach().view(-1), output.detach().view(-1)
         operator = self._operator(tensor.dtype, operation) if counts is None else None
         if operator is None:
-            drive(reduction.reduce_scatter(self, flat, mine, counts, operation, True), True)
+            run_steps(reduction.reduce_scatter(self, flat, mine, counts, operation, True), True)
         elif flat.numel():
-            self._nccl().reduce_scatter(flat, mine, operator, stream=present_stream())
+            self._nccl().reduce_scatter(flat, mine, operator, stream=current_stream())
 
     # Movement
 
@@ -162,7 +168,7 @@ class NcclTransport(Transport):
         assert call.memory is not None
         if call.memory.numel():
             flat = _bytes(call.memory)
-            self._nccl().broadcast(flat, flat, call.root, stream=present_stream())
+            self._nccl().broadcast(flat, flat, call.root, stream=current_stream())
 
     def _all_gather(self, call: Call) -> None:
         if call.counts is None:
@@ -172,19 +178,19 @@ class NcclTransport(Transport):
             self._swap(call)
 
     def _swap(self, call: Call) -> None:
-        self.exchange(*swapped(call, self.size), 0)
+        self.exchange(*pairwise_ranges(call, self.size), 0)
 
     _gather = _scatter = _all_to_all = _swap
 
     def _send(self, call: Call) -> None:
         assert call.tensor is not None
         if call.tensor.numel():
-            self._nccl().send(_bytes(call.tensor), call.peer, stream=present_stream())
+            self._nccl().send(_bytes(call.tensor), call.peer, stream=current_stream())
 
     def _recv(self, call: Call) -> None:
         assert call.output is not None
         if call.output.numel():
-            self._nccl().recv(_bytes(call.output), call.peer, stream=present_stream())
+            self._nccl().recv(_bytes(call.output), call.peer, stream=current_stream())
 
     # What reductions are made of: all of it is ordered on the stream, and nothing is pending
 
@@ -192,27 +198,27 @@ class NcclTransport(Transport):
         """Return the message tag of the next operation, which is the same on all ranks."""
         return 0
 
-    def collect(self, tensor: Tensor, output: Tensor, blocking: bool) -> Pending | None:  # noqa: ARG002
+    def collect(self, tensor: Tensor, output: Tensor, blocking: bool) -> TransportWork | None:  # noqa: ARG002
         """Gather pieces of equal size from all ranks."""
         if output.numel():
-            self._nccl().allgather(_bytes(tensor), _bytes(output), stream=present_stream())
+            self._nccl().allgather(_bytes(tensor), _bytes(output), stream=current_stream())
         return None
 
     def exchange(
         self,
         source: Tensor,
-        sends: Sequence[Span],
+        sends: Sequence[ElementRange],
         target: Tensor,
-        receives: Sequence[Span],
+        receives: Sequence[ElementRange],
         tag: int,  # noqa: ARG002
-    ) -> Pending | None:
+    ) -> TransportWork | None:
         """Send one span of `source` to each rank, and receive one span of `target` from each rank."""
         sent, received = source.detach().view(-1), target.detach().view(-1)
         (begin, count), (position, _) = sends[self.rank], receives[self.rank]
         own, there = sent[begin : begin + count], received[position : position + count]
         if count and own.data_ptr() != there.data_ptr():
             there.copy_(own)
-        communicator, stream = self._nccl(), present_stream()
+        communicator, stream = self._nccl(), current_stream()
         with self._core.group():
             for peer in range(self.size):
                 if peer == self.rank:
@@ -225,7 +231,9 @@ class NcclTransport(Transport):
                     communicator.recv(_bytes(received[begin : begin + count]), peer, stream=stream)
         return None
 
-    def share(self, tensor: Tensor, spans: Sequence[Span], tag: int, blocking: bool) -> Pending | None:
+    def share(
+        self, tensor: Tensor, spans: Sequence[ElementRange], tag: int, blocking: bool
+    ) -> TransportWork | None:
         """Gather the consecutive spans of `tensor` from all ranks, in place."""
         begin, count = spans[self.rank]
         if all(each[1] == count for each in spans):

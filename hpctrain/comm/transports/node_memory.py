@@ -37,7 +37,7 @@ from hpctrain.host.doctor import DoctorFinding
 from hpctrain.host.mpi_library import MPI
 
 if TYPE_CHECKING:
-    from hpctrain.comm.transports.node_messages import Block
+    from hpctrain.comm.transports.node_messages import MessageBuffer
 
 _NAME = "hpctrain"
 _ADDRESSES = 1 << 45  # of those that a process has, 2^47, what the files of a node may take together
@@ -47,7 +47,7 @@ _FENCE_BYTES = 8  # of the window that is there for its fence: some libraries ma
 _RESIDENT = re.compile(r"^([0-9a-f]+)-[0-9a-f]+ [^\n]*\n(?:\w+: [^\n]*\n)*?Rss: +(\d+) kB$", re.MULTILINE)
 
 
-class Place(NamedTuple):
+class MemoryLocation(NamedTuple):
     """A byte of the file of a rank of the world."""
 
     owner: int
@@ -90,7 +90,7 @@ class NodeMemory:
         """Boards that groups have left behind, by their length: see `Boards`."""
         self.inline: dict[tuple[int, ...], list[int]] = {}
         """The same by the ranks of such groups: see `open_inline`."""
-        self.blocks: list[Block] = []
+        self.blocks: list[MessageBuffer] = []
         """What messages lie in, whatever group they are of, see `Messages`."""
         self.staging: list[Tensor] = []
         """Memory that operations copy through, and none uses now."""
@@ -152,23 +152,25 @@ class NodeMemory:
             return None
         return begin
 
-    def lend(self, size: int, users: int) -> Place | None:
+    def lend(self, size: int, users: int) -> MemoryLocation | None:
         """Take so many bytes, zero, for `common` on so many ranks; None where the system has no more."""
         length = _pages(size)
         begin = self.take(length + 8 * users)
         if begin is None:
             return None
-        words = self.words(Place(self.rank, begin + length), users)
+        words = self.words(MemoryLocation(self.rank, begin + length), users)
         self._lent.append((begin, length + _pages(8 * users), words))
-        return Place(self.rank, begin)
+        return MemoryLocation(self.rank, begin)
 
-    def common(self, place: Place, elements: int, dtype: torch.dtype, users: tuple[int, ...]) -> Tensor:
+    def common(
+        self, place: MemoryLocation, elements: int, dtype: torch.dtype, users: tuple[int, ...]
+    ) -> Tensor:
         """What a rank has lent, as it lies: in use for as long as the tensor lives. All `users`, ranks of the
         world, call this.
         """
         size, address = elements * dtype.itemsize, self._addresses[place.owner] + place.offset
         memory = (ctypes.c_char * size).from_address(address)
-        words = self.words(Place(place.owner, place.offset + _pages(size)), len(users))
+        words = self.words(MemoryLocation(place.owner, place.offset + _pages(size)), len(users))
         self._common[address] = _Common(size, users, place.owner == self.rank)
         weakref.finalize(memory, self._left.append, (address, words, users.index(self.rank))).atexit = False
         return torch.frombuffer(memory, dtype=dtype, count=elements)
@@ -208,19 +210,19 @@ class NodeMemory:
             begin = self._free.pop(index)[0]
         self._free.insert(index, (begin, end))
 
-    def find(self, tensor: Tensor) -> Place | None:
+    def find(self, tensor: Tensor) -> MemoryLocation | None:
         """Where the first element of a tensor lies, in the memory of whatever rank; None elsewhere."""
         address = tensor.data_ptr()
         for owner, start in self._addresses.items():
             if start <= address < start + self.room:
-                return Place(owner, address - start)
+                return MemoryLocation(owner, address - start)
         return None
 
-    def at(self, place: Place, elements: int, dtype: torch.dtype) -> Tensor:
+    def at(self, place: MemoryLocation, elements: int, dtype: torch.dtype) -> Tensor:
         """So many elements that lie there, flat: a view of memory that its owner has to keep."""
         return torch.frombuffer(self._maps[place.owner], dtype=dtype, count=elements, offset=place.offset)
 
-    def words(self, place: Place, count: int) -> memoryview:
+    def words(self, place: MemoryLocation, count: int) -> memoryview:
         """So many numbers of 64 bits there, each of which is read and written at once."""
         return memoryview(self._maps[place.owner])[place.offset : place.offset + 8 * count].cast("q")
 
@@ -268,7 +270,7 @@ def open_node_memory(node: MPI.Intracomm, rank: int) -> NodeMemory | str:
     if memory is not None and not failures:
         probe, number = memory.take(8), secrets.randbits(_PROBE_BITS)
         if probe is not None:
-            memory.words(Place(rank, probe), 1)[0] = number
+            memory.words(MemoryLocation(rank, probe), 1)[0] = number
         memory.fence()
         probes = node.allgather((probe, number))
         memory.fence()
@@ -329,6 +331,6 @@ def _unseen(
         assert ours is not None
         if probe is None:
             return f"rank {ours[0]} gets no memory to share"
-        if memory.words(Place(ours[0], probe), 1)[0] != number:
+        if memory.words(MemoryLocation(ours[0], probe), 1)[0] != number:
             return f"rank {memory.rank} does not see the memory of rank {ours[0]}"
     return ""

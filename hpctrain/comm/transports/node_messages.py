@@ -13,10 +13,10 @@ from array import array
 import torch
 
 from hpctrain.comm.calls import Call
-from hpctrain.comm.transports.mpi import Requests, address, flat
-from hpctrain.comm.transports.node_memory import NodeMemory, Place
-from hpctrain.comm.transports.progress_counters import Reached
-from hpctrain.comm.transports.transport import Pending, Steps, drive
+from hpctrain.comm.transports.mpi import MpiRequests, address, flat_view
+from hpctrain.comm.transports.node_memory import MemoryLocation, NodeMemory
+from hpctrain.comm.transports.progress_counters import CounterWork
+from hpctrain.comm.transports.transport import Steps, TransportWork, run_steps
 from hpctrain.host.mpi_library import MPI
 
 _HEAD = 64  # bytes of a block before what it holds: so much processors hand each other together
@@ -24,7 +24,7 @@ _SPARE = 4  # blocks that nobody uses, which are kept for messages to come
 _WORDS = 5  # of a note
 
 
-class Block:
+class MessageBuffer:
     """Memory that the ranks of a node see, which a message may lie in. `room` are its bytes.
 
     Its first word counts the messages that were taken of those that it stood for: who takes one writes it.
@@ -47,20 +47,20 @@ class Block:
         """Whether all that it stood for is taken."""
         return self._taken[0] >= self.sent
 
-    def taken(self, memory: NodeMemory) -> Reached:
+    def taken(self, memory: NodeMemory) -> CounterWork:
         """Until it is."""
-        return Reached([(self._taken, 0, self.sent)], memory)
+        return CounterWork([(self._taken, 0, self.sent)], memory)
 
 
-class Messages:
+class NodeMessages:
     """Those of the ranks of a communicator, which see each other's `memory`."""
 
     def __init__(self, communicator: MPI.Intracomm, memory: NodeMemory) -> None:
         self._communicator, self._memory = communicator, memory
 
-    def run(self, call: Call) -> Pending | None:
+    def run(self, call: Call) -> TransportWork | None:
         """See Transport, of a call that sends or receives."""
-        return drive(self._send(call) if call.operation == "send" else self._receive(call), call.blocking)
+        return run_steps(self._send(call) if call.operation == "send" else self._receive(call), call.blocking)
 
     def _send(self, call: Call) -> Steps:
         """See Group.start_send. A tensor that the others see is the sender's again when it is taken, another
@@ -72,8 +72,8 @@ class Messages:
         block = self._block(0 if place is not None else tensor.nbytes)
         copied = place is None
         if place is None:
-            place = Place(block.place.owner, block.place.offset + _HEAD)
-            block.octets[: tensor.nbytes].copy_(flat(tensor).view(torch.uint8))
+            place = MemoryLocation(block.place.owner, block.place.offset + _HEAD)
+            block.octets[: tensor.nbytes].copy_(flat_view(tensor).view(torch.uint8))
         block.sent += 1
         note = array("q", [*place, *block.place, block.sent])
         memory.fence()
@@ -89,12 +89,12 @@ class Messages:
         yield _Note(self._communicator.Irecv(_buffer(note), call.peer, call.tag), note)
         memory.fence()
         owner, offset, of_block, head, number = note
-        lying = memory.at(Place(owner, offset), output.nbytes, torch.uint8)
-        flat(output).view(torch.uint8).copy_(lying)
+        lying = memory.at(MemoryLocation(owner, offset), output.nbytes, torch.uint8)
+        flat_view(output).view(torch.uint8).copy_(lying)
         memory.fence()
-        memory.words(Place(of_block, head), 1)[0] = number
+        memory.words(MemoryLocation(of_block, head), 1)[0] = number
 
-    def _block(self, room: int) -> Block:
+    def _block(self, room: int) -> MessageBuffer:
         """One that nobody uses, with room for so many bytes, but not for many more."""
         blocks = self._memory.blocks
         free = [block for block in blocks if block.free]
@@ -104,11 +104,11 @@ class Messages:
             return min(fitting, key=lambda block: block.room)
         for block in free[_SPARE - 1 :]:
             blocks.remove(block)
-        blocks.append(Block(self._memory, room))
+        blocks.append(MessageBuffer(self._memory, room))
         return blocks[-1]
 
 
-class _Note(Requests):
+class _Note(MpiRequests):
     """A note under way, which stays until it has arrived."""
 
     __slots__ = ("_note",)

@@ -13,8 +13,8 @@ from array import array
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from hpctrain.comm.transports.node_memory import NodeMemory, Place
-from hpctrain.comm.transports.transport import poll
+from hpctrain.comm.transports.node_memory import MemoryLocation, NodeMemory
+from hpctrain.comm.transports.transport import wait_until
 from hpctrain.host.mpi_library import MPI
 
 SLOTS = 32
@@ -27,26 +27,26 @@ _PATIENCE = 8  # looks in vain after which messages are helped along with every 
 _GIVEN, _DONE, _PLACE, _STARTS = 0, _LINE, 2 * _LINE, 3 * _LINE
 
 
-class Pieces(NamedTuple):
+class PieceLayout(NamedTuple):
     """Where a rank's pieces of an operation lie: that for rank r begins `starts[r]` bytes behind the place.
 
     Each is read in rounds of `elements`; that of round i begins (i mod `turns`) * `stride` bytes further on.
     """
 
-    place: Place
+    place: MemoryLocation
     elements: int
     stride: int
     turns: int
     starts: Sequence[int]
 
-    def at(self, rank: int, turn: int) -> Place:
+    def at(self, rank: int, turn: int) -> MemoryLocation:
         """Where the piece for a rank begins in a round."""
-        return Place(
+        return MemoryLocation(
             self.place.owner, self.place.offset + self.starts[rank] + turn % self.turns * self.stride
         )
 
 
-class Reached:
+class CounterWork:
     """A Pending: certain numbers on boards are at least as large as they are waited for to be.
 
     Who looks in vain for long helps this rank's messages along: those who are waited for may wait for these.
@@ -73,10 +73,10 @@ class Reached:
 
     def wait(self) -> None:
         """Wait until the operation is complete."""
-        poll(self.test)
+        wait_until(self.test)
 
 
-class Boards:
+class ProgressCounters:
     """Those of a group's ranks, as this one sees them."""
 
     def __init__(self, communicator: MPI.Intracomm, memory: NodeMemory) -> None:
@@ -91,7 +91,7 @@ class Boards:
             raise MemoryError("no memory of the node is left for what its ranks tell each other")
         self._operations = [first]
         told = communicator.allgather((memory.rank, offset, first))
-        self._boards = [memory.words(Place(owner, start), count) for owner, start, _ in told]
+        self._boards = [memory.words(MemoryLocation(owner, start), count) for owner, start, _ in told]
         self._ahead = [of_rank - first for _, _, of_rank in told]
         weakref.finalize(self, _keep, free, offset, self._operations).atexit = False
 
@@ -100,12 +100,14 @@ class Boards:
         """Which of the slots the next operation has: that of the one SLOTS operations before it."""
         return (self._operations[0] + 1) % SLOTS
 
-    def open(self) -> Slot:
+    def open(self) -> OperationCounters:
         """The slot of the next operation, which is the next one on all ranks."""
         begin = self.next * self._words
         self._operations[0] = number = self._operations[0] + 1
         boards = [board[begin : begin + self._words] for board in self._boards]
-        return Slot(self.rank, boards, [(number + ahead) << _BITS for ahead in self._ahead], self.memory)
+        return OperationCounters(
+            self.rank, boards, [(number + ahead) << _BITS for ahead in self._ahead], self.memory
+        )
 
 
 def _keep(free: list[tuple[int, int]], offset: int, operations: list[int]) -> None:
@@ -113,7 +115,7 @@ def _keep(free: list[tuple[int, int]], offset: int, operations: list[int]) -> No
     free.append((offset, -(-operations[0] // SLOTS) * SLOTS))
 
 
-class Slot:
+class OperationCounters:
     """One operation on the boards of all ranks. Ranks are those of the group."""
 
     def __init__(
@@ -122,7 +124,7 @@ class Slot:
         self._own, self._boards, self._begun, self._memory = boards[rank], boards, begun, memory
         self._mine = begun[rank]
 
-    def lay(self, pieces: Pieces) -> None:
+    def lay(self, pieces: PieceLayout) -> None:
         """Write down where this rank's pieces lie, before the first round of them is given."""
         own = self._own
         own[_PLACE : _PLACE + 5] = array("q", [*pieces.place, pieces.elements, pieces.stride, pieces.turns])
@@ -138,20 +140,20 @@ class Slot:
         self._memory.fence()
         self._own[_DONE] = self._mine + rounds
 
-    def pieces(self, rank: int) -> Pieces:
+    def pieces(self, rank: int) -> PieceLayout:
         """Those of a rank that has given a round."""
         board = self._boards[rank]
         owner, offset, elements, stride, turns = board[_PLACE : _PLACE + 5]
         starts = board[_STARTS : _STARTS + len(self._boards)].tolist()
-        return Pieces(Place(owner, offset), elements, stride, turns, starts)
+        return PieceLayout(MemoryLocation(owner, offset), elements, stride, turns, starts)
 
-    def given(self, ranks: Iterable[int], rounds: int) -> Reached:
+    def given(self, ranks: Iterable[int], rounds: int) -> CounterWork:
         """Until these have given so many rounds."""
         return self._reached(ranks, _GIVEN, rounds)
 
-    def finished(self, ranks: Iterable[int], rounds: int = ROUNDS) -> Reached:
+    def finished(self, ranks: Iterable[int], rounds: int = ROUNDS) -> CounterWork:
         """Until these are done with so many rounds."""
         return self._reached(ranks, _DONE, rounds)
 
-    def _reached(self, ranks: Iterable[int], word: int, rounds: int) -> Reached:
-        return Reached([(self._boards[r], word, self._begun[r] + rounds) for r in ranks], self._memory)
+    def _reached(self, ranks: Iterable[int], word: int, rounds: int) -> CounterWork:
+        return CounterWork([(self._boards[r], word, self._begun[r] + rounds) for r in ranks], self._memory)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.calls import Operation
-from hpctrain.comm.transports.transport import Pending, Span, Steps, spans_of
+from hpctrain.comm.transports.transport import ElementRange, Steps, TransportWork, ranges_of_ranks
 
 SMALL_BYTES = 32 * 1024  # received in all, up to which every rank receives everything
 ROUND_BYTES = 8 * 1024 * 1024  # received in one round; two rounds are in flight
@@ -71,7 +71,7 @@ class ReductionScratch:
             insort(self._free, self._lent.pop(tensor.data_ptr()), key=Tensor.numel)
 
 
-class Mover(Protocol):
+class PieceMover(Protocol):
     """Data movements from which reductions are built.
 
     `exchange` and `share` may be started at different times on different ranks, between other operations.
@@ -82,36 +82,43 @@ class Mover(Protocol):
     size: int
     scratch: ReductionScratch
 
-    def collect(self, tensor: Tensor, output: Tensor, blocking: bool) -> Pending | None:
+    def collect(self, tensor: Tensor, output: Tensor, blocking: bool) -> TransportWork | None:
         """Gather pieces of equal size from all ranks."""
 
     def exchange(
-        self, source: Tensor, sends: Sequence[Span], target: Tensor, receives: Sequence[Span], tag: int
-    ) -> Pending | None:
+        self,
+        source: Tensor,
+        sends: Sequence[ElementRange],
+        target: Tensor,
+        receives: Sequence[ElementRange],
+        tag: int,
+    ) -> TransportWork | None:
         """Send one span of `source` to each rank, and receive one span of `target` from each rank."""
 
-    def share(self, tensor: Tensor, spans: Sequence[Span], tag: int, blocking: bool) -> Pending | None:
+    def share(
+        self, tensor: Tensor, spans: Sequence[ElementRange], tag: int, blocking: bool
+    ) -> TransportWork | None:
         """Gather the consecutive spans of `tensor` from all ranks, in place."""
 
     def next_tag(self) -> int:
         """Return the message tag of the next operation, which is the same on all ranks."""
 
 
-def fold(parts: Sequence[Tensor], output: Tensor, operation: Operation, own: int) -> None:
+def reduce_parts(parts: Sequence[Tensor], output: Tensor, operation: Operation, own: int) -> None:
     """Reduce the parts, in their order, into `output`.
 
     `output` may be the very memory of `parts[own]`; other parts are overwritten freely.
     """
     elements = output.numel()
     if elements <= BLOCK or not output.is_cpu:
-        fold_block(parts, output, operation, own)
+        reduce_block(parts, output, operation, own)
         return
     for begin in range(0, elements, BLOCK):
         end = begin + BLOCK
-        fold_block([part[begin:end] for part in parts], output[begin:end], operation, own)
+        reduce_block([part[begin:end] for part in parts], output[begin:end], operation, own)
 
 
-def fold_block(
+def reduce_block(
     parts: Sequence[Tensor], output: Tensor, operation: Operation, own: int, spare: Tensor | None = None
 ) -> None:
     """As `fold`, at once; where there is `spare` memory for it, no part but the own one is overwritten."""
@@ -136,7 +143,7 @@ def fold_block(
         total = function(total, part, out=output if index == len(parts) - 1 else between)
 
 
-def split(elements: int, size: int) -> list[int]:
+def equal_counts(elements: int, size: int) -> list[int]:
     """Elements of each of `size` ranks that share so many."""
     share, rest = divmod(elements, size)
     return [share + (rank < rest) for rank in range(size)]
@@ -156,15 +163,15 @@ def scratch_bytes(elements: int, itemsize: int, size: int) -> int:
     return 1 << (received - 1).bit_length()
 
 
-def all_reduce(mover: Mover, tensor: Tensor, operation: Operation, blocking: bool) -> Steps:
+def all_reduce(mover: PieceMover, tensor: Tensor, operation: Operation, blocking: bool) -> Steps:
     """Reduce `tensor` in place on every rank."""
     elements, size = tensor.numel(), mover.size
     if elements * tensor.itemsize * size <= SMALL_BYTES:
         parts = tensor.new_empty((size, elements))
         yield mover.collect(tensor, parts, blocking)
-        fold(parts.unbind(), tensor, operation, mover.rank)
+        reduce_parts(parts.unbind(), tensor, operation, mover.rank)
         return
-    spans = spans_of(split(elements, size), tensor, size)
+    spans = ranges_of_ranks(equal_counts(elements, size), tensor, size)
     begin, count = spans[mover.rank]
     tag = mover.next_tag()
     yield from _scatter_sums(mover, tensor, tensor[begin : begin + count], spans, operation, tag)
@@ -172,7 +179,7 @@ def all_reduce(mover: Mover, tensor: Tensor, operation: Operation, blocking: boo
 
 
 def reduce_scatter(
-    mover: Mover,
+    mover: PieceMover,
     tensor: Tensor,
     output: Tensor,
     counts: Sequence[int] | None,
@@ -181,31 +188,31 @@ def reduce_scatter(
 ) -> Steps:
     """Reduce `tensor` into `output`, this rank's `counts[rank]` elements of it (which it may alias)."""
     elements, size = tensor.numel(), mover.size
-    spans = spans_of(counts, tensor, size)
+    spans = ranges_of_ranks(counts, tensor, size)
     if elements * tensor.itemsize * size <= SMALL_BYTES:
         begin, count = spans[mover.rank]
         parts = tensor.new_empty((size, elements))
         yield mover.collect(tensor, parts, blocking)
-        fold(parts[:, begin : begin + count].unbind(), output, operation, mover.rank)
+        reduce_parts(parts[:, begin : begin + count].unbind(), output, operation, mover.rank)
         return
     yield from _scatter_sums(mover, tensor, output, spans, operation, mover.next_tag())
 
 
-def reduce(mover: Mover, tensor: Tensor, root: int, operation: Operation, blocking: bool) -> Steps:
+def reduce(mover: PieceMover, tensor: Tensor, root: int, operation: Operation, blocking: bool) -> Steps:
     """Reduce into root's `tensor`; the others' stay as they are."""
     elements, size, rank = tensor.numel(), mover.size, mover.rank
     if elements * tensor.itemsize * size <= SMALL_BYTES:
         parts = tensor.new_empty((size, elements))
         yield mover.collect(tensor, parts, blocking)
         if rank == root:
-            fold(parts.unbind(), tensor, operation, rank)
+            reduce_parts(parts.unbind(), tensor, operation, rank)
         return
     tag = mover.next_tag()
     stride = size * _round_elements(tensor)
     none = [(0, 0)] * size
     for first in range(0, elements, stride):
         block = tensor[first : first + stride]
-        spans = spans_of(split(block.numel(), size), block, size)
+        spans = ranges_of_ranks(equal_counts(block.numel(), size), block, size)
         begin, count = spans[rank]
         if rank == root:
             yield from _scatter_sums(mover, block, block[begin : begin + count], spans, operation, tag)
@@ -221,7 +228,12 @@ def reduce(mover: Mover, tensor: Tensor, root: int, operation: Operation, blocki
 
 
 def _scatter_sums(
-    mover: Mover, tensor: Tensor, output: Tensor, spans: Sequence[Span], operation: Operation, tag: int
+    mover: PieceMover,
+    tensor: Tensor,
+    output: Tensor,
+    spans: Sequence[ElementRange],
+    operation: Operation,
+    tag: int,
 ) -> Steps:
     """The direct reduce-scatter: rank r's span of `tensor`, reduced, becomes its `output`.
 
@@ -234,7 +246,7 @@ def _scatter_sums(
     buffers = mover.scratch.take(min(rounds, 2) * (size - 1) * piece, tensor)
     slots = [peer - (peer > rank) for peer in range(size)]
 
-    def launch(index: int) -> Pending | None:
+    def launch(index: int) -> TransportWork | None:
         first = index * piece
         lengths = [min(max(count - first, 0), piece) for _, count in spans]
         sends = [(begin + first, length) for (begin, _), length in zip(spans, lengths, strict=True)]
@@ -255,5 +267,5 @@ def _scatter_sums(
             starts = [base + slot * piece for slot in slots]
             parts = [buffers[start : start + length] for start in starts]
             parts[rank] = tensor[begin + first : begin + first + length]
-            fold(parts, output[first : first + length], operation, rank)
+            reduce_parts(parts, output[first : first + length], operation, rank)
     mover.scratch.give(buffers)

@@ -15,21 +15,31 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpctrain.comm.calls import Call, Operation
-from hpctrain.comm.transports.mpi import MpiTransport, flat
-from hpctrain.comm.transports.node_memory import NodeMemory, Place
-from hpctrain.comm.transports.node_messages import Messages
-from hpctrain.comm.transports.progress_counters import ROUNDS, SLOTS, Boards, Pieces, Slot
-from hpctrain.comm.transports.reduction import BLOCK, fold_block, split
-from hpctrain.comm.transports.small_messages import Inline, inline_bytes, open_inline
+from hpctrain.comm.transports.mpi import MpiTransport, flat_view
+from hpctrain.comm.transports.node_memory import MemoryLocation, NodeMemory
+from hpctrain.comm.transports.node_messages import NodeMessages
+from hpctrain.comm.transports.progress_counters import (
+    ROUNDS,
+    SLOTS,
+    OperationCounters,
+    PieceLayout,
+    ProgressCounters,
+)
+from hpctrain.comm.transports.reduction import BLOCK, equal_counts, reduce_block
+from hpctrain.comm.transports.small_messages import (
+    SmallOperations,
+    open_small_operations,
+    small_operation_bytes,
+)
 from hpctrain.comm.transports.transport import (
-    Chain,
-    Pending,
-    Span,
+    ElementRange,
+    SteppedWork,
     Steps,
     Transport,
-    drive,
-    spans_of,
-    swapped,
+    TransportWork,
+    pairwise_ranges,
+    ranges_of_ranks,
+    run_steps,
 )
 
 SHARED_BYTES = 256 * 1024
@@ -51,11 +61,11 @@ SEEN_BYTES = 64 * 1024
 """Smaller tensors are in memory of the process alone, which does not come in pages: their sums are MPI's."""
 
 ROUND_BYTES = 4 << 20  # of a tensor, in one round
-TURNS = 2  # rounds that a rank's memory for copies has room for
+STAGED_ROUNDS = 2  # rounds that a rank's memory for copies has room for
 REDUCTIONS = frozenset({"all_reduce", "reduce_scatter"})
 MESSAGES = frozenset({"send", "recv"})
 MOVEMENTS = frozenset({"all_gather", "gather", "scatter", "all_to_all", "broadcast"})
-INLINE = frozenset({"all_reduce", "reduce_scatter", "all_gather"})
+SMALL_OPERATIONS = frozenset({"all_reduce", "reduce_scatter", "all_gather"})
 
 
 class SharedTransport(Transport):
@@ -64,7 +74,7 @@ class SharedTransport(Transport):
     `least` are the bytes from which on a sum is, `least_moved` those of other operations, `least_sent` of
     messages between two ranks, `seen` those from which on `empty` gives memory that others see;
     `round_bytes` of a tensor are copied, or added, before others learn of it. From `least_inline` up to
-    `inline_bytes` what blocks is inline, if it is a sum; of other operations less, too.
+    `small_operation_bytes` what blocks is inline, if it is a sum; of other operations less, too.
     """
 
     least, least_moved, least_sent = SHARED_BYTES, MOVED_BYTES, MESSAGE_BYTES
@@ -77,19 +87,19 @@ class SharedTransport(Transport):
         self.sharers = mpi.size
         self.users: tuple[int, ...] = tuple(mpi.communicator.allgather(memory.rank))
         """The ranks, as in the world."""
-        self.boards = Boards(mpi.communicator, memory)
-        self.messages = Messages(mpi.communicator, memory)
+        self.boards = ProgressCounters(mpi.communicator, memory)
+        self.messages = NodeMessages(mpi.communicator, memory)
         self._lent = [0] * self.size  # bytes in common that each rank owns
         self._others = [(self.rank + step) % self.size for step in range(1, self.size)]
         self.least_inline = PAIR_BYTES if self.size == 2 else 0
-        self.inline_bytes = inline_bytes(self.size)
-        self._inline: Inline | None = None
-        self._under_way: list[Chain | None] = [None] * SLOTS
+        self.inline_bytes = small_operation_bytes(self.size)
+        self._inline: SmallOperations | None = None
+        self._under_way: list[SteppedWork | None] = [None] * SLOTS
 
     @override
-    def run(self, call: Call) -> Pending | None:
+    def run(self, call: Call) -> TransportWork | None:
         if call.operation == "barrier":
-            return drive(meet(self.memory, self.mpi, call), call.blocking)
+            return run_steps(memory_barrier(self.memory, self.mpi, call), call.blocking)
         common = call.output if call.operation == "all_gather" else None
         if common is not None and self.memory.is_common(common, self.users):
             return self.start(self._publish(call, common), call.blocking)
@@ -102,7 +112,7 @@ class SharedTransport(Transport):
         steps = self._reduce(call) if call.operation in REDUCTIONS else self._move(call)
         return self.start(steps, call.blocking)
 
-    def start(self, steps: Steps, blocking: bool) -> Pending | None:
+    def start(self, steps: Steps, blocking: bool) -> TransportWork | None:
         """Run the steps of an operation that has a slot, or start them."""
         # An operation has a slot, and who comes round to one waits for what was there.
         place = self.boards.next
@@ -110,8 +120,8 @@ class SharedTransport(Transport):
         if before is not None:
             before.wait()
             self._under_way[place] = None
-        pending = drive(steps, blocking)
-        if isinstance(pending, Chain):
+        pending = run_steps(steps, blocking)
+        if isinstance(pending, SteppedWork):
             self._under_way[place] = pending
         return pending
 
@@ -145,12 +155,12 @@ class SharedTransport(Transport):
     def _run_inline(self, call: Call) -> bool:
         """Do what a small call describes, if it is one for that, and there is memory for it."""
         operation, dtype = call.operation, call.dtype
-        if operation not in INLINE or dtype is None:
+        if operation not in SMALL_OPERATIONS or dtype is None:
             return False
         if operation in REDUCTIONS and not (dtype.is_floating_point and call.bytes >= self.least_inline):
             return False
         if self._inline is None:
-            self._inline = open_inline(self.mpi.communicator, self.memory)
+            self._inline = open_small_operations(self.mpi.communicator, self.memory)
             if self._inline is None:
                 self.inline_bytes = -1
                 return False
@@ -176,13 +186,13 @@ class SharedTransport(Transport):
     def _reduce(self, call: Call) -> Steps:
         tensor, operation = call.tensor, call.reduced
         assert tensor is not None and operation is not None
-        whole = flat(tensor)
+        whole = flat_view(tensor)
         if call.operation == "all_reduce":
-            shares = split(whole.numel(), self.size)
-            spans, output = spans_of(shares, whole, self.size), None
+            shares = equal_counts(whole.numel(), self.size)
+            spans, output = ranges_of_ranks(shares, whole, self.size), None
         else:
             assert call.output is not None
-            spans, output = spans_of(call.counts, whole, self.size), flat(call.output)
+            spans, output = ranges_of_ranks(call.counts, whole, self.size), flat_view(call.output)
         laid = self._lay(whole, spans, in_rounds=True)
         slot, (begin, count) = laid.slot, spans[self.rank]
         for turn in range(laid.rounds):
@@ -200,7 +210,7 @@ class SharedTransport(Transport):
                 yield slot.finished(self._others, turn + 1)
                 if output is None:
                     laid.take_back(turn)
-                laid.give(turn + TURNS)
+                laid.give(turn + STAGED_ROUNDS)
         slot.finish()
         yield slot.finished(self._others)
         laid.close()
@@ -213,7 +223,7 @@ class SharedTransport(Transport):
         parts = [parts[(rank - self.rank) % self.size] for rank in range(self.size)]
         spare = own.new_empty(min(BLOCK, len(own))) if self.rank > 1 else None
         for *blocks, result in zip(*(part.split(BLOCK) for part in (*parts, into)), strict=True):
-            fold_block(blocks, result, operation, self.rank, spare)
+            reduce_block(blocks, result, operation, self.rank, spare)
             for rank in self._others if written else ():
                 blocks[rank].copy_(result)
 
@@ -252,15 +262,15 @@ class SharedTransport(Transport):
     def _publish(self, call: Call, common: Tensor) -> Steps:
         """Gather where all others have what they give: wait until all have written."""
         assert call.tensor is not None
-        begin, count = spans_of(call.counts, common, self.size)[self.rank]
-        own = flat(common)[begin : begin + count]
+        begin, count = ranges_of_ranks(call.counts, common, self.size)[self.rank]
+        own = flat_view(common)[begin : begin + count]
         if own.data_ptr() != call.tensor.data_ptr():
-            own.copy_(flat(call.tensor))
+            own.copy_(flat_view(call.tensor))
         slot = self.boards.open()
         slot.finish()
         yield slot.finished(self._others)
 
-    def _lay(self, tensor: Tensor, spans: Sequence[Span], in_rounds: bool) -> _Laid:
+    def _lay(self, tensor: Tensor, spans: Sequence[ElementRange], in_rounds: bool) -> _Laid:
         return _Laid(self.boards.open(), self.memory, self.rank, tensor, spans, self.round_bytes, in_rounds)
 
 
@@ -273,18 +283,18 @@ class _Laid:
 
     def __init__(
         self,
-        slot: Slot,
+        slot: OperationCounters,
         memory: NodeMemory,
         rank: int,
         tensor: Tensor,
-        spans: Sequence[Span],
+        spans: Sequence[ElementRange],
         round_bytes: int,
         in_rounds: bool,
     ) -> None:
         self.slot, self._memory = slot, memory
         self._tensor, itemsize, size = tensor, tensor.itemsize, len(spans)
         alike, longest = len(set(spans)) == 1, max(count for _, count in spans)
-        place = memory.find(tensor) if longest else Place(memory.rank, 0)
+        place = memory.find(tensor) if longest else MemoryLocation(memory.rank, 0)
         self.copies = place is None
         self.elements = max(1, round_bytes // itemsize // (1 if alike else size))
         if not (self.copies or in_rounds):
@@ -297,17 +307,17 @@ class _Laid:
             place = memory.find(self._staging)
             assert place is not None
             begins = [0 if alike else peer * self.elements for peer in range(size)]
-            stride, turns = self._staging.nbytes // TURNS, TURNS
+            stride, turns = self._staging.nbytes // STAGED_ROUNDS, STAGED_ROUNDS
             copied = self._staging.view(tensor.dtype)
-            self._room = copied[: len(copied) // TURNS], copied[len(copied) // TURNS :]
+            self._room = copied[: len(copied) // STAGED_ROUNDS], copied[len(copied) // STAGED_ROUNDS :]
             others = [peer for peer in range(size) if peer != rank]
             self._moved = [(spans[peer], begins[peer]) for peer in (others[:1] if alike else others)]
         else:
             begins, stride, turns = [begin for begin, _ in spans], self.elements * itemsize, ROUNDS
-        slot.lay(Pieces(place, self.elements, stride, turns, [begin * itemsize for begin in begins]))
+        slot.lay(PieceLayout(place, self.elements, stride, turns, [begin * itemsize for begin in begins]))
         if not self.copies:
             slot.give(self.rounds)
-        for turn in range(min(TURNS, self.rounds) if self.copies else 0):
+        for turn in range(min(STAGED_ROUNDS, self.rounds) if self.copies else 0):
             self.give(turn)
 
     def give(self, turn: int) -> None:
@@ -333,20 +343,20 @@ class _Laid:
             length = min(self.elements, count - first)
             if length > 0:
                 part = self._tensor[begin + first : begin + first + length]
-                yield part, self._room[turn % TURNS][start : start + length]
+                yield part, self._room[turn % STAGED_ROUNDS][start : start + length]
 
 
 def take_staging(memory: NodeMemory) -> Tensor:
     """Memory to copy through, to be given back to those that the node's memory keeps."""
     if memory.staging:
         return memory.staging.pop()
-    made = memory.empty((TURNS * ROUND_BYTES,), torch.uint8)
+    made = memory.empty((STAGED_ROUNDS * ROUND_BYTES,), torch.uint8)
     if made is None:
         raise MemoryError("the node has no memory left to copy through")
     return made
 
 
-def meet(memory: NodeMemory, mpi: MpiTransport, call: Call) -> Steps:
+def memory_barrier(memory: NodeMemory, mpi: MpiTransport, call: Call) -> Steps:
     """A barrier, before which all has been read and written that was to be."""
     memory.fence()
     yield mpi.run(call)
@@ -354,11 +364,11 @@ def meet(memory: NodeMemory, mpi: MpiTransport, call: Call) -> Steps:
 
 
 def _octets(tensor: Tensor) -> Tensor:
-    return flat(tensor).view(torch.uint8)
+    return flat_view(tensor).view(torch.uint8)
 
 
-def _spans(call: Call, size: int) -> tuple[Tensor, list[Span], Tensor, list[Span]]:
-    """As `swapped`, in bytes, and of a broadcast, too."""
+def _spans(call: Call, size: int) -> tuple[Tensor, list[ElementRange], Tensor, list[ElementRange]]:
+    """As `pairwise_ranges`, in bytes, and of a broadcast, too."""
     if call.operation == "broadcast":
         tensor = call.memory
         assert tensor is not None
@@ -367,9 +377,9 @@ def _spans(call: Call, size: int) -> tuple[Tensor, list[Span], Tensor, list[Span
         sends = [(0, tensor.numel() if given else 0)] * size
         receives = [(0, 0 if given or peer != call.root else tensor.numel()) for peer in range(size)]
     else:
-        source, sends, target, receives = swapped(call, size)
+        source, sends, target, receives = pairwise_ranges(call, size)
 
-    def octets(spans: Sequence[Span], itemsize: int) -> list[Span]:
+    def octets(spans: Sequence[ElementRange], itemsize: int) -> list[ElementRange]:
         return [(begin * itemsize, count * itemsize) for begin, count in spans]
 
     return source, octets(sends, source.itemsize), target, octets(receives, target.itemsize)

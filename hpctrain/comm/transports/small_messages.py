@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.calls import Call
-from hpctrain.comm.transports.mpi import flat
-from hpctrain.comm.transports.node_memory import NodeMemory, Place
-from hpctrain.comm.transports.reduction import fold_block
+from hpctrain.comm.transports.mpi import flat_view
+from hpctrain.comm.transports.node_memory import MemoryLocation, NodeMemory
+from hpctrain.comm.transports.reduction import reduce_block
 from hpctrain.host.mpi_library import MPI
 
-INLINE_BYTES = 256 * 1024
+SMALL_OPERATION_BYTES = 256 * 1024
 """Of all ranks' copies together: what lies in a processor's cache, and is read by every rank."""
 
 _ALIGNED = 64
@@ -34,7 +34,7 @@ _SPINS, _YIELDS = 100, 10_000  # looks after which one that waits lets others ha
 _SLEEP = 50e-6
 
 
-class Inline:
+class SmallOperations:
     """What the ranks of a group give each other in blocking operations of at most `most` bytes."""
 
     def __init__(
@@ -77,7 +77,7 @@ class Inline:
         if call.operation == "reduce_scatter":
             begin = self.rank * length if call.counts is None else sum(call.counts[: self.rank])
         # All parts are copies, so that sums between them can be where the last one is to be.
-        fold_block(self._parts(turn, begin, length, tensor.dtype), flat(output), call.reduced, 0)
+        reduce_block(self._parts(turn, begin, length, tensor.dtype), flat_view(output), call.reduced, 0)
 
     def _take(self, turn: int, tensor: Tensor, output: Tensor, counts: Sequence[int] | None) -> None:
         """Copy what each rank has given to its place in `output`."""
@@ -111,19 +111,19 @@ class Inline:
                     os.sched_yield()
 
 
-def inline_bytes(size: int) -> int:
+def small_operation_bytes(size: int) -> int:
     """The most that an operation of so many ranks has of each."""
-    return INLINE_BYTES // size // _ALIGNED * _ALIGNED
+    return SMALL_OPERATION_BYTES // size // _ALIGNED * _ALIGNED
 
 
-def open_inline(communicator: MPI.Intracomm, memory: NodeMemory) -> Inline | None:
+def open_small_operations(communicator: MPI.Intracomm, memory: NodeMemory) -> SmallOperations | None:
     """Those of a group of a node; None, on all ranks, where one has no memory for it. Collective."""
     ranks = tuple(communicator.allgather(memory.rank))
     free = memory.inline.setdefault(ranks, [])
-    most = inline_bytes(len(ranks))
+    most = small_operation_bytes(len(ranks))
     offset = free.pop() if free else memory.take(PAGESIZE + _TURNS * most)
     told = communicator.allgather(
-        None if offset is None else (offset, memory.words(Place(memory.rank, offset), 1)[0])
+        None if offset is None else (offset, memory.words(MemoryLocation(memory.rank, offset), 1)[0])
     )
     places = [each for each in told if each is not None]
     if len(places) < len(told):
@@ -133,13 +133,13 @@ def open_inline(communicator: MPI.Intracomm, memory: NodeMemory) -> Inline | Non
     pairs = list(zip(ranks, places, strict=True))
     copies = [
         [
-            memory.at(Place(owner, start + PAGESIZE + turn * most), most, torch.uint8)
+            memory.at(MemoryLocation(owner, start + PAGESIZE + turn * most), most, torch.uint8)
             for owner, (start, _) in pairs
         ]
         for turn in range(_TURNS)
     ]
-    counts = [(memory.words(Place(owner, start), 1), count) for owner, (start, count) in pairs]
-    inline = Inline(communicator.rank, copies, counts, memory.fence, memory.progress)
+    counts = [(memory.words(MemoryLocation(owner, start), 1), count) for owner, (start, count) in pairs]
+    inline = SmallOperations(communicator.rank, copies, counts, memory.fence, memory.progress)
     # A later group of the very same ranks, who are all done with what was, goes on with the count.
     assert offset is not None
     weakref.finalize(inline, free.append, offset).atexit = False

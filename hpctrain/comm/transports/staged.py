@@ -9,8 +9,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from hpctrain.comm.calls import Call
-from hpctrain.comm.device import host_empty, wait_for_copies
-from hpctrain.comm.transports.transport import Pending, Steps, Transport, drive
+from hpctrain.comm.device import empty_host_tensor, synchronize_stream
+from hpctrain.comm.transports.transport import Steps, Transport, TransportWork, run_steps
 
 
 class StagedTransport(Transport):
@@ -20,16 +20,16 @@ class StagedTransport(Transport):
         self.inner = inner
         self.rank, self.size = inner.rank, inner.size
 
-    def run(self, call: Call) -> Pending | None:
+    def run(self, call: Call) -> TransportWork | None:
         """See Transport. Waits for what is given to be on the host; copies results back in stream order."""
-        return drive(self._steps(call), call.blocking)
+        return run_steps(self._steps(call), call.blocking)
 
     def _steps(self, call: Call) -> Steps:
         given, received = call.tensor, call.output
         source = target = None
         if given is not None:
             source = _host(given).copy_(given.detach(), non_blocking=True)
-            wait_for_copies(given.device)
+            synchronize_stream(given.device)
         if received is not None:
             target = source if received is given else _host(received)
         yield self.inner.run(call.over(source, target))
@@ -38,4 +38,4 @@ class StagedTransport(Transport):
 
 
 def _host(tensor: Tensor) -> Tensor:
-    return host_empty(tensor.shape, tensor.dtype, tensor.device)
+    return empty_host_tensor(tensor.shape, tensor.dtype, tensor.device)

@@ -8,22 +8,28 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.calls import Operation
-from hpctrain.comm.transports.crossing import Crossing, Ways, piece_elements, rounds_of
-from hpctrain.comm.transports.mpi import Requests
-from hpctrain.comm.transports.reduction import BLOCK, FUNCTIONS, split
-from hpctrain.comm.transports.shared import TURNS
-from hpctrain.comm.transports.transport import Chain, Several, Steps, Until, spans_of
+from hpctrain.comm.transports.crossing import InternodeOperation, NodeLinks, piece_elements, rounds_of
+from hpctrain.comm.transports.mpi import MpiRequests
+from hpctrain.comm.transports.reduction import BLOCK, FUNCTIONS, equal_counts
+from hpctrain.comm.transports.shared import STAGED_ROUNDS
+from hpctrain.comm.transports.transport import (
+    ConditionWork,
+    ParallelWork,
+    SteppedWork,
+    Steps,
+    ranges_of_ranks,
+)
 
 FLIGHT = 4  # pieces of a sum that a rank has memory for
 HALVES = frozenset({torch.float16, torch.bfloat16})
 
 
-class SumAcross(Crossing):
+class InternodeSum(InternodeOperation):
     """A sum: of all for all, or, with an `output`, of each rank's `counts` elements for it."""
 
     def __init__(
         self,
-        ways: Ways,
+        ways: NodeLinks,
         piece_bytes: int,
         tensor: Tensor,
         output: Tensor | None,
@@ -33,10 +39,10 @@ class SumAcross(Crossing):
         local, nodes = ways.local, ways.nodes
         elements = piece_elements(piece_bytes, tensor.itemsize, local)
         if output is None:
-            slices = spans_of(split(tensor.numel(), local), tensor, local)
+            slices = ranges_of_ranks(equal_counts(tensor.numel(), local), tensor, local)
             rounds = list(rounds_of(slices, elements))
         else:
-            spans = spans_of(counts, tensor, local * nodes)
+            spans = ranges_of_ranks(counts, tensor, local * nodes)
             of_nodes = [spans[node * local : (node + 1) * local] for node in range(nodes)]
             rounds = [each for node in range(nodes) for each in rounds_of(of_nodes[node], elements, node)]
         super().__init__(ways, piece_bytes, tensor, rounds)
@@ -45,8 +51,8 @@ class SumAcross(Crossing):
         self.dtype = torch.float32 if operation == "sum" and tensor.dtype in HALVES else tensor.dtype
         self._pieces: Sequence[Tensor] = ()
         self._added = 0
-        self._sums: dict[int, Requests] = {}
-        self._returned: dict[int, Requests] = {}
+        self._sums: dict[int, MpiRequests] = {}
+        self._returned: dict[int, MpiRequests] = {}
 
     def steps(self) -> Steps:
         """From what is there to the sums."""
@@ -57,18 +63,20 @@ class SumAcross(Crossing):
         if taken is not None:
             self._pieces = taken[: pieces * size].split(size)
         if self.copies:
-            for turn in range(min(TURNS, len(self.rounds))):
+            for turn in range(min(STAGED_ROUNDS, len(self.rounds))):
                 self._copy(turn)
         else:
             self.slot.give(len(self.rounds))
-        yield Several([Chain(self._add()), Chain(self._bring_back()), Chain(self._turn())])
+        yield ParallelWork(
+            [SteppedWork(self._add()), SteppedWork(self._bring_back()), SteppedWork(self._turn())]
+        )
         yield from self.end()
         if taken is not None:
             scratch.give(taken)
 
     def _add(self) -> Steps:
         """Add the node's pieces to those of the nodes before, and send them on."""
-        came: dict[int, Requests] = {}
+        came: dict[int, MpiRequests] = {}
         posted = 0
         for turn, each in enumerate(self.rounds):
             # Messages are awaited some rounds ahead, as soon as what was in their memory has gone.
@@ -114,7 +122,7 @@ class SumAcross(Crossing):
         """Take the sums from the node behind, where this is not the last."""
         for turn, each in enumerate(self.rounds if self.node < self.last else ()):
             if self.output is None or each.owner == self.node:
-                yield Until(lambda turn=turn: self._added > turn)  # type: ignore[misc]
+                yield ConditionWork(lambda turn=turn: self._added > turn)  # type: ignore[misc]
                 yield self._returned.pop(turn, None)
             if self.output is None:
                 if each.cuts[self.place][1]:
@@ -130,8 +138,8 @@ class SumAcross(Crossing):
             if self.output is None:
                 for peer in self.others:
                     self.part(turn, peer).copy_(self.copied(turn, peer))
-            if turn + TURNS < len(self.rounds):
-                self._copy(turn + TURNS)
+            if turn + STAGED_ROUNDS < len(self.rounds):
+                self._copy(turn + STAGED_ROUNDS)
 
     def _copy(self, turn: int) -> None:
         for peer in self.others:

@@ -2,7 +2,7 @@
 
 A Transport moves flat memory: shapes, defaults and the ledger are the Group's part. Counts and offsets are
 elements. A blocking call returns None when the result is there (on a GPU: is ordered before all later work
-of the current stream); another one is started and returns a Pending, which keeps the memory alive.
+of the current stream); another one is started and returns a TransportWork, which keeps the memory alive.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch import Tensor
 
 from hpctrain.comm.calls import Call
 
-Span = tuple[int, int]  # where elements begin, and how many
-Steps = Iterator["Pending | None"]
+ElementRange = tuple[int, int]  # where elements begin, and how many
+Steps = Iterator["TransportWork | None"]
 
 
-class Pending(Protocol):
+class TransportWork(Protocol):
     """Operation that has been started and may not be complete yet."""
 
     def wait(self) -> None:
@@ -33,7 +33,7 @@ class Pending(Protocol):
         """Let the operation make progress. Return True if it is complete."""
 
 
-class Chain:
+class SteppedWork:
     """An operation made of several: an iterator that yields each one and goes on when it is complete.
 
     The first is under way on return of the constructor; `test` and `wait` go on to the next ones.
@@ -41,7 +41,7 @@ class Chain:
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
-        self._current: Pending | None = None
+        self._current: TransportWork | None = None
         self._complete = False
         self._advance()
 
@@ -66,21 +66,21 @@ class Chain:
         return self._complete
 
 
-class Until:
-    """A Pending that is complete when a condition holds, which other operations bring about."""
+class ConditionWork:
+    """A TransportWork that is complete when a condition holds, which other operations bring about."""
 
     def __init__(self, condition: Callable[[], bool]) -> None:
         self.test = condition
 
     def wait(self) -> None:
         """Wait until the operation is complete."""
-        poll(self.test)
+        wait_until(self.test)
 
 
-class Several:
+class ParallelWork:
     """Operations that go on at once: the steps of one may wait for those of another."""
 
-    def __init__(self, parts: Sequence[Pending]) -> None:
+    def __init__(self, parts: Sequence[TransportWork]) -> None:
         self._parts = parts
 
     def test(self) -> bool:
@@ -89,11 +89,13 @@ class Several:
         return all(complete)
 
     def wait(self) -> None:
-        """See Pending. What goes on over links for long leaves the cores to ranks that add."""
-        poll(self.test, 0, 10, 200e-6)
+        """See TransportWork. What goes on over links for long leaves the cores to ranks that add."""
+        wait_until(self.test, 0, 10, 200e-6)
 
 
-def poll(test: Callable[[], bool], spins: int = 100, yields: int = 10_000, pause: float = 50e-6) -> None:
+def wait_until(
+    test: Callable[[], bool], spins: int = 100, yields: int = 10_000, pause: float = 50e-6
+) -> None:
     """Return when something is complete: looked at all the time, after so many looks in between others that
     want the core, after so many more now and then, with so many seconds in between.
     """
@@ -106,41 +108,41 @@ def poll(test: Callable[[], bool], spins: int = 100, yields: int = 10_000, pause
             os.sched_yield()
 
 
-def drive(steps: Steps, blocking: bool) -> Pending | None:
+def run_steps(steps: Steps, blocking: bool) -> TransportWork | None:
     """Run the steps to their end, or start them."""
     if not blocking:
-        return Chain(steps)
+        return SteppedWork(steps)
     for pending in steps:
         if pending is not None:
             pending.wait()
     return None
 
 
-def starts(counts: Sequence[int]) -> list[int]:
+def offsets_of(counts: Sequence[int]) -> list[int]:
     """Where each rank's elements begin when `counts` of them lie one behind the other."""
     return list(accumulate(counts, initial=0))[:-1]
 
 
-def spans_of(counts: Sequence[int] | None, tensor: Tensor, size: int) -> list[Span]:
+def ranges_of_ranks(counts: Sequence[int] | None, tensor: Tensor, size: int) -> list[ElementRange]:
     """Each rank's span of `tensor`."""
     if counts is None:
         share = tensor.numel() // size
         return [(rank * share, share) for rank in range(size)]
-    return list(zip(starts(counts), counts, strict=True))
+    return list(zip(offsets_of(counts), counts, strict=True))
 
 
-def swapped(call: Call, size: int) -> tuple[Tensor, list[Span], Tensor, list[Span]]:
+def pairwise_ranges(call: Call, size: int) -> tuple[Tensor, list[ElementRange], Tensor, list[ElementRange]]:
     """What moves pieces, as messages of each pair of ranks: what this rank gives and each rank's span of it,
     what it receives into and each rank's span of that.
     """
     source, target = call.memory, call.tensor if call.output is None else call.output
     assert source is not None and target is not None
 
-    def own(tensor: Tensor) -> list[Span]:
+    def own(tensor: Tensor) -> list[ElementRange]:
         return [(0, tensor.numel() if call.root in (peer, -1) else 0) for peer in range(size)]
 
-    def pieces(tensor: Tensor | None, counts: Sequence[int] | None) -> list[Span]:
-        return [(0, 0)] * size if tensor is None else spans_of(counts, tensor, size)
+    def pieces(tensor: Tensor | None, counts: Sequence[int] | None) -> list[ElementRange]:
+        return [(0, 0)] * size if tensor is None else ranges_of_ranks(counts, tensor, size)
 
     sends = own(source) if call.operation in {"all_gather", "gather"} else pieces(call.tensor, call.counts)
     scattered = call.operation == "scatter"
@@ -159,7 +161,7 @@ class Transport(ABC):
     """Whether its sums have the bits of adding in rank order."""
 
     @abstractmethod
-    def run(self, call: Call) -> Pending | None:
+    def run(self, call: Call) -> TransportWork | None:
         """Do what `call` describes (see Group for each operation), or start it if it is not blocking.
 
         Where `tensor` or `output` has the pieces of all ranks, the other may be this rank's own place in it.

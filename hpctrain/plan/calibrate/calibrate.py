@@ -10,7 +10,7 @@ from time import perf_counter
 
 import torch
 
-from hpctrain.comm.device import name_of, on_host
+from hpctrain.comm.device import gpu_name, on_host
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
@@ -118,7 +118,7 @@ def measure_machine(
 ) -> Machine:
     """The machine's figures, the same on all ranks. Collective."""
     clock, began = Clock(world, seconds), perf_counter()
-    processor = name_of(world.device) or processor_name()
+    processor = gpu_name(world.device) or processor_name()
     report(
         f"measuring {processor} with {counted(world.size, 'rank')} at once; this takes about a minute, and "
         "longer with more formats, larger models or a machine that others use"

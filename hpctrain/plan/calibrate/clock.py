@@ -8,7 +8,7 @@ from time import perf_counter
 
 import torch
 
-from hpctrain.comm.device import wait
+from hpctrain.comm.device import synchronize
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
 
@@ -27,7 +27,7 @@ class Clock:
 
     def now(self) -> float:
         """Seconds, once the device has done what it was given."""
-        wait(self.world.device)
+        synchronize(self.world.device)
         return perf_counter()
 
     def seconds(self, kind: str, run: Callable[[], object]) -> float:

@@ -8,7 +8,7 @@ from typing import get_args
 
 import torch
 
-from hpctrain.comm.device import on_host, total_bytes
+from hpctrain.comm.device import gpu_memory_bytes, on_host
 from hpctrain.comm.group import Group
 from hpctrain.comm.mesh import choose_transport
 from hpctrain.comm.world import World
@@ -76,7 +76,7 @@ def sizes_up_to(world: World, most: int) -> list[int]:
     if on_host(world.device):
         available = (available_bytes() or most) // max(1, world.local_size)
     else:
-        available = total_bytes(world.device) or most
+        available = gpu_memory_bytes(world.device) or most
     bound = min(most, available // (2 * _TENSORS))
     least = -float(world.everyone.all_reduce(torch.tensor(-float(bound), dtype=torch.float64), "max"))
     sizes = [_FIRST]

@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from hpctrain.comm.device import on_host, total_bytes
+from hpctrain.comm.device import gpu_memory_bytes, on_host
 from hpctrain.comm.world import World
 from hpctrain.host.memory import memory_limits
 from hpctrain.plan.calibrate.clock import Clock
@@ -17,7 +17,7 @@ _BYTES = 128 << 20
 def memory_of_rank(world: World) -> float:
     """Bytes: of its GPU, or its share of what its node has and leaves to this job."""
     if not on_host(world.device):
-        return float(total_bytes(world.device) or 0)
+        return float(gpu_memory_bytes(world.device) or 0)
     most = min((limit.bytes for limit in memory_limits(os.environ)), default=0)
     return most / world.topology.ranks_per_node
 

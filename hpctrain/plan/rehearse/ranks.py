@@ -14,9 +14,9 @@ from typing import get_args
 import numpy as np
 import torch
 
-from hpctrain.comm.device import device_named
+from hpctrain.comm.device import device_kind
 from hpctrain.comm.mesh import coordinates, expert_sizes, rank_count
-from hpctrain.comm.topology import neighbours
+from hpctrain.comm.topology import ranks_per_node_of
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.place import placed_by_flops
 from hpctrain.engine.sizes import axis_sizes, micro_batches
@@ -136,7 +136,7 @@ class RankProgrammes:
     @property
     def device(self) -> torch.device:
         """What a run computes on."""
-        return device_named(self.deck.run.device)
+        return device_kind(self.deck.run.device)
 
     def _first_step(self, kind: object) -> RankStep:
         """Of the first rank of the first stage of a kind."""
@@ -148,7 +148,7 @@ class RankProgrammes:
         names = {each.name for kind in set(self.kinds) for each in self._named(kind)}
         for name in sorted(names):
             groups = membership(name, self.sizes)
-            cut = [neighbours((row // self.ranks_per_node).tolist()) for row in groups.rows]
+            cut = [ranks_per_node_of((row // self.ranks_per_node).tolist()) for row in groups.rows]
             looks.append(np.where(groups.row_of < 0, -1, np.array(cut)[groups.row_of]))
         return np.unique(np.stack(looks, axis=1), axis=0, return_inverse=True)[1].reshape(-1)
 

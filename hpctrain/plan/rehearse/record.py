@@ -16,7 +16,7 @@ from hpctrain.comm.group import Group
 from hpctrain.comm.mesh import AXES, EXPERT_AXES, expert_sizes, rank_count
 from hpctrain.comm.planned import PlannedMesh
 from hpctrain.comm.transports.traffic import Traffic
-from hpctrain.comm.transports.transport import Pending
+from hpctrain.comm.transports.transport import TransportWork
 from hpctrain.plan.rehearse.programme import WAIT, Event, Membership, Numbers
 
 
@@ -40,12 +40,12 @@ class Recorder:
     def __init__(self, loads: Callable[[int], Tensor] | None = None) -> None:
         self._loads = loads
         self.events: list[Event] = []
-        self.note: Callable[[Event], Pending | None] = self.add
+        self.note: Callable[[Event], TransportWork | None] = self.add
         self.groups: dict[GroupCalls, Named] = {}
         self.listening = False
         self.action = self.carried = self.done = ""
 
-    def __call__(self, call: Call, _: Traffic) -> Pending | None:
+    def __call__(self, call: Call, _: Traffic) -> TransportWork | None:
         """Record a call, and return what waits for it if the call was recorded."""
         self._give(call)
         if not self.listening:
@@ -74,7 +74,7 @@ class Recorder:
             told = [self._loads(each).view(len(sources), -1)[place] for each in whose]
             received.view(len(named.ranks), -1)[number] = torch.cat(told)
 
-    def add(self, event: Event) -> Pending | None:
+    def add(self, event: Event) -> TransportWork | None:
         """Add an event; what is waited for where it is only started."""
         self.events.append(event)
         return None if event.blocking else _Started(self, len(self.events) - 1)
@@ -142,7 +142,7 @@ class _UnderWay:
     """A call of a group under way, for which its rank waits by itself, or by testing all at once (Work)."""
 
     call: Call
-    pending: Pending
+    pending: TransportWork
 
     def wait(self) -> None:
         self.pending.wait()

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hpctrain.comm.device import device_named, on_host
+from hpctrain.comm.device import device_kind, on_host
 from hpctrain.comm.planned import META
 from hpctrain.data.batches import MicroBatch
 from hpctrain.deck.schema import Deck
@@ -54,7 +54,7 @@ class RankStep:
     ) -> None:
         self.recall = recall
         self.deck, self.shape, self.sizes = deck, shape, sizes
-        device = device_named(deck.run.device)
+        device = device_kind(deck.run.device)
         transport = deck.communication.wished_transport if on_host(device) else "nccl"
         self._mesh_of = sizes, ranks_per_node, device, place, transport
         self.recorder = recorder = Recorder(Loads.of_deck(deck, shape).of if shape.experts else None)

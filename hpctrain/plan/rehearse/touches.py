@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.planned import META
-from hpctrain.comm.transports.transport import Pending
+from hpctrain.comm.transports.transport import TransportWork
 from hpctrain.engine.stage import TrainedStage
 from hpctrain.model.inputs import Inputs
 from hpctrain.model.part import Part, parameter_list
@@ -32,7 +32,7 @@ from hpctrain.plan.rehearse.record import Recorder
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.gather import Gatherer
 
-Started = list["Pending | None"]
+Started = list["TransportWork | None"]
 Touch = Callable[[Started], None]
 """One thing that layers do; given what they have started in the action so far."""
 
@@ -132,7 +132,7 @@ class TouchNotes:
         yield
         self._muted = not outermost
 
-    def _called(self, event: Event) -> Pending | None:
+    def _called(self, event: Event) -> TransportWork | None:
         """Note what a layer calls; stages pass their results on by themselves."""
         if self._muted or event.group == "pipeline":
             return None

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, lcm
 
-from hpctrain.comm.device import device_named, on_host, product_bytes
+from hpctrain.comm.device import device_kind, matmul_workspace_bytes, on_host
 from hpctrain.comm.planned import META, PlannedMesh
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.functions import planned_functions
@@ -140,10 +140,10 @@ class MicroBytes:
         kept = [(layer, self.of_kinds[layer.kind]) for layer, _ in alike]
         gone = sum(each.saved for layer, each in kept if layer.is_last)
         passing = max(each.workspace - (gone if layer.is_block else 0) for layer, each in kept)
-        device = device_named("cpu" if self.on_host else "cuda")
+        device = device_kind("cpu" if self.on_host else "cuda")
         ways = (receives_ahead(device) + 1) * neighbours
         holes = max(each.holes for _, each in kept) if self.on_host else 0
-        return ways * self.hidden + max(0, passing) + holes + product_bytes(device)
+        return ways * self.hidden + max(0, passing) + holes + matmul_workspace_bytes(device)
 
 
 class LayerBytes:
@@ -166,7 +166,7 @@ class LayerBytes:
 
     def _micro_bytes(self, deck: Deck) -> MicroBytes:
         part, memory = self._part(deck), deck.memory
-        host = on_host(device_named(deck.run.device))
+        host = on_host(device_kind(deck.run.device))
         (told,) = part_bytes(deck, [part], not host, memory.recompute)
         at, elsewhere = told.at, memory.activations != "keep"
         # What else is computed again changes nothing that a layer saves.
@@ -196,7 +196,7 @@ class LayerBytes:
             sizes["data"] = lcm(of_data, layout.expert * layout.expert_tensor) // of_data
         key = _split_of(deck)
         if key not in self._parts:
-            device = device_named(deck.run.device)
+            device = device_kind(deck.run.device)
             mesh = PlannedMesh(sizes, 0, self._ranks_per_node, device=device)
             recompute = Recompute(deck.memory.recompute)
             with META:
@@ -261,7 +261,7 @@ class StateBytes:
         kept = 0 if isinstance(rule, BlockRules) else 4 * len(rule.names)
         itemsize = formats.storage.itemsize
         masters = 4 if itemsize < 4 and not isinstance(rule, BlockRules) else 0
-        host = on_host(device_named(deck.run.device))
+        host = on_host(device_kind(deck.run.device))
         common = host and deck.communication.wished_transport != "mpi"
         stored = itemsize if deck.memory.parameters == "device" else 0
         # What is gathered may be of 8 bits, and what ranks have in common needs no memory to be gathered in.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hpctrain.comm.device import on_host
 from hpctrain.comm.group import Group
-from hpctrain.comm.work import Successive, Work
+from hpctrain.comm.work import SequentialWork, Work
 from hpctrain.deck.schema import Deck
 from hpctrain.memory.compress import BLOCK
 from hpctrain.sharding.bucket import Bucket
@@ -193,7 +193,7 @@ class CompressedSum(CodedSum):
 
     def start(self, gradients: Tensor, sums: Tensor) -> Work[Tensor]:
         """Start to sum the gradients of the bucket over the ranks of its group."""
-        return Successive(self.operations(gradients, sums), sums)
+        return SequentialWork(self.operations(gradients, sums), sums)
 
     def after_step(self, updated: bool, factor: float) -> None:
         """End a step."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpctrain.comm.work import Successive, Work
+from hpctrain.comm.work import SequentialWork, Work
 from hpctrain.deck.schema import Deck
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.compression.codecs import Sign
@@ -55,7 +55,7 @@ class OneBitMomentum:
     def start(self, gradients: Tensor, sums: Tensor) -> Work[Tensor]:
         """Start to sum the gradients of the bucket over the ranks of its group."""
         if not self._warm and self.signs is not None:
-            return Successive(self._sum(self.signs, gradients), sums)
+            return SequentialWork(self._sum(self.signs, gradients), sums)
         self.part.mul_(self.beta).add_(gradients, alpha=1 - self.beta)
         if not self._warm:
             gradients.copy_(self.part)

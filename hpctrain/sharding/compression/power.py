@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hpctrain.comm.device import on_host
-from hpctrain.comm.work import Successive, Work
+from hpctrain.comm.work import SequentialWork, Work
 from hpctrain.deck.schema import Deck
 from hpctrain.model.initialize import fill_normal
 from hpctrain.parallel.shard import Shard
@@ -190,7 +190,7 @@ class PowerSgd:
 
     def start(self, gradients: Tensor, sums: Tensor) -> Work[Tensor]:
         """Start to sum the gradients of the bucket over the ranks of its group."""
-        return Successive(self._steps(gradients, sums), sums)
+        return SequentialWork(self._steps(gradients, sums), sums)
 
     def _steps(self, gradients: Tensor, sums: Tensor) -> Iterator[Work[Tensor]]:
         exact = [gradients[each.elements] for each in self._exact]

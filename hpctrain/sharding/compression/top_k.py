@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpctrain.comm.work import Successive, Work
+from hpctrain.comm.work import SequentialWork, Work
 from hpctrain.deck.schema import Deck
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.reducer import ExactSum, Summation
@@ -73,7 +73,7 @@ class TopK:
             gradients.copy_(given)
             return Work(sums)
         self.unsent.add_(given)
-        return Successive(self._sum(gradients), sums)
+        return SequentialWork(self._sum(gradients), sums)
 
     def after_step(self, updated: bool, factor: float) -> None:
         """End a step."""

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpctrain.comm.mailbox import Letter, Mailbox
+from hpctrain.comm.mailbox import Mailbox, MailboxHeader
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine
 from hpctrain.engine.roles import Roles
@@ -99,7 +99,7 @@ class Server:
             self.mailbox.send(HEAD, [Kind.DONE])
         self.mailbox.settle()
 
-    def _handle(self, kind: Kind, letter: Letter) -> None:
+    def _handle(self, kind: Kind, letter: MailboxHeader) -> None:
         worker = letter.sender - self.roles.servers
         if kind is Kind.ASK:
             self._turns.ask(worker, pushed=False)
@@ -162,7 +162,7 @@ class Server:
             self._send(letter.sender - self.roles.servers)
         self.mailbox.settle()
 
-    def _heed(self, letter: Letter) -> None:
+    def _heed(self, letter: MailboxHeader) -> None:
         """Take the rows that a pull names."""
         _, _, all_wanted, *counts = letter.numbers
         numbers = self.mailbox.receive(letter.sender, torch.empty(int(sum(counts)), dtype=ROW_NUMBERS))

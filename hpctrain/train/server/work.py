@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpctrain.comm.mailbox import Mailbox
-from hpctrain.comm.outcome import as_error
+from hpctrain.comm.outcome import to_hpctrain_error
 from hpctrain.data.batches import Batches, MicroBatch
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine
@@ -101,7 +101,7 @@ class Worker:
             try:
                 self._compute(state, share)
             except (HpctrainError, OSError) as error:
-                self.problem = as_error(error)
+                self.problem = to_hpctrain_error(error)
                 self.mailbox.send(HEAD, [Kind.FAILED])
         for server in range(1, self.roles.servers):
             self.mailbox.send(server, [Kind.PAUSED])

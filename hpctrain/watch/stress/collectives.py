@@ -9,7 +9,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from hpctrain.comm.device import wait
+from hpctrain.comm.device import synchronize
 from hpctrain.comm.group import Group
 from hpctrain.comm.mesh import choose_transport
 from hpctrain.comm.outcome import name_ranks
@@ -101,7 +101,7 @@ class Collectives:
         ring = [lambda: group.send(piece, after), lambda: group.recv(received, before)]
         for step in ring if rank % 2 == 0 else reversed(ring):  # so that nobody waits for one who waits
             step()
-        wait(self.world.device)
+        synchronize(self.world.device)
         self._check_piece("a message", ranks[before], ranks[rank], received, record)
 
     def _between(self, words: int, record: Record, moved: list[float]) -> None:
@@ -124,17 +124,17 @@ class Collectives:
             else:
                 group.recv(received, peer)
                 group.send(piece, peer)
-            wait(self.world.device)
+            synchronize(self.world.device)
             moved[0] += 2 * piece.nbytes
             moved[1] += perf_counter() - began
             self._check_piece("a message", peer, self.world.rank, received, record)
 
     def _timed(self, group: Group, moved: list[float], sent: float, run: Callable[[], Tensor]) -> Tensor:
         group.barrier()
-        wait(self.world.device)
+        synchronize(self.world.device)
         began = perf_counter()
         found = run()
-        wait(self.world.device)
+        synchronize(self.world.device)
         moved[0] += sent
         moved[1] += perf_counter() - began
         return found

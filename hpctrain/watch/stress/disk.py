@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpctrain.comm.outcome import reason
+from hpctrain.comm.outcome import error_reason
 from hpctrain.files import descriptor_of
 from hpctrain.units import format_bytes
 from hpctrain.watch.stress.difference import difference
@@ -143,7 +143,7 @@ class Disk:
         if error.errno in _FULL:
             record.notes.append((TEST, f"not tested: {self.folder} is full"))
             return
-        told = f"{self.place.name}: {self.folder} cannot be written or read back: {reason(error)}"
+        told = f"{self.place.name}: {self.folder} cannot be written or read back: {error_reason(error)}"
         record.add_wrong(TEST, told, self.place.hosts[self.place.rank])
 
 

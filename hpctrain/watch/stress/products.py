@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hpctrain.comm.device import identity_of, name_of, on_host
+from hpctrain.comm.device import gpu_identity, gpu_name, on_host
 from hpctrain.parallel.kernel_times import candidates
 from hpctrain.parallel.kernels import LIBRARY, MatmulKernel, Pass
 from hpctrain.watch.stress.difference import difference
@@ -175,7 +175,7 @@ class Products:
         """Go to a core; in words, what computes then."""
         device = self.place.device
         if not on_host(device):
-            return f"GPU {device.index} ({name_of(device)}, {identity_of(device)})"
+            return f"GPU {device.index} ({gpu_name(device)}, {gpu_identity(device)})"
         with suppress(OSError):  # taken from this process meanwhile
             if core >= 0:
                 os.sched_setaffinity(0, {core})

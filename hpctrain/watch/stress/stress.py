@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from hpctrain.comm.device import forget_peak, gpu_count, name_of, on_host
+from hpctrain.comm.device import gpu_count, gpu_name, on_host, reset_peak
 from hpctrain.comm.world import World
 from hpctrain.errors import EXIT_DIFFERENT, EXIT_INTERRUPTED
 from hpctrain.host.doctor import DoctorFinding
@@ -104,7 +104,7 @@ def stress(
     removed = remove_leftovers(wish.folder)
     everyone = world.everyone
     hosts = tuple(everyone.all_gather_object(socket.gethostname()))
-    devices = everyone.all_gather_object(name_of(world.device) or processor_name())
+    devices = everyone.all_gather_object(gpu_name(world.device) or processor_name())
     place = Place(world.rank, hosts, world.device, world.local_rank, world.local_size)
     rounds: list[list[dict[str, Any]]] = []
     world.hang.set_limit(HANG_SECONDS)
@@ -127,7 +127,7 @@ def stress(
                 passed += share / shares
                 deadline = began + wish.seconds * (number + passed) / count
                 test.run(record, Turn(deadline, lambda: interrupts.came), number)
-                forget_peak(world.device)
+                reset_peak(world.device)
                 stopped = _agreed(world, interrupts.came)
                 if stopped:
                     break

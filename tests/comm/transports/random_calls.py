@@ -12,7 +12,14 @@ from torch import Tensor
 
 from hpctrain.comm.calls import Call, Operation
 from hpctrain.comm.group import Group
-from hpctrain.comm.transports.transport import Pending, Span, Steps, Transport, drive, swapped
+from hpctrain.comm.transports.transport import (
+    ElementRange,
+    Steps,
+    Transport,
+    TransportWork,
+    pairwise_ranges,
+    run_steps,
+)
 from hpctrain.comm.work import Work
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
@@ -166,7 +173,7 @@ class Flip:
     call: int = -1
     delta: float = 0.0
 
-    def of(self, tensor: Tensor, span: Span) -> None:
+    def of(self, tensor: Tensor, span: ElementRange) -> None:
         """Change a random bit of a flat span."""
         draw = random.Random(self.seed)
         place = span[0] + draw.randrange(span[1])
@@ -185,9 +192,9 @@ class FlippingTransport(Transport):
         self.rank, self.size, self.sharers = inner.rank, inner.size, inner.sharers
         self.absolutes: list[float] = []
 
-    def run(self, call: Call) -> Pending | None:
+    def run(self, call: Call) -> TransportWork | None:
         """See Transport."""
-        return drive(self._steps(call, call.tensor, call.output), call.blocking)
+        return run_steps(self._steps(call, call.tensor, call.output), call.blocking)
 
     def adds_once(self, call: Call) -> bool:
         """See Transport."""
@@ -206,7 +213,7 @@ class FlippingTransport(Transport):
             assert output is not None
             self._do(call, index, output, self._arriving(call.over(tensor, output)))
 
-    def _do(self, call: Call, index: int, tensor: Tensor, spans: Sequence[Span]) -> None:
+    def _do(self, call: Call, index: int, tensor: Tensor, spans: Sequence[ElementRange]) -> None:
         self.flip.of(tensor.detach().view(-1), random.Random(self.flip.seed).choice(spans))
         self.flip.done, self.flip.call = call.operation, index
 
@@ -221,11 +228,11 @@ class FlippingTransport(Transport):
         flip.number -= 1
         return flip.number < 0
 
-    def _arriving(self, call: Call) -> list[Span]:
+    def _arriving(self, call: Call) -> list[ElementRange]:
         """Where something comes to from others."""
         if call.output is None or not call.output.numel():
             return []
         if call.reduced is not None or call.operation in {"recv", "broadcast"}:
             return [(0, call.output.numel())]
-        spans = swapped(call, self.size)[3]
+        spans = pairwise_ranges(call, self.size)[3]
         return [span for peer, span in enumerate(spans) if span[1] and peer != self.rank]

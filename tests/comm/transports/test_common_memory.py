@@ -19,7 +19,7 @@ from hpctrain.comm.group import Group
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.transports.node_memory import NodeMemory
 from hpctrain.comm.transports.shared import SharedTransport
-from hpctrain.comm.transports.transport import Pending
+from hpctrain.comm.transports.transport import TransportWork
 from hpctrain.comm.world import World
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -120,7 +120,7 @@ def test_what_ranks_write_others_read_after_they_gather(
     sent, mpi = list[str](), group.host.mpi
     run = mpi.run
 
-    def noted(call: Call) -> Pending | None:
+    def noted(call: Call) -> TransportWork | None:
         sent.append(call.operation)
         return run(call)
 

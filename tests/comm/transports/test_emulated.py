@@ -8,7 +8,7 @@ import torch
 from hpctrain.comm.group import Group
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.mesh import Mesh
-from hpctrain.comm.transports.emulated import EmulatedLink, SlowTransport
+from hpctrain.comm.transports.emulated import EmulatedLink, EmulatedTransport
 from hpctrain.comm.transports.hierarchical import HierarchicalTransport
 from hpctrain.comm.transports.mpi import MpiTransport
 from hpctrain.comm.transports.reduction import ReductionScratch
@@ -37,7 +37,7 @@ class Clock:
 def slow_group(world: World, clock: Clock) -> Group:
     """All ranks, over a link of the clock's time."""
     inner = MpiTransport(world.communicator.Dup(), ReductionScratch())
-    slow = SlowTransport(inner, world.communicator.Dup(), EmulatedLink(LINK, clock, clock.sleep))
+    slow = EmulatedTransport(inner, world.communicator.Dup(), EmulatedLink(LINK, clock, clock.sleep))
     ranks = tuple(range(world.size))
     return Group(("world",), ranks, world.communicator, slow, slow, torch.device("cpu"), Ledger(), set())
 
@@ -110,8 +110,8 @@ def test_no_bit_of_a_run_changes(world: World, layout: str) -> None:
     plain = trainer(world, deck)
     own = World(world.communicator.Dup())
     slow = trainer(own, deck.with_keys(communication={"emulate": "1 Gbit/s, 10 us"}))
-    assert isinstance(slow.engine.mesh.group("data", "context").host, SlowTransport)
-    assert isinstance(own.everyone.host, SlowTransport)
+    assert isinstance(slow.engine.mesh.group("data", "context").host, EmulatedTransport)
+    assert isinstance(own.everyone.host, EmulatedTransport)
     assert [step.figures for step in slow.train(2)] == [step.figures for step in plain.train(2)]
     values = plain.parameters()
     assert all(torch.equal(each, values[name]) for name, each in slow.parameters().items())
@@ -133,7 +133,7 @@ def test_of_emulated_nodes_each_has_a_link(world: World) -> None:
     groups = {"inside": made.group("tensor"), "across": made.group("data"), "all": everyone}
     took = {}
     for name, group in groups.items():
-        assert isinstance(group.host, SlowTransport)
+        assert isinstance(group.host, EmulatedTransport)
         group.host.link = EmulatedLink(LINK, clock, clock.sleep)
         if isinstance(group.host.inner, HierarchicalTransport):
             group.host.inner.least = 1

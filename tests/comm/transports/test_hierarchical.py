@@ -17,10 +17,10 @@ import torch
 from hpctrain.comm.calls import Call
 from hpctrain.comm.group import Group
 from hpctrain.comm.mesh import Mesh
-from hpctrain.comm.topology import Topology, neighbours
+from hpctrain.comm.topology import Topology, ranks_per_node_of
 from hpctrain.comm.transports.hierarchical import PIECE_BYTES, HierarchicalTransport
 from hpctrain.comm.transports.mpi import MpiTransport
-from hpctrain.comm.transports.node_memory import Place
+from hpctrain.comm.transports.node_memory import MemoryLocation
 from hpctrain.comm.transports.reduction import ReductionScratch
 from hpctrain.comm.transports.shared import SharedTransport
 from hpctrain.comm.transports.traffic import traffic_of
@@ -201,7 +201,7 @@ def test_what_a_node_has_once_is_gathered_into_it_once(
     ways, memory = transport.ways, transport.ways.memory
     made = memory.empty((group.size, 1000), torch.float32) if ways.place == 0 else None
     places = group.all_gather_object(None if made is None else memory.find(made))
-    place = Place(*places[ways.node * ways.local])
+    place = MemoryLocation(*places[ways.node * ways.local])
     common = memory.at(place, 1000 * group.size, torch.float32).view(group.size, 1000)
     common[group.rank] = float(group.rank + 1)
     copied: list[torch.Tensor] = []
@@ -253,4 +253,4 @@ def test_nodes_are_cut_into_blocks() -> None:
     ],
 )
 def test_neighbours_lie_side_by_side(nodes: list[int], expected: int) -> None:
-    assert neighbours(nodes) == expected
+    assert ranks_per_node_of(nodes) == expected

@@ -19,7 +19,7 @@ from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.transports import nccl
 from hpctrain.comm.transports.nccl import NcclTransport
 from hpctrain.comm.transports.reduction import ReductionScratch
-from hpctrain.comm.transports.transport import Chain
+from hpctrain.comm.transports.transport import SteppedWork
 from hpctrain.comm.world import World
 
 pytestmark = pytest.mark.mpi
@@ -78,10 +78,10 @@ class Communicator:
 class Stream:
     """What stands for a SideStream: what is started there is waited for."""
 
-    def start(self, action: Callable[[], object], _: Sequence[Tensor | None]) -> Chain:
+    def start(self, action: Callable[[], object], _: Sequence[Tensor | None]) -> SteppedWork:
         action()
         started, pending[:] = list(pending), []
-        return Chain(iter(started))
+        return SteppedWork(iter(started))
 
     def precede(self) -> None:
         """Nothing is left."""
@@ -120,7 +120,7 @@ def group(world: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
 
     monkeypatch.setattr(transport, "_join", join)
     transport._communicator = join(range(whole.size), uuid4())
-    monkeypatch.setattr(nccl, "present_stream", lambda: 0)
+    monkeypatch.setattr(nccl, "current_stream", lambda: 0)
     monkeypatch.setattr(nccl, "SideStream", Stream)
     transport._side = Stream()  # type: ignore[assignment]
     whole._transport = lambda _: transport  # type: ignore[method-assign]

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from hpctrain.comm.group import Group
 from hpctrain.comm.mesh import Mesh, choose_transport
-from hpctrain.comm.transports.node_memory import NodeMemory, Place
+from hpctrain.comm.transports.node_memory import MemoryLocation, NodeMemory
 from hpctrain.comm.transports.progress_counters import SLOTS
 from hpctrain.comm.transports.shared import SharedTransport
-from hpctrain.comm.transports.small_messages import inline_bytes
+from hpctrain.comm.transports.small_messages import small_operation_bytes
 from hpctrain.comm.work import Work
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
@@ -150,7 +150,7 @@ def test_random_sequences_are_those_of_messages(groups: tuple[Group, Group]) -> 
     for seed in range(SEQUENCES.get(groups[0].size, 30)):
         draw = random.Random(seed)
         shared.round_bytes = draw.choice((1000, 30000, 1 << 22))
-        shared.inline_bytes = draw.choice((0, inline_bytes(shared.size)))
+        shared.inline_bytes = draw.choice((0, small_operation_bytes(shared.size)))
         Random(seed, groups).run()
 
 
@@ -175,7 +175,7 @@ def test_what_is_one_memory_is_not_moved(
     rows = 1 << 20  # not inline
     made = memory.empty((group.size, rows), torch.float32) if group.rank == 0 else None
     place = group.broadcast_object(None if made is None else memory.find(made))
-    common = memory.at(Place(*place), rows * group.size, torch.float32).view(group.size, rows)
+    common = memory.at(MemoryLocation(*place), rows * group.size, torch.float32).view(group.size, rows)
     common[group.rank] = float(group.rank + 1)
     copied: list[Tensor] = []
     monkeypatch.setattr(Tensor, "copy_", lambda self, other: copied.append(other))
@@ -195,7 +195,7 @@ def test_who_waits_helps_its_messages_along(
     assert isinstance(group.host, SharedTransport)
     group.host.least_inline = 0
     own = memory.take(8) if world.rank == 0 else None
-    word, progress = memory.words(Place(0, world.everyone.broadcast_object(own)), 1), memory.progress
+    word, progress = memory.words(MemoryLocation(0, world.everyone.broadcast_object(own)), 1), memory.progress
 
     def helps() -> None:
         word[0] = 1
@@ -254,7 +254,7 @@ def test_memory_is_given_back_and_used_again(world: World) -> None:
     assert first is not None and second is not None
     places = memory.find(first), memory.find(second)
     assert places[0] is not None and places[1] is not None and places[0] != places[1]
-    assert memory.find(second[1:]) == Place(world.rank, places[1].offset + 5000 * 4)
+    assert memory.find(second[1:]) == MemoryLocation(world.rank, places[1].offset + 5000 * 4)
     assert memory.find(torch.empty(5000)) is None
     first.fill_(3.0)
     view = first[2]
@@ -282,7 +282,7 @@ def test_memory_of_others_does_not_count_as_held(groups: tuple[Group, Group]) ->
         before = memory.foreign_bytes()
         group.barrier()
     places = group.all_gather_object(memory.find(own))
-    other = memory.at(Place(*places[1 - min(1, group.rank)]), size, torch.uint8)
+    other = memory.at(MemoryLocation(*places[1 - min(1, group.rank)]), size, torch.uint8)
     assert int(other.max()) == 1
     assert size <= memory.foreign_bytes() - before < size + (1 << 20)
     group.barrier()
@@ -349,7 +349,7 @@ def test_small_operations_wait_for_late_ranks(groups: tuple[Group, Group]) -> No
     """A rank comes late to one, and early to the next ones: it finds each one's own numbers."""
     group = groups[0]
     assert isinstance(group.host, SharedTransport)
-    group.host.inline_bytes = inline_bytes(group.size)
+    group.host.inline_bytes = small_operation_bytes(group.size)
     for number in range(3 * group.size):
         if number % group.size == group.rank:
             time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""What calls move over a link, against the messages that `swapped` makes of them and closed forms."""
+"""What calls move over a link, against the messages that `pairwise_ranges` makes of them and closed forms."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 from hpctrain.comm.calls import Call
 from hpctrain.comm.transports.traffic import Traffic, traffic_of
-from hpctrain.comm.transports.transport import swapped
+from hpctrain.comm.transports.transport import pairwise_ranges
 from hpctrain.units import Link
 
 SIZE = 4
@@ -43,7 +43,7 @@ def test_pieces_pass_as_messages_of_each_pair_of_ranks(
 ) -> None:
     traffic = {rank: traffic_of(pieces(operation, rank, counts), rank, SIZE, nodes) for rank in range(SIZE)}
     for rank, found in traffic.items():
-        _, sends, _, receives = swapped(pieces(operation, rank, counts), SIZE)
+        _, sends, _, receives = pairwise_ranges(pieces(operation, rank, counts), SIZE)
         out, into = (
             4 * sum(count for peer, (_, count) in enumerate(spans) if nodes[peer] != nodes[rank])
             for spans in (sends, receives)

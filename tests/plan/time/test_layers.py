@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.comm.device import device_named
+from hpctrain.comm.device import device_kind
 from hpctrain.comm.planned import PlannedMesh
 from hpctrain.engine.place import placed_by_flops
 from hpctrain.engine.sizes import axis_sizes
@@ -52,7 +52,7 @@ def test_what_lies_on_a_disk_goes_and_comes_back(ranks: int, keys: tuple[str, ..
     deck = small_deck(*keys)
     shape, sizes = ModelShape.of(deck, VOCABULARY), axis_sizes(deck, ranks)
     placement, mesh = placed_by_flops(deck, shape, sizes["data"]), PlannedMesh(sizes, 0, 8)
-    schedule, device = placement.schedule_of(1), device_named(deck.run.device)
+    schedule, device = placement.schedule_of(1), device_kind(deck.run.device)
     stage = plan_stage(deck, shape, mesh, schedule, placement.split, 0, device)
     (part,) = part_bytes(deck, stage.models, True, deck.memory.recompute)
     moving = total(part.segments()[0]) / BANDWIDTH
