@@ -31,11 +31,11 @@ from hpctrain.comm.verb import run_verb_of_script
 from hpctrain.comm.watchdog import Watchdog
 from hpctrain.comm.world import World
 from hpctrain.deck.code import CodeTrust, Overrides
-from hpctrain.deck.find import is_of_a_run
-from hpctrain.deck.plain import plain, toml_of
+from hpctrain.deck.python_tables import tables_to_toml, toml_compatible
 from hpctrain.deck.read import deck_text, parse_deck, read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import ApiArgument, toml_value
+from hpctrain.deck.user_code import is_loaded_file
 from hpctrain.errors import EXIT_DIFFERENT, EXIT_DONE, HpctrainError, failing_as
 from hpctrain.files import check_output, write_text
 from hpctrain.generate.loaded import Model, load
@@ -141,7 +141,7 @@ def make_deck(
     changes = _changes(given)
     _require_ranks(ranks)
     if isinstance(base, Mapping):
-        deck = parse_deck(toml_of(base), changes, "the deck", ranks, settled_keys)
+        deck = parse_deck(tables_to_toml(base), changes, "the deck", ranks, settled_keys)
     else:
         deck = read_deck(path_of(base, "base"), changes, ranks, settled_keys)
     if file is not None:
@@ -191,7 +191,7 @@ def check(deck: str | Path | Deck, *, world: World | None = None, **given: Unpac
 
 def _within(world: World | None, verb: Callable[[World], int], *expected: int) -> int:
     """Do a verb on a world, or between its start and its end; the exit code, one of those `expected` or 0."""
-    if is_of_a_run(str(sys._getframe(2).f_globals.get("__name__"))):
+    if is_loaded_file(str(sys._getframe(2).f_globals.get("__name__"))):
         raise HpctrainError(
             "a run begins where another one loads this file for its functions: what begins it is to be under "
             '`if __name__ == "__main__":`'
@@ -234,7 +234,7 @@ def _changes(given: Given) -> list[str]:
         )
     named = {name: value for name, value in given.items() if name in _KEYS}
     keys = {_KEYS[name]: (name, _written(name, value)) for name, value in named.items()}
-    keys |= {key: ("changes", plain(f"changes: {key}", value)) for key, value in changes.items()}
+    keys |= {key: ("changes", toml_compatible(f"changes: {key}", value)) for key, value in changes.items()}
     return [
         ApiArgument.of(name, f"{key}={'' if value is None else toml_value(value)}")
         for key, (name, value) in keys.items()
@@ -246,7 +246,7 @@ def _written(name: str, value: object) -> object:
     is none.
     """
     if name not in _FUNCTIONS or value is None or isinstance(value, str):
-        return plain(name, value)
+        return toml_compatible(name, value)
     qualified = getattr(value, "__qualname__", None)
     if qualified is None or not callable(value):
         raise HpctrainError(

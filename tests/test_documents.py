@@ -15,7 +15,7 @@ import pytest
 
 from hpctrain.api import Given
 from hpctrain.cli.main import command as hpctrain_command
-from hpctrain.deck.plain import toml_of
+from hpctrain.deck.python_tables import tables_to_toml
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.resume_rules import RESUME_RULES
 from hpctrain.deck.toml import parse_toml
@@ -60,7 +60,7 @@ def test_decks_are_valid(body: str) -> None:
         tables |= {"objective": {"kind": "ppo"}, "policy": {"reward": ["judge.h5"]}}
     for section, table in example.items():
         tables[section] = {**tables.get(section, {}), **table} if isinstance(table, dict) else table
-    parse_deck(toml_of(tables))
+    parse_deck(tables_to_toml(tables))
 
 
 def commands(path: Path) -> Iterator[list[str]]:

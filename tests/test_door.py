@@ -1,6 +1,6 @@
 """`import hpctrain`: its names, a run that a script makes, and the scripts of inputs/ that look at it.
 
-Tests of deck/plain.py beside tests/deck/test_plain.py.
+Tests of deck/python_tables.py beside tests/deck/test_python_tables.py.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from typing_extensions import override
 from hpctrain.bench.timing import write_json
 from hpctrain.checkpoint.exchange.source import settled_keys
 from hpctrain.comm.world import World
-from hpctrain.deck.figures import TRAINING, Figure, figure_of
+from hpctrain.deck.metric_names import TRAINING_LOSS, MetricName, parse_metric_name
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.corpus import Corpus, open_corpus, settle_vocabulary
@@ -57,7 +57,7 @@ class RateWish:
     last: float = 1.0
     steps: int = 100
     window: int | None = None
-    figure: str = TRAINING
+    figure: str = TRAINING_LOSS
 
     @property
     def averaged(self) -> int:
@@ -129,7 +129,7 @@ def bench_rate(
         if deck.communication.server != "none":
             sentence = 'has steps of each worker, and no common rate to be tried ("none" would do here)'
             raise HpctrainError(deck.problem("communication.server", sentence))
-        wanted = figure_of(deck, wish.figure)
+        wanted = parse_metric_name(deck, wish.figure)
     deck, _ = choose_layout(world, deck)
     torch.set_num_threads(deck.run.threads)
     world.use_device(deck.run.device)
@@ -163,7 +163,9 @@ def bench_rate(
                 draw_rates(picture, deck.run.title, losses, figures.suggestion, wanted.words)
 
 
-def _judge(deck: Deck, trainer: Trainer, corpus: Corpus, wanted: Figure, name: str) -> Callable[[], float]:
+def _judge(
+    deck: Deck, trainer: Trainer, corpus: Corpus, wanted: MetricName, name: str
+) -> Callable[[], float]:
     """What evaluates the figure. Collective, as are its calls; HpctrainError where there is none."""
     world = trainer.engine.world
     [held_out] = [each for each in open_held_out(deck, world, corpus) if each.name == wanted.of]
@@ -252,7 +254,7 @@ def told(figures: RateFigures, wish: RateWish, deck: Deck) -> list[str]:
     points = figures.points
     shown = np.unique(np.linspace(0, len(points) - 1, min(_ROWS, len(points))).astype(int)).tolist()
     least = min(points, key=lambda point: (not isfinite(point.smoothed), point.smoothed))
-    figure = figure_of(deck, wish.figure).words
+    figure = parse_metric_name(deck, wish.figure).words
     rows = [["step", "rate", figure, "smoothed", ""]]
     marks = {figures.suggestion: "steepest", least.rate: "least"}
     shown = sorted({*shown, *(number for number, point in enumerate(points) if point.rate in marks)})

@@ -15,7 +15,7 @@ from hpctrain.data.items import FieldForm, Fields, Forms, batch_tensors, stack
 from hpctrain.data.items import item_tensors as tensors_of
 from hpctrain.data.seeded import as_before, seed_by
 from hpctrain.deck.code import NamedCode
-from hpctrain.deck.find import call_with, find_function, users_code
+from hpctrain.deck.user_code import call_function, import_function, run_user_code
 from hpctrain.errors import HpctrainError
 from hpctrain.words import article
 
@@ -74,19 +74,19 @@ class UsersDataset:
         arguments = json.loads(name.arguments)
         with as_before():
             seed_by(name.seed)
-            made = call_with(find_function(name.code), arguments, self.title, "data.arguments")
+            made = call_function(import_function(name.code), arguments, self.title, "data.arguments")
         for method, what in (("__len__", "length"), ("__getitem__", "items by number")):
             if not hasattr(type(made), method):
                 kind = article(type(made).__name__)
                 raise HpctrainError(f"{self.title} gives {kind}, which has no {what} ({method})")
         self._items = made
-        with users_code(f"{self.title}: its length fails"):
+        with run_user_code(f"{self.title}: its length fails"):
             self.count = len(made)
         if self.count < 1:
             raise HpctrainError(f"{self.title} gives a dataset that is empty")
         self._collate = None
         if name.collate is not None:
-            self._collate = find_function(name.collate)
+            self._collate = import_function(name.collate)
 
     @cached_property
     def first(self) -> Forms:
@@ -112,7 +112,7 @@ class UsersDataset:
             seed_by(self.name.seed, 1, epochs[0], indices[0])
             assert self.name.collate is not None
             short = self.name.collate.title
-            with users_code(f"data.collate: {short} fails with items {_listed(indices)}"):
+            with run_user_code(f"data.collate: {short} fails with items {_listed(indices)}"):
                 batch = self._collate(items)
             return batch_tensors(batch, len(items), short)
 
@@ -127,7 +127,7 @@ class UsersDataset:
         with as_before():
             for index in some:
                 seed_by(0, index)
-                with users_code(f"{self.title}: item {index} fails"):
+                with run_user_code(f"{self.title}: item {index} fails"):
                     item = self._items[index]
                 total = _checksum(item, total)
         return {
@@ -139,7 +139,7 @@ class UsersDataset:
 
     def _item(self, index: int, epoch: int) -> Any:
         seed_by(self.name.seed, 0, epoch, index)
-        with users_code(f"{self.title}: item {index} fails"):
+        with run_user_code(f"{self.title}: item {index} fails"):
             return self._items[index]
 
 

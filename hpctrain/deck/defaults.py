@@ -11,12 +11,12 @@ from hpctrain.deck.activations import ACTIVATIONS, DEFAULT_ACTIVATIONS
 from hpctrain.deck.data_mixture import fill_mixture
 from hpctrain.deck.dataset import fill_dataset
 from hpctrain.deck.decays import ENDLESS, WITH_COOLDOWN
-from hpctrain.deck.module import fill_module
 from hpctrain.deck.objective import OF_SCORES
 from hpctrain.deck.policy import fill_policy, fill_rewards
 from hpctrain.deck.presets import MIXTURE_KEYS, PRESETS, Preset
 from hpctrain.deck.run_length import Begun, fill_steps
 from hpctrain.deck.schedules import TWO_CHUNKS
+from hpctrain.deck.user_module import fill_module
 
 Tables = dict[str, dict[str, Any]]
 

@@ -21,16 +21,16 @@ from hpctrain.deck.code import CodeEntry, CodeTrust, Overrides, code_entries
 from hpctrain.deck.defaults import Tables, fill, find_preset, is_default
 from hpctrain.deck.gather import Written
 from hpctrain.deck.key import extra
-from hpctrain.deck.module import config_arguments, shown
 from hpctrain.deck.objective import POLICIES
 from hpctrain.deck.policy import steps_of_rollout
 from hpctrain.deck.problem import Problem
 from hpctrain.deck.rows import located, wrong_rows
 from hpctrain.deck.run_length import LENGTHS, Begun, are_epochs, steps_of_epochs
 from hpctrain.deck.schema import Deck, fields, sections
-from hpctrain.deck.searched import leaves_open
+from hpctrain.deck.search_keys import is_left_to_search
 from hpctrain.deck.sources import Place, Sources, clipped, toml_value
 from hpctrain.deck.toml import encodes
+from hpctrain.deck.user_module import config_arguments, shown
 from hpctrain.deck.words import given, plain_type, unknown_key, unknown_section, wanted
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.files import is_unfit
@@ -288,7 +288,7 @@ class _Validation:
                 forgiven = problem.for_writers and self._stored(keys)
                 forgiven = forgiven or (problem.idle and self._stored({problem.key}))
                 if self.searched or deck.layout.auto:
-                    forgiven = forgiven or leaves_open(self.places, keys)
+                    forgiven = forgiven or is_left_to_search(self.places, keys)
                 if not bad & keys and not forgiven:
                     self.written.add(*located(deck, problem))
         return deck

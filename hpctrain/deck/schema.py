@@ -17,7 +17,6 @@ from hpctrain.deck.adapters import Adapters
 from hpctrain.deck.code import CodeEntry, NamedCode, UntrustedCodeError, code_entries, refusal
 from hpctrain.deck.communication import Communication
 from hpctrain.deck.evaluation import EvaluationSection
-from hpctrain.deck.found import Found
 from hpctrain.deck.key import Bytes, Duration, PathText, Section, Whole, key, name_of
 from hpctrain.deck.learning_rate import LearningRateSection
 from hpctrain.deck.objective import POLICIES, ObjectiveSection
@@ -26,6 +25,7 @@ from hpctrain.deck.policy import PolicySection
 from hpctrain.deck.precision import PrecisionSection
 from hpctrain.deck.presets import PresetName
 from hpctrain.deck.report import ReportSection
+from hpctrain.deck.runtime_choices import RuntimeChoices
 from hpctrain.deck.sources import Sources
 
 if TYPE_CHECKING:
@@ -649,7 +649,7 @@ class Deck(Section):
     report: ReportSection
 
     _sources: Sources = PrivateAttr(default_factory=Sources)
-    _found: Found = PrivateAttr(default_factory=Found)
+    _runtime_choices: RuntimeChoices = PrivateAttr(default_factory=RuntimeChoices)
 
     def model_post_init(self, context: Any) -> None:
         """Take the `Sources` that were given as the context of the validation."""
@@ -662,9 +662,9 @@ class Deck(Section):
         return self._sources
 
     @property
-    def found(self) -> Found:
-        """What was found for it, which goes with it."""
-        return self._found
+    def runtime_choices(self) -> RuntimeChoices:
+        """Choices that depend on measurements; changed copies of the deck keep them."""
+        return self._runtime_choices
 
     @property
     def untrusted_code(self) -> frozenset[CodeEntry]:
@@ -693,10 +693,10 @@ class Deck(Section):
         sections = {name: vars(getattr(self, name)) for name in names}
         return code_entries(sections, self.sources.name) - trusted
 
-    def with_found(self, found: Found) -> Deck:
-        """The deck with what was found for it."""
+    def with_runtime_choices(self, choices: RuntimeChoices) -> Deck:
+        """Return the deck with other choices that depend on measurements."""
         changed = self.model_copy()
-        changed._found = found
+        changed._runtime_choices = choices
         return changed
 
     def value(self, name: str) -> object:

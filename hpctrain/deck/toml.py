@@ -6,8 +6,8 @@ import re
 import sys
 from typing import Any
 
-from hpctrain.deck.locate import LONGEST_TEXT, BoundError, Path, first_repeated, key_lines
 from hpctrain.deck.sources import clipped
+from hpctrain.deck.toml_lines import LONGEST_TEXT, BoundError, Path, first_repeated, key_lines
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -59,7 +59,7 @@ def companion_deck(
         own = changed_deck(alone, changes, ranks)
     except HpctrainError as error:
         raise type(error)([f"{key}: {_WHERE.sub('', each)}" for each in error.problems]) from None
-    return own.with_found(replace(deck.found, split=None))
+    return own.with_runtime_choices(replace(deck.runtime_choices, split=None))
 
 
 def critic_deck(deck: Deck, ranks: int | None) -> Deck | None:

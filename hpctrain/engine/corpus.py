@@ -75,7 +75,9 @@ def settle_vocabulary(deck: Deck, corpus: Corpus) -> Deck:
     are conversations. How many tokens that has is found, then.
     """
     if corpus.file is not None:
-        deck = deck.with_found(replace(deck.found, tokens=corpus.file.vocabulary))
+        deck = deck.with_runtime_choices(
+            replace(deck.runtime_choices, tokenizer_tokens=corpus.file.vocabulary)
+        )
     if corpus.trained is not None and masks_documents(deck, corpus.trained.tokens):
         deck = deck.with_keys(data={"document_mask": True})
     if deck.model.vocabulary is not None:

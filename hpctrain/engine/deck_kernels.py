@@ -14,7 +14,7 @@ import torch
 
 from hpctrain.comm.device import on_host
 from hpctrain.deck.check import check_deck
-from hpctrain.deck.found import Found
+from hpctrain.deck.runtime_choices import RuntimeChoices
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.functions import functions_before
 from hpctrain.engine.sizes import micro_batches
@@ -59,7 +59,9 @@ def kernels_of(deck: Deck, device: torch.device, data: int) -> KernelTable:
     keeps = deck.layout.zero < 3 and micro_batches(deck, data) > 1
     if not are_measured(deck, device):
         return KernelTable(other, keeps)
-    return KernelTable(other, keeps, _chosen(deck, storage), deck.found.products, deck.found.why)
+    return KernelTable(
+        other, keeps, _chosen(deck, storage), deck.runtime_choices.kernels, deck.runtime_choices.kernels_note
+    )
 
 
 def _chosen(deck: Deck, storage: torch.dtype) -> dict[Matrix, MatmulKernel]:
@@ -68,7 +70,7 @@ def _chosen(deck: Deck, storage: torch.dtype) -> dict[Matrix, MatmulKernel]:
     """
     tokens = tokens_of(deck)
     nearest: dict[Matrix, tuple[int, MatmulKernel]] = {}
-    for name, how in deck.found.products.items():
+    for name, how in deck.runtime_choices.kernels.items():
         read, kernel = _read(name, deck), KERNELS[how]
         if read is None or not kernel.multiplies(storage):
             continue
@@ -142,8 +144,8 @@ def as_before(deck: Deck, before: Deck, state: Mapping[str, Any], path: Path) ->
     """
     is_same = deck.layout == before.layout and deck.model.layers == before.model.layers
     split = _stored_split(deck, state, path) if is_same else None
-    found = Found(split, known_kernels(state.get("products")))
-    deck = functions_before(deck.with_found(found), before, state.get("compiled"))
+    found = RuntimeChoices(split, known_kernels(state.get("products")))
+    deck = functions_before(deck.with_runtime_choices(found), before, state.get("compiled"))
     if "products" in state or "machine.products" in deck.sources.places:
         return deck
     return deck.with_keys(machine={"products": "library"})

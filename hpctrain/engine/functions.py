@@ -42,7 +42,7 @@ def with_functions(deck: Deck, world: World) -> Deck:
     Torch does on all ranks where one of them cannot have others, or where it did in a run that is gone on
     with. HpctrainError on all ranks where they compute on GPUs.
     """
-    if not deck.machine.compile or deck.found.functions is not None:
+    if not deck.machine.compile or deck.runtime_choices.functions is not None:
         return deck
     everyone = world.everyone
     if not all(everyone.all_gather_object(on_host(world.device))):
@@ -60,29 +60,29 @@ def with_functions(deck: Deck, world: World) -> Deck:
         with suppress(OSError, AttributeError):
             record = " ".join(sorted({f"{crc32(each):08x}" for each in of_nodes.values()}))[:_LONGEST_RECORD]
             why_so = f"compiled in {perf_counter() - began:.1f} s"
-            if deck.found.compiled not in {None, record}:
-                before = _OTHERWISE if deck.found.compiled else "torch's"
+            if deck.runtime_choices.compiled_record not in {None, record}:
+                before = _OTHERWISE if deck.runtime_choices.compiled_record else "torch's"
                 why_so += f"; {_GOES_ON} {before}: {_OTHER_BITS}"
             functions = CompiledFunctions(open_library(library), why_so, record)
             why = "" if agrees(functions) else "what was compiled computes something else"
     whys = [each for each in everyone.all_gather_object(why) if each]
     if whys or not functions.compiled:
         why = whys[0] if whys else "no library was made"
-        left = f"; {_GOES_ON} compiled: {_OTHER_BITS}" if deck.found.compiled else ""
+        left = f"; {_GOES_ON} compiled: {_OTHER_BITS}" if deck.runtime_choices.compiled_record else ""
         functions = LayerFunctions(f"{why}{left}")
-    return deck.with_found(replace(deck.found, functions=functions))
+    return deck.with_runtime_choices(replace(deck.runtime_choices, functions=functions))
 
 
 def planned_functions(deck: Deck) -> Deck:
     """The deck for a plan: what its run is to compile is so, but for the library."""
-    if not deck.machine.compile or deck.found.functions is not None:
+    if not deck.machine.compile or deck.runtime_choices.functions is not None:
         return deck
-    return deck.with_found(replace(deck.found, functions=CompiledFunctions()))
+    return deck.with_runtime_choices(replace(deck.runtime_choices, functions=CompiledFunctions()))
 
 
 def functions_of(deck: Deck, device: torch.device) -> LayerFunctions:
     """Those of a deck's blocks: torch's where none were compiled for it, as where text is generated."""
-    found = deck.found.functions
+    found = deck.runtime_choices.functions
     return found if isinstance(found, LayerFunctions) and deck.machine.compile and on_host(device) else TORCH
 
 
@@ -97,11 +97,12 @@ def functions_before(deck: Deck, before: Deck, stored: object) -> Deck:
     """The deck of a run that goes on, with what a checkpoint of a run by the deck `before` tells of its
     functions: torch's stay where that could not have others, unless the wish is made again.
     """
-    found, place = replace(deck.found, compiled=record_of(stored)), deck.sources.place("machine.compile")
-    if before.machine.compile and not found.compiled and place.override is None:
+    found = replace(deck.runtime_choices, compiled_record=record_of(stored))
+    place = deck.sources.place("machine.compile")
+    if before.machine.compile and not found.compiled_record and place.override is None:
         why = "the run that this goes on with had none compiled (--set machine.compile=true compiles them)"
         found = replace(found, functions=LayerFunctions(why))
-    return deck.with_found(found)
+    return deck.with_runtime_choices(found)
 
 
 def introduce_functions(deck: Deck, functions: LayerFunctions) -> list[str]:
@@ -110,7 +111,7 @@ def introduce_functions(deck: Deck, functions: LayerFunctions) -> list[str]:
         left = (
             f"functions of blocks are torch's (machine.compile = false); {_GOES_ON} compiled: {_OTHER_BITS}"
         )
-        return [left] if deck.found.compiled else []
+        return [left] if deck.runtime_choices.compiled_record else []
     if functions.compiled:
         return [f"functions of blocks are compiled for this processor ({functions.why})"]
     return [f"machine.compile = true, but functions of blocks are torch's: {functions.why}"]

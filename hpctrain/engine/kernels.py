@@ -73,9 +73,9 @@ def choose_kernels(deck: Deck, world: World, mesh: Mesh) -> Deck:
     asked = len(common) > 1 and are_measured(deck, world.device)
     wanted = {name_of(each, deck): each for each in products_of(deck, mesh, world.device)} if asked else {}
     if not wanted:
-        return deck.with_found(replace(deck.found, products={}))
+        return deck.with_runtime_choices(replace(deck.runtime_choices, kernels={}))
     identity = "; ".join(sorted(set(world.everyone.all_gather_object(processor_identity()))))
-    sources = {"taken over": known_kernels(deck.found.products)}
+    sources = {"taken over": known_kernels(deck.runtime_choices.kernels)}
     if world.rank == 0:
         sources[f"as kept in {cache_file()}"] = read_cache().get(identity, {})
     sources = world.everyone.broadcast_object(sources)
@@ -95,7 +95,9 @@ def choose_kernels(deck: Deck, world: World, mesh: Mesh) -> Deck:
         if world.rank == 0:
             write_cache(identity, {name: found[name] for name in missing})
     products = {name: found[name] for name in wanted}
-    return deck.with_found(replace(deck.found, products=products, why=" and ".join(why)))
+    return deck.with_runtime_choices(
+        replace(deck.runtime_choices, kernels=products, kernels_note=" and ".join(why))
+    )
 
 
 def with_kept_kernels(deck: Deck, ranks: int) -> Deck:
@@ -115,7 +117,9 @@ def with_kept_kernels(deck: Deck, ranks: int) -> Deck:
     missing = wanted - {matrix_of(name, deck) for name in kept}
     why = [f"as kept in {cache_file()}"] if kept else []
     why += ["planned as the library's until a run has measured them"] if missing else []
-    return deck.with_found(replace(deck.found, products=kept, why="; others ".join(why)))
+    return deck.with_runtime_choices(
+        replace(deck.runtime_choices, kernels=kept, kernels_note="; others ".join(why))
+    )
 
 
 def products_of(deck: Deck, mesh: Axes, device: torch.device) -> list[MatmulPass]:

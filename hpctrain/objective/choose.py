@@ -54,7 +54,7 @@ def _policy(deck: Deck) -> Objective:
 
 def drawing_of(deck: Deck) -> Drawing:
     """By which chances a policy draws, whose reference tells chances of the same."""
-    return Drawing(deck.found.tokens, deck.policy.temperature)
+    return Drawing(deck.runtime_choices.tokenizer_tokens, deck.policy.temperature)
 
 
 def _of_answers(deck: Deck) -> Objective:

@@ -15,7 +15,7 @@ from typing_extensions import override
 from hpctrain.data.batches import MicroBatch
 from hpctrain.data.items import FieldForm
 from hpctrain.deck.code import NamedCode
-from hpctrain.deck.find import find_function, users_code
+from hpctrain.deck.user_code import import_function, run_user_code
 from hpctrain.errors import HpctrainError
 from hpctrain.model.foreign.arguments import logits_of
 from hpctrain.model.foreign.split import SplitHead, SplitOutputs
@@ -142,7 +142,7 @@ class UsersLoss:
         weight = 0.0 if self.of_samples and not inputs.present else 1.0
 
         def losses(outputs: Any) -> Losses:
-            with users_code("model.loss fails"):
+            with run_user_code("model.loss fails"):
                 made = self.function(outputs, batch)
             total, count = _sum_and_count(made)
             loss, counted = total.float() * weight, count * weight
@@ -152,8 +152,8 @@ class UsersLoss:
 
 
 def users_loss(code: NamedCode, of_samples: bool = False) -> UsersLoss:
-    """Return the objective that calls the function of a deck; errors as in `find_function`."""
-    return UsersLoss(find_function(code), of_samples)
+    """Return the objective that calls the function of a deck; errors as in `import_function`."""
+    return UsersLoss(import_function(code), of_samples)
 
 
 def _sum_and_count(made: Any) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,7 @@ def build_seat_within_memory(
     if not seat.divided:
         return build_within_memory(deck, world, seat.mesh, ready)
     with seat.agreement():
-        own = choose_kernels(with_split(seat.deck, seat.deck.found.split), seat.world, seat.mesh)
+        own = choose_kernels(with_split(seat.deck, seat.deck.runtime_choices.split), seat.world, seat.mesh)
         arrangement = arrange(own, seat.world, seat.mesh)
     carried = {"transport": seat.mesh.transport}
     planned = deck.with_keys(run={"device": world.device.type}, communication=carried)
@@ -36,7 +36,7 @@ def build_seat_within_memory(
     with world.agreement():
         if world.rank == 0:
             numbers = world.size, deck.model.vocabulary, libraries, per_node
-            plan = plan_run_memory(planned.with_found(own.found), *numbers, *placed)
+            plan = plan_run_memory(planned.with_runtime_choices(own.runtime_choices), *numbers, *placed)
     plan = world.everyone.broadcast_object(plan)
     assert isinstance(plan, MemoryPlan)
     here = plan.stages[seat.stage].needed

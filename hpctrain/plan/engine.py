@@ -42,7 +42,7 @@ def build_within_memory(
         # What building a module loads, and running it, counts as a library.
         count(architecture_of(deck, deck.model.vocabulary or 0))
     libraries = library_bytes() if on_host(world.device) else 0
-    deck = choose_kernels(with_split(deck, deck.found.split), world, mesh)
+    deck = choose_kernels(with_split(deck, deck.runtime_choices.split), world, mesh)
     arrangement = arrange(deck, world, mesh)
     planned = deck.with_keys(run={"device": world.device.type}, communication={"transport": mesh.transport})
     assert deck.model.vocabulary is not None
@@ -55,7 +55,7 @@ def build_within_memory(
             deck,
             plan,
             lambda change: changed_deck(planned, [change], world.size),
-            lambda changed: plan_run_memory(changed.with_found(deck.found), *numbers),
+            lambda changed: plan_run_memory(changed.with_runtime_choices(deck.runtime_choices), *numbers),
             ADVICE_SECONDS,
         )
         ways = [f"--set {each.change} ({format_bytes(each.total)} a rank)" for each in savings[:ADVISED]]

@@ -132,12 +132,14 @@ def build_role_within_memory(
     serves = roles.serves(world.rank)
     if not serves:
         own = choose_kernels(own, part, mesh)
-    products = world.everyone.broadcast_object(own.found.products, roles.servers)
+    products = world.everyone.broadcast_object(own.runtime_choices.kernels, roles.servers)
     if serves:
         # What they store and say is what workers compute with.
-        own = choose_kernels(own.with_found(replace(own.found, products=products)), part, mesh)
+        own = choose_kernels(
+            own.with_runtime_choices(replace(own.runtime_choices, kernels=products)), part, mesh
+        )
     arrangement = arrange(own, part, mesh)
-    planned = deck.with_keys(run={"device": world.device.type}).with_found(own.found)
+    planned = deck.with_keys(run={"device": world.device.type}).with_runtime_choices(own.runtime_choices)
     libraries = library_bytes() if on_host(world.device) else 0
     per_node = world.topology.ranks_per_node
     assert deck.model.vocabulary is not None

@@ -70,9 +70,9 @@ def plan_text(plan: DeckPlan) -> str:
         lines += ["", *time_lines(plan.step, plan.machine)]
     if plan.step is not None and plan.advice is not None:
         lines += advice_lines(plan.step, plan.advice)
-    if deck.found.why:
+    if deck.runtime_choices.kernels_note:
         kernels = kernels_of(deck, device_kind(deck.run.device), memory.sizes["data"])
-        told = introduce_kernels(deck, kernels) or [f"products are {deck.found.why}"]
+        told = introduce_kernels(deck, kernels) or [f"products are {deck.runtime_choices.kernels_note}"]
         lines += [f"{line[0].upper()}{line[1:]}." for line in told]
     if deck.layout.split == "balanced":
         lines += ['layout.split = "balanced" is measured when the run starts; here layers go by FLOPs.']

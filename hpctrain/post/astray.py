@@ -40,7 +40,7 @@ class Astray(Hook):
     def __init__(self, deck: Deck, rank: int) -> None:
         self.rank, self.beta = rank, deck.objective.beta
         # Half of what a token is worth to whoever knows nothing: to the reference such answers are strange.
-        self.strange = 0.5 * log(deck.found.tokens or deck.model.vocabulary or 2)
+        self.strange = 0.5 * log(deck.runtime_choices.tokenizer_tokens or deck.model.vocabulary or 2)
         self._lasting = dict[str, _Lasting]()
         self._skipped = 0
         self._rewards: deque[tuple[float, float]] = deque(maxlen=STEPS)

@@ -291,7 +291,7 @@ def _critic(deck: Deck, seat: Seat, fresh: bool) -> dict[str, Engine]:
         sizes = axis_sizes(own, world.size)
         same = world is seat.world and sizes == axis_sizes(seat.deck, world.size)
         mesh = seat.mesh if same else Mesh(world, sizes, seat.mesh.transport)
-        critic = build_engine(with_split(own, own.found.split), world, mesh)
+        critic = build_engine(with_split(own, own.runtime_choices.split), world, mesh)
         critic.objective = ClippedValue(deck.policy.value_clip)
         if fresh and own.model.source is not None:
             start_from_source(own, critic)

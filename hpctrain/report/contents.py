@@ -12,9 +12,9 @@ from hpctrain.characters import escaped
 from hpctrain.checkpoint.provenance import HistorySegment, Loss, history, losses
 from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.checkpoint.structure import VERSION, StoredTensor, Structure
-from hpctrain.deck.module import model_keys
 from hpctrain.deck.objective import OF_SCORES
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.user_module import model_keys
 from hpctrain.errors import HpctrainError
 from hpctrain.report.terminal import columns, fit
 from hpctrain.table import fitted, table

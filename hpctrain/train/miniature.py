@@ -200,7 +200,7 @@ def _smoothed(deck: Deck) -> Deck:
         run={"noise_scale_steps": 0},
     )
     # Its samples are of all tokens of its own vocabulary, not of a tokenizer's.
-    return small.with_found(replace(small.found, tokens=None))
+    return small.with_runtime_choices(replace(small.runtime_choices, tokenizer_tokens=None))
 
 
 def _miniature_of_module(deck: Deck) -> Deck:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.data.batches import MicroBatch
-from hpctrain.deck.find import users_code
+from hpctrain.deck.user_code import run_user_code
 from hpctrain.model.foreign.arguments import ModuleCall, tensors_of
 from hpctrain.objective.objective import LossOf
 from hpctrain.words import counted
@@ -177,7 +177,7 @@ def _outputs(call: ModuleCall, fields: Mapping[str, Tensor], seed: int, others: 
     torch.manual_seed(seed)
     random.seed(others)
     np.random.seed(others)  # noqa: NPY002
-    with torch.no_grad(), users_code("the module fails"):
+    with torch.no_grad(), run_user_code("the module fails"):
         return [each.detach().clone() for each in tensors_of(call(fields))]
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.deck.locate import DEEPEST, MOST_KEYS, MOST_VALUES, fits
 from hpctrain.deck.read import parse_deck, read_deck
+from hpctrain.deck.toml_lines import DEEPEST, MOST_KEYS, MOST_VALUES, fits
 from hpctrain.errors import HpctrainError, InputOutputError
 from tests.deck.any_deck import RIGHT
 

@@ -1,4 +1,4 @@
-"""A deck with a module: which keys it has, and what it does not go with. Of deck/module.py, too."""
+"""A deck with a module: which keys it has, and what it does not go with. Of deck/user_module.py, too."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Tests of the decision which code of a deck may be called.
 
-Modules: deck/code.py, deck/find.py, checkpoint/stored_deck.py.
+Modules: deck/code.py, deck/user_code.py, checkpoint/stored_deck.py.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import pytest
 from hpctrain.checkpoint.stored_deck import deck_state, require_trusted, stored_deck
 from hpctrain.checkpoint.structure import Structure
 from hpctrain.deck.code import CODE_KEYS, CodeEntry, CodeTrust, NamedCode, UntrustedCodeError, code_entries
-from hpctrain.deck.find import find_function
 from hpctrain.deck.read import changed_deck, parse_deck, read_code_entries, read_stored_deck
 from hpctrain.deck.schema import Deck, fields, sections
+from hpctrain.deck.user_code import import_function
 from hpctrain.engine.evaluated import evaluated_deck
 from hpctrain.errors import EXIT_DONE, HpctrainError
 from hpctrain.optim.spikes import Spike
@@ -82,7 +82,7 @@ def test_stored_deck_is_not_trusted() -> None:
     for word in (str(MODULE), str(LOSS), "--set", "--trust-deck DECK", "--trust-code", "trust_code=True"):
         assert word in sentence
     with pytest.raises(UntrustedCodeError, match=r"model\.module"):
-        find_function(deck.code(str(deck.model.module)))
+        import_function(deck.code(str(deck.model.module)))
     assert refused.value.exit_code == 2 != EXIT_DONE
 
 
@@ -236,7 +236,7 @@ def test_functions_of_other_libraries_are_refused(target: str, tmp_path: Path) -
 
     stdlib = Path(subprocess.__file__).parent
     with pytest.raises(HpctrainError, match=r"standard library|is a module that|Python's own attributes"):
-        find_function(NamedCode(target.format(stdlib=stdlib, own=own)))
+        import_function(NamedCode(target.format(stdlib=stdlib, own=own)))
 
 
 def test_file_imports_modules_of_its_folder(tmp_path: Path) -> None:
@@ -244,5 +244,5 @@ def test_file_imports_modules_of_its_folder(tmp_path: Path) -> None:
     (tmp_path / "lower.py").write_text("def build(): return 1\n")
     (tmp_path / "code.py").write_text("import lower\nfrom torch.nn import Linear\ndef build(): return 2\n")
     for name, value in (("lower.build", 1), ("build", 2)):
-        assert find_function(NamedCode(f"{tmp_path}/code.py:{name}"))() == value
-    assert find_function(NamedCode(f"{tmp_path}/code.py:Linear"))(1, 1).weight.shape == (1, 1)
+        assert import_function(NamedCode(f"{tmp_path}/code.py:{name}"))() == value
+    assert import_function(NamedCode(f"{tmp_path}/code.py:Linear"))(1, 1).weight.shape == (1, 1)

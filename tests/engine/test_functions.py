@@ -13,8 +13,8 @@ from torch import Tensor
 from hpctrain.checkpoint.read import read_state
 from hpctrain.comm.world import World
 from hpctrain.data.prepare import prepare
-from hpctrain.deck.found import Found
 from hpctrain.deck.read import deck_text, parse_deck
+from hpctrain.deck.runtime_choices import RuntimeChoices
 from hpctrain.deck.schema import Deck
 from hpctrain.engine import functions as module
 from hpctrain.engine.build import make_mesh
@@ -61,7 +61,7 @@ def once(library: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def compiled(deck: Deck, world: World) -> Deck:
     deck = with_functions(deck, world)
-    assert isinstance(deck.found.functions, CompiledFunctions)
+    assert isinstance(deck.runtime_choices.functions, CompiledFunctions)
     return deck
 
 
@@ -171,11 +171,16 @@ def test_what_would_end_the_job_is_not_called(world: World, monkeypatch: pytest.
 @pytest.mark.mpi(max_size=1)
 def test_a_run_that_goes_on_computes_as_before(world: World) -> None:
     old, deck = small_deck(), small_deck(COMPILE)
-    assert deck.found.compiled is None
-    assert as_before(deck, old, {}, Path()).found.compiled == ""
-    assert as_before(deck, deck, {"compiled": "89abcdef"}, Path()).found.compiled == "89abcdef"
-    assert as_before(deck, deck, {"compiled": True}, Path()).found.compiled == "an earlier version's"
-    assert as_before(deck, deck, {"compiled": 3}, Path()).found.compiled == ""
+    assert deck.runtime_choices.compiled_record is None
+    assert as_before(deck, old, {}, Path()).runtime_choices.compiled_record == ""
+    assert (
+        as_before(deck, deck, {"compiled": "89abcdef"}, Path()).runtime_choices.compiled_record == "89abcdef"
+    )
+    assert (
+        as_before(deck, deck, {"compiled": True}, Path()).runtime_choices.compiled_record
+        == "an earlier version's"
+    )
+    assert as_before(deck, deck, {"compiled": 3}, Path()).runtime_choices.compiled_record == ""
     fallen = as_before(parse_deck(deck_text(deck)), deck, {"compiled": False, "products": {}}, Path())
     found = with_functions(fallen, world)
     assert not functions_of(found, CPU).compiled
@@ -201,7 +206,7 @@ def test_a_run_that_goes_on_computes_as_before(world: World) -> None:
     assert with_functions(old, world) is old
     again = compiled(deck, world)
     assert with_functions(again, world) is again
-    assert replace(Found(), compiled="89abcdef") == Found()
+    assert replace(RuntimeChoices(), compiled_record="89abcdef") == RuntimeChoices()
 
 
 @pytest.mark.mpi(min_size=1, max_size=2)

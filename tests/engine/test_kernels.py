@@ -18,8 +18,8 @@ from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches
 from hpctrain.data.prepare import prepare
 from hpctrain.data.synthetic import SyntheticSource
-from hpctrain.deck.found import Found
 from hpctrain.deck.read import deck_text
+from hpctrain.deck.runtime_choices import RuntimeChoices
 from hpctrain.engine import kernels as module
 from hpctrain.engine.build import arrange, make_mesh
 from hpctrain.engine.deck_kernels import as_before
@@ -188,11 +188,14 @@ def test_plans_count_what_such_processors_multiply_by(
     bf16 = "precision.compute=bf16"
     deck, one = small_deck(bf16), world.alone()
     unknown = with_kept_kernels(deck, 1)
-    assert (unknown.found.products, unknown.found.why.split(" until")[0]) == ({}, "planned as the library's")
+    assert (unknown.runtime_choices.kernels, unknown.runtime_choices.kernels_note.split(" until")[0]) == (
+        {},
+        "planned as the library's",
+    )
     engine, plan = build_within_memory(deck, one, make_mesh(deck, one))
     kept = with_kept_kernels(deck, 1)
-    assert kept.found.products == engine.groups.kernels.record
-    assert kept.found.why == f"as kept in {cache_file()}"
+    assert kept.runtime_choices.kernels == engine.groups.kernels.record
+    assert kept.runtime_choices.kernels_note == f"as kept in {cache_file()}"
     planned, held = plan_memory(kept, 1, 61).largest.memory, plan.largest.memory
     by_library = plan_memory(deck, 1, 61).largest.memory
     assert replace(planned, other=held.other) == held
@@ -206,20 +209,23 @@ def test_plans_count_what_such_processors_multiply_by(
     fewer = with_kept_kernels(small_deck(bf16, "batch.micro_size=1"), 1)
     assert plan_memory(fewer, 1, 61).largest.memory.parameter == planned.parameter
     wider = with_kept_kernels(small_deck(bf16, "model.mlp=80"), 1)
-    assert wider.found.why == f"as kept in {cache_file()}; others {unknown.found.why}"
-    assert set(wider.found.products) < set(kept.found.products)
+    assert (
+        wider.runtime_choices.kernels_note
+        == f"as kept in {cache_file()}; others {unknown.runtime_choices.kernels_note}"
+    )
+    assert set(wider.runtime_choices.kernels) < set(kept.runtime_choices.kernels)
     for other in ("precision.gradients=compute", "precision.compute=fp32", "machine.products=library"):
-        assert not with_kept_kernels(small_deck(bf16, other), 1).found.products
+        assert not with_kept_kernels(small_deck(bf16, other), 1).runtime_choices.kernels
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
-    assert not with_kept_kernels(deck, 1).found.products
+    assert not with_kept_kernels(deck, 1).runtime_choices.kernels
 
 
 @pytest.mark.mpi(max_size=1)
 def test_what_was_found_goes_with_a_deck() -> None:
-    found = Found((1, 1), {"name": "fp32"}, "why")
-    deck = small_deck().with_found(found)
+    found = RuntimeChoices((1, 1), {"name": "fp32"}, "why")
+    deck = small_deck().with_runtime_choices(found)
     changed = deck.with_keys(run={"steps": 3})
-    assert changed.found is found
+    assert changed.runtime_choices is found
     assert deck == small_deck()
     assert deck_text(deck) == deck_text(small_deck())
 
@@ -354,7 +360,7 @@ def test_a_run_goes_on_with_its_products_bit_for_bit(
 @pytest.mark.parametrize("split", [[2, 2], [1, 0, 1], [2, 1], [1]])
 def test_a_stored_split_that_does_not_fit_the_deck_names_its_file(split: list[int]) -> None:
     deck, path = small_deck("layout.pipeline=2", "model.layers=2"), Path("step-00000004.h5")
-    assert as_before(deck, deck, {"split": [0, 2]}, path).found.split == (0, 2)
+    assert as_before(deck, deck, {"split": [0, 2]}, path).runtime_choices.split == (0, 2)
     with pytest.raises(InputOutputError, match=r"step-00000004\.h5: its state has a wrong split"):
         as_before(deck, deck, {"split": split}, path)
 

@@ -47,7 +47,7 @@ def model_of(world: World, *overrides: str, functions: LayerFunctions = TORCH) -
     """A model with rough weights, as a run builds it."""
     compiling = f"machine.compile={str(functions.compiled).lower()}"
     deck = small_deck(*ROUGH, "machine.products=library", compiling, *overrides)
-    deck = deck.with_found(replace(deck.found, functions=functions))
+    deck = deck.with_runtime_choices(replace(deck.runtime_choices, functions=functions))
     model = build_engine(deck, world, make_mesh(deck, world), roughness=0.2).model
     assert isinstance(model, Transformer)
     assert model.groups.functions is functions

@@ -17,8 +17,8 @@ from typing_extensions import override
 from hpctrain.data.dataset import dataset_of
 from hpctrain.data.items import FieldForm
 from hpctrain.deck.code import NamedCode
-from hpctrain.deck.find import find_function
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.user_code import import_function
 from hpctrain.errors import HpctrainError
 from hpctrain.model.architecture import Architecture
 from hpctrain.model.foreign.arguments import ModuleCall, call_of
@@ -248,7 +248,7 @@ def _function_problems(deck: Deck) -> Iterator[tuple[str, str]]:
     for key, target in (("model.loss", deck.model.loss), ("model.initial", deck.model.initial)):
         if target is not None:
             try:
-                find_function(deck.code(target))
+                import_function(deck.code(target))
             except HpctrainError as error:
                 yield key, error.problems[0]
 

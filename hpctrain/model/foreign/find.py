@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from hpctrain.deck.code import NamedCode, remote_code
-from hpctrain.deck.find import call_with, find_function, users_code
+from hpctrain.deck.user_code import call_function, import_function, run_user_code
 from hpctrain.errors import HpctrainError
 from hpctrain.files import parse_json, read_text
 from hpctrain.model.foreign.config import unknown_names
@@ -25,12 +25,12 @@ def build_module(code: NamedCode, arguments: Mapping[str, Any]) -> nn.Module:
     A class of Hugging Face's is made of its config: of the one in the folder `config`, or of the arguments.
     HpctrainError where they do not fit, it fails, or what it gives is no module.
     """
-    function: Any = find_function(code)
+    function: Any = import_function(code)
     given = dict(arguments)
     short = code.title
     config = getattr(function, "config_class", None) if isclass(function) else None
     if config is None:
-        built = call_with(function, given, short, "model.arguments")
+        built = call_function(function, given, short, "model.arguments")
     else:
         folder = given.pop("config", None)
         if hasattr(config, "to_dict"):
@@ -41,7 +41,7 @@ def build_module(code: NamedCode, arguments: Mapping[str, Any]) -> nn.Module:
                 )
         if folder is not None:
             _refuse_remote_code(folder, given)
-        with users_code(f"{short} fails"):
+        with run_user_code(f"{short} fails"):
             built = function(config(**given) if folder is None else config.from_pretrained(folder, **given))
     if not isinstance(built, nn.Module):
         raise HpctrainError(f"{short} gives no torch.nn.Module, but {article(type(built).__name__)}")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.deck.code import NamedCode
-from hpctrain.deck.find import find_function, users_code
+from hpctrain.deck.user_code import import_function, run_user_code
 from hpctrain.errors import HpctrainError
 from hpctrain.model.foreign.architecture import ModuleArchitecture
 from hpctrain.model.foreign.part import ModulePart
@@ -109,14 +109,14 @@ def initialize_module(
 def _change(twin: nn.Module, code: NamedCode) -> None:
     """Call the user's function that changes the values of a module."""
     short, before = code.title, Forms.of(twin)
-    function = find_function(code)
+    function = import_function(code)
     with suppress(ValueError):  # of which nobody knows what it takes
         try:
             signature(function).bind(twin)
         except TypeError as error:
             sentence = f"model.initial: {short} is to take the module, whose values it changes: {error}"
             raise HpctrainError(sentence) from None
-    with users_code(f"model.initial: {short} fails"):
+    with run_user_code(f"model.initial: {short} fails"):
         function(twin)
     _require_same(before, Forms.of(twin), f"model.initial: {short} makes")
 

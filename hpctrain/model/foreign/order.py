@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
-from hpctrain.deck.find import users_code
+from hpctrain.deck.user_code import run_user_code
 from hpctrain.errors import HpctrainError
 from hpctrain.model.foreign.architecture import META, ModuleArchitecture, blocks_in, kept_buffers
 from hpctrain.model.foreign.structure import Given, Spec, leaves, replaced, require_seen
@@ -107,7 +107,7 @@ def order_of(architecture: ModuleArchitecture) -> Order:
         for name, field in architecture.example(architecture.micro_size).items()
     }
     call = partial(architecture.call(module), fields)
-    with users_code('its pass on torch\'s device "meta", where parameters have no values, fails'):
+    with run_user_code('its pass on torch\'s device "meta", where parameters have no values, fails'):
         return find_order(module, call, blocks_in(module, architecture.pattern))
 
 

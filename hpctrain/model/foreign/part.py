@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hpctrain.deck.find import users_code
+from hpctrain.deck.user_code import run_user_code
 from hpctrain.errors import HpctrainError
 from hpctrain.model.foreign.architecture import META, ModuleArchitecture, plan_of
 from hpctrain.model.foreign.arguments import tensors_of
@@ -97,7 +97,7 @@ class ModulePart(nn.Module):
             self.module.train(recording)
         told = ", ".join(f"{name} of shape {list(inputs.fields[name].shape)}" for name in self._call.names)
         apart = self.groups.weight_gradients.apart()
-        with users_code(f"{self.title} fails with {told}"), apart, ExitStack() as there:
+        with run_user_code(f"{self.title} fails with {told}"), apart, ExitStack() as there:
             self._there = there
             self._have(self.layers[0])
             if len(self.layers) == 2:

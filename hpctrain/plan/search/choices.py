@@ -9,7 +9,7 @@ from itertools import product
 from hpctrain.deck.problem import divisors
 from hpctrain.deck.schedules import NAMES, TWO_CHUNKS
 from hpctrain.deck.schema import Deck
-from hpctrain.deck.searched import SEARCHED
+from hpctrain.deck.search_keys import SEARCH_KEYS
 from hpctrain.pipeline.v_schedule import LIMITS
 from hpctrain.pipeline.wanted import schedule_of_file
 from hpctrain.plan.time.machine import Machine, Sharing
@@ -55,7 +55,7 @@ class Choices:
     @property
     def free(self) -> tuple[str, ...]:
         """The keys that it does not give."""
-        return tuple(key for key in SEARCHED if not self.given(key))
+        return tuple(key for key in SEARCH_KEYS if not self.given(key))
 
     def of(self, key: str, values: Sequence[object]) -> Sequence[object]:
         """These, or the one that the deck gives."""

@@ -14,7 +14,7 @@ from hpctrain.deck.check import check_deck
 from hpctrain.deck.check_world import world_problems
 from hpctrain.deck.read import deck_text, read_deck
 from hpctrain.deck.schema import Deck
-from hpctrain.deck.searched import SEARCHED
+from hpctrain.deck.search_keys import SEARCH_KEYS
 from hpctrain.errors import HpctrainError
 from hpctrain.plan.holding import Holding
 from hpctrain.plan.named import named_problems
@@ -207,7 +207,7 @@ def _why_none(deck: Deck, ranks: int, machine: Machine, holding: Holding, found:
         near = [other for other in _neighbours(ranks) if _can_be(deck, other, machine, holding)]
         would = f" ({either(near)} ranks would)" if near else ""
         choices, reasons = Choices(deck, ranks), found.fell.reasons
-        told = sorted(reasons, key=lambda key: not (choices.given(key) and key in SEARCHED))
+        told = sorted(reasons, key=lambda key: not (choices.given(key) and key in SEARCH_KEYS))
         first = reasons[told[0]] if told else "the keys that the deck gives make another number"
         return f"no layout has {counted(ranks, 'rank')}{would}: {first}"
     more = next((ranks * times for times in MORE if _fits(deck, ranks * times, machine, holding)), None)

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.deck.code import NamedCode
-from hpctrain.deck.find import find_function
 from hpctrain.deck.sources import clipped
+from hpctrain.deck.user_code import import_function
 from hpctrain.errors import HpctrainError
 from hpctrain.host import child_service
 from hpctrain.post.rewards.reward import answers_of, is_exact_match
@@ -59,7 +59,7 @@ def _ready(work: Mapping[str, Any]) -> tuple[child_service.Answer, dict[str, Any
         if "pattern" in work:
             judge = _by_pattern(work["pattern"], work["key"])
         else:
-            judge = _by_function(find_function(NamedCode(work["target"])), work["target"])
+            judge = _by_function(import_function(NamedCode(work["target"])), work["target"])
     except HpctrainError as error:
         sentence, *frames = error.problems
         last = f" ({frames[-1].strip()})" if frames else ""

@@ -10,7 +10,7 @@ import numpy as np
 
 from hpctrain.characters import escaped
 from hpctrain.deck.evaluation import VALIDATION
-from hpctrain.deck.figures import Figure, figure_of
+from hpctrain.deck.metric_names import MetricName, parse_metric_name
 from hpctrain.errors import EXIT_AGAIN, EXIT_DONE, HpctrainError
 from hpctrain.report.series import metrics
 from hpctrain.report.swept import SweptRun
@@ -43,15 +43,15 @@ class Result:
         return self.state == "done"
 
 
-def wanted_figure(sweep: Sweep, name: str | None) -> Figure | None:
+def wanted_figure(sweep: Sweep, name: str | None) -> MetricName | None:
     """The figure of that name; HpctrainError where a run of the sweep has none."""
     if name is None:
         return None
     problems: list[str] = []
-    found = Figure()
+    found = MetricName()
     for each in sweep.variants:
         try:
-            found = figure_of(each.deck, name)
+            found = parse_metric_name(each.deck, name)
         except HpctrainError as error:
             problems += error.problems
     if problems:
@@ -60,13 +60,13 @@ def wanted_figure(sweep: Sweep, name: str | None) -> Figure | None:
 
 
 def results_of(
-    sweep: Sweep, codes: Mapping[str, int] | None = None, wanted: Figure | None = None
+    sweep: Sweep, codes: Mapping[str, int] | None = None, wanted: MetricName | None = None
 ) -> list[Result]:
     """The results of all runs of a sweep, as their folders tell; `codes` are those of runs that ended now."""
     return [_result(each, {} if codes is None else codes, wanted) for each in sweep.variants]
 
 
-def _result(variant: Variant, codes: Mapping[str, int], wanted: Figure | None) -> Result:
+def _result(variant: Variant, codes: Mapping[str, int], wanted: MetricName | None) -> Result:
     code = codes.get(variant.name, EXIT_DONE)
     try:
         status = read_status(variant.folder)
@@ -106,7 +106,7 @@ def _last(losses: np.ndarray | None) -> float:
     return float(known[-1]) if len(known) else nan
 
 
-def best_of(results: Sequence[Result], wanted: Figure | None = None) -> Result | None:
+def best_of(results: Sequence[Result], wanted: MetricName | None = None) -> Result | None:
     """The run with the least of the figure that is wanted; without one, with the least validation loss where
     all that are done have one, else with the least loss.
     """
@@ -120,7 +120,7 @@ def best_of(results: Sequence[Result], wanted: Figure | None = None) -> Result |
 
 
 def result_lines(
-    sweep: Sweep, results: Sequence[Result], width: int | None, wanted: Figure | None = None
+    sweep: Sweep, results: Sequence[Result], width: int | None, wanted: MetricName | None = None
 ) -> list[str]:
     """The table, in the order of the command, and the best run."""
     best = best_of(results, wanted)
@@ -137,7 +137,7 @@ def result_lines(
     return lines
 
 
-_COLUMNS = (Figure(), Figure(VALIDATION))
+_COLUMNS = (MetricName(), MetricName(VALIDATION))
 """Figures that the table has always."""
 
 

@@ -1,6 +1,6 @@
 """What a user wrote is found, and built; what is wrong with it is one sentence, with the user's own lines.
 
-Of deck/find.py and model/foreign/config.py, too.
+Of deck/user_code.py and model/foreign/config.py, too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 from torch import nn
 
 from hpctrain.deck.code import NamedCode
-from hpctrain.deck.find import users_code
+from hpctrain.deck.user_code import run_user_code
 from hpctrain.errors import HpctrainError
 from hpctrain.model.foreign.find import build_module, find_function
 from hpctrain.words import nearest
@@ -173,7 +173,7 @@ def test_a_package_that_fails_is_told(file: Path, monkeypatch: pytest.MonkeyPatc
 def test_what_does_not_fit_a_users_function_is_told_and_what_fails_within_ours_is_not() -> None:
     told = r"^it fails: TypeError: .* takes 0 positional arguments but 1 "
     function: Any = lambda: 3  # noqa: E731
-    with pytest.raises(HpctrainError, match=told), users_code("it fails"):
+    with pytest.raises(HpctrainError, match=told), run_user_code("it fails"):
         function(2)
-    with pytest.raises(TypeError), users_code("it fails"):
+    with pytest.raises(TypeError), run_user_code("it fails"):
         nearest(3, ["a"])  # type: ignore[arg-type]

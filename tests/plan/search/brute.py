@@ -11,7 +11,7 @@ from typing import NamedTuple
 from hpctrain.deck.check import check_deck
 from hpctrain.deck.check_world import world_problems
 from hpctrain.deck.schema import Deck
-from hpctrain.deck.searched import SEARCHED
+from hpctrain.deck.search_keys import SEARCH_KEYS
 from hpctrain.engine.place import placed_by_flops
 from hpctrain.errors import HpctrainError
 from hpctrain.model.shape import ModelShape
@@ -78,7 +78,7 @@ class Brute:
             "memory.activations": ("keep", *self._homes),
             "memory.optimizer": ("device", *self._homes),
         }
-        assert {"layout.split"} >= set(SEARCHED) - set(values)
+        assert {"layout.split"} >= set(SEARCH_KEYS) - set(values)
         return {key: [deck.value(key)] if self._given(key) else some for key, some in values.items()}
 
     def decks(self) -> Iterator[Deck]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpctrain.deck.plain import toml_of
+from hpctrain.deck.python_tables import tables_to_toml
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.toml import parse_toml
 from hpctrain.errors import HpctrainError
@@ -25,7 +25,7 @@ def test_sections_and_dotted_names_make_one_deck() -> None:
         "learning_rate": {"peak": 1e-2, "warmup": 2},
         "communication": {"bucket_bytes": 20000},
     }
-    assert parse_deck(toml_of(given)) == parse_deck(DECK, ["model.initial_std=0.5"])
+    assert parse_deck(tables_to_toml(given)) == parse_deck(DECK, ["model.initial_std=0.5"])
 
 
 def test_toml_reads_back_what_was_given() -> None:
@@ -34,7 +34,7 @@ def test_toml_reads_back_what_was_given() -> None:
         "model": {"frozen": ["a*", 'q"uote'], "arguments": {"a b": {"deep": [1, True]}}},
         "evaluation": [{"name": "one", "tokens": "a.h5"}, {"name": "two"}],
     }
-    assert parse_toml(toml_of(given))[0] == given
+    assert parse_toml(tables_to_toml(given))[0] == given
 
 
 @pytest.mark.parametrize(
@@ -49,4 +49,4 @@ def test_toml_reads_back_what_was_given() -> None:
 )
 def test_what_no_deck_can_say_is_told(given: Any, told: str) -> None:
     with pytest.raises(HpctrainError, match=told):
-        toml_of(given)
+        tables_to_toml(given)

@@ -13,7 +13,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.words import kind_of
 
 
-def plain(name: str, value: object) -> Any:
+def toml_compatible(name: str, value: object) -> Any:
     """A value as TOML has it; None where the key is to be as if nobody had written it. HpctrainError, which
     begins with the name, for what no deck can say.
     """
@@ -26,7 +26,7 @@ def plain(name: str, value: object) -> Any:
     if isinstance(value, list | tuple):
         return [_within(name, each) for each in value]
     if isinstance(value, np.generic):
-        return plain(name, value.item())
+        return toml_compatible(name, value.item())
     raise HpctrainError(
         f"{name}: {kind_of(value)} is nothing that a deck can say (texts, numbers, true and false, lists, "
         "and dicts of these by name are)"
@@ -36,10 +36,10 @@ def plain(name: str, value: object) -> Any:
 def _within(name: str, value: object) -> Any:
     if value is None:
         raise HpctrainError(f"{name}: None is nothing that a deck can say (leave it out)")
-    return plain(name, value)
+    return toml_compatible(name, value)
 
 
-def toml_of(tables: Mapping[str, object]) -> str:
+def tables_to_toml(tables: Mapping[str, object]) -> str:
     """The TOML of a deck that is given as sections of keys, {"run": {"steps": 10}}, or as {"run.steps": 10},
     or both. HpctrainError for what no deck can say. A key that is None is left out.
     """
@@ -54,7 +54,7 @@ def _single(tables: Mapping[str, object]) -> Iterator[str]:
     """What is no section, first: `include`, and sections that are a word."""
     for name, value in tables.items():
         if "." not in name and value is not None and not _is_section(value):
-            yield f"{toml_key(name)} = {toml_value(plain(name, value))}"
+            yield f"{toml_key(name)} = {toml_value(toml_compatible(name, value))}"
 
 
 def _sections(tables: Mapping[str, object]) -> Iterator[str]:
@@ -62,14 +62,14 @@ def _sections(tables: Mapping[str, object]) -> Iterator[str]:
     for name, value in tables.items():
         section, dot, key = name.partition(".")
         if dot:
-            sections.setdefault(section, {})[key] = plain(name, value)
+            sections.setdefault(section, {})[key] = toml_compatible(name, value)
         elif isinstance(value, Mapping):
-            keys = {key: plain(f"{name}.{key}", each) for key, each in value.items()}
+            keys = {key: toml_compatible(f"{name}.{key}", each) for key, each in value.items()}
             sections.setdefault(name, {}).update(keys)
         elif _is_section(value):
             assert isinstance(value, Sequence)
             for row in value:
-                yield from ("", f"[[{toml_key(name)}]]", *_lines(plain(name, row)))
+                yield from ("", f"[[{toml_key(name)}]]", *_lines(toml_compatible(name, row)))
     for name, keys in sections.items():
         yield from ("", f"[{toml_key(name)}]", *_lines(keys))
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from hpctrain.deck.sources import Place
 
-SEARCHED = (
+SEARCH_KEYS = (
     "layout.tensor",
     "layout.sequence_parallel",
     "layout.context",
@@ -27,7 +27,7 @@ SEARCHED = (
 """Full names of the keys."""
 
 
-def leaves_open(places: Mapping[str, Place], keys: Iterable[str]) -> bool:
+def is_left_to_search(places: Mapping[str, Place], keys: Iterable[str]) -> bool:
     """Whether any of these keys is one of those, and not given."""
     given = {key for key, place in places.items() if not place.note}
-    return not given.issuperset(set(keys) & set(SEARCHED))
+    return not given.issuperset(set(keys) & set(SEARCH_KEYS))

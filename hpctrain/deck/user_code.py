@@ -37,14 +37,14 @@ _OF_STANDARD = (
 )
 
 _OF_WITH = 2
-"""Frames of what fails in the very lines of a `with users_code(...)`: its own, and theirs."""
+"""Frames of what fails in the very lines of a `with run_user_code(...)`: its own, and theirs."""
 
 _PREFIX = "hpctrain_module_"
 """Of the names of modules that are loaded from files."""
 
 
 @contextmanager
-def users_code(doing: str) -> Iterator[None]:
+def run_user_code(doing: str) -> Iterator[None]:
     """What a user wrote runs within: where it fails, a UsersError of what it was `doing`, and of the
     lines of the user's own that led there. What fails within ours, or for want of memory, stays as it is; but
     not where a call, or what Python does with a user's object, does not fit that.
@@ -74,7 +74,7 @@ def users_code(doing: str) -> Iterator[None]:
         raise UsersError([f"{doing}: {what[0]}", *dict.fromkeys(told)]) from error
 
 
-def find_function(code: NamedCode) -> Callable[..., Any]:
+def import_function(code: NamedCode) -> Callable[..., Any]:
     """Return the function or class that a deck names.
 
     Raises:
@@ -153,7 +153,7 @@ def _is_part(module: ModuleType, place: str) -> bool:
     return file is not None and Path(file).resolve().is_relative_to(Path(place).resolve().parent)
 
 
-def is_of_a_run(name: str) -> bool:
+def is_loaded_file(name: str) -> bool:
     """Whether a module of that name is a file that was loaded for a function of it."""
     return name.startswith(_PREFIX)
 
@@ -175,7 +175,7 @@ def _load_file(path: Path) -> ModuleType:
         sys.path.append(str(path.parent))
     module = sys.modules[name] = module_from_spec(spec)
     try:
-        with users_code(f"{path} fails to load"):
+        with run_user_code(f"{path} fails to load"):
             spec.loader.exec_module(module)
     except HpctrainError:
         del sys.modules[name]
@@ -184,7 +184,7 @@ def _load_file(path: Path) -> ModuleType:
 
 
 def _import(name: str) -> ModuleType:
-    with users_code(f"{name} fails to load"):
+    with run_user_code(f"{name} fails to load"):
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
@@ -194,7 +194,7 @@ def _import(name: str) -> ModuleType:
             raise
 
 
-def call_with(function: Callable[..., Any], arguments: Mapping[str, Any], short: str, table: str) -> Any:
+def call_function(function: Callable[..., Any], arguments: Mapping[str, Any], short: str, table: str) -> Any:
     """What a function, which is called `short`, gives for the arguments of a deck's `table`.
 
     HpctrainError where they do not fit, or it fails.
@@ -206,5 +206,5 @@ def call_with(function: Callable[..., Any], arguments: Mapping[str, Any], short:
         except TypeError as error:
             names = ", ".join(taken.parameters) or "none"
             raise HpctrainError(f"{short}: [{table}] does not fit: {error} (it takes {names})") from None
-    with users_code(f"{short} fails"):
+    with run_user_code(f"{short} fails"):
         return function(**arguments)

@@ -8,14 +8,14 @@ from hpctrain.deck.check_evaluation import NOTHING_EVALUATED, set_names, unknown
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 
-TRAINING = "loss"
+TRAINING_LOSS = "loss"
 """What the loss of training is called."""
 
 _KINDS = ("perplexity", "bits_per_byte")
 
 
 @dataclass(frozen=True)
-class Figure:
+class MetricName:
     """A figure of evaluations of a set, "loss" or another one; `of` is empty where it is that of training."""
 
     of: str = ""
@@ -27,7 +27,7 @@ class Figure:
         return f"{self.of} {self.kind.replace('_per_', '/')}".strip()
 
 
-def figure_of(deck: Deck, name: str) -> Figure:
+def parse_metric_name(deck: Deck, name: str) -> MetricName:
     """The figure that a run of the deck has by this name: "loss" is that of training; a set that
     checkpoint.keep_best takes stands for its loss, followed by /perplexity or /bits_per_byte for these.
 
@@ -36,13 +36,13 @@ def figure_of(deck: Deck, name: str) -> Figure:
     names = set_names(deck)
     of, slash, kind = name.partition("/")
     if of in names and not slash:
-        return Figure(of)
+        return MetricName(of)
     if of in names and kind in _KINDS:
         if deck.model.loss is None and deck.data.dataset is None:
-            return Figure(of, kind)
+            return MetricName(of, kind)
         raise HpctrainError(f"--figure {name}: is told of text alone ({of} would do, which is its loss)")
-    if name == TRAINING:
-        return Figure()
+    if name == TRAINING_LOSS:
+        return MetricName()
     if not names:
         raise HpctrainError(f"--figure {name}: {NOTHING_EVALUATED}")
     if of in names:

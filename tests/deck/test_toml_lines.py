@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from hpctrain.deck.locate import first_repeated, key_lines
+from hpctrain.deck.toml_lines import first_repeated, key_lines
 
 TRICKY = '''# [not.a.table]
 title = "a [b] # c = 1"   # comment with "quote
