@@ -135,9 +135,9 @@ def _schedule(value: object, options: SourceOptions) -> object:
     """Return the decay, the steps of the warm-up or None, and the floor or None."""
     if value == "constant" and "scheduler.type" not in options:
         return "constant", 0, None
-    if value not in _DECAYS:
+    decay = _DECAYS.get(str(value))
+    if decay is None:
         raise UnsupportedOptionError(f"is not supported (supported: {', '.join(_DECAYS)})")
-    decay = _DECAYS[str(value)]
     return decay, None, 0.0 if decay == "linear" else None
 
 

@@ -135,7 +135,7 @@ def _stage_layers(value: object, options: SourceOptions) -> object:
     """Return the schedule and the chunks of each rank, from the layers of a virtual stage."""
     layers = options.read("--num-layers", integer)
     stages = options.read("--pipeline-model-parallel-size", integer)
-    if not layers or not stages or layers % (stages * integer(value)):
+    if not layers or not stages or not integer(value) or layers % (stages * integer(value)):
         raise UnsupportedOptionError("does not divide --num-layers over --pipeline-model-parallel-size")
     return _virtual_stages(layers // (stages * integer(value)), options)
 

@@ -133,6 +133,7 @@ def test_settings(configuration: Table, expected: dict[str, object]) -> None:
             },
             "optimizer.params.lr = 0.01: is overridden by scheduler.params.warmup_max_lr = 0.001",
         ),
+        ({"scheduler": {"type": ["WarmupLR"]}}, "scheduler.type = ['WarmupLR']: is not supported"),
         ({"scheduler": {"type": "OneCycle"}}, "scheduler.type = OneCycle: is not supported"),
         ({"fp16": {"enabled": True, "initial_scale_power": 32}}, "exceeds 24"),
         ({"fp16": {"enabled": True, "loss_scale": 128}}, "the loss scale is always dynamic"),

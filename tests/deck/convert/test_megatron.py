@@ -290,6 +290,10 @@ def test_steps_and_layouts(arguments: str, expected: dict[str, object]) -> None:
             "unlike the model of the script it does not have layers without biases",
         ),
         ("--num-layers 4 --num-layers-per-virtual-pipeline-stage 3", "does not divide --num-layers"),
+        (
+            "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 0",
+            "does not divide --num-layers",
+        ),
         ("--initial-loss-scale 4294967296", "exceeds 16777216"),
         ("--loss-scale 128", "the loss scale is always dynamic"),
         ("--bf16 perhaps", "--bf16 = perhaps: must be true or false"),
