@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hpctrain.model.feed_forward import FeedForward
 from hpctrain.model.shape import ModelShape
-from hpctrain.model.transformer import Block, Surroundings
+from hpctrain.model.transformer import Surroundings, TransformerBlock
 from hpctrain.parallel.groups import LayerContext
 from hpctrain.parallel.kernels import apart_bytes
 from hpctrain.parallel.saved import ActivationSizes, DeferredBytes, SavedStorage
@@ -16,7 +16,7 @@ from hpctrain.parallel.saved import ActivationSizes, DeferredBytes, SavedStorage
 FACTOR = 3
 
 
-class WideBlock(Block):
+class WideBlock(TransformerBlock):
     """A block, and after it a feed-forward of `FACTOR` times its width."""
 
     kind = "wide block"
@@ -44,6 +44,6 @@ class WideBlock(Block):
         return at.features(widest + 2 * self.hidden).bytes + apart_bytes(widest * self.hidden, at)
 
 
-def block(index: int, shape: ModelShape, groups: LayerContext) -> Block:
-    """In place of Block."""
-    return (WideBlock if index % 2 else Block)(index, shape, groups)
+def block(index: int, shape: ModelShape, groups: LayerContext) -> TransformerBlock:
+    """In place of TransformerBlock."""
+    return (WideBlock if index % 2 else TransformerBlock)(index, shape, groups)

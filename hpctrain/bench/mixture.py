@@ -26,7 +26,7 @@ from hpctrain.engine.build import make_mesh
 from hpctrain.engine.sizes import expert_sizes, on_one_rank
 from hpctrain.errors import HpctrainError
 from hpctrain.model.feed_forward import FeedForward
-from hpctrain.model.inputs import Inputs
+from hpctrain.model.inputs import ModelInputs
 from hpctrain.model.mixture import Mixture
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
@@ -143,7 +143,7 @@ class _Layers:
         self.flops_ratio = elements[0] / elements[1]
         self._x = torch.randn(shape.sequence, micro, shape.hidden, dtype=formats.storage, device=device)
         tokens = torch.zeros(shape.sequence, micro, dtype=torch.int64, device=device)
-        self._inputs = Inputs.of_tokens(tokens, torch.arange(shape.sequence, device=device))
+        self._inputs = ModelInputs.of_tokens(tokens, torch.arange(shape.sequence, device=device))
 
     def mixture(self) -> None:
         """Forward and backward."""

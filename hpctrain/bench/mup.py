@@ -34,8 +34,8 @@ from hpctrain.engine.build import build_engine
 from hpctrain.engine.corpus import open_corpus, settle_vocabulary
 from hpctrain.engine.sizes import on_one_rank
 from hpctrain.errors import HpctrainError
-from hpctrain.model.part import Part, blocks_of, logits_of
-from hpctrain.model.transformer import Block
+from hpctrain.model.part import ModelPart, blocks_of, logits_of
+from hpctrain.model.transformer import TransformerBlock
 from hpctrain.report.terminal import stdout_console
 from hpctrain.report.widths import draw_widths
 from hpctrain.table import table
@@ -250,7 +250,7 @@ def _trainer(world: World, deck: Deck, batches: Batches) -> Trainer:
 
 
 @torch.no_grad()
-def spreads_of(model: Part, tokens: Tensor) -> dict[str, float]:
+def spreads_of(model: ModelPart, tokens: Tensor) -> dict[str, float]:
     """Standard deviations of the values of each of the KINDS, of tokens [b, s]."""
     seen: dict[str, list[float]] = {kind: [] for kind in KINDS}
     with _watched(model, seen):
@@ -260,11 +260,11 @@ def spreads_of(model: Part, tokens: Tensor) -> dict[str, float]:
 
 
 @contextmanager
-def _watched(model: Part, seen: Mapping[str, list[float]]) -> Iterator[None]:
+def _watched(model: ModelPart, seen: Mapping[str, list[float]]) -> Iterator[None]:
     """Note what its layers give meanwhile."""
     watched: list[tuple[str, nn.Module]] = [("embedding", model.layers[0])]
     for block in blocks_of(model):
-        assert isinstance(block, Block)
+        assert isinstance(block, TransformerBlock)
         watched += [("attention", block.attention), ("feed_forward", block.feed_forward), ("block", block)]
 
     def noting(kind: str) -> Callable[[nn.Module, object, Tensor], None]:

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from hpctrain.deck.activations import ACTIVATIONS
 from hpctrain.model.attention import Rotary
-from hpctrain.model.part import Span
+from hpctrain.model.part import LayerRange
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.functions import turned
 
@@ -87,9 +87,9 @@ class TorchModel(nn.Module):
     Positions of gpt2 are learned. Where both tables of a tied model are in it, they are one.
     """
 
-    def __init__(self, shape: ModelShape, span: Span | None = None) -> None:
+    def __init__(self, shape: ModelShape, span: LayerRange | None = None) -> None:
         super().__init__()
-        span = Span.all_of(shape.layers) if span is None else span
+        span = LayerRange.all_of(shape.layers) if span is None else span
         self.shape, self.first = shape, span.first
         embeds, predicts = span.embeds, span.predicts
         learned = embeds and shape.family == "gpt2"

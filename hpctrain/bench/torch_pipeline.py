@@ -21,7 +21,7 @@ from hpctrain.bench.torch_model import TorchModel, loss_of
 from hpctrain.bench.torch_training import PeerStep, Place, Training, Update
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.place import split_by_flops
-from hpctrain.model.part import Span
+from hpctrain.model.part import LayerRange
 from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.action import Action, Schedule
 from hpctrain.pipeline.generate import generate
@@ -41,7 +41,7 @@ def peer(name: str, deck: Deck, place: Place, split: Sequence[int]) -> PeerStep:
         mine = [place.rank, parts - 1 - place.rank]
     blocks = split if len(split) == parts else _by_flops(deck, shape, place.size, parts, name == "torch-zbv")
     spans = [
-        Span(first, last, part == 0, part == parts - 1)
+        LayerRange(first, last, part == 0, part == parts - 1)
         for part, (first, last) in enumerate(pairwise(accumulate(blocks, initial=0)))
     ]
     modules = [training.filled(TorchModel(shape, spans[part])) for part in mine]

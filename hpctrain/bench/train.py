@@ -40,7 +40,7 @@ from hpctrain.memory.live import LiveActivations
 from hpctrain.memory.saved import gpt_activation_bytes
 from hpctrain.model.build import architecture_of
 from hpctrain.model.count import count
-from hpctrain.model.inputs import Inputs
+from hpctrain.model.inputs import ModelInputs
 from hpctrain.model.part import blocks_of
 from hpctrain.model.precision import Precision
 from hpctrain.parallel.random import DropoutSource
@@ -246,7 +246,7 @@ def _activations(deck: Deck, world: World, mesh: Mesh) -> str:
     samples = torch.arange(micro, device=world.device)
     source = DropoutSource(0, 0, samples, engine.positions) if shape.dropout else None
     tokens = torch.zeros(len(engine.positions), micro, dtype=torch.int64, device=world.device)
-    inputs = Inputs.of_tokens(tokens, engine.positions, source)
+    inputs = ModelInputs.of_tokens(tokens, engine.positions, source)
     if not (blocks := blocks_of(engine.model)):
         return ""
     first = blocks[0]

@@ -34,7 +34,7 @@ from hpctrain.model.architecture import Architecture
 from hpctrain.model.build import architecture_of, build_parts, initialize_parts
 from hpctrain.model.count import count
 from hpctrain.model.frozen import freeze_parameters
-from hpctrain.model.part import Part
+from hpctrain.model.part import ModelPart
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
 from hpctrain.objective.choose import make_objective
@@ -106,7 +106,7 @@ class Engine(TrainedStage):
         return self.architecture
 
     @property
-    def model(self) -> Part:
+    def model(self) -> ModelPart:
         """The stage's first part: all of the model where there is one stage."""
         return self.models[0]
 

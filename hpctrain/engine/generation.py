@@ -17,7 +17,7 @@ from hpctrain.engine.sizes import expert_sizes
 from hpctrain.engine.stage import Stage, build_stage, make_groups
 from hpctrain.errors import HpctrainError
 from hpctrain.model.build import build_parts
-from hpctrain.model.part import Span
+from hpctrain.model.part import LayerRange
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.saved_policy import SavedPolicy
@@ -94,7 +94,9 @@ def _stage(
     blocks, last = even_split(shape.layers, pipeline), pipeline - 1
     first = sum(blocks[:number])
     ends = min(2, pipeline)
-    span = Span(first, first + blocks[number], number == 0, number == last, int(number == last > 0), ends)
+    span = LayerRange(
+        first, first + blocks[number], number == 0, number == last, int(number == last > 0), ends
+    )
     (model,) = build_parts(shape, groups, [span])
     assert isinstance(model, Transformer)
     return model, build_stage(deck, groups, [model], Replications.uncut(mesh))

@@ -38,7 +38,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.files import parse_json, read_text, user_cache
 from hpctrain.host.processor import processor_identity
 from hpctrain.model.build import architecture_of, build_parts, layer_kinds
-from hpctrain.model.part import Layer, Span
+from hpctrain.model.part import Layer, LayerRange
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.kernel_times import MEASUREMENT, MatmulPass, candidates, measure, quickest
@@ -127,7 +127,7 @@ def products_of(deck: Deck, mesh: Axes, device: torch.device) -> list[MatmulPass
     assert deck.model.vocabulary is not None
     groups = make_groups(deck, mesh, SavedPolicy(), device)
     made = architecture_of(deck, deck.model.vocabulary)
-    spans = [Span.all_of(made.block_count)]
+    spans = [LayerRange.all_of(made.block_count)]
     if isinstance(made, ModelShape):  # one layer of each kind has all that there is
         spans = list(alone(layer_kinds(made)).values())
     layers = (layer for span in spans for part in build_parts(made, groups, [span]) for layer in part.layers)

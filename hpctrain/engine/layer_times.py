@@ -20,7 +20,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.stage import build_stage
 from hpctrain.model.architecture import Architecture
 from hpctrain.model.build import build_parts, initialize_parts, layer_kinds
-from hpctrain.model.part import Layer, Part, Span
+from hpctrain.model.part import Layer, LayerRange, ModelPart
 from hpctrain.objective.choose import make_objective
 from hpctrain.parallel.backward import BackwardStart
 from hpctrain.parallel.context import context_positions
@@ -82,19 +82,22 @@ def times_of_parts(parts: Iterable[Sequence[PassTimes]], communication: float = 
     return Times(forward, input_gradient, weight_gradient, communication)
 
 
-def alone(kinds: Sequence[str], with_block: bool = False) -> dict[str, Span]:
+def alone(kinds: Sequence[str], with_block: bool = False) -> dict[str, LayerRange]:
     """Of layers of these kinds one of each, by itself: blocks, then what embeds and what predicts; these
     `with_block` together with the one next to them.
     """
-    spans: dict[str, Span] = {}
+    spans: dict[str, LayerRange] = {}
     first, *blocks, last = kinds
     for number, kind in enumerate(blocks):
         if not with_block or number or kind not in blocks[1:]:
-            spans.setdefault(kind, Span(number, number + 1, with_block and not number, False))
+            spans.setdefault(kind, LayerRange(number, number + 1, with_block and not number, False))
     if with_block:
         many = len(blocks)
-        return spans | {first: Span(0, 1, True, False), last: Span(many - 1, many, False, True)}
-    return spans | {first: Span(0, 0, True, False), last: Span(len(blocks), len(blocks), False, True)}
+        return spans | {first: LayerRange(0, 1, True, False), last: LayerRange(many - 1, many, False, True)}
+    return spans | {
+        first: LayerRange(0, 0, True, False),
+        last: LayerRange(len(blocks), len(blocks), False, True),
+    }
 
 
 def measure_layers(
@@ -146,7 +149,7 @@ class Replay:
     `models` are the parts by chunk; every micro-batch is `batch`.
     """
 
-    def __init__(self, models: Sequence[Part], groups: LayerContext, batch: PreparedBatch) -> None:
+    def __init__(self, models: Sequence[ModelPart], groups: LayerContext, batch: PreparedBatch) -> None:
         self.models, self.queue, self.batch = models, groups.weight_gradients, batch
         self.device = batch.inputs.positions.device
         size = models[0].hidden_shape(batch.inputs.rows)
@@ -176,7 +179,7 @@ class Replay:
             seconds.setdefault((action.kind, action.chunk), []).append(_now(self.device) - began)
         return {key: median(values) for key, values in seconds.items()}
 
-    def _forward(self, model: Part) -> tuple[Tensor | None, BackwardStart, Tensor | None]:
+    def _forward(self, model: ModelPart) -> tuple[Tensor | None, BackwardStart, Tensor | None]:
         """As the executor does it: the input, the end of the graph, and the gradient to start from there."""
         hidden = None if model.span.embeds else self.hidden.detach().requires_grad_()
         if model.span.predicts:

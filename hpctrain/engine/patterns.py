@@ -21,7 +21,7 @@ from hpctrain.engine.rules import RULES
 from hpctrain.errors import HpctrainError
 from hpctrain.model.architecture import Architecture
 from hpctrain.model.build import bare_model
-from hpctrain.model.part import Part, parameter_list
+from hpctrain.model.part import ModelPart, parameter_list
 from hpctrain.model.precision import Precision
 from hpctrain.optim.block_rule import BlockRules
 from hpctrain.parallel.eight_bits import names
@@ -98,7 +98,7 @@ def pattern_problems(deck: Deck, architecture: Architecture) -> Iterator[Problem
         yield from (Problem("precision.fp8_exclude", each) for each in problems)
 
 
-def _frozen(model: Part, patterns: Sequence[str]) -> list[str]:
+def _frozen(model: ModelPart, patterns: Sequence[str]) -> list[str]:
     leaves = (leaf for unit in model.units() for leaf in unit)
     alike = (list(each) for leaf in leaves for _, each in groupby(sorted(leaf, key=Tensor.dim), Tensor.dim))
     example = parameter_list(model)[0].shard.name
@@ -109,7 +109,7 @@ def _frozen(model: Part, patterns: Sequence[str]) -> list[str]:
     )
 
 
-def _adapted(model: Part, adapters: Adapters) -> Iterator[str]:
+def _adapted(model: ModelPart, adapters: Adapters) -> Iterator[str]:
     weights = [weight.shard for layer in _linear(model) for weight in layer.weights]
     shapes = {shard.name.removesuffix(".weight"): shard.shape for shard in weights}
     for pattern in adapters.targets:
@@ -122,12 +122,12 @@ def _adapted(model: Part, adapters: Adapters) -> Iterator[str]:
         yield f"rank = {adapters.rank}: is more than {small[0]} has, which is {size}"
 
 
-def _linear(model: Part) -> list[SplitLinear]:
+def _linear(model: ModelPart) -> list[SplitLinear]:
     modules = (module for layer in model.layers for module in layer.modules())
     return [module for module in modules if isinstance(module, SplitLinear)]
 
 
-def _matrices(model: Part, rule: BlockRules) -> list[str]:
+def _matrices(model: ModelPart, rule: BlockRules) -> list[str]:
     leaves = (leaf for unit in model.units() for leaf in unit)
     matrices = ([p for p in leaf if rule.blocks.block(p.shard) is not None] for leaf in leaves)
     others = (parameter.shard.name for parameter in parameter_list(model))
@@ -138,7 +138,7 @@ def _matrices(model: Part, rule: BlockRules) -> list[str]:
     )
 
 
-def _excluded(model: Part, patterns: Sequence[str]) -> list[str]:
+def _excluded(model: ModelPart, patterns: Sequence[str]) -> list[str]:
     fused = (layer.weights for layer in _linear(model))
     return Named.of(patterns, fused, _NEVER_IN_8_BITS, names).problems(
         "leaves out {}, but not {}, with which it is one",

@@ -18,7 +18,7 @@ from hpctrain.memory.scratch import ScratchFiles
 from hpctrain.memory.shelf import DiskShelf, HostShelf
 from hpctrain.model.architecture import Architecture
 from hpctrain.model.count import count
-from hpctrain.model.part import Part, parameter_list
+from hpctrain.model.part import ModelPart, parameter_list
 from hpctrain.model.shape import Recomputed
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.simulate import peak_activations
@@ -36,7 +36,12 @@ def make_recompute(deck: Deck, world: World) -> Recompute:
 
 
 def open_shelf(
-    deck: Deck, world: World, recompute: Recompute, models: Sequence[Part], schedule: Schedule, stage: int
+    deck: Deck,
+    world: World,
+    recompute: Recompute,
+    models: Sequence[ModelPart],
+    schedule: Schedule,
+    stage: int,
 ) -> ScratchFiles | None:
     """Make the place where activations wait; the files, where there are any. Collective.
 
@@ -58,7 +63,7 @@ def open_shelf(
 
 
 def introduce_recompute(
-    deck: Deck, architecture: Architecture, models: Sequence[Part], schedule: Schedule, stage: int
+    deck: Deck, architecture: Architecture, models: Sequence[ModelPart], schedule: Schedule, stage: int
 ) -> list[str]:
     """What recomputation and the waiting of activations mean for this rank, for the log."""
     memory, lines = deck.memory, []

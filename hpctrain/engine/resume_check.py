@@ -19,7 +19,7 @@ from hpctrain.deck.target import is_file
 from hpctrain.engine.companions import critic_deck
 from hpctrain.engine.rules import RULES
 from hpctrain.errors import HpctrainError
-from hpctrain.model.parametrization import Parametrization
+from hpctrain.model.parametrization import WidthScaling
 from hpctrain.sharding.compression.warmed import momentum_given_after
 
 _PROGRESS_KEYS = ("communication.warmup", "policy.rollout", "policy.epochs")
@@ -160,7 +160,7 @@ def _arguments_differ(deck: Deck, trained_deck: Deck, _key: str) -> bool:
 
 def _parametrization_differs(deck: Deck, trained_deck: Deck, key: str) -> bool:
     """Return True if the scaling factors differ. At its base width, muP is the standard parametrization."""
-    return _differs(deck, trained_deck, key) and Parametrization.of(deck) != Parametrization.of(trained_deck)
+    return _differs(deck, trained_deck, key) and WidthScaling.of(deck) != WidthScaling.of(trained_deck)
 
 
 def _sequence_differs(deck: Deck, trained_deck: Deck, key: str) -> bool:

@@ -20,7 +20,7 @@ from hpctrain.engine.build import choose_link
 from hpctrain.engine.offload import Offload
 from hpctrain.engine.rules import RULES
 from hpctrain.engine.stage import TrainedStage, build_stage, build_trained_stage
-from hpctrain.model.part import Part
+from hpctrain.model.part import ModelPart
 from hpctrain.optim.block_rule import BlockRules
 from hpctrain.optim.optimizer import Agreement, Optimizer
 from hpctrain.parallel.groups import LayerContext
@@ -64,7 +64,7 @@ class Elsewhere(Optimizer):
 def build_worker_stage(
     deck: Deck,
     groups: LayerContext,
-    models: Sequence[Part],
+    models: Sequence[ModelPart],
     replications: Replications,
     offload: Offload,  # noqa: ARG001
     device: torch.device,  # noqa: ARG001

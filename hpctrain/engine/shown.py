@@ -11,7 +11,7 @@ from torch import Tensor
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.offload import Offload
 from hpctrain.engine.stage import TrainedStage, build_stage
-from hpctrain.model.part import Part
+from hpctrain.model.part import ModelPart
 from hpctrain.optim.optimizer import Agreement, BucketState, Optimizer
 from hpctrain.parallel.groups import LayerContext
 from hpctrain.sharding.bucket import Bucket
@@ -42,7 +42,7 @@ class NoOptimizer(Optimizer):
 def build_shown_stage(
     deck: Deck,
     groups: LayerContext,
-    models: Sequence[Part],
+    models: Sequence[ModelPart],
     replications: Replications,
     offload: Offload,
     device: torch.device,  # noqa: ARG001
@@ -59,7 +59,7 @@ def build_shown_stage(
 def build_initial_stage(
     deck: Deck,
     groups: LayerContext,
-    models: Sequence[Part],
+    models: Sequence[ModelPart],
     replications: Replications,
     offload: Offload,
     device: torch.device,

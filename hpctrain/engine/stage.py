@@ -31,7 +31,7 @@ from hpctrain.model.architecture import Architecture
 from hpctrain.model.build import build_parts
 from hpctrain.model.frozen import freeze_parameters
 from hpctrain.model.parametrization import set_rates
-from hpctrain.model.part import Part, blocks_of, parameter_list
+from hpctrain.model.part import ModelPart, blocks_of, parameter_list
 from hpctrain.model.precision import Precision
 from hpctrain.optim.block_rule import BlockRules
 from hpctrain.optim.optimizer import Agreement, Optimizer, refresh
@@ -119,7 +119,7 @@ class Stage:
     """
 
     groups: LayerContext
-    models: list[Part]
+    models: list[ModelPart]
     replications: Replications
     buckets: list[Bucket]
     residency: ParameterResidency
@@ -217,7 +217,7 @@ def zero_group_size(deck: Deck, mesh: NodeMesh, everyone: Group) -> int:
 def build_stage(
     deck: Deck,
     groups: LayerContext,
-    models: Sequence[Part],
+    models: Sequence[ModelPart],
     replications: Replications,
     store: Store | None = None,
     trained: bool = False,
@@ -246,7 +246,7 @@ def build_stage(
 def build_trained_stage(
     deck: Deck,
     groups: LayerContext,
-    models: Sequence[Part],
+    models: Sequence[ModelPart],
     replications: Replications,
     offload: Offload,
     device: torch.device,

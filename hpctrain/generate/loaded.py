@@ -27,7 +27,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.generate.sampling import Sampling
 from hpctrain.generate.text import TextModel, load_part, split_deck, stored_tokenizer
 from hpctrain.host.memory import obtainable_bytes
-from hpctrain.model.part import Part, logits_of
+from hpctrain.model.part import ModelPart, logits_of
 from hpctrain.units import format_bytes
 from hpctrain.watch.newest import find_checkpoint
 from hpctrain.words import kind_of, nearest, path_of
@@ -91,7 +91,7 @@ class Model:
     `window` how many tokens it sees, and `vocabulary` how many there are.
     """
 
-    def __init__(self, world: World, path: Path, state: dict[str, Any], deck: Deck, part: Part) -> None:
+    def __init__(self, world: World, path: Path, state: dict[str, Any], deck: Deck, part: ModelPart) -> None:
         assert deck.model.vocabulary is not None
         self.path, self.deck, self.part = path, deck, part
         self.step = int(state.get("step", 0))

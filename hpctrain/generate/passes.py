@@ -12,7 +12,7 @@ from hpctrain.generate.cache import KeyValueCache
 from hpctrain.generate.continuing import Draw, Drawn, Piece, Text
 from hpctrain.generate.stages import Stages
 from hpctrain.memory.cached_texts import CachePlan
-from hpctrain.model.inputs import Inputs
+from hpctrain.model.inputs import ModelInputs
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.few_rows import SmallBatchKernel, block_of
 from hpctrain.parallel.functions import CompiledFunctions
@@ -154,7 +154,7 @@ class CachedPasses:
         attending = self.cache.begin(runs)
         device = self.model.groups.tensor.device
         given = torch.tensor([tokens + [0] * idle], device=device)
-        inputs = Inputs({"tokens": given}, attending.places.positions, cache=attending)
+        inputs = ModelInputs({"tokens": given}, attending.places.positions, cache=attending)
         hidden = self.stages.through(inputs)
         wanted = list(_last_rows(pieces))
         if not self.model.span.predicts:
@@ -170,7 +170,7 @@ class CachedPasses:
         """Return the logits [b, V] of the tokens after windows, int64 [b, s], without the cache."""
         given = tokens.to(self.model.groups.tensor.device)
         positions = torch.arange(given.shape[1], device=given.device)
-        hidden = self.stages.through(Inputs.of_tokens(given.t().contiguous(), positions))
+        hidden = self.stages.through(ModelInputs.of_tokens(given.t().contiguous(), positions))
         if not self.model.span.predicts:
             return hidden.new_empty(len(given), 0)
         logits: Tensor = self.model.predict(hidden[-self.least :], VocabularyHead.logits)[-1]

@@ -15,7 +15,7 @@ from torch import Tensor
 from hpctrain.comm.work import Work
 from hpctrain.errors import HpctrainError
 from hpctrain.generate.continuing import Draw, Drawn, Text, at_once
-from hpctrain.model.inputs import Inputs
+from hpctrain.model.inputs import ModelInputs
 from hpctrain.model.transformer import Transformer
 
 HIDDEN, TOKENS = 0, 1
@@ -36,7 +36,7 @@ class Stages:
         """How many there are, of which each has texts to compute for where so many groups take turns."""
         return self.group.size
 
-    def through(self, inputs: Inputs) -> Tensor:
+    def through(self, inputs: ModelInputs) -> Tensor:
         """Hidden states [s, b, h] behind this stage's layers; on the last stage those that it predicts from.
         Collective over the stages, one after the other.
         """

@@ -37,7 +37,7 @@ from hpctrain.generate.stopping import Continuation
 from hpctrain.host.memory import available_bytes, resident_bytes
 from hpctrain.memory.cached_texts import CachePlan
 from hpctrain.model.build import bare_model
-from hpctrain.model.part import Part
+from hpctrain.model.part import ModelPart
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Transformer
@@ -123,7 +123,7 @@ class TextModel:
     share a copy of the model together, and each copy other prompts.
     """
 
-    def __init__(self, world: World, path: Path, part: Part, tokenizer: Tokenizer) -> None:
+    def __init__(self, world: World, path: Path, part: ModelPart, tokenizer: Tokenizer) -> None:
         assert isinstance(part, Transformer)
         self.world, self.path, self.part, self.tokenizer = world, path, part, tokenizer
         groups = part.groups
@@ -251,7 +251,7 @@ def json_line(prompt: Prompt, sample: Continuation, number: int | None) -> str:
 
 def load_model(
     world: World, path: Path, tensor: int | None = None, texts: int = 1, pipeline: int = 1
-) -> tuple[Part, Tokenizer]:
+) -> tuple[ModelPart, Tokenizer]:
     """The model of a checkpoint, or this rank's part of it, and its tokenizer: each `pipeline` x `tensor`
     ranks of the world share one. Collective.
 
@@ -290,7 +290,7 @@ def parameter_bytes(deck: Deck) -> int:
     return most * Precision.of(deck).storage.itemsize
 
 
-def load_part(world: World, path: Path, deck: Deck) -> Part:
+def load_part(world: World, path: Path, deck: Deck) -> ModelPart:
     """The model of a checkpoint whose `split_deck` this is, as of `load_model`. Collective."""
     tensor, pipeline = deck.layout.tensor, deck.layout.pipeline
     needed = resident_bytes() + parameter_bytes(deck) // tensor

@@ -10,7 +10,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.memory.compress import ActivationFormat, compressed_bytes
 from hpctrain.memory.recompute import segment_size
 from hpctrain.model.frozen import embedding_trained, silent_blocks
-from hpctrain.model.part import Layer, Part, blocks_of
+from hpctrain.model.part import Layer, ModelPart, blocks_of
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape, Recomputed
 from hpctrain.objective.choose import make_objective
@@ -42,7 +42,7 @@ def packed_bytes(storage: SavedStorage, form: ActivationFormat) -> int:
 class PartBytes:
     """What autograd saves of one micro-batch in a part of a model on one rank, as its layers tell it."""
 
-    part: Part
+    part: ModelPart
     at: ActivationSizes
     recompute: Recomputed
 
@@ -142,7 +142,7 @@ class PartBytes:
         return [sum(each[first : first + size]) - known[first] for first in range(0, len(each), size)]
 
 
-def part_bytes(deck: Deck, parts: Sequence[Part], gpu: bool, recompute: Recomputed) -> list[PartBytes]:
+def part_bytes(deck: Deck, parts: Sequence[ModelPart], gpu: bool, recompute: Recomputed) -> list[PartBytes]:
     """What autograd saves of a micro-batch in these parts with this recomputation; `gpu` decides what norms
     save.
     """

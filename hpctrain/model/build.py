@@ -20,7 +20,7 @@ from hpctrain.model.foreign.initial import initialize_module
 from hpctrain.model.foreign.part import module_parts
 from hpctrain.model.frozen import freeze_all_but_adapters
 from hpctrain.model.initialize import initialize
-from hpctrain.model.part import Part, Span
+from hpctrain.model.part import LayerRange, ModelPart
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.groups import LayerContext
@@ -35,14 +35,14 @@ class Maker(NamedTuple):
     of these.
     """
 
-    parts: Callable[[Any, LayerContext, Sequence[Span]], list[Part]]
-    initialize: Callable[[Any, Sequence[Part], Targets, int, float], None]
+    parts: Callable[[Any, LayerContext, Sequence[LayerRange]], list[ModelPart]]
+    initialize: Callable[[Any, Sequence[ModelPart], Targets, int, float], None]
     problems: Callable[[Any, Sequence[int]], Iterable[str]] = lambda *_: ()
 
 
-def _transformers(shape: ModelShape, groups: LayerContext, spans: Sequence[Span]) -> list[Part]:
+def _transformers(shape: ModelShape, groups: LayerContext, spans: Sequence[LayerRange]) -> list[ModelPart]:
     """Tied embeddings of two of them are one table."""
-    parts: list[Part] = []
+    parts: list[ModelPart] = []
     table: Parameter | None = None
     for span in spans:
         part = Transformer(shape, groups, span, table)
@@ -54,7 +54,7 @@ def _transformers(shape: ModelShape, groups: LayerContext, spans: Sequence[Span]
 
 
 def _initialize_transformers(
-    shape: ModelShape, _: Sequence[Part], targets: Targets, seed: int, roughness: float
+    shape: ModelShape, _: Sequence[ModelPart], targets: Targets, seed: int, roughness: float
 ) -> None:
     initialize(targets, shape, seed, roughness)
 
@@ -76,13 +76,19 @@ def architecture_of(deck: Deck, vocabulary: int) -> Architecture:
     return architecture
 
 
-def build_parts(architecture: Architecture, groups: LayerContext, spans: Sequence[Span]) -> list[Part]:
+def build_parts(
+    architecture: Architecture, groups: LayerContext, spans: Sequence[LayerRange]
+) -> list[ModelPart]:
     """The parts of a model that one rank holds, without memory until bucketed."""
     return MAKERS[type(architecture)].parts(architecture, groups, spans)
 
 
 def initialize_parts(
-    architecture: Architecture, parts: Sequence[Part], targets: Targets, seed: int, roughness: float = 0.0
+    architecture: Architecture,
+    parts: Sequence[ModelPart],
+    targets: Targets,
+    seed: int,
+    roughness: float = 0.0,
 ) -> None:
     """Fill the targets, and what else these parts begin with: functions of the seed, equal on every layout.
 
@@ -97,13 +103,13 @@ def split_problems(architecture: Architecture, split: Sequence[int]) -> Iterable
     return MAKERS[type(architecture)].problems(architecture, split)
 
 
-def build_model(architecture: Architecture, groups: LayerContext) -> Part:
+def build_model(architecture: Architecture, groups: LayerContext) -> ModelPart:
     """All of a model in one part."""
-    (model,) = build_parts(architecture, groups, [Span.all_of(architecture.block_count)])
+    (model,) = build_parts(architecture, groups, [LayerRange.all_of(architecture.block_count)])
     return model
 
 
-def bare_model(architecture: Architecture) -> Part:
+def bare_model(architecture: Architecture) -> ModelPart:
     """The whole model as a single rank has it, without memory."""
     ledger = Ledger()
     tensor, context = (planned_group((axis,), 0, 1, ledger) for axis in ("tensor", "context"))

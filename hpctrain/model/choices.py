@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class Choices:
+class RoutingChoices:
     """The routers' choices in one micro-batch.
 
     `given`, by router: of some tokens the experts that they are to go to, int64 [samples, s, k] on the

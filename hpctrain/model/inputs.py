@@ -12,11 +12,11 @@ from torch import Tensor
 
 from hpctrain.data.documents import Documents
 from hpctrain.data.row_lengths import RowLengths
-from hpctrain.model.choices import Choices
+from hpctrain.model.choices import RoutingChoices
 from hpctrain.parallel.random import DropoutSource
 
 
-class Terms:
+class AuxiliaryLosses:
     """What layers add to the losses of one micro-batch, as a mixture of experts does to balance its load.
 
     They go the way of the inputs: every part of the model meets the same record, and so does a layer that is
@@ -78,7 +78,7 @@ class Cache(Protocol):
 
 
 @dataclass(frozen=True)
-class Inputs:
+class ModelInputs:
     """One micro-batch as this rank's model sees it.
 
     Attributes:
@@ -98,9 +98,9 @@ class Inputs:
     fields: Mapping[str, Tensor]
     positions: Tensor
     dropout: DropoutSource | None = None
-    terms: Terms = field(default_factory=Terms)
+    terms: AuxiliaryLosses = field(default_factory=AuxiliaryLosses)
     samples: int | None = None
-    choices: Choices | None = None
+    choices: RoutingChoices | None = None
     documents: Documents | None = None
     cache: Cache | None = None
     lengths: RowLengths | None = None
@@ -108,10 +108,15 @@ class Inputs:
 
     @staticmethod
     def of_tokens(
-        tokens: Tensor, positions: Tensor, dropout: DropoutSource | None = None, terms: Terms | None = None
-    ) -> Inputs:
+        tokens: Tensor,
+        positions: Tensor,
+        dropout: DropoutSource | None = None,
+        terms: AuxiliaryLosses | None = None,
+    ) -> ModelInputs:
         """Tokens [s, b] alone, all of which are of samples."""
-        return Inputs({"tokens": tokens.t()}, positions, dropout, Terms() if terms is None else terms)
+        return ModelInputs(
+            {"tokens": tokens.t()}, positions, dropout, AuxiliaryLosses() if terms is None else terms
+        )
 
     @property
     def tokens(self) -> Tensor:

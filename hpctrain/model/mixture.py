@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hpctrain.comm.group import Group
 from hpctrain.deck.activations import ACTIVATIONS
 from hpctrain.model.feed_forward import FeedForward
-from hpctrain.model.inputs import Inputs
+from hpctrain.model.inputs import ModelInputs
 from hpctrain.model.router import RoutedTokens, Router
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.dispatch import Dispatch
@@ -43,7 +43,7 @@ class Mixture(nn.Module):
         # The router keeps what it sees, too.
         self.shared = FeedForward(f"{name}.shared", shape, groups, inner, True) if inner else None
 
-    def forward(self, x: Tensor, inputs: Inputs, residency: ParameterResidency) -> Tensor:
+    def forward(self, x: Tensor, inputs: ModelInputs, residency: ParameterResidency) -> Tensor:
         """Route, send, compute, and combine; shared experts compute while tokens travel.
 
         Padding goes to no expert but the shared ones, and its result is theirs alone.
@@ -54,7 +54,7 @@ class Mixture(nn.Module):
         own = slice(first, first + sizes[self.groups.tensor.rank])
         flat = x.flatten(0, 1)
         split = self.groups.tensor.size > 1 and not self.groups.sequence_parallel
-        rows = _Own.apply(flat, self.groups.tensor, sizes) if split else flat
+        rows = _LocalRows.apply(flat, self.groups.tensor, sizes) if split else flat
         if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):
             # Whatever is frozen before or here: who starts an exchange in backward needs who completes it.
             rows = rows if rows.requires_grad else rows.detach().requires_grad_()
@@ -69,7 +69,7 @@ class Mixture(nn.Module):
         compute = partial(self.experts, segments=dispatch.segments, later=dispatch.later)
         results = residency.around(self.experts.gate_up, compute, dispatch.arrive(coming))
         combined = tokens.expand(dispatch.combine(dispatch.leave_back(results), routing.weights))
-        whole: Tensor = _Whole.apply(combined, self.groups.tensor, sizes) if split else combined
+        whole: Tensor = _GatheredRows.apply(combined, self.groups.tensor, sizes) if split else combined
         output = whole.view_as(x)
         return output if shared is None else output + shared
 
@@ -124,7 +124,7 @@ class Mixture(nn.Module):
         return most + shared[0], left + shared[1]
 
 
-class _Own(torch.autograd.Function):
+class _LocalRows(torch.autograd.Function):
     """Of rows [n, h] that all ranks of a group have, as many as `sizes` says: this rank's."""
 
     @staticmethod
@@ -138,7 +138,7 @@ class _Own(torch.autograd.Function):
         return ctx.group.all_gather(gradient, sizes=ctx.sizes), None, None
 
 
-class _Whole(torch.autograd.Function):
+class _GatheredRows(torch.autograd.Function):
     """The other way round."""
 
     @staticmethod

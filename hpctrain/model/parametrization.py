@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from math import sqrt
 
 from hpctrain.deck.schema import Deck
-from hpctrain.model.part import Part, parameter_list
+from hpctrain.model.part import ModelPart, parameter_list
 from hpctrain.parallel.shard import Initial
 
 HIDDEN: frozenset[Initial] = frozenset({"normal", "residual"})
@@ -20,7 +20,7 @@ HIDDEN: frozenset[Initial] = frozenset({"normal", "residual"})
 
 
 @dataclass(frozen=True)
-class Parametrization:
+class WidthScaling:
     """`width` and `head` are how many times wider the model, and one of its heads, is than the base; both 1
     where the parametrization is the standard one.
 
@@ -32,13 +32,13 @@ class Parametrization:
     head: float = 1.0
 
     @staticmethod
-    def of(deck: Deck) -> Parametrization:
+    def of(deck: Deck) -> WidthScaling:
         """The deck's."""
         model = deck.model
         if model.parametrization == "standard":
             return STANDARD
         assert model.base_width is not None and model.base_head_size is not None
-        return Parametrization(model.hidden / model.base_width, model.head_size / model.base_head_size)
+        return WidthScaling(model.hidden / model.base_width, model.head_size / model.base_head_size)
 
     @property
     def of_logits(self) -> float:
@@ -63,10 +63,10 @@ class Parametrization:
         return RATES[optimizer](self, initial)
 
 
-STANDARD = Parametrization()
+STANDARD = WidthScaling()
 
 
-def _of_adam(model: Parametrization, initial: Initial) -> float:
+def _of_adam(model: WidthScaling, initial: Initial) -> float:
     """Of steps whose elements are as large as the rate, whatever the size of gradients; by the root of their
     mean square over a cell or the tensor, as those of Adam-mini and Adafactor, or each.
 
@@ -77,25 +77,25 @@ def _of_adam(model: Parametrization, initial: Initial) -> float:
     return 1 / model.width if initial in HIDDEN or initial == "router" else 1.0
 
 
-def _of_gradients(model: Parametrization, initial: Initial) -> float:
+def _of_gradients(model: WidthScaling, initial: Initial) -> float:
     if initial in HIDDEN:
         return 1.0
     return 1 / model.width if initial == "router" else model.width
 
 
-def _of_muon(model: Parametrization, initial: Initial) -> float:
+def _of_muon(model: WidthScaling, initial: Initial) -> float:
     """Of steps of one spectral norm: what they add to values of a kind is of one size, but of routers, whose
     rows get longer steps the more they add up.
     """
     return 1.0 if initial in HIDDEN else 1 / sqrt(model.width)
 
 
-def _of_larger_muon(model: Parametrization, initial: Initial) -> float:
+def _of_larger_muon(model: WidthScaling, initial: Initial) -> float:
     """Of steps that grow with the root of the width."""
     return _of_muon(model, initial) / sqrt(model.width)
 
 
-RATES: Mapping[str, Callable[[Parametrization, Initial], float]] = {
+RATES: Mapping[str, Callable[[WidthScaling, Initial], float]] = {
     "adamw": _of_adam,
     "adafactor": _of_adam,
     "adam-mini": _of_adam,
@@ -110,9 +110,9 @@ those whose steps do not depend on the size of gradients, and those whose steps 
 """
 
 
-def set_rates(parts: Iterable[Part], deck: Deck) -> None:
+def set_rates(parts: Iterable[ModelPart], deck: Deck) -> None:
     """Give the parameters of a deck's model the rates that its width asks for."""
-    parametrization = Parametrization.of(deck)
+    parametrization = WidthScaling.of(deck)
     if parametrization == STANDARD:
         return
     for parameter in (parameter for part in parts for parameter in parameter_list(part)):

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from hpctrain.model.inputs import Inputs
+from hpctrain.model.inputs import ModelInputs
 from hpctrain.parallel.linear import MatmulLayer, SplitLinear
 from hpctrain.parallel.operations import AttentionSize, ElementwiseSize, MatrixSize
 from hpctrain.parallel.residency import ParameterResidency
@@ -23,7 +23,7 @@ Computed = TypeVar("Computed")
 
 
 @dataclass(frozen=True)
-class Span:
+class LayerRange:
     """Which piece of the model a pipeline stage's chunk is: blocks `first` to `last` (exclusive).
 
     The first part embeds, the last one predicts. `tied_stage` numbers this stage among those that hold
@@ -38,9 +38,9 @@ class Span:
     tied_stages: int = 1
 
     @staticmethod
-    def all_of(layers: int) -> Span:
+    def all_of(layers: int) -> LayerRange:
         """A model of so many blocks in one piece."""
-        return Span(0, layers, True, True)
+        return LayerRange(0, layers, True, True)
 
     @property
     def blocks(self) -> int:
@@ -170,24 +170,24 @@ class Layer(nn.Module, ABC):
         return 0
 
 
-class Part(Protocol):
+class ModelPart(Protocol):
     """Part of a model that one chunk of a pipeline stage holds. Modules of users implement it, too."""
 
-    span: Span
+    span: LayerRange
     residency: ParameterResidency
 
     @property
     def layers(self) -> Sequence[Layer]:
         """Layers of the part, in the order of the forward pass."""
 
-    def __call__(self, inputs: Inputs, hidden: Tensor | None = None) -> Any:
+    def __call__(self, inputs: ModelInputs, hidden: Tensor | None = None) -> Any:
         """Return the hidden states [s or s/t, b, h] after this part.
 
         The first part computes them from the tokens, and other parts from `hidden`, the result of the part
         before. The last part returns what its `predict` takes.
         """
 
-    def run_layer(self, layer: Layer, inputs: Inputs, x: Tensor) -> Tensor:
+    def run_layer(self, layer: Layer, inputs: ModelInputs, x: Tensor) -> Tensor:
         """Return the output of one layer for the input `x`. The parameters of the layer must be gathered."""
 
     def predict(self, last: Any, compute: Callable[..., Computed]) -> Computed:
@@ -212,22 +212,22 @@ class Part(Protocol):
 
 
 @torch.no_grad()
-def logits_of(model: Part, tokens: Tensor, last: int = 0) -> Tensor:
+def logits_of(model: ModelPart, tokens: Tensor, last: int = 0) -> Tensor:
     """Logits [b, s, V] of tokens [b, s] by a whole Transformer, or of the `last` ones alone; without sequence
     parallelism.
     """
     positions = torch.arange(tokens.shape[1], device=tokens.device)
-    hidden = model(Inputs.of_tokens(tokens.t().contiguous(), positions))
+    hidden = model(ModelInputs.of_tokens(tokens.t().contiguous(), positions))
     logits: Tensor = model.predict(hidden[-last:], VocabularyHead.logits)
     return logits.transpose(0, 1)
 
 
-def blocks_of(part: Part) -> list[Layer]:
+def blocks_of(part: ModelPart) -> list[Layer]:
     """The layers between the first and the last, in their order."""
     return [layer for layer in part.layers if layer.is_block]
 
 
-def parameter_list(part: Part) -> list[Parameter]:
+def parameter_list(part: ModelPart) -> list[Parameter]:
     """All parameters, each once, in the order of the forward pass."""
     return [parameter for unit in part.units() for leaf in unit for parameter in leaf]
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hpctrain.model.inputs import Inputs
+from hpctrain.model.inputs import ModelInputs
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.groups import LayerContext
 from hpctrain.parallel.saved import ActivationSizes, SavedStorage, as_features
@@ -43,7 +43,7 @@ class RoutedTokens:
     places: Tensor | None
 
     @staticmethod
-    def of(inputs: Inputs, rows: slice) -> RoutedTokens:
+    def of(inputs: ModelInputs, rows: slice) -> RoutedTokens:
         """Return the real tokens among `rows` of the flat [s, b] tokens of the inputs."""
         batch, places = inputs.tokens.shape[1], inputs.real_rows(rows)
         if places is None:
@@ -119,7 +119,7 @@ class Router(nn.Module):
         if self.shares is not None:
             self.shares.copy_(counts / counts.sum().clamp_min(1))
 
-    def forward(self, rows: Tensor, tokens: RoutedTokens, inputs: Inputs) -> Routing:
+    def forward(self, rows: Tensor, tokens: RoutedTokens, inputs: ModelInputs) -> Routing:
         """Return the routing of the `tokens` among all `rows`, and add the router's terms to the losses."""
         shape = self.shape
         logits = tokens.select(_Logits.apply(rows, self, self.weight))
@@ -151,7 +151,7 @@ class Router(nn.Module):
             scores = of_group.masked_fill(~allowed.unsqueeze(2), -torch.inf).flatten(1)
         return _best(scores, shape.experts_per_token)
 
-    def kept(self, experts: Tensor, tokens: RoutedTokens, inputs: Inputs) -> Tensor | None:
+    def kept(self, experts: Tensor, tokens: RoutedTokens, inputs: ModelInputs) -> Tensor | None:
         """Return which choices [n, k] are followed: bool, or None if all are.
 
         An expert takes no more than its capacity of the micro-batch's real tokens: the first ones by sample
@@ -178,7 +178,7 @@ class Router(nn.Module):
         own_places = tokens.select(places[first : first + tokens.rows])
         return taken.cumsum(0)[own_places].gather(1, experts) <= most
 
-    def _real_tokens(self, inputs: Inputs) -> int:
+    def _real_tokens(self, inputs: ModelInputs) -> int:
         """Return how many tokens of the whole micro-batch are real."""
         if inputs.lengths is not None:
             return inputs.lengths.total
@@ -191,7 +191,7 @@ class Router(nn.Module):
         scores: Tensor,
         experts: Tensor,
         tokens: RoutedTokens,
-        inputs: Inputs,
+        inputs: ModelInputs,
     ) -> Tensor:
         """Return the weights, whose backward pass adds the gradients of the terms."""
         shape = self.shape
@@ -209,7 +209,7 @@ class Router(nn.Module):
             weights = inputs.terms.add(weights, Z_LOSS, self.name, value.sum(), weight=shape.router_z_loss)
         return weights
 
-    def _shares(self, experts: Tensor, tokens: RoutedTokens, inputs: Inputs) -> Tensor:
+    def _shares(self, experts: Tensor, tokens: RoutedTokens, inputs: ModelInputs) -> Tensor:
         """Return each expert's share of the choices among which a token's are counted: [E], or [n, E]."""
         shape = self.shape
         if self.shares is not None:

@@ -14,7 +14,7 @@ from hpctrain.deck.presets import Sizes
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.model.architecture import Architecture
-from hpctrain.model.parametrization import STANDARD, Parametrization
+from hpctrain.model.parametrization import STANDARD, WidthScaling
 
 Head = Literal["vocabulary", "scalar"]
 """What predicts: logits of every token of the vocabulary, or one number a token."""
@@ -48,7 +48,7 @@ class ModelShape(Sizes, Architecture):
     balance_over: Literal["micro_batch", "sequence", "step"] = "micro_batch"
     balance_rate: float = 0.001
     capacity: float | None = None
-    parametrization: Parametrization = STANDARD
+    parametrization: WidthScaling = STANDARD
     packed: bool = False
     head: Head = "vocabulary"
     adapters: Adapters | None = None
@@ -71,7 +71,7 @@ class ModelShape(Sizes, Architecture):
                 deck.problem("model.module", "is trained, but this is for our own families yet")
             )
         settled: dict[str, Any] = {"vocabulary": vocabulary, "sequence": deck.batch.sequence}
-        settled["parametrization"] = Parametrization.of(deck)
+        settled["parametrization"] = WidthScaling.of(deck)
         settled["packed"] = deck.data.document_mask
         settled["head"] = "scalar" if deck.objective.kind in OF_SCORES else "vocabulary"
         settled["tied"] = deck.model.tied and settled["head"] == "vocabulary"

@@ -19,10 +19,10 @@ from typing_extensions import override
 
 from hpctrain.model.attention import Attention, Rotary
 from hpctrain.model.feed_forward import FeedForward
-from hpctrain.model.inputs import Inputs
+from hpctrain.model.inputs import ModelInputs
 from hpctrain.model.mixture import Mixture
 from hpctrain.model.norm import Norm
-from hpctrain.model.part import Computed, Layer, Span, leaves, own_parameters
+from hpctrain.model.part import Computed, Layer, LayerRange, leaves, own_parameters
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.groups import LayerContext
 from hpctrain.parallel.operations import ElementwiseSize, MatrixSize
@@ -52,7 +52,7 @@ class Surroundings:
     `residency` brings the parameters of what a layer has besides its first unit.
     """
 
-    inputs: Inputs
+    inputs: ModelInputs
     positions: Tensor
     rotary: Rotary | None
     residency: ParameterResidency = field(default_factory=ParameterResidency)
@@ -135,7 +135,7 @@ class Embedding(TransformerLayer):
         return [SavedStorage(ids * at.tokens + positions, 8, features=False), *_masks(self, at)]
 
 
-class Block(TransformerLayer):
+class TransformerBlock(TransformerLayer):
     """Attention and feed-forward, each after a norm and with a residual connection."""
 
     kind = "block"
@@ -325,19 +325,19 @@ class Transformer(nn.Module):
         self,
         shape: ModelShape,
         groups: LayerContext,
-        span: Span | None = None,
+        span: LayerRange | None = None,
         table: Parameter | None = None,
     ) -> None:
         super().__init__()
         self.shape, self.groups = shape, groups
         self.residency = ParameterResidency()
         self.rotary_positions: Tensor | None = None
-        self.span = span if span is not None else Span.all_of(shape.layers)
+        self.span = span if span is not None else LayerRange.all_of(shape.layers)
         layers: list[TransformerLayer] = []
         if self.span.embeds:
             table = self._table("embedding.tokens.weight", shape.tied)
             layers.append(Embedding(shape, groups, table))
-        layers += [Block(index, shape, groups) for index in range(self.span.first, self.span.last)]
+        layers += [TransformerBlock(index, shape, groups) for index in range(self.span.first, self.span.last)]
         if self.span.predicts and shape.head == "scalar":
             layers.append(Predictor(shape, groups, None))
         elif self.span.predicts:
@@ -373,7 +373,7 @@ class Transformer(nn.Module):
         """Yield the parameters of each layer in units that are gathered together, each parameter once."""
         return (unit for layer in self.layers for unit in layer.units())
 
-    def forward(self, inputs: Inputs, hidden: Tensor | None = None) -> Tensor:
+    def forward(self, inputs: ModelInputs, hidden: Tensor | None = None) -> Tensor:
         """See Part. The one that predicts ends with the final norm."""
         around = self._surroundings(inputs)
         shared = around.rotary.tables if around.rotary is not None else ()
@@ -387,7 +387,7 @@ class Transformer(nn.Module):
                     x = each.compute(x)
         return x
 
-    def run_layer(self, layer: Layer, inputs: Inputs, x: Tensor) -> Tensor:
+    def run_layer(self, layer: Layer, inputs: ModelInputs, x: Tensor) -> Tensor:
         """Return the output of one layer for the input `x`. The parameters of the layer must be gathered."""
         result: Tensor = layer(x, self._surroundings(inputs))
         return result
@@ -395,7 +395,7 @@ class Transformer(nn.Module):
     def _run(self, layer: TransformerLayer, around: Surroundings, x: Tensor) -> Tensor:
         return layer.run(x, around, self.residency)
 
-    def _surroundings(self, inputs: Inputs) -> Surroundings:
+    def _surroundings(self, inputs: ModelInputs) -> Surroundings:
         tensor, rotary = self.groups.tensor, None
         rows = inputs.positions
         if self.groups.sequence_parallel:
@@ -428,6 +428,6 @@ class Transformer(nn.Module):
         return self.layers[0].held[0].dtype
 
 
-def _masks(layer: Embedding | Block, at: ActivationSizes) -> list[SavedStorage]:
+def _masks(layer: Embedding | TransformerBlock, at: ActivationSizes) -> list[SavedStorage]:
     """What dropout keeps of the hidden states."""
     return [SavedStorage(at.rows * layer.hidden, 1, features=False)] if layer.probability else []

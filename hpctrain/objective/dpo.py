@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hpctrain.comm.group import Group
-from hpctrain.model.inputs import Inputs
+from hpctrain.model.inputs import ModelInputs
 from hpctrain.objective.log_probabilities import OfLogProbabilities, counted_once, whole_sums
 from hpctrain.objective.objective import LossOf
 from hpctrain.objective.pairs import OfPairs
@@ -37,7 +37,7 @@ class DirectPreference(OfPairs):
     form: Literal["sigmoid", "ipo"] = "sigmoid"
     smoothing: float = 0.0
 
-    def losses(self, inputs: Inputs, scale: Tensor) -> LossOf:
+    def losses(self, inputs: ModelInputs, scale: Tensor) -> LossOf:
         """Return the function that computes the losses of a micro-batch."""
         targets = inputs.fields["targets"].t()
         given = inputs.fields.get(REFERENCE)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.data.batches import MicroBatch
-from hpctrain.model.inputs import Inputs
+from hpctrain.model.inputs import ModelInputs
 from hpctrain.objective.drawing import Drawing
 from hpctrain.objective.objective import Losses, LossOf
 from hpctrain.parallel.groups import LayerContext
@@ -52,7 +52,7 @@ class NextToken:
         """See Objective: the count is known before."""
         return 1.0
 
-    def losses(self, inputs: Inputs, scale: Tensor) -> LossOf:
+    def losses(self, inputs: ModelInputs, scale: Tensor) -> LossOf:
         """Return the function that computes the losses of a micro-batch."""
         return CrossEntropy(inputs.fields["targets"].t(), scale, self.z_loss)
 

@@ -15,7 +15,7 @@ from typing import Protocol
 from torch import Tensor
 
 from hpctrain.data.batches import MicroBatch
-from hpctrain.model.inputs import Inputs
+from hpctrain.model.inputs import ModelInputs
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Objective(Protocol):
         by how much this is larger, and gradients are too large so far.
         """
 
-    def losses(self, inputs: Inputs, scale: Tensor) -> LossOf:
+    def losses(self, inputs: ModelInputs, scale: Tensor) -> LossOf:
         """Return the function that computes the losses of a micro-batch.
 
         Args:

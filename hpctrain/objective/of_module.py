@@ -19,7 +19,7 @@ from hpctrain.deck.user_code import import_function, run_user_code
 from hpctrain.errors import HpctrainError
 from hpctrain.model.foreign.arguments import logits_of
 from hpctrain.model.foreign.split import SplitHead, SplitOutputs
-from hpctrain.model.inputs import Inputs
+from hpctrain.model.inputs import ModelInputs
 from hpctrain.objective.next_token import CrossEntropy, NextToken
 from hpctrain.objective.objective import Losses, LossOf
 from hpctrain.parallel.partition import SplitLogits
@@ -33,7 +33,7 @@ class NextTokenOfLogits(NextToken):
     """As NextToken, in fp32, of logits [b, s, V], whole or split over tensor ranks."""
 
     @override
-    def losses(self, inputs: Inputs, scale: Tensor) -> LossOf:
+    def losses(self, inputs: ModelInputs, scale: Tensor) -> LossOf:
         targets = inputs.fields["targets"]
 
         def losses(outputs: Any) -> Losses:
@@ -60,7 +60,7 @@ class ClassesOfLogits:
         """See Objective: the count is known before."""
         return 1.0
 
-    def losses(self, inputs: Inputs, scale: Tensor) -> LossOf:
+    def losses(self, inputs: ModelInputs, scale: Tensor) -> LossOf:
         """Return the function that computes the losses of a micro-batch."""
         targets = inputs.fields[self.name].long()
         if inputs.present < inputs.rows:
@@ -135,7 +135,7 @@ class UsersLoss:
         figures["loss"] /= share or 1.0
         return share or 1.0
 
-    def losses(self, inputs: Inputs, scale: Tensor) -> LossOf:
+    def losses(self, inputs: ModelInputs, scale: Tensor) -> LossOf:
         """Return the function that computes the losses of a micro-batch."""
         batch = {name: field.contiguous() for name, field in inputs.fields.items()}
         # Of a dataset rows are samples, or none is: then one stands in, and is not counted.

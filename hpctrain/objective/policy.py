@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hpctrain.comm.group import Group
 from hpctrain.data.batches import MicroBatch
-from hpctrain.model.inputs import Inputs
+from hpctrain.model.inputs import ModelInputs
 from hpctrain.objective.dpo import REFERENCE
 from hpctrain.objective.drawing import Drawing
 from hpctrain.objective.log_probabilities import OfLogProbabilities, counted_once, whole_sums
@@ -76,7 +76,7 @@ class PolicyOptimization:
         figures["loss"] /= divisor
         return divisor
 
-    def losses(self, inputs: Inputs, scale: Tensor) -> LossOf:
+    def losses(self, inputs: ModelInputs, scale: Tensor) -> LossOf:
         """Return the function that computes the losses of a micro-batch."""
         given = (name for name in (OLD, ADVANTAGES, REFERENCE) if name in inputs.fields)
         fields = {name: inputs.fields[name].t() for name in given}

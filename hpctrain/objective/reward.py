@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from hpctrain.comm.group import Group
 from hpctrain.data.conversations import MARGIN
-from hpctrain.model.inputs import Inputs
+from hpctrain.model.inputs import ModelInputs
 from hpctrain.objective.log_probabilities import counted_once, whole_sums
 from hpctrain.objective.objective import LossOf
 from hpctrain.objective.pairs import OfPairs
@@ -34,7 +34,7 @@ class Reward(OfPairs):
     margin: float = 0.0
     centering: float = 0.0
 
-    def losses(self, inputs: Inputs, scale: Tensor) -> LossOf:
+    def losses(self, inputs: ModelInputs, scale: Tensor) -> LossOf:
         """Return the function that computes the losses of a micro-batch."""
         targets, margins = inputs.fields["targets"].t(), inputs.fields.get(MARGIN)
         wanted = None if margins is None else margins[0::2, 0]  # every place of a row has it

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hpctrain.comm.group import Group
 from hpctrain.data.batches import MicroBatch
-from hpctrain.model.inputs import Inputs
+from hpctrain.model.inputs import ModelInputs
 from hpctrain.objective.objective import LossOf
 from hpctrain.objective.scores import OfScores
 
@@ -37,7 +37,7 @@ class ClippedValue:
         """See Objective: the count is known before."""
         return 1.0
 
-    def losses(self, inputs: Inputs, scale: Tensor) -> LossOf:
+    def losses(self, inputs: ModelInputs, scale: Tensor) -> LossOf:
         """Return the function that computes the losses of a micro-batch."""
         predicted = inputs.fields["targets"].t() >= 0
         # Where scores alone are asked for, nothing has come yet.

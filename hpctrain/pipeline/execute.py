@@ -21,9 +21,9 @@ from hpctrain.comm.group import Group
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.work import Work
 from hpctrain.data.batches import MicroBatch
-from hpctrain.model.choices import Choices
-from hpctrain.model.inputs import Inputs, Terms
-from hpctrain.model.part import Part
+from hpctrain.model.choices import RoutingChoices
+from hpctrain.model.inputs import AuxiliaryLosses, ModelInputs
+from hpctrain.model.part import ModelPart
 from hpctrain.objective.objective import LossOf, Objective
 from hpctrain.parallel.backward import BackwardStart
 from hpctrain.parallel.context import context_piece
@@ -41,7 +41,7 @@ Key = tuple[int, int]  # chunk and micro-batch
 class PreparedBatch:
     """One micro-batch: what goes in, and how its losses are computed of what comes out."""
 
-    inputs: Inputs
+    inputs: ModelInputs
     losses: LossOf
 
     @staticmethod
@@ -52,7 +52,7 @@ class PreparedBatch:
         positions: Tensor,
         dropout: DropoutSource | None,
         terms_scale: Tensor | None = None,
-        choices: Choices | None = None,
+        choices: RoutingChoices | None = None,
     ) -> PreparedBatch:
         """That of this rank, which holds `positions` [s/c] of sequences, on their device.
 
@@ -63,11 +63,11 @@ class PreparedBatch:
         fields = {name: field.to(device, non_blocking=True) for name, field in micro.fields.items()}
         if micro.sequences:
             fields = {name: context_piece(field, positions).t() for name, field in fields.items()}
-        inputs = Inputs(
+        inputs = ModelInputs(
             fields,
             positions,
             dropout,
-            Terms(terms_scale),
+            AuxiliaryLosses(terms_scale),
             micro.samples,
             choices,
             micro.documents,
@@ -94,7 +94,7 @@ class Executor:
 
     def __init__(
         self,
-        models: Sequence[Part],
+        models: Sequence[ModelPart],
         group: Group,
         queue: WeightGradientQueue,
         ledger: Ledger,

@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 from operator import itemgetter
 from typing import NamedTuple, TypeVar
 
-from hpctrain.model.part import Span
+from hpctrain.model.part import LayerRange
 from hpctrain.pipeline.action import Schedule
 
 Item = TypeVar("Item")
@@ -176,7 +176,7 @@ def _of_unlike(times: Sequence[Sequence[float]], schedule: Schedule) -> list[int
     return list(min(ways.values()).split) if ways else even
 
 
-def spans_of(schedule: Schedule, counts: Sequence[int], stage: int) -> list[Span]:
+def spans_of(schedule: Schedule, counts: Sequence[int], stage: int) -> list[LayerRange]:
     """The parts of one stage, by chunk; `counts` are the blocks of each part of the model, in order."""
     assert len(counts) == schedule.parts, (counts, schedule.parts)
     ends = list(accumulate(counts))
@@ -186,5 +186,7 @@ def spans_of(schedule: Schedule, counts: Sequence[int], stage: int) -> list[Span
     for chunk in range(schedule.chunks):
         part = schedule.part(stage, chunk)
         tied = stages.index(stage) if part in {0, last} else 0
-        spans.append(Span(ends[part] - counts[part], ends[part], part == 0, part == last, tied, len(stages)))
+        spans.append(
+            LayerRange(ends[part] - counts[part], ends[part], part == 0, part == last, tied, len(stages))
+        )
     return spans

@@ -23,7 +23,7 @@ from hpctrain.engine.stage import TrainedStage, build_trained_stage, make_groups
 from hpctrain.memory.recompute import Recompute
 from hpctrain.model.build import build_parts
 from hpctrain.model.count import count
-from hpctrain.model.part import Span
+from hpctrain.model.part import LayerRange
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.shard import Parameter
 from hpctrain.pipeline.action import accumulation
@@ -96,7 +96,7 @@ def _build(deck: Deck, shape: ModelShape, ranks: int, ranks_per_node: int) -> Tr
     sizes = axis_sizes(deck, ranks)
     mesh = PlannedMesh(sizes, 0, ranks_per_node, echo=True)
     groups = make_groups(deck, mesh, Recompute("none"), cpu)
-    models = build_parts(shape, groups, [Span.all_of(shape.layers)])
+    models = build_parts(shape, groups, [LayerRange.all_of(shape.layers)])
     stage = build_trained_stage(deck, groups, models, make_replications(deck, mesh), Offload(), cpu)
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(max(bucket.length for bucket in stage.buckets), generator=generator)

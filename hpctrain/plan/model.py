@@ -12,7 +12,7 @@ from typing import NamedTuple
 from hpctrain.engine.stage import TrainedStage
 from hpctrain.memory.recompute import segment_size
 from hpctrain.model.frozen import embedding_trained, silent_blocks
-from hpctrain.model.part import Layer, Part, blocks_of
+from hpctrain.model.part import Layer, ModelPart, blocks_of
 from hpctrain.model.shape import Recomputed
 from hpctrain.parallel.residency import ParameterResidency
 from hpctrain.parallel.shard import Parameter
@@ -74,7 +74,7 @@ class _Layer(NamedTuple):
 class _Passes:
     """What the passes of a part ask of buckets, in their order; found once."""
 
-    def __init__(self, part: Part, recompute: Recomputed) -> None:
+    def __init__(self, part: ModelPart, recompute: Recomputed) -> None:
         self.part = part
         self._layers = list(_met(part, recompute))
         self.late = [
@@ -98,7 +98,7 @@ class _Passes:
                         add(at_once if waiting else added)
 
 
-def _met(part: Part, recompute: Recomputed) -> Iterator[_Layer]:
+def _met(part: ModelPart, recompute: Recomputed) -> Iterator[_Layer]:
     """The layers that backward comes to, in its order."""
     blocks = blocks_of(part)
     size = segment_size(recompute, len(blocks))

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.planned import META
-from hpctrain.model.inputs import Inputs
-from hpctrain.model.part import Part, parameter_list
+from hpctrain.model.inputs import ModelInputs
+from hpctrain.model.part import ModelPart, parameter_list
 from hpctrain.objective.objective import Losses
 from hpctrain.plan.model import add
 
@@ -19,11 +19,11 @@ from hpctrain.plan.model import add
 class SilentPart:
     """Computes nothing, for the run's own executor; an objective has so many `figures`."""
 
-    part: Part
+    part: ModelPart
     figures: int
 
-    def __call__(self, inputs: Inputs, hidden: Tensor | None = None) -> Tensor:
-        """See Part; that of the last part is a number."""
+    def __call__(self, inputs: ModelInputs, hidden: Tensor | None = None) -> Tensor:
+        """See ModelPart; that of the last part is a number."""
         shape = (1,) if self.part.span.predicts else self.hidden_shape(inputs.rows)
         if hidden is None:
             trained = any(parameter.requires_grad for parameter in parameter_list(self.part))

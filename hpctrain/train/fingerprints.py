@@ -21,7 +21,7 @@ from hpctrain.data.batches import MicroBatch
 from hpctrain.memory.scratch import Flat
 from hpctrain.model.foreign.arguments import tensors_of
 from hpctrain.model.foreign.part import ModulePart
-from hpctrain.model.part import Layer, Part
+from hpctrain.model.part import Layer, ModelPart
 from hpctrain.parallel.shard import Shard
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.sketch import SUMS, Fingerprint, Indices, Sums
@@ -221,7 +221,7 @@ class Fingerprints(Hook):
 
     def _output(
         self,
-        part: Part,
+        part: ModelPart,
         name: str,
         place: int,
         module: nn.Module,  # noqa: ARG002
@@ -345,13 +345,13 @@ def _kind(name: str) -> int:
     return next((1 + number for number, each in enumerate(kinds) if name.startswith(each)), len(kinds) + 1)
 
 
-def _numbered(part: Part) -> Iterator[tuple[int, Layer]]:
+def _numbered(part: ModelPart) -> Iterator[tuple[int, Layer]]:
     """The layers of a part with their numbers in the model: what embeds is number 0."""
     first = part.span.first + (not part.span.embeds and not isinstance(part, ModulePart))
     return enumerate(part.layers, first)
 
 
-def _watched(part: Part) -> Iterator[tuple[str, int, nn.Module]]:
+def _watched(part: ModelPart) -> Iterator[tuple[str, int, nn.Module]]:
     """What of a part is looked at, by name and number: a transformer's layers, or a module's blocks."""
     if isinstance(part, ModulePart):
         names = {module: name for name, module in part.module.named_modules()}

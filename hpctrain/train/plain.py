@@ -14,7 +14,7 @@ from hpctrain.model.foreign.architecture import ModuleArchitecture
 from hpctrain.model.foreign.arguments import ModuleCall
 from hpctrain.model.foreign.initial import HOST, seeded
 from hpctrain.model.foreign.passage import seed_draws
-from hpctrain.model.inputs import Inputs
+from hpctrain.model.inputs import ModelInputs
 from hpctrain.objective.objective import LossOf
 from hpctrain.train.outputs import outputs_of
 from hpctrain.train.trainer import Trainer
@@ -95,4 +95,4 @@ def call_in(engine: Engine, module: nn.Module) -> ModuleCall:
 
 def losses_of(engine: Engine, micro: MicroBatch) -> LossOf:
     """The sums of a micro-batch, of what a module gives."""
-    return engine.objective.losses(Inputs(micro.fields, engine.positions), torch.ones(()))
+    return engine.objective.losses(ModelInputs(micro.fields, engine.positions), torch.ones(()))

@@ -11,7 +11,7 @@ from torch import Tensor
 from hpctrain.comm.world import World
 from hpctrain.engine.build import Engine
 from hpctrain.errors import HpctrainError
-from hpctrain.model.choices import Choices
+from hpctrain.model.choices import RoutingChoices
 from hpctrain.model.router import router_name
 from hpctrain.model.shape import ModelShape
 from hpctrain.train.control import Order
@@ -56,7 +56,8 @@ class GivenChoices:
 
 
 class Routing(Hook):
-    """Makes the Choices of every micro-batch of training; as a hook writes down those of the first samples.
+    """Makes the RoutingChoices of every micro-batch of training; as a hook writes down those of the first
+    samples.
 
     `recorded` samples of a run are written, those with the lowest numbers, into its folder: once all have
     been there, or at the run's end what there has been. A run that goes on from a checkpoint among them keeps
@@ -70,7 +71,7 @@ class Routing(Hook):
         self.given = None if given is None else GivenChoices(given)
         self.first = state.samples
         self.path: Path | None = None
-        self._made: list[tuple[int, Choices]] = []
+        self._made: list[tuple[int, RoutingChoices]] = []
         self._rows: dict[str, list[Tensor]] = {}
         self._done = recorded <= self.first
 
@@ -79,13 +80,13 @@ class Routing(Hook):
         self.path = folder / ROUTING_FILE
         return self
 
-    def choices(self, samples: range, rows: int) -> Choices | None:
+    def choices(self, samples: range, rows: int) -> RoutingChoices | None:
         """What goes beside the inputs of a micro-batch of so many rows, the first of them these samples."""
         given = {} if self.given is None else self.given.of(samples, rows, self.engine.world.device)
         recorded = self.path is not None and not self._done and samples.start < self.recorded
         if not (given or (recorded and samples)):
             return None
-        choices = Choices(recorded, given)
+        choices = RoutingChoices(recorded, given)
         if recorded:
             self._made.append((samples.start, choices))
         return choices

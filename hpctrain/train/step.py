@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hpctrain.data.batches import Batches, MicroBatch
 from hpctrain.engine.build import Engine
-from hpctrain.model.choices import Choices
+from hpctrain.model.choices import RoutingChoices
 from hpctrain.optim.clip import clip_coefficient, local_square_norm
 from hpctrain.optim.spikes import Spike
 from hpctrain.parallel.random import DropoutSource
@@ -73,7 +73,7 @@ class ReadBatches(NamedTuple):
     real: int
 
 
-ChoicesOf = Callable[[range, int], Choices | None]
+ChoicesOf = Callable[[range, int], RoutingChoices | None]
 """Of a micro-batch of so many rows, of which the first are the samples of these numbers: see Inputs."""
 
 
@@ -306,7 +306,7 @@ class Step:
         scale: Tensor,
         dropout: DropoutSource | None,
         terms_scale: Tensor | None = None,
-        choices: Choices | None = None,
+        choices: RoutingChoices | None = None,
     ) -> PreparedBatch:
         """Return this rank's piece of a micro-batch on the device."""
         engine = self.engine
@@ -322,7 +322,7 @@ class Step:
         samples = torch.arange(first, first + self.micro_size, device=self.engine.world.device)
         return DropoutSource(self.seed, state.step, samples, self.engine.positions, first)
 
-    def choices_of(self, state: TrainState, micro_batch: int, micro: MicroBatch) -> Choices | None:
+    def choices_of(self, state: TrainState, micro_batch: int, micro: MicroBatch) -> RoutingChoices | None:
         """Return the recorded or requested routing choices of this rank's micro-batch."""
         first, rows = self.first_sample(state, micro_batch), micro.rows
         return self.choices(range(first, first + micro.present), rows)

@@ -13,7 +13,7 @@ import torch
 
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.transports.choose import TRANSPORTS
-from hpctrain.model.part import Part
+from hpctrain.model.part import ModelPart
 from hpctrain.units import format_seconds
 
 WINDOW = 20  # steps after which the ranks compare their times
@@ -94,7 +94,7 @@ def warn_of(slow: Sequence[Straggler], named: set[int]) -> set[int]:
     return {straggler.rank for straggler in slow}
 
 
-def work_of(parts: Iterable[Part]) -> object:
+def work_of(parts: Iterable[ModelPart]) -> object:
     """What a pipeline stage of these parts computes, a small value: layers of one kind take as long, if as
     much of them is trained. It is equal on the ranks of a stage, and on stages of the same layers.
     """

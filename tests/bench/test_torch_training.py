@@ -15,7 +15,7 @@ from hpctrain.bench.torch_training import Training, clip_gradients
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.engine.build import build_engine
-from hpctrain.model.part import Span
+from hpctrain.model.part import LayerRange
 from tests.engines import LLAMA, small_deck
 from tests.model.foreign.test_whole import gpt2
 
@@ -26,7 +26,7 @@ def test_peers_begin_with_our_weights(world: World, changes: tuple[str, ...]) ->
     engine = build_engine(deck, alone, Mesh(alone, {}))
     ours = {p.shard.name: p.detach() for model in engine.models for p in model.parameters()}
     training = Training(deck)
-    spans = (Span(0, 2, True, False), Span(2, 3, False, True))
+    spans = (LayerRange(0, 2, True, False), LayerRange(2, 3, False, True))
     parts = [training.filled(TorchModel(training.shape, span)) for span in spans]
     assert torch.equal(parts[0].embedding.weight, ours["embedding.tokens.weight"])
     head = "embedding.tokens.weight" if deck.model.tied else "head.weight"

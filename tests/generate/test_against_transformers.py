@@ -19,7 +19,7 @@ from hpctrain.generate.continuing import Text, continue_texts
 from hpctrain.generate.passes import CachedPasses, least_rows
 from hpctrain.generate.sampling import KeyedDraws, Sampling
 from hpctrain.memory.cached_texts import CachePlan
-from hpctrain.model.part import Span
+from hpctrain.model.part import LayerRange
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.functions import TORCH, CompiledFunctions, LayerFunctions
 from hpctrain.parallel.groups import LayerContext
@@ -92,7 +92,7 @@ def compare(world: World, path: Path, theirs: Any, functions: LayerFunctions, si
     shape, stage, stages = source_shape(path / "model.h5"), pipeline.rank, pipeline.size
     ends = shape.layers * stage // stages, shape.layers * (stage + 1) // stages
     tied = int(stage > 0), min(2, stages)
-    model = Transformer(shape, groups, Span(*ends, stage == 0, stage == stages - 1, *tied))
+    model = Transformer(shape, groups, LayerRange(*ends, stage == 0, stage == stages - 1, *tied))
     buckets = make_buckets(model.units(), Replications.uncut(mesh), torch.float32, 10_000, trained=False)
     load(path / "model.h5", world.everyone, model_entries(buckets))
 

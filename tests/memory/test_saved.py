@@ -8,7 +8,7 @@ import torch
 from hpctrain.comm.world import World
 from hpctrain.memory.live import LiveActivations
 from hpctrain.memory.saved import gpt_activation_bytes
-from hpctrain.model.inputs import Inputs
+from hpctrain.model.inputs import ModelInputs
 from hpctrain.model.part import blocks_of
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.random import DropoutSource
@@ -43,7 +43,9 @@ def test_bytes_of_a_layer_are_those_of_the_formula(world: World, dropout: float,
     rows = shape.sequence // tensor if local else shape.sequence
     x = torch.randn(rows, micro, shape.hidden, dtype=torch.bfloat16, requires_grad=True)
     source = DropoutSource(0, 0, torch.arange(micro), engine.positions) if dropout else None
-    inputs = Inputs.of_tokens(torch.zeros(shape.sequence, micro, dtype=torch.int64), engine.positions, source)
+    inputs = ModelInputs.of_tokens(
+        torch.zeros(shape.sequence, micro, dtype=torch.int64), engine.positions, source
+    )
     values = [bucket.values for bucket in engine.buckets if bucket.values is not None]
     with LiveActivations(lambda: values) as saved:
         engine.model.run_layer(blocks_of(engine.model)[0], inputs, x)

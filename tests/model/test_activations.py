@@ -21,7 +21,7 @@ from hpctrain.deck.activations import ACTIVATIONS, DEFAULT_ACTIVATIONS
 from hpctrain.engine.build import make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.live import LiveActivations
-from hpctrain.model.inputs import Inputs
+from hpctrain.model.inputs import ModelInputs
 from hpctrain.model.part import logits_of, parameter_list
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Transformer
@@ -133,7 +133,7 @@ def compare_with_transformers(model: str, world: World) -> None:
     if world.size == 1:
         torch.testing.assert_close(logits_of(built, inputs), logits, rtol=1e-5, atol=1e-5)
     synchronizer.start(1)
-    hidden = built(Inputs.of_tokens(inputs.t().contiguous(), torch.arange(24)))
+    hidden = built(ModelInputs.of_tokens(inputs.t().contiguous(), torch.arange(24)))
     total = built.predict(hidden, CrossEntropy(targets.t(), torch.tensor(1 / 48))).total
     total.backward()
     synchronizer.finish()

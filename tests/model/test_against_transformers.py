@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hpctrain.model.count import count
-from hpctrain.model.inputs import Inputs
+from hpctrain.model.inputs import ModelInputs
 from hpctrain.model.part import logits_of, parameter_list
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Transformer
@@ -171,7 +171,7 @@ def test_loss_logits_and_gradients_are_those_of_transformers(shape: ModelShape, 
     (loss / 43).backward()
 
     synchronizer.start(1)
-    hidden = model(Inputs.of_tokens(inputs.t().contiguous(), torch.arange(24)))
+    hidden = model(ModelInputs.of_tokens(inputs.t().contiguous(), torch.arange(24)))
     ours = model.predict(hidden, CrossEntropy(targets.t(), torch.tensor(1 / 43))).total
     ours.backward()
     synchronizer.finish()

@@ -11,15 +11,15 @@ from torch import Tensor
 from hpctrain.comm.world import World
 from hpctrain.model import transformer
 from hpctrain.model.count import count
-from hpctrain.model.inputs import Terms
-from hpctrain.model.transformer import Block, Surroundings
+from hpctrain.model.inputs import AuxiliaryLosses
+from hpctrain.model.transformer import Surroundings, TransformerBlock
 from tests.engines import LLAMA, small_deck, trainer
 
 WEIGHT = 0.03
 LARGE = ("learning_rate.peak=1e-3", "optimizer.clip=0")
 
 
-class TermBlock(Block):
+class TermBlock(TransformerBlock):
     """A block that wants its output small, and more so the later it comes."""
 
     terms = ("size",)
@@ -40,7 +40,7 @@ def blocks_with_terms(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_a_term_is_in_the_figures_once_and_its_scale_in_the_gradient() -> None:
-    terms, scale = Terms(torch.tensor(0.25)), torch.tensor([2.0], requires_grad=True)
+    terms, scale = AuxiliaryLosses(torch.tensor(0.25)), torch.tensor([2.0], requires_grad=True)
     x = torch.ones(3, requires_grad=True)
     for _ in range(2):  # as if computed again
         y = terms.add(x, "size", "a", 3 * scale.sum())

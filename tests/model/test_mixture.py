@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpctrain.model.inputs import Inputs, Terms
+from hpctrain.model.inputs import AuxiliaryLosses, ModelInputs
 from hpctrain.model.part import logits_of, parameter_list
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Transformer
@@ -166,8 +166,8 @@ def compare(family: str, layers: int, weight: float, world: Any) -> tuple[Tensor
     (loss + weight * theirs.aux_loss).backward()
 
     synchronizer.start(1)
-    terms = Terms(torch.tensor(1 / 48))
-    hidden = model(Inputs.of_tokens(inputs.t().contiguous(), torch.arange(24), terms=terms))
+    terms = AuxiliaryLosses(torch.tensor(1 / 48))
+    hidden = model(ModelInputs.of_tokens(inputs.t().contiguous(), torch.arange(24), terms=terms))
     ours = model.predict(hidden, CrossEntropy(targets.t(), torch.tensor(1 / 48))).total
     ours.backward()
     synchronizer.finish()

@@ -21,7 +21,7 @@ from hpctrain.engine.build import build_engine, make_mesh
 from hpctrain.engine.resume_check import require_same_model
 from hpctrain.errors import HpctrainError
 from hpctrain.model.initialize import deviation
-from hpctrain.model.parametrization import RATES, Parametrization
+from hpctrain.model.parametrization import RATES, WidthScaling
 from hpctrain.model.part import parameter_list
 from hpctrain.model.shape import ModelShape
 from hpctrain.train.checkpoints import Checkpoints
@@ -56,7 +56,7 @@ def test_what_a_width_changes_is_what_the_table_says(width: int) -> None:
     sgd = {"normal": 1.0, "residual": 1.0, "table": m, "router": 1 / m, "ones": m, "zeros": m}
     root = {"original": 1.0, "adamw-rms": 1 / sqrt(m)}
     muon = {name: {"normal": each, "residual": each, "router": each / sqrt(m)} for name, each in root.items()}
-    by = Parametrization.of(deck)
+    by = WidthScaling.of(deck)
     of_size = dict.fromkeys(("adamw", "adafactor", "adam-mini", "lion", "schedule-free"), adam)
     for optimizer, rates in {**of_size, "sgd": sgd, **muon}.items():
         assert {initial: by.rate(initial, optimizer) for initial in rates} == rates  # type: ignore[arg-type]
@@ -212,7 +212,7 @@ def test_layouts_train_the_model_of_one_rank(world: World, layout: str, family: 
 def test_the_miniature_of_a_layout_is_as_many_times_wider(world: World) -> None:
     deck = small_deck(*MUP, "layout.zero=2", "optimizer.name=sgd")
     small = miniature(deck)
-    assert Parametrization.of(small) == Parametrization(4.0, 2.0)
+    assert WidthScaling.of(small) == WidthScaling(4.0, 2.0)
     assert "layout checked" in verify_layout(deck, world, make_mesh(deck, world))
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.data.row_lengths import RowLengths
-from hpctrain.model.inputs import Inputs, Terms
+from hpctrain.model.inputs import AuxiliaryLosses, ModelInputs
 from hpctrain.model.mixture import Mixture
 from hpctrain.model.router import RoutedTokens, Router
 from hpctrain.model.shape import ModelShape
@@ -54,14 +54,16 @@ def give_memory(module: torch.nn.Module, world: Any) -> None:
             parameter.copy_(torch.randn(parameter.shape) * 0.3)
 
 
-def inputs_of(batch: int, terms: Terms | None = None, lengths: list[int] | None = None) -> Inputs:
+def inputs_of(
+    batch: int, terms: AuxiliaryLosses | None = None, lengths: list[int] | None = None
+) -> ModelInputs:
     tokens = torch.zeros(SHAPE.sequence, batch, dtype=torch.int64)
     positions, fields = torch.arange(SHAPE.sequence), {"tokens": tokens.t()}
     known = None if lengths is None else RowLengths(torch.tensor(lengths))
-    return Inputs(fields, positions, terms=terms or Terms(), lengths=known)
+    return ModelInputs(fields, positions, terms=terms or AuxiliaryLosses(), lengths=known)
 
 
-def tokens_of(inputs: Inputs) -> RoutedTokens:
+def tokens_of(inputs: ModelInputs) -> RoutedTokens:
     return RoutedTokens.of(inputs, slice(0, inputs.tokens.numel()))
 
 
@@ -69,7 +71,7 @@ def tokens_at(tokens: RoutedTokens) -> tuple[Tensor, Tensor]:
     return tokens.samples, tokens.positions
 
 
-def rows_of(inputs: Inputs, seed: int = 0) -> Tensor:
+def rows_of(inputs: ModelInputs, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(inputs.tokens.numel(), SHAPE.hidden, generator=generator)
 
@@ -188,7 +190,7 @@ def test_a_micro_batch_of_padding_alone(world: Any) -> None:
     for over in ("micro_batch", "sequence"):
         mixture = Mixture("blocks.0.feed_forward", replace(SHAPE, balance_over=over, **keys), alone(world))
         give_memory(mixture, world)
-        inputs = inputs_of(2, Terms(torch.tensor(1.0)), lengths=[0, 0])
+        inputs = inputs_of(2, AuxiliaryLosses(torch.tensor(1.0)), lengths=[0, 0])
         x = rows_of(inputs).view(SHAPE.sequence, 2, -1).requires_grad_()
         output = mixture(x, inputs, ParameterResidency())
         output.sum().backward()
@@ -205,7 +207,7 @@ def test_balance_and_z_losses_by_their_formulas(
 ) -> None:
     module = make_router(world, balance_loss=0.7, balance_over=over, router=router, router_z_loss=0.2)
     scale = 3.0
-    inputs = inputs_of(2, Terms(torch.tensor(scale)), lengths)
+    inputs = inputs_of(2, AuxiliaryLosses(torch.tensor(scale)), lengths)
     rows = rows_of(inputs)
     leaf = rows.clone().requires_grad_()
     routing = module(leaf, tokens_of(inputs), inputs)
@@ -270,7 +272,7 @@ def test_sigmoids_that_are_all_zero_leave_losses_finite(world: Any) -> None:
     router = make_router(world, router="sigmoid", balance_loss=1.0)
     with torch.no_grad():
         router.weight.fill_(-300.0)
-    inputs = inputs_of(2, Terms(torch.tensor(1.0)))
+    inputs = inputs_of(2, AuxiliaryLosses(torch.tensor(1.0)))
     rows = rows_of(inputs).abs().requires_grad_()
     routing = router(rows, tokens_of(inputs), inputs)
     routing.weights.sum().backward()

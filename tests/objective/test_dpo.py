@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from hpctrain.comm.world import World
 from hpctrain.data.batches import MicroBatch
-from hpctrain.model.inputs import Inputs
+from hpctrain.model.inputs import ModelInputs
 from hpctrain.objective.dpo import DirectPreference
 from hpctrain.objective.log_probabilities import log_probabilities
 from hpctrain.parallel import vocabulary
@@ -62,9 +62,9 @@ def case() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return weight, hidden, targets, reference * (targets >= 0)
 
 
-def inputs_of(targets: Tensor, reference: Tensor) -> Inputs:
+def inputs_of(targets: Tensor, reference: Tensor) -> ModelInputs:
     fields = {"tokens": torch.zeros_like(targets).t(), "targets": targets.t(), "reference": reference.t()}
-    return Inputs(fields, torch.arange(len(targets)))
+    return ModelInputs(fields, torch.arange(len(targets)))
 
 
 @pytest.mark.mpi(min_size=1, max_size=2)

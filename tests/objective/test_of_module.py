@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.errors import HpctrainError
-from hpctrain.model.inputs import Inputs
+from hpctrain.model.inputs import ModelInputs
 from hpctrain.objective.objective import Losses
 from hpctrain.objective.of_module import UsersLoss
 
@@ -19,7 +19,7 @@ OUTPUTS = torch.tensor([0.5, -1.5], requires_grad=True)
 
 
 def losses_of(made: Any) -> Losses:
-    inputs = Inputs.of_tokens(torch.zeros(3, 2, dtype=torch.int64), torch.arange(3), None)
+    inputs = ModelInputs.of_tokens(torch.zeros(3, 2, dtype=torch.int64), torch.arange(3), None)
     return UsersLoss(lambda *_: made).losses(inputs, torch.tensor(0.25))(OUTPUTS)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hpctrain.comm.world import World
-from hpctrain.model.inputs import Inputs
+from hpctrain.model.inputs import ModelInputs
 from hpctrain.objective.drawing import Drawing
 from hpctrain.objective.log_probabilities import log_probabilities
 from hpctrain.objective.policy import ADVANTAGES, OLD, Mean, PolicyOptimization, divergence
@@ -112,7 +112,7 @@ def test_losses_and_gradients(
         referenced=True,
         drawing=drawing,
     )
-    inputs = Inputs({name: each.t() for name, each in fields.items()}, torch.arange(len(hidden)))
+    inputs = ModelInputs({name: each.t() for name, each in fields.items()}, torch.arange(len(hidden)))
     tokens = int((fields["targets"] >= 0).sum())
     found = objective.losses(inputs, torch.tensor(1 / tokens))(layer, mine)
     found.total.backward()
@@ -143,7 +143,7 @@ def test_what_was_drawn_just_now_has_moved_nowhere(world: World, of: str) -> Non
     exact = drawn_by(functional.linear(hidden.double(), weight.double()), drawing)[there]
     exact = exact.gather(1, fields["targets"][there].unsqueeze(1))[:, 0]
     torch.testing.assert_close(fields[OLD][there].double(), exact, rtol=1e-6, atol=1e-6)
-    inputs = Inputs({name: each.t() for name, each in fields.items()}, torch.arange(len(hidden)))
+    inputs = ModelInputs({name: each.t() for name, each in fields.items()}, torch.arange(len(hidden)))
     objective = PolicyOptimization(drawing=drawing)
     found = objective.losses(inputs, torch.tensor(1.0))(layer, hidden.clone().requires_grad_())
     figures = dict(zip(objective.figures, map(float, found.figures), strict=True))

@@ -17,7 +17,7 @@ from hpctrain.data.batches import MASKED, Batches, MicroBatch
 from hpctrain.data.conversations import PreferenceSource
 from hpctrain.data.prepare_rows import prepare_rows
 from hpctrain.data.tokens import TokenFile
-from hpctrain.model.inputs import Inputs
+from hpctrain.model.inputs import ModelInputs
 from hpctrain.objective.reward import Reward, answer_ends
 from hpctrain.parallel.groups import LayerContext
 from hpctrain.parallel.scalar_head import ScalarHead
@@ -95,7 +95,7 @@ def test_only_these_places_learn(world: World) -> None:
     targets[0, 1:4] = targets[1, 2:6] = 1
     hidden = torch.randn(LENGTH, 2, HIDDEN, generator=torch.Generator().manual_seed(2)).requires_grad_()
     fields = {"tokens": torch.zeros_like(targets), "targets": targets}
-    losses = Reward().losses(Inputs(fields, torch.arange(LENGTH)), torch.tensor(0.5))(head, hidden)
+    losses = Reward().losses(ModelInputs(fields, torch.arange(LENGTH)), torch.tensor(0.5))(head, hidden)
     losses.total.backward()
     assert hidden.grad is not None
     learned = torch.nonzero(hidden.grad.abs().sum(-1)).tolist()

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from hpctrain.comm.group import Group
 from hpctrain.comm.work import Work
 from hpctrain.comm.world import World
-from hpctrain.model.inputs import Inputs
-from hpctrain.model.part import Part
+from hpctrain.model.inputs import ModelInputs
+from hpctrain.model.part import ModelPart
 from hpctrain.objective.objective import Losses
 from hpctrain.parallel.vocabulary import VocabularyHead
 from hpctrain.parallel.weight_grad import WeightGradientQueue
@@ -105,7 +105,7 @@ class _Spend(torch.autograd.Function):
 
 
 class TimedPart(nn.Module):
-    """One part of a model, with what the executor asks of a Part."""
+    """One part of a model, with what the executor asks of a ModelPart."""
 
     def __init__(
         self, times: Sequence[float], shape: tuple[int, int, int], clock: Clock, queue: WeightGradientQueue
@@ -119,7 +119,7 @@ class TimedPart(nn.Module):
     def hidden_shape(self, micro_size: int) -> tuple[int, int, int]:
         return self.shape
 
-    def forward(self, inputs: Inputs, hidden: Tensor | None = None) -> Tensor:
+    def forward(self, inputs: ModelInputs, hidden: Tensor | None = None) -> Tensor:
         return cast(Tensor, _Spend.apply(self.first if hidden is None else hidden, self))
 
     def predict(self, hidden: Tensor, compute: Callable[[VocabularyHead, Tensor], Losses]) -> Losses:
@@ -164,9 +164,9 @@ def run_in_virtual_time(
     clock, queue = Clock(), WeightGradientQueue()
     models = [TimedPart(seconds, shape, clock, queue) for _ in range(schedule.chunks)]
     group = LateGroup(world.everyone, clock, cast(float, times.communication))
-    executor = Executor(cast("list[Part]", models), cast(Group, group), queue, world.ledger)
+    executor = Executor(cast("list[ModelPart]", models), cast(Group, group), queue, world.ledger)
     tokens = torch.zeros(4, 1, dtype=torch.int64)
-    batch = PreparedBatch(Inputs.of_tokens(tokens, torch.arange(4)), no_losses)
+    batch = PreparedBatch(ModelInputs.of_tokens(tokens, torch.arange(4)), no_losses)
     executor.run(schedule, [batch] * schedule.micro_batches)
     prompt = all(done == len(clock.work) for done in group.waits)
     own = torch.tensor([clock.span, clock.busy, prompt], dtype=torch.float64).unsqueeze(0)

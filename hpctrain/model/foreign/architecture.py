@@ -24,7 +24,7 @@ from hpctrain.model.architecture import Architecture
 from hpctrain.model.foreign.arguments import ModuleCall, call_of
 from hpctrain.model.foreign.find import build_module
 from hpctrain.model.foreign.own_plan import OWN, own_plan
-from hpctrain.model.foreign.plan import Plan, make_plan
+from hpctrain.model.foreign.plan import SplitPlan, make_plan
 from hpctrain.model.precision import Precision
 from hpctrain.words import counted, nearest
 
@@ -170,11 +170,11 @@ def _rows(deck: Deck) -> tuple[tuple[str, FieldForm], ...]:
     return ("tokens", of_tokens), ("targets", of_tokens)
 
 
-def plan_of(module: nn.Module, given: Mapping[str, Any] | str | None, ranks: int, pieces: bool) -> Plan:
+def plan_of(module: nn.Module, given: Mapping[str, Any] | str | None, ranks: int, pieces: bool) -> SplitPlan:
     """The plan that a deck gives for a module, as it was built, and so many tensor ranks; see `make_plan`."""
     if isinstance(given, Mapping):
         return make_plan(module, given, ranks, pieces)
-    return own_plan(module, ranks, pieces) if given == OWN else Plan({})
+    return own_plan(module, ranks, pieces) if given == OWN else SplitPlan({})
 
 
 def blocks_in(module: nn.Module, pattern: str | None) -> dict[str, nn.Module]:

@@ -12,11 +12,11 @@ import torch
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.model.foreign.architecture import ModuleArchitecture
-from hpctrain.model.foreign.order import Order, Source, order_of
-from hpctrain.model.part import Span
+from hpctrain.model.foreign.order import CallOrder, Source, order_of
+from hpctrain.model.part import LayerRange
 
 
-def crossing(order: Order, block: int) -> list[Source]:
+def crossing(order: CallOrder, block: int) -> list[Source]:
     """The tensors that are made before a block, by its number, and used from there on."""
     return sorted(
         source for source, last in order.uses.items() if order.calls[source.call].position < 2 * block <= last
@@ -31,7 +31,7 @@ class Passing:
     format: torch.dtype
 
     @staticmethod
-    def of(order: Order) -> Passing:
+    def of(order: CallOrder) -> Passing:
         """As much as at the place where it is most."""
         specs = [[order.spec(s) for s in crossing(order, k)] for k in range(1, len(order.blocks) + 1)]
         formats = [spec.dtype for each in specs for spec in each if spec.travels]
@@ -40,11 +40,11 @@ class Passing:
 
 
 @dataclass(frozen=True)
-class Piece:
+class PartPass:
     """What the part of a `span` has of a module's pass."""
 
-    order: Order
-    span: Span
+    order: CallOrder
+    span: LayerRange
 
     def computes(self, position: int) -> bool:
         """Whether what is at a position is this part's to compute."""
@@ -103,7 +103,7 @@ def module_split_problems(architecture: ModuleArchitecture, split: Sequence[int]
     return cut_problems(order_of(architecture), split) if architecture.cut else ()
 
 
-def cut_problems(order: Order, split: Sequence[int]) -> Iterator[str]:
+def cut_problems(order: CallOrder, split: Sequence[int]) -> Iterator[str]:
     """Why stages cannot compute a module that is cut into parts of so many blocks: ends of sentences."""
     ends = list(accumulate(split))
     last = len(ends) - 1
@@ -130,7 +130,7 @@ def cut_problems(order: Order, split: Sequence[int]) -> Iterator[str]:
         yield from _problems_at(order, end)
 
 
-def _problems_at(order: Order, block: int) -> Iterator[str]:
+def _problems_at(order: CallOrder, block: int) -> Iterator[str]:
     """What cannot pass to the part that begins with a block."""
     sources = crossing(order, block)
     for source in sources:
@@ -153,7 +153,7 @@ def _problems_at(order: Order, block: int) -> Iterator[str]:
         yield f"parts the module before {where}, where no tensor passes that gradients would come back to"
 
 
-def _places(order: Order, positions: frozenset[int]) -> str:
+def _places(order: CallOrder, positions: frozenset[int]) -> str:
     """Positions in words, a few of many."""
     places = [order.where(position) for position in sorted(positions)]
     if len(places) > 3:

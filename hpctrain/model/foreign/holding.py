@@ -11,13 +11,13 @@ from torch import nn
 
 from hpctrain.model.foreign.architecture import ModuleArchitecture, blocks_in
 from hpctrain.model.foreign.buffers import ModuleBuffers
-from hpctrain.model.foreign.cut import Passing, Piece
+from hpctrain.model.foreign.cut import PartPass, Passing
 from hpctrain.model.foreign.layers import ModuleBlock, ModuleLayer, OutsideOfBlocks
 from hpctrain.model.foreign.order import order_of, watched
 from hpctrain.model.foreign.parallel import LateParameter
 from hpctrain.model.foreign.passage import Passage, PiecePassage
 from hpctrain.model.foreign.whole import WholeLinear, compute_whole, layers_in, multiplied
-from hpctrain.model.part import Span
+from hpctrain.model.part import LayerRange
 from hpctrain.parallel.groups import LayerContext
 from hpctrain.parallel.shard import Parameter, Shard
 
@@ -26,7 +26,7 @@ Names = dict[Parameter, list[str]]
 
 
 @dataclass(frozen=True)
-class Held:
+class PartContents:
     """What a part holds: parameters by names, `layers` of these, the last one behind all blocks, which are
     `blocks` by name; `calls` are modules whose calls the passage is told of, besides.
     """
@@ -44,7 +44,7 @@ def hold_all(
     architecture: ModuleArchitecture,
     groups: LayerContext,
     parted: Collection[nn.Parameter],
-) -> Held:
+) -> PartContents:
     """All of a module; what is outside of blocks, or in several, is in the first layer. Gradients of those
     that are `parted` are partial on tensor ranks.
     """
@@ -63,7 +63,7 @@ def hold_all(
         make(OutsideOfBlocks, "result", (), ()),
     )
     buffers = ModuleBuffers(module, groups, architecture.buffers, architecture.storage)
-    return Held(names, layers, blocks, buffers)
+    return PartContents(names, layers, blocks, buffers)
 
 
 def hold_piece(
@@ -71,13 +71,13 @@ def hold_piece(
     architecture: ModuleArchitecture,
     groups: LayerContext,
     parted: Collection[nn.Parameter],
-    span: Span,
+    span: LayerRange,
     lent: Mapping[str, Parameter],
-) -> Held:
+) -> PartContents:
     """The piece of a module that a pipeline's part computes. Others' parameters are in their places without
     memory, as zeros; some that another part of the stage uses too are `lent` by it. See `hold_all`, too.
     """
-    piece = Piece(order_of(architecture), span)
+    piece = PartPass(order_of(architecture), span)
     home = groups.data.empty((), architecture.storage).zero_()
     names = _own_parameters(module, partial(_of_piece, piece, parted, {*multiplied(module)}, lent, home))
     whole = compute_whole(module, groups)
@@ -108,7 +108,7 @@ def hold_piece(
     )
     own = [parameter for parameter in names if parameter not in set(borrowed)]
     passage = PiecePassage(piece, Passing.of(piece.order), home.device, own)
-    return Held(names, layers, blocks, buffers, passage, calls)
+    return PartContents(names, layers, blocks, buffers, passage, calls)
 
 
 def _whole(
@@ -136,7 +136,7 @@ def _whole(
 
 
 def _of_piece(
-    piece: Piece,
+    piece: PartPass,
     parted: Collection[nn.Parameter],
     late: Collection[nn.Parameter],
     lent: Mapping[str, Parameter],
@@ -183,7 +183,7 @@ def _outside(module: nn.Module, blocks: Collection[nn.Module]) -> list[nn.Module
     return [each for each in module.modules() if each not in inside]
 
 
-def _outside_of_blocks(piece: Piece, names: Names, blocks: Mapping[str, nn.Module]) -> Iterator[Parameter]:
+def _outside_of_blocks(piece: PartPass, names: Names, blocks: Mapping[str, nn.Module]) -> Iterator[Parameter]:
     """The parameters that are not used by the block alone that has them."""
     home = {p: name for name, block in blocks.items() for p in block.parameters()}
     position = {name: 2 * number + 1 for number, name in enumerate(piece.order.blocks)}
@@ -232,7 +232,7 @@ def _blocks(
 
 
 def _modules_of_piece(
-    module: nn.Module, piece: Piece, blocks: Mapping[str, nn.Module], calls: Mapping[str, nn.Module]
+    module: nn.Module, piece: PartPass, blocks: Mapping[str, nn.Module], calls: Mapping[str, nn.Module]
 ) -> tuple[list[nn.Module], list[nn.Module]]:
     """The modules outside of blocks that a part computes: those that are called behind all blocks alone, and
     the others, in front of these.

@@ -23,7 +23,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.model.foreign.architecture import ModuleArchitecture
 from hpctrain.model.foreign.part import ModulePart
 from hpctrain.model.initialize import fill_normal
-from hpctrain.model.part import Part
+from hpctrain.model.part import ModelPart
 from hpctrain.parallel.random import key_of
 from hpctrain.parallel.shard import Parameter
 
@@ -83,7 +83,7 @@ def first_module(architecture: ModuleArchitecture, seed: int) -> nn.Module:
 @torch.no_grad()
 def initialize_module(
     architecture: ModuleArchitecture,
-    parts: Sequence[Part],
+    parts: Sequence[ModelPart],
     targets: Iterable[tuple[Parameter, Tensor, int]],
     seed: int,
     roughness: float = 0.0,

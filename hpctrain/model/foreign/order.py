@@ -21,7 +21,7 @@ from typing_extensions import override
 from hpctrain.deck.user_code import run_user_code
 from hpctrain.errors import HpctrainError
 from hpctrain.model.foreign.architecture import META, ModuleArchitecture, blocks_in, kept_buffers
-from hpctrain.model.foreign.structure import Given, Spec, leaves, replaced, require_seen
+from hpctrain.model.foreign.structure import InputReference, Spec, leaves, replaced, require_seen
 
 
 class Source(NamedTuple):
@@ -32,7 +32,7 @@ class Source(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Call:
+class BlockCall:
     """A call of a block, or of a module outside of blocks, with the structure of what it gives.
 
     Block number i is at the position 2 i + 1 of a pass, and what is done between it and the one before at
@@ -55,7 +55,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Order:
+class CallOrder:
     """A pass of a module: its `calls` in their order, by their names those of `blocks` among them.
 
     `uses` tells, of each tensor that a call gives, the last position that uses it, `left` the same of what a
@@ -64,7 +64,7 @@ class Order:
     """
 
     blocks: tuple[str, ...]
-    calls: tuple[Call, ...]
+    calls: tuple[BlockCall, ...]
     uses: Mapping[Source, int]
     left: Mapping[int, int]
     parameters: Mapping[str, frozenset[int]]
@@ -90,7 +90,7 @@ class Order:
 
 
 @lru_cache(maxsize=32)
-def order_of(architecture: ModuleArchitecture) -> Order:
+def order_of(architecture: ModuleArchitecture) -> CallOrder:
     """That of the module with a micro-batch of its deck's. HpctrainError where it cannot be found, or is none
     that stages can follow.
     """
@@ -111,7 +111,7 @@ def order_of(architecture: ModuleArchitecture) -> Order:
         return find_order(module, call, blocks_in(module, architecture.pattern))
 
 
-def find_order(module: nn.Module, call: Callable[[], Any], blocks: Mapping[str, nn.Module]) -> Order:
+def find_order(module: nn.Module, call: Callable[[], Any], blocks: Mapping[str, nn.Module]) -> CallOrder:
     """That of a `call` of a module on the device "meta", which is of no use afterwards. Errors as in
     `order_of`.
     """
@@ -158,7 +158,7 @@ class _Trace(TorchDispatchMode):
     def __init__(self, module: nn.Module, blocks: tuple[str, ...]) -> None:
         super().__init__()
         self.blocks = blocks
-        self.calls: list[Call] = []
+        self.calls: list[BlockCall] = []
         self.uses: dict[Source, int] = {}
         self.named: dict[str, set[int]] = {}
         self.written: set[str] = set()
@@ -188,17 +188,17 @@ class _Trace(TorchDispatchMode):
         taken = list(leaves((given, named)))
         versions = [tensor._version for tensor in taken]
         self.current = number = len(self.calls)
-        self.calls.append(Call(name, 2 * self.done + (name in self.blocks), None))
+        self.calls.append(BlockCall(name, 2 * self.done + (name in self.blocks), None))
         result = forward(*given, **named)
         self.current = None
         require_seen(name, result)
         made = 0
 
-        def spec(tensor: Tensor) -> Spec | Given:
+        def spec(tensor: Tensor) -> Spec | InputReference:
             nonlocal made
             for index, each in enumerate(taken):
                 if each is tensor and each._version == versions[index]:
-                    return Given(index)
+                    return InputReference(index)
                 if each is tensor:
                     raise HpctrainError(
                         f"{name} changes what it takes in place, and gives it back (stages of a pipeline "
@@ -249,7 +249,7 @@ class _Trace(TorchDispatchMode):
             else:
                 self.uses[origin] = self.position
 
-    def order(self, outputs: Any) -> Order:
+    def order(self, outputs: Any) -> CallOrder:
         """What was found, of a pass that gave these."""
         for tensor in leaves(outputs):
             self._use(self._of(tensor))
@@ -257,7 +257,7 @@ class _Trace(TorchDispatchMode):
         changed = {source for source, (tensor, was) in self._made.items() if tensor._version != was}
         calls = tuple(_with_changes(call, number, changed) for number, call in enumerate(self.calls))
         parameters = set(self._parameters)
-        return Order(
+        return CallOrder(
             self.blocks,
             calls,
             {source: last for source, last in self.uses.items() if source.leaf != _LEFT},
@@ -284,13 +284,13 @@ class _Trace(TorchDispatchMode):
                 raise HpctrainError(f"block {other} is called where {name} would be ({rule})")
 
 
-def _with_changes(call: Call, number: int, changed: set[Source]) -> Call:
+def _with_changes(call: BlockCall, number: int, changed: set[Source]) -> BlockCall:
     """The call, its results marked that are changed in place afterwards."""
     leaf = -1
 
-    def marked(each: Spec | Given) -> Spec | Given:
+    def marked(each: Spec | InputReference) -> Spec | InputReference:
         nonlocal leaf
-        if isinstance(each, Given):
+        if isinstance(each, InputReference):
             return each
         leaf += 1
         return replace(each, changed=True) if Source(number, leaf) in changed else each

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import nn
 
-from hpctrain.model.foreign.plan import Plan, Wish, checked, matches
+from hpctrain.model.foreign.plan import SplitPlan, SplitRule, checked, matches
 from hpctrain.model.foreign.sizes import Linear
 
 OWN = "its own"
@@ -30,18 +30,18 @@ _HEAD_SIZES = ("head_dim", "head_size")
 _GROUPS = "num_key_value_groups"
 
 
-def own_plan(module: nn.Module, ranks: int, pieces: bool) -> Plan:
+def own_plan(module: nn.Module, ranks: int, pieces: bool) -> SplitPlan:
     """The plan of a module that was built, for so many tensor ranks."""
     kind = type(module).__name__
     theirs = getattr(module, "tp_plan", None) or getattr(module, "_tp_plan", None)
     if not theirs:
-        return Plan({}, (f"{kind} has no plan of its own (a table of patterns would do)",))
+        return SplitPlan({}, (f"{kind} has no plan of its own (a table of patterns would do)",))
     if pieces:
         told = "does not say where sequences are cut (layout.sequence_parallel = false would do)"
-        return Plan({}, (f"that of {kind} itself {told}",))
+        return SplitPlan({}, (f"that of {kind} itself {told}",))
     modules = {name: each for name, each in module.named_modules() if name}
     parameters = dict(module.named_parameters())
-    wishes: dict[str, Wish] = {}
+    wishes: dict[str, SplitRule] = {}
     problems: list[str] = []
     experts = [pattern for pattern, style in theirs.items() if _STYLES.get(style) == "expert"]
     for pattern, style in theirs.items():
@@ -62,26 +62,28 @@ def own_plan(module: nn.Module, ranks: int, pieces: bool) -> Plan:
     return checked(module, wishes, ranks, pieces, problems)
 
 
-def _wish(module: nn.Module, modules: Mapping[str, nn.Module], name: str, style: str, packed: bool) -> Wish:
+def _wish(
+    module: nn.Module, modules: Mapping[str, nn.Module], name: str, style: str, packed: bool
+) -> SplitRule:
     """What becomes of one part: logits stay split, and heads whole."""
     part = modules.get(name)
     head = getattr(module, "get_output_embeddings", lambda: None)()
     if style == "gathered column" and part is head:
-        return Wish("vocabulary")
+        return SplitRule("vocabulary")
     if style != "column" or part is None or (linear := Linear.of(part)) is None:
-        return Wish(style)
+        return SplitRule(style)
     home, _, last = name.rpartition(".")
     sizes = (getattr(modules.get(home), each, None) for each in _HEAD_SIZES)
     size = next((each for each in sizes if isinstance(each, int)), None)
     if size is not None and "query_key_value" in last:
         size *= 3  # of each head these follow each other
     unit = size if size is not None and linear.outputs % size == 0 else None
-    return Wish(style, parts=2 if packed else 1, unit=unit)
+    return SplitRule(style, parts=2 if packed else 1, unit=unit)
 
 
 def _shared(
-    wishes: Mapping[str, Wish], modules: Mapping[str, nn.Module], ranks: int
-) -> Iterator[tuple[str, Wish]]:
+    wishes: Mapping[str, SplitRule], modules: Mapping[str, nn.Module], ranks: int
+) -> Iterator[tuple[str, SplitRule]]:
     """How many heads of queries a head of keys has, where ranks share that."""
     for name, wish in wishes.items():
         home, _, last = name.rpartition(".")
@@ -95,14 +97,16 @@ def _shared(
         assert linear is not None
         units = linear.outputs // wish.unit
         if units < ranks:
-            yield f"{home}.{_GROUPS}", Wish("divided", units=units)
+            yield f"{home}.{_GROUPS}", SplitRule("divided", units=units)
 
 
-def _tied(wishes: Mapping[str, Wish], modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Wish]]:
+def _tied(
+    wishes: Mapping[str, SplitRule], modules: Mapping[str, nn.Module]
+) -> Iterator[tuple[str, SplitRule]]:
     """Embeddings whose matrix is that of a head which is split."""
     split = {name for name, wish in wishes.items() if wish.style == "vocabulary"}
     tables = [getattr(modules[name], "weight", None) for name in split]
     for name, each in modules.items():
         weight = getattr(each, "weight", None)
         if name not in wishes and weight is not None and any(weight is table for table in tables):
-            yield name, Wish("vocabulary")
+            yield name, SplitRule("vocabulary")

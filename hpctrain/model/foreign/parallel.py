@@ -30,7 +30,7 @@ class LateParameter(Parameter):
     """One that a layer of these adds the gradient of, perhaps several times in a pass, or after it."""
 
 
-class TransposedProduct(Matmul):
+class TransposedMatmul(Matmul):
     """Y = X W, of weights [k, n] that lie in memory each by itself: those of transformers' Conv1D."""
 
     def __init__(self, weights: Sequence[Parameter], groups: LayerContext) -> None:
@@ -106,7 +106,7 @@ class Replacing(SplitLinear):
         """Autograd tells."""
 
 
-class Column(Replacing, ColumnLinear):
+class BatchFirstColumnLinear(Replacing, ColumnLinear):
     """See ColumnLinear, of activations [b, s or s/t, k], with a packed weight's parts as one each.
 
     Where there are `outputs`, it gathers so many features over `tensor`.
@@ -133,7 +133,7 @@ class Column(Replacing, ColumnLinear):
         return whole_features(self.tensor, y, self.outputs) if self.outputs else y
 
 
-class Row(Replacing, RowLinear):
+class BatchFirstRowLinear(Replacing, RowLinear):
     """See RowLinear, of activations [b, s, k/t], or with a `whole_input` [b, s, k]."""
 
     def __init__(
@@ -180,11 +180,11 @@ def take_parameters(
     for kind, parameters in (("weight", weights), ("bias", biases)):
         for number, parameter in enumerate(parameters):
             layer.register_parameter(f"{kind}{number}", parameter)
-    make = TransposedProduct if linear.transposed else make_product
+    make = TransposedMatmul if linear.transposed else make_product
     layer.product = make(layer.weights, layer.groups)
 
 
-class _Lookup(VocabularyEmbedding):
+class _BatchFirstEmbedding(VocabularyEmbedding):
     """Of tokens [b, s] the rows [b, s or s/t, h]; those of `padding` learn nothing."""
 
     def __init__(self, table: LateParameter, groups: LayerContext, padding: int | None) -> None:
@@ -220,5 +220,7 @@ def split_lookup(embedding: nn.Embedding, table: LateParameter, groups: LayerCon
     kind = type(embedding)
     split = SplitLookup if kind is nn.Embedding else type(kind.__name__, (kind, SplitLookup), {})
     embedding.__class__ = split
-    vars(embedding)["lookup"] = _Lookup(table, groups, embedding.padding_idx)  # no part by itself
+    vars(embedding)["lookup"] = _BatchFirstEmbedding(
+        table, groups, embedding.padding_idx
+    )  # no part by itself
     embedding.weight = table

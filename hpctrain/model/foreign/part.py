@@ -1,4 +1,4 @@
-"""A module that users bring as a Part: its parameters become ours, in place, and its blocks layers."""
+"""A module that users bring as a ModelPart: its parameters become ours, in place, and its blocks layers."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from hpctrain.model.foreign.order import order_of
 from hpctrain.model.foreign.parallel import LateParameter
 from hpctrain.model.foreign.split import SplitOutputs, split_module
 from hpctrain.model.foreign.twin import traced
-from hpctrain.model.inputs import Inputs
-from hpctrain.model.part import Computed, Layer, Part, Span
+from hpctrain.model.inputs import ModelInputs
+from hpctrain.model.part import Computed, Layer, LayerRange, ModelPart
 from hpctrain.parallel.groups import LayerContext
 from hpctrain.parallel.residency import ParameterResidency
 from hpctrain.parallel.saved import ActivationSizes
@@ -34,8 +34,8 @@ from hpctrain.parallel.shard import Parameter
 
 
 class ModulePart(nn.Module):
-    """A module, or the piece of it that a span says: a Part, whose result is what the module gives, or, where
-    other parts follow, all that passes to them, one behind the other.
+    """A module, or the piece of it that a span says: a ModelPart, whose result is what the module gives, or,
+    where other parts follow, all that passes to them, one behind the other.
 
     `names` are all those of each parameter that it uses: several of one that is tied, which is in memory
     once, under the first of them. Whatever a backward pass does not come to has a gradient of zero. `lent`
@@ -46,7 +46,7 @@ class ModulePart(nn.Module):
         self,
         architecture: ModuleArchitecture,
         groups: LayerContext,
-        span: Span,
+        span: LayerRange,
         lent: Mapping[str, Parameter] = MappingProxyType({}),
     ) -> None:
         super().__init__()
@@ -89,8 +89,9 @@ class ModulePart(nn.Module):
         """Yield the parameters of each layer in units that are gathered together, each parameter once."""
         return (unit for layer in self.layers for unit in layer.units())
 
-    def forward(self, inputs: Inputs, hidden: Tensor | None = None) -> Any:
-        """See Part: what the module gives for the fields that it takes; fractions are in its own format."""
+    def forward(self, inputs: ModelInputs, hidden: Tensor | None = None) -> Any:
+        """See ModelPart: what the module gives for the fields that it takes; fractions are in its own
+        format."""
         recording = torch.is_grad_enabled()
         if self._mode != recording:  # a new one has not been told either
             self._mode = recording
@@ -114,20 +115,20 @@ class ModulePart(nn.Module):
         """Whether what its module does now is this part's to compute: another one's is stood in for."""
         return self.passage.computing
 
-    def run_layer(self, layer: Layer, inputs: Inputs, x: Tensor) -> Tensor:
-        """See Part: not by itself, as what a block takes only the module knows."""
+    def run_layer(self, layer: Layer, inputs: ModelInputs, x: Tensor) -> Tensor:
+        """See ModelPart: not by itself, as what a block takes only the module knows."""
         raise NotImplementedError
 
     def predict(self, last: Any, compute: Callable[..., Computed]) -> Computed:
-        """See Part: of what the module gives."""
+        """See ModelPart: of what the module gives."""
         return compute(last if self.split.head is None else SplitOutputs(last, self.split.head))
 
     def shared_bytes(self, at: ActivationSizes) -> int:  # noqa: ARG002
-        """See Part: told by the first of them."""
+        """See ModelPart: told by the first of them."""
         return 0
 
     def hidden_shape(self, micro_size: int) -> tuple[int, int, int]:
-        """See Part: of one piece nothing passes."""
+        """See ModelPart: of one piece nothing passes."""
         if not self.architecture.cut:
             return self.sequence, micro_size, 1
         passing = Passing.of(order_of(replace(self.architecture, micro_size=micro_size)))
@@ -212,7 +213,9 @@ class ModulePart(nn.Module):
             hidden.grad = torch.zeros_like(hidden)
 
 
-def module_parts(architecture: ModuleArchitecture, groups: LayerContext, spans: Sequence[Span]) -> list[Part]:
+def module_parts(
+    architecture: ModuleArchitecture, groups: LayerContext, spans: Sequence[LayerRange]
+) -> list[ModelPart]:
     """The parts of a module that a rank has; what the first and the last one of all have in common is one."""
     parts: list[ModulePart] = []
     for span in spans:

@@ -14,9 +14,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpctrain.errors import HpctrainError
-from hpctrain.model.foreign.cut import Passing, Piece
-from hpctrain.model.foreign.order import Call, Source
-from hpctrain.model.foreign.structure import Given, Spec, leaves, replaced
+from hpctrain.model.foreign.cut import PartPass, Passing
+from hpctrain.model.foreign.order import BlockCall, Source
+from hpctrain.model.foreign.structure import InputReference, Spec, leaves, replaced
 from hpctrain.parallel.random import DropoutSource, key_of
 from hpctrain.parallel.shard import Parameter
 
@@ -58,7 +58,7 @@ class PiecePassage(Passage):
     """
 
     def __init__(
-        self, piece: Piece, passing: Passing, device: torch.device, parameters: Sequence[Parameter]
+        self, piece: PartPass, passing: Passing, device: torch.device, parameters: Sequence[Parameter]
     ) -> None:
         self.piece, self.passing, self.device = piece, passing, device
         self.calls = piece.order.calls
@@ -119,7 +119,7 @@ class PiecePassage(Passage):
         if self._source is not None:
             seed_draws(self._source, place)
 
-    def _keep(self, number: int, call: Call, result: Any) -> None:
+    def _keep(self, number: int, call: BlockCall, result: Any) -> None:
         """Keep of what a call gave what leaves the part."""
         form = zip(leaves(result), leaves(call.form), strict=True)
         made = [(tensor, spec) for tensor, spec in form if isinstance(spec, Spec)]
@@ -134,13 +134,13 @@ class PiecePassage(Passage):
                 )
             self._here[source] = tensor.clone() if spec.changed else tensor
 
-    def _stand_in(self, number: int, call: Call, taken: Sequence[Tensor]) -> Any:
+    def _stand_in(self, number: int, call: BlockCall, taken: Sequence[Tensor]) -> Any:
         """What a call of a part before gave, as far as it arrived."""
         leaf = -1
 
-        def tensor(each: Spec | Given) -> Tensor:
+        def tensor(each: Spec | InputReference) -> Tensor:
             nonlocal leaf
-            if isinstance(each, Given):
+            if isinstance(each, InputReference):
                 return taken[each.number]
             leaf += 1
             arrived = self._here.get(Source(number, leaf))

@@ -26,7 +26,7 @@ _NAMES_TOLD = 6
 
 
 @dataclass(frozen=True)
-class Wish:
+class SplitRule:
     """What is to become of a part of a module.
 
     Of a column, `parts` are the sizes of what is packed into one weight, or how many equal ones there are;
@@ -41,10 +41,10 @@ class Wish:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SplitPlan:
     """What becomes of each planned part, by its first name; and, a sentence each, what is wrong with that."""
 
-    wishes: Mapping[str, Wish]
+    wishes: Mapping[str, SplitRule]
     problems: tuple[str, ...] = ()
 
     def of_style(self, *styles: str) -> list[str]:
@@ -58,12 +58,12 @@ def matches(pattern: str, name: str) -> bool:
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
-def make_plan(module: nn.Module, given: Mapping[str, Any], ranks: int, pieces: bool) -> Plan:
+def make_plan(module: nn.Module, given: Mapping[str, Any], ranks: int, pieces: bool) -> SplitPlan:
     """The plan of a table, for so many tensor ranks, which have pieces of sequences where there are `pieces`.
 
     The module may be without memory; it is as it was built.
     """
-    wishes: dict[str, Wish] = {}
+    wishes: dict[str, SplitRule] = {}
     by: dict[str, str] = {}
     problems: list[str] = []
     parts = _Parts(module)
@@ -83,13 +83,13 @@ def make_plan(module: nn.Module, given: Mapping[str, Any], ranks: int, pieces: b
 
 
 def checked(
-    module: nn.Module, wishes: Mapping[str, Wish], ranks: int, pieces: bool, before: list[str]
-) -> Plan:
+    module: nn.Module, wishes: Mapping[str, SplitRule], ranks: int, pieces: bool, before: list[str]
+) -> SplitPlan:
     """The plan of these wishes, with all that is wrong with it: what was `before`, and what is found."""
     problems, parts = [*before], _Parts(module)
     for name, wish in wishes.items():
         problems += _problems_of(parts, name, wish, ranks)
-    plan = Plan(dict(wishes))
+    plan = SplitPlan(dict(wishes))
     problems += [*_planned_twice(parts, plan), *_tied(parts, plan), *_regions(plan)]
     heads = [name for name in plan.of_style("vocabulary") if Linear.of(parts.modules[name])]
     if len(heads) > 1:
@@ -102,7 +102,7 @@ def checked(
             "says nowhere how sequences become pieces under layout.sequence_parallel "
             '("vocabulary" of an embedding would, or "cut" of the first block)'
         )
-    return Plan(plan.wishes, tuple(dict.fromkeys(problems)))
+    return SplitPlan(plan.wishes, tuple(dict.fromkeys(problems)))
 
 
 def attribute_of(module: nn.Module, name: str) -> tuple[object, str, str] | None:
@@ -123,7 +123,7 @@ def attribute_of(module: nn.Module, name: str) -> tuple[object, str, str] | None
     return None
 
 
-def divisor(wish: Wish, ranks: int) -> int | None:
+def divisor(wish: SplitRule, ranks: int) -> int | None:
     """By what an integer is divided; None where ranks do not share units evenly."""
     if wish.units is None:
         return ranks
@@ -178,7 +178,7 @@ class _Parts:
         return [name for name in dict.fromkeys(names) if attribute_of(self.module, name)]
 
 
-def _wish(value: object) -> Wish | str:
+def _wish(value: object) -> SplitRule | str:
     """What a table has for a pattern, or what is wrong with it."""
     table = {"split": value} if isinstance(value, str) else value
     if not isinstance(table, Mapping) or not isinstance(table.get("split"), str):
@@ -199,10 +199,10 @@ def _wish(value: object) -> Wish | str:
             return f"{name} must be a whole number above 0" + (", or a list" if name == "parts" else "")
     if isinstance(more.get("parts"), list):
         more["parts"] = tuple(more["parts"])
-    return Wish(style, **more)
+    return SplitRule(style, **more)
 
 
-def _problems_of(parts: _Parts, name: str, wish: Wish, ranks: int) -> Iterator[str]:
+def _problems_of(parts: _Parts, name: str, wish: SplitRule, ranks: int) -> Iterator[str]:
     """What is wrong with one wish by itself."""
     if wish.style == "divided":
         yield from _not_divided(parts.module, name, wish, ranks)
@@ -231,7 +231,7 @@ def _problems_of(parts: _Parts, name: str, wish: Wish, ranks: int) -> Iterator[s
         yield f'{name} has no parameters to be "{wish.style}"'
 
 
-def _uneven(module: nn.Module, name: str, wish: Wish, ranks: int) -> Iterator[str]:
+def _uneven(module: nn.Module, name: str, wish: SplitRule, ranks: int) -> Iterator[str]:
     """Whether a module is no linear layer, or has sizes that are not to be split so."""
     linear, kind = Linear.of(module), type(module).__name__
     if linear is None:
@@ -263,7 +263,7 @@ def _uneven(module: nn.Module, name: str, wish: Wish, ranks: int) -> Iterator[st
             yield f"{of}{made}, which layout.tensor = {ranks} does not divide"
 
 
-def _not_divided(module: nn.Module, name: str, wish: Wish, ranks: int) -> Iterator[str]:
+def _not_divided(module: nn.Module, name: str, wish: SplitRule, ranks: int) -> Iterator[str]:
     found, by = attribute_of(module, name), divisor(wish, ranks)
     assert found is not None
     value = getattr(found[0], found[1])
@@ -273,7 +273,7 @@ def _not_divided(module: nn.Module, name: str, wish: Wish, ranks: int) -> Iterat
         yield f"{name} = {value} cannot be divided by {by} tensor ranks"
 
 
-def _planned_twice(parts: _Parts, plan: Plan) -> Iterator[str]:
+def _planned_twice(parts: _Parts, plan: SplitPlan) -> Iterator[str]:
     """Parameters that two parts of a plan have."""
     by: dict[int, str] = {}
     for name in plan.of_style(*LINEAR, "vocabulary", "expert", "partial", "sequence"):
@@ -286,7 +286,7 @@ def _planned_twice(parts: _Parts, plan: Plan) -> Iterator[str]:
                 yield f"{parts.first[id(parameter)]} is planned twice, with {other} and with {name}"
 
 
-def _tied(parts: _Parts, plan: Plan) -> Iterator[str]:
+def _tied(parts: _Parts, plan: SplitPlan) -> Iterator[str]:
     """Parameters of several modules, of which some are split."""
     owners: dict[int, dict[str, None]] = {}
     for name, each in parts.parameters.items():
@@ -315,7 +315,7 @@ def _around_head(parts: _Parts, styles: Mapping[str, str], outer: str, bias: int
     )
 
 
-def _regions(plan: Plan) -> Iterator[str]:
+def _regions(plan: SplitPlan) -> Iterator[str]:
     """Parts that are gathered within others that are."""
     gathered = plan.of_style("gather")
     for name in gathered:

@@ -15,8 +15,13 @@ from hpctrain.comm.planned import planned_group
 from hpctrain.errors import HpctrainError
 from hpctrain.model.foreign.across import cut, entered, joined
 from hpctrain.model.foreign.experts import spread_experts
-from hpctrain.model.foreign.parallel import Column, LateParameter, Row, split_lookup
-from hpctrain.model.foreign.plan import LINEAR, Plan, Wish, attribute_of, divisor
+from hpctrain.model.foreign.parallel import (
+    BatchFirstColumnLinear,
+    BatchFirstRowLinear,
+    LateParameter,
+    split_lookup,
+)
+from hpctrain.model.foreign.plan import LINEAR, SplitPlan, SplitRule, attribute_of, divisor
 from hpctrain.model.foreign.sizes import Linear, is_hooked, part_sizes
 from hpctrain.parallel.groups import LayerContext
 from hpctrain.parallel.linear import RowPartition, rows_shard
@@ -49,7 +54,7 @@ class Split:
     head: SplitHead | None = None
 
 
-def split_module(module: nn.Module, plan: Plan, groups: LayerContext, whole_logits: bool) -> Split:
+def split_module(module: nn.Module, plan: SplitPlan, groups: LayerContext, whole_logits: bool) -> Split:
     """Split a module by a plan without problems over the tensor ranks of `groups`; with one rank it stays.
 
     With `whole_logits` its head gathers them.
@@ -63,7 +68,7 @@ def split_module(module: nn.Module, plan: Plan, groups: LayerContext, whole_logi
 class _Splitting:
     """Replaces all that is planned when it is made."""
 
-    def __init__(self, module: nn.Module, plan: Plan, groups: LayerContext, whole_logits: bool) -> None:
+    def __init__(self, module: nn.Module, plan: SplitPlan, groups: LayerContext, whole_logits: bool) -> None:
         self.module, self.plan, self.groups = module, plan, groups
         self.whole_logits = whole_logits
         # What lies in a part whose input is gathered, or copied, leaves the sum of gradients to that.
@@ -76,7 +81,7 @@ class _Splitting:
         for name, wish in plan.wishes.items():
             self._carry_out(name, wish)
 
-    def _carry_out(self, name: str, wish: Wish) -> None:
+    def _carry_out(self, name: str, wish: SplitRule) -> None:
         if wish.style == "divided":
             self._divide(name, wish)
         elif wish.style in {"partial", "sequence"}:
@@ -108,7 +113,7 @@ class _Splitting:
         # Who looks for its forward method finds this one first.
         vars(part)["forward"] = partial(_with_first, change, part.forward)
 
-    def _divide(self, name: str, wish: Wish) -> None:
+    def _divide(self, name: str, wish: SplitRule) -> None:
         found, by = attribute_of(self.module, name), divisor(wish, self.groups.tensor.size)
         assert found is not None and by is not None
         holder, attribute, within = found
@@ -130,7 +135,7 @@ class _Splitting:
     def _groups_of(self, name: str) -> LayerContext:
         return self.inside if name.startswith(self.gathered) else self.groups
 
-    def _linear(self, name: str, wish: Wish) -> nn.Module:
+    def _linear(self, name: str, wish: SplitRule) -> nn.Module:
         old = self.module.get_submodule(name)
         linear, tensor = Linear.of(old), self.groups.tensor
         assert linear is not None
@@ -142,7 +147,7 @@ class _Splitting:
             bias = None
             if old.bias is not None:
                 bias = self._parameter(old, "bias", Shard.whole(self._name(old, "bias"), *whole))
-            return Row(weight, bias, self.groups, linear, wish.style == "row of whole input")
+            return BatchFirstRowLinear(weight, bias, self.groups, linear, wish.style == "row of whole input")
         sizes = part_sizes(linear.outputs, wish.parts)
         assert sizes is not None
         weights, biases, start = [], [], 0
@@ -156,7 +161,7 @@ class _Splitting:
                 biases.append(self._parameter(old, "bias", of_bias))
             start += size
         whole_of = linear.outputs if wish.style == "gathered column" else 0
-        return Column(weights, biases, self._groups_of(name), tensor, linear, whole_of)
+        return BatchFirstColumnLinear(weights, biases, self._groups_of(name), tensor, linear, whole_of)
 
     def _vocabulary(self, name: str) -> None:
         old = self.module.get_submodule(name)
@@ -176,7 +181,9 @@ class _Splitting:
             for home in self.module.modules():  # one around the head may have it, too
                 home._parameters |= {n: biases[0] for n, p in home._parameters.items() if p is old.bias}
         whole_of = linear.outputs if self.whole_logits else 0
-        self._replace(name, Column([table], biases, groups, self.groups.tensor, linear, whole_of))
+        self._replace(
+            name, BatchFirstColumnLinear([table], biases, groups, self.groups.tensor, linear, whole_of)
+        )
         if not self.whole_logits:
             self.done.head = SplitHead(self.groups, table, table.shard.extent[0])
 

@@ -44,7 +44,7 @@ class Spec:
 
 
 @dataclass(frozen=True)
-class Given:
+class InputReference:
     """In the place of a tensor that a call gives back as it was: its number among those that it took."""
 
     number: int
@@ -52,7 +52,7 @@ class Given:
 
 def leaves(value: object) -> Iterator[Any]:
     """All tensors, and what is in their place, in nested sequences, tables and dataclasses."""
-    if isinstance(value, Tensor | Spec | Given):
+    if isinstance(value, Tensor | Spec | InputReference):
         yield value
     else:
         for each in _within(value):
@@ -61,7 +61,7 @@ def leaves(value: object) -> Iterator[Any]:
 
 def replaced(value: Any, change: Callable[[Any], Any]) -> Any:
     """The same structure, with something else for each of its `leaves`."""
-    if isinstance(value, Tensor | Spec | Given):
+    if isinstance(value, Tensor | Spec | InputReference):
         return change(value)
     if isinstance(value, Mapping):
         if type(value) is dict:
@@ -100,7 +100,7 @@ def _within(value: object) -> Iterator[object]:
     elif _is_row(value):
         assert isinstance(value, Sequence)
         yield from value
-    elif is_dataclass(value) and not isinstance(value, Spec | Given | type):
+    elif is_dataclass(value) and not isinstance(value, Spec | InputReference | type):
         yield from (getattr(value, field.name) for field in fields(value))
 
 

@@ -47,7 +47,7 @@ class LayerTrace:
 
 
 @dataclass(frozen=True)
-class Trace:
+class PartTrace:
     """What was found of each layer of a part; nothing where its code does not run on "meta", and `why`."""
 
     layers: tuple[LayerTrace, ...]
@@ -62,7 +62,7 @@ def trace(
     tokens: int,
     storage: torch.dtype,
     gpu: bool,
-) -> Trace:
+) -> PartTrace:
     """Of `run`, which calls a module on "meta" for so many tokens, with these of its submodules as blocks,
     and of a `loss` of what that gives; parameters become of the format `storage`. The module is worth nothing
     afterwards.
@@ -81,15 +81,15 @@ def trace(
             kernels_of(gpu),
             ToldAsHost(),
             OnMeta(tracer.computed),
-            saved_tensors_hooks(tracer.pack, _Kept.unpack),
+            saved_tensors_hooks(tracer.pack, _PackedTensor.unpack),
         ):
             outputs = run()
             tracer.present = tracer.last, 0
             losses = None if loss is None else loss(outputs)
     except Exception as error:  # noqa: BLE001  (whatever a user's code does where there are no values)
         said = error.problems[0] if isinstance(error, HpctrainError) else f"{type(error).__name__}: {error}"
-        return Trace((), shorten(said.strip().splitlines()[0], _LONGEST, placeholder=" ..."))
-    found = Trace(tuple(tracer.found(tokens)))
+        return PartTrace((), shorten(said.strip().splitlines()[0], _LONGEST, placeholder=" ..."))
+    found = PartTrace(tuple(tracer.found(tokens)))
     del outputs, losses  # which keep what is counted
     return found
 
@@ -99,7 +99,7 @@ def _name_of(parameter: nn.Parameter) -> object:
     return parameter.shard.name if isinstance(parameter, Parameter) else id(parameter)
 
 
-class _Kept:
+class _PackedTensor:
     """A tensor that autograd has saved, for as long as it has."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -114,7 +114,7 @@ class _Event:
     """A tensor was saved, or, where `given` is set, a block was called with it."""
 
     call: Call | None
-    kept: weakref.ref[_Kept] | None
+    kept: weakref.ref[_PackedTensor] | None
     given: Tensor | None = None
 
     @property
@@ -153,9 +153,9 @@ class _Tracer:
             self.present = before
             self._after = len(self._events)
 
-    def pack(self, tensor: Tensor) -> _Kept:
+    def pack(self, tensor: Tensor) -> _PackedTensor:
         """Autograd saves a tensor."""
-        kept = _Kept(tensor)
+        kept = _PackedTensor(tensor)
         self._events.append(_Event(self.present, weakref.ref(kept)))
         return kept
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.planned import planned_group
 from hpctrain.model.foreign.architecture import META, ModuleArchitecture
-from hpctrain.model.foreign.trace import LayerTrace, Trace, trace
-from hpctrain.model.inputs import Inputs
-from hpctrain.model.part import Computed, Span
+from hpctrain.model.foreign.trace import LayerTrace, PartTrace, trace
+from hpctrain.model.inputs import ModelInputs
+from hpctrain.model.part import Computed, LayerRange
 from hpctrain.parallel.groups import LayerContext
 from hpctrain.parallel.saved import ActivationSizes
 from hpctrain.parallel.shard import Parameter
@@ -26,7 +26,7 @@ class Traced(Protocol):
 
     architecture: ModuleArchitecture
     groups: LayerContext
-    span: Span
+    span: LayerRange
     module: nn.Module
 
     @property
@@ -37,7 +37,7 @@ class Traced(Protocol):
     def names(self) -> Mapping[Parameter, list[str]]:
         """All parameters."""
 
-    def __call__(self, inputs: Inputs, hidden: Tensor | None = None) -> Any:
+    def __call__(self, inputs: ModelInputs, hidden: Tensor | None = None) -> Any:
         """Return the hidden states [s or s/t, b, h] after this part."""
 
     def hidden_shape(self, micro_size: int) -> tuple[int, int, int]:
@@ -70,13 +70,13 @@ def traced(part: Traced, number: int, at: ActivationSizes | None) -> LayerTrace 
 
 @lru_cache(maxsize=64)
 def _trace_of(
-    kind: Callable[[ModuleArchitecture, LayerContext, Span], Traced],
+    kind: Callable[[ModuleArchitecture, LayerContext, LayerRange], Traced],
     architecture: ModuleArchitecture,
-    span: Span,
+    span: LayerRange,
     frozen: frozenset[str],
     rank: tuple[int, int, bool],
     at: ActivationSizes,
-) -> Trace:
+) -> PartTrace:
     """The trace of such a part as a tensor rank (its number, of so many, by sequence or not) holds it."""
     place, size, by_sequence = rank
     tensor, context = (
@@ -101,10 +101,10 @@ def _trace_of(
     return trace(part.module, part.blocks, run, of_loss, at.tokens, architecture.storage, at.gpu)
 
 
-def example_of(architecture: ModuleArchitecture, micro_size: int) -> Inputs:
+def example_of(architecture: ModuleArchitecture, micro_size: int) -> ModelInputs:
     """A micro-batch of values that mean nothing special, as a zero may."""
     fields = {
         name: torch.ones(field.shape, dtype=field.dtype)
         for name, field in architecture.example(micro_size).items()
     }
-    return Inputs(fields, torch.arange(architecture.sequence))
+    return ModelInputs(fields, torch.arange(architecture.sequence))

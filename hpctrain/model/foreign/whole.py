@@ -64,7 +64,7 @@ class WholeLinear(ColumnLinear):
         if not self._takes(x):
             plain: Tensor = self.plain(x)
             return plain
-        result: Tensor = _Whole.apply(x, self, torch.is_grad_enabled(), *self.weights, *self.biases)
+        result: Tensor = _UnsplitAutograd.apply(x, self, torch.is_grad_enabled(), *self.weights, *self.biases)
         return result
 
     def _takes(self, x: Tensor) -> bool:
@@ -85,7 +85,7 @@ class WholeLinear(ColumnLinear):
         """Autograd tells."""
 
 
-class _Whole(ColumnAutograd):
+class _UnsplitAutograd(ColumnAutograd):
     @staticmethod
     def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
         layer: WholeLinear = ctx.layer

@@ -18,7 +18,7 @@ from hpctrain.engine.functions import functions_of, with_functions
 from hpctrain.engine.stage import make_groups
 from hpctrain.model.attention import Rotary
 from hpctrain.model.build import build_parts
-from hpctrain.model.part import Span
+from hpctrain.model.part import LayerRange
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
 from hpctrain.objective.next_token import CrossEntropy
@@ -199,7 +199,7 @@ class _Kinds:
         )
         mesh = PlannedMesh(dict.fromkeys(AXES, 1), 0, 1)
         groups = make_groups(alone, mesh, SavedPolicy(), self.device)
-        (part,) = build_parts(self.shape, groups, [Span(0, 0, False, True)])
+        (part,) = build_parts(self.shape, groups, [LayerRange(0, 0, False, True)])
         modules = (module for layer in part.layers for module in layer.modules())
         return next(module for module in modules if isinstance(module, VocabularyHead))
 

@@ -21,8 +21,8 @@ from torch import Tensor
 from hpctrain.comm.planned import META
 from hpctrain.comm.transports.transport import TransportWork
 from hpctrain.engine.stage import TrainedStage
-from hpctrain.model.inputs import Inputs
-from hpctrain.model.part import Part, parameter_list
+from hpctrain.model.inputs import ModelInputs
+from hpctrain.model.part import ModelPart, parameter_list
 from hpctrain.objective.objective import Losses
 from hpctrain.parallel.shard import Parameter
 from hpctrain.parallel.weight_grad import WeightGradientQueue
@@ -175,7 +175,7 @@ def _wait(number: int, started: Started) -> None:
 class StandIn:
     """In the place of a part, of which it is the `chunk` of a stage: does again what its layers do."""
 
-    part: Part
+    part: ModelPart
     chunk: int
     touches: Touches
     queue: WeightGradientQueue
@@ -185,8 +185,8 @@ class StandIn:
         self.trained = any(parameter.requires_grad for parameter in parameter_list(self.part))
         self._given = torch.zeros((), device=META, requires_grad=True)
 
-    def __call__(self, inputs: Inputs, hidden: Tensor | None = None) -> Tensor:
-        """See Part; that of the last part is a number."""
+    def __call__(self, inputs: ModelInputs, hidden: Tensor | None = None) -> Tensor:
+        """See ModelPart; that of the last part is a number."""
         given = hidden if hidden is not None else self._given if self.trained else self._given.detach()
         shape = () if self.part.span.predicts else self.hidden_shape(inputs.rows)
         result: Tensor = _Again.apply(given, self, shape)

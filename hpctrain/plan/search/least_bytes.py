@@ -19,7 +19,7 @@ from hpctrain.engine.stage import make_groups
 from hpctrain.memory.recompute import Recompute, segment_size
 from hpctrain.memory.saved import PartBytes, part_bytes
 from hpctrain.model.build import build_parts
-from hpctrain.model.part import Layer, Part, Span
+from hpctrain.model.part import Layer, LayerRange, ModelPart
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape, Recomputed
 from hpctrain.optim.block_rule import BlockRules
@@ -152,7 +152,7 @@ class LayerBytes:
     def __init__(self, shape: ModelShape, layers: Sequence[LayerSizes], ranks_per_node: int) -> None:
         self._few = replace(shape, layers=_few(layers))
         self._ranks_per_node = ranks_per_node
-        self._parts: dict[object, Part] = {}
+        self._parts: dict[object, ModelPart] = {}
         self._found: dict[object, MicroBytes] = {}
         self._of_kinds: dict[object, dict[str, Kept]] = {}
 
@@ -187,7 +187,7 @@ class LayerBytes:
             deck.model.freezes,
         )
 
-    def _part(self, deck: Deck) -> Part:
+    def _part(self, deck: Deck) -> ModelPart:
         layout = deck.layout
         sizes = {"pipeline": 1, "data": 1, "context": layout.context, "tensor": layout.tensor}
         if deck.model.experts:
@@ -201,7 +201,7 @@ class LayerBytes:
             recompute = Recompute(deck.memory.recompute)
             with META:
                 groups = make_groups(planned_functions(deck), mesh, recompute, device)
-                (self._parts[key],) = build_parts(self._few, groups, [Span.all_of(self._few.layers)])
+                (self._parts[key],) = build_parts(self._few, groups, [LayerRange.all_of(self._few.layers)])
         return self._parts[key]
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hpctrain.model.part import Part
+from hpctrain.model.part import ModelPart
 from hpctrain.parallel.shard import Parameter
 from hpctrain.parallel.vocabulary import VocabularyEmbedding, VocabularyHead
 from hpctrain.sharding.bucket import Bucket
@@ -124,7 +124,7 @@ class Wire:
             begin = end
 
 
-def looked_up(models: Iterable[Part]) -> dict[str, int]:
+def looked_up(models: Iterable[ModelPart]) -> dict[str, int]:
     """The names of tables of which rows are looked up and nothing else, each with a row's elements."""
     layers = [each for model in models for layer in model.layers for each in layer.modules()]
     tied = {id(layer.table) for layer in layers if isinstance(layer, VocabularyHead)}
@@ -143,7 +143,7 @@ def own_pieces(buckets: Iterable[Bucket]) -> list[tuple[str, int, int]]:
 
 
 def pieces_of(
-    told: Iterable[tuple[str, int, int]], parameters: Mapping[str, Parameter], models: Iterable[Part]
+    told: Iterable[tuple[str, int, int]], parameters: Mapping[str, Parameter], models: Iterable[ModelPart]
 ) -> list[Piece]:
     """The pieces that a server has told of, as any rank that has all parameters understands them."""
     tables = looked_up(models)

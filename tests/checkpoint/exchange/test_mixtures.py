@@ -30,7 +30,7 @@ from hpctrain.engine.stage import build_stage, load_parameters, make_groups
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.generate.text import load_model
 from hpctrain.model.build import build_model
-from hpctrain.model.part import Part, logits_of
+from hpctrain.model.part import ModelPart, logits_of
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.saved_policy import SavedPolicy
 from hpctrain.sharding.replication import Replications
@@ -90,7 +90,7 @@ def reference(name: str, **changes: Any) -> torch.nn.Module:
     return model.eval()
 
 
-def our_model(path: Path, world: World) -> Part:
+def our_model(path: Path, world: World) -> ModelPart:
     """The model of a checkpoint, on one rank, with the state of its routers, as `generate` loads it."""
     deck, lone = stored_deck(read_state(path), path), world.alone()
     mesh = Mesh(lone, {})

@@ -18,14 +18,14 @@ from hpctrain.errors import HpctrainError
 from hpctrain.model.foreign.architecture import META, blocks_in
 from hpctrain.model.foreign.arguments import call_of
 from hpctrain.model.foreign.cut import Passing, crossing, cut_problems
-from hpctrain.model.foreign.order import Order, Source, find_order
-from hpctrain.model.foreign.structure import Given, Spec, leaves, replaced
+from hpctrain.model.foreign.order import CallOrder, Source, find_order
+from hpctrain.model.foreign.structure import InputReference, Spec, leaves, replaced
 from tests.model.foreign import models, staged_models
 
 H = 8
 
 
-def order(build: Callable[[], nn.Module], pattern: str = "layers.*", sequence: int = 16) -> Order:
+def order(build: Callable[[], nn.Module], pattern: str = "layers.*", sequence: int = 16) -> CallOrder:
     with META:
         module = build()
     tokens = torch.zeros(2, sequence, dtype=torch.int64)
@@ -33,7 +33,7 @@ def order(build: Callable[[], nn.Module], pattern: str = "layers.*", sequence: i
     return find_order(module, lambda: call({"tokens": tokens}), blocks_in(module, pattern))
 
 
-def gives(found: Order, name: str) -> list[tuple[list[int], int | None]]:
+def gives(found: CallOrder, name: str) -> list[tuple[list[int], int | None]]:
     """Shapes of all that a call gives, and the last position that uses each."""
     (number,) = (number for number, call in enumerate(found.calls) if call.name == name)
     specs = enumerate(found.calls[number].specs)
@@ -64,7 +64,9 @@ def test_of_blocks_that_give_dicts() -> None:
     assert gives(found, "rows.0") == [(x, 3), (moment, 8)]
     assert gives(found, "rows.2") == [(x, 7), (moment, 8)]
     row = found.calls[[call.name for call in found.calls].index("rows.1")]
-    assert isinstance(row.form["state"].history[0], Given) and isinstance(row.form["mask"], Given)
+    assert isinstance(row.form["state"].history[0], InputReference) and isinstance(
+        row.form["mask"], InputReference
+    )
     assert row.form["number"] == 3 and row.form["state"].told == "block"
     assert [spec.changed for spec in row.specs] == [True, True]
     assert gives(found, "embed") == [(x, 8)]

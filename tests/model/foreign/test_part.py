@@ -22,7 +22,7 @@ from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.model.foreign.arguments import call_of
-from hpctrain.model.inputs import Inputs
+from hpctrain.model.inputs import ModelInputs
 from hpctrain.train.step import TrainState
 from tests.engines import Trainer, by_rank_0, reference, trainer
 from tests.model.foreign import models
@@ -338,7 +338,7 @@ def test_masks_are_of_the_sample_and_the_step(world: World) -> None:
     def logits(state: TrainState, micro_batch: int, training_too: bool = True) -> Tensor:
         source = training.step.dropout_source(state, micro_batch) if training_too else None
         with torch.set_grad_enabled(training_too):
-            inputs = Inputs.of_tokens(torch.zeros(32, 2, dtype=torch.int64), positions, source)
+            inputs = ModelInputs.of_tokens(torch.zeros(32, 2, dtype=torch.int64), positions, source)
             return part(inputs)[0].detach()
 
     first = logits(state, 0)

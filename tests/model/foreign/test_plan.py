@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hpctrain.model.foreign.own_plan import own_plan
-from hpctrain.model.foreign.plan import Plan, Wish, make_plan
+from hpctrain.model.foreign.plan import SplitPlan, SplitRule, make_plan
 from tests.model.foreign import models
 
 
@@ -47,7 +47,7 @@ class Several(nn.Module):
         self.outer = nn.Sequential(nn.Sequential(nn.Linear(4, 4)))
 
 
-def plan(given: dict[str, Any], ranks: int = 2, pieces: bool = False) -> Plan:
+def plan(given: dict[str, Any], ranks: int = 2, pieces: bool = False) -> SplitPlan:
     with torch.device("meta"):
         return make_plan(Several(), given, ranks, pieces)
 
@@ -64,7 +64,7 @@ def test_patterns_are_within_names_and_parts_have_their_first_name() -> None:
         "scale",
     ]
     assert list(plan({"same": {"split": "column", "parts": 3}}).wishes) == ["packed"]
-    assert plan({"pack*": {"split": "column", "parts": [16, 4, 4], "unit": 2}}).wishes["packed"] == Wish(
+    assert plan({"pack*": {"split": "column", "parts": [16, 4, 4], "unit": 2}}).wishes["packed"] == SplitRule(
         "column", (16, 4, 4), 2
     )
 
@@ -166,7 +166,7 @@ def test_pieces_of_sequences_begin_somewhere() -> None:
     assert plan(both, pieces=True).problems == ()
 
 
-def transformers_plan(name: str, config: dict[str, Any], ranks: int = 2, pieces: bool = False) -> Plan:
+def transformers_plan(name: str, config: dict[str, Any], ranks: int = 2, pieces: bool = False) -> SplitPlan:
     import transformers
 
     kind = getattr(transformers, name)
@@ -184,13 +184,13 @@ def test_a_modules_own_plan_is_read() -> None:
     attention, mlp = "model.layers.0.self_attn", "model.layers.0.mlp"
     assert made.problems == ()
     assert made.wishes == {
-        "model.embed_tokens": Wish("vocabulary"),
-        "lm_head": Wish("vocabulary"),
-        **{f"{attention}.{name}_proj": Wish("column", unit=4) for name in "qkv"},
-        f"{attention}.o_proj": Wish("row"),
-        f"{mlp}.gate_proj": Wish("column"),
-        f"{mlp}.up_proj": Wish("column"),
-        f"{mlp}.down_proj": Wish("row"),
+        "model.embed_tokens": SplitRule("vocabulary"),
+        "lm_head": SplitRule("vocabulary"),
+        **{f"{attention}.{name}_proj": SplitRule("column", unit=4) for name in "qkv"},
+        f"{attention}.o_proj": SplitRule("row"),
+        f"{mlp}.gate_proj": SplitRule("column"),
+        f"{mlp}.up_proj": SplitRule("column"),
+        f"{mlp}.down_proj": SplitRule("row"),
     }
 
 
@@ -198,8 +198,8 @@ def test_experts_are_spread() -> None:
     sizes = {"num_experts": 4, "moe_intermediate_size": 16, "head_dim": 8}
     made = transformers_plan("Qwen3MoeForCausalLM", HEADS | sizes)
     assert made.problems == ()
-    assert made.wishes["model.layers.0.mlp.experts"] == Wish("expert")
-    assert made.wishes["model.layers.0.self_attn.q_norm"] == Wish("partial")
+    assert made.wishes["model.layers.0.mlp.experts"] == SplitRule("expert")
+    assert made.wishes["model.layers.0.self_attn.q_norm"] == SplitRule("partial")
     assert not any("gate_up_proj" in name for name in made.wishes)
     (told,) = transformers_plan("Qwen3MoeForCausalLM", HEADS | sizes | {"num_experts": 5}).problems
     assert told == "model.layers.0.mlp.experts has 5 experts, which layout.tensor = 2 does not divide"
@@ -208,7 +208,7 @@ def test_experts_are_spread() -> None:
 def test_ranks_that_share_keys_have_fewer_queries_of_each() -> None:
     made = transformers_plan("LlamaForCausalLM", HEADS, ranks=4)
     assert made.problems == ()
-    assert made.wishes["model.layers.0.self_attn.num_key_value_groups"] == Wish("divided", units=2)
+    assert made.wishes["model.layers.0.self_attn.num_key_value_groups"] == SplitRule("divided", units=2)
 
 
 def test_what_is_not_read_of_an_own_plan_is_told() -> None:

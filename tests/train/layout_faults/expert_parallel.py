@@ -10,7 +10,7 @@ from torch import Tensor
 
 import hpctrain.model.router as router
 import hpctrain.parallel.experts as experts
-from hpctrain.model.inputs import Inputs
+from hpctrain.model.inputs import ModelInputs
 from hpctrain.parallel.noted import StepStatistics
 from tests.train.layout_faults.deck_keys import BIASED, EXPERT, MIXTURE
 from tests.train.layout_faults.fault import LayoutFault
@@ -61,7 +61,7 @@ def faults() -> list[LayoutFault]:
             EXPERT,
             wrapped(router.Router, "with_terms", _double_balance_loss),
         ),
-        fault("rows that fill up are routed", EXPERT, wrapped(Inputs, "real_rows", lambda *_: None)),
+        fault("rows that fill up are routed", EXPERT, wrapped(ModelInputs, "real_rows", lambda *_: None)),
         fault(
             "features that are not summed",
             (*MIXTURE, "layout.expert_tensor=2"),
