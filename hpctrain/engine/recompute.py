@@ -15,7 +15,7 @@ from hpctrain.memory.activations import ActivationStore
 from hpctrain.memory.recompute import Recompute
 from hpctrain.memory.saved import PartBytes, part_bytes
 from hpctrain.memory.scratch import ScratchFiles
-from hpctrain.memory.shelf import DiskShelf, HostShelf
+from hpctrain.memory.shelf import DiskOffloadStore, HostOffloadStore
 from hpctrain.model.architecture import Architecture
 from hpctrain.model.count import count
 from hpctrain.model.part import ModelPart, parameter_list
@@ -51,14 +51,14 @@ def open_shelf(
     if where == "keep" or store is None:
         return None
     if where == "host":
-        store.shelf = HostShelf(world.device)
+        store.shelf = HostOffloadStore(world.device)
         return None
     parts = part_bytes(deck, models, not on_host(world.device), deck.memory.recompute)
     most = max((part.of_blocks for part in parts), default=0)
     need = ceil(peak_activations(schedule)[stage] * schedule.chunks) * most
     scratch = open_scratch(deck, world, need)
     with world.agreement():
-        store.shelf = DiskShelf(scratch, need, world.device)
+        store.shelf = DiskOffloadStore(scratch, need, world.device)
     return scratch
 
 

@@ -11,7 +11,7 @@ from hpctrain.memory.scratch import Flat
 
 
 @dataclass(frozen=True)
-class Account:
+class MemoryAccount:
     """Bytes of one rank by kind.
 
     `parameter`: values that layers compute with, in the compute format, and matrices of these that stay

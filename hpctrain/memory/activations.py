@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from hpctrain.memory.compress import ActivationFormat, compress, expand
-from hpctrain.memory.shelf import Shelf, Stay
+from hpctrain.memory.shelf import OffloadHandle, Shelf
 from hpctrain.parallel.shard import Parameter
 
 SMALLEST = 1 << 16  # bytes of a storage that is worth the way
@@ -26,14 +26,14 @@ UNDER_WAY = 2
 """Segments whose memory stays while they leave; the last ones of a forward pass need not come back."""
 
 
-class Held(Protocol):
+class PackedActivation(Protocol):
     """What autograd holds in place of a tensor."""
 
     def unpack(self) -> Tensor:
         """The tensor again."""
 
 
-Watch = Callable[[Tensor], Held]
+Watch = Callable[[Tensor], PackedActivation]
 """Told of every tensor that is kept; what it returns is there for as long as the tensor is."""
 
 
@@ -49,8 +49,8 @@ class StoredActivation:
         self.values: Tensor | None = torch.empty(0, dtype=self.dtype, device=self.device).set_(storage)
         self.length = self.values.numel()
         self._packed: Tensor | None = None
-        self._stay: Stay | None = None
-        self._watched: list[Held] = []
+        self._stay: OffloadHandle | None = None
+        self._watched: list[PackedActivation] = []
         self._tell()
 
     def leave(self, shelf: Shelf | None) -> None:
@@ -130,7 +130,7 @@ class SavedSegment:
 
     def pack(
         self, tensor: Tensor, form: ActivationFormat, smallest: int, watch: Watch | None = None
-    ) -> Tensor | Held:
+    ) -> Tensor | PackedActivation:
         """What autograd is to hold in place of a tensor: itself, where it stays."""
         storage = tensor.untyped_storage()
         address = storage.data_ptr()

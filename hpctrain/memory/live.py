@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 
-class Keeping(Protocol):
+class ActivationKeeper(Protocol):
     """What keeps tensors for backward in a way of its own, and tells its watch of them."""
 
     watch: Any
@@ -27,7 +27,7 @@ class LiveActivations:
     def __init__(
         self,
         without: Callable[[], Iterable[Tensor]],
-        *others: Keeping | None,
+        *others: ActivationKeeper | None,
     ) -> None:
         self.bytes = self.peak = 0
         self._without = without

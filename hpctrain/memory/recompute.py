@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from hpctrain.memory.activations import ActivationStore, Held, SavedSegment, Watch
+from hpctrain.memory.activations import ActivationStore, PackedActivation, SavedSegment, Watch
 from hpctrain.model.foreign.arguments import tensors_of
 from hpctrain.model.shape import Recomputed
 from hpctrain.parallel.backward import BackwardStart
@@ -97,7 +97,7 @@ class Recompute(SavedPolicy):
                 return
             # Checkpoint's own hooks, which would be hidden by others.
             pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
-            there: list[Held] = []
+            there: list[PackedActivation] = []
 
             def told(tensor: Tensor) -> Any:
                 there.append(watch(tensor))
@@ -112,7 +112,7 @@ class Recompute(SavedPolicy):
         """The core of attention; with "selective", again in its backward."""
         if self.keeps_core or not torch.is_grad_enabled():
             return compute(*inputs, *shared)
-        result: Tensor = _Again.apply(compute, self.within, *inputs, *shared)
+        result: Tensor = _RecomputeAutograd.apply(compute, self.within, *inputs, *shared)
         return result
 
 
@@ -132,7 +132,7 @@ class _EachTime(AbstractContextManager[None]):
         return self._entered.pop().__exit__(*raised)
 
 
-def _keeping(_: Sequence[Held], compute: Callable[..., Any], *given: Any, **named: Any) -> Any:
+def _keeping(_: Sequence[PackedActivation], compute: Callable[..., Any], *given: Any, **named: Any) -> Any:
     """What `compute` gives; what is held meanwhile is so for as long as this may be called again."""
     return compute(*given, **named)
 
@@ -147,11 +147,11 @@ def again(layers: Sequence[LayerPass], x: Tensor, shared: Sequence[Tensor], with
             x = layer.compute(x)
         return x
 
-    result: Tensor = _Again.apply(compute, within, x, *shared)
+    result: Tensor = _RecomputeAutograd.apply(compute, within, x, *shared)
     return result
 
 
-class _Again(torch.autograd.Function):
+class _RecomputeAutograd(torch.autograd.Function):
     """`compute(*tensors)`, of which only the tensors are kept; again `within`."""
 
     @staticmethod

@@ -76,14 +76,14 @@ class ScratchFile:
         )
 
 
-class OnDisk(ABC):
+class ScratchSlice(ABC):
     """A flat tensor in a file: `length` elements of type `dtype`. Slices, with step 1, lie there too."""
 
     length: int
     dtype: torch.dtype
 
     @abstractmethod
-    def __getitem__(self, part: slice) -> OnDisk: ...
+    def __getitem__(self, part: slice) -> ScratchSlice: ...
 
     @abstractmethod
     def load(self) -> Tensor:
@@ -108,7 +108,7 @@ class OnDisk(ABC):
         return torch.device("cpu")
 
 
-class ScratchTensor(OnDisk):
+class ScratchTensor(ScratchSlice):
     """A flat tensor in a ScratchFile, from the byte `offset` on. Empty ones are never read or written."""
 
     def __init__(self, file: ScratchFile, offset: int, length: int, dtype: torch.dtype) -> None:

@@ -12,7 +12,7 @@ from hpctrain.comm.device import SideStream, StreamWork, empty_host_tensor, on_h
 from hpctrain.memory.scratch import ScratchFile, ScratchFiles, Transfer
 
 
-class Stay(ABC):
+class OffloadHandle(ABC):
     """One tensor's stay on a Shelf, from its putting there until `release`."""
 
     @abstractmethod
@@ -63,15 +63,15 @@ class DeviceCopies:
         return self.stream.start(lambda: host.copy_(memory, non_blocking=True), [memory])
 
 
-class HostShelf(DeviceCopies):
+class HostOffloadStore(DeviceCopies):
     """Pinned memory of a GPU's host, for flat tensors of bytes [n] uint8."""
 
-    def put(self, memory: Tensor) -> Stay:
+    def put(self, memory: Tensor) -> OffloadHandle:
         """Start to take a tensor in, which must not be changed any more."""
-        return _HostStay(self, memory)
+        return _HostHandle(self, memory)
 
 
-class _HostStay(Stay):
+class _HostHandle(OffloadHandle):
     def __init__(self, copies: DeviceCopies, memory: Tensor) -> None:
         self.copies = copies
         self.host = copies.take(memory.numel())
@@ -106,7 +106,7 @@ class Region:
         self.busy: list[Transfer] = []
 
 
-class DiskShelf:
+class DiskOffloadStore:
     """Files of a ScratchFiles: one of `capacity` bytes at once, further ones where that does not do."""
 
     def __init__(self, scratch: ScratchFiles, capacity: int, device: torch.device) -> None:
@@ -122,9 +122,9 @@ class DiskShelf:
         """Bytes of all files."""
         return sum(file.size for file in self._files)
 
-    def put(self, memory: Tensor) -> Stay:
+    def put(self, memory: Tensor) -> OffloadHandle:
         """Store a tensor, and return the handle by which it is read again."""
-        return _DiskStay(self, memory)
+        return _DiskHandle(self, memory)
 
     def take(self, size: int) -> Region:
         """A free piece of a file. InputOutputError where the disk is full, or a transfer there failed."""
@@ -150,13 +150,13 @@ class DiskShelf:
         self._end = 0
 
 
-Shelf = HostShelf | DiskShelf
+Shelf = HostOffloadStore | DiskOffloadStore
 
 
-class _DiskStay(Stay):
+class _DiskHandle(OffloadHandle):
     """Bytes in a file; those of a GPU go there, and come back, by pinned host memory."""
 
-    def __init__(self, shelf: DiskShelf, memory: Tensor) -> None:
+    def __init__(self, shelf: DiskOffloadStore, memory: Tensor) -> None:
         self.shelf, self.size = shelf, memory.numel()
         self.region = shelf.take(self.size)
         self.host: Tensor | None = None

@@ -33,7 +33,7 @@ from hpctrain.engine.shown import build_shown_stage
 from hpctrain.engine.sizes import axis_sizes, micro_batches
 from hpctrain.engine.stage import Stage, plan_stage
 from hpctrain.errors import HpctrainError
-from hpctrain.memory.accounts import Account
+from hpctrain.memory.accounts import MemoryAccount
 from hpctrain.memory.cached_texts import CachePlan
 from hpctrain.model.build import architecture_of
 from hpctrain.parallel.copies import planned_copies
@@ -106,7 +106,7 @@ def plan_run_memory(
     names = [POLICY] if len(stages) == 1 else [f"stage {each.stage} of the {POLICY}" for each in stages]
     roles = [(name, count) for name in names]
     for party in apart:
-        joined = StageMemory(len(stages), 0, 0, Account(other=libraries))
+        joined = StageMemory(len(stages), 0, 0, MemoryAccount(other=libraries))
         for name in party.models:
             if name in others:
                 joined = _joined(joined, others[name].name, others[name].of_stage(0, 1))
@@ -184,5 +184,5 @@ def _shown(deck: Deck, ranks: int, vocabulary: int, ranks_per_node: int) -> list
 def _held(stage: Stage) -> StageMemory:
     """What its parameters take."""
     copies = planned_copies(layer for model in stage.models for layer in model.layers)
-    memory = Account(parameter=value_bytes(stage.buckets) + copies, buffer=pool_bytes(stage.buckets))
+    memory = MemoryAccount(parameter=value_bytes(stage.buckets) + copies, buffer=pool_bytes(stage.buckets))
     return StageMemory(0, 0, 0, memory)

@@ -20,7 +20,7 @@ from hpctrain.engine.rules import RULES
 from hpctrain.engine.sizes import axis_sizes, micro_batches
 from hpctrain.engine.stage import TrainedStage, build_trained_stage, plan_stage
 from hpctrain.errors import HpctrainError
-from hpctrain.memory.accounts import Account
+from hpctrain.memory.accounts import MemoryAccount
 from hpctrain.memory.saved import PartBytes, part_bytes
 from hpctrain.model.build import architecture_of, layer_kinds
 from hpctrain.model.count import count
@@ -52,7 +52,7 @@ class StageMemory:
     stage: int
     blocks: int
     parameters: int
-    memory: Account
+    memory: MemoryAccount
     exchanged: int = 0
     sharers: int = 1
     passing: int = 0
@@ -179,7 +179,7 @@ def plan_memory(
         audited = deck.stability.corruption == "full"
         return PlannedMesh(sizes, number, per_node, None, False, device, place, transport, audited)
 
-    planned: dict[object, tuple[TrainedStage, Account]] = {}
+    planned: dict[object, tuple[TrainedStage, MemoryAccount]] = {}
     stages, of_stage = [], rank_count(sizes) // schedule.stage_count
     unknown: str | None = None
     for number in range(schedule.stage_count):
@@ -290,7 +290,7 @@ def fullest_place(deck: Deck, stage: TrainedStage, sizes: Mapping[str, int], num
     return max(range(0, ranks, sizes["tensor"]), key=held)
 
 
-def _states(deck: Deck, stage: TrainedStage, device: torch.device) -> Account:
+def _states(deck: Deck, stage: TrainedStage, device: torch.device) -> MemoryAccount:
     """Parameters, gradients, what else belongs to parameters, and what these take turns in.
 
     Without what lives elsewhere; what of that is on its way lies in host memory, which beside a GPU's does
@@ -302,7 +302,7 @@ def _states(deck: Deck, stage: TrainedStage, device: torch.device) -> Account:
         turns += stage.optimizer.working_bytes
     if memory.parameters == "disk" and on_host(device):
         turns += max(bucket.own.stop - bucket.own.start for bucket in buckets) * buckets[0].dtype.itemsize
-    return Account(
+    return MemoryAccount(
         value_bytes(buckets) if memory.parameters == "device" else 0,
         gradient_bytes(buckets),
         state_bytes(stage.state(), buckets),

@@ -16,7 +16,7 @@ from hpctrain.engine.kernels import choose_kernels
 from hpctrain.engine.roles import Roles, build_worker_stage, serving
 from hpctrain.engine.sizes import micro_batches
 from hpctrain.engine.stage import plan_stage
-from hpctrain.memory.accounts import Account
+from hpctrain.memory.accounts import MemoryAccount
 from hpctrain.model.count import count
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
@@ -109,7 +109,7 @@ def plan_served(
     sent = value * (roles.workers if steps != 1 else 1)
     # What was pulled, of as many versions as may be told apart, and what it is compared with.
     backups = 4 * ((steps or roles.workers) + 1) if keys.staleness_correction == "compensate" else 0
-    server = Account(
+    server = MemoryAccount(
         value_bytes(buckets),
         gradient_bytes(buckets),
         state_bytes(stage.state(), buckets),

@@ -9,7 +9,7 @@ from hpctrain.comm.mesh import rank_count, sizes_text
 from hpctrain.deck.objective import POLICIES
 from hpctrain.engine.companions import is_checkpoint, texts_at_a_time
 from hpctrain.engine.deck_kernels import introduce_kernels, kernels_of
-from hpctrain.memory.accounts import Account
+from hpctrain.memory.accounts import MemoryAccount
 from hpctrain.plan.companions import REWARD_MODELS
 from hpctrain.plan.deck import DeckPlan
 from hpctrain.plan.form_words import form_lines, other_lines
@@ -88,7 +88,7 @@ def memory_table(memory: MemoryPlan) -> list[str]:
     """The bytes of one rank of every stage; stages alike share a line."""
     kinds = kinds_of(*(stage.memory for stage in memory.stages))
     rows = [("a rank of", "blocks", *kinds.values(), "total")]
-    groups: list[tuple[list[int], int, Account]] = []
+    groups: list[tuple[list[int], int, MemoryAccount]] = []
     for stage in memory.stages:
         if groups and groups[-1][1:] == (stage.blocks, stage.memory):
             groups[-1][0].append(stage.stage)
@@ -105,13 +105,13 @@ def memory_table(memory: MemoryPlan) -> list[str]:
     return fitted(rows, (0,), columns())
 
 
-def _size(memory: MemoryPlan, account: Account, kind: str) -> str:
+def _size(memory: MemoryPlan, account: MemoryAccount, kind: str) -> str:
     """The bytes of a kind, where they are known."""
     known = memory.activations_known or kind != "activation"
     return format_bytes(account.kinds()[kind]) if known else "unknown"
 
 
-def comparison_table(plan: MemoryPlan, stage: int, measured: Account) -> list[str]:
+def comparison_table(plan: MemoryPlan, stage: int, measured: MemoryAccount) -> list[str]:
     """What was predicted of a rank of a stage beside what it held."""
     predicted, holder = plan.stages[stage].memory, holder_words(plan, stage)
     rows = [(f"memory of {holder}", *COMPARED)]
@@ -128,7 +128,7 @@ def comparison_table(plan: MemoryPlan, stage: int, measured: Account) -> list[st
     return table(rows)
 
 
-def kinds_of(*accounts: Account) -> dict[str, str]:
+def kinds_of(*accounts: MemoryAccount) -> dict[str, str]:
     """The kinds and their names, without that of what only a model has which writes."""
     writes = any(account.cache for account in accounts)
     return {kind: name for kind, name in KINDS.items() if writes or kind != "cache"}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hpctrain.comm.work import Work
 from hpctrain.errors import HpctrainError
-from hpctrain.memory.activations import Held, Watch
+from hpctrain.memory.activations import PackedActivation, Watch
 from hpctrain.parallel.residency import ParameterResidency, Result
 from hpctrain.parallel.shard import Parameter
 from hpctrain.sharding.bucket import Bucket
@@ -191,7 +191,7 @@ class _View:
     offset: int
 
 
-def _packed(bucket: Bucket, watch: Watch | None, tensor: Tensor) -> Tensor | Held | _View:
+def _packed(bucket: Bucket, watch: Watch | None, tensor: Tensor) -> Tensor | PackedActivation | _View:
     """What is kept of a tensor: of one that lies in the bucket's values, where."""
     values = bucket.values
     assert values is not None
@@ -203,7 +203,7 @@ def _packed(bucket: Bucket, watch: Watch | None, tensor: Tensor) -> Tensor | Hel
     return _View(bucket, segment.parameter, tensor.size(), tensor.stride(), int(at - segment.start))
 
 
-def _unpacked(kept: Tensor | Held | _View) -> Tensor:
+def _unpacked(kept: Tensor | PackedActivation | _View) -> Tensor:
     if isinstance(kept, Tensor):
         return kept
     if not isinstance(kept, _View):

@@ -16,8 +16,8 @@ from hpctrain.engine.build import Engine
 from hpctrain.engine.stage import Stage
 from hpctrain.errors import failing_as
 from hpctrain.files import write_text
-from hpctrain.memory.accounts import Account
-from hpctrain.memory.live import Keeping, LiveActivations
+from hpctrain.memory.accounts import MemoryAccount
+from hpctrain.memory.live import ActivationKeeper, LiveActivations
 from hpctrain.memory.recompute import Recompute
 from hpctrain.parallel.copies import copied_bytes
 from hpctrain.plan.memory import MemoryPlan
@@ -64,7 +64,7 @@ def trained_engines(engine: Engine) -> list[Engine]:
     return [engine, *engine.companions.values()]
 
 
-def _keeping(engine: Engine) -> Iterator[Keeping | None]:
+def _keeping(engine: Engine) -> Iterator[ActivationKeeper | None]:
     """What of an engine keeps tensors for backward in ways of its own."""
     groups = engine.groups
     yield groups.weight_gradients
@@ -84,7 +84,7 @@ class Beside:
     cache: int = 0
 
 
-def _fullness(account: Account) -> tuple[int, int]:
+def _fullness(account: MemoryAccount) -> tuple[int, int]:
     """By what the fullest rank is found, as a plan finds it: by parameters and what belongs to them, of which
     ranks may own uneven shares. `other` differs by chance.
     """
@@ -113,16 +113,16 @@ class MemoryLedger(Hook):
         self.world = engine.world if world is None else world
         self.stage = engine.mesh.coordinate("pipeline") if stage is None else stage
         self.engine, self.activations, self.predicted, self.folder = engine, activations, predicted, folder
-        self.accounts: list[Account] = []
+        self.accounts: list[MemoryAccount] = []
         """What was measured: of each stage of the pipeline, the rank that held most. Empty before the end."""
 
-    def held(self) -> Account:
+    def held(self) -> MemoryAccount:
         """What this rank has held at the most; `other` is what remains of the peak that the system saw."""
         beside, engines = self.beside(), trained_engines(self.engine)
         world, stages = self.engine.world, [*engines, *beside.stages]
         layers = [layer for stage in stages for model in stage.models for layer in model.layers]
         working = sum(each.optimizer.working_bytes for each in engines) if on_host(world.device) else 0
-        known = Account(
+        known = MemoryAccount(
             sum(value_bytes(stage.buckets) for stage in stages) + copied_bytes(layers),
             sum(gradient_bytes(each.buckets) for each in engines),
             sum(state_bytes(each.own_state(), each.buckets) for each in engines),

@@ -19,7 +19,7 @@ from hpctrain.errors import InputOutputError
 from hpctrain.memory.activations import UNDER_WAY, ActivationStore, SavedSegment, StoredActivation
 from hpctrain.memory.recompute import Recompute
 from hpctrain.memory.scratch import ScratchFiles
-from hpctrain.memory.shelf import DiskShelf
+from hpctrain.memory.shelf import DiskOffloadStore
 from tests.engines import LLAMA, Trainer, small_deck, trainer
 
 STEPS = 2
@@ -28,10 +28,10 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def disk(mpi_tmp_path: Path, world: World) -> Iterator[DiskShelf]:
+def disk(mpi_tmp_path: Path, world: World) -> Iterator[DiskOffloadStore]:
     """Too small at first, so that it has to grow."""
     scratch = ScratchFiles(mpi_tmp_path / "offload", world.rank)
-    yield DiskShelf(scratch, 100_000, CPU)
+    yield DiskOffloadStore(scratch, 100_000, CPU)
     scratch.close()
 
 
@@ -59,7 +59,7 @@ def storing(world: World, deck: Deck, store: ActivationStore | None) -> Trainer:
     return training
 
 
-def in_file(shelf: DiskShelf) -> ActivationStore:
+def in_file(shelf: DiskOffloadStore) -> ActivationStore:
     store = ActivationStore(smallest=16)
     store.shelf = shelf
     return store
@@ -69,7 +69,7 @@ def in_file(shelf: DiskShelf) -> ActivationStore:
 @pytest.mark.mpi(min_size=1, max_size=2)
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
 @pytest.mark.parametrize("recompute", ["none", "full", "selective", "2"])
-def test_a_file_changes_no_bit(world: World, disk: DiskShelf, model: str, recompute: str) -> None:
+def test_a_file_changes_no_bit(world: World, disk: DiskOffloadStore, model: str, recompute: str) -> None:
     if world.size > 1 and (model == "gpt2") != (recompute in {"none", "selective"}):
         pytest.skip("one rank has tried every pair")
     for layout in layouts(world.size):
@@ -102,7 +102,7 @@ def one_loss(training: Trainer) -> torch.Tensor:
 
 
 @pytest.mark.mpi(max_size=1)
-def test_only_the_last_segments_stay_in_memory(world: World, disk: DiskShelf) -> None:
+def test_only_the_last_segments_stay_in_memory(world: World, disk: DiskOffloadStore) -> None:
     training = storing(world.alone(), small_deck(*SIZES, "model.layers=8"), in_file(disk))
     loss = one_loss(training)
     held = living()
@@ -121,7 +121,7 @@ def test_only_the_last_segments_stay_in_memory(world: World, disk: DiskShelf) ->
 
 
 @pytest.mark.mpi(max_size=1)
-def test_a_file_that_is_cut_short_ends_backward_with_a_sentence(world: World, disk: DiskShelf) -> None:
+def test_a_file_that_is_cut_short_ends_backward_with_a_sentence(world: World, disk: DiskOffloadStore) -> None:
     training = storing(world.alone(), small_deck(*SIZES), in_file(disk))
     loss = one_loss(training)
     for file in disk.scratch.folder.iterdir():
@@ -135,7 +135,7 @@ def test_a_file_that_is_cut_short_ends_backward_with_a_sentence(world: World, di
 @pytest.mark.parametrize("form", ["bf16", "int8"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_fewer_bits_change_training_a_little(
-    world: World, disk: DiskShelf, form: str, recompute: str
+    world: World, disk: DiskOffloadStore, form: str, recompute: str
 ) -> None:
     deck = small_deck(*SIZES, f"memory.recompute={recompute}", "batch.global_size=16")
     exact = [step.loss for step in storing(world, deck, None).train(4)]

@@ -53,7 +53,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.files import check_output, delete_folder, files_named, synchronize
-from hpctrain.memory.scratch import Flat, OnDisk
+from hpctrain.memory.scratch import Flat, ScratchSlice
 from hpctrain.model.count import count
 from hpctrain.model.precision import DTYPES
 from hpctrain.model.shape import ModelShape
@@ -187,7 +187,7 @@ def import_model(world: World, folder: Path, out: Path, replace: bool = False) -
 
 
 @dataclass(frozen=True)
-class FolderTensor(OnDisk):
+class FolderTensor(ScratchSlice):
     """The flat elements `first` to `first + length` of one of our tensors, in a Hugging Face folder."""
 
     model: ModelFolder
