@@ -8,12 +8,12 @@ from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.model.foreign.arguments import ANSWERS
 from hpctrain.objective.dpo import DirectPreference
-from hpctrain.objective.drawing import Drawing
+from hpctrain.objective.drawing import TokenSampling
 from hpctrain.objective.next_token import NextToken
 from hpctrain.objective.objective import Objective
 from hpctrain.objective.of_module import ClassesOfLogits, NextTokenOfLogits, users_loss
 from hpctrain.objective.policy import PolicyOptimization
-from hpctrain.objective.reward import Reward
+from hpctrain.objective.reward import PairwiseReward
 
 
 def make_objective(deck: Deck) -> Objective:
@@ -31,7 +31,7 @@ def make_objective(deck: Deck) -> Objective:
     if deck.objective.kind == "dpo":
         return DirectPreference(deck.objective.beta, deck.objective.loss, deck.objective.smoothing)
     if deck.objective.kind == "reward":
-        return Reward(deck.objective.margin, deck.objective.centering)
+        return PairwiseReward(deck.objective.margin, deck.objective.centering)
     if deck.objective.kind in POLICIES:
         return _policy(deck)
     return NextToken(deck.stability.z_loss)
@@ -52,9 +52,9 @@ def _policy(deck: Deck) -> Objective:
     )
 
 
-def drawing_of(deck: Deck) -> Drawing:
+def drawing_of(deck: Deck) -> TokenSampling:
     """By which chances a policy draws, whose reference tells chances of the same."""
-    return Drawing(deck.runtime_choices.tokenizer_tokens, deck.policy.temperature)
+    return TokenSampling(deck.runtime_choices.tokenizer_tokens, deck.policy.temperature)
 
 
 def _of_answers(deck: Deck) -> Objective:

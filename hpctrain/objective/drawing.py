@@ -8,7 +8,7 @@ from hpctrain.parallel.partition import SplitLogits
 
 
 @dataclass(frozen=True)
-class Drawing:
+class TokenSampling:
     """Of so many `tokens`, the first of a vocabulary, which are those that a tokenizer has (None: of all), by
     logits that are divided by the `temperature`.
     """

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.group import Group
-from hpctrain.objective.drawing import Drawing
+from hpctrain.objective.drawing import TokenSampling
 from hpctrain.objective.next_token import CrossEntropy
 from hpctrain.objective.objective import Losses
 from hpctrain.parallel.partition import SplitLogits
@@ -40,7 +40,7 @@ class OfLogProbabilities:
     targets: Tensor
     scale: Tensor
     weigh: Weighing
-    drawing: Drawing | None = None
+    drawing: TokenSampling | None = None
 
     def __call__(self, head: VocabularyHead, hidden: Tensor) -> Losses:
         """The figures, and what backward begins from, whose value is no loss."""
@@ -55,7 +55,7 @@ class OfLogProbabilities:
 
 
 def log_probabilities(
-    head: VocabularyHead, hidden: Tensor, targets: Tensor, drawing: Drawing | None = None
+    head: VocabularyHead, hidden: Tensor, targets: Tensor, drawing: TokenSampling | None = None
 ) -> Tensor:
     """Of the targets [s, b], zero where these are negative: fp32 [s, b]. No gradient goes through."""
     flat = targets.reshape(-1)

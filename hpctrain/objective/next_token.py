@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hpctrain.data.batches import MicroBatch
 from hpctrain.model.inputs import ModelInputs
-from hpctrain.objective.drawing import Drawing
+from hpctrain.objective.drawing import TokenSampling
 from hpctrain.objective.objective import Losses, LossOf
 from hpctrain.parallel.groups import LayerContext
 from hpctrain.parallel.partition import SplitLogits
@@ -66,7 +66,7 @@ class CrossEntropy:
     targets: Tensor
     scale: Tensor
     z_loss: float = 0.0
-    drawing: Drawing | None = None
+    drawing: TokenSampling | None = None
 
     def __call__(self, head: VocabularyHead, hidden: Tensor) -> Losses:
         """Sum over the rank's tokens; the gradients are those of `scale` times it, plus z-loss."""

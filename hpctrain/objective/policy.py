@@ -17,7 +17,7 @@ from hpctrain.comm.group import Group
 from hpctrain.data.batches import MicroBatch
 from hpctrain.model.inputs import ModelInputs
 from hpctrain.objective.dpo import REFERENCE
-from hpctrain.objective.drawing import Drawing
+from hpctrain.objective.drawing import TokenSampling
 from hpctrain.objective.log_probabilities import OfLogProbabilities, counted_once, whole_sums
 from hpctrain.objective.objective import LossOf
 
@@ -59,7 +59,7 @@ class PolicyOptimization:
     beta: float = 0.0
     estimate: Estimate = "k3"
     referenced: bool = False
-    drawing: Drawing | None = None
+    drawing: TokenSampling | None = None
 
     @property
     def figures(self) -> tuple[str, ...]:

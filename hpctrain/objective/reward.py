@@ -23,7 +23,7 @@ from hpctrain.objective.scores import OfScores
 
 
 @dataclass(frozen=True)
-class Reward(OfPairs):
+class PairwiseReward(OfPairs):
     """The reward of an answer is the score of its last token, see `answer_ends`. A pair's loss is -log
     sigmoid of the chosen one's reward minus the other's, minus `margin` and what its row asks for besides.
 

@@ -27,7 +27,7 @@ from hpctrain.engine.companions import reference_deck, shares_reference
 from hpctrain.engine.seat import Seat
 from hpctrain.errors import InputOutputError
 from hpctrain.objective.choose import drawing_of
-from hpctrain.objective.drawing import Drawing
+from hpctrain.objective.drawing import TokenSampling
 from hpctrain.optim.optimizer import refresh
 from hpctrain.post.rollout import AnswerRows
 from hpctrain.sharding.bucket import Bucket, await_readers
@@ -123,7 +123,7 @@ def _start(path: Path, world: World, buckets: Sequence[Bucket]) -> _Values:
     return begun
 
 
-def _with_start(step: Step, drawing: Drawing, start: _Values, batches: Batches) -> Iterator[Tensor]:
+def _with_start(step: Step, drawing: TokenSampling, start: _Values, batches: Batches) -> Iterator[Tensor]:
     """Log-probabilities by the policy as it was at its start; then it has its bits again. Collective."""
     buckets = [bucket for bucket, _ in start]
     present = [(bucket, _own(bucket).clone()) for bucket in buckets]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hpctrain.data.batches import Batches
 from hpctrain.data.window import Window
-from hpctrain.objective.drawing import Drawing
+from hpctrain.objective.drawing import TokenSampling
 from hpctrain.objective.log_probabilities import log_probabilities
 from hpctrain.objective.objective import Losses
 from hpctrain.parallel.scalar_head import ScalarHead
@@ -41,7 +41,9 @@ class _Kept:
         return Losses(nothing, (nothing,) * self.figures)
 
 
-def log_probabilities_of(step: Step, batches: Batches, drawing: Drawing | None = None) -> Iterator[Tensor]:
+def log_probabilities_of(
+    step: Step, batches: Batches, drawing: TokenSampling | None = None
+) -> Iterator[Tensor]:
     """Log-probabilities [n, s] of the targets of all sequences in their order by the chances of `drawing`,
     some at a time, zero where there is no target, the same on all ranks. Collective.
     """

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from hpctrain.comm.world import World
 from hpctrain.model.inputs import ModelInputs
-from hpctrain.objective.drawing import Drawing
+from hpctrain.objective.drawing import TokenSampling
 from hpctrain.objective.log_probabilities import log_probabilities
 from hpctrain.objective.policy import ADVANTAGES, OLD, Mean, PolicyOptimization, divergence
 from hpctrain.parallel import vocabulary
@@ -20,16 +20,16 @@ from tests.objective.test_dpo import case
 from tests.objective.test_next_token import VOCABULARY, head
 
 LOW, HIGH, BETA, LONGEST = 0.1, 0.25, 0.05, 9
-DRAWINGS = {"whole": Drawing(), "some": Drawing(30), "warm": Drawing(11, 1.7)}
+DRAWINGS = {"whole": TokenSampling(), "some": TokenSampling(30), "warm": TokenSampling(11, 1.7)}
 """By chances of all 37 tokens, or of the first ones, of which on two ranks the first has 19."""
 
 
-def drawn_by(logits: Tensor, drawing: Drawing) -> Tensor:
+def drawn_by(logits: Tensor, drawing: TokenSampling) -> Tensor:
     """Log-probabilities of logits [s, b, V]."""
     return torch.log_softmax(logits[..., : drawing.tokens] / drawing.temperature, -1)
 
 
-def given(drawing: Drawing) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def given(drawing: TokenSampling) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Weight [V, h], hidden [s, b, h], and fields [s, b]: chances have moved, some beyond the clip."""
     weight, hidden, targets, reference = case()
     if drawing.tokens is not None:
@@ -37,7 +37,7 @@ def given(drawing: Drawing) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(9)
     own = drawn_by(functional.linear(hidden.double(), weight.double()), drawing)
     own = own.gather(-1, targets.clamp_min(0).unsqueeze(-1)).squeeze(-1)
-    if drawing != Drawing():
+    if drawing != TokenSampling():
         reference = (own + 0.7 * torch.randn(own.shape, generator=generator)).float()
     old = (own + 0.2 * torch.randn(own.shape, generator=generator)).float()
     advantages = torch.randn(own.shape, generator=generator)

@@ -18,7 +18,7 @@ from hpctrain.data.conversations import PreferenceSource
 from hpctrain.data.prepare_rows import prepare_rows
 from hpctrain.data.tokens import TokenFile
 from hpctrain.model.inputs import ModelInputs
-from hpctrain.objective.reward import Reward, answer_ends
+from hpctrain.objective.reward import PairwiseReward, answer_ends
 from hpctrain.parallel.groups import LayerContext
 from hpctrain.parallel.scalar_head import ScalarHead
 from tests.data.chats import write_rows
@@ -37,34 +37,36 @@ def rewards(*values: float) -> tuple[Tensor, Tensor]:
 
 def test_margins_and_centering() -> None:
     given, there = rewards(1.0, -0.5, 0.2, 0.7, 0.3, 0.3)
-    loss, told = Reward().of_answers(given, there, None)
+    loss, told = PairwiseReward().of_answers(given, there, None)
     assert float(loss) == pytest.approx(loss_of(1.5) + loss_of(-0.5) + loss_of(0.0))
-    figures = dict(zip(Reward.figures, told.tolist(), strict=True))
+    figures = dict(zip(PairwiseReward.figures, told.tolist(), strict=True))
     assert figures["accuracy"] == 1.5 and figures["pairs"] == 3
     assert figures["margin"] == pytest.approx(1.0)
     assert (figures["chosen"], figures["rejected"]) == pytest.approx((1.5, 0.5))
     assert figures["loss"] == float(loss)
 
-    loss, told = Reward(margin=0.25, centering=0.1).of_answers(given, there, torch.tensor([0.5, 0.0, -1.0]))
+    loss, told = PairwiseReward(margin=0.25, centering=0.1).of_answers(
+        given, there, torch.tensor([0.5, 0.0, -1.0])
+    )
     expected = loss_of(0.75) + loss_of(-0.75) + loss_of(0.75) + 0.1 * (0.25 + 0.81 + 0.36)
     assert float(loss) == pytest.approx(expected)
-    assert told.tolist()[1:] == pytest.approx([figures[name] for name in Reward.figures[1:]])
+    assert told.tolist()[1:] == pytest.approx([figures[name] for name in PairwiseReward.figures[1:]])
 
 
 def test_rows_that_only_fill_up_are_no_pair() -> None:
     targets = torch.full((2, LENGTH), MASKED)
-    assert Reward().count(MicroBatch.of_tokens(torch.zeros_like(targets), targets)) == 0
+    assert PairwiseReward().count(MicroBatch.of_tokens(torch.zeros_like(targets), targets)) == 0
     given, there = rewards(1.0, 0.5, 0.0, 0.0)
     there[2:] = False
-    loss, told = Reward(margin=1.0).of_answers(given, there, None)
+    loss, told = PairwiseReward(margin=1.0).of_answers(given, there, None)
     assert float(loss) == pytest.approx(loss_of(-0.5)) and float(told[-1]) == 1
-    figures = dict.fromkeys(Reward.figures, 0.0)
-    assert Reward().settle(figures) == 1.0 and "pairs" not in figures
+    figures = dict.fromkeys(PairwiseReward.figures, 0.0)
+    assert PairwiseReward().settle(figures) == 1.0 and "pairs" not in figures
 
 
 def test_means_are_of_pairs() -> None:
     figures = {"loss": 0.3, "accuracy": 0.25, "margin": 1.0, "chosen": 0.5, "rejected": -0.5, "pairs": 0.5}
-    assert Reward().settle(figures) == 0.5
+    assert PairwiseReward().settle(figures) == 0.5
     assert figures == {"loss": 0.6, "accuracy": 0.5, "margin": 2.0, "chosen": 1.0, "rejected": -1.0}
 
 
@@ -95,7 +97,9 @@ def test_only_these_places_learn(world: World) -> None:
     targets[0, 1:4] = targets[1, 2:6] = 1
     hidden = torch.randn(LENGTH, 2, HIDDEN, generator=torch.Generator().manual_seed(2)).requires_grad_()
     fields = {"tokens": torch.zeros_like(targets), "targets": targets}
-    losses = Reward().losses(ModelInputs(fields, torch.arange(LENGTH)), torch.tensor(0.5))(head, hidden)
+    losses = PairwiseReward().losses(ModelInputs(fields, torch.arange(LENGTH)), torch.tensor(0.5))(
+        head, hidden
+    )
     losses.total.backward()
     assert hidden.grad is not None
     learned = torch.nonzero(hidden.grad.abs().sum(-1)).tolist()

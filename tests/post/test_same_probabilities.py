@@ -20,7 +20,7 @@ from hpctrain.comm.world import World
 from hpctrain.engine.build import make_mesh
 from hpctrain.generate.continuing import Text
 from hpctrain.generate.sampling import KeyedDraws
-from hpctrain.objective.drawing import Drawing
+from hpctrain.objective.drawing import TokenSampling
 from hpctrain.objective.next_token import CrossEntropy
 from hpctrain.objective.policy import OLD, PolicyOptimization
 from hpctrain.parallel.partition import SplitLogits
@@ -68,7 +68,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> Drawn:
     return found
 
 
-def of_draws(head: VocabularyHead, logits: Tensor, tokens: Tensor, drawing: Drawing) -> Tensor:
+def of_draws(head: VocabularyHead, logits: Tensor, tokens: Tensor, drawing: TokenSampling) -> Tensor:
     """Log-probabilities of tokens [n] by whole logits [n, V], as training computes them of this rank's."""
     shard = head.table.shard
     first, columns = shard.start[0], head.rows
