@@ -9,11 +9,12 @@ decision.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from hpctrain.deck.key import expand_home
 from hpctrain.deck.sources import clipped, toml_value
-from hpctrain.deck.target import is_target, resolve_target
 from hpctrain.errors import HpctrainError
 
 CODE_KEYS = ("model.module", "model.loss", "model.initial", "data.dataset", "data.collate", "policy.reward")
@@ -107,6 +108,24 @@ class Overrides(tuple[str, ...]):
 def trust_of(overrides: Iterable[str]) -> CodeTrust:
     """Return the trust of `Overrides`; for any other arguments, one that trusts nothing."""
     return overrides.trust if isinstance(overrides, Overrides) else CodeTrust()
+
+
+def is_target(target: str | None) -> bool:
+    """Return True for None, and for text that has the form "FILE.py:FUNCTION" or "PACKAGE:FUNCTION"."""
+    home, _, function = (target or "x:x").rpartition(":")
+    return bool(home) and function.replace(".", "_").isidentifier()
+
+
+def is_file_target(target: str) -> bool:
+    """Return True for "FILE.py:FUNCTION", and False for "PACKAGE:FUNCTION"."""
+    return target.rpartition(":")[0].endswith(".py")
+
+
+def resolve_target(target: str, deck_name: str) -> str:
+    """Return a target with an absolute path of its file, which a deck names relative to its own folder."""
+    if not is_file_target(target):
+        return target
+    return os.path.abspath(os.path.join(os.path.dirname(deck_name), expand_home(target)))  # noqa: PTH100, PTH118, PTH120
 
 
 def code_entries(tables: Mapping[str, object], deck_name: str) -> frozenset[CodeEntry]:

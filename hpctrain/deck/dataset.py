@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from hpctrain.deck.code import is_target, resolve_target
 from hpctrain.deck.problem import Problem
 from hpctrain.deck.schema import Deck, fields
-from hpctrain.deck.target import is_target, resolve_target
 
 ONLY_OF_DATASETS = ("dataset", "arguments", "collate", "workers", "inputs")
 

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
+from hpctrain.deck.code import is_file_target, is_target, resolve_target
 from hpctrain.deck.division import RankRange, division_problems
 from hpctrain.deck.key import Duration, PathText, Section, key
 from hpctrain.deck.objective import POLICIES
 from hpctrain.deck.problem import Problem, multiples
 from hpctrain.deck.sources import toml_value
-from hpctrain.deck.target import is_file, is_target, resolve_target
 
 if TYPE_CHECKING:
     from hpctrain.deck.schema import Deck
@@ -109,7 +109,7 @@ def fill_rewards(policy: dict[str, Any], deck_name: str) -> None:
 
 def _is_in_file(reward: str) -> bool:
     """Whether it is a function of a file; a pattern may look like one."""
-    return not reward.startswith(PATTERN) and is_target(reward) and is_file(reward)
+    return not reward.startswith(PATTERN) and is_target(reward) and is_file_target(reward)
 
 
 def _reads_texts(reward: str) -> bool:

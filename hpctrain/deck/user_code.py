@@ -16,8 +16,7 @@ from types import ModuleType
 from typing import Any
 from zlib import crc32
 
-from hpctrain.deck.code import NamedCode
-from hpctrain.deck.target import is_file
+from hpctrain.deck.code import NamedCode, is_file_target
 from hpctrain.errors import HpctrainError, UsersError
 from hpctrain.words import nearest
 
@@ -84,8 +83,8 @@ def import_function(code: NamedCode) -> Callable[..., Any]:
     code.require_trusted()
     target = code.target
     home, _, name = target.rpartition(":")
-    _refuse_standard_library(home, is_file(target))
-    found: Any = _load_file(Path(home)) if is_file(target) else _import(home)
+    _refuse_standard_library(home, is_file_target(target))
+    found: Any = _load_file(Path(home)) if is_file_target(target) else _import(home)
     path = home
     for part in name.split("."):
         if part.startswith("__"):

@@ -6,8 +6,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from hpctrain.deck.code import resolve_target
 from hpctrain.deck.key import expand_home
-from hpctrain.deck.target import resolve_target
 
 _OWN = ("module", "arguments", "miniature", "blocks", "loss", "initial", "buffers", "plan")
 MODULE_KEYS = (*_OWN, "frozen", "vocabulary", "from")

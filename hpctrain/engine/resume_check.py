@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePath
 
 from hpctrain.deck.check_local_steps import in_replicas
+from hpctrain.deck.code import is_file_target
 from hpctrain.deck.objective import OF_SCORES, POLICIES, REFERRED
 from hpctrain.deck.resume_rules import FUNCTION, PARAMETERS, RESUME_RULES, keys_of_policy
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import clipped, toml_value
-from hpctrain.deck.target import is_file
 from hpctrain.engine.companions import critic_deck
 from hpctrain.engine.rules import RULES
 from hpctrain.errors import HpctrainError
@@ -149,7 +149,7 @@ def _module_differs(deck: Deck, trained_deck: Deck, _key: str) -> bool:
     """Return True if the function or the name of its file differs. The folder of the file does not count."""
 
     def name(target: str | None) -> str | None:
-        return PurePath(target).name if target is not None and is_file(target) else target
+        return PurePath(target).name if target is not None and is_file_target(target) else target
 
     return name(deck.model.module) != name(trained_deck.model.module)
 

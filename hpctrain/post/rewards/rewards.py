@@ -10,8 +10,7 @@ from math import isfinite
 from pathlib import Path
 
 from hpctrain.comm.world import World
-from hpctrain.deck.code import NamedCode
-from hpctrain.deck.target import is_file, is_target
+from hpctrain.deck.code import NamedCode, is_file_target, is_target
 from hpctrain.errors import HpctrainError
 from hpctrain.post.rewards.in_processes import RegularExpression, UsersReward
 from hpctrain.post.rewards.reward import ExactMatch, Reward, Sample, quoted
@@ -70,10 +69,10 @@ def parse_reward(reward: NamedCode, where: str) -> RewardName:
         meant = f" (did you mean {near}?)" if near else ""
         raise HpctrainError(f"{where}: {quoted(text)} is no reward{meant}: {FORMS} would do")
     home = text.rpartition(":")[0]
-    if is_file(text) and not Path(home).is_file():
+    if is_file_target(text) and not Path(home).is_file():
         raise HpctrainError(f"{where}: {home}: there is no such file")
     package = home.partition(".")[0]
-    if not is_file(text) and not (package.isidentifier() and find_spec(package)):
+    if not is_file_target(text) and not (package.isidentifier() and find_spec(package)):
         raise HpctrainError(f"{where}: there is no package {quoted(package)} here (a file is named FILE.py)")
     reward.require_trusted()
     return RewardName("function", text, reward)
