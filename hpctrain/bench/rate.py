@@ -140,7 +140,7 @@ def bench_rate(
     deck = with_functions(settle_vocabulary(steady(deck), corpus), world)
     trainer = new_trainer(world, deck, corpus.train)
     try:
-        judge = _judge(deck, trainer, corpus, wanted, wish.figure) if wanted.of else None
+        judge = _judge(deck, trainer, corpus, wanted, wish.figure) if wanted.evaluation_set else None
         if deck.model.source is not None:
             start_from_source(deck, trainer.engine)
         figures = rise(trainer, wish, tell=world.rank == 0, judge=judge)
@@ -160,7 +160,7 @@ def bench_rate(
             if picture is not None:
                 points = figures.points
                 losses = [(each.rate, each.loss, each.smoothed) for each in points]
-                draw_rates(picture, deck.run.title, losses, figures.suggestion, wanted.words)
+                draw_rates(picture, deck.run.title, losses, figures.suggestion, wanted.title)
 
 
 def _judge(
@@ -168,7 +168,7 @@ def _judge(
 ) -> Callable[[], float]:
     """What evaluates the figure. Collective, as are its calls; HpctrainError where there is none."""
     world = trainer.engine.world
-    [held_out] = [each for each in open_held_out(deck, world, corpus) if each.name == wanted.of]
+    [held_out] = [each for each in open_held_out(deck, world, corpus) if each.name == wanted.evaluation_set]
     if wanted.kind not in held_out.figures(1.0):
         raise HpctrainError(
             f"--figure {name}: nothing tells how many bytes of text the tokens of the set are"
@@ -254,7 +254,7 @@ def told(figures: RateFigures, wish: RateWish, deck: Deck) -> list[str]:
     points = figures.points
     shown = np.unique(np.linspace(0, len(points) - 1, min(_ROWS, len(points))).astype(int)).tolist()
     least = min(points, key=lambda point: (not isfinite(point.smoothed), point.smoothed))
-    figure = parse_metric_name(deck, wish.figure).words
+    figure = parse_metric_name(deck, wish.figure).title
     rows = [["step", "rate", figure, "smoothed", ""]]
     marks = {figures.suggestion: "steepest", least.rate: "least"}
     shown = sorted({*shown, *(number for number, point in enumerate(points) if point.rate in marks)})

@@ -3,7 +3,7 @@
 A deck names functions and classes, such as its module, dataset, loss and rewards. A deck that the user passes
 is the user's own program: all code that it names may be called. A deck that is stored in a checkpoint or a
 run folder may come from somebody else: code that it names may be called only if the user names it, too, or
-trusts the file. `find_function` accepts only a `NamedCode`, so that no name is imported without this
+trusts the file. `import_function` accepts only a `NamedCode`, so that no name is imported without this
 decision.
 """
 

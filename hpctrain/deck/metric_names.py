@@ -1,4 +1,4 @@
-"""Figures by which runs are compared: the loss of training, or what evaluations of a set tell."""
+"""Names of metrics by which runs are compared: the training loss, or results of an evaluation set."""
 
 from __future__ import annotations
 
@@ -9,43 +9,53 @@ from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 
 TRAINING_LOSS = "loss"
-"""What the loss of training is called."""
+"""Name of the training loss."""
 
 _KINDS = ("perplexity", "bits_per_byte")
 
 
 @dataclass(frozen=True)
 class MetricName:
-    """A figure of evaluations of a set, "loss" or another one; `of` is empty where it is that of training."""
+    """Name of a metric of training or of an evaluation set.
 
-    of: str = ""
+    Attributes:
+        evaluation_set: Name of the set; "" for training.
+        kind: "loss", "perplexity" or "bits_per_byte".
+    """
+
+    evaluation_set: str = ""
     kind: str = "loss"
 
     @property
-    def words(self) -> str:
-        """As a table calls it."""
-        return f"{self.of} {self.kind.replace('_per_', '/')}".strip()
+    def title(self) -> str:
+        """Name in tables, such as "val bits/byte"."""
+        return f"{self.evaluation_set} {self.kind.replace('_per_', '/')}".strip()
 
 
 def parse_metric_name(deck: Deck, name: str) -> MetricName:
-    """The figure that a run of the deck has by this name: "loss" is that of training; a set that
-    checkpoint.keep_best takes stands for its loss, followed by /perplexity or /bits_per_byte for these.
+    """Return the metric that a value of `--figure` names.
 
-    HpctrainError where a run has none of that name.
+    Args:
+        deck: Deck of the run, with its evaluation sets.
+        name: "loss" for the training loss, the name of a set for its loss, or that name with "/perplexity" or
+            "/bits_per_byte".
+
+    Raises:
+        HpctrainError: A run of the deck has no such metric.
     """
     names = set_names(deck)
-    of, slash, kind = name.partition("/")
-    if of in names and not slash:
-        return MetricName(of)
-    if of in names and kind in _KINDS:
+    set_name, slash, kind = name.partition("/")
+    if set_name in names and not slash:
+        return MetricName(set_name)
+    if set_name in names and kind in _KINDS:
         if deck.model.loss is None and deck.data.dataset is None:
-            return MetricName(of, kind)
-        raise HpctrainError(f"--figure {name}: is told of text alone ({of} would do, which is its loss)")
+            return MetricName(set_name, kind)
+        raise HpctrainError(f"--figure {name}: exists only for text ({set_name} would do, which is its loss)")
     if name == TRAINING_LOSS:
         return MetricName()
     if not names:
         raise HpctrainError(f"--figure {name}: {NOTHING_EVALUATED}")
-    if of in names:
-        known = f"{of}, {' or '.join(f'{of}/{each}' for each in _KINDS)}"
-        raise HpctrainError(f"--figure {name}: is no figure of an evaluation ({known} would do)")
-    raise HpctrainError(f"--figure {name}: {unknown_set(of, names)}")
+    if set_name in names:
+        known = f"{set_name}, {' or '.join(f'{set_name}/{each}' for each in _KINDS)}"
+        raise HpctrainError(f"--figure {name}: is not a metric of an evaluation ({known} would do)")
+    raise HpctrainError(f"--figure {name}: {unknown_set(set_name, names)}")

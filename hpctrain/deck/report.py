@@ -1,4 +1,4 @@
-"""The keys of `[report]`: to whose dashboards a run tells its metrics, besides `metrics.jsonl`."""
+"""The section `[report]`: dashboards that receive the metrics of a run besides `metrics.jsonl`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hpctrain.deck.key import Section, key
 
 
 class ReportSection(Section):
-    """Where the rows of metrics.jsonl go as well; none of these ever slows or stops a run."""
+    """Further destinations of the rows of metrics.jsonl. None of them can slow or stop a run."""
 
     tensorboard: bool = key("Event files for TensorBoard, in the run's folder tensorboard.", False)
     wandb: Literal["off", "offline", "online"] = key(
@@ -20,6 +20,6 @@ class ReportSection(Section):
 
     @property
     def packages(self) -> dict[str, str]:
-        """Of each key that needs a package, its name."""
-        wanted = {"tensorboard": self.tensorboard, "wandb": self.wandb != "off", "trackio": self.trackio}
-        return {f"report.{name}": name for name, on in wanted.items() if on}
+        """Python package that each enabled key needs, by the full name of the key."""
+        enabled = {"tensorboard": self.tensorboard, "wandb": self.wandb != "off", "trackio": self.trackio}
+        return {f"report.{name}": name for name, on in enabled.items() if on}

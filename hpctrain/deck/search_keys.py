@@ -1,4 +1,4 @@
-"""Which keys layout.auto, or a search, chooses where a deck does not give them."""
+"""Keys that layout.auto, or a search, chooses if the deck does not give them."""
 
 from __future__ import annotations
 
@@ -28,6 +28,6 @@ SEARCH_KEYS = (
 
 
 def is_left_to_search(places: Mapping[str, Place], keys: Iterable[str]) -> bool:
-    """Whether any of these keys is one of those, and not given."""
+    """Return True if a search chooses any of these keys, because the deck does not give it."""
     given = {key for key, place in places.items() if not place.note}
     return not given.issuperset(set(keys) & set(SEARCH_KEYS))

@@ -1,4 +1,4 @@
-"""Where each key of a deck was given, so that a message can name the file and the line."""
+"""Places in which the keys of a deck were given, and how messages show keys and values."""
 
 from __future__ import annotations
 
@@ -16,27 +16,37 @@ from hpctrain.characters import escaped
 if TYPE_CHECKING:
     from hpctrain.deck.code import CodeEntry
 
-LONGEST_SHOWN = 200  # characters of what a user wrote that a sentence repeats
+LONGEST_SHOWN = 200
+"""Largest number of characters of the user's text that a message repeats."""
 
 
 class ApiArgument(str):
-    """What stands above a deck as `--set` has it, but is of a script, which gave it under this `name`."""
+    """Value that a call of the Python API puts above a deck, in the form of `--set`.
+
+    Attributes:
+        name: Name of the argument of the call, which messages show.
+    """
 
     name: str
 
     @classmethod
     def of(cls, name: str, argument: str) -> ApiArgument:
-        """An argument with the name under which a script gave it."""
-        given = cls(argument)
-        given.name = name
-        return given
+        """Return the text `argument`, such as "run.steps=10", with the name of an argument of the call."""
+        named = cls(argument)
+        named.name = name
+        return named
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where one key was given: a line of a file, or a `--set` argument (then `override` is its text).
+    """Place in which a key was given.
 
-    `value` is what was written there. `note` says how a key that was not written got its value.
+    Attributes:
+        file: Name of the deck's file.
+        line: Line of the file, counted from 1; None if it is not known.
+        override: The `--set` argument that gave the key; None if the file did.
+        value: Value that was written there.
+        note: How a key that was not written got its value, such as "from the preset"; "" if it was written.
     """
 
     file: str
@@ -47,7 +57,7 @@ class Place:
 
     @property
     def prefix(self) -> str:
-        """`deck.toml:14` (`deck.toml` where no line is known), `--set a.b=value` or `changes: a.b=value`."""
+        """Beginning of a message, such as `deck.toml:14`, `--set a.b=value` or `changes: a.b=value`."""
         if isinstance(self.override, ApiArgument):
             return f"{self.override.name}: {clipped(self.override)}"
         if self.override is not None:
@@ -57,12 +67,16 @@ class Place:
 
 @dataclass(frozen=True)
 class Sources:
-    """Places in which the keys of a deck ("batch.micro_size") were given, and the name of the deck.
+    """Places in which the keys of a deck were given.
 
-    `defaulted` are the keys that were not given and got values that follow other keys of the deck.
-    `trusted_code` is the code of the deck that may be called. It is None for a deck that the user passed:
-    then all code may be called. All Sources are equal: decks with the same values are the same deck, wherever
-    they were written.
+    All Sources are equal, so that decks with the same values are equal wherever they were written. Copies and
+    pickles have no places.
+
+    Attributes:
+        name: Name of the deck's file.
+        places: Place of each key by its full name, such as "batch.micro_size".
+        defaulted: Keys that were not given, and whose default depends on other keys.
+        trusted_code: Code of the deck that may be called; None if the user passed the deck, so that all may.
     """
 
     name: str = field(default="deck", compare=False)
@@ -73,15 +87,21 @@ class Sources:
     def __reduce__(
         self,
     ) -> tuple[type[Sources], tuple[str, dict[str, Place], frozenset[str], frozenset[CodeEntry] | None]]:
-        """Leave the places out of copies and pickles: they matter only where the deck was read."""
+        """Return what copies and pickles consist of: everything but the places."""
         return Sources, (self.name, {}, self.defaulted, self.trusted_code)
 
     def place(self, key: str) -> Place:
-        """The place of a key; of one that was not given, the deck as a whole."""
+        """Return the place of a key, or the deck as a whole for a key that was not given."""
         return self.places.get(key, Place(self.name, note="default"))
 
     def sentence(self, key: str, value: object, problem: str) -> str:
-        """`deck.toml:14: layout.tensor = 3: must divide model.heads = 8 (1, 2, 4 or 8 would)`."""
+        """Return a message about a key, such as `deck.toml:14: layout.tensor = 3: must divide ...`.
+
+        Args:
+            key: Full name of the key.
+            value: Its value, which is shown if the place does not tell what was written.
+            problem: End of the sentence.
+        """
         place = self.place(key)
         if place.override is not None and not place.note:
             return f"{place.prefix}: {problem}"
@@ -91,17 +111,17 @@ class Sources:
 
 
 def clipped(text: str) -> str:
-    """The text, or its beginning where it is too long for a sentence."""
+    """Return a text, or its beginning if it is too long for a message."""
     return text if len(text) <= LONGEST_SHOWN else f"{text[: LONGEST_SHOWN - 3]}..."
 
 
 def toml_value(value: object) -> str:
-    """A value as TOML writes it, on one line."""
+    """Return a value in TOML notation on one line."""
     match value:
         case bool():
             return "true" if value else "false"
         case str():
-            # JSON's escapes are TOML's; JSON leaves DEL, which TOML wants escaped too, and the like.
+            # TOML has the escapes of JSON, but requires them for further control characters, such as DEL.
             return escaped(json.dumps(value, ensure_ascii=False))
         case list() | tuple():
             return "[" + ", ".join(toml_value(item) for item in value) + "]"
@@ -115,5 +135,5 @@ def toml_value(value: object) -> str:
 
 
 def toml_key(name: str) -> str:
-    """A key of a table, in quotes where it needs them."""
+    """Return the name of a key in TOML notation, in quotes if it needs them."""
     return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else toml_value(name)

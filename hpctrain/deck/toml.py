@@ -1,4 +1,4 @@
-"""TOML text to values and lines, within the bounds of a deck; what is wrong as a line and a sentence."""
+"""Parser of the TOML text of decks and of `--set` values, with line numbers and bounds on its size."""
 
 from __future__ import annotations
 
@@ -7,44 +7,61 @@ import sys
 from typing import Any
 
 from hpctrain.deck.sources import clipped
-from hpctrain.deck.toml_lines import LONGEST_TEXT, BoundError, Path, first_repeated, key_lines
+from hpctrain.deck.toml_lines import LONGEST_TEXT, BoundError, KeyPath, first_repeated, key_lines
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-DECK_BYTES = 256 << 10  # of a deck's file at most
+DECK_BYTES = 256 << 10
+"""Largest size of a deck's file."""
 
 
 class TomlError(Exception):
-    """A text that no deck can be: the line, None where it is not known, and the rest of a sentence."""
+    """Error in the text of a deck.
+
+    Attributes:
+        line: Its line number, counted from 1; None if it is not known.
+        reason: Message without the line.
+    """
 
     def __init__(self, line: int | None, reason: str) -> None:
         self.line, self.reason = line, reason
         super().__init__(reason)
 
 
-def parse_toml(text: str) -> tuple[dict[str, Any], dict[Path, int]]:
-    """The values of a text, and the line of every key and table. Raises `TomlError`, and nothing else."""
-    lines: dict[Path, int] = {}
+def parse_toml(text: str) -> tuple[dict[str, Any], dict[KeyPath, int]]:
+    """Parse the text of a deck.
+
+    Returns:
+        The values, and the line number of each key and table by its path, such as ("batch", "micro_size").
+
+    Raises:
+        TomlError: The text is not TOML or exceeds a bound. No other exception is raised.
+    """
+    lines: dict[KeyPath, int] = {}
     try:
         lines = key_lines(text)
     except BoundError as error:
-        named = ".".join(error.path[:2])
-        raise TomlError(error.line, f"{clipped(named)}: {error.reason}" if named else error.reason) from None
+        key = ".".join(error.path[:2])
+        raise TomlError(error.line, f"{clipped(key)}: {error.reason}" if key else error.reason) from None
     except ValueError:
-        pass  # the parser says better what is wrong
+        pass  # the parser below gives a better message
     try:
         return tomllib.loads(text), lines
     except tomllib.TOMLDecodeError as error:
-        raise _syntax(text, str(error)) from None
+        raise _syntax_error(text, str(error)) from None
     except (ValueError, OverflowError, RecursionError) as error:
         raise TomlError(None, f"not TOML: {str(error)[:1].lower()}{clipped(str(error)[1:])}") from None
 
 
 def parse_argument(text: str) -> object:
-    """The value of a `--set` argument: as TOML, or else the bare text itself. Raises `TomlError`."""
+    """Parse the value of a `--set` argument as TOML. Text that is not TOML is returned as it is.
+
+    Raises:
+        TomlError: The text is not UTF-8 or exceeds a bound.
+    """
     if not encodes(text):
         raise TomlError(None, "is not UTF-8 text")
     if len(text) > LONGEST_TEXT:
@@ -61,12 +78,12 @@ def parse_argument(text: str) -> object:
 
 
 def encodes(text: str) -> bool:
-    """Whether a text can be written as UTF-8: bytes of an argument that were none cannot."""
+    """Return True if a text can be encoded; arguments of a process may contain bytes that are not UTF-8."""
     return re.search("[\ud800-\udfff]", text) is None
 
 
-def _syntax(text: str, message: str) -> TomlError:
-    """A text that is not TOML: the parser's message, with the line as it stands in the file."""
+def _syntax_error(text: str, message: str) -> TomlError:
+    """Return the error of a text that is not TOML, from the parser's message, with the line of the text."""
     repeated = first_repeated(text)
     if repeated is not None:
         path, first, line = repeated
@@ -78,10 +95,7 @@ def _syntax(text: str, message: str) -> TomlError:
     shown = clipped(rows[min(line, len(rows)) - 1].strip())
     twice = re.fullmatch(r"Cannot declare \((.*)\) twice", reason)
     if twice:
-        named = ".".join(re.findall(r"'([^']*)'", twice[1]))
-        return TomlError(line, f"{named} is given twice: {shown}")
-    if reason == "Invalid value":
-        hint = " (text needs quotes)"
-    else:
-        hint = " (a quote is not closed)" if reason == r"Illegal character '\n'" else ""
-    return TomlError(line, f"not TOML: {reason[:1].lower()}{reason[1:]}{hint}: {shown}")
+        key = ".".join(re.findall(r"'([^']*)'", twice[1]))
+        return TomlError(line, f"{key} is given twice: {shown}")
+    hints = {"Invalid value": " (text needs quotes)", r"Illegal character '\n'": " (a quote is not closed)"}
+    return TomlError(line, f"not TOML: {reason[:1].lower()}{reason[1:]}{hints.get(reason, '')}: {shown}")

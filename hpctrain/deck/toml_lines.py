@@ -1,9 +1,8 @@
-"""From key path to line number in TOML text.
+"""Line number of each key in TOML text.
 
-TOML parsers give values without their lines. This scanner only follows the structure (tables, keys,
-strings, brackets), and tells where each key stands. It sees a text before a parser does, so it also
-refuses what is beyond any deck and would cost a parser its stack, or time that grows with the square of
-the text.
+TOML parsers return values without their lines. This scanner follows only the structure of the text (tables,
+keys, strings, brackets) and records the line of each key. It runs before the parser and therefore also
+enforces bounds, since some texts would exceed the parser's stack or take it quadratic time.
 """
 
 from __future__ import annotations
@@ -13,12 +12,18 @@ from collections.abc import Iterator
 from contextlib import suppress
 from itertools import count
 
-Path = tuple[str, ...]
+KeyPath = tuple[str, ...]
+"""Names of a key and of the tables and list items that contain it, the outermost first."""
 
-DEEPEST = 32  # names of a path at most, each list that is within another one counted too
+DEEPEST = 32
+"""Largest number of names in a path; nested lists count as well."""
+
 MOST_KEYS = 1000
 MOST_VALUES = 20_000
-LONGEST_TEXT = 4096  # characters of a text or a name, as of a file's path
+
+LONGEST_TEXT = 4096
+"""Largest number of characters of a text or name, as of a file's path."""
+
 _MOST_DIGITS = 70
 _LAST_CHARACTER = 0x10FFFF
 _SURROGATES = range(0xD800, 0xE000)
@@ -34,30 +39,39 @@ _LETTERS = {"b": "\b", "t": "\t", "n": "\n", "f": "\f", "r": "\r"}
 
 
 class BoundError(ValueError):
-    """What is beyond any deck: the key's path, its line, and `reason`, the rest of a sentence."""
+    """Error of a text that exceeds a bound.
 
-    def __init__(self, path: Path, line: int, reason: str) -> None:
+    Attributes:
+        path: Path of the key where it does.
+        line: Its line number.
+        reason: End of a sentence about the key.
+    """
+
+    def __init__(self, path: KeyPath, line: int, reason: str) -> None:
         self.path, self.line, self.reason = path, line, reason
         super().__init__(f"line {line}: {'.'.join(path)}: {reason}")
 
 
-def key_lines(text: str) -> dict[Path, int]:
-    """Line (from 1) of every key and table header of TOML text, by path such as ("batch", "micro_size").
+def key_lines(text: str) -> dict[KeyPath, int]:
+    """Return the line number, counted from 1, of each key and table header by its path.
 
-    Tables that are only implied (`a.b = 1` implies `a`) have the line of their first mention. In a list of
-    tables or inline tables a path has the number of the item: ("servers", "0", "name").
-    Raises `ValueError` where the text is not TOML, and `BoundError` as `key_mentions`.
+    A path is a tuple such as ("batch", "micro_size"). Implied tables (`a.b = 1` implies `a`) have the line
+    where they first occur. Items of lists of tables are numbered from 0: ("servers", "0", "name").
+
+    Raises:
+        BoundError: The text exceeds a bound.
+        ValueError: The text is not TOML.
     """
-    lines: dict[Path, int] = {}
+    lines: dict[KeyPath, int] = {}
     for path, line in key_mentions(text):
         for length in range(1, len(path) + 1):
             lines.setdefault(path[:length], line)
     return lines
 
 
-def first_repeated(text: str) -> tuple[Path, int, int] | None:
-    """The first key or table that is given twice, its first line and its second, or None."""
-    seen: dict[Path, int] = {}
+def first_repeated(text: str) -> tuple[KeyPath, int, int] | None:
+    """Return the path of the first key or table that occurs twice with both lines, or None if none does."""
+    seen: dict[KeyPath, int] = {}
     with suppress(ValueError):
         for path, line in key_mentions(text):
             if path in seen:
@@ -66,11 +80,12 @@ def first_repeated(text: str) -> tuple[Path, int, int] | None:
     return None
 
 
-def key_mentions(text: str) -> list[tuple[Path, int]]:
-    """Every key and table header with its line, in the order of the text.
+def key_mentions(text: str) -> list[tuple[KeyPath, int]]:
+    """Return the path and the line of each key and table header in the order of the text.
 
-    Raises `ValueError` where the text is not TOML, `BoundError` where it is beyond the bounds above or has
-    a whole number of more than 64 bits.
+    Raises:
+        BoundError: The text exceeds a bound, or contains an integer of more than 64 bits.
+        ValueError: The text is not TOML.
     """
     scanner = _Scanner(text)
     scanner.document()
@@ -78,7 +93,7 @@ def key_mentions(text: str) -> list[tuple[Path, int]]:
 
 
 class _Scanner:
-    """One pass over the text; `at` is the next character's index."""
+    """Scanner of a text. `at` is the index of the next character, and `path` is the current key."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -86,19 +101,20 @@ class _Scanner:
         self.line = 1
         self.counted = 0
         self.values = 0
-        self.path: Path = ()
-        self.mentions: list[tuple[Path, int]] = []
-        self.items: dict[Path, int] = {}
+        self.path: KeyPath = ()
+        self.mentions: list[tuple[KeyPath, int]] = []
+        self.items: dict[KeyPath, int] = {}
 
     def document(self) -> None:
-        table: Path = ()
+        """Read the whole text and record the lines of its keys in `mentions`."""
+        table: KeyPath = ()
         while self._skip(_BLANK):
             if self.text.startswith("[", self.at):
                 table = self._header()
             else:
                 self._pair(table)
 
-    def _header(self) -> Path:
+    def _header(self) -> KeyPath:
         many = self.text.startswith("[[", self.at)
         self.at += 2 if many else 1
         line = self._line()
@@ -111,16 +127,16 @@ class _Scanner:
         self._mention(path, line)
         return path
 
-    def _resolve(self, path: Path) -> Path:
-        """The path of a header, with the number of the last item after each list of tables above it."""
-        resolved: Path = ()
+    def _resolve(self, path: KeyPath) -> KeyPath:
+        """Return the path of a header with the number of the current item after each list of tables."""
+        resolved: KeyPath = ()
         for index, name in enumerate(path):
             resolved = (*resolved, name)
             if index + 1 < len(path) and resolved in self.items:
                 resolved = (*resolved, str(self.items[resolved]))
         return resolved
 
-    def _pair(self, table: Path) -> None:
+    def _pair(self, table: KeyPath) -> None:
         line = self._line()
         path = (*table, *self._key())
         self._expect("=")
@@ -128,15 +144,15 @@ class _Scanner:
         self._skip(_SPACE)
         self._value(path)
 
-    def _mention(self, path: Path, line: int) -> None:
+    def _mention(self, path: KeyPath, line: int) -> None:
         self.path = path
         self.mentions.append((path, line))
         if len(self.mentions) > MOST_KEYS:
-            raise self._beyond(f"more than {MOST_KEYS} keys in one deck")
+            raise self._bound_error(f"more than {MOST_KEYS} keys in one deck")
         if len(path) > DEEPEST:
-            raise self._beyond(f"more than {DEEPEST} names deep")
+            raise self._bound_error(f"more than {DEEPEST} names deep")
 
-    def _key(self) -> Path:
+    def _key(self) -> KeyPath:
         parts: list[str] = []
         while True:
             self._skip(_SPACE)
@@ -148,18 +164,18 @@ class _Scanner:
                 parts.append(self._string())
             if len(parts) > DEEPEST:
                 self.path = tuple(parts)
-                raise self._beyond(f"more than {DEEPEST} names deep")
+                raise self._bound_error(f"more than {DEEPEST} names deep")
             self._skip(_SPACE)
             if not self.text.startswith(".", self.at):
                 return tuple(parts)
             self.at += 1
 
-    def _value(self, path: Path) -> None:
+    def _value(self, path: KeyPath) -> None:
         self.values += 1
         if self.values > MOST_VALUES:
-            raise self._beyond(f"more than {MOST_VALUES} values in one deck")
+            raise self._bound_error(f"more than {MOST_VALUES} values in one deck")
         if len(path) > DEEPEST:
-            raise self._beyond(f"lists and tables more than {DEEPEST} deep")
+            raise self._bound_error(f"lists and tables more than {DEEPEST} deep")
         match self.text[self.at : self.at + 1]:
             case '"' | "'":
                 self._string()
@@ -172,11 +188,11 @@ class _Scanner:
             case _:
                 first = self.at
                 self._skip(_SCALAR)
-                if not fits(self.text[first : self.at].strip()):
-                    raise self._beyond("must be below 2^63, as every whole number")
+                if not fits_64_bits(self.text[first : self.at].strip()):
+                    raise self._bound_error("must be below 2^63")
 
     def _items(self, closing: str) -> Iterator[int]:
-        """Step over brackets and commas; between them the number of each item, which is to be read then."""
+        """Read brackets and commas, and yield the number of each item, which the caller reads next."""
         self.at += 1
         for number in count():
             self._skip(_BLANK)
@@ -206,7 +222,7 @@ class _Scanner:
         if quote[0] == '"':
             inner = _ESCAPE.sub(_unescape, inner)
         if len(inner) > LONGEST_TEXT:
-            raise self._beyond(f"text of {len(inner)} characters, more than {LONGEST_TEXT}")
+            raise self._bound_error(f"text of {len(inner)} characters, more than {LONGEST_TEXT}")
         return inner
 
     def _expect(self, mark: str) -> None:
@@ -216,7 +232,7 @@ class _Scanner:
         self.at += len(mark)
 
     def _skip(self, pattern: re.Pattern[str]) -> bool:
-        """Step over what matches; whether any text is left."""
+        """Skip text that matches a pattern, and return True if any text is left."""
         match = pattern.match(self.text, self.at)
         assert match is not None
         self.at = match.end()
@@ -227,18 +243,17 @@ class _Scanner:
         self.counted = self.at
         return self.line
 
-    def _beyond(self, reason: str) -> BoundError:
+    def _bound_error(self, reason: str) -> BoundError:
         return BoundError(self.path, self._line(), reason)
 
 
-def fits(scalar: str) -> bool:
-    """Whether a value, if it is a whole number as TOML writes it, has 64 bits at most."""
+def fits_64_bits(scalar: str) -> bool:
+    """Return False for an integer in TOML notation that needs more than 64 bits; True for other text."""
     match = _INTEGER.fullmatch(scalar)
     digits = match[2].replace("_", "") if match else ""
     if match is None or not digits:
         return True
-    marked = digits[:2].lower()
-    base = {"0x": 16, "0o": 8, "0b": 2}.get(marked, 10)
+    base = {"0x": 16, "0o": 8, "0b": 2}.get(digits[:2].lower(), 10)
     digits = digits[2 if base != 10 else 0 :].lstrip("0")
     if len(digits) > _MOST_DIGITS:
         return False
@@ -247,6 +262,7 @@ def fits(scalar: str) -> bool:
 
 
 def _unescape(match: re.Match[str]) -> str:
+    """Return the character of an escape sequence."""
     code = match[1]
     if code[0] not in "uU" or len(code) == 1:
         return _LETTERS.get(code, code)

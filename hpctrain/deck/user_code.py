@@ -20,33 +20,40 @@ from hpctrain.deck.code import NamedCode, is_file_target
 from hpctrain.errors import HpctrainError, UsersError
 from hpctrain.words import nearest
 
-_OURS = str(Path(__file__).resolve().parents[1])
-_TORCH = find_spec("torch")  # it is not imported for this: processes that only judge texts do without
-_NOT_THEIRS = (
-    *(_OURS, str(Path(importlib.__file__).parent), "<frozen"),
+_HPCTRAIN = str(Path(__file__).resolve().parents[1])
+_TORCH = find_spec("torch")  # not imported, since processes that only evaluate texts do without it
+_NOT_USER_CODE = (
+    *(_HPCTRAIN, str(Path(importlib.__file__).parent), "<frozen"),
     *(() if _TORCH is None or _TORCH.origin is None else (str(Path(_TORCH.origin).parent),)),
 )
 
 _STANDARD = tuple({Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")})
-"""Folders of Python's standard library. Installed packages may be in subfolders of them."""
+"""Folders of Python's standard library. Installed packages may be in their subfolders."""
 
-_OF_STANDARD = (
+_STANDARD_REFUSAL = (
     "is part of Python's standard library or of hpctrain, neither of which has models, datasets or losses; "
     "name a function or class in your own file or in an installed package"
 )
 
-_OF_WITH = 2
-"""Frames of what fails in the very lines of a `with run_user_code(...)`: its own, and theirs."""
+_WITH_FRAMES = 2
+"""Frames of an exception that the body of a `with run_user_code(...)` raises itself."""
 
 _PREFIX = "hpctrain_module_"
-"""Of the names of modules that are loaded from files."""
+"""Prefix of the names of modules that are loaded from files."""
 
 
 @contextmanager
-def run_user_code(doing: str) -> Iterator[None]:
-    """What a user wrote runs within: where it fails, a UsersError of what it was `doing`, and of the
-    lines of the user's own that led there. What fails within ours, or for want of memory, stays as it is; but
-    not where a call, or what Python does with a user's object, does not fit that.
+def run_user_code(activity: str) -> Iterator[None]:
+    """Return a context manager that reports exceptions of the user's code as errors of the user.
+
+    Exceptions that hpctrain raises, and those for lack of memory, pass unchanged. A TypeError, ValueError or
+    OverflowError of the call itself counts as one of the user's code, whose object does not fit.
+
+    Args:
+        activity: Beginning of the message, such as "train.py fails to load".
+
+    Raises:
+        UsersError: The user's code failed or ended the process. The message lists its lines that led there.
     """
     try:
         yield
@@ -54,73 +61,74 @@ def run_user_code(doing: str) -> Iterator[None]:
         raise
     except SystemExit as left:
         raise UsersError(
-            f"{doing}: it ends the process (exit code {left.code!r}): what a script does besides, when it is "
-            'started, is to be under `if __name__ == "__main__":`'
+            f"{activity}: it ends the process (exit code {left.code!r}): put the lines that run a script "
+            'under `if __name__ == "__main__":`'
         ) from left
     except Exception as error:
         if (torch := sys.modules.get("torch")) is not None and isinstance(error, torch.OutOfMemoryError):
             raise
         every = traceback.extract_tb(error.__traceback__)
-        frames = [frame for frame in every if not frame.filename.startswith(_NOT_THEIRS)]
-        ill_fitting = isinstance(error, TypeError | ValueError | OverflowError) and len(every) <= _OF_WITH
-        if every[-1].filename.startswith(_OURS) and not ill_fitting:
+        frames = [frame for frame in every if not frame.filename.startswith(_NOT_USER_CODE)]
+        misfit = isinstance(error, TypeError | ValueError | OverflowError) and len(every) <= _WITH_FRAMES
+        if every[-1].filename.startswith(_HPCTRAIN) and not misfit:
             raise
-        told = [
+        lines = [
             f"  {frame.filename}, line {frame.lineno}, in {frame.name}: {(frame.line or '').strip()}"
             for frame in frames
         ]
-        what = f"{type(error).__name__}: {error}".strip().splitlines()
-        raise UsersError([f"{doing}: {what[0]}", *dict.fromkeys(told)]) from error
+        reason = f"{type(error).__name__}: {error}".strip().splitlines()
+        raise UsersError([f"{activity}: {reason[0]}", *dict.fromkeys(lines)]) from error
 
 
 def import_function(code: NamedCode) -> Callable[..., Any]:
-    """Return the function or class that a deck names.
+    """Import the function or class that a deck names. Its module is loaded once per process.
 
     Raises:
         UntrustedCodeError: Only a stored deck names it.
-        HpctrainError: There is no such file or name, it fails to load, or it is of Python's standard library.
+        HpctrainError: There is no such file or name, it fails to load, or it is part of Python's standard
+            library or of hpctrain.
     """
     code.require_trusted()
     target = code.target
     home, _, name = target.rpartition(":")
-    _refuse_standard_library(home, is_file_target(target))
-    found: Any = _load_file(Path(home)) if is_file_target(target) else _import(home)
+    _refuse_standard_module(home, is_file_target(target))
+    value: Any = _load_file(Path(home)) if is_file_target(target) else _import(home)
     path = home
     for part in name.split("."):
         if part.startswith("__"):
             raise HpctrainError(f"{path}: {part} is one of Python's own attributes, not a function or class")
-        if isinstance(found, ModuleType) and path != home and not _is_part(found, home):
-            own = f"{found.__name__}:{part}"
+        if isinstance(value, ModuleType) and path != home and not _is_part(value, home):
+            own = f"{value.__name__}:{part}"
             raise HpctrainError(f"{path} is a module that {home} imports, not a part of it; name {own}")
-        if not hasattr(found, part):
-            near = nearest(part, [each for each in dir(found) if not each.startswith("_")])
+        if not hasattr(value, part):
+            near = nearest(part, [each for each in dir(value) if not each.startswith("_")])
             meant = f" (did you mean {near}?)" if near else ""
             raise HpctrainError(f"{path} has no {part}{meant}")
-        found, path = getattr(found, part), f"{path}:{part}"
-    if not callable(found):
-        raise HpctrainError(f"{path} is no function or class, but of type {type(found).__name__}")
-    _refuse_foreign_function(found, path)
-    function: Callable[..., Any] = found
+        value, path = getattr(value, part), f"{path}:{part}"
+    if not callable(value):
+        raise HpctrainError(f"{path} is not a function or class, but of type {type(value).__name__}")
+    _refuse_standard_function(value, path)
+    function: Callable[..., Any] = value
     return function
 
 
-def _refuse_standard_library(place: str, in_file: bool) -> None:
+def _refuse_standard_module(place: str, in_file: bool) -> None:
     """Raise HpctrainError if a module belongs to Python's standard library or hpctrain, before importing it.
 
     Some functions there start programs, delete files or evaluate text; none builds a model, dataset or loss.
     """
     if _is_standard_file(Path(place)) if in_file else _is_standard_module(place):
-        raise HpctrainError(f"{place} {_OF_STANDARD}")
+        raise HpctrainError(f"{place} {_STANDARD_REFUSAL}")
 
 
-def _refuse_foreign_function(value: object, path: str) -> None:
+def _refuse_standard_function(value: object, path: str) -> None:
     """Raise HpctrainError for a function of the standard library or hpctrain that another module imports."""
     while isinstance(value, partial):
         value = value.func
     if isclass(value) or isroutine(value):
         home = getattr(value, "__module__", None) or type(getattr(value, "__self__", None)).__module__
         if _is_standard_module(str(home)):
-            raise HpctrainError(f"{path} is {home}:{value.__name__}, which {_OF_STANDARD}")
+            raise HpctrainError(f"{path} is {home}:{value.__name__}, which {_STANDARD_REFUSAL}")
 
 
 def _is_standard_module(name: str) -> bool:
@@ -139,7 +147,7 @@ def _is_standard_module(name: str) -> bool:
 def _is_standard_file(path: Path) -> bool:
     file = path.resolve()
     installed = {"site-packages", "dist-packages"} & set(file.parts)
-    return file.is_relative_to(_OURS) or (
+    return file.is_relative_to(_HPCTRAIN) or (
         not installed and any(file.is_relative_to(folder) for folder in _STANDARD)
     )
 
@@ -153,20 +161,21 @@ def _is_part(module: ModuleType, place: str) -> bool:
 
 
 def is_loaded_file(name: str) -> bool:
-    """Whether a module of that name is a file that was loaded for a function of it."""
+    """Return True if a module of this name was loaded from a file that a deck names."""
     return name.startswith(_PREFIX)
 
 
 def _load_file(path: Path) -> ModuleType:
-    """The module of a file, loaded once; beside it, it finds its own others. The script that begins a run,
-    and what that has imported, are there already.
+    """Return the module of a file, which is loaded once and can import other modules in its folder.
+
+    The script that started this process, and modules that it imported, are not loaded again.
     """
     name = f"{_PREFIX}{path.stem}_{crc32(str(path).encode()):08x}"
     for known in (name, "__main__", path.stem):
-        there = sys.modules.get(known)
-        file = None if there is None else getattr(there, "__file__", None)
-        if there is not None and file is not None and Path(file).resolve() == path.resolve():
-            return there
+        module = sys.modules.get(known)
+        file = getattr(module, "__file__", None)
+        if module is not None and file is not None and Path(file).resolve() == path.resolve():
+            return module
     spec = spec_from_file_location(name, path)
     if spec is None or spec.loader is None or not path.is_file():
         raise HpctrainError(f"{path}: there is no such file")
@@ -188,22 +197,30 @@ def _import(name: str) -> ModuleType:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
             if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
-                sentence = f"there is no package {error.name} here (a file is named FILE.py)"
-                raise HpctrainError(sentence) from None
+                raise HpctrainError(
+                    f"the package {error.name} is not installed (a file is named FILE.py)"
+                ) from None
             raise
 
 
 def call_function(function: Callable[..., Any], arguments: Mapping[str, Any], short: str, table: str) -> Any:
-    """What a function, which is called `short`, gives for the arguments of a deck's `table`.
+    """Call a user's function with arguments of a deck, and return its result.
 
-    HpctrainError where they do not fit, or it fails.
+    Args:
+        function: The function or class.
+        arguments: Its keyword arguments.
+        short: Name of the function in messages.
+        table: Table of the deck that holds the arguments, such as "model.arguments".
+
+    Raises:
+        HpctrainError: The arguments do not fit the function, or it fails.
     """
-    with suppress(ValueError):  # of which nobody knows what it takes
-        taken = signature(function)
+    with suppress(ValueError):  # some built-in functions have no signature
+        parameters = signature(function)
         try:
-            taken.bind(**arguments)
+            parameters.bind(**arguments)
         except TypeError as error:
-            names = ", ".join(taken.parameters) or "none"
+            names = ", ".join(parameters.parameters) or "none"
             raise HpctrainError(f"{short}: [{table}] does not fit: {error} (it takes {names})") from None
     with run_user_code(f"{short} fails"):
         return function(**arguments)

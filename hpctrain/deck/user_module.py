@@ -1,4 +1,4 @@
-"""The keys of a module that users bring: which ones it has, what stands in for those of the transformer."""
+"""Keys of decks whose model is a module of the user's own (`model.module`)."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from hpctrain.deck.key import expand_home
 
 _OWN = ("module", "arguments", "miniature", "blocks", "loss", "initial", "buffers", "plan")
 MODULE_KEYS = (*_OWN, "frozen", "vocabulary", "from")
-"""The keys of [model] that a deck with a module may have; those up to "plan" are for no other deck."""
+"""Keys of [model] that a deck with a module may have."""
 
 ONLY_OF_MODULES = _OWN
+"""Those of them that only a deck with a module may have."""
 
 TARGETS = "module", "loss", "initial"
-"""Those of them that name a function."""
+"""Those of them that name a function or class."""
 
 STAND_INS: Mapping[str, Any] = {"family": "gpt2", "layers": 1, "hidden": 2, "heads": 1}
-"""Values of keys that are required of a transformer, which nobody reads of a deck with a module."""
+"""Values of keys that a transformer requires and that are not read for a deck with a module."""
 
 
 def fill_module(model: dict[str, Any], deck_name: str) -> None:
-    """What a deck with a module has in its table `model`, in place."""
+    """Complete the table `model` of a deck with a module in place."""
     for name in TARGETS:
         if isinstance(model.get(name), str):
             model[name] = resolve_target(model[name], deck_name)
@@ -32,9 +33,14 @@ def fill_module(model: dict[str, Any], deck_name: str) -> None:
 
 
 def config_arguments(model: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the arguments of a class of `transformers` that `model.from` settles, for a deck without any.
+    """Return the arguments of a class of `transformers` whose configuration `model.from` contains.
 
-    They name the folder, whose `config.json` describes the model; None if there is no such folder or class.
+    Args:
+        model: Table `model` of a deck.
+
+    Returns:
+        The folder that contains `config.json`, as the argument `config`. None if the deck gives arguments, if
+        its module is not a class of `transformers`, or if there is no such file.
     """
     target, source = model.get("module"), model.get("from")
     if model.get("arguments") is not None or not isinstance(target, str) or not isinstance(source, str):
@@ -52,7 +58,15 @@ def shown(
     has_mixture: bool = False,
     has_policy: bool = True,
 ) -> bool:
-    """Whether a resolved deck shows a key."""
+    """Return True if a resolved deck shows a key.
+
+    Args:
+        key: Full name of the key.
+        has_module: True if the deck has `model.module`.
+        has_dataset: True if it has `data.dataset`.
+        has_mixture: True if it has `data.mixture`.
+        has_policy: True if its objective trains a policy.
+    """
     if (has_mixture and key == "data.tokens") or (key.startswith("policy.") and not has_policy):
         return False
     section, _, name = key.partition(".")
@@ -62,6 +76,6 @@ def shown(
 
 
 def model_keys(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of [model] that mean something, by their values."""
+    """Return the keys of [model] that have an effect, with their values."""
     has_module = model["module"] is not None
     return {name: value for name, value in model.items() if shown(f"model.{name}", has_module)}

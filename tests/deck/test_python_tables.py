@@ -1,4 +1,4 @@
-"""What a script gives as a deck: the same as a file that says so."""
+"""Tests of deck/python_tables.py: a deck of dictionaries equals the same deck in a file."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def test_toml_reads_back_what_was_given() -> None:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"run": {"steps": object()}}, r"^run\.steps: an object is nothing that a deck can say"),
-        ({"run.steps": {1}}, r"^run\.steps: a set is nothing"),
-        ({3: 4}, "^the deck: is to have sections or keys by name"),
-        ({"evaluation": [{"name": lambda: 3}]}, "^evaluation.name: a function is nothing"),
-        ({"run": {"notes": [None]}}, r"^run\.notes: None is nothing"),
+        ({"run": {"steps": object()}}, r"^run\.steps: an object cannot be a value of a deck"),
+        ({"run.steps": {1}}, r"^run\.steps: a set cannot be"),
+        ({3: 4}, "^the deck: must have names of sections or keys"),
+        ({"evaluation": [{"name": lambda: 3}]}, "^evaluation.name: a function cannot be"),
+        ({"run": {"notes": [None]}}, r"^run\.notes: None cannot be"),
     ],
 )
-def test_what_no_deck_can_say_is_told(given: Any, told: str) -> None:
+def test_values_that_toml_does_not_have_are_errors(given: Any, told: str) -> None:
     with pytest.raises(HpctrainError, match=told):
         tables_to_toml(given)

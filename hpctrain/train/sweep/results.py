@@ -80,8 +80,8 @@ def _result(variant: Variant, codes: Mapping[str, int], wanted: MetricName | Non
         state = "failed"
     count = len(columns["step"])
     loss, figure = _mean(columns.get("loss"), max(1, round(_SHARE * count))), nan
-    if wanted is not None and wanted.of:
-        [key] = evaluation_keys({wanted.of: {wanted.kind: nan}})
+    if wanted is not None and wanted.evaluation_set:
+        [key] = evaluation_keys({wanted.evaluation_set: {wanted.kind: nan}})
         figure = _last(columns.get(key))
     elif wanted is not None:
         figure = loss
@@ -125,7 +125,7 @@ def result_lines(
     """The table, in the order of the command, and the best run."""
     best = best_of(results, wanted)
     more = wanted is not None and wanted not in _COLUMNS
-    head = (*sweep.keys, "state", "step", *([wanted.words] if wanted is not None and more else []))
+    head = (*sweep.keys, "state", "step", *([wanted.title] if wanted is not None and more else []))
     head = (*head, "loss", "validation", "tokens/s", "")
     rows = [head, *(_row(each, sweep.keys, each is best, more) for each in results)]
     left = (*range(len(sweep.keys) + 1), len(head) - 1)
@@ -133,7 +133,7 @@ def result_lines(
     if best is not None:
         lines += ["", f"best: {best.variant.folder}"]
     elif wanted is not None and any(each.done for each in results):
-        lines += ["", f"best: none, as no run that is done has a {wanted.words}"]
+        lines += ["", f"best: none, as no run that is done has a {wanted.title}"]
     return lines
 
 

@@ -77,7 +77,7 @@ def sweep_deck(
         runs = [_told(each) | ({} if wanted is None else {"figure": each.wanted}) for each in results]
         write_text(output, strict_json({**told, "runs": runs}, indent=1) + "\n")
     if picture is not None:
-        words = "" if wanted is None else wanted.words
+        words = "" if wanted is None else wanted.title
         draw_sweep(picture, sweep.folder.name, swept_runs(results), words)
     if show_only or all(each.done for each in results):
         return EXIT_DONE

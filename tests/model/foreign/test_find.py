@@ -13,9 +13,9 @@ import pytest
 from torch import nn
 
 from hpctrain.deck.code import NamedCode
-from hpctrain.deck.user_code import run_user_code
+from hpctrain.deck.user_code import import_function, run_user_code
 from hpctrain.errors import HpctrainError
-from hpctrain.model.foreign.find import build_module, find_function
+from hpctrain.model.foreign.find import build_module
 from hpctrain.words import nearest
 
 FILE = """
@@ -59,11 +59,11 @@ def test_a_function_of_a_file_is_called_with_the_arguments(file: Path) -> None:
     module = build_module(NamedCode(f"{file}:build"), {"hidden": 3, "layers": 4})
     assert isinstance(module, nn.Linear) and module.weight.shape == (4, 3)
     assert build_module(NamedCode(f"{file}:Holder.make"), {}).weight.shape == (2, 5)
-    assert find_function(NamedCode(f"{file}:build")) is find_function(NamedCode(f"{file}:build"))
+    assert import_function(NamedCode(f"{file}:build")) is import_function(NamedCode(f"{file}:build"))
 
 
 def test_a_function_of_a_package_is_found() -> None:
-    assert find_function(NamedCode("torch.nn:Linear")) is nn.Linear
+    assert import_function(NamedCode("torch.nn:Linear")) is nn.Linear
     assert build_module(NamedCode("torch.nn:Linear"), {"in_features": 2, "out_features": 3}).weight.shape == (
         3,
         2,
@@ -120,16 +120,16 @@ def test_what_is_not_there_is_told_with_what_is_near(file: Path) -> None:
     assert problems(f"{file.parent}/other.py:build") == (f"{file.parent}/other.py: there is no such file",)
     assert problems(f"{file}:bild") == (f"{file} has no bild (did you mean build?)",)
     assert problems("no_such_package.x:build") == (
-        "there is no package no_such_package here (a file is named FILE.py)",
+        "the package no_such_package is not installed (a file is named FILE.py)",
     )
     assert problems("torch.no_such:build") == (
-        "there is no package torch.no_such here (a file is named FILE.py)",
+        "the package torch.no_such is not installed (a file is named FILE.py)",
     )
 
 
 def test_what_is_no_module_is_told(file: Path) -> None:
     assert problems(f"{file}:number") == ("mine.py:number gives no torch.nn.Module, but an int",)
-    assert problems(f"{file}:answer") == (f"{file}:answer is no function or class, but of type int",)
+    assert problems(f"{file}:answer") == (f"{file}:answer is not a function or class, but of type int",)
 
 
 def test_arguments_that_do_not_fit_are_told(file: Path) -> None:
@@ -159,8 +159,8 @@ def test_a_failure_of_the_users_own_is_told_with_the_users_own_lines(file: Path)
     (file.parent / "leaves.py").write_text("import sys\nsys.exit(5)\n")
     for _ in range(2):
         assert problems(f"{file.parent}/leaves.py:build") == (
-            f"{file.parent}/leaves.py fails to load: it ends the process (exit code 5): what a script does "
-            'besides, when it is started, is to be under `if __name__ == "__main__":`',
+            f"{file.parent}/leaves.py fails to load: it ends the process (exit code 5): put the lines "
+            'that run a script under `if __name__ == "__main__":`',
         )
 
 

@@ -275,7 +275,7 @@ def test_the_best_run_is_that_of_the_figure_that_is_wanted(deck: Path) -> None:
         (
             "validation/accuracy",
             (),
-            "--figure validation/accuracy: is no figure of an evaluation (validation,",
+            "--figure validation/accuracy: is not a metric of an evaluation (validation,",
         ),
         ("validation", ("data.validation=0", "run.evaluate_every=0"), "but nothing is evaluated"),
     ],
