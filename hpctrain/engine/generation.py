@@ -22,7 +22,7 @@ from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.saved_policy import SavedPolicy
 from hpctrain.pipeline.split import even_split
-from hpctrain.sharding.replication import Axes, Replications
+from hpctrain.sharding.replication import MeshQueries, Replications
 from hpctrain.words import counted
 
 
@@ -85,7 +85,7 @@ def _sizes(deck: Deck, ranks: int, tensor: int, pipeline: int) -> dict[str, int]
 
 
 def _stage(
-    deck: Deck, mesh: Axes, device: torch.device, number: int = 0, pipeline: int = 1
+    deck: Deck, mesh: MeshQueries, device: torch.device, number: int = 0, pipeline: int = 1
 ) -> tuple[Transformer, Stage]:
     """The stage of this number of a pipeline."""
     groups = make_groups(deck, mesh, SavedPolicy(), device)

@@ -45,7 +45,7 @@ from hpctrain.parallel.kernel_times import MEASUREMENT, MatmulPass, candidates, 
 from hpctrain.parallel.kernels import KERNELS, PASSES, Pass
 from hpctrain.parallel.saved_policy import SavedPolicy
 from hpctrain.parallel.vocabulary import VocabularyHead, chunk_rows
-from hpctrain.sharding.replication import Axes
+from hpctrain.sharding.replication import MeshQueries
 
 LEAST_FLOPS = 1 << 25
 """Of a product that is measured: a millisecond or so."""
@@ -122,7 +122,7 @@ def with_kept_kernels(deck: Deck, ranks: int) -> Deck:
     )
 
 
-def products_of(deck: Deck, mesh: Axes, device: torch.device) -> list[MatmulPass]:
+def products_of(deck: Deck, mesh: MeshQueries, device: torch.device) -> list[MatmulPass]:
     """The different products of a micro-batch in the whole model, as a rank computes them, but small ones."""
     assert deck.model.vocabulary is not None
     groups = make_groups(deck, mesh, SavedPolicy(), device)

@@ -9,10 +9,10 @@ from hpctrain.comm.group import Group
 from hpctrain.comm.topology import ranks_per_node_of
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
-from hpctrain.sharding.replication import OTHER_TOKENS, Axes, Nodes
+from hpctrain.sharding.replication import OTHER_TOKENS, MeshQueries, NodePeers
 
 
-class NodeMesh(Axes, Protocol):
+class NodeMesh(MeshQueries, Protocol):
     """What is asked of a mesh, or of a planned one."""
 
     def cut(self, group: Group, size: int, across: str = "replicas") -> tuple[Group, Group]:
@@ -29,9 +29,9 @@ def ranks_of_node(mesh: NodeMesh, group: Group) -> int:
     return ranks_per_node_of(mesh.nodes(group))
 
 
-def cut_by_node(deck: Deck, mesh: NodeMesh) -> Callable[[Group], Nodes | None]:
-    """What makes the Nodes of ranks that train on other tokens, where `communication.compress_between` asks
-    for them. Collective, as is what it makes.
+def cut_by_node(deck: Deck, mesh: NodeMesh) -> Callable[[Group], NodePeers | None]:
+    """What makes the NodePeers of ranks that train on other tokens, where `communication.compress_between`
+    asks for them. Collective, as is what it makes.
 
     HpctrainError on all ranks where nodes do not have as many ranks of each such group: tied embeddings, and
     what tensor ranks have in common, are to become the same by every one of them.
@@ -49,4 +49,4 @@ def cut_by_node(deck: Deck, mesh: NodeMesh) -> Callable[[Group], Nodes | None]:
             sentence = f"needs as many {group.name.replace('_', ' ')} ranks on every node"
             raise HpctrainError(deck.problem("communication.compress_between", sentence))
     size_of = dict(zip(groups, sizes, strict=True))
-    return lambda group: Nodes(*mesh.cut(group, size_of[group], "nodes"))
+    return lambda group: NodePeers(*mesh.cut(group, size_of[group], "nodes"))

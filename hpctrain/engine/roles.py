@@ -24,7 +24,7 @@ from hpctrain.model.part import ModelPart
 from hpctrain.optim.block_rule import BlockRules
 from hpctrain.optim.optimizer import Agreement, Optimizer
 from hpctrain.parallel.groups import LayerContext
-from hpctrain.sharding.outer import EveryStep
+from hpctrain.sharding.outer import SyncEveryStep
 from hpctrain.sharding.reducer import make_reducer
 from hpctrain.sharding.replication import Replications
 from hpctrain.sharding.synchronize import GradientSynchronizer
@@ -72,7 +72,7 @@ def build_worker_stage(
 ) -> TrainedStage:
     """As `build_trained_stage`, of a worker."""
     stage = build_stage(deck, groups, models, replications, trained=True)
-    outer = EveryStep()
+    outer = SyncEveryStep()
     reducers = [make_reducer(bucket, OwnGradients()) for bucket in stage.buckets]
     synchronizer = GradientSynchronizer(reducers, outer)
     return TrainedStage(

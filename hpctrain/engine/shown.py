@@ -15,7 +15,7 @@ from hpctrain.model.part import ModelPart
 from hpctrain.optim.optimizer import Agreement, BucketState, Optimizer
 from hpctrain.parallel.groups import LayerContext
 from hpctrain.sharding.bucket import Bucket
-from hpctrain.sharding.outer import EveryStep
+from hpctrain.sharding.outer import SyncEveryStep
 from hpctrain.sharding.replication import Replications
 from hpctrain.sharding.state import MASTER
 from hpctrain.sharding.synchronize import GradientSynchronizer
@@ -49,7 +49,7 @@ def build_shown_stage(
     agreement: Agreement = nullcontext,  # noqa: ARG001
 ) -> TrainedStage:
     """In place of `build_trained_stage`."""
-    stage, outer = build_stage(deck, groups, models, replications, offload.parameters), EveryStep()
+    stage, outer = build_stage(deck, groups, models, replications, offload.parameters), SyncEveryStep()
     nothing = GradientSynchronizer([], outer)
     return TrainedStage(
         **vars(stage), synchronizer=nothing, outer=outer, optimizer=NoOptimizer(), stateful=[stage.modules]

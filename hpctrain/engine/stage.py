@@ -44,42 +44,42 @@ from hpctrain.pipeline.split import spans_of
 from hpctrain.sharding.bucket import Bucket, Store, value_bytes
 from hpctrain.sharding.bucket_layout import bucket_layouts
 from hpctrain.sharding.compression.between import between_nodes
-from hpctrain.sharding.compression.codecs import Rounded
-from hpctrain.sharding.compression.compressed_sum import CompressedSum
+from hpctrain.sharding.compression.codecs import RoundedCodec
+from hpctrain.sharding.compression.compressed_sum import CompressedReduction
 from hpctrain.sharding.compression.majority import sign_sum
 from hpctrain.sharding.compression.one_bit import OneBitMomentum
 from hpctrain.sharding.compression.power import PowerSgd
 from hpctrain.sharding.compression.top_k import TopK
 from hpctrain.sharding.compression.warmed import exact_at_first
 from hpctrain.sharding.eight_bit_gather import bucket_maker
-from hpctrain.sharding.fragments import Timing, fragments_of
+from hpctrain.sharding.fragments import FragmentSchedule, fragments_of
 from hpctrain.sharding.gather import make_residency
-from hpctrain.sharding.local_steps import LocalSteps, OuterRule
-from hpctrain.sharding.measured import FirstMicroBatch, MeasuredSum
-from hpctrain.sharding.outer import EveryStep, Outer
+from hpctrain.sharding.local_steps import LocalSteps, OuterOptimizer
+from hpctrain.sharding.measured import FirstMicroBatch, MeasuredReduction
+from hpctrain.sharding.outer import ReplicaSync, SyncEveryStep
 from hpctrain.sharding.outer_format import FORMATS
-from hpctrain.sharding.reducer import ExactSum, Summation, make_reducer
-from hpctrain.sharding.replication import Axes, Replications, Sharding
-from hpctrain.sharding.state import Stateful, StateOfModules, StateTensor
+from hpctrain.sharding.reducer import ExactReduction, GradientReduction, make_reducer
+from hpctrain.sharding.replication import MeshQueries, Replications, ZeroSharding
+from hpctrain.sharding.state import ModuleState, Stateful, StateTensor
 from hpctrain.sharding.synchronize import GradientSynchronizer
 from hpctrain.sharding.weight_maxima import WeightMaxima, quantized_products
 
-SUMMATIONS: Mapping[str, Callable[[Deck, Bucket], Summation]] = {
-    "none": lambda _, bucket: ExactSum(bucket),
-    "bf16": exact_at_first(CompressedSum.of(Rounded("bf16"))),
-    "int8": exact_at_first(CompressedSum.of(Rounded("int8"))),
+SUMMATIONS: Mapping[str, Callable[[Deck, Bucket], GradientReduction]] = {
+    "none": lambda _, bucket: ExactReduction(bucket),
+    "bf16": exact_at_first(CompressedReduction.of(RoundedCodec("bf16"))),
+    "int8": exact_at_first(CompressedReduction.of(RoundedCodec("int8"))),
     "sign": exact_at_first(sign_sum),
     "onebit": between_nodes(OneBitMomentum.of, of_gradients=False),
     "topk": between_nodes(TopK.of, of_gradients=False),
     "powersgd": exact_at_first(PowerSgd.of),
 }
-"""What makes the Summation of a deck and a bucket, by `communication.compress`."""
+"""What makes the GradientReduction of a deck and a bucket, by `communication.compress`."""
 
 
 class OuterChoice(NamedTuple):
-    """What makes an Outer of a deck and a stage, and whether it lets replicas be apart."""
+    """What makes an ReplicaSync of a deck and a stage, and whether it lets replicas be apart."""
 
-    make: Callable[[Deck, Stage], Outer]
+    make: Callable[[Deck, Stage], ReplicaSync]
     apart: bool = False
 
     @staticmethod
@@ -98,18 +98,19 @@ def make_local_steps(deck: Deck, stage: Stage) -> LocalSteps:
         for parameter in block.own
     }
     fragments = fragments_of(stage.buckets, blocks, keys.fragments)
-    timing = Timing(keys.local_steps, keys.fragments, keys.delay, keys.warmup)
+    timing = FragmentSchedule(keys.local_steps, keys.fragments, keys.delay, keys.warmup)
     mean = keys.outer == "average"
-    rule = OuterRule() if mean else OuterRule(keys.outer_learning_rate, keys.outer_momentum)
+    rule = OuterOptimizer() if mean else OuterOptimizer(keys.outer_learning_rate, keys.outer_momentum)
     return LocalSteps(stage.buckets, fragments, timing, rule, keys.blend, FORMATS[keys.outer_format])
 
 
 OUTERS: Mapping[str, OuterChoice] = {
-    "every_step": OuterChoice(lambda *_: EveryStep()),
+    "every_step": OuterChoice(lambda *_: SyncEveryStep()),
     "average": OuterChoice(make_local_steps, apart=True),
     "diloco": OuterChoice(make_local_steps, apart=True),
 }
-"""Each Outer by its name: "every_step" where replicas are not to part, or else `communication.outer`."""
+"""Each ReplicaSync by its name: "every_step" where replicas are not to part, or else
+`communication.outer`."""
 
 
 @dataclass
@@ -123,7 +124,7 @@ class Stage:
     replications: Replications
     buckets: list[Bucket]
     residency: ParameterResidency
-    modules: StateOfModules
+    modules: ModuleState
     weight_maxima: WeightMaxima
 
 
@@ -134,7 +135,7 @@ class TrainedStage(Stage):
     """
 
     synchronizer: GradientSynchronizer
-    outer: Outer
+    outer: ReplicaSync
     optimizer: Optimizer
     stateful: list[Stateful]
 
@@ -150,7 +151,9 @@ class TrainedStage(Stage):
             yield from each.state()
 
 
-def make_groups(deck: Deck, mesh: Axes, saved_policy: SavedPolicy, device: torch.device) -> LayerContext:
+def make_groups(
+    deck: Deck, mesh: MeshQueries, saved_policy: SavedPolicy, device: torch.device
+) -> LayerContext:
     """The groups of the deck's layers, for a run on `device`."""
     formats = Precision.of(deck)
     return LayerContext(
@@ -177,20 +180,20 @@ def make_replications(deck: Deck, mesh: NodeMesh) -> Replications:
     dense, nodes = mesh.group("data", "context"), cut_by_node(deck, mesh)
     apart = OuterChoice.of(deck).apart
 
-    def shard(everyone: Group) -> Sharding:
+    def shard(everyone: Group) -> ZeroSharding:
         parted = in_replicas(deck)
         size = everyone.size // deck.layout.replicas if parted else zero_group_size(deck, mesh, everyone)
         # Of experts that no other rank of the group has, nothing is to be cut, or to be gathered.
         whole = size == 1 and everyone is not dense and deck.memory.parameters == "device"
         if parted:
-            return Sharding(
+            return ZeroSharding(
                 0 if whole else deck.layout.zero, *mesh.cut(everyone, size), apart, nodes(everyone)
             )
         if whole:
-            return Sharding(0, everyone, mesh.part("data", 1))
+            return ZeroSharding(0, everyone, mesh.part("data", 1))
         if size == everyone.size:
-            return Sharding(deck.layout.zero, everyone, mesh.part("data", 1), nodes=nodes(everyone))
-        return Sharding(deck.layout.zero, *mesh.cut(everyone, size), apart)
+            return ZeroSharding(deck.layout.zero, everyone, mesh.part("data", 1), nodes=nodes(everyone))
+        return ZeroSharding(deck.layout.zero, *mesh.cut(everyone, size), apart)
 
     return Replications(mesh, shard)
 
@@ -238,7 +241,7 @@ def build_stage(
     residency = make_residency(buckets, blocks, deck.memory.keep_gathered, lasting)
     for model in models:
         model.residency = residency
-    modules = StateOfModules(layers, replications)
+    modules = ModuleState(layers, replications)
     maxima = WeightMaxima(quantized_products(layers), buckets, groups.tensor)
     return Stage(groups, list(models), replications, buckets, residency, modules, maxima)
 
@@ -266,7 +269,7 @@ def build_trained_stage(
     if deck.run.noise_scale_steps and all(bucket.sharding.ranks == 1 for bucket in stage.buckets):
         first = FirstMicroBatch(stage.buckets[0].sharding.group.device)
     elif deck.run.noise_scale_steps:
-        summing = list(map(MeasuredSum, summed, summations))
+        summing = list(map(MeasuredReduction, summed, summations))
     reducers = list(map(make_reducer, summed, summing))
     outer, in_order = OuterChoice.of(deck).make(deck, stage), deck.model.module is not None
     sliced = deck.memory.accumulate == "sliced"

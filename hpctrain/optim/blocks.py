@@ -22,7 +22,7 @@ from hpctrain.optim.handed_blocks import HandedBlocks
 from hpctrain.optim.optimizer import Elements, Optimizer, UpdateRule, is_master
 from hpctrain.optim.own_blocks import OwnBlocks
 from hpctrain.sharding.bucket import Bucket
-from hpctrain.sharding.bucket_layout import BucketSegment, Treated
+from hpctrain.sharding.bucket_layout import BucketSegment, UpdateRange
 from hpctrain.sharding.state import MASTER, OPTIMIZER, StateTensor, segment_state
 
 
@@ -134,12 +134,12 @@ class _Run:
     """
 
     bucket: Bucket
-    treated: Treated
+    treated: UpdateRange
     span: slice
     state: Mapping[str, Tensor]
 
     @staticmethod
-    def of(names: Sequence[str], bucket: Bucket, treated: Treated, master: Tensor) -> _Run:
+    def of(names: Sequence[str], bucket: Bucket, treated: UpdateRange, master: Tensor) -> _Run:
         own = bucket.own
         first = min(max(treated.part.start, own.start), own.stop)
         span = slice(first - own.start, max(first, min(treated.part.stop, own.stop)) - own.start)
@@ -167,7 +167,7 @@ class _Run:
                     yield segment_state(kind, segment, values, offset, self.bucket, "always", False)
 
 
-def _within(bucket: Bucket, treated: Treated) -> list[BucketSegment]:
+def _within(bucket: Bucket, treated: UpdateRange) -> list[BucketSegment]:
     part = treated.part
     return [segment for segment in bucket.segments if part.start <= segment.start < part.stop]
 

@@ -13,7 +13,7 @@ from hpctrain.optim.divided_blocks import DividedBlocks
 from hpctrain.optim.optimizer import Elements
 from hpctrain.optim.own_blocks import OwnBlocks, single
 from hpctrain.sharding.bucket import Bucket
-from hpctrain.sharding.bucket_layout import Treated
+from hpctrain.sharding.bucket_layout import UpdateRange
 
 
 class HandedBlocks:
@@ -22,7 +22,7 @@ class HandedBlocks:
     """
 
     def __init__(
-        self, rule: BlockRule, bucket: Bucket, treated: Treated, blocks: Sequence[OwnBlocks]
+        self, rule: BlockRule, bucket: Bucket, treated: UpdateRange, blocks: Sequence[OwnBlocks]
     ) -> None:
         self.rule, self.bucket, self.blocks, self.part = rule, bucket, blocks, treated.part
         borders = [min(max(each, self.part.start), self.part.stop) for each in bucket.layout.borders]

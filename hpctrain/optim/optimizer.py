@@ -16,7 +16,7 @@ from typing_extensions import override
 from hpctrain.memory.scratch import Flat, to_read
 from hpctrain.parallel.shard import Shard, UpdateSettings
 from hpctrain.sharding.bucket import Bucket, await_readers
-from hpctrain.sharding.bucket_layout import Treated
+from hpctrain.sharding.bucket_layout import UpdateRange
 from hpctrain.sharding.state import MASTER, MODEL, OPTIMIZER, StateTensor, own_state
 
 BucketState = Mapping[str, Flat]
@@ -211,7 +211,7 @@ class _Part:
     """Elements of one bucket's own that are updated alike, and views of their state."""
 
     bucket: Bucket
-    treated: Treated
+    treated: UpdateRange
     state: Mapping[str, Tensor]
     updates: Tensor
 

@@ -9,8 +9,8 @@ from itertools import groupby, pairwise
 from torch import Tensor
 
 from hpctrain.parallel.shard import Parameter, UpdateSettings
-from hpctrain.sharding.ownership import Grain, Loads
-from hpctrain.sharding.replication import Replication, Replications, Sharding
+from hpctrain.sharding.ownership import Grain, UpdateLoads
+from hpctrain.sharding.replication import Replication, Replications, ZeroSharding
 
 ALIGNMENT = 64
 """Buckets are padded to a multiple of so many elements times the ranks that share them.
@@ -38,7 +38,7 @@ class BucketSegment:
 
 
 @dataclass(frozen=True)
-class Treated:
+class UpdateRange:
     """Neighbouring elements of a bucket that are updated alike."""
 
     part: slice
@@ -54,9 +54,9 @@ class BucketLayout:
     rest is padding and stays zero. Each rank's share lies between two neighbouring `borders`.
     """
 
-    sharding: Sharding
+    sharding: ZeroSharding
     segments: tuple[BucketSegment, ...]
-    treated: tuple[Treated, ...]
+    treated: tuple[UpdateRange, ...]
     length: int
     used: int
     borders: tuple[int, ...]
@@ -91,23 +91,23 @@ class BucketLayout:
         return self.share if self.sharding.zero > 0 else slice(0, self.length)
 
     @property
-    def own_treated(self) -> list[Treated]:
+    def own_treated(self) -> list[UpdateRange]:
         """The parts of the own elements that are updated alike, counted from the first of these."""
         own, parts = self.own, []
         for treated in self.treated:
             first, last = max(treated.part.start, own.start), min(treated.part.stop, own.stop)
             if first < last:
-                parts.append(Treated(slice(first - own.start, last - own.start), treated.treatment))
+                parts.append(UpdateRange(slice(first - own.start, last - own.start), treated.treatment))
         return parts
 
     @staticmethod
     def of(
         leaves: Sequence[Sequence[Parameter]],
-        sharding: Sharding,
+        sharding: ZeroSharding,
         replications: Replications,
-        loads: Loads | None = None,
+        loads: UpdateLoads | None = None,
     ) -> BucketLayout:
-        """Lay out some layers' parameters, all of one Sharding, whose ranks have those `loads` already.
+        """Lay out some layers' parameters, all of one ZeroSharding, whose ranks have those `loads` already.
 
         Decayed before the others, both by rate, what is updated in Blocks first, weights before biases,
         layers with whole gradients before those with partial ones; each layer's parameters of a kind, which
@@ -138,9 +138,9 @@ class BucketLayout:
         used = sum(segment.length for segment in segments)
         length = _round_up(start, ALIGNMENT * sharding.group.size)
         parts = (slice(first, last) for first, last in pairwise([*borders, length]))
-        treated = tuple(Treated(part, how) for part, how in zip(parts, treatments, strict=True))
+        treated = tuple(UpdateRange(part, how) for part, how in zip(parts, treatments, strict=True))
         ranks = sharding.group.size
-        shares = (loads or Loads(ranks)).cut(_grains(segments, length, ranks), length)
+        shares = (loads or UpdateLoads(ranks)).cut(_grains(segments, length, ranks), length)
         return BucketLayout(sharding, tuple(segments), treated, length, used, shares)
 
 
@@ -185,15 +185,15 @@ def bucket_layouts(
     """Cut a model into bucket layouts, in the order of the forward pass.
 
     `units` are what computes together (a block, the embedding), each a list of layers' parameters; those
-    with another Sharding have buckets of their own. With ZeRO-3 every unit is one bucket; else layers
+    with another ZeroSharding have buckets of their own. With ZeRO-3 every unit is one bucket; else layers
     are joined up to about `bucket_bytes` of fp32 gradients. A layer is never cut; one larger than that is a
     bucket of its own. With `frozen_apart` what is not trained lies in others than what is.
     """
     pending: dict[_Alike, list[Sequence[Parameter]]] = {}
-    loads: dict[Sharding, Loads] = {}
+    loads: dict[ZeroSharding, UpdateLoads] = {}
 
-    def layout(leaves: Sequence[Sequence[Parameter]], sharding: Sharding) -> BucketLayout:
-        load = loads.setdefault(sharding, Loads(sharding.group.size))
+    def layout(leaves: Sequence[Sequence[Parameter]], sharding: ZeroSharding) -> BucketLayout:
+        load = loads.setdefault(sharding, UpdateLoads(sharding.group.size))
         return BucketLayout.of(leaves, sharding, replications, load)
 
     for unit in units:
@@ -213,14 +213,14 @@ def bucket_layouts(
         yield layout(joined, sharding)
 
 
-_Alike = tuple[Sharding, bool]
+_Alike = tuple[ZeroSharding, bool]
 """What the parameters of a bucket have in common; the latter is whether they are trained, if that counts."""
 
 
 def _by_sharding(
     unit: Sequence[Sequence[Parameter]], replications: Replications, frozen_apart: bool
 ) -> dict[_Alike, list[Sequence[Parameter]]]:
-    """The layers of a unit, each as far as it has the same Sharding."""
+    """The layers of a unit, each as far as it has the same ZeroSharding."""
     sorted_out: dict[_Alike, list[Sequence[Parameter]]] = {}
     for leaf in unit:
         alike: dict[_Alike, list[Parameter]] = {}

@@ -15,7 +15,7 @@ Kind = tuple[int, bool]
 
 
 @dataclass(frozen=True)
-class Piece:
+class FragmentRange:
     """Neighbouring elements `span` of what is this rank's own of a bucket, by its number among all.
 
     `lengths` are those of each parameter, with what fills up behind it; `counted` are the spans that this
@@ -31,7 +31,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Timing:
+class FragmentSchedule:
     """When fragments are synchronized, by how many updates there were.
 
     Every fragment once in `local_steps` updates, one `local_steps` / `fragments` after the other, each to
@@ -65,12 +65,14 @@ class Timing:
         return [updates - (each if each > self.warmup else together) for each in met]
 
 
-def fragments_of(buckets: Sequence[Bucket], blocks: Mapping[Parameter, int], count: int) -> list[list[Piece]]:
+def fragments_of(
+    buckets: Sequence[Bucket], blocks: Mapping[Parameter, int], count: int
+) -> list[list[FragmentRange]]:
     """The pieces of each of `count` fragments: blocks by their numbers in turns, all else in the first one.
 
     So a fragment is the same on every layout. Parameters that are not trained never differ, and are in none.
     """
-    fragments: list[list[Piece]] = [[] for _ in range(count)]
+    fragments: list[list[FragmentRange]] = [[] for _ in range(count)]
     for number, bucket in enumerate(buckets):
         runs: list[tuple[Kind | None, list[int], list[BucketSegment]]] = []
         for segment, first in _owned(bucket):
@@ -87,7 +89,7 @@ def fragments_of(buckets: Sequence[Bucket], blocks: Mapping[Parameter, int], cou
             if kind is not None:
                 counted = tuple(_counted(bucket, segments))
                 lengths = tuple(end - start for start, end in pairwise((*starts, stop)))
-                piece = Piece(number, slice(starts[0], stop), lengths, counted, kind[1])
+                piece = FragmentRange(number, slice(starts[0], stop), lengths, counted, kind[1])
                 fragments[kind[0]].append(piece)
     return fragments
 

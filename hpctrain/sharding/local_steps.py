@@ -19,8 +19,8 @@ from hpctrain.comm.work import Work
 from hpctrain.memory.scratch import Flat, ScratchTensor
 from hpctrain.sharding.bucket import Bucket, await_readers
 from hpctrain.sharding.compression.codecs import Codec
-from hpctrain.sharding.fragments import Piece, Timing
-from hpctrain.sharding.outer import EveryStep, Weights
+from hpctrain.sharding.fragments import FragmentRange, FragmentSchedule
+from hpctrain.sharding.outer import SyncEveryStep, Weights
 from hpctrain.sharding.outer_format import start_sum, sum_bytes
 from hpctrain.sharding.state import MODEL, StateTensor, own_state
 
@@ -29,7 +29,7 @@ _SWAPPED = 1 << 20
 
 
 @dataclass(frozen=True)
-class OuterRule:
+class OuterOptimizer:
     """v = momentum v + g; weights -= rate (g + momentum v), with g the outer weights less the replicas' mean.
 
     With rate 1 and momentum 0 the mean takes the place of the weights.
@@ -59,9 +59,9 @@ class LocalSteps:
     def __init__(
         self,
         buckets: Sequence[Bucket],
-        fragments: Sequence[Sequence[Piece]],
-        timing: Timing,
-        rule: OuterRule,
+        fragments: Sequence[Sequence[FragmentRange]],
+        timing: FragmentSchedule,
+        rule: OuterOptimizer,
         blend: float = 0.0,
         codec: Codec | None = None,
     ) -> None:
@@ -117,7 +117,7 @@ class LocalSteps:
     def before_update(self, buckets: Sequence[Bucket]) -> None:
         """See Outer: a replica's gradients are those of its own tokens."""
         if self._updates < self.timing.warmup:
-            EveryStep().before_update(buckets)
+            SyncEveryStep().before_update(buckets)
             return
         for works in self._works.values():
             for work in works:
@@ -190,7 +190,7 @@ class LocalSteps:
                 if flats:
                     yield from own_state(kind, flats[number], bucket, "if stored", False, apart=False)
 
-    def _start(self, piece: Piece, weights: Weights) -> Work[Tensor]:
+    def _start(self, piece: FragmentRange, weights: Weights) -> Work[Tensor]:
         """Start to sum what each replica's weights differ from the outer ones by, as its share of a mean."""
         gradient = self._gradient(piece)
         own = _read(weights.masters[piece.bucket][piece.span], gradient)
@@ -198,7 +198,9 @@ class LocalSteps:
         replicas = self.buckets[piece.bucket].sharding.replicas
         return start_sum(replicas, gradient, piece.lengths, None if piece.exact else self.codec)
 
-    def _finish(self, piece: Piece, gradient: Tensor, weights: Weights, told: dict[str, Tensor]) -> None:
+    def _finish(
+        self, piece: FragmentRange, gradient: Tensor, weights: Weights, told: dict[str, Tensor]
+    ) -> None:
         """The outer step of a piece, and what each replica takes of it."""
         outer = self.outer[piece.bucket][piece.span]
         velocity = self._velocity[piece.bucket][piece.span] if self._velocity else None
@@ -214,7 +216,7 @@ class LocalSteps:
                 told[name] += torch.linalg.vector_norm(part, dtype=torch.float64).square() / self.replicas
         _write(master, outer if self.blend == 0 else own.mul(self.blend).add_(outer, alpha=1 - self.blend))
 
-    def _gradient(self, piece: Piece) -> Tensor:
+    def _gradient(self, piece: FragmentRange) -> Tensor:
         """Where the outer gradient of a piece is: with a delay it has memory of its own, or else that of
         gradients, which the update has used.
         """

@@ -11,7 +11,7 @@ from hpctrain.comm.device import on_host
 from hpctrain.comm.work import Work
 from hpctrain.parallel.shard import Parameter
 from hpctrain.sharding.bucket import Bucket
-from hpctrain.sharding.reducer import Summation
+from hpctrain.sharding.reducer import GradientReduction
 
 _PIECE = 1 << 16
 """Elements that a CPU squares in fp64 at a time: few enough for the cache."""
@@ -36,15 +36,15 @@ def square_sum(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
     return total
 
 
-class MeasuredSum:
-    """Another Summation, before which it takes the square sum of what this rank sums.
+class MeasuredReduction:
+    """Another GradientReduction, before which it takes the square sum of what this rank sums.
 
     `squares`, fp64 0-dim, is that of a step with one sum. Of ranks that compute on the same tokens, and of
     stages that hold the same tensor, one counts what they have in common; ranks with other tokens have
     gradients of their own, and each counts these.
     """
 
-    def __init__(self, bucket: Bucket, summation: Summation) -> None:
+    def __init__(self, bucket: Bucket, summation: GradientReduction) -> None:
         self.bucket, self.summation = bucket, summation
         self.squares = square_sum((), bucket.sharding.group.device)
 

@@ -31,7 +31,7 @@ class Weights(Protocol):
         """Copy the weights into the parameters. Collective over each bucket's own group."""
 
 
-class Outer(Protocol):
+class ReplicaSync(Protocol):
     """Keeps the replicas together, or lets them part for some steps (`Sharding.apart`).
 
     Those that are apart are clipped by their own norms. What they have in common is state that is not
@@ -78,7 +78,7 @@ class Outer(Protocol):
         """
 
 
-class EveryStep:
+class SyncEveryStep:
     """Replicas sum their gradients in every step, so that they never differ."""
 
     differs = False

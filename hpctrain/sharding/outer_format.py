@@ -17,8 +17,8 @@ from torch import Tensor
 from hpctrain.comm.group import Group
 from hpctrain.comm.work import SequentialWork, Work
 from hpctrain.memory.compress import BLOCK
-from hpctrain.sharding.compression.blocks import Blocks
-from hpctrain.sharding.compression.codecs import Codec, Rounded
+from hpctrain.sharding.compression.blocks import CompressionBlocks
+from hpctrain.sharding.compression.codecs import Codec, RoundedCodec
 from hpctrain.sharding.compression.compressed_sum import CodedSum
 
 
@@ -50,8 +50,8 @@ class Halved:
 
 FORMATS: Mapping[str, Codec | None] = {
     "fp32": None,
-    "bf16": Rounded("bf16"),
-    "int8": Rounded("int8"),
+    "bf16": RoundedCodec("bf16"),
+    "int8": RoundedCodec("int8"),
     "int4": Halved(),
 }
 """The formats of a deck; None is fp32, of which all bits travel."""
@@ -79,5 +79,5 @@ def sum_bytes(group: Group, lengths: Sequence[int], codec: Codec | None) -> int:
 def _coded_sum(group: Group, lengths: Sequence[int], codec: Codec | None) -> CodedSum | None:
     if codec is None or group.size == 1 or sum(lengths) < group.size * BLOCK:
         return None
-    blocks = Blocks.beside(lengths, group.device)
+    blocks = CompressionBlocks.beside(lengths, group.device)
     return CodedSum(blocks, group, codec, blocks.equal_spans(group.size))

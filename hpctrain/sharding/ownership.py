@@ -18,7 +18,7 @@ class Grain(NamedTuple):
     work: float
 
 
-class Loads:
+class UpdateLoads:
     """The FLOPs of the updates that each of `size` ranks owns, told from shapes alone: the same on all ranks.
 
     Buckets come in the same order on all of them. In each, ranks follow each other, since slices do; who has

@@ -11,7 +11,7 @@ from hpctrain.comm.work import Work
 from hpctrain.sharding.bucket import Bucket
 
 
-class Summation(Protocol):
+class GradientReduction(Protocol):
     """Sum of the gradients of one bucket over ranks. It may have state of its own (`Stateful`).
 
     The result for a parameter must depend only on its own gradients (`bucket.segments`), since other ranks
@@ -48,7 +48,7 @@ class Summation(Protocol):
         """
 
 
-class ExactSum:
+class ExactReduction:
     """All bits travel."""
 
     def __init__(self, bucket: Bucket) -> None:
@@ -83,7 +83,7 @@ class Reducer:
 
     repeats = False
 
-    def __init__(self, bucket: Bucket, summation: Summation) -> None:
+    def __init__(self, bucket: Bucket, summation: GradientReduction) -> None:
         self.bucket, self.summation = bucket, summation
 
     def begin(self, updates: int) -> None:
@@ -105,7 +105,7 @@ class ReduceIntoSlice(Reducer):
 
     repeats = True
 
-    def __init__(self, bucket: Bucket, summation: Summation) -> None:
+    def __init__(self, bucket: Bucket, summation: GradientReduction) -> None:
         super().__init__(bucket, summation)
         self._under_way: deque[tuple[Tensor, Tensor]] = deque()
         self._first = True
@@ -132,6 +132,6 @@ class ReduceIntoSlice(Reducer):
         self.bucket.sharding.pool.give(whole)
 
 
-def make_reducer(bucket: Bucket, summation: Summation) -> Reducer:
+def make_reducer(bucket: Bucket, summation: GradientReduction) -> Reducer:
     """As `layout.zero` asks for."""
     return (Reducer if bucket.sharding.zero < 2 else ReduceIntoSlice)(bucket, summation)

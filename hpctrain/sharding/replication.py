@@ -23,7 +23,7 @@ compute with it on other tokens.
 """
 
 
-class Axes(Protocol):
+class MeshQueries(Protocol):
     """Interface of a mesh, from which groups are made."""
 
     def group(self, *axes: str) -> Group:
@@ -33,7 +33,7 @@ class Axes(Protocol):
         """Return this rank's group of `size` neighbours along an axis. Collective over the axis."""
 
 
-class Nodes:
+class NodePeers:
     """The ranks of a group that share a node with this one, and this rank's peers on all nodes."""
 
     def __init__(self, inside: Group, between: Group) -> None:
@@ -51,7 +51,7 @@ class Nodes:
 
 
 @dataclass(frozen=True, eq=False)
-class Sharding:
+class ZeroSharding:
     """How buckets lie on the ranks that train them on other tokens.
 
     `zero` is that of the deck's layout, 0 to 3. Slices are cut over `group`, all of these ranks or, in hybrid
@@ -64,7 +64,7 @@ class Sharding:
     group: Group
     replicas: Group
     apart: bool = False
-    nodes: Nodes | None = None
+    nodes: NodePeers | None = None
 
     @property
     def ranks(self) -> int:
@@ -92,7 +92,7 @@ class Replication:
     `stage_copies` stages that do.
     """
 
-    sharding: Sharding
+    sharding: ZeroSharding
     holders: Group
     partial: bool
     pieces: Group | None
@@ -135,25 +135,25 @@ class Replication:
 class Replications:
     """The Replication of each Shard on one mesh.
 
-    `cut` makes the Sharding of ranks that train on other tokens. `of` makes a group when it first meets a
+    `cut` makes the ZeroSharding of ranks that train on other tokens. `of` makes a group when it first meets a
     Shard that needs it, which is collective over the ranks of a pipeline stage.
     """
 
-    def __init__(self, mesh: Axes, cut: Callable[[Group], Sharding]) -> None:
+    def __init__(self, mesh: MeshQueries, cut: Callable[[Group], ZeroSharding]) -> None:
         self._mesh, self._cut = mesh, cut
-        self._shardings: dict[tuple[Group, bool], Sharding] = {}
+        self._shardings: dict[tuple[Group, bool], ZeroSharding] = {}
         self._sharing: dict[int, Group] = {}
         self._experts: Replication | None = None
 
     @staticmethod
-    def uncut(mesh: Axes) -> Replications:
+    def uncut(mesh: MeshQueries) -> Replications:
         """Return replications without ZeRO sharding."""
-        return Replications(mesh, lambda everyone: Sharding(0, everyone, mesh.part("data", 1)))
+        return Replications(mesh, lambda everyone: ZeroSharding(0, everyone, mesh.part("data", 1)))
 
     @staticmethod
     def alone(group: Group) -> Replications:
         """On the one rank of a group; what others hold does not matter."""
-        return Replications(_OneRank(group), lambda everyone: Sharding(0, everyone, everyone))
+        return Replications(_OneRank(group), lambda everyone: ZeroSharding(0, everyone, everyone))
 
     @property
     def speaks(self) -> bool:
@@ -181,7 +181,7 @@ class Replications:
             shard.stage_copies,
         )
 
-    def _sharding(self, everyone: Group, stays: bool) -> Sharding:
+    def _sharding(self, everyone: Group, stays: bool) -> ZeroSharding:
         """What `cut` makes, once; another one of what stays whole where that cuts parameters."""
         key = everyone, stays
         if key not in self._shardings:

@@ -47,7 +47,7 @@ class Resting:
     cut: Group | None = None
 
 
-class Watched:
+class WatchedMemory:
     """Pieces of a rank's memory, with the fingerprints taken last, if any were."""
 
     def __init__(self, pieces: Iterable[Resting], rank: int) -> None:
@@ -78,7 +78,7 @@ class Watched:
         return torch.stack([fingerprint(piece.values) for piece in self.pieces]) if self.pieces else none
 
 
-class RestingState(Watched):
+class RestingState(WatchedMemory):
     """All of a rank that the update alone changes."""
 
     def __init__(self, buckets: Sequence[Bucket], state: Iterable[StateTensor]) -> None:

@@ -148,7 +148,7 @@ class KeepsState(Protocol):
         """
 
 
-class StateOfModules:
+class ModuleState:
     """What modules, and their Products, keep, which may need new groups, and who of them learns of a step."""
 
     def __init__(self, modules: Iterable[nn.Module], replications: Replications) -> None:

@@ -17,7 +17,7 @@ from hpctrain.sharding.fingerprint import fingerprint
 from hpctrain.sharding.synchronize import GradientSynchronizer
 
 
-class SummedGradients:
+class ReducedGradients:
     """Those of a synchronizer on a rank of the world, of the elements that this rank updates."""
 
     def __init__(self, synchronizer: GradientSynchronizer, rank: int) -> None:

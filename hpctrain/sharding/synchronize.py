@@ -17,8 +17,8 @@ from hpctrain.parallel.shard import Parameter
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.bucket_layout import BucketSegment
 from hpctrain.sharding.fingerprint import PlacedFingerprints
-from hpctrain.sharding.measured import FirstMicroBatch, MeasuredSum
-from hpctrain.sharding.outer import Outer
+from hpctrain.sharding.measured import FirstMicroBatch, MeasuredReduction
+from hpctrain.sharding.outer import ReplicaSync
 from hpctrain.sharding.reducer import Reducer
 
 
@@ -37,7 +37,7 @@ class GradientSynchronizer:
     def __init__(
         self,
         reducers: Sequence[Reducer],
-        outer: Outer,
+        outer: ReplicaSync,
         each: bool = False,
         first: FirstMicroBatch | None = None,
         in_order: bool = False,
@@ -74,11 +74,11 @@ class GradientSynchronizer:
         return sum(two) + self._outer.scratch_bytes
 
     @property
-    def measured(self) -> list[MeasuredSum | FirstMicroBatch]:
+    def measured(self) -> list[MeasuredReduction | FirstMicroBatch]:
         """What takes square sums of gradients of some of a step's tokens: Summations, or `first`."""
         if self.first is not None:
             return [self.first]
-        return [r.summation for r in self._reducer.values() if isinstance(r.summation, MeasuredSum)]
+        return [r.summation for r in self._reducer.values() if isinstance(r.summation, MeasuredReduction)]
 
     def start(self, micro_batches: int, updates: int = 0) -> None:
         """Begin a step of `micro_batches` backward passes with zero gradients, after so many `updates`."""

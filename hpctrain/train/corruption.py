@@ -22,8 +22,8 @@ from hpctrain.comm.outcome import name_ranks
 from hpctrain.engine.build import Engine
 from hpctrain.errors import EXIT_INTERNAL, HpctrainError
 from hpctrain.sharding.fingerprint import fingerprint
-from hpctrain.sharding.resting import RestingState, Watched, learned
-from hpctrain.sharding.summed import SummedGradients
+from hpctrain.sharding.resting import RestingState, WatchedMemory, learned
+from hpctrain.sharding.summed import ReducedGradients
 from hpctrain.train.counters import Counters
 from hpctrain.train.hook import Hook, StepDone
 from hpctrain.train.repeated import Repetition
@@ -67,8 +67,8 @@ class Guard(Unguarded, Hook):
         self.counters = Counters(engine, state)
         self.resting = RestingState(engine.buckets, engine.state())
         self._learning = [tensor for tensor in engine.state() if tensor.changes_in_step]
-        self.learned = Watched(learned(self._learning), engine.world.rank)
-        self.summed = SummedGradients(engine.synchronizer, engine.world.rank)
+        self.learned = WatchedMemory(learned(self._learning), engine.world.rank)
+        self.summed = ReducedGradients(engine.synchronizer, engine.world.rank)
         self._products, self._messages = engine.groups.audit, engine.world.auditing
         self._early: list[Fault] = []
         self._repeated: list[Fault] = []

@@ -23,7 +23,7 @@ from hpctrain.parallel.fp8.recipes import RECIPES
 from hpctrain.plan.words import active_words
 from hpctrain.report.recorded import TRACE_FILE
 from hpctrain.sharding.eight_bit_gather import EightBitBucket
-from hpctrain.sharding.fragments import Timing
+from hpctrain.sharding.fragments import FragmentSchedule
 from hpctrain.train.batch_size import samples_of
 from hpctrain.train.step import TrainState
 from hpctrain.units import format_bytes, format_count
@@ -141,7 +141,7 @@ def _meetings(deck: Deck, engine: Engine) -> list[str]:
         return []
     who = f"{counted(replicas, 'replica')} of {counted(engine.world.size // replicas, 'rank')}"
     line = f"{who} meet every {counted(keys.local_steps, 'step')} ({keys.outer})"
-    timing = Timing(keys.local_steps, keys.fragments, keys.delay, keys.warmup)
+    timing = FragmentSchedule(keys.local_steps, keys.fragments, keys.delay, keys.warmup)
     if left := max(timing.behind(deck.run.steps)):
         part = " of a part of the model" if keys.fragments > 1 else ""
         line += (

@@ -29,8 +29,8 @@ from hpctrain.objective.next_token import CrossEntropy
 from hpctrain.parallel.experts import Experts, ExpertSizes, Segments
 from hpctrain.parallel.functions import TORCH
 from hpctrain.parallel.groups import LayerContext
-from hpctrain.sharding.outer import EveryStep
-from hpctrain.sharding.reducer import ExactSum, make_reducer
+from hpctrain.sharding.outer import SyncEveryStep
+from hpctrain.sharding.reducer import ExactReduction, make_reducer
 from hpctrain.sharding.replication import Replications
 from hpctrain.sharding.synchronize import GradientSynchronizer
 from hpctrain.train.miniature import miniature
@@ -122,7 +122,7 @@ def compare_with_transformers(model: str, world: World) -> None:
         for parameter in parameter_list(built):
             parameter.copy_(parameter.shard.take(weights[parameter.shard.name]).view(parameter.shape))
     synchronizer = GradientSynchronizer(
-        [make_reducer(bucket, ExactSum(bucket)) for bucket in buckets], EveryStep()
+        [make_reducer(bucket, ExactReduction(bucket)) for bucket in buckets], SyncEveryStep()
     )
 
     tokens = torch.randint(0, 97, (2, 25))

@@ -15,8 +15,8 @@ from hpctrain.model.part import logits_of, parameter_list
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Transformer
 from hpctrain.objective.next_token import CrossEntropy
-from hpctrain.sharding.outer import EveryStep
-from hpctrain.sharding.reducer import ExactSum, make_reducer
+from hpctrain.sharding.outer import SyncEveryStep
+from hpctrain.sharding.reducer import ExactReduction, make_reducer
 from hpctrain.sharding.replication import Replications
 from hpctrain.sharding.synchronize import GradientSynchronizer
 from tests.engines import alone, make_buckets
@@ -155,8 +155,8 @@ def compare(family: str, layers: int, weight: float, world: Any) -> tuple[Tensor
     with torch.no_grad():
         for parameter in parameter_list(model):
             parameter.copy_(weights[parameter.shard.name])
-    reducers = [make_reducer(bucket, ExactSum(bucket)) for bucket in buckets]
-    synchronizer = GradientSynchronizer(reducers, EveryStep())
+    reducers = [make_reducer(bucket, ExactReduction(bucket)) for bucket in buckets]
+    synchronizer = GradientSynchronizer(reducers, SyncEveryStep())
 
     tokens = torch.randint(0, 97, (2, 25))
     inputs, targets = tokens[:, :-1], tokens[:, 1:]

@@ -19,7 +19,7 @@ from hpctrain.optim.sgd import SGD
 from hpctrain.parallel.shard import Parameter, Shard, UpdateSettings
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.bucket_layout import BucketLayout
-from hpctrain.sharding.replication import Replications, Sharding
+from hpctrain.sharding.replication import Replications, ZeroSharding
 from hpctrain.sharding.state import MASTER
 from tests.engines import alone, make_buckets
 
@@ -95,7 +95,7 @@ def test_what_is_updated_alike_lies_together() -> None:
     for parameter, (_, rate) in zip(parameters, sizes.values(), strict=True):
         parameter.rate = rate
     group = planned_group(("data",), 1, 2, Ledger())
-    sharding = Sharding(1, group, group)
+    sharding = ZeroSharding(1, group, group)
     layout = BucketLayout.of([[each] for each in parameters], sharding, Replications.alone(group))
     starts = {segment.parameter.shard.name: segment.start for segment in layout.segments}
     assert (starts, layout.length) == (

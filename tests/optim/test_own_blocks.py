@@ -20,7 +20,7 @@ from hpctrain.parallel.shard import Parameter, Shard
 from hpctrain.plan.memory import plan_memory
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.bucket_layout import BucketLayout
-from hpctrain.sharding.replication import Replications, Sharding
+from hpctrain.sharding.replication import Replications, ZeroSharding
 from hpctrain.sharding.state import MASTER
 from tests.engines import LLAMA, alone, make_buckets, small_deck, trainer
 from tests.optim.test_block_rule import Rows
@@ -65,7 +65,7 @@ def test_every_block_is_transformed_once_or_by_all_that_have_its_cells(
             for at, size in ((rank, ranks), (0, 1))
         )
         leaves = [[each] for each in parameters(rule)]
-        layout = BucketLayout.of(leaves, Sharding(zero, group, one), Replications.alone(one))
+        layout = BucketLayout.of(leaves, ZeroSharding(zero, group, one), Replications.alone(one))
         for each in own_blocks(rule, [Bucket(layout, torch.float32)]):
             elements = prod(each.segment.parameter.shape[-2:])
             for number in range(each.count):

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from hpctrain.comm.world import World
-from hpctrain.sharding.fragments import Timing
+from hpctrain.sharding.fragments import FragmentSchedule
 from hpctrain.sharding.local_steps import LocalSteps
 from tests.engines import small_deck, trainer
 
 
 def test_fragments_take_turns() -> None:
-    timing = Timing(6, 3, delay=2, warmup=4)
+    timing = FragmentSchedule(6, 3, delay=2, warmup=4)
     assert {step: timing.begin(step) for step in range(1, 14) if timing.begin(step)} == {
         6: [0],
         8: [1],
@@ -24,8 +24,8 @@ def test_fragments_take_turns() -> None:
         due = [(step, each) for step in range(1, updates + 1) for each in timing.due(step)]
         met = [max([min(4, updates), *(s - 2 for s, each in due if each == f)]) for f in range(3)]
         assert timing.behind(updates) == [updates - each for each in met]
-    assert [step for step in range(1, 9) if Timing(2).begin(step)] == [2, 4, 6, 8]
-    assert [Timing(1).begin(step) for step in range(1, 4)] == [[0]] * 3
+    assert [step for step in range(1, 9) if FragmentSchedule(2).begin(step)] == [2, 4, 6, 8]
+    assert [FragmentSchedule(1).begin(step) for step in range(1, 4)] == [[0]] * 3
 
 
 @pytest.mark.mpi(min_size=1, max_size=4)

@@ -16,7 +16,7 @@ from hpctrain.engine.build import make_mesh
 from hpctrain.memory.accounts import storage_bytes
 from hpctrain.plan.memory import plan_memory
 from hpctrain.sharding.local_steps import LocalSteps
-from hpctrain.sharding.outer import EveryStep
+from hpctrain.sharding.outer import SyncEveryStep
 from hpctrain.sharding.state import state_bytes
 from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.verify import LayoutError, verify_layout
@@ -117,7 +117,7 @@ def test_a_step_each_of_plain_sgd_is_data_parallel(world: World) -> None:
 def test_one_replica_whose_outer_steps_take_all_is_plain(world: World) -> None:
     one = keys(outer="diloco", outer_learning_rate=1.0, outer_momentum=0.0, local_steps=2)
     apart, plain = trainer(world, small_deck(*one)), trainer(world, small_deck())
-    assert isinstance(apart.engine.outer, LocalSteps) and isinstance(plain.engine.outer, EveryStep)
+    assert isinstance(apart.engine.outer, LocalSteps) and isinstance(plain.engine.outer, SyncEveryStep)
     for _ in range(6):
         assert apart.train_step().loss == pytest.approx(plain.train_step().loss, rel=1e-5)
     assert_close(apart.parameters(), plain.parameters(), 1e-5)
@@ -366,6 +366,6 @@ def test_layouts_with_replicas_are_checked(world: World, monkeypatch: pytest.Mon
     for more in (("layout.zero=1",), experts if world.size == 4 else ("layout.zero=2",)):
         deck = small_deck(*DILOCO, *keys(local_steps=5), *more)
         assert "layout checked" in verify_layout(deck, world, make_mesh(deck, world))
-    monkeypatch.setattr(EveryStep, "before_update", lambda *_: None)
+    monkeypatch.setattr(SyncEveryStep, "before_update", lambda *_: None)
     with pytest.raises(LayoutError, match="gradient of"):
         verify_layout(deck, world, make_mesh(deck, world))

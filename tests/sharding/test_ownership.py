@@ -10,8 +10,8 @@ from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.planned import planned_group
 from hpctrain.parallel.shard import Parameter, Shard, UpdateBlock
 from hpctrain.sharding.bucket_layout import ALIGNMENT, BucketLayout, bucket_layouts
-from hpctrain.sharding.ownership import Grain, Loads
-from hpctrain.sharding.replication import Axes, Replications, Sharding
+from hpctrain.sharding.ownership import Grain, UpdateLoads
+from hpctrain.sharding.replication import MeshQueries, Replications, ZeroSharding
 
 H = 48
 SHAPES = {"q": (H, H), "k": (H, H), "v": (H, H), "out": (H, H), "up": (4 * H, H), "down": (H, 4 * H)}
@@ -37,7 +37,7 @@ def blocks(count: int) -> list[list[list[Parameter]]]:
     return units
 
 
-class Anywhere(Axes):
+class Anywhere(MeshQueries):
     """A mesh of data ranks alone."""
 
     def __init__(self, size: int) -> None:
@@ -52,10 +52,10 @@ class Anywhere(Axes):
 
 def layouts(ranks: int, zero: int, count: int = 12) -> list[BucketLayout]:
     mesh = Anywhere(ranks)
-    made: list[Sharding] = []
+    made: list[ZeroSharding] = []
 
-    def cut(_: object) -> Sharding:
-        made.append(made[0] if made else Sharding(zero, mesh.group("data"), mesh.part("data", 1)))
+    def cut(_: object) -> ZeroSharding:
+        made.append(made[0] if made else ZeroSharding(zero, mesh.group("data"), mesh.part("data", 1)))
         return made[0]
 
     return list(bucket_layouts(blocks(count), Replications(mesh, cut), 8 * H * H * 4))
@@ -85,11 +85,11 @@ def test_no_block_is_cut_and_every_rank_has_its_share(ranks: int, zero: int) -> 
 
 
 def test_where_nothing_is_whole_shares_are_as_long() -> None:
-    assert Loads(4).cut([], 1024) == (0, 256, 512, 768, 1024)
+    assert UpdateLoads(4).cut([], 1024) == (0, 256, 512, 768, 1024)
 
 
 def test_who_has_little_is_given_more() -> None:
-    loads = Loads(2)
+    loads = UpdateLoads(2)
     assert loads.cut([Grain(10, 3.0), Grain(20, 3.0), Grain(30, 6.0)], 32) == (0, 20, 32)
     assert loads.cut([Grain(5, 4.0)], 5) == (0, 5, 5)
     assert loads.cut([Grain(5, 1.0), Grain(10, 5.0)], 10) == (0, 5, 10)

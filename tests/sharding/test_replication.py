@@ -13,7 +13,7 @@ from hpctrain.comm.group import Group
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.planned import planned_group
 from hpctrain.parallel.shard import Shard
-from hpctrain.sharding.replication import Replication, Replications, Sharding
+from hpctrain.sharding.replication import Replication, Replications, ZeroSharding
 
 SIZES = {"pipeline": 2, "data": 2, "context": 2, "tensor": 4}
 RANKS = [dict(zip(SIZES, place, strict=True)) for place in product(*map(range, SIZES.values()))]
@@ -52,10 +52,10 @@ class MeshAt:
 def replication(place: dict[str, int], shard: Shard, zero: int, parts: int) -> Replication:
     """A rank's answer, where ZeRO cuts over `1 / parts` of the ranks with other tokens."""
 
-    def cut(everyone: Group) -> Sharding:
+    def cut(everyone: Group) -> ZeroSharding:
         size = everyone.size // parts
         ranks = planned_group(everyone.axes, everyone.rank % size, size, Ledger())
-        return Sharding(zero, ranks, planned_group(("replicas",), everyone.rank // size, parts, Ledger()))
+        return ZeroSharding(zero, ranks, planned_group(("replicas",), everyone.rank // size, parts, Ledger()))
 
     return Replications(MeshAt(tuple(place.items()), {}), cut).of(shard)
 
@@ -101,7 +101,7 @@ def test_each_slice_is_counted_once_and_its_copies_are_numbered(kind: str, zero:
 
 def test_experts_are_summed_over_all_ranks_of_a_stage_that_hold_them() -> None:
     for place in RANKS:
-        answers = Replications(MeshAt(tuple(place.items()), {}), lambda group: Sharding(0, group, group))
+        answers = Replications(MeshAt(tuple(place.items()), {}), lambda group: ZeroSharding(0, group, group))
         own = answers.of(shards(place)["experts"][0])
         assert own.sharding.group.axes == ("expert_data",)
         assert own.pieces is not None and own.pieces.axes == ("expert_tensor",)
@@ -113,9 +113,11 @@ def test_experts_are_summed_over_all_ranks_of_a_stage_that_hold_them() -> None:
 
 
 def test_what_an_axis_of_other_tokens_cuts_is_summed_over_the_others() -> None:
-    """Then it lies in buckets of another Sharding."""
+    """Then it lies in buckets of another ZeroSharding."""
     place = dict.fromkeys(SIZES, 0)
-    answers = Replications(MeshAt(tuple(place.items()), {}), lambda everyone: Sharding(0, everyone, everyone))
+    answers = Replications(
+        MeshAt(tuple(place.items()), {}), lambda everyone: ZeroSharding(0, everyone, everyone)
+    )
     cut = answers.of(Shard("e", (8,), (0,), (4,), frozenset({"data"})))
     whole = answers.of(Shard.whole("w", (8,)))
     assert (cut.sharding.group.axes, whole.sharding.group.axes) == (("context",), ("data", "context"))
@@ -125,6 +127,6 @@ def test_what_an_axis_of_other_tokens_cuts_is_summed_over_the_others() -> None:
 def test_one_rank_of_those_with_the_same_tokens_speaks_for_them() -> None:
     for place in RANKS:
         answers = Replications(
-            MeshAt(tuple(place.items()), {}), lambda everyone: Sharding(0, everyone, everyone)
+            MeshAt(tuple(place.items()), {}), lambda everyone: ZeroSharding(0, everyone, everyone)
         )
         assert answers.speaks == (place["tensor"] == 0)

@@ -27,8 +27,8 @@ from hpctrain.parallel.products import PRODUCTS
 from hpctrain.parallel.shard import Parameter, Shard
 from hpctrain.plan.memory import plan_memory
 from hpctrain.sharding.bucket import Bucket
-from hpctrain.sharding.reducer import ExactSum
-from hpctrain.sharding.state import StateOfModules, StateTensor, state_bytes, state_of_ranks
+from hpctrain.sharding.reducer import ExactReduction
+from hpctrain.sharding.state import ModuleState, StateTensor, state_bytes, state_of_ranks
 from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.memory import MemoryLedger
 from tests.engines import LLAMA, Trainer, small_deck, trainer
@@ -41,7 +41,7 @@ class Rounding:
     """Rounds what each rank sends, and adds what that loses to what it sends next (error feedback)."""
 
     def __init__(self, _: Deck, bucket: Bucket) -> None:
-        self.bucket, self.inner = bucket, ExactSum(bucket)
+        self.bucket, self.inner = bucket, ExactReduction(bucket)
         self.scratch_bytes = self.inner.scratch_bytes
         self.residual = torch.zeros(bucket.length, device=bucket.sharding.group.device)
 
@@ -351,6 +351,6 @@ class Learns(torch.nn.Module):
 def test_an_attribute_called_state_keeps_none(kind: type[torch.nn.Module]) -> None:
     module = kind()
     module.state = torch.ones(3)
-    found = StateOfModules([module], Mock())
+    found = ModuleState([module], Mock())
     assert list(found.state()) == []
     assert found.learning == [module] * (kind is Learns)

@@ -13,15 +13,15 @@ from hpctrain.comm.group import Group
 from hpctrain.comm.work import Work
 from hpctrain.deck.schema import Deck
 from hpctrain.sharding.bucket import Bucket
-from hpctrain.sharding.reducer import ExactSum, Summation
-from hpctrain.sharding.replication import Sharding
+from hpctrain.sharding.reducer import ExactReduction, GradientReduction
+from hpctrain.sharding.replication import ZeroSharding
 from hpctrain.sharding.state import Stateful, StateTensor
 
 
 def whole_over(bucket: Bucket, group: Group) -> Bucket:
     """The same bucket as one that is summed whole over another group, whose ranks alone have state of it."""
     other = copy(bucket)
-    other.sharding = Sharding(0, group, bucket.sharding.replicas, bucket.sharding.apart)
+    other.sharding = ZeroSharding(0, group, bucket.sharding.replicas, bucket.sharding.apart)
     other.slice = other.own = slice(0, bucket.length)
     other.segments = tuple(
         replace(each, replication=replace(each.replication, sharding=other.sharding))
@@ -38,7 +38,7 @@ class BetweenNodes:
     not has no `between`.
     """
 
-    def __init__(self, bucket: Bucket, inside: Group, turn: int, between: Summation | None) -> None:
+    def __init__(self, bucket: Bucket, inside: Group, turn: int, between: GradientReduction | None) -> None:
         assert (between is not None) == (inside.rank == turn)
         self.bucket, self.inside, self.turn, self.between = bucket, inside, turn, between
 
@@ -54,7 +54,7 @@ class BetweenNodes:
             self.between.begin(updates)
 
     def start(self, gradients: Tensor, sums: Tensor) -> Work[Tensor]:
-        """See Summation. What is quick, inside the node, is done at once."""
+        """See GradientReduction. What is quick, inside the node, is done at once."""
         self.inside.start_reduce(gradients, self.turn).wait()
         work = Work(gradients) if self.between is None else self.between.start(gradients, gradients)
         return _HandedOut(self, work, gradients, sums)
@@ -110,18 +110,18 @@ class _HandedOut(Work[Tensor]):
 
 
 def between_nodes(
-    make: Callable[[Deck, Bucket], Summation], of_gradients: bool = True
-) -> Callable[[Deck, Bucket], Summation]:
+    make: Callable[[Deck, Bucket], GradientReduction], of_gradients: bool = True
+) -> Callable[[Deck, Bucket], GradientReduction]:
     """The same between nodes alone, where the bucket's group is cut by node. On one node that leaves exact
     sums, if what is made gives those `of_gradients`, and not what becomes of them.
     """
 
-    def made(deck: Deck, bucket: Bucket) -> Summation:
+    def made(deck: Deck, bucket: Bucket) -> GradientReduction:
         nodes = bucket.sharding.nodes
         if nodes is None or nodes.inside.size == 1:
             return make(deck, bucket)
         if nodes.between.size == 1 and of_gradients:
-            return ExactSum(bucket)
+            return ExactReduction(bucket)
         turn = nodes.turn(bucket.layout.used)
         mine = turn == nodes.inside.rank
         between = make(deck, whole_over(bucket, nodes.between)) if mine else None

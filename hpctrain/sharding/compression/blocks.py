@@ -24,7 +24,7 @@ Span = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParameterBlocks:
     """`length` elements of a parameter from its number `offset` on: they are the elements `start`, ... of the
     bucket, and the elements `first`, ... of the blocks. What has no state needs no `segment`.
     """
@@ -35,21 +35,21 @@ class Piece:
     first: int
     length: int
 
-    def within(self, first: int, last: int) -> Piece:
+    def within(self, first: int, last: int) -> ParameterBlocks:
         """As much of it as the elements `first` to `last` of the blocks have."""
         begin = max(self.first, first)
         length = max(0, min(self.first + self.length, last) - begin)
         skipped = begin - self.first
-        return Piece(self.segment, self.offset + skipped, self.start + skipped, begin, length)
+        return ParameterBlocks(self.segment, self.offset + skipped, self.start + skipped, begin, length)
 
 
-class Blocks:
+class CompressionBlocks:
     """`count` blocks of BLOCK elements, each parameter's last one filled up with zeros.
 
     What is not trained has none, nor has the padding behind a parameter's last row.
     """
 
-    def __init__(self, pieces: Sequence[Piece], count: int, device: torch.device) -> None:
+    def __init__(self, pieces: Sequence[ParameterBlocks], count: int, device: torch.device) -> None:
         self.pieces, self.count = pieces, count
         self.elements = count * BLOCK
         tails = [
@@ -67,7 +67,7 @@ class Blocks:
         self._tails, self._kept, self.counts = (each.to(device) for each in (places, kept, counts))
 
     @staticmethod
-    def of(bucket: Bucket) -> Blocks:
+    def of(bucket: Bucket) -> CompressionBlocks:
         """All blocks of a bucket."""
         pieces, count = [], 0
         for segment in bucket.segments:
@@ -75,27 +75,27 @@ class Blocks:
             assert shard.extent[1:] == shard.local[1:], shard
             length = prod(shard.extent)
             if segment.parameter.requires_grad and length:
-                pieces.append(Piece(segment, 0, segment.start, count * BLOCK, length))
+                pieces.append(ParameterBlocks(segment, 0, segment.start, count * BLOCK, length))
                 count += -(-length // BLOCK)
-        return Blocks(pieces, count, bucket.sharding.group.device)
+        return CompressionBlocks(pieces, count, bucket.sharding.group.device)
 
     @staticmethod
-    def beside(lengths: Iterable[int], device: torch.device) -> Blocks:
+    def beside(lengths: Iterable[int], device: torch.device) -> CompressionBlocks:
         """Those of parts of so many elements, one behind the other."""
         pieces, count, start = [], 0, 0
         for length in lengths:
-            pieces.append(Piece(None, 0, start, count * BLOCK, length))
+            pieces.append(ParameterBlocks(None, 0, start, count * BLOCK, length))
             count += -(-length // BLOCK)
             start += length
-        return Blocks(pieces, count, device)
+        return CompressionBlocks(pieces, count, device)
 
-    def part(self, span: Span) -> Blocks:
+    def part(self, span: Span) -> CompressionBlocks:
         """The blocks of a span of them, by themselves."""
         first, last = (block * BLOCK for block in span)
         cut = [piece for each in self.pieces if (piece := each.within(first, last)).length]
-        own = [Piece(p.segment, p.offset, p.start, p.first - first, p.length) for p in cut]
+        own = [ParameterBlocks(p.segment, p.offset, p.start, p.first - first, p.length) for p in cut]
         device = self.counts.device
-        return Blocks(own, span[1] - span[0], device)
+        return CompressionBlocks(own, span[1] - span[0], device)
 
     def equal_spans(self, size: int) -> list[Span]:
         """As many blocks for each of `size` ranks, as far as that can be; the first one has most."""
@@ -180,7 +180,7 @@ class Blocks:
             yield StateTensor(kind, shard, values, piece.offset, copy, written, "as a sum")
 
     @staticmethod
-    def _overlap(piece: Piece, part: slice) -> Span:
+    def _overlap(piece: ParameterBlocks, part: slice) -> Span:
         """First element among the blocks, and number, of a piece's elements in a part of the bucket."""
         begin = max(piece.start, part.start)
         length = max(0, min(piece.start + piece.length, part.stop) - begin)

@@ -45,7 +45,7 @@ class Codec(Protocol):
 
 
 @dataclass(frozen=True)
-class Rounded:
+class RoundedCodec:
     """bf16, or int8 with a scale for each block, to the nearest, as activations that are kept."""
 
     form: Literal["bf16", "int8"]

@@ -15,7 +15,7 @@ from hpctrain.comm.work import SequentialWork, Work
 from hpctrain.deck.schema import Deck
 from hpctrain.memory.compress import BLOCK
 from hpctrain.sharding.bucket import Bucket
-from hpctrain.sharding.compression.blocks import Blocks, Span, put, take
+from hpctrain.sharding.compression.blocks import CompressionBlocks, Span, put, take
 from hpctrain.sharding.compression.codecs import Codec
 from hpctrain.sharding.state import StateTensor
 
@@ -40,7 +40,7 @@ class CodedSum:
 
     def __init__(
         self,
-        blocks: Blocks,
+        blocks: CompressionBlocks,
         group: Group,
         codec: Codec,
         owned: Sequence[Span],
@@ -132,7 +132,7 @@ class CodedSum:
         values = total if self.own_residual is None else self.own_residual.add_(total)
         return self._coded(self.own, values, self.encode_sums, self.own_residual is not None)
 
-    def _coded(self, blocks: Blocks, values: Tensor, encode: Encode, feedback: bool) -> Tensor:
+    def _coded(self, blocks: CompressionBlocks, values: Tensor, encode: Encode, feedback: bool) -> Tensor:
         """The code of `values`, which with `feedback` are what it loses afterwards."""
         code = values.new_empty(self._code_bytes(blocks.count), dtype=torch.uint8)
         for piece, spans in self._pieces(blocks):
@@ -145,14 +145,14 @@ class CodedSum:
             blocks.clear_tails(values)
         return code
 
-    def _added(self, blocks: Blocks, codes: Tensor | Sequence[Tensor]) -> Tensor:
+    def _added(self, blocks: CompressionBlocks, codes: Tensor | Sequence[Tensor]) -> Tensor:
         """The sum of what codes of these blocks stand for."""
         total = torch.empty(blocks.elements, device=codes[0].device)
         for piece, spans in self._pieces(blocks):
             total[piece.start * BLOCK : piece.stop * BLOCK] = self.add([take(code, spans) for code in codes])
         return total
 
-    def _pieces(self, blocks: Blocks) -> Iterator[tuple[slice, list[Span]]]:
+    def _pieces(self, blocks: CompressionBlocks) -> Iterator[tuple[slice, list[Span]]]:
         """Some blocks at a time, and where their bytes lie in a code of all: what a cache holds is quick."""
         width, scale, count = self.codec.width, self.codec.scale, blocks.count
         for first in range(0, count, self._at_once):
@@ -164,7 +164,7 @@ class CodedSum:
         return count * (self.codec.width + self.codec.scale)
 
 
-class CompressedSum(CodedSum):
+class CompressedReduction(CodedSum):
     """The sum of a bucket's gradients, in codes; with `feedback` residuals are kept.
 
     Blocks have owners: as many for each rank or, where ZeRO cuts and this is not `whole`, the rank whose
@@ -174,7 +174,7 @@ class CompressedSum(CodedSum):
 
     def __init__(self, bucket: Bucket, codec: Codec, feedback: bool, whole: bool = False) -> None:
         self.bucket, group, device = bucket, bucket.sharding.group, bucket.sharding.group.device
-        returns, blocks = whole or bucket.sharding.zero == 0, Blocks.of(bucket)
+        returns, blocks = whole or bucket.sharding.zero == 0, CompressionBlocks.of(bucket)
         slices = [slice(first, last) for first, last in pairwise(bucket.layout.borders)]
         owned = blocks.equal_spans(group.size) if returns else list(map(blocks.span_of, slices))
         super().__init__(blocks, group, codec, owned, returns, bucket.slice)
@@ -184,9 +184,9 @@ class CompressedSum(CodedSum):
             self.own_residual = torch.zeros(self.own.elements, device=device)
 
     @staticmethod
-    def of(codec: Codec) -> Callable[[Deck, Bucket], CompressedSum]:
+    def of(codec: Codec) -> Callable[[Deck, Bucket], CompressedReduction]:
         """What makes one of a deck and a bucket."""
-        return lambda deck, bucket: CompressedSum(bucket, codec, deck.communication.error_feedback)
+        return lambda deck, bucket: CompressedReduction(bucket, codec, deck.communication.error_feedback)
 
     def begin(self, updates: int) -> None:
         """Begin a step."""

@@ -11,10 +11,10 @@ from hpctrain.deck.schema import Deck
 from hpctrain.memory.compress import BLOCK
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.compression.codecs import Sign, of_signs, signed, signs
-from hpctrain.sharding.compression.compressed_sum import CompressedSum
+from hpctrain.sharding.compression.compressed_sum import CompressedReduction
 
 
-class MajorityVote(CompressedSum):
+class MajorityVote(CompressedReduction):
     """The sum of an element is the sign that most ranks voted for, times the sum of their blocks' scales.
 
     It is as large as the sum would be if all ranks agreed, so that norms and clipping mean what they do
@@ -27,7 +27,7 @@ class MajorityVote(CompressedSum):
         super().__init__(bucket, Sign(), feedback=False)
 
     def add(self, codes: Sequence[Tensor]) -> Tensor:
-        """See CompressedSum. Of a code by itself, what it stands for."""
+        """See CompressedReduction. Of a code by itself, what it stands for."""
         votes = torch.zeros((codes[0].numel() // (Sign.width + Sign.scale), BLOCK), device=codes[0].device)
         weighed, together = torch.zeros_like(votes), votes.new_zeros(len(votes))
         for code in codes:
@@ -39,11 +39,15 @@ class MajorityVote(CompressedSum):
         return signed(torch.where(votes == 0, weighed, votes) >= 0, together).view(-1)
 
     def encode_sums(self, sums: Tensor, counts: Tensor) -> Tensor:  # noqa: ARG002
-        """See CompressedSum: a block's sums differ in nothing but their sign."""
+        """See CompressedReduction: a block's sums differ in nothing but their sign."""
         rows = sums.view(-1, BLOCK)
         return signs(rows >= 0, rows.abs().amax(1))
 
 
-def sign_sum(deck: Deck, bucket: Bucket) -> CompressedSum:
+def sign_sum(deck: Deck, bucket: Bucket) -> CompressedReduction:
     """Sums of signs whose errors are fed back, or without `error_feedback` majority votes."""
-    return CompressedSum(bucket, Sign(), True) if deck.communication.error_feedback else MajorityVote(bucket)
+    return (
+        CompressedReduction(bucket, Sign(), True)
+        if deck.communication.error_feedback
+        else MajorityVote(bucket)
+    )

@@ -12,8 +12,8 @@ from hpctrain.comm.work import SequentialWork, Work
 from hpctrain.deck.schema import Deck
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.compression.codecs import Sign
-from hpctrain.sharding.compression.compressed_sum import CompressedSum
-from hpctrain.sharding.reducer import ExactSum
+from hpctrain.sharding.compression.compressed_sum import CompressedReduction
+from hpctrain.sharding.reducer import ExactReduction
 from hpctrain.sharding.state import StateTensor, state_of_ranks
 
 
@@ -28,9 +28,9 @@ class OneBitMomentum:
 
     def __init__(self, bucket: Bucket, beta: float, warmup: int) -> None:
         self.bucket, self.beta, self.warmup = bucket, beta, warmup
-        self.exact = ExactSum(bucket)
+        self.exact = ExactReduction(bucket)
         self.signs = (
-            CompressedSum(bucket, Sign(), True, whole=True) if bucket.sharding.group.size > 1 else None
+            CompressedReduction(bucket, Sign(), True, whole=True) if bucket.sharding.group.size > 1 else None
         )
         self.part = torch.zeros(bucket.length, device=bucket.sharding.group.device)
         self._warm = True
@@ -80,7 +80,7 @@ class OneBitMomentum:
         if self.signs is not None:
             yield from self.signs.state()
 
-    def _sum(self, signs: CompressedSum, gradients: Tensor) -> Iterator[Work[Any]]:
+    def _sum(self, signs: CompressedReduction, gradients: Tensor) -> Iterator[Work[Any]]:
         """The operations on what this rank adds to the momentum."""
         wide = gradients if gradients.dtype == torch.float32 else gradients.float()
         wide.mul_(1 - self.beta).add_(self.part, alpha=self.beta)

@@ -12,7 +12,7 @@ from torch import Tensor
 from hpctrain.comm.work import SequentialWork, Work
 from hpctrain.deck.schema import Deck
 from hpctrain.sharding.bucket import Bucket
-from hpctrain.sharding.reducer import ExactSum, Summation
+from hpctrain.sharding.reducer import ExactReduction, GradientReduction
 from hpctrain.sharding.state import StateTensor, state_of_ranks
 
 
@@ -28,7 +28,7 @@ class TopK:
 
     def __init__(self, bucket: Bucket, ratio: float, momentum: float, warmup: int) -> None:
         self.bucket, self.group = bucket, bucket.sharding.group
-        self.exact, self.momentum, self.warmup = ExactSum(bucket), momentum, warmup
+        self.exact, self.momentum, self.warmup = ExactReduction(bucket), momentum, warmup
         self._warm = True
         lengths = ((s, prod(s.parameter.shard.extent)) for s in bucket.segments if s.parameter.requires_grad)
         self._parts = [(segment.start, length, ceil(ratio * length)) for segment, length in lengths if length]
@@ -39,18 +39,18 @@ class TopK:
         self.unsent = torch.zeros(0 if alone else bucket.length, device=device)
 
     @staticmethod
-    def of(deck: Deck, bucket: Bucket) -> Summation:
+    def of(deck: Deck, bucket: Bucket) -> GradientReduction:
         """That of a deck; exact where everything would be sent, or a rank is alone without momentum."""
         keys, optimizer = deck.communication, deck.optimizer
         momentum = optimizer.momentum if optimizer.name == "sgd" else 0.0
         if keys.ratio == 1 or (bucket.sharding.group.size == 1 and not momentum):
-            return ExactSum(bucket)
+            return ExactReduction(bucket)
         return TopK(bucket, keys.ratio, momentum, keys.warmup)
 
     @property
     def scratch_bytes(self) -> int:
-        """See Summation: what is chosen and its places, those of all ranks, and of one parameter magnitudes
-        and, as torch sorts them on a CPU, pairs of 16 bytes.
+        """See GradientReduction: what is chosen and its places, those of all ranks, and of one parameter
+        magnitudes and, as torch sorts them on a CPU, pairs of 16 bytes.
         """
         largest = max((length for _, length, _ in self._parts), default=0)
         messages = 8 * self.sent * (2 + self.group.size)

@@ -10,16 +10,17 @@ from hpctrain.comm.work import Work
 from hpctrain.deck.schema import Deck
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.compression.between import between_nodes
-from hpctrain.sharding.reducer import ExactSum, Summation
+from hpctrain.sharding.reducer import ExactReduction, GradientReduction
 from hpctrain.sharding.state import Stateful, StateTensor
 
 
 class Warmed:
-    """Exact sums for `warmup` updates, then those of another Summation, whose state waits until then."""
+    """Exact sums for `warmup` updates, then those of another GradientReduction, whose state waits until
+    then."""
 
-    def __init__(self, bucket: Bucket, summation: Summation, warmup: int) -> None:
-        self.exact, self.summation, self.warmup = ExactSum(bucket), summation, warmup
-        self._now: Summation = self.exact
+    def __init__(self, bucket: Bucket, summation: GradientReduction, warmup: int) -> None:
+        self.exact, self.summation, self.warmup = ExactReduction(bucket), summation, warmup
+        self._now: GradientReduction = self.exact
 
     @property
     def scratch_bytes(self) -> int:
@@ -45,13 +46,15 @@ class Warmed:
             yield from self.summation.state()
 
 
-def exact_at_first(make: Callable[[Deck, Bucket], Summation]) -> Callable[[Deck, Bucket], Summation]:
+def exact_at_first(
+    make: Callable[[Deck, Bucket], GradientReduction],
+) -> Callable[[Deck, Bucket], GradientReduction]:
     """The same, with exact sums for the deck's `warmup`, and throughout where a rank sums with no other."""
     make = between_nodes(make)
 
-    def made(deck: Deck, bucket: Bucket) -> Summation:
+    def made(deck: Deck, bucket: Bucket) -> GradientReduction:
         if bucket.sharding.group.size == 1:
-            return ExactSum(bucket)
+            return ExactReduction(bucket)
         warmup = deck.communication.warmup
         return Warmed(bucket, make(deck, bucket), warmup) if warmup else make(deck, bucket)
 

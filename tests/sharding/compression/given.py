@@ -10,7 +10,7 @@ import torch
 
 from hpctrain.comm.world import World
 from hpctrain.sharding.bucket import Bucket
-from hpctrain.sharding.reducer import Summation
+from hpctrain.sharding.reducer import GradientReduction
 from tests.engines import small_deck, trainer
 
 Array = npt.NDArray[np.float32]
@@ -45,7 +45,7 @@ def fill(bucket: Bucket, rank: int, step: int) -> torch.Tensor:
 
 
 def summed(
-    bucket: Bucket, summation: Summation, gradients: torch.Tensor, updates: int = 0
+    bucket: Bucket, summation: GradientReduction, gradients: torch.Tensor, updates: int = 0
 ) -> dict[str, Array]:
     """What the ranks' gradients are summed to, by parameter: all of it, or what is this rank's own."""
     summation.begin(updates)

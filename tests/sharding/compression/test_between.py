@@ -22,7 +22,7 @@ from hpctrain.plan.memory import plan_memory
 from hpctrain.plan.traffic import plan_traffic
 from hpctrain.sharding.compression.between import BetweenNodes
 from hpctrain.sharding.compression.power import PowerSgd
-from hpctrain.sharding.replication import Nodes
+from hpctrain.sharding.replication import NodePeers
 from hpctrain.sharding.state import state_bytes
 from hpctrain.sharding.synchronize import check_replicas
 from tests.engines import Trainer, small_deck, trainer
@@ -149,14 +149,14 @@ def test_ranks_of_a_node_take_turns_and_send_what_the_forms_say(
     assert every == 2 * of_all  # of two nodes, by one rank each
 
 
-def nodes_of(ranks: int, per_node: int, *keys: str) -> Nodes | None:
+def nodes_of(ranks: int, per_node: int, *keys: str) -> NodePeers | None:
     deck = small_deck("batch.global_size=16", *NODES, *keys)
     mesh = PlannedMesh(axis_sizes(deck, ranks), 0, per_node)
     return cut_by_node(deck, mesh)(mesh.group("data", "context"))
 
 
 def test_groups_are_cut_by_node() -> None:
-    def sizes(nodes: Nodes | None) -> tuple[int, int] | None:
+    def sizes(nodes: NodePeers | None) -> tuple[int, int] | None:
         return nodes and (nodes.inside.size, nodes.between.size)
 
     assert sizes(nodes_of(8, 4)) == (4, 2)
@@ -185,5 +185,5 @@ def test_stages_that_are_cut_differently_are_refused(world: World, monkeypatch: 
 
 
 def test_ranks_take_turns_by_what_they_have_to_do() -> None:
-    nodes = Nodes(Mock(size=2), Mock())
+    nodes = NodePeers(Mock(size=2), Mock())
     assert [nodes.turn(elements) for elements in (10, 4, 4, 4, 1)] == [0, 1, 1, 1, 0]

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from hpctrain.memory.compress import BLOCK
-from hpctrain.sharding.compression.codecs import Codec, Rounded, Sign, of_signs, signs
+from hpctrain.sharding.compression.codecs import Codec, RoundedCodec, Sign, of_signs, signs
 
-CODECS: list[Codec] = [Rounded("bf16"), Rounded("int8"), Sign()]
+CODECS: list[Codec] = [RoundedCodec("bf16"), RoundedCodec("int8"), Sign()]
 
 
 def blocks(count: int, seed: int = 0) -> torch.Tensor:
@@ -43,7 +43,7 @@ def test_a_sign_stands_for_the_mean_magnitude_of_its_block() -> None:
 
 @pytest.mark.parametrize(("form", "error"), [("bf16", 2.0**-8), ("int8", 1 / 253)])
 def test_what_is_rounded_is_off_by_its_last_bit(form: str, error: float) -> None:
-    values, codec = blocks(6), Rounded(form)  # type: ignore[arg-type]
+    values, codec = blocks(6), RoundedCodec(form)  # type: ignore[arg-type]
     code = codec.encode(values, torch.full((6,), float(BLOCK)))
     assert code.numel() == 6 * (codec.width + codec.scale)
     apart = (codec.decode(code) - values).view(6, BLOCK).abs()

@@ -10,8 +10,8 @@ import pytest
 
 from hpctrain.comm.world import World
 from hpctrain.memory.compress import BLOCK
-from hpctrain.sharding.compression.codecs import Rounded, Sign
-from hpctrain.sharding.compression.compressed_sum import CompressedSum
+from hpctrain.sharding.compression.codecs import RoundedCodec, Sign
+from hpctrain.sharding.compression.compressed_sum import CompressedReduction
 from hpctrain.sharding.compression.majority import MajorityVote
 from tests.sharding.compression.given import ODD, Array, buckets_of, fill, given, own, summed
 
@@ -44,7 +44,7 @@ def bf16(values: Array) -> Array:
     return rounded.astype(np.uint32).view(np.float32)
 
 
-CODES = {"sign": (Sign(), sign), "int8": (Rounded("int8"), int8), "bf16": (Rounded("bf16"), bf16)}
+CODES = {"sign": (Sign(), sign), "int8": (RoundedCodec("int8"), int8), "bf16": (RoundedCodec("bf16"), bf16)}
 
 
 class Reference:
@@ -79,7 +79,7 @@ class Reference:
 def test_sums_are_those_of_numpy(world: World, name: str, keys: tuple[str, ...], feedback: bool) -> None:
     codec, code = CODES[name]
     for bucket in buckets_of(world, *keys):
-        summation = CompressedSum(bucket, codec, feedback)
+        summation = CompressedReduction(bucket, codec, feedback)
         references = {
             s.parameter.shard.name: Reference(
                 s.parameter.shard.name, s.length, world.size, code, feedback, "layout.zero=1" not in keys

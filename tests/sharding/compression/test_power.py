@@ -21,7 +21,7 @@ from hpctrain.plan.traffic import plan_traffic
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.compression.matrices import message_elements
 from hpctrain.sharding.compression.power import PowerSgd, orthonormal
-from hpctrain.sharding.replication import Replications, Sharding
+from hpctrain.sharding.replication import Replications, ZeroSharding
 from hpctrain.sharding.synchronize import check_replicas
 from hpctrain.train.memory import MemoryLedger
 from tests.engines import LLAMA, Trainer, make_buckets, small_deck, trainer
@@ -42,7 +42,7 @@ SHAPES: Mapping[str, tuple[int, ...]] = {
 def bucket_of(world: World, shapes: Mapping[str, tuple[int, ...]] = SHAPES, zero: int = 0) -> Bucket:
     """One bucket of parameters of these shapes on all ranks."""
     mesh = Mesh(world, {"data": world.size})
-    replications = Replications(mesh, lambda everyone: Sharding(zero, everyone, mesh.part("data", 1)))
+    replications = Replications(mesh, lambda everyone: ZeroSharding(zero, everyone, mesh.part("data", 1)))
     parameters = [Parameter(Shard.whole(name, shape)) for name, shape in shapes.items()]
     (bucket,) = make_buckets([[parameters]], replications, torch.float32, 1 << 30)
     return bucket

@@ -10,7 +10,7 @@ from torch import Tensor
 import hpctrain.optim.clip as clip
 from hpctrain.comm.work import Work
 from hpctrain.data.batches import Batches
-from hpctrain.sharding.reducer import ExactSum
+from hpctrain.sharding.reducer import ExactReduction
 from hpctrain.train.step import Step
 from tests.train.layout_faults.deck_keys import DROPOUT
 from tests.train.layout_faults.fault import LayoutFault
@@ -30,7 +30,9 @@ def faults() -> list[LayoutFault]:
     """Return the faults of this seam."""
     return [
         fault(
-            "a bucket that is not summed", (), wrapped(ExactSum, "start", _skip_one_bucket, in_second_step)
+            "a bucket that is not summed",
+            (),
+            wrapped(ExactReduction, "start", _skip_one_bucket, in_second_step),
         ),
         fault(
             "a mean in place of a sum",
@@ -75,7 +77,7 @@ def faults() -> list[LayoutFault]:
     ]
 
 
-def _skip_one_bucket(original: Any, summation: ExactSum, gradients: Tensor, sums: Tensor) -> Any:
+def _skip_one_bucket(original: Any, summation: ExactReduction, gradients: Tensor, sums: Tensor) -> Any:
     if summation.bucket.segments[0].parameter.shard.name.startswith("blocks.1."):
         return Work(sums)
     return original(summation, gradients, sums)

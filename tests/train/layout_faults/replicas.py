@@ -12,8 +12,8 @@ import hpctrain.sharding.compression.power as power
 import hpctrain.sharding.local_steps as local_steps
 from hpctrain.sharding.compression.compressed_sum import CodedSum
 from hpctrain.sharding.compression.top_k import TopK
-from hpctrain.sharding.local_steps import LocalSteps, OuterRule
-from hpctrain.sharding.outer import EveryStep
+from hpctrain.sharding.local_steps import LocalSteps, OuterOptimizer
+from hpctrain.sharding.outer import SyncEveryStep
 from tests.train.layout_faults.deck_keys import AVERAGE, DILOCO, INT8, POWER_SGD, TOP_K
 from tests.train.layout_faults.fault import LayoutFault
 from tests.train.layout_faults.planting import scaled_argument, scaled_result, skipped_calls, wrapped
@@ -26,14 +26,14 @@ def faults() -> list[LayoutFault]:
     """Return the faults of this seam."""
     return [
         fault("half of an outer gradient", DILOCO, wrapped(LocalSteps, "_finish", _halve_outer_gradient)),
-        fault("no momentum", DILOCO, wrapped(OuterRule, "update", _drop_momentum)),
+        fault("no momentum", DILOCO, wrapped(OuterOptimizer, "update", _drop_momentum)),
         fault(
             "an outer model of one rank",
             DILOCO,
             wrapped(LocalSteps, "after_update", _scale_outer_model, on_rank_1),
         ),
-        fault("a mean that is not one", AVERAGE, scaled_argument(OuterRule, "update", 3, 0.9)),
-        fault("sums of gradients", AVERAGE, skipped_calls(EveryStep, "before_update")),
+        fault("a mean that is not one", AVERAGE, scaled_argument(OuterOptimizer, "update", 3, 0.9)),
+        fault("sums of gradients", AVERAGE, skipped_calls(SyncEveryStep, "before_update")),
         fault("weights that stay a replica's own", AVERAGE, skipped_calls(local_steps, "_write", on_rank_1)),
         fault("what int8 loses", INT8, wrapped(CodedSum, "_coded", _drop_residual)),
         fault(
@@ -79,7 +79,9 @@ def _subtract_everything(
     original(stack, left, right, gradients, 1.0)
 
 
-def _drop_momentum(original: Any, rule: OuterRule, weights: Tensor, velocity: Any, gradient: Tensor) -> None:
+def _drop_momentum(
+    original: Any, rule: OuterOptimizer, weights: Tensor, velocity: Any, gradient: Tensor
+) -> None:
     original(rule, weights, None if velocity is None else torch.zeros_like(velocity), gradient)
 
 
