@@ -42,7 +42,7 @@ from hpctrain.objective.objective import Objective
 from hpctrain.optim.loss_scale import LossScale
 from hpctrain.optim.noise_scale import NoiseScale
 from hpctrain.optim.schedule import LearningRate
-from hpctrain.optim.spikes import Spikes
+from hpctrain.optim.spikes import SpikeDetector
 from hpctrain.parallel.context import context_positions
 from hpctrain.parallel.groups import LayerContext
 from hpctrain.pipeline.action import Schedule
@@ -81,7 +81,7 @@ class Engine(TrainedStage):
     activation_files: ScratchFiles | None
     loss_scale: LossScale
     noise_scale: NoiseScale
-    spikes: Spikes
+    spikes: SpikeDetector
     learning_rate: LearningRate
     positions: torch.Tensor
     placement: Placement
@@ -224,10 +224,10 @@ def assemble(
     )
 
 
-def make_spikes(deck: Deck) -> Spikes:
+def make_spikes(deck: Deck) -> SpikeDetector:
     """What tells the spikes of a run."""
     keys = deck.stability
-    return Spikes(
+    return SpikeDetector(
         keys.spike,
         keys.spike_window,
         keys.spike_factor,

@@ -18,8 +18,8 @@ from hpctrain.engine.rules import RULES
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.offload_folder import check_room
 from hpctrain.memory.scratch import Flat, ScratchFile, ScratchFiles, ScratchTensor
-from hpctrain.optim.block_rule import BlockRules
-from hpctrain.optim.blocks import BlockOptimizer
+from hpctrain.optim.block_rule import MatrixRules
+from hpctrain.optim.blocks import MatrixOptimizer
 from hpctrain.optim.offload import Home, OffloadedOptimizer
 from hpctrain.optim.optimizer import Agreement, Optimizer, ResidentOptimizer
 from hpctrain.sharding.bucket import Bucket, Store
@@ -119,9 +119,9 @@ def make_optimizer(
     `device` is the run's, where a plan's buckets are not.
     """
     rule, memory = RULES[deck.optimizer.name](deck), deck.memory
-    if store is None and isinstance(rule, BlockRules):
-        return BlockOptimizer(rule, buckets)
-    assert not isinstance(rule, BlockRules)  # the check of the deck refuses it
+    if store is None and isinstance(rule, MatrixRules):
+        return MatrixOptimizer(rule, buckets)
+    assert not isinstance(rule, MatrixRules)  # the check of the deck refuses it
     if store is None:
         return ResidentOptimizer(rule, buckets)
     computing: Home = "host" if on_host(device) else "gpu"

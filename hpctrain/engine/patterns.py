@@ -23,7 +23,7 @@ from hpctrain.model.architecture import Architecture
 from hpctrain.model.build import bare_model
 from hpctrain.model.part import ModelPart, parameter_list
 from hpctrain.model.precision import Precision
-from hpctrain.optim.block_rule import BlockRules
+from hpctrain.optim.block_rule import MatrixRules
 from hpctrain.parallel.eight_bits import names
 from hpctrain.parallel.linear import SplitLinear
 from hpctrain.parallel.shard import Parameter
@@ -91,7 +91,7 @@ def pattern_problems(deck: Deck, architecture: Architecture) -> Iterator[Problem
         yield from (Problem("model.adapters", each) for each in sentences)
     if "matrices" in OWN_KEYS[optimizer.name] and optimizer.matrices:
         rule = RULES[optimizer.name](deck)
-        assert isinstance(rule, BlockRules)
+        assert isinstance(rule, MatrixRules)
         yield from (Problem("optimizer.matrices", each) for each in _matrices(bare_model(architecture), rule))
     if how is not None and how.exclude:
         problems = _excluded(bare_model(architecture), how.exclude)
@@ -127,7 +127,7 @@ def _linear(model: ModelPart) -> list[SplitLinear]:
     return [module for module in modules if isinstance(module, SplitLinear)]
 
 
-def _matrices(model: ModelPart, rule: BlockRules) -> list[str]:
+def _matrices(model: ModelPart, rule: MatrixRules) -> list[str]:
     leaves = (leaf for unit in model.units() for leaf in unit)
     matrices = ([p for p in leaf if rule.blocks.block(p.shard) is not None] for leaf in leaves)
     others = (parameter.shard.name for parameter in parameter_list(model))

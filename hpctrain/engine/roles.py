@@ -21,7 +21,7 @@ from hpctrain.engine.offload import Offload
 from hpctrain.engine.rules import RULES
 from hpctrain.engine.stage import TrainedStage, build_stage, build_trained_stage
 from hpctrain.model.part import ModelPart
-from hpctrain.optim.block_rule import BlockRules
+from hpctrain.optim.block_rule import MatrixRules
 from hpctrain.optim.optimizer import Agreement, Optimizer
 from hpctrain.parallel.groups import LayerContext
 from hpctrain.sharding.outer import SyncEveryStep
@@ -52,7 +52,7 @@ class Elsewhere(Optimizer):
 
     def __init__(self, deck: Deck) -> None:
         rule = RULES[deck.optimizer.name](deck)
-        assert not isinstance(rule, BlockRules)
+        assert not isinstance(rule, MatrixRules)
         super().__init__(rule, [], [])
         self.updates = 0
 

@@ -10,7 +10,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.optim.adafactor import Adafactor
 from hpctrain.optim.adam_mini import AdamMini
 from hpctrain.optim.adamw import AdamW
-from hpctrain.optim.block_rule import BlockRules
+from hpctrain.optim.block_rule import MatrixRules
 from hpctrain.optim.lion import Lion
 from hpctrain.optim.muon import Muon
 from hpctrain.optim.optimizer import UpdateRule
@@ -39,24 +39,24 @@ def _schedule_free(deck: Deck) -> UpdateRule:
     return ScheduleFree((keys.beta1, keys.beta2), keys.epsilon, keys.weight_decay)
 
 
-def _muon(deck: Deck) -> BlockRules:
+def _muon(deck: Deck) -> MatrixRules:
     keys = deck.optimizer
     dtype = torch.bfloat16 if keys.newton_schulz == "bf16" else torch.float32
     rule = Muon(keys.momentum, keys.nesterov, keys.weight_decay, keys.newton_schulz_steps, dtype, keys.match)
-    return BlockRules(rule, keys.matrices, _adamw(deck), keys.others_rate)
+    return MatrixRules(rule, keys.matrices, _adamw(deck), keys.others_rate)
 
 
-def _adafactor(deck: Deck) -> BlockRules:
+def _adafactor(deck: Deck) -> MatrixRules:
     keys = deck.optimizer
-    return BlockRules(Adafactor(keys.beta1, keys.weight_decay))
+    return MatrixRules(Adafactor(keys.beta1, keys.weight_decay))
 
 
-def _adam_mini(deck: Deck) -> BlockRules:
+def _adam_mini(deck: Deck) -> MatrixRules:
     keys = deck.optimizer
-    return BlockRules(AdamMini((keys.beta1, keys.beta2), keys.epsilon, keys.weight_decay))
+    return MatrixRules(AdamMini((keys.beta1, keys.beta2), keys.epsilon, keys.weight_decay))
 
 
-RULES: Mapping[str, Callable[[Deck], UpdateRule | BlockRules]] = {
+RULES: Mapping[str, Callable[[Deck], UpdateRule | MatrixRules]] = {
     "adamw": _adamw,
     "sgd": _sgd,
     "lion": _lion,

@@ -33,7 +33,7 @@ from hpctrain.model.frozen import freeze_parameters
 from hpctrain.model.parametrization import set_rates
 from hpctrain.model.part import ModelPart, blocks_of, parameter_list
 from hpctrain.model.precision import Precision
-from hpctrain.optim.block_rule import BlockRules
+from hpctrain.optim.block_rule import MatrixRules
 from hpctrain.optim.optimizer import Agreement, Optimizer, refresh
 from hpctrain.parallel.groups import LayerContext
 from hpctrain.parallel.residency import ParameterResidency
@@ -260,7 +260,7 @@ def build_trained_stage(
     """
     set_rates(models, deck)
     rule = RULES[deck.optimizer.name](deck)
-    if isinstance(rule, BlockRules):
+    if isinstance(rule, MatrixRules):
         rule.assign([parameter for model in models for parameter in parameter_list(model)])
     stage = build_stage(deck, groups, models, replications, offload.parameters, trained=True)
     summed = [bucket for bucket in stage.buckets if bucket.trained]

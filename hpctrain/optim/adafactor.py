@@ -9,7 +9,7 @@ from math import prod, sqrt
 import torch
 from torch import Tensor
 
-from hpctrain.optim.optimizer import Elements
+from hpctrain.optim.optimizer import ElementBatch
 from hpctrain.parallel.shard import Shard, UpdateBlock
 from hpctrain.sharding.state import MASTER
 
@@ -43,7 +43,7 @@ class Adafactor:
     format = torch.float32
 
     def block(self, shard: Shard) -> UpdateBlock:
-        """See BlockRule: whole matrices, or each of those that are stacked, and whole vectors."""
+        """See MatrixRule: whole matrices, or each of those that are stacked, and whole vectors."""
         shape = (1,) * (len(shard.shape) - 2) + shard.shape[-2:]
         return UpdateBlock(shape, _WORK * prod(shape))
 
@@ -62,17 +62,17 @@ class Adafactor:
         }
 
     def working_bytes(self, shape: Sequence[int]) -> int:
-        """See BlockRule: of a number for each row and column, those of the last update and what scales."""
+        """See MatrixRule: of a number for each row and column, those of the last update and what scales."""
         return 4 * 4 * sum(shape[-2:])
 
     @torch.no_grad()
-    def direction(self, part: Elements, gradient_divisor: float) -> Tensor:
+    def direction(self, part: ElementBatch, gradient_divisor: float) -> Tensor:
         """Return the divided gradients of a piece of a block, and update the state of its elements."""
         return part.gradients.div_(gradient_divisor).clone()
 
     @torch.no_grad()
     def transformed(self, directions: Tensor, cells: Mapping[str, Tensor]) -> Tensor:
-        """See BlockRule: updates before the rate."""
+        """See MatrixRule: updates before the rate."""
         count = cells[UPDATES].add_(1).reshape(())
         share = count.double().pow(_DECAY).float()
         if SQUARE in cells:
@@ -86,7 +86,7 @@ class Adafactor:
         return directions.div_((size / _LARGEST_UPDATE).clamp_(min=1.0))
 
     @torch.no_grad()
-    def follow(self, part: Elements, directions: Tensor, learning_rate: float) -> None:
+    def follow(self, part: ElementBatch, directions: Tensor, learning_rate: float) -> None:
         """Update the weights of a piece of a block with its transformed directions."""
         weights, treatment = part.state[MASTER], part.treatment
         if treatment.decayed and self.weight_decay:

@@ -9,7 +9,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from hpctrain.optim.optimizer import Elements
+from hpctrain.optim.optimizer import ElementBatch
 from hpctrain.parallel.shard import Shard, UpdateBlock
 from hpctrain.sharding.state import MASTER
 
@@ -37,7 +37,7 @@ class AdamMini:
     format = torch.float32
 
     def block(self, shard: Shard) -> UpdateBlock:
-        """See BlockRule: as many rows as a rank holds, where all hold as many; experts one by one."""
+        """See MatrixRule: as many rows as a rank holds, where all hold as many; experts one by one."""
         if len(shard.shape) < 2:
             return UpdateBlock(shard.shape, _WORK * prod(shard.shape))
         *leading, rows, columns = shard.shape
@@ -53,11 +53,11 @@ class AdamMini:
         return {MEAN: None, SQUARE: cell}
 
     def working_bytes(self, shape: Sequence[int]) -> int:
-        """See BlockRule: a number for each row, and those that are added to it."""
+        """See MatrixRule: a number for each row, and those that are added to it."""
         return 4 * 3 * prod(shape[:-1])
 
     @torch.no_grad()
-    def direction(self, part: Elements, gradient_divisor: float) -> Tensor:
+    def direction(self, part: ElementBatch, gradient_divisor: float) -> Tensor:
         """Return the divided gradients of a piece of a block, and update the state of its elements."""
         gradients = part.gradients.div_(gradient_divisor)
         part.state[MEAN].mul_(self.betas[0]).add_(gradients, alpha=1 - self.betas[0])
@@ -65,7 +65,7 @@ class AdamMini:
 
     @torch.no_grad()
     def transformed(self, directions: Tensor, cells: Mapping[str, Tensor]) -> Tensor:
-        """See BlockRule: of each element the root of its cell's mean of squares."""
+        """See MatrixRule: of each element the root of its cell's mean of squares."""
         square = cells[SQUARE].view(-1, 1)
         by_cell = directions.view(square.numel(), -1)
         means = torch.linalg.vector_norm(by_cell, dim=-1, keepdim=True).square_().div_(by_cell.shape[-1])
@@ -74,7 +74,7 @@ class AdamMini:
         return directions
 
     @torch.no_grad()
-    def follow(self, part: Elements, directions: Tensor, learning_rate: float) -> None:
+    def follow(self, part: ElementBatch, directions: Tensor, learning_rate: float) -> None:
         """Update the weights of a piece of a block with its transformed directions."""
         weights, treatment, count = part.state[MASTER], part.treatment, part.updates.double() + 1
         first, second = (1 - beta**count for beta in self.betas)

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch.optim.adamw import adamw
 
-from hpctrain.optim.optimizer import Elements, by_treatment
+from hpctrain.optim.optimizer import ElementBatch, by_treatment
 from hpctrain.sharding.state import MASTER
 
 _PIECE = 1 << 20
@@ -34,7 +34,7 @@ class AdamW:
     names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
 
     @torch.no_grad()
-    def update(self, parts: Sequence[Elements], learning_rate: float, gradient_divisor: float) -> None:
+    def update(self, parts: Sequence[ElementBatch], learning_rate: float, gradient_divisor: float) -> None:
         """Update in place, all that is treated alike in one call."""
         if self.given_after is not None and parts and parts[0].updates.item() >= self.given_after:
             for part in parts:
@@ -62,7 +62,7 @@ class AdamW:
                 maximize=False,
             )
 
-    def _follow(self, part: Elements, learning_rate: float, divisor: float, grown: float) -> None:
+    def _follow(self, part: ElementBatch, learning_rate: float, divisor: float, grown: float) -> None:
         """Update with the mean that is given, and a square's mean that has `grown` to that share."""
         weights, mean, square = part.state[MASTER], part.state["exp_avg"], part.state["exp_avg_sq"]
         begun = 1 - self.betas[0] ** part.updates.add_(1)

@@ -11,11 +11,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from hpctrain.optim.optimizer import Elements, UpdateRule
+from hpctrain.optim.optimizer import ElementBatch, UpdateRule
 from hpctrain.parallel.shard import Parameter, Shard, UpdateBlock, UpdateSettings
 
 
-class BlockRule(Protocol):
+class MatrixRule(Protocol):
     """Update rule of matrices that may be split between ranks.
 
     An update has three steps: elementwise on the pieces (`direction`), on the gathered matrix
@@ -41,7 +41,7 @@ class BlockRule(Protocol):
     def format(self) -> torch.dtype:
         """dtype of the directions that are gathered, and of the transformed ones."""
 
-    def direction(self, part: Elements, gradient_divisor: float) -> Tensor:
+    def direction(self, part: ElementBatch, gradient_divisor: float) -> Tensor:
         """Return the direction of a piece of a block, in its shape, and update the state of its elements.
 
         The gradients are divided by `gradient_divisor` in place.
@@ -53,17 +53,17 @@ class BlockRule(Protocol):
         The given directions may be overwritten.
         """
 
-    def follow(self, part: Elements, directions: Tensor, learning_rate: float) -> None:
+    def follow(self, part: ElementBatch, directions: Tensor, learning_rate: float) -> None:
         """Update the weights of a piece of a block with its transformed directions."""
 
 
 @dataclass(frozen=True)
-class BlockRules:
+class MatrixRules:
     """A rule for the Blocks of parameters that `patterns` name, of all if not told, and one for the elements
     of the `others`, whose learning rate is `others_rate` times that of the step.
     """
 
-    blocks: BlockRule
+    blocks: MatrixRule
     patterns: Sequence[str] = ("*",)
     others: UpdateRule | None = None
     others_rate: float = 1.0

@@ -16,26 +16,26 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpctrain.comm.work import Work
-from hpctrain.optim.block_rule import BlockRules
+from hpctrain.optim.block_rule import MatrixRules
 from hpctrain.optim.divided_blocks import DividedBlocks
 from hpctrain.optim.handed_blocks import HandedBlocks
-from hpctrain.optim.optimizer import Elements, Optimizer, UpdateRule, is_master
+from hpctrain.optim.optimizer import ElementBatch, Optimizer, UpdateRule, is_master
 from hpctrain.optim.own_blocks import OwnBlocks
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.bucket_layout import BucketSegment, UpdateRange
 from hpctrain.sharding.state import MASTER, OPTIMIZER, StateTensor, segment_state
 
 
-class BlockOptimizer(Optimizer):
+class MatrixOptimizer(Optimizer):
     """Keeps the state where it is updated. What is not trained stays as it is."""
 
-    def __init__(self, rules: BlockRules, buckets: Sequence[Bucket]) -> None:
+    def __init__(self, rules: MatrixRules, buckets: Sequence[Bucket]) -> None:
         """Collective."""
         masters = [_master(bucket) for bucket in buckets]
         super().__init__(None, buckets, [{MASTER: master} for master in masters])
         self.updates = 0
         self._rules = rules
-        self._runs: list[_Run] = []
+        self._runs: list[_ElementRange] = []
         self._blocks: list[OwnBlocks] = []
         self._handed: list[HandedBlocks] = []
         alone: list[OwnBlocks] = []
@@ -51,7 +51,7 @@ class BlockOptimizer(Optimizer):
                     else:
                         alone += trained
                 else:
-                    self._runs.append(_Run.of(rules.names_of_others, bucket, treated, master))
+                    self._runs.append(_ElementRange.of(rules.names_of_others, bucket, treated, master))
         self._alone = [each for each in alone if not each.divided]
         self._divided = DividedBlocks.all_of(rules.blocks, alone)
 
@@ -128,7 +128,7 @@ class BlockOptimizer(Optimizer):
 
 
 @dataclass(frozen=True)
-class _Run:
+class _ElementRange:
     """Neighbouring elements of one bucket that are updated by themselves, and this rank's own of them: `span`
     of all its own.
     """
@@ -139,22 +139,22 @@ class _Run:
     state: Mapping[str, Tensor]
 
     @staticmethod
-    def of(names: Sequence[str], bucket: Bucket, treated: UpdateRange, master: Tensor) -> _Run:
+    def of(names: Sequence[str], bucket: Bucket, treated: UpdateRange, master: Tensor) -> _ElementRange:
         own = bucket.own
         first = min(max(treated.part.start, own.start), own.stop)
         span = slice(first - own.start, max(first, min(treated.part.stop, own.stop)) - own.start)
         weights = master[span]
         state = {name: torch.zeros(weights.shape, device=weights.device) for name in names}
-        return _Run(bucket, treated, span, {MASTER: weights} | state)
+        return _ElementRange(bucket, treated, span, {MASTER: weights} | state)
 
     @property
     def elements(self) -> int:
         return self.state[MASTER].numel()
 
-    def part(self, updates: float) -> Elements:
+    def part(self, updates: float) -> ElementBatch:
         gradients = self.bucket.own_gradients[self.span].float()
         count = torch.tensor(updates, device=gradients.device)
-        return Elements(self.state, gradients, count, self.treated.treatment)
+        return ElementBatch(self.state, gradients, count, self.treated.treatment)
 
     def state_tensors(self) -> Iterator[StateTensor]:
         start = self.bucket.own.start

@@ -17,7 +17,7 @@ from hpctrain.sharding.bucket_layout import BucketSegment
 
 
 @dataclass(frozen=True)
-class CutBlock:
+class SplitMatrix:
     """A block of this `shape` of which the ranks of `group` hold pieces of shape `local`, which begin at
     `starts`. `work` are the FLOPs of its update.
     """
@@ -29,7 +29,7 @@ class CutBlock:
     work: float
 
     @staticmethod
-    def of(segment: BucketSegment, block: UpdateBlock) -> CutBlock | None:
+    def of(segment: BucketSegment, block: UpdateBlock) -> SplitMatrix | None:
         """Of a parameter whose blocks are cut; None where they are whole. Collective."""
         shard, group = segment.parameter.shard, segment.replication.pieces
         if all(size <= held for size, held in zip(block.shape, shard.local, strict=True)):
@@ -37,7 +37,7 @@ class CutBlock:
         assert group is not None
         starts = [at % size for at, size in zip(shard.start, block.shape, strict=True)]
         local = tuple(min(size, held) for size, held in zip(block.shape, shard.local, strict=True))
-        return CutBlock(block.shape, local, group, group.all_gather_object(starts), block.work)
+        return SplitMatrix(block.shape, local, group, group.all_gather_object(starts), block.work)
 
     @property
     def elements(self) -> int:
@@ -77,7 +77,7 @@ class CutBlock:
         return tuple(slice(at, at + size) for at, size in zip(start, self.local, strict=True))
 
 
-class Division:
+class SplitMatrices:
     """Cut blocks of one group, of which each rank transforms its share.
 
     In every of some rounds each rank has at most one: the others send it their pieces, and get theirs of what
@@ -85,7 +85,7 @@ class Division:
     """
 
     def __init__(
-        self, group: Group, blocks: Sequence[CutBlock], names: Sequence[Any], dtype: torch.dtype
+        self, group: Group, blocks: Sequence[SplitMatrix], names: Sequence[Any], dtype: torch.dtype
     ) -> None:
         """Collective: all ranks of the group have pieces of the same blocks, which `names` tell. They send
         each other numbers of this `dtype`.
@@ -116,7 +116,7 @@ class Division:
 
         While one round is transformed, the next one's pieces and what came of the last one are under way.
         """
-        rounds = (_Round(self, of_ranks, directions) for of_ranks in self.rounds)
+        rounds = (_TransformRound(self, of_ranks, directions) for of_ranks in self.rounds)
         last, here = None, next(rounds, None)
         while here is not None:
             following = next(rounds, None)
@@ -156,11 +156,14 @@ class Division:
         return sum(sizes) + self.group.size * sizes[self.group.rank]
 
 
-class _Round:
+class _TransformRound:
     """Blocks that are transformed at once, one of each rank; their pieces are sent from the start."""
 
     def __init__(
-        self, division: Division, of_ranks: Sequence[int | None], directions: Callable[[int], Tensor] | None
+        self,
+        division: SplitMatrices,
+        of_ranks: Sequence[int | None],
+        directions: Callable[[int], Tensor] | None,
     ) -> None:
         self._group, self._blocks, self._of_ranks = division.group, division.blocks, of_ranks
         self._mine = of_ranks[self._group.rank]
@@ -175,7 +178,7 @@ class _Round:
             self._pieces, self._received, self._sizes, self._back
         )
 
-    def transform(self, transform: Callable[[int, Tensor], Tensor] | None) -> _Round:
+    def transform(self, transform: Callable[[int, Tensor], Tensor] | None) -> _TransformRound:
         """Transform this rank's block, and start to send what comes of it, in the memory of the pieces."""
         self._work.wait()
         if self._mine is not None and transform is not None:

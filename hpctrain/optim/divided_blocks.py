@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hpctrain.comm.group import Group
-from hpctrain.optim.block_rule import BlockRule
-from hpctrain.optim.cut_blocks import CutBlock, Division
+from hpctrain.optim.block_rule import MatrixRule
+from hpctrain.optim.cut_blocks import SplitMatrices, SplitMatrix
 from hpctrain.optim.own_blocks import OwnBlocks, single
 
 
@@ -19,14 +19,14 @@ class DividedBlocks:
     them divide among themselves.
     """
 
-    rule: BlockRule
+    rule: MatrixRule
     blocks: Sequence[tuple[OwnBlocks, int]]
-    division: Division
+    division: SplitMatrices
 
     @staticmethod
-    def all_of(rule: BlockRule, blocks: Sequence[OwnBlocks]) -> list[DividedBlocks]:
+    def all_of(rule: MatrixRule, blocks: Sequence[OwnBlocks]) -> list[DividedBlocks]:
         """One for each group of ranks that hold pieces. Collective over these."""
-        found: dict[Group, list[tuple[OwnBlocks, int, CutBlock]]] = {}
+        found: dict[Group, list[tuple[OwnBlocks, int, SplitMatrix]]] = {}
         for each in blocks:
             if each.cut is not None and each.divided:
                 numbers = [number for number in range(each.count) if each.owned(number)]
@@ -34,7 +34,7 @@ class DividedBlocks:
         made = []
         for group, of_group in found.items():
             names = [[each.segment.parameter.shard.name, each.first + number] for each, number, _ in of_group]
-            division = Division(group, [cut for _, _, cut in of_group], names, rule.format)
+            division = SplitMatrices(group, [cut for _, _, cut in of_group], names, rule.format)
             made.append(DividedBlocks(rule, [(each, number) for each, number, _ in of_group], division))
         return made
 

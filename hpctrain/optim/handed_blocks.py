@@ -8,9 +8,9 @@ from itertools import pairwise
 from torch import Tensor
 
 from hpctrain.comm.work import Work
-from hpctrain.optim.block_rule import BlockRule
+from hpctrain.optim.block_rule import MatrixRule
 from hpctrain.optim.divided_blocks import DividedBlocks
-from hpctrain.optim.optimizer import Elements
+from hpctrain.optim.optimizer import ElementBatch
 from hpctrain.optim.own_blocks import OwnBlocks, single
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.bucket_layout import UpdateRange
@@ -22,7 +22,7 @@ class HandedBlocks:
     """
 
     def __init__(
-        self, rule: BlockRule, bucket: Bucket, treated: UpdateRange, blocks: Sequence[OwnBlocks]
+        self, rule: MatrixRule, bucket: Bucket, treated: UpdateRange, blocks: Sequence[OwnBlocks]
     ) -> None:
         self.rule, self.bucket, self.blocks, self.part = rule, bucket, blocks, treated.part
         borders = [min(max(each, self.part.start), self.part.stop) for each in bucket.layout.borders]
@@ -30,7 +30,7 @@ class HandedBlocks:
         first, last = (each - self.part.start for each in borders[bucket.sharding.group.rank :][:2])
         self._own = slice(first, last)
         self.divided = DividedBlocks.all_of(rule, blocks)
-        self._parts: list[tuple[OwnBlocks, int, Elements]] = []
+        self._parts: list[tuple[OwnBlocks, int, ElementBatch]] = []
         self._work: Work[Tensor] | None = None
 
     @property

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from hpctrain.optim.optimizer import Elements
+from hpctrain.optim.optimizer import ElementBatch
 from hpctrain.sharding.state import MASTER
 
 MEAN = "exp_avg"
@@ -31,7 +31,7 @@ class Lion:
     names: ClassVar[tuple[str, ...]] = (MEAN,)
 
     @torch.no_grad()
-    def update(self, parts: Sequence[Elements], learning_rate: float, gradient_divisor: float) -> None:
+    def update(self, parts: Sequence[ElementBatch], learning_rate: float, gradient_divisor: float) -> None:
         """Update the elements in place. The gradients are divided by `gradient_divisor` in place."""
         ahead, kept = self.betas
         for part in parts:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.device import on_host
-from hpctrain.optim.optimizer import Elements
+from hpctrain.optim.optimizer import ElementBatch
 from hpctrain.parallel.shard import Shard, UpdateBlock
 from hpctrain.sharding.state import MASTER
 
@@ -47,7 +47,7 @@ class Muon:
     match: Match
 
     def block(self, shard: Shard) -> UpdateBlock | None:
-        """See BlockRule: matrices, or each of those that are stacked."""
+        """See MatrixRule: matrices, or each of those that are stacked."""
         if len(shard.shape) < 2:
             return None
         rows, columns = sorted(shard.shape[-2:])
@@ -59,11 +59,11 @@ class Muon:
         return {MOMENTUM: None}
 
     def working_bytes(self, shape: Sequence[int]) -> int:
-        """See BlockRule: the other of two iterates, and two symmetric products."""
+        """See MatrixRule: the other of two iterates, and two symmetric products."""
         return (prod(shape) + 2 * min(shape[-2:]) ** 2) * self.format.itemsize
 
     @torch.no_grad()
-    def direction(self, part: Elements, gradient_divisor: float) -> Tensor:
+    def direction(self, part: ElementBatch, gradient_divisor: float) -> Tensor:
         """Return the direction of a piece of a block, in its shape, and update the state of its elements."""
         gradients = part.gradients.div_(gradient_divisor)
         momentum = part.state[MOMENTUM].lerp_(gradients, 1 - self.momentum)
@@ -75,7 +75,7 @@ class Muon:
         return orthogonalized(directions.view(directions.shape[-2:]), self.steps).view(directions.shape)
 
     @torch.no_grad()
-    def follow(self, part: Elements, directions: Tensor, learning_rate: float) -> None:
+    def follow(self, part: ElementBatch, directions: Tensor, learning_rate: float) -> None:
         """Update the weights of a piece of a block with its transformed directions."""
         assert part.shard is not None
         weights, treatment = part.state[MASTER], part.treatment

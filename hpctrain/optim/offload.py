@@ -20,7 +20,7 @@ from hpctrain.memory.scratch import Flat, ScratchTensor, Transfer
 from hpctrain.optim.optimizer import (
     Agreement,
     BucketState,
-    Elements,
+    ElementBatch,
     Optimizer,
     UpdateRule,
     computed,
@@ -120,7 +120,9 @@ class OffloadedOptimizer(Optimizer):
     def _update(self, piece: OffloadSlice, slot: _Slot, learning_rate: float, divisor: float) -> None:
         gradient = piece.bucket.own_gradients[piece.part].to(device="cpu", dtype=torch.float32)
         updates = torch.tensor(float(self.updates))
-        self.rule.update([Elements(slot.state, gradient, updates, piece.treatment)], learning_rate, divisor)
+        self.rule.update(
+            [ElementBatch(slot.state, gradient, updates, piece.treatment)], learning_rate, divisor
+        )
 
 
 class _Slot:

@@ -31,9 +31,9 @@ Agreement = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
-class Elements:
+class ElementBatch:
     """Elements that are updated alike: state by name and gradients, fp32 tensors of one shape on one device,
-    flat or, of a BlockRule, in the shape of a piece of a block.
+    flat or, of a MatrixRule, in the shape of a piece of a block.
 
     `updates` is a scalar there that counts the updates before this one; the rule adds it. They are moved by
     `treatment.rate` times the learning rate, but what decays does so by the learning rate itself times the
@@ -47,9 +47,9 @@ class Elements:
     shard: Shard | None = None
 
 
-def by_treatment(parts: Sequence[Elements]) -> dict[UpdateSettings, list[Elements]]:
+def by_treatment(parts: Sequence[ElementBatch]) -> dict[UpdateSettings, list[ElementBatch]]:
     """Those that are updated alike together, decayed ones first."""
-    found: dict[UpdateSettings, list[Elements]] = {}
+    found: dict[UpdateSettings, list[ElementBatch]] = {}
     for part in sorted(parts, key=lambda part: (not part.treatment.decayed, part.treatment.rate)):
         found.setdefault(part.treatment, []).append(part)
     return found
@@ -59,14 +59,14 @@ class UpdateRule(Protocol):
     """Elementwise update rule of parameters.
 
     An update of an element needs only its own state and gradient, so tensors may be split anywhere. Rules
-    that need whole matrices are a `BlockRule`.
+    that need whole matrices are a `MatrixRule`.
     """
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the optimizer state other than the master weights. It is initialized with zeros."""
 
-    def update(self, parts: Sequence[Elements], learning_rate: float, gradient_divisor: float) -> None:
+    def update(self, parts: Sequence[ElementBatch], learning_rate: float, gradient_divisor: float) -> None:
         """Update the elements in place. The gradients are divided by `gradient_divisor` in place."""
 
 
@@ -252,7 +252,7 @@ class ResidentOptimizer(Optimizer):
             self._averaged.begin(learning_rate)
         for parts in self._together:
             elements = [
-                Elements(part.state, gradients.float(), part.updates, part.treated.treatment)
+                ElementBatch(part.state, gradients.float(), part.updates, part.treated.treatment)
                 for part in parts
                 for gradients in [part.bucket.own_gradients[part.treated.part]]
             ]

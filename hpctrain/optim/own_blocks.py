@@ -9,9 +9,9 @@ from math import prod
 import torch
 from torch import Tensor
 
-from hpctrain.optim.block_rule import BlockRule, Cells
-from hpctrain.optim.cut_blocks import CutBlock
-from hpctrain.optim.optimizer import Elements
+from hpctrain.optim.block_rule import Cells, MatrixRule
+from hpctrain.optim.cut_blocks import SplitMatrix
+from hpctrain.optim.optimizer import ElementBatch
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.bucket_layout import BucketSegment
 from hpctrain.sharding.state import MASTER, OPTIMIZER, StateTensor, segment_state
@@ -33,10 +33,10 @@ class OwnBlocks:
     local: tuple[int, ...]
     state: Mapping[str, Tensor]
     cells: Mapping[str, Cells]
-    cut: CutBlock | None
+    cut: SplitMatrix | None
 
     @staticmethod
-    def of(rule: BlockRule, bucket: Bucket, segment: BucketSegment, master: Tensor) -> OwnBlocks:
+    def of(rule: MatrixRule, bucket: Bucket, segment: BucketSegment, master: Tensor) -> OwnBlocks:
         """Collective over the ranks that hold pieces of it."""
         shard, block = segment.parameter.shard, segment.parameter.block
         assert block is not None
@@ -64,7 +64,7 @@ class OwnBlocks:
             block.local(shard),
             state,
             cells,
-            CutBlock.of(segment, block),
+            SplitMatrix.of(segment, block),
         )
 
     @property
@@ -82,7 +82,7 @@ class OwnBlocks:
         sharding = self.bucket.sharding
         return sharding.zero == 0 and sharding.group.size > 1 and not self.cells
 
-    def working_bytes(self, rule: BlockRule) -> int:
+    def working_bytes(self, rule: MatrixRule) -> int:
         """Memory that one block takes in passing, where it is divided without that of the Division."""
         block = self.segment.parameter.block
         assert block is not None
@@ -100,14 +100,14 @@ class OwnBlocks:
         """Memory of the directions of one, in fp32, and of gradients of another type."""
         return prod(self.local) * 4 * (1 + (self.bucket.gradient_dtype != torch.float32))
 
-    def update(self, rule: BlockRule, updates: float, learning_rate: float, gradient_divisor: float) -> None:
+    def update(self, rule: MatrixRule, updates: float, learning_rate: float, gradient_divisor: float) -> None:
         """Update all of them. Collective over the ranks that hold pieces."""
         for number in range(self.count):
             part = self.part(number, updates)
             directions = self.transformed(rule, number, rule.direction(single(part), gradient_divisor))
             rule.follow(part, directions, learning_rate)
 
-    def transformed(self, rule: BlockRule, number: int, directions: Tensor) -> Tensor:
+    def transformed(self, rule: MatrixRule, number: int, directions: Tensor) -> Tensor:
         """This rank's piece of what comes of a block. Collective over the ranks that hold pieces."""
         cells = {name: self._one(self.state[name], number, self._shape(name)) for name in self.cells}
         directions = directions.to(rule.format)
@@ -115,7 +115,7 @@ class OwnBlocks:
             return rule.transformed(directions, cells)
         return self.cut.take(rule.transformed(self.cut.join(directions), cells))
 
-    def rehearse(self, rule: BlockRule) -> None:
+    def rehearse(self, rule: MatrixRule) -> None:
         """Have pieces be joined as often as an update does, without values."""
         if self.cut is not None and not self.divided:
             piece = torch.empty(self.local, dtype=rule.format, device=self.state[MASTER].device)
@@ -132,10 +132,10 @@ class OwnBlocks:
         place, share = self.place(number), self.bucket.slice
         return not self.handed or share.start <= place.start < share.stop
 
-    def part(self, number: int, updates: float) -> Elements:
+    def part(self, number: int, updates: float) -> ElementBatch:
         """This rank's piece of a block, with state of elements and its gradients as they lie."""
         gradients = self.bucket.own_gradients[self.span]
-        return Elements(
+        return ElementBatch(
             {
                 name: self._one(flat, number, self.local)
                 for name, flat in self.state.items()
@@ -178,6 +178,6 @@ class OwnBlocks:
         return flat[number * elements : (number + 1) * elements].view(torch.Size(shape))
 
 
-def single(part: Elements) -> Elements:
+def single(part: ElementBatch) -> ElementBatch:
     """The same with gradients in fp32."""
     return replace(part, gradients=part.gradients.float())

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hpctrain.optim.optimizer import Elements
+from hpctrain.optim.optimizer import ElementBatch
 from hpctrain.sharding.state import MASTER
 
 LEAD, SQUARE = "lead", "exp_avg_sq"
@@ -51,7 +51,7 @@ class ScheduleFree:
         self.totals = {"largest_rate": largest, "weights": self.totals["weights"] * smaller**2 + 1.0}
 
     @torch.no_grad()
-    def update(self, parts: Sequence[Elements], learning_rate: float, gradient_divisor: float) -> None:
+    def update(self, parts: Sequence[ElementBatch], learning_rate: float, gradient_divisor: float) -> None:
         """Update the elements in place. The gradients are divided by `gradient_divisor` in place."""
         share, kept = 1 / self.totals["weights"], self.betas[1]
         for part in parts:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hpctrain.optim.optimizer import Elements
+from hpctrain.optim.optimizer import ElementBatch
 from hpctrain.sharding.state import MASTER
 
 VELOCITY = "momentum"
@@ -33,7 +33,7 @@ class SGD:
         return (VELOCITY,) if self.momentum and self.given_after != 0 else ()
 
     @torch.no_grad()
-    def update(self, parts: Sequence[Elements], learning_rate: float, gradient_divisor: float) -> None:
+    def update(self, parts: Sequence[ElementBatch], learning_rate: float, gradient_divisor: float) -> None:
         """Update the elements in place. The gradients are divided by `gradient_divisor` in place."""
         for part in parts:
             part.updates.add_(1)

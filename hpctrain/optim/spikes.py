@@ -51,7 +51,7 @@ class Spike:
         return Spike(**{field.name: row[field.name] for field in fields(Spike)})
 
 
-class Spikes:
+class SpikeDetector:
     """What tells spikes, and remembers them. All ranks have the same, as they learn the same figures.
 
     A step is judged after `warmup` steps, by the last `window` steps that made an update. With `most` spikes

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from hpctrain.host.memory import resident_bytes
 from hpctrain.optim.adamw import AdamW
-from hpctrain.optim.optimizer import Elements
+from hpctrain.optim.optimizer import ElementBatch
 from hpctrain.parallel.shard import UpdateSettings
 from hpctrain.sharding.state import MASTER
 
@@ -34,6 +34,6 @@ def library_bytes() -> int:
     assert weight.grad is not None
     state = {MASTER: weight} | {name: torch.zeros_like(weight) for name in AdamW.names}
     AdamW((0.9, 0.95), 1e-8, 0.0).update(
-        [Elements(state, weight.grad, torch.zeros(()), UpdateSettings())], 0.0, 1.0
+        [ElementBatch(state, weight.grad, torch.zeros(()), UpdateSettings())], 0.0, 1.0
     )
     return resident_bytes()

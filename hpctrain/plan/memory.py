@@ -24,7 +24,7 @@ from hpctrain.memory.accounts import MemoryAccount
 from hpctrain.memory.saved import PartBytes, part_bytes
 from hpctrain.model.build import architecture_of, layer_kinds
 from hpctrain.model.count import count
-from hpctrain.optim.block_rule import BlockRules
+from hpctrain.optim.block_rule import MatrixRules
 from hpctrain.parallel.copies import planned_copies
 from hpctrain.pipeline.action import Schedule, accumulation
 from hpctrain.pipeline.execute import receives_ahead
@@ -267,7 +267,7 @@ def fullest_place(deck: Deck, stage: TrainedStage, sizes: Mapping[str, int], num
     """
     rules = RULES[deck.optimizer.name](deck)
     cut = [bucket for bucket in stage.buckets if bucket.layout.sizes is not None and bucket.sharding.zero]
-    if not cut or not isinstance(rules, BlockRules):
+    if not cut or not isinstance(rules, MatrixRules):
         return 0
 
     def held(place: int) -> int:

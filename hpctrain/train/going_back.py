@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-from hpctrain.optim.spikes import Spike, Spikes
+from hpctrain.optim.spikes import Spike, SpikeDetector
 from hpctrain.train.hook import Hook, StepDone
 from hpctrain.train.trainer import Trainer
 from hpctrain.train.way_back import WayBack
@@ -28,7 +28,7 @@ class GoingBack(Hook):
         self._told = newest if newest is not None and newest.back_to == trainer.state.step else None
 
     @property
-    def spikes(self) -> Spikes:
+    def spikes(self) -> SpikeDetector:
         """Those of the run."""
         return self.trainer.engine.spikes
 

@@ -9,7 +9,7 @@ from hpctrain.engine.rules import RULES
 from hpctrain.optim.adafactor import Adafactor
 from hpctrain.optim.adam_mini import AdamMini
 from hpctrain.optim.adamw import AdamW
-from hpctrain.optim.block_rule import BlockRules
+from hpctrain.optim.block_rule import MatrixRules
 from hpctrain.optim.lion import Lion
 from hpctrain.optim.muon import Muon
 from hpctrain.optim.optimizer import UpdateRule
@@ -26,17 +26,17 @@ MUON = (
 )
 ADAMW = AdamW((0.7, 0.8), 1e-5, 0.25)
 
-CASES: dict[str, tuple[tuple[str, ...], UpdateRule | BlockRules]] = {
+CASES: dict[str, tuple[tuple[str, ...], UpdateRule | MatrixRules]] = {
     "adamw": (ADAM, ADAMW),
     "sgd": ((MOMENTUM, "nesterov=true"), SGD(0.6, True, 0.25)),
     "lion": (BETAS, Lion((0.7, 0.8), 0.25)),
     "schedule-free": (ADAM, ScheduleFree((0.7, 0.8), 1e-5, 0.25)),
     "muon": (
         MUON,
-        BlockRules(Muon(0.6, False, 0.25, 3, torch.float32, "original"), ("blocks.1.*",), ADAMW, 0.5),
+        MatrixRules(Muon(0.6, False, 0.25, 3, torch.float32, "original"), ("blocks.1.*",), ADAMW, 0.5),
     ),
-    "adafactor": (BETAS[:1], BlockRules(Adafactor(0.7, 0.25))),
-    "adam-mini": (ADAM, BlockRules(AdamMini((0.7, 0.8), 1e-5, 0.25))),
+    "adafactor": (BETAS[:1], MatrixRules(Adafactor(0.7, 0.25))),
+    "adam-mini": (ADAM, MatrixRules(AdamMini((0.7, 0.8), 1e-5, 0.25))),
 }
 """Keys of [optimizer] that are no optimizer's own values, and the rule that they make."""
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from hpctrain.comm.world import World
-from hpctrain.optim.block_rule import BlockRules
-from hpctrain.optim.blocks import BlockOptimizer
+from hpctrain.optim.block_rule import MatrixRules
+from hpctrain.optim.blocks import MatrixOptimizer
 from hpctrain.parallel.shard import Parameter, Shard
 from hpctrain.sharding.replication import Replications
 from tests.engines import alone, make_buckets
@@ -23,7 +23,7 @@ Update = Callable[[str, np.ndarray, np.ndarray, int, float], np.ndarray]
 DECAY = 0.3
 
 
-def ten_updates(world: World, dtype: torch.dtype, rules: BlockRules, expected: Update) -> BlockOptimizer:
+def ten_updates(world: World, dtype: torch.dtype, rules: MatrixRules, expected: Update) -> MatrixOptimizer:
     """Ten steps of the parameters above, whose matrices are decayed, are those that `expected` makes. One of
     them has a quarter of the rate, but as much decay.
     """
@@ -37,7 +37,7 @@ def ten_updates(world: World, dtype: torch.dtype, rules: BlockRules, expected: U
     torch.manual_seed(3)
     for parameter in parameters.values():
         parameter.data.copy_(torch.randn(parameter.shape))
-    optimizer = BlockOptimizer(rules, buckets)
+    optimizer = MatrixOptimizer(rules, buckets)
     weights = {name: p.detach().float().numpy().astype(np.float64) for name, p in parameters.items()}
     draw = np.random.default_rng(7)
     for step in range(10):

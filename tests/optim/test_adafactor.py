@@ -14,7 +14,7 @@ from hpctrain.deck.read import parse_deck
 from hpctrain.engine.resume_check import replaced_optimizer_state
 from hpctrain.errors import HpctrainError
 from hpctrain.optim.adafactor import Adafactor
-from hpctrain.optim.block_rule import BlockRules
+from hpctrain.optim.block_rule import MatrixRules
 from hpctrain.plan.memory import plan_memory
 from hpctrain.train.control import Order
 from hpctrain.train.memory import MemoryLedger
@@ -24,8 +24,8 @@ from tests.optim.block_rules import DECAY, ten_updates
 NAME = "optimizer.name=adafactor"
 
 
-def rules(momentum: float) -> BlockRules:
-    return BlockRules(Adafactor(momentum, DECAY))
+def rules(momentum: float) -> MatrixRules:
+    return MatrixRules(Adafactor(momentum, DECAY))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hpctrain.comm.world import World
 from hpctrain.deck.read import parse_deck
 from hpctrain.errors import HpctrainError
 from hpctrain.optim.adam_mini import AdamMini
-from hpctrain.optim.block_rule import BlockRules
+from hpctrain.optim.block_rule import MatrixRules
 from hpctrain.plan.memory import plan_memory
 from tests.engines import DECK, small_deck, trainer
 from tests.optim.block_rules import DECAY, HEAD, ten_updates
@@ -38,7 +38,7 @@ def test_ten_updates_are_those_of_the_authors(world: World, dtype: torch.dtype) 
         step = (means[name] / (1 - beta1**t)).reshape(cells.shape) / size
         return weights * (1 - DECAY * rate * (gradient.ndim > 1)) - rate * step.reshape(gradient.shape)
 
-    rules = BlockRules(AdamMini((beta1, beta2), epsilon, DECAY))
+    rules = MatrixRules(AdamMini((beta1, beta2), epsilon, DECAY))
     optimizer = ten_updates(world, dtype, rules, update)
     kept = {each.shard.name: each.values.numel() for each in optimizer.state() if "avg_sq" in each.kind}
     assert kept == {"query": 2, "matrix": 5, "norm": 1, "experts": 3 * 2 * 4}

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from hpctrain.optim.adamw import AdamW
-from hpctrain.optim.block_rule import BlockRules, Cells
-from hpctrain.optim.optimizer import Elements
+from hpctrain.optim.block_rule import Cells, MatrixRules
+from hpctrain.optim.optimizer import ElementBatch
 from hpctrain.parallel.shard import Parameter, Shard, UpdateBlock
 
 ADAMW = AdamW((0.9, 0.95), 1e-8, 0.0)
@@ -33,13 +33,13 @@ class Rows:
     def working_bytes(self, shape: Sequence[int]) -> int:
         return 0
 
-    def direction(self, part: Elements, gradient_divisor: float) -> Tensor:
+    def direction(self, part: ElementBatch, gradient_divisor: float) -> Tensor:
         return part.gradients
 
     def transformed(self, directions: Tensor, cells: Mapping[str, Tensor]) -> Tensor:
         return directions
 
-    def follow(self, part: Elements, directions: Tensor, learning_rate: float) -> None: ...
+    def follow(self, part: ElementBatch, directions: Tensor, learning_rate: float) -> None: ...
 
 
 def parameters() -> dict[str, Parameter]:
@@ -53,7 +53,7 @@ def test_what_patterns_name_is_in_blocks_where_the_rule_is_for_it() -> None:
         ("b.*", "*.bias"): {"b.weight": (1, 3, 4)},
     }.items():
         found = parameters()
-        BlockRules(Rows(), patterns, ADAMW).assign(list(found.values()))
+        MatrixRules(Rows(), patterns, ADAMW).assign(list(found.values()))
         assert {name: p.block.shape for name, p in found.items() if p.block is not None} == expected
 
 
@@ -61,17 +61,17 @@ def test_what_no_rule_updates_is_found() -> None:
     """Whether it is in no pattern, or the rule of blocks is not for it."""
     found = parameters()
     matrices = [found["a.weight"], found["b.weight"]]
-    BlockRules(Rows()).assign(matrices)
+    MatrixRules(Rows()).assign(matrices)
     assert all(each.block is not None for each in matrices)
     with pytest.raises(AssertionError, match=r"a\.bias: no rule updates it"):
-        BlockRules(Rows()).assign(list(found.values()))
+        MatrixRules(Rows()).assign(list(found.values()))
     with pytest.raises(AssertionError, match=r"a\.weight: no rule updates it"):
-        BlockRules(Rows(), ("b.*",)).assign([parameters()["a.weight"]])
+        MatrixRules(Rows(), ("b.*",)).assign([parameters()["a.weight"]])
 
 
 def test_numbers_of_state_are_those_of_either_rule() -> None:
     found = parameters()
-    rules, alone = BlockRules(Rows(), ("*",), ADAMW), BlockRules(Rows())
+    rules, alone = MatrixRules(Rows(), ("*",), ADAMW), MatrixRules(Rows())
     rules.assign(list(found.values()))
     assert rules.names == ("exp_avg", "exp_avg_sq", "velocity", "row")
     assert alone.names == ("velocity", "row")

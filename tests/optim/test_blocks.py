@@ -20,9 +20,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hpctrain.comm.world import World
 from hpctrain.engine.rules import RULES
 from hpctrain.optim.adamw import AdamW
-from hpctrain.optim.block_rule import BlockRules
-from hpctrain.optim.blocks import BlockOptimizer
-from hpctrain.optim.optimizer import Elements
+from hpctrain.optim.block_rule import MatrixRules
+from hpctrain.optim.blocks import MatrixOptimizer
+from hpctrain.optim.optimizer import ElementBatch
 from hpctrain.parallel.shard import Shard, UpdateBlock
 from hpctrain.sharding.state import MASTER
 from hpctrain.train.checkpoints import Checkpoints
@@ -58,7 +58,7 @@ class Orthogonalized:
     def working_bytes(self, shape: Sequence[int]) -> int:
         return 0
 
-    def direction(self, part: Elements, gradient_divisor: float) -> Tensor:
+    def direction(self, part: ElementBatch, gradient_divisor: float) -> Tensor:
         return part.state["velocity"].mul_(0.9).add_(part.gradients.div_(gradient_divisor))
 
     def transformed(self, directions: Tensor, cells: Mapping[str, Tensor]) -> Tensor:
@@ -67,7 +67,7 @@ class Orthogonalized:
         matrix = directions.view(directions.shape[-2:])
         return orthogonal(matrix).view(directions.shape) * (row / row.mean())
 
-    def follow(self, part: Elements, directions: Tensor, learning_rate: float) -> None:
+    def follow(self, part: ElementBatch, directions: Tensor, learning_rate: float) -> None:
         decayed = 1 - 0.1 * learning_rate * part.treatment.decayed
         part.state[MASTER].mul_(decayed).sub_(learning_rate * part.treatment.rate * directions)
 
@@ -78,7 +78,7 @@ ELEMENTS = AdamW((0.9, 0.95), 1e-3, 0.1)
 @pytest.fixture
 def by_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
     """The deck's optimizer is Orthogonalized, of blocks."""
-    rules = BlockRules(Orthogonalized(), ("blocks.*",), ELEMENTS)
+    rules = MatrixRules(Orthogonalized(), ("blocks.*",), ELEMENTS)
     monkeypatch.setitem(RULES, "adamw", lambda _: rules)  # type: ignore[misc]
 
 
@@ -113,7 +113,7 @@ def test_every_layout_updates_whole_matrices(world: World, mpi_tmp_path: Path, n
     deck = small_deck(*LLAMA, *keys, f"run.dir={mpi_tmp_path}", "learning_rate.peak=1e-2")
     training, alone = trainer(world, deck), reference(world, deck)
     optimizer = training.engine.optimizer
-    assert isinstance(optimizer, BlockOptimizer)
+    assert isinstance(optimizer, MatrixOptimizer)
     Orthogonalized.seen.clear()
     found, expected = ([step.loss for step in each.train(3)] for each in (training, alone))
     assert found == pytest.approx(expected, rel=TOLERANCE)
@@ -191,13 +191,13 @@ class InPlace(Orthogonalized):
     def cells(self, shard: Shard) -> Mapping[str, Sequence[int] | None]:
         return {}
 
-    def direction(self, part: Elements, gradient_divisor: float) -> Tensor:
+    def direction(self, part: ElementBatch, gradient_divisor: float) -> Tensor:
         return part.gradients.div_(gradient_divisor).clone()
 
     def transformed(self, directions: Tensor, cells: Mapping[str, Tensor]) -> Tensor:
         return directions
 
-    def follow(self, part: Elements, directions: Tensor, learning_rate: float) -> None:
+    def follow(self, part: ElementBatch, directions: Tensor, learning_rate: float) -> None:
         part.state[MASTER].sub_(directions, alpha=learning_rate)
 
 
@@ -206,7 +206,9 @@ class Nothing:
 
     names: ClassVar[tuple[str, ...]] = ()
 
-    def update(self, parts: Sequence[Elements], learning_rate: float, gradient_divisor: float) -> None: ...
+    def update(
+        self, parts: Sequence[ElementBatch], learning_rate: float, gradient_divisor: float
+    ) -> None: ...
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
@@ -217,7 +219,7 @@ class Nothing:
 def test_what_is_joined_in_passing_is_what_is_told(
     world: World, monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
-    rules = BlockRules(InPlace(), ("blocks.*",), Nothing())
+    rules = MatrixRules(InPlace(), ("blocks.*",), Nothing())
     monkeypatch.setitem(RULES, "adamw", lambda _: rules)  # type: ignore[misc]
     training = trainer(world, small_deck(*LLAMA, key, "precision.compute=bf16"))
     training.train(1)

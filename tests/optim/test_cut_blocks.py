@@ -11,11 +11,11 @@ from torch import Tensor
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.planned import planned_group
 from hpctrain.comm.world import World
-from hpctrain.optim.cut_blocks import CutBlock, Division
+from hpctrain.optim.cut_blocks import SplitMatrices, SplitMatrix
 from tests.optim.test_blocks import Held
 
 
-def blocks_of(world: World) -> list[CutBlock]:
+def blocks_of(world: World) -> list[SplitMatrix]:
     """Cut by rows and by columns, of other sizes; of the last ones' ranks have padding, or none of it."""
     size, group, found = world.size, world.everyone, []
     for rows, columns, dim in [
@@ -33,11 +33,11 @@ def blocks_of(world: World) -> list[CutBlock]:
         starts = [
             [min(local[axis] * rank, shape[axis]) * (axis == dim) for axis in (0, 1)] for rank in range(size)
         ]
-        found.append(CutBlock((rows, columns), (local[0], local[1]), group, starts, float(rows * columns)))
+        found.append(SplitMatrix((rows, columns), (local[0], local[1]), group, starts, float(rows * columns)))
     return found
 
 
-def whole_of(number: int, block: CutBlock) -> Tensor:
+def whole_of(number: int, block: SplitMatrix) -> Tensor:
     return torch.randn(block.shape, generator=torch.Generator().manual_seed(number))
 
 
@@ -46,7 +46,7 @@ def plain(whole: Tensor) -> Tensor:
     return whole.cumsum(0).cumsum(1).flip(0, 1) / whole.abs().max()
 
 
-def piece(whole: Tensor, block: CutBlock, rank: int, padding: float = 0.0) -> Tensor:
+def piece(whole: Tensor, block: SplitMatrix, rank: int, padding: float = 0.0) -> Tensor:
     """By one element after the other."""
     found = torch.full(block.local, padding)
     for row in range(block.local[0]):
@@ -61,7 +61,7 @@ def piece(whole: Tensor, block: CutBlock, rank: int, padding: float = 0.0) -> Te
 def test_each_block_is_transformed_by_one_rank(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bits of all of it; the next round's pieces are sent before this one is transformed."""
     blocks, events = blocks_of(world), list[Any]()
-    division = Division(world.everyone, blocks, range(len(blocks)), torch.float32)
+    division = SplitMatrices(world.everyone, blocks, range(len(blocks)), torch.float32)
     start = world.everyone.start_all_to_all
 
     def noted(*arguments: Any, **named: Any) -> Any:
@@ -95,7 +95,7 @@ def test_each_block_is_transformed_by_one_rank(world: World, monkeypatch: pytest
 def test_memory_in_passing_is_what_is_told(world: World) -> None:
     """With the largest ones in three rounds, which are under way at once."""
     blocks = [each for each in blocks_of(world) for _ in range(8)]
-    division = Division(world.everyone, blocks, range(len(blocks)), torch.float32)
+    division = SplitMatrices(world.everyone, blocks, range(len(blocks)), torch.float32)
     told = division.working_bytes(
         lambda number: 4 * blocks[number].elements, lambda number: 8 * blocks[number].shape[0]
     )
@@ -111,13 +111,13 @@ def test_memory_in_passing_is_what_is_told(world: World) -> None:
 def test_who_has_done_least_has_the_longest_of_a_round() -> None:
     group = planned_group(("tensor",), 0, 2, Ledger())
     works = [500.0, 960.0, 700.0, 800.0]
-    blocks = [CutBlock((4, 4), (2, 4), group, [[0, 0], [2, 0]], work) for work in works]
-    assert Division(group, blocks, range(4), torch.float32).rounds == [[1, 3], [0, 2]]
+    blocks = [SplitMatrix((4, 4), (2, 4), group, [[0, 0], [2, 0]], work) for work in works]
+    assert SplitMatrices(group, blocks, range(4), torch.float32).rounds == [[1, 3], [0, 2]]
 
 
 @pytest.mark.mpi(min_size=2, max_size=4)
 def test_pieces_of_other_blocks_are_found(world: World) -> None:
     blocks = blocks_of(world)
-    Division(world.everyone, [], [], torch.float32)
+    SplitMatrices(world.everyone, [], [], torch.float32)
     with pytest.raises(RuntimeError, match="pieces of different matrices"):
-        Division(world.everyone, blocks, [number * world.rank for number in range(7)], torch.float32)
+        SplitMatrices(world.everyone, blocks, [number * world.rank for number in range(7)], torch.float32)

@@ -22,7 +22,7 @@ from hpctrain.engine.build import make_mesh
 from hpctrain.engine.rules import RULES
 from hpctrain.engine.sizes import on_one_rank
 from hpctrain.errors import HpctrainError
-from hpctrain.optim.block_rule import BlockRules
+from hpctrain.optim.block_rule import MatrixRules
 from hpctrain.optim.optimizer import Averaged
 from hpctrain.plan.memory import plan_memory
 from hpctrain.plan.savings import find_savings
@@ -233,7 +233,7 @@ def test_a_layout_is_verified(world: World, name: str) -> None:
     """By one that keeps as much state, where rounding alone would make steps of its own."""
     deck = small_deck(f"optimizer.name={name}", "layout.tensor=2", "layout.sequence_parallel=true")
     standing = RULES[miniature(deck).optimizer.name](deck), RULES[name](deck)
-    for kind in (BlockRules, Averaged):
+    for kind in (MatrixRules, Averaged):
         assert len({isinstance(rule, kind) for rule in standing}) == 1
     assert verify_layout(deck, world, make_mesh(deck, world))
 
@@ -279,7 +279,7 @@ def test_what_is_frozen_stays(world: World, name: str) -> None:
 def test_state_elsewhere_is_for_elements(name: str) -> None:
     """Or refused in a sentence, and not advised."""
     deck = small_deck(f"optimizer.name={name}")
-    assert isinstance(RULES[name](deck), BlockRules) == (name in IN_BLOCKS)
+    assert isinstance(RULES[name](deck), MatrixRules) == (name in IN_BLOCKS)
     if name not in IN_BLOCKS:
         small_deck(f"optimizer.name={name}", "memory.optimizer=disk")
         return

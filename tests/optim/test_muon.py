@@ -14,8 +14,8 @@ from hpctrain.engine.rules import RULES
 from hpctrain.errors import HpctrainError
 from hpctrain.optim import own_blocks
 from hpctrain.optim.adamw import AdamW
-from hpctrain.optim.block_rule import BlockRules
-from hpctrain.optim.blocks import BlockOptimizer
+from hpctrain.optim.block_rule import MatrixRules
+from hpctrain.optim.blocks import MatrixOptimizer
 from hpctrain.optim.muon import Match, Muon, orthogonalized
 from hpctrain.parallel.shard import Parameter, Shard
 from hpctrain.plan.memory import plan_memory
@@ -48,13 +48,13 @@ def test_updates_are_those_of_torch(world: World, match: Match, theirs: str, nes
     )
     parameters["slow"].rate = 0.5
     parameters["v"] = Parameter(Shard.whole("v", (33,)), decayed=False)
-    rules = BlockRules(
+    rules = MatrixRules(
         Muon(0.95, nesterov, 0.1, 5, torch.bfloat16, match), ("*",), AdamW((0.9, 0.95), 1e-8, 0.1), 0.25
     )
     rules.assign(list(parameters.values()))
     units = [[[each] for each in parameters.values()]]
     buckets = make_buckets(units, Replications.alone(alone(world).tensor), torch.float32, 100_000)
-    ours = BlockOptimizer(rules, buckets)
+    ours = MatrixOptimizer(rules, buckets)
     for parameter in parameters.values():
         parameter.data.copy_(torch.randn(parameter.shape))
     copies = {name: p.detach().clone().requires_grad_() for name, p in parameters.items() if name != "stack"}
@@ -244,7 +244,7 @@ def test_a_skipped_step_changes_nothing(world: World) -> None:
 def test_a_deck_makes_its_rule() -> None:
     deck = small_deck("optimizer.name=muon", "optimizer.weight_decay=0.2")
     rules = RULES["muon"](deck)
-    assert isinstance(rules, BlockRules)
+    assert isinstance(rules, MatrixRules)
     assert rules.blocks == Muon(0.95, True, 0.2, 5, torch.bfloat16, "adamw-rms")
     assert rules.others == RULES["adamw"](deck)
     assert (rules.patterns, rules.others_rate) == (("blocks.*",), 1.0)

@@ -13,7 +13,7 @@ from hpctrain.comm.planned import planned_group
 from hpctrain.comm.world import World
 from hpctrain.optim.adamw import AdamW
 from hpctrain.optim.lion import Lion
-from hpctrain.optim.optimizer import Elements, ResidentOptimizer, UpdateRule
+from hpctrain.optim.optimizer import ElementBatch, ResidentOptimizer, UpdateRule
 from hpctrain.optim.schedule_free import ScheduleFree
 from hpctrain.optim.sgd import SGD
 from hpctrain.parallel.shard import Parameter, Shard, UpdateSettings
@@ -29,7 +29,7 @@ class Momentum:
 
     names: ClassVar[tuple[str, ...]] = ("velocity",)
 
-    def update(self, parts: Sequence[Elements], learning_rate: float, gradient_divisor: float) -> None:
+    def update(self, parts: Sequence[ElementBatch], learning_rate: float, gradient_divisor: float) -> None:
         for part in parts:
             part.gradients.div_(gradient_divisor)
             part.state["velocity"].add_(part.gradients)

@@ -13,7 +13,7 @@ from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.planned import planned_group
 from hpctrain.comm.world import World
 from hpctrain.engine.stage import make_groups
-from hpctrain.optim.block_rule import BlockRules
+from hpctrain.optim.block_rule import MatrixRules
 from hpctrain.optim.own_blocks import OwnBlocks
 from hpctrain.parallel.groups import LayerContext
 from hpctrain.parallel.shard import Parameter, Shard
@@ -47,7 +47,7 @@ def own_blocks(rule: Rows, buckets: Sequence[Bucket]) -> list[OwnBlocks]:
 
 def parameters(rule: Rows) -> list[Parameter]:
     made = [Parameter(Shard.whole(name, shape)) for name, shape in SHAPES.items()]
-    BlockRules(rule).assign(made)
+    MatrixRules(rule).assign(made)
     return made
 
 

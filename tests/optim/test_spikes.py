@@ -11,18 +11,18 @@ import pytest
 from hpctrain.optim.spikes import (
     LEAST_DEVIATION,
     Spike,
-    Spikes,
+    SpikeDetector,
     left_behind,
     recorded_spikes,
     turns,
 )
 
 
-def watching(window: int = 16, factor: float = 6.0, most: int = 3, scales: bool = False) -> Spikes:
-    return Spikes("skip", window, factor, most, warmup=4, scales=scales)
+def watching(window: int = 16, factor: float = 6.0, most: int = 3, scales: bool = False) -> SpikeDetector:
+    return SpikeDetector("skip", window, factor, most, warmup=4, scales=scales)
 
 
-def fed(spikes: Spikes, steps: int, seed: int = 0) -> Spikes:
+def fed(spikes: SpikeDetector, steps: int, seed: int = 0) -> SpikeDetector:
     draw = random.Random(seed)
     for _ in range(steps):
         spikes.learn(3.0 + 0.05 * draw.gauss(0, 1), 1.0 + 0.1 * draw.gauss(0, 1))
@@ -52,7 +52,7 @@ def test_only_what_is_far_above_counts() -> None:
 
 def test_the_factor_counts_deviations_of_normal_values() -> None:
     """1.4826 times the median absolute deviation of many normal values is their standard deviation."""
-    spikes, draw = Spikes("skip", 10_000, 6.0, 3, warmup=0), random.Random(5)
+    spikes, draw = SpikeDetector("skip", 10_000, 6.0, 3, warmup=0), random.Random(5)
     for _ in range(10_000):
         spikes.learn(draw.gauss(10.0, 2.0), draw.gauss(5.0, 0.5))
     assert spikes.judge(20_000, 10.0 + 5.7 * 2.0, 5.0, 0, 1) is None
@@ -89,7 +89,7 @@ def test_what_is_not_finite_is_one_at_any_time(value: float) -> None:
 
 
 def test_spikes_that_are_off_are_not_enabled_and_have_no_state() -> None:
-    spikes = Spikes("off", 16, 6.0, 3, 0)
+    spikes = SpikeDetector("off", 16, 6.0, 3, 0)
     assert not spikes.enabled
     assert spikes.state() == {}
 
@@ -138,7 +138,7 @@ def test_what_a_run_left_behind_is_told_by_its_spikes() -> None:
     assert turns([first, skipped, Spike(20, 9.0, 1.0, "far", 0, 8, 12)]) == [12]
 
     def stored(step: int, *spikes: Spike) -> dict[str, object]:
-        spiking = Spikes("rollback", 8, 3.0, 9, 0)
+        spiking = SpikeDetector("rollback", 8, 3.0, 9, 0)
         for spike in spikes:
             spiking.remember(spike)
         return {"step": step, **spiking.state()}

@@ -22,7 +22,7 @@ from hpctrain.model.build import build_parts
 from hpctrain.model.part import Layer, LayerRange, ModelPart
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape, Recomputed
-from hpctrain.optim.block_rule import BlockRules
+from hpctrain.optim.block_rule import MatrixRules
 from hpctrain.parallel.saved import DeferredBytes, total
 from hpctrain.pipeline.execute import receives_ahead
 from hpctrain.plan.activations import segment_bytes
@@ -258,9 +258,9 @@ class StateBytes:
         """Of the elements that a deck trains; none of its optimizer counts what is kept by block."""
         # What is frozen has none of the rest.
         formats, rule = Precision.of(deck), RULES[deck.optimizer.name](deck)
-        kept = 0 if isinstance(rule, BlockRules) else 4 * len(rule.names)
+        kept = 0 if isinstance(rule, MatrixRules) else 4 * len(rule.names)
         itemsize = formats.storage.itemsize
-        masters = 4 if itemsize < 4 and not isinstance(rule, BlockRules) else 0
+        masters = 4 if itemsize < 4 and not isinstance(rule, MatrixRules) else 0
         host = on_host(device_kind(deck.run.device))
         common = host and deck.communication.wished_transport != "mpi"
         stored = itemsize if deck.memory.parameters == "device" else 0

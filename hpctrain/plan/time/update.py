@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.rules import RULES
-from hpctrain.optim.block_rule import BlockRules
+from hpctrain.optim.block_rule import MatrixRules
 from hpctrain.optim.muon import Muon
 from hpctrain.parallel.shard import Shard, UpdateSettings
 from hpctrain.plan.time.machine import Machine, Sharing, collective_seconds
@@ -40,7 +40,7 @@ class Update:
     def of(deck: Deck) -> Update:
         """That of the deck's optimizer."""
         rule = RULES[deck.optimizer.name](deck)
-        if not isinstance(rule, BlockRules):
+        if not isinstance(rule, MatrixRules):
             return Update(len(rule.names), len(rule.names))
         named = tuple(any(fnmatchcase(n, each) for each in rule.patterns) for n in (_BLOCK, _OTHER))
         others, own = (rule.numbers(UpdateSettings(in_blocks=each)) for each in (False, True))
