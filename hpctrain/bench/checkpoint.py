@@ -31,7 +31,7 @@ from hpctrain.bench.torch_checkpoint import TorchCheckpoint
 from hpctrain.checkpoint.background import BackgroundSave
 from hpctrain.checkpoint.draft import PIECE_BYTES
 from hpctrain.checkpoint.entries import training_entries
-from hpctrain.checkpoint.layout import Entry
+from hpctrain.checkpoint.layout import TensorRange
 from hpctrain.checkpoint.read import load
 from hpctrain.checkpoint.snapshot import HostBuffer
 from hpctrain.checkpoint.stored_deck import deck_state
@@ -311,7 +311,7 @@ class _Bench:
             self._alone(lambda: forget(folder))
 
 
-def _bytes(entries: Sequence[Entry]) -> int:
+def _bytes(entries: Sequence[TensorRange]) -> int:
     return sum(entry.values.nbytes for entry in entries)
 
 

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from hpctrain.checkpoint.layout import Entry
+from hpctrain.checkpoint.layout import TensorRange
 from hpctrain.comm.device import on_host
 from hpctrain.comm.world import World
 
@@ -27,7 +27,7 @@ class TorchCheckpoint:
     dataset is cut into equal rows over all ranks, so that a rank holds as much as with us.
     """
 
-    def __init__(self, world: World, entries: Sequence[Entry], loaded: Collection[str]) -> None:
+    def __init__(self, world: World, entries: Sequence[TensorRange], loaded: Collection[str]) -> None:
         """Collective, with gloo started. `loaded` are the datasets that will be read, of all ranks."""
         datasets: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         mine = [(entry.dataset, entry.shape, entry.values.dtype) for entry in entries]
@@ -70,7 +70,7 @@ class TorchCheckpoint:
         load(self.read_state, storage_reader=FileSystemReader(folder))
 
 
-def _is_whole(entry: Entry) -> bool:
+def _is_whole(entry: TensorRange) -> bool:
     return (
         isinstance(entry.values, Tensor)
         and on_host(entry.values.device)

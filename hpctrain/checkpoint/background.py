@@ -19,7 +19,7 @@ import torch
 from hpctrain.checkpoint.agree import together
 from hpctrain.checkpoint.checksum import Sums
 from hpctrain.checkpoint.draft import PIECE_BYTES, begin
-from hpctrain.checkpoint.layout import Entry
+from hpctrain.checkpoint.layout import TensorRange
 from hpctrain.checkpoint.snapshot import HostBuffer, Snapshot
 from hpctrain.checkpoint.write import write_at_offsets
 from hpctrain.comm.group import Group
@@ -29,7 +29,12 @@ class BackgroundSave:
     """One checkpoint that is being written."""
 
     def __init__(
-        self, path: Path, group: Group, entries: Sequence[Entry], state: Mapping[str, Any], buffer: HostBuffer
+        self,
+        path: Path,
+        group: Group,
+        entries: Sequence[TensorRange],
+        state: Mapping[str, Any],
+        buffer: HostBuffer,
     ) -> None:
         """Begin; collective. Parameters and errors as in `save`, besides the memory that copies may take."""
         self._draft = begin(path, group, entries, state, min(PIECE_BYTES, buffer.piece_bytes))

@@ -31,7 +31,7 @@ Words = NDArray[np.unsignedinteger]
 Sums = NDArray[np.uint64]
 
 
-class _Memory(local):
+class _ThreadBuffers(local):
     def __init__(self) -> None:  # once in each thread
         self.products: Sums = np.empty(_BATCH, np.uint64)
 
@@ -56,7 +56,7 @@ class _Keys:
         return keys
 
 
-_memory = _Memory()
+_memory = _ThreadBuffers()
 _keys = _Keys()
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from hpctrain.checkpoint.agree import together
 from hpctrain.checkpoint.checksum import Words
 from hpctrain.checkpoint.extract import opened
-from hpctrain.checkpoint.structure import Structure
+from hpctrain.checkpoint.structure import CheckpointIndex
 from hpctrain.comm.group import Group
 
 # Elements of either file held at a time; with the copies that comparing makes, a few megabytes.
@@ -21,7 +21,7 @@ _PIECE = 1 << 16
 
 
 @dataclass(frozen=True)
-class Difference:
+class TensorDifference:
     """How one tensor differs in two files: `differing` of its elements have other bits.
 
     `absolute` is the largest difference of two elements, `relative` the same over the largest finite
@@ -35,7 +35,7 @@ class Difference:
     relative: float
 
 
-def comparable(one: Structure, other: Structure) -> list[str]:
+def comparable(one: CheckpointIndex, other: CheckpointIndex) -> list[str]:
     """Names of the datasets that have one type and shape in both files."""
     return [
         name
@@ -45,7 +45,7 @@ def comparable(one: Structure, other: Structure) -> list[str]:
     ]
 
 
-def compare(one: Structure, other: Structure, group: Group) -> list[Difference]:
+def compare(one: CheckpointIndex, other: CheckpointIndex, group: Group) -> list[TensorDifference]:
     """Every comparable tensor of two files, read by all ranks in shares; collective, the same on all.
 
     InputOutputError on all ranks where a file cannot be read. Checksums are not looked at.
@@ -75,7 +75,7 @@ def compare(one: Structure, other: Structure, group: Group) -> list[Difference]:
     group.all_reduce(counts)
     group.all_reduce(largest, "max")
     return [
-        Difference(name, one.datasets[name].elements, int(differing), absolute, _over(absolute, peak))
+        TensorDifference(name, one.datasets[name].elements, int(differing), absolute, _over(absolute, peak))
         for name, differing, absolute, peak in zip(
             names, counts.tolist(), largest[0].tolist(), largest[1].tolist(), strict=True
         )

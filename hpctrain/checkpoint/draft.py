@@ -22,7 +22,7 @@ from hpctrain.checkpoint.agree import combined, shortened, together
 from hpctrain.checkpoint.checksum import Sums, Words
 from hpctrain.checkpoint.create import Tensors, complete, create, temporary_name
 from hpctrain.checkpoint.extract import opened
-from hpctrain.checkpoint.layout import Entry, Rectangle, rectangles_of
+from hpctrain.checkpoint.layout import TensorBox, TensorRange, rectangles_of
 from hpctrain.checkpoint.structure import StoredTensor, examine
 from hpctrain.checkpoint.verify import damage
 from hpctrain.checkpoint.writeback import start_writing
@@ -37,11 +37,11 @@ _WRITEBACK_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
-class Piece:
+class DraftBox:
     """A rectangle of a dataset that this rank writes at once."""
 
-    entry: Entry
-    rectangle: Rectangle
+    entry: TensorRange
+    rectangle: TensorBox
     stored: StoredTensor
 
     @property
@@ -61,7 +61,7 @@ class Piece:
         return words
 
 
-Sink = Callable[[Piece, Words], None]
+Sink = Callable[[DraftBox, Words], None]
 """Puts the elements of a piece where they belong. OSError where the system refuses."""
 
 
@@ -72,7 +72,7 @@ class Draft:
     path: Path
     group: Group
     datasets: Mapping[str, StoredTensor]
-    pieces: Sequence[Piece]
+    pieces: Sequence[DraftBox]
     sums: Sums
     descriptor: int
     disk: ThreadPoolExecutor  # the thread that waits for the disk while others compute
@@ -168,7 +168,7 @@ class Draft:
             with suppress(OSError):
                 self.temporary.unlink()
 
-    def _add(self, sums: Sums, piece: Piece, words: Words) -> None:
+    def _add(self, sums: Sums, piece: DraftBox, words: Words) -> None:
         stored = piece.stored
         checksum.add(sums[stored.pieces], words, piece.rectangle.start, piece.rectangle.shape, stored.shape)
 
@@ -176,7 +176,7 @@ class Draft:
 def begin(
     path: Path,
     group: Group,
-    entries: Sequence[Entry],
+    entries: Sequence[TensorRange],
     state: Mapping[str, Any],
     piece_bytes: int = PIECE_BYTES,
 ) -> Draft:
@@ -209,16 +209,16 @@ def begin(
 
 
 def _pieces(
-    group: Group, entries: Sequence[Entry], datasets: Mapping[str, StoredTensor], piece_bytes: int
-) -> list[Piece]:
+    group: Group, entries: Sequence[TensorRange], datasets: Mapping[str, StoredTensor], piece_bytes: int
+) -> list[DraftBox]:
     """What this rank writes: first what a step changes, then the rest, each in the order of the file."""
-    pieces: dict[str, list[Piece]] = {name: [] for name in datasets}
+    pieces: dict[str, list[DraftBox]] = {name: [] for name in datasets}
     for entry in entries:
         part = entry.part(*entry.share())
         limit = max(1, piece_bytes // part.values.element_size())
         stored = datasets[entry.dataset]
         pieces[entry.dataset] += [
-            Piece(part, cut, stored) for rectangle in rectangles_of(part) for cut in rectangle.cut(limit)
+            DraftBox(part, cut, stored) for rectangle in rectangles_of(part) for cut in rectangle.cut(limit)
         ]
     held = [sum(piece.rectangle.elements for piece in mine) for mine in pieces.values()]
     for stored, count in zip(datasets.values(), combined(group, np.array(held, np.int64)), strict=True):
@@ -228,7 +228,7 @@ def _pieces(
     return sorted(in_order, key=lambda piece: not piece.entry.changes_in_step)
 
 
-def _agreed_tensors(group: Group, entries: Sequence[Entry]) -> Tensors:
+def _agreed_tensors(group: Group, entries: Sequence[TensorRange]) -> Tensors:
     """The datasets that any rank holds, in sorted order."""
     mine = sorted({(entry.dataset, entry.kind, entry.shape) for entry in entries})
     # Most ranks hold the same datasets: the first one that holds a list tells it for all.

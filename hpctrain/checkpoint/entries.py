@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from hpctrain.checkpoint.layout import Entry
+from hpctrain.checkpoint.layout import TensorRange
 from hpctrain.checkpoint.structure import StoredTensor
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.state import MASTER, MODEL, StateTensor, own_state
@@ -18,7 +18,7 @@ _AS_IT_IS = frozenset({"if stored", "as many", "as a sum"})
 """How state is resumed that stays as it began where a file does not have it."""
 
 
-def training_entries(state: Iterable[StateTensor], writing: bool = False) -> list[Entry]:
+def training_entries(state: Iterable[StateTensor], writing: bool = False) -> list[TensorRange]:
     """Entries `/<kind>/<name>` of all state, such as `/model/<name>` and `/optimizer/<state>/<name>`.
 
     Each rank has its own elements of them; for `writing`, what another stage writes is left out.
@@ -28,14 +28,14 @@ def training_entries(state: Iterable[StateTensor], writing: bool = False) -> lis
 
 def resumed_entries(
     state: Iterable[StateTensor], stored: Mapping[str, StoredTensor]
-) -> tuple[list[Entry], set[str]]:
+) -> tuple[list[TensorRange], set[str]]:
     """What a run reads of a file with the datasets `stored`, and the kinds of which it leaves some as they
     began: the file does not have them in their shape, or the run does not train what they belong to.
 
     Runs of single and of half precision go on from each other: the parameters of the one are the master
     weights of the other. Parameters of half precision are made from the master weights afterwards.
     """
-    entries: list[Entry] = []
+    entries: list[TensorRange] = []
     left: set[str] = set()
     weights = {
         apart: MASTER if any(name.startswith(_dataset(MASTER, apart, "")) for name in stored) else MODEL
@@ -68,7 +68,7 @@ def stored_replicas(stored: Mapping[str, StoredTensor]) -> int:
 
 def _stored_entry(
     tensor: StateTensor, stored: Mapping[str, StoredTensor], weights: Mapping[bool, str]
-) -> Entry:
+) -> TensorRange:
     """What a file has for a tensor; `weights` is the kind of what is updated, of replicas and of others.
 
     Another number of replicas is taken in turns. Replicas begin with what all have in common where the file
@@ -90,7 +90,7 @@ def _stored_entry(
     return _entry(tensor.kind, tensor)
 
 
-def _whole(tensor: StateTensor, entry: Entry, stored: Mapping[str, StoredTensor]) -> Entry | None:
+def _whole(tensor: StateTensor, entry: TensorRange, stored: Mapping[str, StoredTensor]) -> TensorRange | None:
     """What a file has of the kind that a sum is made of, for the first of all ranks to begin with."""
     found = stored.get(_dataset(tensor.made_of, False, tensor.shard.name)) if tensor.made_of else None
     if found is None or found.shape != entry.shape[1:]:
@@ -98,14 +98,14 @@ def _whole(tensor: StateTensor, entry: Entry, stored: Mapping[str, StoredTensor]
     return replace(entry, dataset=found.dataset, shard=tensor.shard.unstacked)
 
 
-def model_entries(buckets: Sequence[Bucket]) -> list[Entry]:
+def model_entries(buckets: Sequence[Bucket]) -> list[TensorRange]:
     """Entries `/model/<name>` alone, for reading a model without its training state."""
     return training_entries(
         tensor for bucket in buckets for tensor in own_state(MODEL, bucket.own_values, bucket, apart=False)
     )
 
 
-def master_entries(state: Iterable[StateTensor]) -> list[Entry]:
+def master_entries(state: Iterable[StateTensor]) -> list[TensorRange]:
     """Entries `/model/<name>` of the fp32 weights that the optimizer updates, whatever the precision."""
     entries = ((tensor, _entry(MODEL, tensor)) for tensor in state if tensor.is_weight)
     return [
@@ -116,7 +116,7 @@ def master_entries(state: Iterable[StateTensor]) -> list[Entry]:
     ]
 
 
-def _summed(entry: Entry, count: int) -> Iterator[Entry]:
+def _summed(entry: TensorRange, count: int) -> Iterator[TensorRange]:
     """What goes to this rank of what each of `count` ranks had, all of it to one: perhaps nothing."""
     shard = entry.shard
     for number in range(shard.start[0], count, shard.shape[0]):
@@ -124,7 +124,7 @@ def _summed(entry: Entry, count: int) -> Iterator[Entry]:
         yield replace(entry, shard=theirs, added=number != shard.start[0])
 
 
-def _as_many(entry: Entry, count: int) -> Entry:
+def _as_many(entry: TensorRange, count: int) -> TensorRange:
     """The first of a row of `count` numbers, of which every rank has a whole one: those there is room for."""
     size = min(count, entry.values.numel())
     return replace(
@@ -132,9 +132,11 @@ def _as_many(entry: Entry, count: int) -> Entry:
     )
 
 
-def _entry(kind: str, tensor: StateTensor) -> Entry:
+def _entry(kind: str, tensor: StateTensor) -> TensorRange:
     dataset = _dataset(kind, tensor.of_replicas, tensor.shard.name)
-    return Entry(dataset, tensor.shard, tensor.values, tensor.offset, *tensor.copy, tensor.changes_in_step)
+    return TensorRange(
+        dataset, tensor.shard, tensor.values, tensor.offset, *tensor.copy, tensor.changes_in_step
+    )
 
 
 def _dataset(kind: str, of_replicas: bool, name: str) -> str:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hpctrain.checkpoint import checksum
 from hpctrain.checkpoint.checksum import Sums, Words
-from hpctrain.checkpoint.layout import Entry, Rectangle, Runs, rectangles_of, runs
+from hpctrain.checkpoint.layout import Runs, TensorBox, TensorRange, rectangles_of, runs
 from hpctrain.checkpoint.structure import StoredTensor
 from hpctrain.comm.device import on_host
 from hpctrain.errors import InputOutputError
@@ -48,15 +48,15 @@ class ReadRequest:
         sums: Checksums of the dataset, to which those of the bytes are added; None if they are not checked.
     """
 
-    entry: Entry
+    entry: TensorRange
     stored: StoredTensor
     sums: Sums | None
 
 
 class _Piece:
-    """A rectangle on its way into an Entry's values: `words` are to be read, and then landed."""
+    """A rectangle on its way into an TensorRange's values: `words` are to be read, and then landed."""
 
-    def __init__(self, request: ReadRequest, rectangle: Rectangle) -> None:
+    def __init__(self, request: ReadRequest, rectangle: TensorBox) -> None:
         self.request, self.rectangle = request, rectangle
         entry = request.entry
         self._filling = rectangle.filling(entry.values)
@@ -128,7 +128,7 @@ class TensorSource:
         for piece in batch:
             self.read_rectangle(piece.words, piece.rectangle, piece.request.stored)
 
-    def read_rectangle(self, words: Words, rectangle: Rectangle, stored: StoredTensor) -> None:
+    def read_rectangle(self, words: Words, rectangle: TensorBox, stored: StoredTensor) -> None:
         """Fill a flat array with the elements of a rectangle of a dataset."""
         rest = words
         for group in runs(rectangle.start, rectangle.shape, stored.shape):
@@ -191,7 +191,7 @@ def opened(path: Path, buffer_bytes: int = BUFFER_BYTES) -> Iterator[TensorSourc
         os.close(descriptor)
 
 
-def _is_direct(entry: Entry, rectangle: Rectangle) -> bool:
+def _is_direct(entry: TensorRange, rectangle: TensorBox) -> bool:
     """Whether a rectangle is read to where it stays."""
     values = entry.values
     if not isinstance(values, Tensor) or not on_host(values.device) or entry.added:

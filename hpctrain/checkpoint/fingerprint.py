@@ -9,7 +9,7 @@ import torch
 
 from hpctrain.checkpoint.agree import combined, together
 from hpctrain.checkpoint.extract import opened
-from hpctrain.checkpoint.structure import Structure
+from hpctrain.checkpoint.structure import CheckpointIndex
 from hpctrain.comm.group import Group
 from hpctrain.sharding.sketch import SUMS, Fingerprint
 
@@ -18,7 +18,7 @@ _PIECE = 1 << 16
 
 
 def file_fingerprints(
-    structure: Structure, group: Group, left: Collection[str] = ()
+    structure: CheckpointIndex, group: Group, left: Collection[str] = ()
 ) -> dict[str, Fingerprint]:
     """Of every dataset but those whose names begin with what is `left`; collective, the same on all ranks.
 

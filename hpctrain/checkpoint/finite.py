@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.checkpoint.agree import together
-from hpctrain.checkpoint.layout import Entry, Index, rectangles_of
+from hpctrain.checkpoint.layout import Index, TensorRange, rectangles_of
 from hpctrain.comm.group import Group
 from hpctrain.errors import InputOutputError
 from hpctrain.sharding.state import MASTER, MODEL
@@ -45,7 +45,7 @@ def nonfinite_element(values: Tensor) -> tuple[Index, float] | None:
     return index, float(values[index])
 
 
-def nonfinite_weight(group: Group, entries: Iterable[Entry]) -> NonFiniteWeight | None:
+def nonfinite_weight(group: Group, entries: Iterable[TensorRange]) -> NonFiniteWeight | None:
     """Return the first non-finite weight among the entries of all ranks; None if all are finite. Collective.
 
     If several tensors have one, the tensor whose name sorts first is returned, so that the result does not
@@ -59,7 +59,7 @@ def nonfinite_weight(group: Group, entries: Iterable[Entry]) -> NonFiniteWeight 
     return NonFiniteWeight(*min(rows, key=lambda row: row[:2])) if rows else None
 
 
-def require_finite(group: Group, where: object, entries: Iterable[Entry], remedy: str) -> None:
+def require_finite(group: Group, where: object, entries: Iterable[TensorRange], remedy: str) -> None:
     """Raise an error on all ranks if a weight among the entries is not finite. Collective.
 
     Args:
@@ -82,11 +82,11 @@ def nonfinite_sentence(where: object, weight: object, remedy: str) -> str:
     return f"{where}: {weight}: weights must be finite numbers ({remedy})"
 
 
-def _is_weight(entry: Entry) -> bool:
+def _is_weight(entry: TensorRange) -> bool:
     return entry.dataset.split("/")[1].removeprefix("replicas.") in {MODEL, MASTER}
 
 
-def _first_nonfinite(entry: Entry) -> NonFiniteWeight | None:
+def _first_nonfinite(entry: TensorRange) -> NonFiniteWeight | None:
     """Return the non-finite element of an entry that comes first in the global tensor."""
     dtype: torch.dtype = entry.values.dtype
     weights: list[NonFiniteWeight] = []

@@ -15,7 +15,7 @@ from hpctrain.sharding.fingerprint import fingerprint
 from hpctrain.sharding.state import StateTensor
 
 
-class HeldState:
+class StateSnapshot:
     """All state of this rank as it was after `step` steps, and what a checkpoint `stored` beside it."""
 
     def __init__(self, step: int, stored: Mapping[str, Any]) -> None:
@@ -23,7 +23,7 @@ class HeldState:
         self._values: list[Tensor] = []
         self._prints: list[int] = []
 
-    def take(self, tensors: Iterable[StateTensor], former: HeldState | None = None) -> None:
+    def take(self, tensors: Iterable[StateTensor], former: StateSnapshot | None = None) -> None:
         """Copy them, into the memory of a `former` copy that is not needed any more, if there is one."""
         free = [] if former is None else former._values
         device: torch.device | None = None
@@ -55,12 +55,12 @@ class HeldState:
                 piece.copy_(memory[first : first + piece.numel()])
 
 
-class HeldStates:
+class SnapshotHistory:
     """The newest copies, one every so many steps: enough for one that is `back` steps old at any time."""
 
     def __init__(self, every: int, back: int = 0) -> None:
         self.every, self.most = every, copies_held(every, back)
-        self._held: list[HeldState] = []
+        self._held: list[StateSnapshot] = []
 
     def due(self, step: int) -> bool:
         """Whether a copy is to be made of the state after that step: without any, of any; and again of the
@@ -74,12 +74,12 @@ class HeldStates:
             self._held[-1].stored = deepcopy(dict(stored))
             return
         former = self._held.pop(0) if len(self._held) == self.most else None
-        held = HeldState(step, deepcopy(dict(stored)))
+        held = StateSnapshot(step, deepcopy(dict(stored)))
         held.take(tensors, former)
         self._held.append(held)
 
     @property
-    def all(self) -> list[HeldState]:
+    def all(self) -> list[StateSnapshot]:
         """The oldest first."""
         return list(self._held)
 

@@ -38,7 +38,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorRange:
     """What one rank holds of one dataset: a flat range of its Shard's local piece.
 
     `dataset` is the full name in the file, such as "/model/<name>" or "/optimizer/<state>/<name>".
@@ -78,8 +78,8 @@ class Entry:
         """Shape of the dataset; a scalar is stored as one element."""
         return self.shard.shape or (1,)
 
-    def part(self, first: int, last: int) -> Entry:
-        """The elements `first` to `last` of `values`, as an Entry of one copy."""
+    def part(self, first: int, last: int) -> TensorRange:
+        """The elements `first` to `last` of `values`, as an TensorRange of one copy."""
         return replace(self, values=self.values[first:last], offset=self.offset + first, copy=0, copies=1)
 
     def share(self) -> tuple[int, int]:
@@ -93,8 +93,8 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Rectangle:
-    """A rectangle of a global tensor and where it lies in an Entry's values.
+class TensorBox:
+    """A rectangle of a global tensor and where it lies in an TensorRange's values.
 
     Element (0, ..., 0) is the global element `start` and values[at]; in memory its dims have `strides`.
     """
@@ -110,7 +110,7 @@ class Rectangle:
         return prod(self.shape)
 
     def view(self, values: Tensor) -> Tensor:
-        """The rectangle as a strided view into the Entry's values, its bits as integers."""
+        """The rectangle as a strided view into the TensorRange's values, its bits as integers."""
         bits = values.view(_BITS[values.element_size()])
         return bits.as_strided(self.shape, self.strides, bits.storage_offset() + self.at)
 
@@ -135,7 +135,7 @@ class Rectangle:
         """Elements from the first to the last in memory."""
         return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
 
-    def cut(self, limit: int) -> Iterator[Rectangle]:
+    def cut(self, limit: int) -> Iterator[TensorBox]:
         """The rectangle in consecutive rectangles of at most `limit` elements."""
         if self.elements <= limit:
             yield self
@@ -143,7 +143,7 @@ class Rectangle:
         dim = next(d for d, size in enumerate(self.shape) if size > 1)
         rows = max(1, limit // prod(self.shape[dim + 1 :]))
         for row in range(0, self.shape[dim], rows):
-            yield from Rectangle(
+            yield from TensorBox(
                 _with(self.start, dim, self.start[dim] + row),
                 _with(self.shape, dim, min(rows, self.shape[dim] - row)),
                 self.at + row * self.strides[dim],
@@ -164,8 +164,8 @@ class Runs:
     length: int
 
 
-def rectangles_of(entry: Entry) -> list[Rectangle]:
-    """The rectangles of the global tensor that an Entry's values hold, padding left out.
+def rectangles_of(entry: TensorRange) -> list[TensorBox]:
+    """The rectangles of the global tensor that an TensorRange's values hold, padding left out.
 
     They are in the order of the values. A range in n dims gives at most 2n - 1 of them.
     """
@@ -179,7 +179,7 @@ def rectangles_of(entry: Entry) -> list[Rectangle]:
         if min(size) > 0:
             at = sum(s * step for s, step in zip(start, strides, strict=True)) - entry.offset
             first = tuple(o + s for o, s in zip(origin, start, strict=True))
-            held.append(Rectangle(first, size, at, strides))
+            held.append(TensorBox(first, size, at, strides))
     return held
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from hpctrain.checkpoint import checksum
 from hpctrain.checkpoint.extract import TensorSource
 from hpctrain.checkpoint.keep import is_complete
-from hpctrain.checkpoint.layout import Index, Rectangle, row_major
+from hpctrain.checkpoint.layout import Index, TensorBox, row_major
 from hpctrain.checkpoint.names import checkpoints
 from hpctrain.checkpoint.provenance import HistorySegment, history
 from hpctrain.checkpoint.stored_deck import stored_deck, stored_deck_text
@@ -264,7 +264,7 @@ class LazyTensor:
         shape = tuple(each[-1] + 1 - each.start if len(each) else 0 for each, _ in ranges)
         tensor, words = self._room(shape)
         if prod(shape):
-            self._source.read_rectangle(words, Rectangle(start, shape, 0, row_major(shape)), self._stored)
+            self._source.read_rectangle(words, TensorBox(start, shape, 0, row_major(shape)), self._stored)
         kept = tensor[tuple(slice(None, None, each.step) for each, _ in ranges)]
         given = kept.reshape([len(each) for each, stays in ranges if stays])
         return given.clone(memory_format=torch.contiguous_format) if given.numel() < tensor.numel() else given

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 
 from hpctrain.checkpoint.agree import together
-from hpctrain.checkpoint.layout import Entry
+from hpctrain.checkpoint.layout import TensorRange
 from hpctrain.checkpoint.mirror_folder import MEMORY, new_token, part_path, remove_mirrors, take_mirror_folder
-from hpctrain.checkpoint.slot import HEADER_BYTES, Contents, Copying, Memory, Slot
+from hpctrain.checkpoint.slot import HEADER_BYTES, Copying, Memory, MirrorSlot, SlotContents
 from hpctrain.comm.work import Work
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
@@ -43,7 +43,7 @@ class Mirror:
         world: World,
         nodes: Sequence[int],
         run: Path,
-        entries: Sequence[Entry],
+        entries: Sequence[TensorRange],
         told: Mapping[str, Any],
         announce: Callable[[str], None],
     ) -> None:
@@ -55,7 +55,7 @@ class Mirror:
         self.world, self.newest = world, -1
         self._group = world.split(("mirror",), tuple(range(world.size)), "mpi")
         self.token = self._group.broadcast_object(new_token())
-        mine = Contents.of(entries).room(told if world.rank == 0 else {})
+        mine = SlotContents.of(entries).room(told if world.rank == 0 else {})
         self._sizes: list[int] = self._group.all_gather_object(mine)
         self._to, self._from = neighbour_ranks(nodes, world.rank)
         _demand_room(world, 2 * sum(self._sizes[rank] for rank in (world.rank, *self._from)))
@@ -66,19 +66,19 @@ class Mirror:
             self._folder, self._owner = take_mirror_folder(self.token, run, nodes[world.rank])
         with together(self._group):
             self._slots = {
-                rank: [Slot(part_path(self._folder, rank, n), self._sizes[rank]) for n in (0, 1)]
+                rank: [MirrorSlot(part_path(self._folder, rank, n), self._sizes[rank]) for n in (0, 1)]
                 for rank in (world.rank, *self._from)
             }
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="mirror")
         self._generation = 0
-        self._making: _Making | None = None
+        self._making: _MirrorWrite | None = None
 
     @property
     def bytes(self) -> int:
         """Memory of the node that this rank has for mirrors."""
         return sum(len(slot.memory) for slots in self._slots.values() for slot in slots)
 
-    def begin(self, entries: Sequence[Entry], state: Mapping[str, Any], step: int, rounds: int) -> None:
+    def begin(self, entries: Sequence[TensorRange], state: Mapping[str, Any], step: int, rounds: int) -> None:
         """Begin a mirror of the present state, which ranks send each other after the next steps but one, of
         which there are so many. What another one still lacks comes first. Collective.
         """
@@ -99,7 +99,7 @@ class Mirror:
             "host": self.world.hostname,
             "state": dict(state) if self.world.rank == 0 else None,
         }
-        contents = Contents.of(entries)
+        contents = SlotContents.of(entries)
         own = slots[self.world.rank]
         assert contents.end <= len(own.memory), (contents.end, len(own.memory))
         copying = Copying(contents, own.memory)
@@ -108,7 +108,7 @@ class Mirror:
             copying.run()
             return own.fill(table, contents)
 
-        self._making = _Making(step, slots, copying, self._threads.submit(copy), rounds)
+        self._making = _MirrorWrite(step, slots, copying, self._threads.submit(copy), rounds)
 
     def protect(self, update: bool = True) -> None:
         """After this the values may be overwritten, see Copying."""
@@ -153,7 +153,7 @@ class Mirror:
             remove_mirrors(self.token)
         self._group.barrier()
 
-    def _send(self, making: _Making) -> None:
+    def _send(self, making: _MirrorWrite) -> None:
         """Start the messages of the next round: a like share of each file; in the last one headers, too."""
         group, rank = self._group, self.world.rank
         making.round += 1
@@ -170,11 +170,16 @@ class Mirror:
             making.messages.append(group.start_send(torch.from_numpy(making.header), self._to))
 
 
-class _Making:
+class _MirrorWrite:
     """The mirror that is being made: its slots by rank, and how far it is."""
 
     def __init__(
-        self, step: int, slots: Mapping[int, Slot], copying: Copying, copied: Future[Memory], rounds: int
+        self,
+        step: int,
+        slots: Mapping[int, MirrorSlot],
+        copying: Copying,
+        copied: Future[Memory],
+        rounds: int,
     ) -> None:
         self.step, self.slots, self.copying, self.copied, self.rounds = step, slots, copying, copied, rounds
         self.round = 0

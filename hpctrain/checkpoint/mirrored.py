@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpctrain.checkpoint.layout import Entry
+from hpctrain.checkpoint.layout import TensorRange
 from hpctrain.checkpoint.mirror_folder import parts_here
-from hpctrain.checkpoint.slot import Part, read_part
+from hpctrain.checkpoint.slot import MirrorPart, read_part
 from hpctrain.checkpoint.write import save
 from hpctrain.comm.world import World
 from hpctrain.errors import InputOutputError
@@ -21,14 +21,14 @@ from hpctrain.words import counted, ranges
 
 
 @dataclass(frozen=True)
-class Found:
+class RecoverableMirror:
     """The newest mirror of which all is there: of which step, in which nodes' memory, what of it this rank
     will write, and the state of the run.
     """
 
     step: int
     hosts: tuple[str, ...]
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorRange, ...]
     state: dict[str, Any]
 
 
@@ -45,7 +45,7 @@ class _Copy:
     ranks: int
 
 
-def find_mirror(world: World, token: str) -> tuple[Found | None, list[str]]:
+def find_mirror(world: World, token: str) -> tuple[RecoverableMirror | None, list[str]]:
     """The newest mirror that a start has left whole in the memory of these ranks' nodes, and sentences of
     what newer ones lack, or why a copy is not used. Collective; the same on all ranks, but for entries.
     """
@@ -57,7 +57,7 @@ def find_mirror(world: World, token: str) -> tuple[Found | None, list[str]]:
     everyone = world.everyone.all_gather_object(([vars(each) for each in found], problems))
     copies = [_Copy(**each) for rows, _ in everyone for each in rows]
     sentences = [sentence for _, told in everyone for sentence in told]
-    entries: dict[int, list[Entry]] = {}
+    entries: dict[int, list[TensorRange]] = {}
     while copies:
         newest = max(copy.generation for copy in copies)
         chosen = {copy.rank: copy for copy in reversed(copies) if copy.generation == newest}
@@ -86,23 +86,23 @@ def find_mirror(world: World, token: str) -> tuple[Found | None, list[str]]:
             held = tuple(entry for number in mine for entry in entries[number])
             hosts = tuple(sorted({copy.host for copy in chosen.values()}))
             whole = next(each for each in told if each is not None)
-            return Found(any_of_it.step, hosts, held, whole), sentences
+            return RecoverableMirror(any_of_it.step, hosts, held, whole), sentences
         sentences += [told for _, _, told in bad]
         lost = {(rank, number) for rank, number, _ in bad}
         copies = [copy for copy in copies if (copy.finder, copy.number) not in lost]
     return None, sentences
 
 
-def write_mirror(found: Found, path: Path, world: World) -> None:
+def write_mirror(found: RecoverableMirror, path: Path, world: World) -> None:
     """Write it as a checkpoint as any other; collective. Errors as in `save`."""
     save(path, world.everyone, found.entries, found.state)
 
 
-def _own_share(world: World, token: str) -> tuple[list[Part], list[str]]:
+def _own_share(world: World, token: str) -> tuple[list[MirrorPart], list[str]]:
     """The parts of this start in this node's memory that this one of its ranks looks at, and what is wrong
     with others. Alone.
     """
-    parts: list[Part] = []
+    parts: list[MirrorPart] = []
     problems: list[str] = []
     for path in parts_here(token)[world.local_rank :: world.local_size]:
         try:

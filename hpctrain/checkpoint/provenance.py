@@ -62,7 +62,7 @@ class HistorySegment:
 
 
 @dataclass(frozen=True)
-class Loss:
+class RecordedLoss:
     """What one step recorded, None where it was not finite."""
 
     step: int
@@ -96,7 +96,7 @@ class Provenance:
             computed=dict(computed or {}),
         )
         self._earlier: list[HistorySegment] = []
-        self._losses: deque[Loss] = deque(maxlen=LOSSES)
+        self._losses: deque[RecordedLoss] = deque(maxlen=LOSSES)
 
     def of(self, ranks: int, layout: Layout) -> Provenance:
         """The same, of a run on other ranks than those who write."""
@@ -113,7 +113,7 @@ class Provenance:
 
     def note(self, step: int, loss: float, grad_norm: float) -> None:
         """Remember what a step recorded."""
-        self._losses.append(Loss(step, finite(loss), finite(grad_norm)))
+        self._losses.append(RecordedLoss(step, finite(loss), finite(grad_norm)))
 
     def stored(self, step: int) -> dict[str, Any]:
         """What a checkpoint after `step` steps stores: "history" and "losses"."""
@@ -131,10 +131,10 @@ def history(state: Mapping[str, Any]) -> list[HistorySegment]:
     return [segment for row in _rows(state, "history") if (segment := HistorySegment.of(row)) is not None]
 
 
-def losses(state: Mapping[str, Any]) -> list[Loss]:
+def losses(state: Mapping[str, Any]) -> list[RecordedLoss]:
     """What the last steps before a checkpoint recorded, oldest first."""
     return [
-        Loss(row["step"], _number(row.get("loss")), _number(row.get("grad_norm")))
+        RecordedLoss(row["step"], _number(row.get("loss")), _number(row.get("grad_norm")))
         for row in _rows(state, "losses")
         if isinstance(row, dict) and isinstance(row.get("step"), int)
     ]

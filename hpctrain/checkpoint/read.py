@@ -28,8 +28,8 @@ from hpctrain.checkpoint import checksum
 from hpctrain.checkpoint.agree import combined, first_of, together
 from hpctrain.checkpoint.checksum import Sums
 from hpctrain.checkpoint.extract import BUFFER_BYTES, ReadRequest, opened
-from hpctrain.checkpoint.layout import Entry, rectangles_of, runs
-from hpctrain.checkpoint.structure import Structure, examine
+from hpctrain.checkpoint.layout import TensorRange, rectangles_of, runs
+from hpctrain.checkpoint.structure import CheckpointIndex, examine
 from hpctrain.checkpoint.verify import verify_pieces
 from hpctrain.comm.group import Group
 from hpctrain.errors import InputOutputError
@@ -42,9 +42,9 @@ and Products keep it leaves what it has no use for.
 
 
 def load(
-    source: str | Path | Structure,
+    source: str | Path | CheckpointIndex,
     group: Group,
-    entries: Sequence[Entry],
+    entries: Sequence[TensorRange],
     strict: bool = True,
     buffer_bytes: int = BUFFER_BYTES,
     zero_padding: bool = True,
@@ -59,7 +59,7 @@ def load(
     Errors, the same on all ranks: HpctrainError if the file holds other names, InputOutputError if it holds
     other shapes or types, or is missing, truncated or damaged.
     """
-    structure = source if isinstance(source, Structure) else examine(Path(source), group)
+    structure = source if isinstance(source, CheckpointIndex) else examine(Path(source), group)
     same_names = all(entry.dataset in structure.datasets for entry in entries)
     _raise_first(group, list(_differences(structure, entries)), same_names)
     if strict:
@@ -80,7 +80,9 @@ def load(
 
 
 @contextmanager
-def in_types(entries: Sequence[Entry], kind: Callable[[Entry], str]) -> Iterator[list[Entry]]:
+def in_types(
+    entries: Sequence[TensorRange], kind: Callable[[TensorRange], str]
+) -> Iterator[list[TensorRange]]:
     """Entries to fill within, of the types that `kind` tells; what they are for has the values afterwards."""
     found = [
         entry
@@ -94,7 +96,7 @@ def in_types(entries: Sequence[Entry], kind: Callable[[Entry], str]) -> Iterator
             _tensor_of(entry).copy_(_tensor_of(each))
 
 
-def _tensor_of(entry: Entry) -> Tensor:
+def _tensor_of(entry: TensorRange) -> Tensor:
     assert isinstance(entry.values, Tensor), f"{entry.dataset}: is not of the file's type where it lies"
     return entry.values
 
@@ -107,7 +109,7 @@ def read_state(path: str | Path, group: Group | None = None) -> dict[str, Any]:
     return examine(Path(path), group).state
 
 
-def _differences(structure: Structure, entries: Sequence[Entry]) -> Iterator[str]:
+def _differences(structure: CheckpointIndex, entries: Sequence[TensorRange]) -> Iterator[str]:
     """Tell which entries the file lacks, or holds with another shape or type."""
     for entry in entries:
         stored = structure.datasets.get(entry.dataset)
@@ -121,7 +123,7 @@ def _differences(structure: Structure, entries: Sequence[Entry]) -> Iterator[str
 
 
 def _surplus(
-    structure: Structure, group: Group, entries: Sequence[Entry], left: Collection[str]
+    structure: CheckpointIndex, group: Group, entries: Sequence[TensorRange], left: Collection[str]
 ) -> list[str]:
     """What the file holds and no rank asks for; collective. All of a companion may be left."""
     names = list(structure.datasets)
@@ -157,7 +159,7 @@ def _raise_first(group: Group, problems: Sequence[str], same_names: bool) -> Non
 
 
 def _read_requests(
-    structure: Structure, entries: Sequence[Entry], sums: Sums, touched: NDArray[np.int64]
+    structure: CheckpointIndex, entries: Sequence[TensorRange], sums: Sums, touched: NDArray[np.int64]
 ) -> Iterator[ReadRequest]:
     """Yield the read requests of this rank, and mark the checksum pieces that they touch.
 
@@ -184,8 +186,8 @@ def _read_requests(
                 yield ReadRequest(part, stored, sums[stored.pieces] if turn == 0 else None)
 
 
-def _touch(touched: NDArray[np.int64], entry: Entry) -> None:
-    """Mark the checksum pieces that hold any of an Entry's elements."""
+def _touch(touched: NDArray[np.int64], entry: TensorRange) -> None:
+    """Mark the checksum pieces that hold any of an TensorRange's elements."""
     for rectangle in rectangles_of(entry):
         for group in runs(rectangle.start, rectangle.shape, entry.shape):
             if group.count == 1:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from hpctrain.checkpoint import checksum
 from hpctrain.checkpoint.checksum import Words
 from hpctrain.checkpoint.draft import PIECE_BYTES
-from hpctrain.checkpoint.layout import STORED_AS, Entry, Index, Rectangle, rectangles_of
+from hpctrain.checkpoint.layout import STORED_AS, Index, TensorBox, TensorRange, rectangles_of
 from hpctrain.errors import InputOutputError
 from hpctrain.files import open_regular, parse_json
 from hpctrain.parallel.shard import Shard
@@ -44,8 +44,8 @@ _DIGEST_BYTES = 32
 class Slice:
     """A rectangle of a dataset, which lies at `offset` of the file."""
 
-    entry: Entry
-    rectangle: Rectangle
+    entry: TensorRange
+    rectangle: TensorBox
     offset: int
 
     @property
@@ -71,7 +71,7 @@ class Slice:
 
 
 @dataclass(frozen=True)
-class Contents:
+class SlotContents:
     """The slices of a rank, first those that a step changes before the update, and the datasets that have no
     elements; `end` is where a table may begin.
     """
@@ -81,7 +81,7 @@ class Contents:
     end: int
 
     @staticmethod
-    def of(entries: Sequence[Entry]) -> Contents:
+    def of(entries: Sequence[TensorRange]) -> SlotContents:
         """What this rank writes of its entries, in slices of at most a checksum's elements."""
         slices, offset = [], HEADER_BYTES
         for entry in sorted(entries, key=lambda each: not each.changes_in_step):
@@ -91,7 +91,7 @@ class Contents:
                 slices.append(Slice(part, rectangle, offset))
                 offset += -(-slices[-1].bytes // _ALIGNMENT) * _ALIGNMENT
         empty = {(entry.dataset, entry.kind, entry.shape) for entry in entries if not prod(entry.shape)}
-        return Contents(tuple(slices), tuple(sorted(empty)), offset)
+        return SlotContents(tuple(slices), tuple(sorted(empty)), offset)
 
     @property
     def changed_in_step(self) -> int:
@@ -106,7 +106,7 @@ class Contents:
         return self.end + rows + names + len(json.dumps(told)) + _SPARE
 
 
-class Slot:
+class MirrorSlot:
     """A file in a node's memory that has room for a part, mapped by the rank that fills it."""
 
     def __init__(self, path: Path, size: int) -> None:
@@ -124,7 +124,7 @@ class Slot:
         """What it holds counts no more."""
         self.memory[:HEADER_BYTES] = 0
 
-    def fill(self, table: Mapping[str, Any], contents: Contents) -> Memory:
+    def fill(self, table: Mapping[str, Any], contents: SlotContents) -> Memory:
         """Write the table behind the slices, which are there; the header that will make the part count.
 
         InputOutputError where the table has grown beyond the room for it.
@@ -151,7 +151,7 @@ class Copying:
     trains where a step or an update is about to change what is not copied yet.
     """
 
-    def __init__(self, contents: Contents, memory: Memory) -> None:
+    def __init__(self, contents: SlotContents, memory: Memory) -> None:
         self._contents, self._memory = contents, memory
         self._of_step = contents.changed_in_step
         self._next = 0
@@ -195,7 +195,7 @@ class Copying:
 
 
 @dataclass(frozen=True)
-class Part:
+class MirrorPart:
     """A part that was found: of which rank of how many, the how many-th of the start `run`, and its table."""
 
     path: Path
@@ -209,14 +209,16 @@ class Part:
     rows: list[tuple[str, str, Index, Index, Index, int, int]] = field(repr=False)
     empty: list[tuple[str, str, Index]] = field(repr=False)
 
-    def entries(self) -> list[Entry]:
-        """Its slices where they lie, each as an Entry that no other rank has a copy of.
+    def entries(self) -> list[TensorRange]:
+        """Its slices where they lie, each as an TensorRange that no other rank has a copy of.
 
         InputOutputError where one of them differs from its checksum, or cannot be read.
         """
         memory = _mapped(self.path)
         entries = [
-            Entry(dataset, Shard(dataset, shape, (0,) * len(shape), shape), torch.empty(0, dtype=_type(kind)))
+            TensorRange(
+                dataset, Shard(dataset, shape, (0,) * len(shape), shape), torch.empty(0, dtype=_type(kind))
+            )
             for dataset, kind, shape in self.empty
         ]
         for dataset, kind, shape, start, size, offset, expected in self.rows:
@@ -226,11 +228,11 @@ class Part:
             if len(content) < length or _sum(content.view(f"u{dtype.itemsize}")) != expected:
                 raise InputOutputError(f"{self.path}: {dataset} differs from its checksum")
             values = torch.from_numpy(content).view(dtype)
-            entries.append(Entry(dataset, Shard(dataset, shape, start, size), values))
+            entries.append(TensorRange(dataset, Shard(dataset, shape, start, size), values))
         return entries
 
 
-def read_part(path: Path) -> Part | None:
+def read_part(path: Path) -> MirrorPart | None:
     """What a file tells that it holds; None where no part was completed in it.
 
     InputOutputError where the table differs from its checksum, or the file cannot be read.
@@ -248,7 +250,7 @@ def read_part(path: Path) -> Part | None:
         for name, kind, shape, start, held, offset, summed in table.pop("slices")
     ]
     empty = [(name, kind, tuple(shape)) for name, kind, shape in table.pop("empty")]
-    return Part(path, rows=rows, empty=empty, **table)
+    return MirrorPart(path, rows=rows, empty=empty, **table)
 
 
 def _mapped(path: Path) -> Memory:

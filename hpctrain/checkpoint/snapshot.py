@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from hpctrain.checkpoint.checksum import Words
-from hpctrain.checkpoint.draft import Piece
+from hpctrain.checkpoint.draft import DraftBox
 from hpctrain.comm.device import empty_host_tensor
 
 _ALIGNMENT = 64
@@ -59,7 +59,7 @@ class HostBuffer:
 class Snapshot:
     """The elements of pieces at the time this was made, taken in order by one thread that writes them."""
 
-    def __init__(self, pieces: Sequence[Piece], buffer: HostBuffer) -> None:
+    def __init__(self, pieces: Sequence[DraftBox], buffer: HostBuffer) -> None:
         assert all(piece.bytes <= buffer.piece_bytes for piece in pieces)
         self._pieces, self._buffer = pieces, buffer
         self._of_step = sum(piece.entry.changes_in_step for piece in pieces)

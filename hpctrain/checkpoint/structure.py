@@ -76,7 +76,7 @@ class StoredTensor:
 
 
 @dataclass(frozen=True)
-class Structure:
+class CheckpointIndex:
     """The datasets of a file, by name, the checksums stored for them, and the training state."""
 
     path: Path
@@ -91,7 +91,7 @@ class Structure:
         return next((name for name in names if tensor.startswith(f"{name}.")), "")
 
 
-def examine(path: Path, group: Group | None = None) -> Structure:
+def examine(path: Path, group: Group | None = None) -> CheckpointIndex:
     """Read the structure of a checkpoint; with a group, collectively: rank 0 reads it for all.
 
     Errors, the same on all ranks: HpctrainError for a file that is not a checkpoint or is of a newer
@@ -99,7 +99,7 @@ def examine(path: Path, group: Group | None = None) -> Structure:
     """
     if group is None or group.size == 1:
         return _examine(path)
-    contents = Structure(path, {}, np.empty(0, np.uint64), {})
+    contents = CheckpointIndex(path, {}, np.empty(0, np.uint64), {})
     with together(group):
         if group.rank == 0:
             contents = _examine(path)
@@ -111,10 +111,10 @@ def examine(path: Path, group: Group | None = None) -> Structure:
         sums.copy_(torch.from_numpy(contents.sums.view(np.int64)))
     group.broadcast(sums)
     datasets = {row[0]: StoredTensor(*row) for row in rows}
-    return Structure(path, datasets, sums.cpu().numpy().copy().view(np.uint64), state)
+    return CheckpointIndex(path, datasets, sums.cpu().numpy().copy().view(np.uint64), state)
 
 
-def _examine(path: Path) -> Structure:
+def _examine(path: Path) -> CheckpointIndex:
     try:
         if path.is_dir():
             hint = f"; name a file of {path / 'checkpoints'}" if (path / "checkpoints").is_dir() else ""
@@ -143,7 +143,7 @@ def _examine(path: Path) -> Structure:
             sums = _sums(file, sum(pieces(stored.elements) for stored in datasets.values()))
     except DAMAGE as error:
         raise InputOutputError(f"{path}: damaged or truncated: {error_reason(error)}") from None
-    return Structure(path, datasets, sums, state)
+    return CheckpointIndex(path, datasets, sums, state)
 
 
 def _check_kind(path: Path, file: CheckedFile) -> None:

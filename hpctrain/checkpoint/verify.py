@@ -10,12 +10,12 @@ import numpy as np
 from hpctrain.checkpoint import checksum
 from hpctrain.checkpoint.agree import shortened, together
 from hpctrain.checkpoint.extract import opened
-from hpctrain.checkpoint.structure import StoredTensor, Structure, examine
+from hpctrain.checkpoint.structure import CheckpointIndex, StoredTensor, examine
 from hpctrain.comm.group import Group
 from hpctrain.errors import InputOutputError
 
 
-def verify(path: str | Path, group: Group) -> Structure:
+def verify(path: str | Path, group: Group) -> CheckpointIndex:
     """Read every tensor, spread over the ranks, and compare it with its checksums; collective.
 
     Returns the file's structure. Raises on all ranks InputOutputError if anything differs, naming it,
@@ -32,7 +32,7 @@ def verify(path: str | Path, group: Group) -> Structure:
     return structure
 
 
-def verify_pieces(structure: Structure, group: Group, mine: Sequence[tuple[StoredTensor, int]]) -> None:
+def verify_pieces(structure: CheckpointIndex, group: Group, mine: Sequence[tuple[StoredTensor, int]]) -> None:
     """Read whole the pieces (dataset, number) given on this rank and compare them; collective.
 
     Raises InputOutputError on all ranks, naming the file, the datasets and the elements.

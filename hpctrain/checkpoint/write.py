@@ -21,8 +21,8 @@ import numpy as np
 
 from hpctrain.checkpoint.agree import together
 from hpctrain.checkpoint.checksum import Words
-from hpctrain.checkpoint.draft import PIECE_BYTES, Draft, Piece, begin
-from hpctrain.checkpoint.layout import Entry, runs
+from hpctrain.checkpoint.draft import PIECE_BYTES, Draft, DraftBox, begin
+from hpctrain.checkpoint.layout import TensorRange, runs
 from hpctrain.comm.group import Group
 from hpctrain.comm.parallel_files import open_on_all_ranks
 from hpctrain.errors import HpctrainError, InputOutputError
@@ -31,7 +31,7 @@ from hpctrain.errors import HpctrainError, InputOutputError
 def save(
     path: str | Path,
     group: Group,
-    entries: Sequence[Entry],
+    entries: Sequence[TensorRange],
     state: Mapping[str, Any],
     piece_bytes: int = PIECE_BYTES,
 ) -> None:
@@ -65,7 +65,7 @@ def needs_mpi(group: Group) -> bool:
     return group.size > 1 and bool(h5py.get_config().mpi)
 
 
-def write_at_offsets(descriptor: int, piece: Piece, words: Words) -> None:
+def write_at_offsets(descriptor: int, piece: DraftBox, words: Words) -> None:
     """Write plain bytes where they belong in the file, without HDF5 and without MPI: each run by itself."""
     stored, rest = piece.stored, words
     for group in runs(piece.rectangle.start, piece.rectangle.shape, stored.shape):
@@ -82,7 +82,7 @@ def write_at_offsets(descriptor: int, piece: Piece, words: Words) -> None:
         rest = rest[count:]
 
 
-def _write_with_hdf5(file: h5py.h5f.FileID, piece: Piece, words: Words) -> None:
+def _write_with_hdf5(file: h5py.h5f.FileID, piece: DraftBox, words: Words) -> None:
     """One independent call of HDF5."""
     dataset = h5py.h5d.open(file, piece.stored.dataset.encode())
     space = dataset.get_space()

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hpctrain.checkpoint.layout import Entry, Index, Rectangle, rectangles_of
+from hpctrain.checkpoint.layout import Index, TensorBox, TensorRange, rectangles_of
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
 from hpctrain.engine.stage import Stage
@@ -51,7 +51,7 @@ class Box(NamedTuple):
 
     def cut(self, limit: int) -> Iterator[Box]:
         """In boxes of at most so many elements."""
-        for part in Rectangle(self.start, self.shape, 0, (0,) * len(self.shape)).cut(limit):
+        for part in TensorBox(self.start, self.shape, 0, (0,) * len(self.shape)).cut(limit):
             yield Box(part.start, part.shape)
 
 
@@ -69,11 +69,11 @@ class Held:
     """What a rank holds of a tensor: rectangles of its values."""
 
     values: Flat
-    rectangles: list[Rectangle]
+    rectangles: list[TensorBox]
 
     @staticmethod
-    def of(entry: Entry) -> Held:
-        """All that an Entry does, without padding."""
+    def of(entry: TensorRange) -> Held:
+        """All that an TensorRange does, without padding."""
         return Held(entry.values, rectangles_of(entry))
 
     @property
@@ -81,7 +81,7 @@ class Held:
         """Of the rectangles."""
         return [Box(each.start, each.shape) for each in self.rectangles]
 
-    def at(self, box: Box) -> Rectangle:
+    def at(self, box: Box) -> TensorBox:
         """The part of a rectangle that is this box, all of which is in one of them."""
         for whole in self.rectangles:
             if Box(whole.start, whole.shape).common(box) == box:
@@ -208,7 +208,7 @@ def _wanted(stage: Stage) -> Iterator[tuple[str, Held]]:
     yield from _of_modules(stage)
 
 
-def _entries(bucket: Bucket, whole: bool, all_of_it: bool = False) -> Iterator[Entry]:
+def _entries(bucket: Bucket, whole: bool, all_of_it: bool = False) -> Iterator[TensorRange]:
     """Of the whole values of a bucket, or of its own. Unless `all_of_it`, of slices of a table that lies on
     two stages only the first one's, as other places are cut on the second.
     """
@@ -218,12 +218,12 @@ def _entries(bucket: Bucket, whole: bool, all_of_it: bool = False) -> Iterator[E
     for segment, elements, offset in bucket.cut(values, part):
         if whole or all_of_it or segment.replication.written:
             shard = segment.parameter.shard
-            yield Entry(f"{_MODEL}{shard.name}", shard, elements, offset)
+            yield TensorRange(f"{_MODEL}{shard.name}", shard, elements, offset)
 
 
 def _of_modules(stage: Stage) -> Iterator[tuple[str, Held]]:
     for each in stage.modules.state():
-        entry = Entry(f"/{each.kind}/{each.shard.name}", each.shard, each.values, each.offset)
+        entry = TensorRange(f"/{each.kind}/{each.shard.name}", each.shard, each.values, each.offset)
         yield entry.dataset, Held.of(entry)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from hpctrain.characters import escaped
 from hpctrain.checkpoint.stored_deck import require_trusted, stored_deck
-from hpctrain.checkpoint.structure import Structure
+from hpctrain.checkpoint.structure import CheckpointIndex
 from hpctrain.data.batches import Order, Sequences
 from hpctrain.data.dataset import dataset_of
 from hpctrain.data.entries import open_entries
@@ -31,7 +31,7 @@ SHOWN = 20
 """Samples of a spike that a terminal shows, at most."""
 
 
-def bad_samples(structure: Structure, trust: CodeTrust) -> list[dict[str, Any]]:
+def bad_samples(structure: CheckpointIndex, trust: CodeTrust) -> list[dict[str, Any]]:
     """Each spike that the run of a checkpoint had, with its `left_out` samples: the number in the order of
     training, that in the dataset or in the token files of an entry of the mixture, and of tokens the text and
     the file that it begins in. Of answers that a policy wrote these are the prompt's.
@@ -52,7 +52,7 @@ def bad_samples(structure: Structure, trust: CodeTrust) -> list[dict[str, Any]]:
 class _Samples:
     """What a deck trains on, by its order."""
 
-    def __init__(self, deck: Deck, structure: Structure) -> None:
+    def __init__(self, deck: Deck, structure: CheckpointIndex) -> None:
         self.source: Sequences | None = None
         self.order: Order
         if deck.data.dataset is None:

@@ -9,9 +9,9 @@ from textwrap import shorten
 from typing import Any
 
 from hpctrain.characters import escaped
-from hpctrain.checkpoint.provenance import HistorySegment, Loss, history, losses
+from hpctrain.checkpoint.provenance import HistorySegment, RecordedLoss, history, losses
 from hpctrain.checkpoint.stored_deck import stored_deck
-from hpctrain.checkpoint.structure import VERSION, StoredTensor, Structure
+from hpctrain.checkpoint.structure import VERSION, CheckpointIndex, StoredTensor
 from hpctrain.deck.objective import OF_SCORES
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.user_module import model_keys
@@ -27,7 +27,7 @@ LOSSES_SHOWN = 5
 Contents = dict[str, Any]
 
 
-def contents(structure: Structure, tensors: bool = False) -> Contents:
+def contents(structure: CheckpointIndex, tensors: bool = False) -> Contents:
     """What a file holds; with `tensors`, every dataset too. What it does not tell is None or empty."""
     state, path = structure.state, structure.path
     deck: Deck | None = None
@@ -93,7 +93,7 @@ def contents_text(facts: Contents) -> list[str]:
     chain = [segment for row in facts["history"] if (segment := HistorySegment.of(row)) is not None]
     if chain:
         lines += ["", *history_table(chain)]
-    recorded = [Loss(**row) for row in facts["losses"]]
+    recorded = [RecordedLoss(**row) for row in facts["losses"]]
     if recorded:
         lines += ["", *_loss_table(recorded)]
     if "tensors" in facts:
@@ -221,7 +221,7 @@ def _folder_table(folders: Sequence[Mapping[str, Any]]) -> list[str]:
     return fitted(rows, (0, 2), columns())
 
 
-def _loss_table(recorded: Sequence[Loss]) -> list[str]:
+def _loss_table(recorded: Sequence[RecordedLoss]) -> list[str]:
     rows = [("step", "loss", "grad norm")]
     for each in recorded[-LOSSES_SHOWN:]:
         norm = "not finite" if each.grad_norm is None else f"{each.grad_norm:.4g}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hpctrain.checkpoint.stored_deck import stored_deck
-from hpctrain.checkpoint.structure import Structure
+from hpctrain.checkpoint.structure import CheckpointIndex
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.model.build import bare_model
 from hpctrain.model.part import parameter_list
@@ -12,7 +12,7 @@ from hpctrain.model.shape import ModelShape
 _PREFIX = "/model/"
 
 
-def require_described_model(structure: Structure) -> None:
+def require_described_model(structure: CheckpointIndex) -> None:
     """Check that a checkpoint contains the parameters that its stored deck describes.
 
     No command can load a checkpoint in which they differ. Checkpoints without a deck, without a vocabulary or

@@ -9,7 +9,7 @@ from typing import Any
 
 from hpctrain.checkpoint.compare import comparable, compare
 from hpctrain.checkpoint.stored_deck import FOLLOWING, stored_deck
-from hpctrain.checkpoint.structure import Structure
+from hpctrain.checkpoint.structure import CheckpointIndex
 from hpctrain.comm.group import Group
 from hpctrain.deck.sources import toml_value
 from hpctrain.deck.toml import TomlError, parse_toml
@@ -26,7 +26,7 @@ _APART = ("deck", FOLLOWING, "tokenizer", "history", "losses", "versions")
 Differences = dict[str, Any]
 
 
-def differences(one: Structure, other: Structure, group: Group) -> Differences:
+def differences(one: CheckpointIndex, other: CheckpointIndex, group: Group) -> Differences:
     """All that differs; collective, read in pieces of a few megabytes on all ranks.
 
     "equal" says whether the tensors are: the same names, types, shapes and bits. Raises as compare does.
@@ -142,7 +142,7 @@ def _more(count: int) -> list[str]:
     return [f"and {count} more, which --tensors lists"] if count > 0 else []
 
 
-def _keys(structure: Structure) -> dict[str, object]:
+def _keys(structure: CheckpointIndex) -> dict[str, object]:
     """Keys and values of a deck, by "section.key"; of one that is not valid, what it has; or its text."""
     text = structure.state.get("deck")
     if not isinstance(text, str):

@@ -15,7 +15,7 @@ from hpctrain.checkpoint.keep import agreed_checkpoints, linked, newest_good
 from hpctrain.checkpoint.names import BEST, checkpoint_step
 from hpctrain.checkpoint.provenance import losses
 from hpctrain.checkpoint.stored_deck import stored_deck_text
-from hpctrain.checkpoint.structure import Structure, examine
+from hpctrain.checkpoint.structure import CheckpointIndex, examine
 from hpctrain.checkpoint.verify import verify
 from hpctrain.comm.group import Group
 from hpctrain.deck.code import CodeTrust
@@ -89,7 +89,7 @@ def inspect(group: Group, target: Path, wish: InspectionWish, show: Callable[[st
     return EXIT_DONE
 
 
-def _verify(path: Path, group: Group) -> Structure:
+def _verify(path: Path, group: Group) -> CheckpointIndex:
     """Compare tensors with checksums, and parameters with the deck; collective, errors as of `verify`."""
     structure = verify(path, group)
     with together(group):

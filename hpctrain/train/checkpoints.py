@@ -16,9 +16,9 @@ from hpctrain.checkpoint.background import BackgroundSave
 from hpctrain.checkpoint.draft import PIECE_BYTES
 from hpctrain.checkpoint.entries import resumed_entries, stored_replicas, training_entries
 from hpctrain.checkpoint.finite import NonFiniteWeight, nonfinite_weight, require_finite
-from hpctrain.checkpoint.held import HeldState, HeldStates
+from hpctrain.checkpoint.held import SnapshotHistory, StateSnapshot
 from hpctrain.checkpoint.keep import is_complete, keep, log_io_errors, try_point_to, unlink
-from hpctrain.checkpoint.layout import Entry
+from hpctrain.checkpoint.layout import TensorRange
 from hpctrain.checkpoint.names import BEST, checkpoint_path
 from hpctrain.checkpoint.provenance import Provenance
 from hpctrain.checkpoint.read import in_types, load
@@ -70,7 +70,7 @@ class Checkpoints(Hook):
             computed_by(engine.groups),
         )
         back = deck.stability.spike_back if deck.stability.spike == "rollback" else 0
-        self.held = HeldStates(deck.checkpoint.memory_every, back)
+        self.held = SnapshotHistory(deck.checkpoint.memory_every, back)
         self._buffer: HostBuffer | None = None
         self._pending: BackgroundSave | None = None
         self._held_up = 0.0
@@ -184,7 +184,7 @@ class Checkpoints(Hook):
         if self.held.due(state.step):
             self.held.take(state.step, self.engine.state(), self.stored(state))
 
-    def give_back(self, held: HeldState) -> TrainState:
+    def give_back(self, held: StateSnapshot) -> TrainState:
         """Have all state be again what it was when a copy of it was made."""
         tensors = list(self.engine.state())
         await_readers(self.engine.buckets)
@@ -213,7 +213,7 @@ class Checkpoints(Hook):
         kinds = {name: stored.kind for name, stored in structure.datasets.items()}
         adapted = {MODEL} if self.deck.model.adapters is not None else set[str]()
 
-        def kind(entry: Entry) -> str:
+        def kind(entry: TensorRange) -> str:
             return kinds.get(entry.dataset, entry.kind) if adapted else entry.kind
 
         with in_types(entries, kind) as found:

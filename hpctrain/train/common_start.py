@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from hpctrain.checkpoint.fingerprint import file_fingerprints
-from hpctrain.checkpoint.structure import Structure
+from hpctrain.checkpoint.structure import CheckpointIndex
 from hpctrain.comm.world import World
 from hpctrain.deck.objective import POLICIES
 from hpctrain.errors import HpctrainError
@@ -128,7 +128,7 @@ def compare_files(world: World, one: ComparedRun, other: ComparedRun, step: int)
     return Comparison(Rounding.of(one.deck, other.deck), alike, alike).of(*prints)
 
 
-def file_prints(world: World, structure: Structure, step: int, phase: str) -> StepPrints:
+def file_prints(world: World, structure: CheckpointIndex, step: int, phase: str) -> StepPrints:
     """What a checkpoint holds, as one rank that has all of it would. Collective."""
     found = file_fingerprints(structure, world.everyone)
     return StepPrints(step, [_print(phase, name, each) for name, each in found.items()])
@@ -146,7 +146,7 @@ def _print(phase: str, name: str, found: Fingerprint) -> Print:
     return Print(phase, name, (found.bits,), found.bits, found.sketch, found.broken, found.elements)
 
 
-def _models(structure: Structure) -> dict[str, tuple[int, ...]]:
+def _models(structure: CheckpointIndex) -> dict[str, tuple[int, ...]]:
     """Shapes of the model's parameters."""
     before = f"/{MODEL}/"
     return {

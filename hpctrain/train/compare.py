@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from os.path import realpath
 from pathlib import Path
 
-from hpctrain.checkpoint.provenance import Loss
+from hpctrain.checkpoint.provenance import RecordedLoss
 from hpctrain.checkpoint.stored_deck import require_trusted, stored_deck
 from hpctrain.comm.world import World
 from hpctrain.deck.check_world import check_world, world_problems
@@ -248,12 +248,12 @@ def _told(
     return False
 
 
-def _figures(prints: StepPrints) -> Loss:
+def _figures(prints: StepPrints) -> RecordedLoss:
     """Those of a replayed step."""
-    return Loss(prints.step, finite(prints.figures[LOSS]), finite(prints.figures[NORM]))
+    return RecordedLoss(prints.step, finite(prints.figures[LOSS]), finite(prints.figures[NORM]))
 
 
-def _loss(figures: Loss | None) -> str:
+def _loss(figures: RecordedLoss | None) -> str:
     if figures is None:
         return "-"
     return "not finite" if figures.loss is None else f"{figures.loss:.10f}"

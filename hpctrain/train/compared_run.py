@@ -10,9 +10,9 @@ from typing import Any
 
 from hpctrain.checkpoint.exchange.source import settled_keys
 from hpctrain.checkpoint.names import checkpoint_step, present_checkpoints
-from hpctrain.checkpoint.provenance import HistorySegment, Loss, history, losses
+from hpctrain.checkpoint.provenance import HistorySegment, RecordedLoss, history, losses
 from hpctrain.checkpoint.stored_deck import stored_deck
-from hpctrain.checkpoint.structure import Structure, examine
+from hpctrain.checkpoint.structure import CheckpointIndex, examine
 from hpctrain.comm.world import World
 from hpctrain.deck.code import CodeTrust
 from hpctrain.deck.read import read_stored_deck
@@ -38,8 +38,8 @@ class ComparedRun:
     path: Path
     folder: Path | None
     rows: Mapping[int, Row]
-    figures: Mapping[int, Loss]
-    stored: Mapping[int, Structure]
+    figures: Mapping[int, RecordedLoss]
+    stored: Mapping[int, CheckpointIndex]
     deck: Deck
     damaged: tuple[str, ...] = ()
     trust: CodeTrust = CodeTrust()  # noqa: RUF009 - nothing is trusted
@@ -74,7 +74,7 @@ class ComparedRun:
         """Which runs of the chain made the steps `first` to `last`."""
         return [each for each in self.history if each.first_step <= last and each.last_step >= first]
 
-    def stored_at(self, step: int) -> Structure:
+    def stored_at(self, step: int) -> CheckpointIndex:
         """The checkpoint after so many steps; of the beginning, the first there is."""
         return self.stored[step if step in self.stored else min(self.stored)]
 
@@ -98,7 +98,7 @@ def load_run(
         if world.rank == 0:
             known = _look(path)
     folder, files, rows = world.everyone.broadcast_object(known)
-    stored: dict[int, Structure] = {}
+    stored: dict[int, CheckpointIndex] = {}
     damaged: list[str] = []
     for file in map(Path, files):
         _examine(world, file, stored, damaged)
@@ -124,7 +124,7 @@ def load_run(
             why = f" ({damaged[0]})" if damaged else ""
             raise HpctrainError(f"{path}: is no run's folder and no checkpoint{why}; name one of them")
     assert deck is not None
-    figures: dict[int, Loss] = {}
+    figures: dict[int, RecordedLoss] = {}
     for structure in stored.values():
         figures |= {each.step: each for each in losses(structure.state)}
     figures |= {each.step: each for each in losses({"losses": [row for row in rows if "loss" in row]})}
@@ -178,7 +178,7 @@ def _is_there(world: World, path: Path | None) -> bool:
 
 
 def _examine(
-    world: World, path: Path, stored: dict[int, Structure], damaged: list[str], step: int | None = None
+    world: World, path: Path, stored: dict[int, CheckpointIndex], damaged: list[str], step: int | None = None
 ) -> None:
     """Add a checkpoint, where it can be read, and is of a training run, of that step."""
     try:
@@ -199,7 +199,7 @@ def part_at(one: ComparedRun, other: ComparedRun, allowed: float) -> int | None:
     )
 
 
-def figures_apart(one: Loss, other: Loss) -> float:
+def figures_apart(one: RecordedLoss, other: RecordedLoss) -> float:
     """The larger of the relative differences of loss and norm."""
     return max(relative(one.loss, other.loss), relative(one.grad_norm, other.grad_norm))
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 import torch
 
-from hpctrain.checkpoint.held import HeldState
+from hpctrain.checkpoint.held import StateSnapshot
 from hpctrain.comm.faults import Fault
 from hpctrain.comm.outcome import name_ranks
 from hpctrain.engine.build import Engine
@@ -73,7 +73,7 @@ class Guard(Unguarded, Hook):
         self._early: list[Fault] = []
         self._repeated: list[Fault] = []
         self._miscounted: list[Fault] = []
-        self._before: HeldState | None = None
+        self._before: StateSnapshot | None = None
         self._step = 0
 
     @contextmanager
@@ -82,7 +82,7 @@ class Guard(Unguarded, Hook):
         self._miscounted = self.counters.put_right()
         self._step, self._early, self._repeated = self.counters.step or step, self.learned.changed(), []
         if self._learning:
-            former, self._before = self._before, HeldState(self._step, {})
+            former, self._before = self._before, StateSnapshot(self._step, {})
             self._before.take(self._learning, former)
         if self._products is not None:
             self._products.begin(self._step)

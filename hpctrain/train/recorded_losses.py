@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoint.names import checkpoint_path, checkpoint_step, present_checkpoints
-from hpctrain.checkpoint.provenance import HistorySegment, Loss, history, losses
+from hpctrain.checkpoint.provenance import HistorySegment, RecordedLoss, history, losses
 from hpctrain.checkpoint.structure import examine
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
@@ -27,7 +27,7 @@ class Recorded:
     """
 
     step: int
-    losses: list[Loss]
+    losses: list[RecordedLoss]
     source: str
     segments: list[HistorySegment] = field(default_factory=list)
 
@@ -79,7 +79,7 @@ def _readable(folder: Path, step: int) -> Iterator[Mapping[str, Any]]:
 
 def _in_states(states: Iterable[Mapping[str, Any]], step: int, source: str) -> Recorded:
     """Losses and runs that checkpoints tell, the first one first."""
-    known: dict[int, Loss] = {}
+    known: dict[int, RecordedLoss] = {}
     segments: list[HistorySegment] = []
     for state in states:
         known = {each.step: each for each in losses(state)} | known
@@ -87,10 +87,10 @@ def _in_states(states: Iterable[Mapping[str, Any]], step: int, source: str) -> R
     return Recorded(step, _following(list(known.values()), step), source, segments)
 
 
-def _following(recorded: list[Loss], step: int) -> list[Loss]:
+def _following(recorded: list[RecordedLoss], step: int) -> list[RecordedLoss]:
     """The losses of the steps right after `step`, up to the first that is not there."""
     by_step = {each.step: each for each in recorded}
-    following: list[Loss] = []
+    following: list[RecordedLoss] = []
     while (each := by_step.get(step + 1 + len(following))) is not None:
         following.append(each)
     return following

@@ -14,7 +14,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from hpctrain.checkpoint.provenance import HistorySegment, Loss, history
+from hpctrain.checkpoint.provenance import HistorySegment, RecordedLoss, history
 from hpctrain.checkpoint.read import read_state
 from hpctrain.checkpoint.stored_deck import require_trusted, stored_deck
 from hpctrain.checkpoint.versions import library_versions
@@ -102,7 +102,9 @@ def replay(
     return code
 
 
-def judge(rows: Sequence[tuple[Loss, float]], precision: str, reasons: Sequence[str]) -> tuple[int, str]:
+def judge(
+    rows: Sequence[tuple[RecordedLoss, float]], precision: str, reasons: Sequence[str]
+) -> tuple[int, str]:
     """Exit code and verdict on recorded and replayed losses.
 
     `reasons` say why bits may differ; without any, they may not.
@@ -138,7 +140,7 @@ def difference(recorded: float | None, replayed: float) -> float:
     return abs(replayed - recorded) / abs(recorded) if recorded else float("inf")
 
 
-def _row(expected: Loss, replayed: float) -> str:
+def _row(expected: RecordedLoss, replayed: float) -> str:
     apart = difference(expected.loss, replayed)
     recorded = "not finite" if expected.loss is None else f"{expected.loss:.10f}"
     return (

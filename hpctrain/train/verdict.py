@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
 
-from hpctrain.checkpoint.provenance import Loss
+from hpctrain.checkpoint.provenance import RecordedLoss
 from hpctrain.errors import EXIT_DIFFERENT, EXIT_DONE
 from hpctrain.table import fitted, table
 from hpctrain.train.common_start import CommonStart
@@ -36,8 +36,8 @@ class Departure:
 
     run: ComparedRun
     step: int | None
-    recorded: Loss | None
-    replayed: Loss | None
+    recorded: RecordedLoss | None
+    replayed: RecordedLoss | None
     largest: float
     reasons: Sequence[str]
     wrong: Sequence[Apart]

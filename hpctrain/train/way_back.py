@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from hpctrain.checkpoint.held import HeldState
+from hpctrain.checkpoint.held import StateSnapshot
 from hpctrain.checkpoint.keep import agreed_checkpoints
 from hpctrain.checkpoint.names import checkpoint_step
 from hpctrain.checkpoint.verify import verify
@@ -18,7 +18,7 @@ from hpctrain.train.step import TrainState
 from hpctrain.train.trainer import Trainer
 from hpctrain.watch.reporter import Reporter
 
-Source = HeldState | Path
+Source = StateSnapshot | Path
 """A copy in memory, or a checkpoint."""
 
 
@@ -68,7 +68,7 @@ class WayBack:
     def _is_good(self, source: Source) -> bool:
         """Whether all ranks find it so."""
         everyone = self.trainer.world.everyone
-        if isinstance(source, HeldState):
+        if isinstance(source, StateSnapshot):
             return not everyone.all_reduce(torch.tensor(0 if source.is_good() else 1)).item()
         try:
             verify(source, everyone)

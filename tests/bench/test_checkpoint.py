@@ -16,7 +16,7 @@ from hpctrain.bench.checkpoint import CheckpointWish, bench_checkpoint
 from hpctrain.bench.files import PeakMemory, read_plainly, write_plainly
 from hpctrain.bench.peers import start_gloo, stop_gloo
 from hpctrain.bench.torch_checkpoint import TorchCheckpoint
-from hpctrain.checkpoint.layout import Entry
+from hpctrain.checkpoint.layout import TensorRange
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.parallel.shard import Shard
@@ -70,8 +70,10 @@ def test_torch_gets_back_what_it_saved(world: World, mpi_tmp_path: Path, whole: 
     shape = (rows, 5)
     values = torch.arange(15.0)
     shard = Shard.whole("a", shape)
-    half = Entry("/model/a", shard, values[15 * rank // size : 15 * (rank + 1) // size], 15 * rank // size)
-    entry = Entry("/model/a", shard, values, copy=rank, copies=size) if whole or size == 1 else half
+    half = TensorRange(
+        "/model/a", shard, values[15 * rank // size : 15 * (rank + 1) // size], 15 * rank // size
+    )
+    entry = TensorRange("/model/a", shard, values, copy=rank, copies=size) if whole or size == 1 else half
     start_gloo(world)
     torch_way = TorchCheckpoint(world, [entry], ["/model/a"])
     # Rows as DTensor deals them out: as many for each rank as there are at the most, until none are left.

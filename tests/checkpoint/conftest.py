@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpctrain.checkpoint.layout import Entry
+from hpctrain.checkpoint.layout import TensorRange
 from hpctrain.parallel.shard import Shard
 
 Tensors = dict[str, Tensor]
@@ -24,49 +24,51 @@ def split(name: str, shape: tuple[int, ...], dim: int, part: int, parts: int) ->
     return Shard(name, shape, tuple(start), tuple(local))
 
 
-def whole(tensors: Tensors, rank: int, size: int) -> list[Entry]:
+def whole(tensors: Tensors, rank: int, size: int) -> list[TensorRange]:
     return [entry(name, tensor, copy=rank, copies=size) for name, tensor in tensors.items()]
 
 
-def rows(tensors: Tensors, rank: int, size: int) -> list[Entry]:
+def rows(tensors: Tensors, rank: int, size: int) -> list[TensorRange]:
     return _split(tensors, 0, rank, size)
 
 
-def columns(tensors: Tensors, rank: int, size: int) -> list[Entry]:
+def columns(tensors: Tensors, rank: int, size: int) -> list[TensorRange]:
     return _split(tensors, -1, rank, size)
 
 
-def flat(tensors: Tensors, rank: int, size: int) -> list[Entry]:
+def flat(tensors: Tensors, rank: int, size: int) -> list[TensorRange]:
     """Each rank an equal range of the flat tensor, as optimizer states are held."""
     return [_range(e, rank, size) for e in whole(tensors, 0, 1)]
 
 
-def flat_columns(tensors: Tensors, rank: int, size: int) -> list[Entry]:
+def flat_columns(tensors: Tensors, rank: int, size: int) -> list[TensorRange]:
     """Columns over the first half of the ranks and over the second, of each a range."""
     parts = size // 2 if size % 2 == 0 else 1
     return [_range(e, rank // parts, size // parts) for e in columns(tensors, rank % parts, parts)]
 
 
-def stages(tensors: Tensors, rank: int, size: int) -> list[Entry]:
+def stages(tensors: Tensors, rank: int, size: int) -> list[TensorRange]:
     """Each tensor on one rank only, and where there are four ranks, none on the last."""
     holders = max(1, size - 1)
     return [entry(name, tensor) for i, (name, tensor) in enumerate(tensors.items()) if i % holders == rank]
 
 
-LAYOUTS: dict[str, Callable[[Tensors, int, int], list[Entry]]] = {
+LAYOUTS: dict[str, Callable[[Tensors, int, int], list[TensorRange]]] = {
     f.__name__: f for f in (whole, rows, columns, flat, flat_columns, stages)
 }
 
 
-def entry(name: str, tensor: Tensor, shard: Shard | None = None, copy: int = 0, copies: int = 1) -> Entry:
+def entry(
+    name: str, tensor: Tensor, shard: Shard | None = None, copy: int = 0, copies: int = 1
+) -> TensorRange:
     shard = shard or Shard.whole(name, tuple(tensor.shape))
     # Padding that is not zero, so that storing it, or leaving it as it was, is noticed.
     values = torch.ones(shard.local, dtype=tensor.dtype)
     values[tuple(slice(0, n) for n in shard.extent)] = tensor[shard.slices]
-    return Entry(f"/model/{name}", shard, values.reshape(-1), 0, copy, copies)
+    return TensorRange(f"/model/{name}", shard, values.reshape(-1), 0, copy, copies)
 
 
-def _split(tensors: Tensors, dim: int, rank: int, size: int) -> list[Entry]:
+def _split(tensors: Tensors, dim: int, rank: int, size: int) -> list[TensorRange]:
     found = []
     for name, tensor in tensors.items():
         if tensor.dim() == 0:
@@ -77,7 +79,7 @@ def _split(tensors: Tensors, dim: int, rank: int, size: int) -> list[Entry]:
     return found
 
 
-def _range(held: Entry, rank: int, size: int) -> Entry:
+def _range(held: TensorRange, rank: int, size: int) -> TensorRange:
     count = held.values.numel()
     part = held.part(count * rank // size, count * (rank + 1) // size)
     return replace(part, copy=held.copy, copies=held.copies)

@@ -148,7 +148,7 @@ def main(folder: Path, first: int, last: int) -> None:
 
     import torch
 
-    from hpctrain.checkpoint.layout import STORED_AS, Entry
+    from hpctrain.checkpoint.layout import STORED_AS, TensorRange
     from hpctrain.checkpoint.read import load
     from hpctrain.checkpoint.structure import examine
     from hpctrain.comm.world import World
@@ -173,7 +173,7 @@ def main(folder: Path, first: int, last: int) -> None:
             kind = "float32" if stored.kind == "float32" else STORED_AS[stored.kind]
             dtype = torch.bfloat16 if stored.kind == "bfloat16" else getattr(torch, str(kind))
             entries.append(
-                Entry(stored.dataset, shard, torch.full((stored.elements,), 77, dtype=dtype), 0, 0, 1)
+                TensorRange(stored.dataset, shard, torch.full((stored.elements,), 77, dtype=dtype), 0, 0, 1)
             )
         state = load(path, world.everyone, entries)
         return {e.dataset: e.values.view(torch.uint8).numpy().tobytes() for e in entries}, state

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from hpctrain.checkpoint.background import BackgroundSave
 from hpctrain.checkpoint.create import temporary_name
-from hpctrain.checkpoint.draft import Draft, Piece
-from hpctrain.checkpoint.layout import Rectangle
+from hpctrain.checkpoint.draft import Draft, DraftBox
+from hpctrain.checkpoint.layout import TensorBox
 from hpctrain.checkpoint.snapshot import HostBuffer, Snapshot
 from hpctrain.checkpoint.structure import StoredTensor
 from hpctrain.checkpoint.verify import verify
@@ -62,12 +62,12 @@ def test_same_file_as_collective_although_values_change(
     assert sorted(path.name for path in mpi_tmp_path.iterdir()) == ["a.h5", "b.h5"]
 
 
-def pieces(values: Tensor, count: int) -> list[Piece]:
+def pieces(values: Tensor, count: int) -> list[DraftBox]:
     """Equal pieces of a flat tensor."""
     held = entry("a", values)
     size = len(values) // count
     stored = StoredTensor("/model/a", "float32", (len(values),), 0, 0)
-    return [Piece(held, Rectangle((n * size,), (size,), n * size, (1,)), stored) for n in range(count)]
+    return [DraftBox(held, TensorBox((n * size,), (size,), n * size, (1,)), stored) for n in range(count)]
 
 
 def test_the_update_waits_only_for_what_the_buffer_cannot_hold() -> None:

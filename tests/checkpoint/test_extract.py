@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hpctrain.checkpoint import extract, read
 from hpctrain.checkpoint.extract import ReadRequest, opened
-from hpctrain.checkpoint.layout import Entry
+from hpctrain.checkpoint.layout import TensorRange
 from hpctrain.checkpoint.read import load
 from hpctrain.checkpoint.structure import examine
 from hpctrain.checkpoint.write import save
@@ -98,7 +98,7 @@ def test_ranges_with_any_ends(kind: torch.dtype, group: Group, tmp_path: Path) -
 @pytest.mark.parametrize("buffer_bytes", [1, 700, 1 << 20])
 @pytest.mark.usefixtures("small_pieces", "nothing_doubted")
 def test_sums_of_small_pieces(
-    layout: Callable[[Tensors, int, int], list[Entry]], buffer_bytes: int, group: Group, tmp_path: Path
+    layout: Callable[[Tensors, int, int], list[TensorRange]], buffer_bytes: int, group: Group, tmp_path: Path
 ) -> None:
     """All ranks' parts, read by one: they add up to what the file says, whatever the memory for gaps."""
     path = tmp_path / "a.h5"
@@ -128,7 +128,7 @@ def test_a_flipped_byte_in_any_piece(
     load(path, group, halves(tensors, cut))
 
 
-def halves(tensors: Tensors, cut: int | None) -> list[Entry]:
+def halves(tensors: Tensors, cut: int | None) -> list[TensorRange]:
     """Memory for all tensors, whole or cut in two along a dimension."""
     shards = [
         split(name, tuple(tensor.shape), cut % tensor.dim(), part, 2) if cut is not None else None

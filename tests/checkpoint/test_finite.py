@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from hpctrain.checkpoint.exchange.convert import import_model
 from hpctrain.checkpoint.finite import NonFiniteWeight, nonfinite_element, nonfinite_weight
-from hpctrain.checkpoint.layout import Entry
+from hpctrain.checkpoint.layout import TensorRange
 from hpctrain.comm.world import World
 from hpctrain.data.prepare import prepare
 from hpctrain.errors import EXIT_INPUT_OUTPUT, InputOutputError
@@ -51,14 +51,14 @@ def test_first_nonfinite_element(value: float, kind: torch.dtype) -> None:
 def test_ranks_agree_on_the_first_nonfinite_weight(world: World) -> None:
     """Each rank has some of the columns. Padding and other state are not checked."""
 
-    def entry(dataset: str, bad: dict[tuple[int, int], float]) -> Entry:
+    def entry(dataset: str, bad: dict[tuple[int, int], float]) -> TensorRange:
         global_values = torch.zeros(4, 7)
         for index, value in bad.items():
             global_values[index] = value
         shard = Shard("w", (4, 7), (0, 4 * world.rank), (4, 4))
         local_values = torch.full((4, 4), math.nan)
         local_values[:, : shard.extent[1]] = global_values[shard.slices]
-        return Entry(dataset, shard, local_values.flatten()[2:], offset=2)
+        return TensorRange(dataset, shard, local_values.flatten()[2:], offset=2)
 
     entries = [
         entry("/optimizer/exp_avg/a", {(0, 4): math.inf}),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from hpctrain.checkpoint.held import HeldState, HeldStates, copies_held
+from hpctrain.checkpoint.held import SnapshotHistory, StateSnapshot, copies_held
 from hpctrain.parallel.shard import Shard
 from hpctrain.sharding.state import StateTensor
 
@@ -28,7 +28,7 @@ class Values:
 def test_what_was_there_is_there_again() -> None:
     values, stored = Values(), {"step": 4, "losses": [1.0]}
     before = [each.clone() for each in values.tensors]
-    held = HeldStates(4)
+    held = SnapshotHistory(4)
     held.take(4, values.state(), stored)
     stored["losses"].append(2.0)  # type: ignore[attr-defined]
     for each in values.tensors:
@@ -42,7 +42,7 @@ def test_what_was_there_is_there_again() -> None:
 
 def test_a_copy_that_a_run_went_back_to_tells_what_it_goes_on_with() -> None:
     """That of step 12 was made because there was none; others are due every 50 steps."""
-    values, held = Values(), HeldStates(50)
+    values, held = Values(), SnapshotHistory(50)
     assert held.due(12)
     held.take(12, values.state(), {"samples": 96})
     assert not held.due(13)
@@ -52,7 +52,7 @@ def test_a_copy_that_a_run_went_back_to_tells_what_it_goes_on_with() -> None:
 
 
 def test_a_copy_that_changed_is_not_good() -> None:
-    values, copy = Values(), HeldState(1, {})
+    values, copy = Values(), StateSnapshot(1, {})
     copy.take(values.state())
     assert copy.is_good()
     copy._values[1].view(torch.int16)[3] ^= 1
@@ -63,7 +63,7 @@ def test_a_copy_that_changed_is_not_good() -> None:
 @pytest.mark.parametrize("back", [0, 1, 3, 20, 25])
 def test_there_is_always_one_that_is_old_enough(every: int, back: int) -> None:
     """Brute force over the steps of a run, as its loop makes copies."""
-    values, held = Values(), HeldStates(every, back)
+    values, held = Values(), SnapshotHistory(every, back)
     most = 0
     for step in range(200):
         if held.due(step):
@@ -77,17 +77,17 @@ def test_there_is_always_one_that_is_old_enough(every: int, back: int) -> None:
 
 
 def test_without_any_none_is_due_but_the_first() -> None:
-    values, held = Values(), HeldStates(10)
+    values, held = Values(), SnapshotHistory(10)
     assert held.due(37)
     held.take(37, values.state(), {})
     assert not held.due(38)
     assert held.due(40)
-    assert not HeldStates(0).due(0)
+    assert not SnapshotHistory(0).due(0)
     assert copies_held(0, 100) == 0
 
 
 def test_memory_of_the_oldest_is_used_again() -> None:
-    values, held = Values(), HeldStates(1)
+    values, held = Values(), SnapshotHistory(1)
     held.take(1, values.state(), {})
     memory = held.all[0]._values[0].data_ptr()
     held.take(2, values.state(), {})
@@ -96,7 +96,7 @@ def test_memory_of_the_oldest_is_used_again() -> None:
 
 
 def test_what_never_was_is_forgotten() -> None:
-    values, held = Values(), HeldStates(2, 6)
+    values, held = Values(), SnapshotHistory(2, 6)
     for step in (0, 2, 4, 6):
         held.take(step, values.state(), {"at": step})
     held.forget_beyond(4)

@@ -11,13 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.checkpoint.layout import Entry, rectangles, rectangles_of, runs
+from hpctrain.checkpoint.layout import TensorRange, rectangles, rectangles_of, runs
 from hpctrain.parallel.shard import Shard
 
 
 @st.composite
-def held(draw: Any) -> tuple[Entry, np.ndarray]:
-    """An Entry of a random piece whose values are global flat indices, -1 in the padding."""
+def held(draw: Any) -> tuple[TensorRange, np.ndarray]:
+    """An TensorRange of a random piece whose values are global flat indices, -1 in the padding."""
     dims = draw(st.integers(0, 4))
     shape = tuple(draw(st.integers(0, 6)) for _ in range(dims))
     start = tuple(draw(st.integers(0, n)) for n in shape)
@@ -31,12 +31,12 @@ def held(draw: Any) -> tuple[Entry, np.ndarray]:
     values = everywhere.reshape(-1)[first:last].copy()
     copies = draw(st.integers(1, 3))
     copy = draw(st.integers(0, copies - 1))
-    return Entry("/model/t", shard, torch.from_numpy(values), first, copy, copies), values
+    return TensorRange("/model/t", shard, torch.from_numpy(values), first, copy, copies), values
 
 
 @settings(max_examples=400, deadline=None)
 @given(held(), st.integers(1, 50))
-def test_blocks_hold_the_global_elements(given_: tuple[Entry, np.ndarray], limit: int) -> None:
+def test_blocks_hold_the_global_elements(given_: tuple[TensorRange, np.ndarray], limit: int) -> None:
     entry, values = given_
     index = np.arange(prod(entry.shape)).reshape(entry.shape)
     seen = []
@@ -75,7 +75,7 @@ def test_a_range_makes_few_rectangles(shape: list[int], data: Any) -> None:
 def test_shares_of_copies_tile_the_values(count: int, copies: int, large: bool) -> None:
     values = torch.zeros(count + (1 << 18 if large else 0))
     shard = Shard.whole("t", tuple(values.shape))
-    shares = [Entry("/model/t", shard, values, 0, copy, copies).share() for copy in range(copies)]
+    shares = [TensorRange("/model/t", shard, values, 0, copy, copies).share() for copy in range(copies)]
     covered = sorted(share for share in shares if share[0] < share[1])
     assert sum(last - first for first, last in covered) == values.numel()
     assert all(one[1] == other[0] for one, other in pairwise(covered))

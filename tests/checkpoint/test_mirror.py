@@ -18,7 +18,7 @@ import torch
 
 from hpctrain.checkpoint import mirror as mirror_module
 from hpctrain.checkpoint import mirror_folder
-from hpctrain.checkpoint.layout import Entry
+from hpctrain.checkpoint.layout import TensorRange
 from hpctrain.checkpoint.mirror import Mirror, neighbour_ranks
 from hpctrain.checkpoint.mirror_folder import (
     mirror_folder as folder_of,
@@ -31,7 +31,7 @@ from hpctrain.checkpoint.mirror_folder import (
     write_token,
 )
 from hpctrain.checkpoint.mirrored import find_mirror, write_mirror
-from hpctrain.checkpoint.slot import Contents, Copying, Slot, read_part
+from hpctrain.checkpoint.slot import Copying, MirrorSlot, SlotContents, read_part
 from hpctrain.checkpoint.verify import verify
 from hpctrain.checkpoint.write import save
 from hpctrain.comm.world import World
@@ -54,19 +54,21 @@ def memory(world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     return folder
 
 
-def held_in(layout: str, tensors: Tensors, world: World) -> list[Entry]:
+def held_in(layout: str, tensors: Tensors, world: World) -> list[TensorRange]:
     """As ranks of a layout hold the tensors; of half of them a step changes something before the update."""
     held = LAYOUTS[layout](tensors, world.rank, world.size)
     return [replace(each, changes_in_step=crc32(each.dataset.encode()) % 2 == 0) for each in held]
 
 
-def mirror_of(world: World, memory: Path, held: list[Entry], nodes: tuple[int, ...] | None = None) -> Mirror:
+def mirror_of(
+    world: World, memory: Path, held: list[TensorRange], nodes: tuple[int, ...] | None = None
+) -> Mirror:
     nodes = tuple(range(world.size)) if nodes is None else nodes
     run = memory / "run"
     return Mirror(world, nodes, run, held, STATE, lambda token: write_token(run, token))
 
 
-def make(mirror: Mirror, held: list[Entry], step: int) -> None:
+def make(mirror: Mirror, held: list[TensorRange], step: int) -> None:
     """A mirror, with training that changes all values as soon as it may."""
     mirror.begin(held, {**STATE, "step": step}, step, ROUNDS)
     mirror.protect(update=False)
@@ -218,7 +220,7 @@ def test_a_damaged_part_counts_as_missing(
             part = read_part(path)
             assert part is not None
             assert part.step == 8
-            end = Contents.of(LAYOUTS["flat"](tensors, 1, world.size)).end
+            end = SlotContents.of(LAYOUTS["flat"](tensors, 1, world.size)).end
             if place == "torn":
                 os.truncate(path, end - 100)
             else:
@@ -298,9 +300,9 @@ def test_an_update_copies_what_the_thread_has_not(tmp_path: Path) -> None:
     """No thread runs here: who trains copies what changes in the step, then all, and never twice."""
     first, second = torch.arange(5.0), torch.arange(3.0) + 9
     held = [entry("a", first), replace(entry("b", second), changes_in_step=True)]
-    own = Contents.of(held)
+    own = SlotContents.of(held)
     assert [each.entry.dataset for each in own.slices] == ["/model/b", "/model/a"]
-    slot = Slot(tmp_path / "slot", own.room({}))
+    slot = MirrorSlot(tmp_path / "slot", own.room({}))
     copying = Copying(own, slot.memory)
     copying.protect(update=False)
     held[1].values.zero_()
@@ -314,8 +316,8 @@ def test_an_update_copies_what_the_thread_has_not(tmp_path: Path) -> None:
 
 
 def test_a_table_that_outgrows_its_room_is_told(tmp_path: Path) -> None:
-    own = Contents.of([entry("a", torch.zeros(3))])
-    slot = Slot(tmp_path / "slot", own.room({}))
+    own = SlotContents.of([entry("a", torch.zeros(3))])
+    slot = MirrorSlot(tmp_path / "slot", own.room({}))
     with pytest.raises(InputOutputError, match="bytes more than it has"):
         slot.fill({"state": "x" * (1 << 17)}, own)
 

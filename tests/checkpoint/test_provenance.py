@@ -9,7 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.checkpoint.provenance import LOSSES, SEGMENTS, HistorySegment, Loss, Provenance, history, losses
+from hpctrain.checkpoint.provenance import (
+    LOSSES,
+    SEGMENTS,
+    HistorySegment,
+    Provenance,
+    RecordedLoss,
+    history,
+    losses,
+)
 from hpctrain.checkpoint.versions import commit_of
 
 
@@ -35,7 +43,7 @@ def test_every_resume_appends_to_the_chain() -> None:
     assert found[0].layout == {"data": 2, "zero": 0}
     assert found[0].versions["torch"]
     assert [(s.steps, s.computed) for s in found] == [(30, {"functions": f"run{n}"}) for n in range(3)]
-    assert losses(state) == [Loss(step, 1 / step, 2 / step) for step in range(1, 31)]
+    assert losses(state) == [RecordedLoss(step, 1 / step, 2 / step) for step in range(1, 31)]
 
 
 def test_what_is_stored_is_bounded() -> None:
@@ -53,7 +61,7 @@ def test_what_is_stored_is_bounded() -> None:
     assert stored["history"][0]["title"] == "first"
     assert len(stored["history"][-1]["title"]) == len(stored["history"][-1]["went_on_from"]) == 300
     assert [loss.step for loss in losses(stored)] == list(range(151 - LOSSES, 151))
-    assert losses(stored)[-1] == Loss(150, None, None)
+    assert losses(stored)[-1] == RecordedLoss(150, None, None)
     json.dumps(stored, allow_nan=False)
 
 
@@ -66,7 +74,7 @@ def test_a_state_of_other_making_is_no_history() -> None:
     rows = [good, 3, None, {}, {"title": "half"}]
     assert [segment.title for segment in history({"history": rows})] == ["good"]
     assert history({}) == history({"history": "text"}) == []
-    assert losses({"losses": [{"step": 1, "loss": "x"}, 3]}) == [Loss(1, None, None)]
+    assert losses({"losses": [{"step": 1, "loss": "x"}, 3]}) == [RecordedLoss(1, None, None)]
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is the reference")

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from hpctrain.checkpoint.checksum import PIECE
-from hpctrain.checkpoint.layout import Entry
+from hpctrain.checkpoint.layout import TensorRange
 from hpctrain.checkpoint.read import load, read_state
 from hpctrain.checkpoint.verify import verify
 from hpctrain.checkpoint.write import save
@@ -28,11 +28,11 @@ from tests.checkpoint.conftest import LAYOUTS, Tensors, columns, entry, rows, wh
 Flip = Callable[[Path, int], None]
 
 
-def emptied(entries: Sequence[Entry]) -> list[Entry]:
+def emptied(entries: Sequence[TensorRange]) -> list[TensorRange]:
     return [replace(held, values=torch.full_like(held.values, 77)) for held in entries]
 
 
-def check(found: Sequence[Entry], tensors: Tensors, expected: Sequence[Entry]) -> None:
+def check(found: Sequence[TensorRange], tensors: Tensors, expected: Sequence[TensorRange]) -> None:
     """The values, bit for bit, and zero where the expected entry has padding (there it has ones)."""
     for one, other in zip(found, expected, strict=True):
         bare = replace(other.shard, start=other.shard.start)

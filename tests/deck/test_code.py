@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from hpctrain.checkpoint.stored_deck import deck_state, require_trusted, stored_deck
-from hpctrain.checkpoint.structure import Structure
+from hpctrain.checkpoint.structure import CheckpointIndex
 from hpctrain.deck.code import CODE_KEYS, CodeEntry, CodeTrust, NamedCode, UntrustedCodeError, code_entries
 from hpctrain.deck.read import changed_deck, parse_deck, read_code_entries, read_stored_deck
 from hpctrain.deck.schema import Deck, fields, sections
@@ -181,7 +181,7 @@ def test_bad_samples_need_a_trusted_dataset() -> None:
     """`inspect --bad-samples` opens the dataset, which is code."""
     spike = Spike(2, None, None, "loss is not finite", 0, 2)
     state = deck_state(parse_deck(TEXT)) | {"spikes": {"found": [asdict(spike)]}}
-    structure = Structure(FILE, {}, np.empty(0, np.uint64), state)
+    structure = CheckpointIndex(FILE, {}, np.empty(0, np.uint64), state)
     with pytest.raises(UntrustedCodeError, match=r"data\.dataset = "):
         bad_samples(structure, CodeTrust())
 

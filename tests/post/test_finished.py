@@ -16,7 +16,7 @@ import torch
 from hpctrain.bench.train import TrainingWish, bench_train
 from hpctrain.checkpoint.compare import compare as compare_tensors
 from hpctrain.checkpoint.exchange.convert import export_model
-from hpctrain.checkpoint.structure import Structure, examine
+from hpctrain.checkpoint.structure import CheckpointIndex, examine
 from hpctrain.comm.world import World
 from hpctrain.data.prepare import prepare
 from hpctrain.errors import HpctrainError
@@ -157,6 +157,6 @@ def figures_of(folder: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if not any(each in k for each in CLOCKS)} for row in rows]
 
 
-def differing(one: Structure, two: Structure, world: World) -> list[str]:
+def differing(one: CheckpointIndex, two: CheckpointIndex, world: World) -> list[str]:
     """Names of tensors that are not equal, bit for bit."""
     return [each.dataset for each in compare_tensors(one, two, world.everyone) if each.differing]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from hpctrain.checkpoint.layout import Entry
+from hpctrain.checkpoint.layout import TensorRange
 from hpctrain.checkpoint.provenance import Provenance
 from hpctrain.checkpoint.structure import examine
 from hpctrain.checkpoint.write import save
@@ -41,7 +41,9 @@ def write(group: Group, path: Path, *overrides: str, step: int = 7, grown: float
     tensors = {"large": torch.arange(2_000_000.0) % 1000, "norm": torch.ones(16)}
     tensors["large"][1_500_000] += grown
     entries = [
-        Entry(f"{folder}/{name}", Shard.whole(name, tuple(values.shape)), values, 0, group.rank, group.size)
+        TensorRange(
+            f"{folder}/{name}", Shard.whole(name, tuple(values.shape)), values, 0, group.rank, group.size
+        )
         for folder in FOLDERS
         for name, values in tensors.items()
     ]
@@ -249,8 +251,8 @@ def test_two_files_beside_each_other(world: World, mpi_tmp_path: Path) -> None:
 
 
 def test_tensors_of_one_file_alone(group: Group, tmp_path: Path) -> None:
-    def entry(name: str, values: torch.Tensor) -> Entry:
-        return Entry(f"/model/{name}", Shard.whole(name, tuple(values.shape)), values.reshape(-1))
+    def entry(name: str, values: torch.Tensor) -> TensorRange:
+        return TensorRange(f"/model/{name}", Shard.whole(name, tuple(values.shape)), values.reshape(-1))
 
     both = entry("both", torch.ones(4))
     save(tmp_path / "one.h5", group, [both, entry("mine", torch.ones(2)), entry("x", torch.ones(2, 3))], {})

@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpctrain.checkpoint.held import HeldState
+from hpctrain.checkpoint.held import StateSnapshot
 from hpctrain.comm.world import World
 from hpctrain.plan import engine as planned
 from hpctrain.sharding.bucket import Bucket
@@ -83,7 +83,7 @@ class End:
 
     def __init__(self, loop: Loop) -> None:
         engine, state = loop.trainer.engine, loop.trainer.state
-        self.held, self.state = HeldState(state.step, loop.checkpoints.stored(state)), replace(state)
+        self.held, self.state = StateSnapshot(state.step, loop.checkpoints.stored(state)), replace(state)
         self.held.take(engine.state())
         self.whole = [values.clone() for values in whole_values(engine.buckets)]
 

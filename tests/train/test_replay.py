@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hpctrain.checkpoint.provenance import HistorySegment, Loss, history, losses
+from hpctrain.checkpoint.provenance import HistorySegment, RecordedLoss, history, losses
 from hpctrain.checkpoint.read import read_state
 from hpctrain.comm.world import World
 from hpctrain.data.prepare import prepare
@@ -163,7 +163,7 @@ def test_a_checkpoint_tells_the_runs_before_it(world: World, run_dir: Path) -> N
     assert first.ranks == second.ranks == first.layout["data"] == world.size
     assert first.versions == second.versions == state["versions"]
     rows = read_metrics(run_dir / "metrics.jsonl")
-    assert losses(state) == [Loss(row["step"], row["loss"], row["grad_norm"]) for row in rows]
+    assert losses(state) == [RecordedLoss(row["step"], row["loss"], row["grad_norm"]) for row in rows]
 
 
 @pytest.mark.mpi(min_size=1, max_size=2)
@@ -191,7 +191,7 @@ def test_what_cannot_be_replayed_is_one_sentence(world: World, run_dir: Path) ->
 
 def test_verdicts() -> None:
     def verdict(recorded: list[float | None], found: list[float], *why: str, precision: str = "fp32") -> int:
-        rows = [(Loss(1, loss, None), value) for loss, value in zip(recorded, found, strict=True)]
+        rows = [(RecordedLoss(1, loss, None), value) for loss, value in zip(recorded, found, strict=True)]
         return judge(rows, precision, why)[0]
 
     assert verdict([2.0, None], [2.0, nan]) == 0
@@ -205,5 +205,6 @@ def test_verdicts() -> None:
     assert difference(0.0, 1.0) == float("inf")
     assert difference(2.0, 1.0) == 0.5
     assert (
-        judge([(Loss(1, 2.0, None), 2.0)], "fp32", [])[1] == "The recorded loss comes out again, bit for bit."
+        judge([(RecordedLoss(1, 2.0, None), 2.0)], "fp32", [])[1]
+        == "The recorded loss comes out again, bit for bit."
     )

@@ -37,7 +37,7 @@ class Fixed:
 
 
 @dataclass(frozen=True)
-class Architecture:
+class HuggingFaceArchitecture:
     """One of theirs.
 
     `prefix` stands before all names but the head's; a file that was saved without the head may lack it.
@@ -178,7 +178,7 @@ def _sizes(
     }
 
 
-_GPT2 = Architecture(
+_GPT2 = HuggingFaceArchitecture(
     name="GPT2LMHeadModel",
     model_type="gpt2",
     family="gpt2",
@@ -203,7 +203,7 @@ _GPT2 = Architecture(
     hidden_act=("activation_function", "gelu_new"),
     gated=False,
 )
-_LLAMA = Architecture(
+_LLAMA = HuggingFaceArchitecture(
     name="LlamaForCausalLM",
     model_type="llama",
     family="llama",
@@ -230,7 +230,7 @@ _ARCEE = replace(
     hidden_act=("hidden_act", "relu2"),
     gated=False,
 )
-_QWEN3 = Architecture(
+_QWEN3 = HuggingFaceArchitecture(
     name="Qwen3ForCausalLM",
     model_type="qwen3",
     family="llama",
@@ -244,7 +244,7 @@ _QWEN3 = Architecture(
     head_size=128,
     always={"query_key_norm": "head"},
 )
-_MIXTRAL = Architecture(
+_MIXTRAL = HuggingFaceArchitecture(
     name="MixtralForCausalLM",
     model_type="mixtral",
     family="llama",
@@ -258,7 +258,7 @@ _MIXTRAL = Architecture(
     rope_base=1e6,
     mixture={"experts": ("num_local_experts", 8), "experts_per_token": ("num_experts_per_tok", 2)},
 )
-_QWEN3_MOE = Architecture(
+_QWEN3_MOE = HuggingFaceArchitecture(
     name="Qwen3MoeForCausalLM",
     model_type="qwen3_moe",
     family="llama",
@@ -278,7 +278,7 @@ _QWEN3_MOE = Architecture(
     },
     normalizes=False,
 )
-_OLMOE = Architecture(
+_OLMOE = HuggingFaceArchitecture(
     name="OlmoeForCausalLM",
     model_type="olmoe",
     family="llama",
@@ -301,7 +301,7 @@ _OF_DEEPSEEK = {
     "router_groups": "n_group",
     "router_groups_per_token": "topk_group",
 }
-_DOTS1 = Architecture(
+_DOTS1 = HuggingFaceArchitecture(
     name="Dots1ForCausalLM",
     model_type="dots1",
     family="llama",
@@ -320,7 +320,7 @@ _DOTS1 = Architecture(
     scale=1.0,
     slides=True,
 )
-_DEEPSEEK_V3 = Architecture(
+_DEEPSEEK_V3 = HuggingFaceArchitecture(
     name="DeepseekV3ForCausalLM",
     model_type="deepseek_v3",
     family="llama",
@@ -345,13 +345,13 @@ _DEEPSEEK_V3 = Architecture(
 )
 
 
-def _scored(of: Architecture, name: str) -> Architecture:
+def _scored(of: HuggingFaceArchitecture, name: str) -> HuggingFaceArchitecture:
     """The same with a head of one score."""
     rules = tuple(NameRule("score", ("score",)) if "head" in rule.ours else rule for rule in of.rules)
     return replace(of, name=name, rules=rules, head="scalar")
 
 
-SCORED: Mapping[str, Architecture] = MappingProxyType(
+SCORED: Mapping[str, HuggingFaceArchitecture] = MappingProxyType(
     {
         of.name: _scored(of, f"{base}ForSequenceClassification")
         for of, base in (
@@ -366,7 +366,7 @@ SCORED: Mapping[str, Architecture] = MappingProxyType(
 )
 """Reward models, by the names of the language models that are like them but for the head."""
 
-ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
+ARCHITECTURES: Mapping[str, HuggingFaceArchitecture] = MappingProxyType(
     {
         each.name: each
         for each in (

@@ -18,7 +18,7 @@ from hpctrain.checkpoint.exchange.safetensors_folder import (
 )
 from hpctrain.checkpoint.extract import BUFFER_BYTES
 from hpctrain.checkpoint.finite import require_finite
-from hpctrain.checkpoint.layout import Entry, rectangles_of
+from hpctrain.checkpoint.layout import TensorRange, rectangles_of
 from hpctrain.checkpoint.read import load
 from hpctrain.checkpoint.structure import examine
 from hpctrain.comm.world import World
@@ -31,7 +31,7 @@ _MOST = 8
 
 
 def load_by_name(
-    path: Path, world: World, entries: Sequence[Entry], names: Mapping[str, Sequence[str]]
+    path: Path, world: World, entries: Sequence[TensorRange], names: Mapping[str, Sequence[str]]
 ) -> str:
     """Fill entries `/model/<name>` and `/buffer/<name>` from what `path` has of each, each rank its pieces;
     in words, what is left of it. Collective.
@@ -83,17 +83,17 @@ def open_values(path: Path) -> TensorFolder:
     return open_folder(path)
 
 
-def _names(entry: Entry, names: Mapping[str, Sequence[str]]) -> Sequence[str]:
+def _names(entry: TensorRange, names: Mapping[str, Sequence[str]]) -> Sequence[str]:
     return names.get(entry.shard.name, [entry.shard.name])
 
 
-def _found(entry: Entry, folder: TensorFolder, names: Mapping[str, Sequence[str]]) -> str | None:
+def _found(entry: TensorRange, folder: TensorFolder, names: Mapping[str, Sequence[str]]) -> str | None:
     """The name under which a folder has an entry's tensor."""
     return next((name for name in _names(entry, names) if name in folder.tensors), None)
 
 
 def _problems(
-    entries: Sequence[Entry], found: Mapping[str, str | None], folder: TensorFolder
+    entries: Sequence[TensorRange], found: Mapping[str, str | None], folder: TensorFolder
 ) -> Iterator[str]:
     for entry in entries:
         name = found[entry.dataset]
@@ -106,7 +106,7 @@ def _problems(
             yield f"{folder.path / folder.tensors[name].file}: {name} has shape {shapes}"
 
 
-def _fill(entry: Entry, name: str, folder: TensorFolder) -> None:
+def _fill(entry: TensorRange, name: str, folder: TensorFolder) -> None:
     """Read an entry's values; padding stays as it is."""
     kind = entry.values.dtype
     for rectangle in rectangles_of(entry):

@@ -41,10 +41,10 @@ from hpctrain.checkpoint.exchange.source import (
 )
 from hpctrain.checkpoint.exchange.tokenizer_files import import_warnings, tokenizer_of_folder
 from hpctrain.checkpoint.extract import ReadRequest, TensorSource, opened
-from hpctrain.checkpoint.layout import Entry, Index, rectangles
+from hpctrain.checkpoint.layout import Index, TensorRange, rectangles
 from hpctrain.checkpoint.stored_deck import deck_state
 from hpctrain.checkpoint.stored_tokenizer import stored_settings, tokenizer_of_state, tokenizer_state
-from hpctrain.checkpoint.structure import StoredTensor, Structure, examine
+from hpctrain.checkpoint.structure import CheckpointIndex, StoredTensor, examine
 from hpctrain.checkpoint.write import save
 from hpctrain.comm.outcome import with_final_name
 from hpctrain.comm.world import World
@@ -167,7 +167,7 @@ def import_model(world: World, folder: Path, out: Path, replace: bool = False) -
             **tokenizer_state(text, settings),
         }
     entries = [
-        Entry(
+        TensorRange(
             dataset,
             Shard.whole(dataset.rpartition("/")[2], size),
             cast("Flat", FolderTensor(model, dataset, size, 0, prod(size))),
@@ -225,7 +225,7 @@ def _delete_left(temporary: Path) -> None:
             )
 
 
-def _wanted_type(structure: Structure, dtype: str | None) -> torch.dtype:
+def _wanted_type(structure: CheckpointIndex, dtype: str | None) -> torch.dtype:
     if dtype is not None:
         return DTYPES[dtype]
     kinds = {stored.kind for name, stored in structure.datasets.items() if name.startswith("/model/")}
@@ -250,7 +250,7 @@ def _folded(shape: ModelShape, datasets: Iterable[str]) -> dict[str, float]:
 
 
 def _sources(
-    structure: Structure, shapes: Mapping[str, Index], wanted: torch.dtype, folded: Container[str]
+    structure: CheckpointIndex, shapes: Mapping[str, Index], wanted: torch.dtype, folded: Container[str]
 ) -> dict[str, StoredTensor]:
     """What holds each of our datasets: itself in the wanted type, or else the most exact one, of which those
     that are `folded` are made, too.
@@ -292,7 +292,9 @@ def _copy(
         factors = merge.factors(source, part.dataset)
         for piece, first in _pieces(part, stored):
             values = torch.empty(piece.elements, dtype=getattr(torch, stored.kind))
-            source.fill([ReadRequest(Entry(stored.dataset, piece, values), stored, sums[stored.pieces])])
+            source.fill(
+                [ReadRequest(TensorRange(stored.dataset, piece, values), stored, sums[stored.pieces])]
+            )
             if part.dataset in folded:
                 values = values.float() * folded[part.dataset]
             if factors is not None:
@@ -317,7 +319,7 @@ def _pieces(part: TensorPart, stored: StoredTensor) -> Iterator[tuple[Shard, int
         yield Shard(name, stored.shape, start, local), part.first + row
 
 
-def _compare(structure: Structure, read: Iterable[StoredTensor], totals: Sums) -> None:
+def _compare(structure: CheckpointIndex, read: Iterable[StoredTensor], totals: Sums) -> None:
     """Compare what all ranks have read with its checksums; InputOutputError where it differs."""
     for stored in read:
         at = stored.pieces

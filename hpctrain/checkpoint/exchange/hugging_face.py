@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hpctrain.checkpoint.exchange.architectures import ARCHITECTURES, SCORED, Architecture
+from hpctrain.checkpoint.exchange.architectures import ARCHITECTURES, SCORED, HuggingFaceArchitecture
 from hpctrain.deck.activations import ACTIVATIONS, imported_activation
 from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError
@@ -247,7 +247,7 @@ def config_of(shape: ModelShape, dtype: str) -> dict[str, Any]:
     return named | sizes | own | fixed | shared
 
 
-def _mixture_keys(shape: ModelShape, architecture: Architecture) -> dict[str, Any]:
+def _mixture_keys(shape: ModelShape, architecture: HuggingFaceArchitecture) -> dict[str, Any]:
     """What a config says of mixtures of experts."""
     if not architecture.mixture:
         return {}
@@ -265,7 +265,7 @@ def _mixture_keys(shape: ModelShape, architecture: Architecture) -> dict[str, An
     return keys
 
 
-def exported_as(shape: ModelShape) -> Architecture:
+def exported_as(shape: ModelShape) -> HuggingFaceArchitecture:
     """The architecture that computes what a model of this shape does; HpctrainError where there is none."""
     name = "GPT2LMHeadModel" if shape.family == "gpt2" else _LLAMAS[bool(shape.experts)](shape)
     architecture = ARCHITECTURES[name]
@@ -345,7 +345,7 @@ def _refused(shape: ModelShape, key: str, has: str, family: str) -> HpctrainErro
     )
 
 
-def architecture_of(config: Config, where: str) -> Architecture:
+def architecture_of(config: Config, where: str) -> HuggingFaceArchitecture:
     """The architecture that a config.json names; HpctrainError where it is none of ours."""
     named = config.get("architectures")
     if named is None:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from hpctrain.checkpoint import checksum
 from hpctrain.checkpoint.extract import ReadRequest, TensorSource
-from hpctrain.checkpoint.layout import Entry
-from hpctrain.checkpoint.structure import StoredTensor, Structure
+from hpctrain.checkpoint.layout import TensorRange
+from hpctrain.checkpoint.structure import CheckpointIndex, StoredTensor
 from hpctrain.deck.adapters import Adapters
 from hpctrain.errors import InputOutputError
 from hpctrain.parallel.shard import Shard
@@ -23,7 +23,7 @@ from hpctrain.sharding.state import MASTER, MODEL
 class Merge:
     """The adapters of a checkpoint's model, if it has any."""
 
-    structure: Structure
+    structure: CheckpointIndex
     adapters: Adapters | None
 
     def has(self, dataset: str) -> bool:
@@ -54,7 +54,7 @@ class Merge:
         shard = Shard.whole(stored.dataset.rpartition("/")[2], stored.shape)
         values = torch.empty(shard.elements, dtype=getattr(torch, stored.kind))
         sums = checksum.seeds(stored.dataset, stored.kind, stored.shape)
-        source.fill([ReadRequest(Entry(stored.dataset, shard, values), stored, sums)])
+        source.fill([ReadRequest(TensorRange(stored.dataset, shard, values), stored, sums)])
         if not np.array_equal(sums, self.structure.sums[stored.pieces]):
             damage = "is damaged: it differs from its checksums"
             raise InputOutputError(f"{self.structure.path}: {stored.dataset} {damage}")

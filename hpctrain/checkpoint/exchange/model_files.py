@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from hpctrain.checkpoint.exchange.architectures import Architecture
+from hpctrain.checkpoint.exchange.architectures import HuggingFaceArchitecture
 from hpctrain.checkpoint.exchange.hugging_face import config_of, exported_as
 from hpctrain.checkpoint.exchange.tokenizer_files import special_ids, tokenizer_files
 from hpctrain.data.tokenizer import Tokenizer
@@ -72,7 +72,9 @@ def model_files(
     return {name: each if isinstance(each, str) else _json(each) for name, each in files.items()}
 
 
-def context_length(shape: ModelShape, architecture: Architecture, settings: TokenizerSettings) -> int:
+def context_length(
+    shape: ModelShape, architecture: HuggingFaceArchitecture, settings: TokenizerSettings
+) -> int:
     """Return the context length of the exported model, in tokens.
 
     With rotary positions it is the longest of the imported model's, of earlier runs' and of this run's. With
@@ -84,12 +86,12 @@ def context_length(shape: ModelShape, architecture: Architecture, settings: Toke
     return max(shape.sequence, settings.context, *imported)
 
 
-def _context_keys(architecture: Architecture, config: Mapping[str, Any]) -> list[str]:
+def _context_keys(architecture: HuggingFaceArchitecture, config: Mapping[str, Any]) -> list[str]:
     """Return the keys of config.json that hold the context length; older GPT-2 files have two."""
     return [architecture.sizes["sequence"][0], *(key for key in ("n_ctx",) if key in config)]
 
 
-def _imported_config(imported: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
+def _imported_config(imported: Mapping[str, Any], architecture: HuggingFaceArchitecture) -> dict[str, Any]:
     """Return the keys of an imported config.json that apply to the exported architecture.
 
     If training changed the architecture (for example the head), only ids of special tokens apply.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.checkpoint.agree import first_of, together
-from hpctrain.checkpoint.exchange.architectures import HEAD, Architecture
+from hpctrain.checkpoint.exchange.architectures import HEAD, HuggingFaceArchitecture
 from hpctrain.checkpoint.exchange.hugging_face import architecture_of, shape_of
 from hpctrain.checkpoint.exchange.names import ROUTER_BIAS, Counterpart, TensorPart, counterparts
 from hpctrain.checkpoint.exchange.safetensors_folder import (
@@ -29,11 +29,11 @@ from hpctrain.checkpoint.exchange.tokenizer_files import folder_tokenizer, token
 from hpctrain.checkpoint.exchange.upcycle import upcycled
 from hpctrain.checkpoint.extract import BUFFER_BYTES
 from hpctrain.checkpoint.finite import require_finite
-from hpctrain.checkpoint.layout import Entry, Index, rectangles_of
+from hpctrain.checkpoint.layout import Index, TensorRange, rectangles_of
 from hpctrain.checkpoint.read import in_types, load
 from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.checkpoint.stored_tokenizer import TOKENIZER, tokenizer_state
-from hpctrain.checkpoint.structure import Structure, examine
+from hpctrain.checkpoint.structure import CheckpointIndex, examine
 from hpctrain.comm.world import World
 from hpctrain.data.epochs import EpochReader
 from hpctrain.data.tokenizer_settings import TokenizerSettings
@@ -160,7 +160,7 @@ def source_shape(path: Path) -> ModelShape:
     return stored_shape(examine(path)) if _is_checkpoint(path) else _folder_shape(path)
 
 
-def stored_shape(structure: Structure) -> ModelShape:
+def stored_shape(structure: CheckpointIndex) -> ModelShape:
     """The shape that the deck of a checkpoint describes."""
     path = structure.path
     deck = stored_deck(structure.state, path)
@@ -217,7 +217,7 @@ def tensor_shapes(shape: ModelShape) -> dict[str, Index]:
 def load_source(
     path: Path,
     world: World,
-    entries: Sequence[Entry],
+    entries: Sequence[TensorRange],
     head: Head = "vocabulary",
     adapters: Adapters | None = None,
 ) -> ModelShape:
@@ -257,7 +257,7 @@ def load_source(
     return shape
 
 
-def _stored(entry: Entry, structure: Structure) -> Entry:
+def _stored(entry: TensorRange, structure: CheckpointIndex) -> TensorRange:
     """The entry by the name of what is most exact of it in a checkpoint."""
     exact = entry.dataset.replace(f"/{MODEL}/", f"/{MASTER}/", 1)
     return replace(entry, dataset=exact) if exact in structure.datasets else entry
@@ -298,7 +298,7 @@ def _folder_shape(path: Path) -> ModelShape:
     return shape_of(read_json(path / CONFIG), str(path / CONFIG))
 
 
-def _known(entries: Sequence[Entry], shape: ModelShape) -> list[Entry]:
+def _known(entries: Sequence[TensorRange], shape: ModelShape) -> list[TensorRange]:
     """The entries that a source of this shape has, of experts those of its feed-forward parts."""
     if shape.head == "vocabulary":
         entries = [entry for entry in entries if entry.dataset != f"/model/{SCORE}"]
@@ -311,7 +311,10 @@ def _known(entries: Sequence[Entry], shape: ModelShape) -> list[Entry]:
 
 
 def _differences(
-    folder: TensorFolder, theirs: Sequence[Counterpart], shape: ModelShape, architecture: Architecture
+    folder: TensorFolder,
+    theirs: Sequence[Counterpart],
+    shape: ModelShape,
+    architecture: HuggingFaceArchitecture,
 ) -> Iterator[str]:
     """What the config's model has and the folder does not, or the other way round."""
     expected = {each.name: each.shape for each in theirs}
@@ -330,7 +333,7 @@ def _differences(
             yield f"{folder.path / held.file}: {name}: in this file, but not in the model of {CONFIG}"
 
 
-def _fitted(entry: Entry, shape: ModelShape) -> Entry:
+def _fitted(entry: TensorRange, shape: ModelShape) -> TensorRange:
     """The entry as a piece of the source's tensor: what lies beyond that is padding to it."""
     shard = entry.shard
     if shard.name not in _ROWS:
@@ -339,7 +342,7 @@ def _fitted(entry: Entry, shape: ModelShape) -> Entry:
     return replace(entry, shard=replace(shard, shape=(rows, *shard.shape[1:])))
 
 
-def _fill(entry: Entry, model: ModelFolder) -> None:
+def _fill(entry: TensorRange, model: ModelFolder) -> None:
     """Read an entry's values; padding stays as it is."""
     assert entry.kind == "float32", entry.kind
     for rectangle in rectangles_of(entry):

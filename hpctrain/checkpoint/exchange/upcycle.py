@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 
-from hpctrain.checkpoint.layout import Entry, Index
+from hpctrain.checkpoint.layout import Index, TensorRange
 from hpctrain.parallel.shard import Shard
 
 _EXPERTS = {
@@ -21,7 +21,7 @@ _EXPERTS = {
 _ROUTER = ".feed_forward.router.weight"
 
 
-def upcycled(entry: Entry) -> Iterator[Entry]:
+def upcycled(entry: TensorRange) -> Iterator[TensorRange]:
     """Of an entry `/model/<name>` of a mixture what a dense model has for it: nothing of a router, of experts
     one entry of the feed-forward part for each expert's matrix of which this rank has elements.
     """
@@ -35,7 +35,7 @@ def upcycled(entry: Entry) -> Iterator[Entry]:
     yield entry
 
 
-def _copies(entry: Entry, names: tuple[str, ...]) -> Iterator[Entry]:
+def _copies(entry: TensorRange, names: tuple[str, ...]) -> Iterator[TensorRange]:
     """Those of [experts, ...], or [experts, names, ...] where there are several names."""
     shard = entry.shard
     depth = 1 if len(names) == 1 else 2

@@ -22,7 +22,7 @@ from hpctrain.checkpoint.exchange import convert as exchange
 from hpctrain.checkpoint.exchange import source
 from hpctrain.checkpoint.exchange.convert import export_model, import_model
 from hpctrain.checkpoint.exchange.source import settled_keys, source_shape
-from hpctrain.checkpoint.layout import Entry
+from hpctrain.checkpoint.layout import TensorRange
 from hpctrain.checkpoint.read import load, read_state
 from hpctrain.checkpoint.write import save
 from hpctrain.comm.mesh import Mesh
@@ -140,7 +140,7 @@ def rewritten(path: Path, out: Path, state: dict[str, Any], world: World) -> Non
             )
         )
     entries = [
-        Entry(f"/model/{name}", Shard.whole(name, tuple(tensor.shape)), tensor.reshape(-1))
+        TensorRange(f"/model/{name}", Shard.whole(name, tuple(tensor.shape)), tensor.reshape(-1))
         for name, tensor in found.items()
     ]
     save(out, world.alone().everyone, entries, state)

@@ -10,7 +10,7 @@ import torch
 from hpctrain.checkpoint.exchange.convert import import_model
 from hpctrain.checkpoint.exchange.source import settled_keys
 from hpctrain.checkpoint.exchange.upcycle import upcycled
-from hpctrain.checkpoint.layout import Entry
+from hpctrain.checkpoint.layout import TensorRange
 from hpctrain.comm.world import World
 from hpctrain.deck.read import parse_deck
 from hpctrain.engine.build import build_engine, make_mesh
@@ -53,7 +53,7 @@ def test_experts_are_copies_whatever_a_rank_holds_of_them(name: str) -> None:
     for first in range(0, shard.elements, 7):
         for last in range(first + 1, shard.elements + 1, 5):
             values = torch.full((last - first,), torch.nan)
-            for entry in upcycled(Entry(f"/model/{full}", shard, values, first)):
+            for entry in upcycled(TensorRange(f"/model/{full}", shard, values, first)):
                 kind = entry.dataset.split(".")[-2]
                 assert entry.shard.shape == dense[kind].shape
                 piece = entry.shard.take(dense[kind]).flatten()
