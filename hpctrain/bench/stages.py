@@ -9,7 +9,7 @@ from statistics import median
 import torch
 
 from hpctrain.engine.build import Engine
-from hpctrain.engine.layer_times import Replay, share_parts
+from hpctrain.engine.layer_times import ActionTimer, share_parts
 from hpctrain.pipeline.simulate import Times, simulate
 from hpctrain.table import table
 from hpctrain.train.step import Step, TrainState
@@ -47,7 +47,7 @@ class StageProbe:
         micro = next(step.batches.step(0, step.micro_size * ranks, rank, ranks, step.micro_size))
         scale = torch.tensor(1.0 / max(1, micro.targets.numel()), device=engine.world.device)
         batch = step.prepare(micro, scale, step.dropout_source(TrainState(), 0))
-        self.replay = Replay(engine.models, engine.groups, batch)
+        self.replay = ActionTimer(engine.models, engine.groups, batch)
         self.rounds: list[tuple[Times, Prediction]] = []
 
     def __call__(self, measured: float, phases: dict[str, float]) -> None:

@@ -14,7 +14,7 @@ from hpctrain.deck.division import require_undivided
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.audit import audited
 from hpctrain.engine.kernels import choose_kernels
-from hpctrain.engine.offload import Offload, open_offload
+from hpctrain.engine.offload import OffloadSettings, open_offload
 from hpctrain.engine.patterns import check_patterns
 from hpctrain.engine.place import Placement, place_layers
 from hpctrain.engine.recompute import make_recompute, open_shelf
@@ -52,7 +52,7 @@ from hpctrain.sharding.synchronize import check_replicas
 
 
 @dataclass(frozen=True)
-class Arrangement:
+class EngineLayout:
     """Who computes what, before anything large is there: what is saved for backward, the layers' groups, the
     model's architecture, where its layers go, and the pipeline schedule of the deck's batch.
     """
@@ -77,7 +77,7 @@ class Engine(TrainedStage):
     architecture: Architecture
     objective: Objective
     terms: tuple[str, ...]
-    offload: Offload
+    offload: OffloadSettings
     activation_files: ScratchFiles | None
     loss_scale: LossScale
     noise_scale: NoiseScale
@@ -147,7 +147,7 @@ def choose_link(deck: Deck, world: World) -> str:
     return keys.wished_transport
 
 
-def arrange(deck: Deck, world: World, mesh: Mesh) -> Arrangement:
+def arrange(deck: Deck, world: World, mesh: Mesh) -> EngineLayout:
     """The arrangement of a deck whose vocabulary is settled. Collective; may measure layers."""
     assert deck.model.vocabulary is not None
     with world.agreement():
@@ -158,7 +158,7 @@ def arrange(deck: Deck, world: World, mesh: Mesh) -> Arrangement:
         groups = audited(groups, world, deck.run.seed)
     placement = place_layers(deck, architecture, groups, mesh)
     schedule = placement.schedule_of(micro_batches(deck, mesh.size("data")))
-    return Arrangement(recompute, groups, architecture, placement, schedule)
+    return EngineLayout(recompute, groups, architecture, placement, schedule)
 
 
 def build_engine(deck: Deck, world: World, mesh: Mesh, roughness: float = 0.0) -> Engine:
@@ -174,7 +174,7 @@ def assemble(
     deck: Deck,
     world: World,
     mesh: Mesh,
-    arrangement: Arrangement,
+    arrangement: EngineLayout,
     roughness: float = 0.0,
     build: Callable[..., TrainedStage] = build_trained_stage,
 ) -> Engine:
@@ -185,7 +185,7 @@ def assemble(
     check_patterns(deck, architecture)
     freeze_parameters(models, deck.model.frozen)
     replications = make_replications(deck, mesh)
-    offload = Offload()
+    offload = OffloadSettings()
     if {deck.memory.optimizer, deck.memory.parameters} != {"device"}:
         planned = PlannedMesh(mesh.sizes, number, world.topology.ranks_per_node)
         stage = plan_stage(deck, architecture, planned, schedule, split, number, world.device)

@@ -125,7 +125,7 @@ def measure_layers(
         kinds: tuple[Kind, ...] = ("F", "I", "W")
         return [Action(kind, 0, chunk) for chunk in chunks for _ in range(times) for kind in kinds]
 
-    replay = Replay(models, groups, _random_batch(deck, architecture, groups, world.device))
+    replay = ActionTimer(models, groups, _random_batch(deck, architecture, groups, world.device))
     replay.run(repeated(1))
     started = perf_counter()
     world.everyone.barrier()
@@ -143,7 +143,7 @@ def measure_layers(
     return LayerTimes(of_kind, communication)
 
 
-class Replay:
+class ActionTimer:
     """Does actions on parts of a model, the stand-ins of neighbours' messages at hand, and times each.
 
     `models` are the parts by chunk; every micro-batch is `batch`.

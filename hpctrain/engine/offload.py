@@ -27,7 +27,7 @@ from hpctrain.units import format_bytes
 
 
 @dataclass(frozen=True)
-class Offload:
+class OffloadSettings:
     """What makes the memory of what does not live on the device, None where it does.
 
     `scratch` holds the files; `introduction` says what is where, for the log.
@@ -39,7 +39,7 @@ class Offload:
     introduction: str = ""
 
 
-def open_offload(deck: Deck, world: World, sizes: Mapping[str, int]) -> Offload:
+def open_offload(deck: Deck, world: World, sizes: Mapping[str, int]) -> OffloadSettings:
     """The stores of a deck, for `sizes` bytes of this rank's "optimizer" state and "parameters"; collective.
 
     HpctrainError on all ranks where what the deck asks for cannot be.
@@ -60,7 +60,7 @@ def open_offload(deck: Deck, world: World, sizes: Mapping[str, int]) -> Offload:
         for key in where
         if key in stores
     ]
-    return Offload(stores.get("optimizer"), stores.get("parameters"), scratch, ", ".join(said))
+    return OffloadSettings(stores.get("optimizer"), stores.get("parameters"), scratch, ", ".join(said))
 
 
 def offload_folder(deck: Deck) -> Path:
@@ -99,7 +99,7 @@ def host_store(length: int, dtype: torch.dtype) -> Flat:
     return empty_host_tensor((length,), dtype, choose_device("auto", 0, gpu_count())).zero_()
 
 
-def planned_offload(deck: Deck) -> Offload:
+def planned_offload(deck: Deck) -> OffloadSettings:
     """Stores of state alone, which has no memory: of the host, or of files that are not there."""
 
     def make(length: int, dtype: torch.dtype) -> Flat:
@@ -108,7 +108,7 @@ def planned_offload(deck: Deck) -> Offload:
         file = ScratchFile(Path("planned"), length * dtype.itemsize, ThreadPoolExecutor(1), -1)
         return ScratchTensor(file, 0, length, dtype)
 
-    return Offload(None if deck.memory.optimizer == "device" else make)
+    return OffloadSettings(None if deck.memory.optimizer == "device" else make)
 
 
 def make_optimizer(

@@ -34,7 +34,7 @@ _NEVER_IN_8_BITS = ("head.weight", "score.weight", "embedding.tokens.weight", "e
 
 
 @dataclass(frozen=True)
-class Named:
+class PatternMatches:
     """What patterns name: of each group of parameters that are one in memory the names of those that they
     name, and of those that they leave; and the patterns of no parameter.
     """
@@ -48,12 +48,12 @@ class Named:
         groups: Iterable[Iterable[Parameter]],
         others: Iterable[str] = (),
         matches: Callable[[str, str], bool] = lambda pattern, name: fnmatchcase(name, pattern),
-    ) -> Named:
+    ) -> PatternMatches:
         """What is named of groups, or of `others`; `matches` says whether a pattern is of a name."""
         known = [[parameter.shard.name for parameter in group] for group in groups]
         every = [*chain(*known), *others]
         named = {name for name in every if any(matches(pattern, name) for pattern in patterns)}
-        return Named(
+        return PatternMatches(
             [([n for n in group if n in named], [n for n in group if n not in named]) for group in known],
             [pattern for pattern in patterns if not any(matches(pattern, name) for name in named)],
         )
@@ -102,7 +102,7 @@ def _frozen(model: ModelPart, patterns: Sequence[str]) -> list[str]:
     leaves = (leaf for unit in model.units() for leaf in unit)
     alike = (list(each) for leaf in leaves for _, each in groupby(sorted(leaf, key=Tensor.dim), Tensor.dim))
     example = parameter_list(model)[0].shard.name
-    return Named.of(patterns, alike).problems(
+    return PatternMatches.of(patterns, alike).problems(
         "freezes {}, but not {}, with which it is one (name both or neither)",
         f"no parameter is called {{}} (a name is {example}, for example)",
         whole="leaves nothing to train (leave out a pattern)",
@@ -131,7 +131,7 @@ def _matrices(model: ModelPart, rule: MatrixRules) -> list[str]:
     leaves = (leaf for unit in model.units() for leaf in unit)
     matrices = ([p for p in leaf if rule.blocks.block(p.shard) is not None] for leaf in leaves)
     others = (parameter.shard.name for parameter in parameter_list(model))
-    return Named.of(rule.patterns, matrices, others).problems(
+    return PatternMatches.of(rule.patterns, matrices, others).problems(
         "names {}, but not {}, which lies with it in memory",
         "no parameter is called {}",
         none="names no matrix",
@@ -140,7 +140,7 @@ def _matrices(model: ModelPart, rule: MatrixRules) -> list[str]:
 
 def _excluded(model: ModelPart, patterns: Sequence[str]) -> list[str]:
     fused = (layer.weights for layer in _linear(model))
-    return Named.of(patterns, fused, _NEVER_IN_8_BITS, names).problems(
+    return PatternMatches.of(patterns, fused, _NEVER_IN_8_BITS, names).problems(
         "leaves out {}, but not {}, with which it is one",
         "no linear layer is called {}",
         whole='leaves nothing to multiply in 8 bits (precision.compute = "bf16" would do the same)',

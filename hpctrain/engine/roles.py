@@ -17,7 +17,7 @@ from hpctrain.comm.work import Work
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import choose_link
-from hpctrain.engine.offload import Offload
+from hpctrain.engine.offload import OffloadSettings
 from hpctrain.engine.rules import RULES
 from hpctrain.engine.stage import TrainedStage, build_stage, build_trained_stage
 from hpctrain.model.part import ModelPart
@@ -66,7 +66,7 @@ def build_worker_stage(
     groups: LayerContext,
     models: Sequence[ModelPart],
     replications: Replications,
-    offload: Offload,  # noqa: ARG001
+    offload: OffloadSettings,  # noqa: ARG001
     device: torch.device,  # noqa: ARG001
     agreement: Agreement = nullcontext,  # noqa: ARG001
 ) -> TrainedStage:
@@ -81,16 +81,16 @@ def build_worker_stage(
 
 
 @dataclass(frozen=True)
-class Roles:
+class ServerRoles:
     """The first `servers` ranks of a world serve, the `workers` others work."""
 
     servers: int
     workers: int
 
     @staticmethod
-    def of(deck: Deck, ranks: int) -> Roles:
+    def of(deck: Deck, ranks: int) -> ServerRoles:
         """Those of a deck on so many ranks."""
-        return Roles(deck.communication.server_ranks, ranks - deck.communication.server_ranks)
+        return ServerRoles(deck.communication.server_ranks, ranks - deck.communication.server_ranks)
 
     def serves(self, rank: int) -> bool:
         """Whether a rank is a server."""

@@ -22,7 +22,7 @@ Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
-class Seat:
+class ModelPlacement:
     """A rank's place among `whole`, the ranks of a run. `deck`, `world` and `mesh` are of ranks that have the
     policy, or of all others, whose engine has no parts (`idle`). In an undivided run they are the run's. The
     policy's pipeline has so many `stages`.
@@ -81,11 +81,11 @@ class Seat:
         return f"{'; '.join([text, *others])})"
 
 
-def take_seat(deck: Deck, world: World) -> Seat:
+def take_seat(deck: Deck, world: World) -> ModelPlacement:
     """That of this rank of a run. Collective; HpctrainError on all ranks where the deck does not fit them."""
     division, stages = Division.of(deck, world.size), deck.layout.pipeline
     if not division.own:
-        return Seat(world, division, deck, world, make_mesh(deck, world), stages)
+        return ModelPlacement(world, division, deck, world, make_mesh(deck, world), stages)
     with world.agreement():
         check_world(deck, world.size)
     transport, idle = choose_link(deck, world), world.rank in division.others
@@ -97,7 +97,7 @@ def take_seat(deck: Deck, world: World) -> Seat:
     with world.agreement():
         # Of ranks without parts the batch does not matter.
         sizes = {"data": part.size} if idle else axis_sizes(own, part.size)
-    return Seat(world, division, own, part, Mesh(part, sizes, transport), stages, idle)
+    return ModelPlacement(world, division, own, part, Mesh(part, sizes, transport), stages, idle)
 
 
 def _build_no_parts(deck: Deck, groups: Any, _models: Any, *others: Any) -> TrainedStage:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.offload import Offload
+from hpctrain.engine.offload import OffloadSettings
 from hpctrain.engine.stage import TrainedStage, build_stage
 from hpctrain.model.part import ModelPart
 from hpctrain.optim.optimizer import Agreement, BucketState, Optimizer
@@ -21,7 +21,7 @@ from hpctrain.sharding.state import MASTER
 from hpctrain.sharding.synchronize import GradientSynchronizer
 
 
-class NoOptimizer(Optimizer):
+class InferenceOptimizer(Optimizer):
     """An optimizer that never updates; it holds the weights in `states`, if any, while they are filled."""
 
     updates = 0
@@ -44,7 +44,7 @@ def build_shown_stage(
     groups: LayerContext,
     models: Sequence[ModelPart],
     replications: Replications,
-    offload: Offload,
+    offload: OffloadSettings,
     device: torch.device,  # noqa: ARG001
     agreement: Agreement = nullcontext,  # noqa: ARG001
 ) -> TrainedStage:
@@ -52,7 +52,11 @@ def build_shown_stage(
     stage, outer = build_stage(deck, groups, models, replications, offload.parameters), SyncEveryStep()
     nothing = GradientSynchronizer([], outer)
     return TrainedStage(
-        **vars(stage), synchronizer=nothing, outer=outer, optimizer=NoOptimizer(), stateful=[stage.modules]
+        **vars(stage),
+        synchronizer=nothing,
+        outer=outer,
+        optimizer=InferenceOptimizer(),
+        stateful=[stage.modules],
     )
 
 
@@ -61,19 +65,19 @@ def build_initial_stage(
     groups: LayerContext,
     models: Sequence[ModelPart],
     replications: Replications,
-    offload: Offload,
+    offload: OffloadSettings,
     device: torch.device,
     agreement: Agreement = nullcontext,
 ) -> TrainedStage:
     """Build a stage without gradients whose weights are filled as those of a run that begins.
 
     Its optimizer holds the weights in the format in which the run holds them at that time, so that both round
-    alike. Replace it by `NoOptimizer()` once the weights are published, which frees that memory.
+    alike. Replace it by `InferenceOptimizer()` once the weights are published, which frees that memory.
     """
     stage = build_shown_stage(deck, groups, models, replications, offload, device)
     adapted = deck.model.adapters is not None
     states = [{MASTER: _initial_weights(bucket, adapted)} for bucket in stage.buckets]
-    stage.optimizer = NoOptimizer(stage.buckets, states, agreement)
+    stage.optimizer = InferenceOptimizer(stage.buckets, states, agreement)
     return stage
 
 

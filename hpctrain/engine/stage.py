@@ -23,7 +23,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.deck_kernels import kernels_of
 from hpctrain.engine.functions import functions_of, planned_functions
 from hpctrain.engine.nodes import NodeMesh, cut_by_node, ranks_of_node
-from hpctrain.engine.offload import Offload, make_optimizer, planned_offload
+from hpctrain.engine.offload import OffloadSettings, make_optimizer, planned_offload
 from hpctrain.engine.rules import RULES
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.recompute import Recompute
@@ -251,7 +251,7 @@ def build_trained_stage(
     groups: LayerContext,
     models: Sequence[ModelPart],
     replications: Replications,
-    offload: Offload,
+    offload: OffloadSettings,
     device: torch.device,
     agreement: Agreement = nullcontext,
 ) -> TrainedStage:

@@ -55,7 +55,7 @@ class Box(NamedTuple):
             yield Box(part.start, part.shape)
 
 
-class Message(NamedTuple):
+class TransferMessage(NamedTuple):
     """A box of a tensor that goes from one rank to another, or stays on one."""
 
     sender: int
@@ -65,16 +65,16 @@ class Message(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Held:
+class TransferTensor:
     """What a rank holds of a tensor: rectangles of its values."""
 
     values: Flat
     rectangles: list[TensorBox]
 
     @staticmethod
-    def of(entry: TensorRange) -> Held:
+    def of(entry: TensorRange) -> TransferTensor:
         """All that an TensorRange does, without padding."""
-        return Held(entry.values, rectangles_of(entry))
+        return TransferTensor(entry.values, rectangles_of(entry))
 
     @property
     def boxes(self) -> list[Box]:
@@ -102,7 +102,7 @@ class Held:
         there.copy_(elements.view(there.dtype).view(box.shape))
 
 
-class Transfer:
+class WeightTransfer:
     """The way of a model's weights from the stage `source` into `target`, of any other layout over the same
     ranks of `world`, found once. Collective.
 
@@ -132,13 +132,13 @@ class Transfer:
             for box in each.box.cut(max(1, bytes_at_a_time // 8))
         ]
         types = {name: dtype for each, _ in told for name, (dtype, _) in each.items()}
-        self._rounds: list[_Round] = []
+        self._rounds: list[_TransferRound] = []
         for kind in dict.fromkeys(types.values()):
             dtype: torch.dtype = getattr(torch, kind)
             sent = [m for m in messages if m.sender != m.receiver and types[m.name] == kind]
             limit = max(1, bytes_at_a_time // dtype.itemsize)
             rounds = _in_rounds(sent, self._group.size, limit)
-            self._rounds += [_Round.of(each, dtype, own) for each in rounds]
+            self._rounds += [_TransferRound.of(each, dtype, own) for each in rounds]
 
     @property
     def sent_bytes(self) -> int:
@@ -158,21 +158,23 @@ class Transfer:
 
 
 @dataclass(frozen=True)
-class _Round:
+class _TransferRound:
     """Messages of one round that this rank sends and receives, by peer."""
 
     dtype: torch.dtype
-    sent: list[Message]
-    received: list[Message]
+    sent: list[TransferMessage]
+    received: list[TransferMessage]
 
     @staticmethod
-    def of(messages: Sequence[Message], dtype: torch.dtype, rank: int) -> _Round:
+    def of(messages: Sequence[TransferMessage], dtype: torch.dtype, rank: int) -> _TransferRound:
         """A rank's part in a round."""
         sent = sorted((each for each in messages if each.sender == rank), key=lambda each: each.receiver)
         got = sorted((each for each in messages if each.receiver == rank), key=lambda each: each.sender)
-        return _Round(dtype, sent, got)
+        return _TransferRound(dtype, sent, got)
 
-    def run(self, group: Group, having: Mapping[str, Held], wanting: Mapping[str, Held]) -> None:
+    def run(
+        self, group: Group, having: Mapping[str, TransferTensor], wanting: Mapping[str, TransferTensor]
+    ) -> None:
         """Send and receive them."""
         sending, receiving = [0] * group.size, [0] * group.size
         for each in self.sent:
@@ -192,19 +194,19 @@ class _Round:
             wanting[each.name].write(each.box, output[end - each.box.elements : end])
 
 
-def _held(stage: Stage) -> Iterator[tuple[str, Held]]:
+def _held(stage: Stage) -> Iterator[tuple[str, TransferTensor]]:
     """What this rank has of all tensors, by name: all that it computes with, or with ZeRO-3 its slices."""
     for bucket in stage.buckets:
         for entry in _entries(bucket, whole=bucket.sharding.zero < 3):
-            yield entry.dataset, Held.of(entry)
+            yield entry.dataset, TransferTensor.of(entry)
     yield from _of_modules(stage)
 
 
-def _wanted(stage: Stage) -> Iterator[tuple[str, Held]]:
+def _wanted(stage: Stage) -> Iterator[tuple[str, TransferTensor]]:
     """What it is to have."""
     for bucket in stage.buckets:
         for entry in _entries(bucket, whole=bucket.sharding.zero == 0, all_of_it=True):
-            yield entry.dataset, Held.of(entry)
+            yield entry.dataset, TransferTensor.of(entry)
     yield from _of_modules(stage)
 
 
@@ -221,31 +223,33 @@ def _entries(bucket: Bucket, whole: bool, all_of_it: bool = False) -> Iterator[T
             yield TensorRange(f"{_MODEL}{shard.name}", shard, elements, offset)
 
 
-def _of_modules(stage: Stage) -> Iterator[tuple[str, Held]]:
+def _of_modules(stage: Stage) -> Iterator[tuple[str, TransferTensor]]:
     for each in stage.modules.state():
         entry = TensorRange(f"/{each.kind}/{each.shard.name}", each.shard, each.values, each.offset)
-        yield entry.dataset, Held.of(entry)
+        yield entry.dataset, TransferTensor.of(entry)
 
 
 _Told = dict[str, tuple[str, list[tuple[Index, Index]]]]
 """The element type of tensors and a rank's boxes of them, by name."""
 
 
-def _told(held: Mapping[str, Held]) -> _Told:
+def _told(held: Mapping[str, TransferTensor]) -> _Told:
     return {
         name: (str(each.values.dtype).removeprefix("torch."), [(box.start, box.shape) for box in each.boxes])
         for name, each in held.items()
     }
 
 
-def _messages(having: Sequence[_Told], wanting: Sequence[_Told], nodes: Sequence[int]) -> list[Message]:
+def _messages(
+    having: Sequence[_Told], wanting: Sequence[_Told], nodes: Sequence[int]
+) -> list[TransferMessage]:
     """All that is to be sent, or stays, for each rank to have what it wants.
 
     Of those who have it, it comes from the rank itself, or else from one on its node, or else from any: from
     the one who sends least so far.
     """
     holders, receivers, sends = _by_box(having), _by_box(wanting), [0] * len(nodes)
-    messages: list[Message] = []
+    messages: list[TransferMessage] = []
     for name, boxes in receivers.items():
         if name not in holders:
             assert not name.startswith(_MODEL), name
@@ -260,7 +264,7 @@ def _messages(having: Sequence[_Told], wanting: Sequence[_Told], nodes: Sequence
                     if receiver not in have:
                         sender = min(have, key=lambda rank: (nodes[rank] != nodes[receiver], sends[rank]))
                         sends[sender] += part.elements
-                    messages.append(Message(sender, receiver, name, part))
+                    messages.append(TransferMessage(sender, receiver, name, part))
     return messages
 
 
@@ -274,11 +278,11 @@ def _by_box(told: Sequence[_Told]) -> dict[str, dict[Box, list[int]]]:
     return found
 
 
-def _in_rounds(messages: Sequence[Message], ranks: int, limit: int) -> list[list[Message]]:
+def _in_rounds(messages: Sequence[TransferMessage], ranks: int, limit: int) -> list[list[TransferMessage]]:
     """Each message, cut where it is long, in the first round in which neither its sender nor its receiver has
     `limit` elements yet.
     """
-    rounds: list[list[Message]] = []
+    rounds: list[list[TransferMessage]] = []
     loads: list[tuple[list[int], list[int]]] = []
     first = [0] * ranks, [0] * ranks
     for message in messages:

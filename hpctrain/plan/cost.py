@@ -17,7 +17,7 @@ import torch
 from hpctrain.comm.device import device_kind, on_host
 from hpctrain.comm.planned import PlannedMesh
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.offload import Offload
+from hpctrain.engine.offload import OffloadSettings
 from hpctrain.engine.sizes import axis_sizes
 from hpctrain.engine.stage import TrainedStage, build_trained_stage, make_groups, make_replications
 from hpctrain.memory.recompute import Recompute
@@ -97,7 +97,7 @@ def _build(deck: Deck, shape: ModelShape, ranks: int, ranks_per_node: int) -> Tr
     mesh = PlannedMesh(sizes, 0, ranks_per_node, echo=True)
     groups = make_groups(deck, mesh, Recompute("none"), cpu)
     models = build_parts(shape, groups, [LayerRange.all_of(shape.layers)])
-    stage = build_trained_stage(deck, groups, models, make_replications(deck, mesh), Offload(), cpu)
+    stage = build_trained_stage(deck, groups, models, make_replications(deck, mesh), OffloadSettings(), cpu)
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(max(bucket.length for bucket in stage.buckets), generator=generator)
     for bucket in stage.buckets:

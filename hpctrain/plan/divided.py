@@ -9,7 +9,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine, arrange, assemble
 from hpctrain.engine.kernels import choose_kernels
 from hpctrain.engine.place import with_split
-from hpctrain.engine.seat import Seat
+from hpctrain.engine.seat import ModelPlacement
 from hpctrain.plan.companions import plan_run_memory
 from hpctrain.plan.engine import build_within_memory
 from hpctrain.plan.libraries import library_bytes
@@ -18,7 +18,7 @@ from hpctrain.plan.room import demand_room
 
 
 def build_seat_within_memory(
-    deck: Deck, seat: Seat, ready: Callable[[], None] = lambda: None
+    deck: Deck, seat: ModelPlacement, ready: Callable[[], None] = lambda: None
 ) -> tuple[Engine, MemoryPlan]:
     """As `build_within_memory`, the engine of this rank's seat, and the plan of all ranks. Collective."""
     world = seat.whole

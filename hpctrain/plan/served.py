@@ -13,7 +13,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine, arrange, assemble
 from hpctrain.engine.functions import with_functions
 from hpctrain.engine.kernels import choose_kernels
-from hpctrain.engine.roles import Roles, build_worker_stage, serving
+from hpctrain.engine.roles import ServerRoles, build_worker_stage, serving
 from hpctrain.engine.sizes import micro_batches
 from hpctrain.engine.stage import plan_stage
 from hpctrain.memory.accounts import MemoryAccount
@@ -61,7 +61,7 @@ def plan_served_traffic(deck: Deck, ranks: int, vocabulary: int, ranks_per_node:
     alone is counted as if all were touched. Where workers do not go in
     step, what one moves while others compute makes it an upper bound.
     """
-    roles, shape, precision = Roles.of(deck, ranks), ModelShape.of(deck, vocabulary), Precision.of(deck)
+    roles, shape, precision = ServerRoles.of(deck, ranks), ModelShape.of(deck, vocabulary), Precision.of(deck)
     elements, linked = count(shape).parameters, ranks_per_node < ranks
     push, pull = (elements * each.itemsize for each in (precision.gradient, precision.storage))
 
@@ -89,7 +89,7 @@ def plan_served(
     schedule: Schedule | None = None,
 ) -> MemoryPlan:
     """As `plan_memory`, of a deck with servers: its stages are these and the workers."""
-    roles = Roles.of(deck, ranks)
+    roles = ServerRoles.of(deck, ranks)
     plan = plan_memory(
         deck, ranks, vocabulary, libraries, ranks_per_node, split, schedule, build_worker_stage
     )
@@ -127,7 +127,7 @@ def build_role_within_memory(
     deck: Deck, world: World, ready: Callable[[], None]
 ) -> tuple[Engine, MemoryPlan]:
     """As `build_within_memory`, of this rank's role in a run with servers. Collective."""
-    roles = Roles.of(deck, world.size)
+    roles = ServerRoles.of(deck, world.size)
     own, part, mesh = roles.place(with_functions(deck, world), world)
     serves = roles.serves(world.rank)
     if not serves:

@@ -18,7 +18,7 @@ from hpctrain.deck.division import CRITIC, POLICY, REWARD
 from hpctrain.deck.division import REFERENCE as REFERENCE_MODEL
 from hpctrain.deck.policy import CALLS_AT_ONCE
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.seat import Seat
+from hpctrain.engine.seat import ModelPlacement
 from hpctrain.generate.sampling import Sampling
 from hpctrain.objective.dpo import REFERENCE
 from hpctrain.objective.policy import ADVANTAGES, OLD, Estimate, divergence
@@ -43,7 +43,7 @@ class Experience:
     """
 
     deck: Deck
-    seat: Seat
+    seat: ModelPlacement
     tokenizer: Tokenizer
     prompts: PromptSource
     writer: Writer | None

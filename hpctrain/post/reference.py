@@ -24,7 +24,7 @@ from hpctrain.deck.division import REFERENCE
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine
 from hpctrain.engine.companions import reference_deck, shares_reference
-from hpctrain.engine.seat import Seat
+from hpctrain.engine.seat import ModelPlacement
 from hpctrain.errors import InputOutputError
 from hpctrain.objective.choose import drawing_of
 from hpctrain.objective.drawing import TokenSampling
@@ -52,7 +52,7 @@ class Reference:
 
 
 def open_reference(
-    deck: Deck, seat: Seat, step: Step, state: TrainState, checkpoint: Path | None
+    deck: Deck, seat: ModelPlacement, step: Step, state: TrainState, checkpoint: Path | None
 ) -> Reference | None:
     """What computes with the reference: None where nothing asks it. Collective.
 

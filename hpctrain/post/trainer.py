@@ -31,10 +31,10 @@ from hpctrain.engine.build import Engine, build_engine
 from hpctrain.engine.companions import critic_deck, is_checkpoint, texts_at_a_time, writes_itself
 from hpctrain.engine.generation import generation_stage
 from hpctrain.engine.place import with_split
-from hpctrain.engine.seat import Seat
+from hpctrain.engine.seat import ModelPlacement
 from hpctrain.engine.sizes import axis_sizes
 from hpctrain.engine.stage import Stage
-from hpctrain.engine.transfer import Transfer
+from hpctrain.engine.transfer import WeightTransfer
 from hpctrain.model.transformer import Transformer
 from hpctrain.objective.choose import drawing_of
 from hpctrain.objective.value import ClippedValue
@@ -239,7 +239,7 @@ class PolicyStep(Step):
         engine: Engine,
         batches: Batches,
         gather: Callable[[TrainState], dict[str, float]],
-        seat: Seat,
+        seat: ModelPlacement,
     ) -> None:
         super().__init__(engine, batches, deck.batch.micro_size, deck.optimizer.clip, deck.run.seed)
         self.gather, self.seat = gather, seat
@@ -277,7 +277,7 @@ class PolicyStep(Step):
         return replace(result, figures=figures)
 
 
-def _critic(deck: Deck, seat: Seat, fresh: bool) -> dict[str, Engine]:
+def _critic(deck: Deck, seat: ModelPlacement, fresh: bool) -> dict[str, Engine]:
     """The engine of a critic in its layout, by its name, on ranks that have it; with the weights that it
     starts from where the run is `fresh`. Collective.
     """
@@ -319,7 +319,7 @@ def make_writer(deck: Deck, engine: Engine, tokenizer: Tokenizer) -> tuple[Write
         places = texts_at_a_time(deck, copies)
         return Writer(world, part, tokenizer, copies, copy, name, ready, places), []
     part, stage = generation_stage(deck, world, deck.layout.tensor)
-    transfer = Transfer(world, engine, stage)
+    transfer = WeightTransfer(world, engine, stage)
 
     @contextmanager
     def moved() -> Iterator[None]:

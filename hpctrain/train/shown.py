@@ -13,7 +13,7 @@ from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck, Machine
 from hpctrain.engine.build import Engine, arrange, assemble, make_mesh
-from hpctrain.engine.shown import NoOptimizer, build_initial_stage, build_shown_stage
+from hpctrain.engine.shown import InferenceOptimizer, build_initial_stage, build_shown_stage
 from hpctrain.engine.stage import TrainedStage, load_parameters
 from hpctrain.host.memory import resident_bytes
 from hpctrain.model.architecture import Architecture
@@ -60,7 +60,7 @@ def initial_engine(path: Path, state: Mapping[str, Any], deck: Deck, world: Worl
     engine = _assemble_within_memory(path, deck, world, size, build_initial_stage)
     if deck.model.source is not None:
         start_from_source(deck, engine)
-    engine.optimizer = NoOptimizer()
+    engine.optimizer = InferenceOptimizer()
     return engine
 
 

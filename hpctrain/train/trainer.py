@@ -18,7 +18,7 @@ from hpctrain.data.batches import Batches
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine
 from hpctrain.engine.corpus import Corpus
-from hpctrain.engine.seat import Seat
+from hpctrain.engine.seat import ModelPlacement
 from hpctrain.train.batch_size import batch_at
 from hpctrain.train.corruption import Guard
 from hpctrain.train.hook import Hook, StepDone
@@ -41,7 +41,7 @@ class Beginning:
     corpus: Corpus
     checkpoint: Path | None
     fill: Callable[[], TrainState | None]
-    seat: Seat
+    seat: ModelPlacement
 
 
 class Trainer:

@@ -16,7 +16,7 @@ from hpctrain.checkpoint.write import save
 from hpctrain.comm.world import World
 from hpctrain.engine.generation import generation_deck, generation_stage
 from hpctrain.engine.stage import Stage, build_stage, load_parameters, make_groups, make_replications
-from hpctrain.engine.transfer import Box, Message, Transfer, _in_rounds, _messages
+from hpctrain.engine.transfer import Box, TransferMessage, WeightTransfer, _in_rounds, _messages
 from hpctrain.errors import HpctrainError
 from hpctrain.model.build import build_model
 from hpctrain.model.part import logits_of
@@ -90,7 +90,7 @@ def compared(world: World, path: Path, *keys: str) -> None:
     for tensor, pipeline in targets(world, keys):
         _, target = generation_stage(training.deck, world, tensor, pipeline)
         _, expected = generation_stage(training.deck, world, tensor, pipeline)
-        transfer = Transfer(world, engine, target, bytes_at_a_time=3000)
+        transfer = WeightTransfer(world, engine, target, bytes_at_a_time=3000)
         for step in range(2):
             file = path / f"{tensor}-{pipeline}-{step}.h5"
             save(file, world.everyone, training_entries(engine.state(), writing=True), {})
@@ -135,7 +135,7 @@ def test_a_target_may_be_cut_as_well(world: World, zero: int) -> None:
     groups = make_groups(deck, engine.mesh, SavedPolicy(), world.device)
     model = build_model(engine.shape, groups)
     target = build_stage(deck, groups, [model], make_replications(deck, engine.mesh))
-    Transfer(world, engine, target).move()
+    WeightTransfer(world, engine, target).move()
     tokens = torch.arange(64).view(2, 32) % 61
     with target.residency.step("frozen"):
         assert torch.equal(logits_of(model, tokens), logits_of(engine.model, tokens))
@@ -147,7 +147,7 @@ def test_the_model_computes_as_on_one_rank(world: World, family: tuple[str, ...]
     keys = (*family, f"layout.zero={3 if world.size > 1 else 0}")
     training = trained(world, *keys)
     model, target = generation_stage(training.deck, world, world.size)
-    Transfer(world, training.engine, target).move()
+    WeightTransfer(world, training.engine, target).move()
     alone = reference(world, training.deck)
     alone.train(1)
     tokens = torch.arange(64).view(2, 32) % 61
@@ -162,7 +162,7 @@ def test_replicas_apart_have_no_model_in_common(world: World) -> None:
     engine = trainer(world, small_deck(*keys)).engine
     _, target = generation_stage(small_deck(), world, 1)
     with pytest.raises(HpctrainError, match="no weights in common"):
-        Transfer(world, engine, target)
+        WeightTransfer(world, engine, target)
 
 
 def test_ranks_that_do_not_split_a_model_are_refused() -> None:
@@ -202,7 +202,7 @@ def test_boxes_are_cut_where_they_meet() -> None:
     columns = [Box((0, 0), (4, 3)), Box((0, 3), (4, 3))]
     messages = _messages([told(ROWS[0]), told(ROWS[1])], [told(columns[0]), told(columns[1])], [0, 0])
     assert set(messages) == {
-        Message(sender, receiver, "/model/w", Box((2 * sender, 3 * receiver), (2, 3)))
+        TransferMessage(sender, receiver, "/model/w", Box((2 * sender, 3 * receiver), (2, 3)))
         for sender in range(2)
         for receiver in range(2)
     }
@@ -210,7 +210,7 @@ def test_boxes_are_cut_where_they_meet() -> None:
 
 def test_rounds_are_bounded_and_few() -> None:
     messages = [
-        Message(sender, receiver, f"{number}", Box((0, 0), (7 + number, 11)))
+        TransferMessage(sender, receiver, f"{number}", Box((0, 0), (7 + number, 11)))
         for number in range(12)
         for sender in range(4)
         for receiver in range(4)

@@ -17,7 +17,7 @@ from hpctrain.comm.world import World
 from hpctrain.engine.build import build_engine, make_mesh
 from hpctrain.engine.functions import compiled_functions
 from hpctrain.engine.generation import generation_stage
-from hpctrain.engine.transfer import Transfer
+from hpctrain.engine.transfer import WeightTransfer
 from hpctrain.errors import HpctrainError
 from hpctrain.generate.continuing import Text, continue_texts
 from hpctrain.generate.passes import CachedPasses, least_rows
@@ -63,7 +63,7 @@ def of_layouts(
     models = []
     for tensor, pipeline in layouts:
         model, stage = generation_stage(deck, world, tensor, pipeline)
-        Transfer(world, engine, stage).move()
+        WeightTransfer(world, engine, stage).move()
         models.append(model)
     return models
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hpctrain.comm.world import World
-from hpctrain.engine.roles import Roles
+from hpctrain.engine.roles import ServerRoles
 from hpctrain.plan.forms import plan_form
 from hpctrain.plan.served import plan_served, served_bytes
 from hpctrain.train.memory import MemoryLedger
@@ -65,7 +65,7 @@ def test_a_plan_compares_servers_with_as_many_data_ranks_as_workers() -> None:
 
 
 def test_the_first_ranks_serve() -> None:
-    roles = Roles.of(served_deck("stale", 2), 5)
+    roles = ServerRoles.of(served_deck("stale", 2), 5)
     assert (roles.servers, roles.workers) == (2, 3)
     assert [roles.serves(rank) for rank in range(5)] == [True, True, False, False, False]
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from math import nan
 from statistics import fmean, median
 
-from hpctrain.engine.roles import Roles
+from hpctrain.engine.roles import ServerRoles
 from hpctrain.train.hook import StepDone
 from hpctrain.train.server.letters import Push
 from hpctrain.train.step import StepResult, TrainState
@@ -123,7 +123,7 @@ class Book:
 class SlowWorkers:
     """Finds workers whose shares take longer than the others', by what pushes say; only the head does."""
 
-    def __init__(self, book: Book | None, roles: Roles, hosts: Sequence[str], factor: float) -> None:
+    def __init__(self, book: Book | None, roles: ServerRoles, hosts: Sequence[str], factor: float) -> None:
         """Named are workers above `factor` times the median; 0: never."""
         self._book, self._roles, self._hosts, self._factor = book, roles, hosts, factor
         self._steps = 0

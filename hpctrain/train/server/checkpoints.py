@@ -13,7 +13,7 @@ from hpctrain.checkpoint.finite import NonFiniteWeight
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine
-from hpctrain.engine.roles import Roles
+from hpctrain.engine.roles import ServerRoles
 from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.server.letters import HEAD
 from hpctrain.train.start import start_from_source
@@ -28,7 +28,7 @@ class ServedCheckpoints(Checkpoints):
     """
 
     def __init__(
-        self, deck: Deck, engine: Engine, known: Mapping[str, Any], world: World, roles: Roles
+        self, deck: Deck, engine: Engine, known: Mapping[str, Any], world: World, roles: ServerRoles
     ) -> None:
         super().__init__(deck, engine, known)
         self.whole, self.serves = world, roles.serves(world.rank)

@@ -14,7 +14,7 @@ from torch import Tensor
 from hpctrain.comm.mailbox import Mailbox, MailboxHeader
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine
-from hpctrain.engine.roles import Roles
+from hpctrain.engine.roles import ServerRoles
 from hpctrain.memory.scratch import Flat
 from hpctrain.optim.clip import clip_coefficient, local_square_norm
 from hpctrain.sharding.bucket import Bucket
@@ -49,7 +49,7 @@ class Server:
     """
 
     def __init__(
-        self, deck: Deck, engine: Engine, mailbox: Mailbox, roles: Roles, pieces: Sequence[Piece]
+        self, deck: Deck, engine: Engine, mailbox: Mailbox, roles: ServerRoles, pieces: Sequence[Piece]
     ) -> None:
         self.deck, self.engine, self.mailbox, self.roles = deck, engine, mailbox, roles
         self.distance, keys = distance(deck), deck.communication

@@ -19,7 +19,7 @@ from hpctrain.data.batches import Batches
 from hpctrain.deck.objective import LANGUAGE
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine, make_mesh
-from hpctrain.engine.roles import Roles
+from hpctrain.engine.roles import ServerRoles
 from hpctrain.errors import HpctrainError
 from hpctrain.model.part import parameter_list
 from hpctrain.plan.engine import build_within_memory
@@ -48,7 +48,7 @@ class ServedTrainer(Trainer):
     ) -> None:
         super().__init__(deck, engine, batches, state)
         self._world = world
-        self.roles = roles = Roles.of(deck, world.size)
+        self.roles = roles = ServerRoles.of(deck, world.size)
         everyone = tuple(range(world.size))
         self.mailbox = Mailbox(world.split(("server",), everyone, "mpi"))
         self.server: Server | None = None

@@ -10,7 +10,7 @@ from hpctrain.data.batches import Batches
 from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import arrange, assemble
-from hpctrain.engine.roles import Roles
+from hpctrain.engine.roles import ServerRoles
 from hpctrain.train.server.trainer import ServedTrainer
 from hpctrain.train.step import StepResult
 from hpctrain.train.verify import ROUGHNESS
@@ -27,7 +27,7 @@ def served_deck(mode: str, servers: int = 1, *overrides: str) -> Deck:
 
 def served(world: World, deck: Deck, masked: float = 0.2) -> ServedTrainer:
     """A trainer with servers on all ranks of the world."""
-    roles = Roles.of(deck, world.size)
+    roles = ServerRoles.of(deck, world.size)
     own, part, mesh = roles.place(deck, world)
     arrangement = arrange(own, part, mesh)
     engine = assemble(own, part, mesh, arrangement, ROUGHNESS, roles.stage(world.rank))

@@ -6,7 +6,7 @@ from math import isnan, nan
 
 import pytest
 
-from hpctrain.engine.roles import Roles
+from hpctrain.engine.roles import ServerRoles
 from hpctrain.train.hook import StepDone
 from hpctrain.train.server.book import Book, SlowWorkers, histogram_text
 from hpctrain.train.server.letters import Push
@@ -74,7 +74,7 @@ def test_the_last_step_before_all_meet_is_kept_for_them() -> None:
 @pytest.mark.parametrize(("factor", "ranks"), [(1.5, [3]), (4.0, []), (0.0, None)])
 def test_slow_workers_are_named_by_their_ranks(factor: float, ranks: list[int] | None) -> None:
     made = book(3, [])
-    slow = SlowWorkers(made, Roles(1, 3), ["a", "b", "c", "d"], factor)
+    slow = SlowWorkers(made, ServerRoles(1, 3), ["a", "b", "c", "d"], factor)
     for number in range(WINDOW):
         found = slow.step(0.0)
         for worker, seconds in enumerate((1.0, 1.1, 3.0)):
