@@ -10,7 +10,7 @@ import torch
 
 from hpctrain.engine.build import Engine
 from hpctrain.engine.layer_times import ActionTimer, share_parts
-from hpctrain.pipeline.simulate import Times, simulate
+from hpctrain.pipeline.simulate import StageTimes, simulate
 from hpctrain.table import table
 from hpctrain.train.step import Step, TrainState
 
@@ -48,7 +48,7 @@ class StageProbe:
         scale = torch.tensor(1.0 / max(1, micro.targets.numel()), device=engine.world.device)
         batch = step.prepare(micro, scale, step.dropout_source(TrainState(), 0))
         self.replay = ActionTimer(engine.models, engine.groups, batch)
-        self.rounds: list[tuple[Times, Prediction]] = []
+        self.rounds: list[tuple[StageTimes, Prediction]] = []
 
     def __call__(self, measured: float, phases: dict[str, float]) -> None:
         """Take note of a round: seconds a step, and of each phase of it, on this rank. Collective."""

@@ -16,7 +16,7 @@ from hpctrain.words import nearest
 
 if TYPE_CHECKING:
     from hpctrain.pipeline.action import Schedule
-    from hpctrain.pipeline.simulate import Simulation, Times
+    from hpctrain.pipeline.simulate import Simulation, StageTimes
 
 COLUMNS_OF_A_FILE = 240
 PROBLEMS_SHOWN = 10
@@ -79,13 +79,13 @@ def command(
     --stages and --microbatches. FILE is a schedule as --text prints it; what is wrong with it is told, and
     with --png framed in the picture.
     """
-    from hpctrain.pipeline.simulate import Times, simulate
+    from hpctrain.pipeline.simulate import StageTimes, simulate
     from hpctrain.report import grid, picture
     from hpctrain.report.terminal import coloured, columns
 
     if as_text and as_json:
         raise click.UsageError("--text and --json exclude one another")
-    durations = Times(*times)
+    durations = StageTimes(*times)
     schedule = find_schedule(source, stages, microbatches, chunks, durations, memory_limit, png)
     simulation = simulate(schedule, durations)
     named = named_as(schedule, Path(source))
@@ -121,7 +121,7 @@ def find_schedule(
     stages: int | None,
     microbatches: int | None,
     chunks: int | None,
-    times: Times,
+    times: StageTimes,
     memory_limit: float | None,
     png: Path | None,
 ) -> Schedule:

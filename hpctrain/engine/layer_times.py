@@ -29,7 +29,7 @@ from hpctrain.parallel.random import DropoutSource
 from hpctrain.parallel.weight_grad import DeferredGradient, compute_all
 from hpctrain.pipeline.action import Action, Kind, Schedule
 from hpctrain.pipeline.execute import PreparedBatch
-from hpctrain.pipeline.simulate import Times
+from hpctrain.pipeline.simulate import StageTimes
 from hpctrain.sharding.replication import Replications
 
 _SECONDS = 1.0  # what the repetitions of one measurement may take, about
@@ -69,17 +69,17 @@ class LayerTimes:
     of_kind: Mapping[str, PassTimes]
     communication: float
 
-    def of_parts(self, parts: Iterable[Sequence[Layer]]) -> Times:
+    def of_parts(self, parts: Iterable[Sequence[Layer]]) -> StageTimes:
         """The times of every part of a pipeline whose parts have these layers."""
         passes = ([self.of_kind[layer.kind] for layer in part] for part in parts)
         return times_of_parts(passes, self.communication)
 
 
-def times_of_parts(parts: Iterable[Sequence[PassTimes]], communication: float = 0.0) -> Times:
+def times_of_parts(parts: Iterable[Sequence[PassTimes]], communication: float = 0.0) -> StageTimes:
     """The times of every part of a pipeline, from those of its layers."""
     sums = zip(*(map(sum, zip(*part, strict=True)) for part in parts), strict=True)
     forward, input_gradient, weight_gradient = map(list, sums)
-    return Times(forward, input_gradient, weight_gradient, communication)
+    return StageTimes(forward, input_gradient, weight_gradient, communication)
 
 
 def alone(kinds: Sequence[str], with_block: bool = False) -> dict[str, LayerRange]:
@@ -193,7 +193,7 @@ def _now(device: torch.device) -> float:
     return perf_counter()
 
 
-def share_parts(measured: Measured, schedule: Schedule, mesh: Mesh, hidden: Tensor) -> Times:
+def share_parts(measured: Measured, schedule: Schedule, mesh: Mesh, hidden: Tensor) -> StageTimes:
     """The times of every part, from what each stage measured of its own; the slowest rank's of each.
 
     A schedule without `I` and `W` counts the whole backward as input gradient. Collective.
@@ -207,7 +207,7 @@ def share_parts(measured: Measured, schedule: Schedule, mesh: Mesh, hidden: Tens
         part = schedule.part(stage, chunk)
         figures[3 * part : 3 * part + 3] = (forward, *backward)
     *slowest, communication = _slowest(mesh.world, [*figures, _ping(mesh.group("pipeline"), hidden)])
-    return Times(slowest[0::3], slowest[1::3], slowest[2::3], communication)
+    return StageTimes(slowest[0::3], slowest[1::3], slowest[2::3], communication)
 
 
 def _random_batch(

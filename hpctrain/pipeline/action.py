@@ -39,7 +39,7 @@ class Action:
         return f"{self.kind}{self.micro_batch}" + (f".{self.chunk}" if self.chunk else "")
 
 
-class Wire(NamedTuple):
+class ActionIndices(NamedTuple):
     """An action by numbers: the result that it needs and that it gives, the boundary between parts that the
     first one comes over, -1 for none, and where its time is among those of F, I, W and B of all parts.
     """
@@ -54,7 +54,7 @@ class Wire(NamedTuple):
 class Wires:
     """Those of all stages, over so many `results`, of which one is `nothing`: known from the beginning."""
 
-    of_stages: tuple[tuple[Wire, ...], ...]
+    of_stages: tuple[tuple[ActionIndices, ...], ...]
     results: int
     nothing: int
 
@@ -115,14 +115,14 @@ class Schedule:
                 forward, backward = part * count + number, (parts + part) * count + number
                 if action.kind == "F":
                     need = forward - count if part else nothing
-                    wires.append(Wire(need, part - 1, part, forward))
+                    wires.append(ActionIndices(need, part - 1, part, forward))
                 elif action.kind == "W":
-                    wires.append(Wire(backward, -1, 2 * parts + part, nothing))
+                    wires.append(ActionIndices(backward, -1, 2 * parts + part, nothing))
                 else:
                     duration = part + (parts if action.kind == "I" else 3 * parts)
                     ends = part == last
                     need = forward if ends else backward + count
-                    wires.append(Wire(need, -1 if ends else part, duration, backward))
+                    wires.append(ActionIndices(need, -1 if ends else part, duration, backward))
             stages.append(tuple(wires))
         return Wires(tuple(stages), nothing + 1, nothing)
 

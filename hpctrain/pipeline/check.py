@@ -123,7 +123,7 @@ class _Wait:
     other: int
 
 
-class _Run:
+class _ScheduleRun:
     """All stages doing their actions, without times, as far as they come.
 
     The work is to be complete, and the order within each stage a possible one.
@@ -228,7 +228,7 @@ class _Run:
 
 def _deadlock(schedule: Schedule, *, blocking: bool) -> list[ScheduleProblem]:
     """One problem for each stage of a circle of stages that wait for one another."""
-    run = _Run(schedule, blocking=blocking)
+    run = _ScheduleRun(schedule, blocking=blocking)
     return [run.problem(stage) for stage in run.circle()]
 
 

@@ -77,7 +77,7 @@ class PreparedBatch:
 
 
 @dataclass(frozen=True)
-class Message:
+class BoundaryMessage:
     """Hidden states (F) or their gradient (B) of a micro-batch, for a chunk of the stage that receives."""
 
     kind: str
@@ -127,7 +127,7 @@ class _Pass:
         self.last = schedule.parts - 1
         self.ends: dict[Key, tuple[Tensor | None, BackwardStart]] = {}
         self.held: dict[Key, list[DeferredGradient]] = {}
-        self.local: dict[Message, Tensor] = {}
+        self.local: dict[BoundaryMessage, Tensor] = {}
         self.sends: list[tuple[Work[None], Tensor]] = []
         self.mailbox = _Mailbox(executor.group, schedule, self._shape_of)
         device = micro_batches[0].inputs.positions.device
@@ -216,7 +216,7 @@ class _Pass:
         first = 0 if action.kind == "F" else self.last
         if action.kind == "W" or self.schedule.part(self.stage, action.chunk) == first:
             return None
-        message = Message("F" if action.kind == "F" else "B", action.micro_batch, action.chunk)
+        message = BoundaryMessage("F" if action.kind == "F" else "B", action.micro_batch, action.chunk)
         here = self.local.pop(message, None)
         return here if here is not None else self.mailbox.take(message)
 
@@ -231,10 +231,10 @@ class _Mailbox:
 
     def __init__(self, group: Group, schedule: Schedule, memory: Any) -> None:
         self.group, self.memory = group, memory
-        self.coming: dict[int, deque[Message]] = {}
-        self.posted: dict[int, deque[tuple[Message, Work[Tensor]]]] = {}
-        self.arrived: dict[Message, Tensor] = {}
-        self.sender: dict[Message, int] = {}
+        self.coming: dict[int, deque[BoundaryMessage]] = {}
+        self.posted: dict[int, deque[tuple[BoundaryMessage, Work[Tensor]]]] = {}
+        self.arrived: dict[BoundaryMessage, Tensor] = {}
+        self.sender: dict[BoundaryMessage, int] = {}
         self.ahead = receives_ahead(group.computes_on)
         for stage in range(schedule.stage_count):
             if stage != group.rank and (order := deque(messages(schedule, stage, group.rank))):
@@ -247,7 +247,7 @@ class _Mailbox:
             work = self.group.start_recv(self.memory(), stage)
             self.posted[stage].append((self.coming[stage].popleft(), work))
 
-    def take(self, message: Message) -> Tensor:
+    def take(self, message: BoundaryMessage) -> Tensor:
         """Wait for one message; those that its sender sends before it stay."""
         while message not in self.arrived:
             stage = self.sender[message]
@@ -262,7 +262,7 @@ def receives_ahead(device: torch.device) -> int:
     return AHEAD if on_host(device) else 0
 
 
-def messages(schedule: Schedule, sender: int, receiver: int) -> Iterator[Message]:
+def messages(schedule: Schedule, sender: int, receiver: int) -> Iterator[BoundaryMessage]:
     """What one stage sends to another, in its order."""
     for action in schedule.stages[sender]:
         target = _target(schedule, sender, action)
@@ -270,14 +270,14 @@ def messages(schedule: Schedule, sender: int, receiver: int) -> Iterator[Message
             yield target[1]
 
 
-def _target(schedule: Schedule, stage: int, action: Action) -> tuple[int, Message] | None:
+def _target(schedule: Schedule, stage: int, action: Action) -> tuple[int, BoundaryMessage] | None:
     """The stage that needs the result of an action, and as what; None for W and at the model's ends."""
     step = 1 if action.kind == "F" else -1
     part = schedule.part(stage, action.chunk) + step
     if action.kind == "W" or not 0 <= part < schedule.parts:
         return None
     receiver, chunk = schedule.home(part)
-    return receiver, Message("F" if step > 0 else "B", action.micro_batch, chunk)
+    return receiver, BoundaryMessage("F" if step > 0 else "B", action.micro_batch, chunk)
 
 
 def forward_only(schedule: Schedule, micro_batches: int) -> Schedule:

@@ -12,7 +12,7 @@ from hpctrain.deck.schedules import NAMES
 from hpctrain.errors import HpctrainError
 from hpctrain.pipeline.action import Action, Kind, Schedule
 from hpctrain.pipeline.dual_pipe import dual_pipe_v
-from hpctrain.pipeline.simulate import Times, peak_activations
+from hpctrain.pipeline.simulate import StageTimes, peak_activations
 from hpctrain.pipeline.v_schedule import LIMITS, search
 from hpctrain.pipeline.zero_bubble import zb_h1, zb_h2
 from hpctrain.words import nearest
@@ -85,7 +85,7 @@ def generate(
     stages: int,
     micro_batches: int,
     chunks: int | None = None,
-    times: Times | None = None,
+    times: StageTimes | None = None,
     memory_limit: float | None = None,
 ) -> Schedule:
     """The schedule called `name`, one of `NAMES`, for a pipeline of `stages`.
@@ -103,7 +103,7 @@ def generate(
     elif name == "interleaved":
         schedule = interleaved(stages, micro_batches, 2 if chunks is None else chunks)
     elif name in SEARCHED:
-        schedule = search(name, stages, micro_batches, times or Times(), memory_limit)
+        schedule = search(name, stages, micro_batches, times or StageTimes(), memory_limit)
     else:
         schedule = dual_pipe_v(stages, micro_batches)
     if memory_limit is not None:

@@ -25,7 +25,7 @@ _WEIGHT = 4
 
 
 @dataclass(frozen=True)
-class Plan:
+class ListPriorities:
     """What is wished: a rank for every piece of work, and how to act where the first one must wait."""
 
     ranks: Sequence[Sequence[Sequence[float]]]
@@ -78,7 +78,7 @@ class _Stage:
         self.sent: tuple[int, int, int] | None = None
         self.actions: list[Action] = []
 
-    def choose(self, now: float, limit: int, plan: Plan) -> int | None:
+    def choose(self, now: float, limit: int, plan: ListPriorities) -> int | None:
         """The stream to go on with, `_WEIGHT`, or None to wait."""
         upcoming, arrivals, heads = self.next, self.arrivals, self.heads
         if not heads:
@@ -152,7 +152,7 @@ class _Stage:
 
 
 def arrange(
-    plan: Plan, times: PartTimes, micro_batches: int, limit: int, bound: float = math.inf
+    plan: ListPriorities, times: PartTimes, micro_batches: int, limit: int, bound: float = math.inf
 ) -> tuple[float, Schedule] | None:
     """Cost (longest span of a stage) and schedule that come of the plan.
 

@@ -11,7 +11,7 @@ from hpctrain.pipeline.action import Schedule
 
 
 @dataclass(frozen=True)
-class Times:
+class StageTimes:
     """Seconds (or any other unit) that a micro-batch takes.
 
     A number is the time of a whole stage, shared evenly by its chunks. A sequence gives every stage its
@@ -62,7 +62,7 @@ class Simulation:
         return max(0.0, 1 - self.ideal / self.cost) if self.cost else 0.0
 
 
-def simulate(schedule: Schedule, times: Times) -> Simulation:
+def simulate(schedule: Schedule, times: StageTimes) -> Simulation:
     """Let every stage do its actions in order, each as soon as its data is there; sends never block.
 
     The schedule is to be a good one (see `hpctrain.pipeline.check`). Raises HpctrainError where it cannot
@@ -79,7 +79,7 @@ def simulate(schedule: Schedule, times: Times) -> Simulation:
     return summarize(schedule, starts, ends)
 
 
-def reached(schedule: Schedule, times: Times) -> tuple[list[list[float]], list[list[float]]]:
+def reached(schedule: Schedule, times: StageTimes) -> tuple[list[list[float]], list[list[float]]]:
     """Start and end of each action of every stage, up to the first one whose data never comes."""
     forward, input_gradient, weight_gradient, communication = spread(times, schedule)
     whole = [one + other for one, other in zip(input_gradient, weight_gradient, strict=True)]
@@ -121,7 +121,9 @@ def peak_activations(schedule: Schedule) -> tuple[float, ...]:
     return tuple(most / schedule.chunks for most in schedule.most_alive)
 
 
-def spread(times: Times, schedule: Schedule) -> tuple[list[float], list[float], list[float], list[float]]:
+def spread(
+    times: StageTimes, schedule: Schedule
+) -> tuple[list[float], list[float], list[float], list[float]]:
     """The times of every part, and of every boundary between parts."""
     problems: list[str] = []
 

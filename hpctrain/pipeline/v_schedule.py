@@ -28,11 +28,11 @@ from hpctrain.pipeline.list_scheduling import (
     GRADIENT_0,
     GRADIENT_1,
     STREAMS,
+    ListPriorities,
     PartTimes,
-    Plan,
     arrange,
 )
-from hpctrain.pipeline.simulate import Times, peak_activations, simulate, spread
+from hpctrain.pipeline.simulate import StageTimes, peak_activations, simulate, spread
 from hpctrain.pipeline.v_bound import least_cost
 
 _MOST_CANDIDATES = 320
@@ -56,7 +56,8 @@ LIMITS: Mapping[str, Callable[[int], int]] = {
 
 @dataclass(frozen=True)
 class _Block:
-    """One building block, in parts of what is possible, and how to act where it meets itself (see `Plan`)."""
+    """One building block, in parts of what is possible, and how to act where it meets itself (see
+    `ListPriorities`)."""
 
     room: tuple[float, float] = (1.0, 1.0)
     """How much of the time that the limit allows is spent on the way, for chunk 0 and chunk 1."""
@@ -69,7 +70,9 @@ class _Block:
     hasty: bool = False
 
 
-def search(name: str, stages: int, micro_batches: int, times: Times, memory_limit: float | None) -> Schedule:
+def search(
+    name: str, stages: int, micro_batches: int, times: StageTimes, memory_limit: float | None
+) -> Schedule:
     """The quickest schedule found within a limit of activations, by default that of LIMITS.
 
     Raises HpctrainError for a limit that a single micro-batch would exceed.
@@ -155,7 +158,7 @@ def _near(generator: random.Random, block: _Block) -> _Block:
     )
 
 
-def _plan(block: _Block, times: PartTimes, micro_batches: int, limit: int) -> Plan:
+def _plan(block: _Block, times: PartTimes, micro_batches: int, limit: int) -> ListPriorities:
     """When everything would happen if the building block were repeated with nothing in its way."""
     stages = times.stages
     mean_communication = math.fsum(times.communication) / max(1, 2 * stages - 2)
@@ -183,7 +186,7 @@ def _plan(block: _Block, times: PartTimes, micro_batches: int, limit: int) -> Pl
         start[GRADIENT_1] = turn + stage * backward[1]
         start[GRADIENT_0] = back + after * backward[0]
         ranks.append([[start[stream] + m * period for m in range(micro_batches)] for stream in STREAMS])
-    return Plan(ranks, block.patience, block.hasty)
+    return ListPriorities(ranks, block.patience, block.hasty)
 
 
 def _one_by_one(stages: int, micro_batches: int) -> Schedule:

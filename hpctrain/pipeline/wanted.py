@@ -13,7 +13,7 @@ from hpctrain.files import read_text
 from hpctrain.pipeline.action import Action, Placement, Schedule, accumulation, stage_lines
 from hpctrain.pipeline.check import check, refusal
 from hpctrain.pipeline.generate import generate
-from hpctrain.pipeline.simulate import Times
+from hpctrain.pipeline.simulate import StageTimes
 from hpctrain.words import nearest
 
 SCHEDULE_BYTES = 64 << 20  # of a schedule's file at most
@@ -29,7 +29,7 @@ def outline(deck: Deck) -> Schedule:
     return Schedule((forward,) * layout.pipeline, "outline", placement)
 
 
-def make_schedule(deck: Deck, data_ranks: int, times: Times | None = None) -> Callable[[int], Schedule]:
+def make_schedule(deck: Deck, data_ranks: int, times: StageTimes | None = None) -> Callable[[int], Schedule]:
     """The deck's schedule as a function of the number of micro-batches.
 
     `times`, the same on all ranks, are for schedules that are searched for (default: all alike).

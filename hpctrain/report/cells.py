@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 from hpctrain.pipeline.action import Action, Kind, Schedule
-from hpctrain.pipeline.simulate import Simulation, Times, reached
+from hpctrain.pipeline.simulate import Simulation, StageTimes, reached
 from hpctrain.words import counted
 
 KINDS: dict[Kind, str] = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
@@ -40,7 +40,9 @@ def arrange(schedule: Schedule, simulation: Simulation | None) -> list[list[Cell
     Then F, I and W take one unit and B two; what is never reached comes after all else.
     """
     unit = float(schedule.chunks)
-    times = (simulation.start, simulation.end) if simulation else reached(schedule, Times(unit, unit, unit))
+    times = (
+        (simulation.start, simulation.end) if simulation else reached(schedule, StageTimes(unit, unit, unit))
+    )
     rows = [list(map(Cell, *row)) for row in zip(schedule.stages, *times, strict=True)]
     last = max((row[-1].end for row in rows if row), default=0.0)
     for row, actions in zip(rows, schedule.stages, strict=True):

@@ -11,7 +11,7 @@ from hpctrain.comm.timeline import SCHEDULE
 from hpctrain.errors import HpctrainError, InputOutputError, failing_as
 from hpctrain.files import parse_json, read_text
 from hpctrain.pipeline.action import Action, Kind, Placement, Schedule
-from hpctrain.pipeline.simulate import Simulation, Times, summarize
+from hpctrain.pipeline.simulate import Simulation, StageTimes, summarize
 
 TRACE_FILE = "trace.json"
 TRACE_BYTES = 1 << 30  # several times what a run writes at most
@@ -33,7 +33,7 @@ class RecordedStep:
         """Cost, ideal and bubble, as the simulator defines them."""
         return summarize(self.schedule, self.start, self.end)
 
-    def times(self) -> Times:
+    def times(self) -> StageTimes:
         """The mean time of each kind of action in each part of the model, and of messages.
 
         A part whose backward is never split has all of it as its input gradient's. A message takes the
@@ -48,7 +48,7 @@ class RecordedStep:
                 kinds.setdefault((action.kind, schedule.part(stage, action.chunk)), []).append(end - start)
         means = {key: math.fsum(values) / len(values) for key, values in kinds.items()}
         parts = range(schedule.parts)
-        return Times(
+        return StageTimes(
             forward=[means.get(("F", part), 0.0) for part in parts],
             input_gradient=[means.get(("I", part), means.get(("B", part), 0.0)) for part in parts],
             weight_gradient=[means.get(("W", part), 0.0) for part in parts],

@@ -18,7 +18,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.pipeline.action import Schedule
-from hpctrain.pipeline.execute import Message, forward_only, messages
+from hpctrain.pipeline.execute import BoundaryMessage, forward_only, messages
 from hpctrain.pipeline.generate import PLAIN, generate
 from hpctrain.pipeline.split import even_split, spans_of
 from hpctrain.train.verify import verify_layout
@@ -185,6 +185,6 @@ def test_parts_know_their_blocks_and_ends() -> None:
 
 def test_messages_follow_from_the_order() -> None:
     schedule = Schedule.parse("F0 F1 B0 B1\nF0 B0 F1 B1")
-    assert list(messages(schedule, 0, 1)) == [Message("F", 0, 0), Message("F", 1, 0)]
-    assert list(messages(schedule, 1, 0)) == [Message("B", 0, 0), Message("B", 1, 0)]
+    assert list(messages(schedule, 0, 1)) == [BoundaryMessage("F", 0, 0), BoundaryMessage("F", 1, 0)]
+    assert list(messages(schedule, 1, 0)) == [BoundaryMessage("B", 0, 0), BoundaryMessage("B", 1, 0)]
     assert str(forward_only(schedule, 3)).splitlines()[1:] == ["F0 F1 F2"] * 2

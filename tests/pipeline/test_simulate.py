@@ -7,12 +7,12 @@ import pytest
 from hpctrain.errors import HpctrainError
 from hpctrain.pipeline.action import Schedule, accumulation
 from hpctrain.pipeline.generate import generate
-from hpctrain.pipeline.simulate import Times, peak_activations, simulate
+from hpctrain.pipeline.simulate import StageTimes, peak_activations, simulate
 
 
 def test_a_pipeline_of_two_by_hand() -> None:
     schedule = Schedule.parse("F0 F1 I0 W0 I1 W1\nF0 I0 F1 I1 W0 W1")
-    simulation = simulate(schedule, Times(2, 3, 1, 0.5))
+    simulation = simulate(schedule, StageTimes(2, 3, 1, 0.5))
     assert simulation.start == ((0, 2, 8, 11, 13, 16), (2.5, 4.5, 7.5, 9.5, 12.5, 13.5))
     assert simulation.end == ((2, 4, 11, 12, 16, 17), (4.5, 7.5, 9.5, 12.5, 13.5, 14.5))
     assert simulation.cost == simulation.finish == 17
@@ -24,45 +24,45 @@ def test_a_pipeline_of_two_by_hand() -> None:
 
 def test_cost_is_the_longest_span_of_a_stage_not_the_finish() -> None:
     # Stage 1 starts late and ends last.
-    simulation = simulate(Schedule.parse("F0 I0 W0\nF0 I0 W0"), Times(1, 1, 5))
+    simulation = simulate(Schedule.parse("F0 I0 W0\nF0 I0 W0"), StageTimes(1, 1, 5))
     assert (simulation.cost, simulation.finish) == (9, 9)
-    simulation = simulate(Schedule.parse("F0 I0 W0\nF0 I0 W0"), Times(1, 1, (1, 9)))
+    simulation = simulate(Schedule.parse("F0 I0 W0\nF0 I0 W0"), StageTimes(1, 1, (1, 9)))
     assert (simulation.cost, simulation.finish) == (11, 12)
 
 
 def test_the_parts_of_a_v_turn_on_the_last_stage_without_communication() -> None:
     schedule = Schedule.parse("# v: 2 stages, 1 micro-batch, 2 chunks, v\nF0 F0.1 B0.1 B0\nF0 F0.1 B0.1 B0")
-    simulation = simulate(schedule, Times(2, 2, 2, 10))
+    simulation = simulate(schedule, StageTimes(2, 2, 2, 10))
     assert simulation.start == ((0, 23, 24, 50), (11, 12, 36, 38))
     assert simulation.peak_activations == (1, 1)
 
 
 def test_chunks_share_the_time_of_their_stage() -> None:
     schedule = generate("interleaved", 2, 4)
-    alike = simulate(schedule, Times(6, 4, 2, 1))
-    assert alike == simulate(schedule, Times((6, 6), (4, 4), (2, 2), (1, 1, 1)))
-    assert alike == simulate(schedule, Times((3,) * 4, (2,) * 4, (1,) * 4, 1))
+    alike = simulate(schedule, StageTimes(6, 4, 2, 1))
+    assert alike == simulate(schedule, StageTimes((6, 6), (4, 4), (2, 2), (1, 1, 1)))
+    assert alike == simulate(schedule, StageTimes((3,) * 4, (2,) * 4, (1,) * 4, 1))
     assert alike.ideal == 4 * 12
 
 
 def test_the_slowest_stage_sets_the_ideal_time() -> None:
-    simulation = simulate(generate("1f1b", 4, 8), Times((1, 1, 3, 1), (1, 1, 3, 1), (1, 1, 3, 1)))
+    simulation = simulate(generate("1f1b", 4, 8), StageTimes((1, 1, 3, 1), (1, 1, 3, 1), (1, 1, 3, 1)))
     assert simulation.ideal == 8 * 9
     assert simulation.idle == tuple(simulation.cost - 8 * work for work in (3, 3, 9, 3))
 
 
 def test_one_stage_has_no_bubble() -> None:
-    simulation = simulate(accumulation(7), Times(0.1, 0.3, 0.7, 5))
+    simulation = simulate(accumulation(7), StageTimes(0.1, 0.3, 0.7, 5))
     assert (simulation.bubble_rate, simulation.peak_activations) == (pytest.approx(0, abs=1e-12), (1,))
     assert simulation.bubble_rate >= 0
 
 
 def test_no_time_at_all_is_no_bubble() -> None:
-    assert simulate(accumulation(1), Times(0, 0, 0)).bubble_rate == 0
+    assert simulate(accumulation(1), StageTimes(0, 0, 0)).bubble_rate == 0
 
 
 # Qi and others, arXiv 2401.10241, tables 4 and 5: T_F, T_B, T_W, T_comm in ms; 8 stages, 24 micro-batches.
-SMALL, LARGE = Times(18.522, 18.086, 9.337, 0.601), Times(29.718, 29.444, 19.927, 0.527)
+SMALL, LARGE = StageTimes(18.522, 18.086, 9.337, 0.601), StageTimes(29.718, 29.444, 19.927, 0.527)
 
 
 @pytest.mark.parametrize(
@@ -76,14 +76,14 @@ SMALL, LARGE = Times(18.522, 18.086, 9.337, 0.601), Times(29.718, 29.444, 19.927
         ("zb-h2", LARGE, 0.0698),
     ],
 )
-def test_published_bubble_rates_come_out(name: str, times: Times, published: float) -> None:
+def test_published_bubble_rates_come_out(name: str, times: StageTimes, published: float) -> None:
     assert round(simulate(generate(name, 8, 24), times).bubble_rate, 4) == published
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("rounds", [1, 2, 5])
-@pytest.mark.parametrize("times", [Times(6, 6, 6), Times(12, 18, 6)])
-def test_closed_forms_of_the_bubble(stages: int, rounds: int, times: Times) -> None:
+@pytest.mark.parametrize("times", [StageTimes(6, 6, 6), StageTimes(12, 18, 6)])
+def test_closed_forms_of_the_bubble(stages: int, rounds: int, times: StageTimes) -> None:
     micro_batches = stages * rounds
     for name, chunks in [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3)]:
         simulation = simulate(generate(name, stages, micro_batches, chunks), times)
@@ -95,12 +95,12 @@ def test_closed_forms_of_the_bubble(stages: int, rounds: int, times: Times) -> N
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 5, 9])
 def test_bubble_of_1f1b_and_gpipe_with_any_number_of_micro_batches(micro_batches: int) -> None:
     for name in ("gpipe", "1f1b"):
-        simulation = simulate(generate(name, 4, micro_batches), Times(2, 3, 1))
+        simulation = simulate(generate(name, 4, micro_batches), StageTimes(2, 3, 1))
         assert simulation.cost / simulation.ideal - 1 == pytest.approx(3 / micro_batches)
 
 
 def test_naive_keeps_one_stage_busy_at_a_time() -> None:
-    simulation = simulate(generate("naive", 4, 5), Times(1, 1, 1))
+    simulation = simulate(generate("naive", 4, 5), StageTimes(1, 1, 1))
     assert simulation.cost == 4 * simulation.ideal
 
 
@@ -113,19 +113,19 @@ def test_activations_live_to_the_end_of_the_weight_gradient() -> None:
 @pytest.mark.parametrize(
     ("times", "problem"),
     [
-        (Times((1, 2, 3)), "times: forward has 3 numbers; the schedule needs one or 2 or 4"),
-        (Times(weight_gradient=(1,)), "times: weight gradient has 1 numbers"),
-        (Times(communication=(1, 2)), "times: communication has 2 numbers; the schedule needs one or 3"),
+        (StageTimes((1, 2, 3)), "times: forward has 3 numbers; the schedule needs one or 2 or 4"),
+        (StageTimes(weight_gradient=(1,)), "times: weight gradient has 1 numbers"),
+        (StageTimes(communication=(1, 2)), "times: communication has 2 numbers; the schedule needs one or 3"),
     ],
 )
-def test_times_that_do_not_fit_are_refused(times: Times, problem: str) -> None:
+def test_times_that_do_not_fit_are_refused(times: StageTimes, problem: str) -> None:
     with pytest.raises(HpctrainError, match=problem):
         simulate(generate("interleaved", 2, 2), times)
 
 
 def test_times_are_numbers_from_zero_up() -> None:
     with pytest.raises(HpctrainError) as raised:
-        Times(-1, math.nan, (1, math.inf))
+        StageTimes(-1, math.nan, (1, math.inf))
     assert raised.value.problems == (
         "times: forward = -1: must be a number, 0 or more",
         "times: input gradient = nan: must be a number, 0 or more",
@@ -135,4 +135,4 @@ def test_times_are_numbers_from_zero_up() -> None:
 
 def test_a_schedule_that_cannot_end_is_refused() -> None:
     with pytest.raises(HpctrainError, match="schedule: stage 0 never comes to B0"):
-        simulate(Schedule.parse("F0 B0\nB0 F0"), Times())
+        simulate(Schedule.parse("F0 B0\nB0 F0"), StageTimes())

@@ -13,12 +13,12 @@ from hpctrain.pipeline import v_schedule
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.generate import generate
 from hpctrain.pipeline.list_scheduling import PartTimes
-from hpctrain.pipeline.simulate import Times, peak_activations, simulate, spread
+from hpctrain.pipeline.simulate import StageTimes, peak_activations, simulate, spread
 from hpctrain.pipeline.v_bound import least_cost
 from hpctrain.pipeline.v_schedule import LIMITS
 
 
-def drawn(random: Random, parts: int) -> Times:
+def drawn(random: Random, parts: int) -> StageTimes:
     """Of parts that are alike, nearly alike or not at all; some take nothing."""
     low, high = random.choice([(0.9, 1.1), (0.2, 2.0), (0.0, 5.0)])
     kinds = []
@@ -26,10 +26,10 @@ def drawn(random: Random, parts: int) -> Times:
         one = random.uniform(low, high)
         alike = random.random() < 0.4
         kinds.append([one if alike else random.uniform(low, high) for _ in range(parts)])
-    return Times(*kinds, random.choice([0.0, random.uniform(0, 0.5)]))
+    return StageTimes(*kinds, random.choice([0.0, random.uniform(0, 0.5)]))
 
 
-def least_of(schedule: Schedule, times: Times, limit: int) -> float:
+def least_of(schedule: Schedule, times: StageTimes, limit: int) -> float:
     return least_cost(PartTimes(*spread(times, schedule)), schedule.micro_batches, limit)
 
 
@@ -51,20 +51,20 @@ def test_no_order_that_keeps_to_its_limit_takes_less(seed: int, monkeypatch: pyt
 def test_zb_v_takes_no_more_where_times_are_alike(stages: int, rounds: int) -> None:
     schedule = generate("zb-v", stages, rounds * stages)
     assert max(peak_activations(schedule)) == stages
-    cost = simulate(schedule, Times()).cost
-    assert least_of(schedule, Times(), 2 * stages) == pytest.approx(cost) == 3 * rounds * stages
+    cost = simulate(schedule, StageTimes()).cost
+    assert least_of(schedule, StageTimes(), 2 * stages) == pytest.approx(cost) == 3 * rounds * stages
 
 
 def test_one_micro_batch_goes_all_the_way_and_waits() -> None:
     """Down and up four parts, and back, of 2 + 3 each, with messages of one; then gradients of weights."""
-    times = Times([2.0] * 4, [3.0] * 4, [1.0] * 4, 1.0)
+    times = StageTimes([2.0] * 4, [3.0] * 4, [1.0] * 4, 1.0)
     schedule = generate("v-half", 2, 1, times=times)
     assert least_of(schedule, times, 2) == pytest.approx(4 * (2 + 3) + 4 * 1 + 1)
     assert simulate(schedule, times).cost == pytest.approx(4 * (2 + 3) + 4 * 1 + 1)
 
 
 def test_whoever_holds_fewer_waits_longer() -> None:
-    times = Times([1.0] * 16, [1.1] * 16, [0.9] * 16)
+    times = StageTimes([1.0] * 16, [1.1] * 16, [0.9] * 16)
     schedule = generate("zb-v", 8, 40)
     bounds = [least_of(schedule, times, limit) for limit in range(2, 17)]
     assert bounds == sorted(bounds, reverse=True) and bounds[0] > 2.5 * bounds[-1]

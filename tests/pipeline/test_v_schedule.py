@@ -15,13 +15,13 @@ from hpctrain.pipeline import v_schedule
 from hpctrain.pipeline.action import Action, Schedule
 from hpctrain.pipeline.check import check
 from hpctrain.pipeline.generate import generate
-from hpctrain.pipeline.simulate import Times, simulate
+from hpctrain.pipeline.simulate import StageTimes, simulate
 
-ALIKE = Times()
+ALIKE = StageTimes()
 # Measured by the zero-bubble paper on models of 1.5B and 6.2B parameters, milliseconds.
-SMALL = Times(18.522, 18.086, 9.337, 0.601)
-LARGE = Times(29.718, 29.444, 19.927, 0.527)
-UNEVEN = Times([1 + part % 3 for part in range(8)], 1, [0.1 * part for part in range(8)], 0.1)
+SMALL = StageTimes(18.522, 18.086, 9.337, 0.601)
+LARGE = StageTimes(29.718, 29.444, 19.927, 0.527)
+UNEVEN = StageTimes([1 + part % 3 for part in range(8)], 1, [0.1 * part for part in range(8)], 0.1)
 NAMES = ("zb-v", "v-half", "v-min", "dualpipe-v")
 
 
@@ -41,7 +41,7 @@ def most_activations(name: str, stages: int) -> float:
     }[name]
 
 
-def bubble(name: str, stages: int, micro_batches: int, times: Times = ALIKE) -> float:
+def bubble(name: str, stages: int, micro_batches: int, times: StageTimes = ALIKE) -> float:
     simulation = simulate(generate(name, stages, micro_batches, times=times), times)
     return simulation.cost - simulation.ideal
 
@@ -62,9 +62,9 @@ def test_complete_without_deadlock_within_the_papers_activations(name: str, stag
 @pytest.mark.usefixtures("short_search")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
-    "times", [SMALL, LARGE, UNEVEN, Times(1, 2, 0, 3), Times(0, 0, 0, 0), Times(1, 1, 4, 0.5)]
+    "times", [SMALL, LARGE, UNEVEN, StageTimes(1, 2, 0, 3), StageTimes(0, 0, 0, 0), StageTimes(1, 1, 4, 0.5)]
 )
-def test_good_for_any_times(name: str, times: Times) -> None:
+def test_good_for_any_times(name: str, times: StageTimes) -> None:
     for micro_batches in (2, 9):
         schedule = generate(name, 4, micro_batches, times=times)
         assert check(schedule, most_activations(name, 4)) == []
@@ -99,7 +99,7 @@ def test_v_half_and_v_min_have_parts_of_the_bubble_of_1f1b(stages: int) -> None:
 @pytest.mark.parametrize(
     ("name", "times", "known"), [("zb-v", LARGE, 0.0446), ("v-half", SMALL, 0.1719), ("v-min", LARGE, 0.2061)]
 )
-def test_better_than_1f1b_with_published_times(name: str, times: Times, known: float) -> None:
+def test_better_than_1f1b_with_published_times(name: str, times: StageTimes, known: float) -> None:
     """ZB-V also than ZB-H2, with half of its activations. `known` is what this search reaches."""
     plain, h2, found = (
         simulate(generate(other, 8, 24, times=times), times) for other in ("1f1b", "zb-h2", name)
@@ -114,8 +114,8 @@ def test_better_than_1f1b_with_published_times(name: str, times: Times, known: f
 
 
 @pytest.mark.parametrize("stages", [2, 4, 5])
-@pytest.mark.parametrize("times", [ALIKE, Times(2, 2, 1), Times(4, 4, 1)])
-def test_bubble_and_activations_of_dualpipe_v(stages: int, times: Times) -> None:
+@pytest.mark.parametrize("times", [ALIKE, StageTimes(2, 2, 1), StageTimes(4, 4, 1)])
+def test_bubble_and_activations_of_dualpipe_v(stages: int, times: StageTimes) -> None:
     """Parts of the model take half of a stage's time; F = I, and B = I + W."""
     forward, weight = times.forward / 2, times.weight_gradient / 2
     backward = forward + weight
@@ -210,7 +210,7 @@ def test_a_limit_below_one_micro_batch_is_refused() -> None:
 
 def test_times_that_do_not_fit_are_refused() -> None:
     with pytest.raises(HpctrainError, match="forward has 3 numbers"):
-        generate("zb-v", 4, 8, times=Times([1, 2, 3]))
+        generate("zb-v", 4, 8, times=StageTimes([1, 2, 3]))
 
 
 @pytest.mark.usefixtures("short_search")

@@ -6,13 +6,13 @@ import pytest
 
 from hpctrain.comm.world import World
 from hpctrain.pipeline.generate import NAMES, generate
-from hpctrain.pipeline.simulate import Times, simulate
+from hpctrain.pipeline.simulate import StageTimes, simulate
 from tests.pipeline.virtual_time import run_in_virtual_time
 
 MICRO_BATCHES = 8
-SAME = Times(1.0, 1.0, 1.0)
+SAME = StageTimes(1.0, 1.0, 1.0)
 # F, I, W and a message: of the zero-bubble paper's 1.5B model, and with messages as long as work.
-OTHERS = (Times(18.522, 18.086, 9.337, 0.601), Times(2.0, 3.0, 1.0, 2.5))
+OTHERS = (StageTimes(18.522, 18.086, 9.337, 0.601), StageTimes(2.0, 3.0, 1.0, 2.5))
 
 
 @pytest.mark.mpi(min_size=2)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.pipeline.simulate import Times, simulate
+from hpctrain.pipeline.simulate import StageTimes, simulate
 from hpctrain.pipeline.zero_bubble import zb_h1, zb_h2
 
 
@@ -26,13 +26,13 @@ def test_h2_in_full() -> None:
 @pytest.mark.parametrize("stages", [1, 2, 4, 8])
 def test_activations_are_those_of_the_paper(stages: int) -> None:
     enough = 3 * stages
-    assert simulate(zb_h1(stages, enough), Times()).peak_activations == (stages,) * stages
-    assert simulate(zb_h2(stages, enough), Times()).peak_activations == (2 * stages - 1,) * stages
+    assert simulate(zb_h1(stages, enough), StageTimes()).peak_activations == (stages,) * stages
+    assert simulate(zb_h2(stages, enough), StageTimes()).peak_activations == (2 * stages - 1,) * stages
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4, 8])
 def test_bubble_where_all_times_are_alike(stages: int) -> None:
-    h1, h2 = (simulate(make(stages, 3 * stages), Times()) for make in (zb_h1, zb_h2))
+    h1, h2 = (simulate(make(stages, 3 * stages), StageTimes()) for make in (zb_h1, zb_h2))
     # The paper's (p - 1)(T_F + T_B - T_W), and nothing at all.
     assert h1.cost - h1.ideal == stages - 1
     assert h2.cost == h2.ideal

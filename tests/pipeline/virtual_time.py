@@ -22,7 +22,7 @@ from hpctrain.parallel.vocabulary import VocabularyHead
 from hpctrain.parallel.weight_grad import WeightGradientQueue
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.execute import Executor, PreparedBatch
-from hpctrain.pipeline.simulate import Times
+from hpctrain.pipeline.simulate import StageTimes
 
 
 @dataclass
@@ -153,7 +153,7 @@ class Run:
 
 
 def run_in_virtual_time(
-    world: World, schedule: Schedule, times: Times, shape: tuple[int, int, int] = (4, 1, 8)
+    world: World, schedule: Schedule, times: StageTimes, shape: tuple[int, int, int] = (4, 1, 8)
 ) -> Run:
     """Run a schedule, a stage a rank, through the executor; `times` are seconds of whole stages, one for all.
 

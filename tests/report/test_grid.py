@@ -15,7 +15,7 @@ from hpctrain.errors import InputOutputError
 from hpctrain.pipeline.action import Action, Schedule
 from hpctrain.pipeline.check import ScheduleProblem
 from hpctrain.pipeline.generate import generate
-from hpctrain.pipeline.simulate import Simulation, Times, simulate
+from hpctrain.pipeline.simulate import Simulation, StageTimes, simulate
 from hpctrain.report.cells import KINDS, arrange, colour_of, rgb
 from hpctrain.report.grid import text
 from hpctrain.report.picture import draw, png
@@ -24,9 +24,9 @@ ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def made(
-    name: str, stages: int, micro_batches: int, chunks: int | None = None, times: Times | None = None
+    name: str, stages: int, micro_batches: int, chunks: int | None = None, times: StageTimes | None = None
 ) -> tuple[Schedule, Simulation]:
-    times = times or Times()
+    times = times or StageTimes()
     schedule = generate(name, stages, micro_batches, chunks, times)
     return schedule, simulate(schedule, times)
 
@@ -65,7 +65,7 @@ def test_rows_are_in_line_and_within_the_width(name: str, color: bool, width: in
 
 
 def test_every_action_stands_where_and_as_long_as_it_is_done() -> None:
-    schedule, simulation = made("zb-h1", 3, 5, times=Times(2, 1, 1, 1))
+    schedule, simulation = made("zb-h1", 3, 5, times=StageTimes(2, 1, 1, 1))
     lines = text(schedule, simulation, color=False, width=200).splitlines()
     for stage in range(3):
         row = lines[3 + stage][2:-12]
@@ -74,7 +74,7 @@ def test_every_action_stands_where_and_as_long_as_it_is_done() -> None:
 
 
 def test_unequal_times_are_to_scale() -> None:
-    schedule, simulation = made("1f1b", 1, 4, times=Times(10, 23.7, 0))
+    schedule, simulation = made("1f1b", 1, 4, times=StageTimes(10, 23.7, 0))
     row = text(schedule, simulation, color=False, width=200).splitlines()[3][2:-12]
     starts = [match.start() for match in re.finditer(r"[FB]\d", row)]
     scale = len(row.rstrip()) / simulation.cost
@@ -184,7 +184,7 @@ def test_without_a_problem_the_way_of_the_data_is_the_simulators() -> None:
     for name in ("1f1b", "interleaved", "zb-h2"):
         schedule = generate(name, 4, 8)
         chunks = schedule.chunks
-        simulation = simulate(schedule, Times(chunks, chunks, chunks, 0))
+        simulation = simulate(schedule, StageTimes(chunks, chunks, chunks, 0))
         assert arrange(schedule, None) == arrange(schedule, simulation)
 
 

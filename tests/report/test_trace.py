@@ -21,7 +21,7 @@ from hpctrain.data.prepare import prepare
 from hpctrain.errors import InputOutputError
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.generate import generate
-from hpctrain.pipeline.simulate import Times, simulate
+from hpctrain.pipeline.simulate import StageTimes, simulate
 from hpctrain.report import trace
 from hpctrain.report.comparison import draw_comparison
 from hpctrain.report.plots import plot_runs
@@ -59,7 +59,7 @@ peak_flops = 1e10
 """
 
 
-def recorded(schedule: Schedule, times: Times) -> RecordedStep:
+def recorded(schedule: Schedule, times: StageTimes) -> RecordedStep:
     """A step that runs exactly as simulated."""
     simulation = simulate(schedule, times)
     return RecordedStep(7, schedule, simulation.start, simulation.end)
@@ -115,8 +115,8 @@ def test_a_step_by_hand(tmp_path: Path) -> None:
 def test_what_runs_as_simulated_is_measured_and_simulated_so(name: str) -> None:
     chunks = 1 if name in {"gpipe", "1f1b", "zb-h1"} else 2
     schedule = generate(name, 2, 8, chunks=chunks)
-    step = recorded(schedule, Times(3.0, 2.0, 1.0, 0.25))
-    expected = simulate(schedule, Times(3.0, 2.0, 1.0, 0.25))
+    step = recorded(schedule, StageTimes(3.0, 2.0, 1.0, 0.25))
+    expected = simulate(schedule, StageTimes(3.0, 2.0, 1.0, 0.25))
     assert step.measured() == expected
     again = simulate(schedule, step.times())
     assert again.ideal == pytest.approx(expected.ideal)
@@ -126,7 +126,7 @@ def test_what_runs_as_simulated_is_measured_and_simulated_so(name: str) -> None:
 
 def test_closed_forms_of_the_bubble() -> None:
     for stages, micro_batches in [(2, 4), (4, 8)]:
-        step = recorded(generate("1f1b", stages, micro_batches, chunks=1), Times())
+        step = recorded(generate("1f1b", stages, micro_batches, chunks=1), StageTimes())
         assert step.measured().bubble_rate == pytest.approx((stages - 1) / (micro_batches + stages - 1))
 
 
@@ -160,7 +160,7 @@ def test_waiting_for_a_stage_and_for_its_messages() -> None:
 def test_a_simulated_stage_works_or_waits(name: str) -> None:
     schedule = generate(name, 4, 8, 2 if name in {"zb-v", "interleaved"} else 1)
     for message in (0.0, 0.25):
-        step = recorded(schedule, Times(2.0, 2.0, 1.0, message))
+        step = recorded(schedule, StageTimes(2.0, 2.0, 1.0, message))
         finish = max(row[-1] for row in step.end)
         waits = [step.waits(stage) for stage in range(4)]
         assert (max(messages for _, messages in waits) > 0) == (message > 0)

@@ -18,7 +18,7 @@ from hpctrain.engine.place import placed_by_flops
 from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.action import Schedule, accumulation
 from hpctrain.pipeline.generate import generate
-from hpctrain.pipeline.simulate import Simulation, Times, simulate
+from hpctrain.pipeline.simulate import Simulation, StageTimes, simulate
 from hpctrain.plan.holding import Holding
 from hpctrain.plan.memory import MemoryPlan
 from hpctrain.plan.search.choices import Choices, Values, with_values
@@ -69,7 +69,7 @@ class Tree:
         lying = ranks_of_kinds(machine, choices.ranks, self._per_node)
         self._ranks_of_kinds = [ranks for _, ranks in lying]
         self._placed: dict[object, Schedule] = {}
-        self._simulated: tuple[Schedule, Times, Simulation] | None = None
+        self._simulated: tuple[Schedule, StageTimes, Simulation] | None = None
         self._ways_of: dict[object, list[States]] = {}
 
     def roots(self) -> Iterator[SplitLayers]:
@@ -205,7 +205,7 @@ class Tree:
         schedule = self.schedule(layout)
         return step_seconds(self.layers, layout.at, schedule, layout.split, self.machine, self._simulate)
 
-    def _simulate(self, schedule: Schedule, times: Times) -> Simulation:
+    def _simulate(self, schedule: Schedule, times: StageTimes) -> Simulation:
         """As `simulate`; layouts that differ in what follows backward have one simulation."""
         last = self._simulated
         if last is None or last[0] is not schedule or last[1] != times:

@@ -18,7 +18,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.model.count import count
 from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.action import Schedule
-from hpctrain.pipeline.simulate import Simulation, Times, simulate
+from hpctrain.pipeline.simulate import Simulation, StageTimes, simulate
 from hpctrain.pipeline.split import split_over
 from hpctrain.plan.time.arrangement import Arrangement
 from hpctrain.plan.time.ground import Ground, ranks_of_kinds
@@ -133,7 +133,7 @@ def plan_step(deck: Deck, ranks: int, vocabulary: int, machine: Machine) -> Step
     return StepPlan(causes, ranks, tokens, flops, flops + again * tokens, peak, steps, untold, stage)
 
 
-Simulate = Callable[[Schedule, Times], Simulation]
+Simulate = Callable[[Schedule, StageTimes], Simulation]
 
 
 def step_seconds(
@@ -173,7 +173,7 @@ def busiest_seconds(
     waits = [blocking * wait for wait in waits_of(messages)]
     simulation = simulate(
         schedule,
-        Times(
+        StageTimes(
             [sum(each.forward.values()) + wait for each, wait in zip(passes, waits, strict=True)],
             [sum(each.input_gradient.values()) + wait for each, wait in zip(passes, waits, strict=True)],
             [sum(each.weight_gradient.values()) for each in passes],

@@ -16,7 +16,7 @@ from hypothesis import strategies as some
 from hpctrain.pipeline import v_schedule
 from hpctrain.pipeline.action import Action, Schedule, accumulation
 from hpctrain.pipeline.generate import generate
-from hpctrain.pipeline.simulate import Times
+from hpctrain.pipeline.simulate import StageTimes
 from hpctrain.pipeline.v_schedule import LIMITS
 from hpctrain.plan.search.choices import ORDERED
 from hpctrain.plan.search.moments import Moment, Opened, moments, opened
@@ -99,7 +99,7 @@ def test_so_they_are_in_orders_that_are_looked_for(
     for micro_batches in range(max(2, many // 2), many + 2):
         times = ([random.uniform(0.5, 2.0) for _ in range(2 * stages)] for _ in range(3))
         if opened(name, stages, micro_batches) == "all":
-            expect_opened(generate(name, stages, micro_batches, times=Times(*times)), "all")
+            expect_opened(generate(name, stages, micro_batches, times=StageTimes(*times)), "all")
 
 
 def expect_opened(schedule: Schedule, which: Opened) -> None:

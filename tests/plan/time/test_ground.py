@@ -15,7 +15,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.generate import generate
-from hpctrain.pipeline.simulate import Times, simulate
+from hpctrain.pipeline.simulate import StageTimes, simulate
 from hpctrain.plan.time.arrangement import Arrangement
 from hpctrain.plan.time.ground import Ground
 from hpctrain.plan.time.layers import LayerSizes, layer_seconds, layer_sizes
@@ -108,7 +108,7 @@ def test_each_stage_takes_what_its_kind_does(split: tuple[int, int]) -> None:
         )
     schedule = generate("1f1b", 2, 8, 1)
     message = message_seconds(machine, arranged.rows * first.hidden * arranged.itemsize, True)
-    cost = simulate(schedule, Times(*map(list, zip(*times, strict=True)), message)).cost
+    cost = simulate(schedule, StageTimes(*map(list, zip(*times, strict=True)), message)).cost
     causes = step_seconds(layers, arranged, schedule, split, machine)
     after = ("gradients", "parameters", "offload", "optimizer", "fixed")
     assert sum(causes.values()) - sum(causes[cause] for cause in after) == pytest.approx(cost)

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from hpctrain.pipeline.generate import generate
-from hpctrain.pipeline.simulate import Times, simulate
+from hpctrain.pipeline.simulate import StageTimes, simulate
 from hpctrain.report.marks import Mark
 from hpctrain.report.page import sections
 from hpctrain.report.page.curves import POINTS, axis_of, charts_of, points
@@ -235,7 +235,7 @@ def test_predictions_are_told_beside_measurements() -> None:
 
 def _recorded(stages: int = 2, micro_batches: int = 4) -> RecordedStep:
     schedule = generate("1f1b", stages, micro_batches)
-    result = simulate(schedule, Times(1.0, 1.0, 1.0))
+    result = simulate(schedule, StageTimes(1.0, 1.0, 1.0))
     return RecordedStep(7, schedule, result.start, result.end)
 
 
