@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 from hpctrain.deck.activations import ACTIVATIONS, DEFAULT_ACTIVATIONS
 from hpctrain.deck.data_mixture import fill_mixture
 from hpctrain.deck.dataset import fill_dataset
 from hpctrain.deck.decays import ENDLESS, WITH_COOLDOWN
+from hpctrain.deck.nested import Tables, look_up, remove, table_in
 from hpctrain.deck.objective import OF_SCORES
+from hpctrain.deck.old_keys import NONE
 from hpctrain.deck.policy import fill_policy, fill_rewards
 from hpctrain.deck.presets import MIXTURE_KEYS, PRESETS, Preset
 from hpctrain.deck.run_length import Begun, fill_steps
 from hpctrain.deck.schedules import TWO_CHUNKS
+from hpctrain.deck.schema import tables as schema_tables
 from hpctrain.deck.user_module import fill_module
-
-Tables = dict[str, dict[str, Any]]
 
 
 def find_preset(tables: Tables) -> Preset | None:
@@ -71,9 +73,9 @@ def fill(
             filled.preset.add("batch.sequence")
 
     for full, value in source.items():
-        section, _, name = full.partition(".")
-        if name not in tables[section] and not (full == "model.tied" and _of_scores(tables)):
-            tables[section][name] = value
+        path, _, name = full.rpartition(".")
+        if look_up(tables, full) is None and not (full == "model.tied" and _of_scores(tables)):
+            table_in(tables, path)[name] = value
             filled.source.add(full)
 
     if tables["model"].get("module") is not None:
@@ -83,20 +85,31 @@ def fill(
     elif tables["data"].get("mixture") is not None:
         fill_mixture(tables)
     fill_rewards(tables["policy"], deck_name)
+    _select_tables(tables)
     tables["run"].setdefault("title", PurePath(deck_name).stem or "deck")
     _follow_others(tables, filled.others, begun)
     return filled
 
 
+def _select_tables(tables: Tables) -> None:
+    """Give each choice a value and the table that it selects, and forget tables that are "none"."""
+    for name, kind in schema_tables().items():
+        table = look_up(tables, name)
+        if table == NONE:
+            remove(tables, name)
+        for choice, names in kind.choices().items() if isinstance(table, dict) else ():
+            if not (field := kind.model_fields[choice]).is_required():
+                table.setdefault(choice, field.default)
+            if isinstance(value := table.get(choice), str) and value in names:
+                table.setdefault(value, {})
+
+
 def is_default(tables: Tables, key: str) -> bool:
     """Whether a key has the value that it would get, if it were not there, from the other keys."""
-    section, _, name = key.partition(".")
-    without = {
-        own: {each: value for each, value in table.items() if (own, each) != (section, name)}
-        for own, table in tables.items()
-    }
+    without = deepcopy(tables)
+    remove(without, key)
     followed = fill(without, "", {}).others
-    return key in followed and without[section][name] == tables[section][name]
+    return key in followed and look_up(without, key) == look_up(tables, key)
 
 
 def first_beta(optimizer: object) -> float:
@@ -122,10 +135,11 @@ def usual_momentum(optimizer: object) -> float:
 
 
 def _follow_others(tables: Tables, filled: set[str], begun: Begun) -> None:
-    def default(section: str, name: str, value: object) -> None:
-        if name not in tables[section]:
-            tables[section][name] = value
-            filled.add(f"{section}.{name}")
+    def default(path: str, name: str, value: object) -> None:
+        table = table_in(tables, path)
+        if name not in table:
+            table[name] = value
+            filled.add(f"{path}.{name}")
 
     run, model = tables["run"], tables["model"]
     if fill_steps(tables, begun):

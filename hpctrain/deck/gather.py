@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from hpctrain.deck.code import CodeEntry
-from hpctrain.deck.key import expand_home, present_name
+from hpctrain.deck.key import expand_home
+from hpctrain.deck.nested import look_up
+from hpctrain.deck.old_keys import RenamedKey, current_field, new_names, renamed_word
 from hpctrain.deck.run_length import LENGTHS
-from hpctrain.deck.schema import fields, sections
+from hpctrain.deck.schema import sections, tables
 from hpctrain.deck.sources import Place, clipped, toml_value
 from hpctrain.deck.toml import DECK_BYTES, TomlError, parse_argument, parse_toml
-from hpctrain.deck.words import plain_type, table_of, takes_list, unknown_key, unknown_section
+from hpctrain.deck.words import plain_type, takes_list, unknown_key, unknown_section
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.files import is_unfit, read_text
 from hpctrain.words import command
@@ -42,6 +44,7 @@ class Written:
         self.only_files_missing = True
         self.full = False
         self.trusted_code: frozenset[CodeEntry] | None = None
+        self.renamed: list[RenamedKey] = []
 
     def add(self, place: Place, text: str, *, file_missing: bool = False) -> None:
         """Add a problem; `file_missing` if it is one of input and output."""
@@ -132,17 +135,54 @@ class Written:
         below = self.values.get(section)
         if section == "run":
             self._replace_length(table)
-        present = {present_name(section, key): value for key, value in table.items()}
-        self.values[section] = {**below, **present} if isinstance(below, dict) else present
-        for key, value in table.items():
-            line = lines.get((section, key), None if written is table else lines.get((section,)))
-            place = Place(name, line, value=value)
-            self.places[f"{section}.{present_name(section, key)}"] = place
+
+        def place(path: str, value: object) -> Place:
+            parts = path.split(".")
+            known = (line for end in range(len(parts), 1, -1) if (line := lines.get(tuple(parts[:end]))))
+            return Place(
+                name, next(known, lines.get((section,)) if written is not table else None), value=value
+            )
+
+        self.values[section] = below = below if isinstance(below, dict) else {}
+        self._merge(section, below, table, place)
         if isinstance(written, list):
             rows = (path for path in lines if path[0] == section and len(path) > 1)
-        else:
-            rows = (path for path in lines if len(path) == 3 and _holds_table(*path[:2]))
-        self.places |= {f"{section}.{'.'.join(path[1:])}": Place(name, lines[path]) for path in rows}
+            self.places |= {".".join(path): Place(name, lines[path]) for path in rows}
+
+    def _merge(
+        self,
+        path: str,
+        below: dict[str, Any],
+        table: Mapping[str, object],
+        place: Callable[[str, object], Place],
+    ) -> None:
+        """Write the keys of a table on top of those of files that it includes, in place."""
+        for choice in tables()[path].choices() if path in tables() else ():
+            if choice in table:
+                self._drop_choice(path, below, choice, table[choice])
+        for key, value in table.items():
+            full = f"{path}.{key}"
+            self.places[full] = place(full, value)
+            now, renamed = renamed_word(full, value, self.places[full])
+            self.renamed += [] if renamed is None else [renamed]
+            if full in tables() and isinstance(now, dict):
+                inner = below.get(key)
+                below[key] = inner if isinstance(inner, dict) else {}
+                self._merge(full, below[key], now, place)
+            else:
+                self._forget_below(full)
+                below[key] = now
+
+    def _drop_choice(self, path: str, table: dict[str, Any], choice: str, value: object) -> None:
+        """Forget the tables that a key of `table` had selected before it got another value."""
+        for name in tables()[path].choices()[choice]:
+            if name != value and table.pop(name, None) is not None:
+                self._forget_below(f"{path}.{name}")
+                self.places.pop(f"{path}.{name}", None)
+
+    def _forget_below(self, path: str) -> None:
+        for key in [key for key in self.places if key.startswith(f"{path}.")]:
+            del self.places[key]
 
     def override(self, argument: str) -> None:
         """Take a `--set` argument: section.key=value; without a value the key is as if never written."""
@@ -173,50 +213,51 @@ class Written:
             sentence += ", or layout=auto, which has it chosen" * (section == "layout")
             self.add(place, f"{place.prefix}: {sentence}")
             return
-        table = self.values.setdefault(section, {})
-        if not isinstance(table, dict):
-            table = self.values[section] = {}
-        outer, dot, inner = key.partition(".")
-        if dot and _holds_table(section, outer):
-            self._override_within(section, outer, inner, text, place)
-            return
-        key = present_name(section, key)
-        full = f"{section}.{key}"
-        known = section in sections() and key in fields(section)
-        if known and not text.strip():
-            table.pop(key, None)
-            self.places.pop(full, None)
+        path, table, key = self._table_of(section, key, place)
+        full = f"{path}.{key}"
+        field = current_field(full)
+        if not text.strip() and (field is not None or path != section):
+            self._leave_out(full)
             return
         try:
             value = parse_argument(text.strip())
         except TomlError as error:
             self.add(place, f"{place.prefix}: {error.reason}")
             return
-        if known and plain_type(fields(section)[key]) is str and not isinstance(value, str):
-            value = value if isinstance(value, list) and takes_list(fields(section)[key]) else text.strip()
+        if field is not None and plain_type(field) is str and not isinstance(value, str):
+            value = value if isinstance(value, list) and takes_list(field) else text.strip()
         if full == "layout.auto" and value is True:
             self._leave_open()
         if section == "run":
             self._replace_length({key: value})
-        table[key] = value
-        self.places[full] = replace(place, value=value)
+        if full in tables() and isinstance(value, dict):
+            self._leave_out(full)
+        self._merge(path, table, {key: value}, lambda _, value: replace(place, value=value))
 
-    def _override_within(self, section: str, key: str, inner: str, text: str, place: Place) -> None:
-        """Take one that is of a key of the table that a key of a section holds."""
-        full = f"{section}.{key}"
-        table = self.values[section].get(key)
-        table = dict(table) if isinstance(table, dict) else {}
-        if not text.strip():
-            table.pop(inner, None)
-        else:
-            try:
-                table[inner] = parse_argument(text.strip())
-            except TomlError as error:
-                self.add(place, f"{place.prefix}: {error.reason}")
-                return
-            self.places[f"{full}.{inner}"] = replace(place, value=table[inner])
-        self.values[section][key] = table
-        self.places[full] = replace(place, value=table)
+    def _table_of(self, section: str, key: str, place: Place) -> tuple[str, dict[str, Any], str]:
+        """Return the full name of the innermost table that a dotted key names, its values, and the rest."""
+        path, table, rest = "", self.values, f"{section}.{key}"
+        while True:
+            name, dot, inner = rest.partition(".")
+            full = f"{path}.{name}".lstrip(".")
+            if not dot or (path and full not in tables()):
+                return path, table, rest
+            below = table.get(name)
+            table[name] = table = below if isinstance(below, dict) else {}
+            path, rest = full, inner
+            self.places.setdefault(path, place)
+
+    def _leave_out(self, key: str) -> None:
+        """Forget a key, and the tables that it selects, as if they had never been written."""
+        for full in (key, *new_names(key)):
+            path, _, name = full.rpartition(".")
+            table = look_up(self.values, path)
+            if isinstance(table, dict):
+                table.pop(name, None)
+                self.places.pop(full, None)
+                self._forget_below(full)
+                if path in tables() and name in tables()[path].choices():
+                    self._drop_choice(path, table, name, None)
 
     def _replace_length(self, keys: Mapping[str, object]) -> None:
         """Forget how another file gave the length of the run, where these keys of [run] give it."""
@@ -239,11 +280,6 @@ class Written:
             if isinstance(table, dict) and self.places.get(str(full), Place("")).override is None:
                 table.pop(name, None)
                 self.places.pop(str(full), None)
-
-
-def _holds_table(section: str, key: str) -> bool:
-    """Whether this is a key that holds a table with keys of its own."""
-    return section in sections() and key in fields(section) and table_of(fields(section)[key]) is not None
 
 
 def whole_section(section: str, written: object) -> object:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated, Any, Literal
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
+from typing_extensions import Self
 
 from hpctrain.units import parse_bytes, parse_link, parse_seconds
-
-_FORMER = {("machine", "memory_per_node"): "memory"}  # former names of keys, with their sections
 
 Bytes = Annotated[int, BeforeValidator(lambda value: parse_bytes(value) if isinstance(value, str) else value)]
 """A size; written as a number of bytes or as "25 MB", printed as a number."""
@@ -54,10 +54,48 @@ def key(text: str, default: Any = ..., *, unit: str = "", derived: str = "", **b
     return Field(default, description=text, json_schema_extra={"unit": unit, "derived": derived}, **bounds)
 
 
+def table(text: str, *, chosen_by: str = "", derived: str = "none", **others: Any) -> Any:
+    """Declare a key that holds a table with keys of its own, or None.
+
+    Args:
+        text: One line of help.
+        chosen_by: Key of the same section that has the name of this table as its value if, and only if, the
+            deck has the table. "" for a table that a deck may have or not.
+        derived: What an absent table means, in words.
+        others: Further arguments of `pydantic.Field`, such as `alias`.
+    """
+    stored = {"unit": "", "derived": "" if chosen_by else derived, "chosen_by": chosen_by}
+    return Field(None, description=text, json_schema_extra=stored, **others)
+
+
 class Section(BaseModel):
     """One table of the deck."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    @classmethod
+    def choices(cls) -> dict[str, dict[str, str]]:
+        """Return the tables that a key selects: name of the key -> {name of the table: its attribute}."""
+        found: dict[str, dict[str, str]] = {}
+        for attribute, field in cls.model_fields.items():
+            if choice := chosen_by(field):
+                found.setdefault(choice, {})[name_of(attribute, field)] = attribute
+        return found
+
+    def selected(self, choice: str) -> Section | None:
+        """Return the table that the value of a key selects; None if that value has no table."""
+        attribute = self.choices()[choice].get(getattr(self, choice))
+        return None if attribute is None else getattr(self, attribute)
+
+    @model_validator(mode="after")
+    def _has_selected_tables_only(self) -> Self:
+        for choice, tables in self.choices().items():
+            value = getattr(self, choice)
+            if wrong := [
+                name for name, own in tables.items() if (getattr(self, own) is None) == (name == value)
+            ]:
+                raise ValueError(f"{choice} = {value!r} does not fit the tables {wrong}")
+        return self
 
 
 def extra(field: FieldInfo, name: Literal["unit", "derived"]) -> str:
@@ -71,6 +109,15 @@ def name_of(attribute: str, field: FieldInfo) -> str:
     return field.alias or attribute
 
 
-def present_name(section: str, name: str) -> str:
-    """The name of a key that older decks and checkpoints call by another; of any other, its own."""
-    return _FORMER.get((section, name), name)
+def table_of(field: FieldInfo) -> type[Section] | None:
+    """Return the class of the table that a key holds, such as that of [model.adapters]; None for a value."""
+    is_union = get_origin(field.annotation) in {Union, UnionType}
+    kinds = get_args(field.annotation) if is_union else (field.annotation,)
+    kind = next((kind for kind in kinds if kind is not type(None)), None)
+    return kind if isinstance(kind, type) and issubclass(kind, Section) else None
+
+
+def chosen_by(field: FieldInfo) -> str:
+    """Return the key of the same table whose value selects the table that this key holds; "" if none does."""
+    stored = field.json_schema_extra
+    return str(stored.get("chosen_by", "")) if isinstance(stored, dict) else ""

@@ -11,22 +11,27 @@ from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
 from hpctrain.deck.check import check_deck, source_problems
 from hpctrain.deck.check_world import data_ranks, world_problems
 from hpctrain.deck.code import CodeEntry, CodeTrust, Overrides, code_entries
-from hpctrain.deck.defaults import Tables, fill, find_preset, is_default
+from hpctrain.deck.defaults import fill, find_preset, is_default
 from hpctrain.deck.gather import Written
-from hpctrain.deck.key import extra
+from hpctrain.deck.key import chosen_by, extra, table_of
+from hpctrain.deck.nested import Tables, leaf_names, look_up, remove, table_in
 from hpctrain.deck.objective import POLICIES
+from hpctrain.deck.old_keys import NONE, rename_keys
 from hpctrain.deck.policy import steps_of_rollout
+from hpctrain.deck.presets import PRESETS
 from hpctrain.deck.problem import Problem
 from hpctrain.deck.rows import located, wrong_rows
 from hpctrain.deck.run_length import LENGTHS, Begun, are_epochs, steps_of_epochs
-from hpctrain.deck.schema import Deck, fields, sections
+from hpctrain.deck.schema import Deck, field_of, fields, sections
+from hpctrain.deck.schema import tables as schema_tables
 from hpctrain.deck.search_keys import is_left_to_search
 from hpctrain.deck.sources import Place, Sources, clipped, toml_value
 from hpctrain.deck.toml import encodes
@@ -89,6 +94,8 @@ def parse_deck(
     """
     written = Written(name, includes)
     written.read_text(text, Path(name), name, ())
+    if not includes:
+        _rename_stored_keys(written)
     if defaults_written:
         _leave_out_defaults(written)
     sequence = written.values.get("batch", {}).get("sequence")
@@ -105,6 +112,7 @@ def read_stored_deck(path: Path, trust: CodeTrust, read_source: SourceReader | N
     """
     written = Written(str(path), includes=False)
     written.read_file(path, str(path), ())
+    _rename_stored_keys(written)
     written.trusted_code = _trusted(written, (), trust)
     return _deck(written, (), None, read_source)
 
@@ -171,46 +179,63 @@ def deck_text(deck: Deck, ranks: int | None = None) -> str:
         deck.data.mixture is not None,
         deck.objective.kind in POLICIES,
     )
-    values: Tables = {
-        section: {
-            name: value
-            for name in fields(section)
-            if shown(f"{section}.{name}", *has) and (value := deck.value(f"{section}.{name}")) is not None
-        }
-        for section in sections()
+    shown_keys = {
+        full for table in schema_tables() for name in fields(table) if shown(full := f"{table}.{name}", *has)
     }
-    known = {f"{section}.{name}" for section, table in values.items() for name in table}
+    values: Tables = deck.model_dump(by_alias=True, exclude_none=True)
+    for full in [*leaf_names(values, schema_tables())]:
+        if full not in shown_keys:
+            remove(values, full)
     # Steps that run.tokens make depend on what a run has done, too.
     following = {
-        key for key in deck.sources.defaulted & known if key == "run.steps" or is_default(values, key)
+        key
+        for key in deck.sources.defaulted & shown_keys
+        if look_up(values, key) is not None and (key == "run.steps" or is_default(values, key))
     }
-    for section in sections():
-        if not any(shown(f"{section}.{name}", *has) for name in fields(section)):
+
+    def line(full: str, field: FieldInfo) -> str:
+        name = full.rpartition(".")[2]
+        instead, value = extra(field, "derived"), look_up(values, full)
+        if ranks is not None and full == "layout.data":
+            instead += f": {data_ranks(deck, ranks)} on {ranks} ranks"
+        if value is None and full == "model.experts" and _has_experts(deck):
+            return f'{name} = "{NONE}"'
+        text = f"# {name}: {instead}" if value is None else f"{name} = {toml_value(value)}"
+        return f"# {text}  # {instead}" if full in following else text
+
+    lines: list[str] = []
+    for table in schema_tables():
+        if "." in table and look_up(values, table) is None:
             continue
-        lines += ["", f"[{section}]"]
-        for name, field in fields(section).items():
-            if not shown(f"{section}.{name}", *has):
-                continue
-            value = values[section].get(name)
-            instead = extra(field, "derived")
-            if ranks is not None and (section, name) == ("layout", "data"):
-                instead += f": {data_ranks(deck, ranks)} on {ranks} ranks"
-            line = f"# {name}: {instead}" if value is None else f"{name} = {toml_value(value)}"
-            lines.append(f"# {line}  # {instead}" if f"{section}.{name}" in following else line)
+        keys = {f"{table}.{name}": field for name, field in fields(table).items()}
+        own = {
+            full: field
+            for full, field in keys.items()
+            if full in shown_keys
+            and not chosen_by(field)
+            and (table_of(field) is None or look_up(values, full) is None)
+        }
+        if own:
+            lines += ["", f"[{table}]", *(line(full, field) for full, field in own.items())]
     return "\n".join(lines[1:]) + "\n"
+
+
+def _rename_stored_keys(written: Written) -> None:
+    """Give old keys of a stored deck their new names, and drop those that have no effect."""
+    for _ in rename_keys(written.values, written.places, lambda _: False):
+        pass
+    written.renamed.clear()
 
 
 def _leave_out_defaults(written: Written) -> None:
     """Forget the keys that were written with the values they would get from other keys."""
-    tables: Tables = {
+    values: Tables = {
         section: dict(table) if isinstance(table := written.values.get(section), dict) else {}
         for section in sections()
     }
-    for section, table in tables.items():
-        for name in table:
-            if is_default(tables, f"{section}.{name}"):
-                del written.values[section][name]
-                del written.places[f"{section}.{name}"]
+    for key in [key for key in leaf_names(values, schema_tables()) if is_default(values, key)]:
+        remove(written.values, key)
+        written.places.pop(key, None)
 
 
 def _deck(
@@ -264,16 +289,20 @@ class _Validation:
 
     def deck(self, ranks: int | None) -> Deck | None:
         """The deck, where it is valid; else perhaps one with stand-ins, and at least one problem."""
+        model = self.written.values.get("model")
+        model = model if isinstance(model, dict) else {}
+        if model.get("module") is None:
+            self._look_into_source(model.get("from"))
+        self._rename_keys(model)
         tables, bad = self._known_tables()
-        if tables["model"].get("module") is None:
-            self._look_into_source(tables["model"].get("from"))
-        elif self.written.trusted_code is None and (arguments := config_arguments(tables["model"])):
+        bad |= self._settle_choices(tables)
+        if self.written.trusted_code is None and (arguments := config_arguments(tables["model"])):
             tables["model"]["arguments"] = arguments
             place = replace(self.places["model.from"], value=None, note="from model.from")
             self.places["model.arguments"] = place
         if not {"steps", "tokens"} & tables["run"].keys() and are_epochs(tables["run"].get("epochs")):
             self._count_epochs(tables)
-        given_keys = {f"{section}.{key}" for section, table in tables.items() for key in table}
+        given_keys = {*leaf_names(tables, schema_tables())}
         self._idle_preset(given_keys)
         deck, wrong = self._validate(tables)
         self._report(tables, wrong, bad)
@@ -343,6 +372,41 @@ class _Validation:
             sentence = f"{place.prefix}: run.epochs = {toml_value(epochs)}: {problem}"
             self.written.add(place, sentence, file_missing=missing)
 
+    def _rename_keys(self, model: Mapping[str, object]) -> None:
+        """Give old keys their new names, and say which of them have no effect."""
+        preset = PRESETS.get(name) if isinstance(name := model.get("preset"), str) else None
+        brought = () if preset is None else [f"model.{key}" for key in preset.model_keys()]
+
+        def has_table(table: str) -> bool:
+            return any(f"{name}.".startswith(f"{table}.") for name in (*brought, *self.source))
+
+        for renamed in rename_keys(self.written.values, self.places, has_table):
+            if renamed.problem and (self.written.includes or renamed.place.override is not None):
+                sources = Sources(self.written.name, {renamed.old: renamed.place})
+                sentence = sources.sentence(renamed.old, renamed.value, renamed.problem)
+                self.written.add(renamed.place, sentence)
+            else:
+                self.written.renamed.append(renamed)
+
+    def _settle_choices(self, tables: Tables) -> set[str]:
+        """Let a table select itself where the key that selects it is not given; return contradictory keys."""
+        bad: set[str] = set()
+        for path, kind in schema_tables().items():
+            table = look_up(tables, path)
+            for choice, names in kind.choices().items() if isinstance(table, dict) else ():
+                key, given = f"{path}.{choice}", [name for name in names if name in table]
+                if given and choice not in table:
+                    place = self.places[f"{path}.{given[0]}"]
+                    table[choice] = given[0]
+                    self.places[key] = replace(place, value=None, note=f"from [{path}.{given[0]}]")
+                for name in (name for name in given if name != table[choice]):
+                    place, other = self.places[f"{path}.{name}"], self.places[key]
+                    subject = "" if place.override else f" [{path}.{name}]"
+                    means = f'is for {key} = "{name}", but {other.prefix} has {toml_value(table[choice])}'
+                    bad |= {key, *leaf_names({name: table.pop(name)}, schema_tables(), path)}
+                    self.written.add(place, f"{place.prefix}:{subject} {means} (leave one of them out)")
+        return bad
+
     def _known_tables(self) -> tuple[Tables, set[str]]:
         """The sections and keys that the schema has; and the keys of sections that are none."""
         tables: Tables = {section: {} for section in sections()}
@@ -368,12 +432,21 @@ class _Validation:
                 sentence = unknown_section(section, list(table))
                 self.written.add(named_at, f"{named_at.prefix}:{named} {sentence}")
             else:
-                for key, value in table.items():
-                    if key in fields(section):
-                        tables[section][key] = value
-                    else:
-                        self._add_key(f"{section}.{key}", value, unknown_key(section, key))
+                tables[section] = self._known_keys(section, table)
         return tables, bad
+
+    def _known_keys(self, path: str, table: Mapping[str, Any]) -> dict[str, Any]:
+        """The keys of a table that the schema has, after a sentence about each of the others."""
+        known: dict[str, Any] = {}
+        for key, value in table.items():
+            full = f"{path}.{key}"
+            if full in schema_tables() and isinstance(value, dict):
+                known[key] = self._known_keys(full, value)
+            elif key in fields(path):
+                known[key] = value
+            else:
+                self._add_key(full, value, unknown_key(path, key))
+        return known
 
     def _validate(self, tables: Tables) -> tuple[Deck | None, dict[str, str]]:
         """The deck, or each wrong key with the validator's name for what is wrong ("missing" is one)."""
@@ -389,7 +462,7 @@ class _Validation:
         try:
             return Deck.model_validate(resolved, context=sources), {}
         except ValidationError as error:
-            return None, {".".join(map(str, fault["loc"][:2])): fault["type"] for fault in error.errors()}
+            return None, {_key_at(fault["loc"]): fault["type"] for fault in error.errors()}
 
     def _report(self, tables: Tables, wrong: Mapping[str, str], silent: set[str]) -> None:
         """Say what is wrong with each key, but not what only follows from another problem."""
@@ -401,12 +474,13 @@ class _Validation:
             sentence = "name a published shape, or give model.family, layers, hidden and heads"
             self._missing("model", "model.preset", sentence)
         for full, kind in wrong.items():
-            section, _, name = full.partition(".")
-            field = fields(section)[name]
+            table = full.rpartition(".")[0]
+            field = field_of(full)
+            assert field is not None
             if kind != "missing":
-                if name not in tables[section]:
+                value = look_up(tables, full, absent := object())
+                if value is absent:
                     continue  # a default that follows from a wrong key
-                value = tables[section][name]
                 rows = list(wrong_rows(full, field, value, Sources(self.written.name, self.places)))
                 for place, sentence in rows:
                     self.written.add(place, sentence)
@@ -417,12 +491,12 @@ class _Validation:
                 continue
             elif not extra(field, "derived"):
                 meaning = str(field.description).rstrip(".")
-                self._missing(section, full, f"{wanted(field)} ({meaning[0].lower()}{meaning[1:]})")
+                self._missing(table, full, f"{wanted(field)} ({meaning[0].lower()}{meaning[1:]})")
             elif full == "run.steps" and not any(name in tables["run"] for name in LENGTHS):
                 meaning = "optimizer steps of the whole run"
-                self._missing(section, full, f"{wanted(field)} ({meaning}), or run.tokens or run.epochs")
+                self._missing(table, full, f"{wanted(field)} ({meaning}), or run.tokens or run.epochs")
             elif (full in shape or full == "batch.sequence") and not no_model:
-                self._missing(section, full, f"{wanted(field)}, or give model.preset")
+                self._missing(table, full, f"{wanted(field)}, or give model.preset")
 
     def _idle_preset(self, keys: set[str]) -> None:
         """Refuse a preset given by `--set` on a deck that gives a shape already, as resolved decks do."""
@@ -438,18 +512,21 @@ class _Validation:
 
         Adds to the bad keys those whose defaults follow from bad ones.
         """
-        tables = {
-            section: {key: value for key, value in table.items() if f"{section}.{key}" not in bad}
-            for section, table in tables.items()
-        }
+        tables = deepcopy(tables)
+        for key in bad:
+            remove(tables, key)
         if "preset" in tables["model"] and any(key.startswith("model.") for key in bad):
-            bad |= {f"model.{key}" for key in fields("model") if f"model.{key}" not in given_keys}
+            bad |= {key for key in _keys_of("model") if key not in given_keys}
         deck, wrong = self._validate(tables)
         bad |= set(wrong)
         for full in wrong:
-            section, _, name = full.partition(".")
-            kind = plain_type(fields(section)[name])
-            tables[section][name] = get_args(kind)[0] if get_origin(kind) is Literal else kind(1)
+            path, _, name = full.rpartition(".")
+            kind = plain_type(fields(path)[name])
+            if table_of(fields(path)[name]) is None:
+                value = get_args(kind)[0] if get_origin(kind) is Literal else kind(1)
+                table_in(tables, path)[name] = value
+            else:
+                remove(tables, full)
         return deck or self._validate(tables)[0]
 
     def _add_key(self, key: str, value: object, sentence: str) -> None:
@@ -459,3 +536,23 @@ class _Validation:
     def _missing(self, section: str, key: str, sentence: str) -> None:
         place = self.places.get(section, Place(self.written.name))
         self.written.add(place, f"{place.prefix}: {key} is missing: {sentence}")
+
+
+def _key_at(location: tuple[int | str, ...]) -> str:
+    """Return the full name of the key that an error of pydantic is about."""
+    key = str(location[0])
+    for part in location[1:]:
+        if key in schema_tables() and part in fields(key):
+            key = f"{key}.{part}"
+    return key
+
+
+def _keys_of(section: str) -> list[str]:
+    """Return the full names of all keys of a section and of the tables in it."""
+    names = [name for name in schema_tables() if f"{name}.".startswith(f"{section}.")]
+    return [f"{name}.{key}" for name in names for key in fields(name)]
+
+
+def _has_experts(deck: Deck) -> bool:
+    """Return True if the preset of a deck is a mixture of experts."""
+    return deck.model.preset is not None and PRESETS[deck.model.preset].experts > 0

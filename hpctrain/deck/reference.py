@@ -8,12 +8,12 @@ from typing import Literal, get_origin
 
 from pydantic.fields import FieldInfo
 
-from hpctrain.deck.key import extra
+from hpctrain.deck.key import extra, table_of
 from hpctrain.deck.presets import PRESETS
 from hpctrain.deck.resume_rules import RESUME_RULES
 from hpctrain.deck.schema import fields, sections
 from hpctrain.deck.sources import toml_value
-from hpctrain.deck.words import plain_type, row_of, table_of, unknown_section, wanted
+from hpctrain.deck.words import plain_type, row_of, unknown_section, wanted
 from hpctrain.errors import HpctrainError
 from hpctrain.table import table
 from hpctrain.units import format_bytes

@@ -12,14 +12,12 @@ from hpctrain.deck.key import Section
 from hpctrain.deck.problem import Problem
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import Place, Sources, clipped, toml_value
-from hpctrain.deck.words import given, row_of, table_of, wanted
+from hpctrain.deck.words import given, row_of, wanted
 from hpctrain.words import nearest
 
 
 def wrong_rows(key: str, field: FieldInfo, value: object, sources: Sources) -> Iterator[tuple[Place, str]]:
     """Everything wrong with the single tables of a key, with its place; nothing where they are none."""
-    if (table := table_of(field)) and isinstance(value, dict):
-        yield from _wrong_keys(key, None, table, value, sources)
     row = row_of(field)
     if row is None or not isinstance(value, list):
         return

@@ -6,7 +6,9 @@ writes their values before validation, and `derived` says in words what they wil
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 from pydantic import Field, PrivateAttr
@@ -17,7 +19,7 @@ from hpctrain.deck.adapters import Adapters
 from hpctrain.deck.code import CodeEntry, NamedCode, UntrustedCodeError, code_entries, refusal
 from hpctrain.deck.communication import Communication
 from hpctrain.deck.evaluation import EvaluationSection
-from hpctrain.deck.key import Bytes, Duration, PathText, Section, Whole, key, name_of
+from hpctrain.deck.key import Bytes, Duration, PathText, Section, Whole, key, name_of, table, table_of
 from hpctrain.deck.learning_rate import LearningRateSection
 from hpctrain.deck.objective import POLICIES, ObjectiveSection
 from hpctrain.deck.optimizer import OptimizerSection
@@ -185,9 +187,8 @@ class Model(Section):
     frozen: tuple[str, ...] = key(
         'Parameters that are not trained, by name; * stands for any text: ["blocks.0.*"].', (), strict=False
     )
-    adapters: Adapters | None = key(
-        "Low-rank matrices beside those of blocks, trained alone (LoRA): a table [model.adapters].",
-        None,
+    adapters: Adapters | None = table(
+        "Low-rank matrices beside those of blocks, which are trained alone (LoRA).",
         derived="none: all parameters are trained",
     )
     experts: int = key("Experts of a block's mixture; 0: dense blocks.", 0, ge=0, le=_MOST_EXPERTS)
@@ -700,11 +701,17 @@ class Deck(Section):
         return changed
 
     def value(self, name: str) -> object:
-        """The value of a key by its full name, such as "batch.micro_size"."""
-        section, _, own = name.partition(".")
-        table = getattr(self, section)
-        attributes = {name_of(each, field): each for each, field in type(table).model_fields.items()}
-        return getattr(table, attributes[own])
+        """Return the value of a key by its full name, such as "optimizer.muon.momentum".
+
+        A key of a table that the deck does not have is None.
+        """
+        value: object = self
+        for part in name.split("."):
+            if value is None:
+                return None
+            attributes = {name_of(each, field): each for each, field in type(value).model_fields.items()}
+            value = getattr(value, attributes[part])
+        return value
 
     def with_keys(self, **sections: Mapping[str, object]) -> Deck:
         """The deck with other values of these keys, by section and attribute; nothing is checked."""
@@ -723,12 +730,34 @@ def require_trusted_code(deck: Deck, file: object) -> None:
         raise UntrustedCodeError(refusal(untrusted, str(file)))
 
 
-def sections() -> dict[str, type[Section]]:
-    """The sections of a deck by name, in the order of the schema."""
+@cache
+def sections() -> Mapping[str, type[Section]]:
+    """Return the sections of a deck by name, in the order of the schema."""
     kinds = {name: field.annotation for name, field in Deck.model_fields.items()}
-    return cast("dict[str, type[Section]]", kinds)
+    return MappingProxyType(cast("dict[str, type[Section]]", kinds))
 
 
-def fields(section: str) -> dict[str, FieldInfo]:
-    """The keys of a section by their name in the deck, in the order of the schema."""
-    return {name_of(each, field): field for each, field in sections()[section].model_fields.items()}
+@cache
+def tables() -> Mapping[str, type[Section]]:
+    """Return all tables of a deck by full name ("optimizer", "optimizer.muon"), each before those in it."""
+
+    def within(name: str, kind: type[Section]) -> Iterator[tuple[str, type[Section]]]:
+        yield name, kind
+        for attribute, field in kind.model_fields.items():
+            if (inner := table_of(field)) is not None:
+                yield from within(f"{name}.{name_of(attribute, field)}", inner)
+
+    return MappingProxyType(dict(each for name, kind in sections().items() for each in within(name, kind)))
+
+
+@cache
+def fields(table: str) -> Mapping[str, FieldInfo]:
+    """Return the keys of a table, such as "optimizer" or "optimizer.muon", by their names in the deck."""
+    kind = tables()[table]
+    return MappingProxyType({name_of(each, field): field for each, field in kind.model_fields.items()})
+
+
+def field_of(key: str) -> FieldInfo | None:
+    """Return the field of a key by its full name; None if no table has it."""
+    table, _, name = key.rpartition(".")
+    return fields(table).get(name) if table in tables() else None

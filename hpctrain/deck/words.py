@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from hpctrain.deck.key import Section, extra
-from hpctrain.deck.schema import fields, sections
+from hpctrain.deck.key import Section, chosen_by, extra, table_of
+from hpctrain.deck.schema import fields, sections, tables
 from hpctrain.deck.sources import toml_value
 from hpctrain.words import either, nearest
 
@@ -30,7 +30,7 @@ def wanted(field: FieldInfo) -> str:
     if get_origin(kind) is dict:
         return either(["a table of its own", *map(toml_value, _choices(field))])
     if table_of(field) is not None:
-        return "a table of its own"
+        return "a table of its own" + ', or "none"' * (not chosen_by(field))
     if row_of(field) is not None:
         return "tables in a row, such as [[evaluation]]"
     if get_origin(kind) is tuple:
@@ -67,12 +67,6 @@ def row_of(field: FieldInfo) -> type[Section] | None:
     return row if isinstance(row, type) and issubclass(row, Section) else None
 
 
-def table_of(field: FieldInfo) -> type[Section] | None:
-    """Of a key that holds a table with keys of its own, what that is."""
-    kind = plain_type(field)
-    return kind if isinstance(kind, type) and issubclass(kind, Section) else None
-
-
 def _choices(field: FieldInfo) -> list[str]:
     """The words that the key may hold, where they are fixed; perhaps among other values."""
     annotation = field.annotation
@@ -107,22 +101,22 @@ def given(value: object, field: FieldInfo) -> str:
             return ", not a date or time"
 
 
-def unknown_key(section: str, name: str) -> str:
-    """What to say of a key that no section (or not this one) has; `section` "" is the top of the deck."""
-    homes = [other for other in sections() if name in fields(other)]
-    own = nearest(name, fields(section)) if section in sections() else None
+def unknown_key(table: str, name: str) -> str:
+    """What to say of a key that no table (or not this one) has; `table` "" is the top of the deck."""
+    homes = [f"{home}.{name}" for home in tables() if name in fields(home)]
+    own = nearest(name, fields(table)) if table in tables() else None
     if homes:
-        meant = [f"{home}.{name}" for home in homes]
+        meant = homes
     elif own:
-        meant = [f"{section}.{own}"]
+        meant = [f"{table}.{own}"]
     else:
-        full = {f"{home}.{known}": known for home in sections() for known in fields(home)}
+        full = {f"{home}.{known}": known for home in tables() for known in fields(home)}
         near = nearest(name, full.values())
         meant = [path for path, known in full.items() if known == near]
     if meant:
         return f"unknown key (did you mean {either(meant)}?)"
-    if section in sections():
-        return f"unknown key; [{section}] has {', '.join(fields(section))}"
+    if table in tables():
+        return f"unknown key; [{table}] has {', '.join(fields(table))}"
     return f"unknown key; keys stand in the sections {', '.join(sections())}"
 
 
@@ -131,7 +125,7 @@ def unknown_section(section: str, names: list[str]) -> str:
     near = nearest(section, sections())
     if near:
         return f"unknown section (did you mean [{near}]?)"
-    homes = [f"{home}.{name}" for name in names for home in sections() if name in fields(home)]
+    homes = [f"{home}.{name}" for name in names for home in tables() if name in fields(home)]
     if homes:
         return f"unknown section (did you mean {', '.join(homes)}?)"
     return f"unknown section; the sections are {', '.join(sections())}"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hpctrain.deck.key import table_of
 from hpctrain.deck.reference import reference_text
 from hpctrain.deck.resume_rules import RESUME_RULES, keys_of_policy
 from hpctrain.deck.schema import fields, sections
-from hpctrain.deck.words import row_of, table_of
+from hpctrain.deck.words import row_of
 
 
 def schema_keys() -> Iterator[str]:
