@@ -16,6 +16,7 @@ from hpctrain.bench.torch_model import TorchModel, loss_of
 from hpctrain.bench.torch_module import TorchModule
 from hpctrain.data.batches import Batches, MicroBatch
 from hpctrain.data.synthetic import SyntheticSource
+from hpctrain.deck.optimizer import AdamWTable
 from hpctrain.deck.schema import Deck
 from hpctrain.model.build import architecture_of
 from hpctrain.model.foreign.architecture import ModuleArchitecture
@@ -142,9 +143,9 @@ class Training:
     @property
     def settings(self) -> dict[str, Any]:
         """What else torch's AdamW is to be given."""
-        optimizer = self.deck.optimizer
-        betas = optimizer.beta1, optimizer.beta2
-        return {"lr": self.rate, "betas": betas, "eps": optimizer.epsilon, "fused": True}
+        rule = self.deck.optimizer.rule
+        assert isinstance(rule, AdamWTable)
+        return {"lr": self.rate, "betas": (rule.beta1, rule.beta2), "eps": rule.epsilon, "fused": True}
 
     def begin_update(self, groups: Sequence[dict[str, Any]]) -> None:
         """Give an optimizer's groups the rate of this step, which is over then."""

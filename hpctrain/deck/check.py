@@ -9,7 +9,7 @@ from hpctrain.deck.check_adapters import adapter_problems
 from hpctrain.deck.check_compression import compression_problems
 from hpctrain.deck.check_evaluation import evaluation_problems
 from hpctrain.deck.check_layout import layout_problems, zero_problems
-from hpctrain.deck.check_local_steps import in_replicas, local_step_problems
+from hpctrain.deck.check_local_steps import local_step_problems
 from hpctrain.deck.check_mixture import mixture_problems
 from hpctrain.deck.check_module import module_problems, without_module
 from hpctrain.deck.check_noise_scale import noise_scale_problems
@@ -21,9 +21,8 @@ from hpctrain.deck.check_world import batch_sizes
 from hpctrain.deck.data_mixture import data_problems
 from hpctrain.deck.dataset import dataset_problems
 from hpctrain.deck.decays import DECAYS
-from hpctrain.deck.defaults import first_beta, second_beta, usual_momentum
 from hpctrain.deck.objective import OF_SCORES, objective_problems
-from hpctrain.deck.optimizer import IN_BLOCKS, OWN_KEYS
+from hpctrain.deck.optimizer import UPDATES_MATRICES, optimizer_problems
 from hpctrain.deck.policy import policy_problems
 from hpctrain.deck.problem import Problem, divisors, must_divide, nearest_numbers
 from hpctrain.deck.run_length import length_problems
@@ -56,7 +55,7 @@ def check_deck(deck: Deck, ranks: int | None = None) -> list[Problem]:
         *policy_problems(deck),
         *_batch(deck, ranks),
         *_learning_rate(deck),
-        *_optimizer(deck),
+        *optimizer_problems(deck),
         *length_problems(deck),
         *_run(deck),
         *evaluation_problems(deck),
@@ -256,40 +255,6 @@ def _learning_rate(deck: Deck) -> Iterator[Problem]:
         yield Problem("learning_rate.decay_steps", no_effect, ("learning_rate.decay",), idle=True)
 
 
-def _optimizer(deck: Deck) -> Iterator[Problem]:
-    keys = deck.optimizer
-    usual = {name: field.default for name, field in type(keys).model_fields.items()}
-    usual |= {"beta1": first_beta(keys.name), "beta2": second_beta(keys.name)}
-    usual |= {"momentum": usual_momentum(keys.name), "nesterov": False}
-    for name in dict.fromkeys(name for names in OWN_KEYS.values() for name in names):
-        if name not in OWN_KEYS[keys.name] and getattr(keys, name) != usual[name]:
-            sentence = f'has no effect on optimizer.name = "{keys.name}" (leave it out)'
-            yield Problem(f"optimizer.{name}", sentence, ("optimizer.name",), idle=True)
-    if keys.name == "muon" and not keys.matrices:
-        sentence = 'names nothing for muon to update (["blocks.*"] would do)'
-        yield Problem("optimizer.matrices", sentence, ("optimizer.name",))
-    if "nesterov" in OWN_KEYS[keys.name] and keys.nesterov and not keys.momentum:
-        sentence = "looks ahead by the momentum, and needs optimizer.momentum above 0 (or false)"
-        yield Problem("optimizer.nesterov", sentence, ("optimizer.momentum",))
-    if keys.name == "schedule-free":
-        yield from _averaged(deck)
-
-
-def _averaged(deck: Deck) -> Iterator[Problem]:
-    """What does not go with weights of which an average is the model."""
-    name = f'optimizer.name = "{deck.optimizer.name}"'
-    if deck.learning_rate.decay != "constant":
-        sentence = f'must be "constant" with {name}, whose average stands in for a decay of the rate'
-        yield Problem("learning_rate.decay", sentence, ("optimizer.name",))
-    others = "layout.replicas", "communication.outer"
-    if in_replicas(deck):
-        sentence = "is not for replicas that part: an average of each one's is none of their outer model's"
-        yield Problem("optimizer.name", f'{sentence} ("adamw" would do)', others)
-    if deck.communication.server != "none":
-        sentence = "is not for servers, whose workers would evaluate the weights that they train, no average"
-        yield Problem("optimizer.name", f'{sentence} ("adamw" would do)', ("communication.server",))
-
-
 def _offload(deck: Deck) -> Iterator[Problem]:
     memory = deck.memory
     if memory.parameters != "device" and deck.layout.zero < 3:
@@ -297,7 +262,7 @@ def _offload(deck: Deck) -> Iterator[Problem]:
             f"needs layout.zero = 3, which gathers parameters when they are needed, not {deck.layout.zero}"
         )
         yield Problem("memory.parameters", sentence, ("layout.zero",))
-    in_blocks = deck.optimizer.name in IN_BLOCKS
+    in_blocks = deck.optimizer.name in UPDATES_MATRICES
     for name in ("optimizer", "parameters"):
         if in_blocks and getattr(memory, name) != "device":
             updates = f'{deck.optimizer.name} updates parameters in blocks ("device" would do)'

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from hpctrain.deck.check_local_steps import in_replicas
 from hpctrain.deck.communication import Communication
+from hpctrain.deck.optimizer import SgdTable
 from hpctrain.deck.problem import Problem
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import toml_value
@@ -65,12 +66,12 @@ def _of_forms(deck: Deck) -> Iterator[Problem]:
 def _momentum(deck: Deck) -> Iterator[Problem]:
     """What a momentum that ranks keep, and not the optimizer, asks of that."""
     keys, optimizer = deck.communication, deck.optimizer
-    if keys.compress == "topk" and optimizer.name == "sgd" and optimizer.nesterov:
+    if keys.compress == "topk" and isinstance(optimizer.rule, SgdTable) and optimizer.rule.nesterov:
         sentence = (
             f"looks ahead of a momentum that all ranks have, but with {_given(deck)} each has one of its own "
             "until it sends it (false would do)"
         )
-        yield Problem("optimizer.nesterov", sentence, _COMPRESS)
+        yield Problem("optimizer.sgd.nesterov", sentence, _COMPRESS)
     if keys.compress != "onebit":
         return
     if optimizer.name != "adamw":

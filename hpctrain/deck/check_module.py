@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from hpctrain.deck.check_layout import schedule_problems
 from hpctrain.deck.code import is_target
-from hpctrain.deck.optimizer import IN_BLOCKS
+from hpctrain.deck.optimizer import IN_BLOCKS, UPDATES_MATRICES
 from hpctrain.deck.problem import Problem, multiples
 from hpctrain.deck.schema import Deck, fields
 from hpctrain.deck.user_module import MODULE_KEYS, ONLY_OF_MODULES, TARGETS
@@ -72,7 +72,7 @@ def module_problems(deck: Deck) -> Iterator[Problem]:
 
 def _in_blocks(deck: Deck) -> Iterator[Problem]:
     """What keeps whole matrices of a module from being updated."""
-    if deck.optimizer.name in IN_BLOCKS and deck.layout.tensor > 1:
+    if deck.optimizer.name in UPDATES_MATRICES and deck.layout.tensor > 1:
         would = either([f'"{name}"' for name in ("adamw", "sgd", "lion", "schedule-free")])
         sentence = f"updates whole matrices, which a plan may have cut in parts ({would} would do)"
         yield Problem("optimizer.name", sentence, ("layout.tensor", *_WITH))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
+from hpctrain.deck.optimizer import MuonTable
 from hpctrain.deck.problem import Problem
 from hpctrain.deck.schema import Deck
 from hpctrain.words import either
@@ -45,11 +46,11 @@ def parametrization_problems(deck: Deck) -> Iterator[Problem]:
             f'has no known rule for rates by width, for model.parametrization = "mup" ({known} would do)'
         )
         yield Problem("optimizer.name", sentence, by)
-    if optimizer == "muon":
+    if isinstance(rule := deck.optimizer.rule, MuonTable):
         for name in ("embedding.tokens.weight", "embedding.positions.weight", "head.weight", "score.weight"):
-            if any(fnmatchcase(name, pattern) for pattern in deck.optimizer.matrices):
+            if any(fnmatchcase(name, pattern) for pattern in rule.matrices):
                 sentence = f'names {name}, of whose rate with model.parametrization = "mup" no rule is known'
-                yield Problem("optimizer.matrices", sentence, by)
+                yield Problem("optimizer.muon.matrices", sentence, by)
                 break
     if optimizer == "sgd" and model.query_key_norm == "head":
         sentence = (

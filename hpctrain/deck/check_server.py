@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from hpctrain.deck.communication import Communication
 from hpctrain.deck.division import ranks_apart
-from hpctrain.deck.optimizer import IN_BLOCKS
+from hpctrain.deck.optimizer import UPDATES_MATRICES
 from hpctrain.deck.problem import Problem
 from hpctrain.deck.schema import Deck
 from hpctrain.words import counted
@@ -88,7 +88,7 @@ def server_problems(deck: Deck) -> Iterator[Problem]:
             f'has no effect with {_SERVER} = "{keys.server}", whose steps are not planned (leave it out)'
         )
         yield Problem("machine.rates", sentence, (_SERVER,), idle=True)
-    if deck.optimizer.name in IN_BLOCKS:
+    if deck.optimizer.name in UPDATES_MATRICES:
         sentence = f'does not go with {_SERVER} = "{keys.server}": servers cut matrices ("adamw" would do)'
         yield Problem("optimizer.name", sentence, (_SERVER,))
     if deck.precision.compute == "fp16":

@@ -15,6 +15,7 @@ from hpctrain.deck.decays import ENDLESS, WITH_COOLDOWN
 from hpctrain.deck.nested import Tables, look_up, remove, table_in
 from hpctrain.deck.objective import OF_SCORES
 from hpctrain.deck.old_keys import NONE
+from hpctrain.deck.optimizer import MuonTable
 from hpctrain.deck.policy import fill_policy, fill_rewards
 from hpctrain.deck.presets import MIXTURE_KEYS, PRESETS, Preset
 from hpctrain.deck.run_length import Begun, fill_steps
@@ -112,26 +113,9 @@ def is_default(tables: Tables, key: str) -> bool:
     return key in followed and look_up(without, key) == look_up(tables, key)
 
 
-def first_beta(optimizer: object) -> float:
-    """The usual optimizer.beta1 of an optimizer."""
-    return 0.0 if optimizer == "adafactor" else 0.9
-
-
-def second_beta(optimizer: object) -> float:
-    """The usual optimizer.beta2 of an optimizer."""
-    if optimizer == "schedule-free":
-        return 0.999
-    return 0.99 if optimizer == "lion" else 0.95
-
-
 def usual_decay(optimizer: object) -> str:
     """The usual learning_rate.decay of an optimizer."""
     return "constant" if optimizer == "schedule-free" else "cosine"
-
-
-def usual_momentum(optimizer: object) -> float:
-    """The usual optimizer.momentum of an optimizer."""
-    return 0.95 if optimizer == "muon" else 0.0
 
 
 def _follow_others(tables: Tables, filled: set[str], begun: Begun) -> None:
@@ -159,11 +143,12 @@ def _follow_others(tables: Tables, filled: set[str], begun: Begun) -> None:
         elif _is_integer(warmup) and _is_integer(end := rate["decay_steps"]):
             default("learning_rate", "cooldown", max(0, min(max(1, end // 10), end - warmup)))
 
-    optimizer = tables["optimizer"].get("name")
-    default("optimizer", "beta1", first_beta(optimizer))
-    default("optimizer", "beta2", second_beta(optimizer))
-    default("optimizer", "momentum", usual_momentum(optimizer))
-    default("optimizer", "nesterov", optimizer == "muon" and tables["optimizer"]["momentum"] != 0)
+    if isinstance(muon := tables["optimizer"].get("muon"), dict):
+        default(
+            "optimizer.muon",
+            "nesterov",
+            muon.get("momentum", MuonTable.model_fields["momentum"].default) != 0,
+        )
 
     fill_policy(tables, default)
     schedule = tables["layout"].get("schedule")

@@ -176,9 +176,16 @@ class Written:
     def _drop_choice(self, path: str, table: dict[str, Any], choice: str, value: object) -> None:
         """Forget the tables that a key of `table` had selected before it got another value."""
         for name in tables()[path].choices()[choice]:
-            if name != value and table.pop(name, None) is not None:
+            if name == value or self._is_overridden(f"{path}.{name}"):
+                continue
+            if table.pop(name, None) is not None:
                 self._forget_below(f"{path}.{name}")
                 self.places.pop(f"{path}.{name}", None)
+
+    def _is_overridden(self, path: str) -> bool:
+        """Return True if a `--set` argument gives a key of a table."""
+        keys = (key for key in self.places if key.startswith(f"{path}."))
+        return any(self.places[key].override is not None for key in keys)
 
     def _forget_below(self, path: str) -> None:
         for key in [key for key in self.places if key.startswith(f"{path}.")]:

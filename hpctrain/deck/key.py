@@ -6,7 +6,7 @@ import os
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 from pydantic.fields import FieldInfo
 from typing_extensions import Self
 
@@ -64,7 +64,8 @@ def table(text: str, *, chosen_by: str = "", derived: str = "none", **others: An
         derived: What an absent table means, in words.
         others: Further arguments of `pydantic.Field`, such as `alias`.
     """
-    stored = {"unit": "", "derived": "" if chosen_by else derived, "chosen_by": chosen_by}
+    derived = "" if chosen_by else derived
+    stored: dict[str, JsonValue] = {"unit": "", "derived": derived, "chosen_by": chosen_by}
     return Field(None, description=text, json_schema_extra=stored, **others)
 
 
@@ -86,6 +87,11 @@ class Section(BaseModel):
         """Return the table that the value of a key selects; None if that value has no table."""
         attribute = self.choices()[choice].get(getattr(self, choice))
         return None if attribute is None else getattr(self, attribute)
+
+    def selecting(self, choice: str, name: str, table: Section | None, **keys: object) -> Self:
+        """Return a copy in which a key selects another table, with other values of further keys unchecked."""
+        tables = {own: table if each == name else None for each, own in self.choices()[choice].items()}
+        return self.model_copy(update={choice: name, **tables, **keys})
 
     @model_validator(mode="after")
     def _has_selected_tables_only(self) -> Self:

@@ -37,6 +37,14 @@ class OldKey:
 
 OLD_KEYS: Mapping[str, OldKey] = {
     "machine.memory_per_node": OldKey("machine.memory"),
+    **{
+        f"optimizer.{name}": OldKey(f"optimizer.{{name}}.{name}")
+        for name in ("beta1", "beta2", "epsilon", "momentum", "nesterov")
+    },
+    **{
+        f"optimizer.{name}": OldKey(f"optimizer.muon.{name}")
+        for name in ("matrices", "match", "newton_schulz", "newton_schulz_steps", "others_rate")
+    },
 }
 """Old full name -> new one. Keys that select tables stand before the keys of these tables."""
 
@@ -126,7 +134,7 @@ def rename_keys(
                 _put(values, places, optional, NONE, place)
             yield RenamedKey(key, "", place, value)
         else:
-            same = value in [old.default, *(_default(name) for name in new_names(key))]
+            same = value == (_default(new_names(key)[0]) if old.default is None else old.default)
             problem = "" if same else f"has no effect {_shown(values, others[0])} (leave it out)"
             yield RenamedKey(key, "", place, value, problem, others)
 
@@ -156,9 +164,7 @@ def _target(
                 (each for each, of in tables()[parent].choices().items() if parts[length - 1] in of), ""
             )
             if choice:
-                field = fields(parent)[choice]
-                value = look_up(values, f"{parent}.{choice}", field.default)
-                if value != parts[length - 1]:
+                if _chosen(values, f"{parent}.{choice}") != parts[length - 1]:
                     others = (f"{parent}.{choice}",)
                     break
             elif not (has_table(table) or isinstance(look_up(values, table), dict)):
@@ -173,9 +179,15 @@ def _shown(values: Mapping[str, Any], key: str) -> str:
     """Return a choice with its value, or an absent table, as a message names it."""
     if key in tables():
         return f"without [{key}]"
-    field = field_of(key)
-    assert field is not None
-    return f"with {key} = {toml_value(look_up(values, key, field.default))}"
+    return f"with {key} = {toml_value(_chosen(values, key))}"
+
+
+def _chosen(values: Mapping[str, Any], key: str) -> object:
+    """Return the value of a key that selects a table: as given, of a table that is given, or the default."""
+    path, _, choice = key.rpartition(".")
+    names = tables()[path].choices()[choice]
+    given = (name for name in names if isinstance(look_up(values, f"{path}.{name}"), dict))
+    return look_up(values, key, next(given, fields(path)[choice].default))
 
 
 def _optional_tables(key: str) -> list[str]:

@@ -1,80 +1,151 @@
-"""The keys of `[optimizer]`: how parameters follow gradients."""
+"""The section [optimizer]: its keys, the table of each update rule, and their checks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal, cast
 
-from hpctrain.deck.key import Section, key
+from hpctrain.deck.key import Section, key, table
+from hpctrain.deck.problem import Problem
 
-OWN_KEYS: Mapping[str, tuple[str, ...]] = {
-    "adamw": ("beta1", "beta2", "epsilon"),
-    "sgd": ("momentum", "nesterov"),
-    "lion": ("beta1", "beta2"),
-    "schedule-free": ("beta1", "beta2", "epsilon"),
-    "muon": (
-        *("beta1", "beta2", "epsilon", "momentum", "nesterov"),
-        *("matrices", "match", "newton_schulz", "newton_schulz_steps", "others_rate"),
-    ),
-    "adafactor": ("beta1",),
-    "adam-mini": ("beta1", "beta2", "epsilon"),
-}
-"""The keys that are for some optimizers alone."""
+if TYPE_CHECKING:
+    from hpctrain.deck.schema import Deck
 
-IN_BLOCKS = "muon", "adafactor", "adam-mini"
-"""The optimizers that update parameters in blocks, such as whole matrices."""
+UPDATES_MATRICES = "muon", "adafactor", "adam-mini"
+"""The optimizers that update parameters by whole matrices or rows, not element by element."""
 
 
-class OptimizerSection(Section):
-    """How parameters follow gradients."""
+class _AdamKeys(Section):
+    """Decay of both moments, and epsilon."""
 
-    name: Literal["adamw", "sgd", "lion", "schedule-free", "muon", "adafactor", "adam-mini"] = key(
-        "Which optimizer; lion wants a peak 3 to 10 times below adamw's, and as much more weight decay.",
-        "adamw",
-    )
-    beta1: float = key(
-        "Decay of the gradients' mean (adafactor: updates'; lion's steps); schedule-free: share of averages.",
-        derived="0.9, with adafactor 0: none",
-        ge=0,
-        lt=1,
-    )
-    beta2: float = key(
-        "Decay of the gradient's square (adam-mini too), or of its mean as it is kept (lion).",
-        derived="0.95, with lion 0.99, with schedule-free 0.999",
-        ge=0,
-        lt=1,
-    )
-    epsilon: float = key("Added to the root of the square (all but sgd, lion, adafactor).", 1e-8, gt=0)
-    momentum: float = key(
-        "Decay of the sum (sgd) or mean (muon) of gradients that parameters follow.",
-        derived="0, with muon 0.95",
-        ge=0,
-        lt=1,
-    )
+    beta1: float = key("Decay of the running mean of gradients.", 0.9, ge=0, lt=1)
+    beta2: float = key("Decay of the running mean of squared gradients.", 0.95, ge=0, lt=1)
+    epsilon: float = key("Number that is added to the root of the mean square.", 1e-8, gt=0)
+
+
+class AdamWTable(_AdamKeys):
+    """AdamW (arXiv 1711.05101)."""
+
+
+class AdamMiniTable(_AdamKeys):
+    """Adam-mini (arXiv 2406.16793): one mean square for each row or head."""
+
+
+class SgdTable(Section):
+    """Stochastic gradient descent."""
+
+    momentum: float = key("Decay of the sum of gradients that parameters follow; 0: none.", 0.0, ge=0, lt=1)
+    nesterov: bool = key("Use Nesterov's momentum, which looks one step ahead.", False)
+
+
+class LionTable(Section):
+    """Lion (arXiv 2302.06675). It needs a peak rate 3 to 10 times below AdamW's, and more weight decay."""
+
+    beta1: float = key("Share of the running mean in a step.", 0.9, ge=0, lt=1)
+    beta2: float = key("Decay of the running mean of gradients.", 0.99, ge=0, lt=1)
+
+
+class ScheduleFreeTable(Section):
+    """Schedule-free AdamW (arXiv 2405.15682), whose model is an average of the weights."""
+
+    beta1: float = key("Share of the average at which gradients are computed.", 0.9, ge=0, lt=1)
+    beta2: float = key("Decay of the running mean of squared gradients.", 0.999, ge=0, lt=1)
+    epsilon: float = key("Number that is added to the root of the mean square.", 1e-8, gt=0)
+
+
+class AdafactorTable(Section):
+    """Adafactor (arXiv 1804.04235): factors of the mean square of each matrix."""
+
+    beta1: float = key("Decay of the running mean of updates; 0: none is kept.", 0.0, ge=0, lt=1)
+
+
+class MuonTable(_AdamKeys):
+    """Muon for matrices, and AdamW, with these betas and epsilon, for all other parameters."""
+
+    momentum: float = key("Decay of the running mean of gradients of matrices.", 0.95, ge=0, lt=1)
     nesterov: bool = key(
-        "Whether they follow it one step ahead (sgd, muon; Nesterov's momentum).",
-        derived="false, with muon and a momentum true",
+        "Use Nesterov's momentum, which looks one step ahead.", derived="true if momentum is above 0"
     )
     matrices: tuple[str, ...] = key(
-        "Parameters whose matrices muon updates, by name; all others are adamw's.",
+        "Name patterns of parameters; Muon updates the matrices among them.",
         ("blocks.*",),
         strict=False,
     )
     match: Literal["original", "adamw-rms"] = key(
-        "The size of muon's steps: that of adamw's, 0.2 sqrt(max(n, m)), or sqrt(max(1, n / m)).", "adamw-rms"
+        "Size of updates of n x m matrices: 0.2 sqrt(max(n, m)), as AdamW; original: sqrt(max(1, n / m)).",
+        "adamw-rms",
     )
-    newton_schulz: Literal["bf16", "fp32"] = key("Format in which muon orthogonalizes.", "bf16")
-    newton_schulz_steps: int = key("Steps of its iteration.", 5, ge=1, le=99)
+    newton_schulz: Literal["bf16", "fp32"] = key("Format of the Newton-Schulz iteration.", "bf16")
+    newton_schulz_steps: int = key("Number of steps of that iteration.", 5, ge=1, le=99)
     others_rate: float = key(
-        "Learning rate of what muon leaves to adamw, over that of the step.", 1.0, gt=0, le=1000
+        "Learning rate of the parameters that AdamW updates, as a multiple of the step's.", 1.0, gt=0, le=1000
+    )
+
+
+OptimizerTable = (
+    AdamWTable | SgdTable | LionTable | ScheduleFreeTable | MuonTable | AdafactorTable | AdamMiniTable
+)
+
+
+class OptimizerSection(Section):
+    """How gradients change parameters."""
+
+    name: Literal["adamw", "sgd", "lion", "schedule-free", "muon", "adafactor", "adam-mini"] = key(
+        "Update rule; its own keys are in the table of its name, such as [optimizer.adamw].", "adamw"
     )
     weight_decay: float = key(
-        "Decoupled weight decay, x rate a step, with mup the same at any width; not on norms and biases.",
+        "Decoupled weight decay times the rate of a step; not for norms and biases; "
+        "with mup independent of the width.",
         0.1,
         ge=0,
         le=1000,
     )
-    clip: float = key("Largest global gradient norm; larger ones are scaled down to it; 0: never.", 1.0, ge=0)
-    restart: bool = key(
-        "Whether to go on from a checkpoint of another optimizer, with new state of this one.", False
+    clip: float = key(
+        "Global gradient norm above which gradients are scaled down to it; 0: never.", 1.0, ge=0
     )
+    restart: bool = key(
+        "Initialize the optimizer state if the checkpoint has none for this optimizer.", False
+    )
+    adamw: AdamWTable | None = table("Keys of AdamW.", chosen_by="name")
+    sgd: SgdTable | None = table("Keys of SGD.", chosen_by="name")
+    lion: LionTable | None = table("Keys of Lion.", chosen_by="name")
+    schedule_free: ScheduleFreeTable | None = table(
+        "Keys of schedule-free AdamW.", chosen_by="name", alias="schedule-free"
+    )
+    muon: MuonTable | None = table("Keys of Muon.", chosen_by="name")
+    adafactor: AdafactorTable | None = table("Keys of Adafactor.", chosen_by="name")
+    adam_mini: AdamMiniTable | None = table("Keys of Adam-mini.", chosen_by="name", alias="adam-mini")
+
+    @property
+    def rule(self) -> OptimizerTable:
+        """The table of the update rule."""
+        return cast("OptimizerTable", self.selected("name"))
+
+
+def optimizer_problems(deck: Deck) -> Iterator[Problem]:
+    """Yield what is wrong with the optimizer of a deck."""
+    name, rule = deck.optimizer.name, deck.optimizer.rule
+    if isinstance(rule, MuonTable) and not rule.matrices:
+        sentence = 'names nothing for muon to update (["blocks.*"] would do)'
+        yield Problem("optimizer.muon.matrices", sentence)
+    if isinstance(rule, SgdTable | MuonTable) and rule.nesterov and not rule.momentum:
+        momentum = f"optimizer.{name}.momentum"
+        sentence = f"looks ahead by the momentum, and needs {momentum} above 0 (or false)"
+        yield Problem(f"optimizer.{name}.nesterov", sentence, (momentum,))
+    if isinstance(rule, ScheduleFreeTable):
+        yield from _averaged(deck)
+
+
+def _averaged(deck: Deck) -> Iterator[Problem]:
+    """Yield what does not go with weights whose average is the model."""
+    name = f'optimizer.name = "{deck.optimizer.name}"'
+    if deck.learning_rate.decay != "constant":
+        sentence = f'must be "constant" with {name}, whose average stands in for a decay of the rate'
+        yield Problem("learning_rate.decay", sentence, ("optimizer.name",))
+    others = "layout.replicas", "communication.outer"
+    if deck.layout.replicas > 1 or deck.communication.outer == "diloco":
+        sentence = "is not for replicas that part: an average of each one's is none of their outer model's"
+        yield Problem("optimizer.name", f'{sentence} ("adamw" would do)', others)
+    if deck.communication.server != "none":
+        sentence = "is not for servers, whose workers would evaluate the weights that they train, no average"
+        yield Problem("optimizer.name", f'{sentence} ("adamw" would do)', ("communication.server",))

@@ -172,7 +172,6 @@ def deck_text(deck: Deck, ranks: int | None = None) -> str:
     deck), layout.data is told as it will be on that many. Keys whose values follow others are comments, too,
     so that they still follow when the text is read with other values of those.
     """
-    lines: list[str] = []
     has = (
         deck.model.module is not None,
         deck.data.dataset is not None,
@@ -394,7 +393,7 @@ class _Validation:
         for path, kind in schema_tables().items():
             table = look_up(tables, path)
             for choice, names in kind.choices().items() if isinstance(table, dict) else ():
-                key, given = f"{path}.{choice}", [name for name in names if name in table]
+                key, given = f"{path}.{choice}", [name for name in table if name in names]
                 if given and choice not in table:
                     place = self.places[f"{path}.{given[0]}"]
                     table[choice] = given[0]

@@ -19,6 +19,7 @@ PARAMETERS = "changes its parameters"
 FUNCTION = "changes what its parameters compute"
 
 _AT_THE_BEGINNING = "used only when a run begins"
+_OWN_RULES = "the rules of its own keys apply"
 _NEW_ORDER = "the order of the samples changes"
 
 
@@ -78,7 +79,7 @@ RESUME_RULES: Mapping[str, ResumeRule] = {
     **_rules("refused", "policy", "rollout epochs", "in the middle of a rollout of the new size; else free"),
     **_rules("free", "policy", "clip_low clip_high kl mean scale whiten gamma gae_lambda"),
     **_rules("free", "policy", "value_clip reference critic_ranks reference_ranks reward_ranks shown"),
-    **_rules("free", "policy", "critic", "the rules of its own keys apply"),
+    **_rules("free", "policy", "critic", _OWN_RULES),
     **_rules("free", "evaluation", "sets"),
     **_rules("free", "evaluation.sets", "name tokens sequences"),
     **_rules("free", "layout", "auto data tensor context expert expert_tensor pipeline schedule chunks"),
@@ -88,11 +89,19 @@ RESUME_RULES: Mapping[str, ResumeRule] = {
     **_rules("free", "batch", "global_size micro_size ramp_from ramp_steps"),
     **_rules("refused", "batch", "sequence", 'with family "gpt2", whose learned positions it changes'),
     **_rules("fresh optimizer", "optimizer", "name"),
-    **_rules("fresh optimizer", "optimizer", "matrices", "of muon"),
-    **_rules("fresh optimizer", "optimizer", "momentum", "if it was 0; else free"),
-    **_rules("fresh optimizer", "optimizer", "beta1", "of adafactor, if it was 0; else free"),
-    **_rules("free", "optimizer", "beta2 epsilon nesterov match newton_schulz newton_schulz_steps restart"),
-    **_rules("free", "optimizer", "others_rate weight_decay clip"),
+    **_rules("free", "optimizer", "weight_decay clip restart"),
+    **_rules("free", "optimizer", "adamw sgd lion schedule-free muon adafactor adam-mini", _OWN_RULES),
+    **_rules("free", "optimizer.adamw", "beta1 beta2 epsilon"),
+    **_rules("free", "optimizer.adam-mini", "beta1 beta2 epsilon"),
+    **_rules("free", "optimizer.schedule-free", "beta1 beta2 epsilon"),
+    **_rules("free", "optimizer.lion", "beta1 beta2"),
+    **_rules("fresh optimizer", "optimizer.sgd", "momentum", "if it was 0; else free"),
+    **_rules("free", "optimizer.sgd", "nesterov"),
+    **_rules("fresh optimizer", "optimizer.adafactor", "beta1", "if it was 0; else free"),
+    **_rules("fresh optimizer", "optimizer.muon", "matrices"),
+    **_rules("fresh optimizer", "optimizer.muon", "momentum", "if it was 0; else free"),
+    **_rules("free", "optimizer.muon", "beta1 beta2 epsilon nesterov match newton_schulz"),
+    **_rules("free", "optimizer.muon", "newton_schulz_steps others_rate"),
     **_rules("free", "learning_rate", "peak warmup decay decay_steps cooldown floor reference_batch"),
     **_rules("free", "precision", "compute gradients fp8 fp8_gradients", "results differ by rounding"),
     **_rules("free", "precision", "fp8_exclude", "results differ by rounding"),

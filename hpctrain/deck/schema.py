@@ -11,7 +11,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
-from pydantic import Field, PrivateAttr
+from pydantic import BaseModel, Field, PrivateAttr
 from pydantic.fields import FieldInfo
 
 from hpctrain.deck.activations import ACTIVATIONS, DEFAULT_ACTIVATIONS, GATED
@@ -709,13 +709,18 @@ class Deck(Section):
         for part in name.split("."):
             if value is None:
                 return None
-            attributes = {name_of(each, field): each for each, field in type(value).model_fields.items()}
+            kind = type(value)
+            assert issubclass(kind, BaseModel)
+            attributes = {name_of(each, field): each for each, field in kind.model_fields.items()}
             value = getattr(value, attributes[part])
         return value
 
-    def with_keys(self, **sections: Mapping[str, object]) -> Deck:
-        """The deck with other values of these keys, by section and attribute; nothing is checked."""
-        changed = {name: getattr(self, name).model_copy(update=dict(keys)) for name, keys in sections.items()}
+    def with_keys(self, **sections: Mapping[str, object] | Section) -> Deck:
+        """Return the deck with other values of keys, or other sections; nothing is checked."""
+        changed = {
+            name: keys if isinstance(keys, Section) else getattr(self, name).model_copy(update=dict(keys))
+            for name, keys in sections.items()
+        }
         return self.model_copy(update=changed)
 
     def problem(self, name: str, sentence: str) -> str:

@@ -13,7 +13,7 @@ from itertools import chain, groupby
 from torch import Tensor
 
 from hpctrain.deck.adapters import Adapters, targeted
-from hpctrain.deck.optimizer import OWN_KEYS
+from hpctrain.deck.optimizer import MuonTable
 from hpctrain.deck.problem import Problem
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import toml_value
@@ -82,17 +82,19 @@ def pattern_problems(deck: Deck, architecture: Architecture) -> Iterator[Problem
     patterns of nothing, of one of several that are one in memory without the others, and such as leave
     nothing to do. The same on any layout.
     """
-    optimizer, how = deck.optimizer, Precision.of(deck).eight_bits
+    updates, how = deck.optimizer.rule, Precision.of(deck).eight_bits
     if deck.model.frozen:
         frozen = _frozen(bare_model(architecture), deck.model.frozen)
         yield from (Problem("model.frozen", each) for each in frozen)
     if deck.model.adapters is not None:
-        sentences = _adapted(bare_model(architecture), deck.model.adapters)
-        yield from (Problem("model.adapters", each) for each in sentences)
-    if "matrices" in OWN_KEYS[optimizer.name] and optimizer.matrices:
-        rule = RULES[optimizer.name](deck)
+        adapted = _adapted(bare_model(architecture), deck.model.adapters)
+        yield from (Problem("model.adapters", each) for each in adapted)
+    if isinstance(updates, MuonTable) and updates.matrices:
+        rule = RULES["muon"](deck)
         assert isinstance(rule, MatrixRules)
-        yield from (Problem("optimizer.matrices", each) for each in _matrices(bare_model(architecture), rule))
+        yield from (
+            Problem("optimizer.muon.matrices", each) for each in _matrices(bare_model(architecture), rule)
+        )
     if how is not None and how.exclude:
         problems = _excluded(bare_model(architecture), how.exclude)
         yield from (Problem("precision.fp8_exclude", each) for each in problems)

@@ -13,8 +13,9 @@ from pathlib import Path, PurePath
 from hpctrain.deck.check_local_steps import in_replicas
 from hpctrain.deck.code import is_file_target
 from hpctrain.deck.objective import OF_SCORES, POLICIES, REFERRED
+from hpctrain.deck.optimizer import MuonTable
 from hpctrain.deck.resume_rules import FUNCTION, PARAMETERS, RESUME_RULES, keys_of_policy
-from hpctrain.deck.schema import Deck
+from hpctrain.deck.schema import Deck, field_of
 from hpctrain.deck.sources import clipped, toml_value
 from hpctrain.engine.companions import critic_deck
 from hpctrain.engine.rules import RULES
@@ -237,13 +238,17 @@ def _missing_state(deck: Deck, trained_deck: Deck) -> tuple[str, str]:
     new, old = deck.optimizer, trained_deck.optimizer
     if new.name != old.name:
         return "optimizer.name", f"the state of {toml_value(old.name)}"
-    if new.name == "muon" and set(new.matrices) != set(old.matrices):
-        return "optimizer.matrices", f"muon's state of {toml_value(old.matrices)}"
+    rules = new.rule, old.rule
+    if isinstance(rules[0], MuonTable) and isinstance(rules[1], MuonTable):
+        patterns = rules[1].matrices
+        if set(rules[0].matrices) != set(patterns):
+            return "optimizer.muon.matrices", f"muon's state of {toml_value(patterns)}"
     needed, stored = (RULES[each.optimizer.name](each).names for each in (deck, trained_deck))
     if set(needed) <= set(stored):
         return "", ""
-    mean = "optimizer.beta1" if new.name == "adafactor" else "optimizer.momentum"
-    return mean if _differs(deck, trained_deck, mean) else "communication.compress", "no momentum"
+    mean = f"optimizer.{new.name}.{'beta1' if new.name == 'adafactor' else 'momentum'}"
+    has_changed = field_of(mean) is not None and _differs(deck, trained_deck, mean)
+    return mean if has_changed else "communication.compress", "no momentum"
 
 
 def _optimizer_problems(deck: Deck, trained_deck: Deck, path: Path) -> list[str]:

@@ -6,6 +6,15 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from hpctrain.deck.optimizer import (
+    AdafactorTable,
+    AdamMiniTable,
+    AdamWTable,
+    LionTable,
+    MuonTable,
+    ScheduleFreeTable,
+    SgdTable,
+)
 from hpctrain.deck.schema import Deck
 from hpctrain.optim.adafactor import Adafactor
 from hpctrain.optim.adam_mini import AdamMini
@@ -20,40 +29,49 @@ from hpctrain.sharding.compression.warmed import momentum_given_after
 
 
 def _adamw(deck: Deck) -> UpdateRule:
-    keys = deck.optimizer
-    return AdamW((keys.beta1, keys.beta2), keys.epsilon, keys.weight_decay, momentum_given_after(deck))
+    keys, decay = deck.optimizer.rule, deck.optimizer.weight_decay
+    assert isinstance(keys, AdamWTable | MuonTable)
+    return AdamW((keys.beta1, keys.beta2), keys.epsilon, decay, momentum_given_after(deck))
 
 
 def _sgd(deck: Deck) -> UpdateRule:
-    keys = deck.optimizer
-    return SGD(keys.momentum, keys.nesterov, keys.weight_decay, momentum_given_after(deck))
+    keys = deck.optimizer.rule
+    assert isinstance(keys, SgdTable)
+    return SGD(keys.momentum, keys.nesterov, deck.optimizer.weight_decay, momentum_given_after(deck))
 
 
 def _lion(deck: Deck) -> UpdateRule:
-    keys = deck.optimizer
-    return Lion((keys.beta1, keys.beta2), keys.weight_decay)
+    keys = deck.optimizer.rule
+    assert isinstance(keys, LionTable)
+    return Lion((keys.beta1, keys.beta2), deck.optimizer.weight_decay)
 
 
 def _schedule_free(deck: Deck) -> UpdateRule:
-    keys = deck.optimizer
-    return ScheduleFree((keys.beta1, keys.beta2), keys.epsilon, keys.weight_decay)
+    keys = deck.optimizer.rule
+    assert isinstance(keys, ScheduleFreeTable)
+    return ScheduleFree((keys.beta1, keys.beta2), keys.epsilon, deck.optimizer.weight_decay)
 
 
 def _muon(deck: Deck) -> MatrixRules:
-    keys = deck.optimizer
+    keys = deck.optimizer.rule
+    assert isinstance(keys, MuonTable)
     dtype = torch.bfloat16 if keys.newton_schulz == "bf16" else torch.float32
-    rule = Muon(keys.momentum, keys.nesterov, keys.weight_decay, keys.newton_schulz_steps, dtype, keys.match)
+    rule = Muon(
+        keys.momentum, keys.nesterov, deck.optimizer.weight_decay, keys.newton_schulz_steps, dtype, keys.match
+    )
     return MatrixRules(rule, keys.matrices, _adamw(deck), keys.others_rate)
 
 
 def _adafactor(deck: Deck) -> MatrixRules:
-    keys = deck.optimizer
-    return MatrixRules(Adafactor(keys.beta1, keys.weight_decay))
+    keys = deck.optimizer.rule
+    assert isinstance(keys, AdafactorTable)
+    return MatrixRules(Adafactor(keys.beta1, deck.optimizer.weight_decay))
 
 
 def _adam_mini(deck: Deck) -> MatrixRules:
-    keys = deck.optimizer
-    return MatrixRules(AdamMini((keys.beta1, keys.beta2), keys.epsilon, keys.weight_decay))
+    keys = deck.optimizer.rule
+    assert isinstance(keys, AdamMiniTable)
+    return MatrixRules(AdamMini((keys.beta1, keys.beta2), keys.epsilon, deck.optimizer.weight_decay))
 
 
 RULES: Mapping[str, Callable[[Deck], UpdateRule | MatrixRules]] = {

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import sqrt
 
+from hpctrain.deck.optimizer import MuonTable
 from hpctrain.deck.schema import Deck
 from hpctrain.model.part import ModelPart, parameter_list
 from hpctrain.parallel.shard import Initial
@@ -115,9 +116,10 @@ def set_rates(parts: Iterable[ModelPart], deck: Deck) -> None:
     parametrization = WidthScaling.of(deck)
     if parametrization == STANDARD:
         return
+    rule = deck.optimizer.rule
     for parameter in (parameter for part in parts for parameter in parameter_list(part)):
         name: str = deck.optimizer.name
-        if name == "muon":
-            named = any(fnmatchcase(parameter.shard.name, each) for each in deck.optimizer.matrices)
-            name = deck.optimizer.match if named and parameter.dim() > 1 else "adamw"
+        if isinstance(rule, MuonTable):
+            named = any(fnmatchcase(parameter.shard.name, each) for each in rule.matrices)
+            name = rule.match if named and parameter.dim() > 1 else "adamw"
         parameter.rate = parametrization.rate(parameter.initial, name)

@@ -11,8 +11,9 @@ from typing import Any
 
 from pydantic import ValidationError, create_model
 
-from hpctrain.deck.key import Section, name_of, present_name
-from hpctrain.deck.schema import fields, sections
+from hpctrain.deck.key import Section, name_of
+from hpctrain.deck.old_keys import current_field
+from hpctrain.deck.schema import sections, tables
 from hpctrain.deck.sources import clipped
 from hpctrain.deck.toml import TomlError, parse_argument
 from hpctrain.deck.words import given, plain_type, unknown_key, unknown_section, wanted
@@ -82,9 +83,9 @@ def parse_sweep(argument: str) -> Swept:
     if dot:
         if section not in sections():
             raise HpctrainError(f"{where}: {unknown_section(section, [own])}")
-        own = present_name(section, own)
-        if own not in fields(section):
-            raise HpctrainError(f"{where}: {unknown_key(section, own)}")
+        if current_field(f"{section}.{own}") is None:
+            table = f"{section}.{own}".rpartition(".")[0]
+            raise HpctrainError(f"{where}: {unknown_key(table if table in tables() else section, own)}")
     try:
         values = tuple(value.strip() for value in _values(text))
     except ValueError as error:
@@ -95,7 +96,7 @@ def parse_sweep(argument: str) -> Swept:
     twice = next((value for value in values if values.count(value) > 1), None)
     problems = [f"{where}: {clipped(twice)} is given twice"] if twice is not None else []
     for value in dict.fromkeys(values):
-        wrong = _wrong_ranks(value) if not dot else _wrong(section, own, value)
+        wrong = _wrong_ranks(value) if not dot else _wrong(f"{section}.{own}", value)
         problems += [f"{where}: {clipped(value)}: {wrong}"] if wrong else []
     if problems:
         raise HpctrainError(problems)
@@ -136,9 +137,10 @@ def _wrong_ranks(value: str) -> str:
     return f"must be a whole number from 1 to {MOST_RANKS}"
 
 
-def _wrong(section: str, name: str, text: str) -> str:
+def _wrong(key: str, text: str) -> str:
     """What is wrong with a value by itself, whatever the deck; "" where it could be one."""
-    field = fields(section)[name]
+    field = current_field(key)
+    assert field is not None
     try:
         value = parse_argument(text)
     except TomlError as error:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from math import lcm
@@ -16,6 +16,16 @@ from torch import nn
 from hpctrain.comm.mesh import Mesh
 from hpctrain.deck.adapters import Adapters
 from hpctrain.deck.check_local_steps import in_replicas
+from hpctrain.deck.optimizer import (
+    AdafactorTable,
+    AdamMiniTable,
+    AdamWTable,
+    LionTable,
+    MuonTable,
+    OptimizerTable,
+    ScheduleFreeTable,
+    SgdTable,
+)
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.patterns import check_patterns
 from hpctrain.engine.place import pipeline_form, split_by_flops
@@ -57,13 +67,22 @@ _STEPS = 2
 _SEQUENCE = 16
 _MOST_PARAMETERS = 50_000_000
 
-_SMOOTH: Mapping[str, Mapping[str, object]] = {
-    "lion": {"name": "sgd", "momentum": 0.9},
-    "adafactor": {"name": "adam-mini", "beta1": 0.9},
-    # More steps make much of the smallest singular values, which are rounding.
-    "muon": {"newton_schulz": "fp32", "newton_schulz_steps": 1},
-}
-"""What stands in for optimizers that make much of rounding, and keeps as much state."""
+
+def _smooth_rule(rule: OptimizerTable) -> tuple[str, OptimizerTable]:
+    """Return name and table of an optimizer with as much state that does not magnify rounding errors."""
+    match rule:
+        case LionTable():
+            return "sgd", SgdTable(momentum=0.9)
+        case AdafactorTable():
+            return "adam-mini", AdamMiniTable(beta1=0.9, epsilon=_EPSILON)
+        case SgdTable():
+            return "sgd", rule
+        case MuonTable():
+            # More steps make much of the smallest singular values, which are rounding.
+            changes = {"newton_schulz": "fp32", "newton_schulz_steps": 1, "epsilon": _EPSILON}
+            return "muon", rule.model_copy(update=changes)
+    names = {AdamWTable: "adamw", AdamMiniTable: "adam-mini", ScheduleFreeTable: "schedule-free"}
+    return names[type(rule)], rule.model_copy(update={"epsilon": _EPSILON})
 
 
 def miniature(deck: Deck) -> Deck:
@@ -92,12 +111,12 @@ def miniature(deck: Deck) -> Deck:
     )
     frozen = _standing(deck, small, deck.model.frozen)
     small = small.with_keys(model={"frozen": () if frozen is None else frozen})
-    if deck.optimizer.name != "muon":
+    if not isinstance(rule := small.optimizer.rule, MuonTable):
         return small
-    matrices = _standing(deck, small, deck.optimizer.matrices)
+    matrices = _standing(deck, small, rule.matrices)
     if not matrices:  # all are named, or some of blocks alone for which none stands
         matrices = ("*",) if matrices is None else ("blocks.*",)
-    return small.with_keys(optimizer={"matrices": matrices})
+    return small.with_keys(optimizer={"muon": rule.model_copy(update={"matrices": matrices})})
 
 
 def batch_of(deck: Deck, mesh: Mesh) -> int:
@@ -118,13 +137,12 @@ def has_residuals(deck: Deck) -> bool:
 
     Then the compressed sum and the residuals of all ranks together are the exact sum.
     """
-    keys, optimizer = deck.communication, deck.optimizer
+    keys = deck.communication
     if keys.compress_between != "ranks" or deck.model.module is not None or in_replicas(deck):
         return False
     if keys.compress == "topk":
-        smooth = _SMOOTH.get(optimizer.name, {})
-        name = smooth.get("name", optimizer.name)
-        return name != "sgd" or not smooth.get("momentum", optimizer.momentum)
+        _, rule = _smooth_rule(deck.optimizer.rule)
+        return not isinstance(rule, SgdTable) or not rule.momentum
     return keys.compress in {"bf16", "int8", "sign", "powersgd"} and keys.error_feedback
 
 
@@ -148,7 +166,7 @@ def with_outer_steps(deck: Deck, small: Deck) -> tuple[Deck, Deck]:
     outer step with momentum equals a step of Nesterov momentum with the mean gradient.
     """
     keys = deck.communication
-    plain = {"name": "sgd", "momentum": 0.0, "nesterov": False, "weight_decay": 0.0, "clip": 0.0}
+    plain = small.optimizer.selecting("name", "sgd", SgdTable(), weight_decay=0.0, clip=0.0)
     replicas = small.with_keys(
         optimizer=plain,
         communication={
@@ -162,9 +180,9 @@ def with_outer_steps(deck: Deck, small: Deck) -> tuple[Deck, Deck]:
     )
     if keys.outer != "diloco":
         return replicas, replicas
-    step = {"momentum": keys.outer_momentum, "nesterov": bool(keys.outer_momentum)}
+    step = SgdTable(momentum=keys.outer_momentum, nesterov=bool(keys.outer_momentum))
     rate = {"peak": _RATE * keys.outer_learning_rate}
-    return replicas, replicas.with_keys(optimizer=plain | step, learning_rate=rate)
+    return replicas, replicas.with_keys(optimizer={"sgd": step}, learning_rate=rate)
 
 
 def miniature_of(deck: Deck, mesh: Mesh) -> Deck:
@@ -186,7 +204,7 @@ def _smoothed(deck: Deck) -> Deck:
         layout={"split": None},
         batch={"micro_size": MICRO_SIZE, "ramp_from": 0},
         precision={"compute": "fp32"},
-        optimizer={"clip": _CLIP, "epsilon": _EPSILON, **_SMOOTH.get(deck.optimizer.name, {})},
+        optimizer=deck.optimizer.selecting("name", *_smooth_rule(deck.optimizer.rule), clip=_CLIP),
         learning_rate={"peak": _RATE, "warmup": 0, "decay": "constant", "reference_batch": 0},
         communication={
             "bucket_bytes": 4096,

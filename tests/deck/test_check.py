@@ -11,7 +11,7 @@ import pytest
 
 from hpctrain.deck.check import check_deck
 from hpctrain.deck.check_world import check_world, data_ranks
-from hpctrain.deck.optimizer import IN_BLOCKS
+from hpctrain.deck.optimizer import UPDATES_MATRICES, LionTable
 from hpctrain.deck.problem import divisors, nearest_numbers
 from hpctrain.deck.read import deck_text, parse_deck
 from hpctrain.errors import HpctrainError
@@ -255,24 +255,24 @@ def test_what_fits(overrides: list[str]) -> None:
         (
             ["optimizer.name=lion", "optimizer.epsilon=1e-6", "optimizer.momentum=0.9"],
             [
-                'optimizer.epsilon=1e-6: has no effect on optimizer.name = "lion" (leave it out)',
-                'optimizer.momentum=0.9: has no effect on optimizer.name = "lion" (leave it out)',
+                'optimizer.epsilon=1e-6: has no effect with optimizer.name = "lion" (leave it out)',
+                'optimizer.momentum=0.9: has no effect with optimizer.name = "lion" (leave it out)',
             ],
         ),
         (
             ["optimizer.others_rate=0.1", 'optimizer.matrices=["*"]', "optimizer.nesterov=true"],
             [
-                'optimizer.others_rate=0.1: has no effect on optimizer.name = "adamw" (leave it out)',
-                'optimizer.matrices=["*"]: has no effect on optimizer.name = "adamw" (leave it out)',
-                'optimizer.nesterov=true: has no effect on optimizer.name = "adamw" (leave it out)',
+                'optimizer.others_rate=0.1: has no effect with optimizer.name = "adamw" (leave it out)',
+                'optimizer.matrices=["*"]: has no effect with optimizer.name = "adamw" (leave it out)',
+                'optimizer.nesterov=true: has no effect with optimizer.name = "adamw" (leave it out)',
             ],
         ),
         *(
             (
-                [f"optimizer.name={name}", "optimizer.nesterov=true", "optimizer.momentum=0"],
+                [f"optimizer.{name}.nesterov=true", f"optimizer.{name}.momentum=0"],
                 [
-                    "optimizer.nesterov=true: looks ahead by the momentum, and needs optimizer.momentum "
-                    "above 0 (or false)"
+                    f"optimizer.{name}.nesterov=true: looks ahead by the momentum, and needs "
+                    f"optimizer.{name}.momentum above 0 (or false)"
                 ],
             )
             for name in ("sgd", "muon")
@@ -291,7 +291,7 @@ def test_what_fits(overrides: list[str]) -> None:
                     for key in ("optimizer", "parameters")
                 ],
             )
-            for name in IN_BLOCKS
+            for name in UPDATES_MATRICES
         ),
         (
             ["optimizer.name=muon", "memory.parameters=disk", "layout.zero=3"],
@@ -306,7 +306,7 @@ def test_what_fits(overrides: list[str]) -> None:
         ),
         (
             ["optimizer.name=sgd", "optimizer.beta2=0.99"],
-            ['optimizer.beta2=0.99: has no effect on optimizer.name = "sgd" (leave it out)'],
+            ['optimizer.beta2=0.99: has no effect with optimizer.name = "sgd" (leave it out)'],
         ),
         (["batch.ramp_from=4"], ["batch.ramp_from=4: needs batch.ramp_steps of at least 1"]),
         (["batch.ramp_steps=4"], ["batch.ramp_steps=4: needs batch.ramp_from of at least 1"]),
@@ -366,9 +366,11 @@ def test_what_another_optimizer_had_of_its_own_may_stay_in_a_stored_deck() -> No
     """As a run goes on with another one (optimizer.restart)."""
     keys = ("name=sgd", "momentum=0.9", "nesterov=true")
     stored, lion = deck_text(parse_deck(DECK, [f"optimizer.{key}" for key in keys])), "optimizer.name=lion"
-    assert parse_deck(stored, [lion], includes=False).optimizer.momentum == 0.9
+    assert parse_deck(stored, [lion], includes=False).optimizer.rule == LionTable()
     for name, value in (("momentum", "0.8"), ("nesterov", "true")):
-        with pytest.raises(HpctrainError, match=f'{name}={value}: has no effect on optimizer.name = "lion"'):
+        with pytest.raises(
+            HpctrainError, match=f'{name}={value}: has no effect with optimizer.name = "lion"'
+        ):
             parse_deck(stored, [lion, f"optimizer.{name}={value}"], includes=False)
 
 

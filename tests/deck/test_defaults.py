@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+from hpctrain.deck.optimizer import AdafactorTable, AdamWTable, LionTable, ScheduleFreeTable
 from hpctrain.deck.read import deck_text, parse_deck
 from tests.deck.small_text import SMALL
 
@@ -19,17 +20,22 @@ def test_defaults_that_follow_other_keys() -> None:
     assert deck.layout.data is None
     llama = parse_deck(SMALL, ["model.family=llama", "model.hidden=512"])
     assert (llama.model.mlp, llama.model.tied) == (1536, False)
-    assert deck.optimizer.beta2 == parse_deck(SMALL, ["optimizer.name=sgd"]).optimizer.beta2 == 0.95
-    assert parse_deck(deck_text(deck), ["optimizer.name=lion"]).optimizer.beta2 == 0.99
-    assert parse_deck(SMALL, ["optimizer.name=lion", "optimizer.beta2=0.95"]).optimizer.beta2 == 0.95
-    for name, momentum, nesterov in (("sgd", 0.0, False), ("muon", 0.95, True), ("adamw", 0.0, False)):
-        keys = parse_deck(deck_text(deck), [f"optimizer.name={name}"]).optimizer
-        assert (keys.momentum, keys.nesterov) == (momentum, nesterov)
+    assert deck.optimizer.rule == AdamWTable(beta2=0.95)
+    assert parse_deck(deck_text(deck), ["optimizer.name=lion"]).optimizer.rule == LionTable(beta2=0.99)
+    lion = parse_deck(SMALL, ["optimizer.name=lion", "optimizer.beta2=0.95"])
+    assert lion.optimizer.rule == LionTable(beta2=0.95)
+    for name, momentum, nesterov in (("sgd", 0.0, False), ("muon", 0.95, True)):
+        changed = parse_deck(deck_text(deck), [f"optimizer.name={name}"])
+        keys = (changed.value(f"optimizer.{name}.{key}") for key in ("momentum", "nesterov"))
+        assert tuple(keys) == (momentum, nesterov)
     muon = parse_deck(SMALL, ["optimizer.name=muon"])
-    assert not parse_deck(deck_text(muon), ["optimizer.momentum=0"]).optimizer.nesterov
+    changed = parse_deck(deck_text(muon), ["optimizer.muon.momentum=0"])
+    assert changed.value("optimizer.muon.nesterov") is False
     free = parse_deck(deck_text(deck), ["optimizer.name=schedule-free"])
-    assert (free.optimizer.beta2, free.learning_rate.decay) == (0.999, "constant")
-    assert parse_deck(deck_text(deck), ["optimizer.name=adafactor"]).optimizer.beta1 == 0.0
+    assert free.optimizer.rule == ScheduleFreeTable(beta2=0.999)
+    assert free.learning_rate.decay == "constant"
+    adafactor = parse_deck(deck_text(deck), ["optimizer.name=adafactor"])
+    assert adafactor.optimizer.rule == AdafactorTable(beta1=0.0)
     assert parse_deck(deck_text(free), ["optimizer.name=adamw"]).learning_rate.decay == "cosine"
 
 

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hpctrain.deck.key import table_of
 from hpctrain.deck.reference import reference_text
 from hpctrain.deck.resume_rules import RESUME_RULES, keys_of_policy
-from hpctrain.deck.schema import fields, sections
+from hpctrain.deck.schema import fields, sections, tables
 from hpctrain.deck.words import row_of
 
 
 def schema_keys() -> Iterator[str]:
-    for section in sections():
-        for name, field in fields(section).items():
-            yield f"{section}.{name}"
-            inner = table_of(field) or row_of(field)
-            if inner is not None:
-                yield from (f"{section}.{name}.{each}" for each in inner.model_fields)
+    for table in tables():
+        for name, field in fields(table).items():
+            yield f"{table}.{name}"
+            if (row := row_of(field)) is not None:
+                yield from (f"{table}.{name}.{each}" for each in row.model_fields)
 
 
 def test_table_has_exactly_the_keys_of_the_schema() -> None:
@@ -48,8 +46,9 @@ def test_reference_contains_the_rule_of_each_key() -> None:
 def test_keys_with_a_fresh_optimizer() -> None:
     assert keys_of_policy("fresh optimizer") == (
         "optimizer.name",
-        "optimizer.matrices",
-        "optimizer.momentum",
-        "optimizer.beta1",
+        "optimizer.sgd.momentum",
+        "optimizer.adafactor.beta1",
+        "optimizer.muon.matrices",
+        "optimizer.muon.momentum",
         "communication.compress",
     )

@@ -58,18 +58,18 @@ def test_all_linear_layers_but_what_is_left_out_multiply_in_8_bits(world: World,
             ],
         ),
         ("model.frozen", ["*"], ["leaves nothing to train (leave out a pattern)"]),
-        ("optimizer.matrices", ["blocks.*", "*norm*"], []),
-        ("optimizer.matrices", ["*"], []),
-        ("optimizer.matrices", ["blocks.*", "y", "x"], [f'no parameter is called "{x}"' for x in "yx"]),
+        ("optimizer.muon.matrices", ["blocks.*", "*norm*"], []),
+        ("optimizer.muon.matrices", ["*"], []),
+        ("optimizer.muon.matrices", ["blocks.*", "y", "x"], [f'no parameter is called "{x}"' for x in "yx"]),
         (
-            "optimizer.matrices",
+            "optimizer.muon.matrices",
             ["blocks.1.*.up.weight"],
             [
                 "names blocks.1.feed_forward.up.weight, but not blocks.1.feed_forward.gate.weight, "
                 "which lies with it in memory"
             ],
         ),
-        ("optimizer.matrices", ["*norm*"], ["names no matrix"]),
+        ("optimizer.muon.matrices", ["*norm*"], ["names no matrix"]),
         (
             "precision.fp8_exclude",
             ["head", "embedding.*", "*.down", "blocks.1.attention.output.weight"],
@@ -109,7 +109,7 @@ def test_biases_are_frozen_without_their_weights_but_not_without_each_other() ->
 
 
 def test_a_run_tells_all_of_them(world: World) -> None:
-    keys = 'model.frozen=["a"]', 'optimizer.matrices=["b"]', 'precision.fp8_exclude=["c"]'
+    keys = 'model.frozen=["a"]', 'optimizer.muon.matrices=["b"]', 'precision.fp8_exclude=["c"]'
     deck, alone = small_deck(*ALL, *keys), world.alone()
     told = tuple(deck.problem(each.key, each.sentence) for each in named_problems(deck))
     assert len(told) == 3
@@ -120,9 +120,9 @@ def test_a_run_tells_all_of_them(world: World) -> None:
 
 
 def test_a_miniature_without_what_patterns_name_is_no_reason_to_refuse(world: World) -> None:
-    deck = small_deck(*ALL, "model.layers=5", 'optimizer.matrices=["blocks.1.*"]')
+    deck = small_deck(*ALL, "model.layers=5", 'optimizer.muon.matrices=["blocks.1.*"]')
     verify_layout(deck, world.alone(), Mesh(world.alone(), {}))
-    assert miniature(deck).optimizer.matrices == ("blocks.*",)
+    assert miniature(deck).value("optimizer.muon.matrices") == ("blocks.*",)
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)

@@ -49,7 +49,7 @@ TIMED: Mapping[str, object] = {
     "communication.local_steps": 1,
     "layout.replicas": 1,
     "memory.activation_format": "exact",
-    "optimizer.matrices": ("blocks.*",),
+    "optimizer.muon.matrices": ("blocks.*",),
     "precision.fp8_gather": False,
     "precision.fp8_messages": False,
 }
@@ -126,7 +126,8 @@ def plan_step(deck: Deck, ranks: int, vocabulary: int, machine: Machine) -> Step
     counted, tokens = count(shape), deck.batch.global_size * deck.batch.sequence
     again = counted.recomputed_flops_per_token(deck.memory.recompute)
     flops = counted.flops_per_token * tokens
-    untold = tuple(f"{key} = {deck.value(key)}" for key, value in TIMED.items() if deck.value(key) != value)
+    values = {key: deck.value(key) for key in TIMED}
+    untold = tuple(f"{key} = {value}" for key, value in values.items() if value not in {None, TIMED[key]})
     of_kinds = ranks_of_kinds(machine, ranks, at.ranks_per_node)
     peaks = sum(each.products_of(at.form).peak * share for each, share in of_kinds)
     peak, steps = peaks / ranks, deck.run.steps

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.work import SequentialWork, Work
+from hpctrain.deck.optimizer import AdamWTable
 from hpctrain.deck.schema import Deck
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.compression.codecs import Sign
@@ -38,7 +39,9 @@ class OneBitMomentum:
     @staticmethod
     def of(deck: Deck, bucket: Bucket) -> OneBitMomentum:
         """That of a deck, whose optimizer is AdamW."""
-        return OneBitMomentum(bucket, deck.optimizer.beta1, deck.communication.warmup)
+        rule = deck.optimizer.rule
+        assert isinstance(rule, AdamWTable)
+        return OneBitMomentum(bucket, rule.beta1, deck.communication.warmup)
 
     @property
     def scratch_bytes(self) -> int:

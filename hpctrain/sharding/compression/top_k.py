@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.work import SequentialWork, Work
+from hpctrain.deck.optimizer import SgdTable
 from hpctrain.deck.schema import Deck
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.reducer import ExactReduction, GradientReduction
@@ -41,8 +42,8 @@ class TopK:
     @staticmethod
     def of(deck: Deck, bucket: Bucket) -> GradientReduction:
         """That of a deck; exact where everything would be sent, or a rank is alone without momentum."""
-        keys, optimizer = deck.communication, deck.optimizer
-        momentum = optimizer.momentum if optimizer.name == "sgd" else 0.0
+        keys, rule = deck.communication, deck.optimizer.rule
+        momentum = rule.momentum if isinstance(rule, SgdTable) else 0.0
         if keys.ratio == 1 or (bucket.sharding.group.size == 1 and not momentum):
             return ExactReduction(bucket)
         return TopK(bucket, keys.ratio, momentum, keys.warmup)

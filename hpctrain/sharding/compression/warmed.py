@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from torch import Tensor
 
 from hpctrain.comm.work import Work
+from hpctrain.deck.optimizer import SgdTable
 from hpctrain.deck.schema import Deck
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.compression.between import between_nodes
@@ -63,7 +64,7 @@ def exact_at_first(
 
 def momentum_given_after(deck: Deck) -> int | None:
     """After how many updates sums come with the momentum in them, and the optimizer has none of its own."""
-    keys, optimizer = deck.communication, deck.optimizer
+    keys, rule = deck.communication, deck.optimizer.rule
     given = keys.compress == "onebit"
-    given |= keys.compress == "topk" and keys.ratio < 1 and optimizer.name == "sgd" and optimizer.momentum > 0
+    given |= keys.compress == "topk" and keys.ratio < 1 and isinstance(rule, SgdTable) and rule.momentum > 0
     return keys.warmup if given else None

@@ -28,7 +28,11 @@ def test_a_converted_deck_can_be_read() -> None:
     assert (deck.model.family, deck.model.query_key_norm, deck.model.tied) == ("llama", "head", False)
     assert (deck.layout.tensor, deck.layout.zero, deck.layout.sequence_parallel) == (2, 1, True)
     assert (deck.batch.global_size, deck.batch.sequence) == (8, 128)
-    assert (deck.optimizer.beta2, deck.learning_rate.floor, deck.model.dropout) == (0.999, 0.1, 0.1)
+    assert (deck.value("optimizer.adamw.beta2"), deck.learning_rate.floor, deck.model.dropout) == (
+        0.999,
+        0.1,
+        0.1,
+    )
     assert "\nbeta2 = 0.999  # Megatron-LM's default\n" in text
     assert "\n# tokens =   # required: Token file of `hpctrain prepare`" in text
     assert "does not express" not in text

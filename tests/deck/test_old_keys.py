@@ -1,0 +1,113 @@
+"""Tests of tables that a key selects, and of decks that have keys by their old names."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpctrain.deck.old_keys import OLD_KEYS, new_names
+from hpctrain.deck.optimizer import AdamWTable, LionTable, MuonTable, SgdTable
+from hpctrain.deck.read import deck_text, parse_deck
+from hpctrain.deck.schema import Deck, field_of
+from hpctrain.errors import HpctrainError
+
+SMALL = """
+[run]
+steps = 20
+[model]
+family = "gpt2"
+layers = 2
+hidden = 32
+heads = 2
+[data]
+tokens = "tokens.h5"
+[batch]
+global_size = 8
+sequence = 16
+"""
+
+
+def read(text: str, *overrides: str) -> Deck:
+    deck = parse_deck(SMALL + text, overrides)
+    assert parse_deck(deck_text(deck)) == deck
+    return deck
+
+
+def problems(text: str, *overrides: str, includes: bool = True) -> list[str]:
+    with pytest.raises(HpctrainError) as raised:
+        parse_deck(SMALL + text, overrides, includes=includes)
+    return [*raised.value.problems]
+
+
+def test_a_table_selects_itself() -> None:
+    deck = read("[optimizer]\nclip = 2.0\n[optimizer.muon]\nmomentum = 0.5\n")
+    assert (deck.optimizer.name, deck.optimizer.clip) == ("muon", 2.0)
+    assert deck.optimizer.rule == MuonTable(momentum=0.5, nesterov=True)
+    assert read("", "optimizer.sgd.momentum=0.5").optimizer.rule == SgdTable(momentum=0.5)
+    assert read("[optimizer]\nlion = {beta1 = 0.5}\n").optimizer.rule == LionTable(beta1=0.5)
+    assert read("").optimizer.rule == AdamWTable()
+
+
+def test_a_table_that_is_not_selected_is_a_contradiction() -> None:
+    text = '[optimizer]\nname = "adamw"\n[optimizer.muon]\nmomentum = 0.5\n'
+    assert problems(text) == [
+        'deck.toml:16: [optimizer.muon] is for optimizer.name = "muon", but deck.toml:15 has "adamw" '
+        "(leave one of them out)"
+    ]
+    assert problems("[optimizer.muon]\nmomentum = 0.5\n[optimizer.sgd]\nmomentum = 0.5\n") == [
+        'deck.toml:16: [optimizer.sgd] is for optimizer.name = "sgd", but deck.toml:14 has "muon" '
+        "(leave one of them out)"
+    ]
+    assert problems('[optimizer]\nname = "sgd"\n', "optimizer.muon.momentum=0.5") == [
+        '--set optimizer.muon.momentum=0.5: is for optimizer.name = "muon", but deck.toml:15 has "sgd" '
+        "(leave one of them out)"
+    ]
+
+
+def test_another_choice_replaces_the_table_below() -> None:
+    text = '[optimizer]\nname = "muon"\n[optimizer.muon]\nmomentum = 0.5\n'
+    assert read(text, "optimizer.name=sgd").optimizer.rule == SgdTable()
+    assert read(text, "optimizer.name=sgd", "optimizer.sgd.momentum=0.1").optimizer.rule == SgdTable(
+        momentum=0.1
+    )
+    assert read(text, "optimizer.muon.momentum=0.1").optimizer.rule == MuonTable(momentum=0.1, nesterov=True)
+    assert read(text, "optimizer.name=").optimizer.rule == AdamWTable()
+    assert read(text, "optimizer.muon.momentum=").optimizer.rule == MuonTable(nesterov=True)
+
+
+def test_what_is_wrong_within_a_table_is_told_at_its_line() -> None:
+    text = '[optimizer.muon]\nmomentum = 2.0\nmomentom = 0.5\nnewton_schulz = "fp8"\nbeta1 = 0.9\n'
+    assert problems(text) == [
+        "deck.toml:15: optimizer.muon.momentum = 2.0: must be a number from 0 to below 1",
+        "deck.toml:16: optimizer.muon.momentom = 0.5: unknown key (did you mean optimizer.muon.momentum?)",
+        'deck.toml:17: optimizer.muon.newton_schulz = "fp8": must be "bf16" or "fp32"',
+    ]
+    assert problems("", "optimizer.muon.momentum=2.0") == [
+        "--set optimizer.muon.momentum=2.0: must be a number from 0 to below 1"
+    ]
+
+
+def test_old_keys_are_read_under_their_new_names() -> None:
+    deck = read('[optimizer]\nname = "sgd"\nmomentum = 0.5\nnesterov = true\n')
+    assert deck.optimizer.rule == SgdTable(momentum=0.5, nesterov=True)
+    assert read("[optimizer.lion]\nbeta1 = 0.8\n", "optimizer.beta2=0.5").optimizer.rule == LionTable(
+        beta1=0.8, beta2=0.5
+    )
+    new = deck_text(deck)
+    assert parse_deck(new, ["optimizer.momentum=0.1"]).value("optimizer.sgd.momentum") == 0.1
+    unset = parse_deck(new, ["optimizer.momentum=", "optimizer.nesterov="])
+    assert unset.optimizer.rule == SgdTable()
+
+
+def test_an_old_key_without_effect_may_have_its_default_only() -> None:
+    text = '[optimizer]\nname = "sgd"\nbeta1 = 0.9\nbeta2 = {}\n'
+    assert read(text.format(0.95)).optimizer.rule == SgdTable()
+    expected = 'deck.toml:17: optimizer.beta2 = 0.5: has no effect with optimizer.name = "sgd" (leave it out)'
+    assert problems(text.format(0.5)) == [expected]
+    stored = parse_deck(SMALL + text.format(0.5), includes=False)
+    assert stored.optimizer.rule == SgdTable()
+
+
+def test_each_old_key_has_a_new_one() -> None:
+    for key in OLD_KEYS:
+        assert new_names(key), key
+        assert all(field_of(name) is not None for name in new_names(key)), key
