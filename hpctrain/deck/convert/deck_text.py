@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from pydantic.fields import FieldInfo
 
@@ -14,8 +16,10 @@ from hpctrain.deck.convert.megatron import convert_script
 from hpctrain.deck.convert.rules import Conversion
 from hpctrain.deck.convert.script import parse_arguments
 from hpctrain.deck.key import extra
-from hpctrain.deck.schema import fields, sections
-from hpctrain.deck.sources import toml_value
+from hpctrain.deck.nested import table_in
+from hpctrain.deck.old_keys import rename_keys
+from hpctrain.deck.schema import fields, tables
+from hpctrain.deck.sources import Place, toml_value
 from hpctrain.errors import HpctrainError, failing_as
 from hpctrain.files import parse_json, read_text
 
@@ -78,17 +82,32 @@ def _text(name: str, conversion: Conversion) -> str:
             lines += _comment(f"  {option}: {reason}")
     if conversion.unneeded:
         lines += ["#", *_comment(f"Options that need no key: {', '.join(conversion.unneeded)}.")]
-    for section in sections():
-        rows = list(_rows(section, conversion))
+    conversion = _with_tables(conversion)
+    for table in tables():
+        rows = list(_rows(table, conversion))
         if rows:
-            lines += ["", f"[{section}]", *rows]
+            lines += ["", f"[{table}]", *rows]
     return "\n".join(lines) + "\n"
 
 
-def _rows(section: str, conversion: Conversion) -> Iterator[str]:
-    """Yield the lines of a section: its keys, and required ones that are missing as comments."""
-    for name, description in fields(section).items():
-        key = f"{section}.{name}"
+def _with_tables(conversion: Conversion) -> Conversion:
+    """Return the conversion with keys in the tables that its choices select, such as [optimizer.adamw]."""
+    values: dict[str, Any] = {}
+    for key, value in conversion.keys.items():
+        table, _, name = key.rpartition(".")
+        table_in(values, table)[name] = value
+    places = dict.fromkeys(conversion.keys, Place(conversion.program))
+    names = {each.old: each.new for each in rename_keys(values, places, lambda _: False)}
+    keys = {names.get(key, key): value for key, value in conversion.keys.items()}
+    return replace(conversion, keys=keys, defaults={names.get(key, key) for key in conversion.defaults})
+
+
+def _rows(table: str, conversion: Conversion) -> Iterator[str]:
+    """Yield the lines of a table: its keys, and required ones that are missing as comments."""
+    if "." in table and not any(key.startswith(f"{table}.") for key in conversion.keys):
+        return
+    for name, description in fields(table).items():
+        key = f"{table}.{name}"
         if key in conversion.keys:
             default = f"  # {conversion.program}'s default" if key in conversion.defaults else ""
             yield f"{name} = {toml_value(conversion.keys[key])}{default}"

@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from hpctrain.deck.schema import fields
+from hpctrain.deck.old_keys import current_field
 from hpctrain.deck.sources import clipped
 from hpctrain.deck.words import wanted
 from hpctrain.words import either
@@ -150,8 +150,8 @@ def apply_rules(program: str, options: SourceOptions, rules: Mapping[str, Rule])
 def _require_valid(keys: Mapping[str, object]) -> None:
     """Raise UnsupportedOptionError if a value is outside the bounds of its key."""
     for key, value in keys.items():
-        section, _, name = key.partition(".")
-        description = fields(section)[name]
+        description = current_field(key)
+        assert description is not None
         kind: Any = description.annotation
         for constraint in description.metadata:
             kind = Annotated[kind, constraint]
