@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from hpctrain.deck.check_layout import schedule_problems
 from hpctrain.deck.code import is_target
-from hpctrain.deck.optimizer import IN_BLOCKS, UPDATES_MATRICES
+from hpctrain.deck.optimizer import UPDATES_MATRICES
 from hpctrain.deck.problem import Problem, multiples
 from hpctrain.deck.schema import Deck, fields
 from hpctrain.deck.user_module import MODULE_KEYS, ONLY_OF_MODULES, TARGETS
