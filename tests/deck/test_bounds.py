@@ -1,4 +1,4 @@
-"""Decks beyond all bounds, and names that no deck can be read from: sentences with their place."""
+"""Tests of the bounds of decks: messages name the place in decks that exceed them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def deck(tmp_path: Path) -> Path:
         (f"{'.'.join('a' * 3000)} = 1", f"a.a: more than {DEEPEST} names deep"),
     ],
 )
-def test_what_no_deck_needs(deck: Path, line: str, sentence: str) -> None:
+def test_a_bound_that_is_exceeded_is_an_error(deck: Path, line: str, sentence: str) -> None:
     text = SMALL.replace("[layout]\ntensor = 1", f"[layout]\n{line}")
     deck.write_text(text)
     number = text.splitlines().index("[layout]") + 2
@@ -56,13 +56,13 @@ def test_what_no_deck_needs(deck: Path, line: str, sentence: str) -> None:
     assert found.startswith(f"deck.toml:{number}: {sentence}"), found
 
 
-def test_more_keys_than_any_deck_has(deck: Path) -> None:
+def test_too_many_keys_are_an_error(deck: Path) -> None:
     deck.write_text("[layout]\n" + "".join(f"k{number} = 1\n" for number in range(3000)))
     last = MOST_KEYS - 1
     assert told(deck) == f"deck.toml:{last + 2}: layout.k{last}: more than {MOST_KEYS} keys in one deck"
 
 
-def test_whole_numbers_have_64_bits() -> None:
+def test_integers_have_64_bits() -> None:
     assert all(
         map(
             fits_64_bits,
@@ -92,7 +92,7 @@ def test_names_that_cannot_be_included(deck: Path) -> None:
         assert "\0" not in found
 
 
-def test_decks_that_are_no_files_to_read(deck: Path) -> None:
+def test_decks_that_are_not_files(deck: Path) -> None:
     os.mkfifo(deck)
     assert told(deck) == "deck.toml: cannot be read: not a regular file"
     deck.unlink()
@@ -102,7 +102,7 @@ def test_decks_that_are_no_files_to_read(deck: Path) -> None:
         read_deck(deck.parent / "\udcff.toml")
 
 
-def test_includes_that_double(deck: Path) -> None:
+def test_the_number_of_included_files_is_bounded(deck: Path) -> None:
     for number in range(19):
         name = f"{number}.toml" if number else "deck.toml"
         (deck.parent / name).write_text(f'include = ["{number + 1}.toml", "{number + 1}.toml"]\n')
@@ -119,7 +119,7 @@ def test_arguments_are_bounded_like_decks(value: str) -> None:
     assert len(sentence) < 400
 
 
-def test_a_model_whose_name_no_file_can_have(deck: Path) -> None:
+def test_a_model_name_that_is_not_a_file_name(deck: Path) -> None:
     def look(path: str) -> dict[str, object]:
         Path(path).stat()
         return {}

@@ -1,4 +1,4 @@
-"""[model] from: the keys that a model settles, those that contradict it, and its name everywhere."""
+"""Tests of `model.from`: keys that the model settles, and keys that contradict it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def problems(text: str, *overrides: str, keys: Mapping[str, object] = GPT2) -> t
 
 
 @pytest.mark.parametrize("keys", [GPT2, LLAMA], ids=["gpt2", "llama"])
-def test_what_a_deck_leaves_out_is_the_models(keys: Mapping[str, object]) -> None:
+def test_keys_that_the_deck_leaves_out_are_those_of_the_model(keys: Mapping[str, object]) -> None:
     reader = Reader(keys)
     deck = parse_deck(DECK, read_source=reader)
     assert reader.asked == ["models/small"]
@@ -76,7 +76,7 @@ def test_from_is_set_and_unset_on_the_command_line() -> None:
     assert "# from: none: random weights\n" in deck_text(parse_deck(without, ["model.from="]))
 
 
-def test_keys_that_contradict_the_model_are_told_with_their_lines() -> None:
+def test_keys_that_contradict_the_model_are_errors() -> None:
     text = DECK.replace("[data]", "layers = 2\nnorm_epsilon = 1e-5\n[data]")
     name = 'model.from = "models/small"'
     assert problems(text) == (
@@ -105,7 +105,7 @@ def test_vocabularies_grow_and_positions_may_be_fewer() -> None:
     assert parse_deck(DECK, ["batch.sequence=640"], read_source=Reader(LLAMA)).batch.sequence == 640
 
 
-def test_models_that_cannot_be_read_are_told_where_they_are_named(tmp_path: Path) -> None:
+def test_models_that_cannot_be_read_are_reported_at_their_key(tmp_path: Path) -> None:
     def fail(path: str) -> Mapping[str, object]:
         raise InputOutputError(f"{path}: no such checkpoint")
 
@@ -125,12 +125,12 @@ def test_models_that_cannot_be_read_are_told_where_they_are_named(tmp_path: Path
     )
 
 
-def test_the_reference_says_from() -> None:
+def test_the_reference_lists_from() -> None:
     text = reference_text("model")
     assert "\n  from " in text and "source" not in text
 
 
-def test_a_stored_deck_includes_nothing(tmp_path: Path) -> None:
+def test_a_stored_deck_cannot_include_files(tmp_path: Path) -> None:
     (tmp_path / "base.toml").write_text("[run]\nsteps = 3\n")
     text = f'include = "{tmp_path / "base.toml"}"\n' + DECK
     with pytest.raises(HpctrainError, match=r"^deck.toml:1: include: a deck that is stored in a file cannot"):

@@ -1,4 +1,4 @@
-"""Files, included files and `--set` arguments."""
+"""Tests of deck/gather.py: files, included files and `--set` arguments are combined."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_windows_text_with_a_byte_order_mark(tmp_path: Path) -> None:
         read_deck(path)
 
 
-def test_bytes_that_are_no_text(tmp_path: Path) -> None:
+def test_bytes_that_are_not_text(tmp_path: Path) -> None:
     path = tmp_path / "deck.toml"
     path.write_bytes(b"[run]\n\xff\xfe")
     with pytest.raises(HpctrainError) as caught:
@@ -80,7 +80,7 @@ def test_problems_name_the_included_file_and_its_line(folder: Path) -> None:
     )
 
 
-def test_circles_and_missing_files_and_wrong_types(folder: Path) -> None:
+def test_wrong_includes(folder: Path) -> None:
     (folder / "a.toml").write_text('include = ["b.toml", "c.toml"]\n[run]\nstep = 1\n')
     (folder / "b.toml").write_text('\ninclude = "a.toml"\n')
     with pytest.raises(HpctrainError) as caught:
@@ -105,7 +105,7 @@ def test_only_a_missing_include_is_a_failure_of_input(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["common", "~", "x" * 300, "\\u0000"])
-def test_an_include_that_no_file_can_be_is_a_mistake(folder: Path, name: str) -> None:
+def test_an_include_that_is_not_a_file_name_is_an_error(folder: Path, name: str) -> None:
     (folder / "a.toml").write_text(f'include = "{name}"\n[run]\nsteps = 1\n')
     with pytest.raises(HpctrainError, match=r"^a\.toml:1: include") as caught:
         read_deck("a.toml")
@@ -175,7 +175,7 @@ def test_wrong_overrides(override: str, told: str) -> None:
     assert problems(SMALL, override)[0] == told
 
 
-def test_what_was_chosen_is_left_open_again() -> None:
+def test_chosen_keys_are_chosen_again() -> None:
     """Of a deck that a run has written: what the user gave stays, but for the whole section."""
     text = changed("[layout]", "[layout]\nzero = 1\nchosen = ['layout.tensor', 'batch.micro_size']")
     text = text.replace("[batch]", "[batch]\nmicro_size = 4")

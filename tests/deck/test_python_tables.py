@@ -28,7 +28,7 @@ def test_sections_and_dotted_names_make_one_deck() -> None:
     assert parse_deck(tables_to_toml(given)) == parse_deck(DECK, ["model.initial_std=0.5"])
 
 
-def test_toml_reads_back_what_was_given() -> None:
+def test_values_survive_a_round_trip() -> None:
     given = {
         "layout": "auto",
         "model": {"frozen": ["a*", 'q"uote'], "arguments": {"a b": {"deep": [1, True]}}},
@@ -38,7 +38,7 @@ def test_toml_reads_back_what_was_given() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("tables", "message"),
     [
         ({"run": {"steps": object()}}, r"^run\.steps: an object cannot be a value of a deck"),
         ({"run.steps": {1}}, r"^run\.steps: a set cannot be"),
@@ -47,6 +47,6 @@ def test_toml_reads_back_what_was_given() -> None:
         ({"run": {"notes": [None]}}, r"^run\.notes: None cannot be"),
     ],
 )
-def test_values_that_toml_does_not_have_are_errors(given: Any, told: str) -> None:
-    with pytest.raises(HpctrainError, match=told):
-        tables_to_toml(given)
+def test_values_that_toml_does_not_have_are_errors(tables: Any, message: str) -> None:
+    with pytest.raises(HpctrainError, match=message):
+        tables_to_toml(tables)

@@ -1,4 +1,4 @@
-"""Texts that are no TOML."""
+"""Tests of deck/toml.py: messages about text that is not TOML."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.deck.small_text import problems
         ("[run]\nsteps = 1\n\n[run]\n", "deck.toml:4: run is given twice, first on line 1"),
     ],
 )
-def test_text_that_is_no_toml(text: str, told: str) -> None:
+def test_text_that_is_not_toml(text: str, told: str) -> None:
     found = problems(text)
     assert [sentence.replace("'", '"') for sentence in found] == [told.replace("'", '"')]
 

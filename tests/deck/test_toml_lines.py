@@ -1,3 +1,5 @@
+"""Tests of deck/toml_lines.py: the line of each key of a TOML text."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -40,7 +42,7 @@ size = 1
 '''
 
 
-def test_tricky_text() -> None:
+def test_keys_are_found_among_comments_strings_and_brackets() -> None:
     assert key_lines(TRICKY) == {
         ("title",): 2,
         ("run",): 3,
@@ -80,12 +82,12 @@ def test_tricky_text() -> None:
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
-def test_line_ends(end: str) -> None:
+def test_lines_end_with_any_convention(end: str) -> None:
     assert key_lines(end.join(["[a]", "", "b = 1", "c = [", "1,", "]", "d = 2"]))[("a", "d")] == 7
 
 
 @pytest.mark.parametrize("text", ["a", "a = [1", 'a = "x', "[a", "= 1", "a = {b 1}", "\x00"])
-def test_no_toml(text: str) -> None:
+def test_other_text_is_an_error(text: str) -> None:
     with pytest.raises(ValueError, match="line 1"):
         key_lines(text)
 
@@ -126,7 +128,7 @@ values = some.recursive(
 
 @settings(max_examples=150, deadline=None)
 @given(some.dictionaries(names, some.dictionaries(names, values, max_size=3), min_size=1, max_size=3))
-def test_every_key_of_any_text_is_on_the_line_where_it_was_written(tables: dict[str, dict[str, str]]) -> None:
+def test_every_key_has_the_line_where_it_was_written(tables: dict[str, dict[str, str]]) -> None:
     tomllib: Any = pytest.importorskip("tomllib")
     text, lines = "", {}
     for section, table in tables.items():

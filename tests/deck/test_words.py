@@ -1,4 +1,4 @@
-"""What is said of a wrong key, section or value."""
+"""Tests of deck/words.py: messages about wrong keys, sections and values."""
 
 from __future__ import annotations
 
