@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hpctrain.comm import audited_sum
 from hpctrain.comm.calls import Call
 from hpctrain.comm.device import on_host
 from hpctrain.comm.group import Group
@@ -32,10 +31,15 @@ CallObserver = Callable[[Call, Traffic], "TransportWork | None"]
 """What is told of every call that a planned group makes; it may give what is then waited for."""
 
 
+ReductionBytes = Callable[[int, int, int, bool], int]
+"""Host memory, in bytes, that reductions of a transport decorator use; a function of the number of elements,
+their size in bytes, the number of ranks, and whether each rank gets a part of the result only."""
+
+
 class PlannedTransport(Transport):
     """Completes every call at once, unless who hears of it wants otherwise; small values are the same on all
     ranks. Its memory is that of MPI, or, if `shared`, of ranks on `nodes`, None where each has its own, which
-    see each other's there. If `audited`, sums receive what is to be added.
+    see each other's there. `reduction_bytes` is that of a decorator, which reductions then use.
     """
 
     def __init__(
@@ -45,10 +49,10 @@ class PlannedTransport(Transport):
         heard: CallObserver | None = None,
         shared: bool = False,
         nodes: Sequence[int] | None = None,
-        audited: bool = False,
+        reduction_bytes: ReductionBytes | None = None,
     ) -> None:
         self.rank, self.size, self.heard, self.nodes = rank, size, heard, nodes
-        self.audited = audited
+        self.reduction_bytes = reduction_bytes
         self.local = ranks_per_node_of(nodes) if shared and nodes is not None else 0
         self.sharers = max(1, self.local)
 
@@ -69,8 +73,8 @@ class PlannedTransport(Transport):
 
     @override
     def scratch_bytes(self, elements: int, itemsize: int, scattered: bool = False) -> int:
-        if self.audited and self.size > 1:
-            return audited_sum.scratch_bytes(elements, itemsize, self.size, scattered)
+        if self.reduction_bytes is not None and self.size > 1:
+            return self.reduction_bytes(elements, itemsize, self.size, scattered)
         if self.local > 1 and elements * itemsize >= SHARED_BYTES:
             if self.local == self.size:
                 return 0
@@ -123,8 +127,9 @@ class PlannedMesh:
     """What groups are asked of a mesh, at the `place` of one rank among those of a pipeline stage.
 
     A node has `ranks_per_node` of its ranks, in their order, which would compute on `device` and, by the
-    `transport`, see each other's memory; `audited` is as PlannedTransport's. `heard`, where there is one, is
-    told of every call. With `echo` groups have memory of the host, where calls give back what they are given.
+    `transport`, see each other's memory; `reduction_bytes` is as PlannedTransport's. `heard`, where there is
+    one, is told of every call. With `echo` groups have memory of the host, where calls give back what they
+    are given.
     """
 
     def __init__(
@@ -137,10 +142,10 @@ class PlannedMesh:
         device: torch.device = HOST,
         place: int = 0,
         transport: str = "mpi",
-        audited: bool = False,
+        reduction_bytes: ReductionBytes | None = None,
     ) -> None:
         self._shared = transport in {"auto", "shared"} and on_host(device)
-        self._per_node, self._audited = ranks_per_node, audited
+        self._per_node, self._reduction_bytes = ranks_per_node, reduction_bytes
         self._along = {**expert_sizes(sizes), **sizes}
         self._heard, self._echo, self._device = heard, echo, device
         self._rank = stage * self._strides(AXES)["pipeline"] + place
@@ -175,7 +180,7 @@ class PlannedMesh:
         if self._echo:
             return planned_group(axes, rank, size, self.ledger, ranks, EchoTransport(rank, size), HOST)
         nodes = [each // self._per_node for each in ranks]
-        transport = PlannedTransport(rank, size, self._heard, self._shared, nodes, self._audited)
+        transport = PlannedTransport(rank, size, self._heard, self._shared, nodes, self._reduction_bytes)
         return planned_group(axes, rank, size, self.ledger, ranks, transport, META, self._device)
 
     def _ranks(self, axes: tuple[str, ...]) -> tuple[int, ...]:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import atexit
-import os
 
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
-from hpctrain.host.launcher_checks import check_srun
 from hpctrain.host.mpi_library import MPI, start_mpi
 
 ENDED = "MPI was ended in this process (World.finish()): start runs and load models before that"
@@ -21,7 +19,6 @@ def single_world(device: str = "auto") -> World:
     if MPI.Is_finalized():
         raise HpctrainError(ENDED)
     if not MPI.Is_initialized():
-        check_srun(os.environ)
         start_mpi()
         finalize_at_exit()
     world = World(MPI.COMM_SELF)

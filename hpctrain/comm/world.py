@@ -9,15 +9,14 @@ import sys
 import threading
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
-from hpctrain.comm.audit import Audit, Depth
-from hpctrain.comm.audited import around
 from hpctrain.comm.calls import Call
 from hpctrain.comm.check import CallChecks
 from hpctrain.comm.device import choose_device, gpu_count, on_host, peak_bytes, prepare_device, used_bytes
@@ -33,7 +32,7 @@ from hpctrain.comm.transports.reduction import ReductionScratch
 from hpctrain.comm.work import StartedWork
 from hpctrain.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, HpctrainError, UsersError
 from hpctrain.host.launcher import find_contradictions
-from hpctrain.host.launcher_checks import check_contradictions, check_launcher, check_srun
+from hpctrain.host.launcher_checks import check_contradictions, check_launcher
 from hpctrain.host.memory import is_out_of_memory
 from hpctrain.host.mpi_library import MPI, communicator_of, finalizes_between_nodes, start_mpi
 from hpctrain.host.shared_memory_cleanup import SegmentMarker, mark_segments, remove_stale_segments
@@ -43,6 +42,34 @@ Nodes = tuple[int, ...]
 
 GRACE_SECONDS = 5.0  # how long a rank with an error of its own waits for the others to end too
 SECONDS_FOR_OUTPUT = 0.2  # in which launchers fetch what ranks have written before these are ended
+
+
+class TransportDecorator(ABC):
+    """Extension point: object that wraps the transports of all groups of a world, such as to check messages.
+
+    Without a decorator, calls go to the transports directly.
+    """
+
+    @abstractmethod
+    def wrap(
+        self,
+        transports: TransportPair,
+        communicator: MPI.Intracomm,
+        ranks: Sequence[int],
+        scratch: ReductionScratch,
+    ) -> TransportPair:
+        """Return the transports that a new group uses instead of `transports`. Collective over its ranks.
+
+        Args:
+            transports: Transports for host memory and for the accelerator.
+            communicator: Communicator of the group. Other calls use it, so messages need a duplicate of it.
+            ranks: Ranks of the group in the whole world; at least two.
+            scratch: Memory that reductions may receive into.
+        """
+
+    @abstractmethod
+    def for_part(self) -> TransportDecorator:
+        """Return the decorator of a world that consists of some ranks of this one."""
 
 
 class World:
@@ -86,7 +113,8 @@ class World:
         self._memories: list[NodeMemory] = [] if whole is None else whole._memories
         self._under_way: set[StartedWork[Any]] = set() if whole is None else whole._under_way
         self._checks: CallChecks | None = None
-        self._audit: Audit | None = None
+        self.transport_decorator: TransportDecorator | None = None
+        """Decorator of the transports of groups that are made later; None if there is none."""
         self._link: EmulatedLink | None = None if whole is None else whole._link
         # Errors are agreed on here, apart from what the groups may have under way.
         self._control = communicator.Dup()
@@ -111,9 +139,8 @@ class World:
         job with exit code 70. HpctrainError where the launcher and MPI disagree, or the device is missing.
         """
         if not MPI.Is_initialized():
-            check_srun(os.environ)
             start_mpi()
-        check_launcher(os.environ, MPI.COMM_WORLD.size)
+        check_launcher(os.environ, MPI.COMM_WORLD.size, MPI.get_vendor()[0])
         world = cls(MPI.COMM_WORLD)
         begin(world)
         here = find_contradictions(os.environ, world.rank, world.local_rank, world.nodes)
@@ -169,21 +196,14 @@ class World:
         everyone = self.everyone
         everyone.host, everyone.accelerator = self._pair(self.communicator, self._ranks, "mpi")
 
-    @property
-    def auditing(self) -> Audit | None:
-        """Checker of the messages of groups that are made later; None if messages are not checked."""
-        return self._audit
+    def decorate_transports(self, decorator: TransportDecorator | None) -> None:
+        """Wrap the transports of `everyone`, and of groups that are made later. None ends this.
 
-    def audit(self, depth: Depth | Literal["off"]) -> Audit | None:
-        """Check what `everyone`, and groups made from here on, move and sum; what is to be settled, None
-        where nothing is checked. Collective.
+        Collective.
         """
-        if depth == ("off" if self._audit is None else self._audit.depth):
-            return self._audit
-        self._audit = None if depth == "off" else Audit(depth, self.ledger)
-        everyone = self.everyone
-        everyone.host, everyone.accelerator = self._pair(self.communicator, self._ranks, "mpi")
-        return self._audit
+        if decorator is not self.transport_decorator:
+            self.transport_decorator = decorator
+            self.everyone.host, self.everyone.accelerator = self._pair(self.communicator, self._ranks, "mpi")
 
     def alone(self) -> World:
         """A world of this rank alone, on the same device, with a ledger of its own."""
@@ -200,7 +220,8 @@ class World:
         assert isinstance(communicator, MPI.Intracomm) and communicator.size == len(ranks), ranks
         world = World(communicator, self)
         world.compare_calls(self._checks is not None)
-        world.audit("off" if self._audit is None else self._audit.depth)
+        decorator = self.transport_decorator
+        world.decorate_transports(None if decorator is None else decorator.for_part())
         return world
 
     def share_memory(self) -> str:
@@ -269,9 +290,9 @@ class World:
             times, apart = communicator.Dup(), nodes if self.topology.per_node else list(range(len(ranks)))
             slow = (EmulatedTransport(each, times, self._link, apart) for each in (host, accelerator))
             host, accelerator = next(slow), next(slow)
-        if self._audit is None or len(ranks) == 1:
+        if self.transport_decorator is None or len(ranks) == 1:
             return host, accelerator
-        return around((host, accelerator), self._audit, communicator.Dup(), ranks, self._scratch)
+        return self.transport_decorator.wrap((host, accelerator), communicator, ranks, self._scratch)
 
     @contextmanager
     def agreement(self) -> Iterator[None]:

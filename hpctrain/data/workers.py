@@ -89,7 +89,7 @@ class _Worker:
         with theirs:
             number = theirs.fileno()
             code = f"{_START}serve({number}, {os.getpid()})"
-            self.process = start_child(code, number, own_session=True)
+            self.process = start_child(code, number, new_session=True)
         self.send(name.to_json())
 
     def send(self, line: str) -> None:

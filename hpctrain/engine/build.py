@@ -143,7 +143,12 @@ def choose_link(deck: Deck, world: World) -> str:
         raise HpctrainError(deck.problem("communication.emulate", sentence))
     world.emulate_nodes(keys.ranks_per_node)
     world.emulate(keys.link)
-    world.audit(deck.stability.corruption)
+    if deck.stability.corruption == "off":
+        world.decorate_transports(None)
+    else:
+        from hpctrain.audit.message_audit import audit_messages
+
+        audit_messages(world, deck.stability.corruption)
     return keys.wished_transport
 
 

@@ -81,7 +81,7 @@ class ChildProcess:
         self.channel, child_end = socket.socketpair()
         with child_end:
             code = f"from {module} import serve; serve({child_end.fileno()}, {os.getpid()})"
-            self.process = start_child(code, child_end.fileno(), subprocess.DEVNULL, own_session=True)
+            self.process = start_child(code, child_end.fileno(), subprocess.DEVNULL, new_session=True)
 
     def ask(self, message: object, seconds: float, number: int = 0) -> None:
         """Send a request.

@@ -1,6 +1,7 @@
-"""What a run would find here: packages, MPI, ranks and nodes, parallel HDF5, GPUs; and what is wrong with it.
+"""Examination of the machine for `hpctrain doctor`: packages, MPI, ranks and nodes, parallel HDF5 and GPUs.
 
-Nothing that is missing or broken may end the examine_machine, so whatever is examined is imported on the way.
+A missing or broken package must not end the examination, so this module imports what it examines inside
+functions and reports errors as findings.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from hpctrain.host.launcher import find_contradictions, launched_rank, launched_size, launcher_name
-from hpctrain.host.srun import describe_missing_pmix, loaded_mpi_libraries
+from hpctrain.host.launcher_checks import describe_missing_pmix, loaded_mpi_libraries
 from hpctrain.words import ranges
 
 if TYPE_CHECKING:
@@ -37,7 +38,14 @@ PACKAGES = ("click", "matplotlib", "numpy", "pydantic", "rich", "tokenizers")
 
 @dataclass(frozen=True)
 class DoctorFinding:
-    """One thing examined. A `remedy` says what to do about what is wrong; `fatal`: no run could start."""
+    """Result of one examination.
+
+    Attributes:
+        topic: What was examined.
+        statement: What was found.
+        remedy: What the user should do; empty if nothing is wrong.
+        fatal: True if no run can start because of this.
+    """
 
     topic: str
     statement: str
@@ -47,8 +55,15 @@ class DoctorFinding:
 
 @dataclass(frozen=True)
 class RankPlacement:
-    """Where one rank is: its node, by name and by the lowest rank of those that share memory there, as MPI
-    tells (Split_type), its number on that node, the cores it may use, the GPUs it sees.
+    """Node, cores and GPUs of one rank.
+
+    Attributes:
+        rank: The rank.
+        hostname: Name of its node.
+        node: Lowest rank of those that share memory with it, by which nodes are told apart.
+        local_rank: Its number among the ranks of its node.
+        cores: Cores that it may use; empty if unknown.
+        gpus: Number of GPUs that it sees.
     """
 
     rank: int
@@ -61,28 +76,39 @@ class RankPlacement:
 
 @dataclass
 class DoctorReport:
-    """What all ranks found, the same on all ranks."""
+    """Result of the examination, the same on all ranks.
+
+    Attributes:
+        rank: This rank.
+        findings: Findings of rank 0, and problems that only other ranks have.
+        ranks: Placement of each rank.
+        coordinates: Coordinates of each rank on the mesh of a deck; empty without a deck.
+        world: Communicator of all ranks; None if MPI does not start.
+    """
 
     rank: int = 0
     findings: list[DoctorFinding] = field(default_factory=list)
     ranks: list[RankPlacement] = field(default_factory=list)
     coordinates: list[dict[str, int]] = field(default_factory=list)
-    """Of each rank on a deck's mesh, if one was mapped."""
     world: MPI.Intracomm | None = None
 
     def add(self, findings: list[DoctorFinding]) -> None:
-        """Add what each rank has found of its own. Collective."""
+        """Add the findings of each rank. Collective."""
         self.findings += _merge(self.world.allgather(findings) if self.world is not None else [findings])
 
     @property
     def fit(self) -> bool:
-        """Whether a run could start."""
+        """True if a run can start."""
         return not any(finding.fatal for finding in self.findings)
 
 
 @contextmanager
 def examine_machine() -> Iterator[DoctorReport]:
-    """The DoctorReport, with MPI started on entering (if it can be) and ended on leaving. Collective."""
+    """Start MPI if possible, examine the machine, yield the report, and end MPI.
+
+    Collective over all ranks that the launcher has started. If the ranks wait for each other longer than
+    `SECONDS_UNTIL_HANG` during the examination, each prints its traceback and the process ends.
+    """
     python = DoctorFinding("Python", f"{sys.version.split()[0]} ({sys.executable})")
     findings = [python, *_packages()]
     torch, finding = _torch()
@@ -92,15 +118,15 @@ def examine_machine() -> Iterator[DoctorReport]:
     findings.append(finding)
     if mpi is None:
         findings += [_launcher(None), _hdf5_package()[1], _slurm()]
-        yield DoctorReport(launched_rank(os.environ), findings, [_rank_report(0, 0, 0, torch)])
+        yield DoctorReport(launched_rank(os.environ), findings, [_placement(0, 0, 0, torch)])
         return
     faulthandler.dump_traceback_later(SECONDS_UNTIL_HANG, exit=True)
     world = mpi.COMM_WORLD
     node = world.Split_type(mpi.COMM_TYPE_SHARED, world.rank)
-    ranks = world.allgather(_rank_report(world.rank, node.bcast(world.rank), node.rank, torch))
+    ranks = world.allgather(_placement(world.rank, node.bcast(world.rank), node.rank, torch))
     node.Free()
-    of_nodes = Counter(each.node for each in ranks).values()
-    nodes, each = len(of_nodes), ranges(set(of_nodes), ", ")
+    ranks_per_node = Counter(each.node for each in ranks).values()
+    nodes, each = len(ranks_per_node), ranges(set(ranks_per_node), ", ")
     layout = f"{world.size} rank{'s' * (world.size != 1)} on {nodes} node{'s' * (nodes != 1)}"
     layout += f", {each} on each" if nodes > 1 else ""
     findings += [_thread_level(mpi), _lost_ranks(), _launcher(world.size)]
@@ -108,7 +134,7 @@ def examine_machine() -> Iterator[DoctorReport]:
     findings += _binding(ranks)
     findings += [*_contradictions(ranks[world.rank], nodes), *_hdf5(world, nodes), _slurm()]
     faulthandler.cancel_dump_traceback_later()
-    # Under a foreign launcher every process is rank 0 of its own world: then the launcher's number counts.
+    # With the launcher of another MPI, every process is rank 0 of its own world; the launcher's rank is used.
     rank = world.rank if launched_size(os.environ) == world.size else launched_rank(os.environ)
     yield DoctorReport(rank, _merge(world.allgather(findings)), ranks, world=world)
     sys.stdout.flush()
@@ -117,7 +143,7 @@ def examine_machine() -> Iterator[DoctorReport]:
 
 
 def _merge(ranks: list[list[DoctorFinding]]) -> list[DoctorFinding]:
-    """Rank 0's findings, and what is wrong on other ranks only."""
+    """Return the findings of rank 0, and the problems that only other ranks have."""
     merged = list(ranks[0])
     known = {(finding.topic, finding.remedy) for finding in merged}
     for rank, findings in enumerate(ranks):
@@ -129,12 +155,12 @@ def _merge(ranks: list[list[DoctorFinding]]) -> list[DoctorFinding]:
 
 
 def _packages() -> list[DoctorFinding]:
-    """One DoctorFinding a required package that is not there, or one with all their versions."""
+    """Return the versions of the required packages, and a finding for each missing package."""
     versions = {name: _version(name) for name in PACKAGES}
-    there = ", ".join(f"{name} {number}" for name, number in versions.items() if number)
+    installed = ", ".join(f"{name} {number}" for name, number in versions.items() if number)
     missing = [name for name, number in versions.items() if not number]
     return [
-        DoctorFinding("packages", there),
+        DoctorFinding("packages", installed),
         *(DoctorFinding(name, "not installed", REINSTALL, fatal=True) for name in missing),
     ]
 
@@ -152,7 +178,7 @@ def _torch() -> tuple[ModuleType | None, DoctorFinding]:
     except (ImportError, OSError) as error:
         return None, DoctorFinding("torch", f"cannot be loaded: {error}", REINSTALL, fatal=True)
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
-    threads = "threads a rank: run.threads of the deck, 1 where it gives none"
+    threads = "threads per rank: run.threads of the deck, default 1"
     return torch, DoctorFinding("torch", f"{torch.__version__} ({build}), {threads}")
 
 
@@ -164,7 +190,7 @@ def _gpus(torch: ModuleType | None) -> list[DoctorFinding]:
             DoctorFinding("NCCL", "not needed without GPUs"),
         ]
     if torch is None or not count:
-        remedy = "torch does not see them: check CUDA_VISIBLE_DEVICES and that the driver fits torch's CUDA"
+        remedy = "torch does not see them: check CUDA_VISIBLE_DEVICES and the driver's CUDA version"
         if torch is not None and not torch.version.cuda:
             remedy = f"torch's CPU build cannot use them: {REINSTALL}, on a node where nvidia-smi works"
         return [DoctorFinding("GPUs", f"{by_driver}, unused", remedy)]
@@ -174,7 +200,7 @@ def _gpus(torch: ModuleType | None) -> list[DoctorFinding]:
     bindings = _version("nccl4py")
     if bindings:
         return [*findings, DoctorFinding("NCCL", f"{library} in torch, nccl4py {bindings}")]
-    remedy = "ranks talk through host memory; for NCCL: pip install nccl4py"
+    remedy = "ranks communicate through host memory; to use NCCL: pip install nccl4py"
     return [*findings, DoctorFinding("NCCL", f"{library} in torch, nccl4py not installed", remedy)]
 
 
@@ -196,7 +222,7 @@ def _driver_gpus() -> int:
 
 
 def _mpi() -> tuple[ModuleType | None, DoctorFinding]:
-    """The started MPI, or None and why not."""
+    """Start MPI. Return its module, or None if it does not start, and the finding."""
     try:
         mpi = import_module("hpctrain.host.mpi_library").MPI
     except (ImportError, RuntimeError, OSError) as error:
@@ -220,68 +246,71 @@ def _thread_level(mpi: ModuleType) -> DoctorFinding:
         mpi.THREAD_MULTIPLE: "multiple",
     }
     level = mpi.Query_thread()
-    remedy = "this MPI was built without support for threads; use another build of it"
+    remedy = "this MPI was built without support for threads: use another build"
     return DoctorFinding("thread level", names[level], "" if level >= mpi.THREAD_SERIALIZED else remedy)
 
 
 def _lost_ranks() -> DoctorFinding:
-    """Whether this MPI can go on without ranks that are lost (ULFM), which a run does without."""
+    """Return whether this MPI supports ULFM, with which other programs survive the loss of ranks."""
     known = any(hasattr(ctypes.CDLL(library), "MPIX_Comm_shrink") for library in loaded_mpi_libraries())
-    way = "a lost rank ends the job, and `hpctrain resume` goes on with the replicas that are left"
-    return DoctorFinding(
-        "lost ranks", f"this MPI {'has' if known else 'lacks'} ULFM, which runs do without: {way}"
-    )
+    way = "runs do not use it: a lost rank ends the job, and `hpctrain resume` continues"
+    return DoctorFinding("lost ranks", f"this MPI {'has' if known else 'lacks'} ULFM; {way}")
 
 
 def _launcher(size: int | None) -> DoctorFinding:
-    """`size` is the world's, None without MPI."""
+    """Compare the number of processes of the launcher with the size of the MPI world.
+
+    Args:
+        size: Size of the world; None without MPI.
+    """
     name = launcher_name(os.environ)
     started = launched_size(os.environ)
     if size is None or size == started:
         return DoctorFinding("launcher", f"{name}, {started} processes" if started > 1 else name)
     remedy = (
-        "the launcher and mpi4py belong to different MPIs: use the mpirun of the MPI above, or srun with the "
-        "--mpi that it was built for (srun --mpi=list)"
+        "the launcher and mpi4py use different MPI libraries: use the mpirun of the MPI above, or srun with "
+        "the --mpi option that it was built for (srun --mpi=list)"
     )
     statement = f"{name} started {started} processes, but MPI sees {size}"
     return DoctorFinding("launcher", statement, remedy, fatal=True)
 
 
 def _contradictions(here: RankPlacement, nodes: int) -> list[DoctorFinding]:
-    """What the launcher's variables say of this rank otherwise than MPI."""
+    """Return a finding if the launcher's variables contradict what MPI says about this rank."""
     sentences = find_contradictions(os.environ, here.rank, here.local_rank, nodes)
-    remedy = "start all ranks with one launcher, and neither set nor pass on its variables by hand"
+    remedy = "start all ranks with one launcher, and do not set or export its variables yourself"
     return [DoctorFinding("launcher", sentences[0], remedy, fatal=True)] if sentences else []
 
 
-def _rank_report(rank: int, node: int, local_rank: int, torch: ModuleType | None) -> RankPlacement:
+def _placement(rank: int, node: int, local_rank: int, torch: ModuleType | None) -> RankPlacement:
     cores = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
     return RankPlacement(rank, socket.gethostname(), node, local_rank, cores, _gpu_count(torch))
 
 
 def _binding(ranks: list[RankPlacement]) -> list[DoctorFinding]:
-    """Nodes with more ranks than cores, or than GPUs."""
+    """Return problems with the number of ranks per node, and nodes with more ranks than cores or GPUs."""
     findings = []
     sizes = Counter(each.hostname for each in ranks)
     if len(set(sizes.values())) > 1:
         statement = ", ".join(f"{count} on {hostname}" for hostname, count in sorted(sizes.items()))
-        remedy = "runs need as many on every node: srun --ntasks-per-node, or mpirun --map-by ppr:N:node"
-        findings.append(DoctorFinding("ranks a node", statement, remedy, fatal=True))
+        remedy = (
+            "runs need the same number of ranks on every node: use srun --ntasks-per-node or mpirun --map-by "
+            "ppr:N:node"
+        )
+        findings.append(DoctorFinding("ranks per node", statement, remedy, fatal=True))
     for hostname in sorted(sizes):
         here = [each for each in ranks if each.hostname == hostname]
         cores = len({core for each in here for core in each.cores})
         if 0 < cores < len(here):
-            remedy = f"start at most {cores} ranks there; they take turns now"
+            remedy = f"start at most {cores} ranks there, since ranks share cores now"
             if cores == 1:
-                remedy = (
-                    "all ranks are bound to one core: give mpirun --bind-to none, or srun --cpus-per-task"
-                )
+                remedy = "all ranks are bound to one core: use mpirun --bind-to none or srun --cpus-per-task"
             findings.append(
                 DoctorFinding("cores", f"{len(here)} ranks on {cores} cores of {hostname}", remedy)
             )
         gpus = max(each.gpus for each in here)
         if 0 < gpus < len(here):
-            remedy = "ranks that share a GPU talk through host memory: start one rank a GPU"
+            remedy = "ranks that share a GPU communicate through host memory: start one rank per GPU"
             findings.append(DoctorFinding("GPUs", f"{len(here)} ranks on {gpus} GPUs of {hostname}", remedy))
     return findings
 
@@ -300,23 +329,23 @@ def _hdf5_package() -> tuple[ModuleType | None, DoctorFinding]:
 
 
 def _hdf5(world: MPI.Intracomm, nodes: int) -> list[DoctorFinding]:
-    """Whether h5py is there, on the same MPI, and a file can be written by all ranks. Collective."""
+    """Check that h5py uses the same MPI, and that all ranks can write one file together. Collective."""
     h5py, finding = _hdf5_package()
     libraries = loaded_mpi_libraries()
     if len(libraries) > 1:
-        statement = f"mpi4py and h5py use different MPIs: {', '.join(libraries)}"
+        statement = f"mpi4py and h5py use different MPI libraries: {', '.join(libraries)}"
         finding, h5py = DoctorFinding("HDF5", statement, REINSTALL, fatal=True), None
     if not all(world.allgather(h5py is not None)):
         return [finding]
     assert h5py is not None
-    # On one node any folder does; on several it must be shared, as the one that runs are started in.
+    # With several nodes the folder must be shared, such as the one in which runs are started.
     parent = tempfile.gettempdir() if nodes == 1 else str(Path.cwd())
     try:
         folder = tempfile.mkdtemp(prefix="hpctrain-doctor-", dir=parent) if world.rank == 0 else None
     except OSError as error:
         folder = f"?{error}"
     folder = str(world.bcast(folder))
-    remedy = f"ranks cannot write one file in {parent}: start runs in a folder that all nodes share"
+    remedy = f"ranks cannot write one file together in {parent}: start runs in a folder that all nodes share"
     if folder.startswith("?"):
         return [finding, DoctorFinding("parallel file", folder[1:], remedy, fatal=True)]
     try:
@@ -334,13 +363,17 @@ def _hdf5(world: MPI.Intracomm, nodes: int) -> list[DoctorFinding]:
 
 
 def _write_together(h5py: ModuleType, world: MPI.Intracomm, path: Path) -> str:
-    """Each rank writes its number into one file and reads its neighbour's; what went wrong, or ""."""
+    """Write the number of each rank into one file, and read the number of the next rank.
+
+    Returns:
+        What went wrong, or "".
+    """
     with h5py.File(path, "w", driver="mpio", comm=world) as file:
         file.create_dataset("ranks", (world.size,), dtype="i8")[world.rank] = world.rank + 1
     with h5py.File(path, "r", driver="mpio", comm=world) as file:
         neighbour = (world.rank + 1) % world.size
         read = int(file["ranks"][neighbour])
-    return "" if read == neighbour + 1 else f"rank {world.rank} read {read} where {neighbour + 1} was written"
+    return "" if read == neighbour + 1 else f"rank {world.rank} read {read} instead of {neighbour + 1}"
 
 
 def _slurm() -> DoctorFinding:

@@ -1,4 +1,4 @@
-"""What the launcher of this process says about it, before and beside MPI. Imports nothing heavy."""
+"""Information about this process from the environment variables of its launcher."""
 
 from __future__ import annotations
 
@@ -6,37 +6,48 @@ from collections.abc import Mapping, Sequence
 
 from hpctrain.words import counted
 
-# Each launcher's own view of a process: number of processes, rank, rank on the node, number of nodes. An
-# outer launcher often starts an inner one (Slurm starts Open MPI's daemons), so the inner one counts.
 LAUNCHERS = (
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", ""),
     ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", ""),
     ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_NODES"),
 )
+"""Variables of each launcher: number of processes, rank, rank on the node, and number of nodes.
 
+An outer launcher often starts an inner one (Slurm starts Open MPI's daemons). The inner one comes first.
+"""
 
-_OF_RANKS = (
+_PREFIXES = (
     *("OMPI_", "PMIX_", "PMI_", "PRTE_", "PALS_", "HYDRA_", "HYDI_", "MPI_LOCAL", "MPIR_"),
     *("SLURM_STEP", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_TASK_PID"),
 )
-"""How names begin that tell a process which rank it is."""
+"""Prefixes of the variables that tell a process which rank it is."""
 
 
 def environment_without_rank(environment: Mapping[str, str]) -> dict[str, str]:
-    """That of a process which a rank starts and which is none: importing mpi4py there starts no MPI."""
-    kept = {name: value for name, value in environment.items() if not name.startswith(_OF_RANKS)}
+    """Return the environment for a process that a rank starts and that is no rank.
+
+    Importing mpi4py there does not start MPI.
+    """
+    kept = {name: value for name, value in environment.items() if not name.startswith(_PREFIXES)}
     return {**kept, "MPI4PY_RC_INITIALIZE": "0"}
 
 
 def launcher_variables(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Names of the inner launcher's variables, as in LAUNCHERS; none without a launcher."""
+    """Return the names of the inner launcher's variables, as in LAUNCHERS; () without a launcher."""
     return next((names for names in LAUNCHERS if environment.get(names[0], "").isdigit()), ())
 
 
 def find_contradictions(environment: Mapping[str, str], rank: int, local_rank: int, nodes: int) -> list[str]:
-    """What the launcher's variables say otherwise than MPI, such as "SLURM_PROCID = 3, but MPI's rank is 1".
+    """Return statements of the launcher's variables that contradict MPI.
 
-    Only the inner launcher's variables are about this process.
+    Only the variables of the inner launcher are compared, since they describe this process. An example is
+    "SLURM_PROCID = 3, but MPI's rank is 1".
+
+    Args:
+        environment: Environment variables of this process.
+        rank: Rank according to MPI.
+        local_rank: Number of the rank on its node according to MPI.
+        nodes: Number of nodes according to MPI.
     """
     seen = (("rank", rank), ("rank on the node", local_rank), ("number of nodes", nodes))
     return [
@@ -47,12 +58,12 @@ def find_contradictions(environment: Mapping[str, str], rank: int, local_rank: i
 
 
 def launched_size(environment: Mapping[str, str]) -> int:
-    """How many processes the launcher says it started; 1 without a launcher."""
+    """Return the number of processes that the launcher has started; 1 without a launcher."""
     return next((int(environment[name]) for name in launcher_variables(environment)[:1]), 1)
 
 
 def launched_rank(environment: Mapping[str, str]) -> int:
-    """Which of them this is, from 0."""
+    """Return the rank of this process according to the launcher; 0 without a launcher."""
     values = (environment.get(name, "") for _, name, *_ in LAUNCHERS)
     return next((int(value) for value in values if value.isdigit()), 0)
 
@@ -85,16 +96,16 @@ def core_warning(threads: int, ranks: Sequence[tuple[object, Sequence[int]]]) ->
         return ""
     for rank, (node, own) in enumerate(ranks):
         here = [cores for other, cores in ranks if other == node]
-        cores, wanted = len(set().union(*here)), len(here) * threads
+        cores, threads_of_node = len(set().union(*here)), len(here) * threads
         if 0 < len(own) < threads:
             return (
-                f"run.threads = {threads}, but rank {rank} may use {counted(len(own), 'core')} alone: give "
-                f"mpirun --map-by slot:PE={threads} or --bind-to none, srun --cpus-per-task={threads}, or it "
+                f"run.threads = {threads}, but rank {rank} may use only {counted(len(own), 'core')}: use "
+                f"mpirun --map-by slot:PE={threads} or --bind-to none, srun --cpus-per-task={threads}, or "
                 "fewer threads"
             )
-        if 0 < cores < wanted:
+        if 0 < cores < threads_of_node:
             return (
-                f"run.threads = {threads}: {wanted} threads of a node's ranks take turns on "
-                f"{counted(cores, 'core')}; start fewer ranks there, or give them fewer threads"
+                f"run.threads = {threads}: the ranks of a node have {threads_of_node} threads but "
+                f"{counted(cores, 'core')}; start fewer ranks per node, or use fewer threads"
             )
     return ""

@@ -1,4 +1,4 @@
-"""The memory of this process and of the node it is on: what it holds, what it may hold, and its end."""
+"""Memory of this process and of its node: what is used, what is available, and what limits it."""
 
 from __future__ import annotations
 
@@ -19,21 +19,28 @@ from hpctrain.host.mpi_library import MPI
 from hpctrain.units import format_bytes
 
 _KEPT_BYTES = 32 << 20
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # as <malloc.h> names what mallopt changes
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of <malloc.h>
 
-ROOT = Path("/")  # where /proc and the file systems of cgroups are looked for
-UNLIMITED = 2**60  # from so many bytes on a limit is none: version 1 of cgroups writes the largest number
+ROOT = Path("/")
+"""Folder that contains /proc and the file systems of cgroups."""
 
-_USED = ("memory.current", "memory.usage_in_bytes")  # files of cgroups of version 2 and 1
+UNLIMITED = 2**60
+"""Limits from this size on are none: cgroups of version 1 write a large number instead."""
 
-# In what torch and libraries below it say where they get no memory.
+_USED = ("memory.current", "memory.usage_in_bytes")  # files of cgroups of versions 2 and 1
+
+# Texts with which torch and the libraries below it report that there is no memory.
 _REFUSALS = re.compile(r"not enough memory|(can't|cannot) allocate memory|bad_alloc", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """Bytes that some processes of a node share: `pool` tells which of its limits this is, `text` the same in
-    words, which stand behind the size: "24 GB of memory".
+    """Memory limit that some processes of a node share.
+
+    Attributes:
+        pool: Identity of the limit: "node", a cgroup, or a variable of Slurm.
+        bytes: The limit in bytes.
+        text: Phrase that follows the size in messages, such as "of memory".
     """
 
     pool: str
@@ -45,7 +52,7 @@ class MemoryLimit:
 
 
 def resident_bytes() -> int:
-    """What this process has resident; 0 where the system does not tell."""
+    """Return the resident memory of this process in bytes; 0 if the system does not tell."""
     if not sys.platform.startswith("linux"):
         return 0
     pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
@@ -53,10 +60,10 @@ def resident_bytes() -> int:
 
 
 def peak_rss_bytes() -> int:
-    """The most memory that this process has had resident so far, in bytes.
+    """Return the peak resident memory of this process in bytes.
 
-    Where there is /proc, from there: what `getrusage` tells began with the peak of the process that
-    started this one.
+    The value comes from /proc if there is one. That of `getrusage` starts with the peak of the parent
+    process.
     """
     for peak in _sizes("self/status", "VmHWM"):
         return peak
@@ -65,11 +72,14 @@ def peak_rss_bytes() -> int:
 
 
 def keep_freed_memory() -> bool:
-    """Have the C library keep what is freed, but for pieces above 32 MB, the most that it allows.
+    """Make the C library keep freed memory, except blocks above 32 MB.
 
-    Otherwise glibc gives the end of its heap back where enough of it is free, as after every backward pass,
-    and takes it again page by page: a tenth of a block's time. Who has set its malloc by the environment is
-    left alone, and so are other libraries; whether it keeps.
+    By default glibc returns the end of its heap to the system after every backward pass and takes it again
+    page by page, which costs a tenth of the time of a block. Nothing changes if the user has configured
+    malloc by environment variables, or with another C library.
+
+    Returns:
+        True if freed memory is kept.
     """
     own = any(name.startswith("MALLOC_") for name in os.environ)
     if own or "malloc" in os.environ.get("GLIBC_TUNABLES", "") or not _is_glibc():
@@ -87,19 +97,21 @@ def _is_glibc() -> bool:
 
 
 def shared_resident_bytes() -> int:
-    """What this process has resident of files and shared memory, such as libraries: other processes of the
-    node that use the same have no more of it; 0 where the system does not tell.
+    """Return the resident memory of this process that files and shared memory back, in bytes.
+
+    Processes of the node that use the same libraries share this memory. 0 if the system does not tell.
     """
     return sum(_sizes("self/status", "RssFile", "RssShmem"))
 
 
 def proportional_bytes() -> int:
-    """What this process has resident, and of what it shares with others its part: ranks that have memory in
-    common count it once together. Code and constants of libraries are left out: how many other processes of
-    the node happen to use them is nothing of this one's. 0 where the system does not tell.
+    """Return the resident memory of this process in bytes, with its share of memory that it shares.
+
+    Ranks that have memory in common count it once together. Code and constants of libraries are left out,
+    since their share depends on other processes of the node. 0 if the system does not tell.
     """
     pages, counts = 0, False
-    # Of each mapping a line with addresses, access, offset, device, inode and perhaps path, then its sizes.
+    # Each mapping has a line of addresses, access, offset, device, inode and perhaps path, then its sizes.
     with (
         contextlib.suppress(OSError),
         (ROOT / "proc/self/smaps").open(encoding="utf-8", errors="replace") as file,
@@ -114,13 +126,15 @@ def proportional_bytes() -> int:
 
 
 def peak_proportional_bytes() -> int:
-    """The most of `proportional_bytes` so far, as far as the peak of what is resident tells."""
+    """Return the peak of `proportional_bytes`, estimated from the peak of the resident memory."""
     return peak_rss_bytes() - resident_bytes() + proportional_bytes()
 
 
 def memory_limits(environment: Mapping[str, str]) -> list[MemoryLimit]:
-    """What limits the memory of this process and others of its node together, as far as the system tells:
-    the node's memory, each cgroup that it is in, and what Slurm has given the job.
+    """Return the memory limits that this process shares with others of its node.
+
+    These are the memory of the node, the limits of all cgroups that this process is in, and what Slurm
+    has allocated to the job.
     """
     limits = [MemoryLimit("node", total, "of memory") for total in _sizes("meminfo", "MemTotal")]
     limits += [MemoryLimit(f"cgroup {name}", size, f"for the cgroup {name}") for name, size, _ in _cgroups()]
@@ -129,14 +143,15 @@ def memory_limits(environment: Mapping[str, str]) -> list[MemoryLimit]:
 
 
 def available_bytes() -> int | None:
-    """What the node could give without pushing out what others hold; None where the system does not tell."""
+    """Return the available memory of the node in bytes; None if the system does not tell."""
     return next(iter(_sizes("meminfo", "MemAvailable")), None)
 
 
 def obtainable_bytes(environment: Mapping[str, str]) -> int | None:
-    """What processes of this node could still take together, without others losing theirs or a limit ending
-    them: of each cgroup, what is not used there but for files that were read; None where the system does not
-    tell.
+    """Return the memory in bytes that processes of this node could still allocate together.
+
+    This is the least of the available memory and of what each limit leaves. Of a cgroup, files that were read
+    and can be dropped do not count as used. None if the system does not tell.
     """
     available = available_bytes()
     if available is None:
@@ -150,7 +165,7 @@ def obtainable_bytes(environment: Mapping[str, str]) -> int | None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception, of whatever library, says that there was no memory to be had."""
+    """Return True if an exception of any library says that there was not enough memory."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     if isinstance(error, OSError):
@@ -161,15 +176,13 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _sizes(file: str, *names: str) -> list[int]:
-    """Lines of these names of a file of /proc, in bytes."""
+    """Return the values, in bytes, of the lines with these names in a file of /proc."""
     lines = re.findall(rf"^(?:{'|'.join(names)}):\s+(\d+) kB$", _read(ROOT / "proc" / file), re.MULTILINE)
     return [1024 * int(size) for size in lines]
 
 
 def _cgroups() -> Iterator[tuple[str, int, Path]]:
-    """The limits of the cgroups that this process is in and of those above them, with their names, and where
-    the system tells of them.
-    """
+    """Yield name, limit in bytes and folder of the cgroups of this process and of those above them."""
     mounts = _mounts()
     for line in _read(ROOT / "proc/self/cgroup").splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
@@ -178,7 +191,7 @@ def _cgroups() -> Iterator[tuple[str, int, Path]]:
             continue
         file = "memory.max" if kind == "cgroup2" else "memory.limit_in_bytes"
         for top, mounted in mounts.get(kind, ()):
-            # In a container the file system may begin at this process's own cgroup, or at one above it.
+            # In a container the file system may start at the cgroup of this process, or at one above it.
             inside = path.removeprefix(top) if top != "/" else path
             here = mounted / inside.strip("/")
             if not here.is_dir() or ".." in Path(inside).parts:
@@ -193,7 +206,7 @@ def _cgroups() -> Iterator[tuple[str, int, Path]]:
 
 
 def _mounts() -> dict[str, list[tuple[str, Path]]]:
-    """Mounts of cgroups that limit memory, by kind of file system: the cgroup at the top, and where."""
+    """Return the mounts of cgroups that limit memory, by kind: the cgroup at the top, and the folder."""
     mounts: dict[str, list[tuple[str, Path]]] = {}
     for line in _read(ROOT / "proc/self/mountinfo").splitlines():
         where, _, kind = line.partition(" - ")
@@ -206,7 +219,7 @@ def _mounts() -> dict[str, list[tuple[str, Path]]]:
 
 
 def _slurm(environment: Mapping[str, str]) -> Iterator[tuple[str, int]]:
-    """What Slurm has given this job on this node: by node, by core or by GPU, in its variables in MiB."""
+    """Yield the variables with the memory that Slurm has given this job on this node, and its bytes."""
     counts = {
         "SLURM_MEM_PER_NODE": "1",
         "SLURM_MEM_PER_CPU": environment.get("SLURM_CPUS_ON_NODE", ""),
@@ -214,12 +227,12 @@ def _slurm(environment: Mapping[str, str]) -> Iterator[tuple[str, int]]:
     }
     for name, count in counts.items():
         size = environment.get(name, "")
-        if size.isdigit() and count.isdigit() and int(size) * int(count):  # 0 stands for all there is
+        if size.isdigit() and count.isdigit() and int(size) * int(count):  # 0 means all memory of the node
             yield name, (int(size) * int(count)) << 20
 
 
 def _read(path: Path) -> str:
-    """A small file's text; "" where it cannot be read."""
+    """Return the text of a small file; "" if it cannot be read."""
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             return file.read(1 << 20)

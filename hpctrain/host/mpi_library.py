@@ -1,8 +1,14 @@
-"""mpi4py, loaded without starting MPI: `World.start` does that, so that imports stay free of effects."""
+"""The module `MPI` of mpi4py, imported without starting MPI.
+
+`World.start` starts MPI later, so that imports have no side effects.
+"""
 
 import ctypes
+import os
 
 import mpi4py
+
+from hpctrain.host.launcher_checks import check_srun
 
 mpi4py.rc.initialize = False
 mpi4py.rc.finalize = False
@@ -13,11 +19,15 @@ __all__ = ["MPI", "communicator_of", "finalizes_between_nodes", "start_mpi"]
 
 
 def start_mpi() -> None:
-    """Start MPI for use by several threads. Collective over all ranks that the launcher has started.
+    """Start MPI with support for several threads. Collective over all ranks that the launcher has started.
 
-    mpi4py would hold Python's global interpreter lock until all ranks have come, so that no thread could
-    report a rank that does not come. ctypes releases the lock. The error handlers are those of mpi4py.
+    mpi4py would hold Python's global interpreter lock until all ranks have arrived, so that no thread could
+    report a missing rank. ctypes releases the lock. The error handlers are those of mpi4py.
+
+    Raises:
+        HpctrainError: srun has started ranks that this MPI cannot join.
     """
+    check_srun(os.environ, MPI.get_vendor()[0])
     start = getattr(ctypes.CDLL(MPI.__file__), "MPI_Init_thread", None)
     if start is None:  # mpi4py loads MPI by itself
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
@@ -28,16 +38,16 @@ def start_mpi() -> None:
 
 
 def communicator_of(objects: object) -> MPI.Intracomm:
-    """What the small values of a Group travel over, where it is MPI's, as h5py and a duplicate need it."""
+    """Return the communicator of a Group with a real transport; such groups use MPI for Python objects."""
     assert isinstance(objects, MPI.Intracomm), objects
     return objects
 
 
 def finalizes_between_nodes() -> bool:
-    """Whether this MPI's Finalize can be relied on to return where there are several nodes.
+    """Return True if MPI_Finalize of this library returns reliably when there are several nodes.
 
-    MPICH before 4.2 over UCX often does not: a rank closes its connections, for which it needs ranks that
-    wait in a barrier of the launcher already, where they answer nobody (pmodels/mpich#6596).
+    MPICH before 4.2 over UCX often hangs: a rank needs others to close its connections, but these already
+    wait in a barrier of the launcher, where they answer nobody (pmodels/mpich#6596).
     """
     vendor, release = MPI.get_vendor()
     return vendor != "MPICH" or release >= (4, 2) or "ch4:ucx" not in MPI.Get_library_version()

@@ -1,4 +1,4 @@
-"""A verb that was started alone, started again on several ranks of this machine."""
+"""Restart of a command on several ranks of this machine by mpirun."""
 
 from __future__ import annotations
 
@@ -15,24 +15,33 @@ from hpctrain.host.launcher import launched_size, launcher_name
 from hpctrain.host.python_command import module_command
 
 _OPTIONS = {"open-mpi.org": ("--quiet", "--oversubscribe", "--bind-to", "none")}
-"""For more ranks than cores, by what `mpirun --version` says."""
+"""Options for more ranks than cores, by a part of the output of `mpirun --version`."""
 
 
 def restart_on_ranks(ranks: int | None, environment: Mapping[str, str] = os.environ) -> None:
-    """Go on where a launcher has started so many ranks, or no number is asked for; else become `mpirun`, or
-    $MPIRUN, which starts this command on so many. HpctrainError where neither can be.
+    """Replace this process by mpirun, which starts this command on several ranks.
+
+    Nothing happens if no number is given or a launcher has already started that many ranks. The program is
+    `mpirun`, or the command in the variable MPIRUN.
+
+    Args:
+        ranks: Number of ranks; None if any number will do.
+        environment: Environment variables of this process.
+
+    Raises:
+        HpctrainError: A launcher has started another number of ranks, or there is no mpirun.
     """
     started = launched_size(environment)
     if ranks is None or ranks == started:
         return
     if launcher_name(environment) != "none (one process)":
         raise HpctrainError(
-            f"--ranks {ranks}: the launcher started {started}: leave --ranks out, or start {ranks}"
+            f"--ranks {ranks}: the launcher started {started} ranks: leave --ranks out, or start {ranks}"
         )
     command = mpirun_command(environment)
     if command is None:
         raise HpctrainError(
-            f"--ranks {ranks}: there is no mpirun or $MPIRUN here: start {ranks} ranks by srun"
+            f"--ranks {ranks}: there is neither mpirun nor $MPIRUN here: start {ranks} ranks with srun"
         )
     words = [*command, "-n", str(ranks), *module_command(arguments=sys.argv[1:])]
     own = {"OMP_NUM_THREADS": "1"} | dict(environment)
@@ -43,14 +52,17 @@ def restart_on_ranks(ranks: int | None, environment: Mapping[str, str] = os.envi
 
 
 def mpirun_command(environment: Mapping[str, str]) -> Sequence[str] | None:
-    """The words that start ranks; None where there is no such program."""
+    """Return the words of the command that starts ranks, up to the number of ranks.
+
+    None if there is no such program.
+    """
     program, *options = shlex.split(environment.get("MPIRUN", "")) or ["mpirun"]
     path = shutil.which(program, path=environment.get("PATH"))
     if path is None:
         return None
     if not options:
-        asked = [path, "--version"]
-        with suppress(OSError, subprocess.TimeoutExpired):  # one that says nothing has no options of ours
-            said = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=60).stdout
-            options = [word for name, words in _OPTIONS.items() if name in said for word in words]
+        version_command = [path, "--version"]
+        with suppress(OSError, subprocess.TimeoutExpired):  # without an answer no options are added
+            done = subprocess.run(version_command, capture_output=True, text=True, check=False, timeout=60)
+            options = [word for name, words in _OPTIONS.items() if name in done.stdout for word in words]
     return [path, *options]

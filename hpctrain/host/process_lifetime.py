@@ -1,6 +1,7 @@
-"""Processes that a rank starts beside itself, and which end with it. They are no ranks.
+"""Start, end and signals of processes that a rank starts and that end with it. They are not ranks.
 
-They are started anew, not forked, as MPI is up by then, and know nothing of its launcher.
+They are started as new interpreters and not forked, since MPI is running, and their environment hides the
+launcher from them.
 """
 
 from __future__ import annotations
@@ -21,31 +22,44 @@ from hpctrain.host.launcher import environment_without_rank
 from hpctrain.host.python_command import code_command
 
 _START = "import json; sys.path[:] = json.loads(sys.argv[1]); "
-_SIGNAL_OF_PARENT, _SUBREAPER = 1, 36  # of prctl
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # options of prctl(2)
 _SECONDS_TO_END = 5.0
 
 
 def start_child(
-    code: str, kept: int, stdin: int = subprocess.PIPE, own_session: bool = False
+    code: str, inherited: int, stdin: int = subprocess.PIPE, new_session: bool = False
 ) -> subprocess.Popen[bytes]:
-    """Run Python code which imports what this process could, computes by one thread and has the file `kept`;
-    with a session of its own, signals for the rank's do not reach it.
+    """Start a Python process.
+
+    The process can import what this one can, and computes with one thread.
+
+    Args:
+        code: Python code.
+        inherited: File descriptor that the process inherits.
+        stdin: Standard input, as `subprocess.Popen` takes it.
+        new_session: True if signals to the process group of the rank must not reach the process.
     """
     return subprocess.Popen(
         code_command(_START + code, [json.dumps([os.path.abspath(path) for path in sys.path])]),  # noqa: PTH100
         stdin=stdin,
-        pass_fds=(kept,),
-        # Sets have the same order in each of them, and in a run that goes on.
+        pass_fds=(inherited,),
+        # Sets have the same order in each process, and in resumed runs.
         env={"PYTHONHASHSEED": "0", **environment_without_rank(os.environ), "OMP_NUM_THREADS": "1"},
-        start_new_session=own_session,
+        start_new_session=new_session,
     )
 
 
 def end_with_parent(parent: int, by: signal.Signals = signal.SIGKILL) -> bool:
-    """Have the system send this process a signal when the one that started it ends; whether that is still
-    there.
+    """Make the kernel send this process a signal when its parent ends.
+
+    Args:
+        parent: Process id of the parent.
+        by: The signal.
+
+    Returns:
+        True if the parent is still alive.
     """
-    ctypes.CDLL(None).prctl(_SIGNAL_OF_PARENT, by, 0, 0, 0)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by, 0, 0, 0)
     return os.getppid() == parent
 
 
@@ -62,23 +76,23 @@ def end_descendants_with_parent(parent: int) -> bool:
     """
     if os.getpgid(0) != os.getpid():
         raise RuntimeError("this process does not lead a process group, so it must not end one")
-    heard = {signal.SIGCHLD, signal.SIGHUP, signal.SIGTERM}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, heard)
+    signals = {signal.SIGCHLD, signal.SIGHUP, signal.SIGTERM}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     first = os.getpid()
-    ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     if not (own := os.fork()):
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return end_with_parent(first)
-    there = end_with_parent(parent, signal.SIGHUP)
+    parent_alive = end_with_parent(parent, signal.SIGHUP)
     status: int | None = None
-    while there and status is None:
-        there = signal.sigwait(heard) != signal.SIGTERM and os.getppid() == parent
+    while parent_alive and status is None:
+        parent_alive = signal.sigwait(signals) != signal.SIGTERM and os.getppid() == parent
         status = _reap(own)
     _end_descendants()
-    if status is None:  # killed just now
+    if status is None:  # it was killed just now
         os._exit(128 + signal.SIGKILL)
     if os.WIFSIGNALED(status):
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # it has left one already
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the child has already left a core file
         by = os.WTERMSIG(status)
         if by not in {signal.SIGKILL, signal.SIGSTOP}:
             signal.signal(by, signal.SIG_DFL)
@@ -88,7 +102,7 @@ def end_descendants_with_parent(parent: int) -> bool:
 
 
 def _reap(awaited: int) -> int | None:
-    """Reap all children that have ended; return the status of the awaited one, or None."""
+    """Reap all children that have ended. Return the status of the awaited one, or None."""
     status = None
     with suppress(ChildProcessError):
         while True:
@@ -111,7 +125,7 @@ def _end_descendants() -> None:
 
 
 def descendants(process: int) -> Iterator[int]:
-    """Yield the ids of the child processes of a process, of theirs, and so on, where the kernel tells."""
+    """Yield the ids of the child processes of a process, of theirs, and so on, if the kernel tells."""
     for task in Path(f"/proc/{process}/task").glob("*/children"):
         with suppress(OSError, ValueError):
             for child in map(int, task.read_text(encoding="ascii").split()):
@@ -120,35 +134,37 @@ def descendants(process: int) -> Iterator[int]:
 
 
 def ignore_rank_signals() -> Callable[[], None]:
-    """Have this process not heed what is sent to ranks and to their group. What is returned, once it is
-    called, has all that this process forks heed them again.
+    """Make this process ignore the signals that are sent to ranks and to their process group.
 
-    Ignored signals would stay so in whatever it starts, and a pool of processes is ended by SIGTERM, which
-    may come as soon as there is one.
+    Ignored signals would stay ignored in all processes that this one starts, but a pool of processes is ended
+    by SIGTERM, which may arrive as soon as a process exists.
+
+    Returns:
+        A function. After it is called, processes that this one forks no longer ignore the signals.
     """
-    heard = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-    before = {each: signal.signal(each, lambda *_: None) for each in heard}
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+    before = {each: signal.signal(each, lambda *_: None) for each in signals}
 
-    def let_come() -> None:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, heard)
+    def unblock() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
 
-    def hear_again() -> None:
+    def restore_handlers() -> None:
         for each, handler in before.items():
             signal.signal(each, handler)
-        let_come()
+        unblock()
 
-    def let_children_hear() -> None:
+    def restore_in_children() -> None:
         os.register_at_fork(
-            before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, heard),
-            after_in_parent=let_come,
-            after_in_child=hear_again,
+            before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, signals),
+            after_in_parent=unblock,
+            after_in_child=restore_handlers,
         )
 
-    return let_children_hear
+    return restore_in_children
 
 
 def has_ended(process: subprocess.Popen[bytes]) -> bool:
-    """Return True if a helper has ended; it is not reaped, so that its number stays its own."""
+    """Return True if a process has ended. This does not reap it, so that its process id stays its own."""
     if process.returncode is not None:
         return True
     try:
@@ -158,7 +174,7 @@ def has_ended(process: subprocess.Popen[bytes]) -> bool:
 
 
 def wait_for_end(process: subprocess.Popen[bytes], seconds: float) -> None:
-    """Wait until a helper has ended, at most so many seconds; it is not reaped."""
+    """Wait until a process has ended, at most `seconds`. This does not reap it."""
     until, pause = time.monotonic() + seconds, 0.001
     while not has_ended(process) and time.monotonic() < until:
         time.sleep(pause)
@@ -166,12 +182,12 @@ def wait_for_end(process: subprocess.Popen[bytes], seconds: float) -> None:
 
 
 def kill_child(process: subprocess.Popen[bytes], runs_user_code: bool) -> None:
-    """Kill a helper process that has its own session, and all processes that it has started.
+    """Kill a process that has its own session, and all processes that it has started.
 
     Args:
-        process: The helper. This function does not wait for it.
-        runs_user_code: True if the helper has called `end_descendants_with_parent`. Then its guard process is
-            asked to end first, since it also finds processes in other sessions.
+        process: The process. This function does not wait for it.
+        runs_user_code: True if the process has called `end_descendants_with_parent`. Then its guard process
+            is asked to end first, since it also finds processes in other sessions.
     """
     if process.returncode is not None:
         return
@@ -179,17 +195,17 @@ def kill_child(process: subprocess.Popen[bytes], runs_user_code: bool) -> None:
         with suppress(ProcessLookupError, PermissionError):
             os.kill(process.pid, signal.SIGTERM)
         wait_for_end(process, _SECONDS_TO_END)
-    # The number of the group is its own as long as nobody has waited for the process.
+    # The id of the process group stays its own as long as nobody has reaped the process.
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
 def describe_exit(process: subprocess.Popen[bytes]) -> str:
-    """How it ended, in words."""
+    """Wait a few seconds until a process has ended, and return a phrase that says how it ended."""
     try:
         code = process.wait(_SECONDS_TO_END)
     except subprocess.TimeoutExpired:
-        return "does not answer any more"
+        return "does not answer"
     if code == -signal.SIGKILL:
-        return "was killed (signal 9), as where memory runs out: fewer of them need less"
+        return "was killed (signal 9), possibly because memory ran out: use fewer processes"
     return f"was ended by signal {-code}" if code < 0 else f"ended by itself, with exit code {code}"

@@ -1,4 +1,4 @@
-"""What kind of processor this is."""
+"""Kind of the processor of this machine."""
 
 from __future__ import annotations
 
@@ -12,17 +12,22 @@ from pathlib import Path
 import torch
 
 _LIMITS = "ATEN_CPU_CAPABILITY", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA"
-"""Environment variables that keep libraries from some instructions."""
+"""Environment variables that prevent libraries from using some instructions."""
 
 
 def processor_name() -> str:
-    """The name of the CPU, as Linux tells it."""
+    """Return the name of the processor."""
     return _first_core().get("model name") or platform.processor() or platform.machine()
 
 
 def processor_identity(threads: int | None = None) -> str:
-    """What decides how fast its products are, in words: the processor, whose name hypervisors may hide, which
-    instructions libraries use, threads (by default those that there are now), and torch's version.
+    """Return a text that identifies what determines the speed of matrix products on this processor.
+
+    It names the processor (whose name a hypervisor may hide), its features, limits on instructions set by
+    environment variables, threads, and the version of torch.
+
+    Args:
+        threads: Number of threads; by default the current number.
     """
     core = _first_core()
     model = f"family {core.get('cpu family', '?')} model {core.get('model', '?')}"
@@ -33,7 +38,7 @@ def processor_identity(threads: int | None = None) -> str:
 
 
 def _first_core() -> dict[str, str]:
-    """What Linux tells of the first core, by name; nothing elsewhere."""
+    """Return what Linux tells about the first core, by name; empty on other systems."""
     with (
         suppress(OSError),
         Path("/proc/cpuinfo").open(encoding="utf-8", errors="replace") as lines,

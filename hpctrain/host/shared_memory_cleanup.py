@@ -1,8 +1,9 @@
-"""Shared memory that outlives a killed job: noted while the job lives, removed when the next one starts.
+"""Removal of shared memory that a killed job has left on a node.
 
-Open MPI's ranks of a node talk through files in /dev/shm. Its launcher removes them, unless that is killed
-too. Who made such a file cannot be seen from it, so each job notes its own in a marker beside them, on which
-its ranks hold a lock as long as they live. What a marker names whose lock is free was left by a dead job.
+Open MPI's ranks of a node communicate through files in /dev/shm. Its launcher removes them, unless it is
+killed, too. Such a file does not show which job made it. So each job writes the names of its files into a
+marker beside them, and its ranks hold a lock on the marker as long as they live. The next job removes the
+files of all markers whose lock is free.
 """
 
 from __future__ import annotations
@@ -22,34 +23,50 @@ from hpctrain.host.mpi_library import MPI
 
 FOLDER = Path("/dev/shm")
 MARKER = "hpctrain-segments."
+"""Prefix of the names of markers."""
+
 _MARKER_BYTES = 1 << 20
 _SEGMENT = re.compile(r"vader_segment\.[\w.-]+")
 
-Named = list[tuple[str, int]]
+_Segments = list[tuple[str, int]]
+"""Names and inodes of files."""
 
 
 class SegmentMarker:
-    """What this job has in shared memory of this node; held by each of the node's ranks."""
+    """File that names the shared memory of this job on this node. Each rank of the node holds a lock on it.
+
+    Args:
+        path: Path of the marker.
+        stream: Open file that holds the lock.
+    """
 
     def __init__(self, path: Path, stream: TextIO) -> None:
         self.path, self._stream = path, stream
 
     def remove(self) -> None:
-        """Take it away: MPI, or its launcher, has removed or will remove what it names."""
+        """Remove the marker, because MPI or its launcher removes the files that it names."""
         with contextlib.suppress(OSError):
             self.path.unlink(missing_ok=True)
 
 
 def mark_segments(node: MPI.Intracomm, folder: Path = FOLDER) -> SegmentMarker | None:
-    """Note what the ranks of this node have mapped; None where there is nothing. Collective over them.
+    """Write a marker of the shared memory that the ranks of this node use.
 
-    The rank that made it removes it when its process ends in good order.
+    Collective over the ranks of the node. The rank that writes the marker removes it when its process ends
+    normally.
+
+    Args:
+        node: Communicator of the ranks of this node.
+        folder: Folder of the shared memory.
+
+    Returns:
+        The marker, or None if there is no shared memory to name or the marker cannot be written.
     """
-    mapped = node.allgather(sorted(_mapped(Path("/proc/self/maps"), folder)))
+    mapped = node.allgather(sorted(_mapped_segments(Path("/proc/self/maps"), folder)))
     own = sorted({name for names in mapped for name in names})
     marker: SegmentMarker | None = None
     if node.rank == 0:
-        marker = _write(_identified(own, folder), folder)
+        marker = _write(_existing_segments(own, folder), folder)
     path = node.bcast(None if marker is None else marker.path)
     if path is None:
         return None
@@ -64,34 +81,42 @@ def mark_segments(node: MPI.Intracomm, folder: Path = FOLDER) -> SegmentMarker |
 
 
 def remove_stale_segments(folder: Path = FOLDER, proc: Path = Path("/proc")) -> list[str]:
-    """Remove what dead jobs of this user left on this node, and their markers; the names of what was removed.
+    """Remove the shared memory that dead jobs of this user have left on this node, and their markers.
 
-    A file stays if it is not the one that was noted, is somebody else's, or is mapped by any process.
+    A file stays if it is not the one that the marker names, belongs to another user, or is in use by a
+    process.
+
+    Args:
+        folder: Folder of the shared memory.
+        proc: Folder in which the kernel describes processes.
+
+    Returns:
+        The names of the removed files.
     """
     removed: list[str] = []
     with contextlib.suppress(OSError):
         for path in folder.glob(f"{MARKER}*"):
-            with contextlib.suppress(OSError, ValueError, TypeError), _taken(path) as stream:
-                noted = json.loads(stream.read(_MARKER_BYTES))
-                left: Named = [(str(name), int(inode)) for name, inode in noted]
-                used = set().union(*(_mapped(maps, folder) for maps in proc.glob("[0-9]*/maps")))
-                there = _identified([name for name, _ in left if _SEGMENT.fullmatch(name)], folder)
-                for name, _ in (each for each in there if each in left and each[0] not in used):
+            with contextlib.suppress(OSError, ValueError, TypeError), _lock_stale_marker(path) as stream:
+                entries = json.loads(stream.read(_MARKER_BYTES))
+                left: _Segments = [(str(name), int(inode)) for name, inode in entries]
+                used = set().union(*(_mapped_segments(maps, folder) for maps in proc.glob("[0-9]*/maps")))
+                existing = _existing_segments([name for name, _ in left if _SEGMENT.fullmatch(name)], folder)
+                for name, _ in (each for each in existing if each in left and each[0] not in used):
                     (folder / name).unlink()
                     removed.append(name)
                 path.unlink()
     return removed
 
 
-def _write(own: Named, folder: Path) -> SegmentMarker | None:
-    """The marker, locked before it has its name; None where nothing is to be noted, or it cannot be."""
+def _write(segments: _Segments, folder: Path) -> SegmentMarker | None:
+    """Write and lock a marker. Return None if there is nothing to name, or it cannot be written."""
     path = folder / f"{MARKER}{os.getuid()}.{uuid.uuid4().hex}"
     new = path.with_name(f".{path.name}")
     with contextlib.suppress(OSError):
-        if own:
+        if segments:
             stream = new.open("x", encoding="utf-8")
             fcntl.flock(stream, fcntl.LOCK_SH)
-            stream.write(json.dumps(own))
+            stream.write(json.dumps(segments))
             stream.flush()
             new.replace(path)
             return SegmentMarker(path, stream)
@@ -99,20 +124,24 @@ def _write(own: Named, folder: Path) -> SegmentMarker | None:
 
 
 @contextlib.contextmanager
-def _taken(path: Path) -> Any:
-    """A marker of ours, open and locked; OSError where it is another user's, or of a job that lives."""
+def _lock_stale_marker(path: Path) -> Any:
+    """Open and lock the marker of a dead job of this user.
+
+    Raises:
+        OSError: The marker belongs to another user, or its job is alive.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     with os.fdopen(descriptor, encoding="utf-8") as stream:
         status = os.fstat(descriptor)
         if status.st_uid != os.getuid() or not stat.S_ISREG(status.st_mode):
-            raise PermissionError(f"{path} is no marker of this user")
+            raise PermissionError(f"{path} is not a marker of this user")
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield stream
 
 
-def _identified(names: list[str], folder: Path) -> Named:
-    """Those of the files that are there and this user's, with their inodes."""
-    ours: Named = []
+def _existing_segments(names: list[str], folder: Path) -> _Segments:
+    """Return those files that exist and belong to this user, with their inodes."""
+    ours: _Segments = []
     for name in names:
         with contextlib.suppress(OSError):
             status = (folder / name).lstat()
@@ -121,8 +150,8 @@ def _identified(names: list[str], folder: Path) -> Named:
     return ours
 
 
-def _mapped(maps: Path, folder: Path) -> set[str]:
-    """Names of the segments that a process has mapped; none of a process that has ended or hides it."""
+def _mapped_segments(maps: Path, folder: Path) -> set[str]:
+    """Return the names of the segments that a process has mapped; empty if it has ended or hides this."""
     names: set[str] = set()
     with contextlib.suppress(OSError):
         for line in maps.read_text(encoding="utf-8", errors="replace").splitlines():

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hpctrain.comm.faults import Fault
+from hpctrain.audit.detected_fault import DetectedFault
 from hpctrain.parallel.audit_passes import AuditKernels, Checksums, ErrorBounds
 from hpctrain.parallel.kernels import MatmulKernel
 from hpctrain.parallel.random import key_of, signs
@@ -75,13 +75,13 @@ class MatmulAudit:
         self._forget()
         self._step, self.active = step, True
 
-    def settle(self) -> list[Fault]:
+    def settle(self) -> list[DetectedFault]:
         """What was wrong in the step, which is over. Waits for the device."""
         found = list(self._worst)
         worst = torch.stack(list(self._worst.values())).tolist() if found else []
         self._forget()
         return [
-            Fault("product", where.names[0], where.phase, (self._rank,), _words(where, ratio))
+            DetectedFault("product", where.names[0], where.phase, (self._rank,), _words(where, ratio))
             for where, ratio in zip(found, worst, strict=True)
             if ratio > 1
         ]

@@ -12,7 +12,7 @@ from hpctrain.checkpoint.held import copies_held
 from hpctrain.checkpoint.mirror import COPIES
 from hpctrain.comm.device import device_kind, matmul_workspace_bytes, on_host
 from hpctrain.comm.mesh import rank_count
-from hpctrain.comm.planned import PlannedMesh
+from hpctrain.comm.planned import PlannedMesh, ReductionBytes
 from hpctrain.comm.topology import ranks_per_node_of
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.place import placed_by_flops
@@ -176,7 +176,9 @@ def plan_memory(
     per_node, transport = on_node or ranks, deck.communication.wished_transport
 
     def planned_mesh(number: int, place: int = 0) -> PlannedMesh:
-        audited = deck.stability.corruption == "full"
+        audited: ReductionBytes | None = None
+        if deck.stability.corruption == "full":
+            from hpctrain.audit.audited_reduction import audited_scratch_bytes as audited
         return PlannedMesh(sizes, number, per_node, None, False, device, place, transport, audited)
 
     planned: dict[object, tuple[TrainedStage, MemoryAccount]] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hpctrain.comm.sums import fingerprint as of_tensor
+from hpctrain.audit.bits import word_sum as of_tensor
 from hpctrain.memory.scratch import Flat, to_read
 
 WORDS = 1 << 32

@@ -15,7 +15,7 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
-from hpctrain.comm.faults import Fault
+from hpctrain.audit.detected_fault import DetectedFault
 from hpctrain.comm.group import Group
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.bucket_layout import BucketSegment
@@ -62,13 +62,13 @@ class WatchedMemory:
         """From here on nothing is to change."""
         self._prints = self._now()
 
-    def changed(self) -> list[Fault]:
+    def changed(self) -> list[DetectedFault]:
         """What has changed since. Of this rank alone."""
         if self._prints is None:
             return []
         same = (self._now() == self._prints).tolist()
         return [
-            Fault("memory", piece.name, "other", (self._rank,), "changed while it lay in memory")
+            DetectedFault("memory", piece.name, "other", (self._rank,), "changed while it lay in memory")
             for piece, is_same in zip(self.pieces, same, strict=True)
             if not is_same
         ]
@@ -88,7 +88,7 @@ class RestingState(WatchedMemory):
         # The ranks of a group come to it in the same order, whatever others they are in.
         self._groups = sorted(groups, key=lambda group: (group.name, group.ranks))
 
-    def differing(self) -> list[Fault]:
+    def differing(self) -> list[DetectedFault]:
         """What other ranks have otherwise, by the fingerprints taken last. Collective."""
         if self._prints is None:
             return []
@@ -116,7 +116,7 @@ class RestingState(WatchedMemory):
             counts[piece.name] += 1
         return places
 
-    def _differing_ends(self, numbers: Mapping[_Place, int]) -> Iterator[Fault]:
+    def _differing_ends(self, numbers: Mapping[_Place, int]) -> Iterator[DetectedFault]:
         """Yield the tied tensors that differ between the two ends of a pipeline.
 
         Their slices have different boundaries on the two ends.
@@ -130,7 +130,9 @@ class RestingState(WatchedMemory):
             assert piece.ends is not None
             if (int(own) - int(from_other_end(piece.ends, own))) % WORDS:
                 both = piece.ends.ranks[0], piece.ends.ranks[-1]
-                yield Fault("copies", piece.name, "step", both, "differs between the ends of the pipeline")
+                yield DetectedFault(
+                    "copies", piece.name, "step", both, "differs between the ends of the pipeline"
+                )
 
 
 def learned(state: Iterable[StateTensor]) -> Iterator[Resting]:
@@ -140,7 +142,7 @@ def learned(state: Iterable[StateTensor]) -> Iterator[Resting]:
             yield Resting(f"{tensor.kind}/{tensor.shard.name}", tensor.values)
 
 
-def _apart(group: Group, of_ranks: Sequence[dict[_Place, int]]) -> Iterator[Fault]:
+def _apart(group: Group, of_ranks: Sequence[dict[_Place, int]]) -> Iterator[DetectedFault]:
     """Yield a fault for each tensor that differs within a group; it names the ranks in the minority."""
     for place in of_ranks[0]:
         name, _ = place
@@ -151,7 +153,7 @@ def _apart(group: Group, of_ranks: Sequence[dict[_Place, int]]) -> Iterator[Faul
         (most, times), (_, next_times), *_ = counts.most_common(2)
         right = most if times > next_times else None
         ranks = tuple(rank for rank, value in zip(group.ranks, values, strict=True) if value != right)
-        yield Fault("copies", name, "step", ranks, f"differs between ranks of {group.name}")
+        yield DetectedFault("copies", name, "step", ranks, f"differs between ranks of {group.name}")
 
 
 def _resting(buckets: Sequence[Bucket], state: Iterable[StateTensor]) -> Iterator[Resting]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from hpctrain.comm.faults import Fault
+from hpctrain.audit.detected_fault import DetectedFault
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.fingerprint import fingerprint
 from hpctrain.sharding.synchronize import GradientSynchronizer
@@ -31,7 +31,7 @@ class ReducedGradients:
         self._prints.clear()
         self._same.clear()
 
-    def changed(self) -> Iterator[Fault]:
+    def changed(self) -> Iterator[DetectedFault]:
         """Of which parameters they are not those that were summed; from here on they may change."""
         for bucket in list(self._prints):
             self._compare(bucket)
@@ -41,7 +41,7 @@ class ReducedGradients:
                 if not is_same:
                     name = f"gradient/{segment.parameter.shard.name}"
                     what = "changed between its sum and the update"
-                    yield Fault("memory", name, "synchronize", (self._rank,), what)
+                    yield DetectedFault("memory", name, "synchronize", (self._rank,), what)
 
     def _take(self, bucket: Bucket) -> None:
         self._prints[bucket] = _of(bucket)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from hpctrain.comm.audit import COPIES, voted
+from hpctrain.audit.bits import COPIES, majority
 from hpctrain.comm.world import World
 from hpctrain.errors import InputOutputError
 from hpctrain.files import identity
@@ -71,7 +71,7 @@ class Control:
         # have it stop alone.
         asked = torch.tensor([world.size - world.rank if cause in came else 0 for cause in causes])
         copies = world.everyone.all_reduce(asked.repeat(COPIES), "max").view(COPIES, -1)
-        numbers = voted(copies.t()).tolist()
+        numbers = majority(copies.t()).tolist()
         ranks = {cause: world.size - number for cause, number in zip(causes, numbers, strict=True) if number}
         if _GONE in ranks:
             with world.agreement():

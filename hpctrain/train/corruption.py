@@ -16,11 +16,10 @@ from contextlib import contextmanager
 
 import torch
 
+from hpctrain.audit.detected_fault import DetectedFault, SilentFaultError
+from hpctrain.audit.message_audit import message_audit_of
 from hpctrain.checkpoint.held import StateSnapshot
-from hpctrain.comm.faults import Fault
-from hpctrain.comm.outcome import name_ranks
 from hpctrain.engine.build import Engine
-from hpctrain.errors import EXIT_INTERNAL, HpctrainError
 from hpctrain.sharding.fingerprint import fingerprint
 from hpctrain.sharding.resting import RestingState, WatchedMemory, learned
 from hpctrain.sharding.summed import ReducedGradients
@@ -34,22 +33,6 @@ REPEATED = 10
 
 _WORD = (1 << 63) - 1
 """Something was found; nothing is 0. Of a word with a bit changed, half of the bits tell."""
-
-
-class SilentFaultError(HpctrainError):
-    """Silent faults, the same on all ranks. `kept`: the state is that before the step."""
-
-    exit_code = EXIT_INTERNAL
-
-    def __init__(self, step: int, faults: Sequence[Fault], kept: bool) -> None:
-        super().__init__([f"step {step}: {sentence(fault)}" for fault in faults])
-        self.step, self.faults, self.kept = step, faults, kept
-
-
-def sentence(fault: Fault) -> str:
-    """What a log says of it."""
-    where = name_ranks(fault.ranks)
-    return f"silent fault on {where}: {fault.name} {fault.detail} ({fault.kind}, {fault.phase})"
 
 
 class Guard(Unguarded, Hook):
@@ -69,10 +52,10 @@ class Guard(Unguarded, Hook):
         self._learning = [tensor for tensor in engine.state() if tensor.changes_in_step]
         self.learned = WatchedMemory(learned(self._learning), engine.world.rank)
         self.summed = ReducedGradients(engine.synchronizer, engine.world.rank)
-        self._products, self._messages = engine.groups.audit, engine.world.auditing
-        self._early: list[Fault] = []
-        self._repeated: list[Fault] = []
-        self._miscounted: list[Fault] = []
+        self._products, self._messages = engine.groups.audit, message_audit_of(engine.world)
+        self._early: list[DetectedFault] = []
+        self._repeated: list[DetectedFault] = []
+        self._miscounted: list[DetectedFault] = []
         self._before: StateSnapshot | None = None
         self._step = 0
 
@@ -134,7 +117,7 @@ class Guard(Unguarded, Hook):
         self.learned.forget()
         self.counters.forget()
 
-    def _agree(self, totals: Sequence[float], own: list[Fault], spoilt: bool = True) -> None:
+    def _agree(self, totals: Sequence[float], own: list[DetectedFault], spoilt: bool = True) -> None:
         """Raise SilentFaultError where any rank found anything, or has other `totals`; `spoilt` says that the
         state of this rank is not to go on from then.
         """
@@ -147,22 +130,22 @@ class Guard(Unguarded, Hook):
         if not any(each.bit_count() > _WORD.bit_count() // 2 for each in words):
             return
         rows = everyone.all_gather_object([[fault.row for fault in own], digest, spoilt and bool(own)])
-        faults = [Fault.of(row) for row_of in rows for row in row_of[0]]
+        faults = [DetectedFault.of(row) for row_of in rows for row in row_of[0]]
         if not faults and not totals:
             return  # it was only told wrong, which is for those who look at messages to tell
         if not faults:
             faults = [_of_figures([row[1] for row in rows], everyone.ranks)]
         raise SilentFaultError(self._step, list(dict.fromkeys(faults)), not any(row[2] for row in rows))
 
-    def _sent(self) -> list[Fault]:
+    def _sent(self) -> list[DetectedFault]:
         """What was wrong with messages since the last time."""
-        return [] if self._messages is None else self._messages.settle()
+        return [] if self._messages is None else self._messages.collect_faults()
 
 
-def _of_figures(digests: Sequence[int], ranks: Sequence[int]) -> Fault:
+def _of_figures(digests: Sequence[int], ranks: Sequence[int]) -> DetectedFault:
     """What there is to tell where ranks have other figures of a step, or had when they told each other."""
     counts = Counter(digests).most_common(2)
     right = counts[0][0] if len(counts) == 1 or counts[0][1] > counts[1][1] else None
     wrong = [rank for rank, digest in zip(ranks, digests, strict=True) if digest != right]
     what = "the figures of the step are not the same on all ranks"
-    return Fault("message", "all_reduce of all ranks", "step", tuple(wrong or ranks), what)
+    return DetectedFault("message", "all_reduce of all ranks", "step", tuple(wrong or ranks), what)

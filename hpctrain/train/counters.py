@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from hpctrain.comm.faults import Fault
+from hpctrain.audit.detected_fault import DetectedFault
 from hpctrain.engine.build import Engine
 from hpctrain.train.step import TrainState
 
@@ -25,7 +25,7 @@ class Counters:
         """Something else than a step has changed them."""
         self._kept = {}
 
-    def take(self) -> list[Fault]:
+    def take(self) -> list[DetectedFault]:
         """A step was made: from here on nothing is to change. What was wrong with the number of steps."""
         following, wrong = self.step or self._state.step, []
         if self._state.step != following:
@@ -33,7 +33,7 @@ class Counters:
         self._kept = self._now()
         return wrong
 
-    def put_right(self) -> list[Fault]:
+    def put_right(self) -> list[DetectedFault]:
         """What has changed since; it has not any more."""
         if not self._kept:
             return []
@@ -59,6 +59,8 @@ class Counters:
         scale = self._engine.loss_scale
         scale.value, scale.good_steps = self._kept["loss_scale"], int(self._kept["good_steps"])
 
-    def _fault(self, name: str) -> Fault:
+    def _fault(self, name: str) -> DetectedFault:
         group = self._engine.world.everyone
-        return Fault("memory", name, "other", (group.ranks[group.rank],), "changed since the step before")
+        return DetectedFault(
+            "memory", name, "other", (group.ranks[group.rank],), "changed since the step before"
+        )

@@ -7,13 +7,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from hpctrain.comm.faults import Fault
+from hpctrain.audit.detected_fault import DetectedFault, SilentFaultError, describe_fault
 from hpctrain.comm.outcome import name_ranks
 from hpctrain.errors import failing_as
 from hpctrain.files import add_lines, strict_json
 from hpctrain.report.marks import FAULTS_FILE
 from hpctrain.train.control import Order
-from hpctrain.train.corruption import SilentFaultError, sentence
 from hpctrain.train.way_back import WayBack
 from hpctrain.watch.status import MOST_OF_A_RANK, now_text
 from hpctrain.words import counted
@@ -42,12 +41,12 @@ class Healing:
         log = logging.getLogger("hpctrain")
         trainer, way, step = self.way.trainer, self.way, found.step
         self._note(found)
-        if not found.kept:
+        if not found.state_kept:
             way.checkpoints.doubt(trainer.state.step)
             source = way.newest(trainer.state.step)
             if source is None:
                 why = f"step {step}: no good state is there, in memory or on the disk, to go back to"
-                return Order(stop=True, why=f"{sentence(found.faults[0])}; {why}")
+                return Order(stop=True, why=f"{describe_fault(found.faults[0])}; {why}")
             before = way.take(source)
             log.warning(
                 "step %d: takes up the state after step %d, and goes on from there", step, before.step
@@ -66,7 +65,7 @@ class Healing:
         single = {fault.ranks[0] for fault in found.faults if len(fault.ranks) == 1}
         self._of_rank.update(single)  # what one rank has at a time is one fault of it
         for fault in found.faults[:TOLD]:
-            log.warning("step %d: %s", found.step, sentence(fault))
+            log.warning("step %d: %s", found.step, describe_fault(fault))
         if len(found.faults) > TOLD:
             log.warning("step %d: and %d more, in %s", found.step, len(found.faults) - TOLD, self.path)
         rows = [self._row(found.step, fault) for fault in found.faults[:WRITTEN]]
@@ -80,7 +79,7 @@ class Healing:
         ]
         reporter.status.note(silent_faults=self.found, faulty=faulty)
 
-    def _row(self, step: int, fault: Fault) -> dict[str, Any]:
+    def _row(self, step: int, fault: DetectedFault) -> dict[str, Any]:
         nodes = list(dict.fromkeys(self._nodes[rank] for rank in fault.ranks))
         return {"time": now_text(), "step": step, **fault.row, "nodes": nodes}
 

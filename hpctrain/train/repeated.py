@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from hpctrain.comm.faults import Fault
+from hpctrain.audit.detected_fault import DetectedFault
 from hpctrain.engine.build import Engine
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.bucket_layout import BucketSegment
@@ -25,7 +25,7 @@ class Repetition:
     def __init__(self, engine: Engine, step: Step, state: TrainState, batch: Callable[[], int]) -> None:
         self.engine, self.step, self.state, self.batch = engine, step, state, batch
 
-    def compare(self) -> list[Fault]:
+    def compare(self) -> list[DetectedFault]:
         """What neighbours have otherwise than this rank had it; collective. Leaves gradients, and whatever
         the passes of a step themselves change, to be begun anew. Nothing where there are no samples yet.
         """
@@ -49,7 +49,9 @@ class Repetition:
         names = ["losses", *(f"gradient/{segment.parameter.shard.name}" for segment in segments)]
         both = tuple(sorted({ranks[number], ranks[with_this[0]]}))
         return [
-            Fault("micro-batch", name, "backward", both, "came out otherwise when it was computed again")
+            DetectedFault(
+                "micro-batch", name, "backward", both, "came out otherwise when it was computed again"
+            )
             for name, one, two in zip(names, own, with_this[2], strict=True)
             if one != two
         ]

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from hpctrain.audit.detected_fault import SilentFaultError
 from hpctrain.checkpoint.names import checkpoints
 from hpctrain.checkpoint.read import read_state
 from hpctrain.checkpoint.stored_deck import require_trusted, stored_deck
@@ -37,7 +38,6 @@ from hpctrain.plan.served import build_role_within_memory
 from hpctrain.report.terminal import columns, fit
 from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.control import Control, Order
-from hpctrain.train.corruption import SilentFaultError
 from hpctrain.train.dead_experts import DeadExperts
 from hpctrain.train.going_back import GoingBack
 from hpctrain.train.healing import Healing

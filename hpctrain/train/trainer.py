@@ -20,10 +20,8 @@ from hpctrain.engine.build import Engine
 from hpctrain.engine.corpus import Corpus
 from hpctrain.engine.seat import ModelPlacement
 from hpctrain.train.batch_size import batch_at
-from hpctrain.train.corruption import Guard
 from hpctrain.train.hook import Hook, StepDone
 from hpctrain.train.memory import ActivationPeak, Beside
-from hpctrain.train.repeated import Repetition
 from hpctrain.train.step import Step, StepResult, TrainState, Unguarded
 from hpctrain.watch.stragglers import Comparison, Stragglers, work_of
 from hpctrain.words import counted
@@ -57,6 +55,9 @@ class Trainer:
         self.activations = ActivationPeak(engine)
         self.hooks: list[Hook] = [self.activations]
         if deck.stability.corruption != "off":
+            from hpctrain.train.corruption import Guard
+            from hpctrain.train.repeated import Repetition
+
             full = deck.stability.corruption == "full"
             again = Repetition(engine, self.step, self.state, self.next_batch) if full else None
             self.step.guard = guard = Guard(engine, self.state, deck.stability.corruption_every, again)

@@ -102,11 +102,11 @@ def test_too_many_problems_are_cut() -> None:
 )
 def test_silent_singletons_are_refused(environment: dict[str, str], size: int, good: bool) -> None:
     if good:
-        check_launcher(environment, size)
+        check_launcher(environment, size, "Open MPI")
     else:
         count = next(iter(environment.values()))
         with pytest.raises(HpctrainError, match=f"started {count} processes"):
-            check_launcher(environment, size)
+            check_launcher(environment, size, "Open MPI")
 
 
 @pytest.mark.parametrize(

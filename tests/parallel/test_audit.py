@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpctrain.comm.faults import Fault
+from hpctrain.audit.detected_fault import DetectedFault, SilentFaultError
 from hpctrain.comm.world import World
 from hpctrain.engine.audit import agree
 from hpctrain.parallel.audit import MatmulAudit
@@ -25,7 +25,6 @@ from hpctrain.parallel.compiler import CompilerError, compile_library
 from hpctrain.parallel.kernels import LIBRARY, MatmulKernel
 from hpctrain.parallel.library import open_library
 from hpctrain.parallel.shard import Parameter, Shard
-from hpctrain.train.corruption import SilentFaultError
 from tests.engines import LLAMA, Trainer, one_thread, small_deck, trainer
 from tests.model.foreign.test_whole import deck_of
 
@@ -72,7 +71,7 @@ def compiled() -> AuditKernels:
     return CompiledAuditKernels(library)
 
 
-def gradients_of(run: Trainer, audit: bool) -> tuple[dict[str, Tensor], list[Fault]]:
+def gradients_of(run: Trainer, audit: bool) -> tuple[dict[str, Tensor], list[DetectedFault]]:
     """A step's gradients, on weights that stay, and what was found."""
     judge = run.engine.groups.audit
     assert judge is not None
@@ -119,7 +118,7 @@ def test_nothing_is_found_on_any_layout(world: World, name: str) -> None:
     assert audit is not None
     settle, seen = audit.settle, list[int]()
 
-    def counted() -> list[Fault]:
+    def counted() -> list[DetectedFault]:
         seen.append(len(audit._worst))
         assert not audit._sums
         return settle()
@@ -140,7 +139,7 @@ def test_nothing_is_found_in_modules(world: World, more: tuple[str, ...]) -> Non
     assert audit is not None
     settle, seen = audit.settle, set[tuple[str, str]]()
 
-    def noted() -> list[Fault]:
+    def noted() -> list[DetectedFault]:
         seen.update((where.names[0], where.what) for where in audit._worst)
         return settle()
 

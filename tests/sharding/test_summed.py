@@ -8,10 +8,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hpctrain.comm.faults import Fault
+from hpctrain.audit.detected_fault import DetectedFault, SilentFaultError
 from hpctrain.comm.world import World
 from hpctrain.sharding.bucket import Bucket
-from hpctrain.train.corruption import SilentFaultError
 from tests.engines import small_deck, trainer
 from tests.train.flips import flip
 
@@ -50,7 +49,7 @@ def test_what_changes_after_its_sum_is_found(world: World, layout: str) -> None:
         run.train(1)
     (name,) = world.everyone.all_gather_object(done)[1]
     what = "changed between its sum and the update"
-    assert caught.value.faults == [Fault("memory", f"gradient/{name}", "synchronize", (1,), what)]
+    assert caught.value.faults == [DetectedFault("memory", f"gradient/{name}", "synchronize", (1,), what)]
     assert caught.value.kept
     done.append(name)
     run.train(2)

@@ -92,7 +92,7 @@ def compared(world: World, deck: Path, name: str, keys: tuple[str, ...], steps: 
         one, other = (contents(folder / each / "checkpoints" / last) for each in (name, own))
         if one.keys() != other.keys() or not all(np.array_equal(one[key], other[key]) for key in one):
             yield f"{own} does not end with the same bits"
-    world.audit("off")
+    world.decorate_transports(None)
 
 
 def main() -> int:

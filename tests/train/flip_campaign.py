@@ -222,7 +222,7 @@ def flipped(
                 yield f"{name}-{look}: the loss of step {step} is {one}, and {other} without flips"
         if len(losses[look]) != steps:
             yield f"{name}-{look}: {len(losses[look])} of {steps} steps were written down"
-    world.audit("off")
+    world.decorate_transports(None)
 
 
 def judged(

@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpctrain.comm import audited
+from hpctrain.audit.audited_transport import AuditedTransport
+from hpctrain.audit.message_audit import MessageAudit
 from hpctrain.comm.calls import Call
 from hpctrain.comm.transports.choose import TransportPair
 from hpctrain.comm.transports.reduction import HALVES
@@ -167,7 +168,7 @@ class Campaign:
     def install(self, patch: pytest.MonkeyPatch) -> None:
         """Have all of it happen."""
         make, call, accumulate = Trainer.train_step, Step.__call__, Step.accumulate
-        complete, run, around = GradientSynchronizer._complete, Loop.run, audited.around
+        complete, run, wrap = GradientSynchronizer._complete, Loop.run, MessageAudit.wrap
 
         def train_step(trainer: Trainer, batch: int | None = None) -> StepResult:
             self.begin(trainer)
@@ -203,24 +204,24 @@ class Campaign:
             self.watch_products(loop.trainer)
             return run(loop, *given)
 
-        def wired(pair: TransportPair, *others: Any) -> TransportPair:
-            return around((Wire(pair[0], self), pair[1]), *others)
+        def wired(audit: MessageAudit, pair: TransportPair, *others: Any) -> TransportPair:
+            return wrap(audit, (Wire(pair[0], self), pair[1]), *others)
 
         patch.setattr(Trainer, "train_step", train_step)
         patch.setattr(Step, "__call__", called)
         patch.setattr(Step, "accumulate", accumulated)
         patch.setattr(GradientSynchronizer, "_complete", completed)
         patch.setattr(Loop, "run", whole)
-        patch.setattr("hpctrain.comm.world.around", wired)
-        known = audited.AuditedTransport.run
+        patch.setattr(MessageAudit, "wrap", wired)
+        known = AuditedTransport.run
 
-        def named(transport: audited.AuditedTransport, outer: Call) -> TransportWork | None:
+        def named(transport: AuditedTransport, outer: Call) -> TransportWork | None:
             inner = transport.inner
             if isinstance(inner, Wire):
-                inner.group, inner.phase = outer.group.name, transport.channel.audit.ledger.phase
+                inner.group, inner.phase = outer.group.name, transport.channel.ledger.phase
             return known(transport, outer)
 
-        patch.setattr(audited.AuditedTransport, "run", named)
+        patch.setattr(AuditedTransport, "run", named)
 
     def watch_products(self, trainer: Trainer) -> None:
         """Have products computed by what can flip a bit, and know whose they are."""

@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 import torch
 
+from hpctrain.audit.detected_fault import DetectedFault, SilentFaultError
+from hpctrain.audit.message_audit import MessageAudit
 from hpctrain.checkpoint.background import BackgroundSave
-from hpctrain.comm import audited
-from hpctrain.comm.faults import Fault
 from hpctrain.comm.group import Group
 from hpctrain.comm.transports.choose import TransportPair
 from hpctrain.comm.world import World
@@ -31,7 +31,6 @@ from hpctrain.report.rows import read_metrics
 from hpctrain.sharding.fingerprint import fingerprint
 from hpctrain.train import corruption, healing
 from hpctrain.train.control import Control, Order
-from hpctrain.train.corruption import SilentFaultError
 from hpctrain.train.hook import Hook, StepDone
 from hpctrain.train.run import open_run, resume
 from hpctrain.train.signals import Signals
@@ -145,7 +144,7 @@ def test_every_bit_of_what_rests_is_found(world: World, mpi_tmp_path: Path) -> N
         element, bit = draw.randrange(piece.values.numel()), draw.randrange(8 * piece.values.element_size())
         flip(piece.values, element, bit)
         assert resting.changed() == [
-            Fault("memory", piece.name, "other", (world.rank,), "changed while it lay in memory")
+            DetectedFault("memory", piece.name, "other", (world.rank,), "changed while it lay in memory")
         ]
         flip(piece.values, element, bit)
         assert resting.changed() == []
@@ -256,7 +255,7 @@ def test_half_a_row_of_faults_swallows_no_later_one(world: World, tmp_path: Path
     told: dict[str, Any] = {}
     reporter = SimpleNamespace(status=SimpleNamespace(note=told.update))
     way = SimpleNamespace(trainer=SimpleNamespace(world=world), reporter=reporter)
-    fault = Fault("copies", "bias", "step", (0,), "differs")
+    fault = DetectedFault("copies", "bias", "step", (0,), "differs")
     for step in (3, 4):
         healing.Healing(cast(WayBack, way), tmp_path)._note(SilentFaultError(step, [fault], kept=True))
         with (tmp_path / "faults.jsonl").open("a") as file:
@@ -507,17 +506,19 @@ def test_a_full_look_changes_nothing_and_heals_what_arrives_wrong(
     train(world, deck, "watched", *keys, *full)
     assert_same_end(mpi_tmp_path / "clean", mpi_tmp_path / "watched")
     assert found_in(mpi_tmp_path / "watched") == []
-    around = audited.around
+    wrap = MessageAudit.wrap
     for number in (40, 67):
         wrong = Message(rank=1, number=number, seed=number)
 
-        def flipping(pair: TransportPair, *others: Any, wrong: Message = wrong) -> TransportPair:
-            return around((FlippingTransport(pair[0], wrong), pair[1]), *others)
+        def flipping(
+            audit: MessageAudit, pair: TransportPair, *others: Any, wrong: Message = wrong
+        ) -> TransportPair:
+            return wrap(audit, (FlippingTransport(pair[0], wrong), pair[1]), *others)
 
         with monkeypatch.context() as patch:
-            patch.setattr("hpctrain.comm.world.around", flipping)
+            patch.setattr(MessageAudit, "wrap", flipping)
             code, _ = train(world, deck, f"wrong-{number}", *keys, *full)
-        world.audit("off")
+        world.decorate_transports(None)
         assert code == 0
         assert_same_end(mpi_tmp_path / "clean", mpi_tmp_path / f"wrong-{number}")
         found = found_in(mpi_tmp_path / f"wrong-{number}")

@@ -158,8 +158,8 @@ def test_threads_without_cores_give_a_warning() -> None:
     assert core_warning(1, [("n", one)] * 4) == ""
     assert core_warning(2, [("n", two)]) == core_warning(2, [("n", two), ("m", two)]) == ""
     assert core_warning(2, [("n", ())]) == ""  # the cores are unknown
-    assert "4 threads of a node's ranks take turns on 2 cores" in core_warning(2, [("n", two)] * 2)
-    assert "rank 1 may use 1 core alone: give mpirun --map-by slot:PE=2" in core_warning(
+    assert "the ranks of a node have 4 threads but 2 cores" in core_warning(2, [("n", two)] * 2)
+    assert "rank 1 may use only 1 core: use mpirun --map-by slot:PE=2" in core_warning(
         2, [("n", two), ("m", one)]
     )
 
@@ -178,7 +178,7 @@ def test_doctor_reports_threads_without_cores(tmp_path: Path) -> None:
     (tmp_path / "deck.toml").write_text(DECK)
     report = DoctorReport(ranks=[RankPlacement(rank, "n", 0, rank, (rank,), 0) for rank in range(2)])
     map_deck(report, tmp_path / "deck.toml", ["run.threads=4"])
-    assert report.fit and "rank 0 may use 1 core alone" in report.findings[-1].remedy
+    assert report.fit and "rank 0 may use only 1 core" in report.findings[-1].remedy
     map_deck(report, tmp_path / "deck.toml", [])
     assert not report.findings[-1].remedy
 

@@ -1,4 +1,4 @@
-"""When ranks under srun are lost to one another, told before MPI starts."""
+"""Ranks of srun that MPI could not join are reported before MPI starts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.host.srun import describe_missing_pmix
+from hpctrain.host.launcher_checks import describe_missing_pmix
 
 STEP = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_ID": "0", "SLURM_STEPID": "0"}
 BATCH = {"SLURM_STEP_ID": "4294967291", "SLURM_STEPID": "4294967291"}

@@ -1,9 +1,9 @@
-"""Sums whose addends are seen as they arrive: moved by another transport, added here, in rank order, twice.
+"""Sums over ranks whose inputs are checked when they arrive, and which are computed twice.
 
-As in `reduction`, each element has one owner, who receives it from all ranks and adds; an all-reduce then
-gathers the sums, and a small one lets every rank receive everything. The bits are those of the transports'
-own sums. Everything moves through calls of the inner transport, in one order on all ranks, and in rounds of
-bounded memory.
+Another transport moves the inputs. As in `transports/reduction.py`, each element has one owner that receives
+it from all ranks and adds in rank order. An all-reduce then gathers the sums. If the tensor is small, every
+rank receives everything. The results have the bits of the transports' own sums. All ranks start the calls of
+the inner transport in the same order, and the rounds have bounded memory.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hpctrain.audit.bits import word_sum
+from hpctrain.audit.start_order import OrderedOperation
+from hpctrain.audit.transfer_check import TransferRecord, run_transfer
 from hpctrain.comm.calls import Call
-from hpctrain.comm.moved import MovedRecord, moved
-from hpctrain.comm.sums import fingerprint
 from hpctrain.comm.transports.mpi import flat_view
 from hpctrain.comm.transports.reduction import (
     BLOCK,
@@ -35,23 +36,36 @@ from hpctrain.comm.transports.transport import (
     TransportWork,
     ranges_of_ranks,
 )
-from hpctrain.comm.turns import Turn
 
 
-class AuditedSum:
-    """One reduction; `record` is of its call."""
+class AuditedReduction:
+    """One reduction.
+
+    Args:
+        call: The call.
+        inner: Transport that moves the inputs and the results.
+        scratch: Memory for what this rank receives.
+        record: Record of the call, to which checksums are added.
+        operation: Place of the call among those that start their parts in order.
+    """
 
     def __init__(
-        self, call: Call, inner: Transport, scratch: ReductionScratch, record: MovedRecord, turn: Turn
+        self,
+        call: Call,
+        inner: Transport,
+        scratch: ReductionScratch,
+        record: TransferRecord,
+        operation: OrderedOperation,
     ) -> None:
         assert call.tensor is not None and call.reduced is not None
-        self.call, self.inner, self.scratch, self.record, self.turn = call, inner, scratch, record, turn
+        self.call, self.inner, self.scratch, self.record = call, inner, scratch, record
+        self.ordered = operation
         self.rank, self.size = inner.rank, inner.size
-        self.tensor, self.operation = flat_view(call.tensor), call.reduced
+        self.tensor, self.reduction = flat_view(call.tensor), call.reduced
         self.output = None if call.output is None else flat_view(call.output)
 
     def steps(self) -> Steps:
-        """From what the ranks give to the results."""
+        """Return the steps from the inputs to the results."""
         if self.tensor.nbytes * self.size <= SMALL_BYTES:
             yield from self._of_everything()
         elif self.call.operation == "reduce_scatter":
@@ -60,12 +74,12 @@ class AuditedSum:
             yield from self._to_all()
 
     def _of_everything(self) -> Steps:
-        """Each rank receives all, and adds what it wants of it."""
+        """Gather all inputs on each rank, and add those elements that the rank needs."""
         tensor = self.tensor
         parts = tensor.new_empty((self.size, tensor.numel()))
         call = Call("all_gather", tensor, parts.view(-1), self.call.blocking, bytes=parts.nbytes)
-        pending = SteppedWork(moved(call, self.inner, self.record))
-        self.turn.started = True
+        pending = SteppedWork(run_transfer(call, self.inner, self.record))
+        self.ordered.started = True
         yield pending
         if self.output is None:
             return
@@ -75,19 +89,19 @@ class AuditedSum:
         self._add(parts[:, begin : begin + count].unbind(), self.output)
 
     def _to_all(self) -> Steps:
-        """Each rank adds a piece of every round, and gives it to all, or to the root."""
+        """Add a piece of every round on each rank, and send it to all ranks, or to the root."""
         root, size, rank = self.call.root, self.size, self.rank
         rounds = self.tensor.split(size * piece_elements(self.tensor, size))
         longest = equal_counts(rounds[0].numel(), size)[0]
-        room = self._take(min(2, len(rounds)) * (size + (root >= 0)) * longest)
-        halves = room.view(-1, (size + (root >= 0)) * longest)
+        memory = self._take(min(2, len(rounds)) * (size + (root >= 0)) * longest)
+        halves = memory.view(-1, (size + (root >= 0)) * longest)
 
         def launch(index: int) -> SteppedWork:
             counts = equal_counts(rounds[index].numel(), size)
             received = [counts[rank]] * size
             into = halves[index % 2][: sum(received)]
             call = Call("all_to_all", rounds[index], into, False, counts=counts, received=received)
-            return SteppedWork(moved(call, self.inner, self.record))
+            return SteppedWork(run_transfer(call, self.inner, self.record))
 
         results: list[TransportWork] = []
         ahead: SteppedWork | None = launch(0)
@@ -102,35 +116,38 @@ class AuditedSum:
             given = self._add(halves[index % 2][: size * count].view(size, count).unbind(), own)
             call = self._result(own, block, counts, self.call.blocking and len(rounds) == 1)
             target = range(size) if root < 0 else [root]
-            told = torch.zeros_like(self.record.given)
+            checksums = torch.zeros_like(self.record.sent)
             for peer in target:
                 if peer != rank:
-                    told[peer] = given
-            results.append(SteppedWork(moved(call, self.inner, self.record, told)))
-            self.turn.started = ahead is None
+                    checksums[peer] = given
+            results.append(SteppedWork(run_transfer(call, self.inner, self.record, checksums)))
+            self.ordered.started = ahead is None
             if root >= 0:
                 yield results.pop()
         yield ParallelWork(results)
-        self._give(room)
+        self._give(memory)
 
-    def _result(self, own: Tensor, block: Tensor, counts: Sequence[int], blocking: bool) -> Call:
-        """What hands on this rank's sums of a round."""
+    def _result(self, sums: Tensor, block: Tensor, counts: Sequence[int], blocking: bool) -> Call:
+        """Return the call that sends this rank's sums of a round to the ranks that need them."""
         root = self.call.root
         if root < 0:
-            return Call("all_gather", own, block, blocking, bytes=block.nbytes, counts=counts)
+            return Call("all_gather", sums, block, blocking, bytes=block.nbytes, counts=counts)
         output = block if self.rank == root else None
-        return Call("gather", own, output, blocking, bytes=block.nbytes, root=root, counts=counts)
+        return Call("gather", sums, output, blocking, bytes=block.nbytes, root=root, counts=counts)
 
     def _to_owners(self) -> Steps:
-        """Each rank adds its own piece. Of several rounds what is sent is brought together first."""
+        """Add its own piece on each rank.
+
+        If there are several rounds, the data of a round is first copied into contiguous memory.
+        """
         size, rank, tensor = self.size, self.rank, self.tensor
         assert self.output is not None
         spans = ranges_of_ranks(self.call.counts, tensor, size)
         longest = max(count for _, count in spans)
         piece = min(longest, piece_elements(tensor, size))
         count = -(-longest // piece)
-        room = self._take(min(2, count) * size * piece * (2 if count > 1 else 1))
-        halves = room.view(min(2, count), -1, size * piece)
+        memory = self._take(min(2, count) * size * piece * (2 if count > 1 else 1))
+        halves = memory.view(min(2, count), -1, size * piece)
 
         def launch(index: int) -> SteppedWork:
             now = [_cut(span, index, piece) for span in spans]
@@ -143,54 +160,63 @@ class AuditedSum:
             received = [counts[rank]] * size
             into = halves[index % 2][0][: sum(received)]
             call = Call("all_to_all", source, into, False, counts=counts, received=received)
-            return SteppedWork(moved(call, self.inner, self.record))
+            return SteppedWork(run_transfer(call, self.inner, self.record))
 
         ahead: SteppedWork | None = launch(0)
         for index in range(count):
             pending, ahead = ahead, launch(index + 1) if index + 1 < count else None
-            self.turn.started = ahead is None
+            self.ordered.started = ahead is None
             yield pending
             length = _cut(spans[rank], index, piece)[1]
             parts = halves[index % 2][0][: size * length].view(size, length).unbind()
             self._add(parts, self.output[index * piece :][:length])
-        self._give(room)
+        self._give(memory)
 
     def _add(self, parts: Sequence[Tensor], output: Tensor) -> Tensor:
-        """Reduce the parts into `output`, and again to compare; the fingerprint of the output."""
-        first, second = (torch.zeros_like(self.record.again) for _ in range(2))
-        whole, operation = output, self.operation
-        turned = operation != "sum" and output.dtype in SIGNED
-        if turned:  # torch orders signed integers alone, and these as the others once their first bits are
+        """Reduce the parts into `output`, and again for comparison. Return the checksum of the output."""
+        first, second = (torch.zeros_like(self.record.recomputed) for _ in range(2))
+        whole, operation = output, self.reduction
+        flipped = operation != "sum" and output.dtype in SIGNED
+        if (
+            flipped
+        ):  # torch compares signed integers only, which order as unsigned ones with flipped first bits
             whole = output.view(SIGNED[output.dtype])
-            parts = [_turn(part.view(whole.dtype)) for part in parts]
+            parts = [_flip_first_bit(part.view(whole.dtype)) for part in parts]
         step = BLOCK if whole.is_cpu else max(1, len(whole))
         spare = whole.new_empty(min(step, len(whole)))
         for begin in range(0, len(whole), step):
             blocks = [part[begin : begin + step] for part in parts]
             for into in (whole[begin : begin + step], spare[: len(blocks[0])]):
                 reduce_block(blocks, into, operation, 0)
-                if turned:
-                    _turn(into)
-            first += fingerprint(whole[begin : begin + step])
-            second += fingerprint(spare[: len(blocks[0])])
-        self.record.again = self.record.again + (first - second)
+                if flipped:
+                    _flip_first_bit(into)
+            first += word_sum(whole[begin : begin + step])
+            second += word_sum(spare[: len(blocks[0])])
+        self.record.recomputed = self.record.recomputed + (first - second)
         return first
 
     def _take(self, elements: int) -> Tensor:
-        """Memory for what comes; on a GPU this operation's own."""
+        """Return memory for what this rank receives."""
         return self.scratch.take(elements, self.tensor)[:elements]
 
-    def _give(self, room: Tensor) -> None:
-        self.scratch.give(room)
+    def _give(self, memory: Tensor) -> None:
+        self.scratch.give(memory)
 
 
 def piece_elements(tensor: Tensor, size: int) -> int:
-    """Elements that a rank adds in one round."""
+    """Return the number of elements that a rank adds in one round."""
     return max(1, ROUND_BYTES // tensor.itemsize // size)
 
 
-def scratch_bytes(elements: int, itemsize: int, size: int, scattered: bool) -> int:
-    """Host memory that a sum of so many elements over `size` ranks takes, and keeps."""
+def audited_scratch_bytes(elements: int, itemsize: int, size: int, scattered: bool) -> int:
+    """Return the host memory, in bytes, that one reduction uses and keeps.
+
+    Args:
+        elements: Number of elements of the tensor.
+        itemsize: Size of an element in bytes.
+        size: Number of ranks.
+        scattered: True for a reduce-scatter.
+    """
     if elements * itemsize * size <= SMALL_BYTES:
         return 0
     share = -(-elements // size)
@@ -201,11 +227,11 @@ def scratch_bytes(elements: int, itemsize: int, size: int, scattered: bool) -> i
 
 
 def _cut(span: ElementRange, index: int, piece: int) -> ElementRange:
-    """A round's part of a span."""
+    """Return the part of a span that belongs to a round."""
     begin, count = span
     first = min(index * piece, count)
     return begin + first, min(piece, count - first)
 
 
-def _turn(values: Tensor) -> Tensor:
+def _flip_first_bit(values: Tensor) -> Tensor:
     return values.bitwise_xor_(torch.iinfo(values.dtype).min)

@@ -1,13 +1,13 @@
-"""Sums over ranks, checked by sums that are carried along, and copies of results by their bits.
+"""Check of sums over ranks by their block sums, and of copies of results by their checksums.
 
-What each rank gives is summed up before, what comes out after the call, block by block (`sums.py`). Of the
-blocks of one rank's piece its neighbour is told, and judges: the sums of what all have given make that of
-what came out, within the bound on rounding, of integers exactly. So every change above the rounding of a
-block's sum is found. All copies of an all_reduce have the same bits, whatever it reduces. Nothing is said of
-blocks to which a rank gives infinite values or none (NaN), and of copies with NaN.
+Each rank adds up the blocks of its input before the call and of its result after it (`block_sums.py`). For
+each rank's span of the tensor, the next rank compares: the block sums of all inputs must make the block sum
+of the result, within the bound of the rounding error, and exactly for integers. So each change above the
+rounding error of a block sum is found. All copies of the result of an all-reduce must have the same checksum.
+Blocks with infinite values or NaN in an input are not checked, nor are copies with NaN.
 
-It lies at the ranks whose results are wrong. Where all have the same wrong sum it lies at the one that adds,
-if the transport has one add for all, else at any of them.
+A fault names the ranks with wrong results. If all ranks have the same wrong sum, it names the rank that adds
+for all, if the transport works like that, else all ranks.
 """
 
 from __future__ import annotations
@@ -19,43 +19,51 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hpctrain.comm.audit import Log, Record
-from hpctrain.comm.calls import Call
-from hpctrain.comm.sums import (
+from hpctrain.audit.bits import word_sum
+from hpctrain.audit.block_sums import (
     absolute_sum,
     block_elements,
     block_sums,
+    can_compare_sums,
     exact_sum,
-    fingerprint,
-    is_linear,
-    rounding,
+    rounding_bounds,
 )
+from hpctrain.audit.call_log import CallLog, CallRecord
+from hpctrain.comm.calls import Call
 from hpctrain.comm.transports.mpi import flat_view
 from hpctrain.comm.transports.reduction import equal_counts
 from hpctrain.comm.transports.transport import ElementRange, Steps, Transport, ranges_of_ranks
 
-_HEAD = 2  # of a record in blocks: the fingerprint of what came out, and whether there is NaN
-_EACH = 3  # of a block: sum and bound of what is given, sum of what came out
+_HEAD = 2  # values per record of several blocks: checksum of the result, and 1 if it has NaN
+_EACH = 3  # values per block: sum and bound of the input, sum of the result
 _DIFFER = "the copies of the result differ"
-_SMALL = 4  # of a record of one block: the fingerprint, and a block's
+_SMALL = 4  # values per record of one block: checksum of the result, and those of the block
 
 
-class SumRecord(Record):
-    """Of one reduction: of a small one, which is one block, `numbers` alone; of others `values` of the blocks
-    of each rank's span. What is no sum that can be checked is small.
+class ReductionRecord(CallRecord):
+    """Block sums of one reduction.
+
+    Small tensors, and reductions that are no sums, are one block, whose values are in `numbers`. Others have
+    blocks within the span of each rank, whose values are in `values`, fp64 `[ranks, blocks, 3]`.
+
+    Attributes:
+        has_checked_sum: True if the call is a sum whose block sums can be checked.
+        adds_once: True if one rank adds each element for all ranks.
+        spans: First element and number of elements of each rank; empty if the tensor is one block.
+        bits: Checksum of the result.
     """
 
     __slots__ = (
-        "adder",
+        "adds_once",
         "bits",
         "block",
         "count",
+        "has_checked_sum",
         "length",
         "numbers",
         "root",
         "size",
         "spans",
-        "sums",
         "values",
     )
 
@@ -64,13 +72,13 @@ class SumRecord(Record):
         tensor = call.tensor
         assert tensor is not None
         self.length, self.root, self.size = tensor.numel(), call.root, size
-        self.sums = call.reduced == "sum" and is_linear(tensor.dtype) and self.length > 0
-        self.block, self.count, self.adder = block_elements(self.length, tensor.dtype), 0, False
+        self.has_checked_sum = call.reduced == "sum" and can_compare_sums(tensor.dtype) and self.length > 0
+        self.block, self.count, self.adds_once = block_elements(self.length, tensor.dtype), 0, False
         self.spans: Sequence[ElementRange] = ()
         self.numbers: list[Tensor] = []
-        if not self.sums or (call.operation != "reduce_scatter" and self.length < self.block):
+        if not self.has_checked_sum or (call.operation != "reduce_scatter" and self.length < self.block):
             return
-        self.adder = call.operation == "all_reduce" and inner.adds_once(call)
+        self.adds_once = call.operation == "all_reduce" and inner.adds_once(call)
         counts = call.counts if call.operation == "reduce_scatter" else equal_counts(self.length, size)
         self.spans = ranges_of_ranks(counts, tensor, size)
         longest = max(count for _, count in self.spans)
@@ -80,62 +88,62 @@ class SumRecord(Record):
         self.bits = torch.zeros((), dtype=torch.int32, device=tensor.device)
 
     @property
-    def small(self) -> bool:
-        """Whether it is one block."""
+    def is_one_block(self) -> bool:
+        """True if the tensor is one block."""
         return not self.spans
 
     @property
-    def holders(self) -> Sequence[int] | None:
-        """Who has got the sums; None: each rank those of its span."""
+    def result_ranks(self) -> Sequence[int] | None:
+        """Ranks of the group that have the whole result; None if each rank has its own span."""
         if self.operation == "reduce_scatter":
             return None
         return [self.root] if self.operation == "reduce" else range(self.size)
 
-    def note_given(self, tensor: Tensor) -> None:
-        """Sum up what this rank gives."""
-        if self.small:
+    def record_input(self, tensor: Tensor) -> None:
+        """Add up the blocks of the input of this rank."""
+        if self.is_one_block:
             zero = torch.zeros((), dtype=torch.float64, device=tensor.device)
-            self.numbers = [exact_sum(tensor), absolute_sum(tensor)] if self.sums else [zero, zero]
+            self.numbers = [exact_sum(tensor), absolute_sum(tensor)] if self.has_checked_sum else [zero, zero]
             return
         for values, (begin, count) in zip(self.values, self.spans, strict=True):
             if count:
-                sums, _ = block_sums(tensor[begin : begin + count], self.block, given=True)
+                sums, _ = block_sums(tensor[begin : begin + count], self.block, is_input=True)
                 values[: len(sums), :2] = sums
 
-    def note_taken(self, tensor: Tensor | None, rank: int) -> None:
-        """Sum up what this rank has got, if anything."""
-        if self.small:
+    def record_result(self, tensor: Tensor | None, rank: int) -> None:
+        """Add up the blocks of the result, which is None if this rank has none."""
+        if self.is_one_block:
             whole = self.operation == "all_reduce" and tensor is not None
-            bits = fingerprint(tensor) if whole and tensor is not None else self.numbers[0].new_zeros(())
+            bits = word_sum(tensor) if whole and tensor is not None else self.numbers[0].new_zeros(())
             total = self.numbers[0] if tensor is None else exact_sum(tensor)
             self.numbers = [bits.long().view(torch.float64), *self.numbers, total]
             return
         for peer, (begin, count) in enumerate(self.spans):
             if count and tensor is not None and (peer == rank or self.operation != "reduce_scatter"):
                 part = tensor if self.operation == "reduce_scatter" else tensor[begin : begin + count]
-                sums, bits = block_sums(part, self.block, given=False)
+                sums, bits = block_sums(part, self.block, is_input=False)
                 self.values[peer, : len(sums), 2] = sums[:, 0]
                 self.bits = self.bits + bits
 
 
-class SumLog(Log[SumRecord]):
-    """Those of one group."""
+class ReductionLog(CallLog[ReductionRecord]):
+    """Records of the reductions of one group."""
 
     @override
-    def width(self, record: SumRecord) -> int:
-        return _SMALL if record.small else _HEAD + _EACH * record.count
+    def width(self, record: ReductionRecord) -> int:
+        return _SMALL if record.is_one_block else _HEAD + _EACH * record.count
 
     @override
-    def rows(self, records: Sequence[SumRecord]) -> list[Tensor]:
-        small = [number for record in records if record.small for number in record.numbers]
+    def rows(self, records: Sequence[ReductionRecord]) -> list[Tensor]:
+        small = [number for record in records if record.is_one_block for number in record.numbers]
         packed: Iterator[Tensor] = iter(())
         if small:
             told = torch.stack(small).cpu().view(torch.int64).view(-1, _SMALL)
             packed = iter(told.unsqueeze(1).expand(-1, self.size, -1).unbind())
-        return [next(packed) if record.small else self._blocks(record) for record in records]
+        return [next(packed) if record.is_one_block else self._blocks(record) for record in records]
 
-    def _blocks(self, record: SumRecord) -> Tensor:
-        """A rank's blocks for the next one to judge."""
+    def _blocks(self, record: ReductionRecord) -> Tensor:
+        """Return the rows of a record: the blocks of each span for the rank after the one of the span."""
         row = torch.zeros((self.size, self.width(record)), dtype=torch.int64)
         row[:, 0] = record.bits
         if _floats(record):
@@ -144,40 +152,43 @@ class SumLog(Log[SumRecord]):
         row[:, _HEAD:] = judged.reshape(self.size, -1)
         return row
 
-    def judge(self, records: Sequence[SumRecord], theirs: Sequence[Tensor]) -> None:
-        """See Log. Of blocks of a rank's piece the next one judges, of small ones all ranks in turn."""
-        self._judge_small([each for each in zip(records, theirs, strict=True) if each[0].small])
-        wrong: list[tuple[SumRecord, Sequence[int], str]] = []
+    @override
+    def compare(self, records: Sequence[ReductionRecord], rows_by_rank: Sequence[Tensor]) -> None:
+        # The next rank judges the blocks of a rank's span. The ranks take turns in judging small records.
+        self._compare_small(
+            [each for each in zip(records, rows_by_rank, strict=True) if each[0].is_one_block]
+        )
+        wrong: list[tuple[ReductionRecord, Sequence[int], str]] = []
         differing: dict[int, list[int]] = {}
-        for index, (record, rows) in enumerate(zip(records, theirs, strict=True)):
-            if record.small:
+        for index, (record, rows) in enumerate(zip(records, rows_by_rank, strict=True)):
+            if record.is_one_block:
                 continue
             wrong += ((record, bad, words) for bad, words in self._wrong(record, rows))
             bits = rows[:, 0].tolist()
             if record.operation == "all_reduce" and len(set(bits)) > 1 and not rows[:, 1].any():
                 differing[index] = bits
-        if differing:  # whose sums are wrong is to be known before one is blamed
+        if differing:  # ranks with wrong sums are blamed first, so they must be known
             mine = [[bad for each, bad, _ in wrong if each is records[index]] for index in differing]
             of_all = self.communicator.allgather(mine)
             for place, (index, bits) in enumerate(differing.items()):
                 wrong = [each for each in wrong if each[0] is not records[index]]
                 if self.rank == 0:
                     blamed = {rank for told in of_all for bad in told[place] for rank in bad}
-                    wrong.append((records[index], _odd(bits, blamed), _DIFFER))
+                    wrong.append((records[index], _wrong_copies(bits, blamed), _DIFFER))
         for record, bad, words in wrong:
             self._add(record, bad, words)
 
-    def _judge_small(self, told: Sequence[tuple[SumRecord, Tensor]]) -> None:
-        if not told:
+    def _compare_small(self, pairs: Sequence[tuple[ReductionRecord, Tensor]]) -> None:
+        if not pairs:
             return
-        records = [record for record, _ in told]
-        numbers = torch.stack([rows for _, rows in told], 1)
+        records = [record for record, _ in pairs]
+        numbers = torch.stack([rows for _, rows in pairs], 1)
         bits, floats = numbers[..., 0], torch.tensor([_floats(record) for record in records])
-        sums = torch.tensor([record.sums for record in records])
+        sums = torch.tensor([record.has_checked_sum for record in records])
         allowed = torch.tensor([self._allowed(record, record.length) for record in records]).double()
         bad = _beyond(numbers[..., 1:], records, allowed) & sums
         for place in range(self.size):
-            bad[place] &= torch.tensor([place in (record.holders or ()) for record in records])
+            bad[place] &= torch.tensor([place in (record.result_ranks or ()) for record in records])
         nan = numbers[..., 3].view(torch.float64).isnan().any(0) & floats
         differ = (bits != bits[0]).any(0) & ~nan
         for index in (bad.any(0) | differ).nonzero().flatten().tolist():
@@ -185,22 +196,22 @@ class SumLog(Log[SumRecord]):
             if record.number % self.size != self.rank:
                 continue
             if differ[index]:
-                self._add(record, _odd(bits[:, index].tolist(), blamed), _DIFFER)
+                self._add(record, _wrong_copies(bits[:, index].tolist(), blamed), _DIFFER)
             else:
                 partly = record.operation == "all_reduce" and len(blamed) < self.size
                 self._add(record, sorted(blamed) if partly else range(self.size), "the sum is wrong")
 
-    def _add(self, record: SumRecord, places: Sequence[int], detail: str) -> None:
-        self.found.add([record.fault([self.ranks[place] for place in places], detail)])
+    def _add(self, record: ReductionRecord, places: Sequence[int], detail: str) -> None:
+        self.faults.add([record.fault([self.ranks[place] for place in places], detail)])
 
-    def _wrong(self, record: SumRecord, rows: Tensor) -> Iterator[tuple[list[int], str]]:
-        """Of the blocks that this rank judges those whose sums are wrong: where, and in words."""
+    def _wrong(self, record: ReductionRecord, rows: Tensor) -> Iterator[tuple[list[int], str]]:
+        """Yield the ranks of the group with wrong sums, of the blocks that this rank judges, and a phrase."""
         owner = (self.rank - 1) % self.size
         begin, length = record.spans[owner]
         lengths = [max(0, min(record.block, length - index * record.block)) for index in range(record.count)]
         allowed = torch.tensor([self._allowed(record, each) for each in lengths]).double()
         numbers = rows[:, _HEAD:].reshape(self.size, record.count, _EACH)
-        holders = record.holders or [owner]
+        holders = record.result_ranks or [owner]
         bad = _beyond(numbers, [record] * record.count, allowed)[list(holders)]
         wrong: dict[tuple[int, ...], list[int]] = {}
         for index in bad.any(0).nonzero().flatten().tolist():
@@ -211,20 +222,27 @@ class SumLog(Log[SumRecord]):
             words = f"the sum of elements {first} to {first + lengths[blocks[0]] - 1} is wrong"
             more = f", and of {len(blocks) - 1} more blocks" if len(blocks) > 1 else ""
             if record.operation == "all_reduce" and len(at) == self.size:
-                yield ([owner] if record.adder else list(at)), f"{words} on all ranks{more}"
+                yield ([owner] if record.adds_once else list(at)), f"{words} on all ranks{more}"
             else:
                 yield (list(range(self.size)) if record.operation == "reduce" else list(at)), words + more
 
-    def _allowed(self, record: SumRecord, length: int) -> tuple[float, float]:
+    def _allowed(self, record: ReductionRecord, length: int) -> tuple[float, float]:
         assert record.dtype is not None
         if not _floats(record):
             return 0.0, 0.0
-        return rounding(self.size, length, record.block, record.dtype)
+        return rounding_bounds(self.size, length, record.block, record.dtype)
 
 
-def _beyond(numbers: Tensor, records: Sequence[SumRecord], allowed: Tensor) -> Tensor:
-    """Which sums of what came out, by ranks and blocks, are farther from those of what ranks gave than
-    rounding explains: of floats by `allowed` times their bound, and more; of integers at all.
+def _beyond(numbers: Tensor, records: Sequence[ReductionRecord], allowed: Tensor) -> Tensor:
+    """Return which block sums of results differ from those of the inputs by more than rounding explains.
+
+    Args:
+        numbers: Values of blocks, int64 `[ranks, blocks, 3]`.
+        records: Record of each block.
+        allowed: Bounds of each block, `[blocks, 2]`, as `rounding_bounds` returns them; ignored for integers.
+
+    Returns:
+        A bool tensor `[ranks, blocks]`.
     """
     values = numbers.view(torch.float64)
     given, bounds, taken = values[..., 0].sum(0), values[..., 1].sum(0), values[..., 2]
@@ -241,17 +259,20 @@ def _beyond(numbers: Tensor, records: Sequence[SumRecord], allowed: Tensor) -> T
     return bad
 
 
-def _most(record: SumRecord) -> float:
+def _most(record: ReductionRecord) -> float:
     assert record.dtype is not None
     return float(torch.finfo(record.dtype).max) if _floats(record) else 0.0
 
 
-def _floats(record: SumRecord) -> bool:
+def _floats(record: ReductionRecord) -> bool:
     return record.dtype is not None and record.dtype.is_floating_point
 
 
-def _odd(bits: Sequence[int], blamed: Collection[int]) -> Sequence[int]:
-    """Whose copies are wrong: those of wrong sums, else those that are not as most are, else any."""
+def _wrong_copies(bits: Sequence[int], blamed: Collection[int]) -> Sequence[int]:
+    """Return the ranks whose copies are wrong.
+
+    These are the ranks with wrong sums, else those in the minority, else all ranks.
+    """
     if 0 < len(blamed) < len(bits):
         return sorted(blamed)
     (most, times), *_ = Counter(bits).most_common()
@@ -260,10 +281,10 @@ def _odd(bits: Sequence[int], blamed: Collection[int]) -> Sequence[int]:
     return range(len(bits))
 
 
-def summed(call: Call, inner: Transport, record: SumRecord) -> Steps:
-    """Run a reduction, and note what it is of."""
+def run_reduction(call: Call, inner: Transport, record: ReductionRecord) -> Steps:
+    """Run a reduction, and record its input and its result."""
     tensor, output = call.tensor, call.output
     assert tensor is not None
-    record.note_given(flat_view(tensor))
+    record.record_input(flat_view(tensor))
     yield inner.run(call)
-    record.note_taken(None if output is None else flat_view(output), inner.rank)
+    record.record_result(None if output is None else flat_view(output), inner.rank)

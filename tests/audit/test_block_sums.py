@@ -1,4 +1,4 @@
-"""Sums and fingerprints that are carried along (comm/sums.py), against exact arithmetic."""
+"""Sums and fingerprints that are carried along (audit/block_sums.py), against exact arithmetic."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpctrain.comm.audit import COPIES, voted
-from hpctrain.comm.sums import absolute_sum, block_elements, block_sums, exact_sum, fingerprint, rounding
+from hpctrain.audit.bits import COPIES, majority, word_sum
+from hpctrain.audit.block_sums import absolute_sum, block_elements, block_sums, exact_sum, rounding_bounds
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 def third(count: int) -> Tensor:
-    """Equal numbers, whose errors of rounding add up."""
+    """Equal numbers, whose rounding errors add up."""
     return torch.full((count,), 1 / 3, dtype=torch.float64)
 
 
@@ -47,14 +47,14 @@ def test_bounds_hold(dtype: torch.dtype, make: Callable[[int], Tensor]) -> None:
     torch.manual_seed(3)
     block = block_elements(1, dtype)
     values = make(2 * block + 12_345).to(dtype)
-    sums, _ = block_sums(values, block, given=True)
-    out, _ = block_sums(values, block, given=False)
+    sums, _ = block_sums(values, block, is_input=True)
+    out, _ = block_sums(values, block, is_input=False)
     assert torch.equal(sums[:, 0], out[:, 0]) and len(sums) == (
         3 if dtype not in {*FLOATS[2:]} else len(sums)
     )
     for (total, bound), part in zip(sums.tolist(), values.split(block), strict=True):
         exact, absolute = fsum(part.tolist()), fsum(part.abs().tolist())
-        times, more = rounding(1, len(part), block, dtype)
+        times, more = rounding_bounds(1, len(part), block, dtype)
         assert bound * (1 + 1e-12) >= absolute
         assert bound <= 2.0 * absolute + block * 1.2e-19 or make in {growing, tiny}
         half = torch.finfo(dtype).eps / 2 if dtype in FLOATS[2:] else 0.0
@@ -64,7 +64,7 @@ def test_bounds_hold(dtype: torch.dtype, make: Callable[[int], Tensor]) -> None:
 def test_integers_are_exact() -> None:
     for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8, torch.uint16, torch.uint32):
         values = torch.randint(-(2**63), 2**63 - 1, (300_001,)).to(dtype)
-        sums, _ = block_sums(values, 1 << 17, given=True)
+        sums, _ = block_sums(values, 1 << 17, is_input=True)
         bits = 8 * dtype.itemsize
         for part, total in zip(values.split(1 << 17), sums[:, 0].view(torch.int64).tolist(), strict=True):
             assert (int(sum(Fraction(each) for each in part.tolist())) - total) % 2**bits == 0
@@ -72,8 +72,8 @@ def test_integers_are_exact() -> None:
 
 
 def test_a_sum_of_nothing() -> None:
-    assert exact_sum(torch.empty(0)) == 0 and fingerprint(torch.empty(0)) == 0
-    assert len(block_sums(torch.empty(0), 16, given=True)[0]) == 0
+    assert exact_sum(torch.empty(0)) == 0 and word_sum(torch.empty(0)) == 0
+    assert len(block_sums(torch.empty(0), 16, is_input=True)[0]) == 0
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.int64, torch.int8, torch.bool, torch.float8_e4m3fn])
@@ -85,11 +85,11 @@ def test_a_fingerprint_is_of_bits_wherever_they_lie(dtype: torch.dtype) -> None:
             laid = torch.zeros(64 * dtype.itemsize, dtype=torch.uint8).view(dtype)[shift : shift + count]
             octets = laid.view(torch.uint8)
             octets.copy_(room[: len(octets)])
-            prints.add(int(fingerprint(laid)))
+            prints.add(int(word_sum(laid)))
         assert len(prints) == 1
         for bit in range(8 * len(octets) if dtype != torch.bool else 0):
             octets[bit // 8] ^= 1 << bit % 8
-            assert int(fingerprint(laid)) not in prints
+            assert int(word_sum(laid)) not in prints
             octets[bit // 8] ^= 1 << bit % 8
 
 
@@ -97,4 +97,4 @@ def test_two_of_three_copies_win() -> None:
     whole = torch.randint(-(2**63), 2**63 - 1, (4, 1, 9))
     copies = whole.repeat(1, COPIES, 1)
     copies[torch.arange(4), torch.tensor([0, 1, 2, 1]), 3] ^= 1 << 40
-    assert torch.equal(voted(copies), whole.squeeze(1))
+    assert torch.equal(majority(copies), whole.squeeze(1))

@@ -1,7 +1,7 @@
 """Checked calls: no result changes, no alarm is false, and whatever bit flips is found where it did.
 
-Tests of comm/audit.py, comm/audited.py, comm/audited_sum.py, comm/sum_check.py, comm/moved.py, comm/turns.py
-and comm/sums.py.
+Tests of audit/message_audit.py, audit/audited_transport.py, audit/audited_reduction.py, audit/call_log.py,
+audit/reduction_check.py, audit/transfer_check.py, audit/start_order.py and audit/block_sums.py.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpctrain.comm.audit import Audit, Depth
-from hpctrain.comm.audited import AuditedTransport
-from hpctrain.comm.faults import Fault
+from hpctrain.audit.audited_transport import AuditedTransport
+from hpctrain.audit.detected_fault import DetectedFault
+from hpctrain.audit.message_audit import Depth, MessageAudit, audit_messages
 from hpctrain.comm.group import Group
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.transports.hierarchical import HierarchicalTransport
@@ -30,7 +30,7 @@ DEPTHS: tuple[Depth, ...] = ("cheap", "full")
 FINITE = tuple(kind for kind in KINDS if kind not in {"infinite", "large", "wide"})
 
 
-def groups(world: World, way: str, depth: Depth) -> tuple[Group, Group, Audit]:
+def groups(world: World, way: str, depth: Depth) -> tuple[Group, Group, MessageAudit]:
     """All ranks, as they are and with their calls checked, of a world of their own."""
     own = World(world.communicator.Dup())
     if way == "nodes":
@@ -41,8 +41,7 @@ def groups(world: World, way: str, depth: Depth) -> tuple[Group, Group, Audit]:
         own.compare_calls(True)
     transport = "mpi" if way in {"mpi", "staged"} else "shared"
     plain = Mesh(own, {"data": own.size}, transport).group("data")
-    audit = own.audit(depth)
-    assert audit is not None
+    audit = audit_messages(own, depth)
     checked = Mesh(own, {"data": own.size}, transport).group("data")
     if way == "staged":
         for group in (plain, checked):
@@ -63,10 +62,10 @@ def same(one: Tensor | None, other: Tensor | None) -> bool:
     return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
-def everyones(group: Group, audit: Audit) -> list[Fault]:
+def everyones(group: Group, audit: MessageAudit) -> list[DetectedFault]:
     """What all ranks have found."""
-    rows = group.all_gather_object([fault.row for fault in audit.settle()])
-    return [Fault.of(row) for each in rows for row in each]
+    rows = group.all_gather_object([fault.row for fault in audit.collect_faults()])
+    return [DetectedFault.of(row) for each in rows for row in each]
 
 
 @pytest.mark.mpi(min_size=2)
@@ -86,7 +85,7 @@ def test_no_result_changes_and_no_alarm_is_false(world: World, way: str, depth: 
         found = RandomCalls(checked, seed).make(40)
         wrong = [index for index, pair in enumerate(zip(expected, found, strict=True)) if not same(*pair)]
         assert not wrong, (seed, wrong)
-        assert audit.settle() == [], seed
+        assert audit.collect_faults() == [], seed
     world.everyone.barrier()
 
 
@@ -94,7 +93,7 @@ def test_no_result_changes_and_no_alarm_is_false(world: World, way: str, depth: 
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_rounds_of_large_sums(world: World, depth: Depth, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of blocks and rounds, of which several are under way; their bits are those of one."""
-    monkeypatch.setattr("hpctrain.comm.audited_sum.ROUND_BYTES", 100_000)
+    monkeypatch.setattr("hpctrain.audit.audited_reduction.ROUND_BYTES", 100_000)
     plain, checked, audit = groups(world, "shared", depth)
     for seed in range(3):
         calls: dict[str, Any] = {
@@ -106,7 +105,7 @@ def test_rounds_of_large_sums(world: World, depth: Depth, monkeypatch: pytest.Mo
         expected = RandomCalls(plain, seed, **calls).make(8)
         found = RandomCalls(checked, seed, **calls).make(8)
         assert all(same(*pair) for pair in zip(expected, found, strict=True)), seed
-        assert audit.settle() == [], seed
+        assert audit.collect_faults() == [], seed
     world.everyone.barrier()
 
 
@@ -200,12 +199,11 @@ def test_no_bit_of_a_run_changes(world: World, layout: str, depth: Depth) -> Non
     deck = small_deck(layout, "precision.compute=bf16")
     plain = trainer(world, deck)
     own = World(world.communicator.Dup())
-    audit = own.audit(depth)
-    assert audit is not None
+    audit = audit_messages(own, depth)
     checked = trainer(own, deck)
     for _ in range(2):
         assert [step.figures for step in checked.train(1)] == [step.figures for step in plain.train(1)]
-        assert audit.logs and audit.settle() == []
+        assert audit.logs and audit.collect_faults() == []
     values = plain.parameters()
     assert all(torch.equal(each, values[name]) for name, each in checked.parameters().items())
     world.everyone.barrier()
@@ -215,8 +213,7 @@ def test_no_bit_of_a_run_changes(world: World, layout: str, depth: Depth) -> Non
 def test_what_is_found_says_where(world: World) -> None:
     """By its group, operation, phase and ranks; the ranks of a part of the world are those of the whole."""
     own = World(world.communicator.Dup())
-    audit = own.audit("full")
-    assert audit is not None
+    audit = audit_messages(own, "full")
     group = Mesh(own, {"tensor": 2}, "mpi").group("tensor")
     own.ledger.phase = "backward"
     host = inner_of(group)
@@ -227,14 +224,17 @@ def test_what_is_found_says_where(world: World) -> None:
         ("message", "broadcast of tensor", "backward", (1,))
     ]
     assert found[0].detail == "call 1, 12 B of float32: rank 1 has something else than rank 0 gave"
-    assert own.audit("off") is None and not isinstance(own.everyone.host, AuditedTransport)
+    own.decorate_transports(None)
+    assert not isinstance(own.everyone.host, AuditedTransport)
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_who_never_settles_holds_little(world: World, depth: Depth, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_never_asks_for_faults_holds_little(
+    world: World, depth: Depth, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is found meanwhile is told when somebody does."""
-    monkeypatch.setattr("hpctrain.comm.audit.UNSETTLED", 10)
+    monkeypatch.setattr("hpctrain.audit.call_log.UNSETTLED", 10)
     _, checked, audit = groups(world, "mpi", depth)
     host = inner_of(checked)
     host.inner = FlippingTransport(host.inner, Flip(1, 0, 5))
@@ -243,10 +243,10 @@ def test_who_never_settles_holds_little(world: World, depth: Depth, monkeypatch:
         assert all(len(log._records) <= 22 for log in audit.logs)
     assert {fault.ranks for fault in everyones(checked, audit)} == {(1,)}
     started = [checked.start_all_reduce(torch.ones(50_000)) for _ in range(25)]
-    assert audit.settle() == []
+    assert audit.collect_faults() == []
     for work in reversed(started):
         work.wait()
-    assert audit.settle() == [] and all(not log._records for log in audit.logs)
+    assert audit.collect_faults() == [] and all(not log._records for log in audit.logs)
 
 
 @pytest.mark.mpi(min_size=2)
@@ -257,7 +257,7 @@ def test_each_rank_may_have_another_nan(world: World, depth: Depth) -> None:
     for count in (3, 100, 400_000):
         bits = torch.full((count,), 0x7FC00000 + world.rank, dtype=torch.int32)
         assert checked.all_reduce(bits.view(torch.float32)).isnan().all()
-        assert audit.settle() == []
+        assert audit.collect_faults() == []
     world.everyone.barrier()
 
 
@@ -300,7 +300,7 @@ def test_who_adds_wrongly_is_told(
         if turns[0] == 1 + again and world.rank == 1:
             output[len(output) // 2 :][:1].view(torch.int32).bitwise_xor_(1 << 3)
 
-    monkeypatch.setattr("hpctrain.comm.audited_sum.reduce_block", add)
+    monkeypatch.setattr("hpctrain.audit.audited_reduction.reduce_block", add)
     checked.all_reduce(torch.randn(elements))
     found = everyones(checked, audit)
     assert [fault.ranks for fault in found] == [(1,)] and "added again" in found[0].detail

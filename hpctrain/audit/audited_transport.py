@@ -1,0 +1,169 @@
+"""Transport that checks the calls of another transport. No result changes by a bit.
+
+Without `full`, the inner transport runs all calls, and sums over ranks are checked (`reduction_check.py`).
+With `full`, checksums of all data are compared (`transfer_check.py`). Sums are then not left to the inner
+transport: it moves the inputs, so that they can be checked, and this rank adds them in rank order twice
+(`audited_reduction.py`). Sums of transports with another order, such as NCCL with more than two ranks, are
+checked as without `full`. A message between two ranks is followed by its checksum; its ranks wait for the GPU
+until the checksum is there.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from hpctrain.audit.audited_reduction import AuditedReduction, audited_scratch_bytes
+from hpctrain.audit.bits import COPIES, majority, word_sum
+from hpctrain.audit.call_log import CallLog, CallRecord
+from hpctrain.audit.detected_fault import FaultCollector
+from hpctrain.audit.reduction_check import ReductionLog, ReductionRecord, run_reduction
+from hpctrain.audit.start_order import OrderedOperation, StartOrder
+from hpctrain.audit.transfer_check import TransferLog, TransferRecord, changed_message_fault, run_transfer
+from hpctrain.comm.calls import Call
+from hpctrain.comm.ledger import Ledger
+from hpctrain.comm.transports.mpi import MpiRequests, flat_view
+from hpctrain.comm.transports.reduction import ReductionScratch
+from hpctrain.comm.transports.transport import SteppedWork, Steps, Transport, TransportWork, run_steps
+from hpctrain.host.mpi_library import MPI
+
+
+class AuditChannel:
+    """State that the transports of one group share for the audit: communicator, logs, and order of starts.
+
+    Args:
+        communicator: Communicator of the ranks of the group, for nothing but the audit.
+        ranks: Ranks of the group in the whole world.
+        faults: Where faults are collected.
+        ledger: Ledger of the world, whose phase each fault names.
+        full: True if every tensor that moves is checked, False if only sums over ranks are.
+    """
+
+    def __init__(
+        self,
+        communicator: MPI.Intracomm,
+        ranks: Sequence[int],
+        faults: FaultCollector,
+        ledger: Ledger,
+        full: bool,
+    ) -> None:
+        self.communicator, self.ranks, self.faults = communicator, ranks, faults
+        self.ledger, self.full = ledger, full
+        self.sums = ReductionLog(communicator, ranks, faults)
+        self.moves = TransferLog(communicator, ranks, faults)
+        self.order = StartOrder()
+        self.sent_checksums: list[tuple[MPI.Request, array[int]]] = []
+
+    @property
+    def logs(self) -> list[CallLog[Any]]:
+        """Logs of the group's calls."""
+        return [self.sums, self.moves]
+
+
+class AuditedTransport(Transport):
+    """Transport that checks the calls of `inner`, whose sums use `scratch` for what they receive."""
+
+    def __init__(self, inner: Transport, channel: AuditChannel, scratch: ReductionScratch) -> None:
+        self.inner, self.channel, self.scratch = inner, channel, scratch
+        self.rank, self.size, self.sharers = inner.rank, inner.size, inner.sharers
+        self.in_rank_order = inner.in_rank_order
+        self.full = channel.full
+
+    @override
+    def run(self, call: Call) -> TransportWork | None:
+        phase = self.channel.ledger.phase
+        if call.operation in {"send", "recv"} and self.full:
+            return self._message(call, phase)
+        if call.reduced is not None and not (self.full and self.in_rank_order):
+            return self._reduce(call, phase)
+        if not self.full:
+            return self.inner.run(call)
+        if call.operation == "barrier":
+            return self._in_order(lambda operation: _one_step(self._run(call), None, operation), call)
+        record = TransferRecord(call, phase, self.size)
+        self.channel.moves.open(record)
+        return self._in_order(lambda operation: self._transfer(call, record, operation), call)
+
+    def _in_order(self, steps: Callable[[OrderedOperation], Steps], call: Call) -> TransportWork | None:
+        return self.channel.order.start(steps, call.blocking)
+
+    def _reduce(self, call: Call, phase: str) -> TransportWork | None:
+        record = ReductionRecord(call, phase, self.size, self.inner)
+        self.channel.sums.open(record)
+        checked = run_reduction(call, self.inner, record)
+        if not self.full:
+            return run_steps(_completing(checked, record), call.blocking)
+        return self._in_order(lambda operation: _one_step(checked, record, operation), call)
+
+    def _run(self, call: Call) -> Steps:
+        yield self.inner.run(call)
+
+    def _transfer(self, call: Call, record: TransferRecord, operation: OrderedOperation) -> Steps:
+        if call.reduced is None:
+            return _one_step(run_transfer(call, self.inner, record), record, operation)
+        return _completing(
+            AuditedReduction(call, self.inner, self.scratch, record, operation).steps(), record
+        )
+
+    def _message(self, call: Call, phase: str) -> TransportWork | None:
+        """Send or receive a message and its checksum."""
+        if call.operation == "recv":
+            return run_steps(self._receive(call, CallRecord(call, phase)), call.blocking)
+        assert call.tensor is not None
+        channel = self.channel
+        channel.sent_checksums = [each for each in channel.sent_checksums if not each[0].Test()]
+        checksums = array("i", [int(word_sum(flat_view(call.tensor)))] * COPIES)
+        request = channel.communicator.Isend([checksums, MPI.INT], call.peer, call.tag)
+        channel.sent_checksums.append((request, checksums))
+        return self.inner.run(call)
+
+    def _receive(self, call: Call, record: CallRecord) -> Steps:
+        channel, output, peer = self.channel, call.output, call.peer
+        assert output is not None
+        checksums = array("i", [0] * COPIES)
+        receiving = MpiRequests([channel.communicator.Irecv([checksums, MPI.INT], peer, call.tag)])
+        yield self.inner.run(call)
+        yield receiving
+        if int(majority(torch.tensor([checksums]))) != int(word_sum(flat_view(output))):
+            channel.faults.add([changed_message_fault(record, channel.ranks, self.rank, [peer])])
+
+    @override
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self.inner.empty(shape, dtype, device)
+
+    @override
+    def common_zeros(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        return self.inner.common_zeros(length, dtype, device)
+
+    @override
+    def crosses_once(self, call: Call) -> bool:
+        return self.inner.crosses_once(call) and not (self.full and call.reduced is not None)
+
+    @override
+    def adds_once(self, call: Call) -> bool:
+        return self.inner.adds_once(call)
+
+    @override
+    def scratch_bytes(self, elements: int, itemsize: int, scattered: bool = False) -> int:
+        if self.full and self.in_rank_order:
+            return audited_scratch_bytes(elements, itemsize, self.size, scattered)
+        return self.inner.scratch_bytes(elements, itemsize, scattered)
+
+
+def _completing(steps: Steps, record: CallRecord) -> Steps:
+    yield from steps
+    record.complete = True
+
+
+def _one_step(steps: Steps, record: CallRecord | None, operation: OrderedOperation) -> Steps:
+    """Return the steps of an operation that starts nothing more after its first call."""
+    pending = SteppedWork(steps)
+    operation.started = True
+    yield pending
+    if record is not None:
+        record.complete = True

@@ -1,0 +1,41 @@
+"""Checksums of the bits of tensors, and the majority of copies."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+COPIES = 3
+"""Number of copies that ranks send of what they compare."""
+
+_WORD_BYTES = 4
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+_CHUNK_ELEMENTS = 1 << 18  # fits into the second-level cache of a processor
+
+
+def word_sum(values: Tensor) -> Tensor:
+    """Return the wrapping sum of the 32-bit words of a flat tensor, which changes if any single bit changes.
+
+    The sum does not depend on where the tensor lies in memory.
+
+    Returns:
+        An int32 tensor without dims, on the device of `values`.
+    """
+    each = max(1, _WORD_BYTES // values.itemsize)
+    if values.storage_offset() % each:
+        total = torch.zeros((), dtype=torch.int32, device=values.device)
+        for part in values.split(_CHUNK_ELEMENTS):
+            total += word_sum(part.clone())
+        return total
+    bits = values.view(_INTEGERS[values.itemsize])
+    if each == 1:
+        return bits.sum(dtype=torch.int32)
+    last = len(bits) // each * each
+    total = bits[:last].view(torch.int32).sum(dtype=torch.int32)
+    return total + bits[last:].sum(dtype=torch.int32) if last < len(bits) else total
+
+
+def majority(copies: Tensor) -> Tensor:
+    """Return the bitwise majority of three copies that are stacked along dim 1."""
+    one, two, three = copies.unbind(1)
+    return (one & two) | (one & three) | (two & three)

@@ -1,0 +1,188 @@
+"""Sums of blocks of a tensor, and bounds of their rounding error.
+
+A sum over ranks is right only if the block sums of all inputs add up to the block sum of the result. The
+allowed difference is a proven bound. Let u be half the epsilon of a format, R the number of ranks, and A the
+sum over ranks of the absolute values in a block of n elements. The addition of R numbers in any order has an
+error of at most (R - 1) u A, where u is that of the format in which transports add. For 16-bit formats that
+is fp32, and the last rounding adds u A of their own format. The block sums themselves have an error of at
+most c A for the inputs and c A for the result, where c is
+
+- n 2^-53 for fp64, in which all tensors smaller than a block are added,
+- 8 2^-24 + n 2^-53 for fp32, which is added in columns of 8 in fp32, and these in fp64,
+- n 2^-24 for 16-bit formats, which are added in fp32.
+
+A processor may treat numbers below the smallest normal one as zero, which adds 2 R + 1 of these per element.
+The last rounding of 16-bit formats adds half of their smallest number. The bounds are 10% larger than this,
+which covers terms of second order. For large blocks of fp32, A is estimated from the sum of squares Q as
+sqrt(n Q), plus n times the root of the smallest normal number for elements whose squares vanish. If Q
+overflows, the block is not checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import ceil, sqrt
+
+import torch
+from torch import Tensor
+
+from hpctrain.audit.bits import word_sum
+from hpctrain.comm.transports.reduction import HALVES, SIGNED
+from hpctrain.comm.transports.transport import ElementRange
+
+_WORD = 4
+_CHUNK_ELEMENTS = 1 << 18  # fits into the second-level cache of a processor
+
+BLOCK, HALVES_BLOCK = 1 << 18, 1 << 13
+MOST_BLOCKS = 1024  # per span
+COLUMN = 8
+
+_FP32, _FP64 = 2.0**-24, 2.0**-53
+_TINY = torch.finfo(torch.float32).tiny
+
+
+def word_sums_by_rank(values: Tensor, spans: Sequence[ElementRange], rank: int) -> Tensor:
+    """Return the checksum of the data for each rank.
+
+    Args:
+        values: Flat tensor.
+        spans: First element and number of elements for each rank.
+        rank: This rank, whose own data moves nowhere and has the checksum 0.
+
+    Returns:
+        An int32 tensor `[ranks]` on the device of `values`.
+    """
+    known: dict[ElementRange, Tensor] = {}
+    none = torch.zeros((), dtype=torch.int32, device=values.device)
+    found = []
+    for peer, span in enumerate(spans):
+        begin, count = span
+        if peer == rank or not count:
+            found.append(none)
+            continue
+        if span not in known:
+            known[span] = word_sum(values[begin : begin + count])
+        found.append(known[span])
+    return torch.stack(found)
+
+
+def can_compare_sums(dtype: torch.dtype) -> bool:
+    """Return True if `block_sums` can check sums over ranks of this dtype."""
+    return dtype in {torch.float32, torch.float64, *HALVES} or not (
+        dtype.is_floating_point or dtype == torch.bool
+    )
+
+
+def block_elements(longest: int, dtype: torch.dtype) -> int:
+    """Return the number of elements of a block if the longest span has `longest` elements."""
+    block = HALVES_BLOCK if dtype in HALVES else BLOCK
+    while ceil(longest / block) > MOST_BLOCKS:
+        block *= 2
+    return block
+
+
+def block_sums(values: Tensor, block: int, is_input: bool) -> tuple[Tensor, Tensor]:
+    """Return the sum of each block of a flat tensor, whose last block may be shorter.
+
+    Args:
+        values: Flat tensor.
+        block: Number of elements of a block.
+        is_input: True for an input of a sum over ranks, False for its result.
+
+    Returns:
+        A tensor `[blocks, 2]` in fp64 and a checksum. The first column has the sums; sums of integers wrap,
+        and their int64 bits are stored. For an input, the second column has upper bounds of the sums of
+        absolute values, 0 for integers. For a result, the checksum of all blocks is an int32 tensor without
+        dims; it depends on where the blocks begin.
+    """
+    dtype, count = values.dtype, ceil(len(values) / block)
+    sums = torch.zeros((count, 2), dtype=torch.float64, device=values.device)
+    bits = torch.zeros((), dtype=torch.int32, device=values.device)
+    if not dtype.is_floating_point or dtype == torch.float64 or len(values) < block:
+        for index, part in enumerate(values.split(block)[:count]):
+            sums[index, 0] = exact_sum(part)
+            if is_input:
+                sums[index, 1] = absolute_sum(part)
+            else:
+                bits += word_sum(part)
+        return sums, bits
+    full = len(values) // block
+    rows, rest = values[: full * block].view(-1, block), values[full * block :]
+    (_of_halves if dtype in HALVES else _of_floats)(rows, sums[:full], bits, is_input)
+    if len(rest):
+        last, of_rest = block_sums(rest, block, is_input)
+        sums[full:] = last
+        bits += of_rest
+    return sums, bits
+
+
+def exact_sum(values: Tensor) -> Tensor:
+    """Return the sum in fp64; for integers, the bits of the wrapping int64 sum as fp64."""
+    if values.is_floating_point():
+        return values.double().sum()
+    whole = values.view(SIGNED.get(values.dtype, values.dtype))
+    wide = torch.int32 if whole.itemsize == _WORD else torch.int64
+    return whole.sum(dtype=wide).long().view(torch.float64)
+
+
+def absolute_sum(values: Tensor) -> Tensor:
+    """Return the sum of absolute values in fp64; 0 for integers, which have no rounding error."""
+    if values.is_floating_point():
+        return values.double().abs().sum()
+    return torch.zeros((), dtype=torch.float64, device=values.device)
+
+
+def _of_floats(rows: Tensor, sums: Tensor, bits: Tensor, is_input: bool) -> None:
+    block = rows.shape[1]
+    ones = rows.new_ones(COLUMN)
+    columns, squares = rows.new_empty(block // COLUMN), rows.new_empty(len(rows))
+    for index, row in enumerate(rows):  # the second time a row is still in the cache
+        torch.mv(row.view(COLUMN, -1).t(), ones, out=columns)
+        sums[index, 0] = columns.double().sum()
+        if is_input:
+            torch.dot(row, row, out=squares[index])
+        else:
+            bits += word_sum(row)
+    if is_input:
+        sums[:, 1] = (squares.double() * block * (1 + block * 2 * _FP32)).sqrt_() + block * sqrt(_TINY)
+
+
+def _of_halves(rows: Tensor, sums: Tensor, bits: Tensor, is_input: bool) -> None:
+    block = rows.shape[1]
+    several = max(1, _CHUNK_ELEMENTS // block)
+    for first in range(0, len(rows), several):
+        some = rows[first : first + several]
+        wide, into = some.float(), sums[first : first + several]
+        into[:, 0] = wide.sum(1)
+        if is_input:
+            into[:, 1] = wide.abs_().sum(1).double() * (1 + block * 2 * _FP32)
+        else:
+            bits += word_sum(some.reshape(-1))
+
+
+@lru_cache(256)
+def rounding_bounds(size: int, elements: int, block: int, dtype: torch.dtype) -> tuple[float, float]:
+    """Return how far the block sums of a correct sum over ranks may differ.
+
+    Args:
+        size: Number of ranks.
+        elements: Number of elements of this block.
+        block: Number of elements of a full block.
+        dtype: Format of the elements.
+
+    Returns:
+        A factor of the sum of absolute values, and a constant. The allowed difference is their sum.
+    """
+    info = torch.finfo(dtype)
+    adds = _FP64 if dtype == torch.float64 else _FP32
+    each = (size - 1) * adds + (info.eps / 2 if dtype in HALVES else 0.0)
+    if elements < block or dtype == torch.float64:
+        carried = elements * _FP64
+    elif dtype in HALVES:
+        carried = elements * _FP32
+    else:
+        carried = COLUMN * _FP32 + elements * _FP64
+    vanishing = torch.finfo(torch.float64).tiny if dtype == torch.float64 else _TINY
+    last = info.tiny * info.eps / 2 if dtype in HALVES else 0.0
+    return 1.1 * (each + 2 * carried), 1.1 * elements * ((2 * size + 1) * vanishing + last)

@@ -1,0 +1,134 @@
+"""Logs of the calls of a group, whose records the ranks of the group exchange and compare.
+
+Each call leaves a record of what this rank gave and received. The ranks of a group exchange their records
+once per step, in one message per group. Each value is sent three times, and the bitwise majority counts, so
+that a bit that changes during the exchange is not reported as a fault of the call.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from hpctrain.audit.bits import COPIES, majority
+from hpctrain.audit.detected_fault import DetectedFault, FaultCollector
+from hpctrain.comm.calls import Call
+from hpctrain.comm.transports.mpi import MpiRequests, split_buffer
+from hpctrain.host.mpi_library import MPI
+from hpctrain.units import format_bytes
+
+UNSETTLED = 4096
+"""Number of calls after which the ranks of a group exchange their records even if nobody asks for faults."""
+
+
+class CallRecord:
+    """Record of one call, which is compared with those of the other ranks.
+
+    Attributes:
+        phase: Phase of the ledger in which the call was made.
+        complete: True once the call is complete and the record is final.
+    """
+
+    __slots__ = ("bytes", "complete", "dtype", "group", "number", "operation", "phase")
+
+    def __init__(self, call: Call, phase: str) -> None:
+        self.operation, self.number, self.group = call.operation, call.number, call.group.name
+        self.bytes, self.dtype = call.bytes, call.dtype
+        self.phase, self.complete = phase, False
+
+    def fault(self, ranks: Sequence[int], detail: str) -> DetectedFault:
+        """Return a fault of the call at these ranks of the world."""
+        kind = str(self.dtype).removeprefix("torch.")
+        what = f"call {self.number}, {format_bytes(self.bytes)} of {kind}: {detail}"
+        return DetectedFault(
+            "message", f"{self.operation} of {self.group}", self.phase, tuple(sorted(ranks)), what
+        )
+
+
+AnyRecord = TypeVar("AnyRecord", bound=CallRecord)
+
+
+class CallLog(ABC, Generic[AnyRecord]):
+    """Records of the calls of one group on this rank, in the order in which all its ranks start these calls.
+
+    Args:
+        communicator: Communicator of the group for the exchange of records.
+        ranks: Ranks of the group in the whole world.
+        faults: Where faults are collected.
+    """
+
+    def __init__(self, communicator: MPI.Intracomm, ranks: Sequence[int], faults: FaultCollector) -> None:
+        self.communicator, self.ranks, self.faults = communicator, tuple(ranks), faults
+        self.rank, self.size = communicator.rank, communicator.size
+        self._records: list[AnyRecord] = []
+        self._since = 0
+        self._exchange: tuple[MpiRequests, Tensor, list[AnyRecord]] | None = None
+
+    @abstractmethod
+    def rows(self, records: Sequence[AnyRecord]) -> list[Tensor]:
+        """Return what this rank sends to each rank about each record.
+
+        Returns:
+            One int64 tensor `[ranks, width]` per record, or tensors whose concatenation along dim 1 is that.
+        """
+
+    @abstractmethod
+    def compare(self, records: Sequence[AnyRecord], rows_by_rank: Sequence[Tensor]) -> None:
+        """Compare the records with what the other ranks sent about them, and collect the faults.
+
+        Collective.
+
+        Args:
+            records: Records that are complete on all ranks.
+            rows_by_rank: For each record, the rows that each rank sent to this one, int64 `[ranks, width]`.
+        """
+
+    @abstractmethod
+    def width(self, record: AnyRecord) -> int:
+        """Return the number of int64 values that a rank sends to each rank about a record."""
+
+    def open(self, record: AnyRecord) -> None:
+        """Add the record of a call that starts now."""
+        self._since += 1
+        if self._since > UNSETTLED:
+            self.start_exchange()
+        self._records.append(record)
+
+    def start_exchange(self) -> None:
+        """Start the exchange of all records, after the end of the exchange before. Collective."""
+        self.finish_exchange()
+        self._since, records = 0, self._records
+        if not records:
+            return
+        complete = 0
+        while complete < len(records) and records[complete].complete:
+            complete += 1
+        rows = [torch.full((self.size, 1), complete), *self.rows(records[:complete])]
+        rows += [rows[0].new_zeros(self.size, self.width(record)) for record in records[complete:]]
+        mine = torch.cat(rows, 1).repeat(1, COPIES)
+        received = torch.empty_like(mine)
+        request = self.communicator.Ialltoall(
+            split_buffer(mine, None, self.size), split_buffer(received, None, self.size)
+        )
+        self._exchange = MpiRequests([request], mine), received, list(records)
+
+    def finish_exchange(self) -> None:
+        """Wait for the exchange, and compare the first records that are complete on all ranks.
+
+        The other records stay for the next exchange.
+        """
+        if self._exchange is None:
+            return
+        request, received, records = self._exchange
+        self._exchange = None
+        request.wait()
+        received = majority(received.view(self.size, COPIES, -1))
+        complete = int(received[:, 0].min())
+        del self._records[:complete]
+        widths = [1, *(self.width(record) for record in records)]
+        if complete:
+            self.compare(records[:complete], received.split(widths, 1)[1 : complete + 1])

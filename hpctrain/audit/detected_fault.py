@@ -1,0 +1,82 @@
+"""Silent faults that checks have found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+from hpctrain.comm.outcome import name_ranks
+from hpctrain.errors import EXIT_INTERNAL, HpctrainError
+
+FaultKind = Literal["memory", "message", "product", "copies", "micro-batch"]
+"""What was found: values that changed in memory, a changed message or a wrong sum over ranks, a wrong result
+of a matrix product, ranks whose copies of the same values differ, or a micro-batch with two results."""
+
+
+@dataclass(frozen=True)
+class DetectedFault:
+    """One silent fault.
+
+    Attributes:
+        kind: What was found.
+        name: Name of the tensor, or of the operation and its group.
+        phase: Phase of the ledger in which it happened.
+        ranks: Ranks of the world of which one has the fault; usually one, and both if two ranks disagree.
+        detail: Predicate of a sentence about the fault.
+    """
+
+    kind: FaultKind
+    name: str
+    phase: str
+    ranks: tuple[int, ...]
+    detail: str = ""
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The fault as it is sent to other ranks and written into JSON files."""
+        return asdict(self) | {"ranks": list(self.ranks)}
+
+    @staticmethod
+    def of(row: dict[str, Any]) -> DetectedFault:
+        """Return the fault that a `row` describes."""
+        values = {field.name: row[field.name] for field in fields(DetectedFault)}
+        return DetectedFault(**values | {"ranks": tuple(row["ranks"])})
+
+
+class FaultCollector:
+    """Faults that this rank has found since the last `take`."""
+
+    def __init__(self) -> None:
+        self._faults: list[DetectedFault] = []
+
+    def add(self, faults: Iterable[DetectedFault]) -> None:
+        """Add faults."""
+        self._faults += faults
+
+    def take(self) -> list[DetectedFault]:
+        """Remove all faults and return each distinct one once."""
+        faults, self._faults = list(dict.fromkeys(self._faults)), []
+        return faults
+
+
+class SilentFaultError(HpctrainError):
+    """Error that all ranks raise with the same faults.
+
+    Attributes:
+        step: Step in which the faults were found.
+        faults: All faults that any rank has found.
+        kept: True if the state of all ranks is that before the step.
+    """
+
+    exit_code = EXIT_INTERNAL
+
+    def __init__(self, step: int, faults: Sequence[DetectedFault], state_kept: bool) -> None:
+        super().__init__([f"step {step}: {describe_fault(fault)}" for fault in faults])
+        self.step, self.faults, self.state_kept = step, faults, state_kept
+
+
+def describe_fault(fault: DetectedFault) -> str:
+    """Return the sentence about a fault for logs and error messages."""
+    where = name_ranks(fault.ranks)
+    return f"silent fault on {where}: {fault.name} {fault.detail} ({fault.kind}, {fault.phase})"

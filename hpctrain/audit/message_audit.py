@@ -1,0 +1,88 @@
+"""Check of all messages and sums over ranks of a world for silent faults."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from typing_extensions import override
+
+from hpctrain.audit.audited_transport import AuditChannel, AuditedTransport
+from hpctrain.audit.call_log import CallLog
+from hpctrain.audit.detected_fault import DetectedFault, FaultCollector
+from hpctrain.comm.ledger import Ledger
+from hpctrain.comm.transports.choose import TransportPair
+from hpctrain.comm.transports.reduction import ReductionScratch
+from hpctrain.comm.world import TransportDecorator, World
+from hpctrain.host.mpi_library import MPI
+
+Depth = Literal["cheap", "full"]
+"""What is checked: sums over ranks alone, or every tensor that moves."""
+
+
+class MessageAudit(TransportDecorator):
+    """Checks of the calls of all groups of a world, on this rank.
+
+    Attributes:
+        depth: What is checked.
+        ledger: Ledger of the world, whose phase each fault names.
+        faults: FaultCollector that this rank has found since the last `collect_faults`.
+        logs: Logs of the checked groups.
+    """
+
+    def __init__(self, depth: Depth, ledger: Ledger) -> None:
+        self.depth, self.ledger, self.faults = depth, ledger, FaultCollector()
+        self.logs: list[CallLog[Any]] = []
+
+    @override
+    def wrap(
+        self,
+        transports: TransportPair,
+        communicator: MPI.Intracomm,
+        ranks: Sequence[int],
+        scratch: ReductionScratch,
+    ) -> TransportPair:
+        channel = AuditChannel(communicator.Dup(), ranks, self.faults, self.ledger, self.depth == "full")
+        self.logs += channel.logs
+        host, accelerator = (AuditedTransport(inner, channel, scratch) for inner in transports)
+        return host, accelerator
+
+    @override
+    def for_part(self) -> MessageAudit:
+        return MessageAudit(self.depth, self.ledger)
+
+    def collect_faults(self) -> list[DetectedFault]:
+        """Exchange and compare what the ranks recorded about their calls since the last time.
+
+        Collective over all ranks of the world, at the same point of the program. This waits for no call:
+        calls that are not complete on all ranks of their group are compared the next time.
+
+        Returns:
+            The faults that this rank has found. Other ranks may find others.
+        """
+        for log in self.logs:
+            log.start_exchange()
+        for log in self.logs:
+            log.finish_exchange()
+        return self.faults.take()
+
+
+def audit_messages(world: World, depth: Depth) -> MessageAudit:
+    """Check the messages of `world.everyone` and of all groups of this world that are made later.
+
+    Collective. If messages are already checked in this depth, nothing changes.
+
+    Returns:
+        The audit, whose `collect_faults` reports faults.
+    """
+    audit = message_audit_of(world)
+    if audit is None or audit.depth != depth:
+        audit = MessageAudit(depth, world.ledger)
+        world.decorate_transports(audit)
+    return audit
+
+
+def message_audit_of(world: World) -> MessageAudit | None:
+    """Return the audit of the messages of a world; None if messages are not checked."""
+    decorator = world.transport_decorator
+    return decorator if isinstance(decorator, MessageAudit) else None

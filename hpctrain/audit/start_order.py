@@ -1,0 +1,83 @@
+"""Order in which operations of several steps start their parts.
+
+All ranks of a group must start the calls of its transport in one order. But a started operation of several
+steps goes on whenever its rank waits for it or tests it, which each rank does at other times. So an operation
+starts nothing before all earlier operations have started their last part. They need not be complete: a
+blocking call of another rank may be what they wait for.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from hpctrain.comm.transports.transport import SteppedWork, Steps, TransportWork, wait_until
+
+
+class OrderedOperation:
+    """Operation that starts its parts after all earlier operations have started theirs.
+
+    Attributes:
+        started: True once the operation has started its last part. Its steps set this.
+    """
+
+    def __init__(self, order: StartOrder, steps: Callable[[OrderedOperation], Steps]) -> None:
+        self._order, self._steps = order, steps
+        self._chain: SteppedWork | None = None
+        self.started = False
+
+    def begin(self) -> SteppedWork:
+        """Start all parts that can be started now, and return the chain of steps."""
+        if self._chain is None:
+            self._chain = SteppedWork(self._steps(self))
+        if self._chain.test():
+            self.started = True
+        return self._chain
+
+    def wait(self) -> None:
+        """Wait until the operation is complete."""
+        if not self.started:
+            wait_until(self._advance)
+        self.begin().wait()
+
+    def _advance(self) -> bool:
+        self._order.advance()
+        return self.started
+
+    def test(self) -> bool:
+        """Let the operation make progress. Return True if it is complete."""
+        self._order.advance()
+        return self._chain is not None and self._chain.test()
+
+
+class StartOrder:
+    """Operations of one group that have not started all their parts, in the order of the program."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[OrderedOperation] = deque()
+
+    def start(self, steps: Callable[[OrderedOperation], Steps], blocking: bool) -> TransportWork | None:
+        """Run an operation after all earlier ones have started their parts.
+
+        Args:
+            steps: Function that returns the steps of the operation.
+            blocking: True if this function returns after the operation is complete.
+
+        Returns:
+            The handle of the operation, or None if it is complete.
+        """
+        operation = OrderedOperation(self, steps)
+        self._waiting.append(operation)
+        self.advance()
+        if not blocking:
+            return operation
+        operation.wait()
+        return None
+
+    def advance(self) -> None:
+        """Start the parts of all operations that may start them now."""
+        while self._waiting:
+            self._waiting[0].begin()
+            if not self._waiting[0].started:
+                return
+            self._waiting.popleft()

@@ -1,0 +1,104 @@
+"""Check of moved tensors: checksums of what each rank sends to each peer, and of what it receives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from hpctrain.audit.block_sums import word_sums_by_rank
+from hpctrain.audit.call_log import CallLog, CallRecord
+from hpctrain.audit.detected_fault import DetectedFault
+from hpctrain.comm.calls import Call
+from hpctrain.comm.outcome import name_ranks
+from hpctrain.comm.transports.mpi import flat_view
+from hpctrain.comm.transports.transport import ElementRange, Steps, Transport, pairwise_ranges
+
+
+class TransferRecord(CallRecord):
+    """Checksums of one call.
+
+    Attributes:
+        sent: Checksum of all data that was sent to each rank, int32 `[ranks]`.
+        received: Checksum of all data that came from each rank, int32 `[ranks]`.
+        recomputed: Difference between the checksums of the sums that this rank computed and of the same sums
+            computed again; 0 if they are equal.
+    """
+
+    __slots__ = ("received", "recomputed", "sent")
+
+    def __init__(self, call: Call, phase: str, size: int) -> None:
+        super().__init__(call, phase)
+        device = None if call.memory is None else call.memory.device
+        self.sent = self.received = torch.zeros(size, dtype=torch.int32, device=device)
+        self.recomputed = torch.zeros((), dtype=torch.int32, device=device)
+
+
+class TransferLog(CallLog[TransferRecord]):
+    """Records of the calls of one group that move tensors."""
+
+    @override
+    def width(self, record: TransferRecord) -> int:
+        return 1
+
+    @override
+    def rows(self, records: Sequence[TransferRecord]) -> list[Tensor]:
+        return [torch.stack([record.sent.cpu() for record in records], 1).long()] if records else []
+
+    @override
+    def compare(self, records: Sequence[TransferRecord], rows_by_rank: Sequence[Tensor]) -> None:
+        here = self.ranks[self.rank]
+        received = torch.stack([record.received.cpu() for record in records], 1)
+        differs = torch.cat(tuple(rows_by_rank), 1) != received
+        for index in differs.any(0).nonzero().flatten().tolist():
+            peers = differs[:, index].nonzero().flatten().tolist()
+            self.faults.add([changed_message_fault(records[index], self.ranks, self.rank, peers)])
+        recomputed = torch.stack([record.recomputed.cpu() for record in records])
+        for index in recomputed.nonzero().flatten().tolist():
+            detail = f"rank {here} added, added again, and had another sum"
+            self.faults.add([records[index].fault([here], detail)])
+
+
+def changed_message_fault(
+    record: CallRecord, ranks: Sequence[int], rank: int, peers: Sequence[int]
+) -> DetectedFault:
+    """Return the fault of a rank that received something else than its peers sent.
+
+    Args:
+        record: Record of the call.
+        ranks: Ranks of the group in the whole world.
+        rank: Receiver, as a rank of the group.
+        peers: Senders, as ranks of the group.
+    """
+    senders = name_ranks([ranks[peer] for peer in peers])
+    return record.fault([ranks[rank]], f"rank {ranks[rank]} has something else than {senders} gave")
+
+
+def run_transfer(call: Call, inner: Transport, record: TransferRecord, sent: Tensor | None = None) -> Steps:
+    """Run a call that moves tensors, and add its checksums to the record.
+
+    Args:
+        call: The call.
+        inner: Transport that runs it.
+        record: Record to which the checksums are added.
+        sent: Checksum of the data for each rank, int32 `[ranks]`, if it is already known.
+    """
+    source, sends, target, receives = _spans(call, inner.size)
+    if sent is None:
+        sent = word_sums_by_rank(flat_view(source), sends, inner.rank)
+    record.sent = record.sent + sent
+    yield inner.run(call)
+    record.received = record.received + word_sums_by_rank(flat_view(target), receives, inner.rank)
+
+
+def _spans(call: Call, size: int) -> tuple[Tensor, list[ElementRange], Tensor, list[ElementRange]]:
+    """Return the result of `pairwise_ranges`, which does not know broadcasts, for any call."""
+    if call.operation != "broadcast":
+        return pairwise_ranges(call, size)
+    tensor, is_root = call.memory, call.tensor is not None
+    assert tensor is not None
+    sends = [(0, tensor.numel() if is_root else 0)] * size
+    receives = [(0, 0 if is_root or peer != call.root else tensor.numel()) for peer in range(size)]
+    return tensor, sends, tensor, receives
