@@ -136,7 +136,7 @@ def test_ranks_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
             monkeypatch.delenv(name, raising=False)
     restart_on_ranks(None, {})
     restart_on_ranks(1, {})
-    with pytest.raises(HpctrainError, match=r"--ranks 2: there is no mpirun or \$MPIRUN here"):
+    with pytest.raises(HpctrainError, match=r"--ranks 2: there is neither mpirun nor \$MPIRUN here"):
         restart_on_ranks(2, {"MPIRUN": "no-such-program -v", "PATH": ""})
     started = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}
     restart_on_ranks(2, started)
