@@ -18,7 +18,7 @@ from hpctrain.deck.old_keys import NONE
 from hpctrain.deck.optimizer import MuonTable
 from hpctrain.deck.policy import fill_policy, fill_rewards
 from hpctrain.deck.presets import MIXTURE_KEYS, PRESETS, Preset
-from hpctrain.deck.run_length import Begun, fill_steps
+from hpctrain.deck.run_length import CompletedWork, fill_steps
 from hpctrain.deck.schedules import TWO_CHUNKS
 from hpctrain.deck.schema import tables as schema_tables
 from hpctrain.deck.user_module import fill_module
@@ -44,7 +44,7 @@ def fill(
     tables: Tables,
     deck_name: str,
     source: Mapping[str, object],
-    begun: Begun = Begun(),  # noqa: B008
+    begun: CompletedWork = CompletedWork(),  # noqa: B008
 ) -> Filled:
     """Write every default that depends on other keys into the tables, in place.
 
@@ -118,7 +118,7 @@ def usual_decay(optimizer: object) -> str:
     return "constant" if optimizer == "schedule-free" else "cosine"
 
 
-def _follow_others(tables: Tables, filled: set[str], begun: Begun) -> None:
+def _follow_others(tables: Tables, filled: set[str], begun: CompletedWork) -> None:
     def default(path: str, name: str, value: object) -> None:
         table = table_in(tables, path)
         if name not in table:

@@ -19,9 +19,10 @@ from pydantic.fields import FieldInfo
 from hpctrain.deck.check import check_deck, source_problems
 from hpctrain.deck.check_world import data_ranks, world_problems
 from hpctrain.deck.code import CodeEntry, CodeTrust, Overrides, code_entries
+from hpctrain.deck.deck_input import DeckInput
 from hpctrain.deck.defaults import fill, find_preset, is_default
-from hpctrain.deck.gather import Written
 from hpctrain.deck.key import chosen_by, extra, table_of
+from hpctrain.deck.key_messages import expected_value, unknown_key, unknown_section, value_hint, value_type
 from hpctrain.deck.nested import Tables, leaf_names, look_up, remove, table_in
 from hpctrain.deck.objective import POLICIES
 from hpctrain.deck.old_keys import NONE, rename_keys
@@ -29,14 +30,13 @@ from hpctrain.deck.policy import steps_of_rollout
 from hpctrain.deck.presets import PRESETS
 from hpctrain.deck.problem import Problem
 from hpctrain.deck.rows import located, wrong_rows
-from hpctrain.deck.run_length import LENGTHS, Begun, are_epochs, steps_of_epochs
+from hpctrain.deck.run_length import LENGTHS, CompletedWork, is_epoch_count, steps_of_epochs
 from hpctrain.deck.schema import Deck, field_of, fields, sections
 from hpctrain.deck.schema import tables as schema_tables
 from hpctrain.deck.search_keys import is_left_to_search
 from hpctrain.deck.sources import Place, Sources, clipped, toml_value
-from hpctrain.deck.toml import encodes
+from hpctrain.deck.toml import is_utf8
 from hpctrain.deck.user_module import config_arguments, shown
-from hpctrain.deck.words import given, plain_type, unknown_key, unknown_section, wanted
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.files import is_unfit
 
@@ -68,8 +68,8 @@ def read_deck(
     the deck does not give them. Raises `HpctrainError` with every problem, or `InputOutputError` where all
     that is wrong is that files cannot be read.
     """
-    written = Written(str(path))
-    if not encodes(str(path)):
+    written = DeckInput(str(path))
+    if not is_utf8(str(path)):
         raise HpctrainError(f"{path}: the name of a deck must be UTF-8 text")
     written.read_file(Path(path), str(path), ())
     return _deck(written, overrides, ranks, read_source, further, searched)
@@ -92,14 +92,14 @@ def parse_deck(
     as not given. Of a run that has `begun`, (steps, samples), a length in tokens or epochs counts these.
     Text with `Overrides` is that of a stored deck: what of its code may be called is what these say.
     """
-    written = Written(name, includes)
+    written = DeckInput(name, includes)
     written.read_text(text, Path(name), name, ())
     if not includes:
         _rename_stored_keys(written)
     if defaults_written:
         _leave_out_defaults(written)
     sequence = written.values.get("batch", {}).get("sequence")
-    known = Begun(*begun, sequence if isinstance(sequence, int) else 0)
+    known = CompletedWork(*begun, sequence if isinstance(sequence, int) else 0)
     if isinstance(overrides, Overrides):
         written.trusted_code = _trusted(written, overrides, overrides.trust)
     return _deck(written, overrides, ranks, read_source, begun=known)
@@ -110,7 +110,7 @@ def read_stored_deck(path: Path, trust: CodeTrust, read_source: SourceReader | N
 
     `trust` says what of the code that it names may be called; errors are as for `read_deck`.
     """
-    written = Written(str(path), includes=False)
+    written = DeckInput(str(path), includes=False)
     written.read_file(path, str(path), ())
     _rename_stored_keys(written)
     written.trusted_code = _trusted(written, (), trust)
@@ -122,7 +122,7 @@ def read_code_entries(path: Path) -> frozenset[CodeEntry]:
 
     HpctrainError or InputOutputError if the file cannot be read; nothing else of it is checked.
     """
-    written = Written(str(path))
+    written = DeckInput(str(path))
     written.read_file(path, str(path), ())
     written.raise_problems()
     return code_entries(written.values, str(path))
@@ -148,7 +148,7 @@ def changed_deck(
         read_source: As for `read_deck`.
         from_user: True if the user gave the changes, so that code which they name may be called.
     """
-    written = Written(name)
+    written = DeckInput(name)
     written.read_text(deck_text(deck), Path(name), name, ())
     written.trusted_code = deck.sources.trusted_code
     if written.trusted_code is not None and from_user:
@@ -156,9 +156,9 @@ def changed_deck(
     return _deck(written, changes, ranks, read_source)
 
 
-def _trusted(written: Written, overrides: Sequence[str], trust: CodeTrust) -> frozenset[CodeEntry]:
+def _trusted(written: DeckInput, overrides: Sequence[str], trust: CodeTrust) -> frozenset[CodeEntry]:
     """Return the code that may be called of what a stored deck names, read into `written`."""
-    given = Written(written.name)
+    given = DeckInput(written.name)
     for argument in overrides:
         given.override(argument)
     stored = code_entries(written.values, written.name) if trust.everything else frozenset()
@@ -219,14 +219,14 @@ def deck_text(deck: Deck, ranks: int | None = None) -> str:
     return "\n".join(lines[1:]) + "\n"
 
 
-def _rename_stored_keys(written: Written) -> None:
+def _rename_stored_keys(written: DeckInput) -> None:
     """Give old keys of a stored deck their new names, and drop those that have no effect."""
     for _ in rename_keys(written.values, written.places, lambda _: False):
         pass
     written.renamed.clear()
 
 
-def _leave_out_defaults(written: Written) -> None:
+def _leave_out_defaults(written: DeckInput) -> None:
     """Forget the keys that were written with the values they would get from other keys."""
     values: Tables = {
         section: dict(table) if isinstance(table := written.values.get(section), dict) else {}
@@ -238,13 +238,13 @@ def _leave_out_defaults(written: Written) -> None:
 
 
 def _deck(
-    written: Written,
+    written: DeckInput,
     overrides: Sequence[str],
     ranks: int | None,
     read_source: SourceReader | None,
     further: Further | None = None,
     searched: bool = False,
-    begun: Begun = Begun(),  # noqa: B008
+    begun: CompletedWork = CompletedWork(),  # noqa: B008
 ) -> Deck:
     """The deck of what was written, or every problem raised as one error."""
     readable = not written.problems
@@ -273,11 +273,11 @@ class _Validation:
 
     def __init__(
         self,
-        written: Written,
+        written: DeckInput,
         readable: bool,
         read_source: SourceReader | None,
         searched: bool,
-        begun: Begun,
+        begun: CompletedWork,
     ) -> None:
         self.written, self.begun = written, begun
         self.searched = searched
@@ -299,7 +299,7 @@ class _Validation:
             tables["model"]["arguments"] = arguments
             place = replace(self.places["model.from"], value=None, note="from model.from")
             self.places["model.arguments"] = place
-        if not {"steps", "tokens"} & tables["run"].keys() and are_epochs(tables["run"].get("epochs")):
+        if not {"steps", "tokens"} & tables["run"].keys() and is_epoch_count(tables["run"].get("epochs")):
             self._count_epochs(tables)
         given_keys = {*leaf_names(tables, schema_tables())}
         self._idle_preset(given_keys)
@@ -485,17 +485,19 @@ class _Validation:
                     self.written.add(place, sentence)
                 if rows:
                     continue
-                self._add_key(full, value, f"must be {wanted(field)}{given(value, field)}")
+                self._add_key(full, value, f"must be {expected_value(field)}{value_hint(value, field)}")
             elif full in silent or not self.readable or (unknown and extra(field, "derived")):
                 continue
             elif not extra(field, "derived"):
                 meaning = str(field.description).rstrip(".")
-                self._missing(table, full, f"{wanted(field)} ({meaning[0].lower()}{meaning[1:]})")
+                self._missing(table, full, f"{expected_value(field)} ({meaning[0].lower()}{meaning[1:]})")
             elif full == "run.steps" and not any(name in tables["run"] for name in LENGTHS):
                 meaning = "optimizer steps of the whole run"
-                self._missing(table, full, f"{wanted(field)} ({meaning}), or run.tokens or run.epochs")
+                self._missing(
+                    table, full, f"{expected_value(field)} ({meaning}), or run.tokens or run.epochs"
+                )
             elif (full in shape or full == "batch.sequence") and not no_model:
-                self._missing(table, full, f"{wanted(field)}, or give model.preset")
+                self._missing(table, full, f"{expected_value(field)}, or give model.preset")
 
     def _idle_preset(self, keys: set[str]) -> None:
         """Refuse a preset given by `--set` on a deck that gives a shape already, as resolved decks do."""
@@ -520,7 +522,7 @@ class _Validation:
         bad |= set(wrong)
         for full in wrong:
             path, _, name = full.rpartition(".")
-            kind = plain_type(fields(path)[name])
+            kind = value_type(fields(path)[name])
             if table_of(fields(path)[name]) is None:
                 value = get_args(kind)[0] if get_origin(kind) is Literal else kind(1)
                 table_in(tables, path)[name] = value

@@ -9,11 +9,11 @@ from typing import Literal, get_origin
 from pydantic.fields import FieldInfo
 
 from hpctrain.deck.key import extra, table_of
+from hpctrain.deck.key_messages import expected_value, row_section, unknown_section, value_type
 from hpctrain.deck.presets import PRESETS
 from hpctrain.deck.resume_rules import RESUME_RULES
 from hpctrain.deck.schema import fields, sections
 from hpctrain.deck.sources import toml_value
-from hpctrain.deck.words import plain_type, row_of, unknown_section, wanted
 from hpctrain.errors import HpctrainError
 from hpctrain.table import table
 from hpctrain.units import format_bytes
@@ -61,7 +61,7 @@ def _tables(section: str) -> Iterator[tuple[str, str, Mapping[str, FieldInfo]]]:
     yield "", section, fields(section)
     for key, field in fields(section).items():
         full = f"{section}.{key}"
-        if row := row_of(field):
+        if row := row_section(field):
             yield f"  Keys of each [[{section}]], a table of {full}:", full, row.model_fields
         if inner := table_of(field):
             yield f"  Keys of [{full}], a table:", full, inner.model_fields
@@ -94,8 +94,8 @@ def _indented(text: str, width: int) -> list[str]:
 def _type(name: str, field: FieldInfo) -> str:
     if name == "preset":
         return "name of a preset, see below"
-    words = wanted(field)
-    return words if get_origin(plain_type(field)) is Literal else words.removeprefix("a ")
+    words = expected_value(field)
+    return words if get_origin(value_type(field)) is Literal else words.removeprefix("a ")
 
 
 def _default(field: FieldInfo) -> str:

@@ -9,16 +9,16 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from hpctrain.deck.key import Section
+from hpctrain.deck.key_messages import expected_value, row_section, value_hint
 from hpctrain.deck.problem import Problem
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import Place, Sources, clipped, toml_value
-from hpctrain.deck.words import given, row_of, wanted
 from hpctrain.words import nearest
 
 
 def wrong_rows(key: str, field: FieldInfo, value: object, sources: Sources) -> Iterator[tuple[Place, str]]:
     """Everything wrong with the single tables of a key, with its place; nothing where they are none."""
-    row = row_of(field)
+    row = row_section(field)
     if row is None or not isinstance(value, list):
         return
     for number, table in enumerate(value):
@@ -74,11 +74,12 @@ def _wrong_keys(
             of_row = "" if number is None else f" in table {number + 1}"
             yield (
                 place,
-                f"{place.prefix}: {shown}.{name} is missing{of_row}: {wanted(row.model_fields[name])}",
+                f"{place.prefix}: {shown}.{name} is missing{of_row}: "
+                f"{expected_value(row.model_fields[name])}",
             )
         else:
             field = row.model_fields[name]
-            sentence = f"must be {wanted(field)}{given(table[name], field)}"
+            sentence = f"must be {expected_value(field)}{value_hint(table[name], field)}"
             yield place, _said(place, shown, name, table[name], sentence)
 
 

@@ -15,7 +15,7 @@ LENGTHS = ("steps", "tokens", "epochs")
 """Keys of [run] of which a deck has one: another file of it, or `--set`, replaces it by any of them."""
 
 
-def steps_taking(samples: int, global_size: int, ramp_from: int, ramp_steps: int, begun: int = 0) -> int:
+def steps_for_samples(samples: int, global_size: int, ramp_from: int, ramp_steps: int, begun: int = 0) -> int:
     """The fewest steps, those that have `begun` the run among them, of which the others take so many samples
     (or more), by the keys of [batch]: see `batch_at`. Of samples below none it is fewer than have begun it.
     """
@@ -33,7 +33,7 @@ def steps_taking(samples: int, global_size: int, ramp_from: int, ramp_steps: int
 
 
 @dataclass(frozen=True)
-class Begun:
+class CompletedWork:
     """What a run that goes on has done: so many steps, of so many samples, perhaps with other batches; and
     how many tokens such a sample has, 0 where nobody knows.
     """
@@ -42,12 +42,12 @@ class Begun:
     samples: int = 0
     sequence: int = 0
 
-    def taken(self, sequence: int) -> int:
+    def samples_of_length(self, sequence: int) -> int:
         """As how many sequences of another length the samples count."""
         return self.samples * (self.sequence or sequence) // sequence
 
 
-def fill_steps(tables: Mapping[str, dict[str, Any]], begun: Begun = Begun()) -> bool:
+def fill_steps(tables: Mapping[str, dict[str, Any]], begun: CompletedWork = CompletedWork()) -> bool:
     """Write run.steps where the tables have run.tokens instead, in place; whether that was so."""
     run, batch = tables["run"], tables["batch"]
     sizes = [run.get("tokens"), batch.get("sequence"), batch.get("global_size")]
@@ -57,18 +57,18 @@ def fill_steps(tables: Mapping[str, dict[str, Any]], begun: Begun = Begun()) -> 
         return False
     tokens, sequence, global_size, *_ = whole
     ramp = batch.get("ramp_from", 0), batch.get("ramp_steps", 0)
-    samples = -(-tokens // sequence) - begun.taken(sequence)
-    run["steps"] = steps_taking(samples, global_size, *ramp, begun.steps)
+    samples = -(-tokens // sequence) - begun.samples_of_length(sequence)
+    run["steps"] = steps_for_samples(samples, global_size, *ramp, begun.steps)
     return True
 
 
-def steps_of_epochs(epochs: float, sequences: int, batch: Batch, begun: Begun) -> int:
+def steps_of_epochs(epochs: float, sequences: int, batch: Batch, begun: CompletedWork) -> int:
     """The fewest steps of a run that goes so many times through that many sequences."""
-    samples = ceil(Fraction(str(epochs)) * sequences) - begun.taken(batch.sequence)
-    return steps_taking(samples, batch.global_size, batch.ramp_from, batch.ramp_steps, begun.steps)
+    samples = ceil(Fraction(str(epochs)) * sequences) - begun.samples_of_length(batch.sequence)
+    return steps_for_samples(samples, batch.global_size, batch.ramp_from, batch.ramp_steps, begun.steps)
 
 
-def are_epochs(value: object) -> bool:
+def is_epoch_count(value: object) -> bool:
     """Whether these can be counted; what else is wrong with them is told as of any key."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return number and isfinite(value) and value > 0  # type: ignore[arg-type, operator]

@@ -62,7 +62,7 @@ def parse_argument(text: str) -> object:
     Raises:
         TomlError: The text is not UTF-8 or exceeds a bound.
     """
-    if not encodes(text):
+    if not is_utf8(text):
         raise TomlError(None, "is not UTF-8 text")
     if len(text) > LONGEST_TEXT:
         raise TomlError(None, f"text of {len(text)} characters, more than {LONGEST_TEXT}")
@@ -77,7 +77,7 @@ def parse_argument(text: str) -> object:
     return parsed["value"] if set(parsed) == {"value"} else text
 
 
-def encodes(text: str) -> bool:
+def is_utf8(text: str) -> bool:
     """Return True if a text can be encoded; arguments of a process may contain bytes that are not UTF-8."""
     return re.search("[\ud800-\udfff]", text) is None
 

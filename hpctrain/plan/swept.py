@@ -12,11 +12,11 @@ from typing import Any
 from pydantic import ValidationError, create_model
 
 from hpctrain.deck.key import Section, name_of
+from hpctrain.deck.key_messages import expected_value, unknown_key, unknown_section, value_hint, value_type
 from hpctrain.deck.old_keys import current_field
 from hpctrain.deck.schema import sections, tables
 from hpctrain.deck.sources import clipped
 from hpctrain.deck.toml import TomlError, parse_argument
-from hpctrain.deck.words import given, plain_type, unknown_key, unknown_section, wanted
 from hpctrain.errors import HpctrainError
 
 RANKS = "ranks"
@@ -145,12 +145,12 @@ def _wrong(key: str, text: str) -> str:
         value = parse_argument(text)
     except TomlError as error:
         return error.reason
-    if plain_type(field) is str and not isinstance(value, str):
+    if value_type(field) is str and not isinstance(value, str):
         value = text
     of_value: Any = field.annotation, deepcopy(field)
     model = create_model("Value", __base__=Section, value=of_value)
     try:
         model.model_validate({name_of("value", field): value})
     except ValidationError:
-        return f"must be {wanted(field)}{given(value, field)}"
+        return f"must be {expected_value(field)}{value_hint(value, field)}"
     return ""

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hpctrain.deck.key_messages import row_section
 from hpctrain.deck.reference import reference_text
 from hpctrain.deck.resume_rules import RESUME_RULES, keys_of_policy
 from hpctrain.deck.schema import fields, sections, tables
-from hpctrain.deck.words import row_of
 
 
 def schema_keys() -> Iterator[str]:
     for table in tables():
         for name, field in fields(table).items():
             yield f"{table}.{name}"
-            if (row := row_of(field)) is not None:
+            if (row := row_section(field)) is not None:
                 yield from (f"{table}.{name}.{each}" for each in row.model_fields)
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from hpctrain.deck.read import deck_text, parse_deck, read_deck
-from hpctrain.deck.run_length import steps_taking
+from hpctrain.deck.run_length import steps_for_samples
 from hpctrain.deck.schema import Deck
 from hpctrain.train.batch_size import batch_at, samples_of
 from tests.deck.small_text import SMALL, changed, problems
@@ -35,7 +35,7 @@ def test_steps_are_the_fewest_that_take_the_samples(samples: int, size: int, ram
         f"batch.ramp_steps={steps if ramp else 0}",
     ]
     batch = parse_deck(SMALL, changes).batch
-    found = steps_taking(samples, size, batch.ramp_from, batch.ramp_steps)
+    found = steps_for_samples(samples, size, batch.ramp_from, batch.ramp_steps)
     assert samples_of(batch, found) >= samples > samples_of(batch, found - 1)
 
 

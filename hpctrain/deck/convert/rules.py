@@ -13,9 +13,9 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
+from hpctrain.deck.key_messages import expected_value
 from hpctrain.deck.old_keys import current_field
 from hpctrain.deck.sources import clipped
-from hpctrain.deck.words import wanted
 from hpctrain.words import either
 
 _Converted = TypeVar("_Converted")
@@ -158,7 +158,9 @@ def _require_valid(keys: Mapping[str, object]) -> None:
         try:
             TypeAdapter(kind).validate_python(value)
         except ValidationError:
-            raise UnsupportedOptionError(f"becomes {key}, which must be {wanted(description)}") from None
+            raise UnsupportedOptionError(
+                f"becomes {key}, which must be {expected_value(description)}"
+            ) from None
 
 
 # Conversions of one value. They raise UnsupportedOptionError if the value is of another kind.

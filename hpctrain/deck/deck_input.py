@@ -10,13 +10,13 @@ from typing import Any
 
 from hpctrain.deck.code import CodeEntry
 from hpctrain.deck.key import expand_home
+from hpctrain.deck.key_messages import accepts_list, unknown_key, unknown_section, value_type
 from hpctrain.deck.nested import look_up
 from hpctrain.deck.old_keys import RenamedKey, current_field, new_names, renamed_word
 from hpctrain.deck.run_length import LENGTHS
 from hpctrain.deck.schema import sections, tables
 from hpctrain.deck.sources import Place, clipped, toml_value
 from hpctrain.deck.toml import DECK_BYTES, TomlError, parse_argument, parse_toml
-from hpctrain.deck.words import plain_type, takes_list, unknown_key, unknown_section
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.files import is_unfit, read_text
 from hpctrain.words import command
@@ -25,7 +25,7 @@ MOST_FILES = 100  # that a deck is made of, one that is included twice counted t
 MOST_PROBLEMS = 50  # problems of one deck
 
 
-class Written:
+class DeckInput:
     """The keys that were written, with their places, and the problems so far.
 
     `values` holds sections by name, as TOML gives them (not yet checked against the schema); `places` the
@@ -231,8 +231,8 @@ class Written:
         except TomlError as error:
             self.add(place, f"{place.prefix}: {error.reason}")
             return
-        if field is not None and plain_type(field) is str and not isinstance(value, str):
-            value = value if isinstance(value, list) and takes_list(field) else text.strip()
+        if field is not None and value_type(field) is str and not isinstance(value, str):
+            value = value if isinstance(value, list) and accepts_list(field) else text.strip()
         if full == "layout.auto" and value is True:
             self._leave_open()
         if section == "run":

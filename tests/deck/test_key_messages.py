@@ -1,4 +1,4 @@
-"""Tests of deck/words.py: messages about wrong keys, sections and values."""
+"""Tests of deck/key_messages.py: messages about wrong keys, sections and values."""
 
 from __future__ import annotations
 

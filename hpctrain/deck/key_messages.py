@@ -14,9 +14,9 @@ from hpctrain.deck.sources import toml_value
 from hpctrain.words import either, nearest
 
 
-def wanted(field: FieldInfo) -> str:
+def expected_value(field: FieldInfo) -> str:
     """What the key may hold: "a whole number of at least 1", '"gpt2" or "llama"', "text in quotes"."""
-    kind = plain_type(field)
+    kind = value_type(field)
     if get_origin(kind) is Literal:
         return either([toml_value(choice) for choice in get_args(kind)])
     if kind is bool:
@@ -26,12 +26,12 @@ def wanted(field: FieldInfo) -> str:
     if kind is str and extra(field, "unit") == "ranks":
         return 'ranks such as "4-7", or "policy"'
     if kind is str:
-        return "text in quotes, not empty" + ", or a list of such" * takes_list(field)
+        return "text in quotes, not empty" + ", or a list of such" * accepts_list(field)
     if get_origin(kind) is dict:
         return either(["a table of its own", *map(toml_value, _choices(field))])
     if table_of(field) is not None:
         return "a table of its own" + ', or "none"' * (not chosen_by(field))
-    if row_of(field) is not None:
+    if row_section(field) is not None:
         return "tables in a row, such as [[evaluation]]"
     if get_origin(kind) is tuple:
         words = {str: "texts in quotes", int: "whole numbers", float: "numbers"}
@@ -45,7 +45,7 @@ def wanted(field: FieldInfo) -> str:
     return either([number, *map(toml_value, _choices(field))])
 
 
-def plain_type(field: FieldInfo) -> Any:
+def value_type(field: FieldInfo) -> Any:
     """The type of a key, without None."""
     if get_origin(field.annotation) in {Union, UnionType}:
         kind = next(kind for kind in get_args(field.annotation) if kind is not type(None))
@@ -53,16 +53,16 @@ def plain_type(field: FieldInfo) -> Any:
     return field.annotation
 
 
-def takes_list(field: FieldInfo) -> bool:
+def accepts_list(field: FieldInfo) -> bool:
     """Whether a key that holds one value may hold a list of such instead."""
     kinds = get_args(field.annotation) if get_origin(field.annotation) in {Union, UnionType} else ()
     plain = {get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in kinds}
     return str in plain and any(get_origin(kind) is tuple for kind in plain)
 
 
-def row_of(field: FieldInfo) -> type[Section] | None:
+def row_section(field: FieldInfo) -> type[Section] | None:
     """Of a key that holds tables in a row, what each of them is."""
-    kind = plain_type(field)
+    kind = value_type(field)
     row = get_args(kind)[0] if get_origin(kind) is tuple else None
     return row if isinstance(row, type) and issubclass(row, Section) else None
 
@@ -74,9 +74,9 @@ def _choices(field: FieldInfo) -> list[str]:
     return [str(word) for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
 
 
-def given(value: object, field: FieldInfo) -> str:
-    """What was given in place of `wanted`, as the end of a sentence; "" where the value shows it."""
-    kind, choices = plain_type(field), _choices(field)
+def value_hint(value: object, field: FieldInfo) -> str:
+    """What was given in place of `expected_value`, as the end of a sentence; "" where the value shows it."""
+    kind, choices = value_type(field), _choices(field)
     if choices and (get_origin(kind) is Literal or isinstance(value, str)):
         near = nearest(str(value).lower(), choices)
         return f" (did you mean {toml_value(near)}?)" if near else ""
@@ -92,7 +92,7 @@ def given(value: object, field: FieldInfo) -> str:
                 return f" (write {int(value)})"
             return ", not a fraction" if isfinite(value) else ""
         case list():
-            return "" if get_origin(kind) is tuple or takes_list(field) else ", not a list"
+            return "" if get_origin(kind) is tuple or accepts_list(field) else ", not a list"
         case dict():
             return ", not a section"
         case str() | int() | float():
