@@ -25,7 +25,9 @@ from tests.launch import clean_environment, launcher
 from tests.selection import ALL_CASES, RANKS, ROOT, SEED, seed
 
 PACKAGES = ("parallel", "model", "sharding", "pipeline", "optim", "objective", "memory", "checkpoint")
-LAYOUTS = tuple(f"tests/train/test_{name}.py" for name in ("layouts", "documents", "ledger"))
+LAYOUTS = tuple(
+    f"tests/train/test_{name}.py" for name in ("layouts", "mixture_layouts", "documents", "ledger")
+)
 """Tests of whole steps on layouts and of what these send, which run for mutations of any package."""
 COLLECTIVES = {"all_reduce", "reduce_scatter", "all_gather", "broadcast", "add_", "mul_", "copy_"}
 SECONDS = 600
