@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from typing_extensions import override
 
 from hpctrain.audit.detected_fault import DetectedFault, SilentFaultError
 from hpctrain.audit.message_audit import message_audit_of
@@ -26,7 +27,7 @@ from hpctrain.sharding.summed import ReducedGradients
 from hpctrain.train.counters import Counters
 from hpctrain.train.hook import Hook, StepDone
 from hpctrain.train.repeated import Repetition
-from hpctrain.train.step import TrainState, Unguarded
+from hpctrain.train.step import StepGuard, TrainState
 
 REPEATED = 10
 """A micro-batch is computed again so many times less often than copies are compared."""
@@ -35,7 +36,7 @@ _WORD = (1 << 63) - 1
 """Something was found; nothing is 0. Of a word with a bit changed, half of the bits tell."""
 
 
-class Guard(Unguarded, Hook):
+class Guard(StepGuard, Hook):
     """Checks every step; copies of the same are compared every `every` steps. The engine's products and the
     messages of its groups may be checked, too, and by `repetition`, if there is one, a micro-batch is
     computed again every REPEATED times as many steps.
@@ -76,10 +77,8 @@ class Guard(Unguarded, Hook):
         self.summed.forget()
         yield
 
+    @override
     def require_sound(self, totals: Sequence[float]) -> None:
-        """Raise SilentFaultError on all ranks if anything is wrong with what this step did so far, or with
-        what it began from; `totals` are the figures that all ranks agreed on. Collective.
-        """
         resting = [*self._early, *self.resting.changed()]
         computed = [] if self._products is None else self._products.settle()
         try:
@@ -95,10 +94,8 @@ class Guard(Unguarded, Hook):
             self.engine.world.ledger.phase = "other"
             raise
 
+    @override
     def require_rest(self) -> None:
-        """Raise SilentFaultError on all ranks if anything has changed since the last update, or differs from
-        what other ranks have: before it is kept or written. Collective.
-        """
         changed = [*self.learned.changed(), *self.resting.changed()]
         self._agree([], [*changed, *self.resting.differing()])
 
@@ -111,8 +108,8 @@ class Guard(Unguarded, Hook):
             faults += self.resting.differing()
         self._agree([], faults)
 
+    @override
     def forget(self) -> None:
-        """Something else than a step has changed the state."""
         self.resting.forget()
         self.learned.forget()
         self.counters.forget()

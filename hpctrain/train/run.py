@@ -266,8 +266,13 @@ class Loop:
     def hold(self) -> None:
         """Keep a copy of the present state in memory, if one is due."""
         if self.checkpoints.held.due(self.trainer.state.step):
-            self.trainer.guard.require_rest()
+            self._require_rest()
             self.checkpoints.hold(self.trainer.state)
+
+    def _require_rest(self) -> None:
+        """Check the state for silent faults before it is kept or written. Collective."""
+        if self.trainer.guard is not None:
+            self.trainer.guard.require_rest()
 
     def save_unless_there(self) -> None:
         """Write a checkpoint of the present state where there is none."""
@@ -276,7 +281,7 @@ class Loop:
 
     def save(self) -> None:
         """Write a checkpoint of the present state, or begin to."""
-        self.trainer.guard.require_rest()
+        self._require_rest()
         self.reporter.working("checkpointing")
         self.checkpoints.save(self.trainer.state)
         self.reporter.saved(self.checkpoints.newest)

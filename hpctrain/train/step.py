@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite, nan
@@ -77,17 +78,31 @@ ChoicesOf = Callable[[range, int], RoutingChoices | None]
 """Of a micro-batch of so many rows, of which the first are the samples of these numbers: see Inputs."""
 
 
-class Unguarded:
-    """What checks steps for silent faults where none are looked for."""
+class StepGuard(ABC):
+    """Checks of steps and of the state of a run for silent faults."""
 
+    @abstractmethod
     def require_sound(self, totals: Sequence[float]) -> None:
-        """All of a step is done but its update, and ranks agree in these figures. Collective."""
+        """Check what this step has done so far, before its update. Collective.
 
+        Args:
+            totals: Metrics that all ranks have agreed on.
+
+        Raises:
+            SilentFaultError: Any rank has found a fault; raised on all ranks.
+        """
+
+    @abstractmethod
     def require_rest(self) -> None:
-        """The state is to be kept or written. Collective."""
+        """Check the state before it is kept or written. Collective.
 
+        Raises:
+            SilentFaultError: Any rank has found a fault; raised on all ranks.
+        """
+
+    @abstractmethod
     def forget(self) -> None:
-        """Something else than a step has changed the state."""
+        """Discard all fingerprints, because something other than a step has changed the state."""
 
 
 class Step:
@@ -99,7 +114,7 @@ class Step:
         self.engine, self.batches = engine, batches
         self.micro_size, self.clip, self.seed = micro_size, clip, seed
         self.choices: ChoicesOf = lambda *_: None
-        self.guard = Unguarded()
+        self.guard: StepGuard | None = None
         self.shift = 0  # what is read is the share of another rank, so much further on
         self.before_pass: Callable[[Sequence[MicroBatch]], None] = lambda _: None
         self.own_tokens = 0  # that this rank predicts in the step, or in the micro-batch that is measured
@@ -128,7 +143,8 @@ class Step:
         squares = sums.new_zeros(replicas)
         squares[replica] = local_square_norm(engine.buckets)
         figures, totals = self.agree(torch.cat((sums, squares)), read)
-        self.guard.require_sound(totals)
+        if self.guard is not None:
+            self.guard.require_sound(totals)
         # In single precision no layout's order of the sum shows.
         roots = [float(np.sqrt(np.float32(total))) if total >= 0 else total for total in totals[-replicas:]]
         counted = engine.objective.settle(figures)

@@ -22,7 +22,7 @@ from hpctrain.engine.seat import ModelPlacement
 from hpctrain.train.batch_size import batch_at
 from hpctrain.train.hook import Hook, StepDone
 from hpctrain.train.memory import ActivationPeak, Beside
-from hpctrain.train.step import Step, StepResult, TrainState, Unguarded
+from hpctrain.train.step import Step, StepGuard, StepResult, TrainState
 from hpctrain.watch.stragglers import Comparison, Stragglers, work_of
 from hpctrain.words import counted
 
@@ -99,8 +99,8 @@ class Trainer:
         return samples
 
     @property
-    def guard(self) -> Unguarded:
-        """What looks for silent faults."""
+    def guard(self) -> StepGuard | None:
+        """Checks for silent faults; None if there are none."""
         return self.step.guard
 
     @property

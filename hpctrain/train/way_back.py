@@ -44,7 +44,8 @@ class WayBack:
         before = checkpoints.restore(source) if isinstance(source, Path) else checkpoints.give_back(source)
         vars(state).update(vars(before))
         checkpoints.held.forget_beyond(before.step)
-        self.trainer.guard.forget()
+        if self.trainer.guard is not None:
+            self.trainer.guard.forget()
         self.reporter.went_back(before.step)
         return before
 

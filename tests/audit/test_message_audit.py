@@ -7,6 +7,9 @@ audit/reduction_check.py, audit/transfer_check.py, audit/start_order.py and audi
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
@@ -24,6 +27,7 @@ from hpctrain.comm.world import World
 from hpctrain.units import Link
 from tests.comm.transports.random_calls import KINDS, MOVES, SUMS, Flip, FlippingTransport, RandomCalls
 from tests.engines import small_deck, trainer
+from tests.small_work import write_small_work
 
 WAYS = ("mpi", "shared", "staged", "nodes", "slow", "compared")
 DEPTHS: tuple[Depth, ...] = ("cheap", "full")
@@ -305,3 +309,28 @@ def test_who_adds_wrongly_is_told(
     found = everyones(checked, audit)
     assert [fault.ranks for fault in found] == [(1,)] and "added again" in found[0].detail
     world.everyone.barrier()
+
+
+RUN_AND_LIST = """
+import sys
+from hpctrain.cli.main import main
+try:
+    main()
+finally:
+    print("loaded:", *sorted(name for name in sys.modules if name.startswith("hpctrain.audit.")))
+"""
+
+
+def test_a_run_that_checks_nothing_loads_no_audit(
+    tmp_path: Path, launch: Callable[..., CompletedProcess[str]]
+) -> None:
+    """Only the types of faults, and the checksum of words that other parts use, are always loaded."""
+    write_small_work(tmp_path)
+    assert launch(0, "-m", "hpctrain", "prepare", "tokens.h5", "text.txt").returncode == 0
+    for depth in ("off", "cheap"):
+        options = ("run", "deck.toml", "--fresh", "--set", f"stability.corruption={depth}")
+        done = launch(0, "-c", RUN_AND_LIST, *options, cold=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        loaded = done.stdout.splitlines()[-1].split()[1:]
+        light = ["hpctrain.audit.bits", "hpctrain.audit.detected_fault"]
+        assert (loaded == light) == (depth == "off"), loaded
