@@ -1,9 +1,9 @@
-"""Mailbox: letters between ranks that do different things, taken as they come, from whoever sends.
+"""Messages between ranks with different roles, which a rank receives from whoever sends first.
 
-A letter is some numbers, and perhaps tensors, whose shapes the receiver knows from the numbers. Those of one
-rank to another arrive in their order. All travels as messages of a Group of their own, so that the ledger
-counts it where it is sent. Who waits here for letters gives no sign of life: if all ranks wait, the run
-hangs, and its watchdog says so; while one of them computes, it does not.
+A message is a header of numbers, and perhaps tensors whose shapes the receiver derives from the numbers.
+Messages of one rank to another arrive in order. They belong to a Group of their own, so that the ledger
+counts them on the sender. A rank that waits for a message gives no sign of life: if all ranks wait, the
+watchdog ends the run, and as long as one of them computes, it does not.
 """
 
 from __future__ import annotations
@@ -23,93 +23,117 @@ from hpctrain.comm.work import Work
 from hpctrain.host.mpi_library import MPI, communicator_of
 
 LONGEST_PAUSE = 0.5e-3
-"""Seconds between two looks for letters, while none comes."""
+"""Longest time between two polls, in seconds."""
 
-_NUMBERS, _TENSORS = 0, 1  # tags
+_NUMBERS, _TENSORS = 0, 1  # tags of messages
 
 
 @dataclass(frozen=True)
 class MailboxHeader:
-    """What came from rank `sender` of the group; the tensors that follow are to be received next."""
+    """Header of a received message. Its tensors must be received before the next message of that sender.
+
+    Attributes:
+        sender: Rank of the group.
+        numbers: Numbers of the header.
+    """
 
     sender: int
     numbers: tuple[float, ...]
 
 
 class Mailbox:
-    """This rank's letters to and from the others of `group`, of which nobody else makes use.
+    """Messages between this rank and the others of a group that nothing else uses.
 
-    What is sent is under way until `settled`: tensors must not change until then, and numbers are fp64.
+    Sends are non-blocking: tensors must not change until `sends_complete` returns True.
+
+    Attributes:
+        received_bytes: Number of received bytes. The ledger counts sent bytes only.
     """
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        group.comparer = None  # which letter comes next, no rank can know
+        group.comparer = None  # ranks cannot compare calls, since they receive in any order
         self._communicator = communicator_of(group.objects)
-        self.received = 0
-        """Bytes that came; the ledger counts what is sent."""
+        self.received_bytes = 0
         self._sending: dict[int, list[Work[Any]]] = {rank: [] for rank in range(group.size)}
 
     def send(self, receiver: int, numbers: Sequence[float], *tensors: Tensor) -> None:
-        """Start to send a letter, and the tensors behind it."""
-        letter = torch.tensor(numbers, dtype=torch.float64)
-        if letter.nbytes >= MESSAGE_BYTES:
-            raise ValueError(f"a letter of {len(numbers)} numbers is too long for one MPI message")
-        self._sending[receiver].append(self.group.start_send(letter, receiver, _NUMBERS))
-        self.hand(receiver, *tensors)
+        """Start to send a message. Local.
 
-    def hand(self, receiver: int, *tensors: Tensor) -> None:
-        """Start to send tensors that the receiver knows will come; none where there are no elements."""
-        self.settled(receiver)
+        Args:
+            receiver: Rank of the group.
+            numbers: Header of the message, sent in fp64.
+            tensors: Tensors that follow the header.
+
+        Raises:
+            ValueError: The header has more numbers than one MPI message of this kind may have.
+        """
+        header = torch.tensor(numbers, dtype=torch.float64)
+        if header.nbytes >= MESSAGE_BYTES:
+            raise ValueError(f"a header of {len(numbers)} numbers is too long for one MPI message")
+        self._sending[receiver].append(self.group.start_send(header, receiver, _NUMBERS))
+        self.send_tensors(receiver, *tensors)
+
+    def send_tensors(self, receiver: int, *tensors: Tensor) -> None:
+        """Start to send tensors that the receiver expects. Local. Empty tensors are not sent."""
+        self.sends_complete(receiver)
         sending = [self.group.start_send(each, receiver, _TENSORS) for each in tensors if each.numel()]
         self._sending[receiver] += sending
 
-    def settled(self, receiver: int | None = None) -> bool:
-        """Whether all that was sent, or that to one rank, has left this one's memory; helps it along."""
+    def sends_complete(self, receiver: int | None = None) -> bool:
+        """Let sends make progress, and return True if all data has left the memory of this rank. Local.
+
+        Args:
+            receiver: Rank whose messages are meant; None for all ranks.
+        """
         for rank in self._sending if receiver is None else (receiver,):
             self._sending[rank] = [work for work in self._sending[rank] if not work.test()]
             if self._sending[rank]:
                 return False
         return True
 
-    def settle(self) -> None:
-        """Wait until all that was sent has left this rank's memory."""
+    def wait_for_sends(self) -> None:
+        """Wait until all sent data has left the memory of this rank. Local."""
         for works in self._sending.values():
             for work in works:
                 work.wait()
             works.clear()
 
-    def look(self) -> MailboxHeader | None:
-        """The next letter of any rank, if there is one."""
+    def poll(self) -> MailboxHeader | None:
+        """Return the header of the next message of any rank; None if none has arrived. Local."""
         status = MPI.Status()
         if not self._communicator.Iprobe(MPI.ANY_SOURCE, _NUMBERS, status):
             return None
         sender = status.Get_source()
         numbers = torch.empty(status.Get_count(MPI.DOUBLE), dtype=torch.float64)
-        self.received += numbers.nbytes
+        self.received_bytes += numbers.nbytes
         return MailboxHeader(sender, tuple(self.group.recv(numbers, sender, _NUMBERS).tolist()))
 
-    def take(self, meanwhile: Callable[[], object] = lambda: None) -> MailboxHeader:
-        """Wait for the next letter of any rank; `meanwhile` is called again and again until one comes."""
-        letter = self.look()
-        if letter is not None:
-            return letter
+    def wait_for_header(self, meanwhile: Callable[[], object] = lambda: None) -> MailboxHeader:
+        """Wait for the next message of any rank, and return its header. Local.
+
+        Args:
+            meanwhile: Function that is called again and again during the wait.
+        """
+        header = self.poll()
+        if header is not None:
+            return header
         calls, began, pause = self.group.ledger.calls, time.perf_counter(), 1e-5
-        call = Call("wait for letters")
+        call = Call("wait for messages")
         call.group, call.number = self.group.calls, 0
         try:
-            while letter is None:
+            while header is None:
                 calls.waits, calls.current = began, call
-                self.settled()
+                self.sends_complete()
                 meanwhile()
                 time.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
-                letter = self.look()
+                header = self.poll()
         finally:
             calls.current = None
-        return letter
+        return header
 
-    def receive(self, sender: int, tensor: Tensor) -> Tensor:
-        """The next tensor of a letter of `sender`, into all of `tensor`; itself."""
-        self.received += tensor.nbytes
+    def receive_tensor(self, sender: int, tensor: Tensor) -> Tensor:
+        """Receive the next tensor of a message of `sender` into `tensor`, and return `tensor`. Local."""
+        self.received_bytes += tensor.nbytes
         return self.group.recv(tensor, sender, _TENSORS) if tensor.numel() else tensor

@@ -1,4 +1,4 @@
-"""How errors of several ranks become one, and how it is printed."""
+"""Error messages: what a system error means, one error for all ranks, and how it is printed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from hpctrain.errors import EXIT_INPUT_OUTPUT, EXIT_UNREAD, HpctrainError, Input
 from hpctrain.words import ranges
 
 MOST_PROBLEMS = 50
+"""Largest number of messages that one error prints."""
 
-# How messages of HDF5 begin, and what parts of them mean.
+# Start of messages of HDF5, and what parts of them mean.
 _HDF5 = re.compile(r"(\[Errno \d+\] )?(Unable to|Can't|Can not|Couldn't|unable to|can't)\b")
 _MPI = re.compile(r"\b(MPI_\w+) failed: MPI error string is '([^']*)'")
 _MEANINGS = (
@@ -28,18 +29,18 @@ _MEANINGS = (
 
 
 def describe_os_error(error: OSError) -> str:
-    """One sentence for an operating system's error."""
+    """Return one sentence about an error of the operating system."""
     return f"{'input/output' if error.filename is None else error.filename}: {error_reason(error)}"
 
 
 def error_reason(error: BaseException) -> str:
-    """Why a call of the system, of HDF5 or of ours failed; what HDF5 says of itself in our words."""
+    """Return why a call of the system, of HDF5 or of MPI failed, without HDF5's own terms."""
     whole = str(error.args[0] if isinstance(error, KeyError) and error.args else error).strip()
     text = whole.split("\n")[0]
-    told_by_mpi = _MPI.search(text)
-    if told_by_mpi is not None:
-        return f"{told_by_mpi[1]} failed: {told_by_mpi[2]}"
-    number = re.search(r"\berrno = (\d+)", whole)  # HDF5 tells the system's error within its own
+    mpi_message = _MPI.search(text)
+    if mpi_message is not None:
+        return f"{mpi_message[1]} failed: {mpi_message[2]}"
+    number = re.search(r"\berrno = (\d+)", whole)  # HDF5 includes the error of the system in its own
     if number is not None:
         return os.strerror(int(number[1]))
     if isinstance(error, OSError) and error.strerror and not _HDF5.match(error.strerror):
@@ -49,15 +50,22 @@ def error_reason(error: BaseException) -> str:
     absent = re.search(r"object '([^']*)' doesn't exist|name: '([^']*)'", text)
     if absent is not None:
         return f"it has no {absent[1] or absent[2]}"
-    for sign, meaning in _MEANINGS:
-        if sign in text:
+    for part, meaning in _MEANINGS:
+        if part in text:
             return meaning
     return "HDF5 cannot read or write it"
 
 
 @contextmanager
 def with_final_name(temporary: Path, path: Path) -> Iterator[None]:
-    """Errors tell the name that a file will have; an OSError becomes an InputOutputError."""
+    """Replace a temporary file name in the messages of errors that the block raises.
+
+    An OSError becomes an InputOutputError.
+
+    Args:
+        temporary: Path under which a file is written.
+        path: Path that the file will have in the end.
+    """
     try:
         yield
     except (HpctrainError, OSError) as raised:
@@ -68,9 +76,13 @@ def with_final_name(temporary: Path, path: Path) -> Iterator[None]:
 
 
 def to_hpctrain_error(error: HpctrainError | OSError) -> HpctrainError:
-    """The InputOutputError that says it; one without a word of a reader of stdout who has seen enough.
+    """Return the HpctrainError that reports an error.
 
-    Raises MemoryError instead where the system had no memory: that is no fault of a file.
+    An OSError becomes an InputOutputError. A BrokenPipeError becomes an error without a message, since the
+    reader of stdout has ended.
+
+    Raises:
+        MemoryError: The system had no memory, which is not the fault of a file.
     """
     if isinstance(error, HpctrainError):
         return error
@@ -84,7 +96,14 @@ def to_hpctrain_error(error: HpctrainError | OSError) -> HpctrainError:
 
 
 def combine_errors(failures: Sequence[tuple[int, Sequence[str]]]) -> HpctrainError:
-    """One error of several ranks' (exit code, problems), in rank order: the first code, all problems."""
+    """Return one error that reports the errors of several ranks.
+
+    Args:
+        failures: Exit code and messages of each failing rank, in rank order.
+
+    Returns:
+        An error with the exit code of the first failing rank and all distinct messages.
+    """
     code = failures[0][0]
     problems = list(dict.fromkeys(problem for _, each in failures for problem in each))
     if len(problems) > MOST_PROBLEMS:
@@ -95,19 +114,22 @@ def combine_errors(failures: Sequence[tuple[int, Sequence[str]]]) -> HpctrainErr
 
 
 def print_problems(problems: Sequence[str]) -> None:
-    """One line a problem, on stderr."""
+    """Print each message on a line of stderr."""
     for problem in problems:
         print_error(f"hpctrain: error: {problem}")
 
 
 def print_error(text: str) -> None:
-    """Print on stderr; a screen that has gone away changes nothing of how the job ends."""
+    """Print a line on stderr. If stderr is closed, nothing happens, so that the exit code stays."""
     with contextlib.suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)
 
 
 def flush_output() -> None:
-    """Hand on what was printed; what nobody takes any more is dropped, now and when the process ends."""
+    """Flush stdout and stderr.
+
+    If a stream is closed, its output is dropped, now and when the process ends.
+    """
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -117,6 +139,6 @@ def flush_output() -> None:
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
-    """`rank 3`, or `ranks 0-2, 5`."""
+    """Return "rank 3", or "ranks 0-2, 5"."""
     text = ranges(ranks, ", ")
     return f"rank {text}" if text.isdecimal() else f"ranks {text}"

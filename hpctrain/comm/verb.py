@@ -1,4 +1,4 @@
-"""How every verb that uses ranks starts and ends."""
+"""Start and end of every verb that uses ranks."""
 
 from __future__ import annotations
 
@@ -20,13 +20,18 @@ from hpctrain.host.mpi_library import MPI, finalizes_between_nodes
 
 
 def run_verb(verb: Callable[[World], int | None], device: str = "auto") -> NoReturn:
-    """Start the World, run a verb on it, and leave with one exit code on all ranks.
+    """Start the World, run a verb in it, and leave the process with the same exit code on all ranks.
 
-    The verb's return value is the exit code, None being 0. An HpctrainError that all ranks raise is
-    printed once, from rank 0; one that a single rank raises ends the others within seconds. An OSError is an
-    error of input or output, as in `agreement`; of a reader of stdout who has seen enough, nothing is said.
-    Any other exception prints its traceback and ends the job with exit code 70. A watchdog ends a job that
-    hangs, from the start of MPI until MPI has been finalized.
+    Collective over all ranks that the launcher has started. A watchdog ends a job that hangs, from the start
+    of MPI until MPI is finalized.
+
+    An HpctrainError that all ranks raise is printed once, by rank 0. One that a single rank raises ends the
+    other ranks within seconds. An OSError counts as an InputOutputError; nothing is printed if the reader of
+    stdout has ended. Any other exception prints its traceback and ends the job with exit code 70.
+
+    Args:
+        verb: Function of the World whose result is the exit code; None means 0.
+        device: Device, as `World.start` takes it.
     """
     with ExitStack() as stack:
         outcome = _outcome(verb, device, stack)
@@ -35,10 +40,10 @@ def run_verb(verb: Callable[[World], int | None], device: str = "auto") -> NoRet
 
 
 def run_verb_of_script(verb: Callable[[World], int | None], expected: Collection[int]) -> int:
-    """Run a verb for a script, which goes on after an exit code that is `expected`; return that code.
+    """Run a verb for a script that goes on afterwards, and return the exit code.
 
-    MPI then runs until the process ends, so that the script can load models and start other runs. With any
-    other code the process leaves as by `run_verb`.
+    Collective. MPI runs until the process ends, so that the script can load models and start other runs. With
+    an exit code that is not in `expected`, the process leaves as `run_verb` does.
     """
     with ExitStack() as stack:
         outcome = _outcome(verb, "auto", stack)
@@ -99,7 +104,7 @@ def _outcome(verb: Callable[[World], int | None], device: str, stack: ExitStack)
 
 
 def leave_unstarted(error: HpctrainError) -> NoReturn:
-    """Leave with an error that came before there was a World: one rank prints it."""
+    """Print an error that was raised before there was a World, on one rank, and leave the process."""
     together = MPI.Is_initialized() and MPI.COMM_WORLD.size > 1
     if (MPI.COMM_WORLD.rank if together else launched_rank(os.environ)) == 0:
         print_problems(error.problems)

@@ -34,18 +34,18 @@ def test_letters_of_all_ranks_come_each_once_and_in_their_order(world: World) ->
         for number in range(each):
             tensor = torch.full((number,), float(10 * world.rank + number))
             box.send(0, [world.rank, number, *[0.5] * number], tensor)
-        box.settle()
+        box.wait_for_sends()
     else:
         came: dict[int, list[int]] = {rank: [] for rank in range(1, world.size)}
         for _ in range(each * (world.size - 1)):
-            letter = box.take()
+            letter = box.wait_for_header()
             sender, number, *rest = letter.numbers
             assert letter.sender == sender and rest == [0.5] * int(number)
-            tensor = box.receive(letter.sender, torch.empty(int(number)))
+            tensor = box.receive_tensor(letter.sender, torch.empty(int(number)))
             assert tensor.tolist() == [10 * sender + number] * int(number)
             came[letter.sender].append(int(number))
         assert came == {rank: list(range(each)) for rank in range(1, world.size)}
-        assert box.look() is None
+        assert box.poll() is None
     world.everyone.barrier()
 
 
@@ -55,13 +55,13 @@ def test_the_ledger_counts_numbers_and_tensors_where_they_are_sent(world: World)
     world.ledger.reset()
     if world.rank == 0:
         box.send(1, [1, 2, 3], torch.zeros(10, dtype=torch.bfloat16))
-        box.hand(1, torch.zeros(2), torch.zeros(0))
-        box.settle()
-        assert box.settled()
+        box.send_tensors(1, torch.zeros(2), torch.zeros(0))
+        box.wait_for_sends()
+        assert box.sends_complete()
     else:
-        assert box.take() == MailboxHeader(0, (1, 2, 3))
-        box.receive(0, torch.empty(10, dtype=torch.bfloat16))
-        box.receive(0, torch.empty(2))
+        assert box.wait_for_header() == MailboxHeader(0, (1, 2, 3))
+        box.receive_tensor(0, torch.empty(10, dtype=torch.bfloat16))
+        box.receive_tensor(0, torch.empty(2))
     sent = {row.operation: (row.calls, row.bytes) for row in world.ledger.rows() if row.axis == "letters"}
     assert sent == ({"send": (3, 3 * 8 + 10 * 2 + 2 * 4)} if world.rank == 0 else {"recv": (3, 0)})
 
@@ -79,18 +79,18 @@ def test_who_waits_for_letters_gives_no_sign_of_life_and_a_report_says_so(
             seen.append((calls.current, calls.beats, calls.recent[-1] if calls.recent else None))
             if len(seen) == 3:
                 report = take_report(world, "token", 9.0)
-                assert "wait for letters of letters (ranks 0-1)" in report.state
+                assert "wait for messages of letters (ranks 0-1)" in report.state
                 write_report(mpi_tmp_path / "hang.0.txt", report, 2)
-                assert any("wait for letters" in line for line in diagnose({0: report}, 1))
+                assert any("wait for messages" in line for line in diagnose({0: report}, 1))
                 box.send(1, [0])
 
-        assert box.take(meanwhile).numbers == (1,)
+        assert box.wait_for_header(meanwhile).numbers == (1,)
         assert calls.current is None
         assert len(seen) >= 3 and len(set(seen[:3])) == 1
     else:
-        box.take()
+        box.wait_for_header()
         box.send(0, [1])
-    box.settle()
+    box.wait_for_sends()
 
 
 @pytest.mark.mpi(min_size=2)

@@ -90,14 +90,14 @@ class Server:
         paused = done = 0
         others = self.roles.servers - 1
         while not (self._turns.over and done == others) if book else paused < self.roles.workers:
-            letter = self.mailbox.take(self._look)
+            letter = self.mailbox.wait_for_header(self._look)
             kind = Kind(int(letter.numbers[0]))
             paused += kind is Kind.PAUSED
             done += kind is Kind.DONE
             self._handle(kind, letter)
         if book is None:
             self.mailbox.send(HEAD, [Kind.DONE])
-        self.mailbox.settle()
+        self.mailbox.wait_for_sends()
 
     def _handle(self, kind: Kind, letter: MailboxHeader) -> None:
         worker = letter.sender - self.roles.servers
@@ -155,17 +155,17 @@ class Server:
         """Send all parameters once to every worker."""
         self._packed = None
         for _ in range(self.roles.workers):
-            letter = self.mailbox.take()
+            letter = self.mailbox.wait_for_header()
             if letter.numbers[0] != Kind.PULL:
                 raise RuntimeError(f"a server expects a pull of parameters, not {letter}")
             self._heed(letter)
             self._send(letter.sender - self.roles.servers)
-        self.mailbox.settle()
+        self.mailbox.wait_for_sends()
 
     def _heed(self, letter: MailboxHeader) -> None:
         """Take the rows that a pull names."""
         _, _, all_wanted, *counts = letter.numbers
-        numbers = self.mailbox.receive(letter.sender, torch.empty(int(sum(counts)), dtype=ROW_NUMBERS))
+        numbers = self.mailbox.receive_tensor(letter.sender, torch.empty(int(sum(counts)), dtype=ROW_NUMBERS))
         rows = list(numbers.long().split([int(count) for count in counts]))
         self._wanted[letter.sender - self.roles.servers] = bool(all_wanted), rows
 
@@ -184,7 +184,7 @@ class Server:
             # The same for all who pull before the next update.
             self._weights = torch.cat(self._masters) if self._weights is None else self._weights
             self._backups[worker] = self._weights
-        self.mailbox.hand(receiver, values)
+        self.mailbox.send_tensors(receiver, values)
 
     # Pushes
 
@@ -206,8 +206,10 @@ class Server:
         """The gradients of all trained pieces, flat; rows of tables that were not sent are zero."""
         dtype, device = self.engine.buckets[0].gradient_dtype, self.engine.world.device
         counts = push.rows if self.wire.tables else None
-        numbers = self.mailbox.receive(sender, torch.empty(sum(push.rows), dtype=ROW_NUMBERS))
-        sent = self.mailbox.receive(sender, torch.empty(self.wire.length(counts), dtype=dtype, device=device))
+        numbers = self.mailbox.receive_tensor(sender, torch.empty(sum(push.rows), dtype=ROW_NUMBERS))
+        sent = self.mailbox.receive_tensor(
+            sender, torch.empty(self.wire.length(counts), dtype=dtype, device=device)
+        )
         if counts is None:
             return sent
         rows: Rows = numbers.to(device).long().split(list(counts))

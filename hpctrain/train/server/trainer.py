@@ -164,13 +164,13 @@ class ServedTrainer(Trainer):
             self.server.serve_all()
         elif self.worker is not None:
             self.worker.pull(self.state.step)
-            self.mailbox.settle()
+            self.mailbox.wait_for_sends()
             figures = self.step.evaluate(batches, sequences)
         shared: dict[str, float] = self.world.everyone.broadcast_object(figures, self.roles.servers)
         return shared
 
     def _moved(self) -> int:
-        return self.world.ledger.bytes + self.mailbox.received
+        return self.world.ledger.bytes + self.mailbox.received_bytes
 
     def _tell(self, done: StepDone) -> None:
         """Tell the hooks of a step at which the other ranks are not."""

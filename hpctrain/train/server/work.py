@@ -105,11 +105,11 @@ class Worker:
                 self.mailbox.send(HEAD, [Kind.FAILED])
         for server in range(1, self.roles.servers):
             self.mailbox.send(server, [Kind.PAUSED])
-        self.mailbox.settle()
+        self.mailbox.wait_for_sends()
 
     def _next(self) -> Share | None:
         """What the head gives out next."""
-        letter = self.mailbox.take()
+        letter = self.mailbox.wait_for_header()
         kind, pause, step, number = letter.numbers
         if (letter.sender, kind) != (HEAD, Kind.SHARE):
             raise RuntimeError(f"a worker expects a share of the head, not {letter}")
@@ -141,7 +141,7 @@ class Worker:
         dtype, device = self.engine.buckets[0].dtype, self.engine.world.device
         for server, (wire, rows) in enumerate(zip(wires, wanted, strict=True)):
             length = wire.length(None if rows is None else list(map(len, rows)))
-            values = self.mailbox.receive(server, torch.empty(length, dtype=dtype, device=device))
+            values = self.mailbox.receive_tensor(server, torch.empty(length, dtype=dtype, device=device))
             own = [self._parameters[p.name].detach().view(-1)[p.start : p.stop] for p in wire.pieces]
             wire.unpack(values, own, rows)
         self._begun = True

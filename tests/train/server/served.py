@@ -47,7 +47,7 @@ def values(training: ServedTrainer) -> dict[str, Tensor]:
         training.server.serve_all()
     elif training.worker is not None:
         training.worker.pull(training.state.step)
-        training.mailbox.settle()
+        training.mailbox.wait_for_sends()
     here = training.worker._parameters if training.worker is not None else {}
     world = training.world
     root = training.roles.servers

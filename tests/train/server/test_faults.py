@@ -34,7 +34,7 @@ main()
 @pytest.mark.parametrize(
     ("act", "said"),
     [
-        ("time.sleep(1000)", "is in wait for letters of server (ranks 0-1) for"),
+        ("time.sleep(1000)", "is in wait for messages of server (ranks 0-1) for"),
         ("raise RuntimeError('astray')", "RuntimeError: astray"),
     ],
 )
