@@ -10,7 +10,7 @@ from typing import Any
 
 from hpctrain.data.epochs import EpochReader
 from hpctrain.deck.code import CodeTrust, Overrides
-from hpctrain.deck.read import deck_text, parse_deck
+from hpctrain.deck.read import deck_text, parse_stored_deck
 from hpctrain.deck.schema import Deck, require_trusted_code
 from hpctrain.errors import HpctrainError
 from hpctrain.host.launcher import launched_rank
@@ -47,14 +47,13 @@ def stored_deck(
     Raises:
         HpctrainError: The deck is not valid; the message names the file, as "its deck".
     """
-    return parse_deck(
+    return parse_stored_deck(
         stored_deck_text(state, path),
         Overrides.of(overrides, trust),
         name=f"{path.name}, its deck",
         read_source=EpochReader(),
-        includes=False,
+        completed=(int(state.get("step", 0)), int(state.get("samples", 0))),
         defaults_written=not state.get(FOLLOWING),
-        begun=(int(state.get("step", 0)), int(state.get("samples", 0))),
     )
 
 

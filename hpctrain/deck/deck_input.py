@@ -1,4 +1,4 @@
-"""Everything that a user wrote: the keys of the deck, of the files that it includes, and of `--set`."""
+"""Keys that a user gave: those of the deck, of the files that it includes, and of `--set` arguments."""
 
 from __future__ import annotations
 
@@ -21,16 +21,28 @@ from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.files import is_unfit, read_text
 from hpctrain.words import command
 
-MOST_FILES = 100  # that a deck is made of, one that is included twice counted twice
-MOST_PROBLEMS = 50  # problems of one deck
+MOST_FILES = 100
+"""Largest number of files of a deck. A file that is included twice counts twice."""
+
+MOST_PROBLEMS = 50
+"""Largest number of problems in one error."""
 
 
 class DeckInput:
-    """The keys that were written, with their places, and the problems so far.
+    """Keys of a deck with their places, before they are validated, and the problems found so far.
 
-    `values` holds sections by name, as TOML gives them (not yet checked against the schema); `places` the
-    place of every section ("batch") and key ("batch.micro_size"). Without `includes`, no other file is read.
-    `trusted_code` is the code that a stored deck names and may call; None for a deck that the user gave.
+    Attributes:
+        name: Name of the deck in messages.
+        includes: True if the deck may include other files; False for a stored deck.
+        values: Sections by name, as TOML has them.
+        places: Place of each section ("batch") and key ("batch.micro_size").
+        problems: Place and message of each problem.
+        files: Names of the files that were read.
+        arguments: `--set` arguments that were applied.
+        only_files_missing: True if all problems are files that cannot be read.
+        too_many_files: True if the problem of too many files was reported.
+        trusted_code: Code that a stored deck may call; None for a deck that the user passed.
+        renamed: Keys that the deck has by their old names.
     """
 
     def __init__(self, name: str, includes: bool = True) -> None:
@@ -42,17 +54,22 @@ class DeckInput:
         self.files: list[str] = []
         self.arguments: list[str] = []
         self.only_files_missing = True
-        self.full = False
+        self.too_many_files = False
         self.trusted_code: frozenset[CodeEntry] | None = None
         self.renamed: list[RenamedKey] = []
 
-    def add(self, place: Place, text: str, *, file_missing: bool = False) -> None:
-        """Add a problem; `file_missing` if it is one of input and output."""
+    def add_problem(self, place: Place, text: str, *, file_missing: bool = False) -> None:
+        """Add the message of a problem; `file_missing` is True if a file cannot be read."""
         self.problems.append((place, text))
         self.only_files_missing &= file_missing
 
     def raise_problems(self) -> None:
-        """Raise all problems as one error, if there are any, in the order of the files and their lines."""
+        """Raise all problems as one error in the order of the files and their lines, if there are any.
+
+        Raises:
+            HpctrainError: There are problems.
+            InputOutputError: All problems are files that cannot be read.
+        """
 
         def order(item: tuple[Place, str]) -> tuple[int, int, float]:
             place = item[0]
@@ -68,67 +85,93 @@ class DeckInput:
         texts[MOST_PROBLEMS:] = [f"{self.name}: and {more} more problems"] if more > 0 else []
         raise (InputOutputError if self.only_files_missing else HpctrainError)(texts)
 
-    def read_file(self, path: Path, name: str, chain: tuple[Path, ...], asked: Place | None = None) -> None:
-        """Take the keys of a file; `chain` are the files that include it, `asked` where that was written."""
+    def read_file(
+        self, path: Path, name: str, chain: tuple[Path, ...] = (), include_place: Place | None = None
+    ) -> None:
+        """Add the keys of a file, which take precedence over those so far.
+
+        Args:
+            path: Path of the file.
+            name: Its name in messages.
+            chain: Files that include it, the outermost first.
+            include_place: Place of the `include` in the last of them.
+        """
         try:
             text = read_text(path, DECK_BYTES)
         except UnicodeDecodeError as error:
-            hint = f"; {command('resume', name)} goes on from a checkpoint" if path.suffix == ".h5" else ""
-            self.add(Place(name), f"{name}: is not UTF-8 text (byte {error.start}){hint}")
+            hint = f"; {command('resume', name)} resumes from a checkpoint" if path.suffix == ".h5" else ""
+            self.add_problem(Place(name), f"{name}: is not UTF-8 text (byte {error.start}){hint}")
         except OSError as error:
             reason = (error.strerror or str(error)).lower()
-            include = "" if asked is None else f"{asked.prefix}: include: "
+            include = "" if include_place is None else f"{include_place.prefix}: include: "
             shown = clipped(name if name.isprintable() else toml_value(name))
             sentence = f"{include}{shown}: cannot be read: {reason}"
             unfit = is_unfit(error)
             if isinstance(error, IsADirectoryError):
-                unfit = asked is not None
+                unfit = include_place is not None
                 if not unfit:
-                    sentence += f"; a deck is a file, and {command('resume', name)} goes on with a run"
-            self.add(asked or Place(name), sentence, file_missing=not unfit)
+                    sentence += f"; a deck is a file, and {command('resume', name)} resumes a run"
+            self.add_problem(include_place or Place(name), sentence, file_missing=not unfit)
         else:
             self.read_text(text, path, name, chain)
 
-    def read_text(self, text: str, path: Path, name: str, chain: tuple[Path, ...]) -> None:
-        """Take the keys of a text, on top of those of the files that it includes."""
+    def read_text(self, text: str, path: Path, name: str, chain: tuple[Path, ...] = ()) -> None:
+        """Add the keys of a text, which take precedence over those of the files that it includes.
+
+        Arguments are as for `read_file`; the text need not be in a file.
+        """
         self.files.append(name)
         try:
             values, lines = parse_toml(text)
         except TomlError as error:
             place = Place(name, error.line)
-            self.add(place, f"{place.prefix}: {error.reason}")
+            self.add_problem(place, f"{place.prefix}: {error.reason}")
             return
         include = values.pop("include", [])
-        asked = Place(name, lines.get(("include",)), value=include)
+        include_place = Place(name, lines.get(("include",)), value=include)
         bases = [include] if isinstance(include, str) else include
         if not isinstance(bases, list) or not all(isinstance(base, str) and base for base in bases):
             shown = clipped(toml_value(include))
-            self.add(asked, f"{asked.prefix}: include = {shown}: must be a file's name, or a list of names")
+            self.add_problem(
+                include_place,
+                f"{include_place.prefix}: include = {shown}: must be a file's name, or a list of names",
+            )
             bases = []
         if bases and not self.includes:
-            self.add(asked, f"{asked.prefix}: include: a deck that is stored in a file cannot include others")
+            self.add_problem(
+                include_place,
+                f"{include_place.prefix}: include: a deck that is stored in a file cannot include others",
+            )
             bases = []
         for base in bases:
-            self._include(base, path, name, chain, asked)
+            self._include(base, path, name, chain, include_place)
         for section, table in values.items():
-            self._take(section, table, name, lines)
+            self._add_section(section, table, name, lines)
 
-    def _include(self, base: str, path: Path, name: str, chain: tuple[Path, ...], asked: Place) -> None:
+    def _include(
+        self, base: str, path: Path, name: str, chain: tuple[Path, ...], include_place: Place
+    ) -> None:
         base_path = path.parent / expand_home(base)
         if _is_one_of(base_path, (*chain, path)):
             ring = clipped(" -> ".join(file.name for file in (*chain, path, base_path)))
-            sentence = f'{asked.prefix}: include = "{clipped(base)}": goes round in a circle ({ring})'
-            self.add(asked, sentence)
+            sentence = f'{include_place.prefix}: include = "{clipped(base)}": includes itself ({ring})'
+            self.add_problem(include_place, sentence)
         elif len(self.files) < MOST_FILES:
             base_name = os.path.normpath(Path(name).parent / expand_home(base))
-            self.read_file(base_path, base_name, (*chain, path), asked)
-        elif not self.full:
-            self.full = True
-            self.add(asked, f"{asked.prefix}: include: with this the deck has more than {MOST_FILES} files")
+            self.read_file(base_path, base_name, (*chain, path), include_place)
+        elif not self.too_many_files:
+            self.too_many_files = True
+            self.add_problem(
+                include_place,
+                f"{include_place.prefix}: include: with this the deck has more than {MOST_FILES} files",
+            )
 
-    def _take(self, section: str, table: object, name: str, lines: Mapping[tuple[str, ...], int]) -> None:
+    def _add_section(
+        self, section: str, table: object, name: str, lines: Mapping[tuple[str, ...], int]
+    ) -> None:
+        """Add the keys of a section of the file `name`, whose keys have these `lines`."""
         self.places[section] = Place(name, lines.get((section,)), value=table)
-        written, table = table, whole_section(section, table)
+        written, table = table, section_of_value(section, table)
         if not isinstance(table, dict):
             self.values[section] = table
             return
@@ -156,7 +199,7 @@ class DeckInput:
         table: Mapping[str, object],
         place: Callable[[str, object], Place],
     ) -> None:
-        """Write the keys of a table on top of those of files that it includes, in place."""
+        """Put the keys of a table into `below`, the values of that table so far."""
         for choice in tables()[path].choices() if path in tables() else ():
             if choice in table:
                 self._drop_choice(path, below, choice, table[choice])
@@ -170,16 +213,16 @@ class DeckInput:
                 below[key] = inner if isinstance(inner, dict) else {}
                 self._merge(full, below[key], now, place)
             else:
-                self._forget_below(full)
+                self._remove_places(full)
                 below[key] = now
 
     def _drop_choice(self, path: str, table: dict[str, Any], choice: str, value: object) -> None:
-        """Forget the tables that a key of `table` had selected before it got another value."""
+        """Remove the tables that a key of `table` selected before it got another value."""
         for name in tables()[path].choices()[choice]:
             if name == value or self._is_overridden(f"{path}.{name}"):
                 continue
             if table.pop(name, None) is not None:
-                self._forget_below(f"{path}.{name}")
+                self._remove_places(f"{path}.{name}")
                 self.places.pop(f"{path}.{name}", None)
 
     def _is_overridden(self, path: str) -> bool:
@@ -187,58 +230,59 @@ class DeckInput:
         keys = (key for key in self.places if key.startswith(f"{path}."))
         return any(self.places[key].override is not None for key in keys)
 
-    def _forget_below(self, path: str) -> None:
+    def _remove_places(self, path: str) -> None:
+        """Remove the places of all keys in a table."""
         for key in [key for key in self.places if key.startswith(f"{path}.")]:
             del self.places[key]
 
-    def override(self, argument: str) -> None:
-        """Take a `--set` argument: section.key=value; without a value the key is as if never written."""
+    def apply_override(self, argument: str) -> None:
+        """Apply a `--set` argument, section.key=value; without a value the key is removed."""
         self.arguments.append(argument)
         name, equals, text = argument.partition("=")
         section, dot, key = name.strip().partition(".")
         place = Place(self.name, override=argument)
         if not equals or not section or (dot and not key):
-            self.add(
+            self.add_problem(
                 place, f"{place.prefix}: must be written as section.key=value, such as batch.micro_size=4"
             )
             return
         if section == "include":
-            self.add(place, f"{place.prefix}: only a deck can include another, at its top")
+            self.add_problem(place, f"{place.prefix}: include is a key of files only")
             return
-        whole = whole_section(section, _word_or_list(text)) if not dot else None
-        if isinstance(whole, dict):
-            self._leave_open()
-            self.values[section] = dict(whole)
+        table = section_of_value(section, _word_or_list(text)) if not dot else None
+        if isinstance(table, dict):
+            self._remove_chosen_keys()
+            self.values[section] = dict(table)
             kept = {key: place for key, place in self.places.items() if not key.startswith(f"{section}.")}
             self.places = kept | {
-                f"{section}.{key}": replace(place, value=value) for key, value in whole.items()
+                f"{section}.{key}": replace(place, value=value) for key, value in table.items()
             }
             return
         if not dot:
             homes = unknown_section(section, []) if text.lstrip()[:1] == "{" else unknown_key("", section)
             sentence = f"must be written as {section}.key=value" if section in sections() else homes
-            sentence += ", or layout=auto, which has it chosen" * (section == "layout")
-            self.add(place, f"{place.prefix}: {sentence}")
+            sentence += ", or layout=auto, which chooses a layout" * (section == "layout")
+            self.add_problem(place, f"{place.prefix}: {sentence}")
             return
         path, table, key = self._table_of(section, key, place)
         full = f"{path}.{key}"
         field = current_field(full)
         if not text.strip() and (field is not None or path != section):
-            self._leave_out(full)
+            self._remove(full)
             return
         try:
             value = parse_argument(text.strip())
         except TomlError as error:
-            self.add(place, f"{place.prefix}: {error.reason}")
+            self.add_problem(place, f"{place.prefix}: {error.reason}")
             return
         if field is not None and value_type(field) is str and not isinstance(value, str):
             value = value if isinstance(value, list) and accepts_list(field) else text.strip()
         if full == "layout.auto" and value is True:
-            self._leave_open()
+            self._remove_chosen_keys()
         if section == "run":
             self._replace_length({key: value})
         if full in tables() and isinstance(value, dict):
-            self._leave_out(full)
+            self._remove(full)
         self._merge(path, table, {key: value}, lambda _, value: replace(place, value=value))
 
     def _table_of(self, section: str, key: str, place: Place) -> tuple[str, dict[str, Any], str]:
@@ -254,20 +298,20 @@ class DeckInput:
             path, rest = full, inner
             self.places.setdefault(path, place)
 
-    def _leave_out(self, key: str) -> None:
-        """Forget a key, and the tables that it selects, as if they had never been written."""
+    def _remove(self, key: str) -> None:
+        """Remove a key and the tables that it selects."""
         for full in (key, *new_names(key)):
             path, _, name = full.rpartition(".")
             table = look_up(self.values, path)
             if isinstance(table, dict):
                 table.pop(name, None)
                 self.places.pop(full, None)
-                self._forget_below(full)
+                self._remove_places(full)
                 if path in tables() and name in tables()[path].choices():
                     self._drop_choice(path, table, name, None)
 
     def _replace_length(self, keys: Mapping[str, object]) -> None:
-        """Forget how another file gave the length of the run, where these keys of [run] give it."""
+        """Remove the length of the run that another file gave if these keys of [run] give it."""
         run = self.values.get("run")
         if not isinstance(run, dict) or not any(name in keys for name in LENGTHS):
             return
@@ -277,8 +321,8 @@ class DeckInput:
                 run.pop(name, None)
                 del self.places[f"run.{name}"]
 
-    def _leave_open(self) -> None:
-        """Forget the keys that were chosen for a run (layout.chosen)."""
+    def _remove_chosen_keys(self) -> None:
+        """Remove the keys that a search chose for an earlier run (layout.chosen)."""
         layout = self.values.get("layout")
         chosen = layout.pop("chosen", []) if isinstance(layout, dict) else []
         for full in chosen if isinstance(chosen, list) else []:
@@ -289,15 +333,18 @@ class DeckInput:
                 self.places.pop(str(full), None)
 
 
-def whole_section(section: str, written: object) -> object:
-    """The table that a word, or tables in a row, stand for in place of a section, else what was written."""
-    if section == "evaluation" and (isinstance(written, list) or written == ""):
-        return {"sets": written or []}
-    return {"auto": True} if (section, written) == ("layout", "auto") else written
+def section_of_value(section: str, value: object) -> object:
+    """Return the table for a section that was given as another value, such as `layout = "auto"`.
+
+    Lists of tables such as [[evaluation]] become a table, too. Other values are returned as they are.
+    """
+    if section == "evaluation" and (isinstance(value, list) or value == ""):
+        return {"sets": value or []}
+    return {"auto": True} if (section, value) == ("layout", "auto") else value
 
 
 def _word_or_list(text: str) -> object:
-    """What an argument gives in place of a section; None where that can be neither."""
+    """Return the word or list that an argument gives for a section; None if it is neither."""
     word = text.strip()
     if not word.startswith("["):
         return word.strip('"')

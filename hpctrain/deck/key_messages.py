@@ -1,4 +1,4 @@
-"""What a key may hold, what it holds instead, and which name was meant: in words."""
+"""Messages about keys: which values are allowed, and which name was probably meant."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hpctrain.words import either, nearest
 
 
 def expected_value(field: FieldInfo) -> str:
-    """What the key may hold: "a whole number of at least 1", '"gpt2" or "llama"', "text in quotes"."""
+    """Return the values that a key allows in words, such as "a whole number of at least 1"."""
     kind = value_type(field)
     if get_origin(kind) is Literal:
         return either([toml_value(choice) for choice in get_args(kind)])
@@ -46,7 +46,7 @@ def expected_value(field: FieldInfo) -> str:
 
 
 def value_type(field: FieldInfo) -> Any:
-    """The type of a key, without None."""
+    """Return the type of a key without None and without constraints."""
     if get_origin(field.annotation) in {Union, UnionType}:
         kind = next(kind for kind in get_args(field.annotation) if kind is not type(None))
         return get_args(kind)[0] if get_origin(kind) is Annotated else kind
@@ -54,28 +54,28 @@ def value_type(field: FieldInfo) -> Any:
 
 
 def accepts_list(field: FieldInfo) -> bool:
-    """Whether a key that holds one value may hold a list of such instead."""
+    """Return True if a key allows a text or a list of texts."""
     kinds = get_args(field.annotation) if get_origin(field.annotation) in {Union, UnionType} else ()
     plain = {get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in kinds}
     return str in plain and any(get_origin(kind) is tuple for kind in plain)
 
 
 def row_section(field: FieldInfo) -> type[Section] | None:
-    """Of a key that holds tables in a row, what each of them is."""
+    """Return the class of each table of a key that holds a list of tables; None for other keys."""
     kind = value_type(field)
     row = get_args(kind)[0] if get_origin(kind) is tuple else None
     return row if isinstance(row, type) and issubclass(row, Section) else None
 
 
 def _choices(field: FieldInfo) -> list[str]:
-    """The words that the key may hold, where they are fixed; perhaps among other values."""
+    """Return the fixed words that a key allows, perhaps among other values."""
     annotation = field.annotation
     kinds = get_args(annotation) if get_origin(annotation) in {Union, UnionType} else (annotation,)
     return [str(word) for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
 
 
 def value_hint(value: object, field: FieldInfo) -> str:
-    """What was given in place of `expected_value`, as the end of a sentence; "" where the value shows it."""
+    """Return the end of a message about a wrong value: how it is wrong, or which word was meant; else ""."""
     kind, choices = value_type(field), _choices(field)
     if choices and (get_origin(kind) is Literal or isinstance(value, str)):
         near = nearest(str(value).lower(), choices)
@@ -102,7 +102,12 @@ def value_hint(value: object, field: FieldInfo) -> str:
 
 
 def unknown_key(table: str, name: str) -> str:
-    """What to say of a key that no table (or not this one) has; `table` "" is the top of the deck."""
+    """Return the message about a key that does not exist.
+
+    Args:
+        table: Full name of the table in which it was given; "" for the top of the deck.
+        name: Name of the key.
+    """
     homes = [f"{home}.{name}" for home in tables() if name in fields(home)]
     own = nearest(name, fields(table)) if table in tables() else None
     if homes:
@@ -117,11 +122,11 @@ def unknown_key(table: str, name: str) -> str:
         return f"unknown key (did you mean {either(meant)}?)"
     if table in tables():
         return f"unknown key; [{table}] has {', '.join(fields(table))}"
-    return f"unknown key; keys stand in the sections {', '.join(sections())}"
+    return f"unknown key; keys belong in the sections {', '.join(sections())}"
 
 
 def unknown_section(section: str, names: list[str]) -> str:
-    """What to say of a section that a deck does not have; `names` are the keys that it was given."""
+    """Return the message about a section that does not exist and was given keys with these names."""
     near = nearest(section, sections())
     if near:
         return f"unknown section (did you mean [{near}]?)"
@@ -132,6 +137,7 @@ def unknown_section(section: str, names: list[str]) -> str:
 
 
 def _without_quotes(value: str) -> str:
+    """Return a hint if a text is a number in quotes; else ""."""
     try:
         float(value)
     except ValueError:
@@ -140,6 +146,7 @@ def _without_quotes(value: str) -> str:
 
 
 def _bounds(field: FieldInfo) -> str:
+    """Return the bounds of a number in words, such as " from 1 to 8"; "" if it has none."""
     limits = {
         name: getattr(mark, name)
         for mark in field.metadata

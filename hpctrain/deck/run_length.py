@@ -1,4 +1,4 @@
-"""How long a run is: run.steps, or what of its tokens, or of epochs of its data, makes them."""
+"""Length of a run: run.steps, or the steps that follow from run.tokens or run.epochs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,18 @@ from hpctrain.deck.problem import Problem
 from hpctrain.deck.schema import Batch, Deck
 
 LENGTHS = ("steps", "tokens", "epochs")
-"""Keys of [run] of which a deck has one: another file of it, or `--set`, replaces it by any of them."""
+"""Keys of [run] that give the length. A deck has one of them; `--set` may replace it by another one."""
 
 
 def steps_for_samples(samples: int, global_size: int, ramp_from: int, ramp_steps: int, begun: int = 0) -> int:
-    """The fewest steps, those that have `begun` the run among them, of which the others take so many samples
-    (or more), by the keys of [batch]: see `batch_at`. Of samples below none it is fewer than have begun it.
+    """Return the smallest number of steps in which a run takes at least a number of samples.
+
+    Args:
+        samples: Samples to take after the steps that are done. A negative number gives fewer than `begun`.
+        global_size: Batch size in samples after the ramp.
+        ramp_from: Batch size of the first step; 0 without a ramp.
+        ramp_steps: Number of steps of the ramp.
+        begun: Number of steps that are done; they count for the result and for the ramp.
     """
     step, done = begun, 0
     while ramp_from and step < ramp_steps:
@@ -34,8 +40,12 @@ def steps_for_samples(samples: int, global_size: int, ramp_from: int, ramp_steps
 
 @dataclass(frozen=True)
 class CompletedWork:
-    """What a run that goes on has done: so many steps, of so many samples, perhaps with other batches; and
-    how many tokens such a sample has, 0 where nobody knows.
+    """Work that a resumed run has done.
+
+    Attributes:
+        steps: Number of steps.
+        samples: Number of samples in these steps, which may have had other batch sizes.
+        sequence: Tokens in a sample; 0 if that is not known.
     """
 
     steps: int = 0
@@ -43,12 +53,12 @@ class CompletedWork:
     sequence: int = 0
 
     def samples_of_length(self, sequence: int) -> int:
-        """As how many sequences of another length the samples count."""
+        """Return the number of sequences of another length that have as many tokens as the samples."""
         return self.samples * (self.sequence or sequence) // sequence
 
 
 def fill_steps(tables: Mapping[str, dict[str, Any]], begun: CompletedWork = CompletedWork()) -> bool:
-    """Write run.steps where the tables have run.tokens instead, in place; whether that was so."""
+    """Add run.steps to tables that have run.tokens instead. Return True if they have."""
     run, batch = tables["run"], tables["batch"]
     sizes = [run.get("tokens"), batch.get("sequence"), batch.get("global_size")]
     sizes += [batch.get("ramp_from", 1) or 1, batch.get("ramp_steps", 1) or 1]
@@ -63,25 +73,25 @@ def fill_steps(tables: Mapping[str, dict[str, Any]], begun: CompletedWork = Comp
 
 
 def steps_of_epochs(epochs: float, sequences: int, batch: Batch, begun: CompletedWork) -> int:
-    """The fewest steps of a run that goes so many times through that many sequences."""
+    """Return the smallest number of steps in which a run takes all sequences a number of times."""
     samples = ceil(Fraction(str(epochs)) * sequences) - begun.samples_of_length(batch.sequence)
     return steps_for_samples(samples, batch.global_size, batch.ramp_from, batch.ramp_steps, begun.steps)
 
 
 def is_epoch_count(value: object) -> bool:
-    """Whether these can be counted; what else is wrong with them is told as of any key."""
+    """Return True for a positive finite number. The validation reports other values."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return number and isfinite(value) and value > 0  # type: ignore[arg-type, operator]
 
 
 def length_problems(deck: Deck) -> Iterator[Problem]:
-    """All that is wrong with how the length of a run is given."""
+    """Yield the problems of the keys that give the length of the run."""
     run = deck.run
     given = [f"run.{name}" for name in ("tokens", "epochs") if getattr(run, name) is not None]
     if "run.steps" in deck.sources.places and not deck.sources.place("run.steps").note:
         given.insert(0, "run.steps")
     for key in given[1:]:
-        sentence = f"gives the run's length beside {given[0]} (one of both has to go)"
+        sentence = f"gives the length of the run, as {given[0]} does (leave one of them out)"
         yield Problem(key, sentence, (given[0],))
     if run.tokens is not None and deck.data.dataset is not None:
         sentence = "counts tokens, and a dataset that you bring has samples (run.steps would do)"

@@ -80,7 +80,7 @@ def plan_job(path: Path, overrides: Sequence[str], wish: Wish) -> Job:
     """The job that a deck and a wish make; HpctrainError with all that does not fit."""
     _check(wish, path, overrides)
     deck = assume_planned_device(
-        read_deck(path, overrides, read_source=settled_keys, further=named_problems), wish.gpus_per_node
+        read_deck(path, overrides, read_source=settled_keys, check_files=named_problems), wish.gpus_per_node
     )
     machine = deck.machine
     gpus = wish.gpus_per_node if wish.gpus_per_node is not None else machine.gpus_per_node or 0

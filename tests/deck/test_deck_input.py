@@ -36,10 +36,10 @@ def test_a_deck_that_cannot_be_read(tmp_path: Path) -> None:
         read_deck(tmp_path / "none.toml")
     assert caught.value.problems == (f"{tmp_path}/none.toml: cannot be read: no such file or directory",)
     assert caught.value.exit_code == 3
-    with pytest.raises(InputOutputError, match=r"is a directory; .* `hpctrain resume .*` goes on with a run"):
+    with pytest.raises(InputOutputError, match=r"is a directory; .* `hpctrain resume .*` resumes a run"):
         read_deck(tmp_path)
     (tmp_path / "step-00000002.h5").write_bytes(b"\x89HDF")
-    with pytest.raises(HpctrainError, match=r"`hpctrain resume .*step-00000002\.h5` goes on"):
+    with pytest.raises(HpctrainError, match=r"`hpctrain resume .*step-00000002\.h5` resumes from"):
         read_deck(tmp_path / "step-00000002.h5")
 
 
@@ -88,7 +88,7 @@ def test_wrong_includes(folder: Path) -> None:
     assert caught.value.problems == (
         "a.toml:1: include: c.toml: cannot be read: no such file or directory",
         "a.toml:3: run.step = 1: unknown key (did you mean run.steps?)",
-        'b.toml:2: include = "a.toml": goes round in a circle (a.toml -> b.toml -> a.toml)',
+        'b.toml:2: include = "a.toml": includes itself (a.toml -> b.toml -> a.toml)',
     )
     (folder / "a.toml").write_text("include = 3\n")
     with pytest.raises(
@@ -150,7 +150,7 @@ def test_overrides_are_toml_or_bare_text() -> None:
         ("layout.tensr=3", "--set layout.tensr=3: unknown key (did you mean layout.tensor?)"),
         ("tensor=2", "--set tensor=2: unknown key (did you mean layout.tensor?)"),
         ("lay.tensor=2", "--set lay.tensor=2: unknown section (did you mean [layout]?)"),
-        ("include=x.toml", "--set include=x.toml: only a deck can include another, at its top"),
+        ("include=x.toml", "--set include=x.toml: include is a key of files only"),
         ("batch=2", "--set batch=2: must be written as batch.key=value"),
         (
             "layout=automatic",

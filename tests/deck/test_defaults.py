@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 
+from hpctrain.deck.code import CodeTrust, Overrides
 from hpctrain.deck.optimizer import AdafactorTable, AdamWTable, LionTable, ScheduleFreeTable
-from hpctrain.deck.read import deck_text, parse_deck
+from hpctrain.deck.read import deck_text, parse_deck, parse_stored_deck
 from tests.deck.small_text import SMALL
 
 
@@ -99,10 +100,11 @@ def test_a_default_that_was_changed_after_reading_is_written() -> None:
     assert "\n# chunks = 1  # " in deck_text(copy.deepcopy(deck))
 
 
-def test_of_a_text_with_all_defaults_those_follow_that_have_their_values() -> None:
+def test_values_that_equal_their_defaults_count_as_defaults_in_an_old_checkpoint() -> None:
     whole = deck_text(parse_deck(SMALL)).replace("\n# decay_steps = ", "\ndecay_steps = ")
     whole = whole.replace("\n# warmup = 2 ", "\nwarmup = 7 ").replace("\n# mlp = ", "\nmlp = ")
-    deck = parse_deck(whole, ["run.steps=500", "model.hidden=128"], defaults_written=True)
+    overrides = Overrides.of(["run.steps=500", "model.hidden=128"], CodeTrust())
+    deck = parse_stored_deck(whole, overrides, "deck.toml", lambda _: {}, (0, 0), defaults_written=True)
     assert (deck.learning_rate.warmup, deck.learning_rate.decay_steps, deck.model.mlp) == (7, 500, 512)
     kept = parse_deck(whole, ["run.steps=500", "model.hidden=128"])
     assert (kept.learning_rate.decay_steps, kept.model.mlp) == (20, 256)

@@ -142,7 +142,7 @@ def test_a_word_for_a_layout_that_is_none() -> None:
     text = "layout = 'automatic'\n" + SMALL.replace("[layout]\ntensor = 1\n", "")
     assert problems(text) == [
         'deck.toml:1: layout = "automatic": must be a section: [layout] on a line of its own, with its keys '
-        'below, or layout = "auto", which has it chosen'
+        'below, or layout = "auto", which chooses a layout'
     ]
 
 

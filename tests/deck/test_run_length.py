@@ -51,21 +51,21 @@ def test_tokens_make_steps_which_follow_the_batch() -> None:
 def test_what_a_run_has_taken_counts() -> None:
     """10 steps of 8 sequences of 64 tokens, of 12,000 tokens; then others take 16 at a time."""
     text = deck_text(parse_deck(changed("steps = 20", "tokens = 12000")))
-    same = parse_deck(text, begun=(10, 80))
+    same = parse_deck(text, completed=(10, 80))
     assert same.run.steps == 24 == parse_deck(text).run.steps
-    larger = parse_deck(text, ["batch.global_size=16"], begun=(10, 80))
+    larger = parse_deck(text, ["batch.global_size=16"], completed=(10, 80))
     assert larger.run.steps == 10 + 7  # 108 sequences are left
     assert larger.learning_rate.decay_steps == 17
     again = deck_text(larger)
     assert "\n# steps = 17  # " in again
-    assert parse_deck(again, begun=(12, 112)).run.steps == 17
-    assert parse_deck(again, ["batch.sequence=32"], begun=(12, 112)).run.steps == 12 + 10  # 151 half ones
-    assert parse_deck(text, ["run.tokens=5632"], begun=(12, 96)).run.steps == 11  # it has gone beyond
+    assert parse_deck(again, completed=(12, 112)).run.steps == 17
+    assert parse_deck(again, ["batch.sequence=32"], completed=(12, 112)).run.steps == 12 + 10  # 151 half ones
+    assert parse_deck(text, ["run.tokens=5632"], completed=(12, 96)).run.steps == 11  # it has gone beyond
     ramp = ("batch.ramp_from=4", "batch.ramp_steps=6")
-    grown = parse_deck(text, ramp, begun=(2, 8)).batch, parse_deck(text, ramp, begun=(2, 8)).run.steps
+    grown = parse_deck(text, ramp, completed=(2, 8)).batch, parse_deck(text, ramp, completed=(2, 8)).run.steps
     taken = 8 + sum(batch_at(grown[0], step) for step in range(2, grown[1]))
     assert 0 <= taken - 188 < 8
-    assert parse_deck(text, begun=(10, 80)) == parse_deck(text)
+    assert parse_deck(text, completed=(10, 80)) == parse_deck(text)
 
 
 def test_epochs_become_steps(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_epochs_become_steps(tmp_path: Path) -> None:
     assert deck.problem("run.steps", "x").endswith("deck.toml:2: run.steps = 32 (from run.epochs): x")
     assert read_deck(tmp_path / "deck.toml", ["run.steps=3"], None, Reader()).run.steps == 3
     more = ["run.epochs=3", "batch.global_size=16"]
-    begun = parse_deck(deck_text(deck), more, read_source=Reader(), begun=(10, 80))
+    begun = parse_deck(deck_text(deck), more, read_source=Reader(), completed=(10, 80))
     assert begun.run.steps == 10 + 14  # 220 of 300 sequences are left
 
 
@@ -93,11 +93,11 @@ def test_another_length_replaces_it(tmp_path: Path) -> None:
     [
         (
             "steps = 20\ntokens = 9",
-            "deck.toml:3: run.tokens = 9: gives the run's length beside run.steps (one of",
+            "deck.toml:3: run.tokens = 9: gives the length of the run, as run.steps does (leave",
         ),
         (
             "tokens = 9\nepochs = 9",
-            "deck.toml:3: run.epochs = 9: gives the run's length beside run.tokens (one of",
+            "deck.toml:3: run.epochs = 9: gives the length of the run, as run.tokens does (leave",
         ),
         (
             "epochs = 2",

@@ -40,7 +40,7 @@ def try_deck(world: World, tokens: Path, tmp_path: Path) -> Callable[[str], None
         path.write_text(text)
         given_here = [f"data.tokens={tokens}", f"run.dir={folder}"]
         try:
-            read_deck(path, given_here, world.size, further=named_problems)
+            read_deck(path, given_here, world.size, check_files=named_problems)
         except HpctrainError:
             assume(False)
         shutil.rmtree(folder, ignore_errors=True)

@@ -90,7 +90,7 @@ def search_deck(
 ) -> DeckSearch:
     """The best layouts of the deck in a file. HpctrainError where it has none on so many ranks."""
     deck = assume_planned_device(
-        read_deck(path, overrides, None, settled_keys, named_problems, searched=True)
+        read_deck(path, overrides, None, settled_keys, named_problems, for_search=True)
     )
     machine = wished.rates or deck_rates(deck)
     if machine is None:

@@ -1,0 +1,353 @@
+"""Validation of the keys of a deck, which reports all problems with their places."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import ValidationError
+
+from hpctrain.deck.check import check_deck, source_problems
+from hpctrain.deck.check_world import world_problems
+from hpctrain.deck.deck_input import DeckInput
+from hpctrain.deck.defaults import fill, find_preset
+from hpctrain.deck.key import extra, table_of
+from hpctrain.deck.key_messages import expected_value, unknown_key, unknown_section, value_hint, value_type
+from hpctrain.deck.nested import Tables, leaf_names, look_up, remove, table_in
+from hpctrain.deck.objective import POLICIES
+from hpctrain.deck.old_keys import rename_keys
+from hpctrain.deck.policy import steps_of_rollout
+from hpctrain.deck.presets import PRESETS
+from hpctrain.deck.problem import Problem
+from hpctrain.deck.rows import located, wrong_rows
+from hpctrain.deck.run_length import LENGTHS, CompletedWork, is_epoch_count, steps_of_epochs
+from hpctrain.deck.schema import Deck, field_of, fields, sections
+from hpctrain.deck.schema import tables as schema_tables
+from hpctrain.deck.search_keys import is_left_to_search
+from hpctrain.deck.sources import Place, Sources, clipped, toml_value
+from hpctrain.deck.user_module import config_arguments
+from hpctrain.errors import HpctrainError, InputOutputError
+from hpctrain.files import is_unfit
+
+SourceReader = Callable[[str], Mapping[str, object]]
+"""Function that takes the value of `model.from` and returns the keys that its model determines, by full name.
+
+If it has a method `sequences`, that returns the number of sequences in an epoch of a deck, for run.epochs.
+"""
+
+_SHAPE = ("family", "layers", "hidden", "heads")
+"""Keys of [model] that a preset gives."""
+
+
+class DeckValidator:
+    """Validator that turns a DeckInput into a Deck and adds all problems to the DeckInput.
+
+    Args:
+        deck_input: Keys of the deck; its values and places are changed.
+        readable: True if all files could be read; otherwise missing keys are not reported.
+        read_source: Reader of the model that `model.from` names; None to take that key as it is.
+        for_search: True to ignore problems of keys that a search chooses.
+        completed: Work that the run has done before.
+    """
+
+    def __init__(
+        self,
+        deck_input: DeckInput,
+        readable: bool,
+        read_source: SourceReader | None,
+        for_search: bool,
+        completed: CompletedWork,
+    ) -> None:
+        self.deck_input, self.completed = deck_input, completed
+        self.for_search = for_search
+        self.places = deck_input.places
+        self.readable = readable
+        self.read_source = read_source
+        self.source: Mapping[str, object] = {}
+
+    def validate(self, ranks: int | None) -> Deck | None:
+        """Return the deck if it is valid.
+
+        Otherwise at least one problem is added. Keys with problems get substitutes, so that relations between
+        the others can be checked, and the result is that deck or None.
+
+        Args:
+            ranks: Number of ranks that the deck is checked against; None if it is not known.
+        """
+        model = self.deck_input.values.get("model")
+        model = model if isinstance(model, dict) else {}
+        if model.get("module") is None:
+            self._read_source(model.get("from"))
+        self._rename_keys(model)
+        tables, bad = self._known_tables()
+        bad |= self._settle_choices(tables)
+        if self.deck_input.trusted_code is None and (arguments := config_arguments(tables["model"])):
+            tables["model"]["arguments"] = arguments
+            place = replace(self.places["model.from"], value=None, note="from model.from")
+            self.places["model.arguments"] = place
+        if not {"steps", "tokens"} & tables["run"].keys() and is_epoch_count(tables["run"].get("epochs")):
+            self._count_epochs(tables)
+        given_keys = {*leaf_names(tables, schema_tables())}
+        self._refuse_idle_preset(given_keys)
+        deck, wrong = self._build(tables)
+        self._report(tables, wrong, bad)
+        if deck is None:
+            bad |= set(wrong)
+            deck = self._substitute(tables, given_keys, bad)
+        if deck is not None and self.readable:
+            problems = [*check_deck(deck, ranks), *source_problems(deck, self.source)]
+            problems += [] if ranks is None or deck.layout.auto else world_problems(deck, ranks)
+            for problem in problems:
+                if not bad & {problem.key, *problem.others} and not self._is_ignored(problem, deck):
+                    self.deck_input.add_problem(*located(deck, problem))
+        return deck
+
+    def _is_ignored(self, problem: Problem, deck: Deck) -> bool:
+        """Return True if a problem matters only for new decks, or only after a search."""
+        keys = {problem.key, *problem.others}
+        if (self.for_search or deck.layout.auto) and is_left_to_search(self.places, keys):
+            return True
+        return (problem.for_writers and self._are_stored(keys)) or (
+            problem.idle and self._are_stored({problem.key})
+        )
+
+    def _are_stored(self, keys: set[str]) -> bool:
+        """Return True if all of these keys are as a run stored them."""
+        places = [self.places.get(key) for key in keys]
+        return not self.deck_input.includes and all(each is None or each.override is None for each in places)
+
+    def _read_source(self, path: object) -> None:
+        """Read the keys that the model in model.from determines. Another check reports a wrong type."""
+        if self.read_source is None or not isinstance(path, str) or not path:
+            return
+        place = self.places["model.from"]
+        try:
+            self.source = self.read_source(path)
+        except HpctrainError as error:
+            problems, missing = error.problems, isinstance(error, InputOutputError)
+        except OSError as error:
+            problems = (f"{clipped(path)}: cannot be read: {(error.strerror or str(error)).lower()}",)
+            missing = not is_unfit(error)
+        else:
+            return
+        self.readable = False
+        for problem in problems:
+            self.deck_input.add_problem(place, f"{place.prefix}: model.from: {problem}", file_missing=missing)
+
+    def _count_epochs(self, tables: Tables) -> None:
+        """Replace run.epochs by run.steps in the tables; 1 step if something else is wrong."""
+        run, place = tables["run"], self.places["run.epochs"]
+        epochs = run.pop("epochs")
+        run["steps"] = 1
+        self.places["run.steps"] = replace(place, value=None, note="from run.epochs")
+        deck, _ = self._build(tables)
+        if deck is None or not self.readable:
+            return
+        problems: Sequence[str] = ()
+        sequences, missing = getattr(self.read_source, "sequences", None), False
+        if deck.objective.kind in POLICIES:
+            run["steps"] = steps_of_rollout(deck)
+            problems = ["counts sequences of token files, and these are prompts (run.steps would do)"]
+        elif deck.data.dataset is not None or sequences is None:
+            problems = ["counts the sequences of token files, which cannot be done here (run.steps would do)"]
+        else:
+            try:
+                count = sequences(deck)
+            except HpctrainError as error:
+                problems, missing = error.problems, isinstance(error, InputOutputError)
+            else:
+                run["steps"] = steps_of_epochs(epochs, count, deck.batch, self.completed) if count else 1
+        for problem in problems:
+            sentence = f"{place.prefix}: run.epochs = {toml_value(epochs)}: {problem}"
+            self.deck_input.add_problem(place, sentence, file_missing=missing)
+
+    def _rename_keys(self, model: Mapping[str, object]) -> None:
+        """Give old keys their new names, and report those that have no effect."""
+        preset = PRESETS.get(name) if isinstance(name := model.get("preset"), str) else None
+        brought = () if preset is None else [f"model.{key}" for key in preset.model_keys()]
+
+        def has_table(table: str) -> bool:
+            return any(f"{name}.".startswith(f"{table}.") for name in (*brought, *self.source))
+
+        for renamed in rename_keys(self.deck_input.values, self.places, has_table):
+            if renamed.problem and (self.deck_input.includes or renamed.place.override is not None):
+                sources = Sources(self.deck_input.name, {renamed.old: renamed.place})
+                sentence = sources.sentence(renamed.old, renamed.value, renamed.problem)
+                self.deck_input.add_problem(renamed.place, sentence)
+            else:
+                self.deck_input.renamed.append(renamed)
+
+    def _settle_choices(self, tables: Tables) -> set[str]:
+        """Let a table select itself if the key that selects it is not given. Return contradictory keys."""
+        bad: set[str] = set()
+        for path, kind in schema_tables().items():
+            table = look_up(tables, path)
+            for choice, names in kind.choices().items() if isinstance(table, dict) else ():
+                key, given = f"{path}.{choice}", [name for name in table if name in names]
+                if given and choice not in table:
+                    place = self.places[f"{path}.{given[0]}"]
+                    table[choice] = given[0]
+                    self.places[key] = replace(place, value=None, note=f"from [{path}.{given[0]}]")
+                for name in (name for name in given if name != table[choice]):
+                    place, other = self.places[f"{path}.{name}"], self.places[key]
+                    subject = "" if place.override else f" [{path}.{name}]"
+                    means = f'is for {key} = "{name}", but {other.prefix} has {toml_value(table[choice])}'
+                    bad |= {key, *leaf_names({name: table.pop(name)}, schema_tables(), path)}
+                    self.deck_input.add_problem(
+                        place, f"{place.prefix}:{subject} {means} (leave one of them out)"
+                    )
+        return bad
+
+    def _known_tables(self) -> tuple[Tables, set[str]]:
+        """Return the sections and keys that exist, and the keys of sections whose value is not a table."""
+        tables: Tables = {section: {} for section in sections()}
+        bad: set[str] = set()
+        for section, table in self.deck_input.values.items():
+            place = self.places.get(section, Place(self.deck_input.name))
+            if not isinstance(table, dict):
+                if section in tables:
+                    bad |= {f"{section}.{key}" for key in fields(section)}
+                    sentence = f"must be a section: [{section}] on a line of its own, with its keys below"
+                    sentence += ', or layout = "auto", which chooses a layout' * (section == "layout")
+                else:
+                    sentence = unknown_key("", section)
+                shown = f"{clipped(section)} = {clipped(toml_value(table))}"
+                self.deck_input.add_problem(place, f"{place.prefix}: {shown}: {sentence}")
+            elif section not in tables:
+                first = next(
+                    (self.places[f"{section}.{key}"] for key in table if f"{section}.{key}" in self.places),
+                    place,
+                )
+                named_at = place if section in self.places else first
+                named = "" if named_at.override else f" [{clipped(section)}]:"
+                sentence = unknown_section(section, list(table))
+                self.deck_input.add_problem(named_at, f"{named_at.prefix}:{named} {sentence}")
+            else:
+                tables[section] = self._known_keys(section, table)
+        return tables, bad
+
+    def _known_keys(self, path: str, table: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the keys of a table that exist, and report the others."""
+        known: dict[str, Any] = {}
+        for key, value in table.items():
+            full = f"{path}.{key}"
+            if full in schema_tables() and isinstance(value, dict):
+                known[key] = self._known_keys(full, value)
+            elif key in fields(path):
+                known[key] = value
+            else:
+                self._report_key(full, value, unknown_key(path, key))
+        return known
+
+    def _build(self, tables: Tables) -> tuple[Deck | None, dict[str, str]]:
+        """Return the deck, or else pydantic's type of error, such as "missing", of each wrong key."""
+        resolved = deepcopy(tables)
+        places = dict(self.places)
+        filled = fill(resolved, self.deck_input.name, self.source, self.completed)
+        origins = [("preset", "from the preset", filled.preset), ("from", "from model.from", filled.source)]
+        for origin, note, keys in origins:
+            for key in keys:
+                places[key] = replace(places[f"model.{origin}"], value=None, note=note)
+        defaulted = frozenset(filled.others)
+        sources = Sources(
+            self.deck_input.name, MappingProxyType(places), defaulted, self.deck_input.trusted_code
+        )
+        try:
+            return Deck.model_validate(resolved, context=sources), {}
+        except ValidationError as error:
+            return None, {_key_at(fault["loc"]): fault["type"] for fault in error.errors()}
+
+    def _report(self, tables: Tables, wrong: Mapping[str, str], silent: set[str]) -> None:
+        """Report each wrong key, except for those that are wrong because of another problem."""
+        shape = [f"model.{name}" for name in _SHAPE]
+        unknown_model = "preset" in tables["model"] and find_preset(tables) is None
+        unknown_model |= "model.from" in wrong
+        no_model = not any(name in tables["model"] for name in ("preset", "from", *_SHAPE))
+        if no_model and self.readable and "model.family" in wrong and "model.family" not in silent:
+            sentence = "name a published shape, or give model.family, layers, hidden and heads"
+            self._report_missing("model", "model.preset", sentence)
+        for full, kind in wrong.items():
+            table = full.rpartition(".")[0]
+            field = field_of(full)
+            assert field is not None
+            if kind != "missing":
+                value = look_up(tables, full, absent := object())
+                if value is absent:
+                    continue  # a default that follows from a wrong key
+                rows = list(wrong_rows(full, field, value, Sources(self.deck_input.name, self.places)))
+                for place, sentence in rows:
+                    self.deck_input.add_problem(place, sentence)
+                if rows:
+                    continue
+                self._report_key(full, value, f"must be {expected_value(field)}{value_hint(value, field)}")
+            elif full in silent or not self.readable or (unknown_model and extra(field, "derived")):
+                continue
+            elif not extra(field, "derived"):
+                meaning = str(field.description).rstrip(".")
+                self._report_missing(
+                    table, full, f"{expected_value(field)} ({meaning[0].lower()}{meaning[1:]})"
+                )
+            elif full == "run.steps" and not any(name in tables["run"] for name in LENGTHS):
+                meaning = "optimizer steps of the whole run"
+                self._report_missing(
+                    table, full, f"{expected_value(field)} ({meaning}), or run.tokens or run.epochs"
+                )
+            elif (full in shape or full == "batch.sequence") and not no_model:
+                self._report_missing(table, full, f"{expected_value(field)}, or give model.preset")
+
+    def _refuse_idle_preset(self, keys: set[str]) -> None:
+        """Report a preset of `--set` for a deck that has all sizes, such as a resolved deck."""
+        place = self.places.get("model.preset")
+        if place is None or place.override is None or not {f"model.{name}" for name in _SHAPE} <= keys:
+            return
+        layers = self.places["model.layers"].prefix
+        sentence = f"would not change the model, whose family, layers, hidden and heads are given ({layers})"
+        self.deck_input.add_problem(place, f"{place.prefix}: {sentence}")
+
+    def _substitute(self, tables: Tables, given_keys: set[str], bad: set[str]) -> Deck | None:
+        """Return a deck with substitutes for bad keys, on which relations of the other keys can be checked.
+
+        Keys whose defaults follow from bad keys are added to `bad`.
+        """
+        tables = deepcopy(tables)
+        for key in bad:
+            remove(tables, key)
+        if "preset" in tables["model"] and any(key.startswith("model.") for key in bad):
+            bad |= {key for key in _keys_of("model") if key not in given_keys}
+        deck, wrong = self._build(tables)
+        bad |= set(wrong)
+        for full in wrong:
+            path, _, name = full.rpartition(".")
+            kind = value_type(fields(path)[name])
+            if table_of(fields(path)[name]) is None:
+                value = get_args(kind)[0] if get_origin(kind) is Literal else kind(1)
+                table_in(tables, path)[name] = value
+            else:
+                remove(tables, full)
+        return deck or self._build(tables)[0]
+
+    def _report_key(self, key: str, value: object, sentence: str) -> None:
+        sources = Sources(self.deck_input.name, self.places)
+        self.deck_input.add_problem(sources.place(key), sources.sentence(key, value, sentence))
+
+    def _report_missing(self, section: str, key: str, sentence: str) -> None:
+        place = self.places.get(section, Place(self.deck_input.name))
+        self.deck_input.add_problem(place, f"{place.prefix}: {key} is missing: {sentence}")
+
+
+def _key_at(location: tuple[int | str, ...]) -> str:
+    """Return the full name of the key that an error of pydantic is about."""
+    key = str(location[0])
+    for part in location[1:]:
+        if key in schema_tables() and part in fields(key):
+            key = f"{key}.{part}"
+    return key
+
+
+def _keys_of(section: str) -> list[str]:
+    """Return the full names of all keys of a section and of the tables in it."""
+    names = [name for name in schema_tables() if f"{name}.".startswith(f"{section}.")]
+    return [f"{name}.{key}" for name in names for key in fields(name)]
