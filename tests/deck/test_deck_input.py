@@ -154,8 +154,8 @@ def test_overrides_are_toml_or_bare_text() -> None:
         ("batch=2", "--set batch=2: must be written as batch.key=value"),
         (
             "layout=automatic",
-            "--set layout=automatic: must be written as layout.key=value, or layout=auto, which has it "
-            "chosen",
+            "--set layout=automatic: must be written as layout.key=value, or layout=auto, which "
+            "chooses a layout",
         ),
         (
             "layout.tensor",
