@@ -1,4 +1,4 @@
-"""Sums and fingerprints that are carried along (audit/block_sums.py), against exact arithmetic."""
+"""Block sums and word sums against exact arithmetic. Tests of audit/block_sums.py and audit/bits.py."""
 
 from __future__ import annotations
 
@@ -42,8 +42,10 @@ def tiny(count: int) -> Tensor:
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("make", [third, growing, alternating, tiny, torch.randn])
-def test_bounds_hold(dtype: torch.dtype, make: Callable[[int], Tensor]) -> None:
-    """Of whole blocks and a rest: no sum is farther from the exact one than half of what rounding allows."""
+def test_rounding_errors_are_within_half_of_the_bounds(
+    dtype: torch.dtype, make: Callable[[int], Tensor]
+) -> None:
+    """This holds for full blocks and for a shorter last block."""
     torch.manual_seed(3)
     block = block_elements(1, dtype)
     values = make(2 * block + 12_345).to(dtype)
@@ -61,7 +63,7 @@ def test_bounds_hold(dtype: torch.dtype, make: Callable[[int], Tensor]) -> None:
         assert abs(total - exact) <= (times - half) / 2 * absolute + more
 
 
-def test_integers_are_exact() -> None:
+def test_sums_of_integers_are_exact() -> None:
     for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8, torch.uint16, torch.uint32):
         values = torch.randint(-(2**63), 2**63 - 1, (300_001,)).to(dtype)
         sums, _ = block_sums(values, 1 << 17, is_input=True)
@@ -71,13 +73,13 @@ def test_integers_are_exact() -> None:
         assert not absolute_sum(values)
 
 
-def test_a_sum_of_nothing() -> None:
+def test_an_empty_tensor_has_no_blocks() -> None:
     assert exact_sum(torch.empty(0)) == 0 and word_sum(torch.empty(0)) == 0
     assert len(block_sums(torch.empty(0), 16, is_input=True)[0]) == 0
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.int64, torch.int8, torch.bool, torch.float8_e4m3fn])
-def test_a_fingerprint_is_of_bits_wherever_they_lie(dtype: torch.dtype) -> None:
+def test_a_word_sum_does_not_depend_on_the_place_in_memory(dtype: torch.dtype) -> None:
     room = torch.randint(0, 2, (64,), dtype=torch.uint8).repeat(dtype.itemsize)
     for count in (1, 2, 3, 5, 8, 17):
         prints = set()
@@ -93,7 +95,7 @@ def test_a_fingerprint_is_of_bits_wherever_they_lie(dtype: torch.dtype) -> None:
             octets[bit // 8] ^= 1 << bit % 8
 
 
-def test_two_of_three_copies_win() -> None:
+def test_two_of_three_copies_are_the_majority() -> None:
     whole = torch.randint(-(2**63), 2**63 - 1, (4, 1, 9))
     copies = whole.repeat(1, COPIES, 1)
     copies[torch.arange(4), torch.tensor([0, 1, 2, 1]), 3] ^= 1 << 40

@@ -1,4 +1,4 @@
-"""Checked calls: no result changes, no alarm is false, and whatever bit flips is found where it did.
+"""Checked calls: no result changes, there is no false alarm, and each flipped bit is found at its rank.
 
 Tests of audit/message_audit.py, audit/audited_transport.py, audit/audited_reduction.py, audit/call_log.py,
 audit/reduction_check.py, audit/transfer_check.py, audit/start_order.py and audit/block_sums.py.
@@ -35,7 +35,7 @@ FINITE = tuple(kind for kind in KINDS if kind not in {"infinite", "large", "wide
 
 
 def groups(world: World, way: str, depth: Depth) -> tuple[Group, Group, MessageAudit]:
-    """All ranks, as they are and with their calls checked, of a world of their own."""
+    """Return a group of all ranks without checks, one with checks, and the audit, in a world of their own."""
     own = World(world.communicator.Dup())
     if way == "nodes":
         own.emulate_nodes(2)
@@ -54,20 +54,20 @@ def groups(world: World, way: str, depth: Depth) -> tuple[Group, Group, MessageA
 
 
 def inner_of(group: Group) -> AuditedTransport:
-    """What checks a group's calls."""
+    """Return the audited transport of a group."""
     assert isinstance(group.host, AuditedTransport)
     return group.host
 
 
 def same(one: Tensor | None, other: Tensor | None) -> bool:
-    """Whether two results have the same bits."""
+    """Return True if two results have the same bits."""
     if one is None or other is None:
         return one is other
     return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
 def everyones(group: Group, audit: MessageAudit) -> list[DetectedFault]:
-    """What all ranks have found."""
+    """Return the faults that all ranks have found. Collective."""
     rows = group.all_gather_object([fault.row for fault in audit.collect_faults()])
     return [DetectedFault.of(row) for each in rows for row in each]
 
@@ -76,7 +76,7 @@ def everyones(group: Group, audit: MessageAudit) -> list[DetectedFault]:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_no_result_changes_and_no_alarm_is_false(world: World, way: str, depth: Depth) -> None:
-    """Over dtypes, magnitudes, what cancels, zeros, infinities and NaN, in whatever order ranks wait."""
+    """All dtypes and magnitudes, cancellation, zeros, infinities and NaN; ranks wait in any order."""
     if way == "nodes" and world.size < 4:
         pytest.skip("nodes of two ranks")
     plain, checked, audit = groups(world, way, depth)
@@ -95,8 +95,10 @@ def test_no_result_changes_and_no_alarm_is_false(world: World, way: str, depth: 
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_rounds_of_large_sums(world: World, depth: Depth, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of blocks and rounds, of which several are under way; their bits are those of one."""
+def test_large_sums_in_several_rounds_have_the_same_bits(
+    world: World, depth: Depth, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several rounds are in flight at the same time."""
     monkeypatch.setattr("hpctrain.audit.audited_reduction.ROUND_BYTES", 100_000)
     plain, checked, audit = groups(world, "shared", depth)
     for seed in range(3):
@@ -115,8 +117,8 @@ def test_rounds_of_large_sums(world: World, depth: Depth, monkeypatch: pytest.Mo
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("way", ["mpi", "shared"])
-def test_full_finds_each_bit_where_it_came_to(world: World, way: str) -> None:
-    """Whatever moves, and addends and sums within reductions."""
+def test_full_depth_finds_each_changed_bit_at_its_receiver(world: World, way: str) -> None:
+    """Bits change in moved tensors, and in inputs and results of sums."""
     _, checked, audit = groups(world, way, "full")
     host, done = inner_of(checked), 0
     inner = host.inner
@@ -141,8 +143,8 @@ def test_full_finds_each_bit_where_it_came_to(world: World, way: str) -> None:
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("way", ["mpi", "shared"])
-def test_cheap_finds_what_is_larger_than_rounding(world: World, way: str) -> None:
-    """In what sums over ranks give: at the rank whose result it is; and in what they are of."""
+def test_cheap_depth_finds_changes_above_rounding(world: World, way: str) -> None:
+    """Changes of results are found at the rank that has them; changes of inputs are found, too."""
     _, checked, audit = groups(world, way, "cheap")
     host, done, small, size = inner_of(checked), 0, 0, world.size
     inner = host.inner
@@ -214,8 +216,8 @@ def test_no_bit_of_a_run_changes(world: World, layout: str, depth: Depth) -> Non
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
-def test_what_is_found_says_where(world: World) -> None:
-    """By its group, operation, phase and ranks; the ranks of a part of the world are those of the whole."""
+def test_a_fault_names_group_operation_phase_and_ranks(world: World) -> None:
+    """Ranks of a part of the world are numbered as in the whole world."""
     own = World(world.communicator.Dup())
     audit = audit_messages(own, "full")
     group = Mesh(own, {"tensor": 2}, "mpi").group("tensor")
@@ -234,10 +236,10 @@ def test_what_is_found_says_where(world: World) -> None:
 
 @pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_who_never_asks_for_faults_holds_little(
+def test_records_are_bounded_if_nobody_asks_for_faults(
     world: World, depth: Depth, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is found meanwhile is told when somebody does."""
+    """Faults that were found meanwhile are reported later."""
     monkeypatch.setattr("hpctrain.audit.call_log.UNSETTLED", 10)
     _, checked, audit = groups(world, "mpi", depth)
     host = inner_of(checked)
@@ -255,8 +257,8 @@ def test_who_never_asks_for_faults_holds_little(
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_each_rank_may_have_another_nan(world: World, depth: Depth) -> None:
-    """Of two, adding keeps the bits of the one that comes first, and MPI's sum may begin with either."""
+def test_ranks_may_have_different_nans(world: World, depth: Depth) -> None:
+    """The sum of two NaNs keeps the bits of the first one, and MPI may add in either order."""
     _, checked, audit = groups(world, "mpi", depth)
     for count in (3, 100, 400_000):
         bits = torch.full((count,), 0x7FC00000 + world.rank, dtype=torch.int32)
@@ -266,8 +268,8 @@ def test_each_rank_may_have_another_nan(world: World, depth: Depth) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-def test_who_adds_is_told(world: World) -> None:
-    """Of a wrong addend in large sums, of which one rank adds a piece for all; of small ones anybody's."""
+def test_the_rank_that_adds_is_named(world: World) -> None:
+    """Large sums are added by one rank for all; for small ones the fault names all ranks."""
     _, checked, audit = groups(world, "shared", "cheap")
     host, size = inner_of(checked), world.size
     inner = host.inner
@@ -291,10 +293,10 @@ def test_who_adds_is_told(world: World) -> None:
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("elements", [20, 200_000])
 @pytest.mark.parametrize("again", [False, True])
-def test_who_adds_wrongly_is_told(
+def test_a_rank_that_adds_wrongly_is_named(
     world: World, elements: int, again: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first time, or the second, when nothing is wrong but that."""
+    """Either its first or its second sum is wrong."""
     _, checked, audit = groups(world, "mpi", "full")
     turns = [0]
 
@@ -324,7 +326,7 @@ finally:
 def test_a_run_that_checks_nothing_loads_no_audit(
     tmp_path: Path, launch: Callable[..., CompletedProcess[str]]
 ) -> None:
-    """Only the types of faults, and the checksum of words that other parts use, are always loaded."""
+    """Only the types of faults, and the word sum that other packages use, are always loaded."""
     write_small_work(tmp_path)
     assert launch(0, "-m", "hpctrain", "prepare", "tokens.h5", "text.txt").returncode == 0
     for depth in ("off", "cheap"):

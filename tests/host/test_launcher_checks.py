@@ -25,13 +25,13 @@ BATCH = {"SLURM_STEP_ID": "4294967291", "SLURM_STEPID": "4294967291"}
         ({}, "Open MPI", False),
     ],
 )
-def test_who_is_lost(environment: dict[str, str], vendor: str, lost: bool) -> None:
+def test_srun_without_pmix_is_reported(environment: dict[str, str], vendor: str, lost: bool) -> None:
     told = describe_missing_pmix(environment, vendor, [_ctypes.__file__])
     assert told.startswith("srun started 4 ranks without PMIx") == lost
     assert bool(told) == lost
 
 
-def test_an_open_mpi_that_knows_slurm_itself_is_not_lost(tmp_path: Path) -> None:
+def test_an_open_mpi_with_components_for_slurm_needs_no_pmix(tmp_path: Path) -> None:
     library = tmp_path / "libmpi.so.40"
     library.symlink_to(_ctypes.__file__)
     assert describe_missing_pmix(STEP, "Open MPI", [str(library)])

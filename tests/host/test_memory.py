@@ -1,4 +1,4 @@
-"""Limits of memory as the system tells them, in folders that stand for it, and errors of its end."""
+"""Memory limits, read from folders that stand for /proc and cgroups, and errors for lack of memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def cgroups(environment: dict[str, str] | None = None) -> dict[str, int]:
     return {limit.pool: limit.bytes for limit in memory_limits(environment or {}) if limit.pool != "node"}
 
 
-def test_a_node_has_its_memory(root: Path) -> None:
+def test_the_memory_of_the_node_is_a_limit(root: Path) -> None:
     assert memory_limits({}) == [NODE]
     assert host_memory.available_bytes() == 614_400
     write(root, "proc/meminfo", "")
@@ -46,7 +46,7 @@ def test_a_node_has_its_memory(root: Path) -> None:
     assert host_memory.available_bytes() is None
 
 
-def test_limits_of_a_cgroup_and_of_those_above_it_count(root: Path) -> None:
+def test_cgroups_and_their_parents_are_limits(root: Path) -> None:
     write(root, "proc/self/mountinfo", "31 24 0:28 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n")
     write(root, "proc/self/cgroup", "0::/slurm/job_7/step_0\n")
     write(root, "sys/fs/cgroup/slurm/memory.max", "max\n")
@@ -55,7 +55,7 @@ def test_limits_of_a_cgroup_and_of_those_above_it_count(root: Path) -> None:
     assert cgroups() == {"cgroup /slurm/job_7": 8000, "cgroup /slurm/job_7/step_0": 5000}
 
 
-def test_the_first_version_of_cgroups_counts_too(root: Path) -> None:
+def test_cgroups_of_version_1_are_limits(root: Path) -> None:
     write(
         root,
         "proc/self/mountinfo",
@@ -70,7 +70,7 @@ def test_the_first_version_of_cgroups_counts_too(root: Path) -> None:
     assert cgroups() == {"cgroup /a": 7000}
 
 
-def test_what_is_unused_goes_by_the_tightest_limit(root: Path) -> None:
+def test_obtainable_memory_follows_the_tightest_limit(root: Path) -> None:
     assert obtainable_bytes({}) == 614_400
     write(root, "proc/self/mountinfo", "31 24 0:28 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n")
     write(root, "proc/self/cgroup", "0::/slurm/job_7\n")
@@ -86,7 +86,7 @@ def test_what_is_unused_goes_by_the_tightest_limit(root: Path) -> None:
     assert obtainable_bytes({}) is None
 
 
-def test_in_a_container_the_tree_may_begin_at_its_own_cgroup(root: Path) -> None:
+def test_in_a_container_the_file_system_may_start_at_its_own_cgroup(root: Path) -> None:
     write(root, "proc/self/mountinfo", "31 24 0:28 /docker/x /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n")
     write(root, "proc/self/cgroup", "0::/docker/x\n")
     write(root, "sys/fs/cgroup/memory.max", "6000\n")
@@ -105,12 +105,14 @@ def test_in_a_container_the_tree_may_begin_at_its_own_cgroup(root: Path) -> None
         ({"SLURM_MEM_PER_CPU": "512"}, None),
     ],
 )
-def test_what_slurm_has_given_counts(root: Path, environment: dict[str, str], megabytes: int | None) -> None:
+def test_memory_allocated_by_slurm_is_a_limit(
+    root: Path, environment: dict[str, str], megabytes: int | None
+) -> None:
     found = list(cgroups(environment).values())
     assert found == ([] if megabytes is None else [megabytes << 20])
 
 
-def test_errors_of_no_memory_are_known_by_kind() -> None:
+def test_errors_for_lack_of_memory_are_recognized() -> None:
     with pytest.raises(RuntimeError) as refused:
         torch.empty(2**50)
     with pytest.raises(MemoryError) as plain:
@@ -121,12 +123,12 @@ def test_errors_of_no_memory_are_known_by_kind() -> None:
     assert not any(is_out_of_memory(error) for error in others)
 
 
-def test_no_memory_is_no_error_of_a_file() -> None:
+def test_lack_of_memory_is_not_reported_as_an_error_of_a_file() -> None:
     with pytest.raises(MemoryError, match="tokens"):
         to_hpctrain_error(OSError(errno.ENOMEM, "Cannot allocate memory", "tokens.h5"))
 
 
-def test_shared_memory_counts_by_its_share_and_code_not_at_all(tmp_path: Path) -> None:
+def test_shared_memory_counts_by_its_share_and_code_does_not_count(tmp_path: Path) -> None:
     size = 32 << 20
     (tmp_path / "shared").write_bytes(b"1" * size)
 
@@ -166,8 +168,8 @@ def test_shared_memory_counts_by_its_share_and_code_not_at_all(tmp_path: Path) -
 
 _FAULTS = """
 import resource, torch
-from hpctrain.comm.device import use
-use(torch.device("cpu"))
+from hpctrain.comm.device import prepare_device
+prepare_device(torch.device("cpu"))
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     tensors = [torch.ones(1 << 20) for _ in range(16)]
@@ -178,10 +180,8 @@ print(min(faults() for _ in range(10)))  # some rounds pass until pieces lie whe
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc")
-def test_what_is_freed_is_kept_unless_the_environment_says_otherwise() -> None:
-    """64 MB in pieces of 4 MB, of 16,384 pages: without keeping them every page is taken again,
-    in every round.
-    """
+def test_freed_memory_is_kept_unless_the_environment_configures_malloc() -> None:
+    """The child allocates 64 MB, which are 16,384 pages. Otherwise every round takes all pages again."""
 
     def faults(**more: str) -> int:
         own = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}

@@ -1,4 +1,4 @@
-"""What killed jobs leave in shared memory: the next job removes it, and nothing else."""
+"""Removal of shared memory that killed jobs left: the next job removes it, and nothing else."""
 
 from __future__ import annotations
 
@@ -20,39 +20,39 @@ NAME = "vader_segment.node.0.1a2b0001.0"
 
 
 @pytest.fixture
-def left(tmp_path: Path) -> Callable[..., Path]:
-    """`left(NAME, ...)`: files of these names, and the marker that a dead job made of them."""
+def dead_job(tmp_path: Path) -> Callable[..., Path]:
+    """`dead_job(NAME, ...)` creates files of these names and the marker of a dead job that names them."""
 
     def make(*names: str) -> Path:
         for name in names:
             (tmp_path / name).touch()
-        noted = [(name, (tmp_path / name).stat().st_ino) for name in names]
+        entries = [(name, (tmp_path / name).stat().st_ino) for name in names]
         marker = tmp_path / f"{MARKER}{os.getuid()}.0"
-        marker.write_text(json.dumps(noted))
+        marker.write_text(json.dumps(entries))
         return marker
 
     return make
 
 
-def test_what_a_dead_job_noted_is_removed(tmp_path: Path, left: Callable[..., Path]) -> None:
+def test_segments_of_a_dead_job_are_removed(tmp_path: Path, dead_job: Callable[..., Path]) -> None:
     other = tmp_path / NAME.replace("1a2b", "3c4d")
-    other.touch()  # nobody noted it
-    marker = left(NAME)
+    other.touch()  # no marker names it
+    marker = dead_job(NAME)
     assert remove_stale_segments(tmp_path) == [NAME]
     assert not marker.exists()
     assert [path.name for path in tmp_path.iterdir()] == [other.name]
 
 
-def test_a_living_job_keeps_its_own(tmp_path: Path, left: Callable[..., Path]) -> None:
-    with left(NAME).open() as stream:
+def test_segments_of_a_living_job_stay(tmp_path: Path, dead_job: Callable[..., Path]) -> None:
+    with dead_job(NAME).open() as stream:
         fcntl.flock(stream, fcntl.LOCK_SH)
         assert remove_stale_segments(tmp_path) == []
     assert (tmp_path / NAME).exists()
 
 
-def test_what_is_not_what_was_noted_stays(tmp_path: Path, left: Callable[..., Path]) -> None:
+def test_files_other_than_those_of_the_marker_stay(tmp_path: Path, dead_job: Callable[..., Path]) -> None:
     precious = tmp_path / "precious"
-    left("precious", NAME)
+    dead_job("precious", NAME)
     (tmp_path / "new").touch()
     (tmp_path / "new").replace(tmp_path / NAME)  # another file of that name
     assert remove_stale_segments(tmp_path) == []
@@ -60,7 +60,7 @@ def test_what_is_not_what_was_noted_stays(tmp_path: Path, left: Callable[..., Pa
     assert (tmp_path / NAME).exists()
     outside = tmp_path.parent / f"{tmp_path.name}-outside"
     outside.touch()
-    marker = left(NAME)
+    marker = dead_job(NAME)
     marker.write_text(json.dumps([[f"../{outside.name}", outside.stat().st_ino]]))
     assert remove_stale_segments(tmp_path) == []
     assert outside.exists()
@@ -68,8 +68,8 @@ def test_what_is_not_what_was_noted_stays(tmp_path: Path, left: Callable[..., Pa
     assert remove_stale_segments(tmp_path) == []
 
 
-def test_what_a_process_has_mapped_stays(tmp_path: Path, left: Callable[..., Path]) -> None:
-    left(NAME)
+def test_segments_that_a_process_has_mapped_stay(tmp_path: Path, dead_job: Callable[..., Path]) -> None:
+    dead_job(NAME)
     maps = tmp_path / "proc" / "17" / "maps"
     maps.parent.mkdir(parents=True)
     maps.write_text(f"7f0-7f1 rw-s 00000000 00:19 42                         {tmp_path / NAME}\n")
@@ -78,7 +78,7 @@ def test_what_a_process_has_mapped_stays(tmp_path: Path, left: Callable[..., Pat
 
 
 @pytest.mark.skipif(not FOLDER.is_dir(), reason="no /dev/shm")
-def test_the_next_job_removes_what_a_killed_one_left(
+def test_the_next_job_removes_segments_of_a_killed_one(
     tmp_path: Path, launch: Callable[..., subprocess.CompletedProcess[str]], python: list[str]
 ) -> None:
     program = """
