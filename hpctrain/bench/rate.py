@@ -126,9 +126,9 @@ def bench_rate(
         if picture is not None:
             require("matplotlib", "drawing pictures")
         deck = read_deck(path, overrides, world.size, settled_keys)
-        if deck.communication.server != "none":
+        if deck.communication.server is not None:
             sentence = 'has steps of each worker, and no common rate to be tried ("none" would do here)'
-            raise HpctrainError(deck.problem("communication.server", sentence))
+            raise HpctrainError(deck.problem("communication.server.mode", sentence))
         wanted = parse_metric_name(deck, wish.figure)
     deck, _ = choose_layout(world, deck)
     torch.set_num_threads(deck.run.threads)

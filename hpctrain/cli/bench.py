@@ -204,7 +204,7 @@ def checkpoint(
     "variants",
     multiple=True,
     metavar='"KEY=VALUE ..."',
-    help="Also the deck with these changes, e.g. communication.outer_format=int8.",
+    help="Also the deck with these changes, e.g. layout.local_steps.format=int8.",
 )
 @figures_file
 def communication(

@@ -37,9 +37,7 @@ def adapter_problems(deck: Deck) -> Iterator[Problem]:
             yield Problem(f"memory.{name}", sentence, (_KEY,))
     if deck.layout.replicas > 1:
         sentence = f"has replicas keep apart what is not trained, too (1 would do {with_them})"
-        yield Problem("layout.replicas", sentence, (_KEY,))
-    if deck.communication.server != "none":
-        sentence = (
-            f'sends what is trained to servers by tables of all parameters ("none" would do {with_them})'
-        )
-        yield Problem("communication.server", sentence, (_KEY,))
+        yield Problem("layout.local_steps.replicas", sentence, (_KEY,))
+    if deck.communication.server is not None:
+        sentence = f"sends what is trained to servers by tables of all parameters (leave it out {with_them})"
+        yield Problem("communication.server.mode", sentence, (_KEY,))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hpctrain.deck.check_local_steps import in_replicas
-from hpctrain.deck.communication import Communication
+from hpctrain.deck.communication import TopKTable
 from hpctrain.deck.optimizer import SgdTable
 from hpctrain.deck.problem import Problem
 from hpctrain.deck.schema import Deck
@@ -15,20 +15,22 @@ _COMPRESS = ("communication.compress",)
 
 
 def compression_problems(deck: Deck) -> list[Problem]:
-    """Everything that is wrong with the compression that a deck asks for, or asks for in vain."""
-    if deck.communication.compress == "none":
-        warmup = () if in_replicas(deck) else ("warmup",)  # in which replicas do without their own steps
-        return list(_in_vain(deck, "ratio", "rank", "compress_between", *warmup, "error_feedback"))
-    return [*_layout(deck), *_of_forms(deck), *_momentum(deck)]
+    """Everything that is wrong with the compression that a deck asks for."""
+    problems = list(_warmup(deck))
+    if deck.communication.compression is not None:
+        problems += [*_layout(deck), *_momentum(deck)]
+    return problems
 
 
-def _in_vain(deck: Deck, *names: str) -> Iterator[Problem]:
-    """Those of these keys that are given, and have no effect on this form."""
-    keys = deck.communication
-    for name in names:
-        if getattr(keys, name) != Communication.model_fields[name].default:
-            sentence = f"has no effect with {_given(deck)} (leave it out)"
-            yield Problem(f"communication.{name}", sentence, _COMPRESS, idle=True)
+def _warmup(deck: Deck) -> Iterator[Problem]:
+    """Exact steps at the start of a run whose steps are all exact."""
+    form = deck.communication.compression
+    is_exact = form is None or (isinstance(form, TopKTable) and form.ratio == 1)
+    if deck.communication.warmup and is_exact and not in_replicas(deck):
+        why = "communication.topk.ratio = 1" if form else _given(deck)
+        yield Problem(
+            "communication.warmup", f"has no effect with {why} (leave it out)", _COMPRESS, idle=True
+        )
 
 
 def _given(deck: Deck) -> str:
@@ -46,21 +48,6 @@ def _layout(deck: Deck) -> Iterator[Problem]:
     elif layout.zero_group is not None:
         sentence = f"has slices summed once more, exactly, behind the sums of {_given(deck)} (leave it out)"
         yield Problem("layout.zero_group", sentence, (*_COMPRESS, "layout.zero"))
-
-
-def _of_forms(deck: Deck) -> Iterator[Problem]:
-    """What belongs to one form, and what a form does not do without."""
-    keys = deck.communication
-    if keys.compress != "powersgd":
-        yield from _in_vain(deck, "rank")
-    if keys.compress != "topk":
-        yield from _in_vain(deck, "ratio")
-    elif keys.ratio == 1 and not in_replicas(deck):
-        yield from _in_vain(deck, "warmup")
-    if keys.compress in {"topk", "onebit"} and not keys.error_feedback:
-        kept = "what it does not send" if keys.compress == "topk" else "what its signs lose"
-        sentence = f"must be true with {_given(deck)}, which would lose {kept} for good"
-        yield Problem("communication.error_feedback", sentence, _COMPRESS)
 
 
 def _momentum(deck: Deck) -> Iterator[Problem]:

@@ -18,7 +18,6 @@ _RANKS = {
     "context": "splits sequences in our families' attention alone",
     "expert": "spreads the experts of our families alone",
     "expert_tensor": "splits the experts of our families alone",
-    "replicas": "trains parts of the data ranks of our families alone",
 }
 
 _DEFAULTS = {
@@ -26,6 +25,7 @@ _DEFAULTS = {
     "memory.activations": "takes away what blocks of our families save",
     "memory.activation_format": "compresses what blocks of our families save",
     "memory.accumulate": "counts on parameters that every micro-batch of a step uses",
+    "layout.local_steps": "trains parts of the data ranks of our families alone",
     "communication.server": "is for our families yet",
     "communication.compress": "is for our families yet",
     "run.noise_scale_steps": "is for our families yet",

@@ -25,11 +25,11 @@ def noise_scale_problems(deck: Deck) -> Iterator[Problem]:
         given = " and ".join(f"{other} = {toml_value(deck.value(other))}" for other in others)
         return Problem(_KEY, f"cannot be with {given}, {why} (0 would do)", others)
 
-    if keys.server != "none":
-        yield problem("whose workers do not make steps together", "communication.server")
+    if keys.server is not None:
+        yield problem("whose workers do not make steps together", "communication.server.mode")
         return
     if in_replicas(deck):
-        key = "layout.replicas" if layout.replicas > 1 else "communication.outer"
+        key = "layout.local_steps." + ("replicas" if layout.replicas > 1 else "outer")
         yield problem("as gradients are not summed over all data ranks then", key)
     if keys.compress in _NOT_MEANS:
         yield problem("which makes other sums than those of all gradients", "communication.compress")

@@ -29,7 +29,7 @@ BLOCK_SIZES = {"block": 128, "mx": 32}
 
 def precision_problems(deck: Deck) -> Iterator[Problem]:
     """Everything that is wrong with how a deck multiplies in 8 bits, and what it says of formats in vain."""
-    keys = deck.precision
+    keys, server = deck.precision, deck.communication.server
     said = f'precision.compute = "{keys.compute}"'
     yield from _products(deck, said)
     yield from _compile(deck, said)
@@ -52,15 +52,15 @@ def precision_problems(deck: Deck) -> Iterator[Problem]:
         yield Problem("precision.fp8_gather", sentence, (*_COMPUTE, *_RECIPE, "layout.zero"))
     if keys.fp8 != "delayed":
         yield from _in_vain(keys, ("fp8_history",), f'precision.fp8 = "{keys.fp8}"', _RECIPE)
-    elif deck.communication.server != "none":
+    elif server is not None:
         sentence = (
-            f'does not go with communication.server = "{deck.communication.server}": its scales follow steps '
+            f'does not go with communication.server.mode = "{server.mode}": its scales follow steps '
             'that all ranks make together ("tensor", "row", "block" or "mx" would do)'
         )
         yield Problem("precision.fp8", sentence, (*_COMPUTE, "communication.server"))
-    if keys.fp8_watch and deck.communication.server != "none":
+    if keys.fp8_watch and server is not None:
         sentence = (
-            f'must be 0 with communication.server = "{deck.communication.server}": workers make steps by '
+            f'must be 0 with communication.server.mode = "{server.mode}": workers make steps by '
             "themselves, and nobody has the counts of all"
         )
         yield Problem("precision.fp8_watch", sentence, ("communication.server",))

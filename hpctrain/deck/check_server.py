@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hpctrain.deck.communication import Communication
 from hpctrain.deck.division import ranks_apart
 from hpctrain.deck.optimizer import UPDATES_MATRICES
 from hpctrain.deck.problem import Problem
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sources import toml_value
 from hpctrain.words import counted
 
-_SERVER = "communication.server"
+_SERVER = "communication.server.mode"
 
 _ALONE: tuple[tuple[str, object, str], ...] = (
     ("communication.compress", "none", "pushes travel as they are"),
-    ("communication.local_steps", 1, "workers have no weights of their own to go on with"),
-    ("communication.outer", "average", "workers have no weights of their own to go on with"),
-    ("layout.replicas", 1, "workers have no weights of their own to go on with"),
+    ("layout.local_steps", None, "workers have no weights of their own to go on with"),
     ("layout.tensor", 1, "a worker is one rank, which has the whole model"),
     ("layout.pipeline", 1, "a worker is one rank, which has the whole model"),
     ("layout.context", 1, "a worker is one rank, which has the whole model"),
@@ -42,61 +40,52 @@ _ALONE: tuple[tuple[str, object, str], ...] = (
 
 def server_ranks(deck: Deck) -> int:
     """Ranks that serve."""
-    return 0 if deck.communication.server == "none" else deck.communication.server_ranks
+    return 0 if deck.communication.server is None else deck.communication.server.ranks
 
 
 def no_worker(deck: Deck, ranks: int) -> Problem:
     """Too few ranks."""
-    need = deck.communication.server_ranks + ranks_apart(deck) + 1
+    need = server_ranks(deck) + ranks_apart(deck) + 1
     sentence = f"leaves no worker of {counted(ranks, 'rank')} (start {need} or more)"
-    return Problem("communication.server_ranks", sentence, (_SERVER,))
+    return Problem("communication.server.ranks", sentence, (_SERVER,))
 
 
 def server_problems(deck: Deck) -> Iterator[Problem]:
     """Everything that is wrong with the servers that a deck asks for, or asks for in vain."""
-    keys = deck.communication
-    usual = {name: Communication.model_fields[name].default for name in _OF_SERVERS}
-    if keys.server == "none":
-        for name in _OF_SERVERS:
-            if getattr(keys, name) != usual[name]:
-                sentence = f'has no effect with {_SERVER} = "none" (leave it out)'
-                yield Problem(f"communication.{name}", sentence, (_SERVER,), idle=True)
+    keys = deck.communication.server
+    if keys is None:
         return
-    if keys.server != "stale" and keys.staleness != usual["staleness"]:
-        sentence = f'is for {_SERVER} = "stale", not "{keys.server}" (leave it out)'
-        yield Problem("communication.staleness", sentence, (_SERVER,), idle=True)
-    correction = keys.staleness_correction
-    if keys.server == "sync" and correction != "none":
+    usual = {name: field.default for name, field in type(keys).model_fields.items()}
+    if keys.mode != "stale" and keys.staleness != usual["staleness"]:
+        sentence = f'is for {_SERVER} = "stale", not "{keys.mode}" (leave it out)'
+        yield Problem("communication.server.staleness", sentence, (_SERVER,), idle=True)
+    if keys.mode == "sync" and keys.correction != "none":
         sentence = f'has no effect with {_SERVER} = "sync", where nothing is stale (leave it out)'
-        yield Problem("communication.staleness_correction", sentence, (_SERVER,), idle=True)
-    if keys.server == "stale" and not keys.staleness and correction != "none":
-        sentence = "has no effect with communication.staleness = 0, where nothing is stale (leave it out)"
-        both = (_SERVER, "communication.staleness")
-        yield Problem("communication.staleness_correction", sentence, both, idle=True)
-    if correction != "compensate" and keys.compensation != usual["compensation"]:
-        sentence = 'is for communication.staleness_correction = "compensate" (leave it out)'
-        others = ("communication.staleness_correction",)
-        yield Problem("communication.compensation", sentence, others, idle=True)
+        yield Problem("communication.server.correction", sentence, (_SERVER,), idle=True)
+    if keys.mode == "stale" and not keys.staleness and keys.correction != "none":
+        sentence = (
+            "has no effect with communication.server.staleness = 0, where nothing is stale (leave it out)"
+        )
+        both = (_SERVER, "communication.server.staleness")
+        yield Problem("communication.server.correction", sentence, both, idle=True)
+    if keys.correction != "compensate" and keys.compensation != usual["compensation"]:
+        sentence = 'is for communication.server.correction = "compensate" (leave it out)'
+        others = ("communication.server.correction",)
+        yield Problem("communication.server.compensation", sentence, others, idle=True)
     for name, value, why in _ALONE:
         if deck.value(name) != value:
-            shown = str(value).lower() if isinstance(value, bool) else value
-            shown = f'"{shown}"' if isinstance(value, str) else shown
-            sentence = f'does not go with {_SERVER} = "{keys.server}": {why} ({shown} would do)'
+            would = "leave it out" if value is None else f"{toml_value(value)} would do"
+            sentence = f'does not go with {_SERVER} = "{keys.mode}": {why} ({would})'
             yield Problem(name, sentence, (_SERVER,))
     if deck.machine.rates is not None:
-        sentence = (
-            f'has no effect with {_SERVER} = "{keys.server}", whose steps are not planned (leave it out)'
-        )
+        sentence = f'has no effect with {_SERVER} = "{keys.mode}", whose steps are not planned (leave it out)'
         yield Problem("machine.rates", sentence, (_SERVER,), idle=True)
     if deck.optimizer.name in UPDATES_MATRICES:
-        sentence = f'does not go with {_SERVER} = "{keys.server}": servers cut matrices ("adamw" would do)'
+        sentence = f'does not go with {_SERVER} = "{keys.mode}": servers cut matrices ("adamw" would do)'
         yield Problem("optimizer.name", sentence, (_SERVER,))
     if deck.precision.compute == "fp16":
         sentence = (
-            f'does not go with {_SERVER} = "{keys.server}": its loss scale follows steps that all ranks make '
+            f'does not go with {_SERVER} = "{keys.mode}": its loss scale follows steps that all ranks make '
             'together ("bf16" or "fp32" would do)'
         )
         yield Problem("precision.compute", sentence, (_SERVER,))
-
-
-_OF_SERVERS = ("server_ranks", "staleness", "staleness_correction", "compensation")

@@ -2,10 +2,77 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, cast
 
-from hpctrain.deck.key import Bytes, LinkText, Section, key
+from hpctrain.deck.key import Bytes, LinkText, Section, key, table
 from hpctrain.units import Link, parse_link
+
+
+class _CompressionKeys(Section):
+    """Keys that all compressions have."""
+
+    between: Literal["ranks", "nodes"] = key(
+        "nodes: sums are exact within a node, and compressed only between nodes.", "ranks"
+    )
+
+
+class RoundedTable(_CompressionKeys):
+    """Gradients are sent in a smaller format."""
+
+    error_feedback: bool = key("Add rounding errors to the gradients of the next step.", True)
+
+
+class SignTable(_CompressionKeys):
+    """Only signs of gradients are sent, with a scale for each block."""
+
+    error_feedback: bool = key(
+        "Add what signs lose to the gradients of the next step; false: a majority vote of signs.", True
+    )
+
+
+class OneBitTable(_CompressionKeys):
+    """1-bit Adam (arXiv 2102.02888): signs of the momentum are sent; what they lose is added later."""
+
+
+class TopKTable(_CompressionKeys):
+    """The elements of largest magnitude are sent (arXiv 1712.01887); the others are added later."""
+
+    ratio: float = key("Share of the elements of each parameter that a rank sends.", 0.01, gt=0, le=1)
+
+
+class PowerSgdTable(_CompressionKeys):
+    """A matrix is sent as two factors of low rank (arXiv 1905.13727)."""
+
+    rank: int = key("Number of columns of each factor.", 4, ge=1)
+    error_feedback: bool = key("Add what the factors lose to the gradients of the next step.", True)
+
+
+CompressionTable = RoundedTable | SignTable | OneBitTable | TopKTable | PowerSgdTable
+
+
+class ServerTable(Section):
+    """Servers own parameters and optimizer state; workers send them gradients."""
+
+    mode: Literal["sync", "async", "stale"] = key(
+        "When workers go on: all in step, each on its own, or within a distance of the slowest."
+    )
+    ranks: int = key("Number of servers, which are the first ranks.", 1, unit="ranks", ge=1)
+    staleness: int = key(
+        'Number of steps that the fastest worker may be ahead of the slowest (mode = "stale").',
+        1,
+        unit="steps",
+        ge=0,
+    )
+    correction: Literal["none", "scale", "compensate"] = key(
+        "Correction of stale gradients: a rate divided by the staleness, or a term for the drift.",
+        "none",
+    )
+    compensation: float = key(
+        'Weight of that term, the squared gradient times the drift (correction = "compensate").',
+        0.04,
+        ge=0,
+        le=1e6,
+    )
 
 
 class Communication(Section):
@@ -35,68 +102,35 @@ class Communication(Section):
         ge=1,
     )
     compress: Literal["none", "bf16", "int8", "sign", "onebit", "topk", "powersgd"] = key(
-        "How data and context ranks sum gradients with layout.zero 0 or 1: exactly, or in fewer bits.",
+        "Compression of gradient sums (layout.zero 0 or 1); its keys are in the table of its name.",
         "none",
-    )
-    ratio: float = key("Share of each parameter's elements that a rank sends (topk).", 0.01, gt=0, le=1)
-    rank: int = key("Columns of the two factors that a matrix is sent as (powersgd).", 4, ge=1)
-    compress_between: Literal["ranks", "nodes"] = key(
-        "nodes: sums are exact inside a node, and compressed between nodes alone.", "ranks"
     )
     warmup: int = key(
-        "Steps at the start whose sums of gradients are exact, and over all replicas, too.",
+        "First steps in which sums of gradients are exact, and go over all replicas.",
         0,
         unit="steps",
         ge=0,
     )
-    error_feedback: bool = key(
-        "Whether what compress loses is added to the next gradient; without it, sign is a majority vote.",
-        True,
+    bf16: RoundedTable | None = table("Keys of sums in bfloat16.", chosen_by="compress")
+    int8: RoundedTable | None = table("Keys of sums in 8 bits.", chosen_by="compress")
+    sign: SignTable | None = table("Keys of sums of signs.", chosen_by="compress")
+    onebit: OneBitTable | None = table("Keys of 1-bit Adam.", chosen_by="compress")
+    topk: TopKTable | None = table("Keys of sums of the largest elements.", chosen_by="compress")
+    powersgd: PowerSgdTable | None = table("Keys of PowerSGD.", chosen_by="compress")
+    server: ServerTable | None = table(
+        "Parameter servers: some ranks own the parameters, the others compute gradients.",
+        derived="none: all ranks train together",
     )
-    local_steps: int = key(
-        "Steps that each replica makes by itself between two synchronizations (layout.replicas).",
-        1,
-        unit="steps",
-        ge=1,
-    )
-    outer: Literal["average", "diloco"] = key(
-        "What replicas do then: take the mean of their weights, or a Nesterov step towards it.",
-        "average",
-    )
-    outer_learning_rate: float = key("Of that outer step (diloco).", 0.7, gt=0, le=1000)
-    outer_momentum: float = key("Of that outer step (diloco).", 0.9, ge=0, lt=1)
-    fragments: int = key(
-        "Parts of the model, its blocks in turns, that are synchronized in different steps.", 1, ge=1
-    )
-    delay: int = key(
-        "Steps that go on while a synchronization is under way; then it takes effect.",
-        0,
-        unit="steps",
-        ge=0,
-    )
-    blend: float = key("Share of a replica's own weights that stays at a synchronization.", 0.0, ge=0, le=1)
-    outer_format: Literal["fp32", "bf16", "int8", "int4"] = key(
-        "How differences of weights travel between replicas; int8, int4 with a scale for every 256.",
-        "fp32",
-    )
-    server: Literal["none", "sync", "async", "stale"] = key(
-        "Whether servers own parameters; workers go in step, each as it can, or within a distance.",
-        "none",
-    )
-    server_ranks: int = key("Ranks that serve, the first ones; the others work.", 1, unit="ranks", ge=1)
-    staleness: int = key(
-        'Steps that the fastest worker may be ahead of the slowest (server = "stale").', 1, unit="steps", ge=0
-    )
-    staleness_correction: Literal["none", "scale", "compensate"] = key(
-        "What is done about stale gradients: the rate over the staleness; or a term for the drift.",
-        "none",
-    )
-    compensation: float = key(
-        "Weight of that term: the gradient squared, times how far the parameters have moved.",
-        0.04,
-        ge=0,
-        le=1e6,
-    )
+
+    @property
+    def compression(self) -> CompressionTable | None:
+        """The table of the compression of gradients; None if sums are exact."""
+        return cast("CompressionTable | None", self.selected("compress"))
+
+    @property
+    def compresses_between_nodes(self) -> bool:
+        """True if sums are exact within a node and compressed between nodes."""
+        return self.compression is not None and self.compression.between == "nodes"
 
     @property
     def wished_transport(self) -> str:

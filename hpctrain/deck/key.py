@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -87,6 +88,29 @@ class Section(BaseModel):
         """Return the table that the value of a key selects; None if that value has no table."""
         attribute = self.choices()[choice].get(getattr(self, choice))
         return None if attribute is None else getattr(self, attribute)
+
+    def with_values(self, values: Mapping[str, object]) -> Self:
+        """Return a copy with other values of attributes, which are not checked.
+
+        A dotted name is a key of a table, and is left out if there is no such table. A key that selects
+        tables gets the table of its value, with its defaults.
+        """
+        changed = {name: value for name, value in values.items() if "." not in name}
+        inner: dict[str, dict[str, object]] = {}
+        for name, value in values.items():
+            table, dot, rest = name.partition(".")
+            if dot and getattr(self, table) is not None:
+                inner.setdefault(table, {})[rest] = value
+        for table, own in inner.items():
+            changed[table] = getattr(self, table).with_values(own)
+        for choice, tables in self.choices().items():
+            if choice in values:
+                for name, attribute in tables.items():
+                    kind = table_of(type(self).model_fields[attribute])
+                    assert kind is not None
+                    usual = (getattr(self, attribute) or kind()) if name == values[choice] else None
+                    changed.setdefault(attribute, usual)
+        return self.model_copy(update=changed)
 
     def selecting(self, choice: str, name: str, table: Section | None, **keys: object) -> Self:
         """Return a copy in which a key selects another table, with other values of further keys unchecked."""

@@ -93,8 +93,8 @@ def objective_problems(deck: Deck) -> Iterator[Problem]:
                 "is not for pairs of answers, which a transformer learns from one token file (leave it out)"
             )
             yield Problem("objective.kind", f"{name} {sentence}", (name,))
-    if deck.communication.server != "none":
-        sentence = 'is not for servers and workers (communication.server = "none" would do)'
+    if deck.communication.server is not None:
+        sentence = "is not for servers and workers (leave [communication.server] out)"
         yield Problem("objective.kind", sentence, ("communication.server",))
     if deck.stability.z_loss:
         sentence = 'has no z-loss: stability.z_loss is for "next-token" (leave it out)'

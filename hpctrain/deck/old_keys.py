@@ -45,6 +45,24 @@ OLD_KEYS: Mapping[str, OldKey] = {
         f"optimizer.{name}": OldKey(f"optimizer.muon.{name}")
         for name in ("matrices", "match", "newton_schulz", "newton_schulz_steps", "others_rate")
     },
+    "communication.ratio": OldKey("communication.topk.ratio"),
+    "communication.rank": OldKey("communication.powersgd.rank"),
+    "communication.compress_between": OldKey("communication.{compress}.between"),
+    "communication.error_feedback": OldKey("communication.{compress}.error_feedback"),
+    "layout.replicas": OldKey("layout.local_steps.replicas", off=1),
+    "communication.outer": OldKey("layout.local_steps.outer", off="average"),
+    "communication.local_steps": OldKey("layout.local_steps.steps"),
+    "communication.outer_learning_rate": OldKey("layout.local_steps.diloco.learning_rate"),
+    "communication.outer_momentum": OldKey("layout.local_steps.diloco.momentum"),
+    "communication.fragments": OldKey("layout.local_steps.fragments"),
+    "communication.delay": OldKey("layout.local_steps.delay"),
+    "communication.blend": OldKey("layout.local_steps.blend"),
+    "communication.outer_format": OldKey("layout.local_steps.format"),
+    "communication.server": OldKey("communication.server.mode", off=NONE),
+    "communication.server_ranks": OldKey("communication.server.ranks"),
+    "communication.staleness": OldKey("communication.server.staleness"),
+    "communication.staleness_correction": OldKey("communication.server.correction"),
+    "communication.compensation": OldKey("communication.server.compensation"),
 }
 """Old full name -> new one. Keys that select tables stand before the keys of these tables."""
 

@@ -142,10 +142,10 @@ def _averaged(deck: Deck) -> Iterator[Problem]:
     if deck.learning_rate.decay != "constant":
         sentence = f'must be "constant" with {name}, whose average stands in for a decay of the rate'
         yield Problem("learning_rate.decay", sentence, ("optimizer.name",))
-    others = "layout.replicas", "communication.outer"
-    if deck.layout.replicas > 1 or deck.communication.outer == "diloco":
+    local_steps = deck.layout.local_steps
+    if local_steps is not None and local_steps.differ:
         sentence = "is not for replicas that part: an average of each one's is none of their outer model's"
-        yield Problem("optimizer.name", f'{sentence} ("adamw" would do)', others)
-    if deck.communication.server != "none":
+        yield Problem("optimizer.name", f'{sentence} ("adamw" would do)', ("layout.local_steps",))
+    if deck.communication.server is not None:
         sentence = "is not for servers, whose workers would evaluate the weights that they train, no average"
         yield Problem("optimizer.name", f'{sentence} ("adamw" would do)', ("communication.server",))

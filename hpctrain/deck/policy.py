@@ -238,8 +238,8 @@ def _others(deck: Deck) -> Iterator[Problem]:
             sentence = f"{name} is not for a model that learns from what it writes itself (leave it out)"
             yield Problem("objective.kind", sentence, (name,))
     wrong = {
-        "communication.server": deck.communication.server != "none",
-        "layout.replicas": deck.layout.replicas > 1,
+        "communication.server": deck.communication.server is not None,
+        "layout.local_steps": deck.layout.replicas > 1,
         "batch.ramp_from": deck.batch.ramp_from > 0,
         "model.dropout": deck.model.dropout > 0,
         "stability.z_loss": deck.stability.z_loss > 0,

@@ -12,7 +12,7 @@ from hpctrain.deck.key import extra, table_of
 from hpctrain.deck.key_messages import expected_value, row_section, unknown_section, value_type
 from hpctrain.deck.presets import PRESETS
 from hpctrain.deck.resume_rules import RESUME_RULES
-from hpctrain.deck.schema import fields, sections
+from hpctrain.deck.schema import fields, sections, tables
 from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError
 from hpctrain.table import table
@@ -63,8 +63,9 @@ def _tables(section: str) -> Iterator[tuple[str, str, Mapping[str, FieldInfo]]]:
         full = f"{section}.{key}"
         if row := row_section(field):
             yield f"  Keys of each [[{section}]], a table of {full}:", full, row.model_fields
-        if inner := table_of(field):
-            yield f"  Keys of [{full}], a table:", full, inner.model_fields
+    for name, kind in tables().items():
+        if name.startswith(f"{section}."):
+            yield f"  [{name}]  {kind.__doc__}", name, fields(name)
 
 
 def _section_table(section: str, keys: Mapping[str, FieldInfo]) -> Iterator[str]:

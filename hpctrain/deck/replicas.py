@@ -9,7 +9,7 @@ from hpctrain.words import counted
 
 def may_part(deck: Deck) -> bool:
     """Whether a deck is one of replicas, of which perhaps one is left."""
-    return in_replicas(deck) or deck.communication.local_steps > 1
+    return deck.layout.local_steps is not None and (in_replicas(deck) or deck.layout.steps_between_syncs > 1)
 
 
 def with_ranks(deck: Deck, before: Deck, ranks_before: int, ranks: int) -> tuple[Deck, str]:
@@ -53,10 +53,10 @@ def _with(deck: Deck, replicas: int, ranks: int) -> tuple[Deck, str]:
     data = ranks // (layout.pipeline * layout.tensor * layout.context)
     sizes = {"global_size": batch.global_size, "ramp_from": batch.ramp_from}
     sentence = f"{counted(ranks, 'rank')} make{'s' * (ranks == 1)} {counted(replicas, 'replica')}"
-    sentence += f", where layout.replicas was {layout.replicas}"
+    sentence += f", where layout.local_steps.replicas was {layout.replicas}"
     for name, size in sizes.items() if data else ():
         if size % (batch.micro_size * data):
             sizes[name] = size * replicas // layout.replicas
             sentence += f"; batch.{name} becomes {sizes[name]}, as much for each as before"
     given = {} if layout.data is None else {"data": data}
-    return deck.with_keys(layout={"replicas": replicas, **given}, batch=sizes), sentence
+    return deck.with_keys(layout={"local_steps.replicas": replicas, **given}, batch=sizes), sentence

@@ -366,6 +366,45 @@ class Data(Section):
     validation: float = key("Share of the sequences held out for evaluation.", 0.01, ge=0, lt=1)
 
 
+class DilocoTable(Section):
+    """DiLoCo (arXiv 2311.08105): an outer optimizer with Nesterov momentum."""
+
+    learning_rate: float = key("Learning rate of the outer step.", 0.7, gt=0, le=1000)
+    momentum: float = key("Momentum of the outer step.", 0.9, ge=0, lt=1)
+
+
+class LocalStepsTable(Section):
+    """Replicas that make several steps by themselves between two synchronizations."""
+
+    replicas: int = key("Number of replicas, which are groups of data ranks with the same layout.", 1, ge=1)
+    steps: int = key("Steps of each replica between two synchronizations.", 1, unit="steps", ge=1)
+    outer: Literal["average", "diloco"] = key(
+        "Outer step of a synchronization: the mean of weights, or DiLoCo's step towards it.",
+        "average",
+    )
+    fragments: int = key(
+        "Parts of the model, made of alternate blocks, that are synchronized in different steps.", 1, ge=1
+    )
+    delay: int = key(
+        "Steps that replicas make while a synchronization is in flight; then it takes effect.",
+        0,
+        unit="steps",
+        ge=0,
+    )
+    blend: float = key(
+        "Share of a replica's own weights that it keeps at a synchronization.", 0.0, ge=0, le=1
+    )
+    format: Literal["fp32", "bf16", "int8", "int4"] = key(
+        "Format of the weight differences that are sent; int8 and int4 have a scale for every 256.", "fp32"
+    )
+    diloco: DilocoTable | None = table("Keys of the outer optimizer.", chosen_by="outer")
+
+    @property
+    def differ(self) -> bool:
+        """True if there is an outer model: several replicas, or one with outer steps."""
+        return self.replicas > 1 or self.diloco is not None
+
+
 class Layout(Section):
     """How the ranks share the work: ranks = pipeline x data x context x tensor.
 
@@ -415,11 +454,6 @@ class Layout(Section):
         unit="ranks",
         derived="all data x context ranks",
     )
-    replicas: int = key(
-        "Parts of the data ranks that train by themselves for communication.local_steps, laid out alike.",
-        1,
-        ge=1,
-    )
     sequence_parallel: bool = key("Whether norms and residuals are split over the tensor ranks too.", False)
     context_form: Literal["ring", "all_to_all"] = key(
         "How context ranks attend: keys and values travel a ring, or heads are exchanged for sequence.",
@@ -428,6 +462,20 @@ class Layout(Section):
     chosen: tuple[str, ...] = key(
         "Keys that auto chose for a run, which --set layout=auto leaves open again.", (), strict=False
     )
+    local_steps: LocalStepsTable | None = table(
+        "Replicas that train by themselves for some steps and then exchange weights (Local SGD, DiLoCo).",
+        derived="none: gradients are summed over all data ranks in every step",
+    )
+
+    @property
+    def replicas(self) -> int:
+        """Number of replicas that train by themselves; 1 without local steps."""
+        return 1 if self.local_steps is None else self.local_steps.replicas
+
+    @property
+    def steps_between_syncs(self) -> int:
+        """Number of steps between two synchronizations of replicas; 1 without local steps."""
+        return 1 if self.local_steps is None else self.local_steps.steps
 
 
 class Memory(Section):
@@ -718,7 +766,7 @@ class Deck(Section):
     def with_keys(self, **sections: Mapping[str, object] | Section) -> Deck:
         """Return the deck with other values of keys, or other sections; nothing is checked."""
         changed = {
-            name: keys if isinstance(keys, Section) else getattr(self, name).model_copy(update=dict(keys))
+            name: keys if isinstance(keys, Section) else getattr(self, name).with_values(keys)
             for name, keys in sections.items()
         }
         return self.model_copy(update=changed)

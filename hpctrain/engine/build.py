@@ -123,9 +123,9 @@ def make_mesh(deck: Deck, world: World) -> Mesh:
     """The mesh of a deck; HpctrainError on all ranks where it does not fit the world, has servers, or models
     on ranks of their own.
     """
-    if deck.communication.server != "none":
+    if deck.communication.server is not None:
         sentence = 'is for `hpctrain run` and `resume` ("none" would do here)'
-        raise HpctrainError(deck.problem("communication.server", sentence))
+        raise HpctrainError(deck.problem("communication.server.mode", sentence))
     require_undivided(deck, "is for `hpctrain run` and `resume`")
     transport = choose_link(deck, world)
     return Mesh(world, axis_sizes(deck, world.size), transport=transport)

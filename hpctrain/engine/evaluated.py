@@ -46,9 +46,9 @@ def evaluated_deck(
     batch = {"global_size": deck.batch.micro_size * ranks, "ramp_from": 0, "ramp_steps": 0}
     deck = deck.with_keys(
         batch=batch,
-        layout={"data": None, "replicas": 1, "auto": False},
+        layout={"data": None, "local_steps": None, "auto": False},
         memory={"optimizer": "device", "parameters": "device", "activations": "keep"},
-        communication={"server": "none", "compress": "none", "local_steps": 1, "outer": "average"},
+        communication={"server": None, "compress": "none"},
         run={"noise_scale_steps": 0},
         objective={} if deck.objective.kind in kept else {"kind": "next-token"},
         machine={"compile": False},

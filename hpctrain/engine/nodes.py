@@ -30,13 +30,13 @@ def ranks_of_node(mesh: NodeMesh, group: Group) -> int:
 
 
 def cut_by_node(deck: Deck, mesh: NodeMesh) -> Callable[[Group], NodePeers | None]:
-    """What makes the NodePeers of ranks that train on other tokens, where `communication.compress_between`
+    """What makes the NodePeers of ranks that train on other tokens, where `between = "nodes"`
     asks for them. Collective, as is what it makes.
 
     HpctrainError on all ranks where nodes do not have as many ranks of each such group: tied embeddings, and
     what tensor ranks have in common, are to become the same by every one of them.
     """
-    if deck.communication.compress_between == "ranks":
+    if not deck.communication.compresses_between_nodes:
         return lambda _: None
     dense = mesh.group(*OTHER_TOKENS)
     groups = [dense, mesh.group("expert_data")] if deck.model.experts else [dense]
@@ -47,6 +47,8 @@ def cut_by_node(deck: Deck, mesh: NodeMesh) -> Callable[[Group], NodePeers | Non
     for group, size in zip(groups, sizes, strict=True):
         if not size:
             sentence = f"needs as many {group.name.replace('_', ' ')} ranks on every node"
-            raise HpctrainError(deck.problem("communication.compress_between", sentence))
+            raise HpctrainError(
+                deck.problem(f"communication.{deck.communication.compress}.between", sentence)
+            )
     size_of = dict(zip(groups, sizes, strict=True))
     return lambda group: NodePeers(*mesh.cut(group, size_of[group], "nodes"))

@@ -15,6 +15,7 @@ from typing_extensions import override
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.work import Work
 from hpctrain.comm.world import World
+from hpctrain.deck.check_server import server_ranks
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import choose_link
 from hpctrain.engine.offload import OffloadSettings
@@ -90,7 +91,7 @@ class ServerRoles:
     @staticmethod
     def of(deck: Deck, ranks: int) -> ServerRoles:
         """Those of a deck on so many ranks."""
-        return ServerRoles(deck.communication.server_ranks, ranks - deck.communication.server_ranks)
+        return ServerRoles(server_ranks(deck), ranks - server_ranks(deck))
 
     def serves(self, rank: int) -> bool:
         """Whether a rank is a server."""
@@ -112,6 +113,6 @@ class ServerRoles:
 def serving(deck: Deck) -> Deck:
     """The deck as its servers hold the model: slices of all, cut over them."""
     return deck.with_keys(
-        layout={"zero": 3 if deck.communication.server_ranks > 1 else 2},
+        layout={"zero": 3 if server_ranks(deck) > 1 else 2},
         memory={"keep_gathered": 0, "accumulate": "whole"},
     )

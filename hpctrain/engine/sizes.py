@@ -45,12 +45,11 @@ def on_one_rank(deck: Deck) -> Deck:
         "sequence_parallel": False,
         "zero": 0,
         "zero_group": None,
-        "replicas": 1,
+        "local_steps": None,
     }
     return deck.with_keys(
         layout=layout,
         memory={"optimizer": "device", "parameters": "device"},
-        communication={"local_steps": 1, "outer": "average"},
         run={"noise_scale_steps": 0},
     )
 

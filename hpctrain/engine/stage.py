@@ -85,12 +85,14 @@ class OuterChoice(NamedTuple):
     @staticmethod
     def of(deck: Deck) -> OuterChoice:
         """The deck's."""
-        return OUTERS[deck.communication.outer if in_replicas(deck) else "every_step"]
+        steps = deck.layout.local_steps
+        return OUTERS["every_step" if steps is None or not steps.differ else steps.outer]
 
 
 def make_local_steps(deck: Deck, stage: Stage) -> LocalSteps:
     """What replicas do that part for some steps: both outers of a deck, by their rules."""
-    keys = deck.communication
+    keys = deck.layout.local_steps
+    assert keys is not None
     blocks = {
         parameter: model.span.first + number
         for model in stage.models
@@ -98,10 +100,10 @@ def make_local_steps(deck: Deck, stage: Stage) -> LocalSteps:
         for parameter in block.own
     }
     fragments = fragments_of(stage.buckets, blocks, keys.fragments)
-    timing = FragmentSchedule(keys.local_steps, keys.fragments, keys.delay, keys.warmup)
-    mean = keys.outer == "average"
-    rule = OuterOptimizer() if mean else OuterOptimizer(keys.outer_learning_rate, keys.outer_momentum)
-    return LocalSteps(stage.buckets, fragments, timing, rule, keys.blend, FORMATS[keys.outer_format])
+    timing = FragmentSchedule(keys.steps, keys.fragments, keys.delay, deck.communication.warmup)
+    outer = keys.diloco
+    rule = OuterOptimizer() if outer is None else OuterOptimizer(outer.learning_rate, outer.momentum)
+    return LocalSteps(stage.buckets, fragments, timing, rule, keys.blend, FORMATS[keys.format])
 
 
 OUTERS: Mapping[str, OuterChoice] = {
@@ -110,7 +112,7 @@ OUTERS: Mapping[str, OuterChoice] = {
     "diloco": OuterChoice(make_local_steps, apart=True),
 }
 """Each ReplicaSync by its name: "every_step" where replicas are not to part, or else
-`communication.outer`."""
+`layout.local_steps.outer`."""
 
 
 @dataclass

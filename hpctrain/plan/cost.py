@@ -41,7 +41,7 @@ def form_seconds(deck: Deck, plain: Deck, ranks: int, vocabulary: int, ranks_per
 
     Workers of servers compute no more than others.
     """
-    if deck.communication.server != "none":
+    if deck.communication.server is not None:
         return 0.0
     if not on_host(device_kind(deck.run.device)):
         return None
@@ -63,7 +63,7 @@ def _with_layers(shape: ModelShape, layers: int) -> ModelShape:
 def _seconds(deck: Deck, shape: ModelShape, ranks: int, ranks_per_node: int) -> float:
     """Of a step's sums and of what replicas do, the mean over the steps between their meetings."""
     stage = _build(steady(deck), shape, ranks, ranks_per_node)
-    weights, period = PlannedWeights(stage), deck.communication.local_steps
+    weights, period = PlannedWeights(stage), deck.layout.steps_between_syncs
     stage.outer.begin(weights)
 
     def meet() -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from hpctrain.deck.check_server import server_ranks
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
-from hpctrain.plan.choices import PLAIN
 from hpctrain.plan.links import LinkedStep, break_even, linked_step, measured_step
 from hpctrain.plan.served import plan_served_traffic
 from hpctrain.plan.traffic import TrafficPlan, plan_traffic
@@ -104,7 +103,8 @@ class OtherForm:
 
 def exact_form(deck: Deck) -> Deck:
     """The deck with exact sums in every step."""
-    return deck.with_keys(communication=PLAIN, layout={"replicas": 1})
+    exact = {"compress": "none", "warmup": 0, "server": None}
+    return deck.with_keys(communication=exact, layout={"local_steps": None})
 
 
 def plan_form(
@@ -125,7 +125,7 @@ def plan_form(
     computing = ranks - server_ranks(deck)  # as many ranks compute without servers
 
     def planned(form: Deck) -> TrafficPlan:
-        if form.communication.server != "none":
+        if form.communication.server is not None:
             return plan_served_traffic(form, ranks, vocabulary, ranks_per_node)
         return plan_traffic(form, computing, vocabulary, ranks_per_node)
 

@@ -66,7 +66,7 @@ class Holding:
 
     def memory(self, deck: Deck) -> MemoryPlan:
         """What every rank holds. HpctrainError as a run would."""
-        plan = plan_run_memory if deck.communication.server == "none" else plan_served
+        plan = plan_run_memory if deck.communication.server is None else plan_served
         return plan(
             self.with_products(deck), self.ranks, self.vocabulary, self.libraries(deck), self._nodes(deck)
         )

@@ -159,7 +159,8 @@ def plan_memory(
     """
     sizes = axis_sizes(deck, ranks)
     architecture = architecture_of(deck, vocabulary)
-    nodes = {"layout.zero_group": "node", "communication.compress_between": "nodes"}
+    between = f"communication.{deck.communication.compress}.between"
+    nodes = {"layout.zero_group": "node"} | ({between: "nodes"} if deck.communication.compression else {})
     asking = [key for key, value in nodes.items() if deck.value(key) == value]
     if asking and ranks_per_node is None:
         needed = "the plan needs to know a node's ranks: give --ranks-per-node N"

@@ -102,13 +102,14 @@ def plan_served(
     buckets = stage.buckets
     own = sum(bucket.own.stop - bucket.own.start for bucket in buckets)
     value, gradient = buckets[0].dtype.itemsize, buckets[0].gradient_dtype.itemsize
-    keys = deck.communication
-    steps = {"sync": 1, "stale": keys.staleness + 1}.get(keys.server)
+    keys = deck.communication.server
+    assert keys is not None
+    steps = {"sync": 1, "stale": keys.staleness + 1}.get(keys.mode)
     # Pushes that wait for others of their step, and parameters on their way to workers.
     kept = gradient * (1 if steps is None else steps * roles.workers)
     sent = value * (roles.workers if steps != 1 else 1)
     # What was pulled, of as many versions as may be told apart, and what it is compared with.
-    backups = 4 * ((steps or roles.workers) + 1) if keys.staleness_correction == "compensate" else 0
+    backups = 4 * ((steps or roles.workers) + 1) if keys.correction == "compensate" else 0
     server = MemoryAccount(
         value_bytes(buckets),
         gradient_bytes(buckets),

@@ -203,8 +203,12 @@ def _steps(
     """Return what buckets and replicas move in each of the repeating steps, and what each update moves."""
     # How often gradients are summed does not depend on the micro-batches, but where they are cut.
     schedule = plain(schedule, 1) if deck.layout.zero < 2 else schedule
-    keys = deck.communication
-    weights, period, delay = PlannedWeights(stage), keys.local_steps, keys.delay
+    local = deck.layout.local_steps
+    weights, period, delay = (
+        PlannedWeights(stage),
+        deck.layout.steps_between_syncs,
+        local.delay if local else 0,
+    )
     everything = sum(bucket.length for bucket in stage.buckets)
     listener.begun = lambda: sum(b.length for b in stage.buckets if b.final) / everything
     with META:

@@ -57,9 +57,9 @@ def require_comparable(one: ComparedRun, other: ComparedRun) -> None:
                 f"{run.path}: has no checkpoint{why}, so that it cannot be replayed; `--no-replay` compares "
                 "what is recorded"
             )
-        if run.deck.communication.server != "none":
+        if run.deck.communication.server is not None:
             sentence = "is for runs that can be replayed (`--no-replay` compares what is recorded)"
-            raise HpctrainError(run.deck.problem("communication.server", sentence))
+            raise HpctrainError(run.deck.problem("communication.server.mode", sentence))
         if run.deck.objective.kind in POLICIES:
             sentence = (
                 "learns from what it writes itself, which no other run's steps can be replayed beside "

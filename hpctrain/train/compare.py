@@ -169,7 +169,7 @@ def _here(world: World, run: ComparedRun, step: int) -> tuple[Deck, str]:
         problems = world_problems(deck, world.size)
         if not problems:
             return deck, ""
-        if deck.layout.replicas > 1 or deck.communication.local_steps > 1:
+        if deck.layout.replicas > 1 or deck.layout.steps_between_syncs > 1:
             raise HpctrainError(
                 f"{run.path}: has replicas that are apart, which {counted(world.size, 'rank')} cannot be: "
                 f"{problems[0].sentence}; start as many ranks as it had"

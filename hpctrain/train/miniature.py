@@ -16,6 +16,7 @@ from torch import nn
 from hpctrain.comm.mesh import Mesh
 from hpctrain.deck.adapters import Adapters
 from hpctrain.deck.check_local_steps import in_replicas
+from hpctrain.deck.communication import PowerSgdTable, RoundedTable, SignTable, TopKTable
 from hpctrain.deck.optimizer import (
     AdafactorTable,
     AdamMiniTable,
@@ -26,7 +27,7 @@ from hpctrain.deck.optimizer import (
     ScheduleFreeTable,
     SgdTable,
 )
-from hpctrain.deck.schema import Deck
+from hpctrain.deck.schema import Deck, LocalStepsTable
 from hpctrain.engine.patterns import check_patterns
 from hpctrain.engine.place import pipeline_form, split_by_flops
 from hpctrain.errors import HpctrainError
@@ -137,13 +138,13 @@ def has_residuals(deck: Deck) -> bool:
 
     Then the compressed sum and the residuals of all ranks together are the exact sum.
     """
-    keys = deck.communication
-    if keys.compress_between != "ranks" or deck.model.module is not None or in_replicas(deck):
+    form = deck.communication.compression
+    if form is None or form.between == "nodes" or deck.model.module is not None or in_replicas(deck):
         return False
-    if keys.compress == "topk":
+    if isinstance(form, TopKTable):
         _, rule = _smooth_rule(deck.optimizer.rule)
         return not isinstance(rule, SgdTable) or not rule.momentum
-    return keys.compress in {"bf16", "int8", "sign", "powersgd"} and keys.error_feedback
+    return isinstance(form, RoundedTable | SignTable | PowerSgdTable) and form.error_feedback
 
 
 def with_fp8_products(deck: Deck, small: Deck) -> Deck:
@@ -165,23 +166,19 @@ def with_outer_steps(deck: Deck, small: Deck) -> tuple[Deck, Deck]:
     With plain gradient descent, the mean of the replicas' steps equals one step with the mean gradient. An
     outer step with momentum equals a step of Nesterov momentum with the mean gradient.
     """
-    keys = deck.communication
+    keys = deck.layout.local_steps
+    assert keys is not None
+    every_step = LocalStepsTable(replicas=keys.replicas)
     plain = small.optimizer.selecting("name", "sgd", SgdTable(), weight_decay=0.0, clip=0.0)
     replicas = small.with_keys(
         optimizer=plain,
-        communication={
-            "warmup": 0,
-            "local_steps": 1,
-            "fragments": 1,
-            "delay": 0,
-            "blend": 0.0,
-            "outer_format": "fp32",
-        },
+        communication={"warmup": 0},
+        layout={"local_steps": every_step.selecting("outer", keys.outer, keys.diloco)},
     )
-    if keys.outer != "diloco":
+    if (outer := keys.diloco) is None:
         return replicas, replicas
-    step = SgdTable(momentum=keys.outer_momentum, nesterov=bool(keys.outer_momentum))
-    rate = {"peak": _RATE * keys.outer_learning_rate}
+    step = SgdTable(momentum=outer.momentum, nesterov=outer.momentum > 0)
+    rate = {"peak": _RATE * outer.learning_rate}
     return replicas, replicas.with_keys(optimizer={"sgd": step}, learning_rate=rate)
 
 

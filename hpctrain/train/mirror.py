@@ -93,7 +93,7 @@ def begin_mirrors(deck: Deck, world: World, checkpoints: Checkpoints, state: Tra
     swept = world.everyone.all_gather_object(sweep_mirrors() if world.local_rank == 0 else [])
     if removed := [name for names in swept for name in names]:
         log.info("removed what ended runs had mirrored in memory: %s", ", ".join(removed))
-    if not deck.checkpoint.mirror or deck.communication.server != "none":
+    if not deck.checkpoint.mirror or deck.communication.server is not None:
         return []
     if len(set(nodes_of(world, deck))) == 1:
         log.warning("checkpoint.mirror: no neighbour node is left: this run goes on without a mirror")

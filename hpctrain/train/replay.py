@@ -151,10 +151,10 @@ def _row(expected: RecordedLoss, replayed: float) -> str:
 
 def refuse_other_order(deck: Deck) -> None:
     """HpctrainError where no run makes the updates of another one."""
-    keys = deck.communication
-    if keys.server == "async" or (keys.server == "stale" and keys.staleness):
+    keys = deck.communication.server
+    if keys is not None and (keys.mode == "async" or (keys.mode == "stale" and keys.staleness)):
         sentence = "has updates in an order that no other run has; no recorded loss can come out again"
-        raise HpctrainError(deck.problem("communication.server", sentence))
+        raise HpctrainError(deck.problem("communication.server.mode", sentence))
 
 
 def _refuse_other_samples(original: Deck, deck: Deck) -> None:

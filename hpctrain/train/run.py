@@ -324,7 +324,7 @@ def open_run(
     world.ledger.activity = "opening the files for evaluation"
     held_out = open_held_out(deck, world, corpus)
     compared = compare_corpus(world, deck, corpus, checkpoint)
-    if deck.communication.server != "none":
+    if deck.communication.server is not None:
         return _open_served(world, deck, corpus, held_out, checkpoint, clear, limit, compared)
     world.ledger.activity = "planning the layout"
     deck = with_functions(deck, world)
@@ -481,7 +481,7 @@ def resume(
             deck = stored_deck(state, path, [f"run.dir={path.parent.parent}", *overrides], trust)
             require_trusted(deck, path, trust)
         deck, chose = choose_layout(world, deck)
-        given = deck.sources.place("layout.replicas").override is not None
+        given = deck.sources.place("layout.local_steps.replicas").override is not None
         said = chose, *taken.sentences
         return _go_on(world, deck, path, state, signals, replayed, not given, said, make)
 

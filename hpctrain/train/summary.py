@@ -125,7 +125,8 @@ def _sums(deck: Deck, engine: Engine) -> list[str]:
         return [f"{form} has no effect: with {warmup} all {counted(deck.run.steps, 'step')} are exact"]
     if sharding.nodes is not None and sharding.nodes.between.size == 1:
         return [
-            'communication.compress_between = "nodes": all of these ranks are on one, where sums are exact'
+            f'communication.{keys.compress}.between = "nodes": all of these ranks are on one node, '
+            "where sums are exact"
         ]
     among = (
         f"{sharding.group.size} ranks" if sharding.nodes is None else f"{sharding.nodes.between.size} nodes"
@@ -136,12 +137,12 @@ def _sums(deck: Deck, engine: Engine) -> list[str]:
 
 def _meetings(deck: Deck, engine: Engine) -> list[str]:
     """When replicas meet, and which steps are after that."""
-    keys, replicas = deck.communication, engine.replica[1]
-    if replicas == 1:
+    keys, replicas = deck.layout.local_steps, engine.replica[1]
+    if replicas == 1 or keys is None:
         return []
     who = f"{counted(replicas, 'replica')} of {counted(engine.world.size // replicas, 'rank')}"
-    line = f"{who} meet every {counted(keys.local_steps, 'step')} ({keys.outer})"
-    timing = FragmentSchedule(keys.local_steps, keys.fragments, keys.delay, keys.warmup)
+    line = f"{who} meet every {counted(keys.steps, 'step')} ({keys.outer})"
+    timing = FragmentSchedule(keys.steps, keys.fragments, keys.delay, deck.communication.warmup)
     if left := max(timing.behind(deck.run.steps)):
         part = " of a part of the model" if keys.fragments > 1 else ""
         line += (

@@ -28,13 +28,19 @@ def problems(*overrides: str, ranks: int | None = None) -> list[str]:
     [
         (
             ["local_steps=4"],
-            "communication.local_steps=4: has no effect with layout.replicas = 1: there",
+            "communication.local_steps=4: has no effect without [layout.local_steps]",
         ),
-        (["outer_format=int8"], "communication.outer_format=int8: has no effect with layout.replicas = 1"),
-        (["replicas=2", "outer_momentum=0.5"], "communication.outer_momentum=0.5: has no effect on"),
+        (
+            ["outer_format=int8"],
+            "communication.outer_format=int8: has no effect without [layout.local_steps]",
+        ),
+        (
+            ["replicas=2", "outer_momentum=0.5"],
+            "communication.outer_momentum=0.5: has no effect with layout.local_steps.outer",
+        ),
         (
             ["replicas=2", "layout.zero=1", "layout.zero_group=2"],
-            "layout.zero_group=2: cannot be with layout.replicas = 2: layout.zero cuts within each replica",
+            "layout.zero_group=2: cannot be with layout.local_steps.replicas = 2",
         ),
         (
             ["replicas=2", "local_steps=9", "fragments=3"],
@@ -42,15 +48,15 @@ def problems(*overrides: str, ranks: int | None = None) -> list[str]:
         ),
         (
             ["replicas=2", "fragments=2"],
-            "communication.fragments=2: must be at most communication.local_steps = 1: each has a step",
+            "communication.fragments=2: must be at most layout.local_steps.steps = 1: each has a step",
         ),
         (
             ["replicas=2", "compress=int8", "compress_between=nodes"],
-            "communication.compress_between=nodes: cannot be with layout.replicas = 2: sums are compressed",
+            "communication.compress_between=nodes: cannot be with layout.local_steps.replicas = 2",
         ),
         (
             ["replicas=2", "local_steps=3", "delay=3"],
-            "communication.delay=3: must be below communication.local_steps = 3: what is under way arrives",
+            "communication.delay=3: must be below layout.local_steps.steps = 3: what is under way arrives",
         ),
     ],
 )
@@ -105,10 +111,10 @@ def test_ranks_that_do_not_fit(overrides: list[str], ranks: int, told: str) -> N
 
 def test_a_stored_deck_may_have_one_replica_left() -> None:
     """Its keys wait for others to join."""
-    deck = parse_deck(DECK, ["layout.replicas=2", "communication.local_steps=5"])
-    text = deck_text(deck.with_keys(layout={"replicas": 1}))
+    deck = parse_deck(DECK, ["layout.local_steps.replicas=2", "layout.local_steps.steps=5"])
+    text = deck_text(deck.with_keys(layout={"local_steps.replicas": 1}))
     left = parse_deck(text, includes=False)
-    assert left.communication.local_steps == 5
+    assert left.layout.steps_between_syncs == 5
     check_world(left, 1)
     with pytest.raises(HpctrainError, match="there is no other replica"):
         parse_deck(text)

@@ -56,15 +56,16 @@ def test_sizes_of_our_families_are_refused(key: str) -> None:
     assert problems(f"model.{key}") == ["is of our own families (leave it out; a module has arguments)"]
 
 
-@pytest.mark.parametrize("key", ["context", "expert", "replicas"])
+@pytest.mark.parametrize("key", ["context", "expert"])
 def test_axes_that_come_later_are_refused_in_a_sentence(key: str) -> None:
-    (told,) = problems(f"layout.{key}=2", "communication.local_steps=4" * (key == "replicas"))[:1]
+    (told,) = problems(f"layout.{key}=2")[:1]
     assert told.endswith("(1 would do with model.module)")
 
 
 @pytest.mark.parametrize(
     "change",
     [
+        "layout.local_steps.replicas=2",
         "memory.activations=disk",
         "memory.activation_format=int8",
         "communication.compress=int8",

@@ -29,12 +29,15 @@ def test_what_can_be_measured(overrides: list[str]) -> None:
     [
         (
             ["communication.server=sync"],
-            'communication.server = "sync", whose workers do not make steps together',
+            'communication.server.mode = "sync", whose workers do not make steps together',
         ),
-        (["layout.replicas=2"], "layout.replicas = 2, as gradients are not summed over all data ranks then"),
+        (
+            ["layout.replicas=2"],
+            "layout.local_steps.replicas = 2, as gradients are not summed over all data ranks then",
+        ),
         (
             ["communication.outer=diloco"],
-            'communication.outer = "diloco", as gradients are not summed over all data ranks then',
+            'layout.local_steps.outer = "diloco", as gradients are not summed over all data ranks then',
         ),
         (
             ["communication.compress=sign"],

@@ -91,7 +91,7 @@ def test_products_in_8_bits_that_can_be(overrides: list[str]) -> None:
         ),
         (
             [*FP8, "precision.fp8=row", "precision.fp8_watch=4", "communication.server=sync"],
-            'precision.fp8_watch=4: must be 0 with communication.server = "sync": workers make steps by '
+            'precision.fp8_watch=4: must be 0 with communication.server.mode = "sync": workers make steps by '
             "themselves, and nobody has the counts of all",
         ),
         (
@@ -108,8 +108,8 @@ def test_products_in_8_bits_that_can_be(overrides: list[str]) -> None:
         ),
         (
             [*FP8, "precision.fp8=delayed", "communication.server=async"],
-            'precision.fp8=delayed: does not go with communication.server = "async": its scales follow steps '
-            'that all ranks make together ("tensor", "row", "block" or "mx" would do)',
+            'precision.fp8=delayed: does not go with communication.server.mode = "async": its scales '
+            'follow steps that all ranks make together ("tensor", "row", "block" or "mx" would do)',
         ),
         (
             [*FP8, *WIDE, "precision.fp8=block", "layout.tensor=8"],

@@ -15,24 +15,24 @@ SCALE = "communication.staleness_correction=scale"
 @pytest.mark.parametrize(
     ("keys", "sentence"),
     [
-        (["communication.server_ranks=2"], 'has no effect with communication.server = "none"'),
-        (["communication.staleness=3"], 'has no effect with communication.server = "none"'),
-        ([SCALE], 'has no effect with communication.server = "none"'),
-        ([SERVER, "communication.staleness=3"], 'is for communication.server = "stale", not "async"'),
+        (["communication.server_ranks=2"], "has no effect without [communication.server]"),
+        (["communication.staleness=3"], "has no effect without [communication.server]"),
+        ([SCALE], "has no effect without [communication.server]"),
+        ([SERVER, "communication.staleness=3"], 'is for communication.server.mode = "stale", not "async"'),
         (
             ["communication.server=sync", SCALE],
-            'has no effect with communication.server = "sync", where nothing is stale',
+            'has no effect with communication.server.mode = "sync", where nothing is stale',
         ),
         (
             ["communication.server=stale", "communication.staleness=0", SCALE],
-            "has no effect with communication.staleness = 0, where nothing is stale",
+            "has no effect with communication.server.staleness = 0, where nothing is stale",
         ),
         (
             [SERVER, "communication.compensation=0.5"],
-            'is for communication.staleness_correction = "compensate"',
+            'is for communication.server.correction = "compensate"',
         ),
         ([SERVER, "communication.compress=sign"], 'pushes travel as they are ("none" would do)'),
-        ([SERVER, "communication.outer=diloco"], 'of their own to go on with ("average" would do)'),
+        ([SERVER, "communication.outer=diloco"], "of their own to go on with (leave it out)"),
         ([SERVER, "layout.zero=1"], "the servers have a slice of all state each anyway (0 would do)"),
         ([SERVER, "layout.tensor=2"], "a worker is one rank, which has the whole model (1 would do)"),
         ([SERVER, "layout.pipeline=2"], "a worker is one rank, which has the whole model (1 would do)"),

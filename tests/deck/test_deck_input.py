@@ -166,8 +166,8 @@ def test_overrides_are_toml_or_bare_text() -> None:
         (
             "layout.a.b=2",
             "--set layout.a.b=2: unknown key; [layout] has auto, data, tensor, context, expert, "
-            "expert_tensor, pipeline, schedule, chunks, split, zero, zero_group, replicas, "
-            "sequence_parallel, context_form, chosen",
+            "expert_tensor, pipeline, schedule, chunks, split, zero, zero_group, "
+            "sequence_parallel, context_form, chosen, local_steps",
         ),
     ],
 )

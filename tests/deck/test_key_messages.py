@@ -23,7 +23,8 @@ from tests.deck.small_text import SMALL, changed, problems
         (
             "sequence = 64",
             "sequence = 64\nsteps = 2",
-            "deck.toml:19: batch.steps = 2: unknown key (did you mean run.steps?)",
+            "deck.toml:19: batch.steps = 2: unknown key "
+            "(did you mean run.steps or layout.local_steps.steps?)",
         ),
         (
             "sequence = 64",

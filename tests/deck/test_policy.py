@@ -230,7 +230,7 @@ OTHERS = {
     "data.mixture": ["data.mixture=[{tokens='a.h5', weight=1}]"],
     "run.tokens": ["run.tokens=100000"],
     "communication.server": ["communication.server=async"],
-    "layout.replicas": ["layout.replicas=2"],
+    "layout.local_steps": ["layout.replicas=2"],
     "model.dropout": ["model.dropout=0.1"],
     "batch.ramp_from": ["batch.ramp_from=4", "batch.ramp_steps=4"],
     "stability.z_loss": ["stability.z_loss=1e-4"],

@@ -13,7 +13,7 @@ def test_a_replica_keeps_its_ranks() -> None:
     deck = small_deck(*KEYS, "layout.tensor=2", "layout.data=4")
     three, sentence = with_ranks(deck, deck, 8, 6)
     assert (three.layout.replicas, three.layout.data, three.batch.global_size) == (3, 3, 48)
-    begun = "6 ranks make 3 replicas, where layout.replicas was 4; "
+    begun = "6 ranks make 3 replicas, where layout.local_steps.replicas was 4; "
     assert sentence == begun + "each goes on from the outer model, with the optimizer state of one of the 4"
     check_world(three, 6)
     one, _ = with_ranks(three, three, 6, 2)
@@ -52,5 +52,8 @@ def test_a_run_begins_with_what_the_ranks_can_be_cut_into() -> None:
     deck = small_deck(*KEYS)
     assert begun_with(deck, 8) == (deck, "")
     three, sentence = begun_with(deck, 3)
-    assert three.layout.replicas == 3 and sentence == "3 ranks make 3 replicas, where layout.replicas was 4"
+    assert (
+        three.layout.replicas == 3
+        and sentence == "3 ranks make 3 replicas, where layout.local_steps.replicas was 4"
+    )
     assert begun_with(deck, 6)[0].layout.replicas == 3

@@ -82,7 +82,7 @@ def on_data_ranks(deck: Deck, ranks: int) -> Deck:
     usual: dict[str, dict[str, object]] = {
         "layout": layout | {"auto": False, "sequence_parallel": False, "zero": 0, "zero_group": None},
         "batch": {"global_size": deck.batch.micro_size * ranks, "ramp_from": 0},
-        "communication": {"server": "none"},
+        "communication": {"server": None},
         "run": {"noise_scale_steps": 0},
     }
     for key, value in TIMED.items():

@@ -68,9 +68,9 @@ def rehearse_deck(
     own.
     """
     began, deck = perf_counter(), plan.deck
-    if deck.communication.server != "none":
+    if deck.communication.server is not None:
         sentence = 'a step with servers is not rehearsed ("none" would do)'
-        raise HpctrainError(deck.problem("communication.server", sentence))
+        raise HpctrainError(deck.problem("communication.server.mode", sentence))
     require_undivided(deck, "a step of several models is not rehearsed")
     machine = deck.machine
     given = ranks_per_node or deck.communication.ranks_per_node

@@ -116,13 +116,13 @@ class RankStep:
 
         Replicas that make steps by themselves meet in it.
         """
-        recorder, keys = self.recorder, self.deck.communication
-        before = 2 * keys.local_steps - 1 if keys.local_steps > 1 else 0
+        recorder, period = self.recorder, self.deck.layout.steps_between_syncs
+        before = 2 * period - 1 if period > 1 else 0
         for _ in range(before):
             self._step(plain(schedule, 1), number, noted)
         if self.deck.layout.zero == 3:
             self._step(schedule, number, noted)  # by which the next one knows what is gathered next
-            self.weights.updates -= keys.local_steps > 1
+            self.weights.updates -= period > 1
         recorder.events.clear()
         recorder.listening = True
         self._step(schedule, number, noted)

@@ -182,9 +182,9 @@ def _search(
     explain: bool = True,
 ) -> Found:
     """HpctrainError where there is no layout, and, to `explain`, why."""
-    told = deck.communication
-    if told.server != "none" or deck.layout.replicas > 1:
-        key = "communication.server" if told.server != "none" else "layout.replicas"
+    if deck.communication.server is not None or deck.layout.replicas > 1:
+        is_served = deck.communication.server is not None
+        key = "communication.server.mode" if is_served else "layout.local_steps.replicas"
         raise HpctrainError(deck.problem(key, "layouts are searched where all ranks train as one"))
     deck = with_values(deck, {"layout.auto": False})
     deck = machine.of_deck(on_nodes_of(deck, wished.ranks_per_node))

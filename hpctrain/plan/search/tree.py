@@ -41,7 +41,7 @@ _NEUTRAL: Values = NO_ZERO | {
     "layout.schedule": "1f1b",
     "layout.chunks": 1,
     "layout.split": None,
-    "layout.replicas": 1,
+    "layout.local_steps": None,
 }
 """What of a layout layers do not ask for: any model has it."""
 

@@ -46,8 +46,8 @@ CAUSES = (
 TIMED: Mapping[str, object] = {
     "communication.compress": "none",
     "communication.emulate": None,
-    "communication.local_steps": 1,
-    "layout.replicas": 1,
+    "layout.local_steps.replicas": 1,
+    "layout.local_steps.steps": 1,
     "memory.activation_format": "exact",
     "optimizer.muon.matrices": ("blocks.*",),
     "precision.fp8_gather": False,
@@ -114,9 +114,9 @@ class StepPlan:
 
 def plan_step(deck: Deck, ranks: int, vocabulary: int, machine: Machine) -> StepPlan:
     """A step of a deck on so many ranks of a machine. HpctrainError as a run would."""
-    if deck.communication.server != "none":
+    if deck.communication.server is not None:
         sentence = "how long a step with servers takes is not planned: leave --machine out"
-        raise HpctrainError(deck.problem("communication.server", sentence))
+        raise HpctrainError(deck.problem("communication.server.mode", sentence))
     shape = ModelShape.of(deck, vocabulary)
     at = Arrangement.of(deck, ranks, deck.machine.ranks_per_node or machine.ranks_per_node)
     placement = placed_by_flops(deck, shape, at.data)

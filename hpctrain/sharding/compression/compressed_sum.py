@@ -12,6 +12,7 @@ from torch import Tensor
 from hpctrain.comm.device import on_host
 from hpctrain.comm.group import Group
 from hpctrain.comm.work import SequentialWork, Work
+from hpctrain.deck.communication import RoundedTable
 from hpctrain.deck.schema import Deck
 from hpctrain.memory.compress import BLOCK
 from hpctrain.sharding.bucket import Bucket
@@ -186,7 +187,13 @@ class CompressedReduction(CodedSum):
     @staticmethod
     def of(codec: Codec) -> Callable[[Deck, Bucket], CompressedReduction]:
         """What makes one of a deck and a bucket."""
-        return lambda deck, bucket: CompressedReduction(bucket, codec, deck.communication.error_feedback)
+
+        def make(deck: Deck, bucket: Bucket) -> CompressedReduction:
+            form = deck.communication.compression
+            assert isinstance(form, RoundedTable)
+            return CompressedReduction(bucket, codec, form.error_feedback)
+
+        return make
 
     def begin(self, updates: int) -> None:
         """Begin a step."""

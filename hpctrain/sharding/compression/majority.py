@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hpctrain.deck.communication import SignTable
 from hpctrain.deck.schema import Deck
 from hpctrain.memory.compress import BLOCK
 from hpctrain.sharding.bucket import Bucket
@@ -46,8 +47,6 @@ class MajorityVote(CompressedReduction):
 
 def sign_sum(deck: Deck, bucket: Bucket) -> CompressedReduction:
     """Sums of signs whose errors are fed back, or without `error_feedback` majority votes."""
-    return (
-        CompressedReduction(bucket, Sign(), True)
-        if deck.communication.error_feedback
-        else MajorityVote(bucket)
-    )
+    form = deck.communication.compression
+    assert isinstance(form, SignTable)
+    return CompressedReduction(bucket, Sign(), True) if form.error_feedback else MajorityVote(bucket)

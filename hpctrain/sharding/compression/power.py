@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from hpctrain.comm.device import on_host
 from hpctrain.comm.work import SequentialWork, Work
+from hpctrain.deck.communication import PowerSgdTable
 from hpctrain.deck.schema import Deck
 from hpctrain.model.initialize import fill_normal
 from hpctrain.parallel.shard import Shard
@@ -166,7 +167,8 @@ class PowerSgd:
     @staticmethod
     def of(deck: Deck, bucket: Bucket) -> PowerSgd:
         """That of a deck."""
-        keys = deck.communication
+        keys = deck.communication.compression
+        assert isinstance(keys, PowerSgdTable)
         return PowerSgd(bucket, keys.rank, deck.run.seed, keys.error_feedback)
 
     @property

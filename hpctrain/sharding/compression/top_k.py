@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.work import SequentialWork, Work
+from hpctrain.deck.communication import TopKTable
 from hpctrain.deck.optimizer import SgdTable
 from hpctrain.deck.schema import Deck
 from hpctrain.sharding.bucket import Bucket
@@ -42,11 +43,12 @@ class TopK:
     @staticmethod
     def of(deck: Deck, bucket: Bucket) -> GradientReduction:
         """That of a deck; exact where everything would be sent, or a rank is alone without momentum."""
-        keys, rule = deck.communication, deck.optimizer.rule
+        keys, rule = deck.communication.compression, deck.optimizer.rule
+        assert isinstance(keys, TopKTable)
         momentum = rule.momentum if isinstance(rule, SgdTable) else 0.0
         if keys.ratio == 1 or (bucket.sharding.group.size == 1 and not momentum):
             return ExactReduction(bucket)
-        return TopK(bucket, keys.ratio, momentum, keys.warmup)
+        return TopK(bucket, keys.ratio, momentum, deck.communication.warmup)
 
     @property
     def scratch_bytes(self) -> int:

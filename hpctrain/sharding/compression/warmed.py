@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from torch import Tensor
 
 from hpctrain.comm.work import Work
+from hpctrain.deck.communication import OneBitTable, TopKTable
 from hpctrain.deck.optimizer import SgdTable
 from hpctrain.deck.schema import Deck
 from hpctrain.sharding.bucket import Bucket
@@ -64,7 +65,7 @@ def exact_at_first(
 
 def momentum_given_after(deck: Deck) -> int | None:
     """After how many updates sums come with the momentum in them, and the optimizer has none of its own."""
-    keys, rule = deck.communication, deck.optimizer.rule
-    given = keys.compress == "onebit"
-    given |= keys.compress == "topk" and keys.ratio < 1 and isinstance(rule, SgdTable) and rule.momentum > 0
-    return keys.warmup if given else None
+    form, rule = deck.communication.compression, deck.optimizer.rule
+    has_momentum = isinstance(rule, SgdTable) and rule.momentum > 0
+    given = isinstance(form, OneBitTable) or (isinstance(form, TopKTable) and form.ratio < 1 and has_momentum)
+    return deck.communication.warmup if given else None

@@ -77,5 +77,6 @@ class Push:
 
 def distance(deck: Deck) -> int | None:
     """How many steps a worker may be ahead of the slowest; None: any number."""
-    keys = deck.communication
-    return {"sync": 0, "stale": keys.staleness, "async": None}[keys.server]
+    keys = deck.communication.server
+    assert keys is not None
+    return {"sync": 0, "stale": keys.staleness, "async": None}[keys.mode]

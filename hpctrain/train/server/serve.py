@@ -52,9 +52,10 @@ class Server:
         self, deck: Deck, engine: Engine, mailbox: Mailbox, roles: ServerRoles, pieces: Sequence[Piece]
     ) -> None:
         self.deck, self.engine, self.mailbox, self.roles = deck, engine, mailbox, roles
-        self.distance, keys = distance(deck), deck.communication
-        self.scales = keys.staleness_correction == "scale"
-        self.compensation = keys.compensation if keys.staleness_correction == "compensate" else 0.0
+        self.distance, keys = distance(deck), deck.communication.server
+        assert keys is not None
+        self.scales = keys.correction == "scale"
+        self.compensation = keys.compensation if keys.correction == "compensate" else 0.0
         self.most_kept = 0
         """Pushes kept at once, at the most so far."""
         trained = [piece.trained for piece in pieces]

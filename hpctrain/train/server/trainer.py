@@ -85,7 +85,7 @@ class ServedTrainer(Trainer):
         roles = self.roles
         return (
             f"{counted(self.world.size, 'rank')} ({counted(roles.servers, 'server')}, "
-            f"{counted(roles.workers, 'worker')}; {self.deck.communication.server})"
+            f"{counted(roles.workers, 'worker')}; {self.deck.value('communication.server.mode')})"
         )
 
     @property
@@ -191,7 +191,7 @@ def new_trainer(world: World, deck: Deck, batches: Batches) -> Trainer:
     if deck.objective.kind not in LANGUAGE:
         sentence = "needs what a run computes at its start: it is for `hpctrain run` and `resume`"
         raise HpctrainError(deck.problem("objective.kind", sentence))
-    if deck.communication.server == "none":
+    if deck.communication.server is None:
         engine, _ = build_within_memory(deck, world, make_mesh(deck, world))
         return Trainer(deck, engine, batches)
     engine, _ = build_role_within_memory(deck, world, lambda: None)
