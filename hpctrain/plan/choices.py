@@ -33,10 +33,14 @@ def other_forms(deck: Deck, ranks: int) -> Iterator[tuple[str, tuple[str, ...]]]
     """
     yield "exact", _changes(deck, [])
     warm = max(1, deck.run.steps // 4)
-    own = f"communication.warmup={deck.communication.warmup}"
+    form = deck.communication.compression
+    own = [f"communication.warmup={deck.communication.warmup}"]
+    if form is not None:
+        table = f"communication.{deck.communication.compress}"
+        own += [f"{table}.{key}={toml_value(value)}" for key, value in form.model_dump().items()]
     for name in get_args(Communication.model_fields["compress"].annotation):
         if name == deck.communication.compress != "none":
-            yield name, _changes(deck, [f"communication.compress={name}", own])
+            yield name, _changes(deck, [f"communication.compress={name}", *own])
         elif name != "none":
             warm_up = [f"communication.warmup={warm}"] if name in _WARMED else []
             yield name, _changes(deck, [f"communication.compress={name}", *warm_up])

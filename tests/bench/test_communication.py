@@ -51,7 +51,7 @@ def test_every_form_is_a_deck() -> None:
     made = {name: small_deck(*changes) for name, changes in forms.items()}
     assert made["exact"] == small_deck()
     assert made["sign"] == deck
-    assert made["int8"].communication.error_feedback
+    assert made["int8"].value("communication.int8.error_feedback")
     assert all(made[name].communication.compress == name for name in ("bf16", "int8", "onebit", "topk"))
 
 
