@@ -8,7 +8,7 @@ from typing import Literal, get_origin
 
 from pydantic.fields import FieldInfo
 
-from hpctrain.deck.key import extra, table_of
+from hpctrain.deck.key import extra
 from hpctrain.deck.key_messages import expected_value, row_section, unknown_section, value_type
 from hpctrain.deck.presets import PRESETS
 from hpctrain.deck.resume_rules import RESUME_RULES
