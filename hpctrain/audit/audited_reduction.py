@@ -57,11 +57,11 @@ class AuditedReduction:
         record: TransferRecord,
         operation: OrderedOperation,
     ) -> None:
-        assert call.tensor is not None and call.reduced is not None
+        assert call.tensor is not None and call.reduction is not None
         self.call, self.inner, self.scratch, self.record = call, inner, scratch, record
         self.ordered = operation
         self.rank, self.size = inner.rank, inner.size
-        self.tensor, self.reduction = flat_view(call.tensor), call.reduced
+        self.tensor, self.reduction = flat_view(call.tensor), call.reduction
         self.output = None if call.output is None else flat_view(call.output)
 
     def steps(self) -> Steps:
@@ -100,7 +100,7 @@ class AuditedReduction:
             counts = equal_counts(rounds[index].numel(), size)
             received = [counts[rank]] * size
             into = halves[index % 2][: sum(received)]
-            call = Call("all_to_all", rounds[index], into, False, counts=counts, received=received)
+            call = Call("all_to_all", rounds[index], into, False, counts=counts, receive_counts=received)
             return SteppedWork(run_transfer(call, self.inner, self.record))
 
         results: list[TransportWork] = []
@@ -159,7 +159,7 @@ class AuditedReduction:
                     into.copy_(tensor[begin : begin + length])
             received = [counts[rank]] * size
             into = halves[index % 2][0][: sum(received)]
-            call = Call("all_to_all", source, into, False, counts=counts, received=received)
+            call = Call("all_to_all", source, into, False, counts=counts, receive_counts=received)
             return SteppedWork(run_transfer(call, self.inner, self.record))
 
         ahead: SteppedWork | None = launch(0)

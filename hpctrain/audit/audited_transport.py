@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from typing_extensions import override
 
 from hpctrain.audit.audited_reduction import AuditedReduction, audited_scratch_bytes
@@ -29,7 +28,14 @@ from hpctrain.comm.calls import Call
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.transports.mpi import MpiRequests, flat_view
 from hpctrain.comm.transports.reduction import ReductionScratch
-from hpctrain.comm.transports.transport import SteppedWork, Steps, Transport, TransportWork, run_steps
+from hpctrain.comm.transports.transport import (
+    SteppedWork,
+    Steps,
+    Transport,
+    TransportWork,
+    WrappedTransport,
+    run_steps,
+)
 from hpctrain.host.mpi_library import MPI
 
 
@@ -65,13 +71,12 @@ class AuditChannel:
         return [self.sums, self.moves]
 
 
-class AuditedTransport(Transport):
+class AuditedTransport(WrappedTransport):
     """Transport that checks the calls of `inner`, whose sums use `scratch` for what they receive."""
 
     def __init__(self, inner: Transport, channel: AuditChannel, scratch: ReductionScratch) -> None:
-        self.inner, self.channel, self.scratch = inner, channel, scratch
-        self.rank, self.size, self.sharers = inner.rank, inner.size, inner.sharers
-        self.in_rank_order = inner.in_rank_order
+        super().__init__(inner)
+        self.channel, self.scratch = channel, scratch
         self.full = channel.full
 
     @override
@@ -79,7 +84,7 @@ class AuditedTransport(Transport):
         phase = self.channel.ledger.phase
         if call.operation in {"send", "recv"} and self.full:
             return self._message(call, phase)
-        if call.reduced is not None and not (self.full and self.in_rank_order):
+        if call.reduction is not None and not (self.full and self.sums_in_rank_order):
             return self._reduce(call, phase)
         if not self.full:
             return self.inner.run(call)
@@ -104,7 +109,7 @@ class AuditedTransport(Transport):
         yield self.inner.run(call)
 
     def _transfer(self, call: Call, record: TransferRecord, operation: OrderedOperation) -> Steps:
-        if call.reduced is None:
+        if call.reduction is None:
             return _one_step(run_transfer(call, self.inner, record), record, operation)
         return _completing(
             AuditedReduction(call, self.inner, self.scratch, record, operation).steps(), record
@@ -133,24 +138,12 @@ class AuditedTransport(Transport):
             channel.faults.add([changed_message_fault(record, channel.ranks, self.rank, [peer])])
 
     @override
-    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        return self.inner.empty(shape, dtype, device)
-
-    @override
-    def common_zeros(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-        return self.inner.common_zeros(length, dtype, device)
-
-    @override
-    def crosses_once(self, call: Call) -> bool:
-        return self.inner.crosses_once(call) and not (self.full and call.reduced is not None)
-
-    @override
-    def adds_once(self, call: Call) -> bool:
-        return self.inner.adds_once(call)
+    def crosses_links_once(self, call: Call) -> bool:
+        return self.inner.crosses_links_once(call) and not (self.full and call.reduction is not None)
 
     @override
     def scratch_bytes(self, elements: int, itemsize: int, scattered: bool = False) -> int:
-        if self.full and self.in_rank_order:
+        if self.full and self.sums_in_rank_order:
             return audited_scratch_bytes(elements, itemsize, self.size, scattered)
         return self.inner.scratch_bytes(elements, itemsize, scattered)
 

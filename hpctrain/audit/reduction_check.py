@@ -48,13 +48,13 @@ class ReductionRecord(CallRecord):
 
     Attributes:
         has_checked_sum: True if the call is a sum whose block sums can be checked.
-        adds_once: True if one rank adds each element for all ranks.
+        adds_at_owner: True if one rank adds each element for all ranks.
         spans: First element and number of elements of each rank; empty if the tensor is one block.
         bits: Checksum of the result.
     """
 
     __slots__ = (
-        "adds_once",
+        "adds_at_owner",
         "bits",
         "block",
         "count",
@@ -72,13 +72,13 @@ class ReductionRecord(CallRecord):
         tensor = call.tensor
         assert tensor is not None
         self.length, self.root, self.size = tensor.numel(), call.root, size
-        self.has_checked_sum = call.reduced == "sum" and can_compare_sums(tensor.dtype) and self.length > 0
-        self.block, self.count, self.adds_once = block_elements(self.length, tensor.dtype), 0, False
+        self.has_checked_sum = call.reduction == "sum" and can_compare_sums(tensor.dtype) and self.length > 0
+        self.block, self.count, self.adds_at_owner = block_elements(self.length, tensor.dtype), 0, False
         self.spans: Sequence[ElementRange] = ()
         self.numbers: list[Tensor] = []
         if not self.has_checked_sum or (call.operation != "reduce_scatter" and self.length < self.block):
             return
-        self.adds_once = call.operation == "all_reduce" and inner.adds_once(call)
+        self.adds_at_owner = call.operation == "all_reduce" and inner.adds_at_owner(call)
         counts = call.counts if call.operation == "reduce_scatter" else equal_counts(self.length, size)
         self.spans = ranges_of_ranks(counts, tensor, size)
         longest = max(count for _, count in self.spans)
@@ -222,7 +222,7 @@ class ReductionLog(CallLog[ReductionRecord]):
             words = f"the sum of elements {first} to {first + lengths[blocks[0]] - 1} is wrong"
             more = f", and of {len(blocks) - 1} more blocks" if len(blocks) > 1 else ""
             if record.operation == "all_reduce" and len(at) == self.size:
-                yield ([owner] if record.adds_once else list(at)), f"{words} on all ranks{more}"
+                yield ([owner] if record.adds_at_owner else list(at)), f"{words} on all ranks{more}"
             else:
                 yield (list(range(self.size)) if record.operation == "reduce" else list(at)), words + more
 

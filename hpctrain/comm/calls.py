@@ -1,7 +1,7 @@
-"""Call: one described communication; and what this rank called, in each of its groups, and waits for now.
+"""Call, the description of one operation of a group, and the log of this rank's calls.
 
-The record costs less than a microsecond a call. It is written by the thread that communicates and read by
-another one, while the first may hang: what is read may be a call behind, and is never waited for.
+The log costs less than a microsecond per call. The thread that communicates writes it, and the watchdog's
+thread reads it while the first one may hang. So reading never waits, and may miss the newest call.
 """
 
 from __future__ import annotations
@@ -17,45 +17,57 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Operation = Literal["sum", "max", "min"]
+Reduction = Literal["sum", "max", "min"]
 
-RECENT = 32  # calls that are remembered
+RECENT_CALLS = 32
+"""Number of calls that a log keeps."""
 
-PAYLOAD = {"all_reduce": 2, "recv": 0}
-"""How often the closed forms count a tensor, where not once: a message is counted where it is sent."""
+PAYLOAD_FACTORS = {"all_reduce": 2, "recv": 0}
+"""How often closed forms count the tensor of an operation, if not once. Messages count at the sender."""
 
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """What a rank does in one operation of a group, named like the Group's methods.
+    """One operation of a group on this rank, with the name and the arguments of the Group's method.
 
-    `tensor` is what it gives and `output` where it receives, both contiguous, or None; one tensor where the
-    operation is in place. Neither is held longer than the operation lasts. `reduced` says how numbers are
-    reduced; `root` and `peer` are ranks of the group, -1 where there is none. `counts` are elements for each
-    rank, `received` those from each rank in an exchange of uneven pieces; None: equal on all ranks, as the
-    tensor's own size says. `blocking` is whether the result is to be there when the call returns.
-
-    For those who watch: `bytes` and `dtype` are the whole tensor's (this rank's, if not given), `payload`
-    are the bytes that the ledger counts, of an exchange of uneven pieces without this rank's own; `on_host`
-    says whether they are in host memory. `began` is in seconds of `perf_counter`. `number` counts the
-    collective calls of the `group` on this rank from 1, or the messages to or from one peer. `file` is the
-    path of a file that all ranks open or close in the call, and `error` the reason why that failed here; both
-    are "" in other calls.
+    Attributes:
+        operation: Name of the method, such as "all_reduce".
+        tensor: Contiguous tensor that this rank gives, or None. Not held after the operation is complete.
+        output: Contiguous tensor that it receives into, or None; the same as `tensor` for in-place
+            operations.
+        blocking: True if the result must be there when the call returns.
+        reduction: How numbers are reduced; None if the operation does not reduce.
+        start: Time when the call began, in seconds of `perf_counter`.
+        bytes: Size of the whole tensor over all ranks, in bytes; by default that of this rank's tensor.
+        root: Rank of the group that is the root, or -1.
+        peer: Rank of the group that a message goes to or comes from, or -1.
+        tag: Tag of the message.
+        counts: Elements of each rank's piece; None if all pieces have the same size.
+        receive_counts: Elements that come from each rank in an all-to-all of uneven pieces, otherwise None.
+        file: Path of the file that all ranks open or close in this call, or "".
+        error: Reason why that failed on this rank, or "".
+        dtype: Type of the tensor; None if there is none.
+        payload: Bytes that the ledger counts; without this rank's own piece in an all-to-all of uneven
+            pieces.
+        on_host: True if the tensor is in host memory, or if there is none.
+        group: Log of the group, once the call has entered it.
+        number: Number of the call among the collective calls of the group, or among the messages to or from
+            the peer, from 1.
     """
 
     operation: str
     tensor: Tensor | None = None
     output: Tensor | None = None
     blocking: bool = True
-    reduced: Operation | None = None
+    reduction: Reduction | None = None
     _: KW_ONLY
-    began: float = field(default_factory=perf_counter)
+    start: float = field(default_factory=perf_counter)
     bytes: int = -1
     root: int = -1
     peer: int = -1
     tag: int = 0
     counts: Sequence[int] | None = None
-    received: Sequence[int] | None = None
+    receive_counts: Sequence[int] | None = None
     file: str = ""
     error: str = ""
     dtype: torch.dtype | None = field(init=False)
@@ -72,60 +84,79 @@ class Call:
             self.dtype, self.on_host, size = memory.dtype, memory.is_cpu, memory.nbytes
         if self.bytes < 0:
             self.bytes = size
-        self.payload = PAYLOAD.get(self.operation, 1) * self.bytes
+        self.payload = PAYLOAD_FACTORS.get(self.operation, 1) * self.bytes
 
     @property
     def memory(self) -> Tensor | None:
-        """What this rank gives, or, where it only receives, where it does."""
+        """Tensor that this rank gives, or, if it gives none, the tensor that it receives into."""
         return self.output if self.tensor is None else self.tensor
 
-    def over(self, tensor: Tensor | None, output: Tensor | None) -> Call:
-        """The same operation on other memory."""
+    def with_memory(self, tensor: Tensor | None, output: Tensor | None) -> Call:
+        """Return the same call on other tensors."""
         other = copy(self)
         other.tensor, other.output = tensor, output
         return other
 
     def release(self) -> None:
-        """Hold the memory no longer: the operation is complete."""
+        """Drop the references to the tensors, since the operation is complete."""
         self.tensor = self.output = None
 
 
-class Calls:
-    """The calls of one rank in all groups: the newest ones, and the one that it is in.
+class CallLog:
+    """Calls of this rank in all groups: the last ones, and the one that it is in now.
 
-    `current` is what the rank starts or waits for now, None while it computes. If it started that earlier,
-    `waits` tells since when it waits for it. `beats` grows with all other signs of life.
+    Attributes:
+        current: Call that the rank starts or waits for now; None while it computes.
+        waiting_since: Time since when it waits for a call that it started earlier, in seconds of
+            `perf_counter`.
+        signs_of_life: Number that grows with every sign of life other than calls.
+        recent: Last calls, oldest first.
+        groups: Logs of all groups.
     """
 
     def __init__(self) -> None:
         self.current: Call | None = None
-        self.waits = 0.0
-        self.beats = 0
-        self.recent: deque[Call] = deque(maxlen=RECENT)
+        self.waiting_since = 0.0
+        self.signs_of_life = 0
+        self.recent: deque[Call] = deque(maxlen=RECENT_CALLS)
         self.groups: list[GroupCalls] = []
-        self._copies: defaultdict[tuple[str, tuple[int, ...]], Iterator[int]] = defaultdict(count)
+        self._indices: defaultdict[tuple[str, tuple[int, ...]], Iterator[int]] = defaultdict(count)
 
     def group(self, name: str, ranks: tuple[int, ...]) -> GroupCalls:
-        """The record of a new group of these ranks of the world.
+        """Return the log of a new group.
 
-        Of groups with one name and the same ranks, the first made is the first on all of these.
+        Groups with the same name and ranks are numbered. All ranks must make them in the same order.
+
+        Args:
+            name: Name of the group's axes.
+            ranks: Ranks of the world that it consists of.
         """
-        made = GroupCalls(self, name, ranks, next(self._copies[name, ranks]))
-        self.groups.append(made)
-        return made
+        group = GroupCalls(self, name, ranks, next(self._indices[name, ranks]))
+        self.groups.append(group)
+        return group
 
 
 class GroupCalls:
-    """The calls of one group on this rank: collectives `entered`, and messages to and from each peer."""
+    """Calls of one group on this rank.
 
-    def __init__(self, calls: Calls, name: str, ranks: tuple[int, ...], copy: int) -> None:
+    Attributes:
+        calls: Log of all groups of this rank.
+        name: Name of the group's axes.
+        ranks: Ranks of the world that it consists of.
+        copy: Number of this group among those with the same name and ranks, from 0.
+        entered: Number of collective calls that this rank has come to.
+        sent: Number of messages to each rank of the group.
+        received: Number of messages from each rank of the group that this rank has begun to receive.
+    """
+
+    def __init__(self, calls: CallLog, name: str, ranks: tuple[int, ...], copy: int) -> None:
         self.calls, self.name, self.ranks, self.copy = calls, name, ranks, copy
         self.entered = 0
         self.sent: dict[int, int] = {}
         self.received: dict[int, int] = {}
 
     def enter(self, call: Call) -> None:
-        """This rank comes to an operation."""
+        """Record that this rank has come to an operation, and number it."""
         call.group = self
         peer = call.peer
         if peer < 0:
@@ -138,5 +169,5 @@ class GroupCalls:
         calls.recent.append(call)
 
     def leave(self) -> None:
-        """This rank has started an operation, or completed it."""
+        """Record that this rank has started an operation, or completed it."""
         self.calls.current = None

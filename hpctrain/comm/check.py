@@ -102,11 +102,11 @@ def _words_of(call: Call) -> str:
     differ from rank to rank, are not.
     """
     details: list[str] = []
-    if call.reduced is not None:
-        details.append(call.reduced)
+    if call.reduction is not None:
+        details.append(call.reduction)
     if call.root >= 0:
         details.append(f"root {call.root}")
-    differing = call.received is not None
+    differing = call.receive_counts is not None
     if differing:
         details.append("uneven pieces")
     elif call.counts is not None:

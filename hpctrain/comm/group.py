@@ -1,12 +1,12 @@
-"""Group: one communicator of the mesh, and the only way to communicate.
+"""Group of ranks, the only way to communicate.
 
-Tensors are cut and joined along dim 0; `sizes` are rows of dim 0 per rank (uneven, zero allowed; equal
-where not given), the same list on all ranks of the group. A tensor that is changed in place, and every
-`output`, must be contiguous; other inputs are copied if they are not. A group of one rank does nothing:
-what it returns without an `output` is its input itself.
+Tensors are split and joined along dim 0. `sizes` are the numbers of rows of each rank, the same list on all
+ranks; they may differ and be zero, and are equal if `sizes` is None. Tensors that are changed in place, and
+every `output`, must be contiguous; other inputs are copied if they are not. In a group of one rank an
+operation moves nothing: without an `output` it returns its input.
 
-All ranks call a group's operations in the same order. `start_x` starts the operation x, whose result is that
-of the Work; `x` completes it before it returns.
+All ranks of a group call its collective operations in the same order. `start_x` starts the operation x and
+returns its handle; `x` returns the result.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from functools import wraps
 from math import prod
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Concatenate, ParamSpec, Protocol
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol
 
 import torch
 from torch import Tensor
 
-from hpctrain.comm.calls import Call, Operation
+from hpctrain.comm.calls import Call, Reduction
 from hpctrain.comm.device import on_host
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.outcome import error_reason
@@ -36,7 +36,7 @@ Sizes = Sequence[int] | None
 def blocking_form(
     start: Callable[Concatenate[Group, Arguments], Work[Result]],
 ) -> Callable[Concatenate[Group, Arguments], Result]:
-    """The method that does at once what another one starts."""
+    """Return the method that performs what the method `start` starts, and returns its result."""
 
     @wraps(start)
     def run(group: Group, /, *arguments: Arguments.args, **options: Arguments.kwargs) -> Result:
@@ -65,138 +65,171 @@ class ObjectCommunicator(Protocol):
 
 
 class CallComparer(Protocol):
-    """What comes before each call of a group whose ranks compare what they call."""
+    """Interface of what compares the calls of a group's ranks before they run."""
 
     def run(self, call: Call, transport: Transport) -> TransportWork | None:
-        """Run the call once the ranks agree in it."""
+        """Run the call on the transport once all ranks make the same call; like `Transport.run`."""
 
     def agree(self, call: Call) -> None:
-        """Return when the ranks agree in a call that no transport runs."""
+        """Return when all ranks make the same call, which no transport runs."""
+
+
+class GroupTransports(NamedTuple):
+    """Means by which the ranks of a group communicate.
+
+    Attributes:
+        objects: Communicator for small Python objects.
+        host: Transport of tensors in host memory.
+        accelerator: Transport of tensors in GPU memory.
+    """
+
+    objects: ObjectCommunicator
+    host: Transport
+    accelerator: Transport
 
 
 class Group:
-    """The ranks of one axis of the mesh, or of several joined ones, in the mesh's order.
+    """Ranks along one axis of the mesh, or along several joined axes, in the mesh's order.
 
-    `ranks` are their ranks in the world, `rank` is this one's place among them. Tensors in host memory travel
-    over `host`, those of a GPU over `accelerator`, small values over `objects`. `device` is where `empty`
-    makes tensors, `computes_on` the same but where a plan has shapes alone. `under_way` are the operations
-    that this rank has started in all groups; `told` are the ranks by which a hang is told, where the world is
-    a part of another one. A `comparer`, where there is one, compares what the ranks call.
+    Args:
+        axes: Names of the axes.
+        ranks: Ranks of the world that the group consists of.
+        transports: Means by which they communicate.
+        device: Device on which `empty` allocates tensors.
+        ledger: Ledger of this rank.
+        in_flight: Set of all operations that this rank has started, in all groups.
+        root_world_ranks: Ranks in the world of all processes, if the group's world is a part of that one.
+            Hang reports use them.
+
+    Attributes:
+        name: Names of the axes in one string.
+        rank: Number of this rank in the group.
+        size: Number of ranks.
+        computes_on: Device that computes; differs from `device` only in plans, whose tensors have no memory.
+        calls: Log of the group's calls on this rank.
+        comparer: If it is not None, it compares the calls of all ranks before they run.
     """
 
     def __init__(
         self,
         axes: tuple[str, ...],
         ranks: tuple[int, ...],
-        objects: ObjectCommunicator,
-        host: Transport,
-        accelerator: Transport,
+        transports: GroupTransports,
         device: torch.device,
         ledger: Ledger,
-        under_way: set[StartedWork[Any]],
-        told: tuple[int, ...] | None = None,
+        in_flight: set[StartedWork[Any]],
+        root_world_ranks: tuple[int, ...] | None = None,
     ) -> None:
         self.axes = axes
         self.name = " x ".join(axes)
         self.ranks = ranks
-        self.rank = objects.rank
-        self.size = objects.size
-        self.objects = objects
-        self.host = host
-        self.accelerator = accelerator
+        self.objects, self.host, self.accelerator = transports
+        self.rank = self.objects.rank
+        self.size = self.objects.size
         self.device = self.computes_on = device
         self.ledger = ledger
-        self.calls = ledger.calls.group(self.name, told or ranks)
+        self.calls = ledger.calls.group(self.name, root_world_ranks or ranks)
         self.comparer: CallComparer | None = None
-        self._under_way = under_way
+        self._in_flight = in_flight
 
     def __repr__(self) -> str:
         return f"Group({self.name}, rank {self.rank} of {self.size})"
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Uninitialized memory that the transport likes best."""
-        return self._at_home.empty(shape, dtype, self.device)
+        """Return uninitialized memory on `device` that the transport can use without a copy. Local."""
+        return self._device_transport.empty(shape, dtype, self.device)
 
     @property
     def sharers(self) -> int:
-        """How many of the ranks, this one among them, have what `common_zeros` gives in common."""
-        return self._at_home.sharers
+        """Number of ranks, including this one, that get the same memory from `common_zeros`."""
+        return self._device_transport.sharers
 
     def common_zeros(self, length: int, dtype: torch.dtype) -> Tensor | None:
-        """So many zeros in memory that is one and the same on the `sharers`, those of a node; None where
-        there is no such memory. Collective. See Transport for when it may be read and written.
+        """Return zeros [length] that are the same memory on the `sharers` ranks of a node. Collective.
+
+        `Transport.common_zeros` says when ranks may read and write them. None if there is no such memory.
         """
-        return self._at_home.common_zeros(length, dtype, self.device)
+        return self._device_transport.common_zeros(length, dtype, self.device)
 
     @property
-    def _at_home(self) -> Transport:
-        """What moves memory of `device`."""
+    def _device_transport(self) -> Transport:
         return self.host if on_host(self.device) else self.accelerator
 
     # Reductions
 
     def start_all_reduce(
-        self, tensor: Tensor, operation: Operation = "sum", blocking: bool = False
+        self, tensor: Tensor, reduction: Reduction = "sum", blocking: bool = False
     ) -> Work[Tensor]:
-        """Reduce over the ranks, in place on all of them; `tensor` itself."""
+        """Reduce `tensor` over the ranks in place on all of them; the result is `tensor`. Collective."""
         assert tensor.is_contiguous()
         if self.size == 1:
             return Work(tensor)
-        return self._run(Call("all_reduce", tensor, tensor, blocking, operation), tensor)
+        return self._run(Call("all_reduce", tensor, tensor, blocking, reduction), tensor)
 
     def start_reduce(
-        self, tensor: Tensor, root: int = 0, operation: Operation = "sum", blocking: bool = False
+        self, tensor: Tensor, root: int = 0, reduction: Reduction = "sum", blocking: bool = False
     ) -> Work[Tensor]:
-        """Reduce over the ranks, in place at `root`; the others' tensors stay as they are."""
+        """Reduce `tensor` over the ranks in place on `root`; other ranks keep their tensor. Collective."""
         assert tensor.is_contiguous()
         if self.size == 1:
             return Work(tensor)
         output = tensor if self.rank == root else None
-        return self._run(Call("reduce", tensor, output, blocking, operation, root=root), tensor)
+        return self._run(Call("reduce", tensor, output, blocking, reduction, root=root), tensor)
 
     def start_reduce_scatter(
         self,
         tensor: Tensor,
         output: Tensor | None = None,
         sizes: Sizes = None,
-        operation: Operation = "sum",
+        reduction: Reduction = "sum",
         blocking: bool = False,
     ) -> Work[Tensor]:
-        """Reduce over the ranks; this rank's rows of the result, in `output`.
+        """Reduce over the ranks, and leave each rank its rows of the result. Collective.
 
-        `output` may be this rank's own rows of `tensor`. The other rows of `tensor` stay as they are.
+        Args:
+            tensor: Tensor with the rows of all ranks. Rows other than those of `output` are not changed.
+            output: Tensor for this rank's rows, or None to allocate one. It may be these rows of `tensor`.
+            sizes: Number of rows of each rank; equal if None.
+            reduction: "sum", "max" or "min".
+            blocking: True to return only when the operation is complete.
+
+        Returns:
+            Handle whose result is `output`.
         """
         if self.size == 1:
             return Work(_copy(tensor, output))
-        began = perf_counter()
+        start = perf_counter()
         tensor = tensor.contiguous()
-        rows = self._share(tensor) if sizes is None else sizes[self.rank]
+        rows = self._rows_per_rank(tensor) if sizes is None else sizes[self.rank]
         counts = _elements(tensor, sizes)
         assert counts is None or sum(counts) == tensor.numel(), (self, tuple(tensor.shape), sizes)
         output = _output(output, tensor, rows)
-        call = Call("reduce_scatter", tensor, output, blocking, operation, began=began, counts=counts)
+        call = Call("reduce_scatter", tensor, output, blocking, reduction, start=start, counts=counts)
         return self._run(call, output)
 
     # Movement
 
     def start_broadcast(self, tensor: Tensor, root: int = 0, blocking: bool = False) -> Work[Tensor]:
-        """Copy root's tensor into all others, in place; `tensor` itself."""
+        """Copy the tensor of `root` into that of every other rank; the result is `tensor`. Collective."""
         assert tensor.is_contiguous()
         if self.size == 1:
             return Work(tensor)
-        given, received = (tensor, None) if self.rank == root else (None, tensor)
-        return self._run(Call("broadcast", given, received, blocking, root=root), tensor)
+        source, target = (tensor, None) if self.rank == root else (None, tensor)
+        return self._run(Call("broadcast", source, target, blocking, root=root), tensor)
 
     def start_all_gather(
         self, tensor: Tensor, output: Tensor | None = None, sizes: Sizes = None, blocking: bool = False
     ) -> Work[Tensor]:
-        """All ranks' tensors, concatenated along dim 0. `tensor` may be its own rows of `output`."""
+        """Gather the tensors of all ranks along dim 0 on all ranks. Collective.
+
+        The result is `output`, or a new tensor. `tensor` may be this rank's rows of `output`.
+        """
         if self.size == 1:
             return Work(_copy(tensor, output))
-        began = perf_counter()
-        tensor, rows, counts = self._part(tensor, sizes)
+        start = perf_counter()
+        tensor, rows, counts = self._gather_part(tensor, sizes)
         output = _output(output, tensor, rows)
-        call = Call("all_gather", tensor, output, blocking, began=began, bytes=output.nbytes, counts=counts)
+        call = Call("all_gather", tensor, output, blocking, start=start, bytes=output.nbytes, counts=counts)
         return self._run(call, output)
 
     def start_gather(
@@ -207,14 +240,14 @@ class Group:
         sizes: Sizes = None,
         blocking: bool = False,
     ) -> Work[Tensor | None]:
-        """All ranks' tensors, concatenated along dim 0, at `root`; None elsewhere."""
+        """Gather the tensors of all ranks along dim 0 on `root`; elsewhere the result is None. Collective."""
         if self.size == 1:
             return Work(_copy(tensor, output))
-        began = perf_counter()
-        tensor, rows, counts = self._part(tensor, sizes)
+        start = perf_counter()
+        tensor, rows, counts = self._gather_part(tensor, sizes)
         output = _output(output, tensor, rows) if self.rank == root else None
-        total = self._total(tensor, counts)
-        call = Call("gather", tensor, output, blocking, began=began, bytes=total, root=root, counts=counts)
+        total = self._total_bytes(tensor, counts)
+        call = Call("gather", tensor, output, blocking, start=start, bytes=total, root=root, counts=counts)
         return self._run(call, output)
 
     def start_scatter(
@@ -225,19 +258,27 @@ class Group:
         sizes: Sizes = None,
         blocking: bool = False,
     ) -> Work[Tensor]:
-        """Each rank's rows of root's tensor (None elsewhere), in `output`."""
+        """Give each rank its rows of root's `tensor`; the result is `output`. Collective.
+
+        Args:
+            tensor: Tensor with the rows of all ranks; only `root` needs it.
+            output: Tensor for this rank's rows.
+            root: Rank that gives the rows.
+            sizes: Number of rows of each rank; equal if None.
+            blocking: True to return only when the operation is complete.
+        """
         assert output.is_contiguous()
         assert self.rank != root or tensor is not None
         if self.size == 1:
             assert tensor is not None
             return Work(_copy(tensor, output))
-        began = perf_counter()
+        start = perf_counter()
         tensor = tensor.contiguous() if tensor is not None and self.rank == root else None
         counts = _elements(output, sizes)
         assert counts is None or counts[self.rank] == output.numel(), (self, tuple(output.shape), sizes)
-        total = self._total(output, counts)
+        total = self._total_bytes(output, counts)
         assert tensor is None or (tensor.nbytes == total and tensor.dtype == output.dtype), self
-        call = Call("scatter", tensor, output, blocking, began=began, bytes=total, root=root, counts=counts)
+        call = Call("scatter", tensor, output, blocking, start=start, bytes=total, root=root, counts=counts)
         return self._run(call, output)
 
     def start_all_to_all(
@@ -248,20 +289,29 @@ class Group:
         receive_sizes: Sizes = None,
         blocking: bool = False,
     ) -> Work[Tensor]:
-        """Hand the r-th piece of `tensor` to rank r; the pieces from all ranks, in rank order.
+        """Send piece r of `tensor` to rank r, and receive a piece from each rank. Collective.
 
-        Uneven pieces need both lists, which differ from rank to rank.
+        Args:
+            tensor: Tensor with the pieces for all ranks, in rank order.
+            output: Tensor for the pieces from all ranks, or None to allocate one.
+            send_sizes: Number of rows for each rank; equal if None.
+            receive_sizes: Number of rows from each rank. Either both lists are given or none of them; they
+                differ from rank to rank.
+            blocking: True to return only when the operation is complete.
+
+        Returns:
+            Handle whose result holds the pieces from all ranks, in rank order.
         """
         assert (send_sizes is None) == (receive_sizes is None), "uneven pieces need both lists"
         if self.size == 1:
             return Work(_copy(tensor, output))
-        began = perf_counter()
+        start = perf_counter()
         tensor = tensor.contiguous()
         sent, received = _elements(tensor, send_sizes), _elements(tensor, receive_sizes)
         assert sent is None or sum(sent) == tensor.numel(), (self, tensor.shape, send_sizes)
-        rows = self._share(tensor) * self.size if receive_sizes is None else sum(receive_sizes)
+        rows = self._rows_per_rank(tensor) * self.size if receive_sizes is None else sum(receive_sizes)
         output = _output(output, tensor, rows)
-        call = Call("all_to_all", tensor, output, blocking, began=began, counts=sent, received=received)
+        call = Call("all_to_all", tensor, output, blocking, start=start, counts=sent, receive_counts=received)
         if sent is not None:  # rows of its own stay where they are
             call.payload -= sent[self.rank] * tensor.itemsize
         return self._run(call, output)
@@ -269,18 +319,18 @@ class Group:
     def start_send(
         self, tensor: Tensor, destination: int, tag: int = 0, blocking: bool = False
     ) -> Work[None]:
-        """Send to one rank of the group. Tags are below 16384."""
-        began = perf_counter()
+        """Send a tensor to the rank `destination` of the group, with a tag below 16384. Local."""
+        start = perf_counter()
         tensor = tensor.contiguous()
-        return self._run(Call("send", tensor, None, blocking, began=began, peer=destination, tag=tag), None)
+        return self._run(Call("send", tensor, None, blocking, start=start, peer=destination, tag=tag), None)
 
     def start_recv(self, tensor: Tensor, source: int, tag: int = 0, blocking: bool = False) -> Work[Tensor]:
-        """Receive into all of `tensor`, in place; `tensor` itself."""
+        """Receive from the rank `source` of the group into all of `tensor`, which is the result. Local."""
         assert tensor.is_contiguous()
         return self._run(Call("recv", None, tensor, blocking, peer=source, tag=tag), tensor)
 
     def start_barrier(self, blocking: bool = False) -> Work[None]:
-        """Return when every rank of the group has come here (the host; a GPU's streams run on)."""
+        """Wait until every rank of the group has come to this call; GPU streams go on. Collective."""
         if self.size == 1:
             return Work(None)
         return self._run(Call("barrier", blocking=blocking), None)
@@ -300,33 +350,33 @@ class Group:
     # Small values
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank's small, JSON-able value, in rank order. Not entered in the ledger."""
+        """Return a small value of every rank, in rank order. Collective. The ledger does not count it."""
         if self.size == 1:
             return [value]
-        self._agree(Call("all_gather_object"))
+        self._enter_object_call(Call("all_gather_object"))
         values = self.objects.allgather(value)
         self.calls.leave()
         return values
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        """Root's small, JSON-able value. Not entered in the ledger."""
+        """Return the small value of `root`. Collective. The ledger does not count it."""
         if self.size == 1:
             return value
-        self._agree(Call("broadcast_object", root=root))
+        self._enter_object_call(Call("broadcast_object", root=root))
         value = self.objects.bcast(value, root)
         self.calls.leave()
         return value
 
     @contextmanager
     def watched_call(self, operation: str, file: Path) -> Iterator[None]:
-        """Record a collective call of a library, made in the block, for reports of hangs.
+        """Record a collective call of a library in the block, so that hang reports name it. Collective.
 
         Args:
             operation: Name of the operation, such as "open_file".
             file: File that the call works on.
         """
         call = Call(operation, file=str(file))
-        self._agree(call)
+        self._enter_object_call(call)
         try:
             yield
         except Exception as error:
@@ -335,63 +385,64 @@ class Group:
         finally:
             self.calls.leave()
 
-    # Parts of the above
+    # Helpers
 
     def _run(self, call: Call, result: Result) -> Work[Result]:
         self.calls.enter(call)
-        transport = self._transport(call)
-        pending = transport.run(call) if self.comparer is None else self.comparer.run(call, transport)
-        ended, began = perf_counter(), call.began
+        transport = self.host if call.on_host else self.accelerator
+        work = transport.run(call) if self.comparer is None else self.comparer.run(call, transport)
+        end, start = perf_counter(), call.start
         self.calls.leave()
-        entry = self.ledger.enter(self.name, call.operation, call.payload, ended - began)
+        entry = self.ledger.enter(self.name, call.operation, call.payload, end - start)
         timeline, span = self.ledger.timeline, None
         if timeline is not None:
-            span = timeline.record(self.name, call.operation, began, ended, call.payload)
-        if pending is None:
+            span = timeline.record(self.name, call.operation, start, end, call.payload)
+        if work is None:
             call.release()
             return Work(result)
-        return StartedWork(result, pending, call, self.ledger, entry, span, self._under_way)
+        return StartedWork(result, work, call, self.ledger, entry, span, self._in_flight)
 
-    def _transport(self, call: Call) -> Transport:
-        """What moves this memory; a barrier is the host's."""
-        return self.host if call.on_host else self.accelerator
-
-    def _agree(self, call: Call) -> None:
-        """Enter a call of small values."""
+    def _enter_object_call(self, call: Call) -> None:
         self.calls.enter(call)
         if self.comparer is not None:
             self.comparer.agree(call)
 
-    def _part(self, tensor: Tensor, sizes: Sequence[int] | None) -> tuple[Tensor, int, list[int] | None]:
-        """This rank's part of what is gathered; the rows of all, and the elements of each where uneven."""
+    def _gather_part(
+        self, tensor: Tensor, sizes: Sequence[int] | None
+    ) -> tuple[Tensor, int, list[int] | None]:
+        """Return this rank's contiguous part, the rows of all parts, and the elements of each part."""
         tensor = tensor.contiguous()
         counts = _elements(tensor, sizes)
         assert counts is None or counts[self.rank] == tensor.numel(), (self, tuple(tensor.shape), sizes)
         return tensor, tensor.shape[0] * self.size if sizes is None else sum(sizes), counts
 
-    def _share(self, tensor: Tensor) -> int:
+    def _rows_per_rank(self, tensor: Tensor) -> int:
         rows, rest = divmod(tensor.shape[0], self.size)
         assert rest == 0, f"{self}: {tensor.shape[0]} rows do not divide; give sizes"
         return rows
 
-    def _total(self, part: Tensor, counts: Sequence[int] | None) -> int:
-        """Bytes of all ranks' parts."""
+    def _total_bytes(self, part: Tensor, counts: Sequence[int] | None) -> int:
+        """Return the bytes of all ranks' parts, of which `part` is this rank's."""
         return part.nbytes * self.size if counts is None else sum(counts) * part.itemsize
 
 
 def _output(output: Tensor | None, like: Tensor, rows: int) -> Tensor:
-    """A tensor of so many rows like those of `like`: the given one, if it has as many elements."""
+    """Return `output` after checks, or a new tensor with so many rows like those of `like`."""
     if output is None:
         return torch.empty((rows, *like.shape[1:]), dtype=like.dtype, device=like.device)
     assert output.is_contiguous(), output.stride()
     assert output.dtype == like.dtype, (output.dtype, like.dtype)
-    held = like.shape[0]
-    assert not held or output.numel() * held == rows * like.numel(), (output.shape, rows, like.shape)
+    like_rows = like.shape[0]
+    assert not like_rows or output.numel() * like_rows == rows * like.numel(), (
+        output.shape,
+        rows,
+        like.shape,
+    )
     return output
 
 
 def _elements(tensor: Tensor, rows: Sequence[int] | None) -> list[int] | None:
-    """Elements per rank of so many rows; None, equal on all ranks, stays None."""
+    """Return the elements of each rank's rows of `tensor`; None if `rows` is None."""
     if rows is None:
         return None
     row = prod(tensor.shape[1:])

@@ -150,17 +150,17 @@ def take_report(world: World, token: str, silent: float) -> HangReport:
     """
     calls, now = world.ledger.calls, perf_counter()
     current = calls.current
-    note = None if current is None else _note(current, now - max(current.began, calls.waits))
+    note = None if current is None else _note(current, now - max(current.start, calls.waiting_since))
     groups = [_group_note(group) for group in list(calls.groups)]
     return HangReport(
         token,
         world.rank,
         world.hostname,
         silent,
-        world.ledger.described,
+        world.ledger.activity_and_phase,
         _where(),
         note,
-        tuple(_note(call, now - call.began) for call in list(calls.recent)),
+        tuple(_note(call, now - call.start) for call in list(calls.recent)),
         tuple(group for group in groups if group.entered or group.sent or group.received),
         main_thread_state() in {"S", "D"},
     )

@@ -1,4 +1,4 @@
-"""The ledger: what every group sent, in which phase of the step, and how long it took."""
+"""Ledger of what every group sent, in which phase of the step, and how long it took."""
 
 from __future__ import annotations
 
@@ -9,17 +9,23 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
 
-from hpctrain.comm.calls import Calls
+from hpctrain.comm.calls import CallLog
 from hpctrain.comm.timeline import PHASES, Timeline
 from hpctrain.files import write_text
 
 
 @dataclass(slots=True)
 class LedgerEntry:
-    """The sum over all calls of one operation, on one axis, in one phase.
+    """Totals over all calls of one operation, on one axis, in one phase.
 
-    `bytes` is payload as the closed forms count it (an all-reduce twice its tensor, all others the
-    whole tensor once); `seconds` is the time this rank spent inside the calls, starting and waiting.
+    Attributes:
+        axis: Name of the group.
+        operation: Name of the operation, such as "all_reduce".
+        phase: Phase of the step.
+        calls: Number of calls.
+        bytes: Payload as the closed forms count it: an all-reduce twice its tensor, all others the whole
+            tensor once.
+        seconds: Time that this rank spent inside the calls, which is starting and waiting.
     """
 
     axis: str
@@ -31,108 +37,122 @@ class LedgerEntry:
 
 
 class Ledger:
-    """Entries of one rank, by what it does meanwhile.
+    """Entries of this rank, and the times of its phases. All methods are local.
 
-    `phase` is forward, backward, synchronize, step, evaluation, checkpoint or other, as the run sets it.
-    `phase_seconds` is the host's time in each phase that has ended, `inside_seconds` that spent in calls in
-    each phase, whenever these were started, `again_seconds` that spent `computing_again`. A `timeline`, where
-    there is one, gets every call of a group and every phase with its start and end. `calls` are the newest
-    calls of this rank, and `activity` is what the verb does now ("opening the token files"), for the
-    watchdog; `reset` leaves both.
+    Attributes:
+        timeline: If it is not None, each call of a group and each phase is also recorded there.
+        calls: Log of the last calls of this rank. `reset` does not clear it.
+        phase_seconds: Time of this rank in each phase that has ended.
+        call_seconds: Time inside calls in each phase, whenever these were started.
+        recompute_seconds: Time inside `recomputing`, without that inside calls.
     """
 
     def __init__(self) -> None:
-        self._phase, self._since = "other", perf_counter()
+        self._phase, self._phase_start = "other", perf_counter()
         self._activity = "starting"
         self.timeline: Timeline | None = None
-        self.calls = Calls()
+        self.calls = CallLog()
         self.phase_seconds: dict[str, float] = {}
-        self.inside_seconds: dict[str, float] = {}
-        self.again_seconds = 0.0
+        self.call_seconds: dict[str, float] = {}
+        self.recompute_seconds = 0.0
         self._entries: dict[tuple[str, str, str], LedgerEntry] = {}
 
     @property
     def phase(self) -> str:
-        """The present phase; setting another ends it."""
+        """Current phase: forward, backward, synchronize, step, evaluation, checkpoint or other.
+
+        Setting it ends the phase before, and is a sign of life.
+        """
         return self._phase
 
     @phase.setter
     def phase(self, phase: str) -> None:
-        self.calls.beats += 1
+        self.calls.signs_of_life += 1
         if phase == self._phase:
             return
         now = perf_counter()
         if self.timeline is not None:
-            self.timeline.record(PHASES, self._phase, self._since, now)
-        self.phase_seconds[self._phase] = self.phase_seconds.get(self._phase, 0.0) + now - self._since
-        self._phase, self._since = phase, now
+            self.timeline.record(PHASES, self._phase, self._phase_start, now)
+        seconds = now - self._phase_start
+        self.phase_seconds[self._phase] = self.phase_seconds.get(self._phase, 0.0) + seconds
+        self._phase, self._phase_start = phase, now
 
     @property
     def activity(self) -> str:
-        """Present work of the verb, in words that follow "while"; setting it is a sign of life."""
+        """Current work of the verb, in words that follow "while". Setting it is a sign of life."""
         return self._activity
 
     @activity.setter
     def activity(self, activity: str) -> None:
-        self.calls.beats += 1
+        self.calls.signs_of_life += 1
         self._activity = activity
 
     @property
-    def described(self) -> str:
-        """The activity and, where the verb has set one, the phase."""
+    def activity_and_phase(self) -> str:
+        """Current activity with the phase, if the verb has set one."""
         return self._activity if self._phase == "other" else f"{self._activity} ({self._phase})"
 
     def enter(self, axis: str, operation: str, bytes: int, seconds: float) -> LedgerEntry:  # noqa: A002
-        """Add one call in the present phase; its LedgerEntry, to which a waiting Work adds more seconds."""
+        """Add one call in the current phase.
+
+        Args:
+            axis: Name of the group.
+            operation: Name of the operation.
+            bytes: Payload of the call.
+            seconds: Time that this rank has spent in the call so far.
+
+        Returns:
+            The entry, to which `add_seconds` adds the time of waiting for a started operation.
+        """
         key = (axis, operation, self._phase)
         entry = self._entries.get(key)
         if entry is None:
             entry = self._entries[key] = LedgerEntry(*key)
         entry.calls += 1
         entry.bytes += bytes
-        self.spend(entry, seconds)
+        self.add_seconds(entry, seconds)
         return entry
 
-    def spend(self, entry: LedgerEntry, seconds: float) -> None:
-        """Add what this rank has spent now in calls that are in an entry."""
+    def add_seconds(self, entry: LedgerEntry, seconds: float) -> None:
+        """Add time that this rank has just spent in calls of an entry."""
         entry.seconds += seconds
-        self.inside_seconds[self._phase] = self.inside_seconds.get(self._phase, 0.0) + seconds
+        self.call_seconds[self._phase] = self.call_seconds.get(self._phase, 0.0) + seconds
 
     @contextmanager
-    def computing_again(self) -> Iterator[None]:
-        """What is computed within was computed before; what is sent meanwhile counts as sending."""
-        began, inside = perf_counter(), self.inside_seconds.get(self._phase, 0.0)
+    def recomputing(self) -> Iterator[None]:
+        """Count the time of the block as recomputation; the time of calls in it still counts as calls."""
+        start, calls_before = perf_counter(), self.call_seconds.get(self._phase, 0.0)
         yield
-        sent = self.inside_seconds.get(self._phase, 0.0) - inside
-        self.again_seconds += perf_counter() - began - sent
+        in_calls = self.call_seconds.get(self._phase, 0.0) - calls_before
+        self.recompute_seconds += perf_counter() - start - in_calls
 
-    def seconds_of(self) -> Mapping[tuple[str, str, str], float]:
-        """Those of all entries, by axis, operation and phase."""
+    def seconds_by_entry(self) -> Mapping[tuple[str, str, str], float]:
+        """Return the seconds of all entries, by axis, operation and phase."""
         return {key: entry.seconds for key, entry in self._entries.items()}
 
     @property
     def seconds(self) -> float:
-        """The time this rank has spent inside calls, all entries together."""
+        """Time that this rank has spent inside calls, over all entries."""
         return sum(entry.seconds for entry in self._entries.values())
 
     @property
     def bytes(self) -> int:
-        """The payload of all of them."""
+        """Payload of all entries, in bytes."""
         return sum(entry.bytes for entry in self._entries.values())
 
     def rows(self) -> list[LedgerEntry]:
-        """Copies of all entries, sorted by axis, operation and phase."""
+        """Return copies of all entries, sorted by axis, operation and phase."""
         return [LedgerEntry(**asdict(self._entries[key])) for key in sorted(self._entries)]
 
     def reset(self) -> None:
-        """Forget everything but the phase."""
+        """Clear all entries and times. Phase, activity, timeline and log of calls stay."""
         self._entries.clear()
         self.phase_seconds.clear()
-        self.inside_seconds.clear()
-        self.again_seconds = 0.0
-        self._since = perf_counter()
+        self.call_seconds.clear()
+        self.recompute_seconds = 0.0
+        self._phase_start = perf_counter()
 
     def write(self, path: str | Path) -> None:
-        """Write the rows as a JSON list of objects."""
+        """Write the rows to a file as a JSON list of objects."""
         text = json.dumps([asdict(row) for row in self.rows()], indent=1)
         write_text(Path(path), text + "\n")

@@ -118,12 +118,12 @@ class Mailbox:
         header = self.poll()
         if header is not None:
             return header
-        calls, began, pause = self.group.ledger.calls, time.perf_counter(), 1e-5
+        calls, start, pause = self.group.ledger.calls, time.perf_counter(), 1e-5
         call = Call("wait for messages")
         call.group, call.number = self.group.calls, 0
         try:
             while header is None:
-                calls.waits, calls.current = began, call
+                calls.waiting_since, calls.current = start, call
                 self.sends_complete()
                 meanwhile()
                 time.sleep(pause)

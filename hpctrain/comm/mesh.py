@@ -1,9 +1,11 @@
-"""Mesh: the ranks as an array with named axes, and the groups along them."""
+"""Mesh of the ranks along named axes, and the arithmetic of ranks and coordinates."""
 
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from itertools import product
 from math import prod
 
 from hpctrain.comm.device import gpu_identity
@@ -15,21 +17,67 @@ from hpctrain.errors import HpctrainError
 AXES = ("pipeline", "data", "context", "tensor")
 
 EXPERT_AXES = ("pipeline", "expert_data", "expert", "expert_tensor")
-"""How experts fold the same ranks: those of a pipeline stage lie along other axes."""
+"""Axes along which experts split the ranks of each pipeline stage, instead of data, context and tensor."""
 
 # Axes that are joined into one group, besides each axis by itself.
 JOINED = (("data", "context"), ("context", "tensor"))
 JOINED_OF_EXPERTS = ("expert", "expert_tensor")
 
 
-class Mesh:
-    """The world's ranks as an array of `sizes`, tensor innermost: neighbours there share a node.
+class GroupSource(ABC):
+    """Groups of one rank of a mesh: along its axes, parts of these, and their peers.
 
-    `sizes` gives ranks along each of AXES, one where it is not named; their product is the world's size. For
-    a model with experts it names "expert", the ranks over which these are spread, and "expert_tensor", those
-    that split each of them: along EXPERT_AXES the ranks lie a second time, "expert_tensor" innermost, so that
-    an expert's neighbours share a node too. Making one is collective: every group's communicator is made
-    here, on all ranks in one order.
+    Attributes:
+        rank: Rank of the world.
+        sizes: Number of ranks along each axis.
+    """
+
+    rank: int
+    sizes: Mapping[str, int]
+
+    @abstractmethod
+    def group(self, *axes: str) -> Group:
+        """Return this rank's group along one axis, or along several in the mesh's order of axes. Local."""
+
+    @abstractmethod
+    def nodes(self, group: Group) -> list[int]:
+        """Return the node of each rank of a group. Local."""
+
+    @abstractmethod
+    def _make_group(self, axes: tuple[str, ...], ranks: tuple[int, ...], parent: Group | None) -> Group:
+        """Make a group of these ranks. Collective over the group `parent`; None stands for all ranks."""
+
+    def part(self, axis: str, size: int) -> Group:
+        """Return this rank's group of `size` neighbours along an axis. Collective over the axis."""
+        along = self.group(axis)
+        assert along.size % size == 0, (axis, along.size, size)
+        first = along.rank // size * size
+        return self._make_group((axis,), along.ranks[first : first + size], along)
+
+    def cut(self, group: Group, size: int, across: str = "replicas") -> tuple[Group, Group]:
+        """Split a group into parts of `size` neighbours. Collective over the group.
+
+        Returns:
+            This rank's part, and the group of its peers in all parts, along an axis with the name `across`.
+        """
+        first = group.rank // size * size
+        part = self._make_group(group.axes, group.ranks[first : first + size], group)
+        return part, self._make_group((across,), group.ranks[group.rank % size :: size], group)
+
+
+class Mesh(GroupSource):
+    """Ranks of the world as an array with named axes. Neighbours along the tensor axis share a node.
+
+    A model with experts has a second array of the same ranks, along EXPERT_AXES. Its last axis is
+    "expert_tensor", so that ranks that split one expert share a node, too. The constructor is collective: it
+    makes the communicators of all groups.
+
+    Args:
+        world: The world.
+        sizes: Number of ranks along each of AXES, 1 by default; their product is the size of the world. For a
+            model with experts also "expert", the number of ranks over which experts are spread, and
+            "expert_tensor", the number of ranks that split each expert.
+        transport: Name of the transport as in the deck.
     """
 
     def __init__(self, world: World, sizes: Mapping[str, int], transport: str = "auto") -> None:
@@ -38,70 +86,79 @@ class Mesh:
         assert rank_count(self.sizes) == world.size, (self.sizes, world.size)
         if "expert" in sizes:
             self.sizes |= {axis: sizes.get(axis, 1) for axis in ("expert", "expert_tensor")}
-        self.world = world
+        self.world, self.rank = world, world.rank
         self.transport = choose_transport(world, transport)
-        self._here = self.coordinates(world.rank)
-        folded = expert_sizes(self.sizes)
-        self._groups: dict[tuple[str, ...], Group] = {}
-        self._groups |= {(axis,): self._group((axis,), AXES) for axis in AXES}
-        # Where experts are not split, or there are none, this rank alone is all that there is along an axis.
+        self._coordinates = self.coordinates(world.rank)
+        along = expert_sizes(self.sizes)
+        self._groups: dict[tuple[str, ...], Group] = {(axis,): self._make_along((axis,)) for axis in AXES}
+        # Axes of experts that have size 1 share a group of this rank alone.
         alone = world.split(("expert",), (world.rank,), self.transport)
         for axis in EXPERT_AXES[1:]:
-            if folded[axis] == 1:
+            if along[axis] == 1:
                 self._groups[axis,] = alone
             elif "expert" in self.sizes:
-                self._groups[axis,] = self._group((axis,), EXPERT_AXES)
-        self._groups |= {axes: self._group(axes, AXES) for axes in JOINED}
-        split = [self._groups[axis,] for axis in JOINED_OF_EXPERTS if folded[axis] > 1]
-        joined = self._group(JOINED_OF_EXPERTS, EXPERT_AXES) if len(split) > 1 else (split or [alone])[0]
+                self._groups[axis,] = self._make_along((axis,))
+        self._groups |= {axes: self._make_along(axes) for axes in JOINED}
+        split = [self._groups[axis,] for axis in JOINED_OF_EXPERTS if along[axis] > 1]
+        joined = self._make_along(JOINED_OF_EXPERTS) if len(split) > 1 else (split or [alone])[0]
         self._groups[JOINED_OF_EXPERTS] = joined
 
     def size(self, axis: str) -> int:
-        """Ranks along one axis."""
+        """Return the number of ranks along one axis."""
         return self.sizes[axis] if axis in self.sizes else expert_sizes(self.sizes)[axis]
 
     def coordinate(self, axis: str) -> int:
         """Return this rank's coordinate along one axis."""
-        return self._here[axis] if axis in self._here else self._groups[axis,].rank
+        return self._coordinates[axis] if axis in self._coordinates else self._groups[axis,].rank
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """One rank's coordinates, along every axis; along those of experts where there are any."""
+        """Return the coordinates of a rank along all axes, including those of experts if there are any."""
         return coordinates(self.sizes, rank)
 
     def group(self, *axes: str) -> Group:
-        """Return this rank's group along one axis, or along several axes in the mesh's order of axes."""
+        """Return this rank's group along one axis, or along several in the mesh's order of axes. Local."""
         assert axes in self._groups, f"no group {axes}; there are {list(self._groups)}"
         return self._groups[axes]
 
-    def part(self, axis: str, size: int) -> Group:
-        """Return this rank's group of `size` neighbours along an axis. Collective over the axis."""
-        along = self.group(axis)
-        assert along.size % size == 0, (axis, along.size, size)
-        first = along.rank // size * size
-        return self.world.split((axis,), along.ranks[first : first + size], self.transport, along)
-
-    def cut(self, group: Group, size: int, across: str = "replicas") -> tuple[Group, Group]:
-        """Split a group into parts of `size` neighbours. Collective.
-
-        Returns:
-            This rank's part, and the group of its peers in all parts, along an axis with the name `across`.
-        """
-        first = group.rank // size * size
-        part = self.world.split(group.axes, group.ranks[first : first + size], self.transport, group)
-        peers = group.ranks[group.rank % size :: size]
-        return part, self.world.split((across,), peers, self.transport, group)
-
     def nodes(self, group: Group) -> list[int]:
-        """The node of every rank of a group."""
+        """Return the node of each rank of a group. Local."""
         return self.world.nodes_of(group.ranks)
 
-    def _group(self, axes: tuple[str, ...], folding: tuple[str, ...]) -> Group:
-        sizes = self.sizes if folding is AXES else expert_sizes(self.sizes)
-        others = [axis for axis in folding if axis not in axes]
-        here = _fold(sizes, folding, self.world.rank)
-        places = ((rank, _fold(sizes, folding, rank)) for rank in range(self.world.size))
-        same = (rank for rank, place in places if all(place[axis] == here[axis] for axis in others))
-        return self.world.split(axes, tuple(same), self.transport)
+    def _make_along(self, axes: tuple[str, ...]) -> Group:
+        return self._make_group(axes, ranks_along(self.sizes, axes, self.rank), None)
+
+    def _make_group(self, axes: tuple[str, ...], ranks: tuple[int, ...], parent: Group | None) -> Group:
+        return self.world.split(axes, ranks, self.transport, parent)
+
+
+def choose_transport(world: World, requested: str) -> str:
+    """Return the name of the transport for tensors. Collective.
+
+    Args:
+        world: The world.
+        requested: Name of a transport, or "auto" for the first of TRANSPORTS that suits the GPUs of all
+            ranks.
+
+    Raises:
+        HpctrainError: The transport cannot be used; raised on all ranks.
+    """
+    identity = gpu_identity(world.device)
+    # The name of a GPU is unique in the job; a CPU has none.
+    gpus = world.everyone.all_gather_object(identity and f"{world.hostname} {identity}")
+    automatic = (name for name, choice in TRANSPORTS.items() if choice.suits(gpus))
+    name = next(automatic) if requested == "auto" else requested
+    obstacle = world.share_memory() if name == "shared" else ""
+    if obstacle and requested == "auto":
+        if world.rank == 0:
+            logging.getLogger("hpctrain").warning("the ranks of a node send messages: %s", obstacle)
+        name = "mpi"
+    with world.agreement():
+        obstacles = [*TRANSPORTS[name].obstacles(gpus)]
+        if obstacle and name == "shared":
+            obstacles.append(obstacle)
+        if obstacles:
+            raise HpctrainError([f'communication.transport = "{requested}": {each}' for each in obstacles])
+    return name
 
 
 def rank_count(sizes: Mapping[str, int]) -> int:
@@ -110,9 +167,10 @@ def rank_count(sizes: Mapping[str, int]) -> int:
 
 
 def expert_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
-    """The ranks along each of EXPERT_AXES: "expert_data" is what the others leave of a pipeline stage.
+    """Return the number of ranks along each of EXPERT_AXES.
 
-    Where `sizes` names no experts they are split over no ranks.
+    "expert_data" is what the other axes leave of a pipeline stage. Without experts in `sizes` it is the whole
+    stage.
     """
     split = {axis: sizes.get(axis, 1) for axis in ("expert", "expert_tensor")}
     stage_ranks = rank_count(sizes) // sizes["pipeline"]
@@ -122,23 +180,42 @@ def expert_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def coordinates(sizes: Mapping[str, int], rank: int) -> dict[str, int]:
-    """The coordinates of one rank of a mesh of these sizes, along every axis; along EXPERT_AXES where `sizes`
-    names "expert".
+    """Return the coordinates of a rank along AXES, and along EXPERT_AXES if `sizes` has "expert"."""
+    result = _unravel(sizes, AXES, rank)
+    return result | _unravel(expert_sizes(sizes), EXPERT_AXES, rank) if "expert" in sizes else result
+
+
+def ranks_along(sizes: Mapping[str, int], axes: tuple[str, ...], rank: int) -> tuple[int, ...]:
+    """Return the ranks that differ from `rank` only in their coordinates along `axes`, in rising order.
+
+    Args:
+        sizes: Number of ranks along each axis of the mesh.
+        axes: Some of AXES, or some of EXPERT_AXES.
+        rank: Rank of the world, which is one of the result.
     """
-    here = _fold(sizes, AXES, rank)
-    return here | _fold(expert_sizes(sizes), EXPERT_AXES, rank) if "expert" in sizes else here
+    order = AXES if set(axes) <= set(AXES) else EXPERT_AXES
+    sizes = sizes if order is AXES else expert_sizes(sizes)
+    here = _unravel(sizes, order, rank)
+    strides = {axis: prod(sizes[inner] for inner in order[index + 1 :]) for index, axis in enumerate(order)}
+    first = rank - sum(here[axis] * strides[axis] for axis in axes)
+    steps = [range(0, sizes[axis] * strides[axis], strides[axis]) for axis in order if axis in axes]
+    return tuple(first + sum(offsets) for offsets in product(*steps))
 
 
-def _fold(sizes: Mapping[str, int], folding: tuple[str, ...], rank: int) -> dict[str, int]:
-    inwards: dict[str, int] = {}
-    for axis in reversed(folding):
-        rank, inwards[axis] = divmod(rank, sizes[axis])
-    return {axis: inwards[axis] for axis in folding}
+def _unravel(sizes: Mapping[str, int], order: tuple[str, ...], rank: int) -> dict[str, int]:
+    """Return the coordinates of a rank along the axes `order`, of which the last one varies fastest."""
+    reverse: dict[str, int] = {}
+    for axis in reversed(order):
+        rank, reverse[axis] = divmod(rank, sizes[axis])
+    return {axis: reverse[axis] for axis in order}
 
 
 def sizes_text(sizes: Mapping[str, int], least: int = 1) -> str:
-    """The ranks along each axis that has at least so many, in words; then those of experts where they are
-    split.
+    """Return the sizes of a mesh in words, such as "data 4 x tensor 2, experts expert_data 2 x expert 2".
+
+    Args:
+        sizes: Number of ranks along each axis.
+        least: Smallest size of an axis that is mentioned.
     """
     text = " x ".join(f"{axis} {sizes[axis]}" for axis in AXES if sizes[axis] >= least)
     split = [f"{axis} {sizes[axis]}" for axis in ("expert", "expert_tensor") if sizes.get(axis, 1) > 1]
@@ -146,28 +223,3 @@ def sizes_text(sizes: Mapping[str, int], least: int = 1) -> str:
         return text
     experts = " x ".join([f"expert_data {expert_sizes(sizes)['expert_data']}", *split])
     return f"{text}, experts {experts}" if text else f"experts {experts}"
-
-
-def choose_transport(world: World, wish: str) -> str:
-    """Return the transport of tensors. Collective.
-
-    With "auto" it is the first one of TRANSPORTS that suits the GPUs of the ranks.
-
-    Raises:
-        HpctrainError: The transport cannot be used; raised on all ranks.
-    """
-    identity = gpu_identity(world.device)
-    # No other GPU of the job has the name; a CPU has none.
-    gpus = world.everyone.all_gather_object(identity and f"{world.hostname} {identity}")
-    automatic = (name for name, carrier in TRANSPORTS.items() if carrier.suits(gpus))
-    name = next(automatic) if wish == "auto" else wish
-    unseen = world.share_memory() if name == "shared" else ""
-    if unseen and wish == "auto":
-        if world.rank == 0:
-            logging.getLogger("hpctrain").warning("the ranks of a node send messages: %s", unseen)
-        name = "mpi"
-    with world.agreement():
-        obstacles = [*TRANSPORTS[name].obstacles(gpus), *([unseen] if unseen and name == "shared" else [])]
-        if obstacles:
-            raise HpctrainError([f'communication.transport = "{wish}": {each}' for each in obstacles])
-    return name

@@ -1,23 +1,36 @@
-"""The timeline: when this rank did what, for the newest steps."""
+"""Timeline of what this rank did in the last steps, and the offset between the clocks of ranks."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from hpctrain.comm.group import Group
 
 SCHEDULE, EVALUATION, PHASES = "schedule", "evaluation", "phases"
-"""Rows that are no group of the mesh: actions in training and in evaluation, and the ledger's phases."""
+"""Rows of a timeline that are no groups: actions of training and of evaluation, and phases of the ledger."""
+
+_EXCHANGES = 20
+"""Messages that two ranks exchange to compare their clocks."""
 
 
 @dataclass(slots=True)
 class TimelineSpan:
-    """Something with a start and an end, in seconds of this rank's `perf_counter`.
+    """One action, phase or call with its start and end, in seconds of this rank's `perf_counter`.
 
-    `row` is the name of a group for communication, else one of the rows above. A started operation lasts
-    until this rank saw that it was complete; `inside` are the seconds of it that the rank spent in the
-    calls themselves, starting, testing and waiting.
+    Attributes:
+        row: Name of the group for calls, otherwise one of SCHEDULE, EVALUATION and PHASES.
+        name: Name of the action, phase or operation.
+        start: Time of the start.
+        end: Time of the end; for a started operation, when this rank saw that it was complete.
+        bytes: Payload of a call.
+        call_seconds: Part of the time that the rank spent in calls: starting, testing and waiting.
     """
 
     row: str
@@ -25,12 +38,18 @@ class TimelineSpan:
     start: float
     end: float
     bytes: int = 0
-    inside: float = 0.0
+    call_seconds: float = 0.0
 
 
 @dataclass(slots=True)
 class StepSpans:
-    """What was recorded from one step's start to the next's; `dropped` counts what was too many."""
+    """Spans from the start of one step to the start of the next one.
+
+    Attributes:
+        step: Number of the step.
+        spans: Recorded spans, in the order of their starts.
+        dropped: Number of spans that were not recorded because there were too many.
+    """
 
     step: int
     spans: list[TimelineSpan] = field(default_factory=list)
@@ -38,10 +57,14 @@ class StepSpans:
 
 
 class Timeline:
-    """Records the spans of the newest `steps` steps: of each all actions in training, and `most` in all.
+    """Record of the spans of the last steps. All methods are local.
 
-    The times are the host's: on a GPU, when work was handed over, not when it ran. Nothing is recorded
-    before the first `begin`, and between `pause` and the next `begin`.
+    Times are those of the host: on a GPU, when work was started, not when it ran. Nothing is recorded before
+    the first `begin`, and between `pause` and the next `begin`.
+
+    Args:
+        steps: Number of steps that are kept.
+        most: Maximum number of spans of a step. Actions of training are recorded beyond it.
     """
 
     def __init__(self, steps: int, most: int) -> None:
@@ -51,7 +74,7 @@ class Timeline:
         self._current: StepSpans | None = None
 
     def begin(self, step: int) -> None:
-        """All that follows belongs to `step`; the oldest step beyond the number kept is forgotten."""
+        """Begin a step, to which all spans belong from now on. Drop the oldest step if there are too many."""
         self._current = StepSpans(step)
         self.steps.append(self._current)
 
@@ -60,7 +83,7 @@ class Timeline:
         self._current = None
 
     def record(self, row: str, name: str, start: float, end: float, bytes: int = 0) -> TimelineSpan | None:  # noqa: A002
-        """Add a span; itself, for a later end to be written into, or None where it is not kept."""
+        """Add a span. Return it, so that a later end can be entered; None if it is not recorded."""
         current = self._current
         if current is None:
             return None
@@ -72,29 +95,76 @@ class Timeline:
         return span
 
     def action(self, name: str, start: float, training: bool) -> None:
-        """Add an action of a schedule, which ends now."""
+        """Add an action of a pipeline schedule that ends now."""
         self.record(SCHEDULE if training else EVALUATION, name, start, perf_counter())
 
     def spans(self) -> Iterator[tuple[int, TimelineSpan]]:
-        """All spans with their steps."""
+        """Yield all spans, each with the number of its step."""
         return ((step.step, span) for step in self.steps for span in step.spans)
 
     @property
     def dropped(self) -> int:
-        """Spans of the steps kept that were too many."""
+        """Number of spans of the kept steps that were not recorded because there were too many."""
         return sum(step.dropped for step in self.steps)
 
 
 def lanes(spans: list[TimelineSpan]) -> list[int]:
-    """For each span of a row, a lane in which it overlaps no other: 0 while there is only one at a time."""
+    """Assign each span of a row to a lane in which no two spans overlap.
+
+    Returns:
+        Lane of each span, from 0. Lane 0 is enough if spans never overlap.
+    """
     order = sorted(range(len(spans)), key=lambda index: (spans[index].start, spans[index].end))
-    free: list[float] = []  # when the last span of each lane ends
+    lane_ends: list[float] = []
     lane_of = [0] * len(spans)
     for index in order:
         span = spans[index]
-        lane = next((lane for lane, end in enumerate(free) if end <= span.start), len(free))
-        if lane == len(free):
-            free.append(span.end)
-        free[lane] = span.end
+        lane = next((lane for lane, end in enumerate(lane_ends) if end <= span.start), len(lane_ends))
+        if lane == len(lane_ends):
+            lane_ends.append(span.end)
+        lane_ends[lane] = span.end
         lane_of[index] = lane
     return lane_of
+
+
+def clock_offset(group: Group, node: int, clock: Callable[[], float] = perf_counter) -> float:
+    """Return how far this rank's clock is ahead of the clock of the group's rank 0, in seconds. Collective.
+
+    All ranks of a node read the same clock. Its lowest rank exchanges messages with rank 0. Of several round
+    trips the shortest counts, and rank 0 is assumed to have answered in its middle (Cristian 1989). The error
+    is at most half of that round trip.
+
+    Args:
+        group: Ranks whose clocks are compared.
+        node: Node of this rank.
+        clock: Function that returns the time of this rank, in seconds.
+    """
+    nodes = group.all_gather_object(node)
+    offset = 0.0
+    for rank in sorted({nodes.index(other) for other in nodes} - {0}):
+        if group.rank == 0:
+            _answer(group, rank, clock)
+        elif group.rank == rank:
+            offset = _measure_offset(group, clock)
+    return float(group.all_gather_object(offset)[nodes.index(node)])
+
+
+def _measure_offset(group: Group, clock: Callable[[], float]) -> float:
+    shortest, offset = float("inf"), 0.0
+    time = torch.zeros(1, dtype=torch.float64)
+    for _ in range(_EXCHANGES):
+        start = clock()
+        group.send(time, 0)
+        group.recv(time, 0)
+        end = clock()
+        if end - start < shortest:
+            shortest, offset = end - start, (start + end) / 2 - time.item()
+    return offset
+
+
+def _answer(group: Group, rank: int, clock: Callable[[], float]) -> None:
+    time = torch.zeros(1, dtype=torch.float64)
+    for _ in range(_EXCHANGES):
+        group.recv(time, rank)
+        time[0] = clock()
+        group.send(time, rank)

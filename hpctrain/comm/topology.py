@@ -1,4 +1,4 @@
-"""Which ranks share a node: as MPI tells of the machine, or in blocks of its nodes, to try things out."""
+"""Nodes of the ranks: those of the machine, or smaller ones that are emulated."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ from collections.abc import Sequence
 
 
 class Topology:
-    """The node of every rank of the world, by numbers in the order of the nodes' lowest ranks.
+    """Node of each rank of the world. Nodes are numbered by their lowest rank.
 
-    `machine` are those that there are, `nodes` those that groups go by; `per_node` are the ranks of an
-    emulated one, None where none is emulated.
+    Args:
+        machine: Node of each rank in the machine.
+
+    Attributes:
+        machine: Node of each rank in the machine.
+        nodes: Node of each rank as groups and memory use it.
+        per_node: Ranks of an emulated node; None if nodes are not emulated.
     """
 
     def __init__(self, machine: Sequence[int]) -> None:
@@ -18,34 +23,34 @@ class Topology:
         self.per_node: int | None = None
 
     def emulate(self, per_node: int | None) -> None:
-        """Cut every node of the machine into nodes of so many ranks, the last of what is left; None: leave
-        them whole.
-        """
+        """Divide each node of the machine into nodes of so many ranks; None ends the emulation."""
         self.per_node = per_node
         if per_node is None:
             self.nodes = self.machine
             return
-        seen: defaultdict[int, int] = defaultdict(int)
-        blocks: dict[tuple[int, int], int] = {}
+        ranks_before: defaultdict[int, int] = defaultdict(int)
+        numbers: dict[tuple[int, int], int] = {}
         nodes = []
         for node in self.machine:
-            block = node, seen[node] // per_node
-            seen[node] += 1
-            nodes.append(blocks.setdefault(block, len(blocks)))
+            block = node, ranks_before[node] // per_node
+            ranks_before[node] += 1
+            nodes.append(numbers.setdefault(block, len(numbers)))
         self.nodes = tuple(nodes)
 
     @property
     def ranks_per_node(self) -> int:
-        """Of the nodes that groups go by."""
+        """Mean number of ranks per node, of emulated nodes the largest one."""
         return self.per_node or max(1, len(self.nodes) // len(set(self.nodes)))
 
 
 def ranks_per_node_of(nodes: Sequence[int]) -> int:
-    """How many ranks of a group share a node, by the nodes of all its ranks; 0 where these are not as many on
-    each, or not side by side.
+    """Return the ranks per node of a group; 0 if nodes differ or their ranks are not neighbours.
+
+    Args:
+        nodes: Node of each rank of the group.
     """
     size = nodes.count(nodes[0])
-    even = len(nodes) % size == 0 and all(
+    is_even = len(nodes) % size == 0 and all(
         node == nodes[rank // size * size] for rank, node in enumerate(nodes)
     )
-    return size if even and len(set(nodes)) * size == len(nodes) else 0
+    return size if is_even and len(set(nodes)) * size == len(nodes) else 0

@@ -153,7 +153,7 @@ class Watchdog:
         """Return values that change when this rank communicates."""
         calls = self.world.ledger.calls
         newest = calls.recent[-1] if calls.recent else None
-        return newest, calls.current, calls.beats
+        return newest, calls.current, calls.signs_of_life
 
     def _patience(self) -> float:
         """Return the seconds for which this rank may give no sign of life where it is now."""
@@ -250,7 +250,7 @@ class Watchdog:
             self._write_request(self._token + _ENDING)
         silent = max(report.silent for report in reports.values())
         why = diagnose(reports, self.world.size, stopped)
-        activity = self.world.ledger.described
+        activity = self.world.ledger.activity_and_phase
         first = f"the run hangs while {activity}: no rank gave a sign of life for {silent:.0f} s"
         for line in (first, *why, f"stacks and last calls of each rank: {self.folder}/hang.<rank>.txt"):
             _print_sentence(self.world.rank, line)

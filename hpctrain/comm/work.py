@@ -1,8 +1,8 @@
-"""Work: a started operation of a Group.
+"""Handles of operations that a Group has started.
 
-Started ones go on while this rank tests or waits for any of them, in whatever order, but not while it
-computes or sits in a blocking call: what one rank waits for before a blocking call, the others must wait for
-before it too. Messages alone, from one rank to another, go on in blocking calls, as those of MPI do.
+Started operations make progress while this rank tests or waits for any of them, in whatever order. They make
+no progress while it computes or is in a blocking call: if one rank waits for an operation before a blocking
+call, all other ranks must do so, too. Only messages make progress in blocking calls, as those of MPI do.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ Result = TypeVar("Result", bound="Tensor | None")
 
 
 class Work(Generic[Result]):
-    """An operation of a Group: this one is complete."""
+    """Handle of an operation of a Group. This base class is one that is complete.
+
+    Args:
+        result: What `wait` returns.
+    """
 
     __slots__ = ("_result",)
 
@@ -31,23 +35,27 @@ class Work(Generic[Result]):
         self._result = result
 
     def wait(self) -> Result:
-        """Complete the operation; its result."""
+        """Wait until the operation is complete. Return its result."""
         return self._result
 
     def test(self) -> bool:
-        """Let the operation make progress, without blocking; whether it is complete."""
+        """Let the operation make progress, without waiting. Return True if it is complete."""
         return True
 
     def proceed(self) -> None:
-        """Go on to the next operation, where this is made of several, see SequentialWork."""
+        """Start the next operation of a SequentialWork; do nothing for other operations."""
 
 
 class SequentialWork(Work[Result]):
-    """Operations of which each is started with what the one before gave: `steps` starts and yields them, and
-    goes on when that one is complete; they make `result`.
+    """Operations of which each needs the result of the one before.
 
-    Groups want their operations started in one order on all ranks. So `proceed` and `wait` alone, which ranks
-    call at the same points of the program, start the next one; `test` helps the one under way along.
+    All ranks of a group must start operations in the same order. So only `proceed` and `wait`, which ranks
+    call at the same points of the program, start the next operation; `test` lets the current one make
+    progress.
+
+    Args:
+        steps: Iterator that starts the operations and yields their handles. The first one is started at once.
+        result: What `wait` returns; the operations write into it.
     """
 
     __slots__ = ("_current", "_steps")
@@ -57,8 +65,8 @@ class SequentialWork(Work[Result]):
         self._steps = steps
         self._current = next(steps, None)
 
+    @override
     def proceed(self) -> None:
-        """Complete the operation under way, and start the next one."""
         if self._current is not None:
             self._current.wait()
             self._current = next(self._steps, None)
@@ -77,7 +85,7 @@ class SequentialWork(Work[Result]):
 
 
 class CombinedWork(Work[Result]):
-    """Operations that were all started, which make `result`."""
+    """Operations that were all started, and that write into one result."""
 
     __slots__ = ("_works",)
 
@@ -93,81 +101,93 @@ class CombinedWork(Work[Result]):
 
     @override
     def test(self) -> bool:
-        complete = [work.test() for work in self._works]  # each of them goes on
+        complete = [work.test() for work in self._works]  # test all: each must make progress
         return all(complete)
 
 
 class StartedWork(Work[Result]):
-    """An operation that was started, which keeps its tensors alive until it is complete.
+    """Handle of an operation that a transport has started.
 
-    `under_way` are all such operations of this rank.
+    It keeps the tensors alive until the operation is complete, and enters its time in the ledger.
+
+    Args:
+        result: What `wait` returns.
+        transport_work: The transport's handle.
+        call: The call; it has entered its group's log.
+        ledger: Ledger of this rank.
+        entry: Entry of the call in it.
+        span: Entry of the call in the timeline, or None.
+        in_flight: Set of all started operations of this rank, which contains this one until it is complete.
     """
 
-    __slots__ = ("_call", "_entry", "_ledger", "_pending", "_span", "_under_way")
+    __slots__ = ("_call", "_entry", "_in_flight", "_ledger", "_span", "_transport_work")
 
     def __init__(
         self,
         result: Result,
-        pending: TransportWork,
+        transport_work: TransportWork,
         call: Call,
         ledger: Ledger,
         entry: LedgerEntry,
         span: TimelineSpan | None,
-        under_way: set[StartedWork[Any]],
+        in_flight: set[StartedWork[Any]],
     ) -> None:
         super().__init__(result)
-        self._pending: TransportWork | None = pending
+        self._transport_work: TransportWork | None = transport_work
         self._call, self._ledger, self._entry = call, ledger, entry
-        self._span, self._under_way = span, under_way
-        under_way.add(self)
+        self._span, self._in_flight = span, in_flight
+        in_flight.add(self)
 
     @override
     def wait(self) -> Result:
-        if self._pending is not None:
-            began = perf_counter()
+        if self._transport_work is not None:
+            start = perf_counter()
             calls = self._call.group.calls
-            calls.waits, calls.current = began, self._call
-            if len(self._under_way) == 1:
-                self._pending.wait()
-                self._done()
-            else:  # others may wait for what this rank does next in its other operations
-                wait_until(self._go_on_beside_others)
+            calls.waiting_since, calls.current = start, self._call
+            if len(self._in_flight) == 1:
+                self._transport_work.wait()
+                self._complete()
+            else:  # other ranks may wait for this rank's other operations
+                wait_until(self._progress_all)
             self._call.group.leave()
-            self._count(began)
+            self._add_seconds(start)
         return self._result
 
     @override
     def test(self) -> bool:
-        if self._pending is None:
+        if self._transport_work is None:
             return True
-        began = perf_counter()
-        complete = self._go_on()
-        self._count(began)
+        start = perf_counter()
+        complete = self._progress()
+        self._add_seconds(start)
         return complete
 
-    def _go_on(self) -> bool:
-        if self._pending is not None and self._pending.test():
-            self._done()
-        return self._pending is None
+    def _progress(self) -> bool:
+        """Let this operation make progress. Return True if it is complete."""
+        if self._transport_work is not None and self._transport_work.test():
+            self._complete()
+        return self._transport_work is None
 
-    def _go_on_beside_others(self) -> bool:
-        if self._go_on():
+    def _progress_all(self) -> bool:
+        """Let all started operations make progress. Return True if this one is complete."""
+        if self._progress():
             return True
-        for work in list(self._under_way):
-            work._go_on()
-        return self._pending is None
+        for work in list(self._in_flight):
+            work._progress()
+        return self._transport_work is None
 
-    def _done(self) -> None:
-        self._pending = None
+    def _complete(self) -> None:
+        self._transport_work = None
         self._call.release()
-        self._under_way.discard(self)
+        self._in_flight.discard(self)
         if self._span is not None:
             self._span.end = perf_counter()
 
-    def _count(self, began: float) -> None:
+    def _add_seconds(self, start: float) -> None:
+        """Enter the time since `start` in the ledger and the timeline."""
         now = perf_counter()
-        self._ledger.spend(self._entry, now - began)
+        self._ledger.add_seconds(self._entry, now - start)
         if self._span is not None:
-            self._span.inside += now - began
-            if self._pending is None:
+            self._span.call_seconds += now - start
+            if self._transport_work is None:
                 self._span.end = now

@@ -20,7 +20,7 @@ import torch
 from hpctrain.comm.calls import Call
 from hpctrain.comm.check import CallChecks
 from hpctrain.comm.device import choose_device, gpu_count, on_host, peak_bytes, prepare_device, used_bytes
-from hpctrain.comm.group import Group
+from hpctrain.comm.group import Group, GroupTransports
 from hpctrain.comm.hang_settings import HangSettings
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.outcome import combine_errors, flush_output, print_error, print_problems, to_hpctrain_error
@@ -111,7 +111,7 @@ class World:
         # By the nodes of all ranks, of which some may be emulated.
         self._seen: dict[Nodes, NodeMemory | str] = {} if whole is None else dict(whole._seen)
         self._memories: list[NodeMemory] = [] if whole is None else whole._memories
-        self._under_way: set[StartedWork[Any]] = set() if whole is None else whole._under_way
+        self._in_flight: set[StartedWork[Any]] = set() if whole is None else whole._in_flight
         self._checks: CallChecks | None = None
         self.transport_decorator: TransportDecorator | None = None
         """Decorator of the transports of groups that are made later; None if there is none."""
@@ -273,8 +273,8 @@ class World:
     ) -> Group:
         of_world = tuple(self._ranks[rank] for rank in ranks)
         host, accelerator = self._pair(communicator, of_world, transport)
-        place = self.device, self.ledger, self._under_way, of_world
-        group = Group(axes, ranks, communicator, host, accelerator, *place)
+        transports = GroupTransports(communicator, host, accelerator)
+        group = Group(axes, ranks, transports, self.device, self.ledger, self._in_flight, of_world)
         if self._checks is not None:
             self._checks.check_group(group)
         return group
@@ -283,7 +283,7 @@ class World:
         """What carries tensors of host and accelerator. Collective over the communicator."""
         nodes = [self.topology.nodes[rank] for rank in ranks]
         memory = self._memory if isinstance(self._memory, NodeMemory) else None
-        host, accelerator = TRANSPORTS[transport].pair(
+        host, accelerator = TRANSPORTS[transport].make(
             TransportSetting(communicator, nodes, self._scratch, memory)
         )
         if self._link is not None:

@@ -32,7 +32,7 @@ def make_recompute(deck: Deck, world: World) -> Recompute:
         raise HpctrainError(deck.problem("memory.activations", NO_HOST_ACTIVATIONS))
     plain = memory.activations == "keep" and memory.activation_format == "exact"
     store = None if plain else ActivationStore(memory.activation_format)
-    return Recompute(memory.recompute, store, world.ledger.computing_again)
+    return Recompute(memory.recompute, store, world.ledger.recomputing)
 
 
 def open_shelf(

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 
 from hpctrain.comm.device import device_kind, on_host
-from hpctrain.comm.planned import PlannedMesh
+from hpctrain.comm.planned import PlannedCalls, PlannedMesh
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.offload import OffloadSettings
 from hpctrain.engine.sizes import axis_sizes
@@ -94,7 +94,7 @@ def _build(deck: Deck, shape: ModelShape, ranks: int, ranks_per_node: int) -> Tr
     """A stage of all blocks in memory, whose gradients become noise as they are added."""
     cpu = torch.device("cpu")
     sizes = axis_sizes(deck, ranks)
-    mesh = PlannedMesh(sizes, 0, ranks_per_node, echo=True)
+    mesh = PlannedMesh(sizes, 0, ranks_per_node, calls=PlannedCalls(echo=True))
     groups = make_groups(deck, mesh, Recompute("none"), cpu)
     models = build_parts(shape, groups, [LayerRange.all_of(shape.layers)])
     stage = build_trained_stage(deck, groups, models, make_replications(deck, mesh), OffloadSettings(), cpu)

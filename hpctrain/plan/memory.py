@@ -12,7 +12,7 @@ from hpctrain.checkpoint.held import copies_held
 from hpctrain.checkpoint.mirror import COPIES
 from hpctrain.comm.device import device_kind, matmul_workspace_bytes, on_host
 from hpctrain.comm.mesh import rank_count
-from hpctrain.comm.planned import PlannedMesh, ReductionBytes
+from hpctrain.comm.planned import PlannedCalls, PlannedMesh, ReductionBytes
 from hpctrain.comm.topology import ranks_per_node_of
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.place import placed_by_flops
@@ -180,7 +180,8 @@ def plan_memory(
         audited: ReductionBytes | None = None
         if deck.stability.corruption == "full":
             from hpctrain.audit.audited_reduction import audited_scratch_bytes as audited
-        return PlannedMesh(sizes, number, per_node, None, False, device, place, transport, audited)
+        calls = PlannedCalls(reduction_bytes=audited)
+        return PlannedMesh(sizes, number, per_node, device, place, transport, calls)
 
     planned: dict[object, tuple[TrainedStage, MemoryAccount]] = {}
     stages, of_stage = [], rank_count(sizes) // schedule.stage_count

@@ -19,7 +19,7 @@ import torch
 from hpctrain.comm.calls import Call
 from hpctrain.comm.device import device_kind, on_host
 from hpctrain.comm.group import Group
-from hpctrain.comm.planned import META, PlannedMesh
+from hpctrain.comm.planned import META, PlannedCalls, PlannedMesh
 from hpctrain.comm.transports.traffic import Traffic, traffic_of
 from hpctrain.data.batches import MicroBatch
 from hpctrain.deck.schema import Deck
@@ -170,7 +170,9 @@ def plan_traffic(deck: Deck, ranks: int, vocabulary: int, ranks_per_node: int = 
             kind = number
         if kind not in planned:
             listener = _Listener()
-            mesh = PlannedMesh(sizes, number, ranks_per_node, listener, transport=transport)
+            mesh = PlannedMesh(
+                sizes, number, ranks_per_node, transport=transport, calls=PlannedCalls(listener)
+            )
             stage = plan_stage(deck, architecture, mesh, schedule, counts, number, device)
             layers = _layers(deck, architecture, mesh, stage, schedule, passes, listener)
             whole = whole and layers is not None

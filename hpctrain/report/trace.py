@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
-from hpctrain.comm.clock import clock_offset
 from hpctrain.comm.group import Group
 from hpctrain.comm.mesh import Mesh
-from hpctrain.comm.timeline import EVALUATION, PHASES, SCHEDULE, Timeline, TimelineSpan, lanes
+from hpctrain.comm.timeline import EVALUATION, PHASES, SCHEDULE, Timeline, TimelineSpan, clock_offset, lanes
 from hpctrain.errors import InputOutputError
 from hpctrain.pipeline.action import Schedule
 from hpctrain.report.recorded import RecordedStep, recorded_step
@@ -102,7 +101,7 @@ def _event(rank: int, thread: int, step: int, span: TimelineSpan, zero: float) -
     start, end = round((span.start - zero) * 1e6, 3), round((span.end - zero) * 1e6, 3)
     details: dict[str, Any] = {"step": step}
     if span.row not in _ROWS:
-        details |= {"bytes": span.bytes, "inside_us": round(span.inside * 1e6, 3)}
+        details |= {"bytes": span.bytes, "inside_us": round(span.call_seconds * 1e6, 3)}
     at = {"ts": start, "dur": round(end - start, 3), "pid": rank, "tid": thread}
     return {"ph": "X", "name": span.name, "cat": span.row, **at, "args": details}
 

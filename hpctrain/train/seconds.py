@@ -97,16 +97,16 @@ class StepSeconds(Hook):
         if self._first is None:
             self._first = step
         ledger = self.engine.world.ledger
-        phases, inside = dict(ledger.phase_seconds), dict(ledger.inside_seconds)
-        calls, again = ledger.seconds_of(), ledger.again_seconds
+        phases, inside = dict(ledger.phase_seconds), dict(ledger.call_seconds)
+        calls, again = ledger.seconds_by_entry(), ledger.recompute_seconds
         yield
         self._of_step = StepRecord(
             step,
             0.0,
             _since(phases, ledger.phase_seconds),
-            _since(inside, ledger.inside_seconds),
-            _since(calls, ledger.seconds_of()),
-            ledger.again_seconds - again,
+            _since(inside, ledger.call_seconds),
+            _since(calls, ledger.seconds_by_entry()),
+            ledger.recompute_seconds - again,
         )
 
     def after_step(self, done: StepDone) -> None:

@@ -83,7 +83,7 @@ def test_no_result_changes_and_no_alarm_is_false(world: World, way: str, depth: 
     if way == "nodes":
         for host in (plain.host, inner_of(checked).inner):
             assert isinstance(host, HierarchicalTransport)
-            host.least = 1
+            host.least_bytes = 1
     for seed in range(4):
         expected = RandomCalls(plain, seed).make(40)
         found = RandomCalls(checked, seed).make(40)

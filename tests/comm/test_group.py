@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpctrain.comm.calls import Operation
+from hpctrain.comm.calls import Reduction
 from hpctrain.comm.group import Group
 from hpctrain.comm.transports.mpi import MpiTransport
 from hpctrain.comm.transports.node_memory import NodeMemory
@@ -25,7 +25,7 @@ FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 DTYPES = (*FLOATS, *INTEGERS, torch.bool)
-OPERATIONS: tuple[Operation, ...] = ("sum", "max", "min")
+OPERATIONS: tuple[Reduction, ...] = ("sum", "max", "min")
 
 pytestmark = pytest.mark.mpi
 
@@ -39,7 +39,7 @@ def shared(world: World) -> Transport:
     if world.size == 1:
         return host
     made = SharedTransport(host, world._memory)
-    made.least, made.least_moved, made.round_bytes, made.inline_bytes = 1, 1, 4096, -1
+    made.least_bytes, made.least_moved_bytes, made.round_bytes, made.most_small_bytes = 1, 1, 4096, -1
     return made
 
 
@@ -49,18 +49,22 @@ def group(request: pytest.FixtureRequest, world: World, shared: Transport) -> It
     memory of the node.
     """
     whole = world.everyone
-    host, transport = whole.host, whole._transport
+    host = whole.host
     assert isinstance(host, MpiTransport)
     if request.param == "shared":
-        whole._transport = lambda _: shared  # type: ignore[method-assign]
+        whole.host = shared
     if request.param == "split":
         host.limit = 7
     if request.param == "staged":
-        staged = StagedTransport(host)
-        whole._transport = lambda _: staged  # type: ignore[method-assign]
+        whole.host = StagedTransport(host)
     yield whole
     host.limit = 2**31 - 1
-    whole._transport = transport  # type: ignore[method-assign]
+    whole.host = host
+
+
+def has_short_messages(group: Group) -> bool:
+    """Return True if messages of the group have at most 7 elements."""
+    return isinstance(group.host, MpiTransport) and group.host.limit == 7
 
 
 def values(rank: int, count: int, dtype: torch.dtype, width: int = 0) -> Tensor:
@@ -76,7 +80,7 @@ def values(rank: int, count: int, dtype: torch.dtype, width: int = 0) -> Tensor:
     return torch.randint(-(2**63), 2**63 - 1, shape, generator=generator).to(dtype)
 
 
-def reduced(parts: list[Tensor], operation: Operation) -> Tensor:
+def reduced(parts: list[Tensor], operation: Reduction) -> Tensor:
     """In rank order, half types in fp32 with one rounding."""
     dtype = parts[0].dtype
     if dtype == torch.bool:
@@ -112,7 +116,7 @@ def uneven(size: int, seed: int = 0) -> list[int]:
 def test_all_reduce_and_reduce(group: Group, dtype: torch.dtype) -> None:
     for started in (False, True):
         for operation in OPERATIONS:
-            for count in (0, 1, 30, 9000 if group.host.limit > 7 else 100):
+            for count in (0, 1, 30, 9000 if not has_short_messages(group) else 100):
                 parts = [values(rank, count, dtype) for rank in range(group.size)]
                 expected = reduced(parts, operation)
                 mine = parts[group.rank].clone()
@@ -140,24 +144,24 @@ def test_reduce_scatter(group: Group, dtype: torch.dtype) -> None:
             (lambda *a, **k: group.start_reduce_scatter(*a, **k).wait()) if started else group.reduce_scatter
         )
         for operation in OPERATIONS:
-            for rows, width in ((2, 3), (700 if group.host.limit > 7 else 9, 10)):
+            for rows, width in ((2, 3), (700 if not has_short_messages(group) else 9, 10)):
                 parts = [values(peer, rows * size, dtype, width) for peer in range(size)]
                 expected = reduced(parts, operation)[rank * rows : (rank + 1) * rows]
                 mine = parts[rank].clone()
-                same(run(mine, operation=operation), expected)
+                same(run(mine, reduction=operation), expected)
                 same(mine, parts[rank])
                 output = torch.empty_like(expected)
-                assert run(mine, output, operation=operation) is output
+                assert run(mine, output, reduction=operation) is output
                 same(output, expected)
                 # In place: the output is this rank's own rows of the input.
                 own = mine[rank * rows : (rank + 1) * rows]
-                run(mine, own, operation=operation)
+                run(mine, own, reduction=operation)
                 same(own, expected)
             sizes = uneven(size, 1)
             parts = [values(peer, sum(sizes), dtype, 2) for peer in range(size)]
             begin = sum(sizes[:rank])
             expected = reduced(parts, operation)[begin : begin + sizes[rank]]
-            same(run(parts[rank].clone(), sizes=sizes, operation=operation), expected)
+            same(run(parts[rank].clone(), sizes=sizes, reduction=operation), expected)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, *UNSIGNED, torch.float8_e4m3fn], ids=str)
@@ -266,7 +270,7 @@ def test_send_and_recv(group: Group, dtype: torch.dtype) -> None:
 def test_started_operations_may_be_completed_in_any_order(group: Group) -> None:
     """Several of many stages under way, tested and waited for in an order that differs from rank to rank."""
     size, rank = group.size, group.rank
-    count = 20000 if group.host.limit > 7 else 300
+    count = 20000 if not has_short_messages(group) else 300
     works, expected = [], []
     for number in range(9):
         dtype = (torch.float16, torch.bfloat16, torch.float64)[number % 3]
@@ -297,7 +301,7 @@ def test_work_that_is_dropped_keeps_its_tensor(world: World) -> None:
         group.recv(received, 0)
         assert received.eq(1).all()
     group.barrier()
-    group._under_way.clear()
+    group._in_flight.clear()
 
 
 @pytest.mark.mpi(min_size=2)

@@ -26,14 +26,14 @@ def test_seconds_are_those_of_the_phase_they_were_spent_in(clock: list[float]) -
     entry = ledger.enter("data", "all_reduce", 8, 0.5)
     ledger.phase = "synchronize"
     clock[0] = 13
-    ledger.spend(entry, 2.0)
+    ledger.add_seconds(entry, 2.0)
     ledger.phase = "step"
-    assert ledger.seconds_of() == {("data", "all_reduce", "backward"): 2.5}
-    assert ledger.inside_seconds == {"backward": 0.5, "synchronize": 2.0}
+    assert ledger.seconds_by_entry() == {("data", "all_reduce", "backward"): 2.5}
+    assert ledger.call_seconds == {"backward": 0.5, "synchronize": 2.0}
     assert ledger.phase_seconds == {"other": 0, "backward": 10, "synchronize": 3}
     ledger.reset()
-    assert not ledger.inside_seconds
-    assert not ledger.seconds_of()
+    assert not ledger.call_seconds
+    assert not ledger.seconds_by_entry()
 
 
 def test_what_is_sent_while_computing_again_is_sending(clock: list[float]) -> None:
@@ -41,9 +41,9 @@ def test_what_is_sent_while_computing_again_is_sending(clock: list[float]) -> No
     ledger.phase = "backward"
     entry = ledger.enter("tensor", "all_reduce", 8, 7.0)
     for _ in range(2):
-        with ledger.computing_again():
+        with ledger.recomputing():
             clock[0] += 5
-            ledger.spend(entry, 2.0)
-    assert ledger.again_seconds == 6
+            ledger.add_seconds(entry, 2.0)
+    assert ledger.recompute_seconds == 6
     ledger.reset()
-    assert ledger.again_seconds == 0
+    assert ledger.recompute_seconds == 0

@@ -76,7 +76,7 @@ def test_who_waits_for_letters_gives_no_sign_of_life_and_a_report_says_so(
     if world.rank == 0:
 
         def meanwhile() -> None:
-            seen.append((calls.current, calls.beats, calls.recent[-1] if calls.recent else None))
+            seen.append((calls.current, calls.signs_of_life, calls.recent[-1] if calls.recent else None))
             if len(seen) == 3:
                 report = take_report(world, "token", 9.0)
                 assert "wait for messages of letters (ranks 0-1)" in report.state

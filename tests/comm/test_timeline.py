@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from hpctrain.comm.calls import Call
-from hpctrain.comm.clock import clock_offset
 from hpctrain.comm.ledger import Ledger, LedgerEntry
 from hpctrain.comm.mesh import Mesh
-from hpctrain.comm.timeline import EVALUATION, PHASES, SCHEDULE, Timeline, TimelineSpan, lanes
+from hpctrain.comm.timeline import EVALUATION, PHASES, SCHEDULE, Timeline, TimelineSpan, clock_offset, lanes
 from hpctrain.comm.work import StartedWork
 from hpctrain.comm.world import World
 
@@ -86,7 +85,7 @@ def test_a_started_operation_lasts_until_it_is_seen_complete() -> None:
     assert work.test()
     end = span.end
     assert before <= end <= perf_counter()
-    assert 0 < span.inside < perf_counter() - before + 1
+    assert 0 < span.call_seconds < perf_counter() - before + 1
     assert work.test()
     work.wait()
     assert span.end == end, "it does not go on when it is over"
@@ -124,7 +123,7 @@ def test_every_call_of_every_group_is_recorded(world: World) -> None:
     ]
     for _, span in timeline.spans():
         assert span.start <= span.end
-        assert 0 < span.inside <= (span.end - span.start) * 1.0001 + 1e-9
+        assert 0 < span.call_seconds <= (span.end - span.start) * 1.0001 + 1e-9
     gather = next(span for _, span in timeline.spans() if span.name == "all_gather")
     assert gather.start <= started <= gather.end
 

@@ -204,7 +204,7 @@ def test_reports_stay_once_they_are_judged(
     ended = list[int]()
 
     def abort(ending: World, code: int) -> None:
-        ending.ledger.calls.beats += 1
+        ending.ledger.calls.signs_of_life += 1
         ended.append(code)
 
     monkeypatch.setattr(World, "abort", abort)
@@ -223,7 +223,7 @@ def test_where_rank_0_is_stopped_the_lowest_rank_tells_of_all_that_answer(
     told = list[str]()
 
     def abort(ending: World, _: int) -> None:
-        ending.ledger.calls.beats += 1
+        ending.ledger.calls.signs_of_life += 1
 
     monkeypatch.setattr(World, "abort", abort)
     monkeypatch.setattr(watchdog, "_exit_after", lambda _: threading.Timer(0, told.clear))

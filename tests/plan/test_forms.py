@@ -10,7 +10,7 @@ import torch
 from click.testing import CliRunner, Result
 
 from hpctrain.cli.plan import command
-from hpctrain.comm.planned import PlannedMesh
+from hpctrain.comm.planned import PlannedCalls, PlannedMesh
 from hpctrain.plan.cost import form_seconds
 from hpctrain.plan.forms import exact_form
 from hpctrain.plan.links import linked_step
@@ -90,7 +90,9 @@ def test_mistakes_are_told(deck: Path, options: tuple[str, ...], sentence: str) 
 
 
 def test_an_echo_gives_back_what_it_is_given() -> None:
-    group = PlannedMesh({"pipeline": 1, "data": 3, "context": 1, "tensor": 1}, 0, 1, echo=True).group("data")
+    group = PlannedMesh(
+        {"pipeline": 1, "data": 3, "context": 1, "tensor": 1}, 0, 1, calls=PlannedCalls(echo=True)
+    ).group("data")
     own = torch.arange(6.0)
     assert torch.equal(group.all_gather(own), own.repeat(3))
     assert torch.equal(group.all_reduce(own.clone()), own)

@@ -346,10 +346,10 @@ def test_ranks_judge_shares_and_agree(world: World) -> None:
     scores = agreed_scores(world, rewards, samples_of(texts, answer="xx"))
     alone = [float(len(text)) + 10 * (text == "xx") for text in texts]
     assert scores.totals == alone and scores.parts["length"] == [*map(len, texts)]
-    beats = world.ledger.calls.beats
+    beats = world.ledger.calls.signs_of_life
     assert agreed_scores(world, rewards, samples_of(texts, answer="xx"), at_once=2).totals == alone
     # A sign of life for each two of the share and each reward, however long they take.
-    assert world.ledger.calls.beats - beats > 2 * (len(texts) // world.size // 2)
+    assert world.ledger.calls.signs_of_life - beats > 2 * (len(texts) // world.size // 2)
     assert agreed_scores(world, rewards, samples_of(["xx"], answer="xx")).totals == [12.0]
     assert agreed_scores(world, rewards, []).totals == []
     rewards.close()

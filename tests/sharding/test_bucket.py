@@ -133,7 +133,7 @@ def test_several_nodes_have_parameters_in_common_each(
         host = bucket.sharding.group.host
         assert isinstance(host, HierarchicalTransport) and bucket.sharers == sharers
         assert isinstance(bucket.own_values, Tensor)
-        assert host.ways.memory.is_common(bucket.own_values, host.ways.inside.users) == (sharers > 1)
+        assert host.links.memory.is_common(bucket.own_values, host.links.local.users) == (sharers > 1)
     training.engine.close()
     training, expected, values = trained(world, *keys, "communication.transport=mpi")
     training.engine.close()

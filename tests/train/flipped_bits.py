@@ -301,7 +301,7 @@ class Wire(FlippingTransport):
         self.campaign, self.group, self.phase = campaign, "", ""
 
     def _is_due(self, call: Call) -> bool:
-        if self.campaign.only_sums and (call.reduced != "sum" or call.output is None):
+        if self.campaign.only_sums and (call.reduction != "sum" or call.output is None):
             return False
         if not self._arriving(call) or not self.campaign.turn("wire"):
             return False

@@ -1,4 +1,4 @@
-"""What tensors travel over, by the names that a deck gives, and which of it serves the ranks of a world."""
+"""Table of the transports that a deck can name, and when each of them can be used."""
 
 from __future__ import annotations
 
@@ -18,14 +18,20 @@ from hpctrain.comm.transports.transport import Transport
 from hpctrain.host.mpi_library import MPI
 
 GpuNames = Sequence[str | None]
-"""Of every rank the name of its GPU, which no other GPU has; None on a CPU."""
+"""Name of each rank's GPU, which is unique in the job; None for a rank on a CPU."""
 
 TransportPair = tuple[Transport, Transport]
+"""Transports for host memory and for GPU memory."""
 
 
 class TransportSetting(NamedTuple):
-    """What a transport runs between: a communicator, the `nodes` of its ranks, memory to receive into, and
-    what this rank sees of its node's, if anything.
+    """What a transport is made from.
+
+    Attributes:
+        communicator: Communicator of the group.
+        nodes: Node of each rank of the group.
+        scratch: Memory that reductions receive into.
+        memory: Memory of this rank's node; None if ranks do not share memory.
     """
 
     communicator: MPI.Intracomm
@@ -35,43 +41,48 @@ class TransportSetting(NamedTuple):
 
 
 class TransportChoice(NamedTuple):
-    """What carries tensors in host memory and those of a GPU: `pair` makes both, collectively.
+    """Entry of TRANSPORTS.
 
-    `suits` says whether "auto" takes it for these ranks, of several carriers the first; `obstacles` why this
-    rank cannot use it, as ends of sentences; `on_host` whether a call takes the host's time until it is done.
+    Attributes:
+        make: Function that makes both transports of a group. Collective over the group.
+        suits: Function that returns True if "auto" may choose this entry; the first such entry is chosen.
+        obstacles: Function that returns why this rank cannot use it, as predicates of error messages.
+        on_host: True if a call takes the host's time until it is complete.
     """
 
-    pair: Callable[[TransportSetting], TransportPair]
+    make: Callable[[TransportSetting], TransportPair]
     suits: Callable[[GpuNames], bool]
     obstacles: Callable[[GpuNames], list[str]]
     on_host: bool
 
 
-def _mpi(ends: TransportSetting) -> TransportPair:
-    host = MpiTransport(ends.communicator, ends.scratch)
+def _make_mpi(setting: TransportSetting) -> TransportPair:
+    host = MpiTransport(setting.communicator, setting.scratch)
     return host, StagedTransport(host)
 
 
-def _shared(ends: TransportSetting) -> TransportPair:
-    """Through memory, where these ranks are several of a node, or as many of each of several nodes."""
-    mpi = MpiTransport(ends.communicator, ends.scratch)
+def _make_shared(setting: TransportSetting) -> TransportPair:
+    """Use the memory of nodes if the group has several ranks on a node, and equally many on each one."""
+    mpi = MpiTransport(setting.communicator, setting.scratch)
     host: Transport = mpi
-    together = ranks_per_node_of(ends.nodes)
-    if ends.memory is not None and together > 1:
-        one = together == mpi.size
-        host = SharedTransport(mpi, ends.memory) if one else HierarchicalTransport(mpi, ends.memory, together)
+    local_size = ranks_per_node_of(setting.nodes)
+    if setting.memory is not None and local_size > 1:
+        if local_size == mpi.size:
+            host = SharedTransport(mpi, setting.memory)
+        else:
+            host = HierarchicalTransport(mpi, setting.memory, local_size)
     return host, StagedTransport(host)
 
 
-def _nccl(ends: TransportSetting) -> TransportPair:
+def _make_nccl(setting: TransportSetting) -> TransportPair:
     from hpctrain.comm.transports.nccl import NcclTransport
 
-    host = MpiTransport(ends.communicator, ends.scratch)
-    return host, NcclTransport(ends.communicator, ends.scratch)
+    host = MpiTransport(setting.communicator, setting.scratch)
+    return host, NcclTransport(setting.communicator, setting.scratch)
 
 
-def _own_gpus(gpus: GpuNames) -> bool:
-    """Whether every rank has a GPU of its own, and there are several."""
+def _each_has_a_gpu(gpus: GpuNames) -> bool:
+    """Return True if there are several ranks, each with a GPU that no other rank has."""
     return None not in gpus and len(set(gpus)) == len(gpus) > 1
 
 
@@ -102,7 +113,7 @@ def _nccl_obstacles(gpus: GpuNames) -> list[str]:
 
 
 TRANSPORTS: Mapping[str, TransportChoice] = {
-    "nccl": TransportChoice(_nccl, _own_gpus, _nccl_obstacles, on_host=False),
-    "shared": TransportChoice(_shared, _several_on_cpus, _shared_obstacles, on_host=True),
-    "mpi": TransportChoice(_mpi, lambda _: True, lambda _: [], on_host=True),
+    "nccl": TransportChoice(_make_nccl, _each_has_a_gpu, _nccl_obstacles, on_host=False),
+    "shared": TransportChoice(_make_shared, _several_on_cpus, _shared_obstacles, on_host=True),
+    "mpi": TransportChoice(_make_mpi, lambda _: True, lambda _: [], on_host=True),
 }

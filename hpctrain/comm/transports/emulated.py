@@ -1,19 +1,16 @@
-"""A slow link for trying things out on one machine: what a rank moves takes as long as such a link would
-need.
+"""Emulation of a slow network on one machine: calls take as long as they would over a link of given speed.
 
-It is a delay in software. Results, calls and their order are those of the ranks without it, to the bit;
-seconds, and what is made of them, are those of a link that is not there, and are marked so wherever a run
-writes them.
+The delay is made in software. Results, calls and their order have the same bits as without it. Times, and
+metrics that are computed from them, are those of a network that does not exist; a run marks them as emulated.
 
-Each rank has one link, which carries bytes out and in at the same time, at its speed each way. Of emulated
-nodes (`communication.ranks_per_node`) each has one, of which every rank has an even share, and what stays
-inside a node passes none. A call begins to move once all ranks that take part have come to it (a message:
-once it is sent), takes its turn behind what this rank moves already, and is complete no sooner than its
-`Traffic` has passed and each of its rounds has taken the latency. What is started moves on while the rank
-computes. Tensors travel so, those of the group of all ranks too; small Python values, by which ranks agree,
-do not, nor does what h5py or a check of calls sends.
+Each rank has a link that carries bytes out and in at the same time, at full speed in each direction. If nodes
+are emulated (`communication.ranks_per_node`), each node has one link, of which every rank has an equal share,
+and transfers inside a node take no extra time. A transfer starts when all participating ranks have come to
+the call (a message: when it is sent) and when the rank's earlier transfers have passed. It ends when its
+`Traffic` has passed the link and each of its rounds has taken the latency. A started transfer continues while
+the rank computes. Only tensors are delayed, not small Python values, parallel files or comparisons of calls.
 
-The ranks tell each other when they came, by clocks that have to be one and the same: those of one machine.
+The ranks exchange the times at which they came to a call, so their clocks must be the same: one machine.
 """
 
 from __future__ import annotations
@@ -22,20 +19,30 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 
-import torch
-from torch import Tensor
 from typing_extensions import override
 
 from hpctrain.comm.calls import Call
 from hpctrain.comm.transports.mpi import MpiRequests
 from hpctrain.comm.transports.traffic import Traffic, traffic_of
-from hpctrain.comm.transports.transport import Steps, Transport, TransportWork, run_steps
+from hpctrain.comm.transports.transport import (
+    Steps,
+    Transport,
+    TransportWork,
+    WrappedTransport,
+    run_steps,
+)
 from hpctrain.host.mpi_library import MPI
 from hpctrain.units import Link
 
 
 class EmulatedLink:
-    """The link of one rank, and when each of its directions is free again, by `clock` in seconds."""
+    """Link of one rank, with the times at which each direction becomes free.
+
+    Args:
+        link: Speed and latency.
+        clock: Function that returns the time in seconds.
+        sleep: Function that sleeps for a number of seconds.
+    """
 
     def __init__(
         self,
@@ -44,38 +51,52 @@ class EmulatedLink:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.link, self.clock, self.sleep = link, clock, sleep
-        self._out = self._in = float("-inf")
+        self._free_to_send = self._free_to_receive = float("-inf")
 
-    def pass_over(self, traffic: Traffic, begin: float) -> float:
-        """When this has passed, of what could move from `begin` on."""
-        ends = [begin]
+    def reserve(self, traffic: Traffic, start: float) -> float:
+        """Let a transfer pass the link. Return the time at which it ends, in seconds of `clock`.
+
+        Args:
+            traffic: Bytes and rounds of the transfer.
+            start: Earliest time at which it can start.
+        """
+        ends = [start]
         if traffic.sent:
-            self._out = max(begin, self._out) + traffic.sent / self.link.bytes_per_second
-            ends.append(self._out)
+            self._free_to_send = max(start, self._free_to_send) + traffic.sent / self.link.bytes_per_second
+            ends.append(self._free_to_send)
         if traffic.received:
-            self._in = max(begin, self._in) + traffic.received / self.link.bytes_per_second
-            ends.append(self._in)
+            self._free_to_receive = (
+                max(start, self._free_to_receive) + traffic.received / self.link.bytes_per_second
+            )
+            ends.append(self._free_to_receive)
         return max(ends) + traffic.rounds * self.link.latency
 
 
 class TransferEnd:
-    """What is complete at a moment of a link's clock."""
+    """Handle that is complete at the time `end` of a link's clock."""
 
-    def __init__(self, link: EmulatedLink, moment: float) -> None:
-        self._link, self._moment = link, moment
+    def __init__(self, link: EmulatedLink, end: float) -> None:
+        self._link, self._end = link, end
 
     def wait(self) -> None:
-        """Let others have the core until then."""
-        while (left := self._moment - self._link.clock()) > 0:
+        """Sleep until then, which leaves the core to other ranks."""
+        while (left := self._end - self._link.clock()) > 0:
             self._link.sleep(left)
 
     def test(self) -> bool:
-        """Whether it is time."""
-        return self._link.clock() >= self._moment
+        """Return True if that time has come."""
+        return self._link.clock() >= self._end
 
 
-class EmulatedTransport(Transport):
-    """Another transport's calls, over a link; the ranks' times travel over a `communicator` of their own."""
+class EmulatedTransport(WrappedTransport):
+    """Calls of another transport that take at least as long as over an emulated link.
+
+    Args:
+        inner: Transport that moves the data.
+        communicator: Communicator over which ranks exchange times; nothing else may use it.
+        link: Link of this rank.
+        nodes: Node of each rank; None if each rank is a node of its own.
+    """
 
     def __init__(
         self,
@@ -84,52 +105,39 @@ class EmulatedTransport(Transport):
         link: EmulatedLink,
         nodes: Sequence[int] | None = None,
     ) -> None:
-        """`nodes` are those of the ranks, None where each is one by itself."""
-        self.inner, self.communicator, self.link, self.nodes = inner, communicator, link, nodes
-        self.rank, self.size, self.sharers = inner.rank, inner.size, inner.sharers
-        self._told: list[tuple[MPI.Request, array[float]]] = []
+        super().__init__(inner)
+        self.communicator, self.link, self.nodes = communicator, link, nodes
+        self._sent_times: list[tuple[MPI.Request, array[float]]] = []
 
     @override
     def run(self, call: Call) -> TransportWork | None:
         return run_steps(self._steps(call), call.blocking)
 
-    @override
-    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        return self.inner.empty(shape, dtype, device)
-
-    @override
-    def common_zeros(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-        return self.inner.common_zeros(length, dtype, device)
-
-    @override
-    def crosses_once(self, call: Call) -> bool:
-        return self.inner.crosses_once(call)
-
-    @override
-    def adds_once(self, call: Call) -> bool:
-        return self.inner.adds_once(call)
-
-    @override
-    def scratch_bytes(self, elements: int, itemsize: int, scattered: bool = False) -> int:
-        return self.inner.scratch_bytes(elements, itemsize, scattered)
-
     def _steps(self, call: Call) -> Steps:
-        once = self.inner.crosses_once(call)
-        traffic = traffic_of(call, self.rank, self.size, self.nodes, once)
-        came = array("d", [self.link.clock()])
-        times, telling = self._tell(call, came)
+        crosses_links_once = self.inner.crosses_links_once(call)
+        traffic = traffic_of(call, self.rank, self.size, self.nodes, crosses_links_once)
+        arrival = array("d", [self.link.clock()])
+        times, exchange = self._exchange_times(call, arrival)
         yield self.inner.run(call)
-        yield telling
-        yield TransferEnd(self.link, self.link.pass_over(traffic, max(times)))
+        yield exchange
+        yield TransferEnd(self.link, self.link.reserve(traffic, max(times)))
 
-    def _tell(self, call: Call, came: array[float]) -> tuple[array[float], TransportWork | None]:
-        """When the ranks came to a call on which this one waits; there once the TransportWork is complete."""
+    def _exchange_times(self, call: Call, arrival: array[float]) -> tuple[array[float], TransportWork | None]:
+        """Start to exchange the times at which ranks came to a call.
+
+        Returns:
+            The times of the ranks that this one depends on, and a handle that is complete once they are
+            there.
+        """
         if call.operation == "send":
-            self._told = [each for each in self._told if not each[0].Test()]
-            self._told.append((self.communicator.Isend([came, MPI.DOUBLE], call.peer, call.tag), came))
-            return came, None
+            self._sent_times = [each for each in self._sent_times if not each[0].Test()]
+            self._sent_times.append(
+                (self.communicator.Isend([arrival, MPI.DOUBLE], call.peer, call.tag), arrival)
+            )
+            return arrival, None
         if call.operation == "recv":
             times = array("d", [0.0])
             return times, MpiRequests([self.communicator.Irecv([times, MPI.DOUBLE], call.peer, call.tag)])
         times = array("d", [0.0] * self.size)
-        return times, MpiRequests([self.communicator.Iallgather([came, MPI.DOUBLE], [times, MPI.DOUBLE])])
+        request = self.communicator.Iallgather([arrival, MPI.DOUBLE], [times, MPI.DOUBLE])
+        return times, MpiRequests([request])

@@ -1,17 +1,17 @@
-"""The transport between GPUs: NCCL through nccl4py, whose unique ids travel over MPI.
+"""Transport among GPUs by NCCL through nccl4py; unique ids travel over MPI.
 
-Everything is ordered on streams and nothing waits on the host. A blocking call runs on the current
-stream. A started one runs on a side stream of this transport, which first waits for the current stream;
-waiting for it makes the then current stream wait for the side stream.
+All operations are ordered on streams, and the host never waits. A blocking call runs on the current stream.
+Another one runs on a side stream, which first waits for the current stream. Waiting for the handle makes the
+stream that is current then wait for the side stream.
 
-NCCL itself reduces integers, bool, and the sums of fp32 and fp64: those sums are in the order of NCCL's
-algorithm, the same in every run of one layout and size. Half types and the maxima of floats (NCCL's
-lose NaN) go through `reduction`.
+NCCL itself reduces integers, bool, and sums of fp32 and fp64. These sums are in the order of NCCL's
+algorithm, which is the same in all runs with the same layout and sizes. `reduction` does half types and
+maxima of floats, in which NCCL loses NaN.
 
-NCCL knows no tags, and the operations of one of its communicators follow each other: a message that waits for
-its peer would keep all others back. So started messages between neighbours of the ring of ranks have a
-communicator and a stream for each direction of each pair. There they match in their order, and occupy the GPU
-from when they are started: a receive is started when it is next to be needed.
+NCCL knows no tags, and the operations of one communicator follow each other. A message that waits for its
+peer would delay all others. So started messages between neighbours in the ring of ranks have a communicator
+and a stream for each pair and direction. There they match in their order. They occupy the GPU as soon as they
+are started, so a receive should be started when it is needed next.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from hpctrain.comm.calls import Call, Operation
+from hpctrain.comm.calls import Call, Reduction
 from hpctrain.comm.device import SideStream, current_stream
 from hpctrain.comm.transports import reduction
 from hpctrain.comm.transports.reduction import ReductionScratch
@@ -37,8 +38,8 @@ from hpctrain.comm.transports.transport import (
 if TYPE_CHECKING:
     from hpctrain.host.mpi_library import MPI
 
-NUMBERS: Mapping[Operation, str] = {"sum": "SUM", "max": "MAX", "min": "MIN"}
-TRUTHS: Mapping[Operation, str] = {"sum": "MAX", "max": "MAX", "min": "MIN"}
+NUMBERS: Mapping[Reduction, str] = {"sum": "SUM", "max": "MAX", "min": "MIN"}
+TRUTHS: Mapping[Reduction, str] = {"sum": "MAX", "max": "MAX", "min": "MIN"}
 SUMMED = frozenset({torch.float32, torch.float64})
 INTEGERS = frozenset(
     {torch.int8, torch.uint8, torch.int32, torch.uint32, torch.int64, torch.uint64, torch.bool}
@@ -46,7 +47,7 @@ INTEGERS = frozenset(
 
 
 class NcclChannel(NamedTuple):
-    """A communicator of NCCL with the stream of what is started there, and this rank's peer in it."""
+    """NCCL communicator, the stream of its started operations, and this rank's peer in it."""
 
     communicator: Any
     stream: SideStream
@@ -54,12 +55,17 @@ class NcclChannel(NamedTuple):
 
 
 class NcclTransport(Transport):
-    """The primitives over one NCCL communicator, made at its first use, for tensors of one GPU a rank."""
+    """Transport for tensors of one GPU per rank over a NCCL communicator, which is made at its first use.
+
+    Args:
+        communicator: MPI communicator of the group, for NCCL's unique ids.
+        scratch: Not used on a GPU.
+    """
 
     def __init__(self, communicator: MPI.Intracomm, scratch: ReductionScratch) -> None:
         self.rank = communicator.rank
         self.size = communicator.size
-        self.in_rank_order = self.size == 2
+        self.sums_in_rank_order = self.size == 2
         self.scratch = scratch
         self._mpi = communicator
         self._communicator: Any = None
@@ -68,7 +74,7 @@ class NcclTransport(Transport):
         self._channels: dict[tuple[int, int], NcclChannel] = {}
 
     def _nccl(self) -> Any:
-        """The NCCL communicator. At first use collective: rank 0's unique id goes to the others by MPI."""
+        """Return the NCCL communicator. The first call is collective: rank 0 sends its unique id by MPI."""
         if self._communicator is None:
             from nccl import core
 
@@ -78,30 +84,33 @@ class NcclTransport(Transport):
         return self._communicator
 
     def _join(self, ranks: Sequence[int], identity: Any) -> Any:
-        """The communicator of these ranks, who all call this."""
+        """Return a new communicator of these ranks. Collective over them."""
         return self._core.Communicator.init(len(ranks), ranks.index(self.rank), identity)
 
     def _channel(self, sender: int, receiver: int, device: torch.device) -> NcclChannel:
-        """That of started messages; of ranks that are no neighbours that of all. At first use collective."""
-        everyone = NcclChannel(self._nccl(), self._side, receiver if sender == self.rank else sender)
+        """Return the channel of started messages between two ranks. The first call is collective.
+
+        Ranks that are no neighbours in the ring use the communicator of all ranks.
+        """
+        channel_of_all = NcclChannel(self._nccl(), self._side, receiver if sender == self.rank else sender)
         if not self._channels:
-            neighbours = {(self.rank + 1) % self.size, (self.rank - 1) % self.size}
-            own = {(self.rank, peer): self._core.get_unique_id() for peer in neighbours}
-            known = {pair: identity for each in self._mpi.allgather(own) for pair, identity in each.items()}
-            # In one order on all ranks, since each waits for its peer.
-            for pair in sorted(known):
+            neighbors = {(self.rank + 1) % self.size, (self.rank - 1) % self.size}
+            ids = {(self.rank, peer): self._core.get_unique_id() for peer in neighbors}
+            identities = {
+                pair: identity for each in self._mpi.allgather(ids) for pair, identity in each.items()
+            }
+            # All ranks use the same order, since each one waits for its peer.
+            for pair in sorted(identities):
                 if self.rank in pair:
-                    communicator = self._join(pair, known[pair])
+                    communicator = self._join(pair, identities[pair])
                     self._channels[pair] = NcclChannel(communicator, SideStream(), 1 - pair.index(self.rank))
                     # NCCL connects two ranks at their first message, for which it waits on the host.
                     first = torch.zeros(1, dtype=torch.uint8, device=device)
                     self._move(self._channels[pair], pair[0] == self.rank, first).wait()
-        return self._channels.get((sender, receiver), everyone)
+        return self._channels.get((sender, receiver), channel_of_all)
 
+    @override
     def run(self, call: Call) -> TransportWork | None:
-        """See Transport. Enqueues on the current stream, or on the side stream. Tags count for nothing; a
-        Group's barrier is the host's.
-        """
         operation, blocking = call.operation, call.blocking
         if operation in {"send", "recv"} and not blocking:
             return self._start(call)
@@ -127,38 +136,38 @@ class NcclTransport(Transport):
 
     # Reductions
 
-    def _operator(self, dtype: torch.dtype, operation: Operation) -> Any:
-        """NCCL's operation, where it is used; else None."""
+    def _operator(self, dtype: torch.dtype, kind: Reduction) -> Any:
+        """Return NCCL's reduction if NCCL should reduce, otherwise None."""
         if dtype in INTEGERS:
-            return getattr(self._core.NcclRedOp, (TRUTHS if dtype == torch.bool else NUMBERS)[operation])
-        return self._core.NcclRedOp.SUM if operation == "sum" and dtype in SUMMED else None
+            return getattr(self._core.NcclRedOp, (TRUTHS if dtype == torch.bool else NUMBERS)[kind])
+        return self._core.NcclRedOp.SUM if kind == "sum" and dtype in SUMMED else None
 
     def _all_reduce(self, call: Call) -> None:
-        tensor, operation = call.tensor, call.reduced
-        assert tensor is not None and operation is not None
-        flat, operator = tensor.detach().view(-1), self._operator(tensor.dtype, operation)
+        tensor, kind = call.tensor, call.reduction
+        assert tensor is not None and kind is not None
+        flat, operator = tensor.detach().view(-1), self._operator(tensor.dtype, kind)
         if operator is None:
-            run_steps(reduction.all_reduce(self, flat, operation, True), True)
+            run_steps(reduction.all_reduce(self, flat, kind, True), True)
         elif flat.numel():
             self._nccl().allreduce(flat, flat, operator, stream=current_stream())
 
     def _reduce(self, call: Call) -> None:
-        tensor, operation, root = call.tensor, call.reduced, call.root
-        assert tensor is not None and operation is not None
-        flat, operator = tensor.detach().view(-1), self._operator(tensor.dtype, operation)
+        tensor, kind, root = call.tensor, call.reduction, call.root
+        assert tensor is not None and kind is not None
+        flat, operator = tensor.detach().view(-1), self._operator(tensor.dtype, kind)
         if operator is None:
-            run_steps(reduction.reduce(self, flat, root, operation, True), True)
+            run_steps(reduction.reduce(self, flat, root, kind, True), True)
         elif flat.numel():
             target = flat if self.rank == root else None
             self._nccl().reduce(flat, target, operator, root, stream=current_stream())
 
     def _reduce_scatter(self, call: Call) -> None:
-        tensor, output, operation, counts = call.tensor, call.output, call.reduced, call.counts
-        assert tensor is not None and output is not None and operation is not None
+        tensor, output, kind, counts = call.tensor, call.output, call.reduction, call.counts
+        assert tensor is not None and output is not None and kind is not None
         flat, mine = tensor.detach().view(-1), output.detach().view(-1)
-        operator = self._operator(tensor.dtype, operation) if counts is None else None
+        operator = self._operator(tensor.dtype, kind) if counts is None else None
         if operator is None:
-            run_steps(reduction.reduce_scatter(self, flat, mine, counts, operation, True), True)
+            run_steps(reduction.reduce_scatter(self, flat, mine, counts, kind, True), True)
         elif flat.numel():
             self._nccl().reduce_scatter(flat, mine, operator, stream=current_stream())
 
@@ -175,12 +184,12 @@ class NcclTransport(Transport):
             assert call.tensor is not None and call.output is not None
             self.collect(call.tensor, call.output, True)
         else:
-            self._swap(call)
+            self._move_pairwise(call)
 
-    def _swap(self, call: Call) -> None:
+    def _move_pairwise(self, call: Call) -> None:
         self.exchange(*pairwise_ranges(call, self.size), 0)
 
-    _gather = _scatter = _all_to_all = _swap
+    _gather = _scatter = _all_to_all = _move_pairwise
 
     def _send(self, call: Call) -> None:
         assert call.tensor is not None
@@ -192,14 +201,14 @@ class NcclTransport(Transport):
         if call.output.numel():
             self._nccl().recv(_bytes(call.output), call.peer, stream=current_stream())
 
-    # What reductions are made of: all of it is ordered on the stream, and nothing is pending
+    # PieceMover: all operations are ordered on the stream, so there are no handles
 
     def next_tag(self) -> int:
         """Return the message tag of the next operation, which is the same on all ranks."""
         return 0
 
     def collect(self, tensor: Tensor, output: Tensor, blocking: bool) -> TransportWork | None:  # noqa: ARG002
-        """Gather pieces of equal size from all ranks."""
+        """Gather pieces of equal size from all ranks into `output`."""
         if output.numel():
             self._nccl().allgather(_bytes(tensor), _bytes(output), stream=current_stream())
         return None
@@ -212,7 +221,7 @@ class NcclTransport(Transport):
         receives: Sequence[ElementRange],
         tag: int,  # noqa: ARG002
     ) -> TransportWork | None:
-        """Send one span of `source` to each rank, and receive one span of `target` from each rank."""
+        """Send one range of `source` to each rank, and receive one range of `target` from each rank."""
         sent, received = source.detach().view(-1), target.detach().view(-1)
         (begin, count), (position, _) = sends[self.rank], receives[self.rank]
         own, there = sent[begin : begin + count], received[position : position + count]
@@ -232,15 +241,15 @@ class NcclTransport(Transport):
         return None
 
     def share(
-        self, tensor: Tensor, spans: Sequence[ElementRange], tag: int, blocking: bool
+        self, tensor: Tensor, ranges: Sequence[ElementRange], tag: int, blocking: bool
     ) -> TransportWork | None:
-        """Gather the consecutive spans of `tensor` from all ranks, in place."""
-        begin, count = spans[self.rank]
-        if all(each[1] == count for each in spans):
+        """Gather the consecutive ranges of `tensor` from their ranks, in place."""
+        begin, count = ranges[self.rank]
+        if all(each[1] == count for each in ranges):
             return self.collect(tensor[begin : begin + count], tensor, blocking)
-        return self.exchange(tensor, [(begin, count)] * self.size, tensor, spans, tag)
+        return self.exchange(tensor, [(begin, count)] * self.size, tensor, ranges, tag)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The same memory as bytes: movement needs no type, and NCCL lacks some of torch's."""
+    """Return a flat view as bytes, since NCCL does not know all types of torch."""
     return tensor.detach().view(-1).view(torch.uint8)

@@ -1,16 +1,15 @@
-"""Memory of one rank that the other ranks of its node see, and read and write where it lies.
+"""Memory of each rank that the other ranks of its node can read and write.
 
-Each rank keeps one file that has no name (memfd_create(2)), and all of them map each other's as a whole: what
-is not used takes no memory. Nothing is left when the ranks end, however they do; no rank needs the others to
-get more; and what /dev/shm has room for, which in containers often is 64 MiB, is no limit.
+Each rank has one anonymous file (memfd_create(2)), and all ranks of the node map all of these files. Unused
+parts take no memory. A rank gets more memory without the others, and nothing is left when the processes end,
+however they do. The size of /dev/shm, which is often 64 MiB in containers, is no limit.
 
-What one rank writes is seen by another one in the order of their `fence`s: that of MPI-3 shared windows
-(MPI_Win_sync), a barrier of all loads and stores of the processor, which weakly ordered ones need. It is one
-of the processor and of no certain memory: so each rank has a window of itself alone, which MPI makes without
-a word to others and, unlike one of several ranks, without room in /dev/shm.
+Ranks see each other's writes in the order of their calls of `fence`. It is the fence of MPI-3 shared windows
+(MPI_Win_sync), which processors with weak memory ordering need. It does not depend on a particular memory. So
+each rank has a window of its own, which MPI makes without other ranks and without memory in /dev/shm.
 
-Memory in common is a place in the file of one rank that several use as theirs. Its owner takes it back when
-all have written down, behind it, that they use it no more.
+Common memory is part of the file of one rank that several ranks use. Its owner takes it back when all users
+have written into it that they no longer use it.
 """
 
 from __future__ import annotations
@@ -40,85 +39,95 @@ if TYPE_CHECKING:
     from hpctrain.comm.transports.node_messages import MessageBuffer
 
 _NAME = "hpctrain"
-_ADDRESSES = 1 << 45  # of those that a process has, 2^47, what the files of a node may take together
-_POPULATE_WRITE = 23  # of madvise(2), from Linux 5.14 on
+_ADDRESS_SPACE = 1 << 45  # bytes that the files of a node may take of the 2^47 of a process
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of madvise(2), since Linux 5.14
 _PROBE_BITS = 62
-_FENCE_BYTES = 8  # of the window that is there for its fence: some libraries make none of no bytes
+_FENCE_BYTES = 8  # size of the window: some MPI libraries do not make empty ones
 _RESIDENT = re.compile(r"^([0-9a-f]+)-[0-9a-f]+ [^\n]*\n(?:\w+: [^\n]*\n)*?Rss: +(\d+) kB$", re.MULTILINE)
 
 
 class MemoryLocation(NamedTuple):
-    """A byte of the file of a rank of the world."""
+    """Byte `offset` of the file of the rank `owner` of the world."""
 
     owner: int
     offset: int
 
 
-class _Common(NamedTuple):
-    """Memory in common that this rank uses: its bytes, the ranks that do, and whether it is this one's."""
+class _CommonMemory(NamedTuple):
+    """Common memory that this rank uses: its size, its users, and whether it is in this rank's file."""
 
     bytes: int
     users: tuple[int, ...]
-    own: bool
+    is_local: bool
 
 
 class NodeMemory:
-    """That of this rank, `rank` of the world, and of its peers, the ranks of its node.
+    """Memory of this rank, and of the other ranks of its node. Methods are local if nothing else is said.
 
-    `room` is the length of each one's file.
+    Args:
+        rank: This rank in the world.
+        file_bytes: Length of the file of each rank.
+
+    Attributes:
+        fence: Function that orders this rank's reads and writes of the memory.
+        progress: Function that lets this rank's MPI messages make progress. Ranks call it while they wait,
+            since others may wait for these messages.
+        free_counters: Rows of counters that ended groups have left, by their length (`ProgressCounters`).
+        free_small_operations: Memory that ended groups have left, by their ranks (`open_small_operations`).
+        message_buffers: Buffers of the messages of all groups (`NodeMessages`).
+        free_staging: Memory through which operations copy tensors, and that none uses now.
     """
 
-    def __init__(self, rank: int, room: int) -> None:
-        self.rank, self.room = rank, room
+    def __init__(self, rank: int, file_bytes: int) -> None:
+        self.rank, self.file_bytes = rank, file_bytes
         self._file = os.memfd_create(_NAME, os.MFD_CLOEXEC)
-        os.truncate(self._file, room)
+        os.truncate(self._file, file_bytes)
         self._window = MPI.Win.Allocate_shared(_FENCE_BYTES, 1, comm=MPI.COMM_SELF)
         self._window.Lock_all(MPI.MODE_NOCHECK)
         self.fence = self._window.Sync
-        # Of one's own, from whom nothing comes: where MPI has something at hand, it helps nothing along.
+        # Nothing ever comes from this rank itself. Where MPI found a message, it would make no progress.
         self.progress: Callable[[], object] = MPI.COMM_SELF.Iprobe
-        """Helps this rank's messages along: those who are waited for here may wait for these."""
         self._maps: dict[int, mmap.mmap] = {}
         self._addresses: dict[int, int] = {}
         self._map(rank, self._file)
-        self._free: list[tuple[int, int]] = [(0, room)]  # where free bytes begin and end, in their order
+        self._free: list[tuple[int, int]] = [(0, file_bytes)]  # begin and end of free ranges, in order
         self._released: deque[tuple[int, int]] = deque()
-        self._common: dict[int, _Common] = {}  # by address
-        self._left: deque[tuple[int, memoryview, int]] = deque()
-        self._lent: list[tuple[int, int, memoryview]] = []  # first byte, length, who uses it no more
-        self.boards: dict[int, list[tuple[int, int]]] = {}
-        """Boards that groups have left behind, by their length: see `Boards`."""
-        self.inline: dict[tuple[int, ...], list[int]] = {}
-        """The same by the ranks of such groups: see `open_inline`."""
-        self.blocks: list[MessageBuffer] = []
-        """What messages lie in, whatever group they are of, see `Messages`."""
-        self.staging: list[Tensor] = []
-        """Memory that operations copy through, and none uses now."""
+        self._common: dict[int, _CommonMemory] = {}  # by address
+        self._unused: deque[tuple[int, memoryview, int]] = deque()
+        self._owned: list[tuple[int, int, memoryview]] = []  # first byte, length, which users have ended
+        self.free_counters: dict[int, list[tuple[int, int]]] = {}
+        self.free_small_operations: dict[tuple[int, ...], list[int]] = {}
+        self.message_buffers: list[MessageBuffer] = []
+        self.free_staging: list[Tensor] = []
 
     @property
     def peers(self) -> frozenset[int]:
-        """The ranks of the world whose memory this one sees, itself among them."""
+        """Ranks of the world whose memory this rank sees, including itself."""
         return frozenset(self._maps)
 
-    def told(self) -> tuple[int, int, int]:
-        """This rank, its process and its file, for `open` on the others."""
+    def identity(self) -> tuple[int, int, int]:
+        """Return the arguments of `open` on other ranks: rank, process id and file descriptor."""
         return self.rank, os.getpid(), self._file
 
     def open(self, rank: int, process: int, file: int) -> None:
-        """See the memory of a rank that is the process of this number, and has it open as this file.
+        """Map the memory of another rank.
 
-        OSError where that cannot be, such as of another container.
+        Args:
+            rank: The rank in the world.
+            process: Its process id.
+            file: Its file descriptor of the memory.
+
+        Raises:
+            OSError: The memory cannot be opened, for example that of another container.
         """
-        own = os.open(Path("/proc", str(process), "fd", str(file)), os.O_RDWR | os.O_CLOEXEC)
+        descriptor = os.open(Path("/proc", str(process), "fd", str(file)), os.O_RDWR | os.O_CLOEXEC)
         try:
-            self._map(rank, own)
+            self._map(rank, descriptor)
         finally:
-            os.close(own)
+            os.close(descriptor)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-        """Uninitialized memory that the peers see, for as long as the tensor lives; None where the system has
-        no more.
-        """
+        """Return uninitialized memory that the peers see as long as the tensor exists; None if that fails."""
         elements = prod(shape)
         begin = self.take(elements * dtype.itemsize)
         if begin is None:
@@ -129,11 +138,11 @@ class NodeMemory:
         return torch.frombuffer(memory, dtype=dtype, count=elements).view(tuple(shape))
 
     def take(self, size: int) -> int | None:
-        """Where so many bytes begin that are this rank's for good, zero; None where the system has no more.
+        """Allocate zeros in this rank's file. Return the offset of the first byte; None if that fails.
 
-        They are there at once: a page that cannot be had later would end the process without a word.
+        The pages are allocated at once: a page that is missing later would end the process without a message.
         """
-        self._settle()
+        self._collect()
         length = _pages(size)
         index = next((i for i, (begin, end) in enumerate(self._free) if end - begin >= length), None)
         if index is None:
@@ -152,56 +161,66 @@ class NodeMemory:
             return None
         return begin
 
-    def lend(self, size: int, users: int) -> MemoryLocation | None:
-        """Take so many bytes, zero, for `common` on so many ranks; None where the system has no more."""
+    def take_common(self, size: int, users: int) -> MemoryLocation | None:
+        """Allocate zeros in this rank's file as common memory of `users` ranks; None if that fails.
+
+        Each user then calls `common_tensor`.
+        """
         length = _pages(size)
         begin = self.take(length + 8 * users)
         if begin is None:
             return None
         words = self.words(MemoryLocation(self.rank, begin + length), users)
-        self._lent.append((begin, length + _pages(8 * users), words))
+        self._owned.append((begin, length + _pages(8 * users), words))
         return MemoryLocation(self.rank, begin)
 
-    def common(
-        self, place: MemoryLocation, elements: int, dtype: torch.dtype, users: tuple[int, ...]
+    def common_tensor(
+        self, location: MemoryLocation, elements: int, dtype: torch.dtype, users: tuple[int, ...]
     ) -> Tensor:
-        """What a rank has lent, as it lies: in use for as long as the tensor lives. All `users`, ranks of the
-        world, call this.
+        """Return common memory as a flat tensor. This rank uses it as long as the tensor exists.
+
+        Args:
+            location: Location that `take_common` has returned on its owner.
+            elements: Length of the tensor.
+            dtype: Its type.
+            users: Ranks of the world that use the memory. All of them call this.
         """
-        size, address = elements * dtype.itemsize, self._addresses[place.owner] + place.offset
+        size, address = elements * dtype.itemsize, self._addresses[location.owner] + location.offset
         memory = (ctypes.c_char * size).from_address(address)
-        words = self.words(MemoryLocation(place.owner, place.offset + _pages(size)), len(users))
-        self._common[address] = _Common(size, users, place.owner == self.rank)
-        weakref.finalize(memory, self._left.append, (address, words, users.index(self.rank))).atexit = False
+        words = self.words(MemoryLocation(location.owner, location.offset + _pages(size)), len(users))
+        self._common[address] = _CommonMemory(size, users, location.owner == self.rank)
+        weakref.finalize(memory, self._unused.append, (address, words, users.index(self.rank))).atexit = False
         return torch.frombuffer(memory, dtype=dtype, count=elements)
 
     def is_common(self, tensor: Tensor, users: tuple[int, ...]) -> bool:
-        """Whether a tensor is a piece of what `common` gave these users."""
-        known = self._common.get(tensor.untyped_storage().data_ptr())
-        return known is not None and known.users == users
+        """Return True if a tensor is a part of common memory of these users."""
+        common = self._common.get(tensor.untyped_storage().data_ptr())
+        return common is not None and common.users == users
 
-    def _settle(self) -> None:
-        """Bring the accounts up to what is no more in use."""
-        if self._left:
-            self.fence()  # what was read there has been read
-            while self._left:
-                address, words, number = self._left.popleft()
+    def _collect(self) -> None:
+        """Make memory free that nobody uses any more."""
+        if self._unused:
+            self.fence()  # all reads of it are done
+            while self._unused:
+                address, words, number = self._unused.popleft()
                 words[number] = 1
                 del self._common[address]
-        for lent in [each for each in self._lent if all(each[2])]:
-            self._lent.remove(lent)
-            self._release(*lent[:2])
+        for owned in [each for each in self._owned if all(each[2])]:
+            self._owned.remove(owned)
+            self._release(*owned[:2])
         while self._released:
-            self._give(*self._released.popleft())
+            self._add_free(*self._released.popleft())
 
     def _release(self, begin: int, length: int) -> None:
-        """Give pages back to the system. Whenever garbage is collected, in whatever thread: the next `take`
-        alone keeps the accounts.
+        """Give pages back to the system.
+
+        The garbage collector may call this at any time in any thread. So the next `_collect` adds the range
+        to the free ones.
         """
         self._maps[self.rank].madvise(mmap.MADV_REMOVE, begin, length)
         self._released.append((begin, length))
 
-    def _give(self, begin: int, length: int) -> None:
+    def _add_free(self, begin: int, length: int) -> None:
         index, end = bisect_left(self._free, (begin, begin)), begin + length
         if index < len(self._free) and self._free[index][0] == end:
             end = self._free.pop(index)[1]
@@ -211,61 +230,71 @@ class NodeMemory:
         self._free.insert(index, (begin, end))
 
     def find(self, tensor: Tensor) -> MemoryLocation | None:
-        """Where the first element of a tensor lies, in the memory of whatever rank; None elsewhere."""
+        """Return where a tensor begins in the memory of the node; None if it is elsewhere."""
         address = tensor.data_ptr()
         for owner, start in self._addresses.items():
-            if start <= address < start + self.room:
+            if start <= address < start + self.file_bytes:
                 return MemoryLocation(owner, address - start)
         return None
 
-    def at(self, place: MemoryLocation, elements: int, dtype: torch.dtype) -> Tensor:
-        """So many elements that lie there, flat: a view of memory that its owner has to keep."""
-        return torch.frombuffer(self._maps[place.owner], dtype=dtype, count=elements, offset=place.offset)
+    def tensor_at(self, location: MemoryLocation, elements: int, dtype: torch.dtype) -> Tensor:
+        """Return a flat view of so many elements at a location, which its owner must not free."""
+        return torch.frombuffer(
+            self._maps[location.owner], dtype=dtype, count=elements, offset=location.offset
+        )
 
-    def words(self, place: MemoryLocation, count: int) -> memoryview:
-        """So many numbers of 64 bits there, each of which is read and written at once."""
-        return memoryview(self._maps[place.owner])[place.offset : place.offset + 8 * count].cast("q")
+    def words(self, location: MemoryLocation, count: int) -> memoryview:
+        """Return so many 64-bit integers at a location. Each one is read and written atomically."""
+        return memoryview(self._maps[location.owner])[location.offset : location.offset + 8 * count].cast("q")
 
     def foreign_bytes(self) -> int:
-        """What counts as resident in this process and is not its own: of the peers' memory what was used
-        here; of memory in common, whoever owns it, all but its part, one of as many as ranks use it.
+        """Return the bytes that the system counts as resident in this process but that belong to other ranks.
+
+        They are the pages of other ranks' files that this process has used. Common memory belongs to its
+        users in equal parts, whoever owns it.
         """
-        self._settle()
-        beside = sum(
-            each.bytes * each.own - -(-each.bytes // len(each.users)) for each in self._common.values()
+        self._collect()
+        in_common = sum(
+            each.bytes * each.is_local - -(-each.bytes // len(each.users)) for each in self._common.values()
         )
         starts = {address for rank, address in self._addresses.items() if rank != self.rank}
         maps = Path("/proc/self/smaps").read_text(encoding="utf-8", errors="replace")
-        found = _RESIDENT.findall(maps)
-        return beside + sum(1024 * int(size) for start, size in found if int(start, 16) in starts)
+        resident = _RESIDENT.findall(maps)
+        return in_common + sum(1024 * int(size) for start, size in resident if int(start, 16) in starts)
 
     def close(self) -> None:
-        """Before MPI ends; whoever holds tensors may keep them."""
+        """Free the MPI window, before MPI is finalized. Tensors in the memory stay valid."""
         self._window.Unlock_all()
         self._window.Free()
 
     def _map(self, rank: int, file: int) -> None:
-        mapped = mmap.mmap(file, self.room)
+        mapped = mmap.mmap(file, self.file_bytes)
         self._maps[rank] = mapped
         self._addresses[rank] = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
 
 
 def open_node_memory(node: MPI.Intracomm, rank: int) -> NodeMemory | str:
-    """The memory that the ranks of a node share, of this rank of the world, or why there is none: the same on
-    all of them. Collective over them.
+    """Open the memory that the ranks of a node share. Collective over the node.
+
+    Args:
+        node: Communicator of the ranks of the node.
+        rank: This rank in the world.
+
+    Returns:
+        The memory, or on all ranks one sentence that says why there is none.
     """
     if not hasattr(os, "memfd_create"):
         return f"{sys.platform} has no memory without a name"
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    room = _pages(min(max(node.allgather(total)), _ADDRESSES // node.size))
+    file_bytes = _pages(min(max(node.allgather(total)), _ADDRESS_SPACE // node.size))
     memory, failure = None, ""
     try:
-        memory = NodeMemory(rank, room)
+        memory = NodeMemory(rank, file_bytes)
     except (OSError, ValueError, MPI.Exception) as error:
         failure = f"rank {rank} gets no memory to share: {error}"
-    told = node.allgather(None if memory is None else memory.told())
+    identities = node.allgather(None if memory is None else memory.identity())
     if memory is not None:
-        failure = _opened(memory, [each for each in told if each is not None])
+        failure = _open_peers(memory, [each for each in identities if each is not None])
     failures: list[str] = [each for each in node.allgather(failure) if each]
     if memory is not None and not failures:
         probe, number = memory.take(8), secrets.randbits(_PROBE_BITS)
@@ -274,7 +303,7 @@ def open_node_memory(node: MPI.Intracomm, rank: int) -> NodeMemory | str:
         memory.fence()
         probes = node.allgather((probe, number))
         memory.fence()
-        failures = [each for each in node.allgather(_unseen(memory, told, probes)) if each]
+        failures = [each for each in node.allgather(_find_invisible(memory, identities, probes)) if each]
     if memory is None or failures:
         if memory is not None:
             memory.close()
@@ -308,9 +337,9 @@ def _pages(size: int) -> int:
     return max(1, -(-size // mmap.PAGESIZE)) * mmap.PAGESIZE
 
 
-def _opened(memory: NodeMemory, told: Sequence[tuple[int, int, int]]) -> str:
-    """Open the memory of all; why that cannot be."""
-    for rank, process, file in told:
+def _open_peers(memory: NodeMemory, identities: Sequence[tuple[int, int, int]]) -> str:
+    """Open the memory of all ranks. Return a sentence that says why that failed, or ""."""
+    for rank, process, file in identities:
         try:
             if rank != memory.rank:
                 memory.open(rank, process, file)
@@ -319,18 +348,19 @@ def _opened(memory: NodeMemory, told: Sequence[tuple[int, int, int]]) -> str:
     return ""
 
 
-def _unseen(
+def _find_invisible(
     memory: NodeMemory,
-    told: Sequence[tuple[int, int, int] | None],
+    identities: Sequence[tuple[int, int, int] | None],
     probes: Sequence[tuple[int | None, int]],
 ) -> str:
-    """Whose number, which is like no other one's, is not seen in its memory, if any: here the number of its
-    process may be that of another one, which has such memory, too, for another job.
+    """Return a sentence about the first rank whose random number is not in its memory, or "".
+
+    Process ids of another container may stand for other processes here, which may have such memory, too.
     """
-    for ours, (probe, number) in zip(told, probes, strict=True):
-        assert ours is not None
+    for identity, (probe, number) in zip(identities, probes, strict=True):
+        assert identity is not None
         if probe is None:
-            return f"rank {ours[0]} gets no memory to share"
-        if memory.words(MemoryLocation(ours[0], probe), 1)[0] != number:
-            return f"rank {memory.rank} does not see the memory of rank {ours[0]}"
+            return f"rank {identity[0]} gets no memory to share"
+        if memory.words(MemoryLocation(identity[0], probe), 1)[0] != number:
+            return f"rank {memory.rank} does not see the memory of rank {identity[0]}"
     return ""

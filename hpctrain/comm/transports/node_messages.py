@@ -1,9 +1,9 @@
-"""Messages between two ranks of a node: MPI carries where they lie, and the receiver takes them from there.
+"""Messages between two ranks of a node: MPI carries where the data is, and the receiver copies it from there.
 
-A large message of MPI's own waits, where the system lets no process read another one's memory (as most
-containers do not), until its sender is in MPI again, which computes meanwhile. Here a sender copies it to a
-block that all see, unless it lies in such memory already, and goes on: a note of some bytes is under way at
-once, and MPI brings notes in the order, and under the tags, of what they stand for.
+If the system does not allow processes to read each other's memory, as in most containers, a large MPI message
+waits until its sender is in MPI again, while the sender computes. Here the sender copies the data to memory
+that all ranks see, unless it is there already, and goes on. MPI carries a small note at once. Notes arrive
+with the tags and in the order of the messages that they stand for.
 """
 
 from __future__ import annotations
@@ -19,97 +19,101 @@ from hpctrain.comm.transports.progress_counters import CounterWork
 from hpctrain.comm.transports.transport import Steps, TransportWork, run_steps
 from hpctrain.host.mpi_library import MPI
 
-_HEAD = 64  # bytes of a block before what it holds: so much processors hand each other together
-_SPARE = 4  # blocks that nobody uses, which are kept for messages to come
-_WORDS = 5  # of a note
+_HEADER_BYTES = 64  # bytes of a cache line, which hold the counter of a buffer
+_SPARE_BUFFERS = 4  # unused buffers that are kept for later messages
+_NOTE_WORDS = 5
 
 
 class MessageBuffer:
-    """Memory that the ranks of a node see, which a message may lie in. `room` are its bytes.
+    """Memory of this rank that all ranks of the node see, for the data of one message at a time.
 
-    Its first word counts the messages that were taken of those that it stood for: who takes one writes it.
+    Its first word counts the messages that were received of those that used it. The receiver writes it.
+
+    Args:
+        memory: Memory of the node.
+        capacity: Number of bytes of data.
+
+    Raises:
+        MemoryError: The system has no memory left.
     """
 
-    def __init__(self, memory: NodeMemory, room: int) -> None:
-        """MemoryError where the system has no more."""
-        whole = memory.empty((_HEAD + room,), torch.uint8)
-        place = None if whole is None else memory.find(whole)
-        if whole is None or place is None:
+    def __init__(self, memory: NodeMemory, capacity: int) -> None:
+        tensor = memory.empty((_HEADER_BYTES + capacity,), torch.uint8)
+        location = None if tensor is None else memory.find(tensor)
+        if tensor is None or location is None:
             raise MemoryError("the node has no memory left for messages")
-        self.place, self.room = place, room
-        self.octets = whole[_HEAD:]
+        self.location, self.capacity = location, capacity
+        self.data = tensor[_HEADER_BYTES:]
         self.sent = 0
-        self._taken = memory.words(place, 1)
-        self._taken[0] = 0
+        self._received = memory.words(location, 1)
+        self._received[0] = 0
 
     @property
     def free(self) -> bool:
-        """Whether all that it stood for is taken."""
-        return self._taken[0] >= self.sent
+        """True if all messages that used the buffer were received."""
+        return self._received[0] >= self.sent
 
-    def taken(self, memory: NodeMemory) -> CounterWork:
-        """Until it is."""
-        return CounterWork([(self._taken, 0, self.sent)], memory)
+    def until_received(self, memory: NodeMemory) -> CounterWork:
+        """Return a handle that is complete when all messages that used the buffer were received."""
+        return CounterWork([(self._received, 0, self.sent)], memory)
 
 
 class NodeMessages:
-    """Those of the ranks of a communicator, which see each other's `memory`."""
+    """Messages between ranks of a communicator that see each other's memory."""
 
     def __init__(self, communicator: MPI.Intracomm, memory: NodeMemory) -> None:
         self._communicator, self._memory = communicator, memory
 
     def run(self, call: Call) -> TransportWork | None:
-        """See Transport, of a call that sends or receives."""
-        return run_steps(self._send(call) if call.operation == "send" else self._receive(call), call.blocking)
+        """Run a "send" or "recv" call, as `Transport.run` does."""
+        steps = self._send(call) if call.operation == "send" else self._receive(call)
+        return run_steps(steps, call.blocking)
 
     def _send(self, call: Call) -> Steps:
-        """See Group.start_send. A tensor that the others see is the sender's again when it is taken, another
-        one as soon as it is copied.
-        """
+        """Send a tensor. If the receiver sees it, it must not change until it was received."""
         tensor, memory = call.tensor, self._memory
         assert tensor is not None
-        place = memory.find(tensor)
-        block = self._block(0 if place is not None else tensor.nbytes)
-        copied = place is None
-        if place is None:
-            place = MemoryLocation(block.place.owner, block.place.offset + _HEAD)
-            block.octets[: tensor.nbytes].copy_(flat_view(tensor).view(torch.uint8))
-        block.sent += 1
-        note = array("q", [*place, *block.place, block.sent])
+        location = memory.find(tensor)
+        buffer = self._free_buffer(0 if location is not None else tensor.nbytes)
+        copied = location is None
+        if location is None:
+            location = MemoryLocation(buffer.location.owner, buffer.location.offset + _HEADER_BYTES)
+            buffer.data[: tensor.nbytes].copy_(flat_view(tensor).view(torch.uint8))
+        buffer.sent += 1
+        note = array("q", [*location, *buffer.location, buffer.sent])
         memory.fence()
-        yield _Note(self._communicator.Isend(_buffer(note), call.peer, call.tag), note)
+        yield _NoteRequest(self._communicator.Isend(_mpi_buffer(note), call.peer, call.tag), note)
         if not copied:
-            yield block.taken(memory)
+            yield buffer.until_received(memory)
 
     def _receive(self, call: Call) -> Steps:
-        """Receive a message, as `Group.start_recv` promises."""
         output, memory = call.output, self._memory
         assert output is not None
-        note = array("q", [0] * _WORDS)
-        yield _Note(self._communicator.Irecv(_buffer(note), call.peer, call.tag), note)
+        note = array("q", [0] * _NOTE_WORDS)
+        yield _NoteRequest(self._communicator.Irecv(_mpi_buffer(note), call.peer, call.tag), note)
         memory.fence()
-        owner, offset, of_block, head, number = note
-        lying = memory.at(MemoryLocation(owner, offset), output.nbytes, torch.uint8)
-        flat_view(output).view(torch.uint8).copy_(lying)
+        owner, offset, buffer_owner, buffer_offset, number = note
+        data = memory.tensor_at(MemoryLocation(owner, offset), output.nbytes, torch.uint8)
+        flat_view(output).view(torch.uint8).copy_(data)
         memory.fence()
-        memory.words(MemoryLocation(of_block, head), 1)[0] = number
+        memory.words(MemoryLocation(buffer_owner, buffer_offset), 1)[0] = number
 
-    def _block(self, room: int) -> MessageBuffer:
-        """One that nobody uses, with room for so many bytes, but not for many more."""
-        blocks = self._memory.blocks
-        free = [block for block in blocks if block.free]
-        fitting = [block for block in free if room <= block.room <= 2 * room]
+    def _free_buffer(self, size: int) -> MessageBuffer:
+        """Return an unused buffer with a capacity between `size` and twice as many bytes."""
+        buffers = self._memory.message_buffers
+        free = [buffer for buffer in buffers if buffer.free]
+        fitting = [buffer for buffer in free if size <= buffer.capacity <= 2 * size]
         if fitting:
             self._memory.fence()
-            return min(fitting, key=lambda block: block.room)
-        for block in free[_SPARE - 1 :]:
-            blocks.remove(block)
-        blocks.append(MessageBuffer(self._memory, room))
-        return blocks[-1]
+            return min(fitting, key=lambda buffer: buffer.capacity)
+        for buffer in free[_SPARE_BUFFERS - 1 :]:
+            buffers.remove(buffer)
+        buffers.append(MessageBuffer(self._memory, size))
+        return buffers[-1]
 
 
-class _Note(MpiRequests):
-    """A note under way, which stays until it has arrived."""
+class _NoteRequest(MpiRequests):
+    """Request for one note, which it keeps alive."""
 
     __slots__ = ("_note",)
 
@@ -118,6 +122,6 @@ class _Note(MpiRequests):
         self._note = note
 
 
-def _buffer(note: array[int]) -> tuple[MPI.buffer, int, MPI.Datatype]:
+def _mpi_buffer(note: array[int]) -> tuple[MPI.buffer, int, MPI.Datatype]:
     begin, count = note.buffer_info()
     return address(begin, count * note.itemsize), count, MPI.INT64_T

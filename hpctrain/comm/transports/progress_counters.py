@@ -1,9 +1,9 @@
-"""What the ranks of a group write down for each other in the memory of their node.
+"""Counters in the memory of a node by which ranks tell each other how far they are in an operation.
 
-Every rank has a board, on which it alone writes. An operation has a slot there: where the rank's pieces of it
-lie, how many rounds of them are given, and how many rounds of everybody's it is done with. Both counts only
-grow, over all operations that a slot ever has: who reads one late sees at least what it waits for, and a
-board may serve another group once its own is gone.
+Each rank of a group has a row of counters that only it writes. An operation uses one slot of the row. There
+the rank writes where its pieces are, how many rounds of them are ready for the others, and how many rounds it
+has finished. Both counts only grow, over all operations that ever use a slot. So a rank that reads a count
+late sees at least the value that it waits for, and a later group may use the row once the group is gone.
 """
 
 from __future__ import annotations
@@ -18,142 +18,171 @@ from hpctrain.comm.transports.transport import wait_until
 from hpctrain.host.mpi_library import MPI
 
 SLOTS = 32
-"""Operations of a group that may be under way at once."""
+"""Number of operations of a group that may be in flight at the same time."""
 
-_BITS = 20  # of a count are the rounds of an operation, those above the operations before it
-ROUNDS = (1 << _BITS) - 1  # more than an operation has
-_LINE = 8  # words that processors hand each other together
-_PATIENCE = 8  # looks in vain after which messages are helped along with every further one
-_GIVEN, _DONE, _PLACE, _STARTS = 0, _LINE, 2 * _LINE, 3 * _LINE
+_ROUND_BITS = 20
+"""Low bits of a count, which are the rounds of the current operation. The high bits count operations."""
+
+ROUNDS = (1 << _ROUND_BITS) - 1
+"""Number that is larger than the rounds of any operation."""
+
+_LINE = 8  # words of 64 bits in a cache line
+_TESTS_BEFORE_HELP = 8  # unsuccessful tests after which each further one lets MPI messages make progress
+_READY, _FINISHED, _LOCATION, _OFFSETS = 0, _LINE, 2 * _LINE, 3 * _LINE
 
 
 class PieceLayout(NamedTuple):
-    """Where a rank's pieces of an operation lie: that for rank r begins `starts[r]` bytes behind the place.
+    """Where the pieces of an operation are in a rank's memory, one piece for each rank.
 
-    Each is read in rounds of `elements`; that of round i begins (i mod `turns`) * `stride` bytes further on.
+    A piece is read in rounds. Round i starts (i mod `turns`) * `stride` bytes after the start of the piece.
+
+    Attributes:
+        location: Location to which the offsets are relative.
+        elements: Elements of a piece in one round.
+        stride: Bytes between two rounds of a piece.
+        turns: Number of rounds for which there is memory.
+        offsets: Offset of the piece for each rank, in bytes.
     """
 
-    place: MemoryLocation
+    location: MemoryLocation
     elements: int
     stride: int
     turns: int
-    starts: Sequence[int]
+    offsets: Sequence[int]
 
-    def at(self, rank: int, turn: int) -> MemoryLocation:
-        """Where the piece for a rank begins in a round."""
-        return MemoryLocation(
-            self.place.owner, self.place.offset + self.starts[rank] + turn % self.turns * self.stride
-        )
+    def at(self, rank: int, index: int) -> MemoryLocation:
+        """Return where round number `index` of the piece for a rank starts."""
+        offset = self.location.offset + self.offsets[rank] + index % self.turns * self.stride
+        return MemoryLocation(self.location.owner, offset)
 
 
 class CounterWork:
-    """A Pending: certain numbers on boards are at least as large as they are waited for to be.
+    """Handle that is complete when certain counters have reached their values.
 
-    Who looks in vain for long helps this rank's messages along: those who are waited for may wait for these.
+    After some unsuccessful tests it also lets this rank's MPI messages make progress, since the ranks that it
+    waits for may wait for these.
+
+    Args:
+        remaining: For each counter its memory, its index there, and the value to wait for.
+        memory: Memory of the node.
     """
 
-    __slots__ = ("_left", "_looks", "_memory")
+    __slots__ = ("_memory", "_remaining", "_tests")
 
-    def __init__(self, left: list[tuple[memoryview, int, int]], memory: NodeMemory) -> None:
-        self._left, self._memory, self._looks = left, memory, 0
+    def __init__(self, remaining: list[tuple[memoryview, int, int]], memory: NodeMemory) -> None:
+        self._remaining, self._memory, self._tests = remaining, memory, 0
 
     def test(self) -> bool:
-        """Let the operation make progress. Return True if it is complete."""
-        left = self._left
-        while left:
-            board, word, least = left[-1]
-            if board[word] < least:
-                self._looks += 1
-                if self._looks > _PATIENCE:
+        """Return True if all counters have reached their values."""
+        remaining = self._remaining
+        while remaining:
+            counters, index, value = remaining[-1]
+            if counters[index] < value:
+                self._tests += 1
+                if self._tests > _TESTS_BEFORE_HELP:
                     self._memory.progress()
                 return False
-            left.pop()
+            remaining.pop()
         self._memory.fence()
         return True
 
     def wait(self) -> None:
-        """Wait until the operation is complete."""
+        """Wait until all counters have reached their values."""
         wait_until(self.test)
 
 
 class ProgressCounters:
-    """Those of a group's ranks, as this one sees them."""
+    """Counters of all ranks of a group, as this rank sees them. The constructor is collective.
+
+    Args:
+        communicator: Communicator of the group.
+        memory: Memory of the node, to which all ranks belong.
+
+    Raises:
+        MemoryError: The system has no memory left.
+    """
 
     def __init__(self, communicator: MPI.Intracomm, memory: NodeMemory) -> None:
-        """Collective over the group. MemoryError where the system has no memory for one."""
         self.rank, self.size = communicator.rank, communicator.size
         self.memory = memory
-        self._words = _STARTS + -(-self.size // _LINE) * _LINE
-        count = self._words * SLOTS
-        free = memory.boards.setdefault(count, [])
+        self._slot_words = _OFFSETS + -(-self.size // _LINE) * _LINE
+        count = self._slot_words * SLOTS
+        free = memory.free_counters.setdefault(count, [])
         offset, first = free.pop() if free else (memory.take(8 * count), 0)
         if offset is None:
-            raise MemoryError("no memory of the node is left for what its ranks tell each other")
+            raise MemoryError("no memory of the node is left for the counters of its ranks")
         self._operations = [first]
-        told = communicator.allgather((memory.rank, offset, first))
-        self._boards = [memory.words(MemoryLocation(owner, start), count) for owner, start, _ in told]
-        self._ahead = [of_rank - first for _, _, of_rank in told]
-        weakref.finalize(self, _keep, free, offset, self._operations).atexit = False
+        rows = communicator.allgather((memory.rank, offset, first))
+        self._rows = [memory.words(MemoryLocation(owner, start), count) for owner, start, _ in rows]
+        self._ahead = [first_of_rank - first for _, _, first_of_rank in rows]
+        weakref.finalize(self, _release, free, offset, self._operations).atexit = False
 
     @property
-    def next(self) -> int:
-        """Which of the slots the next operation has: that of the one SLOTS operations before it."""
+    def next_slot(self) -> int:
+        """Number of the slot of the next operation, which an operation SLOTS before it has used."""
         return (self._operations[0] + 1) % SLOTS
 
     def open(self) -> OperationCounters:
-        """The slot of the next operation, which is the next one on all ranks."""
-        begin = self.next * self._words
+        """Return the counters of the next operation, which must be the next one on all ranks."""
+        begin = self.next_slot * self._slot_words
         self._operations[0] = number = self._operations[0] + 1
-        boards = [board[begin : begin + self._words] for board in self._boards]
-        return OperationCounters(
-            self.rank, boards, [(number + ahead) << _BITS for ahead in self._ahead], self.memory
-        )
+        slots = [row[begin : begin + self._slot_words] for row in self._rows]
+        bases = [(number + ahead) << _ROUND_BITS for ahead in self._ahead]
+        return OperationCounters(self.rank, slots, bases, self.memory)
 
 
-def _keep(free: list[tuple[int, int]], offset: int, operations: list[int]) -> None:
-    """Keep a board for a group to come, whose first operation has the first slot, as all boards' have."""
+def _release(free: list[tuple[int, int]], offset: int, operations: list[int]) -> None:
+    """Leave a row to a later group, whose first operation uses the first slot as on all other ranks."""
     free.append((offset, -(-operations[0] // SLOTS) * SLOTS))
 
 
 class OperationCounters:
-    """One operation on the boards of all ranks. Ranks are those of the group."""
+    """Counters of one operation on all ranks of a group. All methods are local.
+
+    Args:
+        rank: This rank in the group.
+        slots: Words of each rank's slot.
+        bases: Values of each rank's counts at the start of the operation.
+        memory: Memory of the node.
+    """
 
     def __init__(
-        self, rank: int, boards: Sequence[memoryview], begun: Sequence[int], memory: NodeMemory
+        self, rank: int, slots: Sequence[memoryview], bases: Sequence[int], memory: NodeMemory
     ) -> None:
-        self._own, self._boards, self._begun, self._memory = boards[rank], boards, begun, memory
-        self._mine = begun[rank]
+        self._slot, self._base = slots[rank], bases[rank]
+        self._slots, self._bases, self._memory = slots, bases, memory
 
-    def lay(self, pieces: PieceLayout) -> None:
-        """Write down where this rank's pieces lie, before the first round of them is given."""
-        own = self._own
-        own[_PLACE : _PLACE + 5] = array("q", [*pieces.place, pieces.elements, pieces.stride, pieces.turns])
-        own[_STARTS : _STARTS + len(pieces.starts)] = array("q", pieces.starts)
+    def set_layout(self, layout: PieceLayout) -> None:
+        """Tell the other ranks where this rank's pieces are, before their first round is ready."""
+        slot = self._slot
+        numbers = [*layout.location, layout.elements, layout.stride, layout.turns]
+        slot[_LOCATION : _LOCATION + 5] = array("q", numbers)
+        slot[_OFFSETS : _OFFSETS + len(layout.offsets)] = array("q", layout.offsets)
 
-    def give(self, rounds: int) -> None:
-        """So many rounds of this rank's pieces are there for the others."""
+    def layout_of(self, rank: int) -> PieceLayout:
+        """Return where the pieces of a rank are. A round of that rank must be ready."""
+        slot = self._slots[rank]
+        owner, offset, elements, stride, turns = slot[_LOCATION : _LOCATION + 5]
+        offsets = slot[_OFFSETS : _OFFSETS + len(self._slots)].tolist()
+        return PieceLayout(MemoryLocation(owner, offset), elements, stride, turns, offsets)
+
+    def set_ready(self, rounds: int) -> None:
+        """Tell the other ranks that so many rounds of this rank's pieces are ready for them."""
         self._memory.fence()
-        self._own[_GIVEN] = self._mine + rounds
+        self._slot[_READY] = self._base + rounds
 
-    def finish(self, rounds: int = ROUNDS) -> None:
-        """This rank has read, and written, what it has to of so many rounds; without a number, of all."""
+    def set_finished(self, rounds: int = ROUNDS) -> None:
+        """Tell the other ranks that this one has read and written so many rounds, by default all."""
         self._memory.fence()
-        self._own[_DONE] = self._mine + rounds
+        self._slot[_FINISHED] = self._base + rounds
 
-    def pieces(self, rank: int) -> PieceLayout:
-        """Those of a rank that has given a round."""
-        board = self._boards[rank]
-        owner, offset, elements, stride, turns = board[_PLACE : _PLACE + 5]
-        starts = board[_STARTS : _STARTS + len(self._boards)].tolist()
-        return PieceLayout(MemoryLocation(owner, offset), elements, stride, turns, starts)
+    def until_ready(self, ranks: Iterable[int], rounds: int) -> CounterWork:
+        """Return a handle that is complete when so many rounds of these ranks are ready."""
+        return self._until(ranks, _READY, rounds)
 
-    def given(self, ranks: Iterable[int], rounds: int) -> CounterWork:
-        """Until these have given so many rounds."""
-        return self._reached(ranks, _GIVEN, rounds)
+    def until_finished(self, ranks: Iterable[int], rounds: int = ROUNDS) -> CounterWork:
+        """Return a handle that is complete when these ranks have finished so many rounds."""
+        return self._until(ranks, _FINISHED, rounds)
 
-    def finished(self, ranks: Iterable[int], rounds: int = ROUNDS) -> CounterWork:
-        """Until these are done with so many rounds."""
-        return self._reached(ranks, _DONE, rounds)
-
-    def _reached(self, ranks: Iterable[int], word: int, rounds: int) -> CounterWork:
-        return CounterWork([(self._boards[r], word, self._begun[r] + rounds) for r in ranks], self._memory)
+    def _until(self, ranks: Iterable[int], index: int, rounds: int) -> CounterWork:
+        return CounterWork([(self._slots[r], index, self._bases[r] + rounds) for r in ranks], self._memory)

@@ -1,9 +1,8 @@
-"""The transport between ranks of one node: they read, and write, each other's memory where it lies.
+"""Transport among ranks of one node, which read and write each other's memory.
 
-In memory from `empty` a tensor is read by the others as it is. Another one is copied, round by round, through
-memory that they see. Sums are added in rank order by the owner of each piece, as in `reduction`, so that
-both transports give the same bits. What is smaller and blocks is `inline`; the rest of what is small is left
-to MPI.
+Other ranks read a tensor from `empty` where it is. Any other tensor is copied, round by round, through memory
+that they see. The owner of each piece adds in rank order, as in `reduction`, so that both transports give the
+same bits. Small blocking operations are `SmallOperations`; all other small ones are left to MPI.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hpctrain.comm.calls import Call, Operation
+from hpctrain.comm.calls import Call, Reduction
 from hpctrain.comm.transports.mpi import MpiTransport, flat_view
 from hpctrain.comm.transports.node_memory import MemoryLocation, NodeMemory
 from hpctrain.comm.transports.node_messages import NodeMessages
@@ -43,25 +42,29 @@ from hpctrain.comm.transports.transport import (
 )
 
 SHARED_BYTES = 256 * 1024
-"""Smaller sums are MPI's, where they are not inline: its own small messages take less time than ours."""
+"""Size from which on sums go through shared memory. MPI's own small messages take less time."""
 
 MOVED_BYTES = 4 << 20
-"""The same of what moves without being added, where MPI copies as we do."""
+"""The same for operations that do not add; MPI copies small tensors as fast."""
 
 PAIR_BYTES = 8 * 1024
-"""Smaller sums of two ranks are MPI's own, where all others of its are of several steps."""
+"""Size below which sums of two ranks are MPI's own. MPI's sums of more ranks take several steps."""
 
 MESSAGE_BYTES = 16 * 1024
-"""Shorter messages between two ranks are MPI's, which carries them without their sender's help."""
+"""Size from which on messages go through shared memory. MPI sends shorter ones without the sender's help."""
 
 MESSAGE_MOST_BYTES = 64 << 20
-"""Longer ones are MPI's: copied as a whole they would take too much memory."""
+"""Size above which messages are MPI's, since a copy would take too much memory."""
 
-SEEN_BYTES = 64 * 1024
-"""Smaller tensors are in memory of the process alone, which does not come in pages: their sums are MPI's."""
+VISIBLE_BYTES = 64 * 1024
+"""Size from which on `empty` returns memory that other ranks see; it is allocated in pages."""
 
-ROUND_BYTES = 4 << 20  # of a tensor, in one round
-STAGED_ROUNDS = 2  # rounds that a rank's memory for copies has room for
+ROUND_BYTES = 4 << 20
+"""Bytes of a tensor that are copied in one round."""
+
+STAGED_ROUNDS = 2
+"""Rounds for which a rank has memory through which it copies."""
+
 REDUCTIONS = frozenset({"all_reduce", "reduce_scatter"})
 MESSAGES = frozenset({"send", "recv"})
 MOVEMENTS = frozenset({"all_gather", "gather", "scatter", "all_to_all", "broadcast"})
@@ -69,32 +72,39 @@ SMALL_OPERATIONS = frozenset({"all_reduce", "reduce_scatter", "all_gather"})
 
 
 class SharedTransport(Transport):
-    """The primitives among ranks that see each other's `memory`; what is not for it is done by `mpi`.
+    """Transport among ranks that see each other's memory. The constructor is collective.
 
-    `least` are the bytes from which on a sum is, `least_moved` those of other operations, `least_sent` of
-    messages between two ranks, `seen` those from which on `empty` gives memory that others see;
-    `round_bytes` of a tensor are copied, or added, before others learn of it. From `least_inline` up to
-    `small_operation_bytes` what blocks is inline, if it is a sum; of other operations less, too.
+    Args:
+        mpi: Transport that runs all other calls.
+        memory: Memory of the node.
+
+    Attributes:
+        users: Ranks of the group in the world.
+        least_bytes: Size from which on sums go through memory.
+        least_moved_bytes: The same for operations that do not add.
+        least_message_bytes: The same for messages.
+        least_visible_bytes: Size from which on `empty` returns memory that other ranks see.
+        round_bytes: Bytes that are copied or added before other ranks learn of it.
+        least_small_bytes: Size from which on small sums are `SmallOperations`.
+        most_small_bytes: Size up to which blocking operations are `SmallOperations`.
     """
 
-    least, least_moved, least_sent = SHARED_BYTES, MOVED_BYTES, MESSAGE_BYTES
-    seen, round_bytes = SEEN_BYTES, ROUND_BYTES
+    least_bytes, least_moved_bytes, least_message_bytes = SHARED_BYTES, MOVED_BYTES, MESSAGE_BYTES
+    least_visible_bytes, round_bytes = VISIBLE_BYTES, ROUND_BYTES
 
     def __init__(self, mpi: MpiTransport, memory: NodeMemory) -> None:
-        """Collective over the ranks of `mpi`."""
         self.mpi, self.memory = mpi, memory
         self.rank, self.size = mpi.rank, mpi.size
         self.sharers = mpi.size
         self.users: tuple[int, ...] = tuple(mpi.communicator.allgather(memory.rank))
-        """The ranks, as in the world."""
-        self.boards = ProgressCounters(mpi.communicator, memory)
+        self.counters = ProgressCounters(mpi.communicator, memory)
         self.messages = NodeMessages(mpi.communicator, memory)
-        self._lent = [0] * self.size  # bytes in common that each rank owns
-        self._others = [(self.rank + step) % self.size for step in range(1, self.size)]
-        self.least_inline = PAIR_BYTES if self.size == 2 else 0
-        self.inline_bytes = small_operation_bytes(self.size)
-        self._inline: SmallOperations | None = None
-        self._under_way: list[SteppedWork | None] = [None] * SLOTS
+        self._common_bytes = [0] * self.size  # bytes of common memory that each rank owns
+        self._peers = [(self.rank + step) % self.size for step in range(1, self.size)]
+        self.least_small_bytes = PAIR_BYTES if self.size == 2 else 0
+        self.most_small_bytes = small_operation_bytes(self.size)
+        self._small_operations: SmallOperations | None = None
+        self._in_flight: list[SteppedWork | None] = [None] * SLOTS
 
     @override
     def run(self, call: Call) -> TransportWork | None:
@@ -102,10 +112,10 @@ class SharedTransport(Transport):
             return run_steps(memory_barrier(self.memory, self.mpi, call), call.blocking)
         common = call.output if call.operation == "all_gather" else None
         if common is not None and self.memory.is_common(common, self.users):
-            return self.start(self._publish(call, common), call.blocking)
-        if call.blocking and call.bytes <= self.inline_bytes and self._run_inline(call):
+            return self.start(self._gather_common(call, common), call.blocking)
+        if call.blocking and call.bytes <= self.most_small_bytes and self._run_small(call):
             return None
-        if not self._is_ours(call):
+        if not self._uses_memory(call):
             return self.mpi.run(call)
         if call.operation in MESSAGES:
             return self.messages.run(call)
@@ -113,273 +123,298 @@ class SharedTransport(Transport):
         return self.start(steps, call.blocking)
 
     def start(self, steps: Steps, blocking: bool) -> TransportWork | None:
-        """Run the steps of an operation that has a slot, or start them."""
-        # An operation has a slot, and who comes round to one waits for what was there.
-        place = self.boards.next
-        before = self._under_way[place]
+        """Run or start the steps of an operation that opens counters, as `run_steps` does.
+
+        It first waits for the operation that has used the same slot before.
+        """
+        slot = self.counters.next_slot
+        before = self._in_flight[slot]
         if before is not None:
             before.wait()
-            self._under_way[place] = None
-        pending = run_steps(steps, blocking)
-        if isinstance(pending, SteppedWork):
-            self._under_way[place] = pending
-        return pending
+            self._in_flight[slot] = None
+        work = run_steps(steps, blocking)
+        if isinstance(work, SteppedWork):
+            self._in_flight[slot] = work
+        return work
 
+    @override
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """See Transport. Memory that the others see, where there is any."""
-        elements = torch.Size(shape).numel()
-        seen = self.memory.empty(shape, dtype) if elements * dtype.itemsize >= self.seen else None
-        return super().empty(shape, dtype, device) if seen is None else seen
+        visible = None
+        if torch.Size(shape).numel() * dtype.itemsize >= self.least_visible_bytes:
+            visible = self.memory.empty(shape, dtype)
+        return super().empty(shape, dtype, device) if visible is None else visible
 
-    def common_zeros(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:  # noqa: ARG002
-        """See Transport. Of one rank's memory: of several such, each owns about as much."""
+    @override
+    def common_zeros(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
         size = length * dtype.itemsize
-        owner = self._lent.index(min(self._lent))
-        self._lent[owner] += size
-        place = self.memory.lend(size, self.size) if owner == self.rank else None
-        place = self.mpi.communicator.bcast(place, owner)
-        return None if place is None else self.memory.common(place, length, dtype, self.users)
+        owner = self._common_bytes.index(min(self._common_bytes))  # ranks own about equal parts
+        self._common_bytes[owner] += size
+        location = self.memory.take_common(size, self.size) if owner == self.rank else None
+        location = self.mpi.communicator.bcast(location, owner)
+        return None if location is None else self.memory.common_tensor(location, length, dtype, self.users)
 
     @override
     def scratch_bytes(self, elements: int, itemsize: int, scattered: bool = False) -> int:
-        if elements * itemsize >= self.least:
+        if elements * itemsize >= self.least_bytes:
             return 0
         return self.mpi.scratch_bytes(elements, itemsize, scattered)
 
-    def adds_once(self, call: Call) -> bool:
-        """See Transport. What may be inline every rank adds for itself."""
-        if call.blocking and call.bytes <= self.inline_bytes:
+    @override
+    def adds_at_owner(self, call: Call) -> bool:
+        if call.blocking and call.bytes <= self.most_small_bytes:
             return False
-        return self._is_ours(call) or self.mpi.adds_once(call)
+        return self._uses_memory(call) or self.mpi.adds_at_owner(call)
 
-    def _run_inline(self, call: Call) -> bool:
-        """Do what a small call describes, if it is one for that, and there is memory for it."""
+    def _run_small(self, call: Call) -> bool:
+        """Run a call if it is one of SmallOperations and there is memory for it. Otherwise return False."""
         operation, dtype = call.operation, call.dtype
         if operation not in SMALL_OPERATIONS or dtype is None:
             return False
-        if operation in REDUCTIONS and not (dtype.is_floating_point and call.bytes >= self.least_inline):
+        is_large_enough = dtype.is_floating_point and call.bytes >= self.least_small_bytes
+        if operation in REDUCTIONS and not is_large_enough:
             return False
-        if self._inline is None:
-            self._inline = open_small_operations(self.mpi.communicator, self.memory)
-            if self._inline is None:
-                self.inline_bytes = -1
+        if self._small_operations is None:
+            self._small_operations = open_small_operations(self.mpi.communicator, self.memory)
+            if self._small_operations is None:
+                self.most_small_bytes = -1
                 return False
-        self._inline.run(call)
+        self._small_operations.run(call)
         return True
 
     def takes_message(self, call: Call) -> bool:
-        """Whether it is a message that goes through memory, if both its ranks see it: the same on both."""
-        return call.operation in MESSAGES and self.least_sent <= call.bytes <= MESSAGE_MOST_BYTES
+        """Return True if a call is a message of a suitable size; the same on sender and receiver."""
+        return call.operation in MESSAGES and self.least_message_bytes <= call.bytes <= MESSAGE_MOST_BYTES
 
-    def _is_ours(self, call: Call) -> bool:
-        """Whether a call goes through memory: the same on all ranks."""
+    def _uses_memory(self, call: Call) -> bool:
+        """Return True if a call goes through shared memory; the same on all ranks."""
         operation, dtype = call.operation, call.dtype
         if operation in REDUCTIONS:
-            return call.bytes >= self.least and dtype is not None and dtype.is_floating_point
+            return call.bytes >= self.least_bytes and dtype is not None and dtype.is_floating_point
         if operation in MESSAGES:
             return self.takes_message(call)
-        # Of uneven pieces that are exchanged no rank knows the total.
-        return operation in MOVEMENTS and (call.bytes >= self.least_moved or call.received is not None)
+        # No rank knows the total size of an all-to-all of uneven pieces.
+        is_large_enough = call.bytes >= self.least_moved_bytes or call.receive_counts is not None
+        return operation in MOVEMENTS and is_large_enough
 
     # Sums
 
     def _reduce(self, call: Call) -> Steps:
-        tensor, operation = call.tensor, call.reduced
-        assert tensor is not None and operation is not None
-        whole = flat_view(tensor)
+        assert call.tensor is not None and call.reduction is not None
+        tensor, output = flat_view(call.tensor), None
         if call.operation == "all_reduce":
-            shares = equal_counts(whole.numel(), self.size)
-            spans, output = ranges_of_ranks(shares, whole, self.size), None
+            counts: Sequence[int] | None = equal_counts(tensor.numel(), self.size)
         else:
             assert call.output is not None
-            spans, output = ranges_of_ranks(call.counts, whole, self.size), flat_view(call.output)
-        laid = self._lay(whole, spans, in_rounds=True)
-        slot, (begin, count) = laid.slot, spans[self.rank]
-        for turn in range(laid.rounds):
-            yield slot.given(self._others, turn + 1)
-            first = turn * laid.elements
-            length = min(laid.elements, count - first)
+            counts, output = call.counts, flat_view(call.output)
+        ranges = ranges_of_ranks(counts, tensor, self.size)
+        published = self._publish(tensor, ranges, in_rounds=True)
+        counters, (begin, count) = published.counters, ranges[self.rank]
+        for index in range(published.rounds):
+            yield counters.until_ready(self._peers, index + 1)
+            first = index * published.elements
+            length = min(published.elements, count - first)
             if length > 0:
-                own = whole[begin + first : begin + first + length]
-                into = own if output is None else output[first : first + length]
-                places = [slot.pieces(peer).at(self.rank, turn) for peer in self._others]
-                theirs = [self.memory.at(place, length, own.dtype) for place in places]
-                self._add(own, theirs, into, operation, written=output is None)
-            slot.finish(turn + 1)
-            if laid.copies:
-                yield slot.finished(self._others, turn + 1)
+                own = tensor[begin + first : begin + first + length]
+                target = own if output is None else output[first : first + length]
+                locations = [counters.layout_of(peer).at(self.rank, index) for peer in self._peers]
+                peers = [self.memory.tensor_at(location, length, own.dtype) for location in locations]
+                self._add(own, peers, target, call.reduction, write_to_peers=output is None)
+            counters.set_finished(index + 1)
+            if published.is_copy:
+                yield counters.until_finished(self._peers, index + 1)
                 if output is None:
-                    laid.take_back(turn)
-                laid.give(turn + STAGED_ROUNDS)
-        slot.finish()
-        yield slot.finished(self._others)
-        laid.close()
+                    published.copy_back(index)
+                published.copy_round(index + STAGED_ROUNDS)
+        counters.set_finished()
+        yield counters.until_finished(self._peers)
+        published.close()
 
     def _add(
-        self, own: Tensor, theirs: Sequence[Tensor], into: Tensor, operation: Operation, written: bool
+        self,
+        own: Tensor,
+        peers: Sequence[Tensor],
+        target: Tensor,
+        reduction: Reduction,
+        write_to_peers: bool,
     ) -> None:
-        """Reduce a piece of all ranks in rank order; sums that are `written` go over the others', too."""
-        parts = [own, *theirs]
+        """Reduce the ranks' pieces in rank order into `target`, and write it over the peers' if asked."""
+        parts = [own, *peers]
         parts = [parts[(rank - self.rank) % self.size] for rank in range(self.size)]
         spare = own.new_empty(min(BLOCK, len(own))) if self.rank > 1 else None
-        for *blocks, result in zip(*(part.split(BLOCK) for part in (*parts, into)), strict=True):
-            reduce_block(blocks, result, operation, self.rank, spare)
-            for rank in self._others if written else ():
+        for *blocks, result in zip(*(part.split(BLOCK) for part in (*parts, target)), strict=True):
+            reduce_block(blocks, result, reduction, self.rank, spare)
+            for rank in self._peers if write_to_peers else ():
                 blocks[rank].copy_(result)
 
     # Movement
 
     def _move(self, call: Call) -> Steps:
-        given, sends, taken, receives = _spans(call, self.size)
-        source, target = _octets(given), _octets(taken)
+        source_tensor, sends, target_tensor, receives = _byte_ranges(call, self.size)
+        source, target = _as_bytes(source_tensor), _as_bytes(target_tensor)
         (begin, count), (position, _) = sends[self.rank], receives[self.rank]
         if count and source.data_ptr() + begin != target.data_ptr() + position:
             target[position : position + count].copy_(source[begin : begin + count])
-        laid = self._lay(source, sends, in_rounds=False)
-        slot = laid.slot
-        left = {peer: receives[peer] for peer in self._others if receives[peer][1]}
-        turn = 0
-        while left or turn < laid.rounds:
-            yield slot.given(left, turn + 1)
-            for peer, (start, length) in list(left.items()):
-                pieces = slot.pieces(peer)
-                first = turn * pieces.elements
-                last = min(first + pieces.elements, length)
-                part, place = target[start + first : start + last], pieces.at(self.rank, turn)
-                if self.memory.find(part) != place:  # else it is one memory, where nothing has to move
-                    part.copy_(self.memory.at(place, last - first, torch.uint8))
+        published = self._publish(source, sends, in_rounds=False)
+        counters = published.counters
+        remaining = {peer: receives[peer] for peer in self._peers if receives[peer][1]}
+        index = 0
+        while remaining or index < published.rounds:
+            yield counters.until_ready(remaining, index + 1)
+            for peer, (start, length) in list(remaining.items()):
+                layout = counters.layout_of(peer)
+                first = index * layout.elements
+                last = min(first + layout.elements, length)
+                part, location = target[start + first : start + last], layout.at(self.rank, index)
+                if self.memory.find(part) != location:  # nothing moves within the same memory
+                    part.copy_(self.memory.tensor_at(location, last - first, torch.uint8))
                 if last == length:
-                    del left[peer]
-            turn += 1
-            slot.finish(turn if left else ROUNDS)
-            if laid.copies and turn + 1 < laid.rounds:
-                yield slot.finished(self._others, turn)
-                laid.give(turn + 1)
-        slot.finish()
-        yield slot.finished(self._others)
-        laid.close()
+                    del remaining[peer]
+            index += 1
+            counters.set_finished(index if remaining else ROUNDS)
+            if published.is_copy and index + 1 < published.rounds:
+                yield counters.until_finished(self._peers, index)
+                published.copy_round(index + 1)
+        counters.set_finished()
+        yield counters.until_finished(self._peers)
+        published.close()
 
-    def _publish(self, call: Call, common: Tensor) -> Steps:
-        """Gather where all others have what they give: wait until all have written."""
+    def _gather_common(self, call: Call, common: Tensor) -> Steps:
+        """Write this rank's piece into common memory, and wait until all ranks have written theirs."""
         assert call.tensor is not None
         begin, count = ranges_of_ranks(call.counts, common, self.size)[self.rank]
         own = flat_view(common)[begin : begin + count]
         if own.data_ptr() != call.tensor.data_ptr():
             own.copy_(flat_view(call.tensor))
-        slot = self.boards.open()
-        slot.finish()
-        yield slot.finished(self._others)
+        counters = self.counters.open()
+        counters.set_finished()
+        yield counters.until_finished(self._peers)
 
-    def _lay(self, tensor: Tensor, spans: Sequence[ElementRange], in_rounds: bool) -> _Laid:
-        return _Laid(self.boards.open(), self.memory, self.rank, tensor, spans, self.round_bytes, in_rounds)
+    def _publish(self, tensor: Tensor, ranges: Sequence[ElementRange], in_rounds: bool) -> _PublishedTensor:
+        counters = self.counters.open()
+        return _PublishedTensor(counters, self.memory, self.rank, tensor, ranges, self.round_bytes, in_rounds)
 
 
-class _Laid:
-    """A rank's spans of a tensor for all, laid open round by round in a slot; the first rounds at once.
+class _PublishedTensor:
+    """Ranges of a tensor, one for each rank, that the other ranks of the node can read.
 
-    `copies` says whether the others see copies of them; what one rank has for itself is not among these.
-    Where they see the tensor itself, it is one round, if not to be `in_rounds` that all ranks have alike.
+    They read the tensor itself if it is in memory that they see, otherwise copies of it, round by round. The
+    first rounds are ready when the constructor returns. There is no copy of this rank's own range.
+
+    Args:
+        counters: Counters of the operation.
+        memory: Memory of the node.
+        rank: This rank in the group.
+        tensor: Flat tensor.
+        ranges: Range of the tensor for each rank.
+        round_bytes: Bytes of the tensor in one round.
+        in_rounds: True if the tensor itself is read in rounds, too; otherwise it is one round.
     """
 
     def __init__(
         self,
-        slot: OperationCounters,
+        counters: OperationCounters,
         memory: NodeMemory,
         rank: int,
         tensor: Tensor,
-        spans: Sequence[ElementRange],
+        ranges: Sequence[ElementRange],
         round_bytes: int,
         in_rounds: bool,
     ) -> None:
-        self.slot, self._memory = slot, memory
-        self._tensor, itemsize, size = tensor, tensor.itemsize, len(spans)
-        alike, longest = len(set(spans)) == 1, max(count for _, count in spans)
-        place = memory.find(tensor) if longest else MemoryLocation(memory.rank, 0)
-        self.copies = place is None
-        self.elements = max(1, round_bytes // itemsize // (1 if alike else size))
-        if not (self.copies or in_rounds):
+        self.counters, self._memory = counters, memory
+        self._tensor, itemsize, size = tensor, tensor.itemsize, len(ranges)
+        same_range, longest = len(set(ranges)) == 1, max(count for _, count in ranges)
+        location = memory.find(tensor) if longest else MemoryLocation(memory.rank, 0)
+        self.is_copy = location is None
+        self.elements = max(1, round_bytes // itemsize // (1 if same_range else size))
+        if not (self.is_copy or in_rounds):
             self.elements = max(1, longest)
         self.rounds = -(-longest // self.elements)
         assert self.rounds < ROUNDS, (tensor.shape, self.rounds)
         self._staging: Tensor | None = None
-        if place is None:
+        if location is None:
             self._staging = take_staging(memory)
-            place = memory.find(self._staging)
-            assert place is not None
-            begins = [0 if alike else peer * self.elements for peer in range(size)]
+            location = memory.find(self._staging)
+            assert location is not None
+            offsets = [0 if same_range else peer * self.elements for peer in range(size)]
             stride, turns = self._staging.nbytes // STAGED_ROUNDS, STAGED_ROUNDS
-            copied = self._staging.view(tensor.dtype)
-            self._room = copied[: len(copied) // STAGED_ROUNDS], copied[len(copied) // STAGED_ROUNDS :]
-            others = [peer for peer in range(size) if peer != rank]
-            self._moved = [(spans[peer], begins[peer]) for peer in (others[:1] if alike else others)]
+            staging = self._staging.view(tensor.dtype)
+            self._staged = staging.split(len(staging) // STAGED_ROUNDS)
+            peers = [peer for peer in range(size) if peer != rank]
+            self._copied = [(ranges[peer], offsets[peer]) for peer in (peers[:1] if same_range else peers)]
         else:
-            begins, stride, turns = [begin for begin, _ in spans], self.elements * itemsize, ROUNDS
-        slot.lay(PieceLayout(place, self.elements, stride, turns, [begin * itemsize for begin in begins]))
-        if not self.copies:
-            slot.give(self.rounds)
-        for turn in range(min(STAGED_ROUNDS, self.rounds) if self.copies else 0):
-            self.give(turn)
+            offsets, stride, turns = [begin for begin, _ in ranges], self.elements * itemsize, ROUNDS
+        byte_offsets = [offset * itemsize for offset in offsets]
+        counters.set_layout(PieceLayout(location, self.elements, stride, turns, byte_offsets))
+        if not self.is_copy:
+            counters.set_ready(self.rounds)
+        for index in range(min(STAGED_ROUNDS, self.rounds) if self.is_copy else 0):
+            self.copy_round(index)
 
-    def give(self, turn: int) -> None:
-        """Copy a round to where the others see it, if there is one; its room is free."""
-        if turn < self.rounds:
-            for part, copied in self._pairs(turn):
+    def copy_round(self, index: int) -> None:
+        """Copy a round, if there is one, to memory that the others see and whose last round is finished."""
+        if index < self.rounds:
+            for part, copied in self._pairs(index):
                 copied.copy_(part)
-            self.slot.give(turn + 1)
+            self.counters.set_ready(index + 1)
 
-    def take_back(self, turn: int) -> None:
-        """Copy what the others have made of a round to where the tensor is."""
-        for part, copied in self._pairs(turn):
+    def copy_back(self, index: int) -> None:
+        """Copy what the others have written into a round back into the tensor."""
+        for part, copied in self._pairs(index):
             part.copy_(copied)
 
     def close(self) -> None:
-        """All are done with it."""
+        """Release the memory, after all ranks have finished."""
         if self._staging is not None:
-            self._memory.staging.append(self._staging)
+            self._memory.free_staging.append(self._staging)
 
-    def _pairs(self, turn: int) -> Iterator[tuple[Tensor, Tensor]]:
-        first = turn * self.elements
-        for (begin, count), start in self._moved:
+    def _pairs(self, index: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the parts of the tensor in a round, each with its copy."""
+        first = index * self.elements
+        for (begin, count), start in self._copied:
             length = min(self.elements, count - first)
             if length > 0:
                 part = self._tensor[begin + first : begin + first + length]
-                yield part, self._room[turn % STAGED_ROUNDS][start : start + length]
+                yield part, self._staged[index % STAGED_ROUNDS][start : start + length]
 
 
 def take_staging(memory: NodeMemory) -> Tensor:
-    """Memory to copy through, to be given back to those that the node's memory keeps."""
-    if memory.staging:
-        return memory.staging.pop()
-    made = memory.empty((STAGED_ROUNDS * ROUND_BYTES,), torch.uint8)
-    if made is None:
+    """Return memory for STAGED_ROUNDS rounds. The caller appends it to `memory.free_staging` afterwards.
+
+    Raises:
+        MemoryError: The system has no memory left.
+    """
+    if memory.free_staging:
+        return memory.free_staging.pop()
+    staging = memory.empty((STAGED_ROUNDS * ROUND_BYTES,), torch.uint8)
+    if staging is None:
         raise MemoryError("the node has no memory left to copy through")
-    return made
+    return staging
 
 
 def memory_barrier(memory: NodeMemory, mpi: MpiTransport, call: Call) -> Steps:
-    """A barrier, before which all has been read and written that was to be."""
+    """Run a barrier that also orders reads and writes of shared memory."""
     memory.fence()
     yield mpi.run(call)
     memory.fence()
 
 
-def _octets(tensor: Tensor) -> Tensor:
+def _as_bytes(tensor: Tensor) -> Tensor:
     return flat_view(tensor).view(torch.uint8)
 
 
-def _spans(call: Call, size: int) -> tuple[Tensor, list[ElementRange], Tensor, list[ElementRange]]:
-    """As `pairwise_ranges`, in bytes, and of a broadcast, too."""
+def _byte_ranges(call: Call, size: int) -> tuple[Tensor, list[ElementRange], Tensor, list[ElementRange]]:
+    """Return `pairwise_ranges` in bytes, also of a broadcast."""
     if call.operation == "broadcast":
         tensor = call.memory
         assert tensor is not None
         source = target = tensor
-        given = call.tensor is not None
-        sends = [(0, tensor.numel() if given else 0)] * size
-        receives = [(0, 0 if given or peer != call.root else tensor.numel()) for peer in range(size)]
+        is_root = call.tensor is not None
+        sends = [(0, tensor.numel() if is_root else 0)] * size
+        receives = [(0, 0 if is_root or peer != call.root else tensor.numel()) for peer in range(size)]
     else:
         source, sends, target, receives = pairwise_ranges(call, size)
 
-    def octets(spans: Sequence[ElementRange], itemsize: int) -> list[ElementRange]:
-        return [(begin * itemsize, count * itemsize) for begin, count in spans]
+    def in_bytes(ranges: Sequence[ElementRange], itemsize: int) -> list[ElementRange]:
+        return [(begin * itemsize, count * itemsize) for begin, count in ranges]
 
-    return source, octets(sends, source.itemsize), target, octets(receives, target.itemsize)
+    return source, in_bytes(sends, source.itemsize), target, in_bytes(receives, target.itemsize)

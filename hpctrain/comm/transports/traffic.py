@@ -1,24 +1,24 @@
-"""What a call moves over a rank's link to other nodes: bytes out, bytes in, and rounds of messages.
+"""Traffic of a call: bytes that pass a rank's link to other nodes, and rounds of messages.
 
-The ledger counts payload, which does not depend on how many ranks there are; this is what passes a link by
-the algorithms of `reduction`: pieces go straight to their owners. Of S bytes among N ranks on nodes of their
-own, out and in alike where nothing else is said:
+The ledger counts the payload, which does not depend on the number of ranks. This module computes what passes
+a link with the algorithms of `reduction`, in which pieces go straight to their owners. For S bytes and N
+ranks on nodes of their own it is, in each direction if nothing else is said:
 
-    all_reduce               2 S (N-1)/N   2 rounds: parts to the owners of pieces, then sums to the others
+    all_reduce               2 S (N-1)/N   2 rounds: parts to the owners, then sums to the other ranks
     reduce_scatter           S (N-1)/N     1 round
-    all_gather, all_to_all   S (N-1)/N     1 round; of uneven pieces without the rank's own
-    broadcast                S             log2 N rounds: out at the root, in elsewhere; passed on meanwhile
-    gather, scatter          S (N-1)/N     1 round: at the root; the other ranks' own piece the other way
-    reduce                   2 S (N-1)/N   2 rounds: in at the root; from the others S goes out
-    send, recv               S             out, and nobody waits; in, 1 round
+    all_gather, all_to_all   S (N-1)/N     1 round; for uneven pieces without the rank's own
+    broadcast                S             log2 N rounds: out at the root, in at other ranks
+    gather, scatter          S (N-1)/N     1 round at the root; other ranks move their own piece
+    reduce                   2 S (N-1)/N   2 rounds: in at the root; other ranks send S
+    send, recv               S             out without waiting; in with 1 round
     barrier                  nothing       log2 N rounds
 
-Of ranks that share nodes, what goes to others of the node is not counted. Where each byte crosses links but
-once (`hierarchical`), a rank of N nodes with L ranks each has, halves in sums counted as fp32 on their way:
+Traffic to ranks of the same node is not counted. If each byte crosses links once (`hierarchical`), a rank of
+N nodes with L ranks each has the following traffic; sums of half types count as fp32 on their way:
 
-    all_reduce       S/L out to the next node, but from the last; as much back, but from the first; N-1 rounds
-                     there, and one for each node on the way back
-    reduce_scatter   S/L out to the next node; from the last one S/L (N-1)/N to the others; N-1 rounds, 1 back
+    all_reduce       S/L to the next node, except from the last; as much back, except from the first;
+                     N-1 rounds forward, and one for each node on the way back
+    reduce_scatter   S/L to the next node; from the last one S/L (N-1)/N to the others; N-1 rounds, 1 back
     all_gather       S/L (N-1)/N   1 round
 """
 
@@ -32,23 +32,34 @@ from hpctrain.units import Link
 
 
 class Traffic(NamedTuple):
-    """Bytes that a rank sends to others and receives from them; rounds of messages, each after the other."""
+    """Traffic of a rank.
+
+    Attributes:
+        sent: Bytes to other nodes.
+        received: Bytes from other nodes.
+        rounds: Messages of which each must wait for the one before.
+    """
 
     sent: int = 0
     received: int = 0
     rounds: int = 0
 
     def seconds(self, link: Link) -> float:
-        """Over a link that is free, both ways at once."""
+        """Return the seconds of a transfer over a link that nothing else uses, in both directions at once."""
         return max(self.sent, self.received) / link.bytes_per_second + self.rounds * link.latency
 
 
 def traffic_of(
     call: Call, rank: int, size: int, nodes: Sequence[int] | None = None, once: bool = False
 ) -> Traffic:
-    """That of this rank's part in a call among `size` ranks, whose tensors are still there.
+    """Return the traffic of this rank in a call.
 
-    `nodes` are those of the ranks, None where each has its own; with `once` each byte crosses links once.
+    Args:
+        call: The call, which still has its tensors.
+        rank: This rank in the group.
+        size: Number of ranks.
+        nodes: Node of each rank; None if each rank is a node of its own.
+        once: True if each byte crosses links once.
     """
     nodes = range(size) if nodes is None else nodes
     if call.peer >= 0:
@@ -59,59 +70,63 @@ def traffic_of(
     if not far:
         return Traffic()
     if once:
-        return _once(call, rank, size, size // len(set(nodes)))
-    whole, own, tree = call.bytes, _bytes_of(call, rank, size), (size - 1).bit_length()
-    theirs = sum(_bytes_of(call, other, size) for other in far) if call.counts else whole * len(far) // size
-    root = call.root == rank
-    across = call.root < 0 or nodes[call.root] != nodes[rank]
+        return _hierarchical_traffic(call, rank, size, size // len(set(nodes)))
+    total, own, tree = call.bytes, _piece_bytes(call, rank, size), (size - 1).bit_length()
+    far_bytes = total * len(far) // size
+    if call.counts:
+        far_bytes = sum(_piece_bytes(call, other, size) for other in far)
+    is_root = call.root == rank
+    is_far = call.root < 0 or nodes[call.root] != nodes[rank]
     match call.operation:
         case "all_reduce":
-            both = 2 * whole * len(far) // size
+            both = 2 * total * len(far) // size
             return Traffic(both, both, 2)
         case "reduce_scatter":
-            return Traffic(theirs, len(far) * own, 1)
+            return Traffic(far_bytes, len(far) * own, 1)
         case "all_gather":
-            return Traffic(len(far) * own, theirs, 1)
+            return Traffic(len(far) * own, far_bytes, 1)
         case "all_to_all":
             assert call.output is not None
             received = call.output.nbytes * len(far) // size
-            if call.received is not None:
-                received = sum(call.received[other] for other in far) * call.output.itemsize
-            return Traffic(theirs, received, 1)
+            if call.receive_counts is not None:
+                received = sum(call.receive_counts[other] for other in far) * call.output.itemsize
+            return Traffic(far_bytes, received, 1)
         case "broadcast":
-            if root:
-                return Traffic(whole, 0, tree)
-            return Traffic(0, whole, tree) if across else Traffic(rounds=tree)
+            if is_root:
+                return Traffic(total, 0, tree)
+            return Traffic(0, total, tree) if is_far else Traffic(rounds=tree)
         case "gather":
-            return Traffic(0, theirs, 1) if root else Traffic(own * across, 0, 1)
+            return Traffic(0, far_bytes, 1) if is_root else Traffic(own * is_far, 0, 1)
         case "scatter":
-            return Traffic(theirs, 0, 1) if root else Traffic(0, own * across, 1)
+            return Traffic(far_bytes, 0, 1) if is_root else Traffic(0, own * is_far, 1)
         case "reduce":
-            part = whole * len(far) // size
-            return Traffic(part, 2 * part, 2) if root else Traffic(part + whole // size * across, part, 2)
+            part = total * len(far) // size
+            if is_root:
+                return Traffic(part, 2 * part, 2)
+            return Traffic(part + total // size * is_far, part, 2)
     assert call.operation == "barrier", call.operation
     return Traffic(0, 0, tree)
 
 
-def _once(call: Call, rank: int, size: int, local: int) -> Traffic:
-    """Of ranks that lie `local` by `local` on nodes, see `hierarchical`."""
+def _hierarchical_traffic(call: Call, rank: int, size: int, local: int) -> Traffic:
+    """Return the traffic of a call that crosses links once, with `local` ranks on each node."""
     node, place = divmod(rank, local)
     nodes, last = size // local, size // local - 1
-    own = _bytes_of(call, rank, size)
-    slices = sum(_bytes_of(call, other, size) for other in range(place, size, local))
+    own = _piece_bytes(call, rank, size)
+    slices = sum(_piece_bytes(call, other, size) for other in range(place, size, local))
     if call.operation == "all_gather":
         return Traffic(last * own, slices - own, 1)
-    fine = 2 if call.dtype is not None and call.dtype.itemsize == 2 and call.reduced == "sum" else 1
-    there, before = fine * slices * (node < last), fine * slices * (node > 0)
+    wide = 2 if call.dtype is not None and call.dtype.itemsize == 2 and call.reduction == "sum" else 1
+    forward, before = wide * slices * (node < last), wide * slices * (node > 0)
     if call.operation == "all_reduce":
-        return Traffic(there + slices * (node > 0), before + slices * (node < last), last + last - node)
+        return Traffic(forward + slices * (node > 0), before + slices * (node < last), last + last - node)
     assert call.operation == "reduce_scatter", call.operation
     back = slices - own if node == last else 0
-    return Traffic(there + back, before + own * (node < last), nodes - 1 + (node < last))
+    return Traffic(forward + back, before + own * (node < last), nodes - 1 + (node < last))
 
 
-def _bytes_of(call: Call, rank: int, size: int) -> int:
-    """Bytes of a rank's piece of the whole."""
+def _piece_bytes(call: Call, rank: int, size: int) -> int:
+    """Return the bytes of a rank's piece."""
     if call.counts is None:
         return call.bytes // size
     assert call.memory is not None

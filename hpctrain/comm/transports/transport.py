@@ -1,8 +1,8 @@
-"""What a Group runs on: something that runs a described call over contiguous tensors.
+"""Interface of transports, which run the calls of a Group on flat memory, and the handles of what they start.
 
-A Transport moves flat memory: shapes, defaults and the ledger are the Group's part. Counts and offsets are
-elements. A blocking call returns None when the result is there (on a GPU: is ordered before all later work
-of the current stream); another one is started and returns a TransportWork, which keeps the memory alive.
+Shapes, default arguments and the ledger are the Group's part. A transport sees contiguous tensors; counts and
+offsets are elements. Operations that consist of several messages are written as generators: they yield each
+TransportWork that they start, and go on when it is complete (`Steps`).
 """
 
 from __future__ import annotations
@@ -16,11 +16,102 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hpctrain.comm.calls import Call
 
-ElementRange = tuple[int, int]  # where elements begin, and how many
+ElementRange = tuple[int, int]
+"""Index of the first element, and number of elements."""
+
 Steps = Iterator["TransportWork | None"]
+"""Operations that are started one after another; None stands for one that is already complete."""
+
+
+class Transport(ABC):
+    """Runs calls among the `size` ranks of a group, of which this process is `rank`."""
+
+    rank: int
+    size: int
+    sharers = 1
+    """Number of ranks, including this one, that get the same memory from `common_zeros`."""
+    sums_in_rank_order = True
+    """True if sums have the bits of an addition in rank order."""
+
+    @abstractmethod
+    def run(self, call: Call) -> TransportWork | None:
+        """Run a call of a Group. Collective, or local for messages, as in the Group.
+
+        If `call.tensor` or `call.output` holds the pieces of all ranks, the other one may be this rank's
+        piece in it. For bool, sum and max are "or", min is "and".
+
+        Returns:
+            None if the call is blocking: the result is there (on a GPU: it is ordered before all later work
+            of the current stream). Otherwise the handle of the started operation, which keeps the memory
+            alive.
+        """
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return uninitialized memory that this transport can use without a copy, if there is such memory."""
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+    def common_zeros(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:  # noqa: ARG002
+        """Return zeros that are the same memory on `sharers` ranks. Collective.
+
+        Other ranks may read what a rank wrote there after a barrier, or after an `all_gather` into the whole
+        tensor in which each rank gives its own piece. They may overwrite it only after another one of these.
+        Neither copies anything.
+
+        Returns:
+            Tensor [length]; None on all ranks if there is no such memory.
+        """
+        return None
+
+    def crosses_links_once(self, call: Call) -> bool:  # noqa: ARG002
+        """Return True if the ranks of a node send each byte of this call to another node only once."""
+        return False
+
+    def adds_at_owner(self, call: Call) -> bool:  # noqa: ARG002
+        """Return True if in this all-reduce rank r adds piece r of `reduction.equal_counts` for all ranks."""
+        return False
+
+    def scratch_bytes(self, elements: int, itemsize: int, scattered: bool = False) -> int:  # noqa: ARG002
+        """Return the host memory, in bytes, that a started sum allocates and keeps for later sums.
+
+        Args:
+            elements: Number of elements of the tensor that each rank gives.
+            itemsize: Bytes per element.
+            scattered: True for a reduce-scatter.
+        """
+        return 0
+
+
+class WrappedTransport(Transport):
+    """Transport that adds something to the calls of the transport `inner`."""
+
+    def __init__(self, inner: Transport) -> None:
+        self.inner = inner
+        self.rank, self.size, self.sharers = inner.rank, inner.size, inner.sharers
+        self.sums_in_rank_order = inner.sums_in_rank_order
+
+    @override
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self.inner.empty(shape, dtype, device)
+
+    @override
+    def common_zeros(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        return self.inner.common_zeros(length, dtype, device)
+
+    @override
+    def crosses_links_once(self, call: Call) -> bool:
+        return self.inner.crosses_links_once(call)
+
+    @override
+    def adds_at_owner(self, call: Call) -> bool:
+        return self.inner.adds_at_owner(call)
+
+    @override
+    def scratch_bytes(self, elements: int, itemsize: int, scattered: bool = False) -> int:
+        return self.inner.scratch_bytes(elements, itemsize, scattered)
 
 
 class TransportWork(Protocol):
@@ -34,97 +125,105 @@ class TransportWork(Protocol):
 
 
 class SteppedWork:
-    """An operation made of several: an iterator that yields each one and goes on when it is complete.
+    """Operation that consists of several, each of which is started when the one before is complete.
 
-    The first is under way on return of the constructor; `test` and `wait` go on to the next ones.
+    The constructor starts the first one; `test` and `wait` start the next ones.
+
+    Args:
+        steps: Iterator that starts the operations and yields them.
     """
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
         self._current: TransportWork | None = None
         self._complete = False
-        self._advance()
+        self._start_next()
 
-    def _advance(self) -> None:
-        for pending in self._steps:
-            if pending is not None:
-                self._current = pending
+    def _start_next(self) -> None:
+        for work in self._steps:
+            if work is not None:
+                self._current = work
                 return
         self._current = None
         self._complete = True
 
     def wait(self) -> None:
-        """Run all the steps that are left."""
+        """Wait until the operation is complete."""
         while self._current is not None:
             self._current.wait()
-            self._advance()
+            self._start_next()
 
     def test(self) -> bool:
-        """Go on by the steps that are complete; whether the last one is."""
+        """Let the operation make progress. Return True if it is complete."""
         while self._current is not None and self._current.test():
-            self._advance()
+            self._start_next()
         return self._complete
 
 
 class ConditionWork:
-    """A TransportWork that is complete when a condition holds, which other operations bring about."""
+    """Handle that is complete when a condition holds, which other operations bring about."""
 
     def __init__(self, condition: Callable[[], bool]) -> None:
         self.test = condition
 
     def wait(self) -> None:
-        """Wait until the operation is complete."""
+        """Wait until the condition holds."""
         wait_until(self.test)
 
 
 class ParallelWork:
-    """Operations that go on at once: the steps of one may wait for those of another."""
+    """Operations that make progress at the same time; the steps of one may wait for those of another."""
 
     def __init__(self, parts: Sequence[TransportWork]) -> None:
         self._parts = parts
 
     def test(self) -> bool:
-        """Let each go on; whether all are complete."""
+        """Let each operation make progress. Return True if all are complete."""
         complete = [part.test() for part in self._parts]
         return all(complete)
 
     def wait(self) -> None:
-        """See TransportWork. What goes on over links for long leaves the cores to ranks that add."""
+        """Wait until all are complete. Between tests the core is left to ranks that compute sums."""
         wait_until(self.test, 0, 10, 200e-6)
 
 
 def wait_until(
     test: Callable[[], bool], spins: int = 100, yields: int = 10_000, pause: float = 50e-6
 ) -> None:
-    """Return when something is complete: looked at all the time, after so many looks in between others that
-    want the core, after so many more now and then, with so many seconds in between.
+    """Call `test` until it returns True: first without a pause, then yielding the core, then sleeping.
+
+    Args:
+        test: Function that is called repeatedly.
+        spins: Number of calls after which the core is yielded between two calls.
+        yields: Number of calls after which the thread sleeps between two calls.
+        pause: Length of that sleep, in seconds.
     """
-    looks = 0
+    calls = 0
     while not test():
-        looks += 1
-        if looks > yields:
+        calls += 1
+        if calls > yields:
             time.sleep(pause)
-        elif looks > spins:
+        elif calls > spins:
             os.sched_yield()
 
 
 def run_steps(steps: Steps, blocking: bool) -> TransportWork | None:
-    """Run the steps to their end, or start them."""
+    """Run all steps and return None. If not `blocking`, start the first and return a handle of all."""
     if not blocking:
         return SteppedWork(steps)
-    for pending in steps:
-        if pending is not None:
-            pending.wait()
+    for work in steps:
+        if work is not None:
+            work.wait()
     return None
 
 
 def offsets_of(counts: Sequence[int]) -> list[int]:
-    """Where each rank's elements begin when `counts` of them lie one behind the other."""
+    """Return the offset of each rank's elements if `counts[rank]` elements of each rank follow each other."""
     return list(accumulate(counts, initial=0))[:-1]
 
 
 def ranges_of_ranks(counts: Sequence[int] | None, tensor: Tensor, size: int) -> list[ElementRange]:
-    """Each rank's span of `tensor`."""
+    """Return the range of each rank's elements in `tensor`; equal ranges if `counts` is None."""
     if counts is None:
         share = tensor.numel() // size
         return [(rank * share, share) for rank in range(size)]
@@ -132,64 +231,23 @@ def ranges_of_ranks(counts: Sequence[int] | None, tensor: Tensor, size: int) -> 
 
 
 def pairwise_ranges(call: Call, size: int) -> tuple[Tensor, list[ElementRange], Tensor, list[ElementRange]]:
-    """What moves pieces, as messages of each pair of ranks: what this rank gives and each rank's span of it,
-    what it receives into and each rank's span of that.
+    """Return what each pair of ranks exchanges in a call that moves pieces without reducing them.
+
+    Returns:
+        The tensor that this rank sends from, the range of it that each rank gets, the tensor that it receives
+        into, and the range of that which each rank fills.
     """
     source, target = call.memory, call.tensor if call.output is None else call.output
     assert source is not None and target is not None
 
-    def own(tensor: Tensor) -> list[ElementRange]:
+    def local_tensor(tensor: Tensor) -> list[ElementRange]:
         return [(0, tensor.numel() if call.root in (peer, -1) else 0) for peer in range(size)]
 
     def pieces(tensor: Tensor | None, counts: Sequence[int] | None) -> list[ElementRange]:
         return [(0, 0)] * size if tensor is None else ranges_of_ranks(counts, tensor, size)
 
-    sends = own(source) if call.operation in {"all_gather", "gather"} else pieces(call.tensor, call.counts)
-    scattered = call.operation == "scatter"
-    receives = own(target) if scattered else pieces(call.output, call.received or call.counts)
+    is_gather = call.operation in {"all_gather", "gather"}
+    sends = local_tensor(source) if is_gather else pieces(call.tensor, call.counts)
+    is_scatter = call.operation == "scatter"
+    receives = local_tensor(target) if is_scatter else pieces(call.output, call.receive_counts or call.counts)
     return source, sends, target, receives
-
-
-class Transport(ABC):
-    """Runs calls among `size` ranks, of which this is `rank`."""
-
-    rank: int
-    size: int
-    sharers = 1
-    """How many of the ranks, this one among them, `common_zeros` gives one and the same memory."""
-    in_rank_order = True
-    """Whether its sums have the bits of adding in rank order."""
-
-    @abstractmethod
-    def run(self, call: Call) -> TransportWork | None:
-        """Do what `call` describes (see Group for each operation), or start it if it is not blocking.
-
-        Where `tensor` or `output` has the pieces of all ranks, the other may be this rank's own place in it.
-        Reductions of bool: sum and max are or, min is and.
-        """
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Uninitialized memory that this transport likes best."""
-        return torch.empty(tuple(shape), dtype=dtype, device=device)
-
-    def common_zeros(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:  # noqa: ARG002
-        """So many zeros that are one memory for `sharers` ranks; None where there is none. Collective.
-
-        What ranks write there others may read after an `all_gather` into all of it, of which each has its
-        own piece there, or a barrier; and may be written over only after another one. Neither copies.
-        """
-        return None
-
-    def crosses_once(self, call: Call) -> bool:  # noqa: ARG002
-        """Whether of what a call moves the ranks of a node bring each byte but once to another node."""
-        return False
-
-    def adds_once(self, call: Call) -> bool:  # noqa: ARG002
-        """Whether one rank adds each piece of an all_reduce, the r-th that of `reduction.split`, for all."""
-        return False
-
-    def scratch_bytes(self, elements: int, itemsize: int, scattered: bool = False) -> int:  # noqa: ARG002
-        """Host memory of its own that a started sum of so many elements takes, and keeps; `scattered` where
-        it leaves each rank its piece of them.
-        """
-        return 0

@@ -14,7 +14,7 @@ from typing_extensions import override
 from hpctrain.comm.calls import Call, GroupCalls
 from hpctrain.comm.group import Group
 from hpctrain.comm.mesh import AXES, EXPERT_AXES, expert_sizes, rank_count
-from hpctrain.comm.planned import PlannedMesh
+from hpctrain.comm.planned import PlannedCalls, PlannedMesh
 from hpctrain.comm.transports.traffic import Traffic
 from hpctrain.comm.transports.transport import TransportWork
 from hpctrain.plan.rehearse.programme import WAIT, Event, Membership, Numbers
@@ -97,11 +97,11 @@ class Recorder:
             what, action = (self.carried, self.done or self.action) if sends else ("", self.action)
             message = call.operation, named.name, call.bytes, step, call.tag
             return Event(*message, what, form, call.blocking, action)
-        details: list[str] = [call.reduced or ""]
+        details: list[str] = [call.reduction or ""]
         details += [f"root {call.root}"] if call.root >= 0 else []
         sent = received = None
-        if call.received is not None and call.counts is not None:
-            sent, received = tuple(call.counts), tuple(call.received)
+        if call.receive_counts is not None and call.counts is not None:
+            sent, received = tuple(call.counts), tuple(call.receive_counts)
         elif call.counts is not None:
             details.append(f"in {len(call.counts)} pieces {hash(tuple(call.counts)):x}")
         return Event(
@@ -167,9 +167,7 @@ class RecordedMesh(PlannedMesh):
         place: int,
         transport: str,
     ) -> None:
-        super().__init__(
-            sizes, stage, ranks_per_node, recorder, device=device, place=place, transport=transport
-        )
+        super().__init__(sizes, stage, ranks_per_node, device, place, transport, PlannedCalls(recorder))
         self.recorder = recorder
 
     @override

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpctrain.comm.calls import Call, Operation
+from hpctrain.comm.calls import Call, Reduction
 from hpctrain.comm.group import Group
 from hpctrain.comm.transports.transport import (
     ElementRange,
@@ -72,7 +72,7 @@ class RandomCalls:
     dtypes: tuple[torch.dtype, ...] = (*FLOATS, *INTEGERS, torch.bool)
     kinds: tuple[str, ...] = KINDS
     rows: tuple[int, ...] = ROWS
-    hows: tuple[Operation, ...] = ("sum", "sum", "sum", "max", "min")
+    hows: tuple[Reduction, ...] = ("sum", "sum", "sum", "max", "min")
     started: float = 0.4
     results: list[Tensor | None] = field(default_factory=list)
 
@@ -109,7 +109,7 @@ class RandomCalls:
         kind, seed = draw.choice(self.kinds), draw.randrange(10**6)
         rows, root, even = draw.choice(self.rows), draw.randrange(group.size), draw.random() < 0.5
         sizes = [rows if even else draw.choice((0, rows, rows // 2 + 1)) for _ in range(group.size)]
-        how: Operation = draw.choice(self.hows) if dtype != torch.bool else "sum"
+        how: Reduction = draw.choice(self.hows) if dtype != torch.bool else "sum"
         shift, later = draw.randrange(3), draw.random() < self.started
         rank, size = group.rank, group.size
 
@@ -196,13 +196,13 @@ class FlippingTransport(Transport):
         """See Transport."""
         return run_steps(self._steps(call, call.tensor, call.output), call.blocking)
 
-    def adds_once(self, call: Call) -> bool:
+    def adds_at_owner(self, call: Call) -> bool:
         """See Transport."""
-        return self.inner.adds_once(call)
+        return self.inner.adds_at_owner(call)
 
     def _steps(self, call: Call, tensor: Tensor | None, output: Tensor | None) -> Steps:
         due, index = self._is_due(call), -1
-        if call.reduced is not None and tensor is not None:
+        if call.reduction is not None and tensor is not None:
             index = len(self.absolutes)
             self.absolutes.append(float(tensor.detach().double().abs().sum()))
         if due and self.flip.given:
@@ -211,7 +211,7 @@ class FlippingTransport(Transport):
         yield self.inner.run(call)
         if due and not self.flip.given:
             assert output is not None
-            self._do(call, index, output, self._arriving(call.over(tensor, output)))
+            self._do(call, index, output, self._arriving(call.with_memory(tensor, output)))
 
     def _do(self, call: Call, index: int, tensor: Tensor, spans: Sequence[ElementRange]) -> None:
         self.flip.of(tensor.detach().view(-1), random.Random(self.flip.seed).choice(spans))
@@ -221,7 +221,7 @@ class FlippingTransport(Transport):
         flip = self.flip
         if self.rank != flip.rank or flip.number < 0:
             return False
-        if flip.given and (call.reduced is None or call.tensor is None or not call.tensor.numel()):
+        if flip.given and (call.reduction is None or call.tensor is None or not call.tensor.numel()):
             return False
         if not flip.given and not self._arriving(call):
             return False
@@ -232,7 +232,7 @@ class FlippingTransport(Transport):
         """Where something comes to from others."""
         if call.output is None or not call.output.numel():
             return []
-        if call.reduced is not None or call.operation in {"recv", "broadcast"}:
+        if call.reduction is not None or call.operation in {"recv", "broadcast"}:
             return [(0, call.output.numel())]
         spans = pairwise_ranges(call, self.size)[3]
         return [span for peer, span in enumerate(spans) if span[1] and peer != self.rank]

@@ -41,7 +41,7 @@ def pages_of_node(group: Group) -> int:
     """Bytes that the files of all ranks really have, by the system's count. Collective."""
     for _ in range(2):  # first all say what they do not use, then owners take it back
         gc.collect()
-        memory_of(group)._settle()
+        memory_of(group)._collect()
         group.barrier()
     mine = os.fstat(memory_of(group)._file).st_blocks * 512
     return sum(group.all_gather_object(mine))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hpctrain.comm.group import Group
+from hpctrain.comm.group import Group, GroupTransports
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.transports.emulated import EmulatedLink, EmulatedTransport
@@ -39,16 +39,23 @@ def slow_group(world: World, clock: Clock) -> Group:
     inner = MpiTransport(world.communicator.Dup(), ReductionScratch())
     slow = EmulatedTransport(inner, world.communicator.Dup(), EmulatedLink(LINK, clock, clock.sleep))
     ranks = tuple(range(world.size))
-    return Group(("world",), ranks, world.communicator, slow, slow, torch.device("cpu"), Ledger(), set())
+    return Group(
+        ("world",),
+        ranks,
+        GroupTransports(world.communicator, slow, slow),
+        torch.device("cpu"),
+        Ledger(),
+        set(),
+    )
 
 
 def test_each_direction_takes_one_after_the_other() -> None:
     link = EmulatedLink(LINK)
-    assert link.pass_over(Traffic(1000, 0, 1), 10.0) == 11.5
-    assert link.pass_over(Traffic(0, 2000, 1), 10.0) == 12.5
-    assert link.pass_over(Traffic(500, 100, 0), 10.0) == 12.1
-    assert link.pass_over(Traffic(0, 0, 3), 10.0) == 11.5
-    assert link.pass_over(Traffic(1000, 0, 0), 20.0) == 21.0
+    assert link.reserve(Traffic(1000, 0, 1), 10.0) == 11.5
+    assert link.reserve(Traffic(0, 2000, 1), 10.0) == 12.5
+    assert link.reserve(Traffic(500, 100, 0), 10.0) == 12.1
+    assert link.reserve(Traffic(0, 0, 3), 10.0) == 11.5
+    assert link.reserve(Traffic(1000, 0, 0), 20.0) == 21.0
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
@@ -136,7 +143,7 @@ def test_of_emulated_nodes_each_has_a_link(world: World) -> None:
         assert isinstance(group.host, EmulatedTransport)
         group.host.link = EmulatedLink(LINK, clock, clock.sleep)
         if isinstance(group.host.inner, HierarchicalTransport):
-            group.host.inner.least = 1
+            group.host.inner.least_bytes = 1
         began = clock.now
         group.all_reduce(torch.ones(1000))
         took[name] = clock.now - began

@@ -45,7 +45,7 @@ def groups(world: World, request: pytest.FixtureRequest) -> tuple[Group, Group]:
         pytest.skip("one node")
     nodes = on_nodes(world, request.param)
     assert isinstance(nodes.host, HierarchicalTransport)
-    nodes.host.least = nodes.host.ways.inside.seen = 1
+    nodes.host.least_bytes = nodes.host.links.local.least_visible_bytes = 1
     return nodes, on_nodes(world, request.param, "mpi")
 
 
@@ -115,10 +115,10 @@ def call_of(operation: str, group: Group, dtype: torch.dtype, elements: int) -> 
     own, whole = sizes[group.rank], sum(sizes)
     if operation == "all_reduce":
         tensor = rough(group.rank, (whole,), dtype, 3)
-        return Call(operation, tensor, tensor, reduced="sum")
+        return Call(operation, tensor, tensor, reduction="sum")
     if operation == "reduce_scatter":
         tensor, output = rough(group.rank, (whole,), dtype, 3), torch.empty(own, dtype=dtype)
-        return Call(operation, tensor, output, reduced="sum", counts=sizes)
+        return Call(operation, tensor, output, reduction="sum", counts=sizes)
     output = torch.empty(whole, dtype=dtype)
     return Call(operation, rough(group.rank, (own,), dtype, 3), output, bytes=output.nbytes, counts=sizes)
 
@@ -134,20 +134,20 @@ def test_links_carry_what_is_planned(
     transport = group.host
     assert isinstance(transport, HierarchicalTransport)
     monkeypatch.setattr(transport, "piece_bytes", 4000)
-    ways, moved = transport.ways, [0, 0]
+    links, moved = transport.links, [0, 0]
     exchange = MpiTransport.exchange
 
     def counted(across: MpiTransport, *arguments: Any) -> Any:
-        if across is ways.across and arguments[0].numel() > 1:
+        if across is links.across and arguments[0].numel() > 1:
             for index, spans in enumerate((arguments[1], arguments[3])):
                 moved[index] += sum(count for _, count in spans) * arguments[0].itemsize
         return exchange(across, *arguments)
 
     monkeypatch.setattr(MpiTransport, "exchange", counted)
     call = call_of(operation, group, dtype, 5000)
-    nodes = [rank // ways.local for rank in range(group.size)]
-    if not transport.crosses_once(call):
-        assert (operation, dtype, ways.local) == ("reduce_scatter", torch.bfloat16, 2)
+    nodes = [rank // links.local_size for rank in range(group.size)]
+    if not transport.crosses_links_once(call):
+        assert (operation, dtype, links.local_size) == ("reduce_scatter", torch.bfloat16, 2)
         return
     planned = traffic_of(call, group.rank, group.size, nodes, once=True)
     transport.run(call)
@@ -186,8 +186,8 @@ def test_memory_for_pieces_is_what_is_planned(
 def test_memory_is_that_of_the_node(groups: tuple[Group, Group]) -> None:
     transport = groups[0].host
     assert isinstance(transport, HierarchicalTransport)
-    local, rank = transport.ways.local, groups[0].rank
-    assert transport.ways.memory.peers == set(range(rank // local * local, (rank // local + 1) * local))
+    local, rank = transport.links.local_size, groups[0].rank
+    assert transport.links.memory.peers == set(range(rank // local * local, (rank // local + 1) * local))
 
 
 @pytest.mark.mpi(min_size=4)
@@ -198,11 +198,11 @@ def test_what_a_node_has_once_is_gathered_into_it_once(
     group = groups[0]
     transport = group.host
     assert isinstance(transport, HierarchicalTransport)
-    ways, memory = transport.ways, transport.ways.memory
-    made = memory.empty((group.size, 1000), torch.float32) if ways.place == 0 else None
+    links, memory = transport.links, transport.links.memory
+    made = memory.empty((group.size, 1000), torch.float32) if links.place == 0 else None
     places = group.all_gather_object(None if made is None else memory.find(made))
-    place = MemoryLocation(*places[ways.node * ways.local])
-    common = memory.at(place, 1000 * group.size, torch.float32).view(group.size, 1000)
+    place = MemoryLocation(*places[links.node * links.local_size])
+    common = memory.tensor_at(place, 1000 * group.size, torch.float32).view(group.size, 1000)
     common[group.rank] = float(group.rank + 1)
     copied: list[torch.Tensor] = []
     monkeypatch.setattr(torch.Tensor, "copy_", lambda self, other: copied.append(other))

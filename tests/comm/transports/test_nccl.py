@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpctrain.comm.calls import Call, Operation
+from hpctrain.comm.calls import Call, Reduction
 from hpctrain.comm.group import Group
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.transports import nccl
 from hpctrain.comm.transports.nccl import NcclTransport
 from hpctrain.comm.transports.reduction import ReductionScratch
-from hpctrain.comm.transports.transport import SteppedWork
+from hpctrain.comm.transports.transport import SteppedWork, Transport
 from hpctrain.comm.world import World
 
 pytestmark = pytest.mark.mpi
@@ -29,24 +29,24 @@ SHARED = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 
 class Communicator:
-    """The used part of nccl4py's Communicator, on host memory, of some ranks of a group."""
+    """The used part of nccl4py's Communicator, on host memory, of some ranks of a transport."""
 
-    def __init__(self, group: Group, ranks: Sequence[int], pending: list[Any]) -> None:
-        self.host, self.rank, self.pending = group.host, group.rank, pending
+    def __init__(self, host: Transport, ranks: Sequence[int], pending: list[Any]) -> None:
+        self.host, self.rank, self.pending = host, host.rank, pending
         self.ranks, self.connected = ranks, len(ranks) != 2
 
-    def allreduce(self, source: Tensor, target: Tensor, operation: Operation, stream: int) -> None:
+    def allreduce(self, source: Tensor, target: Tensor, operation: Reduction, stream: int) -> None:
         assert source.data_ptr() == target.data_ptr()
-        self.host.run(Call("all_reduce", target, target, reduced=operation))
+        self.host.run(Call("all_reduce", target, target, reduction=operation))
 
     def reduce(
-        self, source: Tensor, target: Tensor | None, operation: Operation, root: int, stream: int
+        self, source: Tensor, target: Tensor | None, operation: Reduction, root: int, stream: int
     ) -> None:
         assert (target is None) == (self.rank != root)
-        self.host.run(Call("reduce", source, target, reduced=operation, root=root))
+        self.host.run(Call("reduce", source, target, reduction=operation, root=root))
 
-    def reduce_scatter(self, source: Tensor, target: Tensor, operation: Operation, stream: int) -> None:
-        self.host.run(Call("reduce_scatter", source, target, reduced=operation))
+    def reduce_scatter(self, source: Tensor, target: Tensor, operation: Reduction, stream: int) -> None:
+        self.host.run(Call("reduce_scatter", source, target, reduction=operation))
 
     def broadcast(self, source: Tensor, target: Tensor, root: int, stream: int) -> None:
         self.host.run(Call("broadcast", source, target, root=root))
@@ -93,7 +93,7 @@ pending: list[Any] = []
 @pytest.fixture
 def group(world: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
     """The group of all ranks over the transport under test."""
-    whole, ordinary = world.everyone, world.everyone._transport
+    whole, ordinary = world.everyone, world.everyone.host
     if world.device.type == "cuda":
         if world.local_size > torch.cuda.device_count() and os.environ.get(SHARED) != "1":
             pytest.skip("the ranks share a GPU")
@@ -116,16 +116,16 @@ def group(world: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
         """All ranks of a communicator have the same identity for it, and it is of no other."""
         assert identity not in joined
         joined.append(identity)
-        return Communicator(whole, ranks, pending)
+        return Communicator(ordinary, ranks, pending)
 
     monkeypatch.setattr(transport, "_join", join)
     transport._communicator = join(range(whole.size), uuid4())
     monkeypatch.setattr(nccl, "current_stream", lambda: 0)
     monkeypatch.setattr(nccl, "SideStream", Stream)
     transport._side = Stream()  # type: ignore[assignment]
-    whole._transport = lambda _: transport  # type: ignore[method-assign]
+    whole.host = transport
     yield whole
-    whole._transport = ordinary  # type: ignore[method-assign]
+    whole.host = ordinary
 
 
 def parts(group: Group, rows: int, dtype: torch.dtype) -> list[Tensor]:
@@ -152,7 +152,7 @@ def test_reductions(group: Group, dtype: torch.dtype) -> None:
             reduced = group.reduce(inputs[rank].clone(), size - 1, operation)
             close(reduced, expected if rank == size - 1 else wide[rank])
             mine = expected[rank * rows : (rank + 1) * rows]
-            close(group.reduce_scatter(inputs[rank], operation=operation), mine)
+            close(group.reduce_scatter(inputs[rank], reduction=operation), mine)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int16], ids=str)

@@ -33,13 +33,13 @@ def group(world: World, request: pytest.FixtureRequest) -> Group:
         own.emulate_nodes(2)
     made = Mesh(own, {"data": own.size}, "shared").group("data")
     inside = inside_of(made)
-    inside.least_sent = inside.seen = 1
+    inside.least_message_bytes = inside.least_visible_bytes = 1
     return made
 
 
 def inside_of(group: Group) -> SharedTransport:
     """What a node's ranks communicate by."""
-    host = group.host.ways.inside if isinstance(group.host, HierarchicalTransport) else group.host
+    host = group.host.links.local if isinstance(group.host, HierarchicalTransport) else group.host
     assert isinstance(host, SharedTransport)
     return host
 
@@ -119,8 +119,8 @@ def test_one_that_was_copied_is_its_sender_s_at_once(group: Group) -> None:
 def test_blocks_serve_again(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as are under way at once; what nobody uses is given back, but for some."""
     memory = memory_of(group)
-    memory.blocks.clear()
-    monkeypatch.setattr(module, "_SPARE", 2)
+    memory.message_buffers.clear()
+    monkeypatch.setattr(module, "_SPARE_BUFFERS", 2)
 
     def pass_on(elements: int, count: int) -> None:
         tensor = torch.full((elements,), float(elements))
@@ -136,20 +136,20 @@ def test_blocks_serve_again(group: Group, monkeypatch: pytest.MonkeyPatch) -> No
 
     for _ in range(5):
         pass_on(3000, 1)
-    assert len(memory.blocks) == (group.rank == 0)
+    assert len(memory.message_buffers) == (group.rank == 0)
     pass_on(3000, 6)
-    assert len(memory.blocks) == 6 * (group.rank == 0)
+    assert len(memory.message_buffers) == 6 * (group.rank == 0)
     pass_on(2000, 1)  # fits
-    assert len(memory.blocks) == 6 * (group.rank == 0)
+    assert len(memory.message_buffers) == 6 * (group.rank == 0)
     pass_on(50_000, 1)
     if group.rank == 0:
-        assert [block.room for block in memory.blocks] == [12_000, 200_000]
-        assert all(block.free for block in memory.blocks)
+        assert [block.capacity for block in memory.message_buffers] == [12_000, 200_000]
+        assert all(block.free for block in memory.message_buffers)
 
 
 def test_without_room_it_is_said(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = memory_of(group)
-    memory.blocks.clear()
+    memory.message_buffers.clear()
     monkeypatch.setattr(memory, "take", lambda _: None)
     if group.rank == 0:
         with pytest.raises(MemoryError, match="no memory left for messages"):
@@ -161,7 +161,7 @@ def test_short_and_very_long_ones_are_left_to_mpi(world: World, monkeypatch: pyt
     group = Mesh(world, {"data": world.size}, "shared").group("data")
     assert isinstance(group.host, SharedTransport)
     memory = memory_of(group)
-    memory.blocks.clear()
+    memory.message_buffers.clear()
     monkeypatch.setattr("hpctrain.comm.transports.shared.MESSAGE_MOST_BYTES", 100_000)
     for size, ours in ((16_000, False), (20_000, True), (100_001, False)):
         tensor = torch.full((size,), 7, dtype=torch.uint8)
@@ -169,9 +169,9 @@ def test_short_and_very_long_ones_are_left_to_mpi(world: World, monkeypatch: pyt
             group.send(tensor, 1)
         elif group.rank == 1:
             assert torch.equal(group.recv(torch.zeros_like(tensor), 0), tensor)
-        assert bool(memory.blocks) == (ours and group.rank == 0)
+        assert bool(memory.message_buffers) == (ours and group.rank == 0)
         group.barrier()
-        memory.blocks.clear()
+        memory.message_buffers.clear()
 
 
 @pytest.mark.mpi(min_size=4)
@@ -179,11 +179,11 @@ def test_between_nodes_mpi_carries_them(group: Group) -> None:
     """Emulated nodes could see each other's memory."""
     memory = memory_of(group)
     for receiver, inside in ((1, True), (2, not isinstance(group.host, HierarchicalTransport))):
-        memory.blocks.clear()
+        memory.message_buffers.clear()
         tensor = torch.full((1000,), float(receiver))
         if group.rank == 0:
             group.send(tensor, receiver)
         elif group.rank == receiver:
             assert torch.equal(group.recv(torch.empty(1000), 0), tensor)
-        assert bool(memory.blocks) == (inside and group.rank == 0)
+        assert bool(memory.message_buffers) == (inside and group.rank == 0)
         group.barrier()

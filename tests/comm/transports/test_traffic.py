@@ -32,7 +32,7 @@ def pieces(operation: str, rank: int, counts: list[int] | None) -> Call:
             return Call(operation, given, own, bytes=every.nbytes, counts=counts, root=1)
     received = None if counts is None else [counts[rank] for _ in range(SIZE)]
     output = torch.zeros(sum(received)) if received else every
-    return Call("all_to_all", every, output, counts=counts, received=received)
+    return Call("all_to_all", every, output, counts=counts, receive_counts=received)
 
 
 @pytest.mark.parametrize("nodes", [[0, 1, 2, 3], [0, 0, 1, 1], [0, 1, 1, 0]])
@@ -73,13 +73,13 @@ def test_what_crosses_once_goes_from_node_to_node_and_back() -> None:
         return [traffic_of(call, rank, 6, nodes, once=True) for rank in (0, 2, 4)]
 
     whole, halves = torch.zeros(12), torch.zeros(12, dtype=torch.bfloat16)
-    reduced = of_nodes(Call("all_reduce", whole, whole, reduced="sum"))
+    reduced = of_nodes(Call("all_reduce", whole, whole, reduction="sum"))
     assert reduced == [Traffic(24, 24, 4), Traffic(48, 48, 3), Traffic(24, 24, 2)]
-    reduced = of_nodes(Call("all_reduce", halves, halves, reduced="sum"))
+    reduced = of_nodes(Call("all_reduce", halves, halves, reduction="sum"))
     assert reduced == [Traffic(24, 12, 4), Traffic(36, 36, 3), Traffic(12, 24, 2)]
-    reduced = of_nodes(Call("all_reduce", halves, halves, reduced="max"))
+    reduced = of_nodes(Call("all_reduce", halves, halves, reduction="max"))
     assert reduced == [Traffic(12, 12, 4), Traffic(24, 24, 3), Traffic(12, 12, 2)]
-    scattered = of_nodes(Call("reduce_scatter", whole, whole[:2], reduced="sum"))
+    scattered = of_nodes(Call("reduce_scatter", whole, whole[:2], reduction="sum"))
     assert scattered == [Traffic(24, 8, 3), Traffic(24, 32, 3), Traffic(16, 24, 2)]
     gathered = of_nodes(Call("all_gather", whole[:2], whole, bytes=48))
     assert gathered == [Traffic(16, 16, 1)] * 3

@@ -1,0 +1,469 @@
+"""Sums and gathers over several nodes in which each rank carries one slice between nodes.
+
+`HierarchicalTransport` explains the algorithm. An operation consists of rounds; in each round every rank of a
+node handles a piece of its own slice. The ranks of a node see the tensor itself, or copies of it round by
+round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from hpctrain.comm.calls import Reduction
+from hpctrain.comm.transports.mpi import MpiRequests, MpiTransport
+from hpctrain.comm.transports.node_memory import MemoryLocation
+from hpctrain.comm.transports.progress_counters import ROUNDS, PieceLayout
+from hpctrain.comm.transports.reduction import BLOCK, FUNCTIONS, HALVES, equal_counts
+from hpctrain.comm.transports.shared import (
+    ROUND_BYTES,
+    STAGED_ROUNDS,
+    SharedTransport,
+    take_staging,
+)
+from hpctrain.comm.transports.transport import (
+    ConditionWork,
+    ElementRange,
+    ParallelWork,
+    SteppedWork,
+    Steps,
+    ranges_of_ranks,
+)
+
+PIECES_IN_FLIGHT = 4
+"""Pieces of a sum for which a rank has memory."""
+
+_SIGNAL = torch.zeros(1, dtype=torch.uint8)
+
+
+class NodeLinks:
+    """How a rank of a hierarchical group reaches the ranks of its node, and its peers on other nodes.
+
+    Args:
+        local: Transport among the ranks of this node.
+        across: Transport among the ranks with the same place on all nodes.
+
+    Attributes:
+        memory: Memory of this node.
+        node: Number of this node in the group.
+        nodes: Number of nodes.
+        place: Number of this rank among the ranks of its node.
+        local_size: Number of ranks on each node.
+        neighbors: Places of the other ranks of this node.
+    """
+
+    def __init__(self, local: SharedTransport, across: MpiTransport) -> None:
+        self.local, self.across, self.memory = local, across, local.memory
+        self.node, self.nodes = across.rank, across.size
+        self.place, self.local_size = local.rank, local.size
+        self.neighbors = [place for place in range(local.size) if place != local.rank]
+
+
+def piece_elements(piece_bytes: int, itemsize: int, local_size: int) -> int:
+    """Return the elements of a piece, of which the memory for copies must hold one per rank of the node."""
+    return max(1, min(piece_bytes, ROUND_BYTES // local_size) // itemsize)
+
+
+@dataclass(frozen=True)
+class PieceRound:
+    """A piece of the slice of each rank of the node.
+
+    Attributes:
+        pieces: Range of each piece in the tensor.
+        owner: Node that the result belongs to; -1 if it belongs to all nodes.
+        first: Index of the first element of each piece in its slice.
+    """
+
+    pieces: Sequence[ElementRange]
+    owner: int = -1
+    first: int = 0
+
+
+def rounds_of(slices: Sequence[ElementRange], elements: int, owner: int = -1) -> Iterator[PieceRound]:
+    """Yield the rounds in which slices are handled in pieces of so many elements."""
+    for first in range(0, max(count for _, count in slices), elements):
+        pieces = [(begin + first, max(0, min(elements, count - first))) for begin, count in slices]
+        yield PieceRound(pieces, owner, first)
+
+
+class InternodeOperation:
+    """Operation over several nodes on one tensor.
+
+    The other ranks of the node see the tensor, or copies of STAGED_ROUNDS rounds of it.
+
+    Args:
+        links: How this rank reaches others.
+        piece_bytes: Size of a piece.
+        tensor: Flat tensor.
+        rounds: All rounds, the same on all ranks of the node.
+    """
+
+    def __init__(
+        self, links: NodeLinks, piece_bytes: int, tensor: Tensor, rounds: Sequence[PieceRound]
+    ) -> None:
+        self.links, self.tensor, self.rounds = links, tensor, rounds
+        self.counters = links.local.counters.open()
+        self.place, self.neighbors = links.place, links.neighbors
+        self.elements = piece_elements(piece_bytes, tensor.itemsize, links.local_size)
+        self.tag, self._invitation_tag = links.across.next_tag(), links.across.next_tag()
+        assert len(rounds) < ROUNDS, (tensor.shape, len(rounds))
+        memory, itemsize = links.memory, tensor.itemsize
+        location = memory.find(tensor) if rounds else MemoryLocation(memory.rank, 0)
+        self._staging = None
+        self._staged: Sequence[Tensor] = ()
+        self._layouts: dict[int, PieceLayout] = {}
+        self._sends: list[MpiRequests] = []
+        offsets, stride, turns = [0] * links.local_size, 0, ROUNDS
+        if location is None:
+            self._staging = take_staging(memory)
+            location = memory.find(self._staging)
+            assert location is not None
+            stride, turns = self._staging.nbytes // STAGED_ROUNDS, STAGED_ROUNDS
+            staging = self._staging.view(tensor.dtype)
+            self._staged = staging.split(len(staging) // STAGED_ROUNDS)
+            offsets = [peer * self.elements * itemsize for peer in range(links.local_size)]
+        self.counters.set_layout(PieceLayout(location, self.elements, stride, turns, offsets))
+
+    @property
+    def is_copy(self) -> bool:
+        """True if the other ranks of the node see copies of the tensor."""
+        return self._staging is not None
+
+    def piece_length(self, index: int) -> int:
+        """Return the number of elements of this rank's piece in a round."""
+        return self.rounds[index].pieces[self.place][1]
+
+    def piece(self, index: int, owner: int) -> Tensor:
+        """Return the piece of a local rank in this rank's tensor."""
+        begin, length = self.rounds[index].pieces[owner]
+        return self.tensor[begin : begin + length]
+
+    def own_piece(self, index: int) -> Tensor:
+        """Return this rank's piece in its own tensor."""
+        return self.piece(index, self.place)
+
+    def staged_piece(self, index: int, owner: int) -> Tensor:
+        """Return the memory for a copy of the piece of a local rank, which other ranks see."""
+        start = owner * self.elements
+        return self._staged[index % STAGED_ROUNDS][start : start + self.rounds[index].pieces[owner][1]]
+
+    def location_at(self, peer: int, index: int, owner: int) -> MemoryLocation:
+        """Return where the piece of the local rank `owner` is in the tensor of the local rank `peer`."""
+        layout = self._layouts.get(peer)
+        if layout is None:
+            layout = self._layouts[peer] = self.counters.layout_of(peer)
+        if layout.turns != ROUNDS:
+            return layout.at(owner, index)
+        begin = self.rounds[index].pieces[owner][0]
+        return MemoryLocation(layout.location.owner, layout.location.offset + begin * self.tensor.itemsize)
+
+    def send(self, part: Tensor, node: int) -> MpiRequests:
+        """Start to send to the peer on another node, which must have invited it."""
+        sent = self._message(part, node, self.tag, sends=True)
+        self._sends = [*(each for each in self._sends if not each.test()), sent]
+        return sent
+
+    def receive(self, target: Tensor, node: int) -> MpiRequests:
+        """Start to receive from the peer on another node."""
+        return self._message(target, node, self.tag, sends=False)
+
+    def invite(self, node: int) -> None:
+        """Tell the peer on another node that this rank is ready to receive."""
+        self._sends.append(self._message(_SIGNAL, node, self._invitation_tag, sends=True))
+
+    def until_invited(self, node: int) -> MpiRequests:
+        """Return a handle that is complete when the peer on another node has invited this rank once more."""
+        return self._message(torch.empty_like(_SIGNAL), node, self._invitation_tag, sends=False)
+
+    def _message(self, part: Tensor, node: int, tag: int, sends: bool) -> MpiRequests:
+        data, nothing = part.view(torch.uint8), [(0, 0)] * self.links.nodes
+        ranges = [(0, len(data)) if other == node else (0, 0) for other in range(len(nothing))]
+        sent, received = (ranges, nothing) if sends else (nothing, ranges)
+        return self.links.across.exchange(data, sent, data, received, tag)
+
+    def finish(self) -> Steps:
+        """Wait until no rank needs this rank's memory or messages any more."""
+        self.counters.set_finished()
+        yield self.counters.until_finished(self.neighbors)
+        yield from self._sends
+        if self._staging is not None:
+            self.links.memory.free_staging.append(self._staging)
+
+
+class InternodeSum(InternodeOperation):
+    """Reduction over several nodes.
+
+    Args:
+        links: How this rank reaches others.
+        piece_bytes: Size of a piece.
+        tensor: Flat tensor that is reduced.
+        output: Flat tensor for this rank's elements; None if all ranks get all of them in `tensor`.
+        counts: Number of elements of each rank of the group; equal if None.
+        reduction: "sum", "max" or "min".
+    """
+
+    def __init__(
+        self,
+        links: NodeLinks,
+        piece_bytes: int,
+        tensor: Tensor,
+        output: Tensor | None,
+        counts: Sequence[int] | None,
+        reduction: Reduction,
+    ) -> None:
+        local_size, nodes = links.local_size, links.nodes
+        elements = piece_elements(piece_bytes, tensor.itemsize, local_size)
+        if output is None:
+            slices = ranges_of_ranks(equal_counts(tensor.numel(), local_size), tensor, local_size)
+            rounds = list(rounds_of(slices, elements))
+        else:
+            ranges = ranges_of_ranks(counts, tensor, local_size * nodes)
+            of_node = [ranges[node * local_size : (node + 1) * local_size] for node in range(nodes)]
+            rounds = [each for node in range(nodes) for each in rounds_of(of_node[node], elements, node)]
+        super().__init__(links, piece_bytes, tensor, rounds)
+        self.output, self.reduction = output, reduction
+        self.node, self.last = links.node, nodes - 1
+        is_wide = reduction == "sum" and tensor.dtype in HALVES
+        self.dtype = torch.float32 if is_wide else tensor.dtype
+        self._partial_sums: Sequence[Tensor] = ()
+        self._added_rounds = 0
+        self._forwarded: dict[int, MpiRequests] = {}
+        self._results: dict[int, MpiRequests] = {}
+
+    def steps(self) -> Steps:
+        """Run the operation."""
+        size = max((length for each in self.rounds for _, length in each.pieces), default=0)
+        pieces = min(PIECES_IN_FLIGHT, len(self.rounds))
+        scratch = self.links.across.scratch
+        memory = scratch.take(pieces * size, torch.empty(0, dtype=self.dtype)) if size else None
+        if memory is not None:
+            self._partial_sums = memory[: pieces * size].split(size)
+        if self.is_copy:
+            for index in range(min(STAGED_ROUNDS, len(self.rounds))):
+                self._copy_round(index)
+        else:
+            self.counters.set_ready(len(self.rounds))
+        parts = self._add_rounds(), self._receive_results(), self._reuse_copies()
+        yield ParallelWork([SteppedWork(part) for part in parts])
+        yield from self.finish()
+        if memory is not None:
+            scratch.give(memory)
+
+    def _add_rounds(self) -> Steps:
+        """Add the pieces of this node to the partial sums of the nodes before, and send these on."""
+        arriving: dict[int, MpiRequests] = {}
+        posted = 0
+        for index, each in enumerate(self.rounds):
+            # Receive some rounds ahead, as soon as the memory of an earlier partial sum was sent.
+            while self.node and posted < min(len(self.rounds), index + PIECES_IN_FLIGHT - 1):
+                yield self._forwarded.pop(posted - PIECES_IN_FLIGHT, None)
+                if self.piece_length(posted):
+                    arriving[posted] = self.receive(self._partial_sum(posted), self.node - 1)
+                    self.invite(self.node - 1)
+                posted += 1
+            yield self.counters.until_ready(self.neighbors, index + 1)
+            if each.pieces[self.place][1]:
+                if self.node:
+                    yield arriving.pop(index)
+                else:
+                    yield self._forwarded.pop(index - PIECES_IN_FLIGHT, None)
+                yield self.until_invited(self.node + 1) if self.node < self.last else None
+                self._add_round(index)
+            if self.node == self.last or self.output is not None:
+                self.counters.set_finished(index + 1)
+            self._added_rounds = index + 1
+
+    def _add_round(self, index: int) -> None:
+        owner, own, partial_sum = self.rounds[index].owner, self.own_piece(index), self._partial_sum(index)
+        memory = self.links.memory
+        locations = {peer: self.location_at(peer, index, self.place) for peer in self.neighbors}
+        peers = {peer: memory.tensor_at(at, len(own), own.dtype) for peer, at in locations.items()}
+        parts = [peers.get(peer, own) for peer in range(self.links.local_size)]
+        target = None
+        if self.node == self.last:
+            target = own if self.output is None else self._result(index)
+        _add_parts(parts, partial_sum, target, self.reduction, is_first=self.node == 0)
+        if target is None:
+            self._forwarded[index] = self.send(partial_sum, self.node + 1)
+            if self.output is None:
+                self._results[index] = self.receive(own, self.node + 1)
+            elif owner == self.node:
+                self._results[index] = self.receive(self._result(index), self.last)
+        elif self.output is None:
+            self._write_to_neighbors(index)
+            self.send(own, self.node - 1)
+        elif owner != self.node:
+            self._forwarded[index] = self.send(target, owner)
+
+    def _receive_results(self) -> Steps:
+        """On all nodes but the last one, receive the results and send them to the node before."""
+        for index in range(len(self.rounds) if self.node < self.last else 0):
+            if self.output is None or self.rounds[index].owner == self.node:
+                yield ConditionWork(partial(self._is_added, index))
+                yield self._results.pop(index, None)
+            if self.output is None:
+                if self.piece_length(index):
+                    self._write_to_neighbors(index)
+                    if self.node:
+                        self.send(self.own_piece(index), self.node - 1)
+                self.counters.set_finished(index + 1)
+
+    def _is_added(self, index: int) -> bool:
+        return self._added_rounds > index
+
+    def _reuse_copies(self) -> Steps:
+        """Copy results back, and copy a later round into the memory, when all have finished a round."""
+        for index in range(len(self.rounds) if self.is_copy else 0):
+            yield self.counters.until_finished(self.neighbors, index + 1)
+            if self.output is None:
+                for peer in self.neighbors:
+                    self.piece(index, peer).copy_(self.staged_piece(index, peer))
+            if index + STAGED_ROUNDS < len(self.rounds):
+                self._copy_round(index + STAGED_ROUNDS)
+
+    def _copy_round(self, index: int) -> None:
+        for peer in self.neighbors:
+            self.staged_piece(index, peer).copy_(self.piece(index, peer))
+        self.counters.set_ready(index + 1)
+
+    def _write_to_neighbors(self, index: int) -> None:
+        """Write the results of this rank's piece into the tensors of the other ranks of the node."""
+        own = self.own_piece(index)
+        for peer in self.neighbors:
+            location = self.location_at(peer, index, self.place)
+            self.links.memory.tensor_at(location, len(own), own.dtype).copy_(own)
+
+    def _partial_sum(self, index: int) -> Tensor:
+        return self._partial_sums[index % PIECES_IN_FLIGHT][: self.piece_length(index)]
+
+    def _result(self, index: int) -> Tensor:
+        """Return where the result of a round goes: a part of the output, or memory that is sent."""
+        each, length = self.rounds[index], self.piece_length(index)
+        if each.owner == self.node:
+            assert self.output is not None
+            return self.output[each.first : each.first + length]
+        partial_sum = self._partial_sum(index)
+        return partial_sum if partial_sum.dtype == self.tensor.dtype else self.tensor.new_empty(length)
+
+
+class InternodeGather(InternodeOperation):
+    """All-gather over several nodes.
+
+    Args:
+        links: How this rank reaches others.
+        piece_bytes: Size of a piece.
+        tensor: This rank's bytes.
+        output: Bytes of all ranks.
+        ranges: Range of each rank of the group in `output`.
+    """
+
+    def __init__(
+        self,
+        links: NodeLinks,
+        piece_bytes: int,
+        tensor: Tensor,
+        output: Tensor,
+        ranges: Sequence[ElementRange],
+    ) -> None:
+        local_size, nodes, node = links.local_size, links.nodes, links.node
+        elements = piece_elements(piece_bytes, 1, local_size)
+        # This node's own bytes come first, then those of the next nodes.
+        order = [(node + step) % nodes for step in range(nodes)]
+        rounds = [
+            each
+            for other in order
+            for each in rounds_of(ranges[other * local_size : (other + 1) * local_size], elements, other)
+        ]
+        super().__init__(links, piece_bytes, output, rounds)
+        begin, count = ranges[node * local_size + links.place]
+        source = output[begin : begin + count]
+        if count and tensor.data_ptr() != source.data_ptr():
+            source.copy_(tensor)
+        self._free_rounds = STAGED_ROUNDS
+
+    def steps(self) -> Steps:
+        """Run the operation."""
+        links = self.links
+        arriving = {
+            index: self.receive(self.own_piece(index), each.owner)
+            for index, each in enumerate(self.rounds)
+            if each.owner != links.node and each.pieces[self.place][1]
+        }
+        nodes = [(links.node - step) % links.nodes for step in range(1, links.nodes)]
+        for node in nodes:
+            self.invite(node)
+        parts = [self._send_to(node) for node in nodes]
+        parts += [self._publish(arriving), self._read_neighbors(), self._reuse_copies()]
+        yield ParallelWork([SteppedWork(part) for part in parts])
+        yield from self.finish()
+
+    def _send_to(self, node: int) -> Steps:
+        """Send this rank's bytes to its peer on another node."""
+        yield self.until_invited(node)
+        for index, each in enumerate(self.rounds):
+            if each.owner == self.links.node and each.pieces[self.place][1]:
+                self.send(self.own_piece(index), node)
+
+    def _publish(self, arriving: dict[int, MpiRequests]) -> Steps:
+        """Let the other ranks of the node see the pieces that arrive."""
+        for index in range(len(self.rounds)):
+            yield arriving.pop(index, None)
+            if self.is_copy:
+                yield ConditionWork(partial(self._is_free, index))
+                self.staged_piece(index, self.place).copy_(self.own_piece(index))
+            self.counters.set_ready(index + 1)
+
+    def _is_free(self, index: int) -> bool:
+        return index < self._free_rounds
+
+    def _read_neighbors(self) -> Steps:
+        """Copy the pieces of the other ranks of the node, unless they are in the same memory."""
+        memory = self.links.memory
+        for index in range(len(self.rounds)):
+            yield self.counters.until_ready(self.neighbors, index + 1)
+            for peer in self.neighbors:
+                part, location = self.piece(index, peer), self.location_at(peer, index, peer)
+                if len(part) and memory.find(part) != location:
+                    part.copy_(memory.tensor_at(location, len(part), part.dtype))
+            self.counters.set_finished(index + 1)
+
+    def _reuse_copies(self) -> Steps:
+        """Mark the memory of a round as free when all have finished it."""
+        for index in range(len(self.rounds) if self.is_copy else 0):
+            yield self.counters.until_finished(self.neighbors, index + 1)
+            self._free_rounds = index + 1 + STAGED_ROUNDS
+
+
+def _add_parts(
+    parts: Sequence[Tensor],
+    partial_sum: Tensor,
+    target: Tensor | None,
+    reduction: Reduction,
+    is_first: bool,
+) -> None:
+    """Reduce the parts of a node in order, after the partial sum of the nodes before.
+
+    Args:
+        parts: Part of each rank of the node.
+        partial_sum: Result of the nodes before, and, if `target` is None, the new result.
+        target: Tensor for the result, or None.
+        reduction: "sum", "max" or "min".
+        is_first: True if there are no nodes before.
+    """
+    function = FUNCTIONS[reduction]
+    results = partial_sum if target is None else target
+    tensors = (part.split(BLOCK) for part in (*parts, partial_sum, results))
+    for *blocks, sums, result in zip(*tensors, strict=True):
+        total = None if is_first else sums
+        for index, block in enumerate(blocks):
+            if total is None:
+                total = block if block.dtype == sums.dtype else sums.copy_(block)
+            else:
+                is_last = index == len(blocks) - 1 and result.dtype == sums.dtype
+                total = function(total, block, out=result if is_last else sums)  # halves are added to fp32
+        if result.dtype != sums.dtype:
+            result.copy_(sums)
