@@ -65,7 +65,7 @@ def command(
     elif deck is None:
         raise click.UsageError("give a DECK, --from or --reference")
     else:
-        resolved = read_deck(deck, overrides, ranks, _Reader(), partial(named_problems, code=True))
+        resolved = read_deck(deck, overrides, ranks, _SourceReader(), partial(named_problems, code=True))
         if resolved.layout.auto and ranks is not None:
             from hpctrain.plan.search.deck import laid_out
 
@@ -75,17 +75,17 @@ def command(
         click.echo(text, nl=False)
 
 
-class _Reader:
-    """Only decks that name a model, or epochs, cost the import of what can read it."""
+class _SourceReader:
+    """Reader of models and token files, whose modules are imported only for decks that need them."""
 
     def __call__(self, path: str) -> Mapping[str, object]:
-        """The keys that a model settles."""
+        """Return the keys that the model in `path` determines."""
         from hpctrain.checkpoint.exchange.source import settled_keys
 
         return settled_keys(path)
 
     def sequences(self, deck: Deck) -> int:
-        """Those of an epoch."""
+        """Return the number of sequences in an epoch of a deck."""
         from hpctrain.checkpoint.exchange.source import settled_keys
 
         return settled_keys.sequences(deck)

@@ -354,8 +354,9 @@ def _word_or_list(text: str) -> object:
         return None
 
 
-def _is_one_of(path: Path, others: Sequence[Path]) -> bool:
+def _is_one_of(path: Path, paths: Sequence[Path]) -> bool:
+    """Return True if a path leads to the same file as one of some paths."""
     try:
-        return os.path.realpath(path) in map(os.path.realpath, others)
+        return os.path.realpath(path) in map(os.path.realpath, paths)
     except ValueError:  # no file can have such a name
         return False

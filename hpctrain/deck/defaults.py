@@ -18,7 +18,7 @@ from hpctrain.deck.old_keys import NONE
 from hpctrain.deck.optimizer import MuonTable
 from hpctrain.deck.policy import fill_policy, fill_rewards
 from hpctrain.deck.presets import MIXTURE_KEYS, PRESETS, Preset
-from hpctrain.deck.run_length import CompletedWork, fill_steps
+from hpctrain.deck.run_length import CompletedWork, add_steps
 from hpctrain.deck.schedules import TWO_CHUNKS
 from hpctrain.deck.schema import tables as schema_tables
 from hpctrain.deck.user_module import fill_module
@@ -126,7 +126,7 @@ def _follow_others(tables: Tables, filled: set[str], begun: CompletedWork) -> No
             filled.add(f"{path}.{name}")
 
     run, model = tables["run"], tables["model"]
-    if fill_steps(tables, begun):
+    if add_steps(tables, begun):
         filled.add("run.steps")
     if isinstance(run["title"], str) and run["title"]:
         default("run", "dir", f"runs/{run['title']}")

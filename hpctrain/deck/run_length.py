@@ -15,17 +15,19 @@ LENGTHS = ("steps", "tokens", "epochs")
 """Keys of [run] that give the length. A deck has one of them; `--set` may replace it by another one."""
 
 
-def steps_for_samples(samples: int, global_size: int, ramp_from: int, ramp_steps: int, begun: int = 0) -> int:
+def steps_for_samples(
+    samples: int, global_size: int, ramp_from: int, ramp_steps: int, steps_done: int = 0
+) -> int:
     """Return the smallest number of steps in which a run takes at least a number of samples.
 
     Args:
-        samples: Samples to take after the steps that are done. A negative number gives fewer than `begun`.
+        samples: Samples to take after the steps that are done. May be negative: the run has taken more.
         global_size: Batch size in samples after the ramp.
         ramp_from: Batch size of the first step; 0 without a ramp.
         ramp_steps: Number of steps of the ramp.
-        begun: Number of steps that are done; they count for the result and for the ramp.
+        steps_done: Number of steps that are done; they count for the result and for the ramp.
     """
-    step, done = begun, 0
+    step, done = steps_done, 0
     while ramp_from and step < ramp_steps:
         more = global_size - ramp_from
         size = (ramp_from + more * step // ramp_steps) // ramp_from * ramp_from
@@ -57,25 +59,25 @@ class CompletedWork:
         return self.samples * (self.sequence or sequence) // sequence
 
 
-def fill_steps(tables: Mapping[str, dict[str, Any]], begun: CompletedWork = CompletedWork()) -> bool:
+def add_steps(tables: Mapping[str, dict[str, Any]], completed: CompletedWork = CompletedWork()) -> bool:
     """Add run.steps to tables that have run.tokens instead. Return True if they have."""
     run, batch = tables["run"], tables["batch"]
     sizes = [run.get("tokens"), batch.get("sequence"), batch.get("global_size")]
     sizes += [batch.get("ramp_from", 1) or 1, batch.get("ramp_steps", 1) or 1]
-    whole = [int(size) for size in sizes if _is_whole(size)]
-    if "steps" in run or len(whole) < len(sizes) or min(whole) < 1:
+    numbers = [int(size) for size in sizes if _is_integer(size)]
+    if "steps" in run or len(numbers) < len(sizes) or min(numbers) < 1:
         return False
-    tokens, sequence, global_size, *_ = whole
+    tokens, sequence, global_size, *_ = numbers
     ramp = batch.get("ramp_from", 0), batch.get("ramp_steps", 0)
-    samples = -(-tokens // sequence) - begun.samples_of_length(sequence)
-    run["steps"] = steps_for_samples(samples, global_size, *ramp, begun.steps)
+    samples = -(-tokens // sequence) - completed.samples_of_length(sequence)
+    run["steps"] = steps_for_samples(samples, global_size, *ramp, completed.steps)
     return True
 
 
-def steps_of_epochs(epochs: float, sequences: int, batch: Batch, begun: CompletedWork) -> int:
+def steps_of_epochs(epochs: float, sequences: int, batch: Batch, completed: CompletedWork) -> int:
     """Return the smallest number of steps in which a run takes all sequences a number of times."""
-    samples = ceil(Fraction(str(epochs)) * sequences) - begun.samples_of_length(batch.sequence)
-    return steps_for_samples(samples, batch.global_size, batch.ramp_from, batch.ramp_steps, begun.steps)
+    samples = ceil(Fraction(str(epochs)) * sequences) - completed.samples_of_length(batch.sequence)
+    return steps_for_samples(samples, batch.global_size, batch.ramp_from, batch.ramp_steps, completed.steps)
 
 
 def is_epoch_count(value: object) -> bool:
@@ -98,7 +100,7 @@ def length_problems(deck: Deck) -> Iterator[Problem]:
         yield Problem("run.tokens", sentence, ("data.dataset",))
 
 
-def _is_whole(value: object) -> TypeGuard[float]:
+def _is_integer(value: object) -> TypeGuard[float]:
     if isinstance(value, float):
         return value.is_integer()
     return isinstance(value, int) and not isinstance(value, bool)

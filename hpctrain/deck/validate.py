@@ -83,20 +83,20 @@ class DeckValidator:
             self._read_source(model.get("from"))
         self._rename_keys(model)
         tables, bad = self._known_tables()
-        bad |= self._settle_choices(tables)
+        bad |= self._complete_choices(tables)
         if self.deck_input.trusted_code is None and (arguments := config_arguments(tables["model"])):
             tables["model"]["arguments"] = arguments
             place = replace(self.places["model.from"], value=None, note="from model.from")
             self.places["model.arguments"] = place
         if not {"steps", "tokens"} & tables["run"].keys() and is_epoch_count(tables["run"].get("epochs")):
             self._count_epochs(tables)
-        given_keys = {*leaf_names(tables, schema_tables())}
-        self._refuse_idle_preset(given_keys)
+        explicit_keys = {*leaf_names(tables, schema_tables())}
+        self._refuse_idle_preset(explicit_keys)
         deck, wrong = self._build(tables)
         self._report(tables, wrong, bad)
         if deck is None:
             bad |= set(wrong)
-            deck = self._substitute(tables, given_keys, bad)
+            deck = self._substitute(tables, explicit_keys, bad)
         if deck is not None and self.readable:
             problems = [*check_deck(deck, ranks), *source_problems(deck, self.source)]
             problems += [] if ranks is None or deck.layout.auto else world_problems(deck, ranks)
@@ -180,7 +180,7 @@ class DeckValidator:
             else:
                 self.deck_input.renamed.append(renamed)
 
-    def _settle_choices(self, tables: Tables) -> set[str]:
+    def _complete_choices(self, tables: Tables) -> set[str]:
         """Let a table select itself if the key that selects it is not given. Return contradictory keys."""
         bad: set[str] = set()
         for path, kind in schema_tables().items():
@@ -307,7 +307,7 @@ class DeckValidator:
         sentence = f"would not change the model, whose family, layers, hidden and heads are given ({layers})"
         self.deck_input.add_problem(place, f"{place.prefix}: {sentence}")
 
-    def _substitute(self, tables: Tables, given_keys: set[str], bad: set[str]) -> Deck | None:
+    def _substitute(self, tables: Tables, explicit_keys: set[str], bad: set[str]) -> Deck | None:
         """Return a deck with substitutes for bad keys, on which relations of the other keys can be checked.
 
         Keys whose defaults follow from bad keys are added to `bad`.
@@ -316,7 +316,7 @@ class DeckValidator:
         for key in bad:
             remove(tables, key)
         if "preset" in tables["model"] and any(key.startswith("model.") for key in bad):
-            bad |= {key for key in _keys_of("model") if key not in given_keys}
+            bad |= {key for key in _keys_of("model") if key not in explicit_keys}
         deck, wrong = self._build(tables)
         bad |= set(wrong)
         for full in wrong:
