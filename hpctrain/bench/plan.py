@@ -23,9 +23,9 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.host.processor import processor_name
-from hpctrain.plan.calibrate.calibrate import CalibrateWish, measure_machine
+from hpctrain.plan.calibrate.calibrate import CalibrateOptions, measure_machine
 from hpctrain.plan.calibrate.decks import LARGER, SMALL, measured_decks, of_sizes
-from hpctrain.plan.time.machine import Machine, read_machine
+from hpctrain.plan.time.machine import MachineRates, read_machine
 from hpctrain.plan.time.step import plan_step
 from hpctrain.report.terminal import stderr_console, stdout_console
 from hpctrain.table import table
@@ -107,8 +107,8 @@ def bench_plan(
     return 0
 
 
-def _calibrated(world: World) -> Machine:
-    wish = CalibrateWish()
+def _calibrated(world: World) -> MachineRates:
+    wish = CalibrateOptions()
 
     def report(text: str) -> None:
         if world.rank == 0:
@@ -118,7 +118,7 @@ def _calibrated(world: World) -> Machine:
     return measure_machine(world, "here", decks, wish.format_names(), most, wish.seconds, report)
 
 
-def _steps(world: World, names: list[str], rates: Machine, steps: int, rounds: int) -> list[PlannedStep]:
+def _steps(world: World, names: list[str], rates: MachineRates, steps: int, rounds: int) -> list[PlannedStep]:
     """Of decks that are there together. Collective."""
     decks = {name: deck_named(name) for name in names}
     variants = [
@@ -129,7 +129,7 @@ def _steps(world: World, names: list[str], rates: Machine, steps: int, rounds: i
     return [_planned(row, decks[row.variant.name], rates) for row in measured]
 
 
-def _planned(row: Measured, deck: Deck, rates: Machine) -> PlannedStep:
+def _planned(row: Measured, deck: Deck, rates: MachineRates) -> PlannedStep:
     step = plan_step(rates.of_deck(deck), RANKS, deck.model.vocabulary or 0, rates)
     seconds = row.seconds
     return PlannedStep(
@@ -155,7 +155,7 @@ def regrets(rows: Sequence[PlannedStep]) -> dict[str, float]:
     }
 
 
-def figures(rows: Sequence[PlannedStep], rates: Machine) -> dict[str, object]:
+def figures(rows: Sequence[PlannedStep], rates: MachineRates) -> dict[str, object]:
     """For programs."""
     off = [abs(row.off) for row in rows]
     return {
@@ -168,7 +168,7 @@ def figures(rows: Sequence[PlannedStep], rates: Machine) -> dict[str, object]:
     }
 
 
-def figure_lines(rows: Sequence[PlannedStep], rates: Machine) -> list[str]:
+def figure_lines(rows: Sequence[PlannedStep], rates: MachineRates) -> list[str]:
     """For people."""
     lines = [["deck", "planned", "measured", "lowest", "highest", "off"]]
     for row in rows:

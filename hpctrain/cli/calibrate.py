@@ -44,6 +44,6 @@ def command(path: Path, **wish: Any) -> None:
     optimizer, sums and messages by size inside nodes and between them, and what of these computing hides.
     """
     from hpctrain.comm.verb import run_verb
-    from hpctrain.plan.calibrate.calibrate import CalibrateWish, calibrate
+    from hpctrain.plan.calibrate.calibrate import CalibrateOptions, calibrate
 
-    run_verb(lambda world: calibrate(world, path, CalibrateWish(**wish)))
+    run_verb(lambda world: calibrate(world, path, CalibrateOptions(**wish)))

@@ -107,7 +107,7 @@ def command(
     from hpctrain.plan.forms import wished_link
     from hpctrain.plan.options import require_fitting, required_ranks
     from hpctrain.plan.rehearse.rehearsal import rehearsal_text, rehearse_deck
-    from hpctrain.plan.search.deck import Wished
+    from hpctrain.plan.search.deck import SearchOptions
     from hpctrain.plan.search.options import searched
     from hpctrain.plan.sweep_options import swept
     from hpctrain.plan.time.machine import read_machine
@@ -122,7 +122,7 @@ def command(
         click.echo(told, nl=as_json)
         return
     if search:
-        wished = Wished(ranks_per_node, rates, all_schedules)
+        wished = SearchOptions(ranks_per_node, rates, all_schedules)
         told = searched(deck, ranks, overrides, wished, write, as_json, force=force, plot=plot)
         click.echo(told, nl=as_json)
         return

@@ -26,7 +26,7 @@ from hpctrain.plan.savings import MemorySaving, find_savings
 from hpctrain.plan.search.candidate import Candidate
 from hpctrain.plan.search.deck import chosen_layout, on_nodes_of, with_choice
 from hpctrain.plan.time.advice import Advice, advise
-from hpctrain.plan.time.machine import Machine
+from hpctrain.plan.time.machine import MachineRates
 from hpctrain.plan.time.rates import deck_rates
 from hpctrain.plan.time.step import StepPlan, plan_step
 from hpctrain.plan.traffic import TrafficPlan, plan_traffic
@@ -48,7 +48,7 @@ class DeckPlan:
     moved: FormPlan
     others: tuple[OtherForm, ...] = ()
     pipeline: PipelinePlan | None = None
-    machine: Machine | None = None
+    machine: MachineRates | None = None
     step: StepPlan | None = None
     sent: TrafficPlan | None = None
     advice: Advice | None = None
@@ -83,7 +83,7 @@ def plan_deck(
     advised: bool = True,
     wish: LinkWish | None = None,
     forms: bool = False,
-    rates: Machine | None = None,
+    rates: MachineRates | None = None,
 ) -> DeckPlan:
     """Plan the deck in a file, and with `advised` what changes of it would save.
 
@@ -140,7 +140,7 @@ def plan_deck(
         return DeckPlan(*planned_deck, pipeline, title=title)
     step, sent = plan_step(deck, ranks, vocabulary, rates), plan_traffic(deck, ranks, vocabulary)
 
-    def timed(deck: Deck, rates: Machine) -> StepPlan:
+    def timed(deck: Deck, rates: MachineRates) -> StepPlan:
         return plan_step(deck, ranks, vocabulary, rates)
 
     def held(deck: Deck) -> tuple[int, bool | None]:

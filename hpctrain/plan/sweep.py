@@ -22,7 +22,7 @@ from hpctrain.plan.named import named_problems
 from hpctrain.plan.planned_device import assume_planned_device
 from hpctrain.plan.room import Room
 from hpctrain.plan.swept import RANKS, Changes, Swept, points
-from hpctrain.plan.time.machine import Machine
+from hpctrain.plan.time.machine import MachineRates
 from hpctrain.plan.time.rates import deck_rates
 from hpctrain.plan.time.step import StepPlan, plan_step
 from hpctrain.words import counted
@@ -32,7 +32,7 @@ _APART: Mapping[str, Any] = {"learning_rate": True, "run": {"title", "dir", "see
 
 
 @dataclass(frozen=True)
-class Point:
+class PlannedPoint:
     """A point of a sweep: its values, how many ranks it has, and its plan, or why the deck cannot have it."""
 
     changes: Changes
@@ -69,17 +69,17 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Sweep:
+class PlannedSweep:
     """All points of a deck, in the order of the values; `weak` where the batch grows with the ranks."""
 
     title: str
     sweeps: tuple[Swept, ...]
-    points: tuple[Point, ...]
+    points: tuple[PlannedPoint, ...]
     machine: str | None
     weak: bool
 
     @property
-    def planned(self) -> list[Point]:
+    def planned(self) -> list[PlannedPoint]:
         """Those that the deck can have."""
         return [point for point in self.points if point.memory is not None]
 
@@ -95,10 +95,10 @@ def sweep_deck(
     overrides: Sequence[str],
     sweeps: Sequence[Swept],
     ranks_per_node: int | None = None,
-    rates: Machine | None = None,
+    rates: MachineRates | None = None,
     weak: bool = False,
     reached: Callable[[int], object] = int,
-) -> Sweep:
+) -> PlannedSweep:
     """Plan every point of a deck, on so many ranks where these are not swept; of a machine's rates its steps.
 
     With `weak`, batch.global_size grows with the ranks: it is the deck's on `ranks`, or on the fewest swept.
@@ -115,13 +115,13 @@ def sweep_deck(
         )
     base = ranks or (min(map(int, of_ranks.values)) if of_ranks is not None else 1)
     planner = _Planner(path, tuple(overrides), ranks_per_node, rates, base if weak else None)
-    found = list[Point]()
+    found = list[PlannedPoint]()
     for number, changes in enumerate(points(sweeps), 1):
         found.append(planner.point(changes, int(dict(changes).get(RANKS, base))))
         reached(number)
     if all(point.memory is None for point in found):
         raise HpctrainError(_why_none(planner.problems))
-    return Sweep(planner.title, tuple(sweeps), tuple(found), planner.machine, weak)
+    return PlannedSweep(planner.title, tuple(sweeps), tuple(found), planner.machine, weak)
 
 
 def _why_none(problems: Sequence[tuple[str, ...]]) -> list[str]:
@@ -140,7 +140,7 @@ class _Planner:
         path: Path,
         overrides: tuple[str, ...],
         ranks_per_node: int | None,
-        rates: Machine | None,
+        rates: MachineRates | None,
         base: int | None,
     ) -> None:
         self.path, self.overrides, self.ranks_per_node = path, overrides, ranks_per_node
@@ -152,7 +152,7 @@ class _Planner:
         self.vocabularies: dict[tuple[str, ...], int] = {}
         self.plans: dict[tuple[int, str], tuple[MemoryPlan, Room | None, StepPlan | None]] = {}
 
-    def point(self, changes: Changes, ranks: int) -> Point:
+    def point(self, changes: Changes, ranks: int) -> PlannedPoint:
         """The plan of a point; InputOutputError where files cannot be read."""
         try:
             deck = self.deck(changes, ranks)
@@ -160,12 +160,12 @@ class _Planner:
             key = ranks, deck.model_dump_json(exclude=_APART)
             if key not in self.plans:
                 self.plans[key] = self.plan(deck, ranks)
-            return Point(changes, ranks, *self.plans[key])
+            return PlannedPoint(changes, ranks, *self.plans[key])
         except InputOutputError:
             raise
         except HpctrainError as error:
             self.problems.append(error.problems)
-            return Point(changes, ranks, problem=error.problems[0])
+            return PlannedPoint(changes, ranks, problem=error.problems[0])
 
     def deck(self, changes: Changes, ranks: int) -> Deck:
         """The deck of a point."""
@@ -195,7 +195,7 @@ class _Planner:
         step = None if rates is None else plan_step(deck, ranks, vocabulary, rates)
         return memory, holding.room(deck, memory), step
 
-    def rates_of(self, deck: Deck) -> Machine | None:
+    def rates_of(self, deck: Deck) -> MachineRates | None:
         """Those that were asked for, or that the deck names."""
         return deck_rates(deck) if self.rates is None else self.rates
 

@@ -10,7 +10,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.plan.sweep import sweep_deck
 from hpctrain.plan.sweep_words import plot_sweep, sweep_text
 from hpctrain.plan.swept import RANKS, parse_sweeps
-from hpctrain.plan.time.machine import Machine
+from hpctrain.plan.time.machine import MachineRates
 from hpctrain.report.bar import progress_bar
 from hpctrain.report.figures import demand_ending
 
@@ -21,7 +21,7 @@ def swept(
     overrides: Sequence[str],
     arguments: Sequence[str],
     ranks_per_node: int | None,
-    rates: Machine | None,
+    rates: MachineRates | None,
     weak: bool,
     plot: Path | None,
     pareto: bool,

@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 from hpctrain.errors import HpctrainError
-from hpctrain.plan.sweep import Point, Sweep, short_reason
+from hpctrain.plan.sweep import PlannedPoint, PlannedSweep, short_reason
 from hpctrain.plan.swept import RANKS
 from hpctrain.plan.time.words import WHAT
 from hpctrain.report.figures import write_figure
@@ -22,7 +22,7 @@ _CAUSES = 2  # told of each point
 _TOKENS = 1_000_000  # whose time is drawn where steps are of unlike many
 
 
-def sweep_text(sweep: Sweep) -> str:
+def sweep_text(sweep: PlannedSweep) -> str:
     """A table with a row a point, and the fastest of those that fit."""
     where = "" if sweep.machine is None else f" on {sweep.machine}"
     grows = ", batch.global_size grows with the ranks" if sweep.weak else ""
@@ -51,13 +51,13 @@ def sweep_text(sweep: Sweep) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _names(sweep: Sweep) -> list[str]:
+def _names(sweep: PlannedSweep) -> list[str]:
     """The keys, without their sections where that names one."""
     count = Counter(each.short for each in sweep.sweeps)
     return [each.short if count[each.short] == 1 else each.key for each in sweep.sweeps]
 
 
-def _step_cells(point: Point) -> list[str]:
+def _step_cells(point: PlannedPoint) -> list[str]:
     step = point.step
     if step is None:
         return []
@@ -69,7 +69,7 @@ def _step_cells(point: Point) -> list[str]:
     ]
 
 
-def _last_cells(point: Point) -> list[str]:
+def _last_cells(point: PlannedPoint) -> list[str]:
     fits = {None: "?", True: "yes", False: "no"}[point.fits]
     if point.step is None:
         return [fits, ""]
@@ -82,12 +82,12 @@ def _clipped(text: str) -> str:
     return text if len(text) <= _REASON else f"{text[: _REASON - 3]}..."
 
 
-def point_name(point: Point) -> str:
+def point_name(point: PlannedPoint) -> str:
     """`tensor = 4, zero = 1`."""
     return ", ".join(f"{key.rpartition('.')[2]} = {value}" for key, value in point.changes)
 
 
-def plot_sweep(sweep: Sweep, path: Path, pareto: bool = False) -> None:
+def plot_sweep(sweep: PlannedSweep, path: Path, pareto: bool = False) -> None:
     """Draw a sweep's seconds by cause, over ranks or for each point, or with `pareto` memory against time.
 
     HpctrainError where no machine is known, or for an ending that is no picture's; InputOutputError where
@@ -120,7 +120,7 @@ def plot_sweep(sweep: Sweep, path: Path, pareto: bool = False) -> None:
         write_figure(path, lambda: draw_causes(title, bars))
 
 
-def _bar(point: Point, over_ranks: bool) -> Bar:
+def _bar(point: PlannedPoint, over_ranks: bool) -> Bar:
     assert point.step is not None
     causes = {WHAT[cause]: seconds for cause, seconds in point.step.seconds_by_cause.items()}
     name = str(point.ranks) if over_ranks else point_name(point).replace(", ", "\n")

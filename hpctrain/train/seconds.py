@@ -13,7 +13,7 @@ from hpctrain.comm.device import on_host
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
-from hpctrain.plan.time.machine import Machine
+from hpctrain.plan.time.machine import MachineRates
 from hpctrain.plan.time.measured import MeasuredStep, StepRecord, mean, middle, told_apart
 from hpctrain.plan.time.rates import deck_rates
 from hpctrain.plan.time.step import StepPlan, plan_step
@@ -36,7 +36,7 @@ Key = TypeVar("Key")
 class PlannedSeconds:
     """A step as it is planned on the machine whose rates a deck names; these are known to rank 0 alone."""
 
-    on_first: tuple[Machine, StepPlan] | None
+    on_first: tuple[MachineRates, StepPlan] | None
 
     def row(self) -> dict[str, object]:
         """As written into JSON, on rank 0."""

@@ -11,7 +11,7 @@ from hpctrain.cli.plan import command
 from hpctrain.errors import EXIT_DONE, EXIT_INTERNAL, EXIT_USER, HpctrainError
 from hpctrain.plan.rehearse import rehearsal
 from hpctrain.plan.rehearse.match import Matched, match
-from hpctrain.plan.rehearse.programme import SEND, Job, Programme
+from hpctrain.plan.rehearse.programme import SEND, Programme, StepProgrammes
 from tests.engines import DECK
 
 pytestmark = pytest.mark.usefixtures("fresh")
@@ -125,7 +125,7 @@ def test_a_rehearsal_that_lacks_memory_is_the_user_s_matter(deck: Path) -> None:
 def test_programmes_that_do_not_fit_are_no_user_s_mistake(
     deck: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def planted(job: Job) -> Matched:
+    def planted(job: StepProgrammes) -> Matched:
         first = next(number for number, events in enumerate(job.programmes) if _sends(events))
         programmes = list(job.programmes)
         *_, last = _sends(programmes[first])
@@ -134,7 +134,7 @@ def test_programmes_that_do_not_fit_are_no_user_s_mistake(
             for n, e in enumerate(programmes[first])
             if last not in {n, e.of}
         )
-        return match(Job(programmes, job.programme_of, job.groups, job.place))
+        return match(StepProgrammes(programmes, job.programme_of, job.groups, job.place))
 
     def _sends(events: Programme) -> list[int]:
         return [number for number, event in enumerate(events) if event.operation == SEND]

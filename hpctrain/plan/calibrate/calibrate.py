@@ -26,8 +26,8 @@ from hpctrain.plan.calibrate.links import measure_links
 from hpctrain.plan.calibrate.memory import measure_bandwidth, memory_of_rank
 from hpctrain.plan.calibrate.products import measure_products
 from hpctrain.plan.calibrate.step import MOST_PARAMETERS, measure_fixed, measure_optimizer, parameters_of
-from hpctrain.plan.calibrate.whole import Blocks, as_in_blocks, factor_of, launch_of
-from hpctrain.plan.time.machine import Format, Machine, Products
+from hpctrain.plan.calibrate.whole import TimedBlocks, as_in_blocks, factor_of, launch_of
+from hpctrain.plan.time.machine import FormatRates, MachineRates, ProductRates
 from hpctrain.units import format_bytes, format_seconds, parse_bytes
 from hpctrain.words import counted
 
@@ -35,7 +35,7 @@ FORMATS = ("fp32", "bf16", "fp16")
 
 
 @dataclass(frozen=True)
-class CalibrateWish:
+class CalibrateOptions:
     """Decks whose shapes are measured, none for a small and a larger GPT; formats; bytes of the largest
     message; and seconds for which a measurement is repeated.
     """
@@ -82,7 +82,7 @@ def spread_warnings(spread: Mapping[str, tuple[float, float]]) -> list[str]:
     ]
 
 
-def calibrate(world: World, path: Path, wish: CalibrateWish, report: Report = print) -> None:
+def calibrate(world: World, path: Path, wish: CalibrateOptions, report: Report = print) -> None:
     """Measure, tell on rank 0 what was found, and write it. Collective.
 
     HpctrainError or InputOutputError, before anything is measured, where a deck, a size or the file is wrong.
@@ -115,7 +115,7 @@ def measure_machine(
     most: int,
     seconds: float,
     report: Report = lambda _: None,
-) -> Machine:
+) -> MachineRates:
     """The machine's figures, the same on all ranks. Collective."""
     clock, began = Clock(world, seconds), perf_counter()
     processor = gpu_name(world.device) or processor_name()
@@ -129,9 +129,9 @@ def measure_machine(
     for where, link in (("inside a node", links.inside), ("between nodes", links.between)):
         if link is not None:
             report(f"{where}: {format_bytes(link.bandwidth)}/s, {1e6 * link.latency:.1f} us a message")
-    products: dict[str, Products] = {}
-    of_formats: dict[str, Format] = {}
-    blocks: dict[str, Blocks] = {}
+    products: dict[str, ProductRates] = {}
+    of_formats: dict[str, FormatRates] = {}
+    blocks: dict[str, TimedBlocks] = {}
     measured: dict[str, list[float]] = {}
     memory = memory_of_rank(world)
     small = min(decks, key=parameters_of)
@@ -140,10 +140,10 @@ def measure_machine(
     tiny = of_sizes(TINY, 1, 32).with_keys(precision={"compute": formats[0]})
     for form in formats:
         in_form = [deck.with_keys(precision={"compute": form}) for deck in decks]
-        blocks[form] = Blocks.of(in_form, world.size, memory)
+        blocks[form] = TimedBlocks.of(in_form, world.size, memory)
         measured[form] = blocks[form].seconds(clock)
         products[form] = fit_products(measure_products(in_form, clock))
-        of_formats[form] = Format(
+        of_formats[form] = FormatRates(
             attention=measure_attention(in_form, clock),
             elementwise=measure_elementwise(in_form, clock),
             optimizer=measure_optimizer(small.with_keys(precision={"compute": form}), clock),
@@ -151,7 +151,7 @@ def measure_machine(
         report(_format_line(form, products[form], of_formats[form]))
     first = of_formats[formats[0]]
     assert first.attention is not None
-    machine = Machine(
+    machine = MachineRates(
         name=name,
         source="measured by hpctrain calibrate",
         processor=processor,
@@ -180,20 +180,20 @@ def measure_machine(
     fixed = measure_fixed(tiny, machine, clock)
     report(f"a step takes {format_seconds(fixed)} beside what is told; {perf_counter() - began:.0f} s in all")
     update = {"fixed": fixed, "spread": clock.spread()}
-    found: Machine = world.everyone.broadcast_object(rounded(machine.model_copy(update=update)))
+    found: MachineRates = world.everyone.broadcast_object(rounded(machine.model_copy(update=update)))
     return found
 
 
 def _as_in_blocks(
-    machine: Machine,
-    blocks: Mapping[str, Blocks],
+    machine: MachineRates,
+    blocks: Mapping[str, TimedBlocks],
     before: Mapping[str, list[float]],
     clock: Clock,
     report: Report,
-) -> Machine:
+) -> MachineRates:
     """The machine with rates of parts as these are in blocks, which are timed once more. Collective."""
     tiny = of_sizes(TINY, 1, 32).with_keys(precision={"compute": next(iter(blocks))})
-    nothing = Blocks.of([tiny], clock.world.size, machine.memory)
+    nothing = TimedBlocks.of([tiny], clock.world.size, machine.memory)
     launch = launch_of(nothing, nothing.seconds(clock), machine)
     machine = machine.model_copy(update={"launch": launch})
     report(f"an operation takes {1e6 * launch:.3g} us at the least")
@@ -204,7 +204,7 @@ def _as_in_blocks(
     return machine
 
 
-def _format_line(form: str, products: Products, of_form: Format) -> str:
+def _format_line(form: str, products: ProductRates, of_form: FormatRates) -> str:
     large = products.peak * products.efficiency / (1 + products.saturation * 3 / 1024)
     assert of_form.attention is not None
     forward, backward = of_form.attention.forward or 0.0, of_form.attention.backward or 0.0

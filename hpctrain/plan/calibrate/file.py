@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hpctrain.characters import escaped
 from hpctrain.files import synchronize
-from hpctrain.plan.time.machine import Machine
+from hpctrain.plan.time.machine import MachineRates
 
 _UNITS = {
     "ranks_per_node": "of the nodes that were measured",
@@ -37,7 +37,7 @@ _TABLES = {
 }
 
 
-def machine_text(machine: Machine, notes: Mapping[str, str] | None = None) -> str:
+def machine_text(machine: MachineRates, notes: Mapping[str, str] | None = None) -> str:
     """TOML of its `[machine]`; reads back as the same. `notes` are lines of comment at its head."""
     lines = [f"# {name}: {escaped(text)}" for name, text in (notes or {}).items()]
     lines += [*([""] if lines else []), "[machine]"]
@@ -89,7 +89,7 @@ def _value(value: object) -> str:
     return repr(value)
 
 
-def rounded(machine: Machine, digits: int = 4) -> Machine:
+def rounded(machine: MachineRates, digits: int = 4) -> MachineRates:
     """The same with figures of so many digits: more were not measured."""
 
     def each(value: object) -> object:
@@ -99,7 +99,7 @@ def rounded(machine: Machine, digits: int = 4) -> Machine:
             return {name: each(one) for name, one in value.items()}
         return tuple(map(each, value)) if isinstance(value, tuple | list) else value
 
-    return Machine.model_validate(each(machine.model_dump(exclude_defaults=True)))
+    return MachineRates.model_validate(each(machine.model_dump(exclude_defaults=True)))
 
 
 def write_whole(path: Path, text: str) -> None:

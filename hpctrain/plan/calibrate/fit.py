@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpctrain.plan.time.machine import Attention, Efficiency, Link, ProductPass, Products
+from hpctrain.plan.time.machine import AttentionRates, Efficiency, LinkRates, ProductPass, ProductRates
 
 _LEAST_SHAPES = 3
 """Of a pass that gets two numbers of its own."""
@@ -28,10 +28,10 @@ class ProductTime(NamedTuple):
         return 2.0 * self.m * self.n * self.k
 
 
-def fit_products(times: Sequence[ProductTime]) -> Products:
-    """What `Products.seconds` is to give: `2 (mnk + saturation (nk + mk + mn)) / (peak efficiency)`, linear
-    in 1/efficiency and saturation/efficiency. The peak is the most FLOP/s that any of them had. Passes with
-    enough shapes have numbers of their own beside those of all.
+def fit_products(times: Sequence[ProductTime]) -> ProductRates:
+    """What `ProductRates.seconds` is to give: `2 (mnk + saturation (nk + mk + mn)) / (peak efficiency)`,
+    linear in 1/efficiency and saturation/efficiency. The peak is the most FLOP/s that any of them had. Passes
+    with enough shapes have numbers of their own beside those of all.
     """
     peak = max(each.flops / each.seconds for each in times)
     of_all = _efficiency(times, peak)
@@ -42,7 +42,7 @@ def fit_products(times: Sequence[ProductTime]) -> Products:
             passes[kind] = _efficiency(some, peak)
         else:
             passes[kind] = _scaled(of_all, some, peak)
-    return Products(peak=peak, efficiency=of_all.efficiency, saturation=of_all.saturation, passes=passes)
+    return ProductRates(peak=peak, efficiency=of_all.efficiency, saturation=of_all.saturation, passes=passes)
 
 
 def _efficiency(times: Sequence[ProductTime], peak: float) -> Efficiency:
@@ -55,20 +55,20 @@ def _efficiency(times: Sequence[ProductTime], peak: float) -> Efficiency:
 
 def _scaled(of_all: Efficiency, times: Sequence[ProductTime], peak: float) -> Efficiency:
     """That of all, as much quicker or slower as these few."""
-    told = Products(peak=peak, efficiency=of_all.efficiency, saturation=of_all.saturation)
+    told = ProductRates(peak=peak, efficiency=of_all.efficiency, saturation=of_all.saturation)
     ratios = [told.seconds(each.m, each.n, each.k) / each.seconds for each in times]
     return Efficiency(efficiency=of_all.efficiency * sum(ratios) / len(ratios), saturation=of_all.saturation)
 
 
-def fit_link(sizes: Sequence[float], seconds: Sequence[float]) -> Link:
+def fit_link(sizes: Sequence[float], seconds: Sequence[float]) -> LinkRates:
     """`latency + bytes / bandwidth`."""
     inverse, latency = _with_rate(
         [size / taken for size, taken in zip(sizes, seconds, strict=True)], [1 / taken for taken in seconds]
     )
-    return Link(bandwidth=1 / inverse, latency=latency)
+    return LinkRates(bandwidth=1 / inverse, latency=latency)
 
 
-def fit_attention(times: Sequence[tuple[float, float, float, float]]) -> Attention:
+def fit_attention(times: Sequence[tuple[float, float, float, float]]) -> AttentionRates:
     """FLOP/s of the core and seconds of a query's feature, of FLOPs forward, features of all queries, and
     seconds forward and backward.
     """
@@ -79,7 +79,7 @@ def fit_attention(times: Sequence[tuple[float, float, float, float]]) -> Attenti
         inverse, rest = _with_rate(flops, features)
         found.append((1 / inverse, rest))
     (forward, first), (backward, second) = found
-    return Attention(forward=forward, backward=backward, features=(first, second))
+    return AttentionRates(forward=forward, backward=backward, features=(first, second))
 
 
 def _with_rate(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:

@@ -30,8 +30,8 @@ from hpctrain.parallel.vocabulary import VocabularyHead, chunk_rows
 from hpctrain.plan.calibrate.clock import Clock
 from hpctrain.plan.calibrate.decks import variants
 from hpctrain.plan.calibrate.fit import fit_attention
-from hpctrain.plan.calibrate.operands import Operands
-from hpctrain.plan.time.machine import Attention
+from hpctrain.plan.calibrate.operands import OperandPool
+from hpctrain.plan.time.machine import AttentionRates
 
 _SHORT = 64
 """Tokens of a sequence that is cut shorter."""
@@ -40,7 +40,7 @@ _ELEMENTS = 4 << 20
 """Of operands that are taken in turns."""
 
 
-def measure_attention(decks: Sequence[Deck], clock: Clock) -> Attention:
+def measure_attention(decks: Sequence[Deck], clock: Clock) -> AttentionRates:
     """Of the core in the decks' format, on their sequences and on shorter ones. Collective."""
     times = []
     device = clock.world.device
@@ -50,7 +50,7 @@ def measure_attention(decks: Sequence[Deck], clock: Clock) -> Attention:
             shape = ModelShape.of(variant, variant.model.vocabulary or 1)
             heads = shape.heads // tensor
             features = tokens * heads * shape.head_size
-            queries = Operands(Precision.of(deck).product, device, 3 * features)
+            queries = OperandPool(Precision.of(deck).product, device, 3 * features)
             for sequence in _lengths(variant.batch.sequence):
                 sizes = sequence, tokens // sequence, heads, shape.head_size
                 run = partial(_attend, functions, queries, sizes, clock)
@@ -65,7 +65,7 @@ def _lengths(sequence: int) -> list[int]:
 
 
 def _attend(
-    functions: LayerFunctions, operands: Operands, sizes: tuple[int, int, int, int], clock: Clock
+    functions: LayerFunctions, operands: OperandPool, sizes: tuple[int, int, int, int], clock: Clock
 ) -> tuple[float, float]:
     sequence, batch, heads, size = sizes
     inner = operands.take(sequence, batch, 3 * heads * size).detach().requires_grad_()
@@ -99,7 +99,7 @@ class _Kinds:
         self.device, self.dtype = clock.world.device, Precision.of(deck).storage
         self.functions = functions_of(deck, self.device)
         widest = rows * max(2 * self.shape.mlp, self.shape.hidden)
-        self.operands = Operands(self.dtype, self.device, max(widest, _ELEMENTS))
+        self.operands = OperandPool(self.dtype, self.device, max(widest, _ELEMENTS))
 
     def all(self) -> Mapping[ElementwiseKind, tuple[int, Callable[[], tuple[float, float]]]]:
         """Elements that come out, and what is timed."""

@@ -16,7 +16,7 @@ from hpctrain.host.memory import available_bytes
 from hpctrain.plan.calibrate.clock import Clock
 from hpctrain.plan.calibrate.fit import fit_link
 from hpctrain.plan.calibrate.overlap import measure_overlap, measure_waits
-from hpctrain.plan.time.machine import Collective, Link, Operation
+from hpctrain.plan.time.machine import Collective, LinkRates, Operation
 
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 _FIRST = 1 << 10
@@ -34,8 +34,8 @@ _TENSORS = 4
 class Links:
     """What a Machine tells of them, and nothing of what is not there."""
 
-    inside: Link | None = None
-    between: Link | None = None
+    inside: LinkRates | None = None
+    between: LinkRates | None = None
     collectives: Mapping[Operation, Collective] = field(default_factory=dict)
     crossing: Mapping[Operation, tuple[Collective, ...]] = field(default_factory=dict)
     overlap: float = 0.0
@@ -137,7 +137,9 @@ def _call(
     return calls[operation]
 
 
-def measure_link(group: Group, peer_of: Callable[[int], int | None], sizes: list[int], clock: Clock) -> Link:
+def measure_link(
+    group: Group, peer_of: Callable[[int], int | None], sizes: list[int], clock: Clock
+) -> LinkRates:
     """Of messages there and back, halved, between each rank of the group and the one that `peer_of` tells.
     Collective over the group.
     """

@@ -12,7 +12,7 @@ from hpctrain.comm.group import Group
 _ELEMENTS = 24 << 20
 
 
-class Operands:
+class OperandPool:
     """Numbers of a format on a device: at least as many as the largest operand has `elements`. Those of a
     `group` lie where buckets do.
     """

@@ -21,12 +21,12 @@ from hpctrain.parallel.vocabulary import chunk_rows
 from hpctrain.plan.calibrate.clock import Clock
 from hpctrain.plan.calibrate.decks import variants
 from hpctrain.plan.calibrate.fit import ProductTime
-from hpctrain.plan.calibrate.operands import Operands
+from hpctrain.plan.calibrate.operands import OperandPool
 from hpctrain.plan.time.layers import layer_sizes
 from hpctrain.plan.time.machine import ProductPass
 
 
-class Shape(NamedTuple):
+class ProductShape(NamedTuple):
     """Rows of tokens that are multiplied with a matrix [outputs, inputs], the head's or a block's, and
     whether a bias is added.
     """
@@ -38,17 +38,17 @@ class Shape(NamedTuple):
     biased: bool
 
 
-class _Memory(NamedTuple):
+class _OperandPools(NamedTuple):
     """Where activations, matrices and sums of their gradients are taken from."""
 
-    rows: Operands
-    matrices: Operands
-    sums: Operands
+    rows: OperandPool
+    matrices: OperandPool
+    sums: OperandPool
 
 
 def measure_products(decks: Sequence[Deck], clock: Clock) -> list[ProductTime]:
     """Those of decks of one format. Collective."""
-    wanted: dict[Shape, KernelTable] = {}
+    wanted: dict[ProductShape, KernelTable] = {}
     world, meshes = clock.world, dict[int, Mesh]()
     for deck in decks:
         for variant, tokens, tensor in variants(deck, world.size):
@@ -62,15 +62,15 @@ def measure_products(decks: Sequence[Deck], clock: Clock) -> list[ProductTime]:
     formats = Precision.of(decks[0])
     group = meshes[1].group("data")
     matrix = max(s.outputs * s.inputs for s in wanted)
-    operands = _Memory(
-        Operands(formats.product, world.device, largest),
-        Operands(formats.product, world.device, matrix, group),
-        Operands(formats.gradient, world.device, matrix, group),
+    operands = _OperandPools(
+        OperandPool(formats.product, world.device, largest),
+        OperandPool(formats.product, world.device, matrix, group),
+        OperandPool(formats.gradient, world.device, matrix, group),
     )
     return [time for shape, kernels in wanted.items() for time in _passes(shape, kernels, operands, clock)]
 
 
-def shapes_of(deck: Deck, tokens: int, tensor: int, host: bool) -> Iterator[Shape]:
+def shapes_of(deck: Deck, tokens: int, tensor: int, host: bool) -> Iterator[ProductShape]:
     """The different matrices of a deck, as so many tensor ranks have them."""
     assert deck.model.vocabulary is not None
     layers = layer_sizes(ModelShape.of(deck, deck.model.vocabulary))
@@ -81,10 +81,12 @@ def shapes_of(deck: Deck, tokens: int, tensor: int, host: bool) -> Iterator[Shap
             inputs = matrix.inputs // (tensor if matrix.cut == "inputs" else 1)
             rows = chunk_rows(tokens, outputs, not host) if layer.is_last else tokens
             if matrix.experts == 1:
-                yield Shape(rows, outputs, inputs, layer.is_last, biased and not layer.is_last)
+                yield ProductShape(rows, outputs, inputs, layer.is_last, biased and not layer.is_last)
 
 
-def _passes(shape: Shape, kernels: KernelTable, memory: _Memory, clock: Clock) -> Iterator[ProductTime]:
+def _passes(
+    shape: ProductShape, kernels: KernelTable, memory: _OperandPools, clock: Clock
+) -> Iterator[ProductTime]:
     m, n, k, head, biased = shape
     first: Pass = "logits" if head else "forward"
     kinds: tuple[ProductPass, ...] = ("forward", "input_gradient", "weight_gradient")

@@ -15,7 +15,7 @@ from hpctrain.optim.clip import local_square_norm
 from hpctrain.pipeline.execute import Executor, PreparedBatch
 from hpctrain.plan.calibrate.clock import Clock
 from hpctrain.plan.calibrate.decks import on_data_ranks
-from hpctrain.plan.time.machine import Machine
+from hpctrain.plan.time.machine import MachineRates
 from hpctrain.plan.time.step import plan_step
 
 MOST_PARAMETERS = 40_000_000
@@ -40,7 +40,7 @@ def measure_optimizer(deck: Deck, clock: Clock) -> float:
     return parameters_of(deck) / clock.seconds("optimizer", update)
 
 
-def measure_fixed(deck: Deck, machine: Machine, clock: Clock) -> float:
+def measure_fixed(deck: Deck, machine: MachineRates, clock: Clock) -> float:
     """Seconds of a step of a tiny deck beside those that are planned of it. Collective."""
     engine, world = _engine(deck, clock), clock.world
     executor = Executor(

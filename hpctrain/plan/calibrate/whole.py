@@ -20,25 +20,27 @@ from hpctrain.parallel.operations import ElementwiseKind
 from hpctrain.parallel.saved_policy import SavedPolicy
 from hpctrain.plan.calibrate.clock import Clock
 from hpctrain.plan.calibrate.decks import on_data_ranks
-from hpctrain.plan.time.arrangement import Arrangement
+from hpctrain.plan.time.arrangement import LayoutSizes
 from hpctrain.plan.time.layers import Causes, LayerSizes, layer_seconds, layer_sizes
-from hpctrain.plan.time.machine import Attention, Efficiency, Machine, Pair, Products
+from hpctrain.plan.time.machine import AttentionRates, Efficiency, MachineRates, Pair, ProductRates
 
 _BYTES = 16
 """Of an element of a layer's parameters that is measured, about."""
 
 
 @dataclass(frozen=True)
-class Blocks:
+class TimedBlocks:
     """Decks whose blocks are timed, as data ranks have them."""
 
     decks: tuple[Deck, ...]
 
     @staticmethod
-    def of(decks: Iterable[Deck], ranks: int, memory: float) -> Blocks:
+    def of(decks: Iterable[Deck], ranks: int, memory: float) -> TimedBlocks:
         """Of these those whose blocks fit into so much memory, and have no experts."""
         plain = (on_data_ranks(deck, ranks) for deck in decks if not deck.model.experts)
-        return Blocks(tuple(d for d in plain if _BYTES * sum(map(_elements_of, _blocks(d))) < memory / 2))
+        return TimedBlocks(
+            tuple(d for d in plain if _BYTES * sum(map(_elements_of, _blocks(d))) < memory / 2)
+        )
 
     def seconds(self, clock: Clock) -> list[float]:
         """Of all passes of a block of each deck, all kinds together. Collective."""
@@ -51,12 +53,12 @@ class Blocks:
             found.append(sum(of_kind.total for of_kind in times.values()))
         return found
 
-    def planned(self, machine: Machine) -> list[float]:
+    def planned(self, machine: MachineRates) -> list[float]:
         """The same on a machine."""
         return [_planned(deck, machine) for deck in self.decks]
 
 
-def launch_of(tiny: Blocks, measured: Sequence[float], machine: Machine) -> float:
+def launch_of(tiny: TimedBlocks, measured: Sequence[float], machine: MachineRates) -> float:
     """Seconds of any operation at the least: what blocks whose operands are next to nothing take beside what
     is planned of them, by their operations.
     """
@@ -64,7 +66,7 @@ def launch_of(tiny: Blocks, measured: Sequence[float], machine: Machine) -> floa
     return max(0.0, sum(measured) - sum(nothing)) / max(1.0, sum(counted) - sum(nothing))
 
 
-def factor_of(blocks: Blocks, measured: Sequence[Sequence[float]], machine: Machine) -> float:
+def factor_of(blocks: TimedBlocks, measured: Sequence[Sequence[float]], machine: MachineRates) -> float:
     """How many times as long blocks take, when they were measured and took least, as is planned of them, in
     the mean: what disturbs a machine for some seconds meets parts or blocks.
     """
@@ -73,8 +75,8 @@ def factor_of(blocks: Blocks, measured: Sequence[Sequence[float]], machine: Mach
     return fmean(ratios) if ratios else 1.0
 
 
-def _planned(deck: Deck, machine: Machine) -> float:
-    at = Arrangement.of(deck, deck.batch.global_size // deck.batch.micro_size, machine.ranks_per_node)
+def _planned(deck: Deck, machine: MachineRates) -> float:
+    at = LayoutSizes.of(deck, deck.batch.global_size // deck.batch.micro_size, machine.ranks_per_node)
     of_layers = (layer_seconds(layer, at, machine) for layer in _blocks(deck))
     return sum(
         _total(each.forward) + _total(each.input_gradient) + _total(each.weight_gradient)
@@ -101,10 +103,10 @@ def _total(causes: Causes) -> float:
     return sum(causes.values())
 
 
-def as_in_blocks(machine: Machine, form: str, factor: float) -> Machine:
+def as_in_blocks(machine: MachineRates, form: str, factor: float) -> MachineRates:
     """The machine whose products, attention and elements of a format take so many times as long."""
     products = machine.products[form]
-    slower = Products(
+    slower = ProductRates(
         peak=products.peak,
         efficiency=products.efficiency / factor,
         saturation=products.saturation,
@@ -128,9 +130,9 @@ def _slower(each: Efficiency, factor: float) -> Efficiency:
     return Efficiency(efficiency=each.efficiency / factor, saturation=each.saturation)
 
 
-def _attention(each: Attention, factor: float) -> Attention:
+def _attention(each: AttentionRates, factor: float) -> AttentionRates:
     forward, backward = each.forward, each.backward
-    return Attention(
+    return AttentionRates(
         forward=None if forward is None else forward / factor,
         backward=None if backward is None else backward / factor,
         passes=each.passes,

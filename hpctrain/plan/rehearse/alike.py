@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hpctrain.plan.rehearse.programme import Job, Numbers
+from hpctrain.plan.rehearse.programme import Numbers, StepProgrammes
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Classes:
         return np.bincount(self.of_rank, minlength=len(self.firsts))
 
 
-def find_classes(job: Job) -> Classes:
+def find_classes(job: StepProgrammes) -> Classes:
     """The fewest classes of a job's ranks."""
     of_rank = np.unique(job.programme_of, return_inverse=True)[1].reshape(-1)
     while True:

@@ -18,7 +18,7 @@ Kind = Literal[
 
 
 @dataclass(frozen=True)
-class Fault:
+class RehearsalFault:
     """A fault of some ranks, the first of them and how many are like it: in a sentence, what is there and
     what would be right.
     """

@@ -17,7 +17,7 @@ from hpctrain.plan.rehearse.recall import Recall, Recalling, tensors_of
 
 
 @dataclass(frozen=True)
-class Loads:
+class BalancedLoads:
     """What ranks send to experts of a micro-batch, whose `rows` are those of each tensor rank; every row goes
     to so many `chosen` ones, and of copies the share `taken` has room.
     """
@@ -28,11 +28,11 @@ class Loads:
     rows: tuple[int, ...]
 
     @staticmethod
-    def of_deck(deck: Deck, shape: ModelShape) -> Loads:
+    def of_deck(deck: Deck, shape: ModelShape) -> BalancedLoads:
         """Those of a deck's mixture."""
         tensor, rows = deck.layout.tensor, deck.batch.micro_size * shape.sequence // deck.layout.context
         pieces = (rows * (rank + 1) // tensor - rows * rank // tensor for rank in range(tensor))
-        return Loads(shape.experts, shape.experts_per_token, _taken(shape), tuple(pieces))
+        return BalancedLoads(shape.experts, shape.experts_per_token, _taken(shape), tuple(pieces))
 
     def of(self, rank: int) -> Tensor:
         """Copies that a rank sends to each expert [experts]."""

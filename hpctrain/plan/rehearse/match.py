@@ -14,8 +14,8 @@ from itertools import zip_longest
 import numpy as np
 
 from hpctrain.plan.rehearse.alike import Classes, find_classes
-from hpctrain.plan.rehearse.fault import Fault, Kind
-from hpctrain.plan.rehearse.programme import RECEIVE, SEND, WAIT, Event, Job, Numbers
+from hpctrain.plan.rehearse.fault import Kind, RehearsalFault
+from hpctrain.plan.rehearse.programme import RECEIVE, SEND, WAIT, Numbers, RehearsedCall, StepProgrammes
 from hpctrain.plan.rehearse.progress import find_circles
 from hpctrain.words import counted
 
@@ -33,10 +33,10 @@ class Matched:
     events: int
     messages: int
     bytes: int
-    faults: tuple[Fault, ...]
+    faults: tuple[RehearsalFault, ...]
 
 
-def match(job: Job) -> Matched:
+def match(job: StepProgrammes) -> Matched:
     """Match the programmes of all ranks."""
     classes = find_classes(job)
     faults = [*_messages(job, classes), *_collectives(job, classes)]
@@ -58,7 +58,7 @@ def match(job: Job) -> Matched:
     )
 
 
-def _messages(job: Job, classes: Classes) -> Iterator[Fault]:
+def _messages(job: StepProgrammes, classes: Classes) -> Iterator[RehearsalFault]:
     """Of every pair of classes, what is sent beside what is received."""
     sends, receives = (
         [_channels(job.programmes[job.programme_of[first]], operation) for first in classes.firsts]
@@ -79,8 +79,8 @@ def _messages(job: Job, classes: Classes) -> Iterator[Fault]:
                 yield from _of_channel(job, classes, (peer, first), group, [], received)
 
 
-def _channels(programme: Sequence[Event], operation: str) -> dict[Channel, list[Event]]:
-    found: defaultdict[Channel, list[Event]] = defaultdict(list)
+def _channels(programme: Sequence[RehearsedCall], operation: str) -> dict[Channel, list[RehearsedCall]]:
+    found: defaultdict[Channel, list[RehearsedCall]] = defaultdict(list)
     for event in programme:
         if event.operation == operation:
             found[event.group, event.step, event.tag].append(event)
@@ -88,13 +88,13 @@ def _channels(programme: Sequence[Event], operation: str) -> dict[Channel, list[
 
 
 def _of_channel(
-    job: Job,
+    job: StepProgrammes,
     classes: Classes,
     ranks: tuple[int, int],
     group: str,
-    sent: Sequence[Event],
-    received: Sequence[Event],
-) -> Iterator[Fault]:
+    sent: Sequence[RehearsedCall],
+    received: Sequence[RehearsedCall],
+) -> Iterator[RehearsalFault]:
     """The first difference between what one rank sends and what another one receives of it."""
     sender, receiver = ranks
     number = _difference(sent, received)
@@ -117,10 +117,10 @@ def _of_channel(
         assert there is not None and here is not None
         kind, rank = "wrong size" if there.content == here.content else "other operation", sender
         right = f"send {here}"
-    yield Fault(kind, rank, int(classes.counts[classes.of_rank[rank]]), f"{way} {told} ({right})")
+    yield RehearsalFault(kind, rank, int(classes.counts[classes.of_rank[rank]]), f"{way} {told} ({right})")
 
 
-def _collectives(job: Job, classes: Classes) -> Iterator[Fault]:
+def _collectives(job: StepProgrammes, classes: Classes) -> Iterator[RehearsalFault]:
     """Of every kind of group, what its ranks call, beside what the first of them does."""
     calls = [_calls(job.programmes[job.programme_of[first]]) for first in classes.firsts]
     for group in sorted({group for of_class in calls for group in of_class}):
@@ -148,8 +148,8 @@ def _collectives(job: Job, classes: Classes) -> Iterator[Fault]:
             yield from _exchanges(job, classes, group, membership.rows[row], calls)
 
 
-def _calls(programme: Sequence[Event]) -> dict[str, list[Event]]:
-    found: defaultdict[str, list[Event]] = defaultdict(list)
+def _calls(programme: Sequence[RehearsedCall]) -> dict[str, list[RehearsedCall]]:
+    found: defaultdict[str, list[RehearsedCall]] = defaultdict(list)
     for event in programme:
         if event.is_collective:
             found[event.group].append(event)
@@ -157,12 +157,12 @@ def _calls(programme: Sequence[Event]) -> dict[str, list[Event]]:
 
 
 def _of_group(
-    job: Job,
+    job: StepProgrammes,
     classes: Classes,
     group: str,
-    usual: tuple[int, Sequence[Event]],
-    other: tuple[int, Sequence[Event]],
-) -> Iterator[Fault]:
+    usual: tuple[int, Sequence[RehearsedCall]],
+    other: tuple[int, Sequence[RehearsedCall]],
+) -> Iterator[RehearsalFault]:
     """The first difference between what two ranks of a group call."""
     number = _difference(usual[1], other[1])
     if number is None:
@@ -179,12 +179,16 @@ def _of_group(
     elif there is not None and here is not None and there.content == here.content:
         kind = "wrong size"
     count = int(classes.counts[classes.of_rank[other[0]]])
-    yield Fault(kind, other[0], count, f"{call} {told}, {right}; all are to call the same")
+    yield RehearsalFault(kind, other[0], count, f"{call} {told}, {right}; all are to call the same")
 
 
 def _exchanges(
-    job: Job, classes: Classes, group: str, members: Numbers, calls: Sequence[dict[str, list[Event]]]
-) -> Iterator[Fault]:
+    job: StepProgrammes,
+    classes: Classes,
+    group: str,
+    members: Numbers,
+    calls: Sequence[dict[str, list[RehearsedCall]]],
+) -> Iterator[RehearsalFault]:
     """Of exchanges of uneven pieces, what each rank sends to each beside what that one receives."""
     of_members = [calls[classes.of_rank[rank]].get(group, []) for rank in members]
     for number, together in enumerate(zip(*of_members, strict=False)):
@@ -196,7 +200,7 @@ def _exchanges(
             source, target = (int(each) for each in wrong[0])
             sender, receiver = int(members[source]), int(members[target])
             count = int(classes.counts[classes.of_rank[sender]])
-            yield Fault(
+            yield RehearsalFault(
                 "wrong size",
                 sender,
                 count,
@@ -207,7 +211,7 @@ def _exchanges(
             return
 
 
-def _difference(one: Sequence[Event], other: Sequence[Event]) -> int | None:
+def _difference(one: Sequence[RehearsedCall], other: Sequence[RehearsedCall]) -> int | None:
     """The first place at which two orders of events do not fit each other."""
     for number, (there, here) in enumerate(zip_longest(one, other)):
         if there is None or here is None or there.content != here.content:
@@ -217,21 +221,21 @@ def _difference(one: Sequence[Event], other: Sequence[Event]) -> int | None:
     return None
 
 
-def _same(one: Sequence[Event], other: Sequence[Event]) -> bool:
+def _same(one: Sequence[RehearsedCall], other: Sequence[RehearsedCall]) -> bool:
     """Whether they are the same events in another order."""
     return Counter(_sizes(one)) == Counter(_sizes(other))
 
 
-def _sizes(events: Sequence[Event]) -> tuple[object, ...]:
+def _sizes(events: Sequence[RehearsedCall]) -> tuple[object, ...]:
     """What tells events from others."""
     return tuple((event.content, event.bytes if event.sent is None else None) for event in events)
 
 
-def _at(events: Sequence[Event], number: int) -> Event | None:
+def _at(events: Sequence[RehearsedCall], number: int) -> RehearsedCall | None:
     return events[number] if number < len(events) else None
 
 
-def _words(job: Job, classes: Classes, rank: int) -> str:
+def _words(job: StepProgrammes, classes: Classes, rank: int) -> str:
     """A rank, and how many are like it."""
     others = int(classes.counts[classes.of_rank[rank]]) - 1
     return job.place(rank) + (f" and {counted(others, 'other')} like it" if others else "")

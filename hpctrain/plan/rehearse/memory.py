@@ -11,7 +11,7 @@ from hpctrain.memory.saved import PartBytes, part_bytes
 from hpctrain.pipeline.action import Action
 from hpctrain.plan.activations import activation_peak
 from hpctrain.plan.memory import MemoryPlan
-from hpctrain.plan.rehearse.fault import Fault
+from hpctrain.plan.rehearse.fault import RehearsalFault
 from hpctrain.plan.rehearse.ranks import RankProgrammes
 from hpctrain.plan.room import Room
 from hpctrain.plan.words import KINDS
@@ -19,7 +19,7 @@ from hpctrain.units import format_bytes
 
 
 @dataclass(frozen=True)
-class Peak:
+class MemoryPeak:
     """The action after which a stage's forwards save most, and bytes of a rank then, in all."""
 
     stage: int
@@ -27,7 +27,7 @@ class Peak:
     total: int
 
 
-def find_peaks(programmes: RankProgrammes, memory: MemoryPlan) -> list[Peak]:
+def find_peaks(programmes: RankProgrammes, memory: MemoryPlan) -> list[MemoryPeak]:
     """When each stage holds most, as its memory was planned."""
     found = []
     for planned in memory.stages:
@@ -45,11 +45,11 @@ def find_peaks(programmes: RankProgrammes, memory: MemoryPlan) -> list[Peak]:
             return activation_peak(programmes.deck, parts, actions[:count])
 
         last = bisect_left(range(len(actions) + 1), most, key=held)
-        found.append(Peak(planned.stage, actions[max(0, last - 1)], planned.memory.total))
+        found.append(MemoryPeak(planned.stage, actions[max(0, last - 1)], planned.memory.total))
     return found
 
 
-def over_memory(memory: MemoryPlan, room: Room | None, peaks: Sequence[Peak]) -> list[Fault]:
+def over_memory(memory: MemoryPlan, room: Room | None, peaks: Sequence[MemoryPeak]) -> list[RehearsalFault]:
     """A fault of each stage whose ranks need more than a node, or a GPU, has where all there are of it; of
     the one that holds most where only stages that share a node do.
     """
@@ -64,7 +64,7 @@ def over_memory(memory: MemoryPlan, room: Room | None, peaks: Sequence[Peak]) ->
         needed = replace(room, needed=peak.total * room.ranks)
         first = sum(memory.ranks[: peak.stage])
         faults.append(
-            Fault(
+            RehearsalFault(
                 "over memory",
                 first,
                 memory.ranks[peak.stage],

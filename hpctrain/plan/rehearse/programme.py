@@ -16,7 +16,7 @@ SEND, RECEIVE, WAIT = "send", "recv", "wait"
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class RehearsedCall:
     """One operation of a rank in a `group` by its name.
 
     A message goes to, or comes from, the rank that is `step` places further in the group, round it; it has a
@@ -63,7 +63,7 @@ class Event:
         return f"{name or self.operation}{size}{where}"
 
 
-Programme = tuple[Event, ...]
+Programme = tuple[RehearsedCall, ...]
 
 
 class Membership:
@@ -93,7 +93,7 @@ class Membership:
 
 
 @dataclass(frozen=True)
-class Job:
+class StepProgrammes:
     """All ranks of a step: `programme_of` [ranks] are indices of their `programmes`; `groups` by name.
 
     `place` says in words which rank a number is.

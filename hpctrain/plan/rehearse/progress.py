@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hpctrain.plan.rehearse.alike import Classes
-from hpctrain.plan.rehearse.fault import Fault
-from hpctrain.plan.rehearse.programme import RECEIVE, SEND, WAIT, Event, Job, Programme
+from hpctrain.plan.rehearse.fault import RehearsalFault
+from hpctrain.plan.rehearse.programme import RECEIVE, SEND, WAIT, Programme, RehearsedCall, StepProgrammes
 from hpctrain.words import counted
 
 Channel = tuple[str, int, int]
@@ -40,17 +40,17 @@ class _State:
     started: bool = False
 
     @property
-    def current(self) -> Event | None:
+    def current(self) -> RehearsedCall | None:
         """What they are at; None at the end."""
         return self.events[self.at] if self.at < len(self.events) else None
 
 
-def find_circles(job: Job, classes: Classes) -> list[Fault]:
+def find_circles(job: StepProgrammes, classes: Classes) -> list[RehearsalFault]:
     """One fault for the ranks that wait for each other, none where all come to their end.
 
     What is sent and called is to fit by then, see `match`.
     """
-    run = _Run(job, classes)
+    run = _ProgrammeRun(job, classes)
     run.go()
     circle = run.circle()
     if not circle:
@@ -63,13 +63,13 @@ def find_circles(job: Job, classes: Classes) -> list[Fault]:
     sentence = f"{counted(len(circle), 'rank')} wait for each other, each for the next: {told}"
     others = count - len(circle)
     like = f" (and {counted(others, 'other')} like these)" if others else ""
-    return [Fault("cyclic wait", ranks[0], count, f"{sentence}{like}; another order would do")]
+    return [RehearsalFault("cyclic wait", ranks[0], count, f"{sentence}{like}; another order would do")]
 
 
-class _Run:
+class _ProgrammeRun:
     """All classes doing their events, as far as they come."""
 
-    def __init__(self, job: Job, classes: Classes) -> None:
+    def __init__(self, job: StepProgrammes, classes: Classes) -> None:
         self.job, self.classes = job, classes
         self.states = [
             _State(events, _numbers(events))
@@ -125,10 +125,10 @@ class _Run:
             return f"{waiting}its {verb} of {meant} along {meant.group} {way} {self.job.place(peer)}"
         return f"{waiting}{meant} along {meant.group}, call {state.numbers[self._index(state, event)]} there"
 
-    def _index(self, state: _State, event: Event) -> int:
+    def _index(self, state: _State, event: RehearsedCall) -> int:
         return event.of if event.operation == WAIT else state.at
 
-    def _start(self, number: int, event: Event) -> Iterator[int]:
+    def _start(self, number: int, event: RehearsedCall) -> Iterator[int]:
         """Begin an event; who may go on by that."""
         state = self.states[number]
         if event.operation == WAIT:
@@ -147,7 +147,7 @@ class _Run:
                 state.begun.add(event.group)
             yield from self._with(number, event.group)
 
-    def _lacking(self, number: int, event: Event) -> Iterator[int]:
+    def _lacking(self, number: int, event: RehearsedCall) -> Iterator[int]:
         """Classes without whom the event cannot be completed."""
         state = self.states[number]
         if event.operation == WAIT:
@@ -178,7 +178,7 @@ class _Run:
         waiting = event is None or (event.operation == WAIT and state.started)
         return waiting or (group, place) in state.waited
 
-    def _unposted(self, number: int, event: Event, place: int) -> Iterator[int]:
+    def _unposted(self, number: int, event: RehearsedCall, place: int) -> Iterator[int]:
         """The peer, where it has not posted its part of a message."""
         peer = self._peer(number, event)
         other = RECEIVE if event.operation == SEND else SEND
@@ -195,7 +195,7 @@ class _Run:
             self._members[key] = np.unique(self.classes.of_rank[ranks]).tolist()
         return self._members[key]
 
-    def _peer(self, number: int, event: Event) -> int:
+    def _peer(self, number: int, event: RehearsedCall) -> int:
         key = number, event.group, event.step
         if key not in self._peers:
             first = np.array([self.classes.firsts[number]])
@@ -204,7 +204,7 @@ class _Run:
         return self._peers[key]
 
 
-def _channel(event: Event) -> Channel:
+def _channel(event: RehearsedCall) -> Channel:
     return event.group, event.step, event.tag
 
 

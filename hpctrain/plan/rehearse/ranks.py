@@ -28,9 +28,9 @@ from hpctrain.parallel.noted import How
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.split import spans_of
 from hpctrain.plan.rehearse.looks import Looks, folds_of
-from hpctrain.plan.rehearse.programme import Job, Membership, Numbers, Programme
+from hpctrain.plan.rehearse.programme import Membership, Numbers, Programme, StepProgrammes
 from hpctrain.plan.rehearse.recall import Recall
-from hpctrain.plan.rehearse.record import Named, membership
+from hpctrain.plan.rehearse.record import NamedGroup, membership
 from hpctrain.plan.rehearse.shares import Shares
 from hpctrain.plan.rehearse.step import RankStep
 from hpctrain.plan.traffic import plain, steady
@@ -80,7 +80,7 @@ class RankProgrammes:
             found.append((ends and number, parts))
         return found
 
-    def job(self, progress: Progress = lambda _: None) -> Job:
+    def job(self, progress: Progress = lambda _: None) -> StepProgrammes:
         """All ranks, as far as they are alike from one programme."""
         nodes = self._node_looks()
         places = {kind: self._look_of_places(kind, nodes, progress) for kind in dict.fromkeys(self.kinds)}
@@ -92,14 +92,14 @@ class RankProgrammes:
             progress(f"programme {number} of {len(firsts)}")
             stage, place = divmod(first, self.of_stage)
             programmes.append(self.programme(stage, place, self.kinds[stage]))
-        return Job(programmes, programme_of.reshape(-1), self.groups(), self.place)
+        return StepProgrammes(programmes, programme_of.reshape(-1), self.groups(), self.place)
 
-    def every_job(self) -> Job:
+    def every_job(self) -> StepProgrammes:
         """All ranks, each told by itself."""
         programmes = [
             self.programme(*divmod(rank, self.of_stage), ("rank", rank)) for rank in range(self.ranks)
         ]
-        return Job(programmes, np.arange(self.ranks), self.groups(), self.place)
+        return StepProgrammes(programmes, np.arange(self.ranks), self.groups(), self.place)
 
     def programme(self, stage: int, place: int, look: object) -> Programme:
         """That of the rank at a place of a stage, of which ranks with that look do the same in an action."""
@@ -152,7 +152,7 @@ class RankProgrammes:
             looks.append(np.where(groups.row_of < 0, -1, np.array(cut)[groups.row_of]))
         return np.unique(np.stack(looks, axis=1), axis=0, return_inverse=True)[1].reshape(-1)
 
-    def _named(self, kind: object) -> list[Named]:
+    def _named(self, kind: object) -> list[NamedGroup]:
         return list(self._first_step(kind).recorder.groups.values())
 
     def _look_of_places(self, kind: object, nodes: Numbers, progress: Progress) -> Numbers:

@@ -17,11 +17,11 @@ from hpctrain.comm.mesh import AXES, EXPERT_AXES, expert_sizes, rank_count
 from hpctrain.comm.planned import PlannedCalls, PlannedMesh
 from hpctrain.comm.transports.traffic import Traffic
 from hpctrain.comm.transports.transport import TransportWork
-from hpctrain.plan.rehearse.programme import WAIT, Event, Membership, Numbers
+from hpctrain.plan.rehearse.programme import WAIT, Membership, Numbers, RehearsedCall
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedGroup:
     """A group of this rank: its name in programmes, this rank's place, the ranks."""
 
     name: str
@@ -39,9 +39,9 @@ class Recorder:
 
     def __init__(self, loads: Callable[[int], Tensor] | None = None) -> None:
         self._loads = loads
-        self.events: list[Event] = []
-        self.note: Callable[[Event], TransportWork | None] = self.add
-        self.groups: dict[GroupCalls, Named] = {}
+        self.events: list[RehearsedCall] = []
+        self.note: Callable[[RehearsedCall], TransportWork | None] = self.add
+        self.groups: dict[GroupCalls, NamedGroup] = {}
         self.listening = False
         self.action = self.carried = self.done = ""
 
@@ -74,20 +74,20 @@ class Recorder:
             told = [self._loads(each).view(len(sources), -1)[place] for each in whose]
             received.view(len(named.ranks), -1)[number] = torch.cat(told)
 
-    def add(self, event: Event) -> TransportWork | None:
+    def add(self, event: RehearsedCall) -> TransportWork | None:
         """Add an event; what is waited for where it is only started."""
         self.events.append(event)
         return None if event.blocking else _Started(self, len(self.events) - 1)
 
     def wait(self, index: int) -> None:
         """Add the wait for an event."""
-        self.events.append(Event(WAIT, of=index, action=self.action))
+        self.events.append(RehearsedCall(WAIT, of=index, action=self.action))
 
     def name(self, group: Group, name: str) -> None:
         """Programmes know a group by that name."""
-        self.groups[group.calls] = Named(name, group.rank, group.ranks)
+        self.groups[group.calls] = NamedGroup(name, group.rank, group.ranks)
 
-    def event(self, call: Call) -> Event:
+    def event(self, call: Call) -> RehearsedCall:
         """What a call is for a programme."""
         named = self.groups[call.group]
         form = "" if call.dtype is None else str(call.dtype).removeprefix("torch.")
@@ -96,7 +96,7 @@ class Recorder:
             sends = call.operation == "send"
             what, action = (self.carried, self.done or self.action) if sends else ("", self.action)
             message = call.operation, named.name, call.bytes, step, call.tag
-            return Event(*message, what, form, call.blocking, action)
+            return RehearsedCall(*message, what, form, call.blocking, action)
         details: list[str] = [call.reduction or ""]
         details += [f"root {call.root}"] if call.root >= 0 else []
         sent = received = None
@@ -104,7 +104,7 @@ class Recorder:
             sent, received = tuple(call.counts), tuple(call.receive_counts)
         elif call.counts is not None:
             details.append(f"in {len(call.counts)} pieces {hash(tuple(call.counts)):x}")
-        return Event(
+        return RehearsedCall(
             call.operation,
             named.name,
             call.bytes,

@@ -9,9 +9,9 @@ from time import perf_counter
 from hpctrain.deck.division import require_undivided
 from hpctrain.errors import EXIT_DONE, EXIT_INTERNAL, EXIT_USER, HpctrainError
 from hpctrain.plan.deck import DeckPlan
-from hpctrain.plan.rehearse.fault import Fault
+from hpctrain.plan.rehearse.fault import RehearsalFault
 from hpctrain.plan.rehearse.match import Matched, match
-from hpctrain.plan.rehearse.memory import Peak, find_peaks, over_memory
+from hpctrain.plan.rehearse.memory import MemoryPeak, find_peaks, over_memory
 from hpctrain.plan.rehearse.ranks import RankProgrammes
 from hpctrain.report.terminal import columns, fit
 from hpctrain.units import format_bytes, format_seconds
@@ -25,13 +25,13 @@ class Rehearsal:
     """What was matched, the stage that holds most and when, faults of messages and of memory, seconds."""
 
     matched: Matched
-    peak: Peak
-    over: tuple[Fault, ...]
+    peak: MemoryPeak
+    over: tuple[RehearsalFault, ...]
     known_room: bool
     seconds: float
 
     @property
-    def faults(self) -> tuple[Fault, ...]:
+    def faults(self) -> tuple[RehearsalFault, ...]:
         """All of them."""
         return (*self.matched.faults, *self.over)
 
@@ -110,6 +110,6 @@ def rehearsal_text(rehearsal: Rehearsal) -> str:
     return "\n".join(line for each in lines for line in fit(each, columns())) + "\n"
 
 
-def _shown(faults: tuple[Fault, ...]) -> list[str]:
+def _shown(faults: tuple[RehearsalFault, ...]) -> list[str]:
     more = len(faults) - FAULTS_SHOWN
     return [*(f"  {fault}" for fault in faults[:FAULTS_SHOWN]), *([f"  and {more} more"] if more > 0 else [])]

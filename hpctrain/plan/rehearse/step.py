@@ -24,8 +24,8 @@ from hpctrain.parallel.context import context_positions
 from hpctrain.parallel.noted import How, StepStatistics
 from hpctrain.pipeline.action import Action, Kind, Schedule
 from hpctrain.pipeline.execute import Executor, PreparedBatch, messages
-from hpctrain.plan.rehearse.loads import EvenLoads, Loads
-from hpctrain.plan.rehearse.programme import RECEIVE, Event, Programme
+from hpctrain.plan.rehearse.loads import BalancedLoads, EvenLoads
+from hpctrain.plan.rehearse.programme import RECEIVE, Programme, RehearsedCall
 from hpctrain.plan.rehearse.recall import Recall, Recalling
 from hpctrain.plan.rehearse.record import RecordedMesh, Recorder
 from hpctrain.plan.rehearse.touches import StandIn, Touches, TouchNotes
@@ -57,7 +57,7 @@ class RankStep:
         device = device_kind(deck.run.device)
         transport = deck.communication.wished_transport if on_host(device) else "nccl"
         self._mesh_of = sizes, ranks_per_node, device, place, transport
-        self.recorder = recorder = Recorder(Loads.of_deck(deck, shape).of if shape.experts else None)
+        self.recorder = recorder = Recorder(BalancedLoads.of_deck(deck, shape).of if shape.experts else None)
         self.mesh = self._mesh(number)
         self.stage = stage = plan_stage(deck, shape, self.mesh, schedule, split, number, device)
         self.weights = PlannedWeights(stage)
@@ -169,7 +169,7 @@ class RankStep:
         recorder = self.recorder
         recorder.action = action
         if recorder.listening and self.mesh.group(*EVERYONE).size > 1:
-            recorder.note(Event("agreement", "agreements", action=action))
+            recorder.note(RehearsedCall("agreement", "agreements", action=action))
 
     def _execute(self, schedule: Schedule, number: int) -> None:
         """The actions of a stage, and what messages carry: what is sent by the action after which it is, what

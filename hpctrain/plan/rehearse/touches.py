@@ -27,7 +27,7 @@ from hpctrain.objective.objective import Losses
 from hpctrain.parallel.shard import Parameter
 from hpctrain.parallel.weight_grad import WeightGradientQueue
 from hpctrain.pipeline.action import Schedule
-from hpctrain.plan.rehearse.programme import Event
+from hpctrain.plan.rehearse.programme import RehearsedCall
 from hpctrain.plan.rehearse.record import Recorder
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.gather import Gatherer
@@ -132,7 +132,7 @@ class TouchNotes:
         yield
         self._muted = not outermost
 
-    def _called(self, event: Event) -> TransportWork | None:
+    def _called(self, event: RehearsedCall) -> TransportWork | None:
         """Note what a layer calls; stages pass their results on by themselves."""
         if self._muted or event.group == "pipeline":
             return None
@@ -161,7 +161,7 @@ def _ask(parameter: Parameter) -> None:
     assert parameter.gradient is not None
 
 
-def _call(recorder: Recorder, event: Event, started: Started) -> None:
+def _call(recorder: Recorder, event: RehearsedCall, started: Started) -> None:
     started.append(recorder.add(event))
 
 
@@ -189,7 +189,7 @@ class StandIn:
         """See ModelPart; that of the last part is a number."""
         given = hidden if hidden is not None else self._given if self.trained else self._given.detach()
         shape = () if self.part.span.predicts else self.hidden_shape(inputs.rows)
-        result: Tensor = _Again.apply(given, self, shape)
+        result: Tensor = _StandInAutograd.apply(given, self, shape)
         return result
 
     def predict(self, hidden: Tensor, compute: object) -> Losses:  # noqa: ARG002
@@ -214,7 +214,7 @@ class StandIn:
             self.touches.again(("B", self.chunk))
 
 
-class _Again(torch.autograd.Function):
+class _StandInAutograd(torch.autograd.Function):
     """What a part makes, without memory."""
 
     @staticmethod

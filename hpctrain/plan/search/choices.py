@@ -12,7 +12,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.deck.search_keys import SEARCH_KEYS
 from hpctrain.pipeline.v_schedule import LIMITS
 from hpctrain.pipeline.wanted import schedule_of_file
-from hpctrain.plan.time.machine import Machine, Sharing
+from hpctrain.plan.time.machine import MachineRates, Sharing
 
 RECOMPUTED = ("none", "selective", "full", "sqrt")
 
@@ -40,7 +40,7 @@ def with_values(deck: Deck, values: Values) -> Deck:
 
 
 @dataclass(frozen=True)
-class Choices:
+class SearchSpace:
     """The values of a deck's searched keys on so many ranks."""
 
     deck: Deck
@@ -122,14 +122,14 @@ class Choices:
                 assert isinstance(chunks, int)
                 yield schedule, chunks
 
-    def of_kept(self, machine: Machine) -> Iterator[Values]:
+    def of_kept(self, machine: MachineRates) -> Iterator[Values]:
         """What of a block is computed again, and where the rest waits for backward."""
         homes = [home for home in ("host", "disk") if getattr(machine, home) is not None]
         for recompute in self.of("memory.recompute", RECOMPUTED):
             for home in self.of("memory.activations", ["keep", *homes]):
                 yield {"memory.recompute": recompute, "memory.activations": home}
 
-    def of_states(self, group: Sharing, machine: Machine) -> Iterator[Values]:
+    def of_states(self, group: Sharing, machine: MachineRates) -> Iterator[Values]:
         """What is cut over the ranks that train on other tokens: over all of these, or over those of a node,
         which do without the links between nodes; and where the optimizer's state lives.
         """

@@ -11,12 +11,12 @@ from math import ceil, inf
 
 from hpctrain.deck.schema import Deck
 from hpctrain.memory.recompute import segment_size
-from hpctrain.plan.search.choices import Choices, with_values
-from hpctrain.plan.search.form import Elements, Form
+from hpctrain.plan.search.choices import SearchSpace, with_values
+from hpctrain.plan.search.form import Form, ParameterCounts
 from hpctrain.plan.search.least_bytes import MicroBytes
 from hpctrain.plan.search.moments import moments
 from hpctrain.plan.search.needs import Needs, States
-from hpctrain.plan.time.arrangement import Arrangement
+from hpctrain.plan.time.arrangement import LayoutSizes
 from hpctrain.plan.time.layers import LayerSizes
 
 FormOf = Callable[[Deck, str, int], Form | None]
@@ -27,7 +27,7 @@ class Coarse:
     """Of a deck whose layers are these; `form_of` finds forms."""
 
     def __init__(
-        self, choices: Choices, needs: Needs, layers: Mapping[LayerSizes, int], form_of: FormOf
+        self, choices: SearchSpace, needs: Needs, layers: Mapping[LayerSizes, int], form_of: FormOf
     ) -> None:
         self._choices, self._needs, self._form_of = choices, needs, form_of
         self._layers = layers
@@ -37,7 +37,7 @@ class Coarse:
         self._fewest: dict[tuple[int, int], set[tuple[int, ...]]] = {}
 
     def least(
-        self, deck: Deck, at: Arrangement, kept: MicroBytes, ways: list[States], *, by_flops: bool
+        self, deck: Deck, at: LayoutSizes, kept: MicroBytes, ways: list[States], *, by_flops: bool
     ) -> float:
         """Bytes of the node that needs most, for a rank, of all schedules and these ways to keep states;
         where blocks are not split `by_flops`, however they are.
@@ -61,7 +61,7 @@ class Coarse:
         held = (alive * unit + blocks * states + (besides if blocks else 0) for alive, blocks in loads)
         return max(mean, min((self._needs.libraries + each for each in held), default=inf))
 
-    def _of_any_split(self, at: Arrangement, kept: MicroBytes, states: float) -> float:
+    def _of_any_split(self, at: LayoutSizes, kept: MicroBytes, states: float) -> float:
         """However blocks are split: a stage with n micro-batches under way has room for X / (n w + s) of them
         in X bytes, of w that wait in a block and s of its states, and all stages for all.
         """
@@ -86,19 +86,19 @@ class Coarse:
             for name, chunks in self._choices.of_schedules(stages, stages)
         }
 
-    def _states_of(self, at: Arrangement, ways: list[States]) -> tuple[float, float]:
+    def _states_of(self, at: LayoutSizes, ways: list[States]) -> tuple[float, float]:
         """Bytes of states of a block, and of all of a mean rank, as few as can be."""
         key = at.tensor, at.context, at.data, at.pipeline, at.expert, at.expert_tensor
         if key not in self._states:
             of_blocks = [layer.elements(at) for layer in self._blocks]
-            block = Elements(min(each[0] for each in of_blocks), min(each[1] for each in of_blocks))
+            block = ParameterCounts(min(each[0] for each in of_blocks), min(each[1] for each in of_blocks))
             sizes = [(many, layer.elements(at)) for layer, many in self._layers.items()]
             experts, others = (sum(many * each[index] for many, each in sizes) for index in range(2))
-            mean = Elements(experts / at.pipeline, others / at.pipeline)
+            mean = ParameterCounts(experts / at.pipeline, others / at.pipeline)
             self._states[key] = min(of(block, "none") for of in ways), min(of(mean, "none") for of in ways)
         return self._states[key]
 
-    def _loads_of(self, deck: Deck, at: Arrangement, *, whole: bool) -> list[tuple[float, float]]:
+    def _loads_of(self, deck: Deck, at: LayoutSizes, *, whole: bool) -> list[tuple[float, float]]:
         """Of each form of a schedule blocks of micro-batches that wait on a stage, or pieces of blocks that
         are computed again as one, and its blocks: of the stage that has most, or in the mean. Those with more
         of both than another are left out.
@@ -114,7 +114,7 @@ class Coarse:
             self._loads[key] = best
         return self._loads[key]
 
-    def _forms(self, deck: Deck, at: Arrangement, most: int, whole: bool) -> Iterator[tuple[float, float]]:
+    def _forms(self, deck: Deck, at: LayoutSizes, most: int, whole: bool) -> Iterator[tuple[float, float]]:
         stages = at.pipeline
         deck = with_values(deck, {"layout.pipeline": stages})
         for schedule, chunks in self._choices.of_schedules(stages, stages):
@@ -137,7 +137,7 @@ class Coarse:
                 yield sum(each[0] for each in loads) / stages, sum(each[1] for each in loads) / stages
 
 
-def _rounded(at: Arrangement) -> int:
+def _rounded(at: LayoutSizes) -> int:
     """A number of micro-batches that hold no more than a step's."""
     return 1 << (min(at.micro_batches, 2 * at.pipeline).bit_length() - 1)
 

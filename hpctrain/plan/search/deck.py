@@ -20,10 +20,10 @@ from hpctrain.plan.holding import Holding
 from hpctrain.plan.named import named_problems
 from hpctrain.plan.planned_device import assume_planned_device
 from hpctrain.plan.search.candidate import Candidate
-from hpctrain.plan.search.choices import EVERY, TRIED, Choices, Values, with_values
+from hpctrain.plan.search.choices import EVERY, TRIED, SearchSpace, Values, with_values
 from hpctrain.plan.search.phrases import changed, nothing_fits
-from hpctrain.plan.search.search import BEST, Found, Progress, has_room, roomiest, search
-from hpctrain.plan.time.machine import Machine
+from hpctrain.plan.search.search import BEST, Progress, SearchResult, has_room, roomiest, search
+from hpctrain.plan.time.machine import MachineRates
 from hpctrain.plan.time.rates import deck_rates
 from hpctrain.words import counted, either
 
@@ -44,8 +44,8 @@ class DeckSearch:
     path: Path
     deck: Deck
     ranks: int
-    machine: Machine
-    found: Found
+    machine: MachineRates
+    found: SearchResult
 
     def row(self) -> dict[str, object]:
         """Return the contents as a value that can be written as JSON."""
@@ -71,13 +71,13 @@ class DeckSearch:
 
 
 @dataclass(frozen=True)
-class Wished:
+class SearchOptions:
     """How a deck is searched: on nodes of so many ranks, by a machine's rates (None: as it says itself), and
     whether over every schedule.
     """
 
     ranks_per_node: int | None = None
-    rates: Machine | None = None
+    rates: MachineRates | None = None
     every_schedule: bool = False
 
 
@@ -85,7 +85,7 @@ def search_deck(
     path: Path,
     ranks: int,
     overrides: Sequence[str],
-    wished: Wished,
+    wished: SearchOptions,
     progress: Progress | None = None,
 ) -> DeckSearch:
     """The best layouts of the deck in a file. HpctrainError where it has none on so many ranks."""
@@ -95,7 +95,7 @@ def search_deck(
     machine = wished.rates or deck_rates(deck)
     if machine is None:
         raise HpctrainError(f"{path}: {NO_RATES}")
-    if wished.every_schedule and Choices(deck, ranks).given("layout.schedule"):
+    if wished.every_schedule and SearchSpace(deck, ranks).given("layout.schedule"):
         sentence = "is given, and no other is searched (--set layout.schedule= opens it)"
         raise HpctrainError([f"--all-schedules: layout.schedule = {deck.layout.schedule} {sentence}"])
     found = _search(deck, ranks, wished, machine, BEST, progress)
@@ -109,8 +109,8 @@ NO_RATES = (
 
 
 def chosen_layout(
-    deck: Deck, ranks: int, ranks_per_node: int | None = None, rates: Machine | None = None
-) -> tuple[Candidate, Machine]:
+    deck: Deck, ranks: int, ranks_per_node: int | None = None, rates: MachineRates | None = None
+) -> tuple[Candidate, MachineRates]:
     """The quickest layout that fits, of a deck that leaves it open (layout.auto), by these rates or its own.
     HpctrainError as above.
     """
@@ -121,14 +121,14 @@ def chosen_layout(
             "a published machine"
         )
         raise HpctrainError(deck.problem("layout.auto", sentence))
-    return _search(deck, ranks, Wished(ranks_per_node), machine, 1).best[0], machine
+    return _search(deck, ranks, SearchOptions(ranks_per_node), machine, 1).best[0], machine
 
 
 def with_choice(deck: Deck, changes: Values, ranks: int) -> Deck:
     """The deck with a layout that was chosen for it; keys that it gives stay. HpctrainError where the two do
     not go together.
     """
-    free = Choices(deck, ranks).free
+    free = SearchSpace(deck, ranks).free
     kept = {key: value for key, value in changes.items() if key in free}
     chosen = with_values(deck, kept | {"layout.auto": False})
     problems = [*check_deck(chosen, ranks), *world_problems(chosen, ranks)]
@@ -145,7 +145,7 @@ def laid_out(deck: Deck, ranks: int, ranks_per_node: int | None = None) -> Deck:
     return with_choice(deck, candidate.changes, ranks)
 
 
-def trade_offs(searched: DeckSearch, wished: Wished) -> list[Candidate]:
+def trade_offs(searched: DeckSearch, wished: SearchOptions) -> list[Candidate]:
     """Of always less memory the quickest layout: each node holds less than nine tenths of the one before."""
     found, deck, best = list[Candidate](), searched.deck, searched.found.best[0]
     while len(found) < MOST_TRADED:
@@ -175,12 +175,12 @@ def _seldom_collected() -> Iterator[None]:
 def _search(
     deck: Deck,
     ranks: int,
-    wished: Wished,
-    machine: Machine,
+    wished: SearchOptions,
+    machine: MachineRates,
     best: int,
     progress: Progress | None = None,
     explain: bool = True,
-) -> Found:
+) -> SearchResult:
     """HpctrainError where there is no layout, and, to `explain`, why."""
     if deck.communication.server is not None or deck.layout.replicas > 1:
         is_served = deck.communication.server is not None
@@ -201,12 +201,12 @@ def _search(
     raise HpctrainError(f"{deck.sources.name}: {_why_none(deck, ranks, machine, holding, found)}")
 
 
-def _why_none(deck: Deck, ranks: int, machine: Machine, holding: Holding, found: Found) -> str:
+def _why_none(deck: Deck, ranks: int, machine: MachineRates, holding: Holding, found: SearchResult) -> str:
     least = roomiest(deck, ranks, machine, holding)
     if least is None:
         near = [other for other in _neighbours(ranks) if _can_be(deck, other, machine, holding)]
         would = f" ({either(near)} ranks would)" if near else ""
-        choices, reasons = Choices(deck, ranks), found.fell.reasons
+        choices, reasons = SearchSpace(deck, ranks), found.fell.reasons
         told = sorted(reasons, key=lambda key: not (choices.given(key) and key in SEARCH_KEYS))
         first = reasons[told[0]] if told else "the keys that the deck gives make another number"
         return f"no layout has {counted(ranks, 'rank')}{would}: {first}"
@@ -226,13 +226,13 @@ def _on(holding: Holding, ranks: int) -> Holding:
     return replace(holding, ranks=ranks)
 
 
-def _fits(deck: Deck, ranks: int, machine: Machine, holding: Holding) -> bool:
+def _fits(deck: Deck, ranks: int, machine: MachineRates, holding: Holding) -> bool:
     with suppress(HpctrainError):  # as where links between nodes were not measured
         return has_room(deck, ranks, machine, _on(holding, ranks))
     return False
 
 
-def _can_be(deck: Deck, ranks: int, machine: Machine, holding: Holding) -> bool:
+def _can_be(deck: Deck, ranks: int, machine: MachineRates, holding: Holding) -> bool:
     with suppress(HpctrainError):
         return bool(search(deck, ranks, machine, _on(holding, ranks), 1).best)
     return False

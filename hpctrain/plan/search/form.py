@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.split import cut
-from hpctrain.plan.time.arrangement import Arrangement
+from hpctrain.plan.time.arrangement import LayoutSizes
 from hpctrain.plan.time.layers import LayerSizes
 from hpctrain.plan.time.step import waits_of
 
 
-class Elements(NamedTuple):
+class ParameterCounts(NamedTuple):
     """Parameters of a stage's rank: of experts, and of all else; of these those of blocks, and of the blocks
     that are gathered at once; and of tables that have a second gradient.
     """
@@ -47,7 +47,7 @@ class PartForm:
         pairs = {(id(one), id(other)): (one, other) for one, other in pairwise(blocks)}
         return PartForm(blocks, _alike(blocks), tuple(pairs.values()), ends.get(False), ends.get(True))
 
-    def gathered(self, at: Arrangement) -> float:
+    def gathered(self, at: LayoutSizes) -> float:
         """Elements of the block, and of the next one, that are there whole at once."""
         found = [layer.elements(at)[1] for layer, _ in self.alike]
         for pair in self.pairs:
@@ -75,7 +75,7 @@ class StageForm:
     parts: tuple[int, ...]
     numbers: list[int]
 
-    def elements(self, at: Arrangement, kinds: Sequence[PartForm]) -> Elements:
+    def elements(self, at: LayoutSizes, kinds: Sequence[PartForm]) -> ParameterCounts:
         """Of its parameters on a rank."""
         experts = others = 0.0
         for layer, count in self.alike:
@@ -89,7 +89,7 @@ class StageForm:
             others += tied  # the table that it has of its own
         gathered = max(kinds[part].gathered(at) for part in set(self.parts))
         blocks = sum(count * layer.elements(at)[1] for layer, count in self.alike if layer.is_block)
-        return Elements(experts, others, blocks, gathered, apart)
+        return ParameterCounts(experts, others, blocks, gathered, apart)
 
 
 @dataclass(frozen=True)

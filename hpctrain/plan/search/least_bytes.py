@@ -26,13 +26,13 @@ from hpctrain.optim.block_rule import MatrixRules
 from hpctrain.parallel.saved import DeferredBytes, total
 from hpctrain.pipeline.execute import receives_ahead
 from hpctrain.plan.activations import segment_bytes
-from hpctrain.plan.search.form import Elements, PartForm
+from hpctrain.plan.search.form import ParameterCounts, PartForm
 from hpctrain.plan.search.moments import Moment, Opened
 from hpctrain.plan.time.layers import LayerSizes
 
 
 @dataclass(frozen=True)
-class Kept:
+class MicroBatchBytes:
     """Bytes of one micro-batch in one layer: of what is `saved` of it, those that are `staying` until its
     backward if it is not computed again, and those that are `present` besides while it computes; what of its
     `input` it saves; what its weight gradients hold where they come later, and what is there `besides` while
@@ -71,7 +71,7 @@ class MicroBytes:
     share the `shared`. Of a model with `frozen` parameters autograd may save nothing.
     """
 
-    of_kinds: Mapping[str, Kept]
+    of_kinds: Mapping[str, MicroBatchBytes]
     hidden: int
     input_stays: int
     input_present: int
@@ -112,7 +112,7 @@ class MicroBytes:
         waiting += self.input_stays * ceil(many / size)
         return PartKept(waiting, head, self.input_present, again, again + besides, deferred)
 
-    def _again(self, blocks: Sequence[Kept], size: int, alike: bool) -> float:
+    def _again(self, blocks: Sequence[MicroBatchBytes], size: int, alike: bool) -> float:
         """What is there while the segment is computed again that then has most."""
         most, pieces = 0, ceil(len(blocks) / size)
         # Of segments that are alike a later one has more: fewer are behind it.
@@ -154,7 +154,7 @@ class LayerBytes:
         self._ranks_per_node = ranks_per_node
         self._parts: dict[object, ModelPart] = {}
         self._found: dict[object, MicroBytes] = {}
-        self._of_kinds: dict[object, dict[str, Kept]] = {}
+        self._of_kinds: dict[object, dict[str, MicroBatchBytes]] = {}
 
     def of(self, deck: Deck) -> MicroBytes:
         """Of a micro-batch of a deck that says how layers are split and what is computed again."""
@@ -205,7 +205,7 @@ class LayerBytes:
         return self._parts[key]
 
 
-def _kept(deck: Deck, layer: Layer, part: PartBytes) -> Kept:
+def _kept(deck: Deck, layer: Layer, part: PartBytes) -> MicroBatchBytes:
     """Of a layer of a part."""
     at, saved = part.at, layer.saved(part.at)
     whole = staying = total(saved)
@@ -216,7 +216,7 @@ def _kept(deck: Deck, layer: Layer, part: PartBytes) -> Kept:
         kept = packed if deck.memory.activations == "keep" else 0
         staying, present, later = stays + kept, computed - kept, layer.waiting(at)
         first = saved[0].bytes if saved[0] == part.hidden else 0
-    return Kept(whole, staying, present, first, *later, layer.workspace(at), layer.holes(at))
+    return MicroBatchBytes(whole, staying, present, first, *later, layer.workspace(at), layer.holes(at))
 
 
 def _few(layers: Sequence[LayerSizes]) -> int:
@@ -274,7 +274,7 @@ class StateBytes:
         """Where what the optimizer keeps does not live on the device."""
         return replace(self, optimizer=0)
 
-    def held(self, elements: Elements, cut: Cut, ranks_per_node: int) -> float:
+    def held(self, elements: ParameterCounts, cut: Cut, ranks_per_node: int) -> float:
         """Of a stage's rank."""
         held = self._held(elements.others, cut, cut.group, ranks_per_node)
         held += self._held(elements.experts, cut, cut.of_experts, ranks_per_node)

@@ -7,17 +7,17 @@ from dataclasses import replace
 
 from hpctrain.deck.check_world import world_problems
 from hpctrain.pipeline.v_schedule import LIMITS
-from hpctrain.plan.search.choices import Choices, Values, with_values
+from hpctrain.plan.search.choices import SearchSpace, Values, with_values
 from hpctrain.plan.search.form import Form
 from hpctrain.plan.search.least_bytes import PartKept
 from hpctrain.plan.search.least_seconds import PartSeconds, least_seconds
 from hpctrain.plan.search.moments import Opened, moments, opened
 from hpctrain.plan.search.needs import Needs, States
-from hpctrain.plan.search.nodes import Fell, Layout, Staged
+from hpctrain.plan.search.nodes import Fell, LayoutNode, Staged
 from hpctrain.plan.search.split_forms import SplitForms
-from hpctrain.plan.time.arrangement import Arrangement
+from hpctrain.plan.time.arrangement import LayoutSizes
 from hpctrain.plan.time.ground import Ground
-from hpctrain.plan.time.machine import Machine
+from hpctrain.plan.time.machine import MachineRates
 
 _ROUNDING = 1e-9
 
@@ -27,8 +27,8 @@ class Leaves:
 
     def __init__(
         self,
-        choices: Choices,
-        machine: Machine,
+        choices: SearchSpace,
+        machine: MachineRates,
         needs: Needs,
         forms: SplitForms,
         fell: Fell,
@@ -38,7 +38,7 @@ class Leaves:
         self._forms, self._fell, self._limit = forms, fell, limit
         self._afters: dict[object, float] = {}
 
-    def of(self, node: Staged, ways: Sequence[States], message: float) -> Iterator[Layout]:
+    def of(self, node: Staged, ways: Sequence[States], message: float) -> Iterator[LayoutNode]:
         """All of a node that may have room, with some ways to keep states, in the order of the choices;
         `message` are seconds from a stage to the next at the least.
         """
@@ -47,7 +47,7 @@ class Leaves:
             if usual is None or not self._forms.is_had(node, schedule, chunks):
                 continue
             first, *others = self._forms.tried(usual, node.layers, node.ground)
-            known: dict[Arrangement, Layout] = {}
+            known: dict[LayoutSizes, LayoutNode] = {}
             for layout in self._of_form(node, schedule, first, ways, message):
                 known[layout.at] = layout if first is usual else _split(layout)
                 yield known[layout.at]
@@ -58,7 +58,7 @@ class Leaves:
 
     def _of_form(
         self, node: Staged, schedule: str, form: Form, ways: Sequence[States], message: float
-    ) -> Iterator[Layout]:
+    ) -> Iterator[LayoutNode]:
         at, ground = node.at, node.ground
         zeros = list(self._choices.of_states(at.data_ranks, self._machine))
         needs = zip(zeros, self._least_of(node, schedule, form, ways), strict=True)
@@ -86,7 +86,7 @@ class Leaves:
             cut_so = replace(at, zero=whole.layout.zero, zero_group=group or 0, optimizer_home=home)
             bound = span + self._after(ground, form, backward, cut_so)
             # What is summed in another order here differs by rounding.
-            yield Layout(bound * (1 - _ROUNDING), least, whole, cut_so, form.split)
+            yield LayoutNode(bound * (1 - _ROUNDING), least, whole, cut_so, form.split)
 
     def _seconds(self, node: Staged, form: Form, waited: float) -> list[PartSeconds]:
         """Of each part of a form, whose messages are `waited` for so long."""
@@ -123,7 +123,7 @@ class Leaves:
             found.append(self._needs.most(at, places, [held[place.like] + own for place, own in both]))
         return found
 
-    def _allowed(self, schedule: str, at: Arrangement, parts: Sequence[PartKept]) -> float:
+    def _allowed(self, schedule: str, at: LayoutSizes, parts: Sequence[PartKept]) -> float:
         """Bytes of the micro-batches that an order may have wait in parts of a stage, where a run looks for
         it by times of its own: what is found here for others may hold less.
         """
@@ -133,7 +133,7 @@ class Leaves:
         return many * min(part.waiting - part.head for part in parts)
 
     def _states_held(
-        self, at: Arrangement, form: Form, ways: Sequence[States], opens: Opened
+        self, at: LayoutSizes, form: Form, ways: Sequence[States], opens: Opened
     ) -> list[list[float]]:
         """Bytes of states by each of some ways to keep them, on each stage of a form."""
         key = at.tensor, at.context, at.data, at.expert, at.expert_tensor, opens
@@ -143,7 +143,7 @@ class Leaves:
         found: list[list[float]] = form.memo[key]
         return found
 
-    def _after(self, ground: Ground, form: Form, backward: Sequence[float], at: Arrangement) -> float:
+    def _after(self, ground: Ground, form: Form, backward: Sequence[float], at: LayoutSizes) -> float:
         """Seconds that any stage of a form takes after its backward, at the least; where stages lie on kinds
         of node, those that all wait for.
         """
@@ -164,6 +164,6 @@ class Leaves:
         return self._afters[key]
 
 
-def _split(layout: Layout) -> Layout:
+def _split(layout: LayoutNode) -> LayoutNode:
     """One whose deck says how it is split."""
     return replace(layout, deck=with_values(layout.deck, {"layout.split": layout.split}))

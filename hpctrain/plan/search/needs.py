@@ -10,12 +10,12 @@ from hpctrain.deck.schema import Deck
 from hpctrain.plan.holding import Holding
 from hpctrain.plan.room import Room
 from hpctrain.plan.search.choices import Values
-from hpctrain.plan.search.form import Elements, Form
+from hpctrain.plan.search.form import Form, ParameterCounts
 from hpctrain.plan.search.least_bytes import Cut, StateBytes
 from hpctrain.plan.search.moments import Opened
-from hpctrain.plan.time.arrangement import Arrangement
+from hpctrain.plan.time.arrangement import LayoutSizes
 
-States = Callable[[Elements, Opened], float]
+States = Callable[[ParameterCounts, Opened], float]
 """Bytes of states of elements, where so many whole gradients are there at once."""
 
 
@@ -23,7 +23,7 @@ _ROUNDED = 1 - 1e-12
 """What is exactly as much as a plan says is not to be more by the order of its sums."""
 
 
-class Place(NamedTuple):
+class StageNeeds(NamedTuple):
     """A stage that stands for those that hold as much: its number, which of a form's is like it, the kinds of
     its parts by chunk, and the share of the largest memory that it has.
     """
@@ -53,7 +53,7 @@ class Needs:
         self._of_stages: dict[int, list[float]] = {}
         self._nodes: dict[int, list[tuple[Counter[int], float]]] = {}
 
-    def states_of(self, at: Arrangement, zero: Values) -> States:
+    def states_of(self, at: LayoutSizes, zero: Values) -> States:
         """Of the states of a stage's elements under some ZeRO."""
         stage, group = zero["layout.zero"], zero["layout.zero_group"]
         kept = self._states[zero["memory.optimizer"] == "device"]
@@ -62,7 +62,7 @@ class Needs:
         if isinstance(group, int):
             size, of_experts = group, min(group, of_experts)
 
-        def states(elements: Elements, opened: Opened) -> float:
+        def states(elements: ParameterCounts, opened: Opened) -> float:
             cut = Cut(stage, size, of_experts, "none" if at.sliced else opened)
             return kept.held(elements, cut, self._per_node)
 
@@ -77,32 +77,32 @@ class Needs:
         """Where a rank holds so much in the mean over all, beside libraries."""
         return (self.libraries + held) / self._mean * _ROUNDED
 
-    def mixes(self, at: Arrangement) -> bool:
+    def mixes(self, at: LayoutSizes) -> bool:
         """Whether ranks that share memory are of several stages."""
         return bool(at.stage_ranks % self._together)
 
-    def shares(self, at: Arrangement) -> list[float]:
+    def shares(self, at: LayoutSizes) -> list[float]:
         """Of the largest memory, that which each stage's ranks have."""
         if at.pipeline not in self._of_stages:
             self._of_stages[at.pipeline] = [self._share(at, stage) for stage in range(at.pipeline)]
         return self._of_stages[at.pipeline]
 
-    def places(self, at: Arrangement, form: Form) -> list[Place]:
+    def places(self, at: LayoutSizes, form: Form) -> list[StageNeeds]:
         """The stages of a form that are looked at: all, where a node's ranks are of several."""
         key = "places", at.stage_ranks
         if key not in form.memo:
             form.memo[key] = sorted(self._places(at, form))
-        found: list[Place] = form.memo[key]
+        found: list[StageNeeds] = form.memo[key]
         return found
 
-    def _places(self, at: Arrangement, form: Form) -> Iterator[Place]:
+    def _places(self, at: LayoutSizes, form: Form) -> Iterator[StageNeeds]:
         for like, stage in enumerate(form.stages):
             shares = {number: self._share(at, number) for number in stage.numbers}
             first = {share: number for number, share in reversed(shares.items())}
             for number in shares if self.mixes(at) else first.values():
-                yield Place(number, like, form.kinds_on(number), shares[number])
+                yield StageNeeds(number, like, form.kinds_on(number), shares[number])
 
-    def most(self, at: Arrangement, places: Sequence[Place], held: Sequence[float]) -> float:
+    def most(self, at: LayoutSizes, places: Sequence[StageNeeds], held: Sequence[float]) -> float:
         """Of the node that needs most of what it has, for a rank, where stages hold so much."""
         if not self.mixes(at):
             each = ((self.libraries + own) / place.share for place, own in zip(places, held, strict=True))
@@ -113,7 +113,7 @@ class Needs:
         )
         return max(needed) / self._together * _ROUNDED
 
-    def _share(self, at: Arrangement, stage: int) -> float:
+    def _share(self, at: LayoutSizes, stage: int) -> float:
         """Of the kind of node under a stage that has least."""
         if len(self._shares) == 1:
             return 1.0
@@ -124,7 +124,7 @@ class Needs:
             begin += ranks
         return found
 
-    def _several(self, at: Arrangement) -> list[tuple[Counter[int], float]]:
+    def _several(self, at: LayoutSizes) -> list[tuple[Counter[int], float]]:
         """Of each node how many ranks are of which stage, and its share; nodes that are alike once."""
         if at.pipeline not in self._nodes:
             found: dict[object, tuple[Counter[int], float]] = {}

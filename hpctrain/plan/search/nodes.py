@@ -12,7 +12,7 @@ from hpctrain.deck.problem import Problem
 from hpctrain.deck.schema import Deck
 from hpctrain.plan.search.least_bytes import MicroBytes
 from hpctrain.plan.search.least_seconds import PartSeconds
-from hpctrain.plan.time.arrangement import Arrangement
+from hpctrain.plan.time.arrangement import LayoutSizes
 from hpctrain.plan.time.ground import Ground
 from hpctrain.plan.time.layers import LayerSeconds, LayerSizes
 
@@ -47,7 +47,7 @@ class SplitLayers:
     bound: float
     least: float
     deck: Deck
-    at: Arrangement
+    at: LayoutSizes
     of_kinds: tuple[Mapping[LayerSizes, LayerSeconds], ...]
     """Of the machine's kinds of node, each by itself."""
     kept: MicroBytes
@@ -76,13 +76,13 @@ class Staged:
     bound: float
     least: float
     deck: Deck
-    at: Arrangement
+    at: LayoutSizes
     layers: SplitLayers
     ground: Ground
 
 
 @dataclass(frozen=True)
-class Layout:
+class LayoutNode:
     """All of a layout, with its own seconds by cause once they are known: then the bound is their sum. Where
     its blocks are not split as a run does by itself, `usual` is the layout that has them so.
     """
@@ -90,13 +90,13 @@ class Layout:
     bound: float
     least: float
     deck: Deck
-    at: Arrangement
+    at: LayoutSizes
     split: tuple[int, ...]
     causes: Mapping[str, float] | None = None
-    usual: Layout | None = None
+    usual: LayoutNode | None = None
 
 
-Node = SplitLayers | Staged | Layout
+Node = SplitLayers | Staged | LayoutNode
 
 
 def part_of(passes: LayerSeconds) -> PartSeconds:

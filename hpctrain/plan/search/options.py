@@ -11,7 +11,7 @@ from hpctrain.errors import InputOutputError
 from hpctrain.files import check_output, require_writable
 from hpctrain.plan.options import required_ranks
 from hpctrain.plan.search.choices import Values
-from hpctrain.plan.search.deck import DeckSearch, Wished, search_deck, trade_offs
+from hpctrain.plan.search.deck import DeckSearch, SearchOptions, search_deck, trade_offs
 from hpctrain.plan.search.phrases import changed
 from hpctrain.plan.search.words import search_text
 from hpctrain.report.bar import progress_bar
@@ -23,7 +23,7 @@ def searched(
     deck: Path,
     ranks: int | None,
     overrides: Sequence[str],
-    wished: Wished,
+    wished: SearchOptions,
     write: Path | None,
     as_json: bool,
     *,

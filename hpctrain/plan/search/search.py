@@ -19,11 +19,11 @@ from hpctrain.deck.schema import Deck
 from hpctrain.plan.holding import Holding
 from hpctrain.plan.room import Room
 from hpctrain.plan.search.candidate import Candidate
-from hpctrain.plan.search.choices import EVERY, TRIED, Choices
-from hpctrain.plan.search.nodes import Fell, Layout, Node
+from hpctrain.plan.search.choices import EVERY, TRIED, SearchSpace
+from hpctrain.plan.search.nodes import Fell, LayoutNode, Node
 from hpctrain.plan.search.split_forms import LEAST_GAIN
 from hpctrain.plan.search.tree import Tree
-from hpctrain.plan.time.machine import Machine
+from hpctrain.plan.time.machine import MachineRates
 
 BEST = 10
 """Layouts that are told."""
@@ -41,7 +41,7 @@ class Missed:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The best layouts, the quickest first, what became of others, how many nodes of the tree were left open,
     the quickest layout that does not fit, if one came up, and the schedules that were not tried.
     """
@@ -56,19 +56,19 @@ class Found:
 def search(
     deck: Deck,
     ranks: int,
-    machine: Machine,
+    machine: MachineRates,
     holding: Holding,
     best: int = BEST,
     progress: Progress | None = None,
     schedules: Sequence[str] = TRIED,
-) -> Found:
+) -> SearchResult:
     """The layouts of a deck on so many ranks of a machine, `best` of them, or all that fit; by one of these
     schedules where the deck gives none.
 
     One that fits has its blocks split as a run does by itself, or by seconds, where that is so much quicker
     and fits too; on several kinds of node all layouts are split by seconds.
     """
-    choices = Choices(deck, ranks, schedules)
+    choices = SearchSpace(deck, ranks, schedules)
     tree = Tree(choices, machine, holding, holding.of_mean_rank(deck))
     queue = _Queue(tree.roots(), lambda node: node.bound)
     found: list[Candidate] = []
@@ -77,7 +77,7 @@ def search(
     for looked, node in enumerate(queue):
         if progress is not None:
             progress(looked)
-        if not isinstance(node, Layout):
+        if not isinstance(node, LayoutNode):
             queue.add(tree.children(node))
         elif node.causes is None:
             if not tree.fell.cannot_be(check_deck(node.deck, ranks), node.deck):
@@ -95,16 +95,16 @@ def search(
         if len(found) == best:
             break
     left = () if choices.given("layout.schedule") else [each for each in EVERY if each not in schedules]
-    return Found(tuple(found), tree.fell, len(queue), missed, tuple(left))
+    return SearchResult(tuple(found), tree.fell, len(queue), missed, tuple(left))
 
 
-def _timed(tree: Tree, node: Layout) -> Layout:
+def _timed(tree: Tree, node: LayoutNode) -> LayoutNode:
     """A layout with its own seconds."""
     causes = tree.seconds(node)
     return replace(node, bound=sum(causes.values()), causes=causes)
 
 
-def _is_worth_it(tree: Tree, node: Layout) -> bool:
+def _is_worth_it(tree: Tree, node: LayoutNode) -> bool:
     """Whether one that is not split as usual is that much quicker than the one that is, which fits."""
     if node.usual is None:
         return True
@@ -116,11 +116,11 @@ def _fits(room: Room | None) -> bool:
     return room is None or room.fits
 
 
-def roomiest(deck: Deck, ranks: int, machine: Machine, holding: Holding) -> Missed | None:
+def roomiest(deck: Deck, ranks: int, machine: MachineRates, holding: Holding) -> Missed | None:
     """Of a deck's layouts the one whose nodes need least of what they have; None where there is none, or it
     is not known what a node has.
     """
-    tree, found = Tree(Choices(deck, ranks, EVERY), machine, holding, inf), list[tuple[float, Missed]]()
+    tree, found = Tree(SearchSpace(deck, ranks, EVERY), machine, holding, inf), list[tuple[float, Missed]]()
     for node in _roomy(tree):
         if found and node.least >= found[0][0]:
             break  # nor does any that has not come up need less
@@ -132,17 +132,17 @@ def roomiest(deck: Deck, ranks: int, machine: Machine, holding: Holding) -> Miss
     return found[0][1] if found else None
 
 
-def has_room(deck: Deck, ranks: int, machine: Machine, holding: Holding) -> bool:
+def has_room(deck: Deck, ranks: int, machine: MachineRates, holding: Holding) -> bool:
     """Whether any of a deck's layouts fits."""
-    tree = Tree(Choices(deck, ranks, EVERY), machine, holding, holding.of_mean_rank(deck))
+    tree = Tree(SearchSpace(deck, ranks, EVERY), machine, holding, holding.of_mean_rank(deck))
     return any(_fits(_planned(tree, node)[1]) for node in _roomy(tree))
 
 
-def _roomy(tree: Tree) -> Iterator[Layout]:
+def _roomy(tree: Tree) -> Iterator[LayoutNode]:
     """Layouts in the order of what they need at the least."""
     queue = _Queue(tree.roots(), lambda node: node.least)
     for node in queue:
-        if not isinstance(node, Layout):
+        if not isinstance(node, LayoutNode):
             queue.add(tree.children(node))
         elif not tree.fell.cannot_be(check_deck(node.deck, tree.choices.ranks), node.deck):
             yield _timed(tree, node)
@@ -169,7 +169,7 @@ class _Queue:
             yield heappop(self._nodes)[-1]
 
 
-def _planned(tree: Tree, node: Layout) -> tuple[Candidate, Room | None]:
+def _planned(tree: Tree, node: LayoutNode) -> tuple[Candidate, Room | None]:
     """What a layout takes and holds."""
     assert node.causes is not None
     memory = tree.memory(node)

@@ -15,7 +15,7 @@ from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.split import cut, split_over
 from hpctrain.pipeline.wanted import make_schedule, outline, schedule_of_file
-from hpctrain.plan.search.choices import Choices, Values, with_values
+from hpctrain.plan.search.choices import SearchSpace, Values, with_values
 from hpctrain.plan.search.form import Form
 from hpctrain.plan.search.nodes import Fell, SplitLayers, Staged
 from hpctrain.plan.time.ground import Ground
@@ -36,7 +36,9 @@ NO_ZERO: Values = {
 class SplitForms:
     """Of a deck's model, whose layers are these; what cannot be falls."""
 
-    def __init__(self, choices: Choices, shape: ModelShape, layers: Sequence[LayerSizes], fell: Fell) -> None:
+    def __init__(
+        self, choices: SearchSpace, shape: ModelShape, layers: Sequence[LayerSizes], fell: Fell
+    ) -> None:
         self._choices, self._shape, self._layers, self._fell = choices, shape, layers, fell
         self._usual: dict[object, Form | None] = {}
         self._splits: dict[object, Form] = {}

@@ -21,18 +21,18 @@ from hpctrain.pipeline.generate import generate
 from hpctrain.pipeline.simulate import Simulation, StageTimes, simulate
 from hpctrain.plan.holding import Holding
 from hpctrain.plan.memory import MemoryPlan
-from hpctrain.plan.search.choices import Choices, Values, with_values
+from hpctrain.plan.search.choices import SearchSpace, Values, with_values
 from hpctrain.plan.search.coarse import Coarse
 from hpctrain.plan.search.least_bytes import LayerBytes, MicroBytes
 from hpctrain.plan.search.least_seconds import KNOWN
 from hpctrain.plan.search.leaves import Leaves
 from hpctrain.plan.search.needs import Needs, States
-from hpctrain.plan.search.nodes import Fell, Layout, Node, SplitLayers, Staged, part_of
+from hpctrain.plan.search.nodes import Fell, LayoutNode, Node, SplitLayers, Staged, part_of
 from hpctrain.plan.search.split_forms import NO_ZERO, SplitForms
-from hpctrain.plan.time.arrangement import Arrangement
+from hpctrain.plan.time.arrangement import LayoutSizes
 from hpctrain.plan.time.ground import Ground, ranks_of_kinds
 from hpctrain.plan.time.layers import LayerSeconds, LayerSizes, layer_seconds, layer_sizes
-from hpctrain.plan.time.machine import Machine
+from hpctrain.plan.time.machine import MachineRates
 from hpctrain.plan.time.step import boundary_seconds, step_seconds
 
 _NEUTRAL: Values = NO_ZERO | {
@@ -51,7 +51,7 @@ class Tree:
     node of the kind that has most.
     """
 
-    def __init__(self, choices: Choices, machine: Machine, holding: Holding, limit: float) -> None:
+    def __init__(self, choices: SearchSpace, machine: MachineRates, holding: Holding, limit: float) -> None:
         self.choices, self.machine, self.holding = choices, machine, holding
         self.limit = limit
         deck = choices.deck
@@ -86,7 +86,7 @@ class Tree:
                 split = with_values(deck, of_layers | of_kept)
                 for size in self.choices.of_micro_batches(deck.batch.global_size * most // of_model):
                     whole = with_values(split, {"batch.micro_size": size})
-                    at, kept = Arrangement.of_axes(whole, _axes(whole), self._per_node), self._bytes.of(whole)
+                    at, kept = LayoutSizes.of_axes(whole, _axes(whole), self._per_node), self._bytes.of(whole)
                     needs = {stages: self._coarsely(whole, at, kept, stages) for stages in counts}
                     fitting = {stages: least for stages, least in needs.items() if least <= self.limit}
                     if fitting:
@@ -96,7 +96,7 @@ class Tree:
                     if whole.memory.activations == "keep":
                         break  # more sequences keep more
 
-    def _coarsely(self, deck: Deck, at: Arrangement, kept: MicroBytes, stages: int) -> float:
+    def _coarsely(self, deck: Deck, at: LayoutSizes, kept: MicroBytes, stages: int) -> float:
         """Bytes at the least with so many stages, whether or not these share the batch."""
         data = self.choices.ranks // (at.tensor * at.context * stages)
         passes = max(1, deck.batch.global_size // (at.micro_size * data))
@@ -105,7 +105,7 @@ class Tree:
         return self._coarse.least(deck, staged, kept, self._ways(staged), by_flops=by_flops)
 
     def _split(
-        self, deck: Deck, at: Arrangement, kept: MicroBytes, needs: Mapping[int, float]
+        self, deck: Deck, at: LayoutSizes, kept: MicroBytes, needs: Mapping[int, float]
     ) -> SplitLayers:
         of_kinds = tuple(
             {layer: layer_seconds(layer, at, kind) for layer in self._kinds} for kind in self.machine.kinds
@@ -166,7 +166,7 @@ class Tree:
                     continue
             yield Staged(bound, least, deck, staged, node, ground)
 
-    def _ways(self, at: Arrangement) -> list[States]:
+    def _ways(self, at: LayoutSizes) -> list[States]:
         """To keep states."""
         key = at.tensor, at.context, at.data, at.expert, at.expert_tensor
         if key not in self._ways_of:
@@ -174,7 +174,7 @@ class Tree:
             self._ways_of[key] = [self.needs.states_of(at, each) for each in of_states]
         return self._ways_of[key]
 
-    def _message(self, at: Arrangement) -> float:
+    def _message(self, at: LayoutSizes) -> float:
         """Seconds from a stage to the next, at the least."""
         if at.pipeline == 1:
             return 0.0
@@ -183,14 +183,14 @@ class Tree:
         hidden = self.layers[0].hidden
         return min(boundary_seconds(hidden, at, kind, way) for kind in self.machine.kinds for way in ways)
 
-    def _order(self, layout: Layout) -> object:
+    def _order(self, layout: LayoutNode) -> object:
         """What an order that is looked for depends on; None of one that is known."""
         name, at = layout.deck.layout.schedule, layout.at
         if at.pipeline == 1 or name in KNOWN:
             return None
         return name, at.pipeline, at.micro_batches, layout.split, at.recompute
 
-    def schedule(self, layout: Layout) -> Schedule:
+    def schedule(self, layout: LayoutNode) -> Schedule:
         """That of a layout's step."""
         keys, at, order = layout.deck.layout, layout.at, self._order(layout)
         if order is not None:
@@ -200,7 +200,7 @@ class Tree:
             return self._placed[order]
         return self._schedule(keys.schedule, at.pipeline, at.micro_batches, keys.chunks)
 
-    def seconds(self, layout: Layout) -> Mapping[str, float]:
+    def seconds(self, layout: LayoutNode) -> Mapping[str, float]:
         """Of a layout's step, by cause."""
         schedule = self.schedule(layout)
         return step_seconds(self.layers, layout.at, schedule, layout.split, self.machine, self._simulate)
@@ -212,7 +212,7 @@ class Tree:
             last = self._simulated = schedule, times, simulate(schedule, times)
         return last[2]
 
-    def memory(self, layout: Layout) -> MemoryPlan:
+    def memory(self, layout: LayoutNode) -> MemoryPlan:
         """What its ranks hold."""
         return self.holding.memory_of(layout.deck, self.schedule(layout), layout.split)
 

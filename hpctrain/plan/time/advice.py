@@ -13,7 +13,7 @@ from hpctrain.deck.schedules import NAMES, TWO_CHUNKS
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.sizes import axis_sizes, micro_batches
 from hpctrain.errors import HpctrainError
-from hpctrain.plan.time.machine import Attention, Collective, Format, Host, Link, Machine
+from hpctrain.plan.time.machine import AttentionRates, Collective, FormatRates, Host, LinkRates, MachineRates
 from hpctrain.plan.time.step import StepPlan
 
 LEAST_GAIN = 0.005  # of a step; less is no advice
@@ -64,9 +64,9 @@ def advise(
     deck: Deck,
     ranks: int,
     step: StepPlan,
-    machine: Machine,
+    machine: MachineRates,
     changed: Callable[[str], Deck],
-    timed: Callable[[Deck, Machine], StepPlan],
+    timed: Callable[[Deck, MachineRates], StepPlan],
     held: Callable[[Deck], tuple[int, bool | None]],
     bytes_now: int,
 ) -> Advice:
@@ -101,7 +101,9 @@ def advise(
     return Advice(dict(sorted(shares.items(), key=lambda each: -each[1])), best)
 
 
-def estimate(deck: Deck, ranks: int, machine: Machine, timed: Callable[[Deck, Machine], StepPlan]) -> float:
+def estimate(
+    deck: Deck, ranks: int, machine: MachineRates, timed: Callable[[Deck, MachineRates], StepPlan]
+) -> float:
     """Seconds of a step, of which no more micro-batches are simulated than fill the pipeline twice: the stage
     that has most to do waits for no others.
     """
@@ -127,7 +129,7 @@ to hosts and disks, and what operations and steps take at least.
 """
 
 
-def faster(machine: Machine, part: str) -> Machine:
+def faster(machine: MachineRates, part: str) -> MachineRates:
     """The machine with one of its `PARTS` twice as fast, of all its kinds of node."""
     if machine.others:
         first, *others = (faster(kind.model_copy(update={"others": ()}), part) for kind in machine.kinds)
@@ -164,16 +166,16 @@ def faster(machine: Machine, part: str) -> Machine:
     return machine.model_copy(update={"launch": machine.launch / 2, "fixed": machine.fixed / 2})
 
 
-def _faster(link: Link | None) -> Link | None:
-    return None if link is None else Link(bandwidth=2 * link.bandwidth, latency=link.latency / 2)
+def _faster(link: LinkRates | None) -> LinkRates | None:
+    return None if link is None else LinkRates(bandwidth=2 * link.bandwidth, latency=link.latency / 2)
 
 
-def _quicker(attention: Attention) -> Attention:
+def _quicker(attention: AttentionRates) -> AttentionRates:
     rates = {"forward": attention.forward, "backward": attention.backward}
     return attention.model_copy(update={name: 2 * rate for name, rate in rates.items() if rate is not None})
 
 
-def _passed(of: Machine | Format) -> dict[str, object]:
+def _passed(of: MachineRates | FormatRates) -> dict[str, object]:
     """What goes by memory's bandwidth, in half its time."""
     elements = {kind: (forward / 2, backward / 2) for kind, (forward, backward) in of.elementwise.items()}
     return {"elementwise": elements, "optimizer": None if of.optimizer is None else 2 * of.optimizer}

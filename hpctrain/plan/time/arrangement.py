@@ -11,11 +11,11 @@ from hpctrain.engine.sizes import axis_sizes, micro_batches
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import Recomputed
 from hpctrain.plan.time.machine import Home, Sharing
-from hpctrain.plan.time.update import ADAMW, Update
+from hpctrain.plan.time.update import ADAMW, UpdateNumbers
 
 
 @dataclass(frozen=True)
-class Arrangement:
+class LayoutSizes:
     """Ranks along each axis, tensor ranks next to each other, then those of context, data and pipeline; and
     what else of a layout takes time. `itemsize` is that of what is stored and sent, `gradient_itemsize` that
     of gradients' sums; `micro_size` in sequences, `micro_batches` of a data rank in a step. ZeRO cuts over
@@ -43,25 +43,25 @@ class Arrangement:
     sliced: bool = False
     keep_gathered: int = 0
     bucket_bytes: int = 25_000_000
-    update: Update = ADAMW
+    update: UpdateNumbers = ADAMW
     optimizer_home: Home = "device"
     parameters_home: Home = "device"
     activations_home: Home = "device"
 
     @staticmethod
-    def of(deck: Deck, ranks: int, ranks_per_node: int) -> Arrangement:
+    def of(deck: Deck, ranks: int, ranks_per_node: int) -> LayoutSizes:
         """That of a deck on so many ranks. HpctrainError where it does not fit them."""
-        return Arrangement.of_axes(deck, axis_sizes(deck, ranks), ranks_per_node)
+        return LayoutSizes.of_axes(deck, axis_sizes(deck, ranks), ranks_per_node)
 
     @staticmethod
-    def of_axes(deck: Deck, sizes: Mapping[str, int], ranks_per_node: int) -> Arrangement:
+    def of_axes(deck: Deck, sizes: Mapping[str, int], ranks_per_node: int) -> LayoutSizes:
         """That of a deck with so many ranks along each axis."""
         layout, formats, memory = deck.layout, Precision.of(deck), deck.memory
         stride = sizes["tensor"]
         group = layout.zero_group
         if group == "node":
             group = Sharing.of(sizes["data"] * sizes["context"], stride, ranks_per_node).together
-        return Arrangement(
+        return LayoutSizes(
             tensor=sizes["tensor"],
             context=sizes["context"],
             data=sizes["data"],
@@ -83,7 +83,7 @@ class Arrangement:
             sliced=memory.accumulate == "sliced",
             keep_gathered=memory.keep_gathered,
             bucket_bytes=deck.communication.bucket_bytes,
-            update=Update.of(deck),
+            update=UpdateNumbers.of(deck),
             optimizer_home=memory.optimizer,
             parameters_home=memory.parameters,
             activations_home="device" if memory.activations == "keep" else memory.activations,

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from hpctrain.errors import HpctrainError
-from hpctrain.plan.time.arrangement import Arrangement
+from hpctrain.plan.time.arrangement import LayoutSizes
 from hpctrain.plan.time.layers import LayerSeconds, LayerSizes, layer_seconds
-from hpctrain.plan.time.machine import Link, Machine
+from hpctrain.plan.time.machine import LinkRates, MachineRates
 from hpctrain.plan.time.synchronize import after_backward
 
 _NOT_TIMED = ("name", "source", "nodes", "memory", "others", "date", "processor", "ranks", "spread")
@@ -26,12 +26,12 @@ class Ground:
     HpctrainError where a machine has fewer nodes than the ranks need.
     """
 
-    def __init__(self, machine: Machine, at: Arrangement) -> None:
+    def __init__(self, machine: MachineRates, at: LayoutSizes) -> None:
         self.at = at
-        self.groups: list[tuple[Machine, ...]] = [(machine,)]
+        self.groups: list[tuple[MachineRates, ...]] = [(machine,)]
         self.numbers: list[tuple[int, ...]] = [(0,)]
         self.of_stage = [0] * at.pipeline
-        self._joined: dict[tuple[int, int], tuple[Machine, ...]] = {}
+        self._joined: dict[tuple[int, int], tuple[MachineRates, ...]] = {}
         if not machine.others:
             return
         found, ends = dict[tuple[int, ...], int](), list[int]()
@@ -64,7 +64,7 @@ class Ground:
             )
         return found
 
-    def links(self, one: int, other: int) -> tuple[Machine, ...]:
+    def links(self, one: int, other: int) -> tuple[MachineRates, ...]:
         """The kinds that two stages lie on, with links as slow as those of the slowest."""
         key = self.of_stage[one], self.of_stage[other]
         if key not in self._joined:
@@ -73,7 +73,7 @@ class Ground:
         return self._joined[key]
 
     def after(
-        self, held: Sequence[LayerSizes], backward: float, at: Arrangement, stage: int
+        self, held: Sequence[LayerSizes], backward: float, at: LayoutSizes, stage: int
     ) -> dict[str, float]:
         """As `after_backward`, of the kind that takes longest, for a stage of what may be another ZeRO."""
         ends = () if self.is_one else self.links(0, -1)
@@ -81,14 +81,14 @@ class Ground:
         return max((after_backward(held, backward, at, kind, ends) for kind in group), key=_total)
 
 
-def ranks_of_kinds(machine: Machine, ranks: int, ranks_per_node: int) -> list[tuple[Machine, int]]:
+def ranks_of_kinds(machine: MachineRates, ranks: int, ranks_per_node: int) -> list[tuple[MachineRates, int]]:
     """How many of so many ranks lie on nodes of each kind, none of those that are not reached.
 
     HpctrainError where there are fewer nodes than they need.
     """
     if not machine.others and machine.nodes is None:
         return [(machine, ranks)]
-    left, found = ranks, list[tuple[Machine, int]]()
+    left, found = ranks, list[tuple[MachineRates, int]]()
     for kind in machine.kinds:
         here = min(left, (kind.nodes or 0) * ranks_per_node)
         found.append((kind, here))
@@ -102,13 +102,13 @@ def ranks_of_kinds(machine: Machine, ranks: int, ranks_per_node: int) -> list[tu
     return found
 
 
-def _alike(kinds: Sequence[Machine]) -> list[int]:
+def _alike(kinds: Sequence[MachineRates]) -> list[int]:
     """Of each kind, the first that takes as long for everything."""
     rates = [kind.model_dump(exclude=set(_NOT_TIMED)) for kind in kinds]
     return [rates.index(each) for each in rates]
 
 
-def _together(kinds: Sequence[Machine]) -> tuple[Machine, ...]:
+def _together(kinds: Sequence[MachineRates]) -> tuple[MachineRates, ...]:
     """These, each with the slowest of their links between nodes."""
     if len(kinds) == 1:
         return tuple(kinds)
@@ -116,13 +116,13 @@ def _together(kinds: Sequence[Machine]) -> tuple[Machine, ...]:
     return tuple(kind.model_copy(update={"between": between, "others": ()}) for kind in kinds)
 
 
-def _slowest(links: Sequence[Link | None]) -> Link | None:
+def _slowest(links: Sequence[LinkRates | None]) -> LinkRates | None:
     """As slow as each of them; None where one is not known."""
     known = [link for link in links if link is not None]
     if len(known) < len(links):
         return None
     bandwidths, latencies = [link.bandwidth for link in known], [link.latency for link in known]
-    return Link(bandwidth=min(bandwidths), latency=max(latencies))
+    return LinkRates(bandwidth=min(bandwidths), latency=max(latencies))
 
 
 def _total(causes: Mapping[str, float]) -> float:

@@ -19,8 +19,8 @@ from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.experts import EXPERT_AXES
 from hpctrain.parallel.operations import AttentionSize, ElementwiseSize, MatrixSize
 from hpctrain.parallel.saved import ActivationSizes, total
-from hpctrain.plan.time.arrangement import Arrangement
-from hpctrain.plan.time.machine import Direction, Machine, ProductPass, collective_seconds
+from hpctrain.plan.time.arrangement import LayoutSizes
+from hpctrain.plan.time.machine import Direction, MachineRates, ProductPass, collective_seconds
 
 Causes = Mapping[str, float]
 """Seconds by cause."""
@@ -68,19 +68,19 @@ class LayerSizes:
         """Whether it predicts."""
         return not self.is_block and bool(self.matrices)
 
-    def elements(self, at: Arrangement) -> tuple[float, float]:
+    def elements(self, at: LayoutSizes) -> tuple[float, float]:
         """Elements of its parameters on a rank: of experts, and of all else."""
         of_experts = self.expert_elements / (at.expert * at.expert_tensor)
         return of_experts, self.split_elements / at.tensor + self.whole_elements
 
-    def updated(self, at: Arrangement) -> tuple[float, float]:
+    def updated(self, at: LayoutSizes) -> tuple[float, float]:
         """Those of them whose gradients are summed, and that are updated."""
         if self.adapting is None:
             return self.elements(at)
         split, whole = self.adapting
         return 0.0, split / at.tensor + whole
 
-    def partial(self, at: Arrangement) -> int:
+    def partial(self, at: LayoutSizes) -> int:
         """Those of them whose gradients tensor ranks have in parts: under sequence parallelism of what each
         has whole, and of adapters ever.
         """
@@ -170,7 +170,7 @@ MOST_PASSES = 1e12
 """More than a layer has in a step."""
 
 
-def layer_seconds(layer: LayerSizes, at: Arrangement, machine: Machine) -> LayerSeconds:
+def layer_seconds(layer: LayerSizes, at: LayoutSizes, machine: MachineRates) -> LayerSeconds:
     """Of a layer that is arranged so on a machine. HpctrainError where its figures make that endless."""
     of_layer = _Times(layer, at, machine)
     forward = of_layer.forward()
@@ -193,7 +193,7 @@ def layer_seconds(layer: LayerSizes, at: Arrangement, machine: Machine) -> Layer
     return LayerSeconds(forward, gradient, weight)
 
 
-def _require_finite(machine: Machine, causes: Mapping[str, float]) -> None:
+def _require_finite(machine: MachineRates, causes: Mapping[str, float]) -> None:
     for cause, seconds in causes.items():
         if not isfinite(seconds * MOST_PASSES):
             sentence = f"{machine.name}: by its figures {cause} of a single layer take {seconds:.3g} s"
@@ -203,7 +203,7 @@ def _require_finite(machine: Machine, causes: Mapping[str, float]) -> None:
 class _Times:
     COMPUTED = ("products", "attention", "elementwise")
 
-    def __init__(self, layer: LayerSizes, at: Arrangement, machine: Machine) -> None:
+    def __init__(self, layer: LayerSizes, at: LayoutSizes, machine: MachineRates) -> None:
         self.layer, self.at, self.machine = layer, at, machine
         self.rates = machine.products_of(at.form)
 

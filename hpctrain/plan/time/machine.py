@@ -48,7 +48,7 @@ Operation = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
 Pair = Annotated[tuple[float, float], Field(strict=False)]
 
 
-class _Table(BaseModel):
+class _RatesTable(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
@@ -56,14 +56,14 @@ ProductPass = Literal[Pass, "logits_input_gradient", "logits_weight_gradient"]
 """A pass of a matrix, or of the table that logits are computed by."""
 
 
-class Efficiency(_Table):
+class Efficiency(_RatesTable):
     """The share of the peak that the largest products reach, and what small ones lose."""
 
     efficiency: float = Field(gt=0)
     saturation: float = Field(ge=0)
 
 
-class Products(Efficiency):
+class ProductRates(Efficiency):
     """Of one format: FLOP/s at the peak, how much of it products reach, and where that was measured how much
     those of a pass do.
     """
@@ -77,7 +77,7 @@ class Products(Efficiency):
         return 2 * (m * n * k + of.saturation * (n * k + m * k + m * n)) / (self.peak * of.efficiency)
 
 
-class Attention(_Table):
+class AttentionRates(_RatesTable):
     """FLOP/s of the core of attention, forward and backward, the causal mask not subtracted; none where it is
     products and passes over the matrix of scores, `passes` of them forward, and backward. `features` are
     seconds of each feature of a query beside, forward and backward: short sequences have more of them.
@@ -89,7 +89,7 @@ class Attention(_Table):
     features: Pair = (0.0, 0.0)
 
     @model_validator(mode="after")
-    def _whole(self) -> Attention:
+    def _whole(self) -> AttentionRates:
         rates = {"forward": self.forward, "backward": self.backward}
         lacking = [name for name, rate in rates.items() if rate is None]
         if len(lacking) == 1 or (lacking and self.passes is None):
@@ -100,25 +100,25 @@ class Attention(_Table):
         return self
 
 
-class Format(_Table):
+class FormatRates(_RatesTable):
     """What takes another time in a format than in that of the machine's own figures."""
 
-    attention: Attention | None = None
+    attention: AttentionRates | None = None
     elementwise: Mapping[ElementwiseKind, Pair] = Field(default_factory=dict)
     optimizer: float | None = Field(None, gt=0)
 
 
-_NO_FORMAT = Format()
+_NO_FORMAT = FormatRates()
 
 
-class Link(_Table):
+class LinkRates(_RatesTable):
     """Between ranks: bytes a second that each has in either direction, and seconds of a message of none."""
 
     bandwidth: float = Field(ge=1, le=1e30)
     latency: float = Field(ge=0)
 
 
-class Host(_Table):
+class Host(_RatesTable):
     """The host of a device that computes: bytes a second that a rank moves to it, or from it, and those that
     its processor passes over for a rank.
     """
@@ -127,7 +127,7 @@ class Host(_Table):
     memory_bandwidth: float = Field(ge=1, le=1e30)
 
 
-class Collective(_Table):
+class Collective(_RatesTable):
     """Seconds of an operation by bytes, the smallest first, as measured among `ranks`, of which so many lie
     `together` on a node: all, where nothing is said.
     """
@@ -146,7 +146,7 @@ class Collective(_Table):
         return self
 
 
-class Machine(_Table):
+class MachineRates(_RatesTable):
     """One kind of rank, of node and of network, with the habits of its software.
 
     `launch` are the seconds that any operation takes at least, `fixed` those of a step beside all that is
@@ -176,13 +176,13 @@ class Machine(_Table):
     launch: float = Field(0.0, ge=0)
     fixed: float = Field(0.0, ge=0)
     optimizer: float | None = Field(None, gt=0)
-    products: Mapping[str, Products]
-    attention: Attention
+    products: Mapping[str, ProductRates]
+    attention: AttentionRates
     elementwise: Mapping[ElementwiseKind, Pair] = Field(default_factory=dict)
-    formats: Mapping[str, Format] = Field(default_factory=dict)
+    formats: Mapping[str, FormatRates] = Field(default_factory=dict)
     logits: float | None = Field(None, gt=0)
-    inside: Link | None = None
-    between: Link | None = None
+    inside: LinkRates | None = None
+    between: LinkRates | None = None
     host: Host | None = None
     disk: float | None = Field(None, gt=0)
     collectives: Mapping[Operation, Collective] = Field(default_factory=dict)
@@ -201,10 +201,10 @@ class Machine(_Table):
     processor: str | None = None
     ranks: int | None = Field(None, ge=1)
     spread: Mapping[str, Pair] = Field(default_factory=dict)
-    others: tuple[Machine, ...] = Field((), strict=False)
+    others: tuple[MachineRates, ...] = Field((), strict=False)
 
     @property
-    def kinds(self) -> tuple[Machine, ...]:
+    def kinds(self) -> tuple[MachineRates, ...]:
         """Of its nodes, in the order in which ranks fill them."""
         return (self, *self.others)
 
@@ -229,7 +229,7 @@ class Machine(_Table):
             run={"device": device}, machine=found, precision={"gradients": sums}, communication=over
         )
 
-    def products_of(self, form: str) -> Products:
+    def products_of(self, form: str) -> ProductRates:
         """Those of a format; HpctrainError where they were not measured."""
         found = self.products.get(form)
         if found is None:
@@ -265,7 +265,7 @@ class Machine(_Table):
         disk = self.disk_for(key)
         return disk if self.host is None else min(disk, self.host.bandwidth)
 
-    def link(self, crosses: bool) -> Link:
+    def link(self, crosses: bool) -> LinkRates:
         """That inside a node, or between nodes; HpctrainError where it was not measured."""
         found = self.between if crosses else self.inside
         if found is None:
@@ -276,7 +276,7 @@ class Machine(_Table):
             )
         return found
 
-    def attention_of(self, form: str) -> Attention:
+    def attention_of(self, form: str) -> AttentionRates:
         """That of a format."""
         return self.formats.get(form, _NO_FORMAT).attention or self.attention
 
@@ -326,7 +326,7 @@ SENT: Mapping[Operation, float] = {"all_reduce": 2, "reduce_scatter": 1, "all_ga
 """How many times what an operation is of, less a rank's own part, passes each rank's link."""
 
 
-def collective_seconds(machine: Machine, operation: Operation, size: float, group: Sharing) -> float:
+def collective_seconds(machine: MachineRates, operation: Operation, size: float, group: Sharing) -> float:
     """Seconds of an operation of `size` bytes in all: the payload of a rank.
 
     By what was measured, where it was, inside a node. Else pieces pass each rank's link once, twice for an
@@ -361,7 +361,7 @@ def _nearest(measured: Sequence[Collective], group: Sharing) -> Collective | Non
     return max(fitting, key=lambda each: each.together or 1, default=None)
 
 
-def gather_seconds(machine: Machine, size: float, group: Sharing) -> float:
+def gather_seconds(machine: MachineRates, size: float, group: Sharing) -> float:
     """Seconds in which ranks have parameters of `size` bytes that they cut: where ranks of a node see one and
     the same memory these are there as soon as all have come.
     """
@@ -370,7 +370,7 @@ def gather_seconds(machine: Machine, size: float, group: Sharing) -> float:
     return collective_seconds(machine, "all_gather", size, group)
 
 
-def message_seconds(machine: Machine, size: float, crosses: bool) -> float:
+def message_seconds(machine: MachineRates, size: float, crosses: bool) -> float:
     """Seconds of a message of `size` bytes from a rank to one of the next stage."""
     link = machine.link(crosses)
     return size / link.bandwidth + link.latency
@@ -394,7 +394,7 @@ def preset_names() -> list[str]:
     return sorted(each.name.removesuffix(".toml") for each in folder.iterdir() if each.name.endswith(".toml"))
 
 
-def read_machine(name: str) -> Machine:
+def read_machine(name: str) -> MachineRates:
     """The machine of a preset's name, or of a file.
 
     HpctrainError with every figure that is missing or wrong, InputOutputError where no file can be read.
@@ -416,7 +416,7 @@ def read_machine(name: str) -> Machine:
     return parse_machine(text, name)
 
 
-def parse_machine(text: str, name: str) -> Machine:
+def parse_machine(text: str, name: str) -> MachineRates:
     """The `[machine]` table of a text. HpctrainError as `read_machine`."""
     try:
         values, lines = parse_toml(text)
@@ -428,7 +428,7 @@ def parse_machine(text: str, name: str) -> Machine:
         raise HpctrainError(f"{name}: has no [machine], the figures of a machine")
     problems = list(kind_problems(table))
     try:
-        machine = Machine.model_validate(with_others(table))
+        machine = MachineRates.model_validate(with_others(table))
     except ValidationError as error:
         problems += _figure_problems(error)
     if problems:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
-from hpctrain.plan.time.machine import Machine, read_machine
+from hpctrain.plan.time.machine import MachineRates, read_machine
 
 
-def deck_rates(deck: Deck) -> Machine | None:
+def deck_rates(deck: Deck) -> MachineRates | None:
     """Those of `machine.rates`; None where a deck names none.
 
     HpctrainError, in terms of the deck, where they cannot be read, are wrong, or lack products of its format.

@@ -20,10 +20,10 @@ from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.simulate import Simulation, StageTimes, simulate
 from hpctrain.pipeline.split import split_over
-from hpctrain.plan.time.arrangement import Arrangement
+from hpctrain.plan.time.arrangement import LayoutSizes
 from hpctrain.plan.time.ground import Ground, ranks_of_kinds
 from hpctrain.plan.time.layers import LayerSeconds, LayerSizes, added, layer_sizes, times
-from hpctrain.plan.time.machine import Machine, collective_seconds, message_seconds
+from hpctrain.plan.time.machine import MachineRates, collective_seconds, message_seconds
 
 CAUSES = (
     "products",
@@ -112,13 +112,13 @@ class StepPlan:
         return self.run_seconds * self.ranks / 3600
 
 
-def plan_step(deck: Deck, ranks: int, vocabulary: int, machine: Machine) -> StepPlan:
+def plan_step(deck: Deck, ranks: int, vocabulary: int, machine: MachineRates) -> StepPlan:
     """A step of a deck on so many ranks of a machine. HpctrainError as a run would."""
     if deck.communication.server is not None:
         sentence = "how long a step with servers takes is not planned: leave --machine out"
         raise HpctrainError(deck.problem("communication.server.mode", sentence))
     shape = ModelShape.of(deck, vocabulary)
-    at = Arrangement.of(deck, ranks, deck.machine.ranks_per_node or machine.ranks_per_node)
+    at = LayoutSizes.of(deck, ranks, deck.machine.ranks_per_node or machine.ranks_per_node)
     placement = placed_by_flops(deck, shape, at.data)
     schedule = placement.schedule_of(at.micro_batches)
     layers = layer_sizes(shape, tuple(deck.model.frozen))
@@ -139,10 +139,10 @@ Simulate = Callable[[Schedule, StageTimes], Simulation]
 
 def step_seconds(
     layers: Sequence[LayerSizes],
-    at: Arrangement,
+    at: LayoutSizes,
     schedule: Schedule,
     split: Sequence[int],
-    machine: Machine,
+    machine: MachineRates,
     simulate: Simulate = simulate,
 ) -> dict[str, float]:
     """Seconds by cause of a step of these layers, blocks split so over the parts of a schedule."""
@@ -151,10 +151,10 @@ def step_seconds(
 
 def busiest_seconds(
     layers: Sequence[LayerSizes],
-    at: Arrangement,
+    at: LayoutSizes,
     schedule: Schedule,
     split: Sequence[int],
-    machine: Machine,
+    machine: MachineRates,
     simulate: Simulate = simulate,
 ) -> tuple[int, dict[str, float]]:
     """The stage that has most to do, and its seconds by cause: see `step_seconds`.
@@ -260,7 +260,7 @@ def waits_of(messages: Sequence[float]) -> list[float]:
     return [(one + other) / 2 for one, other in zip(before, after, strict=True)]
 
 
-def boundary_seconds(hidden: int, at: Arrangement, machine: Machine, crosses: bool) -> float:
+def boundary_seconds(hidden: int, at: LayoutSizes, machine: MachineRates, crosses: bool) -> float:
     """Seconds of hidden states from a stage to the next, on other nodes where it `crosses`."""
     size = at.rows * hidden * at.itemsize
     if machine.split_messages and not at.sequence_parallel and at.tensor > 1 and crosses:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hpctrain.plan.time.arrangement import Arrangement
+from hpctrain.plan.time.arrangement import LayoutSizes
 from hpctrain.plan.time.layers import LayerSizes
 from hpctrain.plan.time.machine import (
-    Machine,
+    MachineRates,
     Operation,
     Sharing,
     collective_seconds,
@@ -21,9 +21,9 @@ from hpctrain.plan.time.update import update_seconds
 def after_backward(
     held: Sequence[LayerSizes],
     backward: float,
-    at: Arrangement,
-    machine: Machine,
-    ends: Sequence[Machine] = (),
+    at: LayoutSizes,
+    machine: MachineRates,
+    ends: Sequence[MachineRates] = (),
 ) -> dict[str, float]:
     """By cause, what a stage that holds these layers waits for beside its passes, of which the backward of a
     micro-batch through the part that ends last takes `backward` seconds. `ends` are the kinds of node of the
@@ -59,7 +59,7 @@ def after_backward(
 
 
 def _with_tied(
-    held: Sequence[LayerSizes], at: Arrangement, ends_on: Sequence[Machine]
+    held: Sequence[LayerSizes], at: LayoutSizes, ends_on: Sequence[MachineRates]
 ) -> tuple[Sequence[LayerSizes], float]:
     """The layers with the table that the last one has of its own where the first one is on another stage, and
     seconds in which gradients of the two are exchanged.
@@ -78,7 +78,7 @@ def _with_tied(
 
 
 def waited_for(
-    machine: Machine, operation: Operation, size: float, group: Sharing, buckets: int, backward: float
+    machine: MachineRates, operation: Operation, size: float, group: Sharing, buckets: int, backward: float
 ) -> float:
     """Seconds of a sum in so many buckets that do not hide behind a micro-batch's backward.
 
@@ -92,12 +92,12 @@ def waited_for(
     return max(one, buckets * one - machine.overlap * backward * (1 - 1 / buckets))
 
 
-def _buckets(held: Sequence[LayerSizes], elements: float, at: Arrangement) -> int:
+def _buckets(held: Sequence[LayerSizes], elements: float, at: LayoutSizes) -> int:
     """Of about so many bytes in fp32, or with ZeRO-3 one of each layer (`sharding/bucket_layout.py`)."""
     return max(1, len(held) if at.zero == 3 else round(4 * elements / at.bucket_bytes))
 
 
-def _gathers(held: Sequence[LayerSizes], at: Arrangement) -> tuple[float, float]:
+def _gathers(held: Sequence[LayerSizes], at: LayoutSizes) -> tuple[float, float]:
     """Elements of experts and of all else that are gathered in a step: what is updated once, or with ZeRO-3
     all of each micro-batch twice, but for blocks that stay, and for adapters.
     """
@@ -114,7 +114,7 @@ def _gathers(held: Sequence[LayerSizes], at: Arrangement) -> tuple[float, float]
     return found[0], found[1]
 
 
-def _read(size: float, at: Arrangement, machine: Machine) -> float:
+def _read(size: float, at: LayoutSizes, machine: MachineRates) -> float:
     """Seconds of parameters that lie elsewhere, before they are gathered."""
     if at.parameters_home == "device":
         return 0.0

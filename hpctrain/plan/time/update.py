@@ -16,17 +16,17 @@ from hpctrain.engine.rules import RULES
 from hpctrain.optim.block_rule import MatrixRules
 from hpctrain.optim.muon import Muon
 from hpctrain.parallel.shard import Shard, UpdateSettings
-from hpctrain.plan.time.machine import Machine, Sharing, collective_seconds
+from hpctrain.plan.time.machine import MachineRates, Sharing, collective_seconds
 
 if TYPE_CHECKING:
-    from hpctrain.plan.time.arrangement import Arrangement
+    from hpctrain.plan.time.arrangement import LayoutSizes
     from hpctrain.plan.time.layers import LayerSizes
 
 _BLOCK, _OTHER = "blocks.0.weight", "other.weight"
 
 
 @dataclass(frozen=True)
-class Update:
+class UpdateNumbers:
     """Numbers that belong to an element beside its master weight: of one that is updated in a block, as all
     are whose layers have their matrices `in_blocks`, and of any other. `muon` multiplies these matrices.
     """
@@ -37,15 +37,15 @@ class Update:
     muon: Muon | None = None
 
     @staticmethod
-    def of(deck: Deck) -> Update:
+    def of(deck: Deck) -> UpdateNumbers:
         """That of the deck's optimizer."""
         rule = RULES[deck.optimizer.name](deck)
         if not isinstance(rule, MatrixRules):
-            return Update(len(rule.names), len(rule.names))
+            return UpdateNumbers(len(rule.names), len(rule.names))
         named = tuple(any(fnmatchcase(n, each) for each in rule.patterns) for n in (_BLOCK, _OTHER))
         others, own = (rule.numbers(UpdateSettings(in_blocks=each)) for each in (False, True))
         muon = rule.blocks if isinstance(rule.blocks, Muon) else None
-        return Update(others, own, (named[0], named[1]), muon)
+        return UpdateNumbers(others, own, (named[0], named[1]), muon)
 
     def numbers(self, layer: LayerSizes) -> int:
         """Of an element of a layer's matrices."""
@@ -56,11 +56,11 @@ class Update:
         return 4 * (2 + numbers) + 4 * (1 + numbers) + (itemsize if itemsize < 4 else 0)
 
 
-ADAMW = Update()
+ADAMW = UpdateNumbers()
 
 
 def update_seconds(
-    held: Sequence[LayerSizes], cuts: tuple[int, int], at: Arrangement, machine: Machine
+    held: Sequence[LayerSizes], cuts: tuple[int, int], at: LayoutSizes, machine: MachineRates
 ) -> dict[str, float]:
     """Seconds of the update of a rank's share of these layers, of which so many ranks have one each: of
     experts, and of all else; and beside it of what is not on the device, on its way.
@@ -94,7 +94,7 @@ def update_seconds(
 
 
 def _muon(
-    held: Sequence[LayerSizes], cuts: tuple[int, int], at: Arrangement, machine: Machine
+    held: Sequence[LayerSizes], cuts: tuple[int, int], at: LayoutSizes, machine: MachineRates
 ) -> tuple[float, float]:
     """Seconds of the products of Newton and Schulz, where each rank that sums gradients has its share of the
     matrices; and of their pieces, which tensor ranks join and cut, and what is handed on where all ranks have

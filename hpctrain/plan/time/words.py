@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpctrain.plan.time.machine import Machine
+from hpctrain.plan.time.machine import MachineRates
 from hpctrain.plan.time.measured import MeasuredStep, side_by_side
 from hpctrain.plan.time.step import StepPlan
 from hpctrain.table import table
@@ -37,7 +37,7 @@ COMPARED = ("predicted", "measured", "predicted more")
 _LEAST = 5e-4  # of a step: less is not worth a line
 
 
-def time_lines(step: StepPlan, machine: Machine) -> list[str]:
+def time_lines(step: StepPlan, machine: MachineRates) -> list[str]:
     """Where the seconds of a step go, how fast that is, and how long the run takes."""
     rows = [
         (f"  {WHAT[cause]}", format_seconds(seconds), f"{100 * seconds / step.seconds:.1f}%")
@@ -56,7 +56,7 @@ def time_lines(step: StepPlan, machine: Machine) -> list[str]:
     ]
 
 
-def comparison_lines(step: StepPlan, machine: Machine, measured: MeasuredStep, stages: int) -> list[str]:
+def comparison_lines(step: StepPlan, machine: MachineRates, measured: MeasuredStep, stages: int) -> list[str]:
     """Seconds of a step as planned, beside those measured on that stage; by cause where that is known."""
     holder = f"a step of stage {step.stage}" if stages > 1 else "a step"
     pairs = list[tuple[str, float, float]]()

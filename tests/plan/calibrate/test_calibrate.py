@@ -21,21 +21,21 @@ from hpctrain.deck.read import read_deck
 from hpctrain.engine.sizes import axis_sizes
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.pipeline.wanted import make_schedule
-from hpctrain.plan.calibrate.calibrate import CalibrateWish, calibrate, measure_machine
+from hpctrain.plan.calibrate.calibrate import CalibrateOptions, calibrate, measure_machine
 from hpctrain.plan.calibrate.clock import Clock
 from hpctrain.plan.calibrate.decks import measured_decks, on_data_ranks, variants
 from hpctrain.plan.calibrate.functions import measure_elementwise
 from hpctrain.plan.calibrate.links import in_pairs, measure_collective, measure_link
 from hpctrain.plan.calibrate.products import measure_products, shapes_of
-from hpctrain.plan.time.machine import PASSES, Machine, read_machine
+from hpctrain.plan.time.machine import PASSES, MachineRates, read_machine
 from hpctrain.plan.time.step import plan_step
 from tests.engines import DECK, LLAMA, small_deck
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
-def quick(*decks: Path, formats: str = "fp32,bf16") -> CalibrateWish:
-    return CalibrateWish(decks, formats, "4 KiB", 0.0)
+def quick(*decks: Path, formats: str = "fp32,bf16") -> CalibrateOptions:
+    return CalibrateOptions(decks, formats, "4 KiB", 0.0)
 
 
 @pytest.fixture
@@ -193,12 +193,12 @@ def test_every_kind_of_element_is_timed(world: World, keys: tuple[str, ...]) -> 
 @pytest.mark.parametrize(
     ("wish", "sentence"),
     [
-        (CalibrateWish(formats="fp32,fp7"), "--formats fp7: must be of fp32, bf16, fp16"),
-        (CalibrateWish(most="12 B"), "--max-bytes 12 B: must be 1 KiB or more"),
-        (CalibrateWish(most="twelve"), "twelve"),
+        (CalibrateOptions(formats="fp32,fp7"), "--formats fp7: must be of fp32, bf16, fp16"),
+        (CalibrateOptions(most="12 B"), "--max-bytes 12 B: must be 1 KiB or more"),
+        (CalibrateOptions(most="twelve"), "twelve"),
     ],
 )
-def test_wishes_that_cannot_be(world: World, tmp_path: Path, wish: CalibrateWish, sentence: str) -> None:
+def test_wishes_that_cannot_be(world: World, tmp_path: Path, wish: CalibrateOptions, sentence: str) -> None:
     with pytest.raises(HpctrainError, match=sentence):
         calibrate(world.alone(), tmp_path / "machine.toml", wish)
     assert not list(tmp_path.iterdir())
@@ -222,7 +222,7 @@ def test_the_verb_writes_what_plan_reads(launch: Launch, tmp_path: Path) -> None
     done = launch(0, *verb, "--formats", "fp32", "--out", "here.toml", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "here.toml has the figures" in done.stdout
-    machine: Machine = read_machine(str(tmp_path / "here.toml"))
+    machine: MachineRates = read_machine(str(tmp_path / "here.toml"))
     plan = ("-m", "hpctrain", "plan", "tiny.toml", "--ranks", 1, "--machine")
     row = json.loads(launch(0, *plan, "here.toml", "--json", cwd=tmp_path).stdout)
     assert row["seconds"] > machine.fixed

@@ -11,12 +11,12 @@ from itertools import product
 import pytest
 
 from hpctrain.plan.calibrate.fit import ProductTime, fit_attention, fit_link, fit_products, not_negative
-from hpctrain.plan.time.machine import ProductPass, Products
+from hpctrain.plan.time.machine import ProductPass, ProductRates
 
 SIDES = (64, 256, 1024)
 
 
-def times(rates: Products, kind: ProductPass, noise: float = 0.0) -> list[ProductTime]:
+def times(rates: ProductRates, kind: ProductPass, noise: float = 0.0) -> list[ProductTime]:
     draw = random.Random(0)
     return [
         ProductTime(kind, m, n, k, rates.seconds(m, n, k) * (1 + noise * draw.uniform(-1, 1)))
@@ -26,7 +26,7 @@ def times(rates: Products, kind: ProductPass, noise: float = 0.0) -> list[Produc
 
 @pytest.mark.parametrize(("rate", "saturation"), [(1e11, 20.0), (3e14, 130.0), (2e9, 0.0)])
 def test_planted_rates_are_found(rate: float, saturation: float) -> None:
-    planted = Products(peak=rate, efficiency=1.0, saturation=saturation)
+    planted = ProductRates(peak=rate, efficiency=1.0, saturation=saturation)
     found = fit_products(times(planted, "forward"))
     assert found.peak * found.efficiency == pytest.approx(rate, rel=1e-6)
     assert found.saturation == pytest.approx(saturation, abs=1e-6 * max(1.0, saturation))
@@ -34,15 +34,15 @@ def test_planted_rates_are_found(rate: float, saturation: float) -> None:
 
 
 def test_noise_hardly_moves_them() -> None:
-    planted = Products(peak=1e11, efficiency=1.0, saturation=40.0)
+    planted = ProductRates(peak=1e11, efficiency=1.0, saturation=40.0)
     found = fit_products(times(planted, "forward", noise=0.05))
     assert found.seconds(512, 512, 512) == pytest.approx(planted.seconds(512, 512, 512), rel=0.03)
     assert found.saturation == pytest.approx(40.0, rel=0.15)
 
 
 def test_passes_have_numbers_of_their_own() -> None:
-    forward = Products(peak=1e11, efficiency=1.0, saturation=10.0)
-    weight = Products(peak=1e11, efficiency=0.8, saturation=50.0)
+    forward = ProductRates(peak=1e11, efficiency=1.0, saturation=10.0)
+    weight = ProductRates(peak=1e11, efficiency=0.8, saturation=50.0)
     few = [ProductTime("logits", 128, 5000, 64, 2 * forward.seconds(128, 5000, 64))]
     found = fit_products([*times(forward, "forward"), *times(weight, "weight_gradient"), *few])
     for planted, kind in ((forward, "forward"), (weight, "weight_gradient")):

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.plan.calibrate.whole import Blocks, as_in_blocks, factor_of, launch_of
-from hpctrain.plan.time.machine import Machine, parse_machine
+from hpctrain.plan.calibrate.whole import TimedBlocks, as_in_blocks, factor_of, launch_of
+from hpctrain.plan.time.machine import MachineRates, parse_machine
 from hpctrain.plan.time.step import plan_step
 from tests.engines import small_deck
 from tests.plan.calibrate.test_file import MEASURED
@@ -16,7 +16,7 @@ from tests.plan.calibrate.test_file import MEASURED
 COMPUTED = {"products", "attention"}
 
 
-def machine() -> Machine:
+def machine() -> MachineRates:
     kinds = "\n".join(f"{kind} = [1e-9, 2e-9]" for kind in ("add", "activation", "loss", "lookup"))
     bf16 = "\n[machine.products.bf16]\npeak = 2e11\nefficiency = 0.8\nsaturation = 10.0\n"
     return parse_machine(
@@ -53,7 +53,7 @@ def test_other_formats_stay_as_they_are() -> None:
 def test_what_blocks_take_beside_their_parts_is_found() -> None:
     """Of seconds that are made up: by a time for each operation, or a factor."""
     before = machine()
-    blocks = Blocks.of([small_deck(), small_deck("model.hidden=64")], 2, 1e9)
+    blocks = TimedBlocks.of([small_deck(), small_deck("model.hidden=64")], 2, 1e9)
     told = before.model_copy(update={"launch": 3e-6})
     assert launch_of(blocks, blocks.planned(told), before) == pytest.approx(3e-6)
     assert launch_of(blocks, [0.0, 0.0], before) == 0.0
@@ -67,8 +67,8 @@ def test_what_blocks_take_beside_their_parts_is_found() -> None:
 
 def test_blocks_that_cannot_be_timed_are_left_out() -> None:
     mixture = small_deck("model.family=llama", "model.experts=4", "model.experts_per_token=2", "model.mlp=48")
-    assert Blocks.of([mixture], 2, 1e9).decks == ()
-    assert Blocks.of([small_deck()], 2, 1e3).decks == ()
-    empty = Blocks(())
+    assert TimedBlocks.of([mixture], 2, 1e9).decks == ()
+    assert TimedBlocks.of([small_deck()], 2, 1e3).decks == ()
+    empty = TimedBlocks(())
     assert factor_of(empty, [[]], machine()) == 1.0
     assert launch_of(empty, [], machine()) == 0.0

@@ -15,41 +15,49 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.plan.rehearse.alike import find_classes
-from hpctrain.plan.rehearse.fault import Fault
+from hpctrain.plan.rehearse.fault import RehearsalFault
 from hpctrain.plan.rehearse.match import match
-from hpctrain.plan.rehearse.programme import RECEIVE, SEND, WAIT, Event, Job, Membership, Programme
+from hpctrain.plan.rehearse.programme import (
+    RECEIVE,
+    SEND,
+    WAIT,
+    Membership,
+    Programme,
+    RehearsedCall,
+    StepProgrammes,
+)
 
 Rows = Sequence[Sequence[int]]
 
 
-def job_of(programmes: Sequence[Sequence[Event]], **groups: Rows) -> Job:
+def job_of(programmes: Sequence[Sequence[RehearsedCall]], **groups: Rows) -> StepProgrammes:
     """Each rank with a programme of its own."""
     ranks = len(programmes)
     every = {name: Membership(np.array(rows), ranks) for name, rows in groups.items()}
-    return Job([tuple(each) for each in programmes], np.arange(ranks), every)
+    return StepProgrammes([tuple(each) for each in programmes], np.arange(ranks), every)
 
 
-def send(what: str, step: int = 1, size: int = 8, blocking: bool = True, **keys: int) -> Event:
-    return Event(SEND, "pipeline", size, step, what=what, blocking=blocking, **keys)
+def send(what: str, step: int = 1, size: int = 8, blocking: bool = True, **keys: int) -> RehearsedCall:
+    return RehearsedCall(SEND, "pipeline", size, step, what=what, blocking=blocking, **keys)
 
 
-def receive(what: str, step: int = -1, size: int = 8, blocking: bool = True, **keys: int) -> Event:
-    return Event(RECEIVE, "pipeline", size, step % 2, what=what, blocking=blocking, **keys)
+def receive(what: str, step: int = -1, size: int = 8, blocking: bool = True, **keys: int) -> RehearsedCall:
+    return RehearsedCall(RECEIVE, "pipeline", size, step % 2, what=what, blocking=blocking, **keys)
 
 
-def total(size: int = 8, group: str = "all", blocking: bool = True, action: str = "") -> Event:
-    return Event("all_reduce", group, size, what="sum", blocking=blocking, action=action)
+def total(size: int = 8, group: str = "all", blocking: bool = True, action: str = "") -> RehearsedCall:
+    return RehearsedCall("all_reduce", group, size, what="sum", blocking=blocking, action=action)
 
 
-def wait(index: int) -> Event:
-    return Event(WAIT, of=index)
+def wait(index: int) -> RehearsedCall:
+    return RehearsedCall(WAIT, of=index)
 
 
-def kinds(job: Job) -> list[str]:
+def kinds(job: StepProgrammes) -> list[str]:
     return [fault.kind for fault in match(job).faults]
 
 
-def only(job: Job) -> Fault:
+def only(job: StepProgrammes) -> RehearsalFault:
     (fault,) = match(job).faults
     return fault
 
@@ -136,8 +144,8 @@ def test_missing_and_other_calls() -> None:
 
 
 def test_pieces_of_an_exchange() -> None:
-    def exchange(sent: tuple[int, int], received: tuple[int, int]) -> list[Event]:
-        return [Event("all_to_all", "all", 4 * sum(sent), sent=sent, received=received)]
+    def exchange(sent: tuple[int, int], received: tuple[int, int]) -> list[RehearsedCall]:
+        return [RehearsedCall("all_to_all", "all", 4 * sum(sent), sent=sent, received=received)]
 
     assert not kinds(job_of([exchange((1, 2), (1, 5)), exchange((5, 3), (2, 3))], all=PAIR))
     fault = only(job_of([exchange((1, 2), (1, 5)), exchange((5, 3), (4, 3))], all=PAIR))
@@ -145,18 +153,18 @@ def test_pieces_of_an_exchange() -> None:
     assert "rank 0 sends 2 elements to rank 1, which receives 4" in fault.sentence
 
 
-def ring(size: int, odd: int | None = None) -> Job:
+def ring(size: int, odd: int | None = None) -> StepProgrammes:
     """Each passes on to the next one; with `odd` that rank does so late, and in another class."""
     begun = (
-        Event(SEND, "ring", 8, 1, blocking=False),
-        Event(RECEIVE, "ring", 8, size - 1),
+        RehearsedCall(SEND, "ring", 8, 1, blocking=False),
+        RehearsedCall(RECEIVE, "ring", 8, size - 1),
         wait(0),
     )
     programme_of = np.zeros(size, dtype=np.int64)
     late = (begun[1], replace(begun[0], blocking=True))
     if odd is not None:
         programme_of[odd] = 1
-    return Job([begun, late], programme_of, {"ring": Membership(np.arange(size)[None], size)})
+    return StepProgrammes([begun, late], programme_of, {"ring": Membership(np.arange(size)[None], size)})
 
 
 def test_one_stands_for_all_that_are_alike() -> None:
@@ -166,7 +174,7 @@ def test_one_stands_for_all_that_are_alike() -> None:
     assert match(ring(12, 5)).classes == 12
     assert not kinds(ring(12, 5))
     blocking = tuple(replace(event, blocking=True) for event in ring(12).programmes[0][:2])
-    stuck = Job([blocking], np.zeros(12, dtype=np.int64), ring(12).groups)
+    stuck = StepProgrammes([blocking], np.zeros(12, dtype=np.int64), ring(12).groups)
     assert kinds(stuck) == ["cyclic wait"]
     assert only(stuck).count == 12
 
@@ -178,18 +186,18 @@ def test_classes_are_told_apart_by_those_around_them() -> None:
     programme_of = np.zeros(12, dtype=np.int64)
     programme_of[4] = 1
     both = (event, total(group="column"))
-    classes = find_classes(Job([both, (*both, event)], programme_of, groups))
+    classes = find_classes(StepProgrammes([both, (*both, event)], programme_of, groups))
     assert sorted(classes.counts.tolist()) == [1, 2, 3, 6]
 
 
 # Random healthy jobs of few ranks, made of one order of what all of them do together, and mutations of them.
 
 
-def random_job(random: random.Random, ranks: int, length: int) -> list[list[Event]]:
+def random_job(random: random.Random, ranks: int, length: int) -> list[list[RehearsedCall]]:
     """Programmes of ranks on a "pipeline" of all and groups "even" and "odd" of some: what is done at once by
     all that take part, in some order, never waits in a circle.
     """
-    programmes: list[list[Event]] = [[] for _ in range(ranks)]
+    programmes: list[list[RehearsedCall]] = [[] for _ in range(ranks)]
     waits: list[list[int]] = [[] for _ in range(ranks)]
     for number in range(length):
         blocking = random.random() < 0.5
@@ -198,20 +206,22 @@ def random_job(random: random.Random, ranks: int, length: int) -> list[list[Even
             size, tag = random.choice([4, 8]), random.choice([0, 1])
             for rank, operation, peer in ((source, SEND, target), (target, RECEIVE, source)):
                 step, at_once = (peer - rank) % ranks, blocking or random.random() < 0.5
-                event = Event(operation, "all", size, step, tag, f"m{number}", blocking=at_once)
+                event = RehearsedCall(operation, "all", size, step, tag, f"m{number}", blocking=at_once)
                 if not at_once:
                     waits[rank].append(len(programmes[rank]))
                 programmes[rank].append(event)
         else:
             group = random.choice(["all", "some"])
             for rank in range(ranks) if group == "all" else range(0, ranks, 2):
-                programmes[rank].append(Event("all_reduce", group, 4 + 4 * (number % 2), what=f"c{number}"))
+                programmes[rank].append(
+                    RehearsedCall("all_reduce", group, 4 + 4 * (number % 2), what=f"c{number}")
+                )
     for rank in range(ranks):
         programmes[rank] += [wait(index) for index in waits[rank]]
     return programmes
 
 
-def built(programmes: Sequence[Sequence[Event]]) -> Job:
+def built(programmes: Sequence[Sequence[RehearsedCall]]) -> StepProgrammes:
     ranks = len(programmes)
     return job_of(programmes, all=[list(range(ranks))], some=[list(range(0, ranks, 2))])
 
@@ -220,7 +230,7 @@ def members(group: str, ranks: int) -> list[int]:
     return list(range(0, ranks, 1 if group == "all" else 2))
 
 
-def by_brute_force(programmes: Sequence[Sequence[Event]]) -> bool:
+def by_brute_force(programmes: Sequence[Sequence[RehearsedCall]]) -> bool:
     """Whether every rank comes to its end, step by step, with everything it meets fitting: ranks one by one
     and events one by one, without classes or channels.
     """
@@ -284,7 +294,7 @@ def by_brute_force(programmes: Sequence[Sequence[Event]]) -> bool:
     )
 
 
-def mutated(random: random.Random, programmes: list[list[Event]]) -> list[list[Event]]:
+def mutated(random: random.Random, programmes: list[list[RehearsedCall]]) -> list[list[RehearsedCall]]:
     """With one event gone, changed, or at the place of another one of its rank."""
     result = [list(each) for each in programmes]
     rank = random.choice([r for r, each in enumerate(result) if each])
@@ -328,7 +338,7 @@ def test_faults_of_alike_ranks_are_one_with_their_number() -> None:
     first: Programme = (send("F0"),)
     second: Programme = (receive("F0"), receive("F1"))
     rows = np.arange(16).reshape(2, 8).T
-    job = Job([first, second], np.repeat([0, 1], 8), {"pipeline": Membership(rows, 16)})
+    job = StepProgrammes([first, second], np.repeat([0, 1], 8), {"pipeline": Membership(rows, 16)})
     fault = only(job)
     assert (fault.kind, fault.count) == ("missing send", 8)
     assert "rank 0 and 7 others like it" in fault.sentence
@@ -341,6 +351,6 @@ def test_copies_of_a_job_are_as_one(seed: int) -> None:
     one = match(built(programmes))
     rows = np.arange(16).reshape(4, 4)
     groups = {"all": Membership(rows, 16), "some": Membership(rows[:, ::2], 16)}
-    many = match(Job([tuple(each) for each in programmes], np.tile(np.arange(4), 4), groups))
+    many = match(StepProgrammes([tuple(each) for each in programmes], np.tile(np.arange(4), 4), groups))
     assert (many.classes, many.events) == (one.classes, 4 * one.events)
     assert not many.faults

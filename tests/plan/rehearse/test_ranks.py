@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.plan.rehearse.match import match
-from hpctrain.plan.rehearse.programme import SEND, Job
+from hpctrain.plan.rehearse.programme import SEND, StepProgrammes
 from hpctrain.plan.rehearse.ranks import RankProgrammes
 from tests.engines import LLAMA, small_deck
 
@@ -114,7 +114,9 @@ def test_a_forgotten_message_of_one_rank_is_found_among_many() -> None:
     ]
     programme_of = job.programme_of.copy()
     programme_of[rank] = len(job.programmes)
-    fault = match(Job([*job.programmes, tuple(kept)], programme_of, job.groups, job.place)).faults[0]
+    fault = match(StepProgrammes([*job.programmes, tuple(kept)], programme_of, job.groups, job.place)).faults[
+        0
+    ]
     assert fault.kind == "missing send"
     assert (fault.rank, fault.count) == (rank, 1)
     assert "rank 21 (pipeline 1, data 2, tensor 1)" in fault.sentence

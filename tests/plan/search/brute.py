@@ -18,10 +18,10 @@ from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.split import cut
 from hpctrain.pipeline.wanted import outline
 from hpctrain.plan.holding import Holding
-from hpctrain.plan.time.arrangement import Arrangement
+from hpctrain.plan.time.arrangement import LayoutSizes
 from hpctrain.plan.time.ground import Ground
 from hpctrain.plan.time.layers import layer_sizes
-from hpctrain.plan.time.machine import Machine
+from hpctrain.plan.time.machine import MachineRates
 from hpctrain.plan.time.step import plan_step, split_by_seconds
 
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-h2", "dualpipe-v", "zb-v")
@@ -42,7 +42,7 @@ class Brute:
 
     deck: Deck
     ranks: int
-    machine: Machine
+    machine: MachineRates
     schedules: Sequence[str] = SCHEDULES
 
     def _given(self, key: str) -> bool:
@@ -147,7 +147,7 @@ class Brute:
         if deck.layout.pipeline == 1 or self._given("layout.split"):
             return None
         shape = ModelShape.of(deck, vocabulary)
-        at = Arrangement.of(deck, self.ranks, deck.machine.ranks_per_node or self.machine.ranks_per_node)
+        at = LayoutSizes.of(deck, self.ranks, deck.machine.ranks_per_node or self.machine.ranks_per_node)
         layers, ground = layer_sizes(shape, ()), Ground(self.machine, at)
         form = outline(deck)
         seconds = {layer: each.total for layer, each in ground.layers(layers, 0).items()}

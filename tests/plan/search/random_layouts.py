@@ -11,10 +11,10 @@ from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.plan.holding import Holding
-from hpctrain.plan.search.choices import Choices
-from hpctrain.plan.search.nodes import Layout
+from hpctrain.plan.search.choices import SearchSpace
+from hpctrain.plan.search.nodes import LayoutNode
 from hpctrain.plan.search.tree import Tree
-from hpctrain.plan.time.machine import Machine
+from hpctrain.plan.time.machine import MachineRates
 
 DECK = """
 [run]
@@ -65,7 +65,7 @@ KEYS: Mapping[str, Sequence[object]] = {
 SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-h2", 1), ("dualpipe-v", 2), ("gpipe", 1))
 
 
-def draw(random: Random, machine: Machine, ranks: int, model: str, *keys: str) -> Deck:
+def draw(random: Random, machine: MachineRates, ranks: int, model: str, *keys: str) -> Deck:
     """A deck that gives all keys of its layout, of some model on so many ranks of a machine."""
     while True:
         values = {key: random.choice(some) for key, some in {**AXES, **KEYS}.items()}
@@ -108,17 +108,17 @@ def bare(deck: Deck, ranks: int) -> Bare:
     return Bare(ranks, deck.model.vocabulary)
 
 
-def layouts(tree: Tree) -> Iterator[Layout]:
+def layouts(tree: Tree) -> Iterator[LayoutNode]:
     """All that a tree has."""
     nodes = list(tree.roots())
     while nodes:
         node = nodes.pop()
-        if isinstance(node, Layout):
+        if isinstance(node, LayoutNode):
             yield node
         else:
             nodes.extend(tree.children(node))
 
 
-def tree_of(deck: Deck, ranks: int, machine: Machine, limit: float) -> Tree:
+def tree_of(deck: Deck, ranks: int, machine: MachineRates, limit: float) -> Tree:
     """That of a deck whose ranks may hold so many bytes."""
-    return Tree(Choices(deck, ranks), machine, bare(deck, ranks), limit)
+    return Tree(SearchSpace(deck, ranks), machine, bare(deck, ranks), limit)

@@ -13,7 +13,7 @@ import pytest
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.plan.memory import MemoryPlan
-from hpctrain.plan.time.machine import Machine, parse_machine
+from hpctrain.plan.time.machine import MachineRates, parse_machine
 from tests.plan.search.random_layouts import DECK, MODELS, bare, draw, layouts, tree_of
 from tests.plan.time.test_machine import FILE
 
@@ -22,7 +22,7 @@ SEEDS = 8
 """For each kind of model."""
 
 
-def machine_of(per_node: int, shared: bool = False) -> Machine:
+def machine_of(per_node: int, shared: bool = False) -> MachineRates:
     own = f"memory = 1e9\ndisk = 1e9\nshared_memory = {str(shared).lower()}"
     nodes = f"ranks_per_node = {per_node}"
     return parse_machine(FORMATS.replace("memory = 1e9", own).replace("ranks_per_node = 4", nodes), "")
@@ -32,7 +32,7 @@ def planned(deck: Deck, ranks: int) -> MemoryPlan:
     return bare(deck, ranks).memory(deck)
 
 
-def is_left(deck: Deck, ranks: int, machine: Machine, limit: float) -> bool:
+def is_left(deck: Deck, ranks: int, machine: MachineRates, limit: float) -> bool:
     """Whether a tree in which a rank may hold so much has the layout that a deck gives."""
     group = deck.layout.zero_group
     return any(each.deck.layout.zero_group == group for each in layouts(tree_of(deck, ranks, machine, limit)))

@@ -22,11 +22,11 @@ from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.generate import generate
 from hpctrain.plan.memory import MemoryPlan
 from hpctrain.plan.room import Room
-from hpctrain.plan.search.choices import EVERY, Choices
-from hpctrain.plan.search.nodes import Layout, Node
-from hpctrain.plan.search.search import Found, has_room, roomiest, search
+from hpctrain.plan.search.choices import EVERY, SearchSpace
+from hpctrain.plan.search.nodes import LayoutNode, Node
+from hpctrain.plan.search.search import SearchResult, has_room, roomiest, search
 from hpctrain.plan.search.tree import Tree
-from hpctrain.plan.time.machine import Machine, read_machine
+from hpctrain.plan.time.machine import MachineRates, read_machine
 from hpctrain.plan.time.step import plan_step
 from tests.plan.search.brute import Brute
 from tests.plan.search.random_layouts import DECK, LLAMA, MIXTURE, Bare, bare, layouts, tree_of
@@ -50,7 +50,7 @@ class Case:
     memory: Mapping[str, object] = field(default_factory=dict)
     room: float = 1e12
     ranks: int = 64
-    machine: Machine = SELENE
+    machine: MachineRates = SELENE
 
     @property
     def deck(self) -> Deck:
@@ -175,7 +175,7 @@ def test_with_those_that_hold_less_the_best_are_those_of_brute_force() -> None:
     assert [each.seconds for each in found] == pytest.approx([each[0] for each in expected], rel=1e-9)
 
 
-def found_by(case: Case, best: int = 10) -> Found:
+def found_by(case: Case, best: int = 10) -> SearchResult:
     return search(case.deck, case.ranks, case.machine, bare(case.deck, case.ranks), best)
 
 
@@ -185,7 +185,7 @@ OPEN = ("model.layers=8", "batch.global_size=32", "model.vocabulary=50000")
 def down(tree: Tree, node: Node, random: Random) -> list[Node]:
     """The nodes of a way from one that is open to a layout; shorter where nothing is below."""
     way = [node]
-    while not isinstance(way[-1], Layout):
+    while not isinstance(way[-1], LayoutNode):
         below = list(tree.children(way[-1]))
         if not below:
             break
@@ -201,7 +201,7 @@ def test_no_layout_undercuts_the_nodes_above_it(name: str) -> None:
     together, roots, seen = holding.together(deck), list(tree.roots()), 0
     for root in random.choices(roots, k=25):
         *above, last = down(tree, root, random)
-        if not isinstance(last, Layout):
+        if not isinstance(last, LayoutNode):
             continue
         seen += 1
         seconds = plan_step(last.deck, case.ranks, holding.vocabulary, case.machine).seconds
@@ -328,7 +328,7 @@ def test_a_search_goes_on_however_many_do_not_fit_by_their_plan() -> None:
     holding = Picky(case.ranks, 50_000)
     found = search(case.deck, case.ranks, case.machine, holding, 5)
     assert found.fell.counts["memory plan"] > 300
-    tree = Tree(Choices(case.deck, case.ranks), case.machine, holding, 1e15)
+    tree = Tree(SearchSpace(case.deck, case.ranks), case.machine, holding, 1e15)
     fitting = [
         each for each in layouts(tree) if (room := holding.room(each.deck, holding.any_plan)) and room.fits
     ]

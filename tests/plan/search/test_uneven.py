@@ -16,13 +16,13 @@ from hpctrain.deck.check import check_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import Place
 from hpctrain.plan.holding import Holding
-from hpctrain.plan.search.choices import Choices, with_values
-from hpctrain.plan.search.nodes import Layout, Node
+from hpctrain.plan.search.choices import SearchSpace, with_values
+from hpctrain.plan.search.nodes import LayoutNode, Node
 from hpctrain.plan.search.search import search
 from hpctrain.plan.search.split_forms import LEAST_GAIN
 from hpctrain.plan.search.tree import Tree
 from hpctrain.plan.time.layers import LayerSizes, layer_seconds
-from hpctrain.plan.time.machine import Machine, Products
+from hpctrain.plan.time.machine import MachineRates, ProductRates
 from hpctrain.plan.time.step import plan_step, step_seconds
 from tests.engines import small_deck
 from tests.pipeline.test_split import ways
@@ -42,16 +42,16 @@ def holding_on(ranks: int, memories: tuple[tuple[str, int, float], ...]) -> Hold
     return Holding(ranks, 61, 2, memories)
 
 
-def tree_of(deck: Deck, ranks: int, machine: Machine) -> Tree:
-    return Tree(Choices(deck, ranks), machine, holding_on(ranks, machine.memories), inf)
+def tree_of(deck: Deck, ranks: int, machine: MachineRates) -> Tree:
+    return Tree(SearchSpace(deck, ranks), machine, holding_on(ranks, machine.memories), inf)
 
 
-def layouts(tree: Tree) -> Iterator[tuple[list[Node], Layout]]:
+def layouts(tree: Tree) -> Iterator[tuple[list[Node], LayoutNode]]:
     """All that can be, each with the nodes above it."""
     for root in tree.roots():
         for staged in tree.children(root):
             for layout in tree.children(staged):
-                assert isinstance(layout, Layout)
+                assert isinstance(layout, LayoutNode)
                 if not check_deck(layout.deck, tree.choices.ranks):
                     yield [root, staged], layout
 
@@ -94,7 +94,7 @@ def test_nor_where_each_kind_is_good_at_another_layer() -> None:
         "layout.pipeline=2",
         "layout.tensor=1",
     )
-    tree = Tree(Choices(deck, 8), machine, Holding(8, 500, 2), inf)
+    tree = Tree(SearchSpace(deck, 8), machine, Holding(8, 500, 2), inf)
     for above, layout in layouts(tree):
         seconds = sum(tree.seconds(layout).values())
         assert all(node.bound <= seconds for node in (*above, layout))
@@ -135,7 +135,7 @@ def test_no_other_split_has_a_shorter_longest_stage(name: str) -> None:
         assert longest(tree, layout, layout.split) == pytest.approx(best)
 
 
-def longest(tree: Tree, layout: Layout, split: tuple[int, ...]) -> float:
+def longest(tree: Tree, layout: LayoutNode, split: tuple[int, ...]) -> float:
     """Of all stages the most that one computes in a micro-batch, with blocks split so."""
     first, *blocks, last = tree.layers
     seconds = [0.0] * layout.at.pipeline
@@ -147,7 +147,7 @@ def longest(tree: Tree, layout: Layout, split: tuple[int, ...]) -> float:
     return max(seconds)
 
 
-def alone(tree: Tree, layout: Layout, layer: LayerSizes, stage: int) -> float:
+def alone(tree: Tree, layout: LayoutNode, layer: LayerSizes, stage: int) -> float:
     """Seconds of a layer of a micro-batch by the slowest node under a stage, found from ranks of nodes."""
     at, nodes = layout.at, [kind for kind in tree.machine.kinds for _ in range(kind.nodes or 0)]
     ranks = range(stage * at.stage_ranks, (stage + 1) * at.stage_ranks)
@@ -208,7 +208,7 @@ def test_what_is_needed_at_the_least_is_told_for_the_memory_of_each_kind() -> No
     machine = kinds(f"{FAST}\nmemory = 5e8").model_copy(update={"memory": 1e9})
     deck = machine.of_deck(deck_of(*keys))
     holding, alike = holding_on(8, machine.memories), holding_on(8, kinds(FAST).memories)
-    tree, plain = (Tree(Choices(deck, 8), machine, each, inf) for each in (holding, alike))
+    tree, plain = (Tree(SearchSpace(deck, 8), machine, each, inf) for each in (holding, alike))
     ratios = []
     for (above, layout), (_, other) in zip(layouts(tree), layouts(plain), strict=True):
         room = holding.room(deck, tree.memory(layout))
@@ -224,7 +224,7 @@ def test_a_faster_kind_makes_no_best_layout_slower() -> None:
     for speed in (1.2, 1.5, 2.0, 3.0, 5.0, 9.0):
         machine = kinds(FAST)
         rates = machine.others[0].products["fp32"].model_dump() | {"peak": speed * 1e11}
-        faster = {"products": {"fp32": Products(**rates)}, "memory_bandwidth": speed * 1e10}
+        faster = {"products": {"fp32": ProductRates(**rates)}, "memory_bandwidth": speed * 1e10}
         other = machine.others[0].model_copy(update=faster)
         machine = machine.model_copy(update={"others": (other,)})
         seconds = search(deck, 8, machine, holding_on(8, machine.memories), 1).best[0].seconds
@@ -248,7 +248,7 @@ def test_on_one_kind_blocks_are_split_by_seconds_where_that_pays() -> None:
     assert isinstance(split[0].changes["layout.split"], tuple)
     assert split[0].seconds <= (1 - LEAST_GAIN) * plain[0].seconds
     assert [each.seconds for each in split] == sorted(each.seconds for each in split)
-    tree = Tree(Choices(deck, 2), machine, holding, inf)
+    tree = Tree(SearchSpace(deck, 2), machine, holding, inf)
     size = split[0].deck.batch.micro_size
     layout, other = (node for _, node in layouts(tree) if node.at.micro_size == size)
     assert other.usual == layout and other.split == split[0].deck.layout.split

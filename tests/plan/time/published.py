@@ -14,9 +14,9 @@ from hpctrain.engine.place import Placement, placed_by_flops
 from hpctrain.model.count import count
 from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.action import Schedule
-from hpctrain.plan.time.arrangement import Arrangement
+from hpctrain.plan.time.arrangement import LayoutSizes
 from hpctrain.plan.time.layers import layer_sizes
-from hpctrain.plan.time.machine import Machine, read_machine
+from hpctrain.plan.time.machine import MachineRates, read_machine
 from hpctrain.plan.time.step import step_seconds
 
 RANKS_PER_NODE = 8
@@ -34,12 +34,12 @@ class Published:
     measured: float
 
     @cached_property
-    def arrangement(self) -> Arrangement:
+    def arrangement(self) -> LayoutSizes:
         return self.on(machine("selene-2021"))
 
-    def on(self, machine: Machine) -> Arrangement:
+    def on(self, machine: MachineRates) -> LayoutSizes:
         """Its ranks with the habits of a machine."""
-        return Arrangement.of(machine.of_deck(self.deck), self.ranks, RANKS_PER_NODE)
+        return LayoutSizes.of(machine.of_deck(self.deck), self.ranks, RANKS_PER_NODE)
 
     @cached_property
     def shape(self) -> ModelShape:
@@ -53,19 +53,19 @@ class Published:
     def schedule(self) -> Schedule:
         return self.placement.schedule_of(self.arrangement.micro_batches)
 
-    def causes(self, machine: Machine) -> Mapping[str, float]:
+    def causes(self, machine: MachineRates) -> Mapping[str, float]:
         """Seconds by cause."""
         return step_seconds(
             layer_sizes(self.shape), self.on(machine), self.schedule, self.placement.split, machine
         )
 
-    def error(self, machine: Machine, *without: str) -> float:
+    def error(self, machine: MachineRates, *without: str) -> float:
         """How far the plan is off, as a share of what was measured, perhaps without some causes."""
         causes = self.causes(machine)
         return sum(seconds for cause, seconds in causes.items() if cause not in without) / self.measured - 1
 
 
-def fitted(machine: Machine, row: Published, *without: str) -> Machine:
+def fitted(machine: MachineRates, row: Published, *without: str) -> MachineRates:
     """The machine whose products are as efficient as makes the plan of a row right."""
     low, high = 0.2, 3.0
     for _ in range(40):
@@ -74,7 +74,7 @@ def fitted(machine: Machine, row: Published, *without: str) -> Machine:
     return efficient(machine, low)
 
 
-def efficient(machine: Machine, efficiency: float) -> Machine:
+def efficient(machine: MachineRates, efficiency: float) -> MachineRates:
     """The machine with products that are as efficient."""
     products = {
         form: rates.model_copy(update={"efficiency": efficiency}) for form, rates in machine.products.items()
@@ -127,7 +127,7 @@ def megatron_deepspeed_one_node() -> Iterator[Published]:
         yield Published(False, f"hidden {row['hidden']}", deck, ranks, 51200, seconds)
 
 
-def machine(name: str) -> Machine:
+def machine(name: str) -> MachineRates:
     """A published one."""
     return read_machine(name)
 

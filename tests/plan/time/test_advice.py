@@ -17,7 +17,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.plan.deck import plan_deck
 from hpctrain.plan.time.advice import PARTS, Advice, Gain, advise, changes, estimate, faster
 from hpctrain.plan.time.advice_words import LIMITS, advice_lines
-from hpctrain.plan.time.machine import Machine, parse_machine
+from hpctrain.plan.time.machine import MachineRates, parse_machine
 from hpctrain.plan.time.step import StepPlan, plan_step
 from tests.engines import DECK, small_deck
 from tests.plan.time.test_machine import FILE
@@ -27,7 +27,7 @@ RANKS = 4
 WIDE = ("model.hidden=256", "model.layers=4", "batch.global_size=64", "batch.sequence=256")
 
 
-def timed(deck: Deck, machine: Machine) -> StepPlan:
+def timed(deck: Deck, machine: MachineRates) -> StepPlan:
     return plan_step(deck, RANKS, 61, machine)
 
 
@@ -131,7 +131,7 @@ def test_an_estimate_is_the_plan_of_all_micro_batches(keys: tuple[str, ...]) -> 
 def test_an_estimate_simulates_few_micro_batches() -> None:
     seen = []
 
-    def counted(deck: Deck, machine: Machine) -> StepPlan:
+    def counted(deck: Deck, machine: MachineRates) -> StepPlan:
         seen.append(deck.batch.global_size)
         return timed(deck, machine)
 

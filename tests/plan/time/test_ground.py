@@ -16,10 +16,10 @@ from hpctrain.errors import HpctrainError
 from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.generate import generate
 from hpctrain.pipeline.simulate import StageTimes, simulate
-from hpctrain.plan.time.arrangement import Arrangement
+from hpctrain.plan.time.arrangement import LayoutSizes
 from hpctrain.plan.time.ground import Ground
 from hpctrain.plan.time.layers import LayerSizes, layer_seconds, layer_sizes
-from hpctrain.plan.time.machine import Machine, Products, message_seconds, parse_machine
+from hpctrain.plan.time.machine import MachineRates, ProductRates, message_seconds, parse_machine
 from hpctrain.plan.time.step import busiest_seconds, plan_step, split_by_seconds, step_seconds
 from tests.engines import small_deck
 from tests.plan.time.test_machine import FILE
@@ -33,7 +33,7 @@ def sizes_of(deck: Deck) -> tuple[LayerSizes, ...]:
     return layer_sizes(ModelShape.of(deck, deck.model.vocabulary))
 
 
-def kinds(*others: str, first: str = SEVERAL) -> Machine:
+def kinds(*others: str, first: str = SEVERAL) -> MachineRates:
     """The first kind on two nodes of two ranks, and two nodes of each other, told by its figures."""
     tables = (f'[[machine.others]]\nname = "kind {n}"\nnodes = 2\n{each}\n' for n, each in enumerate(others))
     return parse_machine(first + "".join(tables), "")
@@ -47,8 +47,8 @@ FAST = (
 """Twice as fast as the first in all but links."""
 
 
-def at(pipeline: int, data: int = 1, tensor: int = 1, passes: int = 8, **other: object) -> Arrangement:
-    plain = Arrangement.of(DECK, 1, 2)
+def at(pipeline: int, data: int = 1, tensor: int = 1, passes: int = 8, **other: object) -> LayoutSizes:
+    plain = LayoutSizes.of(DECK, 1, 2)
     arranged = {"pipeline": pipeline, "data": data, "tensor": tensor, "micro_batches": passes} | other
     return replace(plain, **arranged)
 
@@ -172,7 +172,7 @@ def test_a_faster_kind_makes_no_step_slower(
     all_kinds = list(machine.kinds)
     rates = all_kinds[which].products["fp32"]
     faster: dict[str, object] = {
-        "products": {"fp32": Products(**{**rates.model_dump(), "peak": times * rates.peak})},
+        "products": {"fp32": ProductRates(**{**rates.model_dump(), "peak": times * rates.peak})},
         "memory_bandwidth": times * all_kinds[which].memory_bandwidth,
     }
     all_kinds[which] = all_kinds[which].model_copy(update=faster)

@@ -16,9 +16,9 @@ from hpctrain.errors import HpctrainError
 from hpctrain.memory.saved import part_bytes
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.saved import total
-from hpctrain.plan.time.arrangement import Arrangement
+from hpctrain.plan.time.arrangement import LayoutSizes
 from hpctrain.plan.time.layers import LayerSeconds, layer_seconds, layer_sizes
-from hpctrain.plan.time.machine import Machine, parse_machine
+from hpctrain.plan.time.machine import MachineRates, parse_machine
 from tests.engines import LLAMA, small_deck
 from tests.plan.time.test_machine import FILE
 
@@ -28,10 +28,10 @@ HALF = "[machine.products.bf16]\npeak = 1e11\nefficiency = 0.8\nsaturation = 100
 DISK = FILE.replace('name = "ours"', f'name = "ours"\ndisk = {BANDWIDTH}') + HALF
 
 
-def seconds_of(machine: Machine, ranks: int, *keys: str) -> LayerSeconds:
+def seconds_of(machine: MachineRates, ranks: int, *keys: str) -> LayerSeconds:
     """Of the first block."""
     deck = small_deck(*keys)
-    at = Arrangement.of(deck, ranks, 8)
+    at = LayoutSizes.of(deck, ranks, 8)
     return layer_seconds(layer_sizes(ModelShape.of(deck, VOCABULARY))[1], at, machine)
 
 
@@ -82,6 +82,6 @@ def test_figures_by_which_a_layer_never_ends(figure: str) -> None:
     text = FILE.replace(known, figure if "saturation" in figure else f"{known}\n{figure}")
     deck = small_deck()
     _, block, *_ = layer_sizes(ModelShape.of(deck, 61), ())
-    machine, at = parse_machine(text, ""), Arrangement.of(deck, 1, 4)
+    machine, at = parse_machine(text, ""), LayoutSizes.of(deck, 1, 4)
     with pytest.raises(HpctrainError, match="ours: by its figures products of a single layer take inf s"):
         layer_seconds(block, at, machine)

@@ -12,7 +12,7 @@ import pytest
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.parallel.vocabulary import chunk_rows
 from hpctrain.plan.time.machine import (
-    Machine,
+    MachineRates,
     Sharing,
     collective_seconds,
     gather_seconds,
@@ -164,7 +164,7 @@ def test_names_that_are_none() -> None:
 def test_a_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "ours.toml"
     path.write_text(FILE)
-    assert isinstance(read_machine(str(path)), Machine)
+    assert isinstance(read_machine(str(path)), MachineRates)
 
 
 def test_passes_of_a_matrix_have_rates_of_their_own() -> None:

@@ -9,7 +9,7 @@ import random
 
 import pytest
 
-from hpctrain.plan.time.machine import Machine, parse_machine
+from hpctrain.plan.time.machine import MachineRates, parse_machine
 from hpctrain.plan.time.measured import (
     TOGETHER,
     MeasuredStep,
@@ -48,7 +48,7 @@ def step_plan(stage: int = 0, **causes: float) -> StepPlan:
     return StepPlan(dict.fromkeys(CAUSES, 0.0) | causes, 2, 100, 1e9, 1e9, 1e9, 1, stage=stage)
 
 
-def blocking() -> Machine:
+def blocking() -> MachineRates:
     return parse_machine(FILE, "")
 
 

@@ -13,7 +13,7 @@ from statistics import fmean
 import numpy as np
 import pytest
 
-from hpctrain.plan.time.machine import Machine
+from hpctrain.plan.time.machine import MachineRates
 from tests.plan.time.published import (
     Published,
     fitted,
@@ -30,7 +30,9 @@ ERRORS |= {megascale_2024: ("megascale-2024", 0.05, 0.10)}
 """Of the rows that are predicted, as a share of what was measured: the mean, and the largest."""
 
 
-def within(rows: Iterable[Published], rates: Machine, mean: float, largest: float, *without: str) -> bool:
+def within(
+    rows: Iterable[Published], rates: MachineRates, mean: float, largest: float, *without: str
+) -> bool:
     errors = [abs(row.error(rates, *without)) for row in rows if not row.fitted]
     return fmean(errors) <= mean and max(errors) <= largest
 
@@ -112,7 +114,7 @@ def test_small_models_on_one_node_are_planned_where_devices_are_busy() -> None:
     assert fmean(map(abs, errors)) < 0.18
 
 
-def linear(row: Published, rates: Machine) -> tuple[float, float, float]:
+def linear(row: Published, rates: MachineRates) -> tuple[float, float, float]:
     """(a, b, c), where a step takes a + b / efficiency + c saturation / efficiency seconds."""
 
     def seconds(efficiency: float, saturation: float) -> float:

@@ -22,9 +22,9 @@ from hpctrain.model.count import count
 from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.generate import generate
 from hpctrain.plan.deck import plan_deck
-from hpctrain.plan.time.arrangement import Arrangement
+from hpctrain.plan.time.arrangement import LayoutSizes
 from hpctrain.plan.time.layers import layer_sizes
-from hpctrain.plan.time.machine import Machine, parse_machine, read_machine
+from hpctrain.plan.time.machine import MachineRates, parse_machine, read_machine
 from hpctrain.plan.time.step import CAUSES, plan_step, step_seconds
 from hpctrain.plan.time.words import WHAT, time_lines
 from tests.engines import LLAMA, small_deck
@@ -66,7 +66,7 @@ def shape_of(deck: Deck) -> ModelShape:
     return ModelShape.of(deck, deck.model.vocabulary)
 
 
-def planned(machine: Machine, ranks: int, *keys: str) -> Mapping[str, float]:
+def planned(machine: MachineRates, ranks: int, *keys: str) -> Mapping[str, float]:
     deck = small_deck(*keys)
     assert deck.model.vocabulary
     return plan_step(deck, ranks, deck.model.vocabulary, machine).seconds_by_cause
@@ -151,7 +151,7 @@ def test_bubbles_are_their_closed_forms(stages: int, chunks: int, passes: int) -
     machine = parse_machine(CLEAN.replace('messages = "blocking"', ""), "")
     machine = machine.model_copy(update={"inside": machine.inside.model_copy(update={"bandwidth": 1e30})})
     at = replace(
-        Arrangement.of(small_deck(), 1, 1000), pipeline=stages, micro_batches=passes, ranks_per_node=1000
+        LayoutSizes.of(small_deck(), 1, 1000), pipeline=stages, micro_batches=passes, ranks_per_node=1000
     )
     schedule = generate("interleaved" if chunks > 1 else "1f1b", stages, passes, chunks)
     layers = (nothing, *[block] * stages * chunks, nothing)
@@ -189,11 +189,11 @@ _ARRANGED = some.builds(
 @given(_ARRANGED, some.floats(0, 1))
 def test_faster_machines_are_never_slower(arranged: dict[str, Any], overlap: float) -> None:
     """In any cause, whatever is arranged; nor is what overlaps, but for latencies, or is computed once."""
-    at = replace(Arrangement.of(small_deck(), 1, 8), **arranged)
+    at = replace(LayoutSizes.of(small_deck(), 1, 8), **arranged)
     layers, schedule = layer_sizes(shape_of(small_deck())), generate("1f1b", 1, at.micro_batches, 1)
     machine = parse_machine(CLEAN, "")
 
-    def seconds(machine: Machine, at: Arrangement) -> Mapping[str, float]:
+    def seconds(machine: MachineRates, at: LayoutSizes) -> Mapping[str, float]:
         return step_seconds(layers, at, schedule, [len(layers) - 2], machine)
 
     before = seconds(machine, at)
@@ -258,7 +258,7 @@ def test_people_are_told() -> None:
 def test_messages_cross_nodes_where_the_next_stage_is_on_another(stages: int, crossing: int) -> None:
     """Eight ranks on two nodes: of all boundaries one lies between these, as both of its sides wait."""
     machine = parse_machine(SLOW.replace("latency = 1e-5", "latency = 1.0"), "")
-    at = replace(Arrangement.of(small_deck(), 1, 4), pipeline=stages, data=8 // stages, micro_batches=16)
+    at = replace(LayoutSizes.of(small_deck(), 1, 4), pipeline=stages, data=8 // stages, micro_batches=16)
     assert sum(at.crosses(stage, stage + 1) for stage in range(stages - 1)) == crossing
     assert at.crosses(stages - 1, 0) and not at.crosses(0, 0)
     keys = (f"layout.pipeline={stages}", "model.layers=8", "batch.global_size=32", "batch.micro_size=1")
@@ -268,7 +268,7 @@ def test_messages_cross_nodes_where_the_next_stage_is_on_another(stages: int, cr
 
 
 def test_nodes_of_six_ranks_are_met_by_stages_of_four() -> None:
-    at = replace(Arrangement.of(small_deck(), 1, 6), pipeline=3, data=4)
+    at = replace(LayoutSizes.of(small_deck(), 1, 6), pipeline=3, data=4)
     assert [at.crosses(stage, stage + 1) for stage in range(2)] == [True, True]
     at = replace(at, pipeline=6, data=2)
     assert [at.crosses(stage, stage + 1) for stage in range(5)] == [False, False, True, False, False]

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import pytest
 
 from hpctrain.errors import HpctrainError
-from hpctrain.plan.time.machine import Machine, Sharing, collective_seconds, parse_machine
+from hpctrain.plan.time.machine import MachineRates, Sharing, collective_seconds, parse_machine
 from hpctrain.plan.time.step import plan_step
 from hpctrain.plan.time.synchronize import waited_for
 from hpctrain.plan.traffic import plan_traffic
@@ -69,7 +69,7 @@ AXES = {
 """Which causes send along which axes. Tied embeddings, which count with gradients, go along the pipeline."""
 
 
-def even(ranks_per_node: int = 8, more: str = "") -> Machine:
+def even(ranks_per_node: int = 8, more: str = "") -> MachineRates:
     """A machine whose links all send 1 GB/s and have no latency."""
     text = FILE.replace('name = "ours"', f'name = "ours"\nmessages = "blocking"\n{more}')
     text = text.replace("latency = 1e-6", "latency = 0.0").replace("latency = 1e-5", "latency = 0.0")
@@ -79,7 +79,7 @@ def even(ranks_per_node: int = 8, more: str = "") -> Machine:
     return parse_machine(text + half, "even")
 
 
-def planned(machine: Machine, ranks: int, *keys: str) -> Mapping[str, float]:
+def planned(machine: MachineRates, ranks: int, *keys: str) -> Mapping[str, float]:
     deck = small_deck("model.hidden=128", "optimizer.clip=0", *keys)
     return plan_step(deck, ranks, VOCABULARY, machine).seconds_by_cause
 

@@ -15,7 +15,7 @@ from hpctrain.engine.rules import RULES
 from hpctrain.optim.muon import orthogonalized
 from hpctrain.plan.time.machine import parse_machine
 from hpctrain.plan.time.step import plan_step
-from hpctrain.plan.time.update import ADAMW, Update
+from hpctrain.plan.time.update import ADAMW, UpdateNumbers
 from tests.engines import LLAMA, small_deck
 from tests.plan.time.test_machine import FILE
 
@@ -57,7 +57,7 @@ def test_muon_multiplies_as_often_as_its_iterations_do() -> None:
     """Of its matrices' products alone: without saturation, FLOPs at the peak's share."""
     flat = FILE.replace("saturation = 100.0", "saturation = 0.0")
     deck = small_deck("optimizer.name=muon", "optimizer.newton_schulz=fp32", *LLAMA)
-    muon = Update.of(deck).muon
+    muon = UpdateNumbers.of(deck).muon
     assert muon is not None
     with FlopCounterMode(display=False) as counter:
         orthogonalized(torch.ones(512, 1024), muon.steps)
