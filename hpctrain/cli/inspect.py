@@ -30,10 +30,10 @@ def command(target: Path, trust: ReadTrust, **wish: Any) -> None:
     """
     from hpctrain.comm.verb import run_verb
     from hpctrain.comm.world import World
-    from hpctrain.report.inspect import InspectionWish, inspect
+    from hpctrain.report.inspect import InspectOptions, inspect
 
     def work(world: World) -> int:
-        wished = InspectionWish(**wish, trust=read_trust(world, trust))
+        wished = InspectOptions(**wish, trust=read_trust(world, trust))
         return inspect(world.everyone, target, wished, click.echo)
 
     run_verb(work, device="cpu")

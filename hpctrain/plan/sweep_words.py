@@ -10,8 +10,8 @@ from hpctrain.plan.sweep import PlannedPoint, PlannedSweep, short_reason
 from hpctrain.plan.swept import RANKS
 from hpctrain.plan.time.words import WHAT
 from hpctrain.report.figures import write_figure
-from hpctrain.report.pareto import Candidate, draw_pareto
-from hpctrain.report.scaling import Bar, draw_causes, draw_scaling
+from hpctrain.report.pareto import LayoutCandidate, draw_pareto
+from hpctrain.report.scaling import PlannedBar, draw_causes, draw_scaling
 from hpctrain.report.terminal import columns
 from hpctrain.table import fitted
 from hpctrain.units import format_bytes, format_count, format_seconds
@@ -100,7 +100,7 @@ def plot_sweep(sweep: PlannedSweep, path: Path, pareto: bool = False) -> None:
         timed = [(point, point.step) for point in sweep.planned if point.step is not None]
         alike = len({step.tokens for _, step in timed}) == 1
         found = [
-            Candidate(
+            LayoutCandidate(
                 point_name(point),
                 step.seconds * (1 if alike else _TOKENS / step.tokens),
                 point.total_bytes,
@@ -120,9 +120,9 @@ def plot_sweep(sweep: PlannedSweep, path: Path, pareto: bool = False) -> None:
         write_figure(path, lambda: draw_causes(title, bars))
 
 
-def _bar(point: PlannedPoint, over_ranks: bool) -> Bar:
+def _bar(point: PlannedPoint, over_ranks: bool) -> PlannedBar:
     assert point.step is not None
     causes = {WHAT[cause]: seconds for cause, seconds in point.step.seconds_by_cause.items()}
     name = str(point.ranks) if over_ranks else point_name(point).replace(", ", "\n")
     label = name if point.fits is not False else f"{name}\ndoes not fit"
-    return Bar(label, point.ranks, causes, point.step.tokens / point.step.seconds)
+    return PlannedBar(label, point.ranks, causes, point.step.tokens / point.step.seconds)

@@ -31,7 +31,7 @@ from hpctrain.units import format_bytes
 
 
 @dataclass(frozen=True)
-class InspectionWish:
+class InspectOptions:
     """What to tell of a file: its tensors, its deck alone, its checksums, the difference from another; or
     the samples that its run left out for spikes.
     """
@@ -45,7 +45,7 @@ class InspectionWish:
     trust: CodeTrust = CodeTrust()  # noqa: RUF009 - nothing is trusted
 
 
-def inspect(group: Group, target: Path, wish: InspectionWish, show: Callable[[str], None]) -> int:
+def inspect(group: Group, target: Path, wish: InspectOptions, show: Callable[[str], None]) -> int:
     """Tell of a checkpoint, a token file, or all checkpoints of a folder; the exit code. Collective, rank 0
     shows.
 
@@ -97,7 +97,7 @@ def _verify(path: Path, group: Group) -> CheckpointIndex:
     return structure
 
 
-def _inspect_tokens(group: Group, target: Path, wish: InspectionWish, show: Callable[[str], None]) -> int:
+def _inspect_tokens(group: Group, target: Path, wish: InspectOptions, show: Callable[[str], None]) -> int:
     """What a token file holds."""
     with together(group):
         asked = {
@@ -115,7 +115,7 @@ def _inspect_tokens(group: Group, target: Path, wish: InspectionWish, show: Call
     return EXIT_DONE
 
 
-def _inspect_samples(group: Group, target: Path, wish: InspectionWish, show: Callable[[str], None]) -> int:
+def _inspect_samples(group: Group, target: Path, wish: InspectOptions, show: Callable[[str], None]) -> int:
     """The samples that a run left out for spikes, as its newest checkpoint tells."""
     path: Path | None = target
     if target.is_dir():
@@ -134,7 +134,7 @@ def _inspect_samples(group: Group, target: Path, wish: InspectionWish, show: Cal
     return EXIT_DONE
 
 
-def _inspect_folder(group: Group, target: Path, wish: InspectionWish, show: Callable[[str], None]) -> int:
+def _inspect_folder(group: Group, target: Path, wish: InspectOptions, show: Callable[[str], None]) -> int:
     """A table of the checkpoints, newest first, good or damaged; the newest good one is marked, and that to
     which the link `best` leads, with the loss of an evaluation that made it that.
     """

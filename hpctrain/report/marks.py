@@ -36,7 +36,7 @@ _MOST_STEPS = 1 << 53
 
 
 @dataclass(frozen=True)
-class Mark:
+class StepMark:
     """What happened at a step, and in words how; the next step was the first one of a run that resumed."""
 
     step: int
@@ -59,20 +59,22 @@ class LogLine:
         return int(found[2]) if found else None
 
 
-def marks_of(rows: Sequence[Row], log: Sequence[LogLine], faults: Sequence[Row]) -> list[Mark]:
+def marks_of(rows: Sequence[Row], log: Sequence[LogLine], faults: Sequence[Row]) -> list[StepMark]:
     """All marks of a run, in the order of their steps."""
     marks = [
-        Mark(step, "resumed", line.text) for line in log if (step := line.resumed_at) is not None and step > 0
+        StepMark(step, "resumed", line.text)
+        for line in log
+        if (step := line.resumed_at) is not None and step > 0
     ]
     for row in rows:
         step, spike, back = row["step"], row.get("spike"), row.get("went_back")
         if isinstance(back, dict):
-            marks.append(Mark(step - 1, "went back", _went_back(back)))
+            marks.append(StepMark(step - 1, "went back", _went_back(back)))
         if isinstance(spike, str):
-            marks.append(Mark(step, "spike", f"{spike}; update left out"))
+            marks.append(StepMark(step, "spike", f"{spike}; update left out"))
         elif row.get("skipped") is True:
-            marks.append(Mark(step, "skipped", "the step was left out: it was not finite"))
-    marks += [Mark(fault["step"], "fault", fault_text(fault)) for fault in faults]
+            marks.append(StepMark(step, "skipped", "the step was left out: it was not finite"))
+    marks += [StepMark(fault["step"], "fault", fault_text(fault)) for fault in faults]
     return sorted(dict.fromkeys(marks), key=lambda mark: mark.step)
 
 

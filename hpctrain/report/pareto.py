@@ -21,7 +21,7 @@ _INCHES_OF_ROW = 0.21
 
 
 @dataclass(frozen=True)
-class Candidate:
+class LayoutCandidate:
     """A layout, say: its name, seconds, the bytes of the rank that holds most, and how many there are for it,
     None where that is not known.
     """
@@ -37,9 +37,9 @@ class Candidate:
         return self.limit is None or self.bytes <= self.limit
 
 
-def frontier(candidates: Sequence[Candidate]) -> list[Candidate]:
+def frontier(candidates: Sequence[LayoutCandidate]) -> list[LayoutCandidate]:
     """Of those that fit, the ones that no other beats in both: the least memory first, the fastest last."""
-    kept = list[Candidate]()
+    kept = list[LayoutCandidate]()
     fitting = (each for each in candidates if each.fits)
     for each in sorted(fitting, key=lambda each: (each.bytes, each.seconds)):
         if not kept or each.seconds < kept[-1].seconds:
@@ -47,7 +47,7 @@ def frontier(candidates: Sequence[Candidate]) -> list[Candidate]:
     return kept
 
 
-def draw_pareto(title: str, candidates: Sequence[Candidate], seconds_of: str = "a step") -> Figure:
+def draw_pareto(title: str, candidates: Sequence[LayoutCandidate], seconds_of: str = "a step") -> Figure:
     """All of them, those that do not fit as crosses; the frontier as a line with numbers, told below it."""
     from matplotlib.figure import Figure
 
@@ -105,7 +105,7 @@ def draw_pareto(title: str, candidates: Sequence[Candidate], seconds_of: str = "
     return figure
 
 
-def _spread(best: Sequence[Candidate]) -> list[Candidate]:
+def _spread(best: Sequence[LayoutCandidate]) -> list[LayoutCandidate]:
     """All, or as many as can be named, the two ends among them."""
     if len(best) <= _MOST_NAMED:
         return list(best)

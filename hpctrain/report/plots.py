@@ -18,7 +18,7 @@ from hpctrain.report.comparison import draw_comparison
 from hpctrain.report.eight_bits import draw_losses
 from hpctrain.report.fonts import drawable, drawing
 from hpctrain.report.loads import draw_load
-from hpctrain.report.marks import FAULTS_FILE, LOG_FILE, Mark, marks_of, read_faults, read_log
+from hpctrain.report.marks import FAULTS_FILE, LOG_FILE, StepMark, marks_of, read_faults, read_log
 from hpctrain.report.palette import line_of
 from hpctrain.report.recorded import TRACE_FILE, read_trace
 from hpctrain.report.rows import METRICS_FILE, Row, read_metrics
@@ -50,7 +50,7 @@ class PlottedRun:
 
     name: str
     rows: list[Row]
-    marks: Sequence[Mark] = ()
+    marks: Sequence[StepMark] = ()
     axis: XAxis = "steps"
 
     @property
@@ -127,7 +127,7 @@ def load_runs(run_dirs: Sequence[Path], axis: XAxis = "steps") -> list[PlottedRu
     problems: list[str] = []
     unreadable = False
     tables: list[list[Row]] = []
-    marks: list[list[Mark]] = []
+    marks: list[list[StepMark]] = []
     for run_dir in run_dirs:
         path = run_dir / METRICS_FILE
         if not run_dir.exists():
@@ -155,7 +155,7 @@ def load_runs(run_dirs: Sequence[Path], axis: XAxis = "steps") -> list[PlottedRu
     return [PlottedRun(*each, axis) for each in zip(names, tables, marks, strict=True)]
 
 
-def _marks(run_dir: Path, rows: Sequence[Row]) -> list[Mark]:
+def _marks(run_dir: Path, rows: Sequence[Row]) -> list[StepMark]:
     """What happened to a run; without a log or faults that can be read, what its metrics tell alone."""
     try:
         return marks_of(rows, read_log(run_dir / LOG_FILE), read_faults(run_dir / FAULTS_FILE))

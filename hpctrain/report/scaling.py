@@ -27,7 +27,7 @@ _MOST_NUMBERS = 24  # bars that have their seconds above them
 
 
 @dataclass(frozen=True)
-class Bar:
+class PlannedBar:
     """A planned step: what it is called, its ranks, seconds by cause (in words), and tokens a second."""
 
     label: str
@@ -36,7 +36,7 @@ class Bar:
     tokens_per_second: float
 
 
-def draw_causes(title: str, bars: Sequence[Bar]) -> Figure:
+def draw_causes(title: str, bars: Sequence[PlannedBar]) -> Figure:
     """A bar for each step."""
     figure, (axes,) = _figure(title, len(bars), 1)
     _stack(axes, bars)
@@ -44,7 +44,7 @@ def draw_causes(title: str, bars: Sequence[Bar]) -> Figure:
     return figure
 
 
-def draw_scaling(title: str, bars: Sequence[Bar]) -> Figure:
+def draw_scaling(title: str, bars: Sequence[PlannedBar]) -> Figure:
     """Bars over ranks, and below them tokens a second, beside the first one's times as many ranks."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
@@ -98,7 +98,7 @@ def _figure(title: str, bars: int, panels: int) -> tuple[Figure, list[Axes]]:
     return figure, found
 
 
-def _stack(axes: Axes, bars: Sequence[Bar]) -> None:
+def _stack(axes: Axes, bars: Sequence[PlannedBar]) -> None:
     totals = [sum(bar.causes.values()) for bar in bars]
     names = list(dict.fromkeys(name for bar in bars for name in bar.causes))
     pairs = list(zip(bars, totals, strict=True))

@@ -43,7 +43,7 @@ def metrics(run: str | os.PathLike[str]) -> dict[str, NDArray[Any]]:
             raise HpctrainError(f"{run}: not a run directory: it holds no {METRICS_FILE}")
     else:
         require_exists(path, f"run folder or {METRICS_FILE}")
-    table = _Table(path)
+    table = _SeriesTable(path)
     for row in metric_rows(path):
         table.add(row)
     return table.arrays()
@@ -102,7 +102,7 @@ class _Column:
         return numbers
 
 
-class _Table:
+class _SeriesTable:
     """The rows so far, steps rising."""
 
     def __init__(self, path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from hpctrain.errors import HpctrainError
 from hpctrain.files import JSON_BYTES, parse_json, read_text
-from hpctrain.report.page.told import Comparison, Pair
+from hpctrain.report.page.told import PredictedVsMeasured, ValuePair
 from hpctrain.report.plots import PlottedRun
 from hpctrain.words import counted
 
@@ -30,7 +30,7 @@ _AXES = 50
 
 def foretold(
     folder: Path, tables: Mapping[str, Any], run: PlottedRun, problems: list[str]
-) -> list[Comparison]:
+) -> list[PredictedVsMeasured]:
     """All comparisons that the files of a run allow; what cannot be read is added to the problems."""
     plan = _json(folder / PLAN_FILE, problems)
     ledger = _json(folder / LEDGER_FILE, problems)
@@ -49,7 +49,7 @@ def _json(path: Path, problems: list[str]) -> Any:
         return None
 
 
-def _memory(plan: Mapping[str, Any]) -> Iterator[Comparison]:
+def _memory(plan: Mapping[str, Any]) -> Iterator[PredictedVsMeasured]:
     """Of a rank of each stage, by kind."""
     from hpctrain.plan.words import KINDS
 
@@ -60,7 +60,7 @@ def _memory(plan: Mapping[str, Any]) -> Iterator[Comparison]:
     for stage in range(min(STAGES_SHOWN, max(len(predicted), len(measured)))):
         sides = [each[stage] if stage < len(each) else {} for each in (predicted, measured)]
         pairs = [
-            Pair(words, *(_number(side.get(f"{kind}_bytes")) for side in sides))
+            ValuePair(words, *(_number(side.get(f"{kind}_bytes")) for side in sides))
             for kind, words in kinds.items()
         ]
         several = max(len(predicted), len(measured)) > 1
@@ -69,22 +69,22 @@ def _memory(plan: Mapping[str, Any]) -> Iterator[Comparison]:
             holder = f"a rank of the {roles[stage]}"
         # Kinds that neither holds would fill the table with zeros.
         shown = [pair for pair in pairs if any(pair[1:])]
-        yield Comparison(f"Memory of {holder}", "bytes", shown)
+        yield PredictedVsMeasured(f"Memory of {holder}", "bytes", shown)
 
 
-def _seconds(plan: Mapping[str, Any]) -> Iterator[Comparison]:
+def _seconds(plan: Mapping[str, Any]) -> Iterator[PredictedVsMeasured]:
     """Of a step, by cause where that was measured."""
     from hpctrain.plan.time.measured import side_by_side
     from hpctrain.plan.time.words import WHAT, WHAT_TOGETHER
 
     time = _dict(plan.get("time"))
     predicted, measured = _dict(time.get("predicted")), _dict(time.get("measured"))
-    whole = Pair("the whole step", _number(predicted.get("seconds")), _number(measured.get("seconds")))
+    whole = ValuePair("the whole step", _number(predicted.get("seconds")), _number(measured.get("seconds")))
     if whole.predicted is None and whole.measured is None:
         return
     there = _numbers(predicted.get("seconds_by_cause"))
     here = _numbers(measured.get("seconds_by_cause"))
-    pairs: list[Pair] = []
+    pairs: list[ValuePair] = []
     try:
         rows = side_by_side(there, here) if here else [(cause, each, None) for cause, each in there.items()]
     except KeyError:  # causes of another version
@@ -93,15 +93,15 @@ def _seconds(plan: Mapping[str, Any]) -> Iterator[Comparison]:
     least = _LEAST * max(whole.predicted or 0.0, whole.measured or 0.0)
     for cause, one, other in rows:
         if max(one, other or 0.0) > least:
-            pairs.append(Pair(words.get(cause, cause), one, other))
+            pairs.append(ValuePair(words.get(cause, cause), one, other))
     machine = time.get("machine")
     note = f"Predicted by the rates of {machine}." if isinstance(machine, str) else ""
-    yield Comparison("Seconds of a step", "seconds", [*pairs, whole], note)
+    yield PredictedVsMeasured("Seconds of a step", "seconds", [*pairs, whole], note)
 
 
 def _traffic(
     folder: Path, plan: Mapping[str, Any], ledger: Any, tables: Mapping[str, Any], run: PlottedRun
-) -> Iterator[Comparison]:
+) -> Iterator[PredictedVsMeasured]:
     """What rank 0 sent or received in a step, by axis."""
     steps = _steps(run)
     measured: dict[str, float] = {}
@@ -114,13 +114,13 @@ def _traffic(
     if measured and isinstance(ranks, int) and 0 < ranks <= RANKS and not roles:
         predicted = _planned(folder, tables, ranks)
     axes = list(dict.fromkeys((*predicted, *measured)))[:_AXES]
-    pairs = [Pair(axis, predicted.get(axis), measured.get(axis)) for axis in axes]
+    pairs = [ValuePair(axis, predicted.get(axis), measured.get(axis)) for axis in axes]
     if not pairs:
         return
     sums = [fsum(each.values()) if each else None for each in (predicted, measured)]
-    pairs.append(Pair("all axes", *sums))
+    pairs.append(ValuePair("all axes", *sums))
     note = f"Payload as the ledger counts it; measured is the mean of {counted(steps, 'step')} of rank 0."
-    yield Comparison("Bytes that a rank sends and receives in a step, by axis", "bytes", pairs, note)
+    yield PredictedVsMeasured("Bytes that a rank sends and receives in a step, by axis", "bytes", pairs, note)
 
 
 def _steps(run: PlottedRun) -> int:

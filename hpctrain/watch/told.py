@@ -19,9 +19,9 @@ from hpctrain.deck.sources import toml_value
 from hpctrain.deck.toml import DECK_BYTES, TomlError, parse_toml
 from hpctrain.errors import HpctrainError, InputOutputError, failing_as
 from hpctrain.files import check_output, distinct, open_regular, read_text, require_writable
-from hpctrain.report.marks import FAULTS_FILE, LOG_FILE, LogLine, Mark, marks_of, read_faults, read_log
+from hpctrain.report.marks import FAULTS_FILE, LOG_FILE, LogLine, StepMark, marks_of, read_faults, read_log
 from hpctrain.report.page.page import HEAD, page
-from hpctrain.report.page.told import Event, Kept, ToldRun
+from hpctrain.report.page.told import KeptCheckpoint, RunEvent, RunSummary
 from hpctrain.report.plots import PlottedRun, load_runs
 from hpctrain.report.recorded import TRACE_FILE, RecordedStep, read_trace
 from hpctrain.report.rows import METRICS_FILE, Row
@@ -106,12 +106,12 @@ def is_report(path: Path) -> bool:
         return False
 
 
-def read_runs(run_dirs: Sequence[Path]) -> list[ToldRun]:
+def read_runs(run_dirs: Sequence[Path]) -> list[RunSummary]:
     """What the folders of runs tell; InputOutputError, with all problems, where one has no metrics."""
     return [read_run(folder, run) for folder, run in zip(run_dirs, load_runs(run_dirs), strict=True)]
 
 
-def read_run(folder: Path, run: PlottedRun) -> ToldRun:
+def read_run(folder: Path, run: PlottedRun) -> RunSummary:
     """What a folder tells of a run besides its metrics."""
     problems: list[str] = []
     status = _status(folder, problems)
@@ -120,7 +120,7 @@ def read_run(folder: Path, run: PlottedRun) -> ToldRun:
     facts = {words: str(status[key]) for key, words in _FACTS.items() if status.get(key) not in (None, "")}
     own = tables.get("run")
     title = status.get("title") or (own.get("title") if isinstance(own, dict) else None)
-    return ToldRun(
+    return RunSummary(
         name=run.name,
         folder=folder,
         title=title if isinstance(title, str) else "",
@@ -185,7 +185,7 @@ def _recorded(path: Path, problems: list[str]) -> RecordedStep | None:
     return steps[len(steps) // 2] if steps and steps[0].schedule.stage_count > 1 else None
 
 
-def _checkpoints(folder: Path, problems: list[str]) -> tuple[list[Kept], list[HistorySegment]]:
+def _checkpoints(folder: Path, problems: list[str]) -> tuple[list[KeptCheckpoint], list[HistorySegment]]:
     """The checkpoints that are there, newest first, and the chain of runs that led to the newest good one."""
     inner = folder / "checkpoints"
     try:
@@ -197,12 +197,12 @@ def _checkpoints(folder: Path, problems: list[str]) -> tuple[list[Kept], list[Hi
     for name in (LATEST, BEST):
         if (inner / name).is_symlink():
             links.setdefault(Path(os.path.realpath(inner / name)).name, []).append(name)
-    kept: list[Kept] = []
+    kept: list[KeptCheckpoint] = []
     for path in paths:
         with suppress(OSError):  # a run deletes old ones at any time
             status = path.stat()
             written = datetime.fromtimestamp(status.st_mtime, timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
-            kept.append(Kept(path, status.st_size, written, ", ".join(links.get(path.name, []))))
+            kept.append(KeptCheckpoint(path, status.st_size, written, ", ".join(links.get(path.name, []))))
     return kept, _history(paths[:_EXAMINED], problems)
 
 
@@ -217,7 +217,9 @@ def _history(paths: Sequence[Path], problems: list[str]) -> list[HistorySegment]
     return []
 
 
-def _events(folder: Path, rows: Sequence[Row], status: Mapping[str, Any], problems: list[str]) -> list[Event]:
+def _events(
+    folder: Path, rows: Sequence[Row], status: Mapping[str, Any], problems: list[str]
+) -> list[RunEvent]:
     """What logs warn of, faults, hangs, and how the run stands; what is in no log comes first, by step."""
     try:
         log, faults = read_log(folder / LOG_FILE), read_faults(folder / FAULTS_FILE)
@@ -229,7 +231,7 @@ def _events(folder: Path, rows: Sequence[Row], status: Mapping[str, Any], proble
     kinds = {_step_of(mark): mark.kind for mark in marks}
     told = [_logged(line, kinds) for line in log]
     known = {event.step for event in told}
-    events = [Event("", mark.step, mark.kind, mark.words) for mark in marks if _step_of(mark) not in known]
+    events = [RunEvent("", mark.step, mark.kind, mark.words) for mark in marks if _step_of(mark) not in known]
     events += told
     for rank, name in _of_ranks(names, _LOG_OF_RANK):
         with suppress(InputOutputError):
@@ -240,28 +242,30 @@ def _events(folder: Path, rows: Sequence[Row], status: Mapping[str, Any], proble
     for _, name in _of_ranks(names, _HANG):
         with suppress(OSError), open_regular(folder / name) as stream:
             head = [stream.readline(_LINE).decode(errors="replace").strip() for _ in range(_HANG_LINES)]
-            events.append(Event("", None, "hang", " ".join(head)))
+            events.append(RunEvent("", None, "hang", " ".join(head)))
     events.sort(key=lambda event: event.time)
     reason = status.get("reason")
     if reason:
         time = str(status.get("time", "")).replace("T", " ").removesuffix("Z")
         step = status.get("step")
-        events.append(Event(time, step if isinstance(step, int) else None, str(status["state"]), str(reason)))
+        events.append(
+            RunEvent(time, step if isinstance(step, int) else None, str(status["state"]), str(reason))
+        )
     return events
 
 
-def _step_of(mark: Mark) -> int:
+def _step_of(mark: StepMark) -> int:
     """The step that the log names for it: of going back the one that was the spike."""
     found = _WENT_BACK.match(mark.words) if mark.kind == "went back" else None
     return int(found[1]) if found else mark.step
 
 
-def _logged(line: LogLine, kinds: Mapping[int, str], whose: str = "") -> Event:
+def _logged(line: LogLine, kinds: Mapping[int, str], whose: str = "") -> RunEvent:
     found = _OF_STEP.fullmatch(line.text)
     step, words = (int(found[1]), found[2]) if found else (line.resumed_at, line.text)
     of_step = kinds.get(step, "") if found and step is not None else ""
     kind = "resumed" if line.resumed_at is not None else of_step or line.level.lower()
-    return Event(line.time, step, kind, whose + words)
+    return RunEvent(line.time, step, kind, whose + words)
 
 
 def _of_ranks(names: Sequence[str], pattern: re.Pattern[str]) -> list[tuple[int, str]]:

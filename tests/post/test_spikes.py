@@ -12,7 +12,7 @@ import pytest
 
 from hpctrain.comm.world import World
 from hpctrain.post.trainer import make_trainer
-from hpctrain.report.inspect import InspectionWish, inspect
+from hpctrain.report.inspect import InspectOptions, inspect
 from hpctrain.report.rows import read_metrics
 from hpctrain.train.run import resume, run_deck
 from hpctrain.train.step import ReadBatches, Step, TrainState
@@ -69,7 +69,7 @@ def test_a_policy_that_goes_back_leaves_out_whole_rollouts(
     assert all(written.count(step) == written.count(1) for step in written)
 
     shown: list[str] = []
-    inspect(world.everyone, run, InspectionWish(bad_samples=True, as_json=True), shown.append)
+    inspect(world.everyone, run, InspectOptions(bad_samples=True, as_json=True), shown.append)
     texts = world.everyone.broadcast_object("".join(shown))
     left = {row["sample"]: row["text"] for row in json.loads(texts)["spikes"][0]["left_out"]}
     prompts = sorted(left[13 * BATCH + number][: LENGTH + 1] for number in range(BATCH))

@@ -15,7 +15,7 @@ from hpctrain.comm.world import World
 from hpctrain.data.prepare import prepare
 from hpctrain.data.tokens import TokenFile
 from hpctrain.errors import HpctrainError
-from hpctrain.report.inspect import InspectionWish, inspect
+from hpctrain.report.inspect import InspectOptions, inspect
 from hpctrain.train.run import run_deck
 from hpctrain.train.step import ReadBatches, Step, TrainState
 from tests.train.poisoned import Poison
@@ -94,7 +94,7 @@ def left_out(world: World, patch: pytest.MonkeyPatch, *keys: str) -> list[list[i
 
 def inspected(world: World, *, as_json: bool) -> str:
     shown: list[str] = []
-    inspect(world.everyone, Path("run"), InspectionWish(bad_samples=True, as_json=as_json), shown.append)
+    inspect(world.everyone, Path("run"), InspectOptions(bad_samples=True, as_json=as_json), shown.append)
     return "\n".join(shown)
 
 

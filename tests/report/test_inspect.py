@@ -23,7 +23,7 @@ from hpctrain.comm.world import World
 from hpctrain.deck.read import deck_text
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.parallel.shard import Shard
-from hpctrain.report.inspect import InspectionWish, inspect
+from hpctrain.report.inspect import InspectOptions, inspect
 from tests.checkpoint.conftest import flip  # noqa: F401  (a fixture)
 from tests.engines import LLAMA, small_deck
 
@@ -55,7 +55,7 @@ def write(group: Group, path: Path, *overrides: str, step: int = 7, grown: float
 def told(group: Group, target: Path, **wish: Any) -> tuple[int, str]:
     """Exit code and all that is shown."""
     shown: list[str] = []
-    code = inspect(group, target, InspectionWish(**wish), shown.append)
+    code = inspect(group, target, InspectOptions(**wish), shown.append)
     return code, "\n".join(shown)
 
 
@@ -236,7 +236,7 @@ def test_two_files_beside_each_other(world: World, mpi_tmp_path: Path) -> None:
         assert ["run.steps", "20", "30"] in rows
         assert ["step", "7", "8"] in rows
     shown: list[str] = []
-    assert inspect(group, one, InspectionWish(other=other, as_json=True), shown.append) == 1
+    assert inspect(group, one, InspectOptions(other=other, as_json=True), shown.append) == 1
     assert len(shown) == (world.rank == 0)
     code, text = told(group, one, other=other)
     assert code == 1

@@ -18,7 +18,7 @@ from hpctrain.report.marks import (
     LINE_BYTES,
     LOG_BYTES,
     MOST_FAULTS,
-    Mark,
+    StepMark,
     marks_of,
     read_faults,
     read_log,
@@ -66,11 +66,11 @@ def test_marks_are_told_from_metrics_log_and_faults(tmp_path: Path) -> None:
         ("10:01:01", "ERROR"),
     ]
     assert marks_of(rows(10), log, faults) == [
-        Mark(4, "spike", "gradient norm 9 is high; update left out"),
-        Mark(6, "resumed", "goes on from runs/small/checkpoints/step-00000006.h5 at step 6"),
-        Mark(6, "skipped", "the step was left out: it was not finite"),
-        Mark(8, "went back", "went back from step 12: loss 99"),
-        Mark(8, "fault", "silent fault in memory block.0 (forward) on rank 1"),
+        StepMark(4, "spike", "gradient norm 9 is high; update left out"),
+        StepMark(6, "resumed", "goes on from runs/small/checkpoints/step-00000006.h5 at step 6"),
+        StepMark(6, "skipped", "the step was left out: it was not finite"),
+        StepMark(8, "went back", "went back from step 12: loss 99"),
+        StepMark(8, "fault", "silent fault in memory block.0 (forward) on rank 1"),
     ]
 
 

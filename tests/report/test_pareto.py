@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from hpctrain.report.pareto import Candidate, draw_pareto, frontier
+from hpctrain.report.pareto import LayoutCandidate, draw_pareto, frontier
 
 
-def brute(candidates: list[Candidate]) -> set[tuple[float, float]]:
+def brute(candidates: list[LayoutCandidate]) -> set[tuple[float, float]]:
     """Memory and time of those that fit and that no other that fits beats."""
     fitting = [each for each in candidates if each.limit is None or each.bytes <= each.limit]
     return {
@@ -29,7 +29,7 @@ def test_the_frontier_is_that_of_brute_force(limit: float | None) -> None:
     chance = random.Random(1)
     for _ in range(300):
         some = [
-            Candidate(str(number), chance.randint(1, 9), chance.randint(1, 9), limit)
+            LayoutCandidate(str(number), chance.randint(1, 9), chance.randint(1, 9), limit)
             for number in range(chance.randint(0, 12))
         ]
         found = [(each.bytes, each.seconds) for each in frontier(some)]
@@ -38,10 +38,10 @@ def test_the_frontier_is_that_of_brute_force(limit: float | None) -> None:
 
 def test_the_picture_marks_the_frontier_and_the_limit() -> None:
     few = [
-        Candidate("small", 9.0, 1e9, 5e9),
-        Candidate("worse", 9.5, 2e9, 5e9),
-        Candidate("fast", 1.0, 4e9, 5e9),
-        Candidate("large", 0.5, 6e9, 5e9),
+        LayoutCandidate("small", 9.0, 1e9, 5e9),
+        LayoutCandidate("worse", 9.5, 2e9, 5e9),
+        LayoutCandidate("fast", 1.0, 4e9, 5e9),
+        LayoutCandidate("large", 0.5, 6e9, 5e9),
     ]
     figure = draw_pareto("title", few)
     (axes,) = figure.axes
@@ -56,14 +56,18 @@ def test_the_picture_marks_the_frontier_and_the_limit() -> None:
 
 
 def test_of_a_long_frontier_some_are_named_the_ends_among_them() -> None:
-    many = [Candidate(f"c{number}", 100.0 - number, 1e6 + number) for number in range(60)]
+    many = [LayoutCandidate(f"c{number}", 100.0 - number, 1e6 + number) for number in range(60)]
     named = draw_pareto("title", many).get_supxlabel().splitlines()
     assert len(named) == 20 and "c0 " in named[0] and "c59 " in named[-1]
 
 
 def test_marks_that_lie_close_are_told_apart() -> None:
-    close = [Candidate(f"{number}", 10.13 + 0.004 * number, 66.6e9 - 1e6 * number) for number in range(5)]
-    far = [Candidate(f"{number}", 10.0 + 900 * number, 1e9 + 3e10 * (5 - number)) for number in range(5)]
+    close = [
+        LayoutCandidate(f"{number}", 10.13 + 0.004 * number, 66.6e9 - 1e6 * number) for number in range(5)
+    ]
+    far = [
+        LayoutCandidate(f"{number}", 10.0 + 900 * number, 1e9 + 3e10 * (5 - number)) for number in range(5)
+    ]
     for candidates in (close, far):
         figure = draw_pareto("t", candidates)
         figure.canvas.draw()

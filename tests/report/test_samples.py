@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from hpctrain.report.page.page import page
-from hpctrain.report.page.told import ToldRun
+from hpctrain.report.page.told import RunSummary
 from hpctrain.report.samples import SAMPLES_FILE, SHOWN, read_samples, try_samples
 
 
@@ -46,10 +46,10 @@ def test_a_page_shows_them_as_text(tmp_path: Path) -> None:
     path = tmp_path / SAMPLES_FILE
     path.write_text(row(1) + row(2, text="<script>"))
     rows = [{"step": 1, "loss": 0.0, "reward": 0.5}, {"step": 2, "loss": 0.0, "reward": 0.75}]
-    told = ToldRun("policy", tmp_path, "policy", rows, samples=read_samples(path))
+    told = RunSummary("policy", tmp_path, "policy", rows, samples=read_samples(path))
     html = page([told])
     assert "What was written" in html
     assert "say &lt;b&gt;" in html
     assert "&lt;script&gt;" in html
     assert html.index("&lt;script&gt;") < html.index(">abc<")
-    assert "What was written" not in page([ToldRun("plain", tmp_path, "plain", rows)])
+    assert "What was written" not in page([RunSummary("plain", tmp_path, "plain", rows)])

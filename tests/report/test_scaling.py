@@ -11,11 +11,11 @@ import pytest
 
 from hpctrain.errors import HpctrainError
 from hpctrain.report.figures import demand_ending
-from hpctrain.report.scaling import Bar, draw_causes, draw_scaling
+from hpctrain.report.scaling import PlannedBar, draw_causes, draw_scaling
 
 BARS = [
-    Bar("4", 4, {"products": 4.0, "sums": 2.0, "dust": 0.001}, 190.0),
-    Bar("2", 2, {"products": 8.0, "sums": 1.0, "dust": 0.05}, 100.0),
+    PlannedBar("4", 4, {"products": 4.0, "sums": 2.0, "dust": 0.001}, 190.0),
+    PlannedBar("2", 2, {"products": 8.0, "sums": 1.0, "dust": 0.05}, 100.0),
 ]
 
 

@@ -11,13 +11,13 @@ from hpctrain.comm.world import World
 from hpctrain.data.prepare import prepare
 from hpctrain.data.prepare_rows import prepare_rows
 from hpctrain.errors import HpctrainError, InputOutputError
-from hpctrain.report.inspect import InspectionWish, inspect
+from hpctrain.report.inspect import InspectOptions, inspect
 from tests.data.chats import talk, write_rows
 
 
 def told(world: World, path: Path, **wish: bool) -> str:
     said: list[str] = []
-    assert inspect(world.alone().everyone, path, InspectionWish(**wish), said.append) == 0
+    assert inspect(world.alone().everyone, path, InspectOptions(**wish), said.append) == 0
     return "\n".join(said)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.comm.world import World
-from hpctrain.report.marks import Mark
+from hpctrain.report.marks import StepMark
 from hpctrain.train.run import resume, run_deck
 from hpctrain.watch.told import read_runs, write_report
 from tests.train.test_run import deck_file
@@ -31,7 +31,7 @@ def test_a_run_that_went_on_is_told_of(world: World, deck_file: Path, mpi_tmp_pa
     (run,) = read_runs([folder])
     assert run.problems == []
     newest = folder / "checkpoints" / "step-00000004.h5"
-    assert list(run.marks) == [Mark(4, "resumed", f"goes on from {newest} at step 4")]
+    assert list(run.marks) == [StepMark(4, "resumed", f"goes on from {newest} at step 4")]
     assert [(event.step, event.kind) for event in run.events] == [(4, "resumed")]
     assert (run.state, run.facts["ranks"], run.deck["layout.pipeline"]) == ("done", "2", "2")
     assert [(kept.path.name, kept.note) for kept in run.checkpoints] == [

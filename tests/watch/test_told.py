@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from hpctrain.cli.report import command as report
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.report.page.page import HEAD
-from hpctrain.report.page.told import Pair
+from hpctrain.report.page.told import ValuePair
 from hpctrain.watch.told import RANK_FILES, read_runs, write_report
 
 LOG = (
@@ -136,19 +136,19 @@ def test_predictions_stand_beside_measurements(tmp_path: Path) -> None:
         "Bytes that a rank sends and receives in a step, by axis",
     ]
     assert told["Memory of a rank of stage 0"].pairs == [
-        Pair("parameters", 100, 100),
-        Pair("gradients", 50, 60),
-        Pair("total", 150, 150),
+        ValuePair("parameters", 100, 100),
+        ValuePair("gradients", 50, 60),
+        ValuePair("total", 150, 150),
     ]
     assert told["Seconds of a step"].pairs == [
-        Pair("products with matrices", 1.0, None),
-        Pair("all else", 0.5, None),
-        Pair("the whole step", 1.5, 2.0),
+        ValuePair("products with matrices", 1.0, None),
+        ValuePair("all else", 0.5, None),
+        ValuePair("the whole step", 1.5, 2.0),
     ]
     # The last job made 4 of the 10 steps. What a module of the user's sends is not planned: it would be run.
     assert told["Bytes that a rank sends and receives in a step, by axis"].pairs == [
-        Pair("data", None, 300),
-        Pair("all axes", None, 300),
+        ValuePair("data", None, 300),
+        ValuePair("all axes", None, 300),
     ]
 
 

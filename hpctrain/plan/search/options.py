@@ -16,7 +16,7 @@ from hpctrain.plan.search.phrases import changed
 from hpctrain.plan.search.words import search_text
 from hpctrain.report.bar import progress_bar
 from hpctrain.report.figures import demand_ending, write_figure
-from hpctrain.report.pareto import Candidate, draw_pareto
+from hpctrain.report.pareto import LayoutCandidate, draw_pareto
 
 
 def searched(
@@ -47,7 +47,7 @@ def searched(
         _write(write, found.text)
     if plot is not None:
         shown = [
-            Candidate(_label(found, each.changes), each.seconds, each.memory_bytes)
+            LayoutCandidate(_label(found, each.changes), each.seconds, each.memory_bytes)
             for each in (*found.found.best, *more)
         ]
         write_figure(plot, lambda: draw_pareto(_title(found), shown))

@@ -12,11 +12,11 @@ from typing import Any
 
 from hpctrain import __version__
 from hpctrain.report.axis import AXES
-from hpctrain.report.marks import KINDS, Mark
+from hpctrain.report.marks import KINDS, StepMark
 from hpctrain.report.page.curves import axis_of, charts_of
 from hpctrain.report.page.markup import embedded, section, text
 from hpctrain.report.page.sections import all_sections, named, overview
-from hpctrain.report.page.told import ToldRun
+from hpctrain.report.page.told import RunSummary
 from hpctrain.report.palette import DASHES, ON_DARK, ON_LIGHT, line_of
 
 HEAD = "<!doctype html>\n<!-- hpctrain report -->\n"
@@ -46,7 +46,7 @@ _KIND_WORDS = {
 }
 
 
-def page(runs: Sequence[ToldRun], made: datetime | None = None) -> str:
+def page(runs: Sequence[RunSummary], made: datetime | None = None) -> str:
     """The whole page of at least one run, each of which has rows."""
     style = _style() + _read("page.css")
     script = _read("page.js")
@@ -77,7 +77,7 @@ def page(runs: Sequence[ToldRun], made: datetime | None = None) -> str:
     )
 
 
-def data_of(runs: Sequence[ToldRun]) -> dict[str, Any]:
+def data_of(runs: Sequence[RunSummary]) -> dict[str, Any]:
     """What the page's script draws."""
     told = []
     for index, run in enumerate(runs):
@@ -98,17 +98,17 @@ def data_of(runs: Sequence[ToldRun]) -> dict[str, Any]:
     }
 
 
-def shown_marks(marks: Sequence[Mark]) -> list[Mark]:
+def shown_marks(marks: Sequence[StepMark]) -> list[StepMark]:
     """Of each kind at most so many, evenly among all, in the order of their steps."""
     counts = Counter(mark.kind for mark in marks)
-    shown: list[Mark] = []
+    shown: list[StepMark] = []
     for kind, count in counts.items():
         own = [mark for mark in marks if mark.kind == kind]
         shown += own[:: -(-count // MARKS)]
     return sorted(shown, key=lambda mark: mark.step)
 
 
-def _controls(runs: Sequence[ToldRun]) -> str:
+def _controls(runs: Sequence[RunSummary]) -> str:
     """What is drawn over what, smoothed how far, and which runs; the script brings it to life."""
     axes = "".join(
         f'<label><input type="radio" name="axis" value="{axis}"{" checked" if axis == "steps" else ""}> '

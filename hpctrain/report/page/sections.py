@@ -11,7 +11,7 @@ from hpctrain.report.contents import layout_text
 from hpctrain.report.page.curves import evaluations, points
 from hpctrain.report.page.markup import cell, details, note, section, table, text
 from hpctrain.report.page.schedule import schedule_of
-from hpctrain.report.page.told import Comparison, ToldRun
+from hpctrain.report.page.told import PredictedVsMeasured, RunSummary
 from hpctrain.report.palette import line_of
 from hpctrain.units import format_bytes, format_count, format_seconds
 from hpctrain.words import counted
@@ -28,7 +28,7 @@ _BAR = 120.0
 _FAR = 0.1  # what is further from its prediction is marked
 
 
-def all_sections(runs: Sequence[ToldRun]) -> list[tuple[str, str, str]]:
+def all_sections(runs: Sequence[RunSummary]) -> list[tuple[str, str, str]]:
     """Name, title and HTML of each part below the curves: those that have something to tell."""
     parts = [
         ("samples", "What was written", _samples(runs)),
@@ -42,12 +42,12 @@ def all_sections(runs: Sequence[ToldRun]) -> list[tuple[str, str, str]]:
     return [(name, title, html) for name, title, content in parts if (html := section(name, title, content))]
 
 
-def named(runs: Sequence[ToldRun], index: int) -> str:
+def named(runs: Sequence[RunSummary], index: int) -> str:
     """A run as tables name it: with its colour."""
     return f'<span class="swatch c{line_of(index)[0]}"></span>{text(runs[index].name)}'
 
 
-def overview(runs: Sequence[ToldRun]) -> str:
+def overview(runs: Sequence[RunSummary]) -> str:
     """A row a run: how far it came and what came of it."""
     sets = list(dict.fromkeys(key for run in runs for key in evaluations(run.rows)))[:8]
     head = ["run", "title", "state", "steps", runs[0].counts, "time", "loss", "validation loss", "perplexity"]
@@ -110,7 +110,7 @@ def _filled(html: str) -> bool:
     return re.fullmatch(r"<td[^>]*></td>", html) is None
 
 
-def _last(run: ToldRun, key: str) -> float | None:
+def _last(run: RunSummary, key: str) -> float | None:
     values = points(run.rows, key)[1]
     return float(values[-1]) if len(values) else None
 
@@ -119,7 +119,7 @@ def _figure(value: float | None) -> str:
     return "" if value is None else f"{value:.6g}"
 
 
-def _events(runs: Sequence[ToldRun]) -> str:
+def _events(runs: Sequence[RunSummary]) -> str:
     rows, left = [], []
     for index, run in enumerate(runs):
         shown = run.events[-EVENTS:]
@@ -137,7 +137,7 @@ def _events(runs: Sequence[ToldRun]) -> str:
     return table(head, rows, marked, "stack tall") + "".join(map(note, left))
 
 
-def _samples(runs: Sequence[ToldRun]) -> str:
+def _samples(runs: Sequence[RunSummary]) -> str:
     """The newest answers of policies first."""
     several = sum(bool(run.samples) for run in runs) > 1
     rows = []
@@ -156,7 +156,7 @@ def _samples(runs: Sequence[ToldRun]) -> str:
     return table(head, rows, marked, "stack tall")
 
 
-def _decks(runs: Sequence[ToldRun]) -> str:
+def _decks(runs: Sequence[RunSummary]) -> str:
     told = [run for run in runs if run.deck]
     whole = "".join(_deck(run, several=len(runs) > 1) for run in told)
     if len(runs) == 1 or len(told) < len(runs):
@@ -174,7 +174,7 @@ def _decks(runs: Sequence[ToldRun]) -> str:
     return table(["key", *(run.name for run in runs)], rows) + whole
 
 
-def _deck(run: ToldRun, *, several: bool) -> str:
+def _deck(run: RunSummary, *, several: bool) -> str:
     rows = [[cell(key, "text", head=True), cell(value, _LONG)] for key, value in run.deck.items()]
     of_run = f" of {run.name}" if several else ""
     return details(
@@ -182,7 +182,7 @@ def _deck(run: ToldRun, *, several: bool) -> str:
     )
 
 
-def _comparisons(runs: Sequence[ToldRun]) -> str:
+def _comparisons(runs: Sequence[RunSummary]) -> str:
     """Those of each run beside each other."""
     told = []
     for run in runs:
@@ -195,7 +195,7 @@ def _comparisons(runs: Sequence[ToldRun]) -> str:
     return "".join(told)
 
 
-def _comparison(each: Comparison) -> str:
+def _comparison(each: PredictedVsMeasured) -> str:
     pairs = list(each.pairs)
     both = [pair for pair in pairs if pair.predicted is not None and pair.measured is not None]
     parts = pairs[:-1] if each.total else pairs
@@ -225,7 +225,7 @@ def _bars(predicted: float | None, measured: float | None, largest: float) -> st
     return f'<svg width="{_BAR:g}" height="16" aria-hidden="true">{bars}</svg>'
 
 
-def _schedules(runs: Sequence[ToldRun]) -> str:
+def _schedules(runs: Sequence[RunSummary]) -> str:
     told = []
     for run in runs:
         if run.step is not None:
@@ -234,7 +234,7 @@ def _schedules(runs: Sequence[ToldRun]) -> str:
     return "".join(told)
 
 
-def _checkpoints(runs: Sequence[ToldRun]) -> str:
+def _checkpoints(runs: Sequence[RunSummary]) -> str:
     rows = []
     for index, run in enumerate(runs):
         for kept in run.checkpoints[:CHECKPOINTS]:
@@ -247,7 +247,7 @@ def _checkpoints(runs: Sequence[ToldRun]) -> str:
     return table(head, rows, left, "stack tall") if rows else ""
 
 
-def _environment(runs: Sequence[ToldRun]) -> str:
+def _environment(runs: Sequence[RunSummary]) -> str:
     facts = list(dict.fromkeys(key for run in runs for key in run.facts))
     newest = [run.history[-1] if run.history else None for run in runs]
     versions = list(dict.fromkeys(name for each in newest if each is not None for name in each.versions))
@@ -272,7 +272,7 @@ def _environment(runs: Sequence[ToldRun]) -> str:
     )
 
 
-def _history(run: ToldRun, *, several: bool) -> str:
+def _history(run: RunSummary, *, several: bool) -> str:
     """The jobs that led to its newest checkpoint."""
     rows = [
         [

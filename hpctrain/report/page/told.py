@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hpctrain.checkpoint.provenance import HistorySegment
-from hpctrain.report.marks import Mark
+from hpctrain.report.marks import StepMark
 from hpctrain.report.recorded import RecordedStep
 from hpctrain.report.rows import Row
 from hpctrain.report.samples import ShownAnswer
 from hpctrain.units import format_bytes, format_seconds
 
 
-class Pair(NamedTuple):
+class ValuePair(NamedTuple):
     """Something of which there is a prediction, a measurement or both; None where there is none."""
 
     words: str
@@ -24,14 +24,14 @@ class Pair(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PredictedVsMeasured:
     """What was predicted beside what was measured, in `bytes` or "seconds", with a note on it; the last pair
     is of all others together if `total`.
     """
 
     heading: str
     unit: str
-    pairs: Sequence[Pair]
+    pairs: Sequence[ValuePair]
     note: str = ""
     total: bool = True
 
@@ -41,7 +41,7 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Event:
+class RunEvent:
     """What happened: when, as the log tells it, or ""; at which step, if at any; what kind of thing; how."""
 
     time: str
@@ -51,7 +51,7 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptCheckpoint:
     """A checkpoint that is there: its file, bytes, when it was written (UTC), and what else is to be said."""
 
     path: Path
@@ -61,7 +61,7 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class ToldRun:
+class RunSummary:
     """A run. `state` and `facts` are its status, in words; `deck` is told by "section.key"; `history` are the
     runs of its chain. `problems` are sentences on what could not be read.
     """
@@ -70,16 +70,16 @@ class ToldRun:
     folder: Path
     title: str
     rows: Sequence[Row]
-    marks: Sequence[Mark] = ()
+    marks: Sequence[StepMark] = ()
     counts: str = "tokens"
     state: str = ""
     reason: str = ""
     facts: Mapping[str, str] = field(default_factory=dict)
     deck: Mapping[str, str] = field(default_factory=dict)
-    comparisons: Sequence[Comparison] = ()
+    comparisons: Sequence[PredictedVsMeasured] = ()
     step: RecordedStep | None = None
-    checkpoints: Sequence[Kept] = ()
+    checkpoints: Sequence[KeptCheckpoint] = ()
     history: Sequence[HistorySegment] = ()
-    events: Sequence[Event] = ()
+    events: Sequence[RunEvent] = ()
     samples: Sequence[ShownAnswer] = ()
     problems: Sequence[str] = ()

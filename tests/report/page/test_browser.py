@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
-from hpctrain.report.marks import Mark
+from hpctrain.report.marks import StepMark
 from hpctrain.report.page.page import page
-from hpctrain.report.page.told import Event, ToldRun
+from hpctrain.report.page.told import RunEvent, RunSummary
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -34,7 +34,7 @@ FLAGS = (
 LARGEST = 3_000_000
 
 
-def a_run(number: int, steps: int = 400) -> ToldRun:
+def a_run(number: int, steps: int = 400) -> RunSummary:
     """A run with all that is drawn: of each key a value that tells run and step."""
     noise = random.Random(number)
     rows: list[dict[str, Any]] = []
@@ -51,11 +51,11 @@ def a_run(number: int, steps: int = 400) -> ToldRun:
         )
         rows.append(row)
     rows[0]["grad_norm"] = None
-    marks = [Mark(steps // 2, "resumed", "goes on"), Mark(steps // 3, "spike", "<b>high</b>")]
-    events = [Event("2026-11-26 10:00:00", steps // 3, "spike", "high " * 40)]
+    marks = [StepMark(steps // 2, "resumed", "goes on"), StepMark(steps // 3, "spike", "<b>high</b>")]
+    events = [RunEvent("2026-11-26 10:00:00", steps // 3, "spike", "high " * 40)]
     name = f"run-{number}"
     deck = {f"section.key_{index}": "x" * index for index in range(60)} | {"run.number": str(number)}
-    return ToldRun(name, Path(name), name, rows, marks, state="done", events=events, deck=deck)
+    return RunSummary(name, Path(name), name, rows, marks, state="done", events=events, deck=deck)
 
 
 def browse(folder: Path, what: str, *flags: str, wait: float = 300) -> str:
@@ -68,7 +68,7 @@ def browse(folder: Path, what: str, *flags: str, wait: float = 300) -> str:
     return done.stdout
 
 
-def dom(folder: Path, runs: Sequence[ToldRun], asked: str = "") -> str:
+def dom(folder: Path, runs: Sequence[RunSummary], asked: str = "") -> str:
     """The page of runs after its script has run."""
     content = page(runs)
     (folder / "report.html").write_text(content, encoding="utf-8")
@@ -124,7 +124,7 @@ def test_what_a_link_asks_for_is_shown(tmp_path: Path) -> None:
     assert re.findall(r'class="(?:below|end)">(20K)</text>', tokens)
 
 
-def framed(folder: Path, runs: Sequence[ToldRun], width: int, script: str) -> list[str]:
+def framed(folder: Path, runs: Sequence[RunSummary], width: int, script: str) -> list[str]:
     """What a script says of the page of runs in a frame so wide: `inner` is its document, `say` says."""
     content = html.escape(page(runs))
     (folder / "frame.html").write_text(

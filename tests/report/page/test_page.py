@@ -20,14 +20,14 @@ import pytest
 
 from hpctrain.pipeline.generate import generate
 from hpctrain.pipeline.simulate import StageTimes, simulate
-from hpctrain.report.marks import Mark
+from hpctrain.report.marks import StepMark
 from hpctrain.report.page import sections
 from hpctrain.report.page.curves import POINTS, axis_of, charts_of, points
 from hpctrain.report.page.markup import TEXT_LETTERS, embedded, text
 from hpctrain.report.page.page import HEAD, MARKS, data_of, page, shown_marks
 from hpctrain.report.page.schedule import CELLS, schedule_of
 from hpctrain.report.page.thin import corners, extremes, middles
-from hpctrain.report.page.told import Comparison, Event, Pair, ToldRun
+from hpctrain.report.page.told import PredictedVsMeasured, RunEvent, RunSummary, ValuePair
 from hpctrain.report.recorded import RecordedStep
 
 HOSTILE = '</script><img src="x" onerror="1"><!--\u202e\x1b[31m\'&amp;'
@@ -40,8 +40,8 @@ def rows(steps: int, **more: Any) -> list[dict[str, Any]]:
     ]
 
 
-def told(name: str = "small", table: list[dict[str, Any]] | None = None, **more: Any) -> ToldRun:
-    return ToldRun(name, Path(name), name, rows(5) if table is None else table, **more)
+def told(name: str = "small", table: list[dict[str, Any]] | None = None, **more: Any) -> RunSummary:
+    return RunSummary(name, Path(name), name, rows(5) if table is None else table, **more)
 
 
 def charts(*tables: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -143,10 +143,10 @@ def test_axes_are_told_by_their_corners() -> None:
 
 
 def test_marks_are_thinned_by_kind() -> None:
-    many = [Mark(step, "skipped", "x") for step in range(1000)]
-    shown = shown_marks([*many, Mark(3, "fault", "y")])
+    many = [StepMark(step, "skipped", "x") for step in range(1000)]
+    shown = shown_marks([*many, StepMark(3, "fault", "y")])
     assert sum(mark.kind == "skipped" for mark in shown) <= MARKS
-    assert Mark(3, "fault", "y") in shown
+    assert StepMark(3, "fault", "y") in shown
     assert [mark.step for mark in shown] == sorted(mark.step for mark in shown)
 
 
@@ -164,14 +164,14 @@ def test_a_page_is_whole_and_asks_for_nothing() -> None:
     hostile = told(
         HOSTILE,
         rows(5, **{HOSTILE: 1}),
-        marks=[Mark(2, "spike", HOSTILE)],
+        marks=[StepMark(2, "spike", HOSTILE)],
         state=HOSTILE,
         reason=HOSTILE,
         facts={"steps": HOSTILE, HOSTILE: HOSTILE},
         deck={HOSTILE: HOSTILE},
-        comparisons=[Comparison(HOSTILE, "bytes", [Pair(HOSTILE, 1.0, 2.0)], HOSTILE)],
+        comparisons=[PredictedVsMeasured(HOSTILE, "bytes", [ValuePair(HOSTILE, 1.0, 2.0)], HOSTILE)],
         step=step,
-        events=[Event(HOSTILE, 3, HOSTILE, HOSTILE)],
+        events=[RunEvent(HOSTILE, 3, HOSTILE, HOSTILE)],
         problems=[HOSTILE],
     )
     for runs in ([hostile], [hostile, told("other")]):
@@ -208,17 +208,23 @@ def test_tables_tell_what_the_runs_hold() -> None:
     assert "<td>2.11111</td>" in top
     assert '<span class="state done">done</span>' in top
     assert "MFU</th>" not in top  # which no run has measured
-    events = [Event("", step, "warning", f"at {step}") for step in range(sections.EVENTS + 7)]
+    events = [RunEvent("", step, "warning", f"at {step}") for step in range(sections.EVENTS + 7)]
     (told_of,) = [html for name, _, html in sections.all_sections([told(events=events)]) if name == "events"]
     assert told_of.count("<tr>") == sections.EVENTS + 1
     assert "7 earlier events left out" in told_of
 
 
 def test_predictions_are_told_beside_measurements() -> None:
-    pairs = [Pair("parameters", 200.0, 100.0), Pair("buffers", None, 5.0), Pair("total", 200.0, 105.0)]
+    pairs = [
+        ValuePair("parameters", 200.0, 100.0),
+        ValuePair("buffers", None, 5.0),
+        ValuePair("total", 200.0, 105.0),
+    ]
     (found,) = [
         html
-        for name, _, html in sections.all_sections([told(comparisons=[Comparison("Memory", "bytes", pairs)])])
+        for name, _, html in sections.all_sections(
+            [told(comparisons=[PredictedVsMeasured("Memory", "bytes", pairs)])]
+        )
         if name == "predicted"
     ]
     cells = re.findall(r"<t[hd][^>]*>([^<]*)</t[hd]>", found)
