@@ -106,9 +106,9 @@ def command(
     """
     from hpctrain.job.ranks import parse_nodes, parse_shared_memory, parse_time, parse_volume, plan_job
     from hpctrain.job.script import SUBMIT, script, submission
-    from hpctrain.job.wish import Wish
+    from hpctrain.job.wish import JobOptions
 
-    wish = Wish(
+    wish = JobOptions(
         nodes=parse_nodes(nodes),
         seconds=None if time is None else parse_time(time, others["scheduler"]),
         variants=tuple(tuple(variant.split()) for variant in variants),

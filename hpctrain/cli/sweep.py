@@ -67,7 +67,7 @@ def command(
     """
     from hpctrain.job.ranks import parse_time
     from hpctrain.job.script import script, submission
-    from hpctrain.job.wish import Wish
+    from hpctrain.job.wish import JobOptions
     from hpctrain.train.sweep.sweep import sweep_deck, sweep_job
 
     given: dict[str, object] = {
@@ -84,7 +84,7 @@ def command(
     if asked := [option for option, value in others.items() if value]:
         raise click.UsageError(f"--slurm: writes a script alone, without {', '.join(asked)}")
     seconds = None if time is None else parse_time(time, "slurm")
-    wish = Wish("slurm", (nodes, nodes), seconds, account=account, partition=partition)
+    wish = JobOptions("slurm", (nodes, nodes), seconds, account=account, partition=partition)
     wish = replace(wish, directives=directives, modules=modules)
     job = sweep_job(deck, arguments, ranks, name, wish)
     for warning in job.warnings:

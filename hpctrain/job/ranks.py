@@ -16,7 +16,7 @@ from hpctrain.deck.read import read_deck
 from hpctrain.deck.replicas import begun_with, with_ranks
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
-from hpctrain.job.wish import Launcher, Wish
+from hpctrain.job.wish import JobOptions, Launcher
 from hpctrain.job.words import word_problems
 from hpctrain.plan.deck import plan_deck
 from hpctrain.plan.named import named_problems
@@ -44,7 +44,7 @@ class Job:
     `memory` is in bytes a node, None where nothing is known of it. `warnings` are sentences for the user.
     """
 
-    wish: Wish
+    wish: JobOptions
     path: Path
     overrides: tuple[str, ...]
     deck: Deck
@@ -76,7 +76,7 @@ class Job:
         return self.wish.seconds or 3600
 
 
-def plan_job(path: Path, overrides: Sequence[str], wish: Wish) -> Job:
+def plan_job(path: Path, overrides: Sequence[str], wish: JobOptions) -> Job:
     """The job that a deck and a wish make; HpctrainError with all that does not fit."""
     _check(wish, path, overrides)
     deck = assume_planned_device(
@@ -166,7 +166,7 @@ def parse_nodes(text: str) -> tuple[int, int]:
     return least, most
 
 
-def _check(wish: Wish, path: Path, overrides: Sequence[str]) -> None:
+def _check(wish: JobOptions, path: Path, overrides: Sequence[str]) -> None:
     problems = word_problems(wish, path, overrides)
     least, most = wish.nodes
     if least < most and wish.scheduler not in ON_A_RANGE:

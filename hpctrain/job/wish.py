@@ -10,7 +10,7 @@ Launcher = Literal["srun", "mpirun"]
 
 
 @dataclass(frozen=True)
-class Wish:
+class JobOptions:
     """Options of a batch job, beside the deck. None means the value of the deck's [machine], or a default.
 
     Attributes:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from hpctrain.characters import control_problem
-from hpctrain.job.wish import Wish
+from hpctrain.job.wish import JobOptions
 
 _WORD = re.compile(r"\w[\w.,:@+/-]*")
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
@@ -19,7 +19,7 @@ _NAMES = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 _IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]*")
 
 
-def word_problems(wish: Wish, path: Path, overrides: Sequence[str]) -> list[str]:
+def word_problems(wish: JobOptions, path: Path, overrides: Sequence[str]) -> list[str]:
     """What in a wish, the deck's path and its `--set` arguments a script cannot carry, one sentence each."""
     given: dict[str, Iterable[str | None]] = {
         "the deck": [str(path)],
@@ -42,7 +42,7 @@ def word_problems(wish: Wish, path: Path, overrides: Sequence[str]) -> list[str]
     return problems or [*_directive_problems(wish), *_kubernetes_problems(wish)]
 
 
-def _directive_problems(wish: Wish) -> Iterator[str]:
+def _directive_problems(wish: JobOptions) -> Iterator[str]:
     if wish.scheduler != "kubernetes":
         options = (("--account", wish.account), ("--partition", wish.partition), ("--mpi", wish.mpi))
         for name, text in options:
@@ -59,7 +59,7 @@ def _directive_problems(wish: Wish) -> Iterator[str]:
             yield f"--module {text}: must be the name of a module, such as openmpi/5"
 
 
-def _kubernetes_problems(wish: Wish) -> Iterator[str]:
+def _kubernetes_problems(wish: JobOptions) -> Iterator[str]:
     if wish.scheduler != "kubernetes":
         given = {"--image": wish.image, "--volume": wish.volume, "--shared-memory": wish.shared_memory}
         for name, value in given.items():

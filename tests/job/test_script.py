@@ -21,7 +21,7 @@ from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError
 from hpctrain.job.ranks import Job, plan_job
 from hpctrain.job.script import path_word, script
-from hpctrain.job.wish import Wish
+from hpctrain.job.wish import JobOptions
 from tests.engines import DECK
 
 LEGAL = (
@@ -99,7 +99,7 @@ def planned(kind: str, value: str, **fields: Any) -> Job:
     if kind != "kubernetes":
         wish.setdefault("modules", (value.lstrip("-"),))
     settings = [f"run.title={toml_value(value)}", f"memory.offload_dir={toml_value(value)}"]
-    return plan_job(write_deck(value), ["model.vocabulary=", *settings], Wish(**wish))
+    return plan_job(write_deck(value), ["model.vocabulary=", *settings], JobOptions(**wish))
 
 
 def written(kind: str, value: str, **fields: Any) -> str:
@@ -158,7 +158,7 @@ def test_what_is_legal_stays_one_word(kind: str) -> None:
 
 def test_replicas_that_are_left_fit_fewer_nodes() -> None:
     """Three nodes do not divide the batch; with a replica on each they go on with a replica's own."""
-    wish, batch = Wish(scheduler="slurm", nodes=(1, 4), ranks_per_node=1), "batch.global_size=16"
+    wish, batch = JobOptions(scheduler="slurm", nodes=(1, 4), ranks_per_node=1), "batch.global_size=16"
     replicas = ("layout.replicas=4", "communication.local_steps=10")
     assert plan_job(write_deck("plain"), [batch], wish).fitting == (1, 2, 4)
     assert plan_job(write_deck("plain"), [batch, *replicas], wish).fitting == (1, 2, 3, 4)
@@ -198,18 +198,18 @@ def test_shells_hand_it_on_as_it_was(folder: Path) -> None:
 def test_control_characters_are_refused_wherever_they_stand(kind: str) -> None:
     wish = {"ranks_per_node": 2, **KINDS[kind]}
     path = write_deck("plain")
-    plain = plan_job(path, ["model.vocabulary="], Wish(**wish))
+    plain = plan_job(path, ["model.vocabulary="], JobOptions(**wish))
     for value in CONTROL:
         refused = (
-            lambda value: plan_job(path, [f"run.title={value}"], Wish(**wish)),
-            lambda value: plan_job(Path(f"{value}.toml"), [], Wish(**wish)),
-            lambda value: plan_job(path, [], Wish(**wish, account=value)),
-            lambda value: plan_job(path, [], Wish(**wish, partition=value)),
-            lambda value: plan_job(path, [], Wish(**wish, directives=(f"--{value}",))),
-            lambda value: plan_job(path, [], Wish(**wish, modules=(value,))),
-            lambda value: plan_job(path, [], Wish(**wish, image=value)),
-            lambda value: plan_job(path, [], Wish(**wish, volume=("claim", f"/{value}"))),
-            lambda value: plan_job(path, [], Wish(**(wish | {"variants": ((f"run.title={value}",),)}))),
+            lambda value: plan_job(path, [f"run.title={value}"], JobOptions(**wish)),
+            lambda value: plan_job(Path(f"{value}.toml"), [], JobOptions(**wish)),
+            lambda value: plan_job(path, [], JobOptions(**wish, account=value)),
+            lambda value: plan_job(path, [], JobOptions(**wish, partition=value)),
+            lambda value: plan_job(path, [], JobOptions(**wish, directives=(f"--{value}",))),
+            lambda value: plan_job(path, [], JobOptions(**wish, modules=(value,))),
+            lambda value: plan_job(path, [], JobOptions(**wish, image=value)),
+            lambda value: plan_job(path, [], JobOptions(**wish, volume=("claim", f"/{value}"))),
+            lambda value: plan_job(path, [], JobOptions(**(wish | {"variants": ((f"run.title={value}",),)}))),
             lambda value: script(plain, "hpctrain", value, "hpctrain job"),
             lambda value: script(plain, value, "FILE", "hpctrain job"),
             lambda value: script(plain, "hpctrain", "FILE", f"hpctrain job {value}"),
@@ -292,7 +292,7 @@ def test_with_mirrors_a_job_goes_on_with_the_nodes_that_are_left(folder: Path, l
     path.write_text(DECK)
     shape: dict[str, Any] = {"scheduler": "slurm", "launcher": launcher, "nodes": (1, 2), "ranks_per_node": 2}
     settings = ["checkpoint.mirror=true", "batch.global_size=16"]
-    text = script(plan_job(path, settings, Wish(**shape)), "bin/hpctrain", "job.sh", "hpctrain job")
+    text = script(plan_job(path, settings, JobOptions(**shape)), "bin/hpctrain", "job.sh", "hpctrain job")
     assert "#SBATCH --no-kill" in text
     program = Path(sys.executable).parent / "shellcheck"
     found = subprocess.run([program, "-s", "bash", "-"], input=text, capture_output=True, text=True)
@@ -334,7 +334,7 @@ def test_without_mirrors_or_with_one_node_slurm_ends_a_job_that_lost_one(folder:
     path = Path("deck.toml")
     path.write_text(DECK)
     for settings, nodes in ([], (1, 2)), (["checkpoint.mirror=true"], (1, 1)):
-        wish = Wish(scheduler="slurm", nodes=nodes, ranks_per_node=2)
+        wish = JobOptions(scheduler="slurm", nodes=nodes, ranks_per_node=2)
         assert "no-kill" not in script(
             plan_job(path, settings, wish), "bin/hpctrain", "job.sh", "hpctrain job"
         )
@@ -346,7 +346,7 @@ def test_a_job_goes_on_without_nodes_that_had_silent_faults(folder: Path, kind: 
     path = Path("deck.toml")
     path.write_text(DECK)
     settings = ["stability.corruption=cheap", "run.dir=a run"]
-    job = plan_job(path, settings, Wish(**{"ranks_per_node": 2, **KINDS[kind]}))
+    job = plan_job(path, settings, JobOptions(**{"ranks_per_node": 2, **KINDS[kind]}))
     text = script(job, "bin/hpctrain", "a job.sh", "hpctrain job")
     program = Path(sys.executable).parent / "shellcheck"
     found = subprocess.run([program, "-s", "bash", "-"], input=text, capture_output=True, text=True)

@@ -11,7 +11,7 @@ from hpctrain.errors import EXIT_AGAIN, EXIT_DIFFERENT, EXIT_DONE, HpctrainError
 from hpctrain.files import require_writable, strict_json, write_text
 from hpctrain.host.launcher import launcher_name
 from hpctrain.job.ranks import Job, plan_job
-from hpctrain.job.wish import Wish
+from hpctrain.job.wish import JobOptions
 from hpctrain.report.swept import draw_sweep
 from hpctrain.report.terminal import columns
 from hpctrain.train.sweep.results import (
@@ -84,7 +84,7 @@ def sweep_deck(
     return EXIT_DIFFERENT if any(each.state in ("failed", "lost") for each in results) else EXIT_AGAIN
 
 
-def sweep_job(path: Path, arguments: Sequence[str], ranks: int, name: str | None, wish: Wish) -> Job:
+def sweep_job(path: Path, arguments: Sequence[str], ranks: int, name: str | None, wish: JobOptions) -> Job:
     """The array of jobs that trains a sweep, a task of it a run, whose folders are those of `sweep_deck`."""
     nodes = wish.nodes[1]
     if ranks % nodes:
