@@ -11,7 +11,7 @@ import click
 from hpctrain.errors import HpctrainError
 from hpctrain.report.terminal import coloured, columns, fit
 from hpctrain.table import fitted, table
-from hpctrain.watch.stress.wish import StressWish
+from hpctrain.watch.stress.wish import StressOptions
 from hpctrain.words import ranges
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def command(
     for option, given in (("--stress-dir", stress_dir), ("--rates", rates)):
         if given is not None and stress is None:
             raise HpctrainError(f"{option}: goes with --stress SECONDS alone")
-    wish = None if stress is None else StressWish.of(stress, stress_dir, rates)
+    wish = None if stress is None else StressOptions.of(stress, stress_dir, rates)
     from hpctrain.host.doctor import examine_machine
 
     with examine_machine() as report:
@@ -85,7 +85,7 @@ def command(
     sys.exit(0 if report.fit else 1)
 
 
-def test_nodes(world: World, wish: StressWish) -> int:
+def test_nodes(world: World, wish: StressOptions) -> int:
     """Test the nodes, and print a table of them and a line for each thing that is wrong; the exit code."""
     from hpctrain.watch.stress.stress import stress
 

@@ -64,7 +64,7 @@ from hpctrain.train.verify import verify_layout
 from hpctrain.train.watchers import EightBitWatch, Evaluation, SlowRanks, StepReport, Trace
 from hpctrain.train.way_back import WayBack
 from hpctrain.watch.folder import clear_folder, clear_other_folder, refuse_other_folder, replaces
-from hpctrain.watch.machine import Peak
+from hpctrain.watch.machine import PeakFlops
 from hpctrain.watch.newest import find_checkpoint
 from hpctrain.watch.reporter import Reporter
 from hpctrain.watch.statuses import is_done
@@ -120,7 +120,7 @@ class Run:
         world.hang.report_to(folder, reporter.hangs)
         try:
             world.ledger.activity = "measuring the processors"
-            peak = Peak(world, deck, folder)
+            peak = PeakFlops(world, deck, folder)
             peak.find()
             if world.rank == 0:  # others may have no part of the model
                 reporter.say(introduction(deck, engine, self.corpus, peak.flops, state, self.trainer.ranks))
@@ -165,7 +165,7 @@ class Run:
 class Loop:
     """The steps of a run, with its hooks, and what is asked for between them."""
 
-    def __init__(self, run: Run, reporter: Reporter, peak: Peak, memory: MemoryLedger) -> None:
+    def __init__(self, run: Run, reporter: Reporter, peak: PeakFlops, memory: MemoryLedger) -> None:
         self.deck, self.steps, self.limit = run.deck, run.deck.run.steps, run.limit
         self.reporter, self.peak = reporter, peak
         self.trainer, self.checkpoints = trainer, checkpoints = run.trainer, run.checkpoints

@@ -23,7 +23,7 @@ from hpctrain.train.batch_size import batch_at
 from hpctrain.train.hook import Hook, StepDone
 from hpctrain.train.memory import ActivationPeak, Beside
 from hpctrain.train.step import Step, StepGuard, StepResult, TrainState
-from hpctrain.watch.stragglers import Comparison, Stragglers, work_of
+from hpctrain.watch.stragglers import StragglerDetector, TimeComparison, work_of
 from hpctrain.words import counted
 
 
@@ -127,9 +127,9 @@ class Trainer:
         """Which of the stages of a plan this rank is in."""
         return self.engine.mesh.coordinate("pipeline")
 
-    def stragglers(self, factor: float) -> Comparison:
+    def stragglers(self, factor: float) -> TimeComparison:
         """What finds ranks that are above `factor` times the median. Collective."""
-        return Stragglers(self.engine.mesh, factor, work_of(self.engine.models))
+        return StragglerDetector(self.engine.mesh, factor, work_of(self.engine.models))
 
     def go_on(self, due: Callable[[int], bool], asked: Callable[[], bool]) -> None:  # noqa: ARG002
         """Make the next step; where ranks do not go in step, all up to the next one after which something is

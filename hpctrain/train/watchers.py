@@ -27,10 +27,10 @@ from hpctrain.train.summary import outcome
 from hpctrain.train.time_limit import Pace
 from hpctrain.train.trainer import Trainer
 from hpctrain.watch.folder import way_on
-from hpctrain.watch.machine import Peak
+from hpctrain.watch.machine import PeakFlops
 from hpctrain.watch.metrics import StepMetrics
 from hpctrain.watch.reporter import Reporter
-from hpctrain.watch.stragglers import Comparison
+from hpctrain.watch.stragglers import TimeComparison
 
 TRACED_SPANS = 1_000_000
 """In the trace of a run at most, besides the actions of its schedule: what Perfetto opens with ease."""
@@ -39,7 +39,7 @@ TRACED_SPANS = 1_000_000
 class SlowRanks(Hook):
     """Puts stragglers into the status."""
 
-    def __init__(self, stragglers: Comparison, reporter: Reporter) -> None:
+    def __init__(self, stragglers: TimeComparison, reporter: Reporter) -> None:
         self.stragglers, self.reporter = stragglers, reporter
 
     def after_step(self, done: StepDone) -> None:
@@ -131,7 +131,7 @@ class StepReport(Hook):
         self,
         trainer: Trainer,
         reporter: Reporter,
-        peak: Peak,
+        peak: PeakFlops,
         pace: Pace,
         checkpoints: Checkpoints,
         memory: MemoryLedger,

@@ -18,7 +18,7 @@ from hpctrain.report.rows import Row
 from hpctrain.report.runs import deck_keys
 from hpctrain.watch.csv_file import CsvFile
 from hpctrain.watch.event_file import EventFile
-from hpctrain.watch.feed import Feed, Writer
+from hpctrain.watch.feed import Feed, RowWriter
 from hpctrain.watch.service import Service
 
 DASHBOARDS_FILE = "dashboards.json"
@@ -79,10 +79,10 @@ def _installed(package: str) -> bool:
     return found is not None and found.origin is not None
 
 
-def _writers(deck: Deck, step: int) -> dict[str, Callable[[], Writer]]:
+def _writers(deck: Deck, step: int) -> dict[str, Callable[[], RowWriter]]:
     """How to make each writer, by its key."""
     keys, folder = deck.report, Path(deck.run.dir)
-    found: dict[str, Callable[[], Writer]] = {}
+    found: dict[str, Callable[[], RowWriter]] = {}
     if keys.csv:
         found["report.csv"] = partial(CsvFile, folder, step)
     if keys.tensorboard:

@@ -26,7 +26,7 @@ class Told:
     step: int = 0
 
 
-class Writer(Protocol):
+class RowWriter(Protocol):
     """Where rows go. All but `abandon` is called by one thread; whatever one raises ends it."""
 
     def write(self, row: Row, now: float) -> None:
@@ -50,12 +50,12 @@ class Feed:
     """
 
     def __init__(
-        self, name: str, make: Callable[[], Writer], clock: Callable[[], float] = time.monotonic
+        self, name: str, make: Callable[[], RowWriter], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.name, self._make, self._clock = name, make, clock
         self._told: queue.Queue[Told | bool] = queue.Queue(MOST_ROWS)
         self._busy: float | None = clock()
-        self._writer: Writer | None = None
+        self._writer: RowWriter | None = None
         self._lock = threading.Lock()
         self.lost = False
         self._thread = threading.Thread(target=self._work, name=f"feed-{name}", daemon=True)

@@ -50,7 +50,7 @@ class Style:
 
 
 @dataclass(frozen=True)
-class Column:
+class TableColumn:
     """A column: its head, the cell of a run, whether cells begin at its left, and how soon it has to go where
     the window is narrow; "" in all rows is no column at all.
     """
@@ -68,7 +68,7 @@ def watch_runs(folders: Sequence[Path]) -> int:
 
     console = live_console()
     marks = BLOCKS if "utf" in console.encoding.lower() else LETTERS
-    watched = Watched(folders)
+    watched = WatchedRuns(folders)
     lines: list[Text] = []
     with ended_by_signals() as ended:
         with Live(console=console, screen=True, auto_refresh=False, redirect_stderr=False) as live:
@@ -81,7 +81,7 @@ def watch_runs(folders: Sequence[Path]) -> int:
     return EXIT_DONE
 
 
-class Watched:
+class WatchedRuns:
     """The runs that are looked at: those of these folders, or where there are none, all below here."""
 
     def __init__(self, folders: Sequence[Path], root: Path = Path()) -> None:
@@ -214,17 +214,19 @@ def _number(status: Mapping[str, Any], name: str) -> float | None:
 
 
 COLUMNS = (
-    Column("run", lambda look, _: escaped(str(look.folder)), left=True, goes=0),
-    Column("state", lambda look, _: str(look.status.get("state", "unreadable")), left=True, goes=1),
-    Column("step", _step, left=False, goes=2),
-    Column("loss", _loss, left=False, goes=3),
-    Column("curve", lambda look, style: sparkline(look.losses, style.curve, style.marks), left=True, goes=7),
-    Column("tokens/s", _rate, left=False, goes=8),
-    Column("left", _left, left=False, goes=4),
-    Column("last step", _ago, left=False, goes=9),
-    Column("slow", _slow, left=True, goes=6),
-    Column("faults", _faults, left=False, goes=5),
-    Column(
+    TableColumn("run", lambda look, _: escaped(str(look.folder)), left=True, goes=0),
+    TableColumn("state", lambda look, _: str(look.status.get("state", "unreadable")), left=True, goes=1),
+    TableColumn("step", _step, left=False, goes=2),
+    TableColumn("loss", _loss, left=False, goes=3),
+    TableColumn(
+        "curve", lambda look, style: sparkline(look.losses, style.curve, style.marks), left=True, goes=7
+    ),
+    TableColumn("tokens/s", _rate, left=False, goes=8),
+    TableColumn("left", _left, left=False, goes=4),
+    TableColumn("last step", _ago, left=False, goes=9),
+    TableColumn("slow", _slow, left=True, goes=6),
+    TableColumn("faults", _faults, left=False, goes=5),
+    TableColumn(
         "disk", lambda look, _: "" if look.disk is None else format_bytes(look.disk.used), left=False, goes=10
     ),
 )

@@ -21,7 +21,7 @@ SECONDS_PER_COUNT = 30.0
 
 
 @dataclass(frozen=True)
-class Disk:
+class DiskUsage:
     """Bytes that a run's files take, and of the file system that they are on: free ones, and its number."""
 
     used: int
@@ -37,7 +37,7 @@ class Look:
     status: dict[str, Any]
     problem: str
     losses: list[float]
-    disk: Disk | None
+    disk: DiskUsage | None
 
 
 class Looker:
@@ -47,7 +47,7 @@ class Looker:
         self.folder, self._clock = folder, clock
         self._losses: list[float] = []
         self._known: tuple[int, int] | None = None
-        self._disk: Disk | None = None
+        self._disk: DiskUsage | None = None
         self._counted = -math.inf
 
     def status(self) -> Look:
@@ -72,7 +72,7 @@ class Looker:
             self._losses, self._known = [], None
         return self._losses
 
-    def _disk_now(self) -> Disk | None:
+    def _disk_now(self) -> DiskUsage | None:
         now = self._clock()
         if now - self._counted >= SECONDS_PER_COUNT:
             self._counted = now
@@ -82,7 +82,7 @@ class Looker:
             except OSError:
                 self._disk = None
             else:
-                self._disk = Disk(_used(self.folder), system.f_bavail * system.f_frsize, device)
+                self._disk = DiskUsage(_used(self.folder), system.f_bavail * system.f_frsize, device)
         return self._disk
 
 

@@ -26,7 +26,7 @@ _ROUNDS = 2
 _LONGEST_FILE = 100_000
 
 
-class Peak:
+class PeakFlops:
     """The FLOP/s of a rank that count as 100% MFU, the same on all ranks.
 
     Given by the deck; or measured, and kept in the run's folder for jobs that go on with the run on the same

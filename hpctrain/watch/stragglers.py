@@ -37,14 +37,14 @@ class Straggler:
         return {"rank": self.rank, "node": self.node, "times": round(self.times, 3), "words": words}
 
 
-class Comparison(Protocol):
+class TimeComparison(Protocol):
     """What compares the ranks' times."""
 
     def step(self, seconds: float) -> list[Straggler] | None:
         """Add this rank's computing time of a step; on rank 0 the stragglers at the end of a window."""
 
 
-class Stragglers:
+class StragglerDetector:
     """Compares the ranks' times once a window of steps: the step's less those inside communication.
 
     Of each rank the median of its steps counts, so that a single slow step is none. Compared are ranks whose

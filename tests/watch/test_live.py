@@ -25,7 +25,7 @@ from hpctrain.report.sparkline import BLOCKS, LETTERS, sparkline
 from hpctrain.watch import found_runs as module
 from hpctrain.watch import look as look_module
 from hpctrain.watch.found_runs import find_runs, runs_below
-from hpctrain.watch.live import Watched, ended_by_signals, table_lines
+from hpctrain.watch.live import WatchedRuns, ended_by_signals, table_lines
 from hpctrain.watch.look import Looker
 from hpctrain.watch.run_files import MARKER
 from tests.watch.test_status import ago, write
@@ -130,7 +130,7 @@ def test_what_is_looked_at_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_status_that_cannot_be_read_is_a_line(tmp_path: Path) -> None:
     folder = run(tmp_path / "one")
     (folder / "status.json").write_text("{")
-    watched = Watched([folder])
+    watched = WatchedRuns([folder])
     texts = [line.plain for line in watched.lines(200, 20)]
     assert "unreadable" in texts[2]
     assert "is no status of a run" in texts[-1]
@@ -150,7 +150,7 @@ def test_any_window_is_wide_enough(tmp_path: Path) -> None:
     folder = run(tmp_path / "a-run-with-a-long-name", silent_faults=3, stragglers=slow)
     losses(folder, [3.0, 2.5, 2.0])
     run(tmp_path / "other", state="done", step=100)
-    watched = Watched([folder, tmp_path / "other"])
+    watched = WatchedRuns([folder, tmp_path / "other"])
     wide = [line.plain for line in watched.lines(250, 20)]
     heads = " ".join(wide[1].split())
     assert heads == "run state step loss curve tokens/s left last step slow faults disk"
@@ -174,7 +174,7 @@ def test_what_does_not_fit_is_counted(tmp_path: Path) -> None:
     for number in range(9):
         run(tmp_path / f"run-{number}", state="done")
     run(tmp_path / "busy")
-    watched = Watched((), tmp_path)
+    watched = WatchedRuns((), tmp_path)
     texts = [line.plain for line in watched.lines(120, 8)]
     assert texts[0].startswith("10 runs, 1 at work")
     assert "busy" in texts[2]  # what has a job stands first
@@ -184,7 +184,7 @@ def test_what_does_not_fit_is_counted(tmp_path: Path) -> None:
 
 
 def test_runs_that_begin_later_are_found(tmp_path: Path) -> None:
-    watched = Watched((), tmp_path)
+    watched = WatchedRuns((), tmp_path)
     assert watched.lines(200, 20)[0].plain.startswith(f"no runs below {tmp_path} yet")
     run(tmp_path / "new")
     for _ in range(10):

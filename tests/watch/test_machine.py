@@ -13,7 +13,7 @@ from hpctrain.deck.read import parse_deck
 from hpctrain.report.rows import read_metrics
 from hpctrain.train.run import resume, run_deck
 from hpctrain.watch import machine
-from hpctrain.watch.machine import Peak, measure_gemm_flops
+from hpctrain.watch.machine import PeakFlops, measure_gemm_flops
 from tests.train.test_run import DECK, deck_file
 
 __all__ = ["deck_file"]
@@ -30,8 +30,8 @@ class Gauge:
         return self.rates.pop(0) + self.rank
 
 
-def peak_of(world: World, folder: Path, *overrides: str) -> Peak:
-    peak = Peak(world, parse_deck(DECK.format(tokens="x"), ["machine.peak_flops=", *overrides]), folder)
+def peak_of(world: World, folder: Path, *overrides: str) -> PeakFlops:
+    peak = PeakFlops(world, parse_deck(DECK.format(tokens="x"), ["machine.peak_flops=", *overrides]), folder)
     peak.find()
     return peak
 

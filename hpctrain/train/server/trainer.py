@@ -32,7 +32,7 @@ from hpctrain.train.server.wire import own_pieces, pieces_of
 from hpctrain.train.server.work import ShareStep, Worker
 from hpctrain.train.step import StepResult, TrainState
 from hpctrain.train.trainer import Trainer
-from hpctrain.watch.stragglers import Comparison
+from hpctrain.watch.stragglers import TimeComparison
 from hpctrain.words import counted
 
 
@@ -101,7 +101,7 @@ class ServedTrainer(Trainer):
         return int(self.worker is not None)
 
     @override
-    def stragglers(self, factor: float) -> Comparison:
+    def stragglers(self, factor: float) -> TimeComparison:
         hosts = self.world.everyone.all_gather_object(self.world.hostname)
         return SlowWorkers(self.book, self.roles, hosts, factor)
 

@@ -15,7 +15,7 @@ from hpctrain.comm.mesh import choose_transport
 from hpctrain.comm.outcome import name_ranks
 from hpctrain.comm.world import World
 from hpctrain.watch.stress.difference import difference
-from hpctrain.watch.stress.record import Look, Place, Record, Turn
+from hpctrain.watch.stress.record import Look, StressRank, StressRecord, TestTime
 from hpctrain.watch.stress.words import key, random_words
 
 TEST = "collectives"
@@ -36,7 +36,7 @@ class Collectives:
     Making one is collective. Of what is sent, each piece of words depends on who sends it to whom, and when.
     """
 
-    def __init__(self, world: World, place: Place, large: int, look: Look) -> None:
+    def __init__(self, world: World, place: StressRank, large: int, look: Look) -> None:
         self.world, self.place, self.look = world, place, look
         transport = choose_transport(world, "auto")
         everyone = world.split(("stress",), tuple(range(world.size)), transport)
@@ -54,7 +54,7 @@ class Collectives:
         self._numbers = (self._words & ((1 << 30) - 1)).remainder(min(4096, bound)).float()
         self._time = 0
 
-    def run(self, record: Record, turn: Turn, number: int) -> None:  # noqa: ARG002
+    def run(self, record: StressRecord, turn: TestTime, number: int) -> None:  # noqa: ARG002
         """Send and check until the turn is over, which all ranks agree on after each time. Collective."""
         moved: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
         while True:
@@ -71,7 +71,7 @@ class Collectives:
                 break
         record.rates |= {name: sent / seconds for name, (sent, seconds) in moved.items() if seconds}
 
-    def _all_of(self, group: Group, words: int, record: Record, moved: list[float]) -> None:
+    def _all_of(self, group: Group, words: int, record: StressRecord, moved: list[float]) -> None:
         """Every operation of a group, of pieces of so many words; adds bytes and seconds to `moved`."""
         size, rank, ranks = group.size, group.rank, group.ranks
         across = f"over {name_ranks(ranks)}"
@@ -104,7 +104,7 @@ class Collectives:
         synchronize(self.world.device)
         self._check_piece("a message", ranks[before], ranks[rank], received, record)
 
-    def _between(self, words: int, record: Record, moved: list[float]) -> None:
+    def _between(self, words: int, record: StressRecord, moved: list[float]) -> None:
         """Ranks of one place on two nodes send each other a piece; each node meets all others in turn."""
         nodes = self.world.nodes
         even = nodes + nodes % 2
@@ -144,7 +144,7 @@ class Collectives:
         return self._words[:words] ^ key(sender, receiver + 1, self._time, words)
 
     def _check_pieces(
-        self, operation: str, across: str, group: Group, found: Tensor, to_all: bool, record: Record
+        self, operation: str, across: str, group: Group, found: Tensor, to_all: bool, record: StressRecord
     ) -> None:
         own = group.ranks[group.rank]
         self.look(operation, found)
@@ -152,11 +152,11 @@ class Collectives:
             expected = self._piece(sender, -1 if to_all else own, len(piece))
             self._compare(f"{operation} {across}", sender, piece, expected, record)
 
-    def _check_piece(self, how: str, sender: int, receiver: int, found: Tensor, record: Record) -> None:
+    def _check_piece(self, how: str, sender: int, receiver: int, found: Tensor, record: StressRecord) -> None:
         self.look("message", found)
         self._compare(how, sender, found, self._piece(sender, receiver, len(found)), record)
 
-    def _compare(self, how: str, sender: int, found: Tensor, expected: Tensor, record: Record) -> None:
+    def _compare(self, how: str, sender: int, found: Tensor, expected: Tensor, record: StressRecord) -> None:
         apart = difference(found, expected)
         if apart is not None:
             told = f"received by {how} from {self.place.of(sender)} word {apart.position} of {len(found)} as"
@@ -166,7 +166,7 @@ class Collectives:
             record.add_wrong(TEST, f"{self.place.name} {told} {apart}", hosts)
 
     def _check_sum(
-        self, operation: str, across: str, found: Tensor, expected: Tensor, record: Record
+        self, operation: str, across: str, found: Tensor, expected: Tensor, record: StressRecord
     ) -> None:
         self.look(operation, found)
         apart = difference(found, expected)

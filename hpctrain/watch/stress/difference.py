@@ -14,7 +14,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
-class Difference:
+class BitDifference:
     """The first wrong element, by its flat `position`, which of its bits are, and how many elements are."""
 
     position: int
@@ -37,7 +37,7 @@ class Difference:
         return f"{self.found} instead of {self.expected} ({which} wrong{others})"
 
 
-def difference(found: Tensor, expected: Tensor) -> Difference | None:
+def difference(found: Tensor, expected: Tensor) -> BitDifference | None:
     """The first one between tensors of one shape, format and device; None where they are equal. What is not a
     number is wrong; the signs of zeros do not count.
     """
@@ -51,7 +51,7 @@ def difference(found: Tensor, expected: Tensor) -> Difference | None:
     apart = (one ^ other) & ((1 << width) - 1)
     bits = tuple(bit for bit in range(width) if apart >> bit & 1)
     found_text, expected_text = (_text(each, width) for each in pair)
-    return Difference(position, found_text, expected_text, bits, width, len(wrong))
+    return BitDifference(position, found_text, expected_text, bits, width, len(wrong))
 
 
 def _text(element: Tensor, width: int) -> str:

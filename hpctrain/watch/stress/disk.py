@@ -18,7 +18,7 @@ from hpctrain.comm.outcome import error_reason
 from hpctrain.files import descriptor_of
 from hpctrain.units import format_bytes
 from hpctrain.watch.stress.difference import difference
-from hpctrain.watch.stress.record import Look, Place, Record, Turn
+from hpctrain.watch.stress.record import Look, StressRank, StressRecord, TestTime
 from hpctrain.watch.stress.words import key, random_words
 
 TEST = "disk"
@@ -48,16 +48,16 @@ def remove_leftovers(folder: Path) -> list[str]:
     return removed
 
 
-class Disk:
+class DiskTest:
     """The test, in a folder; of files of at most `most` bytes. `ranks` write at the same time."""
 
-    def __init__(self, place: Place, folder: Path, ranks: int, most: int, look: Look) -> None:
+    def __init__(self, place: StressRank, folder: Path, ranks: int, most: int, look: Look) -> None:
         self.place, self.folder, self.ranks, self.most, self.look = place, folder, ranks, most, look
         self._path = folder / f"hpctrain-stress-{_host()}-{os.getpid()}-rank{place.rank}.tmp"
         self._words = random_words(_BLOCK // 8, seed=place.rank)
         self._size = min(FIRST, most)
 
-    def run(self, record: Record, turn: Turn, number: int) -> None:
+    def run(self, record: StressRecord, turn: TestTime, number: int) -> None:
         """Write and read files until the turn is over; the rates are those of the last one."""
         while True:
             began = perf_counter()
@@ -86,7 +86,7 @@ class Disk:
         free = status.f_bavail * status.f_frsize
         return min(self.most, int(SHARE * free) // self.ranks) // _BLOCK * _BLOCK, free
 
-    def _once(self, size: int, number: int, record: Record, turn: Turn) -> None:
+    def _once(self, size: int, number: int, record: StressRecord, turn: TestTime) -> None:
         blocks = range(size // _BLOCK)
         scratch = torch.empty_like(self._words)
         began = perf_counter()
@@ -128,7 +128,7 @@ class Disk:
             rest = rest[count:]
         return block.nbytes - len(rest)
 
-    def _compare(self, found: Tensor, expected: Tensor, index: int, count: int, record: Record) -> None:
+    def _compare(self, found: Tensor, expected: Tensor, index: int, count: int, record: StressRecord) -> None:
         where = f"{self.place.name}: {self.folder}"
         host = self.place.hosts[self.place.rank]
         if count < found.nbytes:
@@ -139,7 +139,7 @@ class Disk:
             place = index * _BLOCK + apart.position
             record.add_wrong(TEST, f"{where} gave back byte {place} of a file as {apart}", host)
 
-    def _failed(self, error: OSError, record: Record) -> None:
+    def _failed(self, error: OSError, record: StressRecord) -> None:
         if error.errno in _FULL:
             record.notes.append((TEST, f"not tested: {self.folder} is full"))
             return

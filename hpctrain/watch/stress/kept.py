@@ -16,7 +16,7 @@ from typing import Any
 from hpctrain.characters import escaped, is_control
 from hpctrain.errors import HpctrainError
 from hpctrain.files import add_lines, parse_json, read_bytes, require_writable, strict_json
-from hpctrain.watch.stress.nodes import MEASURES, Kept, Node
+from hpctrain.watch.stress.nodes import MEASURES, EarlierRates, Node
 
 FILE = "node-rates.jsonl"
 MOST_ROWS = 4000
@@ -51,7 +51,7 @@ def check_file(path: Path) -> None:
         raise HpctrainError(f"--rates {escaped(str(path))}: is no file of rates; name another one")
 
 
-def read_rates(path: Path) -> list[Kept]:
+def read_rates(path: Path) -> list[EarlierRates]:
     """What is kept, oldest first; nothing where there is no such file.
 
     Lines that are torn, or that others have written, do not count.
@@ -135,7 +135,7 @@ def _lock(descriptor: int, deadline: float) -> None:
             return
 
 
-def _rows(content: bytes) -> list[tuple[Kept, bytes]]:
+def _rows(content: bytes) -> list[tuple[EarlierRates, bytes]]:
     """The lines that could have been kept, with what they tell."""
     rows = []
     for line in content.splitlines():
@@ -146,7 +146,7 @@ def _rows(content: bytes) -> list[tuple[Kept, bytes]]:
     return rows
 
 
-def _kept(row: Any) -> Kept | None:
+def _kept(row: Any) -> EarlierRates | None:
     """Anybody may have written it."""
     if not isinstance(row, dict):
         return None
@@ -160,7 +160,7 @@ def _kept(row: Any) -> Kept | None:
         return None
     numbers = {each: rates[each] for each in MEASURES if isinstance(rates.get(each), float)}
     usable = {each: rate for each, rate in numbers.items() if isfinite(rate) and rate > 0}
-    return Kept(name, device, ranks, day, usable)
+    return EarlierRates(name, device, ranks, day, usable)
 
 
 def _told(rates: dict[str, float]) -> dict[str, float]:

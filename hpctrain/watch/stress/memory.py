@@ -11,7 +11,7 @@ from hpctrain.comm.device import on_host
 from hpctrain.host.memory import is_out_of_memory, obtainable_bytes
 from hpctrain.units import format_bytes
 from hpctrain.watch.stress.difference import difference
-from hpctrain.watch.stress.record import Look, Place, Record, Turn, clock_of, one_thread
+from hpctrain.watch.stress.record import Look, StressRank, StressRecord, TestTime, clock_of, one_thread
 from hpctrain.watch.stress.words import key, random_words
 
 TEST = "memory"
@@ -27,16 +27,16 @@ _HOST_WORDS, _GPU_WORDS = 1 << 17, 1 << 23  # of a block: what is compared with 
 _PASSES = 3  # patterns that a turn has time for
 
 
-class Memory:
+class MemoryTest:
     """The test; of at most `most` bytes, where there is such a bound."""
 
-    def __init__(self, place: Place, most: int | None, look: Look) -> None:
+    def __init__(self, place: StressRank, most: int | None, look: Look) -> None:
         self.place, self.most, self.look = place, most, look
         self._words = _HOST_WORDS if on_host(place.device) else _GPU_WORDS
         self._scratch = torch.empty(self._words, dtype=torch.int64, device=place.device)
         self._passes = 0
 
-    def run(self, record: Record, turn: Turn, number: int) -> None:  # noqa: ARG002
+    def run(self, record: StressRecord, turn: TestTime, number: int) -> None:  # noqa: ARG002
         """Write one pattern after the other over as much as there is time for, and read each back."""
         size = self._room()
         if size < LEAST:
@@ -70,7 +70,7 @@ class Memory:
         room = int(share * (0 if free is None else free)) // self.place.sharers
         return room if self.most is None else min(room, self.most)
 
-    def _pass(self, memory: Tensor, record: Record, turn: Turn) -> tuple[int, float]:
+    def _pass(self, memory: Tensor, record: StressRecord, turn: TestTime) -> tuple[int, float]:
         """Write a pattern for nearly half of the time and read it back: bytes that were read, in seconds."""
         name = PATTERNS[self._passes % len(PATTERNS)]
         pattern = Pattern(name, self._words, self._passes // len(PATTERNS), self.place.device)
@@ -95,7 +95,7 @@ class Memory:
                 break
         return read, now() - began
 
-    def _locate(self, block: Tensor, index: int, name: str, record: Record) -> None:
+    def _locate(self, block: Tensor, index: int, name: str, record: StressRecord) -> None:
         apart = difference(block, self._scratch)
         if apart is None:
             told = "a word that was right when read again"

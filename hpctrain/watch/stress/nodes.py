@@ -59,7 +59,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Kept:
+class EarlierRates:
     """What was measured of a node earlier, by so many ranks, on a day such as "2026-11-02"."""
 
     name: str
@@ -116,7 +116,7 @@ def slow_nodes(nodes: Sequence[Node]) -> Iterator[DoctorFinding]:
                     yield _slow(node, name, rate, usual, beside, f"rank {rank} on {node.name}")
 
 
-def fallen_nodes(nodes: Iterable[Node], kept: Sequence[Kept]) -> Iterator[DoctorFinding]:
+def fallen_nodes(nodes: Iterable[Node], kept: Sequence[EarlierRates]) -> Iterator[DoctorFinding]:
     """Those whose rate is far below what it used to be: three quarters of what is kept of it were lower."""
     for node in nodes:
         earlier = [

@@ -23,7 +23,7 @@ from hpctrain.comm.device import gpu_identity, gpu_name, on_host
 from hpctrain.parallel.kernel_times import candidates
 from hpctrain.parallel.kernels import LIBRARY, MatmulKernel, Pass
 from hpctrain.watch.stress.difference import difference
-from hpctrain.watch.stress.record import Look, Place, Record, Turn, clock_of, one_thread
+from hpctrain.watch.stress.record import Look, StressRank, StressRecord, TestTime, clock_of, one_thread
 
 TEST = "products"
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -43,7 +43,7 @@ _LARGEST = 127  # so that 16 bits hold it, with all of a mantissa's bits in use
 _OTHERWISE = 1e-3  # of a result, from where on it is no fault but another way to round
 
 
-class Shape(NamedTuple):
+class StressShape(NamedTuple):
     """Rows of tokens, which are multiplied with a matrix [outputs, inputs]."""
 
     rows: int
@@ -54,15 +54,20 @@ class Shape(NamedTuple):
         return "x".join(map(str, self))
 
 
-HOST_SHAPES = (Shape(32, 768, 768), Shape(512, 768, 768), Shape(512, 3072, 768), Shape(512, 768, 3072))
-GPU_SHAPES = (Shape(512, 4096, 4096), Shape(8192, 4096, 4096))
+HOST_SHAPES = (
+    StressShape(32, 768, 768),
+    StressShape(512, 768, 768),
+    StressShape(512, 3072, 768),
+    StressShape(512, 768, 3072),
+)
+GPU_SHAPES = (StressShape(512, 4096, 4096), StressShape(8192, 4096, 4096))
 """The first is small, and tells which kernels are too slow for the others."""
 
 
 class Case:
     """A pass of a matrix, its operands in a format, and what may come out."""
 
-    def __init__(self, kind: Pass, shape: Shape, form: str, device: torch.device, seed: int) -> None:
+    def __init__(self, kind: Pass, shape: StressShape, form: str, device: torch.device, seed: int) -> None:
         rows, outputs, inputs = shape
         storage = FORMATS[form]
         self.kind, self.shape, self.form, self.device = kind, shape, form, device
@@ -120,21 +125,23 @@ def vectors(length: int, seed: int) -> Tensor:
     return sizes * (1 - 2 * torch.randint(0, 2, (DISTINCT, length), generator=generator))
 
 
-class Products:
+class ProductTest:
     """The test: every pass of the shapes in each format, by each kernel there is and on each core in turn.
 
     `cores` are those that this rank tests; a product is computed by one thread, bound to one of them. The
     forward pass of the second shape tells how fast that is, so that rates can be compared.
     """
 
-    def __init__(self, place: Place, cores: Sequence[int], shapes: Sequence[Shape], look: Look) -> None:
+    def __init__(
+        self, place: StressRank, cores: Sequence[int], shapes: Sequence[StressShape], look: Look
+    ) -> None:
         self.place, self.cores, self.shapes, self.look = place, tuple(cores), tuple(shapes), look
         self._steps = self._endless()
         self._speeds: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
         self._pace: dict[tuple[str, Pass, str], float] = {}  # seconds of a FLOP
         self._left_out: set[tuple[str, str]] = set()
 
-    def run(self, record: Record, turn: Turn, number: int) -> None:  # noqa: ARG002
+    def run(self, record: StressRecord, turn: TestTime, number: int) -> None:  # noqa: ARG002
         """Multiply until the turn is over, going on where the last one was."""
         mask = os.sched_getaffinity(0) if self.cores else set()
         try:
@@ -182,7 +189,7 @@ class Products:
                 return f"core {core}"
         return "one of its cores"
 
-    def _test(self, case: Case, kernel: MatmulKernel, core: str, record: Record) -> None:
+    def _test(self, case: Case, kernel: MatmulKernel, core: str, record: StressRecord) -> None:
         """Multiply and compare; what is timed more than once, since the first time takes longer."""
         timed = case.kind == KINDS[0] and case.shape == self.shapes[:2][-1]
         now = clock_of(self.place.device)
@@ -197,7 +204,9 @@ class Products:
             if not self._is_right(case, kernel, found, core, record):
                 return
 
-    def _is_right(self, case: Case, kernel: MatmulKernel, found: Tensor, core: str, record: Record) -> bool:
+    def _is_right(
+        self, case: Case, kernel: MatmulKernel, found: Tensor, core: str, record: StressRecord
+    ) -> bool:
         expected = case.expected(found)
         apart = difference(found, expected)
         if apart is None:

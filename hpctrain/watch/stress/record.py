@@ -25,7 +25,7 @@ def as_it_is(_test: str, _result: Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class Place:
+class StressRank:
     """This rank, the names of all ranks' nodes, and its device; `sharers` are the ranks of its node."""
 
     rank: int
@@ -44,7 +44,7 @@ class Place:
         return f"rank {rank} on {self.hosts[rank]}"
 
 
-class Turn:
+class TestTime:
     """The time of a test in a round: until `deadline`, in seconds of `perf_counter`, unless it is stopped."""
 
     def __init__(self, deadline: float, stopped: Callable[[], bool] = lambda: False) -> None:
@@ -60,13 +60,13 @@ class Turn:
         """Whether there are none."""
         return self.left == 0.0
 
-    def part(self, share: float) -> Turn:
+    def part(self, share: float) -> TestTime:
         """The first part of what is left."""
-        return Turn(perf_counter() + share * self.left, self.stopped)
+        return TestTime(perf_counter() + share * self.left, self.stopped)
 
 
 @dataclass
-class Record:
+class StressRecord:
     """What a rank found in a round: `rates` by name; results that are `wrong`, by test, and the `number` of
     all of these; `notes` on what was not tested, by test.
     """

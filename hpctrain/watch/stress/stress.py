@@ -25,10 +25,10 @@ from hpctrain.host.processor import processor_name
 from hpctrain.units import format_seconds
 from hpctrain.watch.stress import collectives, disk, products
 from hpctrain.watch.stress.collectives import Collectives
-from hpctrain.watch.stress.disk import Disk, remove_leftovers
+from hpctrain.watch.stress.disk import DiskTest, remove_leftovers
 from hpctrain.watch.stress.interrupts import Interrupts
 from hpctrain.watch.stress.kept import check_file, keep_rates, read_rates, usual_file
-from hpctrain.watch.stress.memory import Memory
+from hpctrain.watch.stress.memory import MemoryTest
 from hpctrain.watch.stress.nodes import (
     MEASURES,
     fallen_nodes,
@@ -38,9 +38,9 @@ from hpctrain.watch.stress.nodes import (
     rows_of,
     slow_nodes,
 )
-from hpctrain.watch.stress.products import Products, Shape
-from hpctrain.watch.stress.record import Look, Place, Record, Turn, as_it_is
-from hpctrain.watch.stress.wish import StressWish, check_folder
+from hpctrain.watch.stress.products import ProductTest, StressShape
+from hpctrain.watch.stress.record import Look, StressRank, StressRecord, TestTime, as_it_is
+from hpctrain.watch.stress.wish import StressOptions, check_folder
 from hpctrain.words import counted
 
 LONGEST_ROUND = 30.0
@@ -56,19 +56,19 @@ LEAST_KEPT = 10.0
 _TOLD = 20  # of results that came out wrong
 
 
-class Sizes(NamedTuple):
+class StressSizes(NamedTuple):
     """Of what is tested: shapes of products (None: those of the device), most bytes of a rank's memory (None:
     its share of what is free) and of its file, words of a large message.
     """
 
-    shapes: Sequence[Shape] | None = None
+    shapes: Sequence[StressShape] | None = None
     memory: int | None = None
     words: int = collectives.LARGE
     file: int = disk.MOST
 
 
 @dataclass(frozen=True)
-class Result:
+class StressResult:
     """What came out, the same on all ranks but for what rank 0 alone knows of earlier rates: rows of nodes,
     findings, one sentence of it all, and the exit code.
     """
@@ -82,17 +82,17 @@ class Result:
 class Test(Protocol):
     """One of the tests."""
 
-    def run(self, record: Record, turn: Turn, number: int) -> None:
+    def run(self, record: StressRecord, turn: TestTime, number: int) -> None:
         """Test until the turn is over, in the round of that number, and enter what was found."""
 
 
 def stress(
     world: World,
-    wish: StressWish,
+    wish: StressOptions,
     report: Callable[[str], None],
     look: Look = as_it_is,
-    sizes: Sizes | None = None,
-) -> Result:
+    sizes: StressSizes | None = None,
+) -> StressResult:
     """Test all nodes. Collective; `report` takes lines on rank 0 meanwhile.
 
     HpctrainError where the wish cannot be. A rank that hangs ends the job as in a run.
@@ -105,18 +105,18 @@ def stress(
     everyone = world.everyone
     hosts = tuple(everyone.all_gather_object(socket.gethostname()))
     devices = everyone.all_gather_object(gpu_name(world.device) or processor_name())
-    place = Place(world.rank, hosts, world.device, world.local_rank, world.local_size)
+    place = StressRank(world.rank, hosts, world.device, world.local_rank, world.local_size)
     rounds: list[list[dict[str, Any]]] = []
     world.hang.set_limit(HANG_SECONDS)
     with world.hang.training_steps(), Interrupts() as interrupts:
         world.ledger.activity = "testing the nodes"
-        tests = _tests(world, place, wish, look, sizes or Sizes())
+        tests = _tests(world, place, wish, look, sizes or StressSizes())
         shares = sum(share for share, _ in tests)
         count = max(2, round(wish.seconds / LONGEST_ROUND))
         everyone.barrier()
         began = perf_counter()
         for number in range(count):
-            record = Record()
+            record = StressRecord()
             if number == 0 and removed:
                 names = ", ".join(removed)
                 told = f"removed from {wish.folder}, where a test that was killed had left it: {names}"
@@ -126,7 +126,7 @@ def stress(
             for share, test in tests:
                 passed += share / shares
                 deadline = began + wish.seconds * (number + passed) / count
-                test.run(record, Turn(deadline, lambda: interrupts.came), number)
+                test.run(record, TestTime(deadline, lambda: interrupts.came), number)
                 reset_peak(world.device)
                 stopped = _agreed(world, interrupts.came)
                 if stopped:
@@ -142,19 +142,19 @@ def stress(
 
 
 def _tests(
-    world: World, place: Place, wish: StressWish, look: Look, sizes: Sizes
+    world: World, place: StressRank, wish: StressOptions, look: Look, sizes: StressSizes
 ) -> list[tuple[float, Test]]:
     """Each with its share of time. Collective."""
     host = on_host(world.device)
     shapes = sizes.shapes or (products.HOST_SHAPES if host else products.GPU_SHAPES)
-    sharing = Place(place.rank, place.hosts, place.device, place.local_rank, _sharers(world))
+    sharing = StressRank(place.rank, place.hosts, place.device, place.local_rank, _sharers(world))
     tests: list[tuple[float, Test]] = [
-        (4.0, Products(place, cores_of(world) if host else (), shapes, look)),
-        (2.5, Memory(sharing, sizes.memory, look)),
+        (4.0, ProductTest(place, cores_of(world) if host else (), shapes, look)),
+        (2.5, MemoryTest(sharing, sizes.memory, look)),
     ]
     if world.size > 1:
         tests.append((2.0, Collectives(world, place, sizes.words, look)))
-    tests.append((1.5, Disk(place, wish.folder, world.size, sizes.file, look)))
+    tests.append((1.5, DiskTest(place, wish.folder, world.size, sizes.file, look)))
     return tests
 
 
@@ -195,13 +195,13 @@ def _line(spent: float, seconds: float, rounds: Sequence[Sequence[dict[str, Any]
 
 def _result(
     world: World,
-    wish: StressWish,
+    wish: StressOptions,
     hosts: Sequence[str],
     devices: Sequence[str],
     rounds: Sequence[Sequence[dict[str, Any]]],
     spent: float,
     stopped: bool,
-) -> Result:
+) -> StressResult:
     nodes = nodes_of(hosts, devices, [[row["rates"] for row in each] for each in rounds])
     wrong = sum(row["number"] for each in rounds for row in each)
     findings = [*_wrong(rounds), *_notes(rounds)]
@@ -221,7 +221,7 @@ def _result(
     where = f"{counted(world.size, 'rank')} on {counted(len(nodes), 'node')}"
     code = EXIT_DIFFERENT if wrong else EXIT_INTERRUPTED if stopped else 0
     sentence = f"The stress test of {where} {ended}: {', '.join(parts)}."
-    return Result(rows_of(nodes), findings + slow, sentence, code)
+    return StressResult(rows_of(nodes), findings + slow, sentence, code)
 
 
 def _wrong(rounds: Sequence[Sequence[dict[str, Any]]]) -> Iterator[DoctorFinding]:

@@ -15,7 +15,7 @@ MOST_SECONDS = 30 * 86400.0
 
 
 @dataclass(frozen=True)
-class StressWish:
+class StressOptions:
     """For how long, where the disk's files go, and where rates are kept (None: with the user's cache)."""
 
     seconds: float
@@ -23,7 +23,7 @@ class StressWish:
     rates: Path | None = None
 
     @classmethod
-    def of(cls, seconds: str, folder: Path | None, rates: Path | None) -> StressWish:
+    def of(cls, seconds: str, folder: Path | None, rates: Path | None) -> StressOptions:
         """As options give it; HpctrainError where these are no seconds for a test."""
         try:
             number = parse_seconds(seconds)

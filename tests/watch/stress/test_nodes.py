@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.watch.stress.nodes import Kept, Node, fallen_nodes, nodes_of, rate_text, rows_of, slow_nodes
+from hpctrain.watch.stress.nodes import (
+    EarlierRates,
+    Node,
+    fallen_nodes,
+    nodes_of,
+    rate_text,
+    rows_of,
+    slow_nodes,
+)
 
 
 def node(name: str, rates: dict[str, float], ranks: int = 1, device: str = "EPYC") -> Node:
@@ -13,8 +21,8 @@ def node(name: str, rates: dict[str, float], ranks: int = 1, device: str = "EPYC
     )
 
 
-def kept(day: int, rate: float, name: str = "n3", ranks: int = 1) -> Kept:
-    return Kept(name, "EPYC", ranks, f"2026-11-{day:02d}", {"fp32 products": rate})
+def kept(day: int, rate: float, name: str = "n3", ranks: int = 1) -> EarlierRates:
+    return EarlierRates(name, "EPYC", ranks, f"2026-11-{day:02d}", {"fp32 products": rate})
 
 
 def test_a_node_below_the_median_is_slow() -> None:

@@ -26,14 +26,16 @@ from hpctrain.watch.stress.collectives import Collectives, partner
 from hpctrain.watch.stress.disk import remove_leftovers
 from hpctrain.watch.stress.kept import read_rates
 from hpctrain.watch.stress.memory import LEAST
-from hpctrain.watch.stress.products import FORMATS, KINDS, Case, Products, Shape, vectors
-from hpctrain.watch.stress.record import Look, Place, Record, Turn
-from hpctrain.watch.stress.stress import Result, Sizes, stress
-from hpctrain.watch.stress.wish import StressWish
+from hpctrain.watch.stress.products import FORMATS, KINDS, Case, ProductTest, StressShape, vectors
+from hpctrain.watch.stress.record import Look, StressRank, StressRecord, TestTime
+from hpctrain.watch.stress.stress import StressResult, StressSizes, stress
+from hpctrain.watch.stress.wish import StressOptions
 
 pytestmark = pytest.mark.mpi
 
-SIZES = Sizes(shapes=(Shape(8, 24, 40), Shape(70, 130, 65)), memory=LEAST, words=2048, file=2 << 20)
+SIZES = StressSizes(
+    shapes=(StressShape(8, 24, 40), StressShape(70, 130, 65)), memory=LEAST, words=2048, file=2 << 20
+)
 HOST = socket.gethostname()
 
 
@@ -56,20 +58,20 @@ class Flip:
 
 
 def run(
-    world: World, folder: Path, look: Look | None = None, seconds: float = 0.3, sizes: Sizes = SIZES
-) -> Result:
-    wish = StressWish(seconds, folder, folder / "rates.jsonl")
+    world: World, folder: Path, look: Look | None = None, seconds: float = 0.3, sizes: StressSizes = SIZES
+) -> StressResult:
+    wish = StressOptions(seconds, folder, folder / "rates.jsonl")
     lines: list[str] = []
     result = stress(world, wish, lines.append, look or (lambda *_: None), sizes)
     assert [path.name for path in folder.iterdir() if path.name != "rates.jsonl"] == []
     return result
 
 
-def wrong(result: Result) -> list[str]:
+def wrong(result: StressResult) -> list[str]:
     return [finding.statement for finding in result.findings if finding.fatal]
 
 
-def planted(world: World, folder: Path, flip: Flip, rank: int, sizes: Sizes = SIZES) -> list[str]:
+def planted(world: World, folder: Path, flip: Flip, rank: int, sizes: StressSizes = SIZES) -> list[str]:
     """What is told of a fault on that rank."""
     result = run(world, folder, flip if world.rank == rank else None, sizes=sizes)
     assert result.code == 1
@@ -243,13 +245,13 @@ def test_bad_wishes_are_refused_by_all_ranks(world: World, mpi_tmp_path: Path) -
         (mpi_tmp_path / "file").write_text("no rates\n")
     world.everyone.barrier()
     for wish, sentence in (
-        (StressWish(1.0, none), f"--stress-dir {none}: is not there on {HOST}"),
+        (StressOptions(1.0, none), f"--stress-dir {none}: is not there on {HOST}"),
         (
-            StressWish(1.0, mpi_tmp_path / "file"),
+            StressOptions(1.0, mpi_tmp_path / "file"),
             f"--stress-dir {mpi_tmp_path / 'file'}: is no folder on {HOST}",
         ),
-        (StressWish(1.0, mpi_tmp_path, none / "rates"), f"--rates {none / 'rates'}: cannot be written"),
-        (StressWish(1.0, mpi_tmp_path, mpi_tmp_path / "file"), "is no file of rates; name another one"),
+        (StressOptions(1.0, mpi_tmp_path, none / "rates"), f"--rates {none / 'rates'}: cannot be written"),
+        (StressOptions(1.0, mpi_tmp_path, mpi_tmp_path / "file"), "is no file of rates; name another one"),
     ):
         with pytest.raises(HpctrainError, match=re.escape(sentence)) as caught:
             stress(world, wish, print, sizes=SIZES)
@@ -260,7 +262,7 @@ def test_bad_wishes_are_refused_by_all_ranks(world: World, mpi_tmp_path: Path) -
 def test_known_results_of_products_are_those_of_integers(world: World) -> None:
     for form, storage in FORMATS.items():
         for kind in KINDS:
-            case = Case(kind, Shape(65, 130, 70), form, torch.device("cpu"), seed=3)
+            case = Case(kind, StressShape(65, 130, 70), form, torch.device("cpu"), seed=3)
             one, other = case.one.long(), case.other.long()
             left = one.T if kind == "weight_gradient" else one
             exact = left @ (other.T if kind == "forward" else other)
@@ -275,10 +277,12 @@ def test_known_results_of_products_are_those_of_integers(world: World) -> None:
 @pytest.mark.mpi(max_size=1)
 def test_products_have_a_rate_once_every_kernel_was_timed(world: World) -> None:
     cores = tuple(os.sched_getaffinity(0))
-    test = Products(Place(0, (HOST,), torch.device("cpu")), cores, SIZES.shapes or (), lambda *_: None)
-    record = Record()
+    test = ProductTest(
+        StressRank(0, (HOST,), torch.device("cpu")), cores, SIZES.shapes or (), lambda *_: None
+    )
+    record = StressRecord()
     for _ in range(500):
-        test.run(record, Turn(0.0), 0)
+        test.run(record, TestTime(0.0), 0)
         if len(record.rates) == len(FORMATS):
             break
     assert set(record.rates) == {"fp32 products", "bf16 products"}
@@ -288,7 +292,7 @@ def test_products_have_a_rate_once_every_kernel_was_timed(world: World) -> None:
 
 @pytest.mark.mpi(max_size=1)
 def test_another_rounding_is_told_from_a_fault(world: World) -> None:
-    case = Case("forward", Shape(65, 130, 70), "bf16", torch.device("cpu"), seed=3)
+    case = Case("forward", StressShape(65, 130, 70), "bf16", torch.device("cpu"), seed=3)
     known = case.known[0]
     other = (known.view(torch.int16) + (torch.arange(known.numel()).view(known.shape) % 50 == 0)).view(
         known.dtype
@@ -339,12 +343,12 @@ def test_ranks_of_two_nodes_check_what_they_send_each_other(
     monkeypatch.setattr(world, "node", node)
     monkeypatch.setattr(world, "local_rank", local_rank)
     hosts = tuple(f"n{rank // size}" for rank in range(world.size))
-    place = Place(world.rank, hosts, world.device)
+    place = StressRank(world.rank, hosts, world.device)
     for flip in (None, Flip("message", 3, 7, n=2 if size == 1 else 3)):
         planted_here = flip is not None and world.rank == 0
         test = Collectives(world, place, 512, flip if planted_here and flip else lambda *_: None)
-        record = Record()
-        test.run(record, Turn(0.0), 0)
+        record = StressRecord()
+        test.run(record, TestTime(0.0), 0)
         assert "all ranks" in record.rates
         assert ("between nodes" in record.rates) == (node > 0 or local_rank + size < world.size)
         assert record.number == planted_here
