@@ -115,7 +115,7 @@ class MicroBatchRequest(NamedTuple):
     last: tuple[int, int]
 
 
-class Samples(Protocol):
+class SampleSource(Protocol):
     """Source of `count` samples, which `Batches` reads."""
 
     count: int
@@ -131,7 +131,7 @@ class Samples(Protocol):
         """
 
 
-class Sequences(ABC):
+class SplitSequences(ABC):
     """Source of samples that are sequences of tokens with targets.
 
     Attributes:
@@ -192,7 +192,7 @@ class Sequences(ABC):
             yield MicroBatch.of_tokens(tokens, targets, samples, documents, known)
 
 
-class SequenceSource(Sequences):
+class SplitSequences(SplitSequences):
     """Source of the sequences of one split of a token file.
 
     The split "validation" has the trailing `fraction` of the sequences, and "train" the others. Validation
@@ -225,7 +225,7 @@ class SequenceSource(Sequences):
         return window[:-1], window[1:]
 
 
-class Order(Protocol):
+class OrderProtocol(Protocol):
     """Order of the samples, counted over all epochs."""
 
     def at(self, places: Integers, /) -> Integers:
@@ -246,7 +246,9 @@ class Batches:
     fill all of them, some micro-batches have fewer samples or none.
     """
 
-    def __init__(self, source: Samples, seed: int, order: Order | None = None, repeats: float = 1.0) -> None:
+    def __init__(
+        self, source: SampleSource, seed: int, order: OrderProtocol | None = None, repeats: float = 1.0
+    ) -> None:
         """Read the samples of a source in an order.
 
         Args:
@@ -270,7 +272,7 @@ class Batches:
         upcoming = self._of_step(first_sample + global_size, *share)
         yield from self.source.micro_batches(self._of_step(first_sample, *share), upcoming)
 
-    def of(self, source: Samples) -> Batches:
+    def of(self, source: SampleSource) -> Batches:
         """Return batches of another source, in the same order. Its samples are the same with more fields."""
         return Batches(source, 0, self.order if source.count else None)
 

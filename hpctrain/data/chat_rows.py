@@ -71,7 +71,7 @@ class Preference(NamedTuple):
         return self.chosen.messages == self.rejected.messages
 
 
-class Prompt(NamedTuple):
+class PromptRow(NamedTuple):
     """Prompt that an assistant is to answer, with the other keys of its row."""
 
     asked: Conversation
@@ -182,7 +182,7 @@ def preference_of(row: Any) -> Preference:
     return Preference(*pair, others)
 
 
-def prompt_of(row: Any) -> Prompt:
+def prompt_of(row: Any) -> PromptRow:
     """Return the prompt of a row: `prompt`, or `messages` that an assistant is to continue.
 
     Raises:
@@ -199,7 +199,7 @@ def prompt_of(row: Any) -> Prompt:
     asked = [*_system(row, messages), *messages]
     used = {name, "tools", *(key for key in _SYSTEM_KEYS if _system_text(row, key))}
     others = {key: value for key, value in row.items() if key not in used}
-    return Prompt(Conversation(asked, len(asked), _tools(row)), others)
+    return PromptRow(Conversation(asked, len(asked), _tools(row)), others)
 
 
 def _object(row: Any, forms: str) -> Mapping[str, Any]:

@@ -11,7 +11,7 @@ from zlib import crc32
 
 import torch
 
-from hpctrain.data.items import FieldForm, Fields, Forms, batch_tensors, stack
+from hpctrain.data.items import Fields, FieldSpec, Forms, batch_tensors, stack
 from hpctrain.data.items import item_tensors as tensors_of
 from hpctrain.data.seeded import as_before, seed_by
 from hpctrain.deck.code import NamedCode
@@ -27,7 +27,7 @@ _EXAMPLES = 4
 
 
 @dataclass(frozen=True)
-class DatasetName:
+class DatasetSpec:
     """Description of a user's dataset in a deck.
 
     It contains the function that makes the dataset, its arguments (JSON), and the function that makes
@@ -41,20 +41,20 @@ class DatasetName:
     seed: int
 
     @staticmethod
-    def of(deck: Deck) -> DatasetName:
+    def of(deck: Deck) -> DatasetSpec:
         """Return the description of the dataset that a deck names."""
         keys = deck.data
         assert keys.dataset is not None
         arguments = json.dumps(keys.arguments or {}, default=str)
         collate = None if keys.collate is None else deck.code(keys.collate)
-        return DatasetName(deck.code(keys.dataset), arguments, collate, deck.run.seed)
+        return DatasetSpec(deck.code(keys.dataset), arguments, collate, deck.run.seed)
 
     @staticmethod
-    def of_json(text: bytes) -> DatasetName:
+    def of_json(text: bytes) -> DatasetSpec:
         """Return the name that another process sent by `to_json`."""
         fields = json.loads(text)
         collate = None if fields["collate"] is None else NamedCode(**fields["collate"])
-        return DatasetName(NamedCode(**fields["code"]), fields["arguments"], collate, fields["seed"])
+        return DatasetSpec(NamedCode(**fields["code"]), fields["arguments"], collate, fields["seed"])
 
     def to_json(self) -> str:
         """Return the name as one line of JSON, for a process that loads items."""
@@ -66,10 +66,10 @@ class DatasetName:
         return self.code.title
 
 
-class UsersDataset:
+class UserDataset:
     """What a user's function gives, and batches of it. HpctrainError with what is wrong with either."""
 
-    def __init__(self, name: DatasetName) -> None:
+    def __init__(self, name: DatasetSpec) -> None:
         self.name, self.title = name, name.title
         arguments = json.loads(name.arguments)
         with as_before():
@@ -93,7 +93,7 @@ class UsersDataset:
         """The forms of its first item, which all have that are stacked."""
         with as_before():
             item = tensors_of(self._item(0, 0), f"{self.title}: item 0")
-        return {name: FieldForm.of(value) for name, value in item.items()}
+        return {name: FieldSpec.of(value) for name, value in item.items()}
 
     @cached_property
     def forms(self) -> Forms:
@@ -101,7 +101,7 @@ class UsersDataset:
         if self._collate is None:
             return self.first
         batch = self.batch([0], [0])
-        return {name: FieldForm.of(field[0]) for name, field in batch.items()}
+        return {name: FieldSpec.of(field[0]) for name, field in batch.items()}
 
     def batch(self, indices: Sequence[int], epochs: Sequence[int]) -> Fields:
         """A batch of items, each as it is in an epoch: the same whoever asks, and wherever."""
@@ -144,15 +144,15 @@ class UsersDataset:
 
 
 @lru_cache(maxsize=2)
-def open_dataset(name: DatasetName) -> UsersDataset:
-    """Return the dataset of a name, which is opened once per process; errors as in UsersDataset."""
-    return UsersDataset(name)
+def open_dataset(name: DatasetSpec) -> UserDataset:
+    """Return the dataset of a name, which is opened once per process; errors as in UserDataset."""
+    return UserDataset(name)
 
 
-def dataset_of(deck: Deck) -> UsersDataset:
+def dataset_of(deck: Deck) -> UserDataset:
     """The dataset of a deck that names one, of which the first batch is known. HpctrainError with the key."""
     try:
-        opened = open_dataset(DatasetName.of(deck))
+        opened = open_dataset(DatasetSpec.of(deck))
         _ = opened.forms  # reads the first batch
     except HpctrainError as error:
         first, *frames = error.problems

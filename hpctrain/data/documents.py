@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 
-class Piece(NamedTuple):
+class DocumentSpan(NamedTuple):
     """Places `begin` to `end` (exclusive) of a row: a document, or what of it lies in the row's window."""
 
     row: int
@@ -40,10 +40,10 @@ class Documents:
         return Documents(index - (index * begins).cummax(1).values)
 
     @cached_property
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[DocumentSpan]:
         """All of them, row by row."""
         length = self.places.shape[1]
-        found = [Piece(row, begin, length) for row, begin in (self.places == 0).nonzero().tolist()]
+        found = [DocumentSpan(row, begin, length) for row, begin in (self.places == 0).nonzero().tolist()]
         ends = [behind.begin if behind.row == piece.row else length for piece, behind in pairwise(found)]
         return [piece._replace(end=end) for piece, end in zip(found, [*ends, length], strict=True)]
 

@@ -30,7 +30,7 @@ _KEPT = 16
 _MASK = (1 << 64) - 1
 
 
-class Block(NamedTuple):
+class InterleavedSamples(NamedTuple):
     """Of `_BLOCK` samples in a row the source, and which sample of it that is; and how many each source has
     had before them, and with them.
     """
@@ -52,7 +52,7 @@ class Interleaving:
         self.shares = [share.numerator * (self.whole // share.denominator) for share in shares]
         self.seed = seed * GOLDEN & _MASK
         self.back = ceil(1 / min(shares)) + 3
-        self._blocks: dict[int, Block] = {}
+        self._blocks: dict[int, InterleavedSamples] = {}
 
     def at(self, places: Integers) -> tuple[Integers, Integers]:
         """Of the samples at these places the sources, and how many samples of that source come before."""
@@ -71,7 +71,7 @@ class Interleaving:
         more = np.bincount(block.source[:inside], minlength=len(self.shares))
         return [before + each for before, each in zip(block.before, more.tolist(), strict=True)]
 
-    def _block(self, number: int) -> Block:
+    def _block(self, number: int) -> InterleavedSamples:
         known = self._blocks.pop(number, None)
         if known is None:
             first = number * _BLOCK
@@ -83,7 +83,7 @@ class Interleaving:
             for each, begin in enumerate(start):
                 here = source == each
                 nth[here] = np.arange(begin, begin + np.count_nonzero(here))
-            known = Block(source, nth, start, counts)
+            known = InterleavedSamples(source, nth, start, counts)
         self._blocks[number] = known  # the newest is the last
         while len(self._blocks) > _KEPT:
             del self._blocks[next(iter(self._blocks))]

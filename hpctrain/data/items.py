@@ -17,23 +17,23 @@ Fields = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class FieldForm:
+class FieldSpec:
     """Format and shape of one name's values, of one row."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     @staticmethod
-    def of(value: Tensor) -> FieldForm:
+    def of(value: Tensor) -> FieldSpec:
         """That of a row."""
-        return FieldForm(value.dtype, tuple(value.shape))
+        return FieldSpec(value.dtype, tuple(value.shape))
 
     def __str__(self) -> str:
         """Such as `float32 [3, 32, 32]`."""
         return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
 
 
-Forms = Mapping[str, FieldForm]
+Forms = Mapping[str, FieldSpec]
 
 
 def item_tensors(item: Any, where: str) -> Fields:
@@ -79,7 +79,7 @@ def stack(items: Sequence[Any], indices: Sequence[int], first: Forms, title: str
                 f"{', '.join(sorted(first))}"
             )
         for name, form in first.items():
-            if (own := FieldForm.of(row[name])) != form:
+            if (own := FieldSpec.of(row[name])) != form:
                 raise UsersError(
                     f"{title}: item {index} has {name} of {own}, but item 0 of {form} (data.collate names a "
                     "function that makes batches of unlike items)"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from hpctrain.data.batches import SPLITS, MicroBatch, MicroBatchRequest
-from hpctrain.data.dataset import UsersDataset
+from hpctrain.data.dataset import UserDataset
 from hpctrain.data.fit import split_samples
 from hpctrain.data.items import Fields
-from hpctrain.data.workers import Ticket, Workers
+from hpctrain.data.workers import Ticket, WorkerPool
 from hpctrain.errors import HpctrainError
 
 _MAX_AHEAD = 64
@@ -25,7 +25,7 @@ class DatasetSource:
     """
 
     def __init__(
-        self, dataset: UsersDataset, fraction: float, split: str, workers: Workers | None = None
+        self, dataset: UserDataset, fraction: float, split: str, workers: WorkerPool | None = None
     ) -> None:
         assert split in SPLITS and 0 <= fraction < 1, (split, fraction)
         self.dataset, self.workers = dataset, workers
@@ -63,7 +63,7 @@ class DatasetSource:
             self._ask(self.workers, key)
             yield self._micro_batch(each, self.workers.take(self._under_way.pop(key)))
 
-    def _ask(self, workers: Workers, key: _Key) -> None:
+    def _ask(self, workers: WorkerPool, key: _Key) -> None:
         if key not in self._under_way:
             self._under_way[key] = workers.ask(*key)
 

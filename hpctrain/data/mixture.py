@@ -14,9 +14,9 @@ import numpy as np
 from torch import Tensor
 from typing_extensions import override
 
-from hpctrain.data.batches import Batches, Sequences, SequenceSource
+from hpctrain.data.batches import Batches, SplitSequences
 from hpctrain.data.contents import CHAT, PREFERENCES, PROMPTS
-from hpctrain.data.conversations import ConversationSource, PreferenceSource, PromptSource
+from hpctrain.data.conversations import ConversationSource, PreferenceSource, PromptSequences
 from hpctrain.data.fit import masks_documents
 from hpctrain.data.interleave import Interleaving
 from hpctrain.data.order import Integers, PairedOrder, SampleOrder
@@ -64,10 +64,10 @@ class MixtureOrder:
         return {name: taken / count for name, taken, count in rows}
 
 
-class Joined(Sequences):
+class Joined(SplitSequences):
     """Source of the sequences of several sources, one source after the other."""
 
-    def __init__(self, sources: Sequence[Sequences]) -> None:
+    def __init__(self, sources: Sequence[SplitSequences]) -> None:
         self.sources, self.length = tuple(sources), sources[0].length
         self.end_of_document = sources[0].end_of_document
         self._begins = list(accumulate((source.count for source in sources), initial=0))
@@ -100,12 +100,12 @@ class Joined(Sequences):
         return number, index - self._begins[number]
 
 
-class HeldOut(Joined):
+class HeldOutMixture(Joined):
     """What several sources hold out: the first of them are in the shares that are trained on, until one has
     no more; then the others go on.
     """
 
-    def __init__(self, sources: Sequence[Sequences], entries: Sequence[Entry]) -> None:
+    def __init__(self, sources: Sequence[SplitSequences], entries: Sequence[Entry]) -> None:
         super().__init__(sources)
         self.shares = [float(entry.share) for entry in entries]
 
@@ -132,7 +132,7 @@ class Origin:
 
 
 @dataclass(frozen=True)
-class Trained:
+class SplitDatasets:
     """The token files of a deck, opened, by entry; and the samples of its splits."""
 
     entries: tuple[Entry, ...]
@@ -150,7 +150,7 @@ class Trained:
     """Conversations in which nothing is learned within `length` tokens."""
 
     @staticmethod
-    def of(deck: Deck, tokens: Sequence[Tokens]) -> Trained:
+    def of(deck: Deck, tokens: Sequence[Tokens]) -> SplitDatasets:
         """The tokens of each entry of a deck, in its splits."""
         entries = entries_of(deck)
         length, fraction, seed = room_for_samples(deck), deck.data.validation, deck.run.seed
@@ -163,7 +163,7 @@ class Trained:
         notes = tuple(
             source.said(title_of(entry.tokens))
             for entry, source in zip(entries, train, strict=True)
-            if isinstance(source, ConversationSource | PreferenceSource | PromptSource)
+            if isinstance(source, ConversationSource | PreferenceSource | PromptSequences)
         )
         counts = tuple(source.count for source in train)
         if deck.data.mixture is None:
@@ -171,9 +171,11 @@ class Trained:
             of_train, of_validation = batches_of(train[0], seed, repeats), Batches(held_out[0], seed)
         else:
             of_train = Batches(Joined(train), seed, MixtureOrder(entries, counts, seed))
-            of_validation = Batches(HeldOut(held_out, entries), seed)
+            of_validation = Batches(HeldOutMixture(held_out, entries), seed)
         left_out = sum(each.packing.left_out for each in train if isinstance(each, ConversationSource))
-        return Trained(entries, tuple(tokens), of_train, of_validation, counts, length, notes, pack, left_out)
+        return SplitDatasets(
+            entries, tuple(tokens), of_train, of_validation, counts, length, notes, pack, left_out
+        )
 
     def described(self) -> dict[str, Any]:
         """Return the description for checkpoints. It has the shares, since they determine the order."""
@@ -197,7 +199,7 @@ class Trained:
             number, index = source.source_of(index)
             source = source.sources[number]
         first = index * self.length
-        if isinstance(source, ConversationSource | PreferenceSource | PromptSource):
+        if isinstance(source, ConversationSource | PreferenceSource | PromptSequences):
             first = source.first_token(index)
         tokens = self.tokens[number]
         file = tokens if isinstance(tokens, TokenFile) else tokens.file_at(first)
@@ -217,27 +219,27 @@ def sequences_of(
     document_mask: bool,
     pack: bool,
     margins: bool = False,
-) -> Sequences:
+) -> SplitSequences:
     """Return the sequences of a token file, by the kind of its contents.
 
-    See SequenceSource, ConversationSource, PreferenceSource and PromptSource.
+    See SplitSequences, ConversationSource, PreferenceSource and PromptSequences.
     """
     if file.kind == CHAT:
         return ConversationSource(file, length, fraction, split, pack)
     if file.kind == PREFERENCES:
         return PreferenceSource(file, length, fraction, split, margins)
     if file.kind == PROMPTS:
-        return PromptSource(file, length, fraction, split)
-    return SequenceSource(file, length, fraction, split, document_mask)
+        return PromptSequences(file, length, fraction, split)
+    return SplitSequences(file, length, fraction, split, document_mask)
 
 
-def batches_of(source: Sequences, seed: int, repeats: int = 1) -> Batches:
+def batches_of(source: SplitSequences, seed: int, repeats: int = 1) -> Batches:
     """The sequences in a seeded order, in which pairs stay together, each so often in an epoch."""
     paired = isinstance(source, PreferenceSource)
     return Batches(source, seed, PairedOrder(source.count // 2, seed) if paired else None, repeats)
 
 
-def material_of(trained: Trained) -> str:
+def material_of(trained: SplitDatasets) -> str:
     """Return a short description of the training data."""
     tokens, entries = trained.tokens, trained.entries
     total = format_count(sum(each.tokens for each in tokens))
@@ -247,7 +249,7 @@ def material_of(trained: Trained) -> str:
     return f"{title_of(entries[0].tokens)}: {total} tokens" + f" in {files} files" * (files > 1)
 
 
-def mixture_lines(trained: Trained, samples: int) -> list[str]:
+def mixture_lines(trained: SplitDatasets, samples: int) -> list[str]:
     """Return a line about each entry: its share, its size, and its epochs in a run of so many samples."""
     lines = []
     for entry, tokens, count in zip(trained.entries, trained.tokens, trained.counts, strict=True):

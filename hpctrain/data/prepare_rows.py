@@ -31,7 +31,7 @@ from hpctrain.data.contents import CHAT, KINDS, NOUNS, PREFERENCES, PROMPTS, TEX
 from hpctrain.data.prepare import Prepared, Say, begin, collecting, examine, in_progress, text_alone
 from hpctrain.data.sources import ROW_ENDINGS
 from hpctrain.data.template_process import TemplateLimitError
-from hpctrain.data.text import PIECE, Complaint, Row, TextPiece, cut_into_pieces, read_rows, share_of
+from hpctrain.data.text import PIECE, Complaint, JsonRow, TextPiece, cut_into_pieces, read_rows, share_of
 from hpctrain.data.token_part import TokenPart, part_path
 from hpctrain.data.tokenizer import BYTES, Tokenizer
 from hpctrain.data.tokenizer_argument import read_tokenizer, tokenizer_warnings
@@ -98,7 +98,7 @@ def prepare_rows(
         stack.callback(chat.template.process.close)
         with world.agreement():
             chat.template.process.start()
-        made = _Making(kind, chat, out, world.rank, stack)
+        made = _RowPreparation(kind, chat, out, world.rank, stack)
         with world.agreement():
             made.add_all(share_of(pieces, world.rank, world.size), report)
         _report_rows(world, made, say)
@@ -140,7 +140,7 @@ class _ParsedRow:
     ignored: Collection[str] = ()
 
 
-def _at(row: Row, error: HpctrainError) -> HpctrainError:
+def _at(row: JsonRow, error: HpctrainError) -> HpctrainError:
     """Return the error with the place of the row in front of each message."""
     return type(error)([f"{row.where}: {each}" for each in error.problems])
 
@@ -149,7 +149,7 @@ Counts = dict[str, tuple[int, list[str]]]
 """Number of rows by what applies to them, with the places of the first ones."""
 
 
-def _count(counts: Counts, what: str, row: Row) -> None:
+def _count(counts: Counts, what: str, row: JsonRow) -> None:
     """Count a row in `counts`."""
     number, examples = counts.get(what, (0, []))
     if len(examples) < _EXAMPLES:
@@ -157,7 +157,7 @@ def _count(counts: Counts, what: str, row: Row) -> None:
     counts[what] = number + 1, examples
 
 
-class _Making:
+class _RowPreparation:
     """What a rank makes of its rows."""
 
     def __init__(self, kind: str, chat: ChatTokenizer, out: Path, rank: int, stack: ExitStack) -> None:
@@ -189,7 +189,7 @@ class _Making:
         for part in (self.tokens, self.learned, self.others):
             part.finish()
 
-    def _add(self, rows: Sequence[Row], complain: Complaint) -> None:
+    def _add(self, rows: Sequence[JsonRow], complain: Complaint) -> None:
         """Add rows, whose conversations are rendered by one request.
 
         Raises:
@@ -210,7 +210,7 @@ class _Making:
                 except HpctrainError as error:
                     complain(_at(row, error))
 
-    def _parsed(self, row: Row) -> _ParsedRow:
+    def _parsed(self, row: JsonRow) -> _ParsedRow:
         """Parse a row."""
         try:
             if self.kind == PROMPTS:  # whose other keys belong to the reward
@@ -229,7 +229,7 @@ class _Making:
         requests = [TokenRequest(pair.chosen), TokenRequest(pair.rejected)]
         return _ParsedRow(requests, pair.others, ignored=keys.ignored)
 
-    def _add_row(self, row: Row, parsed: _ParsedRow, made: Sequence[Tokens]) -> None:
+    def _add_row(self, row: JsonRow, parsed: _ParsedRow, made: Sequence[Tokens]) -> None:
         left_out = parsed.left_out
         if self.kind == CHAT and made and not made[0].learned.any():
             left_out = SILENT if parsed.requests[0].conversation.silent else UNLEARNED
@@ -278,7 +278,7 @@ def _agree_on_template(
     return ChatTokenizer(known, ChatTemplate.from_json(chat))
 
 
-def _report_rows(world: World, made: _Making, say: Say) -> None:
+def _report_rows(world: World, made: _RowPreparation, say: Say) -> None:
     """Say which rows of all ranks are left out, and which of their keys have no effect. Collective."""
     left_out, ignored = _merged(world, made.left_out), _merged(world, made.ignored)
     if world.rank == 0:
@@ -298,7 +298,7 @@ def _merged(world: World, counts: Counts) -> Counts:
     return merged
 
 
-def _require_rows(world: World, made: _Making, paths: Sequence[str]) -> None:
+def _require_rows(world: World, made: _RowPreparation, paths: Sequence[str]) -> None:
     """HpctrainError where there is nothing, or nothing to learn."""
     counts = world.everyone.all_gather_object([made.rows, made.learned_tokens])
     rows, learned = (sum(count[i] for count in counts) for i in (0, 1))

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hpctrain.data.batches import MASKED, Sequences
+from hpctrain.data.batches import MASKED, SplitSequences
 
 _SEEDS = 1 << 63
 """What torch takes is below it."""
 
 
 @dataclass
-class SyntheticSource(Sequences):
+class SyntheticSource(SplitSequences):
     """Sequences of random tokens.
 
     Attributes:

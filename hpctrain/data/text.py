@@ -100,7 +100,7 @@ def read_piece(piece: TextPiece, text_key: str, complain: Complaint) -> Iterator
 
 
 @dataclass(frozen=True)
-class Row:
+class JsonRow:
     """A JSON value, the `number`th line of a piece or row of a table."""
 
     value: Any
@@ -116,7 +116,7 @@ class Row:
         return f"{self.piece.source.path}:{before + self.number}"
 
 
-def read_rows(piece: TextPiece, complain: Complaint) -> Iterator[Row]:
+def read_rows(piece: TextPiece, complain: Complaint) -> Iterator[JsonRow]:
     """The lines of a piece as JSON, whatever its file is called, or the rows of a table.
 
     What cannot be read goes to `complain`, as of `read_piece`.
@@ -124,7 +124,7 @@ def read_rows(piece: TextPiece, complain: Complaint) -> Iterator[Row]:
     with _complaining(piece, complain):
         if piece.source.table:
             for number, value in enumerate(table_rows(piece.source.path), 1):
-                yield Row(value, piece, number)
+                yield JsonRow(value, piece, number)
             return
         if piece.source.path.lower().endswith(JSON) and not piece.source.json:
             wanted = "must be a JSON list of rows, or have one row per line"
@@ -212,12 +212,12 @@ def _read_lines(
             yield content if half is None else HALF.sub("\ufffd", content), True
 
 
-def _json_rows(file: BufferedIOBase, piece: TextPiece, complain: Complaint) -> Iterator[Row]:
+def _json_rows(file: BufferedIOBase, piece: TextPiece, complain: Complaint) -> Iterator[JsonRow]:
     """Yield the JSON values of a piece: entries of a list, or lines."""
     return (_rows_of_list if piece.source.is_list else _rows_of_lines)(file, piece, complain)
 
 
-def _rows_of_list(file: BufferedIOBase, piece: TextPiece, complain: Complaint) -> Iterator[Row]:
+def _rows_of_list(file: BufferedIOBase, piece: TextPiece, complain: Complaint) -> Iterator[JsonRow]:
     """Yield the entries of a JSON list, which is read a part at a time."""
     decoder, decode = json.JSONDecoder(), codecs.getincrementaldecoder("utf-8-sig")("replace").decode
     text, number, at_end = "", 0, False
@@ -235,7 +235,7 @@ def _rows_of_list(file: BufferedIOBase, piece: TextPiece, complain: Complaint) -
             value, length = decoder.raw_decode(text)
             if length < len(text) or at_end:  # a number may go on behind what was read
                 number, text = number + 1, text[length:]
-                yield Row(value, piece, number)
+                yield JsonRow(value, piece, number)
                 continue
         except json.JSONDecodeError as error:
             wrong = f"is no JSON ({error.msg})" if text else "is missing: the list has no end"
@@ -251,7 +251,7 @@ def _rows_of_list(file: BufferedIOBase, piece: TextPiece, complain: Complaint) -
         text += decode(block, final=at_end)
 
 
-def _rows_of_lines(file: BufferedIOBase, piece: TextPiece, complain: Complaint) -> Iterator[Row]:
+def _rows_of_lines(file: BufferedIOBase, piece: TextPiece, complain: Complaint) -> Iterator[JsonRow]:
     """The lines, as JSON, that begin in the piece, or all lines of a compressed file."""
     if piece.begin:
         file.seek(piece.begin - 1)
@@ -266,7 +266,7 @@ def _rows_of_lines(file: BufferedIOBase, piece: TextPiece, complain: Complaint) 
         if not text:
             continue
         try:
-            yield Row(parse_json(text), piece, number)
+            yield JsonRow(parse_json(text), piece, number)
             continue
         except json.JSONDecodeError as error:
             wrong = f"is no JSON ({error.msg} at column {error.colno})"

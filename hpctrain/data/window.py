@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from hpctrain.data.batches import MicroBatch, MicroBatchRequest, Samples
+from hpctrain.data.batches import MicroBatch, MicroBatchRequest, SampleSource
 
 
 @dataclass
-class Window:
+class SampleWindow:
     """Source of the samples `first` to `first + count - 1` of `samples`, which are numbered from 0 again."""
 
-    samples: Samples
+    samples: SampleSource
     first: int
     count: int
 

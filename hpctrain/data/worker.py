@@ -17,7 +17,7 @@ from typing import BinaryIO
 
 import torch
 
-from hpctrain.data.dataset import DatasetName, UsersDataset
+from hpctrain.data.dataset import DatasetSpec, UserDataset
 from hpctrain.data.items import Fields
 from hpctrain.data.mapped import to_memory
 from hpctrain.errors import HpctrainError
@@ -32,10 +32,10 @@ def serve(socket_number: int, parent: int) -> None:
     let_children_hear()
     torch.set_num_threads(1)
     lines, answers = sys.stdin.buffer, socket.socket(fileno=socket_number)
-    name = DatasetName.of_json(lines.readline())
+    name = DatasetSpec.of_json(lines.readline())
     asked: SimpleQueue[bytes] = SimpleQueue()
     threading.Thread(target=_read, args=(lines, asked), daemon=True).start()
-    dataset: UsersDataset | None = None
+    dataset: UserDataset | None = None
     with Path(os.devnull).open(encoding="utf-8") as nothing:
         sys.stdin = nothing
         while True:
@@ -43,7 +43,7 @@ def serve(socket_number: int, parent: int) -> None:
             fields: Fields = {}
             problems: tuple[str, ...] = ()
             try:
-                dataset = UsersDataset(name) if dataset is None else dataset
+                dataset = UserDataset(name) if dataset is None else dataset
                 fields = dataset.batch(indices, epochs)
             except HpctrainError as error:
                 problems = error.problems

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpctrain.data.dataset import DatasetName
+from hpctrain.data.dataset import DatasetSpec
 from hpctrain.data.items import Fields
 from hpctrain.data.mapped import of_memory
 from hpctrain.errors import EXIT_INTERNAL, UsersError
@@ -37,10 +37,10 @@ class Ticket:
     dropped: bool = False
 
 
-class Workers:
+class WorkerPool:
     """`count` processes, which are started as soon as something is asked of them."""
 
-    def __init__(self, name: DatasetName, count: int) -> None:
+    def __init__(self, name: DatasetSpec, count: int) -> None:
         self.name, self.count = name, count
         self._workers: list[_Worker] = []
         self._asked = 0
@@ -83,7 +83,7 @@ class Workers:
 class _Worker:
     """One of them, as the rank sees it; `coming` are the answers it has to give, in order."""
 
-    def __init__(self, name: DatasetName) -> None:
+    def __init__(self, name: DatasetSpec) -> None:
         self.coming: deque[Ticket] = deque()
         self.answers, theirs = socket.socketpair()
         with theirs:

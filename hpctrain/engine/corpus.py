@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches
-from hpctrain.data.dataset import DatasetName, UsersDataset, dataset_of
+from hpctrain.data.dataset import DatasetSpec, UserDataset, dataset_of
 from hpctrain.data.entries import open_entries
 from hpctrain.data.fit import masks_documents, token_problems
 from hpctrain.data.loader import DatasetSource
-from hpctrain.data.mixture import Trained
+from hpctrain.data.mixture import SplitDatasets
 from hpctrain.data.shards import Tokens
-from hpctrain.data.workers import Workers
+from hpctrain.data.workers import WorkerPool
 from hpctrain.deck.check_world import batch_sizes, data_ranks
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
@@ -28,9 +28,9 @@ class Corpus:
     file: Tokens | None
     train: Batches
     validation: Batches | None
-    dataset: UsersDataset | None = None
-    workers: Workers | None = None
-    trained: Trained | None = None
+    dataset: UserDataset | None = None
+    workers: WorkerPool | None = None
+    trained: SplitDatasets | None = None
     """What is known of token files by entry."""
 
     def close(self) -> None:
@@ -49,7 +49,7 @@ def open_corpus(deck: Deck, world: World) -> Corpus:
         problems = [deck.problem(each.key, each.sentence) for each in token_problems(deck, tokens)]
         if problems:
             raise HpctrainError(problems)
-        trained = Trained.of(deck, tokens)
+        trained = SplitDatasets.of(deck, tokens)
     require_alike(world, tokens)
     validation = trained.validation if deck.data.validation else None
     return Corpus(tokens[0], trained.train, validation, trained=trained)
@@ -96,7 +96,7 @@ def _open_dataset(deck: Deck, world: World) -> Corpus:
             sentence = f"has {counts[0]} samples on rank 0, but {counts[others[0]]} on rank {others[0]}"
             raise HpctrainError(deck.problem("data.dataset", f"{sentence}: all must have the same"))
         fraction, seed = deck.data.validation, deck.run.seed
-        workers = Workers(DatasetName.of(deck), deck.data.workers) if deck.data.workers else None
+        workers = WorkerPool(DatasetSpec.of(deck), deck.data.workers) if deck.data.workers else None
         train = Batches(DatasetSource(dataset, fraction, "train", workers), seed)
         validation = DatasetSource(dataset, fraction, "validation", workers)
         if fraction and deck.layout.pipeline > 1:

@@ -13,7 +13,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from hpctrain.data.batches import MicroBatch
-from hpctrain.data.items import FieldForm
+from hpctrain.data.items import FieldSpec
 from hpctrain.deck.code import NamedCode
 from hpctrain.deck.user_code import import_function, run_user_code
 from hpctrain.errors import HpctrainError
@@ -179,7 +179,7 @@ def _sum_and_count(made: Any) -> tuple[Tensor, Tensor]:
         kind = article(type(given).__name__)
         raise HpctrainError(f"model.loss: its function must give a sum and a count, not {kind}") from None
     if count.numel() != 1 or count.is_complex():
-        form = FieldForm.of(count)
+        form = FieldSpec.of(count)
         raise HpctrainError(f"model.loss: its function must give one number for a count, not {form}")
     return total, count.reshape(())
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.data.batches import Batches
-from hpctrain.data.conversations import PromptSource
+from hpctrain.data.conversations import PromptSequences
 from hpctrain.data.order import SampleOrder
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.deck.division import CRITIC, POLICY, REWARD
@@ -45,7 +45,7 @@ class Experience:
     deck: Deck
     seat: ModelPlacement
     tokenizer: Tokenizer
-    prompts: PromptSource
+    prompts: PromptSequences
     writer: Writer | None
     rewards: Rewards | None
     models: Mapping[str, tuple[RewardModel | None, float]]
@@ -111,7 +111,7 @@ class Experience:
         return {ADVANTAGES: advantages.float(), RETURNS: returns.float(), VALUES: values.float()}
 
     def judged(
-        self, prompts: PromptSource, indices: Sequence[int], numbers: Sequence[int]
+        self, prompts: PromptSequences, indices: Sequence[int], numbers: Sequence[int]
     ) -> tuple[list[Answer], Scores]:
         """An answer to each prompt of these indices, the draws keyed by these numbers, and their scores.
         Collective.
@@ -122,7 +122,7 @@ class Experience:
         return answers, self._rewarded(answers, others, judged)
 
     def _written(
-        self, prompts: PromptSource, indices: Sequence[int], numbers: Sequence[int], samples: int
+        self, prompts: PromptSequences, indices: Sequence[int], numbers: Sequence[int], samples: int
     ) -> tuple[list[Answer], list[Mapping[str, Any]]]:
         """So many answers to each prompt, and for each of them what its row has besides the prompt."""
         keys = self.deck.policy

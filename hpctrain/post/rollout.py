@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hpctrain.data.batches import MASKED, MicroBatch, MicroBatchRequest, Sequences
+from hpctrain.data.batches import MASKED, MicroBatch, MicroBatchRequest, SplitSequences
 
 
 class Answer(NamedTuple):
@@ -26,7 +26,7 @@ class Answer(NamedTuple):
     why: str
 
 
-class AnswerRows(Sequences):
+class AnswerRows(SplitSequences):
     """Answers as sequences of `length` tokens: each with its prompt from the first place on; targets are the
     answer's tokens.
     """

@@ -19,7 +19,7 @@ from typing_extensions import override
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches
-from hpctrain.data.conversations import PromptSource
+from hpctrain.data.conversations import PromptSequences
 from hpctrain.data.order import SampleOrder
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.deck.code import NamedCode
@@ -71,14 +71,14 @@ class PolicyTrainer(Trainer):
         deck, engine, corpus = beginning.deck, beginning.engine, beginning.corpus
         self.seat = seat = beginning.seat
         world, prompts = seat.whole, corpus.train.source
-        assert isinstance(prompts, PromptSource) and corpus.file is not None
+        assert isinstance(prompts, PromptSequences) and corpus.file is not None
         self.tokenizer = corpus.file.tokenizer
         rewards, models = self._rewards(deck)
         if rewards is not None:
             with world.agreement():
                 held_out = [] if corpus.validation is None else [corpus.validation.source]
                 for source in (prompts, *held_out):
-                    assert isinstance(source, PromptSource)
+                    assert isinstance(source, PromptSequences)
                     for index in range(source.count):
                         row = f"{corpus.file.where}: the row of prompt {source.number(index)}"
                         rewards.check(source.others(index), row)
@@ -189,7 +189,7 @@ class PolicyTrainer(Trainer):
     def evaluate(self, batches: Batches, sequences: int) -> dict[str, float]:
         """Of an answer to each of the first held-out prompts, drawn alike each time. Collective."""
         prompts = batches.source
-        assert isinstance(prompts, PromptSource) and self.experience is not None
+        assert isinstance(prompts, PromptSequences) and self.experience is not None
         indices = range(min(sequences, prompts.count))
         answers, scores = self.experience.judged(prompts, indices, [-1 - index for index in indices])
         with self.world.agreement():

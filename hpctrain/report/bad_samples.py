@@ -11,11 +11,11 @@ import numpy as np
 from hpctrain.characters import escaped
 from hpctrain.checkpoint.stored_deck import require_trusted, stored_deck
 from hpctrain.checkpoint.structure import CheckpointIndex
-from hpctrain.data.batches import Order, Sequences
+from hpctrain.data.batches import OrderProtocol, SplitSequences
 from hpctrain.data.dataset import dataset_of
 from hpctrain.data.entries import open_entries
 from hpctrain.data.fit import split_samples
-from hpctrain.data.mixture import Trained
+from hpctrain.data.mixture import SplitDatasets
 from hpctrain.data.order import Integers, SampleOrder
 from hpctrain.deck.code import CodeTrust
 from hpctrain.deck.objective import POLICIES
@@ -53,10 +53,10 @@ class _Samples:
     """What a deck trains on, by its order."""
 
     def __init__(self, deck: Deck, structure: CheckpointIndex) -> None:
-        self.source: Sequences | None = None
-        self.order: Order
+        self.source: SplitSequences | None = None
+        self.order: OrderProtocol
         if deck.data.dataset is None:
-            self.trained = trained = Trained.of(deck, open_entries(deck))
+            self.trained = trained = SplitDatasets.of(deck, open_entries(deck))
             self.mixture = deck.data.mixture is not None
             before, now = structure.state.get("corpus"), trained.described()
             if isinstance(before, Mapping) and any(before.get(name) != now[name] for name in now):
@@ -64,7 +64,7 @@ class _Samples:
                 other = f"other tokens lie there now than {structure.path} was trained on"
                 raise HpctrainError(f"{key}: {other}, so that nobody can tell which samples were left out")
             self.tokenizer, batches = trained.tokens[0].tokenizer, trained.train
-            assert isinstance(batches.source, Sequences) and batches.order is not None
+            assert isinstance(batches.source, SplitSequences) and batches.order is not None
             self.source, self.order = batches.source, batches.order
             if deck.objective.kind in POLICIES:
                 self.order = _PromptOrder.of(deck, batches.source.count)

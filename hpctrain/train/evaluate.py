@@ -22,7 +22,7 @@ from hpctrain.data import contents
 from hpctrain.data.batches import Batches
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.data.tokens import TokenFile
-from hpctrain.data.window import Window
+from hpctrain.data.window import SampleWindow
 from hpctrain.deck.objective import PREFERENCES, REFERRED
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.corpus import require_alike
@@ -139,7 +139,7 @@ def mean_figures(
     totals, figures, count = dict[str, float](), dict[str, float](), 0.0
     for first in range(0, held_out.sequences, most):
         size = min(most, held_out.sequences - first)
-        part = Batches(Window(batches.source, first, size), 0)
+        part = Batches(SampleWindow(batches.source, first, size), 0)
         if reference is not None:
             part = with_reference_of(reference, part)
         figures, _, counted = step.evaluate_settled(part, size)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from hpctrain.checkpoint.read import read_state
 from hpctrain.comm.world import World
-from hpctrain.data.batches import Batches, MicroBatch, MicroBatchRequest, Samples
+from hpctrain.data.batches import Batches, MicroBatch, MicroBatchRequest, SampleSource
 from hpctrain.data.stored import StoredArray
 from hpctrain.engine.corpus import Corpus
 from hpctrain.engine.held_out import HeldOut
@@ -96,14 +96,14 @@ class StoredRows:
 class Referenced:
     """Samples whose micro-batches carry the reference's log-probabilities, which `rows` hold."""
 
-    samples: Samples
+    samples: SampleSource
     rows: ReferenceRows
     count: int
 
     def micro_batches(
         self, requests: Iterable[MicroBatchRequest], upcoming: Iterable[MicroBatchRequest]
     ) -> Iterator[MicroBatch]:
-        """See Samples. InputOutputError where the rows are of a file that is damaged."""
+        """See SampleSource. InputOutputError where the rows are of a file that is damaged."""
         batch_requests = list(requests)
         for each, micro in zip(
             batch_requests, self.samples.micro_batches(batch_requests, upcoming), strict=True

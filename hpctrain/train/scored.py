@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.data.batches import Batches
-from hpctrain.data.window import Window
+from hpctrain.data.window import SampleWindow
 from hpctrain.objective.drawing import TokenSampling
 from hpctrain.objective.log_probabilities import log_probabilities
 from hpctrain.objective.objective import Losses
@@ -66,7 +66,7 @@ def _of_all(step: Step, batches: Batches, find: Finding) -> Iterator[Tensor]:
     count, size = batches.source.count, MICRO_BATCHES * step.micro_size * step.engine.mesh.size("data")
     for first in range(0, count, size):
         taken = min(size, count - first)
-        yield _of_first(step, Batches(Window(batches.source, first, taken), 0), taken, find)
+        yield _of_first(step, Batches(SampleWindow(batches.source, first, taken), 0), taken, find)
 
 
 def _of_first(step: Step, batches: Batches, sequences: int, find: Finding) -> Tensor:

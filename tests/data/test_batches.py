@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hpctrain.comm.world import World
-from hpctrain.data.batches import Batches, SequenceSource
+from hpctrain.data.batches import Batches, SplitSequences
 from hpctrain.data.order import SampleOrder
 from hpctrain.data.prepare import prepare
 from hpctrain.data.tokens import TokenFile
@@ -27,8 +27,8 @@ def file(world: World, tmp_path: Path) -> TokenFile:
 
 
 def test_splits_cut_the_tokens(file: TokenFile) -> None:
-    train = SequenceSource(file, 10, 0.2, "train")
-    held_out = SequenceSource(file, 10, 0.2, "validation")
+    train = SplitSequences(file, 10, 0.2, "train")
+    held_out = SplitSequences(file, 10, 0.2, "validation")
     assert (train.count, held_out.count) == (23, 5)  # of the 28 sequences in 286 tokens
     for i in range(28):
         source, index = (train, i) if i < 23 else (held_out, i - 23)
@@ -36,24 +36,24 @@ def test_splits_cut_the_tokens(file: TokenFile) -> None:
         assert torch.equal(tokens, TOKENS[10 * i : 10 * i + 10])
         assert torch.equal(targets, TOKENS[10 * i + 1 : 10 * i + 11])
         assert tokens.dtype == targets.dtype == torch.int64
-    assert SequenceSource(file, 10, 0.0, "train").count == 28
-    assert SequenceSource(file, 10, 0.0, "validation").count == 0
-    assert SequenceSource(file, 10, 1e-9, "validation").count == 1
-    assert SequenceSource(file, 285, 0.0, "train").count == 1
-    assert SequenceSource(file, 142, 0.99, "train").count == 1
+    assert SplitSequences(file, 10, 0.0, "train").count == 28
+    assert SplitSequences(file, 10, 0.0, "validation").count == 0
+    assert SplitSequences(file, 10, 1e-9, "validation").count == 1
+    assert SplitSequences(file, 285, 0.0, "train").count == 1
+    assert SplitSequences(file, 142, 0.99, "train").count == 1
 
 
 def test_too_few_tokens(file: TokenFile) -> None:
     with pytest.raises(HpctrainError, match=r"has 286 tokens, but batch.sequence = 286 .* at least 287"):
-        SequenceSource(file, 286, 0.0, "train")
+        SplitSequences(file, 286, 0.0, "train")
     with pytest.raises(HpctrainError, match=r"data.validation = 0.1 needs at least 287") as caught:
-        SequenceSource(file, 143, 0.1, "validation")
+        SplitSequences(file, 143, 0.1, "validation")
     assert str(file.path) in str(caught.value)
 
 
 @pytest.mark.parametrize(("ranks", "micro_size"), [(1, 1), (1, 12), (2, 1), (2, 3), (3, 4), (4, 3), (12, 1)])
 def test_every_layout_has_the_same_samples(file: TokenFile, ranks: int, micro_size: int) -> None:
-    source = SequenceSource(file, 10, 0.2, "train")
+    source = SplitSequences(file, 10, 0.2, "train")
     batches, order = Batches(source, seed=6), SampleOrder(23, 6)
     for first in (0, 17, 10**6):  # also over the end of an epoch
         micro_batches = [list(batches.step(first, 12, rank, ranks, micro_size)) for rank in range(ranks)]
@@ -68,7 +68,7 @@ def test_every_layout_has_the_same_samples(file: TokenFile, ranks: int, micro_si
 
 @pytest.mark.parametrize(("size", "ranks", "micro_size"), [(5, 2, 2), (1, 4, 1), (7, 3, 2), (4, 2, 2)])
 def test_what_does_not_fill_is_masked(file: TokenFile, size: int, ranks: int, micro_size: int) -> None:
-    batches = Batches(SequenceSource(file, 10, 0.0, "train"), seed=0)
+    batches = Batches(SplitSequences(file, 10, 0.0, "train"), seed=0)
     for steps in (
         [list(batches.step(0, size, rank, ranks, micro_size)) for rank in range(ranks)],
         [list(batches.evaluation(size, rank, ranks, micro_size)) for rank in range(ranks)],
@@ -81,9 +81,9 @@ def test_what_does_not_fill_is_masked(file: TokenFile, size: int, ranks: int, mi
 
 
 def test_evaluation_is_in_order_and_ends_with_the_file(file: TokenFile) -> None:
-    source = SequenceSource(file, 10, 0.2, "validation")
+    source = SplitSequences(file, 10, 0.2, "validation")
     batches = Batches(source, seed=0)
     tokens = torch.cat([batch.tokens for batch in batches.evaluation(3, 0, 1, 3)])
     assert torch.equal(tokens, TOKENS[230:260].reshape(3, 10))
     assert len(list(batches.evaluation(1000, 0, 1, 1))) == 5
-    assert list(Batches(SequenceSource(file, 10, 0.0, "validation"), 0).evaluation(4, 0, 2, 1)) == []
+    assert list(Batches(SplitSequences(file, 10, 0.0, "validation"), 0).evaluation(4, 0, 2, 1)) == []

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from hpctrain.comm.world import World
-from hpctrain.data.batches import MASKED, Batches, Sequences, SequenceSource
-from hpctrain.data.conversations import ConversationSource, PreferenceSource, PromptSource
+from hpctrain.data.batches import MASKED, Batches, SplitSequences
+from hpctrain.data.conversations import ConversationSource, PreferenceSource, PromptSequences
 from hpctrain.data.entries import open_entries
 from hpctrain.data.epochs import EpochReader
 from hpctrain.data.fit import token_problems
-from hpctrain.data.mixture import Joined, Trained
+from hpctrain.data.mixture import Joined, SplitDatasets
 from hpctrain.data.order import PairedOrder
 from hpctrain.data.packing import Packing
 from hpctrain.data.prepare import prepare
@@ -122,14 +122,14 @@ def test_padding_is_what_lies_behind_the_last_document(folder: Path, kind: str) 
     """Micro-batches tell of every row how long it is; those of text, which are full, tell nothing."""
     length = 24
     files = {name: TokenFile(folder / f"{name}.h5") for name in ("chat", "preferences", "prompts", "text")}
-    source: Sequences
+    source: SplitSequences
     if kind == "pairs":
         source = PreferenceSource(files["preferences"], length, 0.0, "train")
     elif kind == "prompts":
-        source = PromptSource(files["prompts"], length, 0.0, "train")
+        source = PromptSequences(files["prompts"], length, 0.0, "train")
     else:
         source = ConversationSource(files["chat"], length, 0.0, "train", kind == "packed")
-    text = SequenceSource(files["text"], length, 0.0, "train")
+    text = SplitSequences(files["text"], length, 0.0, "train")
     joined = Joined([text, source])
     taken = (joined if kind == "mixed" else source).count
     (micro,) = Batches(joined if kind == "mixed" else source, 0).evaluation(taken, 0, 1, taken + 2)
@@ -183,7 +183,7 @@ def test_what_is_left_out_is_counted_and_told(world: World, tmp_path: Path) -> N
         return small_deck(*keys)
 
     decks = {size: deck_of("both", size) for size in (24, 64)}
-    trained = {size: Trained.of(deck, open_entries(deck)) for size, deck in decks.items()}
+    trained = {size: SplitDatasets.of(deck, open_entries(deck)) for size, deck in decks.items()}
     assert "4 left out, whose answers begin beyond batch.sequence = 24" in trained[24].notes[0]
     assert "left out" not in trained[64].notes[0]
     assert trained[24].described() != trained[64].described()
@@ -233,7 +233,7 @@ def test_a_mixture_with_text(folder: Path) -> None:
     deck = parse_deck(SMALL, keys)
     tokens = open_entries(deck)
     assert not list(token_problems(deck, tokens))
-    trained = Trained.of(deck, tokens)
+    trained = SplitDatasets.of(deck, tokens)
     (micro,) = trained.train.step(0, 16, 0, 1, 16)
     assert micro.documents is not None
     text = [bool((row >= 0).all()) for row in micro.targets]
@@ -251,13 +251,13 @@ def test_a_mixture_with_text(folder: Path) -> None:
         )
     assert trained.notes == (chat.said(f"{folder}/chat.h5"),)
     assert EpochReader.sequences(deck) == sum(trained.counts)
-    assert Trained.of(deck.with_keys(data={"pack": False}), tokens).described() != trained.described()
+    assert SplitDatasets.of(deck.with_keys(data={"pack": False}), tokens).described() != trained.described()
 
 
 def test_description_of_unpacked_conversations_never_changes(folder: Path) -> None:
     """Checkpoints store it, so a resumed run would refuse its own data."""
     deck = small_deck(f'data.tokens="{folder}/chat.h5"', "data.pack=false")
-    trained = Trained.of(deck, open_entries(deck))
+    trained = SplitDatasets.of(deck, open_entries(deck))
     assert trained.described()["fingerprint"] == zlib.crc32(b" apart", trained.tokens[0].fingerprint)
 
 
@@ -321,10 +321,10 @@ def test_margins_of_pairs(world: World, tmp_path: Path) -> None:
 
 def test_prompts(folder: Path) -> None:
     file = TokenFile(folder / "prompts.h5")
-    source = PromptSource(file, 10, 0.2, "train")
+    source = PromptSequences(file, 10, 0.2, "train")
     assert source.count == 8 and source.left_out == 9
     assert source.prompt(3) == ([ord("p")] * 4, {"answer": 4})
-    assert PromptSource(file, 10, 0.2, "validation").prompt(0) == ([ord("p")] * 9, {"answer": 9})
+    assert PromptSequences(file, 10, 0.2, "validation").prompt(0) == ([ord("p")] * 9, {"answer": 9})
 
 
 def test_files_that_are_not_trained_on(folder: Path) -> None:
@@ -337,7 +337,7 @@ def test_files_that_are_not_trained_on(folder: Path) -> None:
     assert not problems("chat")
     deck = small_deck(f"data.tokens={folder}/chat.h5", "model.vocabulary=257", "batch.sequence=24")
     described = [
-        Trained.of(deck.with_keys(data={"pack": pack}), open_entries(deck)).described()
+        SplitDatasets.of(deck.with_keys(data={"pack": pack}), open_entries(deck)).described()
         for pack in (True, False)
     ]
     assert described[0] != described[1]

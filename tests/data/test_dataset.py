@@ -20,12 +20,12 @@ import pytest
 import torch
 
 from hpctrain.data.batches import Batches, MicroBatch
-from hpctrain.data.dataset import DatasetName, UsersDataset
+from hpctrain.data.dataset import DatasetSpec, UserDataset
 from hpctrain.data.items import item_tensors
 from hpctrain.data.loader import DatasetSource
 from hpctrain.data.mapped import of_memory, to_memory
 from hpctrain.data.order import SampleOrder
-from hpctrain.data.workers import WorkerLostError, Workers
+from hpctrain.data.workers import WorkerLostError, WorkerPool
 from hpctrain.deck.code import NamedCode
 from hpctrain.errors import EXIT_INTERNAL, HpctrainError
 
@@ -34,24 +34,24 @@ SETS = Path(__file__).with_name("sets.py")
 
 def name_of(
     made_by: str = "Drawn", collate: str | None = None, seed: int = 3, **arguments: object
-) -> DatasetName:
+) -> DatasetSpec:
     named = None if collate is None else NamedCode(f"{SETS}:{collate}")
-    return DatasetName(NamedCode(f"{SETS}:{made_by}"), json.dumps(arguments), named, seed)
+    return DatasetSpec(NamedCode(f"{SETS}:{made_by}"), json.dumps(arguments), named, seed)
 
 
 @pytest.fixture
-def started() -> Iterator[list[Workers]]:
+def started() -> Iterator[list[WorkerPool]]:
     """Workers that are ended after the test."""
-    made: list[Workers] = []
+    made: list[WorkerPool] = []
     yield made
     for each in made:
         each.close()
 
 
 def batches_of(
-    name: DatasetName, workers: Workers | None, fraction: float = 0.1, split: str = "train"
+    name: DatasetSpec, workers: WorkerPool | None, fraction: float = 0.1, split: str = "train"
 ) -> Batches:
-    return Batches(DatasetSource(UsersDataset(name), fraction, split, workers), 5)
+    return Batches(DatasetSource(UserDataset(name), fraction, split, workers), 5)
 
 
 def same(one: MicroBatch, other: MicroBatch) -> bool:
@@ -64,10 +64,10 @@ def same(one: MicroBatch, other: MicroBatch) -> bool:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("collate", [None, "padded"])
-def test_samples_are_the_same_whoever_loads_them(started: list[Workers], collate: str | None) -> None:
+def test_samples_are_the_same_whoever_loads_them(started: list[WorkerPool], collate: str | None) -> None:
     name = name_of(collate=collate)
     counts = [1, 3] if collate is None else [2]
-    made = [None, *(Workers(name, count) for count in counts)]
+    made = [None, *(WorkerPool(name, count) for count in counts)]
     started += [each for each in made if each is not None]
     random_before = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
     steps: list[list[MicroBatch]] = []
@@ -149,9 +149,9 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("kind", "count"), [*((kind, 0) for kind in WRONG), ("shape", 1), ("fails", 2)])
-def test_a_wrong_item_is_told(started: list[Workers], kind: str, count: int) -> None:
+def test_a_wrong_item_is_told(started: list[WorkerPool], kind: str, count: int) -> None:
     name = name_of(count=8, at=4, kind=kind)
-    workers = Workers(name, count) if count else None
+    workers = WorkerPool(name, count) if count else None
     started += [workers] if workers else []
     with pytest.raises(HpctrainError) as caught:
         list(batches_of(name, workers, 0.0).step(0, 8, 0, 1, 2))
@@ -177,10 +177,10 @@ def test_a_wrong_item_is_told(started: list[Workers], kind: str, count: int) -> 
 )
 def test_what_is_no_dataset_is_told(made_by: str, told: str) -> None:
     with pytest.raises(HpctrainError) as caught:
-        assert UsersDataset(name_of(made_by)).first
+        assert UserDataset(name_of(made_by)).first
     assert told in caught.value.problems[0]
     with pytest.raises(HpctrainError, match=r"\[data.arguments\] does not fit: .*'size'"):
-        UsersDataset(name_of("Place", size=3))
+        UserDataset(name_of("Place", size=3))
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_what_is_no_dataset_is_told(made_by: str, told: str) -> None:
 )
 def test_what_is_no_batch_is_told(collate: str, told: str) -> None:
     with pytest.raises(HpctrainError, match=told):
-        assert UsersDataset(name_of(collate=collate)).forms
+        assert UserDataset(name_of(collate=collate)).forms
 
 
 @pytest.mark.sampled(1)
@@ -201,9 +201,9 @@ def test_what_is_no_batch_is_told(collate: str, told: str) -> None:
     ("kind", "told"),
     [("killed", "was killed (signal 9)"), ("leaves", "ended by itself, with exit code 7")],
 )
-def test_a_process_that_is_gone_is_told(started: list[Workers], kind: str, told: str) -> None:
+def test_a_process_that_is_gone_is_told(started: list[WorkerPool], kind: str, told: str) -> None:
     name = name_of(count=8, at=4, kind=kind)
-    started.append(Workers(name, 2))
+    started.append(WorkerPool(name, 2))
     with pytest.raises(WorkerLostError) as caught:
         list(batches_of(name, started[0], 0.0).step(0, 8, 0, 1, 2))
     (sentence,) = caught.value.problems
@@ -212,11 +212,11 @@ def test_a_process_that_is_gone_is_told(started: list[Workers], kind: str, told:
 
 
 def test_processes_are_no_ranks_and_heed_no_signals(
-    started: list[Workers], monkeypatch: pytest.MonkeyPatch
+    started: list[WorkerPool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for variable in ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID"):
         monkeypatch.setenv(variable, "1")
-    started.append(Workers(name_of("Place"), 2))
+    started.append(WorkerPool(name_of("Place"), 2))
     (first,) = batches_of(name_of("Place"), started[0], 0.0).step(0, 2, 0, 1, 2)
     assert first.fields["variables"].tolist() == [0, 0] and not first.fields["started"].any()
     assert not first.fields["main"].any()
@@ -231,8 +231,8 @@ def test_processes_are_no_ranks_and_heed_no_signals(
         os.kill(process, 0)
 
 
-def test_what_a_dataset_forks_can_be_ended(started: list[Workers]) -> None:
-    started.append(Workers(name_of("Forks"), 1))
+def test_what_a_dataset_forks_can_be_ended(started: list[WorkerPool]) -> None:
+    started.append(WorkerPool(name_of("Forks"), 1))
     (found,) = batches_of(name_of("Forks"), started[0], 0.0).step(0, 4, 0, 1, 4)
     assert found.fields["code"].tolist() == [-signal.SIGTERM] * 4
 
@@ -269,7 +269,7 @@ def test_a_process_ends_with_its_rank(tmp_path: Path) -> None:
 
 
 def test_a_dataset_is_known_by_length_and_items() -> None:
-    known = UsersDataset(name_of()).described()
+    known = UserDataset(name_of()).described()
     assert known["samples"] == 23 and known["dataset"].endswith("sets.py:Drawn") and known["arguments"] == {}
-    assert UsersDataset(name_of(seed=9)).described() == known  # whatever the run's seed
-    assert UsersDataset(name_of(count=22)).described()["fingerprint"] != known["fingerprint"]
+    assert UserDataset(name_of(seed=9)).described() == known  # whatever the run's seed
+    assert UserDataset(name_of(count=22)).described()["fingerprint"] != known["fingerprint"]

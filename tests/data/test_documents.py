@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from hpctrain.comm.world import World
-from hpctrain.data.batches import MASKED, Batches, SequenceSource
-from hpctrain.data.documents import Documents, Piece
+from hpctrain.data.batches import MASKED, Batches, SplitSequences
+from hpctrain.data.documents import Documents, DocumentSpan
 from hpctrain.data.fit import token_problems
 from hpctrain.data.prepare import prepare
 from hpctrain.data.synthetic import SyntheticSource
@@ -35,12 +35,12 @@ def test_pieces_and_places() -> None:
     tokens = torch.tensor([[1, END, 2, 3, END], [END, END, 4, 5, 6], [1, 2, 3, 4, 5]])
     documents = Documents.of(tokens, END)
     assert documents.pieces == [
-        Piece(0, 0, 2),
-        Piece(0, 2, 5),
-        Piece(1, 0, 1),
-        Piece(1, 1, 2),
-        Piece(1, 2, 5),
-        Piece(2, 0, 5),
+        DocumentSpan(0, 0, 2),
+        DocumentSpan(0, 2, 5),
+        DocumentSpan(1, 0, 1),
+        DocumentSpan(1, 1, 2),
+        DocumentSpan(1, 2, 5),
+        DocumentSpan(2, 0, 5),
     ]
     assert documents.places.tolist() == [[0, 1, 0, 1, 2], [0, 0, 0, 1, 2], [0, 1, 2, 3, 4]]
     assert documents.at(torch.tensor([1, 4])).tolist() == [[1, 0, 1], [2, 2, 4]]
@@ -48,7 +48,11 @@ def test_pieces_and_places() -> None:
 
 def test_rows_that_are_no_samples_are_a_document_each() -> None:
     documents = Documents.of(torch.zeros(3, 4, dtype=torch.int64), 0, 1)
-    assert documents.pieces == [*(Piece(0, at, at + 1) for at in range(4)), Piece(1, 0, 4), Piece(2, 0, 4)]
+    assert documents.pieces == [
+        *(DocumentSpan(0, at, at + 1) for at in range(4)),
+        DocumentSpan(1, 0, 4),
+        DocumentSpan(2, 0, 4),
+    ]
 
 
 def test_a_document_that_ends_predicts_nothing() -> None:
@@ -67,7 +71,7 @@ def test_a_document_that_ends_predicts_nothing() -> None:
 @pytest.mark.parametrize("sequence", [5, 8, 16])
 def test_of_a_token_file_documents_are_those_that_were_prepared(file: TokenFile, sequence: int) -> None:
     """Also where a window begins in the middle of one."""
-    source = SequenceSource(file, sequence, 0.0, "train", document_mask=True)
+    source = SplitSequences(file, sequence, 0.0, "train", document_mask=True)
     begins = {0, *(file.document_end(number) for number in range(file.documents))}
     (micro,) = Batches(source, 0).evaluation(source.count, 0, 1, source.count)
     assert micro.documents is not None
@@ -77,7 +81,7 @@ def test_of_a_token_file_documents_are_those_that_were_prepared(file: TokenFile,
         assert found == sorted({window.start, *(begins & set(window))})
         masked = (micro.targets[row] == MASKED).nonzero().flatten().tolist()
         assert [window.start + each for each in masked] == [at for at in window if at + 1 in begins]
-    unmasked = SequenceSource(file, sequence, 0.0, "train")
+    unmasked = SplitSequences(file, sequence, 0.0, "train")
     (plain,) = Batches(unmasked, 0).evaluation(source.count, 0, 1, source.count)
     assert plain.documents is None and bool((plain.targets >= 0).all())
 

@@ -11,9 +11,16 @@ import pytest
 import torch
 
 from hpctrain.comm.world import World
-from hpctrain.data.batches import Batches, SequenceSource
+from hpctrain.data.batches import Batches, SplitSequences
 from hpctrain.data.entries import open_entries
-from hpctrain.data.mixture import HeldOut, Joined, MixtureOrder, Trained, material_of, mixture_lines
+from hpctrain.data.mixture import (
+    HeldOutMixture,
+    Joined,
+    MixtureOrder,
+    SplitDatasets,
+    material_of,
+    mixture_lines,
+)
 from hpctrain.data.order import SampleOrder
 from hpctrain.data.prepare import prepare
 from hpctrain.data.tokens import TokenFile
@@ -27,21 +34,21 @@ KEYS = ["data.tokens=", f"data.mixture=[{ENTRIES}]", "batch.sequence=10", "data.
 
 
 @pytest.fixture
-def trained(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trained:
+def trained(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SplitDatasets:
     monkeypatch.chdir(tmp_path)
     for number, (name, size) in enumerate(SIZES.items()):
         random = np.random.default_rng(number)
         Path(f"{name}.txt").write_bytes(random.integers(32, 127, size).astype("u1").tobytes())
         prepare(world.alone(), Path(f"{name}.h5"), [f"{name}.txt"])
     deck = parse_deck(SMALL, KEYS)
-    return Trained.of(deck, open_entries(deck))
+    return SplitDatasets.of(deck, open_entries(deck))
 
 
-def alone(name: str, split: str = "train") -> SequenceSource:
-    return SequenceSource(TokenFile(f"{name}.h5"), 10, 0.2, split)
+def alone(name: str, split: str = "train") -> SplitSequences:
+    return SplitSequences(TokenFile(f"{name}.h5"), 10, 0.2, split)
 
 
-def in_order(trained: Trained, samples: int) -> list[tuple[str, torch.Tensor]]:
+def in_order(trained: SplitDatasets, samples: int) -> list[tuple[str, torch.Tensor]]:
     """The entry and the tokens of the first samples, from entries alone, each in its own order."""
     order = trained.train.order
     assert isinstance(order, MixtureOrder)
@@ -56,7 +63,7 @@ def in_order(trained: Trained, samples: int) -> list[tuple[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize(("ranks", "micro_size"), [(1, 1), (1, 16), (2, 4), (4, 2), (8, 1), (8, 2)])
-def test_every_layout_has_the_same_samples(trained: Trained, ranks: int, micro_size: int) -> None:
+def test_every_layout_has_the_same_samples(trained: SplitDatasets, ranks: int, micro_size: int) -> None:
     expected = in_order(trained, 176)
     for first in (0, 37, 160):
         parts = [list(trained.train.step(first, 16, rank, ranks, micro_size)) for rank in range(ranks)]
@@ -66,7 +73,7 @@ def test_every_layout_has_the_same_samples(trained: Trained, ranks: int, micro_s
         )
 
 
-def test_each_entry_has_every_sequence_once_an_epoch(trained: Trained) -> None:
+def test_each_entry_has_every_sequence_once_an_epoch(trained: SplitDatasets) -> None:
     order = trained.train.order
     assert order is not None and trained.counts == (56, 24, 8)
     places = np.arange(2000)
@@ -83,7 +90,7 @@ def test_each_entry_has_every_sequence_once_an_epoch(trained: Trained) -> None:
     assert len({order.orders[n].seed for n in range(3)}) == 3  # type: ignore[attr-defined]
 
 
-def test_a_mixture_of_one_is_that_one(trained: Trained) -> None:
+def test_a_mixture_of_one_is_that_one(trained: SplitDatasets) -> None:
     source = alone("a")
     order = MixtureOrder([replace(trained.entries[0], share=Fraction(1))], [source.count], 1234)
     one, plain = Batches(Joined([source]), 1234, order), Batches(source, 1234)
@@ -91,11 +98,11 @@ def test_a_mixture_of_one_is_that_one(trained: Trained) -> None:
         assert torch.equal(mixed.tokens, each.tokens) and torch.equal(mixed.targets, each.targets)
 
 
-def test_held_out_are_those_of_each_entry_in_its_share(trained: Trained) -> None:
+def test_held_out_are_those_of_each_entry_in_its_share(trained: SplitDatasets) -> None:
     sources = [alone(name, "validation") for name in SIZES]
     assert [source.count for source in sources] == [14, 6, 1]
     held_out = trained.validation.source
-    assert isinstance(held_out, HeldOut) and held_out.count == 21
+    assert isinstance(held_out, HeldOutMixture) and held_out.count == 21
     rows = [held_out.sequence(index)[0] for index in range(21)]
     every = {tuple(row.tolist()) for row in rows}
     assert every == {tuple(s.sequence(i)[0].tolist()) for s in sources for i in range(s.count)}
@@ -103,17 +110,17 @@ def test_held_out_are_those_of_each_entry_in_its_share(trained: Trained) -> None
     assert sum(tuple(row.tolist()) in own for row in rows[:8]) == 5  # five eighths, as long as there are any
 
 
-def test_what_is_said(trained: Trained) -> None:
+def test_what_is_said(trained: SplitDatasets) -> None:
     assert material_of(trained) == "a mixture of 3: 1.09K tokens"
     lines = mixture_lines(trained, 160)
     assert lines[0] == "  a: 0.25 of all samples; 56 sequences of 701 tokens, taken 0.714 times"
     assert lines[1].endswith("taken 4.17 times")
 
 
-def test_other_files_or_weights_are_another_mixture(trained: Trained) -> None:
+def test_other_files_or_weights_are_another_mixture(trained: SplitDatasets) -> None:
     marks = [trained.described()["fingerprint"]]
     for weights in (ENTRIES, ENTRIES.replace("weight=5", "weight=4"), ENTRIES.replace("c.h5", "d.h5")):
         Path("d.h5").write_bytes(Path("b.h5").read_bytes())
         deck = parse_deck(SMALL, [*KEYS, f"data.mixture=[{weights}]"])
-        marks.append(Trained.of(deck, open_entries(deck)).described()["fingerprint"])
+        marks.append(SplitDatasets.of(deck, open_entries(deck)).described()["fingerprint"])
     assert marks[0] == marks[1] and len(set(marks)) == 3

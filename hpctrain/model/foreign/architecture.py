@@ -15,7 +15,7 @@ from torch import nn
 from typing_extensions import override
 
 from hpctrain.data.dataset import dataset_of
-from hpctrain.data.items import FieldForm
+from hpctrain.data.items import FieldSpec
 from hpctrain.deck.code import NamedCode
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.user_code import import_function
@@ -53,7 +53,7 @@ class ModuleArchitecture(Architecture):
     sequence: int
     buffers: Literal["first", "average"] | None
     storage: torch.dtype
-    rows: tuple[tuple[str, FieldForm], ...] = ()
+    rows: tuple[tuple[str, FieldSpec], ...] = ()
     inputs: tuple[str, ...] | None = None
     told: tuple[str, ...] = ()
     plan: str = "null"
@@ -162,11 +162,11 @@ def _on_meta(architecture: ModuleArchitecture) -> nn.Module:
     return architecture.build(META)
 
 
-def _rows(deck: Deck) -> tuple[tuple[str, FieldForm], ...]:
+def _rows(deck: Deck) -> tuple[tuple[str, FieldSpec], ...]:
     """The forms of what a sample has. HpctrainError where there is no dataset as the deck says."""
     if deck.data.dataset is not None:
         return tuple(dataset_of(deck).forms.items())
-    of_tokens = FieldForm(torch.int64, (deck.batch.sequence,))
+    of_tokens = FieldSpec(torch.int64, (deck.batch.sequence,))
     return ("tokens", of_tokens), ("targets", of_tokens)
 
 
