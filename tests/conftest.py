@@ -103,7 +103,7 @@ def two_kinds(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from hpctrain.model.count import count
     from tests import two_kinds
 
-    monkeypatch.setattr(transformer, "Block", two_kinds.block)
+    monkeypatch.setattr(transformer, "TransformerBlock", two_kinds.block)
     cached = count, layer_kinds
     for each in cached:
         each.cache_clear()

@@ -131,7 +131,7 @@ class SampleSource(Protocol):
         """
 
 
-class SplitSequences(ABC):
+class SequenceSource(ABC):
     """Source of samples that are sequences of tokens with targets.
 
     Attributes:
@@ -192,7 +192,7 @@ class SplitSequences(ABC):
             yield MicroBatch.of_tokens(tokens, targets, samples, documents, known)
 
 
-class SplitSequences(SplitSequences):
+class SplitSequences(SequenceSource):
     """Source of the sequences of one split of a token file.
 
     The split "validation" has the trailing `fraction` of the sequences, and "train" the others. Validation

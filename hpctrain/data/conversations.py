@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hpctrain.data.batches import MASKED, SPLITS, MicroBatch, MicroBatchRequest, SplitSequences
+from hpctrain.data.batches import MASKED, SPLITS, MicroBatch, MicroBatchRequest, SequenceSource
 from hpctrain.data.contents import CHAT, NOUNS, PREFERENCES, PROMPTS
 from hpctrain.data.fit import split_samples
 from hpctrain.data.packing import Array, Packing
@@ -35,7 +35,7 @@ MARGIN = "margin"
 _LARGEST_MARGIN = 1e4
 
 
-class ConversationSource(SplitSequences):
+class ConversationSource(SequenceSource):
     """Sequences of one split of a file of conversations, several whole ones in each, or with `pack` off one.
 
     Each is a document, which the others do not see; targets are what is learned of it. Behind them are zeros,
@@ -154,7 +154,7 @@ class _Rows(ABC):
         """Return for every row whether it is used."""
 
 
-class PreferenceSource(_Rows, SplitSequences):
+class PreferenceSource(_Rows, SequenceSource):
     """Pairs of answers as sequences: 2i is what is preferred of pair i, 2i + 1 what is not, each prompt and
     answer from its first place on. With `margins`, micro-batches have those of pairs as a field, if the file
     has any: [b, s], the same everywhere in both rows of a pair. HpctrainError for one that is no number.
@@ -237,7 +237,7 @@ class PreferenceSource(_Rows, SplitSequences):
         return fits[::2] & fits[1::2]
 
 
-class PromptSequences(_Rows, SplitSequences):
+class PromptSequences(_Rows, SequenceSource):
     """Prompts of at most `length` tokens, from which an assistant goes on; as sequences without targets."""
 
     def __init__(self, file: Tokens, length: int, fraction: float, split: str) -> None:

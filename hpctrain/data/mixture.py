@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 from typing_extensions import override
 
-from hpctrain.data.batches import Batches, SplitSequences
+from hpctrain.data.batches import Batches, SequenceSource, SplitSequences
 from hpctrain.data.contents import CHAT, PREFERENCES, PROMPTS
 from hpctrain.data.conversations import ConversationSource, PreferenceSource, PromptSequences
 from hpctrain.data.fit import masks_documents
@@ -64,10 +64,10 @@ class MixtureOrder:
         return {name: taken / count for name, taken, count in rows}
 
 
-class Joined(SplitSequences):
+class Joined(SequenceSource):
     """Source of the sequences of several sources, one source after the other."""
 
-    def __init__(self, sources: Sequence[SplitSequences]) -> None:
+    def __init__(self, sources: Sequence[SequenceSource]) -> None:
         self.sources, self.length = tuple(sources), sources[0].length
         self.end_of_document = sources[0].end_of_document
         self._begins = list(accumulate((source.count for source in sources), initial=0))
@@ -105,7 +105,7 @@ class HeldOutMixture(Joined):
     no more; then the others go on.
     """
 
-    def __init__(self, sources: Sequence[SplitSequences], entries: Sequence[Entry]) -> None:
+    def __init__(self, sources: Sequence[SequenceSource], entries: Sequence[Entry]) -> None:
         super().__init__(sources)
         self.shares = [float(entry.share) for entry in entries]
 
@@ -219,7 +219,7 @@ def sequences_of(
     document_mask: bool,
     pack: bool,
     margins: bool = False,
-) -> SplitSequences:
+) -> SequenceSource:
     """Return the sequences of a token file, by the kind of its contents.
 
     See SplitSequences, ConversationSource, PreferenceSource and PromptSequences.
@@ -233,7 +233,7 @@ def sequences_of(
     return SplitSequences(file, length, fraction, split, document_mask)
 
 
-def batches_of(source: SplitSequences, seed: int, repeats: int = 1) -> Batches:
+def batches_of(source: SequenceSource, seed: int, repeats: int = 1) -> Batches:
     """The sequences in a seeded order, in which pairs stay together, each so often in an epoch."""
     paired = isinstance(source, PreferenceSource)
     return Batches(source, seed, PairedOrder(source.count // 2, seed) if paired else None, repeats)

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hpctrain.data.batches import MASKED, SplitSequences
+from hpctrain.data.batches import MASKED, SequenceSource
 
 _SEEDS = 1 << 63
 """What torch takes is below it."""
 
 
 @dataclass
-class SyntheticSource(SplitSequences):
+class SyntheticSource(SequenceSource):
     """Sequences of random tokens.
 
     Attributes:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hpctrain.data.batches import MASKED, MicroBatch, MicroBatchRequest, SplitSequences
+from hpctrain.data.batches import MASKED, MicroBatch, MicroBatchRequest, SequenceSource
 
 
 class Answer(NamedTuple):
@@ -26,7 +26,7 @@ class Answer(NamedTuple):
     why: str
 
 
-class AnswerRows(SplitSequences):
+class AnswerRows(SequenceSource):
     """Answers as sequences of `length` tokens: each with its prompt from the first place on; targets are the
     answer's tokens.
     """

@@ -21,7 +21,7 @@ from hpctrain.characters import escaped
 from hpctrain.checkpoint.read import read_state
 from hpctrain.comm.mesh import sizes_text
 from hpctrain.comm.world import World
-from hpctrain.data.batches import MASKED, Batches, SplitSequences
+from hpctrain.data.batches import MASKED, Batches, SequenceSource
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.engine.evaluated import evaluated_deck
 from hpctrain.errors import HpctrainError
@@ -43,7 +43,7 @@ ANSWER_TOKENS = 64
 """Of an answer that is written, at the most, unless the longest that is right has more."""
 
 
-class ChoiceRows(SplitSequences):
+class ChoiceRows(SequenceSource):
     """A sequence for each choice of each row, behind its prompt, of which the choice is to be predicted.
 
     What is longer than `length` loses the beginning of its prompt; HpctrainError where a choice alone is.

@@ -11,7 +11,7 @@ import numpy as np
 from hpctrain.characters import escaped
 from hpctrain.checkpoint.stored_deck import require_trusted, stored_deck
 from hpctrain.checkpoint.structure import CheckpointIndex
-from hpctrain.data.batches import OrderProtocol, SplitSequences
+from hpctrain.data.batches import OrderProtocol, SequenceSource
 from hpctrain.data.dataset import dataset_of
 from hpctrain.data.entries import open_entries
 from hpctrain.data.fit import split_samples
@@ -53,7 +53,7 @@ class _Samples:
     """What a deck trains on, by its order."""
 
     def __init__(self, deck: Deck, structure: CheckpointIndex) -> None:
-        self.source: SplitSequences | None = None
+        self.source: SequenceSource | None = None
         self.order: OrderProtocol
         if deck.data.dataset is None:
             self.trained = trained = SplitDatasets.of(deck, open_entries(deck))
@@ -64,7 +64,7 @@ class _Samples:
                 other = f"other tokens lie there now than {structure.path} was trained on"
                 raise HpctrainError(f"{key}: {other}, so that nobody can tell which samples were left out")
             self.tokenizer, batches = trained.tokens[0].tokenizer, trained.train
-            assert isinstance(batches.source, SplitSequences) and batches.order is not None
+            assert isinstance(batches.source, SequenceSource) and batches.order is not None
             self.source, self.order = batches.source, batches.order
             if deck.objective.kind in POLICIES:
                 self.order = _PromptOrder.of(deck, batches.source.count)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hpctrain.comm.world import World
-from hpctrain.data.batches import MASKED, Batches, SplitSequences
+from hpctrain.data.batches import MASKED, Batches, SequenceSource, SplitSequences
 from hpctrain.data.conversations import ConversationSource, PreferenceSource, PromptSequences
 from hpctrain.data.entries import open_entries
 from hpctrain.data.epochs import EpochReader
@@ -122,7 +122,7 @@ def test_padding_is_what_lies_behind_the_last_document(folder: Path, kind: str) 
     """Micro-batches tell of every row how long it is; those of text, which are full, tell nothing."""
     length = 24
     files = {name: TokenFile(folder / f"{name}.h5") for name in ("chat", "preferences", "prompts", "text")}
-    source: SplitSequences
+    source: SequenceSource
     if kind == "pairs":
         source = PreferenceSource(files["preferences"], length, 0.0, "train")
     elif kind == "prompts":

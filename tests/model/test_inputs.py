@@ -33,7 +33,7 @@ class TermBlock(TransformerBlock):
 
 @pytest.fixture(autouse=True)
 def blocks_with_terms(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(transformer, "Block", TermBlock)
+    monkeypatch.setattr(transformer, "TransformerBlock", TermBlock)
     count.cache_clear()
     yield
     count.cache_clear()

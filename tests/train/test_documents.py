@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from hpctrain.bench.torch_model import TorchModel
 from hpctrain.comm.world import World
-from hpctrain.data.batches import Batches, MicroBatch, SplitSequences
+from hpctrain.data.batches import Batches, MicroBatch, SequenceSource
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import build_engine, make_mesh
 from hpctrain.engine.functions import with_functions
@@ -66,7 +66,7 @@ LAYOUTS = {
 
 
 @dataclass
-class Packed(SplitSequences):
+class Packed(SequenceSource):
     """Windows of one stream of random documents: 0 ends each, and windows cut some."""
 
     end_of_document: int | None = 0
@@ -74,7 +74,7 @@ class Packed(SplitSequences):
     count: int = 64
 
     def sequence(self, index: int) -> tuple[Tensor, Tensor]:
-        """See SplitSequences."""
+        """See SequenceSource."""
         random = torch.Generator().manual_seed(1)
         stream = torch.randint(1, VOCABULARY, (self.length * self.count + 1,), generator=random)
         share = torch.rand(len(stream), generator=random)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hpctrain.bench.mixtral import mixtral
 from hpctrain.comm.world import World
-from hpctrain.data.batches import MASKED, Batches, SplitSequences
+from hpctrain.data.batches import MASKED, Batches, SequenceSource
 from hpctrain.data.conversations import ConversationSource
 from hpctrain.data.prepare_rows import prepare_rows
 from hpctrain.data.tokens import TokenFile
@@ -40,7 +40,7 @@ ROW_LENGTHS = [47, 5, 30, 12, 1, 40, 22, 33]
 
 
 @dataclass
-class ShortRows(SplitSequences):
+class ShortRows(SequenceSource):
     """Random conversations of several lengths, one per row."""
 
     length: int
@@ -68,7 +68,7 @@ class Steps:
     routers: dict[str, Tensor]
 
 
-def trainer_of(world: World, deck: Deck, source: SplitSequences) -> Trainer:
+def trainer_of(world: World, deck: Deck, source: SequenceSource) -> Trainer:
     single = world.alone()
     engine = build_engine(deck, single, make_mesh(deck, single), roughness=ROUGHNESS)
     return Trainer(deck, engine, Batches(source, 1))
