@@ -10,7 +10,7 @@ from hpctrain.data.shards import Tokens, title_of
 from hpctrain.deck.data_mixture import entries_of
 from hpctrain.deck.objective import POLICIES
 from hpctrain.deck.objective import PREFERENCES as OF_PAIRS
-from hpctrain.deck.problem import Problem
+from hpctrain.deck.problem import DeckProblem
 from hpctrain.deck.schema import Deck
 from hpctrain.words import counted
 
@@ -39,7 +39,7 @@ def masks_documents(deck: Deck, tokens: Sequence[Tokens]) -> bool:
     return deck.data.document_mask or any(each.kind == CHAT for each in tokens)
 
 
-def token_problems(deck: Deck, tokens: Sequence[Tokens]) -> Iterator[Problem]:
+def token_problems(deck: Deck, tokens: Sequence[Tokens]) -> Iterator[DeckProblem]:
     """Everything in the deck that does not fit the tokens of its entries."""
     mask = masks_documents(deck, tokens)
     for entry, each in zip(entries_of(deck), tokens, strict=True):
@@ -79,11 +79,11 @@ def _key(deck: Deck) -> str:
     return "data.tokens" if deck.data.mixture is None else "data.mixture"
 
 
-def _of_conversations(deck: Deck, file: Tokens, title: str) -> Iterator[Problem]:
+def _of_conversations(deck: Deck, file: Tokens, title: str) -> Iterator[DeckProblem]:
     fraction, length = deck.data.validation, deck.batch.sequence
     if deck.model.module is not None:
         sentence = f"{title} holds conversations, which see each other in a module's own attention"
-        yield Problem(_key(deck), f"{sentence}: they are for our own families yet", ("model.module",))
+        yield DeckProblem(_key(deck), f"{sentence}: they are for our own families yet", ("model.module",))
         return
     packing = Packing.of(file, length, deck.data.pack)
     if split_samples(packing.rows, fraction)[0]:
@@ -91,22 +91,22 @@ def _of_conversations(deck: Deck, file: Tokens, title: str) -> Iterator[Problem]
     if packing.left_out and not packing.rows:
         begin = f"in none of the {counted(packing.left_out, 'conversation')} of {title} does an answer begin"
         sentence = f"{begin} within so many tokens, so that there is nothing to learn (give a higher one)"
-        yield Problem("batch.sequence", sentence, ("data.tokens",))
+        yield DeckProblem("batch.sequence", sentence, ("data.tokens",))
         return
     has = f"{title} has {counted(packing.rows, 'sequence')} of conversations"
     more = ", one of them held out" if packing.rows else ", none with anything to predict"
-    yield Problem(_key(deck), f"{has}{more}, and there must be one to train on", ("data.validation",))
+    yield DeckProblem(_key(deck), f"{has}{more}, and there must be one to train on", ("data.validation",))
 
 
-def _problems(deck: Deck, file: Tokens, title: str, mask: bool) -> Iterator[Problem]:
+def _problems(deck: Deck, file: Tokens, title: str, mask: bool) -> Iterator[DeckProblem]:
     vocabulary, sequence, fraction = deck.model.vocabulary, deck.batch.sequence, deck.data.validation
     if vocabulary is not None and file.vocabulary > vocabulary:
         would = "which adds tokens" if deck.model.source is not None else "or leave the key out"
         smaller = f"is smaller than the vocabulary of {title}, {file.vocabulary}"
         resumed = "a resumed run keeps its vocabulary, and needs a token file of its tokenizer"
-        yield Problem("model.vocabulary", f"{smaller}: give at least that, {would} ({resumed})")
+        yield DeckProblem("model.vocabulary", f"{smaller}: give at least that, {would} ({resumed})")
     if unfit := unfit_kind(deck, file):
-        yield Problem(_key(deck), f"{title} {unfit}", ("objective.kind",))
+        yield DeckProblem(_key(deck), f"{title} {unfit}", ("objective.kind",))
         return
     if file.kind in {PREFERENCES, PROMPTS}:
         return
@@ -119,8 +119,8 @@ def _problems(deck: Deck, file: Tokens, title: str, mask: bool) -> Iterator[Prob
         would = f"at most {longest} would do" if longest > 0 else "take a file with more"
         needed = f"of which it needs {needed_tokens(sequence, fraction)}{held_out}"
         sentence = f"is too long for the {file.tokens} tokens of {title}, {needed} ({would})"
-        yield Problem("batch.sequence", sentence, ("data.validation",))
+        yield DeckProblem("batch.sequence", sentence, ("data.validation",))
     if mask and int(file.read(file.tokens - 1, 1)[0]) != file.end_of_document:
         missing = f"and {title} does not end with token {file.end_of_document}, which ends a document"
         sentence = f"needs documents that end, {missing} (leave it out, or prepare the text again)"
-        yield Problem("data.document_mask", sentence, ("data.tokens",))
+        yield DeckProblem("data.document_mask", sentence, ("data.tokens",))

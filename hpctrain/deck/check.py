@@ -24,7 +24,7 @@ from hpctrain.deck.decays import DECAYS
 from hpctrain.deck.objective import OF_SCORES, objective_problems
 from hpctrain.deck.optimizer import UPDATES_MATRICES, optimizer_problems
 from hpctrain.deck.policy import policy_problems
-from hpctrain.deck.problem import Problem, divisors, must_divide, nearest_numbers
+from hpctrain.deck.problem import DeckProblem, divisors, must_divide, nearest_numbers
 from hpctrain.deck.run_length import length_problems
 from hpctrain.deck.schema import Deck, fields, sections
 from hpctrain.deck.sources import toml_value
@@ -36,7 +36,7 @@ NO_HOST = 'is for GPUs; on the CPU the device is the host ("device" or "disk" wo
 NO_HOST_ACTIVATIONS = 'is for GPUs; on the CPU they are in host memory anyway ("keep" or "disk" would do)'
 
 
-def check_deck(deck: Deck, ranks: int | None = None) -> list[Problem]:
+def check_deck(deck: Deck, ranks: int | None = None) -> list[DeckProblem]:
     """Everything that can be wrong with a deck whatever the number of ranks.
 
     Where `ranks` is known, what depends on it is left to `world_problems`.
@@ -66,7 +66,7 @@ def check_deck(deck: Deck, ranks: int | None = None) -> list[Problem]:
     ]
 
 
-def _transformer(deck: Deck) -> list[Problem]:
+def _transformer(deck: Deck) -> list[DeckProblem]:
     """What can be wrong with the sizes of a transformer, and with how it is laid out."""
     return [
         *without_module(deck),
@@ -79,7 +79,7 @@ def _transformer(deck: Deck) -> list[Problem]:
     ]
 
 
-def source_problems(deck: Deck, source: Mapping[str, object]) -> list[Problem]:
+def source_problems(deck: Deck, source: Mapping[str, object]) -> list[DeckProblem]:
     """Every key that the model named by model.from, with the keys `source`, cannot have.
 
     Its vocabulary may grow; of learned positions the first may be taken; others are not bound to a length.
@@ -91,41 +91,41 @@ def source_problems(deck: Deck, source: Mapping[str, object]) -> list[Problem]:
         if key == "model.vocabulary":
             if isinstance(value, int) and isinstance(own, int) and value < own:
                 sentence = f"is smaller than the {own} of {name}, whose vocabulary can only grow"
-                problems.append(Problem(key, sentence))
+                problems.append(DeckProblem(key, sentence))
         elif key == "batch.sequence":
             if deck.model.family == "gpt2" and isinstance(own, int) and deck.batch.sequence > own:
                 sentence = f"is longer than the {own} learned positions of {name}"
-                problems.append(Problem(key, sentence, ("model.family",)))
+                problems.append(DeckProblem(key, sentence, ("model.family",)))
         elif value != own and not (key == "model.tied" and deck.objective.kind in OF_SCORES):
             sentence = f"contradicts {name}, whose model has {toml_value(own)} (leave the key out)"
-            problems.append(Problem(key, sentence))
+            problems.append(DeckProblem(key, sentence))
     if source and deck.model.parametrization == "mup" and "model.parametrization" not in source:
         sentence = f'contradicts {name}, whose model is of the "standard" one (leave the key out)'
-        problems.append(Problem("model.parametrization", sentence))
+        problems.append(DeckProblem("model.parametrization", sentence))
     if source and deck.model.experts and "model.experts" not in source:
         problems += _upcycling(deck, name)
     return problems
 
 
-def _upcycling(deck: Deck, name: str) -> Iterator[Problem]:
+def _upcycling(deck: Deck, name: str) -> Iterator[DeckProblem]:
     """What keeps a mixture of copies of a dense model's feed-forward parts from computing what that does."""
     model = deck.model
     begin = f"as the experts begin as copies of the feed-forward parts of {name}, a dense model"
     if model.expert_mlp != model.mlp:
         sentence = f"must be model.mlp = {model.mlp}, {begin}"
-        yield Problem("model.expert_mlp", sentence, ("model.mlp", "model.experts"))
+        yield DeckProblem("model.expert_mlp", sentence, ("model.mlp", "model.experts"))
     if not model.router_normalize:
         sentence = f"must be true, {begin}: their weights have to add up to one"
-        yield Problem("model.router_normalize", sentence, ("model.experts",))
+        yield DeckProblem("model.router_normalize", sentence, ("model.experts",))
     if model.router_scale != 1:
         sentence = f"must be 1, {begin}: their weights have to add up to one"
-        yield Problem("model.router_scale", sentence, ("model.experts",))
+        yield DeckProblem("model.router_scale", sentence, ("model.experts",))
     if model.shared_experts:
         sentence = f"must be 0, {begin}, to which shared ones would add"
-        yield Problem("model.shared_experts", sentence, ("model.experts",))
+        yield DeckProblem("model.shared_experts", sentence, ("model.experts",))
 
 
-def _title(deck: Deck) -> Iterator[Problem]:
+def _title(deck: Deck) -> Iterator[DeckProblem]:
     """What keeps a title from naming a folder, a file or a job."""
     title, why = deck.run.title, ""
     if "/" in title or title == "." or ".." in title:
@@ -135,10 +135,10 @@ def _title(deck: Deck) -> Iterator[Problem]:
     elif not title.strip():
         why = "names a folder, so it must be more than blanks"
     if why:
-        yield Problem("run.title", why, for_writers=True)
+        yield DeckProblem("run.title", why, for_new_decks=True)
 
 
-def _texts(deck: Deck) -> Iterator[Problem]:
+def _texts(deck: Deck) -> Iterator[DeckProblem]:
     """Every text of the deck reaches a log, a terminal or a script."""
     for section in sections():
         for name in fields(section):
@@ -147,21 +147,21 @@ def _texts(deck: Deck) -> Iterator[Problem]:
             texts = value if isinstance(value, tuple) else (value,)
             problem = control_problem("".join(text for text in texts if isinstance(text, str)))
             if problem and (key != "run.dir" or value != f"runs/{deck.run.title}"):
-                yield Problem(key, problem)
+                yield DeckProblem(key, problem)
 
 
-def _model(deck: Deck) -> Iterator[Problem]:
+def _model(deck: Deck) -> Iterator[DeckProblem]:
     model, heads_divide = deck.model, "model.head_size" in deck.sources.defaulted
     if not heads_divide and model.family == "llama" and model.head_size % 2:
         sentence = f"must be even for rotary positions ({model.head_size + 1} would)"
-        yield Problem("model.head_size", sentence, ("model.family",))
+        yield DeckProblem("model.head_size", sentence, ("model.family",))
     elif heads_divide and model.hidden % model.heads:
         sentence = must_divide("model.hidden", model.hidden, model.heads)
-        yield Problem("model.heads", sentence, ("model.hidden",))
+        yield DeckProblem("model.heads", sentence, ("model.hidden",))
     elif heads_divide and model.family == "llama" and model.hidden // model.heads % 2:
         even = [heads for heads in divisors(model.hidden) if model.hidden // heads % 2 == 0]
         would = f" ({either(nearest_numbers(model.heads, even))} heads would)" if even else ""
-        yield Problem(
+        yield DeckProblem(
             "model.heads",
             f"must leave an even size of each head for rotary positions, but model.hidden / model.heads = "
             f"{model.hidden} / {model.heads} = {model.hidden // model.heads}{would}",
@@ -169,22 +169,22 @@ def _model(deck: Deck) -> Iterator[Problem]:
         )
     if model.heads % model.key_value_heads:
         sentence = must_divide("model.heads", model.heads, model.key_value_heads)
-        yield Problem("model.key_value_heads", sentence, ("model.heads",))
+        yield DeckProblem("model.key_value_heads", sentence, ("model.heads",))
     if model.family == "gpt2" and model.rope_base != type(model).model_fields["rope_base"].default:
         sentence = 'has no effect on model.family = "gpt2", whose positions are learned (leave it out)'
-        yield Problem("model.rope_base", sentence, ("model.family",))
+        yield DeckProblem("model.rope_base", sentence, ("model.family",))
     if model.family == "gpt2" and model.query_key_norm != "none":
         sentence = 'is for model.family = "llama", not "gpt2" ("none" would do)'
-        yield Problem("model.query_key_norm", sentence, ("model.family",))
+        yield DeckProblem("model.query_key_norm", sentence, ("model.family",))
 
 
-def _memory(deck: Deck) -> Iterator[Problem]:
+def _memory(deck: Deck) -> Iterator[DeckProblem]:
     layout, recompute = deck.layout, deck.memory.recompute
     longest = deck.model.layers - max(0, layout.pipeline * layout.chunks - 2)
     if isinstance(layout.split, tuple):
         longest = max(layout.split, default=1)
     if isinstance(recompute, int) and not 1 <= recompute <= max(1, longest):
-        yield Problem(
+        yield DeckProblem(
             "memory.recompute",
             f"must be from 1 to {max(1, longest)} as a number, the blocks of the longest part of the model "
             '("full", "sqrt", "selective" and "none" would do, too)',
@@ -192,91 +192,91 @@ def _memory(deck: Deck) -> Iterator[Problem]:
         )
 
 
-def _batch(deck: Deck, ranks: int | None) -> Iterator[Problem]:
+def _batch(deck: Deck, ranks: int | None) -> Iterator[DeckProblem]:
     batch = deck.batch
     sizes = {"batch.global_size": batch.global_size, "batch.ramp_from": batch.ramp_from}
     if ranks is None:
         yield from batch_sizes(batch.micro_size, deck.layout.data or 1, sizes)
     if batch.ramp_from > batch.global_size:
         sentence = f"must be at most batch.global_size = {batch.global_size}, to which it grows"
-        yield Problem("batch.ramp_from", sentence, ("batch.global_size",))
+        yield DeckProblem("batch.ramp_from", sentence, ("batch.global_size",))
     if batch.ramp_from and not batch.ramp_steps:
-        yield Problem("batch.ramp_from", "needs batch.ramp_steps of at least 1", ("batch.ramp_steps",))
+        yield DeckProblem("batch.ramp_from", "needs batch.ramp_steps of at least 1", ("batch.ramp_steps",))
     if batch.ramp_steps and not batch.ramp_from:
-        yield Problem("batch.ramp_steps", "needs batch.ramp_from of at least 1", ("batch.ramp_from",))
+        yield DeckProblem("batch.ramp_steps", "needs batch.ramp_from of at least 1", ("batch.ramp_from",))
 
 
-def _run(deck: Deck) -> Iterator[Problem]:
+def _run(deck: Deck) -> Iterator[DeckProblem]:
     run, limit, margin = deck.run, deck.run.time_limit, deck.run.time_margin
     if limit is not None and margin is not None and margin >= limit:
         sentence = f"must be less than run.time_limit = {toml_value(limit)}"
-        yield Problem("run.time_margin", sentence, ("run.time_limit",))
+        yield DeckProblem("run.time_margin", sentence, ("run.time_limit",))
     if 0 < deck.stability.straggler_factor <= 1:
         sentence = "must be above 1, or 0 to name no rank: half of all ranks take longer than the median"
-        yield Problem("stability.straggler_factor", sentence)
+        yield DeckProblem("stability.straggler_factor", sentence)
     if deck.communication.transport == "nccl" and run.device == "cpu":
         sentence = 'works between GPUs only, but run.device = "cpu" ("auto" or "mpi" would do)'
-        yield Problem("communication.transport", sentence, ("run.device",))
+        yield DeckProblem("communication.transport", sentence, ("run.device",))
     transport = deck.communication.transport
     nodes = deck.communication.ranks_per_node
     delayed = {"auto", "mpi", "shared"} if nodes else {"auto", "mpi"}
     if deck.communication.emulate is not None and transport not in delayed:
         sentence = f'delays what the host sends, but communication.transport = "{transport}" ("mpi" would do)'
-        yield Problem("communication.emulate", sentence, ("communication.transport",))
+        yield DeckProblem("communication.emulate", sentence, ("communication.transport",))
     if nodes and transport == "nccl":
         sentence = 'is for what hosts send, but communication.transport = "nccl" (leave it out)'
-        yield Problem("communication.ranks_per_node", sentence, ("communication.transport",))
+        yield DeckProblem("communication.ranks_per_node", sentence, ("communication.transport",))
     kept = deck.checkpoint
     if not kept.mirror and kept.mirror_every != type(kept).model_fields["mirror_every"].default:
         sentence = "has no effect without checkpoint.mirror = true (leave it out)"
-        yield Problem("checkpoint.mirror_every", sentence, ("checkpoint.mirror",), idle=True)
+        yield DeckProblem("checkpoint.mirror_every", sentence, ("checkpoint.mirror",), no_effect=True)
 
 
-def _learning_rate(deck: Deck) -> Iterator[Problem]:
+def _learning_rate(deck: Deck) -> Iterator[DeckProblem]:
     rate, others = deck.learning_rate, ("learning_rate.decay", "learning_rate.decay_steps", "run.steps")
     no_effect = f'has no effect with learning_rate.decay = "{rate.decay}" (leave it out)'
     form = DECAYS[rate.decay]
     # A warm-up or ramp longer than the run is no mistake: a trial run stops early.
     if form.ends and rate.warmup > rate.decay_steps:
         sentence = f"must be at most learning_rate.decay_steps = {rate.decay_steps}"
-        yield Problem("learning_rate.warmup", sentence, others)
+        yield DeckProblem("learning_rate.warmup", sentence, others)
     elif form.has_cooldown and rate.cooldown > rate.decay_steps - rate.warmup:
         sentence = (
             f"must be at most {rate.decay_steps - rate.warmup}, which learning_rate.warmup = {rate.warmup} "
             f"leaves of learning_rate.decay_steps = {rate.decay_steps}"
         )
-        yield Problem("learning_rate.cooldown", sentence, ("learning_rate.warmup", *others))
+        yield DeckProblem("learning_rate.cooldown", sentence, ("learning_rate.warmup", *others))
     if not form.has_floor and rate.floor != type(rate).model_fields["floor"].default:
-        yield Problem("learning_rate.floor", no_effect, ("learning_rate.decay",), idle=True)
+        yield DeckProblem("learning_rate.floor", no_effect, ("learning_rate.decay",), no_effect=True)
     if not form.has_cooldown and rate.cooldown:
-        yield Problem("learning_rate.cooldown", no_effect, ("learning_rate.decay",), idle=True)
+        yield DeckProblem("learning_rate.cooldown", no_effect, ("learning_rate.decay",), no_effect=True)
     # Where there is no floor to reach either, it has been let stand from the beginning.
     if not form.ends and form.has_floor and "learning_rate.decay_steps" not in deck.sources.defaulted:
-        yield Problem("learning_rate.decay_steps", no_effect, ("learning_rate.decay",), idle=True)
+        yield DeckProblem("learning_rate.decay_steps", no_effect, ("learning_rate.decay",), no_effect=True)
 
 
-def _offload(deck: Deck) -> Iterator[Problem]:
+def _offload(deck: Deck) -> Iterator[DeckProblem]:
     memory = deck.memory
     if memory.parameters != "device" and deck.layout.zero < 3:
         sentence = (
             f"needs layout.zero = 3, which gathers parameters when they are needed, not {deck.layout.zero}"
         )
-        yield Problem("memory.parameters", sentence, ("layout.zero",))
+        yield DeckProblem("memory.parameters", sentence, ("layout.zero",))
     in_blocks = deck.optimizer.name in UPDATES_MATRICES
     for name in ("optimizer", "parameters"):
         if in_blocks and getattr(memory, name) != "device":
             updates = f'{deck.optimizer.name} updates parameters in blocks ("device" would do)'
             sentence = f"is for state that is kept by element, but {updates}"
-            yield Problem(f"memory.{name}", sentence, ("optimizer.name",))
+            yield DeckProblem(f"memory.{name}", sentence, ("optimizer.name",))
     if memory.parameters != "device" and memory.optimizer == "device" and not in_blocks:
         sentence = 'needs memory.optimizer = "host" or "disk": the update is where the parameters are'
-        yield Problem("memory.parameters", sentence, ("memory.optimizer",))
+        yield DeckProblem("memory.parameters", sentence, ("memory.optimizer",))
     if memory.activations == "host" and deck.run.device == "cpu":
-        yield Problem("memory.activations", NO_HOST_ACTIVATIONS, ("run.device",))
+        yield DeckProblem("memory.activations", NO_HOST_ACTIVATIONS, ("run.device",))
     if memory.activation_format == "bf16" and deck.precision.compute != "fp32":
         nothing = f'saves nothing with precision.compute = "{deck.precision.compute}", of 16 bits as well'
         sentence = f'{nothing} ("exact" or "int8" would do)'
-        yield Problem("memory.activation_format", sentence, ("precision.compute",))
+        yield DeckProblem("memory.activation_format", sentence, ("precision.compute",))
     for name in ("optimizer", "parameters"):
         if getattr(memory, name) == "host" and deck.run.device == "cpu":
-            yield Problem(f"memory.{name}", NO_HOST, ("run.device",))
+            yield DeckProblem(f"memory.{name}", NO_HOST, ("run.device",))

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from hpctrain.deck.check_local_steps import in_replicas
 from hpctrain.deck.communication import TopKTable
 from hpctrain.deck.optimizer import SgdTable
-from hpctrain.deck.problem import Problem
+from hpctrain.deck.problem import DeckProblem
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import toml_value
 
 _COMPRESS = ("communication.compress",)
 
 
-def compression_problems(deck: Deck) -> list[Problem]:
+def compression_problems(deck: Deck) -> list[DeckProblem]:
     """Everything that is wrong with the compression that a deck asks for."""
     problems = list(_warmup(deck))
     if deck.communication.compression is not None:
@@ -22,14 +22,14 @@ def compression_problems(deck: Deck) -> list[Problem]:
     return problems
 
 
-def _warmup(deck: Deck) -> Iterator[Problem]:
+def _warmup(deck: Deck) -> Iterator[DeckProblem]:
     """Exact steps at the start of a run whose steps are all exact."""
     form = deck.communication.compression
     is_exact = form is None or (isinstance(form, TopKTable) and form.ratio == 1)
     if deck.communication.warmup and is_exact and not in_replicas(deck):
         why = "communication.topk.ratio = 1" if form else _given(deck)
-        yield Problem(
-            "communication.warmup", f"has no effect with {why} (leave it out)", _COMPRESS, idle=True
+        yield DeckProblem(
+            "communication.warmup", f"has no effect with {why} (leave it out)", _COMPRESS, no_effect=True
         )
 
 
@@ -37,20 +37,20 @@ def _given(deck: Deck) -> str:
     return f"communication.compress = {toml_value(deck.communication.compress)}"
 
 
-def _layout(deck: Deck) -> Iterator[Problem]:
+def _layout(deck: Deck) -> Iterator[DeckProblem]:
     layout = deck.layout
     if layout.zero > 1:
         sentence = (
             f"sums gradients that no rank keeps whole, so that {_given(deck)} has nowhere to keep what it "
             "does not send of them (0 or 1 would do)"
         )
-        yield Problem("layout.zero", sentence, _COMPRESS)
+        yield DeckProblem("layout.zero", sentence, _COMPRESS)
     elif layout.zero_group is not None:
         sentence = f"has slices summed once more, exactly, behind the sums of {_given(deck)} (leave it out)"
-        yield Problem("layout.zero_group", sentence, (*_COMPRESS, "layout.zero"))
+        yield DeckProblem("layout.zero_group", sentence, (*_COMPRESS, "layout.zero"))
 
 
-def _momentum(deck: Deck) -> Iterator[Problem]:
+def _momentum(deck: Deck) -> Iterator[DeckProblem]:
     """What a momentum that ranks keep, and not the optimizer, asks of that."""
     keys, optimizer = deck.communication, deck.optimizer
     if keys.compress == "topk" and isinstance(optimizer.rule, SgdTable) and optimizer.rule.nesterov:
@@ -58,15 +58,15 @@ def _momentum(deck: Deck) -> Iterator[Problem]:
             f"looks ahead of a momentum that all ranks have, but with {_given(deck)} each has one of its own "
             "until it sends it (false would do)"
         )
-        yield Problem("optimizer.sgd.nesterov", sentence, _COMPRESS)
+        yield DeckProblem("optimizer.sgd.nesterov", sentence, _COMPRESS)
     if keys.compress != "onebit":
         return
     if optimizer.name != "adamw":
         sentence = f'must be "adamw" with {_given(deck)}, which is its momentum in one bit an element'
-        yield Problem("optimizer.name", sentence, _COMPRESS)
+        yield DeckProblem("optimizer.name", sentence, _COMPRESS)
     if not keys.warmup:
         sentence = (
             f"must be 1 or more with {_given(deck)}: exact steps at the start tell how large each element's "
             "steps are from then on (a tenth of run.steps or more would do)"
         )
-        yield Problem("communication.warmup", sentence, _COMPRESS)
+        yield DeckProblem("communication.warmup", sentence, _COMPRESS)

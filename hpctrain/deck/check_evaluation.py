@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from hpctrain.characters import control_problem
 from hpctrain.deck.evaluation import VALIDATION
-from hpctrain.deck.problem import Problem
+from hpctrain.deck.problem import DeckProblem
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import toml_value
 from hpctrain.words import either, nearest
@@ -32,51 +32,51 @@ def watched_set(deck: Deck) -> str:
     return deck.checkpoint.keep_best or next(iter(set_names(deck)), "")
 
 
-def evaluation_problems(deck: Deck) -> Iterator[Problem]:
+def evaluation_problems(deck: Deck) -> Iterator[DeckProblem]:
     """Everything wrong with a deck's evaluations, whatever the files hold."""
     run, names = deck.run, set_names(deck)
     if run.evaluate_every and not names:
         sentence = "evaluates on held-out sequences, but data.validation = 0 holds none out"
         would = f"{sentence} (0.01 would, or [[evaluation]]; or leave the key out)"
-        yield Problem("run.evaluate_every", would, ("data.validation", _SETS), for_writers=True)
+        yield DeckProblem("run.evaluate_every", would, ("data.validation", _SETS), for_new_decks=True)
     yield from _sets(deck)
     yield from _followed(deck, names)
 
 
-def _sets(deck: Deck) -> Iterator[Problem]:
+def _sets(deck: Deck) -> Iterator[DeckProblem]:
     sets = deck.evaluation.sets
     if sets and deck.data.dataset is not None:
         sentence = "are of token files, but data.dataset brings samples (data.validation holds some out)"
-        yield Problem(_SETS, sentence, ("data.dataset",))
+        yield DeckProblem(_SETS, sentence, ("data.dataset",))
     times = Counter(each.name for each in sets)
     told: set[str] = set()
     for number, each in enumerate(sets):
         at = (number, "name")
         if not _NAME.fullmatch(each.name):
             sentence = 'is no name of a set: it may have letters, digits, ".", "_" and "-" in it, 64 at most'
-            yield Problem(_SETS, sentence, row=at)
+            yield DeckProblem(_SETS, sentence, row=at)
         elif each.name == VALIDATION:
             sentence = "is the share that data.validation holds out: a set has another name"
-            yield Problem(_SETS, sentence, row=at)
+            yield DeckProblem(_SETS, sentence, row=at)
         elif each.name in told and (count := times.pop(each.name, 0)):
-            yield Problem(_SETS, f"{count} sets are called so: each has a name of its own", row=at)
+            yield DeckProblem(_SETS, f"{count} sets are called so: each has a name of its own", row=at)
         told.add(each.name)
         if problem := control_problem(each.tokens):
-            yield Problem(_SETS, problem, row=(number, "tokens"))
+            yield DeckProblem(_SETS, problem, row=(number, "tokens"))
 
 
-def _followed(deck: Deck, names: list[str]) -> Iterator[Problem]:
+def _followed(deck: Deck, names: list[str]) -> Iterator[DeckProblem]:
     """What goes by losses of evaluations."""
     best, others = deck.checkpoint.keep_best, ("run.evaluate_every", "data.validation", _SETS)
     asked = {"checkpoint.keep_best": best is not None, "run.patience": deck.run.patience > 0}
     for key in (key for key, wanted in asked.items() if wanted):
         if not names:
-            yield Problem(key, NOTHING_EVALUATED, others)
+            yield DeckProblem(key, NOTHING_EVALUATED, others)
         elif not deck.run.evaluate_every:
             sentence = "compares evaluations, but there is one alone, at the end (run.evaluate_every = 100"
-            yield Problem(key, f"{sentence} makes more)", others)
+            yield DeckProblem(key, f"{sentence} makes more)", others)
     if best is not None and names and best not in names:
-        yield Problem("checkpoint.keep_best", unknown_set(best, names), others)
+        yield DeckProblem("checkpoint.keep_best", unknown_set(best, names), others)
 
 
 def unknown_set(name: str, names: list[str]) -> str:

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from hpctrain.deck.check_mixture import dense_blocks, expert_layout_problems
-from hpctrain.deck.problem import Problem, divisors, multiples, nearest_numbers
+from hpctrain.deck.problem import DeckProblem, divisors, multiples, nearest_numbers
 from hpctrain.deck.schedules import ONE_CHUNK, TWO_CHUNKS, V_SHAPED
 from hpctrain.deck.schema import Deck
 from hpctrain.words import either
 
 
-def layout_problems(deck: Deck) -> list[Problem]:
+def layout_problems(deck: Deck) -> list[DeckProblem]:
     """Everything that keeps a model from being laid out as the deck says."""
     return [*_tensor(deck), *_context(deck), *_pipeline(deck), *expert_layout_problems(deck)]
 
 
-def _tensor(deck: Deck) -> Iterator[Problem]:
+def _tensor(deck: Deck) -> Iterator[DeckProblem]:
     model, layout = deck.model, deck.layout
     tensor = layout.tensor
     length = deck.batch.sequence // layout.context
@@ -31,7 +31,7 @@ def _tensor(deck: Deck) -> Iterator[Problem]:
     fitting = [ranks for ranks in divisors(model.heads) if all(fits(ranks) for fits in demands.values())]
     would = nearest_numbers(tensor, fitting)
 
-    def problem(asked: str, key: str, candidates: Iterable[int]) -> Problem:
+    def problem(asked: str, key: str, candidates: Iterable[int]) -> DeckProblem:
         """What layout.tensor must be, the sizes that would do, and which other keys leave so few of them."""
         near = nearest_numbers(tensor, candidates)
         limits = []
@@ -41,7 +41,7 @@ def _tensor(deck: Deck) -> Iterator[Problem]:
                 near = [ranks for ranks in near if fits(ranks)]
         given = f", given {' and '.join(limits)}" if limits else ""
         others = ("layout.context", "layout.sequence_parallel", *demands)
-        return Problem("layout.tensor", f"{asked} ({either(would)} would{given})", others)
+        return DeckProblem("layout.tensor", f"{asked} ({either(would)} would{given})", others)
 
     for key, size in (("model.heads", model.heads), ("model.mlp", model.mlp)):
         if size % tensor and not demands[key](tensor):
@@ -52,10 +52,10 @@ def _tensor(deck: Deck) -> Iterator[Problem]:
         yield problem(asked, "model.key_value_heads", shared)
     if layout.sequence_parallel and tensor == 1:
         sentence = "splits the sequence over the tensor ranks and so needs layout.tensor of at least 2, not 1"
-        yield Problem("layout.sequence_parallel", sentence, ("layout.tensor",))
+        yield DeckProblem("layout.sequence_parallel", sentence, ("layout.tensor",))
     elif split_sequence and length % tensor and not model.heads % tensor:
         unit = layout.context * tensor
-        yield Problem(
+        yield DeckProblem(
             "batch.sequence",
             f"must be a multiple of layout.context x layout.tensor = {layout.context} x {tensor} = {unit} "
             f"under layout.sequence_parallel ({multiples(deck.batch.sequence, unit)} would)",
@@ -63,7 +63,7 @@ def _tensor(deck: Deck) -> Iterator[Problem]:
         )
 
 
-def _context(deck: Deck) -> Iterator[Problem]:
+def _context(deck: Deck) -> Iterator[DeckProblem]:
     model, layout, sequence = deck.model, deck.layout, deck.batch.sequence
     context, tensor = layout.context, layout.tensor
     if context == 1:
@@ -77,7 +77,7 @@ def _context(deck: Deck) -> Iterator[Problem]:
         asked = f'must divide the heads of a tensor rank, {heads}{also}, in the form "all_to_all"'
         sentence = f'{asked} ({would} would; the form "ring" does not ask for it)'
         others = ("layout.tensor", "model.heads", "model.key_value_heads", "batch.sequence")
-        yield Problem("layout.context", sentence, ("layout.context_form", *others))
+        yield DeckProblem("layout.context", sentence, ("layout.context_form", *others))
         return
     unit = 2 * context if ring else context
     if sequence % unit:
@@ -85,7 +85,7 @@ def _context(deck: Deck) -> Iterator[Problem]:
         if ring:
             pieces = f"2 x {pieces}, an early and a late piece for each context rank"
         sentence = f"must be a multiple of {pieces} ({multiples(sequence, unit)} would)"
-        yield Problem("batch.sequence", sentence, ("layout.context", "layout.context_form"))
+        yield DeckProblem("batch.sequence", sentence, ("layout.context", "layout.context_form"))
 
 
 def _exchanges(heads: int, shared: int, ranks: int) -> bool:
@@ -93,7 +93,7 @@ def _exchanges(heads: int, shared: int, ranks: int) -> bool:
     return heads % ranks == 0 and _shares(shared, ranks)
 
 
-def _pipeline(deck: Deck) -> Iterator[Problem]:
+def _pipeline(deck: Deck) -> Iterator[DeckProblem]:
     layout, layers = deck.layout, deck.model.layers
     parts = layout.pipeline * layout.chunks
     made = f"layout.pipeline x layout.chunks = {layout.pipeline} x {layout.chunks}"
@@ -105,48 +105,48 @@ def _pipeline(deck: Deck) -> Iterator[Problem]:
         hint = f"layout.pipeline = {fewer}" if fewer >= least else f"layout.chunks = {chunks}"
         would = f" ({hint} would do)" if max(fewer, chunks) >= least else ""
         sentence = f"{made} needs {max(1, parts - 2)} layers or more, but model.layers = {layers}{would}"
-        yield Problem("layout.pipeline", sentence, ("layout.chunks", "model.layers"))
+        yield DeckProblem("layout.pipeline", sentence, ("layout.chunks", "model.layers"))
     yield from schedule_problems(deck)
     if layout.split is not None and layout.split != "balanced":
         inner, least = layout.split[1:-1] if parts > 1 else layout.split, min(layout.split, default=0)
         if len(layout.split) != parts or least < 0 or 0 in inner:
             ends = ", or 0 for the first, which embeds, and the last, which predicts" if parts > 1 else ""
             sentence = f"must have a number of at least 1 for each of the {parts} parts of {made}{ends}"
-            yield Problem("layout.split", sentence, ("layout.pipeline", "layout.chunks"))
+            yield DeckProblem("layout.split", sentence, ("layout.pipeline", "layout.chunks"))
         elif sum(layout.split) != layers:
             sentence = f"adds up to {sum(layout.split)}, not model.layers = {layers}"
-            yield Problem("layout.split", sentence, ("model.layers",))
+            yield DeckProblem("layout.split", sentence, ("model.layers",))
 
 
-def schedule_problems(deck: Deck) -> Iterator[Problem]:
+def schedule_problems(deck: Deck) -> Iterator[DeckProblem]:
     """What a schedule asks of stages and chunks, whatever the model."""
     layout = deck.layout
     if layout.schedule in TWO_CHUNKS and (layout.chunks < 2 or layout.pipeline < 2):
         key = "layout.chunks" if layout.chunks < 2 else "layout.pipeline"
         exactly = key == "layout.chunks" and layout.schedule != "interleaved"
         sentence = f'must be 2{"" if exactly else " or more"} with layout.schedule = "{layout.schedule}"'
-        yield Problem(key, sentence, ("layout.schedule",))
+        yield DeckProblem(key, sentence, ("layout.schedule",))
     elif layout.schedule in V_SHAPED and layout.chunks != 2:
         sentence = f'must be 2 with layout.schedule = "{layout.schedule}"'
-        yield Problem("layout.chunks", sentence, ("layout.schedule",))
+        yield DeckProblem("layout.chunks", sentence, ("layout.schedule",))
     elif layout.schedule in ONE_CHUNK and layout.chunks > 1:
         sentence = f'must be 1 with layout.schedule = "{layout.schedule}" ("interleaved" takes more)'
-        yield Problem("layout.chunks", sentence, ("layout.schedule",))
+        yield DeckProblem("layout.chunks", sentence, ("layout.schedule",))
     elif layout.chunks > 1 and layout.pipeline < 2:
-        yield Problem("layout.chunks", "must be 1 on a single stage", ("layout.pipeline",))
+        yield DeckProblem("layout.chunks", "must be 1 on a single stage", ("layout.pipeline",))
 
 
-def zero_problems(deck: Deck) -> Iterator[Problem]:
+def zero_problems(deck: Deck) -> Iterator[DeckProblem]:
     """What is wrong with what a deck cuts, whatever its model."""
     zero, memory, group = deck.layout.zero, deck.memory, deck.layout.zero_group
     if isinstance(group, int) and group < 1:
-        yield Problem("layout.zero_group", 'must be a number of ranks, 1 or more, or "node"')
+        yield DeckProblem("layout.zero_group", 'must be a number of ranks, 1 or more, or "node"')
     elif group is not None and not zero:
-        yield Problem("layout.zero_group", "needs layout.zero of 1, 2 or 3, not 0", ("layout.zero",))
+        yield DeckProblem("layout.zero_group", "needs layout.zero of 1, 2 or 3, not 0", ("layout.zero",))
     if memory.keep_gathered and zero != 3:
-        yield Problem("memory.keep_gathered", f"needs layout.zero = 3, not {zero}", ("layout.zero",))
+        yield DeckProblem("memory.keep_gathered", f"needs layout.zero = 3, not {zero}", ("layout.zero",))
     if memory.accumulate == "sliced" and zero < 2:
-        yield Problem("memory.accumulate", f"needs layout.zero of 2 or 3, not {zero}", ("layout.zero",))
+        yield DeckProblem("memory.accumulate", f"needs layout.zero of 2 or 3, not {zero}", ("layout.zero",))
 
 
 def _shares(heads: int, ranks: int) -> bool:

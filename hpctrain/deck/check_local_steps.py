@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import gcd
 
-from hpctrain.deck.problem import Problem, divisors, nearest_numbers
+from hpctrain.deck.problem import DeckProblem, divisors, nearest_numbers
 from hpctrain.deck.schema import Deck
 from hpctrain.words import counted, either
 
@@ -17,21 +17,21 @@ def in_replicas(deck: Deck) -> bool:
     return deck.layout.local_steps is not None and deck.layout.local_steps.differ
 
 
-def local_step_problems(deck: Deck) -> Iterator[Problem]:
+def local_step_problems(deck: Deck) -> Iterator[DeckProblem]:
     """Everything that keeps replicas from making steps by themselves as the deck says, on any ranks."""
     keys, layout = deck.layout.local_steps, deck.layout
     if keys is None:
         return
     if not keys.differ:
         sentence = f"has no effect with {_REPLICAS} = 1: there is no other replica (leave it out)"
-        yield Problem("layout.local_steps", sentence, (_REPLICAS,), idle=True)
+        yield DeckProblem("layout.local_steps", sentence, (_REPLICAS,), no_effect=True)
     given = f"layout.local_steps.replicas = {keys.replicas}"
     if keys.replicas > 1 and layout.zero_group is not None:
         sentence = f"cannot be with {given}: layout.zero cuts within each replica"
-        yield Problem("layout.zero_group", f"{sentence} (leave it out)", (_REPLICAS,))
+        yield DeckProblem("layout.zero_group", f"{sentence} (leave it out)", (_REPLICAS,))
     if keys.replicas > 1 and deck.communication.compresses_between_nodes:
         sentence = f'cannot be with {given}: sums are compressed within each ("ranks" would do)'
-        yield Problem(f"communication.{deck.communication.compress}.between", sentence, (_REPLICAS,))
+        yield DeckProblem(f"communication.{deck.communication.compress}.between", sentence, (_REPLICAS,))
     if keys.fragments > min(deck.model.layers, keys.steps):
         limits = f"model.layers = {deck.model.layers}", f"{_STEPS} = {keys.steps}"
         limit, why = (
@@ -40,13 +40,13 @@ def local_step_problems(deck: Deck) -> Iterator[Problem]:
             else (limits[1], "each has a step of its own")
         )
         sentence = f"must be at most {limit}: {why}"
-        yield Problem("layout.local_steps.fragments", sentence, ("model.layers", _STEPS))
+        yield DeckProblem("layout.local_steps.fragments", sentence, ("model.layers", _STEPS))
     if keys.delay >= keys.steps and keys.delay:
         sentence = f"must be below {_STEPS} = {keys.steps}: what is under way arrives before the next is sent"
-        yield Problem("layout.local_steps.delay", sentence, (_STEPS,))
+        yield DeckProblem("layout.local_steps.delay", sentence, (_STEPS,))
 
 
-def replica_world_problems(deck: Deck, data: int, of_stage: int) -> Iterator[Problem]:
+def replica_world_problems(deck: Deck, data: int, of_stage: int) -> Iterator[DeckProblem]:
     """What keeps `data` data ranks, of the `of_stage` ranks of a pipeline stage, from being cut so."""
     replicas, fitting = deck.layout.replicas, fitting_replicas(deck, data, of_stage)
     if fitting and replicas not in fitting:
@@ -54,12 +54,12 @@ def replica_world_problems(deck: Deck, data: int, of_stage: int) -> Iterator[Pro
         whole = "context and expert groups" if deck.model.experts else "context groups"
         sentence = f"must divide the {counted(data, 'data rank')} into replicas with whole {whole}"
         axes = ("layout.data", "layout.context", "layout.tensor", "layout.expert", "layout.expert_tensor")
-        yield Problem(_REPLICAS, f"{sentence} ({would} would)", axes)
+        yield DeckProblem(_REPLICAS, f"{sentence} ({would} would)", axes)
     elif replicas > 1 and deck.communication.compress != "none" and data * deck.layout.context == replicas:
         form = (
             f'sums gradients within a replica, and each of the {replicas} has one data rank ("none" would do)'
         )
-        yield Problem("communication.compress", form, (_REPLICAS, "layout.data", "layout.context"))
+        yield DeckProblem("communication.compress", form, (_REPLICAS, "layout.data", "layout.context"))
 
 
 def fitting_replicas(deck: Deck, data: int, of_stage: int) -> list[int]:

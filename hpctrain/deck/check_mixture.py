@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from math import gcd
 
 from hpctrain.deck.presets import MIXTURE_KEYS
-from hpctrain.deck.problem import Problem, divisors, must_divide, nearest_numbers
+from hpctrain.deck.problem import DeckProblem, divisors, must_divide, nearest_numbers
 from hpctrain.deck.schema import Deck, Model
 from hpctrain.units import format_bytes, format_count
 from hpctrain.words import counted, either
@@ -27,7 +27,7 @@ RECORDED_BYTES = 1 << 30
 """Of the choices that a run writes down."""
 
 
-def mixture_problems(deck: Deck) -> list[Problem]:
+def mixture_problems(deck: Deck) -> list[DeckProblem]:
     """Everything that is wrong with the mixtures that a deck asks for, or asks for in vain."""
     if not deck.model.experts:
         return list(_in_vain(deck))
@@ -41,33 +41,33 @@ def mixture_problems(deck: Deck) -> list[Problem]:
     ]
 
 
-def expert_layout_problems(deck: Deck) -> list[Problem]:
+def expert_layout_problems(deck: Deck) -> list[DeckProblem]:
     """Everything that keeps experts from being spread and split as the deck says, whatever the ranks."""
     model, layout = deck.model, deck.layout
     problems = []
     for axis, does in (("expert", "spreads experts over ranks"), ("expert_tensor", "splits experts")):
         if getattr(layout, axis) > 1 and not model.experts:
             sentence = f"{does}, but model.experts = 0: the model has none (leave the key out)"
-            problems.append(Problem(f"layout.{axis}", sentence, ("model.experts",)))
+            problems.append(DeckProblem(f"layout.{axis}", sentence, ("model.experts",)))
     if not model.experts:
         return problems
     if model.experts % layout.expert:
         sentence = must_divide("model.experts", model.experts, layout.expert)
-        problems.append(Problem("layout.expert", sentence, ("model.experts",)))
+        problems.append(DeckProblem("layout.expert", sentence, ("model.experts",)))
     if model.expert_mlp % layout.expert_tensor:
         sentence = must_divide("model.expert_mlp", model.expert_mlp, layout.expert_tensor)
-        problems.append(Problem("layout.expert_tensor", sentence, ("model.expert_mlp",)))
+        problems.append(DeckProblem("layout.expert_tensor", sentence, ("model.expert_mlp",)))
     shared = model.shared_experts * model.expert_mlp
     if shared % layout.tensor:
         made = f"model.shared_experts x model.expert_mlp = {model.shared_experts} x {model.expert_mlp}"
         fitting = nearest_numbers(layout.tensor, divisors(gcd(shared, model.heads)))
         sentence = f"must divide {made} = {shared} ({either(fitting)} would)"
         others = ("model.shared_experts", "model.expert_mlp", "model.heads")
-        problems.append(Problem("layout.tensor", sentence, others))
+        problems.append(DeckProblem("layout.tensor", sentence, others))
     return problems
 
 
-def expert_world_problems(deck: Deck, of_stage: int) -> Iterator[Problem]:
+def expert_world_problems(deck: Deck, of_stage: int) -> Iterator[DeckProblem]:
     """Everything that keeps the experts from lying on the `of_stage` ranks of a pipeline stage."""
     model, layout = deck.model, deck.layout
     if not model.experts:
@@ -79,19 +79,19 @@ def expert_world_problems(deck: Deck, of_stage: int) -> Iterator[Problem]:
         if of_stage % split:
             would = nearest_numbers(split, divisors(gcd(of_stage, model.expert_mlp)))
             sentence = f"must divide {among} ({either(would)} would)"
-            yield Problem("layout.expert_tensor", sentence, ("model.expert_mlp", *axes))
+            yield DeckProblem("layout.expert_tensor", sentence, ("model.expert_mlp", *axes))
             return
         would = nearest_numbers(expert, divisors(gcd(of_stage // split, model.experts)))
         over = f" / layout.expert_tensor = {of_stage} / {split} = {of_stage // split}" if split > 1 else ""
         sentence = f"must divide {among}{over} ({either(would)} would)"
-        yield Problem("layout.expert", sentence, ("layout.expert_tensor", "model.experts", *axes))
+        yield DeckProblem("layout.expert", sentence, ("layout.expert_tensor", "model.experts", *axes))
         return
     copies, group = of_stage // (expert * split), layout.zero_group
     if layout.zero and isinstance(group, int) and group > 0 and copies % group:
         these = either(nearest_numbers(group, divisors(gcd(copies, of_stage // layout.tensor))))
         holders = f"the {counted(copies, 'rank')} that hold the same experts"
         sentence = f"must divide {holders}, over which it cuts these ({these} would)"
-        yield Problem("layout.zero_group", sentence, ("layout.expert", "layout.expert_tensor", *axes))
+        yield DeckProblem("layout.zero_group", sentence, ("layout.expert", "layout.expert_tensor", *axes))
 
 
 def dense_blocks(deck: Deck) -> bool:
@@ -100,7 +100,7 @@ def dense_blocks(deck: Deck) -> bool:
     return not model.experts or model.dense_first > 0 or model.expert_every > 1
 
 
-def _in_vain(deck: Deck) -> Iterator[Problem]:
+def _in_vain(deck: Deck) -> Iterator[DeckProblem]:
     """Keys that say how experts are, where there are none."""
     model = deck.model
     usual = {name: Model.model_fields[name].default for name in _OF_MIXTURES}
@@ -108,46 +108,48 @@ def _in_vain(deck: Deck) -> Iterator[Problem]:
     for name, value in usual.items():
         if getattr(model, name) != value:
             sentence = "has no effect with model.experts = 0: no block is a mixture (leave it out)"
-            yield Problem(f"model.{name}", sentence, ("model.experts",), idle=True)
+            yield DeckProblem(f"model.{name}", sentence, ("model.experts",), no_effect=True)
 
 
-def _blocks(deck: Deck) -> Iterator[Problem]:
+def _blocks(deck: Deck) -> Iterator[DeckProblem]:
     model = deck.model
     if model.family != "llama":
         sentence = f'needs model.family = "llama", not "{model.family}": experts have no biases'
-        yield Problem("model.experts", sentence, ("model.family",))
+        yield DeckProblem("model.experts", sentence, ("model.family",))
     last = model.layers // model.expert_every * model.expert_every - 1
     if last < 0:
         sentence = f"leaves no block that is a mixture: must be from 1 to model.layers = {model.layers}"
-        yield Problem("model.expert_every", sentence, ("model.layers", "model.experts"))
+        yield DeckProblem("model.expert_every", sentence, ("model.layers", "model.experts"))
     elif model.dense_first > last:
         sentence = f"leaves no block that is a mixture: must be from 0 to {last}"
         others = ("model.layers", "model.expert_every", "model.experts")
-        yield Problem("model.dense_first", sentence, others)
+        yield DeckProblem("model.dense_first", sentence, others)
 
 
-def _choice(deck: Deck) -> Iterator[Problem]:
+def _choice(deck: Deck) -> Iterator[DeckProblem]:
     model = deck.model
     if model.experts_per_token > model.experts:
         sentence = f"must be from 1 to model.experts = {model.experts}"
-        yield Problem("model.experts_per_token", sentence, ("model.experts",))
+        yield DeckProblem("model.experts_per_token", sentence, ("model.experts",))
     elif model.experts_per_token == 1 and model.router_normalize:
         sentence = (
             "makes the weight of a token's only expert 1, so that the router "
             "learns nothing from the loss (false would do)"
         )
-        yield Problem("model.router_normalize", sentence, ("model.experts_per_token",), for_writers=True)
+        yield DeckProblem(
+            "model.router_normalize", sentence, ("model.experts_per_token",), for_new_decks=True
+        )
 
 
-def _router_groups(deck: Deck) -> Iterator[Problem]:
+def _router_groups(deck: Deck) -> Iterator[DeckProblem]:
     model = deck.model
     groups, chosen = model.router_groups, model.router_groups_per_token
     if model.experts % groups:
         sentence = must_divide("model.experts", model.experts, groups)
-        yield Problem("model.router_groups", sentence, ("model.experts",))
+        yield DeckProblem("model.router_groups", sentence, ("model.experts",))
     elif chosen > groups:
         sentence = f"must be from 1 to model.router_groups = {groups}"
-        yield Problem("model.router_groups_per_token", sentence, ("model.router_groups",))
+        yield DeckProblem("model.router_groups_per_token", sentence, ("model.router_groups",))
     elif model.experts >= model.experts_per_token > chosen * (model.experts // groups):
         size = model.experts // groups
         least = -(-model.experts_per_token // size)
@@ -156,24 +158,26 @@ def _router_groups(deck: Deck) -> Iterator[Problem]:
             f"model.experts_per_token = {model.experts_per_token} (from {least} to {groups} would do)"
         )
         others = ("model.router_groups", "model.experts", "model.experts_per_token")
-        yield Problem("model.router_groups_per_token", sentence, others)
+        yield DeckProblem("model.router_groups_per_token", sentence, others)
 
 
-def _balance(deck: Deck) -> Iterator[Problem]:
+def _balance(deck: Deck) -> Iterator[DeckProblem]:
     model = deck.model
     given = f'model.balance = "{model.balance}"'
     if model.balance == "none" and model.balance_loss:
         sentence = f'contradicts {given} (leave it out, or balance = "loss" or "bias" would do)'
-        yield Problem("model.balance_loss", sentence, ("model.balance",))
+        yield DeckProblem("model.balance_loss", sentence, ("model.balance",))
     elif not model.balance_loss and model.balance_over != Model.model_fields["balance_over"].default:
         sentence = "has no effect with model.balance_loss = 0 (leave it out, or give a weight above 0)"
-        yield Problem("model.balance_over", sentence, ("model.balance", "model.balance_loss"), idle=True)
+        yield DeckProblem(
+            "model.balance_over", sentence, ("model.balance", "model.balance_loss"), no_effect=True
+        )
     if model.balance != "bias" and model.balance_rate != Model.model_fields["balance_rate"].default:
         sentence = f'has no effect with {given}: it is that of balance = "bias" (leave it out)'
-        yield Problem("model.balance_rate", sentence, ("model.balance",), idle=True)
+        yield DeckProblem("model.balance_rate", sentence, ("model.balance",), no_effect=True)
 
 
-def _capacity(deck: Deck) -> Iterator[Problem]:
+def _capacity(deck: Deck) -> Iterator[DeckProblem]:
     """A micro-batch's even share of an expert, times the factor, must be one token or more."""
     model, batch = deck.model, deck.batch
     if model.capacity is None:
@@ -186,10 +190,10 @@ def _capacity(deck: Deck) -> Iterator[Problem]:
             f"micro-batch, less than one token needs (at least {_at_least(1 / share)} would do)"
         )
         others = ("model.experts", "model.experts_per_token", "batch.micro_size", "batch.sequence")
-        yield Problem("model.capacity", sentence, others)
+        yield DeckProblem("model.capacity", sentence, others)
 
 
-def _recorded(deck: Deck) -> Iterator[Problem]:
+def _recorded(deck: Deck) -> Iterator[DeckProblem]:
     """Choices that are written down must fit into the memory of a rank, and into their file."""
     model, sequence = deck.model, deck.batch.sequence
     mixtures = sum(
@@ -203,7 +207,7 @@ def _recorded(deck: Deck) -> Iterator[Problem]:
             f"({RECORDED_BYTES // of_sample} samples would do)"
         )
         others = ("model.layers", "model.experts_per_token", "batch.sequence")
-        yield Problem("model.record_routing", sentence, others)
+        yield DeckProblem("model.record_routing", sentence, others)
 
 
 def _at_least(number: float) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from hpctrain.deck.check_layout import schedule_problems
 from hpctrain.deck.code import is_target
 from hpctrain.deck.optimizer import UPDATES_MATRICES
-from hpctrain.deck.problem import Problem, multiples
+from hpctrain.deck.problem import DeckProblem, multiples
 from hpctrain.deck.schema import Deck, fields
 from hpctrain.deck.user_module import MODULE_KEYS, ONLY_OF_MODULES, TARGETS
 from hpctrain.words import either
@@ -36,79 +36,81 @@ _DEFAULTS = {
 """Keys that have to stay as they are where nobody gives them, and why."""
 
 
-def module_problems(deck: Deck) -> Iterator[Problem]:
+def module_problems(deck: Deck) -> Iterator[DeckProblem]:
     """All that is wrong with a deck that has a module, whatever the module is."""
     assert deck.model.module is not None
     for key in TARGETS:
         if not is_target(getattr(deck.model, key)):
-            yield Problem(f"model.{key}", 'must be "FILE.py:FUNCTION" or "PACKAGE:FUNCTION"')
+            yield DeckProblem(f"model.{key}", 'must be "FILE.py:FUNCTION" or "PACKAGE:FUNCTION"')
     for name in fields("model"):
         given = deck.sources.places.get(f"model.{name}")
         if name not in MODULE_KEYS and given is not None and not given.note:
-            yield Problem(f"model.{name}", "is of our own families (leave it out; a module has arguments)")
+            yield DeckProblem(
+                f"model.{name}", "is of our own families (leave it out; a module has arguments)"
+            )
     for name, why in _RANKS.items():
         if getattr(deck.layout, name) != 1:
-            yield Problem(f"layout.{name}", f"{why} (1 would do with model.module)", _WITH)
+            yield DeckProblem(f"layout.{name}", f"{why} (1 would do with model.module)", _WITH)
     yield from _pipeline(deck)
     for key, why in _DEFAULTS.items():
         section, _, name = key.partition(".")
         table = getattr(deck, section)
         usual = type(table).model_fields[name].default
         if getattr(table, name) != usual:
-            yield Problem(key, f"{why}, and does not go with model.module (leave it out)", _WITH)
+            yield DeckProblem(key, f"{why}, and does not go with model.module (leave it out)", _WITH)
     yield from _tensor(deck)
     yield from _in_blocks(deck)
     recompute = deck.memory.recompute
     if recompute not in {"none", "full"}:
         sentence = 'is of our own families; of a module whole blocks are computed again ("full" would do)'
-        yield Problem("memory.recompute", sentence, _WITH)
+        yield DeckProblem("memory.recompute", sentence, _WITH)
     elif recompute == "full" and deck.model.blocks is None:
         sentence = 'computes blocks again, and model.blocks does not say which those are ("layers.*")'
-        yield Problem("memory.recompute", sentence, ("model.blocks", *_WITH))
+        yield DeckProblem("memory.recompute", sentence, ("model.blocks", *_WITH))
     if deck.precision.compute == "fp8":
         sentence = 'multiplies in layers of our own families ("bf16" would do with model.module)'
-        yield Problem("precision.compute", sentence, _WITH)
+        yield DeckProblem("precision.compute", sentence, _WITH)
 
 
-def _in_blocks(deck: Deck) -> Iterator[Problem]:
+def _in_blocks(deck: Deck) -> Iterator[DeckProblem]:
     """What keeps whole matrices of a module from being updated."""
     if deck.optimizer.name in UPDATES_MATRICES and deck.layout.tensor > 1:
         would = either([f'"{name}"' for name in ("adamw", "sgd", "lion", "schedule-free")])
         sentence = f"updates whole matrices, which a plan may have cut in parts ({would} would do)"
-        yield Problem("optimizer.name", sentence, ("layout.tensor", *_WITH))
+        yield DeckProblem("optimizer.name", sentence, ("layout.tensor", *_WITH))
 
 
-def _tensor(deck: Deck) -> Iterator[Problem]:
+def _tensor(deck: Deck) -> Iterator[DeckProblem]:
     """What keeps tensor ranks from splitting a module, whatever it is."""
     tensor, sequence = deck.layout.tensor, deck.batch.sequence
     if tensor > 1 and deck.model.plan is None:
         sentence = (
             'splits a module by a plan (model.plan would say how; models of transformers have "its own")'
         )
-        yield Problem("layout.tensor", sentence, ("model.plan", *_WITH))
+        yield DeckProblem("layout.tensor", sentence, ("model.plan", *_WITH))
     if deck.layout.sequence_parallel and tensor == 1:
         sentence = "splits the sequence over the tensor ranks and so needs layout.tensor of at least 2, not 1"
-        yield Problem("layout.sequence_parallel", sentence, ("layout.tensor",))
+        yield DeckProblem("layout.sequence_parallel", sentence, ("layout.tensor",))
     elif deck.layout.sequence_parallel and deck.data.dataset is not None:
         sentence = "cuts the sequences of token files, and samples of a dataset have none that is known"
-        yield Problem("layout.sequence_parallel", sentence, ("data.dataset",))
+        yield DeckProblem("layout.sequence_parallel", sentence, ("data.dataset",))
     elif deck.layout.sequence_parallel and sequence % tensor:
         sentence = (
             f"must be a multiple of layout.tensor = {tensor} under layout.sequence_parallel "
             f"({multiples(sequence, tensor)} would)"
         )
-        yield Problem("batch.sequence", sentence, ("layout.tensor", "layout.sequence_parallel"))
+        yield DeckProblem("batch.sequence", sentence, ("layout.tensor", "layout.sequence_parallel"))
 
 
-def _pipeline(deck: Deck) -> Iterator[Problem]:
+def _pipeline(deck: Deck) -> Iterator[DeckProblem]:
     """What of stages does not depend on the module."""
     layout = deck.layout
     if layout.pipeline > 1 and deck.model.blocks is None:
         sentence = 'cuts a module between blocks, and model.blocks does not say which those are ("layers.*")'
-        yield Problem("layout.pipeline", sentence, ("model.blocks", *_WITH))
+        yield DeckProblem("layout.pipeline", sentence, ("model.blocks", *_WITH))
     if layout.pipeline > 1 and layout.sequence_parallel:
         sentence = "gives stages of a module pieces of the sequence, which do not pass between them yet"
-        yield Problem("layout.sequence_parallel", sentence, ("layout.pipeline", *_WITH))
+        yield DeckProblem("layout.sequence_parallel", sentence, ("layout.pipeline", *_WITH))
     if isinstance(layout.split, tuple):
         parts = layout.pipeline * layout.chunks
         if len(layout.split) != parts or min(layout.split) < 0 or 0 in layout.split[:-1]:
@@ -117,14 +119,14 @@ def _pipeline(deck: Deck) -> Iterator[Problem]:
                 f"must have a number of at least 1 for each of the {parts} parts of {made}, or 0 for the "
                 "last one of a module, which has what comes after its blocks"
             )
-            yield Problem("layout.split", sentence, ("layout.pipeline", "layout.chunks", *_WITH))
+            yield DeckProblem("layout.split", sentence, ("layout.pipeline", "layout.chunks", *_WITH))
     yield from schedule_problems(deck)
 
 
-def without_module(deck: Deck) -> Iterator[Problem]:
+def without_module(deck: Deck) -> Iterator[DeckProblem]:
     """Keys of modules in a deck that has none."""
     for name in ONLY_OF_MODULES:
         if getattr(deck.model, name) is not None:
-            yield Problem(
+            yield DeckProblem(
                 f"model.{name}", "is of a module that you bring, and model.module names none", _WITH
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hpctrain.deck.check_local_steps import in_replicas
-from hpctrain.deck.problem import Problem
+from hpctrain.deck.problem import DeckProblem
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import toml_value
 
@@ -15,15 +15,15 @@ _NOT_MEANS = frozenset({"sign", "onebit", "topk", "powersgd"})
 """Forms of sums that are not, up to rounding, those of all gradients of the step."""
 
 
-def noise_scale_problems(deck: Deck) -> Iterator[Problem]:
+def noise_scale_problems(deck: Deck) -> Iterator[DeckProblem]:
     """Everything that keeps the noise scale from being measured, on any ranks."""
     if not deck.run.noise_scale_steps:
         return
     layout, keys = deck.layout, deck.communication
 
-    def problem(why: str, *others: str) -> Problem:
+    def problem(why: str, *others: str) -> DeckProblem:
         given = " and ".join(f"{other} = {toml_value(deck.value(other))}" for other in others)
-        return Problem(_KEY, f"cannot be with {given}, {why} (0 would do)", others)
+        return DeckProblem(_KEY, f"cannot be with {given}, {why} (0 would do)", others)
 
     if keys.server is not None:
         yield problem("whose workers do not make steps together", "communication.server.mode")
@@ -45,17 +45,17 @@ def noise_scale_problems(deck: Deck) -> Iterator[Problem]:
                 break
 
 
-def noise_scale_world_problems(deck: Deck, data: int) -> Iterator[Problem]:
+def noise_scale_world_problems(deck: Deck, data: int) -> Iterator[DeckProblem]:
     """What keeps it from being measured on `data` data ranks."""
     layout, batch = deck.layout, deck.batch
     if not deck.run.noise_scale_steps or data > 1:
         return
     if layout.tensor > 1 or layout.pipeline > 1:
         sentence = "compares data ranks with all of them together, but there is one (0 would do)"
-        yield Problem(_KEY, sentence, ("layout.data", "layout.tensor", "layout.pipeline"))
+        yield DeckProblem(_KEY, sentence, ("layout.data", "layout.tensor", "layout.pipeline"))
     elif batch.global_size <= batch.micro_size:
         sentence = (
             "compares a rank's first micro-batch with all of its step, but there is one (0, a smaller "
             "batch.micro_size or more ranks would do)"
         )
-        yield Problem(_KEY, sentence, ("layout.data", "batch.global_size", "batch.micro_size"))
+        yield DeckProblem(_KEY, sentence, ("layout.data", "batch.global_size", "batch.micro_size"))

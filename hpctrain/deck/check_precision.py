@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from hpctrain.deck.check_mixture import dense_blocks
 from hpctrain.deck.precision import PrecisionSection
-from hpctrain.deck.problem import Problem, multiples
+from hpctrain.deck.problem import DeckProblem, multiples
 from hpctrain.deck.schema import Deck
 from hpctrain.words import either
 
@@ -27,7 +27,7 @@ BLOCK_SIZES = {"block": 128, "mx": 32}
 """Of the recipes in which a scale is of some elements along a dim."""
 
 
-def precision_problems(deck: Deck) -> Iterator[Problem]:
+def precision_problems(deck: Deck) -> Iterator[DeckProblem]:
     """Everything that is wrong with how a deck multiplies in 8 bits, and what it says of formats in vain."""
     keys, server = deck.precision, deck.communication.server
     said = f'precision.compute = "{keys.compute}"'
@@ -40,16 +40,16 @@ def precision_problems(deck: Deck) -> Iterator[Problem]:
         return
     if keys.fp8_messages and not deck.layout.sequence_parallel:
         sentence = "has no effect without layout.sequence_parallel = true (leave it out)"
-        yield Problem("precision.fp8_messages", sentence, ("layout.sequence_parallel",), idle=True)
+        yield DeckProblem("precision.fp8_messages", sentence, ("layout.sequence_parallel",), no_effect=True)
     if keys.fp8_gather and deck.layout.zero != 3:
         sentence = "has no effect without layout.zero = 3 (leave it out)"
-        yield Problem("precision.fp8_gather", sentence, ("layout.zero",), idle=True)
+        yield DeckProblem("precision.fp8_gather", sentence, ("layout.zero",), no_effect=True)
     elif keys.fp8_gather and keys.fp8 not in ONE_SCALE:
         sentence = (
             f'does not go with precision.fp8 = "{keys.fp8}": slices cut what has a scale, and the transposed '
             'matrix is another one ("tensor" and "delayed" have one scale a matrix)'
         )
-        yield Problem("precision.fp8_gather", sentence, (*_COMPUTE, *_RECIPE, "layout.zero"))
+        yield DeckProblem("precision.fp8_gather", sentence, (*_COMPUTE, *_RECIPE, "layout.zero"))
     if keys.fp8 != "delayed":
         yield from _in_vain(keys, ("fp8_history",), f'precision.fp8 = "{keys.fp8}"', _RECIPE)
     elif server is not None:
@@ -57,53 +57,53 @@ def precision_problems(deck: Deck) -> Iterator[Problem]:
             f'does not go with communication.server.mode = "{server.mode}": its scales follow steps '
             'that all ranks make together ("tensor", "row", "block" or "mx" would do)'
         )
-        yield Problem("precision.fp8", sentence, (*_COMPUTE, "communication.server"))
+        yield DeckProblem("precision.fp8", sentence, (*_COMPUTE, "communication.server"))
     if keys.fp8_watch and server is not None:
         sentence = (
             f'must be 0 with communication.server.mode = "{server.mode}": workers make steps by '
             "themselves, and nobody has the counts of all"
         )
-        yield Problem("precision.fp8_watch", sentence, ("communication.server",))
+        yield DeckProblem("precision.fp8_watch", sentence, ("communication.server",))
     if keys.fp8 in BLOCK_SIZES:
         yield from _cuts_within_blocks(deck, BLOCK_SIZES[keys.fp8])
 
 
-def _products(deck: Deck, said: str) -> Iterator[Problem]:
+def _products(deck: Deck, said: str) -> Iterator[DeckProblem]:
     """Where what is to multiply matrices does not multiply those of the deck's format."""
     products, compute = deck.machine.products, deck.precision.compute
     if compute not in KERNEL_FORMATS.get(products, (compute,)):
         own = either([f'"{name}"' for name, of in KERNEL_FORMATS.items() if compute in of] + ['"auto"'])
         formats = either([f'"{name}"' for name in KERNEL_FORMATS[products]])
         sentence = f"multiplies matrices of precision.compute = {formats}, not those of {said} ({own} would)"
-        yield Problem("machine.products", sentence, _COMPUTE)
+        yield DeckProblem("machine.products", sentence, _COMPUTE)
 
 
-def _compile(deck: Deck, said: str) -> Iterator[Problem]:
+def _compile(deck: Deck, said: str) -> Iterator[DeckProblem]:
     """Where the functions that are compiled are not those that the deck computes."""
     if not deck.machine.compile:
         return
     if deck.precision.compute == "fp16":
         sentence = f"does not go with {said}: its functions are of fp32 and bf16 (leave it out)"
-        yield Problem("machine.compile", sentence, _COMPUTE)
+        yield DeckProblem("machine.compile", sentence, _COMPUTE)
     if deck.run.threads > 1:
         sentence = f"does not go with run.threads = {deck.run.threads}: its functions have one thread a rank"
-        yield Problem("machine.compile", f"{sentence} (more ranks would do)", ("run.threads",))
+        yield DeckProblem("machine.compile", f"{sentence} (more ranks would do)", ("run.threads",))
     if deck.run.device.startswith("cuda"):
         sentence = f'has no effect with run.device = "{deck.run.device}" (leave it out)'
-        yield Problem("machine.compile", sentence, ("run.device",), idle=True)
+        yield DeckProblem("machine.compile", sentence, ("run.device",), no_effect=True)
 
 
 def _in_vain(
     keys: PrecisionSection, names: tuple[str, ...], said: str, others: tuple[str, ...]
-) -> Iterator[Problem]:
+) -> Iterator[DeckProblem]:
     """Those of these keys that are given, and have no effect with what is said."""
     for name in names:
         if getattr(keys, name) != PrecisionSection.model_fields[name].default:
             sentence = f"has no effect with {said} (leave it out)"
-            yield Problem(f"precision.{name}", sentence, others, idle=True)
+            yield DeckProblem(f"precision.{name}", sentence, others, no_effect=True)
 
 
-def _cuts_within_blocks(deck: Deck, block: int) -> Iterator[Problem]:
+def _cuts_within_blocks(deck: Deck, block: int) -> Iterator[DeckProblem]:
     """What ranks share so that a block of elements with one scale would have parts on two of them: scales,
     and so losses, would depend on the layout.
     """
@@ -126,7 +126,7 @@ def _cuts_within_blocks(deck: Deck, block: int) -> Iterator[Problem]:
                 "for it)"
             )
             others = (*_COMPUTE, *_RECIPE, *name.split(" x "))
-            yield Problem("layout.tensor", sentence, others)
+            yield DeckProblem("layout.tensor", sentence, others)
     pieces = 2 * context if layout.context_form == "ring" else context
     unit = block * pieces
     tokens = batch.micro_size * batch.sequence
@@ -137,4 +137,4 @@ def _cuts_within_blocks(deck: Deck, block: int) -> Iterator[Problem]:
             '"delayed" and "row" do not ask for it)'
         )
         others = (*_COMPUTE, *_RECIPE, "batch.micro_size", "batch.sequence", "layout.context_form")
-        yield Problem("layout.context", sentence, others)
+        yield DeckProblem("layout.context", sentence, others)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from hpctrain.deck.division import ranks_apart
 from hpctrain.deck.optimizer import UPDATES_MATRICES
-from hpctrain.deck.problem import Problem
+from hpctrain.deck.problem import DeckProblem
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import toml_value
 from hpctrain.words import counted
@@ -43,14 +43,14 @@ def server_ranks(deck: Deck) -> int:
     return 0 if deck.communication.server is None else deck.communication.server.ranks
 
 
-def no_worker(deck: Deck, ranks: int) -> Problem:
+def no_worker(deck: Deck, ranks: int) -> DeckProblem:
     """Too few ranks."""
     need = server_ranks(deck) + ranks_apart(deck) + 1
     sentence = f"leaves no worker of {counted(ranks, 'rank')} (start {need} or more)"
-    return Problem("communication.server.ranks", sentence, (_SERVER,))
+    return DeckProblem("communication.server.ranks", sentence, (_SERVER,))
 
 
-def server_problems(deck: Deck) -> Iterator[Problem]:
+def server_problems(deck: Deck) -> Iterator[DeckProblem]:
     """Everything that is wrong with the servers that a deck asks for, or asks for in vain."""
     keys = deck.communication.server
     if keys is None:
@@ -58,34 +58,34 @@ def server_problems(deck: Deck) -> Iterator[Problem]:
     usual = {name: field.default for name, field in type(keys).model_fields.items()}
     if keys.mode != "stale" and keys.staleness != usual["staleness"]:
         sentence = f'is for {_SERVER} = "stale", not "{keys.mode}" (leave it out)'
-        yield Problem("communication.server.staleness", sentence, (_SERVER,), idle=True)
+        yield DeckProblem("communication.server.staleness", sentence, (_SERVER,), no_effect=True)
     if keys.mode == "sync" and keys.correction != "none":
         sentence = f'has no effect with {_SERVER} = "sync", where nothing is stale (leave it out)'
-        yield Problem("communication.server.correction", sentence, (_SERVER,), idle=True)
+        yield DeckProblem("communication.server.correction", sentence, (_SERVER,), no_effect=True)
     if keys.mode == "stale" and not keys.staleness and keys.correction != "none":
         sentence = (
             "has no effect with communication.server.staleness = 0, where nothing is stale (leave it out)"
         )
         both = (_SERVER, "communication.server.staleness")
-        yield Problem("communication.server.correction", sentence, both, idle=True)
+        yield DeckProblem("communication.server.correction", sentence, both, no_effect=True)
     if keys.correction != "compensate" and keys.compensation != usual["compensation"]:
         sentence = 'is for communication.server.correction = "compensate" (leave it out)'
         others = ("communication.server.correction",)
-        yield Problem("communication.server.compensation", sentence, others, idle=True)
+        yield DeckProblem("communication.server.compensation", sentence, others, no_effect=True)
     for name, value, why in _ALONE:
         if deck.value(name) != value:
             would = "leave it out" if value is None else f"{toml_value(value)} would do"
             sentence = f'does not go with {_SERVER} = "{keys.mode}": {why} ({would})'
-            yield Problem(name, sentence, (_SERVER,))
+            yield DeckProblem(name, sentence, (_SERVER,))
     if deck.machine.rates is not None:
         sentence = f'has no effect with {_SERVER} = "{keys.mode}", whose steps are not planned (leave it out)'
-        yield Problem("machine.rates", sentence, (_SERVER,), idle=True)
+        yield DeckProblem("machine.rates", sentence, (_SERVER,), no_effect=True)
     if deck.optimizer.name in UPDATES_MATRICES:
         sentence = f'does not go with {_SERVER} = "{keys.mode}": servers cut matrices ("adamw" would do)'
-        yield Problem("optimizer.name", sentence, (_SERVER,))
+        yield DeckProblem("optimizer.name", sentence, (_SERVER,))
     if deck.precision.compute == "fp16":
         sentence = (
             f'does not go with {_SERVER} = "{keys.mode}": its loss scale follows steps that all ranks make '
             'together ("bf16" or "fp32" would do)'
         )
-        yield Problem("precision.compute", sentence, (_SERVER,))
+        yield DeckProblem("precision.compute", sentence, (_SERVER,))

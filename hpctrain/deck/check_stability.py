@@ -4,28 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hpctrain.deck.problem import Problem
+from hpctrain.deck.problem import DeckProblem
 from hpctrain.deck.schema import Deck, Stability
 
 _SPIKE = "stability.spike"
 
 
-def stability_problems(deck: Deck) -> Iterator[Problem]:
+def stability_problems(deck: Deck) -> Iterator[DeckProblem]:
     """Everything that is wrong with what a deck wants done about spikes."""
     keys, checkpoint, steps = deck.stability, deck.checkpoint, deck.run.steps
     if keys.corruption == "off" and keys.corruption_every != _usual("corruption_every"):
         sentence = 'has no effect with stability.corruption = "off" (leave it out)'
-        yield Problem("stability.corruption_every", sentence, ("stability.corruption",), idle=True)
+        yield DeckProblem("stability.corruption_every", sentence, ("stability.corruption",), no_effect=True)
     for name in _in_vain(keys):
         sentence = f'has no effect with {_SPIKE} = "{keys.spike}" (leave it out)'
-        yield Problem(f"stability.{name}", sentence, (_SPIKE,), idle=True)
+        yield DeckProblem(f"stability.{name}", sentence, (_SPIKE,), no_effect=True)
     if keys.spike == "off":
         return
     judged = steps - deck.learning_rate.warmup
     if keys.spike_window >= steps:
         sentence = f"is no shorter than the run, of run.steps = {steps}, and no step would be judged"
         would = f" ({judged // 2} would)" if judged // 2 >= 8 else ""
-        yield Problem("stability.spike_window", sentence + would, ("run.steps",))
+        yield DeckProblem("stability.spike_window", sentence + would, ("run.steps",))
     if keys.spike != "rollback":
         return
     if not checkpoint.every and not checkpoint.memory_every:
@@ -33,7 +33,7 @@ def stability_problems(deck: Deck) -> Iterator[Problem]:
             "has nothing to go back to, without checkpoint.every or checkpoint.memory_every "
             f"({keys.spike_back} steps would do for either)"
         )
-        yield Problem(_SPIKE, sentence, ("checkpoint.every", "checkpoint.memory_every"))
+        yield DeckProblem(_SPIKE, sentence, ("checkpoint.every", "checkpoint.memory_every"))
     elif not checkpoint.memory_every and not checkpoint.keep_every:
         oldest = (checkpoint.keep - 1) * checkpoint.every
         if oldest < keys.spike_back:
@@ -43,7 +43,7 @@ def stability_problems(deck: Deck) -> Iterator[Problem]:
                 f"{checkpoint.every} steps (checkpoint.keep = {enough} would do, or checkpoint.memory_every)"
             )
             others = ("checkpoint.keep", "checkpoint.every", "checkpoint.memory_every")
-            yield Problem("stability.spike_back", sentence, others)
+            yield DeckProblem("stability.spike_back", sentence, others)
 
 
 def _in_vain(keys: Stability) -> Iterator[str]:

@@ -10,7 +10,7 @@ from hpctrain.deck.check_mixture import expert_world_problems
 from hpctrain.deck.check_noise_scale import noise_scale_world_problems
 from hpctrain.deck.check_server import no_worker, server_ranks
 from hpctrain.deck.division import ranks_apart, world_division_problems
-from hpctrain.deck.problem import Problem, divisors, multiples, nearest_numbers
+from hpctrain.deck.problem import DeckProblem, divisors, multiples, nearest_numbers
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.words import counted, either
@@ -32,14 +32,14 @@ def data_ranks(deck: Deck, ranks: int) -> int:
     return (ranks - server_ranks(deck) - ranks_apart(deck)) // _model_ranks(deck)
 
 
-def world_problems(deck: Deck, ranks: int) -> list[Problem]:
+def world_problems(deck: Deck, ranks: int) -> list[DeckProblem]:
     """Everything in the deck that does not fit this number of ranks; of what was chosen for others, how it is
     chosen anew.
     """
     return [_with_choice(deck, problem) for problem in _problems(deck, ranks)]
 
 
-def _with_choice(deck: Deck, problem: Problem) -> Problem:
+def _with_choice(deck: Deck, problem: DeckProblem) -> DeckProblem:
     keys = {problem.key, *problem.others} & set(deck.layout.chosen)
     if all(deck.sources.place(key).override is not None for key in keys):
         return problem
@@ -47,7 +47,7 @@ def _with_choice(deck: Deck, problem: Problem) -> Problem:
     return replace(problem, sentence=f"{problem.sentence}; {anew}")
 
 
-def _problems(deck: Deck, ranks: int) -> list[Problem]:
+def _problems(deck: Deck, ranks: int) -> list[DeckProblem]:
     layout, batch = deck.layout, deck.batch
     if server_ranks(deck) and ranks <= server_ranks(deck) + ranks_apart(deck):
         return [no_worker(deck, ranks)]
@@ -62,12 +62,12 @@ def _problems(deck: Deck, ranks: int) -> list[Problem]:
         key = next((key for key, name in zip(keys, names, strict=True) if getattr(layout, name) > 1), keys[0])
         would = f"{multiples(ranks, model_ranks)} ranks would fit"
         of = "ranks of the policy" if ranks_apart(deck) else "ranks"
-        return [Problem(key, f"{product} must divide the number of {of}, {ranks} ({would})", keys)]
+        return [DeckProblem(key, f"{product} must divide the number of {of}, {ranks} ({would})", keys)]
     data = ranks // model_ranks
     if layout.data is not None and layout.data != data:
         made = f"{counted(ranks, 'rank')} with {product} make {counted(data, 'data rank')}"
         would = f"leave the key out, or start {counted(layout.data * model_ranks, 'rank')}"
-        return [Problem("layout.data", f"{made} ({would})", keys)]
+        return [DeckProblem("layout.data", f"{made} ({would})", keys)]
     sizes = {"batch.global_size": batch.global_size, "batch.ramp_from": batch.ramp_from}
     return [
         *batch_sizes(batch.micro_size, data, sizes),
@@ -79,12 +79,12 @@ def _problems(deck: Deck, ranks: int) -> list[Problem]:
     ]
 
 
-def batch_sizes(micro_size: int, data: int, sizes: dict[str, int]) -> Iterator[Problem]:
+def batch_sizes(micro_size: int, data: int, sizes: dict[str, int]) -> Iterator[DeckProblem]:
     """Sizes of a batch, by key, that the data ranks cannot share in micro-batches of `micro_size`."""
     unit = micro_size * data
     for key, size in sizes.items():
         if size % unit:
-            yield Problem(
+            yield DeckProblem(
                 key,
                 f"must be a multiple of batch.micro_size x data ranks = {micro_size} x {data} = {unit} "
                 f"({multiples(size, unit)} would)",
@@ -92,11 +92,11 @@ def batch_sizes(micro_size: int, data: int, sizes: dict[str, int]) -> Iterator[P
             )
 
 
-def _micro_batches(deck: Deck, data: int) -> Iterator[Problem]:
+def _micro_batches(deck: Deck, data: int) -> Iterator[DeckProblem]:
     batch, parts = deck.batch, deck.layout.pipeline * deck.layout.chunks
     unit, most = batch.micro_size * data, min(MOST_MICRO_BATCHES, MOST_PASSES // parts)
     if batch.global_size > most * unit:
-        yield Problem(
+        yield DeckProblem(
             "batch.global_size",
             f"makes {batch.global_size // unit} micro-batches of batch.micro_size x data ranks = "
             f"{batch.micro_size} x {data} = {unit}; must make at most {most} ({most * unit} would do)",
@@ -104,17 +104,17 @@ def _micro_batches(deck: Deck, data: int) -> Iterator[Problem]:
         )
 
 
-def _zero_groups(deck: Deck, ranks: int) -> Iterator[Problem]:
+def _zero_groups(deck: Deck, ranks: int) -> Iterator[DeckProblem]:
     layout = deck.layout
     among = counted(ranks, "data x context rank") + " of a replica" * (layout.replicas > 1)
     size = max(1, layout.zero_group) if isinstance(layout.zero_group, int) else ranks
     if ranks % size:
         would = f"{either(nearest_numbers(size, divisors(ranks)))} would"
         sentence = f"must divide the {among} ({would})"
-        yield Problem("layout.zero_group", sentence, ("layout.data", "layout.context"))
+        yield DeckProblem("layout.zero_group", sentence, ("layout.data", "layout.context"))
     elif layout.zero == 3 and size == 1:
         key, others = ("layout.zero_group", ("layout.zero",)) if layout.zero_group else ("layout.zero", ())
-        yield Problem(
+        yield DeckProblem(
             key,
             "cuts parameters over a single rank, but needs two or more; layout.zero of 0, 1 or 2 would do "
             f"(there {'is' if ranks == 1 else 'are'} {among})",

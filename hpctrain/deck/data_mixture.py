@@ -14,7 +14,7 @@ from typing import Any
 
 from hpctrain.characters import control_problem
 from hpctrain.deck.key import expand_home
-from hpctrain.deck.problem import Problem
+from hpctrain.deck.problem import DeckProblem
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import clipped, toml_value
 from hpctrain.words import nearest
@@ -87,39 +87,41 @@ def fill_mixture(tables: Mapping[str, dict[str, Any]]) -> None:
     tables["data"].setdefault("tokens", STAND_IN)
 
 
-def data_problems(deck: Deck) -> Iterator[Problem]:
+def data_problems(deck: Deck) -> Iterator[DeckProblem]:
     """All that is wrong with what a deck says of token files, whatever is in them."""
     entries = deck.data.mixture
     if entries is None:
         if deck.data.dataset is None and (wrong := _wrong_tokens(deck.data.tokens)):
-            yield Problem("data.tokens", wrong)
+            yield DeckProblem("data.tokens", wrong)
         return
     for key, other in (("data.tokens", "names tokens"), ("data.dataset", "names a dataset")):
         if key in deck.sources.places:
             sentence = f"{other} beside data.mixture, which is trained on (one of both has to go)"
-            yield Problem(key, sentence, (_KEY,))
+            yield DeckProblem(key, sentence, (_KEY,))
     if not 1 <= len(entries) <= _MOST_ENTRIES:
-        yield Problem(_KEY, f"has {len(entries)} entries, and must have from 1 to {_MOST_ENTRIES}")
+        yield DeckProblem(_KEY, f"has {len(entries)} entries, and must have from 1 to {_MOST_ENTRIES}")
         return
     faults = [f"entry {number}: {each}" for number, entry in enumerate(entries, 1) for each in _wrong(entry)]
-    yield from (Problem(_KEY, each) for each in faults)
+    yield from (DeckProblem(_KEY, each) for each in faults)
     if faults:
         return
     for name, times in Counter(map(_name, entries)).items():
         if times > 1:
             several = f"has {times} entries called {toml_value(name)}"
-            yield Problem(_KEY, f"{several}: a name of its own would tell each apart")
+            yield DeckProblem(_KEY, f"{several}: a name of its own would tell each apart")
     total = sum(Fraction(str(entry["weight"])) for entry in entries)
     if not total:
-        yield Problem(_KEY, "has no weight above 0: nothing would be trained on (give one of them a weight)")
+        yield DeckProblem(
+            _KEY, "has no weight above 0: nothing would be trained on (give one of them a weight)"
+        )
         return
     for number, (entry, share) in enumerate(zip(entries, _shares(entries), strict=True), 1):
         if not share:
-            yield Problem(_KEY, f"entry {number}: weight = 0: must be above 0 (or leave the entry out)")
+            yield DeckProblem(_KEY, f"entry {number}: weight = 0: must be above 0 (or leave the entry out)")
         elif share < LEAST_SHARE:
             least = f"must make a share of at least {float(LEAST_SHARE):g} of all weights"
             sentence = f"entry {number}: weight = {entry['weight']}: {least}, and makes {float(share):.2g}"
-            yield Problem(_KEY, sentence)
+            yield DeckProblem(_KEY, sentence)
 
 
 def _wrong(entry: Mapping[str, Any]) -> Iterator[str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hpctrain.deck.code import is_target, resolve_target
-from hpctrain.deck.problem import Problem
+from hpctrain.deck.problem import DeckProblem
 from hpctrain.deck.schema import Deck, fields
 
 ONLY_OF_DATASETS = ("dataset", "arguments", "collate", "workers", "inputs")
@@ -30,21 +30,21 @@ def fill_dataset(tables: Mapping[str, dict[str, Any]], deck_name: str) -> None:
         tables[section].setdefault(name, value)
 
 
-def dataset_problems(deck: Deck) -> Iterator[Problem]:
+def dataset_problems(deck: Deck) -> Iterator[DeckProblem]:
     """All that is wrong with what a deck says of a dataset, whatever it is."""
     if deck.data.dataset is None:
         usual = {name: field.default for name, field in fields("data").items()}
         for name in ONLY_OF_DATASETS:
             if getattr(deck.data, name) != usual[name]:
                 sentence = "is of a dataset that you bring, and data.dataset names none"
-                yield Problem(f"data.{name}", sentence, _WITH)
+                yield DeckProblem(f"data.{name}", sentence, _WITH)
         return
     for name in ("dataset", "collate"):
         if not is_target(getattr(deck.data, name)):
-            yield Problem(f"data.{name}", 'must be "FILE.py:FUNCTION" or "PACKAGE:FUNCTION"')
+            yield DeckProblem(f"data.{name}", 'must be "FILE.py:FUNCTION" or "PACKAGE:FUNCTION"')
     if deck.model.module is None:
         sentence = "feeds modules that you bring (model.module); our own families read token files"
-        yield Problem("data.dataset", sentence, ("model.module",))
+        yield DeckProblem("data.dataset", sentence, ("model.module",))
     why = {
         "data.tokens": "names a token file beside data.dataset, which is trained on (one of both has to go)",
         "data.other_tokenizer": "is of token files (leave it out with data.dataset)",
@@ -54,4 +54,4 @@ def dataset_problems(deck: Deck) -> Iterator[Problem]:
     for key, sentence in why.items():
         given = deck.sources.places.get(key)
         if given is not None and not given.note:
-            yield Problem(key, sentence, _WITH)
+            yield DeckProblem(key, sentence, _WITH)

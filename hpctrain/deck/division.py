@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 from pydantic import AfterValidator, BeforeValidator
 
 from hpctrain.deck.objective import POLICIES
-from hpctrain.deck.problem import Problem
+from hpctrain.deck.problem import DeckProblem
 from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError
 from hpctrain.words import counted
@@ -126,16 +126,16 @@ def ranks_apart(deck: Deck) -> int:
     return len(Division(own_ranks(deck), 0).others)
 
 
-def world_division_problems(deck: Deck, ranks: int) -> Iterator[Problem]:
+def world_division_problems(deck: Deck, ranks: int) -> Iterator[DeckProblem]:
     """Ranks that are named and are not there, and no rank left for the policy."""
     for model, own in own_ranks(deck).items():
         if own[-1] >= ranks:
             there = f"there {'is' if ranks == 1 else 'are'} {counted(ranks, 'rank')}, from 0 on"
             sentence = f'names rank {own[-1]}, but {there} ("{POLICY}" would have the policy\'s)'
-            yield Problem(f"policy.{_KEYS[model]}", sentence)
+            yield DeckProblem(f"policy.{_KEYS[model]}", sentence)
     if own_ranks(deck) and not Division.of(deck, ranks).policy:
         first, *others = (f"policy.{_KEYS[model]}" for model in own_ranks(deck))
-        yield Problem(first, f"leaves none of {counted(ranks, 'rank')} for the policy", tuple(others))
+        yield DeckProblem(first, f"leaves none of {counted(ranks, 'rank')} for the policy", tuple(others))
 
 
 _ALONE: tuple[tuple[str, object, str], ...] = (
@@ -148,7 +148,7 @@ _ALONE: tuple[tuple[str, object, str], ...] = (
 """Keys with the one value that goes with ranks of their own, and why another one does not."""
 
 
-def division_problems(deck: Deck, judged_by_models: bool, referred: bool) -> Iterator[Problem]:
+def division_problems(deck: Deck, judged_by_models: bool, referred: bool) -> Iterator[DeckProblem]:
     """What does not go with models on ranks of their own, of a deck that learns by rewards: whether reward
     models are among these, and a reference is asked, says the caller.
     """
@@ -156,7 +156,7 @@ def division_problems(deck: Deck, judged_by_models: bool, referred: bool) -> Ite
     for model, ranks in own.items():
         name = f"policy.{_KEYS[model]}"
         if 0 in ranks:
-            yield Problem(name, "names rank 0, which has the policy (the last ranks would do)")
+            yield DeckProblem(name, "names rank 0, which has the policy (the last ranks would do)")
     vain = {
         CRITIC: (
             deck.objective.kind == "ppo",
@@ -168,20 +168,20 @@ def division_problems(deck: Deck, judged_by_models: bool, referred: bool) -> Ite
     }
     for model, (used, key, sentence) in vain.items():
         if model in own and not used:
-            yield Problem(f"policy.{_KEYS[model]}", f"{sentence} (leave it out)", (key,))
+            yield DeckProblem(f"policy.{_KEYS[model]}", f"{sentence} (leave it out)", (key,))
     if not own:
         return
     keys = tuple(f"policy.{_KEYS[model]}" for model in own)
     for name, value, why in _ALONE:
         if deck.value(name) != value:
             sentence = f"does not go with {keys[0]}: {why} ({toml_value(value)} would do)"
-            yield Problem(name, sentence, keys)
+            yield DeckProblem(name, sentence, keys)
     if deck.layout.auto:
         sentence = f"does not go with {keys[0]}: ranks are not chosen for several models (leave it out)"
-        yield Problem("layout.auto", sentence, keys)
+        yield DeckProblem("layout.auto", sentence, keys)
     if deck.stability.spike == "rollback":
         sentence = f'does not go with {keys[0]}: nothing goes back to copies ("skip" would do)'
-        yield Problem("stability.spike", sentence, keys)
+        yield DeckProblem("stability.spike", sentence, keys)
     if deck.machine.rates is not None:
         sentence = f"has no effect with {keys[0]}, whose steps are not planned (leave it out)"
-        yield Problem("machine.rates", sentence, keys, idle=True)
+        yield DeckProblem("machine.rates", sentence, keys, no_effect=True)

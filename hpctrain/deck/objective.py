@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
 from hpctrain.deck.key import Section, key
-from hpctrain.deck.problem import Problem, multiples
+from hpctrain.deck.problem import DeckProblem, multiples
 from hpctrain.deck.sources import toml_value
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def _differs(keys: ObjectiveSection, name: str) -> bool:
     return bool(getattr(keys, name) != ObjectiveSection.model_fields[name].default)
 
 
-def objective_problems(deck: Deck) -> Iterator[Problem]:
+def objective_problems(deck: Deck) -> Iterator[DeckProblem]:
     """Everything that keeps a deck from its objective, and keys that are given in vain."""
     keys, kind = deck.objective, deck.objective.kind
     for other, names in _OWN.items():
@@ -76,33 +76,33 @@ def objective_problems(deck: Deck) -> Iterator[Problem]:
             taken = kind in POLICIES and name == "beta"
             if kind != other and not taken and _differs(keys, name):
                 sentence = f'is for objective.kind = "{other}", which is {toml_value(kind)} (leave it out)'
-                yield Problem(f"objective.{name}", sentence, ("objective.kind",))
+                yield DeckProblem(f"objective.{name}", sentence, ("objective.kind",))
     if kind not in PREFERENCES:
         return
     if kind in REFERRED and not keys.beta:
-        yield Problem("objective.beta", 'must be above 0 for "dpo" (0.1 would do)', ("objective.kind",))
+        yield DeckProblem("objective.beta", 'must be above 0 for "dpo" (0.1 would do)', ("objective.kind",))
     if kind in OF_SCORES and deck.model.module is None and deck.model.tied:
         sentence = f"must be false for objective.kind = {toml_value(kind)}, whose head is a row of its own"
-        yield Problem("model.tied", f"{sentence} (leave it out)", ("objective.kind",))
+        yield DeckProblem("model.tied", f"{sentence} (leave it out)", ("objective.kind",))
     if keys.loss == "ipo" and keys.smoothing:
         sentence = 'is for objective.loss = "sigmoid" ("ipo" knows no labels that are wrong; leave it out)'
-        yield Problem("objective.smoothing", sentence, ("objective.loss",))
+        yield DeckProblem("objective.smoothing", sentence, ("objective.loss",))
     for name in ("model.module", "model.loss", "data.dataset", "data.mixture"):
         if deck.value(name) is not None:
             sentence = (
                 "is not for pairs of answers, which a transformer learns from one token file (leave it out)"
             )
-            yield Problem("objective.kind", f"{name} {sentence}", (name,))
+            yield DeckProblem("objective.kind", f"{name} {sentence}", (name,))
     if deck.communication.server is not None:
         sentence = "is not for servers and workers (leave [communication.server] out)"
-        yield Problem("objective.kind", sentence, ("communication.server",))
+        yield DeckProblem("objective.kind", sentence, ("communication.server",))
     if deck.stability.z_loss:
         sentence = 'has no z-loss: stability.z_loss is for "next-token" (leave it out)'
-        yield Problem("objective.kind", sentence, ("stability.z_loss",))
+        yield DeckProblem("objective.kind", sentence, ("stability.z_loss",))
     even = {"batch.micro_size": deck.batch.micro_size, "batch.global_size": deck.batch.global_size}
     even["batch.ramp_from"] = deck.batch.ramp_from
     even["run.evaluate_sequences"] = deck.run.evaluate_sequences
     for name, size in even.items():
         if size % 2:
             sentence = f"must be even: a pair of answers is two sequences ({multiples(size, 2)} would do)"
-            yield Problem(name, sentence, ("objective.kind",))
+            yield DeckProblem(name, sentence, ("objective.kind",))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal, cast
 
 from hpctrain.deck.key import Section, key, table
-from hpctrain.deck.problem import Problem
+from hpctrain.deck.problem import DeckProblem
 
 if TYPE_CHECKING:
     from hpctrain.deck.schema import Deck
@@ -122,30 +122,30 @@ class OptimizerSection(Section):
         return cast("OptimizerTable", self.selected("name"))
 
 
-def optimizer_problems(deck: Deck) -> Iterator[Problem]:
+def optimizer_problems(deck: Deck) -> Iterator[DeckProblem]:
     """Yield what is wrong with the optimizer of a deck."""
     name, rule = deck.optimizer.name, deck.optimizer.rule
     if isinstance(rule, MuonTable) and not rule.matrices:
         sentence = 'names nothing for muon to update (["blocks.*"] would do)'
-        yield Problem("optimizer.muon.matrices", sentence)
+        yield DeckProblem("optimizer.muon.matrices", sentence)
     if isinstance(rule, SgdTable | MuonTable) and rule.nesterov and not rule.momentum:
         momentum = f"optimizer.{name}.momentum"
         sentence = f"looks ahead by the momentum, and needs {momentum} above 0 (or false)"
-        yield Problem(f"optimizer.{name}.nesterov", sentence, (momentum,))
+        yield DeckProblem(f"optimizer.{name}.nesterov", sentence, (momentum,))
     if isinstance(rule, ScheduleFreeTable):
         yield from _averaged(deck)
 
 
-def _averaged(deck: Deck) -> Iterator[Problem]:
+def _averaged(deck: Deck) -> Iterator[DeckProblem]:
     """Yield what does not go with weights whose average is the model."""
     name = f'optimizer.name = "{deck.optimizer.name}"'
     if deck.learning_rate.decay != "constant":
         sentence = f'must be "constant" with {name}, whose average stands in for a decay of the rate'
-        yield Problem("learning_rate.decay", sentence, ("optimizer.name",))
+        yield DeckProblem("learning_rate.decay", sentence, ("optimizer.name",))
     local_steps = deck.layout.local_steps
     if local_steps is not None and local_steps.differ:
         sentence = "is not for replicas that part: an average of each one's is none of their outer model's"
-        yield Problem("optimizer.name", f'{sentence} ("adamw" would do)', ("layout.local_steps",))
+        yield DeckProblem("optimizer.name", f'{sentence} ("adamw" would do)', ("layout.local_steps",))
     if deck.communication.server is not None:
         sentence = "is not for servers, whose workers would evaluate the weights that they train, no average"
-        yield Problem("optimizer.name", f'{sentence} ("adamw" would do)', ("communication.server",))
+        yield DeckProblem("optimizer.name", f'{sentence} ("adamw" would do)', ("communication.server",))

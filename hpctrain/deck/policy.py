@@ -11,7 +11,7 @@ from hpctrain.deck.code import is_file_target, is_target, resolve_target
 from hpctrain.deck.division import RankRange, division_problems
 from hpctrain.deck.key import Duration, PathText, Section, key
 from hpctrain.deck.objective import POLICIES
-from hpctrain.deck.problem import Problem, multiples
+from hpctrain.deck.problem import DeckProblem, multiples
 from hpctrain.deck.sources import toml_value
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def answers_to_each(deck: Deck) -> int:
     return (deck.policy.samples or 1) * deck.policy.epochs if deck.objective.kind in POLICIES else 1
 
 
-def policy_problems(deck: Deck) -> Iterator[Problem]:
+def policy_problems(deck: Deck) -> Iterator[DeckProblem]:
     """Everything that keeps a deck from learning by rewards, and keys that are given in vain."""
     keys, kind = deck.policy, deck.objective.kind
     if kind not in POLICIES:
@@ -157,27 +157,27 @@ def policy_problems(deck: Deck) -> Iterator[Problem]:
                 sentence = (
                     f'is for objective.kind = "ppo" or "grpo", which is {toml_value(kind)} (leave it out)'
                 )
-                yield Problem(f"policy.{name}", sentence, ("objective.kind",))
+                yield DeckProblem(f"policy.{name}", sentence, ("objective.kind",))
         return
     if not keys.reward:
-        yield Problem("policy.reward", 'must name what rewards answers ("exact-match" would do)')
+        yield DeckProblem("policy.reward", 'must name what rewards answers ("exact-match" would do)')
     if len(set(keys.reward)) < len(keys.reward):
-        yield Problem("policy.reward", "names one twice (policy.weights says how much it counts)")
+        yield DeckProblem("policy.reward", "names one twice (policy.weights says how much it counts)")
     if keys.weights and len(keys.weights) != len(keys.reward):
         sentence = f"must have a weight for each of the {len(keys.reward)} rewards (left out, all are 1)"
-        yield Problem("policy.weights", sentence, ("policy.reward",))
+        yield DeckProblem("policy.weights", sentence, ("policy.reward",))
     if keys.tokens >= deck.batch.sequence:
         sentence = f"leaves no room for prompts in batch.sequence = {deck.batch.sequence}"
-        yield Problem("policy.tokens", sentence, ("batch.sequence",))
+        yield DeckProblem("policy.tokens", sentence, ("batch.sequence",))
     hang = deck.stability.hang_seconds
     if hang and CALLS_AT_ONCE * keys.seconds > hang:
         sentence = (
             f"is more than a {CALLS_AT_ONCE}th of stability.hang_seconds = {hang:g}, after which a run that "
             f"waits so long for calls counts as hung ({hang / CALLS_AT_ONCE:g} would do)"
         )
-        yield Problem("policy.seconds", sentence, ("stability.hang_seconds",))
+        yield DeckProblem("policy.seconds", sentence, ("stability.hang_seconds",))
     if not all(keys.stops):
-        yield Problem(
+        yield DeckProblem(
             "policy.stops", "has an empty text, which would end every answer at once (leave it out)"
         )
     yield from _sizes(deck)
@@ -188,32 +188,34 @@ def policy_problems(deck: Deck) -> Iterator[Problem]:
         for name in _OF_PPO:
             if getattr(keys, name) != PolicySection.model_fields[name].default:
                 sentence = 'is for objective.kind = "ppo", which has a critic (leave it out)'
-                yield Problem(f"policy.{name}", sentence, ("objective.kind",))
+                yield DeckProblem(f"policy.{name}", sentence, ("objective.kind",))
     elif not keys.scale:
-        yield Problem("policy.scale", 'is for objective.kind = "grpo" (leave it out)', ("objective.kind",))
+        yield DeckProblem(
+            "policy.scale", 'is for objective.kind = "grpo" (leave it out)', ("objective.kind",)
+        )
     if keys.reference and not deck.objective.beta:
         sentence = "is never asked, since objective.beta = 0 (leave it out)"
-        yield Problem("policy.reference", sentence, ("objective.beta",))
+        yield DeckProblem("policy.reference", sentence, ("objective.beta",))
 
 
-def _sizes(deck: Deck) -> Iterator[Problem]:
+def _sizes(deck: Deck) -> Iterator[DeckProblem]:
     keys, batch = deck.policy, deck.batch.global_size
     samples, rollout = keys.samples or 1, keys.rollout or batch
     if samples == 1 and deck.objective.kind == "grpo":
         sentence = (
             'leaves an answer nothing to be compared with (2 or more would do, or objective.kind = "ppo")'
         )
-        yield Problem("policy.samples", sentence, ("objective.kind",))
+        yield DeckProblem("policy.samples", sentence, ("objective.kind",))
     if rollout % samples:
         sentence = (
             f"must be whole groups of policy.samples = {samples} ({multiples(rollout, samples)} would do)"
         )
-        yield Problem("policy.rollout", sentence, ("policy.samples",))
+        yield DeckProblem("policy.rollout", sentence, ("policy.samples",))
     if rollout % batch:
         sentence = (
             f"must be whole steps of batch.global_size = {batch} ({multiples(rollout, batch)} would do)"
         )
-        yield Problem("policy.rollout", sentence, ("batch.global_size",))
+        yield DeckProblem("policy.rollout", sentence, ("batch.global_size",))
         return
     steps = steps_of_rollout(deck)
     every = {
@@ -228,15 +230,15 @@ def _sizes(deck: Deck) -> Iterator[Problem]:
                 f"must be whole rollouts of {steps} steps (policy.rollout * policy.epochs / "
                 f"batch.global_size; {multiples(value, steps)} would do)"
             )
-            yield Problem(name, sentence, ("policy.rollout", "policy.epochs", "batch.global_size"))
+            yield DeckProblem(name, sentence, ("policy.rollout", "policy.epochs", "batch.global_size"))
 
 
-def _others(deck: Deck) -> Iterator[Problem]:
+def _others(deck: Deck) -> Iterator[DeckProblem]:
     """What does not go with answers that the model writes itself."""
     for name in ("model.module", "model.loss", "data.dataset", "data.mixture", "run.tokens"):
         if deck.value(name) is not None:
             sentence = f"{name} is not for a model that learns from what it writes itself (leave it out)"
-            yield Problem("objective.kind", sentence, (name,))
+            yield DeckProblem("objective.kind", sentence, (name,))
     wrong = {
         "communication.server": deck.communication.server is not None,
         "layout.local_steps": deck.layout.replicas > 1,
@@ -249,10 +251,10 @@ def _others(deck: Deck) -> Iterator[Problem]:
     for name, given in wrong.items():
         if given:
             sentence = f"{name} is not for a model that learns from what it writes itself (leave it out)"
-            yield Problem("objective.kind", sentence, (name,))
+            yield DeckProblem("objective.kind", sentence, (name,))
     if deck.model.experts and deck.model.capacity is not None:
         sentence = "has experts with a capacity, which drop tokens by what is beside them (leave it out)"
-        yield Problem("objective.kind", sentence, ("model.capacity",))
+        yield DeckProblem("objective.kind", sentence, ("model.capacity",))
 
 
 def weights_of(keys: PolicySection) -> tuple[float, ...]:

@@ -1,4 +1,4 @@
-"""What a check of the deck finds, and the words that such sentences are made of."""
+"""Problems that checks of the deck find, and parts of their sentences."""
 
 from __future__ import annotations
 
@@ -9,39 +9,44 @@ from hpctrain.words import either
 
 
 @dataclass(frozen=True)
-class Problem:
-    """What is wrong with `key`, as the rest of a sentence that begins with the key and its value.
+class DeckProblem:
+    """Error of a deck.
 
-    `others` are the other keys whose values the check looked at. What is `for_writers` is told whoever writes
-    it, but a deck that has trained so is good; so is one where a key that a run has stored is `idle` by now.
-    `row` is, of a key that holds tables in a row, the number of one of them (from 0) and its own key.
+    Attributes:
+        key: Full name of the wrong key.
+        sentence: End of a sentence that begins with the key and its value, and tells what would be right.
+        others: Further keys on whose values the check depends.
+        for_new_decks: True if a run that has been trained with such a deck may continue.
+        no_effect: True if the key has no effect, which is an error only if the user gave it, not if a run
+            stored it.
+        row: Number of a table (from 0) and its key, for a key that holds a list of tables.
     """
 
     key: str
     sentence: str
     others: tuple[str, ...] = ()
-    for_writers: bool = False
-    idle: bool = False
+    for_new_decks: bool = False
+    no_effect: bool = False
     row: tuple[int, str] | None = None
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors of a positive number, smallest first."""
-    small = [ranks for ranks in range(1, int(number**0.5) + 1) if number % ranks == 0]
-    return sorted({*small, *(number // ranks for ranks in small)})
+    """Return all divisors of a positive number in ascending order."""
+    small = [divisor for divisor in range(1, int(number**0.5) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})
 
 
 def nearest_numbers(number: int, candidates: Iterable[int], count: int = 4) -> list[int]:
-    """The few candidates that are nearest to a number, smallest first."""
+    """Return the `count` candidates that are nearest to a number in ascending order."""
     return sorted(sorted(candidates, key=lambda candidate: (abs(candidate - number), candidate))[:count])
 
 
 def multiples(number: int, unit: int) -> str:
-    """The multiples of `unit` next to a number, above 0, in words."""
+    """Return the positive multiples of `unit` next to a number in words, such as "8 or 16"."""
     below = number // unit * unit
     return either([size for size in (below, below + unit) if size])
 
 
 def must_divide(key: str, size: int, number: int) -> str:
-    """The sentence of a number that must divide the value of `key`, and those near it that would."""
+    """Return the end of a sentence: a number must divide the value of `key`, with near numbers that do."""
     return f"must divide {key} = {size} ({either(nearest_numbers(number, divisors(size)))} would)"

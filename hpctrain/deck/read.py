@@ -20,7 +20,7 @@ from hpctrain.deck.nested import Tables, leaf_names, look_up, remove
 from hpctrain.deck.objective import POLICIES
 from hpctrain.deck.old_keys import NONE, rename_keys
 from hpctrain.deck.presets import PRESETS
-from hpctrain.deck.problem import Problem
+from hpctrain.deck.problem import DeckProblem
 from hpctrain.deck.rows import located
 from hpctrain.deck.run_length import CompletedWork
 from hpctrain.deck.schema import Deck, fields, sections
@@ -31,7 +31,7 @@ from hpctrain.deck.user_module import is_shown
 from hpctrain.deck.validate import DeckValidator, SourceReader
 from hpctrain.errors import HpctrainError, InputOutputError
 
-FileCheck = Callable[[Deck, int | None], Iterable[Problem]]
+FileCheck = Callable[[Deck, int | None], Iterable[DeckProblem]]
 """Function that checks the files that a valid deck names. It also takes the number of ranks, or None."""
 
 

@@ -10,7 +10,7 @@ from pydantic.fields import FieldInfo
 
 from hpctrain.deck.key import Section
 from hpctrain.deck.key_messages import expected_value, row_section, value_hint
-from hpctrain.deck.problem import Problem
+from hpctrain.deck.problem import DeckProblem
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import Place, Sources, clipped, toml_value
 from hpctrain.words import nearest
@@ -26,7 +26,7 @@ def wrong_rows(key: str, field: FieldInfo, value: object, sources: Sources) -> I
             yield from _wrong_keys(key, number, row, table, sources)
 
 
-def located(deck: Deck, problem: Problem) -> tuple[Place, str]:
+def located(deck: Deck, problem: DeckProblem) -> tuple[Place, str]:
     """A problem as the user should read it, and where."""
     if problem.row is None:
         return deck.sources.place(problem.key), deck.problem(problem.key, problem.sentence)

@@ -8,7 +8,7 @@ from fractions import Fraction
 from math import ceil, isfinite
 from typing import Any, TypeGuard
 
-from hpctrain.deck.problem import Problem
+from hpctrain.deck.problem import DeckProblem
 from hpctrain.deck.schema import Batch, Deck
 
 LENGTHS = ("steps", "tokens", "epochs")
@@ -86,7 +86,7 @@ def is_epoch_count(value: object) -> bool:
     return number and isfinite(value) and value > 0  # type: ignore[arg-type, operator]
 
 
-def length_problems(deck: Deck) -> Iterator[Problem]:
+def length_problems(deck: Deck) -> Iterator[DeckProblem]:
     """Yield the problems of the keys that give the length of the run."""
     run = deck.run
     given = [f"run.{name}" for name in ("tokens", "epochs") if getattr(run, name) is not None]
@@ -94,10 +94,10 @@ def length_problems(deck: Deck) -> Iterator[Problem]:
         given.insert(0, "run.steps")
     for key in given[1:]:
         sentence = f"gives the length of the run, as {given[0]} does (leave one of them out)"
-        yield Problem(key, sentence, (given[0],))
+        yield DeckProblem(key, sentence, (given[0],))
     if run.tokens is not None and deck.data.dataset is not None:
         sentence = "counts tokens, and a dataset that you bring has samples (run.steps would do)"
-        yield Problem("run.tokens", sentence, ("data.dataset",))
+        yield DeckProblem("run.tokens", sentence, ("data.dataset",))
 
 
 def _is_integer(value: object) -> TypeGuard[float]:

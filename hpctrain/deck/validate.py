@@ -21,7 +21,7 @@ from hpctrain.deck.objective import POLICIES
 from hpctrain.deck.old_keys import rename_keys
 from hpctrain.deck.policy import steps_of_rollout
 from hpctrain.deck.presets import PRESETS
-from hpctrain.deck.problem import Problem
+from hpctrain.deck.problem import DeckProblem
 from hpctrain.deck.rows import located, wrong_rows
 from hpctrain.deck.run_length import LENGTHS, CompletedWork, is_epoch_count, steps_of_epochs
 from hpctrain.deck.schema import Deck, field_of, fields, sections
@@ -105,13 +105,13 @@ class DeckValidator:
                     self.deck_input.add_problem(*located(deck, problem))
         return deck
 
-    def _is_ignored(self, problem: Problem, deck: Deck) -> bool:
+    def _is_ignored(self, problem: DeckProblem, deck: Deck) -> bool:
         """Return True if a problem matters only for new decks, or only after a search."""
         keys = {problem.key, *problem.others}
         if (self.for_search or deck.layout.auto) and is_left_to_search(self.places, keys):
             return True
-        return (problem.for_writers and self._are_stored(keys)) or (
-            problem.idle and self._are_stored({problem.key})
+        return (problem.for_new_decks and self._are_stored(keys)) or (
+            problem.no_effect and self._are_stored({problem.key})
         )
 
     def _are_stored(self, keys: set[str]) -> bool:

@@ -43,7 +43,7 @@ def generation_deck(deck: Deck, tensor: int, pipeline: int = 1, of: str = "the m
     }  # it has its parameters alone, and has them there
     others: dict[str, dict[str, object]] = {"run": {"noise_scale_steps": 0}, "memory": {**memory}}
     split = deck.with_keys(layout=layout, precision={"compute": compute}, **others)
-    problems = [problem for problem in check_deck(split) if not (problem.for_writers or problem.idle)]
+    problems = [problem for problem in check_deck(split) if not (problem.for_new_decks or problem.no_effect)]
     if problems:
         if pipeline > 1:
             begin = f"{of}, over {pipeline} stages of {counted(tensor, 'rank')}:"

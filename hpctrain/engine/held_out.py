@@ -20,7 +20,7 @@ from hpctrain.data.tokenizer_difference import tokenizer_difference
 from hpctrain.data.tokens import TokenFile
 from hpctrain.deck.evaluation import VALIDATION, EvaluationSet
 from hpctrain.deck.objective import LANGUAGE
-from hpctrain.deck.problem import Problem
+from hpctrain.deck.problem import DeckProblem
 from hpctrain.deck.rows import row_problem
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.corpus import Corpus, require_alike
@@ -90,7 +90,7 @@ def open_set(given: EvaluationSet) -> TokenFile:
     return TokenFile(given.tokens, f"evaluation.tokens of {given.name}")
 
 
-def set_problems(deck: Deck, tokenizer: str | None) -> Iterator[Problem]:
+def set_problems(deck: Deck, tokenizer: str | None) -> Iterator[DeckProblem]:
     """Everything in the files of sets that a run would refuse; a file that is missing may still be made, and
     so may the one that has the tokenizer, then None.
     """
@@ -102,7 +102,7 @@ def set_problems(deck: Deck, tokenizer: str | None) -> Iterator[Problem]:
         except HpctrainError as error:
             begin = f"evaluation.tokens of {each.name} = {each.tokens}: "
             wrong = [problem.removeprefix(begin) for problem in error.problems]
-        yield from (Problem(_SETS, sentence, row=(number, "tokens")) for sentence in wrong)
+        yield from (DeckProblem(_SETS, sentence, row=(number, "tokens")) for sentence in wrong)
 
 
 def unfit(deck: Deck, file: TokenFile, tokenizer: str | None) -> Iterator[str]:

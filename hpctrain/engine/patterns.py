@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hpctrain.deck.adapters import Adapters, targeted
 from hpctrain.deck.optimizer import MuonTable
-from hpctrain.deck.problem import Problem
+from hpctrain.deck.problem import DeckProblem
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import toml_value
 from hpctrain.engine.rules import RULES
@@ -77,7 +77,7 @@ def check_patterns(deck: Deck, architecture: Architecture) -> None:
         raise HpctrainError(problems)
 
 
-def pattern_problems(deck: Deck, architecture: Architecture) -> Iterator[Problem]:
+def pattern_problems(deck: Deck, architecture: Architecture) -> Iterator[DeckProblem]:
     """Where a deck names parameters to freeze, matrices for its optimizer, or layers to leave out of 8 bits:
     patterns of nothing, of one of several that are one in memory without the others, and such as leave
     nothing to do. The same on any layout.
@@ -85,19 +85,19 @@ def pattern_problems(deck: Deck, architecture: Architecture) -> Iterator[Problem
     updates, how = deck.optimizer.rule, Precision.of(deck).eight_bits
     if deck.model.frozen:
         frozen = _frozen(bare_model(architecture), deck.model.frozen)
-        yield from (Problem("model.frozen", each) for each in frozen)
+        yield from (DeckProblem("model.frozen", each) for each in frozen)
     if deck.model.adapters is not None:
         adapted = _adapted(bare_model(architecture), deck.model.adapters)
-        yield from (Problem("model.adapters", each) for each in adapted)
+        yield from (DeckProblem("model.adapters", each) for each in adapted)
     if isinstance(updates, MuonTable) and updates.matrices:
         rule = RULES["muon"](deck)
         assert isinstance(rule, MatrixRules)
         yield from (
-            Problem("optimizer.muon.matrices", each) for each in _matrices(bare_model(architecture), rule)
+            DeckProblem("optimizer.muon.matrices", each) for each in _matrices(bare_model(architecture), rule)
         )
     if how is not None and how.exclude:
         problems = _excluded(bare_model(architecture), how.exclude)
-        yield from (Problem("precision.fp8_exclude", each) for each in problems)
+        yield from (DeckProblem("precision.fp8_exclude", each) for each in problems)
 
 
 def _frozen(model: ModelPart, patterns: Sequence[str]) -> list[str]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from hpctrain.deck.check_world import data_ranks, world_problems
 from hpctrain.deck.data_mixture import tokens_exist
 from hpctrain.deck.objective import POLICIES
-from hpctrain.deck.problem import Problem
+from hpctrain.deck.problem import DeckProblem
 from hpctrain.deck.schedules import NAMES
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def named_problems(
     deck: Deck, ranks: int | None = None, rates: bool = True, code: bool = False
-) -> Iterator[Problem]:
+) -> Iterator[DeckProblem]:
     """Everything in what the deck names that a run would refuse; a missing token file may still be made.
 
     `ranks`, where it is known, is that of the run. Without `rates` those of its machine are not looked at;
@@ -53,7 +53,7 @@ def named_problems(
         yield from _rates(deck)
 
 
-def _tokens(deck: Deck) -> Generator[Problem, None, Sequence[Tokens]]:
+def _tokens(deck: Deck) -> Generator[DeckProblem, None, Sequence[Tokens]]:
     """What is wrong with token files, and these, where they can be opened."""
     from hpctrain.data.entries import open_entries
     from hpctrain.data.fit import token_problems
@@ -63,13 +63,13 @@ def _tokens(deck: Deck) -> Generator[Problem, None, Sequence[Tokens]]:
         tokens = open_entries(deck)
     except HpctrainError as error:
         named = re.compile(rf"{key}(, |: | = {re.escape(str(deck.data.tokens))}: )")
-        yield from (Problem(key, named.sub("", problem, count=1)) for problem in error.problems)
+        yield from (DeckProblem(key, named.sub("", problem, count=1)) for problem in error.problems)
         return []
     yield from token_problems(deck, tokens)
     return tokens
 
 
-def _evaluated(deck: Deck, trained: Sequence[Tokens]) -> Iterator[Problem]:
+def _evaluated(deck: Deck, trained: Sequence[Tokens]) -> Iterator[DeckProblem]:
     from hpctrain.engine.held_out import set_problems
 
     yield from set_problems(deck, trained[0].tokenizer_text if trained else None)
@@ -101,14 +101,14 @@ def _require_module(deck: Deck) -> None:
         raise HpctrainError(list(dict.fromkeys(problems)))
 
 
-def _patterns(deck: Deck) -> Iterator[Problem]:
+def _patterns(deck: Deck) -> Iterator[DeckProblem]:
     from hpctrain.engine.patterns import pattern_problems
     from hpctrain.model.build import architecture_of
 
     yield from pattern_problems(deck, architecture_of(deck, deck.model.vocabulary or 2))
 
 
-def _schedule(deck: Deck, ranks: int | None) -> Iterator[Problem]:
+def _schedule(deck: Deck, ranks: int | None) -> Iterator[DeckProblem]:
     from hpctrain.pipeline.wanted import make_schedule, schedule_of_file
 
     named = deck.problem("layout.schedule", "")
@@ -118,10 +118,10 @@ def _schedule(deck: Deck, ranks: int | None) -> Iterator[Problem]:
         else:
             make_schedule(deck, data_ranks(deck, ranks))
     except HpctrainError as error:
-        yield from (Problem("layout.schedule", problem.removeprefix(named)) for problem in error.problems)
+        yield from (DeckProblem("layout.schedule", problem.removeprefix(named)) for problem in error.problems)
 
 
-def _companions(deck: Deck, ranks: int | None) -> Iterator[Problem]:
+def _companions(deck: Deck, ranks: int | None) -> Iterator[DeckProblem]:
     """What is wrong with the keys of a critic and of a reference."""
     from hpctrain.engine.companions import critic_deck, reference_deck
 
@@ -129,14 +129,14 @@ def _companions(deck: Deck, ranks: int | None) -> Iterator[Problem]:
         try:
             own_deck(deck, ranks)
         except HpctrainError as error:
-            yield from (Problem(key, problem.removeprefix(f"{key}: ")) for problem in error.problems)
+            yield from (DeckProblem(key, problem.removeprefix(f"{key}: ")) for problem in error.problems)
 
 
-def _rates(deck: Deck) -> Iterator[Problem]:
+def _rates(deck: Deck) -> Iterator[DeckProblem]:
     from hpctrain.plan.time.rates import deck_rates
 
     named = deck.problem("machine.rates", "")
     try:
         deck_rates(deck)
     except HpctrainError as error:
-        yield from (Problem("machine.rates", problem.removeprefix(named)) for problem in error.problems)
+        yield from (DeckProblem("machine.rates", problem.removeprefix(named)) for problem in error.problems)

@@ -6,7 +6,7 @@ import pytest
 
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
-from hpctrain.deck.problem import Problem
+from hpctrain.deck.problem import DeckProblem
 from hpctrain.engine.patterns import pattern_problems
 from hpctrain.errors import HpctrainError
 from hpctrain.model.shape import ModelShape
@@ -95,7 +95,7 @@ def test_all_linear_layers_but_what_is_left_out_multiply_in_8_bits(world: World,
 def test_patterns_that_cannot_be_are_told(name: str, patterns: list[str], sentences: list[str]) -> None:
     deck = small_deck(*ALL, f"{name}={patterns}".replace("'", '"'))
     found = list(pattern_problems(deck, ModelShape.of(deck, 61)))
-    assert found == [Problem(name, sentence) for sentence in sentences]
+    assert found == [DeckProblem(name, sentence) for sentence in sentences]
     assert list(named_problems(deck)) == found
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 
-from hpctrain.deck.problem import Problem
+from hpctrain.deck.problem import DeckProblem
 from hpctrain.deck.schema import Deck
 from hpctrain.plan.search.least_bytes import MicroBytes
 from hpctrain.plan.search.least_seconds import PartSeconds
@@ -29,7 +29,7 @@ class Fell:
     reasons: dict[str, str] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
 
-    def cannot_be(self, problems: Sequence[Problem], deck: Deck) -> bool:
+    def cannot_be(self, problems: Sequence[DeckProblem], deck: Deck) -> bool:
         """Whether there are any."""
         if problems:
             first = problems[0]

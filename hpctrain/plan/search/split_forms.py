@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import ceil
 
 from hpctrain.deck.check_layout import layout_problems
-from hpctrain.deck.problem import Problem
+from hpctrain.deck.problem import DeckProblem
 from hpctrain.deck.schedules import NAMES
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.place import split_by_flops
@@ -90,12 +90,12 @@ class SplitForms:
         stages = schedule_of_file(deck).stage_count
         if node.at.pipeline == 1 and stages > 1:  # a run would not look into the file
             problem = f"has {stages} stages, but layout.pipeline = 1"
-            return not self._fell.cannot_be([Problem("layout.schedule", problem)], deck)
+            return not self._fell.cannot_be([DeckProblem("layout.schedule", problem)], deck)
         try:
             make_schedule(deck, node.at.data)
         except HpctrainError as error:
             return not self._fell.cannot_be(
-                [Problem("layout.schedule", error.problems[0].split(": ", 2)[-1])], deck
+                [DeckProblem("layout.schedule", error.problems[0].split(": ", 2)[-1])], deck
             )
         return True
 
