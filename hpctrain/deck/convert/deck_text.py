@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from pydantic.fields import FieldInfo
 
@@ -16,10 +14,8 @@ from hpctrain.deck.convert.megatron import convert_script
 from hpctrain.deck.convert.rules import Conversion
 from hpctrain.deck.convert.script import parse_arguments
 from hpctrain.deck.key import extra
-from hpctrain.deck.nested import table_in
-from hpctrain.deck.old_keys import rename_keys
 from hpctrain.deck.schema import fields, tables
-from hpctrain.deck.sources import Place, toml_value
+from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError, failing_as
 from hpctrain.files import parse_json, read_text
 
@@ -82,24 +78,11 @@ def _text(name: str, conversion: Conversion) -> str:
             lines += _comment(f"  {option}: {reason}")
     if conversion.unneeded:
         lines += ["#", *_comment(f"Options that need no key: {', '.join(conversion.unneeded)}.")]
-    conversion = _with_tables(conversion)
     for table in tables():
         rows = list(_rows(table, conversion))
         if rows:
             lines += ["", f"[{table}]", *rows]
     return "\n".join(lines) + "\n"
-
-
-def _with_tables(conversion: Conversion) -> Conversion:
-    """Return the conversion with keys in the tables that its choices select, such as [optimizer.adamw]."""
-    values: dict[str, Any] = {}
-    for key, value in conversion.keys.items():
-        table, _, name = key.rpartition(".")
-        table_in(values, table)[name] = value
-    places = dict.fromkeys(conversion.keys, Place(conversion.program))
-    names = {each.old: each.new for each in rename_keys(values, places, lambda _: False)}
-    keys = {names.get(key, key): value for key, value in conversion.keys.items()}
-    return replace(conversion, keys=keys, defaults={names.get(key, key) for key in conversion.defaults})
 
 
 def _rows(table: str, conversion: Conversion) -> Iterator[str]:

@@ -178,6 +178,7 @@ _OPTIMIZERS = {
     "lion": "lion",
     "muon": "muon",
 }
+_BETAS = ("optimizer.{optimizer}.beta1", "optimizer.{optimizer}.beta2")
 _DECAYS = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 _OFFLOAD = "pin_memory buffer_count buffer_size max_in_cpu fast_init pipeline_read pipeline_write"
 _DEVICES = {"cpu": "host", "nvme": "disk", "none": "device"}
@@ -246,11 +247,13 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "seed": sets("run.seed"),
         "optimizer.type": Rule(("optimizer.name", "communication.compress"), _optimizer),
         "optimizer.params.lr": Rule(("learning_rate.peak",), _optimizer_rate),
-        "optimizer.params.betas": Rule(("optimizer.beta1", "optimizer.beta2"), _betas),
-        "optimizer.params.eps": sets("optimizer.epsilon", number),
+        "optimizer.params.betas": Rule(
+            ("optimizer.{optimizer}.beta1", "optimizer.{optimizer}.beta2"), _betas
+        ),
+        "optimizer.params.eps": sets("optimizer.{optimizer}.epsilon", number),
         "optimizer.params.weight_decay": sets("optimizer.weight_decay", number),
-        "optimizer.params.momentum": sets("optimizer.momentum", number),
-        "optimizer.params.nesterov": flag("optimizer.nesterov"),
+        "optimizer.params.momentum": sets("optimizer.{optimizer}.momentum", number),
+        "optimizer.params.nesterov": flag("optimizer.{optimizer}.nesterov"),
         "optimizer.params.freeze_step": sets("communication.warmup"),
         "optimizer.params.bias_correction": expects(True, refusal="Adam's moments are always bias-corrected"),
         "optimizer.params.amsgrad": unsupported("AMSGrad is not available"),

@@ -7,6 +7,7 @@ its value, and what the user is told if no key expresses it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import Annotated, Any, TypeVar
@@ -14,13 +15,14 @@ from typing import Annotated, Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from hpctrain.deck.key_messages import expected_value
-from hpctrain.deck.old_keys import current_field
+from hpctrain.deck.schema import field_of
 from hpctrain.deck.sources import clipped
 from hpctrain.words import either
 
 _Converted = TypeVar("_Converted")
 
 _MOST_DIGITS = 100
+_OPTIMIZER = "optimizer.name"
 _UNSET = "is a shell variable that the script does not set, or sets to different values"
 _UNKNOWN_ARITHMETIC = "is arithmetic that is not evaluated (only + - * / % of whole numbers are)"
 
@@ -66,7 +68,8 @@ class Rule:
     """Conversion of one option.
 
     Attributes:
-        keys: Deck keys that the option sets. An option without keys needs none, or has no counterpart.
+        keys: Deck keys that the option sets, with "{optimizer}" for the name of the deck's optimizer, whose
+            table contains the key. An option without keys needs none, or has no counterpart.
         convert: Function of the option's value and of all options. It returns the value of the key, or a
             tuple with the values of several keys; None stands for a key that is not set. It raises
             UnsupportedOptionError if no key expresses the value.
@@ -124,13 +127,15 @@ def apply_rules(program: str, options: SourceOptions, rules: Mapping[str, Rule])
         rules: The rule of each option by name. Options without a rule are reported as unknown.
     """
     result = Conversion(program)
+    optimizer = _optimizer_name(options, rules)
     for name, value in (options.explicit | options.defaults).items():
         explicit = name in options
         try:
             if name not in rules:
                 raise UnsupportedOptionError(f"is not an option of {program} that hpctrain knows")
-            keys = rules[name].apply(value, options)
-            _require_valid(keys)
+            converted_keys = rules[name].apply(value, options)
+            keys = {key.format(optimizer=optimizer): each for key, each in converted_keys.items()}
+            _require_valid(keys, optimizer)
         except UnsupportedOptionError as error:
             result.report(name, value, str(error) if explicit else f"{error} (this is the default)")
             continue
@@ -147,11 +152,21 @@ def apply_rules(program: str, options: SourceOptions, rules: Mapping[str, Rule])
     return result
 
 
-def _require_valid(keys: Mapping[str, object]) -> None:
-    """Raise UnsupportedOptionError if a value is outside the bounds of its key."""
+def _optimizer_name(options: SourceOptions, rules: Mapping[str, Rule]) -> str:
+    """Return the optimizer of the deck, which is AdamW if no option sets it."""
+    for name, rule in rules.items():
+        if _OPTIMIZER in rule.keys and options.get(name) is not None:
+            with suppress(UnsupportedOptionError):
+                return str(rule.apply(options.get(name), options)[_OPTIMIZER])
+    return "adamw"
+
+
+def _require_valid(keys: Mapping[str, object], optimizer: str) -> None:
+    """Raise UnsupportedOptionError if an optimizer does not have a key, or a value is outside its bounds."""
     for key, value in keys.items():
-        description = current_field(key)
-        assert description is not None
+        description = field_of(key)
+        if description is None:
+            raise UnsupportedOptionError(f'has no counterpart with optimizer.name = "{optimizer}"')
         kind: Any = description.annotation
         for constraint in description.metadata:
             kind = Annotated[kind, constraint]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.deck.convert.deepspeed import DEFAULTS, RULES, convert_configuration
-from hpctrain.deck.old_keys import current_field
+from hpctrain.deck.schema import field_of
 
 Table = dict[str, object]
 
@@ -33,9 +33,9 @@ def keys(configuration: Table) -> dict[str, object]:
             {
                 "optimizer.name": "adamw",
                 "learning_rate.peak": 1e-4,
-                "optimizer.beta1": 0.8,
-                "optimizer.beta2": 0.99,
-                "optimizer.epsilon": 1e-7,
+                "optimizer.adamw.beta1": 0.8,
+                "optimizer.adamw.beta2": 0.99,
+                "optimizer.adamw.epsilon": 1e-7,
                 "optimizer.weight_decay": 3e-7,
             },
         ),
@@ -133,6 +133,10 @@ def test_settings(configuration: Table, expected: dict[str, object]) -> None:
             },
             "optimizer.params.lr = 0.01: is overridden by scheduler.params.warmup_max_lr = 0.001",
         ),
+        (
+            {"optimizer": {"type": "SGD", "params": {"betas": [0.9, 0.95]}}},
+            'optimizer.params.betas = [0.9, 0.95]: has no counterpart with optimizer.name = "sgd"',
+        ),
         ({"scheduler": {"type": ["WarmupLR"]}}, "scheduler.type = ['WarmupLR']: is not supported"),
         ({"scheduler": {"type": "OneCycle"}}, "scheduler.type = OneCycle: is not supported"),
         ({"fp16": {"enabled": True, "initial_scale_power": 32}}, "exceeds 24"),
@@ -167,8 +171,8 @@ def test_defaults_of_deepspeed_are_marked() -> None:
         "optimizer.clip": 0.0,
         "layout.zero": 0,
         "run.log_every": 10,
-        "optimizer.beta1": 0.9,
-        "optimizer.beta2": 0.999,
+        "optimizer.adamw.beta1": 0.9,
+        "optimizer.adamw.beta2": 0.999,
         "optimizer.weight_decay": 0.0,
         "learning_rate.decay": "constant",
         "learning_rate.warmup": 0,
@@ -179,7 +183,7 @@ def test_defaults_depend_on_the_optimizer() -> None:
     for kind in ("SGD", "Lion"):
         result = convert_configuration({"optimizer": {"type": kind, "params": {"lr": 0.1}}})
         assert result.keys["optimizer.weight_decay"] == 0.0
-        assert "optimizer.beta1" not in result.keys
+        assert "optimizer.adamw.beta1" not in result.keys
     assert convert_configuration({"optimizer": {"type": "AdamW"}}).keys["learning_rate.peak"] == 1e-3
     assert (
         "memory.recompute"
@@ -188,8 +192,12 @@ def test_defaults_depend_on_the_optimizer() -> None:
 
 
 def test_every_key_exists() -> None:
-    made = {key for rule in RULES.values() for key in rule.keys}
-    assert {key for key in made if current_field(key) is None} == set()
+    made = {
+        key.format(optimizer="sgd" if "momentum" in key or "nesterov" in key else "adamw")
+        for rule in RULES.values()
+        for key in rule.keys
+    }
+    assert {key for key in made if field_of(key) is None} == set()
     assert len(made) > 25
     assert set(DEFAULTS) <= set(RULES)
 

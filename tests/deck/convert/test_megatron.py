@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hpctrain.deck.convert.megatron import DEFAULTS, RULES, convert_script
 from hpctrain.deck.convert.rules import integer
 from hpctrain.deck.convert.script import parse_arguments
-from hpctrain.deck.old_keys import current_field
+from hpctrain.deck.schema import field_of
 
 SCRIPT = """#!/bin/bash
 # --num-layers 7 has no effect in a comment
@@ -238,7 +238,7 @@ def test_models(arguments: str, expected: dict[str, object]) -> None:
             "--bf16 --fp8-format hybrid --fp8-recipe blockwise",
             {"compute": "fp8", "fp8_gradients": "e5m2", "fp8": "block", "gradients": "fp32"},
         ),
-        ("--optimizer sgd --sgd-momentum 0.9", {"optimizer.name": "sgd", "optimizer.momentum": 0.9}),
+        ("--optimizer sgd --sgd-momentum 0.9", {"optimizer.name": "sgd", "optimizer.sgd.momentum": 0.9}),
         ("--exit-duration-in-mins 230", {"run.time_limit": "230 min"}),
         ("--split 969,30,1", {"data.validation": 0.03}),
         ("--tensor-model-parallel-size 2 --sequence-parallel", {"tensor": 2, "sequence_parallel": True}),
@@ -321,7 +321,7 @@ def test_defaults_of_megatron_are_marked() -> None:
     result = convert_script("--num-layers 2 --hidden-size 512 --swiglu --lr 1e-3")
     defaults = {key: result.keys[key] for key in result.defaults}
     assert defaults == {
-        "optimizer.beta2": 0.999,
+        "optimizer.adamw.beta2": 0.999,
         "optimizer.weight_decay": 0.01,
         "model.dropout": 0.1,
         "learning_rate.decay": "linear",
@@ -342,15 +342,15 @@ def test_defaults_depend_on_the_optimizer() -> None:
         result = convert_script(
             f"{asked} --micro-batch-size 1 --train-iters 10 --lr 1e-3 --optimizer {optimizer}"
         )
-        assert ("optimizer.beta2" in result.keys) == (optimizer == "adam")
-        assert result.keys.get("optimizer.momentum", 0.0) == momentum
+        assert ("optimizer.adamw.beta2" in result.keys) == (optimizer == "adam")
+        assert result.keys.get("optimizer.sgd.momentum", 0.0) == momentum
     (queries,) = (convert_script(f"{asked} --group-query-attention").keys["model.key_value_heads"],)
     assert queries == 1
 
 
 def test_every_key_exists() -> None:
     made = {key for rule in RULES.values() for key in rule.keys}
-    assert {key for key in made if current_field(key) is None} == set()
+    assert {key for key in made if field_of(key) is None} == set()
     assert len(made) > 60
     assert set(DEFAULTS) <= set(RULES)
 
