@@ -60,15 +60,15 @@ class AuditChannel:
     ) -> None:
         self.communicator, self.ranks, self.faults = communicator, ranks, faults
         self.ledger, self.full = ledger, full
-        self.sums = ReductionLog(communicator, ranks, faults)
-        self.moves = TransferLog(communicator, ranks, faults)
+        self.reductions = ReductionLog(communicator, ranks, faults)
+        self.transfers = TransferLog(communicator, ranks, faults)
         self.order = StartOrder()
         self.sent_checksums: list[tuple[MPI.Request, array[int]]] = []
 
     @property
     def logs(self) -> list[CallLog[Any]]:
         """Logs of the group's calls."""
-        return [self.sums, self.moves]
+        return [self.reductions, self.transfers]
 
 
 class AuditedTransport(WrappedTransport):
@@ -91,7 +91,7 @@ class AuditedTransport(WrappedTransport):
         if call.operation == "barrier":
             return self._in_order(lambda operation: _one_step(self._run(call), None, operation), call)
         record = TransferRecord(call, phase, self.size)
-        self.channel.moves.open(record)
+        self.channel.transfers.open(record)
         return self._in_order(lambda operation: self._transfer(call, record, operation), call)
 
     def _in_order(self, steps: Callable[[OrderedOperation], Steps], call: Call) -> TransportWork | None:
@@ -99,7 +99,7 @@ class AuditedTransport(WrappedTransport):
 
     def _reduce(self, call: Call, phase: str) -> TransportWork | None:
         record = ReductionRecord(call, phase, self.size, self.inner)
-        self.channel.sums.open(record)
+        self.channel.reductions.open(record)
         checked = run_reduction(call, self.inner, record)
         if not self.full:
             return run_steps(_completing(checked, record), call.blocking)
