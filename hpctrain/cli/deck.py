@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 @click.option(
     "--reference", is_flag=True, help="Print all keys, or those of SECTION, with types and defaults."
 )
+@click.option("--migrate", is_flag=True, help="Print DECK as it is written, with present names of keys.")
 @click.option(
     "--from",
     "source",
@@ -29,7 +31,12 @@ if TYPE_CHECKING:
     help="Convert a DeepSpeed configuration or a script with Megatron-LM arguments to a deck.",
 )
 def command(
-    deck: str | None, overrides: tuple[str, ...], ranks: int | None, reference: bool, source: str | None
+    deck: str | None,
+    overrides: tuple[str, ...],
+    ranks: int | None,
+    reference: bool,
+    migrate: bool,
+    source: str | None,
 ) -> None:
     """Print the deck in file DECK with every default filled in, or report all of its errors.
 
@@ -38,6 +45,9 @@ def command(
 
     With --from, the file is ds_config.json, or a script or text file with arguments of Megatron-LM. The deck
     lists options that it does not express at its top, and missing required keys as comments.
+
+    With --migrate, keys that have another name by now, such as optimizer.momentum, are printed with the
+    present one; comments and all other lines stay.
 
     Under mpirun or srun the deck is checked against the number of started ranks, and rank 0 prints.
     """
@@ -52,9 +62,9 @@ def command(
     if source is not None:
         from hpctrain.deck.convert.deck_text import converted_deck
 
-        if deck is not None or overrides or reference:
+        if deck is not None or overrides or reference or migrate:
             raise click.UsageError(
-                "--from cannot be combined with others: leave out DECK, --set and --reference"
+                "--from cannot be combined with others: leave out DECK, --set, --reference and --migrate"
             )
         text = converted_deck(source)
     elif reference:
@@ -64,6 +74,12 @@ def command(
         text = reference_text(deck) if width is None else reference_text(deck, width)
     elif deck is None:
         raise click.UsageError("give a DECK, --from or --reference")
+    elif migrate:
+        from hpctrain.deck.migrate import migrated_text
+
+        if overrides:
+            raise click.UsageError("--migrate prints a deck as it is written: leave out --set")
+        text = migrated_text(Path(deck))
     else:
         resolved = read_deck(deck, overrides, ranks, _SourceReader(), partial(named_problems, code=True))
         if resolved.layout.auto and ranks is not None:

@@ -6,7 +6,10 @@ it comes from.
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from pathlib import Path
 
 from pydantic.fields import FieldInfo
@@ -30,6 +33,7 @@ from hpctrain.deck.toml import is_utf8
 from hpctrain.deck.user_module import is_shown
 from hpctrain.deck.validate import DeckValidator, SourceReader
 from hpctrain.errors import HpctrainError, InputOutputError
+from hpctrain.host.launcher import launched_rank
 
 FileCheck = Callable[[Deck, int | None], Iterable[DeckProblem]]
 """Function that checks the files that a valid deck names. It also takes the number of ranks, or None."""
@@ -307,4 +311,13 @@ def _validated(
                 deck_input.add_problem(Place(deck_input.name), sentence, file_missing=missing)
     deck_input.raise_problems()
     assert deck is not None
+    if launched_rank(os.environ) == 0:
+        for renamed in deck_input.renamed:
+            _warn_once(renamed.warning)
     return deck
+
+
+@cache
+def _warn_once(sentence: str) -> None:
+    """Log a warning about an old key, once per process: a command may read a deck several times."""
+    logging.getLogger("hpctrain").warning("%s", sentence)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from hpctrain.deck.migrate import migrated_text
 from hpctrain.deck.old_keys import OLD_KEYS, new_names
 from hpctrain.deck.optimizer import AdamWTable, LionTable, MuonTable, SgdTable
 from hpctrain.deck.read import deck_text, parse_deck
@@ -105,6 +108,83 @@ def test_an_old_key_without_effect_may_have_its_default_only() -> None:
     assert problems(text.format(0.5)) == [expected]
     stored = parse_deck(SMALL + text.format(0.5), includes=False)
     assert stored.optimizer.rule == SgdTable()
+
+
+OLD = """# An old deck.
+[model]
+preset = "gpt2-124m"
+[layout]
+replicas = 2   # as many nodes
+[optimizer]
+name = "muon"
+# all blocks
+matrices = [
+  "blocks.*",  # all
+]
+momentum = 0.9 # as in the paper
+clip = 2.0
+
+[communication]
+local_steps = 4
+outer = "diloco"
+outer_momentum = 0.8
+ratio = 0.01
+
+[machine]
+memory_per_node = "3 GB"
+"""
+
+NEW = """# An old deck.
+[model]
+preset = "gpt2-124m"
+
+[layout.local_steps]
+replicas = 2   # as many nodes
+steps = 4
+outer = "diloco"
+
+[layout.local_steps.diloco]
+momentum = 0.8
+
+[optimizer]
+name = "muon"
+clip = 2.0
+
+[optimizer.muon]
+# all blocks
+matrices = [
+  "blocks.*",  # all
+]
+momentum = 0.9 # as in the paper
+
+[machine]
+memory = "3 GB"
+"""
+
+
+def test_a_deck_is_migrated_with_its_comments(tmp_path: Path) -> None:
+    path = tmp_path / "deck.toml"
+    path.write_text(OLD)
+    assert migrated_text(path) == NEW
+    path.write_text(NEW)
+    assert migrated_text(path) == NEW
+    keys = ["run.steps=10", "data.tokens=tokens.h5", "batch.global_size=8"]
+    assert parse_deck(OLD, keys) == parse_deck(NEW, keys)
+
+
+def test_an_old_key_in_an_inline_table_is_not_migrated(tmp_path: Path) -> None:
+    path = tmp_path / "deck.toml"
+    path.write_text('optimizer = {name = "sgd", momentum = 0.9}\n')
+    with pytest.raises(HpctrainError, match="write this key on a line of its own"):
+        migrated_text(path)
+
+
+def test_the_user_is_told_the_present_name_of_an_old_key(caplog: pytest.LogCaptureFixture) -> None:
+    parse_deck(SMALL + '[optimizer]\nname = "sgd"\nmomentum = 0.5\n', name="old.toml")
+    assert caplog.messages == ["old.toml:16: optimizer.momentum is now optimizer.sgd.momentum"]
+    caplog.clear()
+    parse_deck(SMALL + '[optimizer]\nname = "sgd"\nmomentum = 0.5\n', name="stored", includes=False)
+    assert caplog.messages == []
 
 
 def test_each_old_key_has_a_new_one() -> None:

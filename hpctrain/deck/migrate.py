@@ -1,0 +1,126 @@
+"""Text of a deck with present names of keys in place of old ones (`hpctrain deck DECK --migrate`)."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hpctrain.deck.deck_input import DeckInput
+from hpctrain.deck.old_keys import NONE, RenamedKey, rename_keys
+from hpctrain.deck.schema import tables
+from hpctrain.deck.toml import TomlError, parse_toml
+from hpctrain.errors import HpctrainError
+
+_HEADER = re.compile(r"\s*\[\s*([^\[\]]+?)\s*\]\s*(#.*)?$")
+_KEY = re.compile(r"(\s*)([\w.\-]+)(\s*=)")
+
+
+def migrated_text(path: Path) -> str:
+    """Return the text of a deck's file with present names of keys; all other lines stay as they are.
+
+    Keys whose old form has no effect are left out. Files that the deck includes are not changed.
+
+    Raises:
+        HpctrainError: The file cannot be read, or an old key stands in an inline table.
+    """
+    written = DeckInput(str(path))
+    written.read_file(path, str(path))
+    written.raise_problems()
+    words = [each for each in written.renamed if each.place.file == str(path)]
+    keys = [
+        each
+        for each in rename_keys(written.values, written.places, lambda table: table == "model.experts")
+        if each.place.file == str(path)
+    ]
+    text = _Text(path.read_text(encoding="utf-8").split("\n"))
+    for renamed in sorted([*words, *keys], key=lambda each: each.place.line or 0, reverse=True):
+        text.move(renamed)
+    return text.joined()
+
+
+@dataclass
+class _Text:
+    """Lines of a deck, and the lines that moved into other tables."""
+
+    lines: list[str]
+    moved: dict[str, list[str]] = field(default_factory=dict)
+    emptied: set[str] = field(default_factory=set)
+
+    def move(self, renamed: RenamedKey) -> None:
+        """Take the lines of an old key out, and keep them for its new table."""
+        number = renamed.place.line
+        first = None if number is None else _KEY.match(self.lines[number - 1])
+        name = renamed.old.rpartition(".")[2]
+        if number is None or first is None or first[2].rpartition(".")[2] != name:
+            where = renamed.place.prefix
+            raise HpctrainError(
+                f"{where}: {renamed.old}: write this key on a line of its own, and migrate again"
+            )
+        end = next(
+            end for end in range(number, len(self.lines) + 1) if _is_whole(self.lines[number - 1 : end])
+        )
+        lines = self.lines[number - 1 : end]
+        table, _, new = renamed.new.rpartition(".")
+        old_table = renamed.old.rpartition(".")[0]
+        if renamed.old in tables() and renamed.value in {0, NONE}:
+            self.lines[number - 1 : end] = [f'{first[1]}{name} = "{NONE}"']
+            return
+        lines[0] = f"{new}{first[3]}{lines[0][first.end() :]}"
+        if table == old_table:
+            self.lines[number - 1 : end] = lines
+            return
+        start = number - 1
+        while table and start and self.lines[start - 1].lstrip().startswith("#"):
+            start -= 1
+        lines = [*self.lines[start : number - 1], *lines]
+        del self.lines[start:end]
+        self.emptied.add(old_table)
+        if table:
+            self.moved[table] = [*lines, *self.moved.get(table, [])]
+
+    def joined(self) -> str:
+        """Return the text with each new table behind its section, without sections that became empty."""
+        for table in (name for name in tables() if name in self.moved):
+            headers = [(at, match[1]) for at, line in enumerate(self.lines) if (match := _HEADER.match(line))]
+            own = next((at for at, name in headers if name == table), None)
+            if own is not None:
+                self.lines[own + 1 : own + 1] = self.moved[table]
+                continue
+            outer = table.rpartition(".")[0]
+            section = table.partition(".")[0]
+            among = [at for at, name in headers if name == outer] or [
+                at for at, name in headers if name == section
+            ]
+            end = len(self.lines)
+            if among:
+                end = next((at for at, _ in headers if at > among[-1]), end)
+            while end and not self.lines[end - 1].strip():
+                end -= 1
+            after = [""] if end < len(self.lines) and self.lines[end].strip() else []
+            self.lines[end:end] = ["", f"[{table}]", *self.moved[table], *after]
+        for section in self.emptied:
+            self._remove_empty(section)
+        return "\n".join(self.lines).rstrip("\n") + "\n"
+
+    def _remove_empty(self, section: str) -> None:
+        """Remove the header of a section that has no line below it any more."""
+        at = next(
+            (at for at, line in enumerate(self.lines) if _HEADER.match(line) and f"[{section}]" in line), None
+        )
+        if at is None:
+            return
+        end = at + 1
+        while end < len(self.lines) and not self.lines[end].strip():
+            end += 1
+        if end == len(self.lines) or self.lines[end].lstrip().startswith("["):
+            self.lines[at:end] = [""] if at and self.lines[at - 1].strip() and end < len(self.lines) else []
+
+
+def _is_whole(lines: list[str]) -> bool:
+    """Return True if lines are a key with its whole value."""
+    try:
+        parse_toml("\n".join(lines))
+    except TomlError:
+        return False
+    return True
