@@ -10,10 +10,11 @@ from typing_extensions import override
 from hpctrain.audit.audited_transport import AuditChannel, AuditedTransport
 from hpctrain.audit.call_log import CallLog
 from hpctrain.audit.detected_fault import DetectedFault, FaultCollector
+from hpctrain.comm.group_factory import TransportDecorator
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.transports.choose import TransportPair
 from hpctrain.comm.transports.reduction import ReductionScratch
-from hpctrain.comm.world import TransportDecorator, World
+from hpctrain.comm.world import World
 from hpctrain.host.mpi_library import MPI
 
 Depth = Literal["cheap", "full"]

@@ -1,4 +1,4 @@
-"""What a rank computes on, and how a CPU and a GPU differ besides kernels: waiting, memory, streams."""
+"""Differences between CPUs and GPUs other than kernels: choice of a device, memory, and streams."""
 
 from __future__ import annotations
 
@@ -13,26 +13,35 @@ from hpctrain.errors import HpctrainError
 from hpctrain.host.memory import keep_freed_memory, peak_rss_bytes, resident_bytes
 
 _CUBLAS_WORKSPACE, _CUBLAS_BYTES = ":4096:8", 8 * 4096 << 10
-"""As its environment names it, without which torch refuses to be deterministic; and in bytes."""
+"""Workspace of cuBLAS for its environment variable, which torch requires for determinism; in bytes."""
 
 
 def on_host(device: torch.device) -> bool:
-    """Whether the device computes in the host's memory, so that nothing lies elsewhere."""
+    """Return True if tensors of the device are in host memory."""
     return device.type == "cpu"
 
 
 def device_kind(name: str) -> torch.device:
-    """The kind of device that run.device names; a choice that a run makes is the host until then."""
+    """Return a CPU or GPU for a value of `run.device`; "auto" stands for a CPU before a run has chosen."""
     return torch.device("cuda" if name.startswith("cuda") else "cpu")
 
 
 def gpu_count() -> int:
-    """GPUs that this process sees."""
+    """Return the number of GPUs that this process sees."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def choose_device(name: str, local_rank: int, count: int) -> torch.device:
-    """The device of a local rank on a node of `count` GPUs; HpctrainError if it is not there."""
+    """Return the device of a rank.
+
+    Args:
+        name: Value of `run.device`.
+        local_rank: Number of the rank among the ranks of its node.
+        count: Number of GPUs of the node.
+
+    Raises:
+        HpctrainError: The name is wrong, or there is no such GPU.
+    """
     if name == "cpu" or (name == "auto" and count == 0):
         return torch.device("cpu")
     if name in {"auto", "cuda"} and count > 0:
@@ -48,117 +57,122 @@ def choose_device(name: str, local_rank: int, count: int) -> torch.device:
 
 
 def prepare_device(device: torch.device) -> None:
-    """Make a GPU the one that this process uses where none is named, by kernels that always add in one order.
+    """Prepare this process for computing on a device.
 
-    Others would make two runs of one deck differ, and what is computed again differ from what it was. Of a
-    CPU, keep the memory that is freed.
+    A GPU becomes the current one, with kernels that always add in the same order, so that two runs and
+    recomputed activations have the same bits. On a CPU freed memory is kept for later allocations.
     """
     if on_host(device):
         keep_freed_memory()
     else:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", _CUBLAS_WORKSPACE)
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # a shared one holds others back
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # streams that share one delay each other
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.cuda.set_device(device)
 
 
 def synchronize(device: torch.device) -> None:
-    """Return when all that was started on the device is done."""
+    """Wait until all work on the device is complete; do nothing on a CPU."""
     if not on_host(device):
         torch.cuda.synchronize(device)
 
 
 def gpu_name(device: torch.device) -> str | None:
-    """What kind of GPU it is; None for a CPU."""
+    """Return the product name of a GPU; None for a CPU."""
     return None if on_host(device) else torch.cuda.get_device_name(device)
 
 
 def gpu_identity(device: torch.device) -> str | None:
-    """What tells this GPU from all others; None for a CPU."""
+    """Return the unique identifier of a GPU; None for a CPU."""
     return None if on_host(device) else str(torch.cuda.get_device_properties(device).uuid)
 
 
 def matmul_workspace_bytes(device: torch.device) -> int:
-    """What matrix products keep on a GPU: a workspace for each of the threads of forward and of backward."""
+    """Return the bytes that matrix products keep on a GPU, in the threads of forward and backward passes."""
     return 0 if on_host(device) else 2 * _CUBLAS_BYTES
 
 
 def used_bytes(device: torch.device) -> int:
-    """What this process holds in the device's memory."""
+    """Return the bytes that this process uses in the device's memory."""
     return resident_bytes() if on_host(device) else torch.cuda.memory_allocated(device)
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most that this process has held there: resident, or on a GPU of torch's allocator."""
+    """Return the largest number of bytes that this process has used in the device's memory."""
     return peak_rss_bytes() if on_host(device) else torch.cuda.max_memory_allocated(device)
 
 
 def reset_peak(device: torch.device) -> None:
-    """Let the peak of a GPU begin anew, and give others what this process no longer uses there."""
+    """Reset `peak_bytes` of a GPU, and release its unused memory to other processes."""
     if not on_host(device):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def gpu_memory_bytes(device: torch.device) -> int | None:
-    """The memory of a GPU; None where this process sees none."""
+    """Return the size of a GPU's memory; None if this process sees no GPU."""
     return torch.cuda.get_device_properties(device).total_memory if torch.cuda.is_available() else None
 
 
 def empty_host_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Uninitialized host memory, pinned where it is to be copied from or to a GPU.
+    """Return an uninitialized tensor in host memory, pinned if it is copied from or to a GPU `device`.
 
-    Torch keeps pinned memory for whoever asks next, and until the copies that use it are done.
+    torch keeps pinned memory for later tensors, but not before the copies that use it are complete.
     """
     return torch.empty(tuple(shape), dtype=dtype, pin_memory=not on_host(device))
 
 
 def synchronize_stream(device: torch.device) -> None:
-    """Return when what the present stream was given, such as copies to the host, is done."""
+    """Wait until the work of the current stream, such as copies to the host, is complete."""
     if not on_host(device):
         torch.cuda.current_stream(device).synchronize()
 
 
 def current_stream() -> int:
-    """The present stream as libraries of the GPU take it."""
+    """Return the handle of the current stream, as GPU libraries take it."""
     return torch.cuda.current_stream().cuda_stream
 
 
 class StreamWork:
-    """Work under way on a SideStream."""
+    """Work that was started on a SideStream."""
 
     def __init__(self, event: Any) -> None:
         self._event = event
 
     def wait(self) -> None:
-        """Make the present stream wait for it."""
+        """Make the current stream wait for the work."""
         torch.cuda.current_stream().wait_event(self._event)
 
     def test(self) -> bool:
-        """Whether it is complete."""
+        """Return True if the work is complete."""
         return bool(self._event.query())
 
-    def settle(self) -> None:
-        """Wait for it on the host."""
+    def synchronize(self) -> None:
+        """Wait on the host until the work is complete."""
         self._event.synchronize()
 
     def deliver(self, memory: Tensor) -> Tensor:
-        """Memory of `SideStream.bring`, for use by what is computed from now on."""
+        """Return a tensor of `SideStream.copy_to_device`, after making the current stream wait for it."""
         self.wait()
         memory.record_stream(torch.cuda.current_stream())
         return memory
 
 
 class SideStream:
-    """A stream of the GPU in use beside the one that computes, made when it is first needed."""
+    """GPU stream beside the stream that computes. It is made when it is first used."""
 
     def __init__(self) -> None:
         self._stream: Any = None
 
     def start(self, action: Callable[[], object], tensors: Sequence[Tensor | None]) -> StreamWork:
-        """Launch there what uses these tensors of the GPU, after all that the present stream was given."""
-        stream = self._made()
+        """Run an action on this stream, after all previous work of the current stream.
+
+        Args:
+            action: Function that starts GPU work.
+            tensors: GPU tensors that the work uses.
+        """
+        stream = self._make()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             action()
@@ -167,19 +181,19 @@ class SideStream:
                 tensor.record_stream(stream)
         return StreamWork(stream.record_event())
 
-    def bring(self, host: Tensor, device: torch.device) -> tuple[Tensor, StreamWork]:
-        """Start to copy host memory to the GPU, without waiting for what the present stream does."""
-        stream = self._made()
+    def copy_to_device(self, host: Tensor, device: torch.device) -> tuple[Tensor, StreamWork]:
+        """Start to copy a host tensor to the GPU, without waiting for the current stream."""
+        stream = self._make()
         with torch.cuda.stream(stream):
             memory = torch.empty_like(host, device=device).copy_(host, non_blocking=True)
         return memory, StreamWork(stream.record_event())
 
     def precede(self) -> None:
-        """Make the present stream wait for all that was launched here."""
+        """Make the current stream wait for all work of this stream."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 
-    def _made(self) -> Any:
+    def _make(self) -> Any:
         if self._stream is None:
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call, unused-ignore]
         return self._stream

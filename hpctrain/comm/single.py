@@ -1,4 +1,4 @@
-"""A world of one process, for notebooks and scripts that look at a model: no verb begins or ends it."""
+"""World of one process, for notebooks and scripts that load a model without a verb."""
 
 from __future__ import annotations
 
@@ -12,9 +12,15 @@ ENDED = "MPI was ended in this process (World.finish()): start runs and load mod
 
 
 def single_world(device: str = "auto") -> World:
-    """This process alone, whatever others there are; MPI is started where nobody has, and ends with it.
+    """Return a World of this process alone, whatever other ranks there are. Local.
 
-    `device` as in `World.start`. HpctrainError where MPI cannot be started, or was ended already.
+    MPI is started if it is not running, and is then finalized when the process ends.
+
+    Args:
+        device: Device, as in `World.start`.
+
+    Raises:
+        HpctrainError: MPI cannot be started, or was finalized.
     """
     if MPI.Is_finalized():
         raise HpctrainError(ENDED)
@@ -27,13 +33,17 @@ def single_world(device: str = "auto") -> World:
 
 
 def require_running() -> None:
-    """HpctrainError where MPI was ended, and groups are of no use any more."""
+    """Check that groups can be used.
+
+    Raises:
+        HpctrainError: MPI was finalized.
+    """
     if MPI.Is_finalized():
         raise HpctrainError(ENDED)
 
 
 def finalize_at_exit() -> None:
-    """Have MPI finalized when this process ends, once, whoever asks for it."""
+    """Finalize MPI when this process ends. Further calls have no effect."""
     atexit.unregister(_end)
     atexit.register(_end)
 

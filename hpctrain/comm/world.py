@@ -9,27 +9,23 @@ import sys
 import threading
 import time
 import traceback
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
+from hpctrain.comm.call_check import CallChecks
 from hpctrain.comm.calls import Call
-from hpctrain.comm.check import CallChecks
 from hpctrain.comm.device import choose_device, gpu_count, on_host, peak_bytes, prepare_device, used_bytes
-from hpctrain.comm.group import Group, GroupTransports
+from hpctrain.comm.group import Group
+from hpctrain.comm.group_factory import GroupFactory, TransportDecorator
 from hpctrain.comm.hang_settings import HangSettings
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.outcome import combine_errors, flush_output, print_error, print_problems, to_hpctrain_error
 from hpctrain.comm.topology import Topology
-from hpctrain.comm.transports.choose import TRANSPORTS, TransportPair, TransportSetting
-from hpctrain.comm.transports.emulated import EmulatedLink, EmulatedTransport
-from hpctrain.comm.transports.node_memory import NodeMemory, open_node_memory
-from hpctrain.comm.transports.reduction import ReductionScratch
-from hpctrain.comm.work import StartedWork
+from hpctrain.comm.transports.emulated import EmulatedLink
 from hpctrain.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, HpctrainError, UsersError
 from hpctrain.host.launcher import find_contradictions
 from hpctrain.host.launcher_checks import check_contradictions, check_launcher
@@ -38,58 +34,40 @@ from hpctrain.host.mpi_library import MPI, communicator_of, finalizes_between_no
 from hpctrain.host.shared_memory_cleanup import SegmentMarker, mark_segments, remove_stale_segments
 from hpctrain.units import Link, format_bytes
 
-Nodes = tuple[int, ...]
+GRACE_SECONDS = 5.0
+"""Time for which a rank with an error of its own waits for the other ranks to end, too."""
 
-GRACE_SECONDS = 5.0  # how long a rank with an error of its own waits for the others to end too
-SECONDS_FOR_OUTPUT = 0.2  # in which launchers fetch what ranks have written before these are ended
-
-
-class TransportDecorator(ABC):
-    """Extension point: object that wraps the transports of all groups of a world, such as to check messages.
-
-    Without a decorator, calls go to the transports directly.
-    """
-
-    @abstractmethod
-    def wrap(
-        self,
-        transports: TransportPair,
-        communicator: MPI.Intracomm,
-        ranks: Sequence[int],
-        scratch: ReductionScratch,
-    ) -> TransportPair:
-        """Return the transports that a new group uses instead of `transports`. Collective over its ranks.
-
-        Args:
-            transports: Transports for host memory and for the accelerator.
-            communicator: Communicator of the group. Other calls use it, so messages need a duplicate of it.
-            ranks: Ranks of the group in the whole world; at least two.
-            scratch: Memory that reductions may receive into.
-        """
-
-    @abstractmethod
-    def for_part(self) -> TransportDecorator:
-        """Return the decorator of a world that consists of some ranks of this one."""
+SECONDS_FOR_OUTPUT = 0.2
+"""Time in which launchers read what ranks have written, before the ranks are ended."""
 
 
 class World:
     """Position of this process among all ranks, and the group of all ranks.
 
+    Verbs call `start`. The constructor takes MPI as it is and installs no handlers. It is collective.
+
+    Args:
+        communicator: Communicator of all ranks.
+        whole: World that this one is a part of, whose ledger and settings it uses; None if there is none.
+
     Attributes:
         rank: Rank of this process.
         size: Number of ranks.
         node: Number of this rank's node. Nodes are numbered by their lowest rank.
+        nodes: Number of nodes.
         local_rank: Number of this rank among the ranks of its node.
+        local_size: Number of ranks of this node.
         device: Device that this rank computes on.
         topology: Nodes of all ranks, which groups use.
+        ledger: Ledger of this rank.
+        hang: Settings of the watchdog.
+        groups: Factory of groups.
+        everyone: Group of all ranks.
+        removed_segments: Shared memory of dead jobs that this rank has removed at the start.
         planned_bytes: Memory that this rank will use according to its plan, in bytes; 0 without a plan.
     """
 
     def __init__(self, communicator: MPI.Intracomm, whole: World | None = None) -> None:
-        """Collective. `start` is what verbs call; this takes MPI as it is and installs nothing.
-
-        A part of a `whole` world enters what it does in the ledger of that, under the ranks there.
-        """
         self.communicator = communicator
         self.rank = communicator.rank
         self.size = communicator.size
@@ -107,78 +85,76 @@ class World:
         self.ledger: Ledger = Ledger() if whole is None else whole.ledger
         self.hang: HangSettings = HangSettings() if whole is None else whole.hang
         self.device: torch.device = torch.device("cpu") if whole is None else whole.device
-        self._scratch: ReductionScratch = ReductionScratch() if whole is None else whole._scratch
-        # By the nodes of all ranks, of which some may be emulated.
-        self._seen: dict[Nodes, NodeMemory | str] = {} if whole is None else dict(whole._seen)
-        self._memories: list[NodeMemory] = [] if whole is None else whole._memories
-        self._in_flight: set[StartedWork[Any]] = set() if whole is None else whole._in_flight
-        self._checks: CallChecks | None = None
-        self.transport_decorator: TransportDecorator | None = None
-        """Decorator of the transports of groups that are made later; None if there is none."""
-        self._link: EmulatedLink | None = None if whole is None else whole._link
-        # Errors are agreed on here, apart from what the groups may have under way.
+        parent = None if whole is None else whole.groups
+        self.groups: GroupFactory = GroupFactory(self.topology, self.ledger, parent)
+        # Ranks agree on errors over this communicator, whatever messages their groups have in flight.
         self._control = communicator.Dup()
-        mine = self.rank if whole is None else whole._ranks[whole.rank]
-        # Those of the whole world, by which a hang is told.
-        self._ranks: tuple[int, ...] = tuple(communicator.allgather(mine))
-        self._agreements = self.ledger.calls.group("world", self._ranks)
+        root_rank = self.rank if whole is None else whole.groups.ranks[whole.rank]
+        self.groups.ranks = tuple(communicator.allgather(root_rank))
+        self._agreements = self.ledger.calls.group("world", self.groups.ranks)
         self._agreed: HpctrainError | None = None
         self._marker: SegmentMarker | None = None
-        self.swept: list[str] = []
-        """What was removed on this node, of what dead jobs had left; told to its first rank."""
+        self.removed_segments: list[str] = []
         self.planned_bytes = 0
-        self.everyone = self._group(("world",), tuple(range(self.size)), communicator, "mpi")
+        self.everyone = self._make_group(("world",), tuple(range(self.size)), communicator, "mpi")
 
     @classmethod
     def start(cls, device: str = "auto", begin: Callable[[World], None] = lambda _: None) -> World:
-        """Start MPI and take this process's place; called once, by a verb, on all ranks alike.
+        """Start MPI and make the World of all ranks. A verb calls this once. Collective.
 
-        `begin` is called as soon as there is a World, before anything else can fail; it may communicate.
-        `device`: "auto" (the local rank's GPU if there is one, else the CPU), "cpu", "cuda" or "cuda:N".
-        From here on an uncaught exception on any rank, in any thread, prints its traceback and ends the
-        job with exit code 70. HpctrainError where the launcher and MPI disagree, or the device is missing.
+        From then on, an uncaught exception on any rank, in any thread, prints its traceback and ends the job
+        with exit code 70.
+
+        Args:
+            device: "auto" (the local rank's GPU if there is one, otherwise the CPU), "cpu", "cuda" or
+                "cuda:N".
+            begin: Function that is called with the new World before anything else can fail; it may
+                communicate.
+
+        Raises:
+            HpctrainError: Launcher and MPI contradict each other, or there is no such device.
         """
         if not MPI.Is_initialized():
             start_mpi()
         check_launcher(os.environ, MPI.COMM_WORLD.size, MPI.get_vendor()[0])
         world = cls(MPI.COMM_WORLD)
         begin(world)
-        here = find_contradictions(os.environ, world.rank, world.local_rank, world.nodes)
-        check_contradictions([each for rank in world._control.allgather(here) for each in rank])
+        contradictions = find_contradictions(os.environ, world.rank, world.local_rank, world.nodes)
+        check_contradictions([each for rank in world._control.allgather(contradictions) for each in rank])
         world.use_device(device)
-        world._clean()
+        world._remove_stale_segments()
         sys.excepthook = world._on_exception
         threading.excepthook = world._on_thread_exception
         return world
 
-    def _clean(self) -> None:
-        """Remove what dead jobs left in shared memory, and note what this one has. Collective."""
+    def _remove_stale_segments(self) -> None:
+        """Remove shared memory of dead jobs on this node, and mark that of this job. Collective."""
         node = self.communicator.Split_type(MPI.COMM_TYPE_SHARED, self.rank)
         assert isinstance(node, MPI.Intracomm)
         if node.rank == 0:
-            self.swept = [f"{name} on {self.hostname}" for name in remove_stale_segments()]
+            self.removed_segments = [f"{name} on {self.hostname}" for name in remove_stale_segments()]
         self._marker = mark_segments(node)
         node.Free()
 
     def use_device(self, name: str) -> None:
-        """Choose the device, as `start` does. Collective; before any Mesh is made."""
+        """Choose the device as `start` does, before any Mesh is made. Collective."""
         with self.agreement():
             self.device = choose_device(name, self.local_rank, gpu_count())
         prepare_device(self.device)
         self.everyone.device = self.device
 
-    def compare_calls(self, wanted: bool) -> None:
+    def compare_calls(self, enabled: bool) -> None:
         """Set whether ranks compare their collective calls, in `everyone` and in groups that are made later.
 
         Collective. If calls differ, the ranks of the group raise a MismatchError; for messages, the receiver
         does.
         """
-        if not wanted:
-            self._checks = None
+        if not enabled:
+            self.groups.checks = None
             self.everyone.comparer = None
-        elif self._checks is None:
-            self._checks = CallChecks()
-            self._checks.check_group(self.everyone)
+        elif self.groups.checks is None:
+            self.groups.checks = CallChecks()
+            self.groups.checks.check_group(self.everyone)
 
     def emulate_nodes(self, ranks: int | None) -> None:
         """Divide the ranks into nodes of so many ranks, for groups and shared memory that are made later."""
@@ -189,148 +165,147 @@ class World:
 
         Collective. All ranks must be on one machine, since they compare their clocks.
         """
-        if link is None and self._link is None:
+        if link is None and self.groups.link is None:
             return
         assert link is None or self.nodes == 1
-        self._link = None if link is None else EmulatedLink(link)
-        everyone = self.everyone
-        everyone.host, everyone.accelerator = self._pair(self.communicator, self._ranks, "mpi")
+        self.groups.link = None if link is None else EmulatedLink(link)
+        self._remake_transports()
+
+    @property
+    def transport_decorator(self) -> TransportDecorator | None:
+        """Decorator of the transports of groups that are made later; None if there is none."""
+        return self.groups.decorator
 
     def decorate_transports(self, decorator: TransportDecorator | None) -> None:
         """Wrap the transports of `everyone`, and of groups that are made later. None ends this.
 
         Collective.
         """
-        if decorator is not self.transport_decorator:
-            self.transport_decorator = decorator
-            self.everyone.host, self.everyone.accelerator = self._pair(self.communicator, self._ranks, "mpi")
+        if decorator is not self.groups.decorator:
+            self.groups.decorator = decorator
+            self._remake_transports()
+
+    def _remake_transports(self) -> None:
+        transports = self.groups.make_transports(self.communicator, self.groups.ranks, "mpi")
+        self.everyone.host, self.everyone.accelerator = transports
 
     def alone(self) -> World:
-        """A world of this rank alone, on the same device, with a ledger of its own."""
+        """Return a World of this rank alone, on the same device, with a ledger of its own. Local."""
         world = World(MPI.COMM_SELF)
         world.device = world.everyone.device = self.device
         return world
 
     def part(self, ranks: Sequence[int]) -> World:
-        """A world of these ranks of this one, in rising order, whose ledger is this one's. Collective: the
-        other ranks make the parts that they are in.
+        """Return a World of some ranks, which uses the ledger of this one.
+
+        Collective over this world: each other rank makes the part that it belongs to.
+
+        Args:
+            ranks: Ranks of this world, in rising order, with this one among them.
         """
         assert self.rank in ranks, (self.rank, ranks)
         communicator = self.communicator.Split(min(ranks), self.rank)
         assert isinstance(communicator, MPI.Intracomm) and communicator.size == len(ranks), ranks
         world = World(communicator, self)
-        world.compare_calls(self._checks is not None)
-        decorator = self.transport_decorator
+        world.compare_calls(self.groups.checks is not None)
+        decorator = self.groups.decorator
         world.decorate_transports(None if decorator is None else decorator.for_part())
         return world
 
     def share_memory(self) -> str:
-        """Have the ranks of each node see memory of each other, for groups made from now on; why they cannot,
-        where they cannot: the same on all ranks. Collective.
-        """
-        nodes = self.topology.nodes
-        if nodes not in self._seen:
-            node = self.communicator.Split(nodes[self._ranks[self.rank]], self.rank)
-            assert isinstance(node, MPI.Intracomm)
-            opened = self._seen[nodes] = open_node_memory(node, self._ranks[self.rank])
-            if isinstance(opened, NodeMemory):
-                self._memories.append(opened)
-        mine = self._memory if isinstance(self._memory, str) else ""
-        return next((each for each in self._control.allgather(mine) if each), "")
+        """Let the ranks of each node see each other's memory, in groups that are made later. Collective.
 
-    @property
-    def _memory(self) -> NodeMemory | str | None:
-        """What this rank sees of its node's, or why nothing; None before `share_memory`."""
-        return self._seen.get(self.topology.nodes)
+        Returns:
+            The reason why they cannot, or ""; the same on all ranks.
+        """
+        reason = self.groups.open_memory(self.communicator)
+        return next((each for each in self._control.allgather(reason) if each), "")
 
     def nodes_of(self, ranks: Sequence[int]) -> list[int]:
-        """The nodes of these ranks of this world, as groups go by them."""
-        return [self.topology.nodes[self._ranks[rank]] for rank in ranks]
+        """Return the node of each of these ranks of this world, as groups use them."""
+        return [self.topology.nodes[self.groups.ranks[rank]] for rank in ranks]
 
     @property
     def buffer_bytes(self) -> int:
-        """The most host memory that reductions have used for what they receive."""
-        return self._scratch.peak_bytes
+        """Largest host memory, in bytes, that reductions have received into."""
+        return self.groups.scratch.peak_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """The most memory that this rank has held, without that of others that it sees."""
-        return max(0, peak_bytes(self.device) - sum(memory.foreign_bytes() for memory in self._memories))
+        """Largest memory, in bytes, that this rank has used, without memory of other ranks that it sees."""
+        foreign_bytes = sum(memory.foreign_bytes() for memory in self.groups.memories)
+        return max(0, peak_bytes(self.device) - foreign_bytes)
 
     def split(
         self, axes: tuple[str, ...], ranks: tuple[int, ...], transport: str, among: Group | None = None
     ) -> Group:
-        """The Group of these ranks of this world, in rising order.
+        """Make a group of some ranks.
 
-        Collective over `among` (default: everyone), whose other ranks make the groups that they are in.
+        Collective over `among`: each other rank makes the group that it belongs to.
+
+        Args:
+            axes: Names of its axes.
+            ranks: Ranks of this world, in rising order, with this one among them.
+            transport: Name of the transport.
+            among: Group that is split; `everyone` if None.
         """
         communicator = communicator_of((among or self.everyone).objects).Split(ranks[0], self.rank)
         assert isinstance(communicator, MPI.Intracomm)
-        return self._group(axes, ranks, communicator, transport)
+        return self._make_group(axes, ranks, communicator, transport)
 
-    def _group(
+    def _make_group(
         self, axes: tuple[str, ...], ranks: tuple[int, ...], communicator: MPI.Intracomm, transport: str
     ) -> Group:
-        of_world = tuple(self._ranks[rank] for rank in ranks)
-        host, accelerator = self._pair(communicator, of_world, transport)
-        transports = GroupTransports(communicator, host, accelerator)
-        group = Group(axes, ranks, transports, self.device, self.ledger, self._in_flight, of_world)
-        if self._checks is not None:
-            self._checks.check_group(group)
-        return group
-
-    def _pair(self, communicator: MPI.Intracomm, ranks: tuple[int, ...], transport: str) -> TransportPair:
-        """What carries tensors of host and accelerator. Collective over the communicator."""
-        nodes = [self.topology.nodes[rank] for rank in ranks]
-        memory = self._memory if isinstance(self._memory, NodeMemory) else None
-        host, accelerator = TRANSPORTS[transport].make(
-            TransportSetting(communicator, nodes, self._scratch, memory)
-        )
-        if self._link is not None:
-            times, apart = communicator.Dup(), nodes if self.topology.per_node else list(range(len(ranks)))
-            slow = (EmulatedTransport(each, times, self._link, apart) for each in (host, accelerator))
-            host, accelerator = next(slow), next(slow)
-        if self.transport_decorator is None or len(ranks) == 1:
-            return host, accelerator
-        return self.transport_decorator.wrap((host, accelerator), communicator, ranks, self._scratch)
+        return self.groups.make(axes, ranks, communicator, transport, self.device)
 
     @contextmanager
     def agreement(self) -> Iterator[None]:
-        """Inside, each rank works alone; on leaving, if any rank has an error, all raise the same.
+        """Let all ranks raise the same error if any rank raises one inside the block.
 
-        HpctrainErrors are exchanged, OSErrors as InputOutputErrors: the class is the lowest failing
-        rank's, the problems are all distinct ones, or of a UsersError that rank's alone. Any other exception
-        goes on up and ends the job. Nothing inside may communicate.
+        Collective at the end of the block. Inside it each rank works alone and must not communicate.
+        HpctrainErrors and OSErrors are exchanged. The error that all ranks raise has the class of the lowest
+        failing rank, and the distinct messages of all ranks (of a UserCodeError only those of that rank). Any
+        other exception leaves the block at once, and ends the job.
+
+        Raises:
+            HpctrainError: A rank has raised one.
+            InputOutputError: A rank has raised an OSError.
         """
         error: HpctrainError | None = None
         try:
             yield
-        except (HpctrainError, OSError) as problem:
-            error = to_hpctrain_error(problem)
-        mine = None if error is None else (error.exit_code, error.problems, isinstance(error, UsersError))
-        self._agreements.enter(Call("agreement"))
-        failures = [each for each in self._control.allgather(mine) if each is not None]
-        self._agreements.leave()
+        except (HpctrainError, OSError) as raised:
+            error = to_hpctrain_error(raised)
+        own = None
+        if error is not None:
+            own = error.exit_code, error.problems, isinstance(error, UsersError)
+        if self.size == 1:
+            failures = [] if own is None else [own]
+        else:
+            self._agreements.enter(Call("agreement"))
+            failures = [each for each in self._control.allgather(own) if each is not None]
+            self._agreements.leave()
         if failures:
-            told = failures[:1] if failures[0][2] else failures
-            self._agreed = combine_errors([each[:2] for each in told])
+            is_user_code = failures[0][2]
+            reported = failures[:1] if is_user_code else failures
+            self._agreed = combine_errors([each[:2] for each in reported])
             raise self._agreed from error
 
     def finish(self, code: int = 0, problems: Sequence[str] = (), agreed: bool = True) -> int:
-        """End normally: print the problems from rank 0, finalize MPI; the exit code of all ranks.
+        """Print error messages, finalize MPI, and return the exit code of all ranks. Collective.
 
-        Collective. The lowest failing rank's code is everyone's. With `agreed` false, where this rank
-        may be alone with its error, the job is aborted if the others do not come within seconds.
+        Args:
+            code: Exit code of this rank. The result is that of the lowest rank that failed.
+            problems: Error messages of this rank, which rank 0 prints.
+            agreed: False if only this rank may have the error. Then it ends the job if the other ranks do not
+                come within seconds.
         """
         return self.finalize(self.conclude(code, problems, agreed))
 
     def conclude(self, code: int = 0, problems: Sequence[str] = (), agreed: bool = True) -> int:
-        """Print the problems from rank 0 and return the exit code of all ranks; MPI stays usable.
-
-        Collective, with the arguments of `finish`.
-        """
+        """Do what `finish` does, with the same arguments, but leave MPI running. Collective."""
         self.ledger.activity = "ending"
-        self._agreements.enter(Call("end"))  # for the watchdog, which names the ranks that have not come
+        self._agreements.enter(Call("end"))  # the watchdog names ranks that do not come
         arrived = self._control.Ibarrier()
         deadline = None if agreed else time.monotonic() + GRACE_SECONDS
         pause = 1e-5
@@ -351,75 +326,69 @@ class World:
 
     def finalize(self, code: int) -> int:
         """Finalize MPI, after `conclude`, and return the exit code. Collective."""
-        # Launchers may end the others as soon as one rank has left, which must not change their exit codes.
+        # Launchers may end the other ranks when one has left, which must not change their exit codes.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self._control.Barrier()
         self._restore_hooks()
         if self.nodes > 1 and not finalizes_between_nodes():
             self._leave_unfinalized(code)
-        self._close_memories()
+        self.groups.close_memories()
         MPI.Finalize()
         return code
 
     def release(self) -> None:
-        """Release what this world holds and leave MPI running, after `conclude`.
+        """Release memory after `conclude`, and leave MPI running. Local.
 
-        Of a job of several ranks an uncaught exception still ends all of them: one rank that is gone would
-        otherwise keep the others waiting where MPI ends.
+        In a job of several ranks, an uncaught exception still ends all of them. Otherwise they would wait for
+        the failed rank when MPI is finalized.
         """
         if self.size == 1:
             self._restore_hooks()
-        self._close_memories()
+        self.groups.close_memories()
 
     def _restore_hooks(self) -> None:
         sys.excepthook = sys.__excepthook__
         threading.excepthook = threading.__excepthook__
 
-    def _close_memories(self) -> None:
-        for memory in self._memories:
-            memory.close()
-        self._memories.clear()
-
     def _leave_unfinalized(self, code: int) -> NoReturn:
-        """End all ranks, which have nothing left to do, with this exit code and without MPI's Finalize."""
+        """End all ranks, which have nothing left to do, with this exit code and without finalizing MPI."""
         flush_output()
         time.sleep(SECONDS_FOR_OUTPUT)
         if self.rank == 0:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # MPI's word on the end is no news
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # MPI would print a message
             self.communicator.Abort(code)
         time.sleep(GRACE_SECONDS)
         os._exit(code)
 
     def abort(self, code: int = EXIT_INTERNAL) -> NoReturn:
-        """End the job at once, on all ranks, with this exit code."""
+        """End the job at once, on all ranks, with this exit code. Local."""
         flush_output()
         if self._marker is not None:
             self._marker.remove()
-        if MPI.COMM_WORLD.size > 1:  # else there is nobody to end, and MPI would say much about it
+        if MPI.COMM_WORLD.size > 1:  # with one rank MPI would only print messages
             self.communicator.Abort(code)
         os._exit(code)
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Print this rank's traceback (of an interrupt or the end of memory one line) and abort the job."""
-        who = f"hpctrain: rank {self.rank} of {self.size} on {self.hostname}"
+        """Print the traceback of an error (one line for interrupts and lack of memory), and abort the job."""
+        rank = f"hpctrain: rank {self.rank} of {self.size} on {self.hostname}"
         if isinstance(error, KeyboardInterrupt):
-            print_error(f"{who}: interrupted")
+            print_error(f"{rank}: interrupted")
             self.abort(EXIT_INTERRUPTED)
         if is_out_of_memory(error):
-            print_problems([self._out_of_memory(error)])
+            print_problems([self._describe_out_of_memory(error)])
             self.abort(EXIT_INTERNAL)
         text = "".join(traceback.format_exception(error))
-        print_error(f"{who}: uncaught exception, ending the job\n{text}".removesuffix("\n"))
+        print_error(f"{rank}: uncaught exception, ending the job\n{text}".removesuffix("\n"))
         self.abort(EXIT_INTERNAL)
 
-    def _out_of_memory(self, error: BaseException) -> str:
-        """In one sentence, what this rank had and was to have when it got no more."""
-        held, where = used_bytes(self.device), "" if on_host(self.device) else f" on {self.device}"
+    def _describe_out_of_memory(self, error: BaseException) -> str:
+        used, where = used_bytes(self.device), "" if on_host(self.device) else f" on {self.device}"
         plan = f", of {format_bytes(self.planned_bytes)} by the plan" if self.planned_bytes else ""
         why = " ".join(str(error).split()) or type(error).__name__
         return (
             f"rank {self.rank} of {self.size} on {self.hostname} ran out of memory: it held "
-            f"{format_bytes(held)}{where}{plan}, and got no more ({why[:300]}); fewer ranks on a node, or "
+            f"{format_bytes(used)}{where}{plan}, and got no more ({why[:300]}); fewer ranks on a node, or "
             "what `hpctrain plan` advises, would leave room"
         )
 

@@ -82,11 +82,11 @@ class _HostHandle(OffloadHandle):
         pass
 
     def settle(self) -> None:
-        self.out.settle()
+        self.out.synchronize()
 
     def start_fetch(self) -> None:
         if self.coming is None:
-            self.coming = self.copies.stream.bring(self.host, self.copies.device)
+            self.coming = self.copies.stream.copy_to_device(self.host, self.copies.device)
 
     def fetch(self) -> Tensor:
         self.start_fetch()
@@ -175,7 +175,7 @@ class _DiskHandle(OffloadHandle):
 
     def advance(self) -> None:
         if self.out is not None and self.host is not None:
-            self.out.settle()
+            self.out.synchronize()
             self.out = None
             self._write(self.host)
 
@@ -200,7 +200,7 @@ class _DiskHandle(OffloadHandle):
         if copies is None:
             self.host = None  # from now on the caller's
             return host
-        memory, copy = copies.stream.bring(host, copies.device)
+        memory, copy = copies.stream.copy_to_device(host, copies.device)
         self._give_host()
         return copy.deliver(memory)
 

@@ -9,7 +9,7 @@ from time import perf_counter
 
 import torch
 
-from hpctrain.comm.check import MismatchError
+from hpctrain.comm.call_check import MismatchError
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import make_mesh

@@ -130,7 +130,9 @@ class Run:
                 reporter.log.warning("%s", ended)
             if newest is not None:
                 reporter.say([f"goes on from {newest} at step {state.step}"])
-            swept = [each for names in world.everyone.all_gather_object(world.swept) for each in names]
+            swept = [
+                each for names in world.everyone.all_gather_object(world.removed_segments) for each in names
+            ]
             if swept:
                 reporter.log.info("removed what killed jobs had left in shared memory: %s", ", ".join(swept))
             reporter.begin()

@@ -35,10 +35,10 @@ def shared(world: World) -> Transport:
     """Memory of the node for whatever is not empty, in rounds of few elements."""
     assert world.share_memory() == ""
     host = world.everyone.host
-    assert isinstance(host, MpiTransport) and isinstance(world._memory, NodeMemory)
+    assert isinstance(host, MpiTransport) and isinstance(world.groups.memory, NodeMemory)
     if world.size == 1:
         return host
-    made = SharedTransport(host, world._memory)
+    made = SharedTransport(host, world.groups.memory)
     made.least_bytes, made.least_moved_bytes, made.round_bytes, made.most_small_bytes = 1, 1, 4096, -1
     return made
 

@@ -53,8 +53,8 @@ def test_all_that_a_run_holds_is_planned(world: World, mpi_tmp_path: Path, name:
     if keys is None:
         pytest.skip("of another number of ranks")
     prepare_copying(world, mpi_tmp_path)
-    world._scratch._free.clear()  # what earlier tests of this world have left
-    world._scratch.bytes = world._scratch.peak_bytes = 0
+    world.groups.scratch._free.clear()  # what earlier tests of this world have left
+    world.groups.scratch.bytes = world.groups.scratch.peak_bytes = 0
     assert run_deck(world, mpi_tmp_path / "deck.toml", keys, make=make_trainer) == 0
     rows = json.loads((mpi_tmp_path / "run" / "plan.json").read_text(encoding="utf-8"))
     for predicted, measured in zip(rows["predicted"]["stages"], rows["measured"], strict=True):

@@ -227,7 +227,7 @@ def test_what_sums_receive_is_planned(world: World, tmp_path: Path) -> None:
     for name, keys in SUMS[world.size].items():
         deck = small_deck(*keys)
         training, planned = trainer(world, deck), plan_memory(deck, world.size, VOCABULARY)
-        scratch = world._scratch
+        scratch = world.groups.scratch
         scratch._free.clear()
         scratch.bytes = scratch.peak_bytes = 0
         training.train(1)

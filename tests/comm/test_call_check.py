@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from hpctrain.comm.check import MismatchError, MpiCallComparer
+from hpctrain.comm.call_check import MismatchError, MpiCallComparer
 from hpctrain.comm.group import Group
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.outcome import name_ranks

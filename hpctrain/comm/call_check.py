@@ -1,0 +1,145 @@
+"""Comparison of the calls of a group's ranks, which reports a difference before the ranks hang.
+
+`CallChecks.check_group` gives a Group a CallComparer. Groups of the same ranks share one sequence of
+comparisons, so that a call of the wrong group is found, too. A started operation is compared when it is first
+tested or waited for, since a rank may start operations of several groups in an order of its own.
+"""
+
+from __future__ import annotations
+
+from hpctrain.comm.calls import Call
+from hpctrain.comm.group import Group
+from hpctrain.comm.outcome import name_ranks
+from hpctrain.comm.transports.mpi import MpiRequests
+from hpctrain.comm.transports.transport import SteppedWork, Steps, Transport, TransportWork, run_steps
+from hpctrain.errors import EXIT_INTERNAL, HpctrainError
+from hpctrain.host.mpi_library import MPI, communicator_of
+
+WIDTH = 256
+"""Bytes of the description of a call that ranks exchange."""
+
+
+class MismatchError(HpctrainError):
+    """Error that the ranks of a group raise if they call different operations. It names these."""
+
+    exit_code = EXIT_INTERNAL
+
+
+class CallChecks:
+    """Comparers of this rank's groups.
+
+    Attributes:
+        communicators: Communicator for comparisons by the ranks of the world that compare.
+    """
+
+    def __init__(self) -> None:
+        self.communicators: dict[tuple[int, ...], MPI.Intracomm] = {}
+
+    def check_group(self, group: Group) -> None:
+        """Compare the calls of a group's ranks from now on. Collective over the group."""
+        if group.size == 1 or group.comparer is not None:
+            return
+        if group.ranks not in self.communicators:
+            self.communicators[group.ranks] = communicator_of(group.objects).Dup()
+        group.comparer = MpiCallComparer(self.communicators[group.ranks], group.ranks)
+
+
+class MpiCallComparer:
+    """CallComparer that exchanges descriptions of calls over a communicator of its own.
+
+    Args:
+        communicator: Communicator that nothing else uses.
+        ranks: Ranks of the world that it consists of.
+    """
+
+    def __init__(self, communicator: MPI.Intracomm, ranks: tuple[int, ...]) -> None:
+        self.communicator, self.ranks = communicator, ranks
+        self._sent: list[tuple[MPI.Request, bytearray]] = []
+
+    def run(self, call: Call, transport: Transport) -> TransportWork | None:
+        """Run a call on the transport once all ranks make the same call; like `Transport.run`.
+
+        Raises:
+            MismatchError: They do not. For a started call, its handle raises the error. For a message, only
+                the receiver does.
+        """
+        if call.operation == "send":
+            self._send_description(call)
+            return transport.run(call)
+        is_message = call.operation == "recv"
+        steps = self._compare_message(call) if is_message else self._compare_collective(call)
+        comparison = run_steps(steps, call.blocking)
+        work = transport.run(call)
+        return None if work is None else SteppedWork(iter((comparison, work)))
+
+    def agree(self, call: Call) -> None:
+        """Return when all ranks make the same call, which no transport runs.
+
+        Raises:
+            MismatchError: They do not.
+        """
+        run_steps(self._compare_collective(call), True)
+
+    def _send_description(self, call: Call) -> None:
+        self._sent = [each for each in self._sent if not each[0].Test()]
+        description = _encode(_describe_payload(call))
+        request = self.communicator.Isend([description, MPI.BYTE], call.peer, call.tag)
+        self._sent.append((request, description))
+
+    def _compare_message(self, call: Call) -> Steps:
+        buffer = bytearray(WIDTH)
+        yield MpiRequests([self.communicator.Irecv([buffer, MPI.BYTE], call.peer, call.tag)])
+        sent, expected = _decode(buffer), _describe_payload(call)
+        if sent != expected:
+            raise MismatchError(
+                f"the ranks disagree in what they send: rank {self.ranks[call.peer]} sends {sent}, but rank "
+                f"{self.ranks[self.communicator.rank]} receives {expected} (receive {call.number} from "
+                f"it in {call.group.name})"
+            )
+
+    def _compare_collective(self, call: Call) -> Steps:
+        own = _encode(_describe_collective(call))
+        all_ranks = bytearray(WIDTH * len(self.ranks))
+        yield MpiRequests([self.communicator.Iallgather([own, MPI.BYTE], [all_ranks, WIDTH, MPI.BYTE])])
+        if all_ranks == own * len(self.ranks):
+            return
+        callers: dict[str, list[int]] = {}
+        for index, rank in enumerate(self.ranks):
+            callers.setdefault(_decode(all_ranks[WIDTH * index : WIDTH * (index + 1)]), []).append(rank)
+        calls = [
+            f"{name_ranks(ranks)} call{'s' if len(ranks) == 1 else ''} {description}"
+            for description, ranks in callers.items()
+        ]
+        raise MismatchError(f"the ranks disagree in what they call: {'; '.join(calls)}")
+
+
+def _describe_collective(call: Call) -> str:
+    """Return what must be the same on all ranks, which the sizes of an uneven all-to-all need not be."""
+    details: list[str] = []
+    if call.reduction is not None:
+        details.append(call.reduction)
+    if call.root >= 0:
+        details.append(f"root {call.root}")
+    has_uneven_pieces = call.receive_counts is not None
+    if has_uneven_pieces:
+        details.append("uneven pieces")
+    elif call.counts is not None:
+        details.append(f"pieces {','.join(map(str, call.counts))}")
+    if call.dtype is not None:
+        size = "" if has_uneven_pieces else f"{call.bytes} bytes of "
+        details.insert(0, f"{size}{str(call.dtype).removeprefix('torch.')}")
+    return f"{call.operation} {call.number} of {call.group.name}" + (
+        f" ({', '.join(details)})" if details else ""
+    )
+
+
+def _describe_payload(call: Call) -> str:
+    return f"{call.bytes} bytes of {str(call.dtype).removeprefix('torch.')}"
+
+
+def _encode(description: str) -> bytearray:
+    return bytearray(description.encode("ascii", "replace")[:WIDTH].ljust(WIDTH))
+
+
+def _decode(buffer: bytearray) -> str:
+    return buffer.decode("ascii").rstrip()

@@ -1,0 +1,152 @@
+"""Factory of a world's groups, with the settings that decide which transports they use."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hpctrain.comm.call_check import CallChecks
+from hpctrain.comm.group import Group, GroupTransports
+from hpctrain.comm.ledger import Ledger
+from hpctrain.comm.topology import Topology
+from hpctrain.comm.transports.choose import TRANSPORTS, TransportPair, TransportSetting
+from hpctrain.comm.transports.emulated import EmulatedLink, EmulatedTransport
+from hpctrain.comm.transports.node_memory import NodeMemory, open_node_memory
+from hpctrain.comm.transports.reduction import ReductionScratch
+from hpctrain.comm.work import StartedWork
+from hpctrain.host.mpi_library import MPI
+
+Nodes = tuple[int, ...]
+
+
+class TransportDecorator(ABC):
+    """Extension point: object that wraps the transports of all groups of a world, such as to check messages.
+
+    Without a decorator, calls go to the transports directly.
+    """
+
+    @abstractmethod
+    def wrap(
+        self,
+        transports: TransportPair,
+        communicator: MPI.Intracomm,
+        ranks: Sequence[int],
+        scratch: ReductionScratch,
+    ) -> TransportPair:
+        """Return the transports that a new group uses instead of `transports`. Collective over its ranks.
+
+        Args:
+            transports: Transports for host memory and for the accelerator.
+            communicator: Communicator of the group. Other calls use it, so messages need a duplicate of it.
+            ranks: Ranks of the group in the whole world; at least two.
+            scratch: Memory that reductions may receive into.
+        """
+
+    @abstractmethod
+    def for_part(self) -> TransportDecorator:
+        """Return the decorator of a world that consists of some ranks of this one."""
+
+
+class GroupFactory:
+    """Maker of the groups of a world.
+
+    Args:
+        topology: Nodes of the ranks.
+        ledger: Ledger of this rank.
+        parent: Factory of the world that this one is a part of, whose memory and link it uses; None if there
+            is none.
+
+    Attributes:
+        ranks: Rank, in the world of all processes, of each rank of this world.
+        scratch: Memory that reductions receive into.
+        memories: All memories of nodes that were opened.
+        checks: Comparison of calls in groups that are made from now on; None if calls are not compared.
+        link: Emulated link of this rank, which groups that are made from now on use; None if none is
+            emulated.
+        decorator: Decorator of the transports of groups that are made from now on; None if there is none.
+    """
+
+    def __init__(self, topology: Topology, ledger: Ledger, parent: GroupFactory | None = None) -> None:
+        self.topology, self.ledger = topology, ledger
+        self.ranks: tuple[int, ...] = ()
+        self.scratch: ReductionScratch = ReductionScratch() if parent is None else parent.scratch
+        self.memories: list[NodeMemory] = [] if parent is None else parent.memories
+        self.checks: CallChecks | None = None
+        self.link: EmulatedLink | None = None if parent is None else parent.link
+        self.decorator: TransportDecorator | None = None
+        # By the nodes of all ranks, since emulated nodes may change.
+        self._memory_of: dict[Nodes, NodeMemory | str] = {} if parent is None else dict(parent._memory_of)
+        self._in_flight: set[StartedWork[Any]] = set() if parent is None else parent._in_flight
+
+    @property
+    def memory(self) -> NodeMemory | str | None:
+        """Memory of this node, or the reason why there is none; None before `open_memory`."""
+        return self._memory_of.get(self.topology.nodes)
+
+    def open_memory(self, communicator: MPI.Intracomm) -> str:
+        """Let the ranks of each node see each other's memory. Collective over the communicator of the world.
+
+        Returns:
+            The reason why this node has no such memory, or "".
+        """
+        nodes, rank = self.topology.nodes, self.ranks[communicator.rank]
+        if nodes not in self._memory_of:
+            node = communicator.Split(nodes[rank], communicator.rank)
+            assert isinstance(node, MPI.Intracomm)
+            opened = self._memory_of[nodes] = open_node_memory(node, rank)
+            if isinstance(opened, NodeMemory):
+                self.memories.append(opened)
+        return self.memory if isinstance(self.memory, str) else ""
+
+    def close_memories(self) -> None:
+        """Close all memories of nodes, before MPI is finalized."""
+        for memory in self.memories:
+            memory.close()
+        self.memories.clear()
+
+    def make(
+        self,
+        axes: tuple[str, ...],
+        ranks: tuple[int, ...],
+        communicator: MPI.Intracomm,
+        transport: str,
+        device: torch.device,
+    ) -> Group:
+        """Make a group. Collective over its communicator.
+
+        Args:
+            axes: Names of its axes.
+            ranks: Ranks of this world that it consists of.
+            communicator: Communicator of these ranks.
+            transport: Name of the transport, one of TRANSPORTS.
+            device: Device of its tensors.
+        """
+        root_world_ranks = tuple(self.ranks[rank] for rank in ranks)
+        host, accelerator = self.make_transports(communicator, root_world_ranks, transport)
+        transports = GroupTransports(communicator, host, accelerator)
+        group = Group(axes, ranks, transports, device, self.ledger, self._in_flight, root_world_ranks)
+        if self.checks is not None:
+            self.checks.check_group(group)
+        return group
+
+    def make_transports(
+        self, communicator: MPI.Intracomm, root_world_ranks: tuple[int, ...], transport: str
+    ) -> TransportPair:
+        """Make the transports of a group. Collective over its communicator."""
+        nodes = [self.topology.nodes[rank] for rank in root_world_ranks]
+        memory = self.memory if isinstance(self.memory, NodeMemory) else None
+        pair = TRANSPORTS[transport].make(TransportSetting(communicator, nodes, self.scratch, memory))
+        if self.link is not None:
+            times = communicator.Dup()
+            link_nodes = nodes if self.topology.per_node else list(range(len(root_world_ranks)))
+            host, accelerator = pair
+            pair = (
+                EmulatedTransport(host, times, self.link, link_nodes),
+                EmulatedTransport(accelerator, times, self.link, link_nodes),
+            )
+        if self.decorator is None or len(root_world_ranks) == 1:
+            return pair
+        return self.decorator.wrap(pair, communicator, root_world_ranks, self.scratch)
