@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hpctrain.checkpoint.lazy import Checkpoint, open_checkpoint
     from hpctrain.comm.world import World
     from hpctrain.errors import HpctrainError
-    from hpctrain.generate.loaded import Model, load
+    from hpctrain.generate.loaded import GenerationModel, load
     from hpctrain.report.series import metrics
 
 __version__ = "0.1.0"

@@ -27,9 +27,9 @@ from hpctrain.engine.build import build_engine, make_mesh
 from hpctrain.engine.functions import with_functions
 from hpctrain.engine.sizes import on_one_rank
 from hpctrain.errors import HpctrainError
-from hpctrain.generate.continuing import Passes, Text, continue_texts
+from hpctrain.generate.continuing import ForwardPasses, GeneratedText, continue_texts
 from hpctrain.generate.passes import CachedPasses, can_cache, least_rows
-from hpctrain.generate.sampling import KeyedDraws, Sampling
+from hpctrain.generate.sampling import KeyedSampler, Sampling
 from hpctrain.generate.text import TEXTS_AT_A_TIME
 from hpctrain.memory.cached_texts import CachePlan
 from hpctrain.model.shape import ModelShape
@@ -137,9 +137,9 @@ class _Alone(CachedPasses):
         self.reach = 0
 
 
-def _continue(passes: Passes, given: Tensor, tokens: int, group: Group) -> None:
-    texts = [Text(prompt, tokens, number) for number, prompt in enumerate(given.tolist())]
-    draw = KeyedDraws(Sampling(temperature=0.0, seed=0), 2**31, "the model", group)
+def _continue(passes: ForwardPasses, given: Tensor, tokens: int, group: Group) -> None:
+    texts = [GeneratedText(prompt, tokens, number) for number, prompt in enumerate(given.tolist())]
+    draw = KeyedSampler(Sampling(temperature=0.0, seed=0), 2**31, "the model", group)
     for _ in continue_texts(passes, texts, draw, lambda *_: False):
         pass
     assert all(len(text.tokens) == given.shape[1] + tokens for text in texts)

@@ -88,12 +88,12 @@ def command(
     run, or where there are many texts and it is small, each rank has all of it and continues some of them.
     """
     from hpctrain.comm.verb import run_verb
-    from hpctrain.generate.prompts import PromptSource
+    from hpctrain.generate.prompts import PromptOptions
     from hpctrain.generate.sampling import Sampling
     from hpctrain.generate.text import generate
     from hpctrain.report.terminal import find_terminal
 
-    source, drawn = PromptSource(prompt, prompt_file, json_lines), Sampling(**sampling)
+    source, drawn = PromptOptions(prompt, prompt_file, json_lines), Sampling(**sampling)
     output = Output(terminal=find_terminal() is not None)
     terminal = output.terminal
     run_verb(

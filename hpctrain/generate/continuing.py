@@ -21,7 +21,7 @@ from hpctrain.errors import HpctrainError
 
 
 @dataclass(eq=False)
-class Text:
+class GeneratedText:
     """The `tokens` of a text, those given and those added, at most `limit`.
 
     `number` and `sample` tell it from others in what is drawn. It has `ended` when it grows no more.
@@ -43,17 +43,17 @@ class Text:
         return self.given + self.limit
 
 
-Draw = Callable[[Sequence[Text], Tensor], Sequence[int]]
+Draw = Callable[[Sequence[GeneratedText], Tensor], Sequence[int]]
 """The next token of each text by logits [texts, V], the same on all ranks that compute these."""
 
 Drawn = Callable[[], Sequence[int]]
 """Waits for what is being drawn."""
 
-Grown = Callable[[Text, int], bool]
+Grown = Callable[[GeneratedText, int], bool]
 """Called with a token that a text has got: whether the text has ended with it."""
 
 
-class Piece(NamedTuple):
+class PassTokens(NamedTuple):
     """Tokens of the text in a `place` of the cache, from the `first` position on; those before it are there.
     `predicts` says that logits of the token behind them are wanted.
     """
@@ -64,7 +64,7 @@ class Piece(NamedTuple):
     predicts: bool
 
 
-class Passes(Protocol):
+class ForwardPasses(Protocol):
     """Forward passes of a model that continues texts.
 
     A pass with the cache computes at most `rows` tokens of texts that have a place in the cache. A pass
@@ -94,17 +94,17 @@ class Passes(Protocol):
     def share(self, source: int, place: int, count: int) -> None:
         """Copy the first `count` tokens of the text in `source` into the empty place `place`."""
 
-    def cached(self, pieces: Sequence[Piece]) -> Tensor:
+    def cached(self, pieces: Sequence[PassTokens]) -> Tensor:
         """Return the logits [n, V] of the pieces that predict a token, in their order."""
 
     def windowed(self, tokens: Tensor) -> Tensor:
         """Return the logits [b, V] of the tokens after windows, int64 [b, s], without the cache."""
 
-    def start_draw(self, draw: Draw, texts: Sequence[Text], logits: Tensor) -> Drawn:
+    def start_draw(self, draw: Draw, texts: Sequence[GeneratedText], logits: Tensor) -> Drawn:
         """Start to draw the next tokens of texts from their logits, which only some ranks may have."""
 
 
-def at_once(draw: Draw, texts: Sequence[Text], logits: Tensor) -> Drawn:
+def at_once(draw: Draw, texts: Sequence[GeneratedText], logits: Tensor) -> Drawn:
     """What is drawn already, as on ranks that all have the logits."""
     return partial(list, draw(texts, logits))
 
@@ -121,7 +121,7 @@ class _Growing:
     waits for all but the last of the tokens that both were given.
     """
 
-    text: Text
+    text: GeneratedText
     place: int | None
     done: int = 0
     source: _Growing | None = None
@@ -132,7 +132,9 @@ class _Growing:
         return self.text.given - 1
 
 
-def continue_texts(passes: Passes, texts: Iterable[Text], draw: Draw, grown: Grown) -> Iterator[list[Text]]:
+def continue_texts(
+    passes: ForwardPasses, texts: Iterable[GeneratedText], draw: Draw, grown: Grown
+) -> Iterator[list[GeneratedText]]:
     """Have all texts grow until each has ended; after each pass those that have come by a token.
 
     What does not fit into the model's window has no cache: positions would be others with each token. Where
@@ -158,8 +160,8 @@ def continue_texts(passes: Passes, texts: Iterable[Text], draw: Draw, grown: Gro
 
 
 def _grow(
-    passes: Passes, waiting: Iterator[Text], draw: Draw, grown: Grown, places: int
-) -> Iterator[list[Text] | Drawn]:
+    passes: ForwardPasses, waiting: Iterator[GeneratedText], draw: Draw, grown: Grown, places: int
+) -> Iterator[list[GeneratedText] | Drawn]:
     """Have texts grow in so many places. Begins to draw, and leaves it to others to have their turn; then
     gives those that have come by a token.
     """
@@ -189,19 +191,19 @@ def _grow(
             yield [each.text for each in ready]
 
 
-def _pass(passes: Passes, growing: Sequence[_Growing]) -> tuple[list[_Growing], Tensor]:
+def _pass(passes: ForwardPasses, growing: Sequence[_Growing]) -> tuple[list[_Growing], Tensor]:
     """Bring all as far as rows go: those of which the next token can be drawn, and logits of these."""
     cached = [each for each in growing if each.place is not None and each.source is None]
     # Those of which least is missing come first, which are those that have their prompts behind them.
     cached.sort(key=lambda each: len(each.text.tokens) - each.done)
-    pieces, ready, rows = list[Piece](), list[_Growing](), passes.rows
+    pieces, ready, rows = list[PassTokens](), list[_Growing](), passes.rows
     for each in cached:
         tokens = each.text.tokens[each.done : each.done + rows]
         if not tokens:
             break
         assert each.place is not None
         predicts = each.done + len(tokens) == len(each.text.tokens)
-        pieces.append(Piece(each.place, each.done, tokens, predicts))
+        pieces.append(PassTokens(each.place, each.done, tokens, predicts))
         each.done += len(tokens)
         rows -= len(tokens)
         if predicts:
@@ -216,7 +218,7 @@ def _pass(passes: Passes, growing: Sequence[_Growing]) -> tuple[list[_Growing], 
     return ready, torch.cat(found)
 
 
-def _with_its_beginning(growing: Sequence[_Growing], text: Text) -> _Growing | None:
+def _with_its_beginning(growing: Sequence[_Growing], text: GeneratedText) -> _Growing | None:
     """One with a place that was given the same tokens, if there are several of these."""
     for each in growing:
         there = each.place is not None and each.source is None
@@ -225,7 +227,7 @@ def _with_its_beginning(growing: Sequence[_Growing], text: Text) -> _Growing | N
     return None
 
 
-def _share(passes: Passes, each: _Growing) -> None:
+def _share(passes: ForwardPasses, each: _Growing) -> None:
     """Let it have what it waits for, if that is there."""
     source = each.source
     if source is None or source.done < each.shared:

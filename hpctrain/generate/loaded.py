@@ -38,7 +38,8 @@ _SMALL_BYTES = 64 << 20  # for which nobody asks how much memory is free
 
 def load(path: str | os.PathLike[str], *, device: str = "auto") -> Model:
     """The model of a checkpoint, or of the newest good one in a run's folder, whole in this process, whatever
-    layout wrote it; see Model. `device` is "auto" (a GPU where there is one), "cpu", "cuda" or "cuda:N".
+    layout wrote it; see GenerationModel. `device` is "auto" (a GPU where there is one), "cpu", "cuda" or
+    "cuda:N".
 
     HpctrainError for what is no checkpoint of a transformer, or has no room in memory; InputOutputError for
     one that is missing or damaged.
@@ -54,7 +55,7 @@ def load(path: str | os.PathLike[str], *, device: str = "auto") -> Model:
             "logits; hpctrain.open_checkpoint reads its tensors"
         )
     deck = split_deck(state, found, 1)
-    return Model(world, found, state, deck, load_part(world, found, deck))
+    return GenerationModel(world, found, state, deck, load_part(world, found, deck))
 
 
 class Drawn(TypedDict, total=False):
@@ -80,7 +81,7 @@ _WHOLE = {"tokens", "top_k", "seed"}
 _NONE = {"top_k", "top_p", "min_p", "seed"}
 
 
-class Model:
+class GenerationModel:
     """A model that is not trained: its parameters, and nothing for backward.
 
         model = hpctrain.load("runs/quickstart")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.generate.cache import KeyValueCache
-from hpctrain.generate.continuing import Draw, Drawn, Piece, Text
+from hpctrain.generate.continuing import Draw, Drawn, GeneratedText, PassTokens
 from hpctrain.generate.stages import Stages
 from hpctrain.memory.cached_texts import CachePlan
 from hpctrain.model.inputs import ModelInputs
@@ -144,7 +144,7 @@ class CachedPasses:
         self.cache.share(source, place, count)
 
     @torch.no_grad()
-    def cached(self, pieces: Sequence[Piece]) -> Tensor:
+    def cached(self, pieces: Sequence[PassTokens]) -> Tensor:
         """Return the logits [n, V] of the pieces that predict a token, in their order."""
         runs = [(piece.place, piece.first, len(piece.tokens)) for piece in pieces]
         tokens = [token for piece in pieces for token in piece.tokens]
@@ -176,12 +176,12 @@ class CachedPasses:
         logits: Tensor = self.model.predict(hidden[-self.least :], VocabularyHead.logits)[-1]
         return logits
 
-    def start_draw(self, draw: Draw, texts: Sequence[Text], logits: Tensor) -> Drawn:
+    def start_draw(self, draw: Draw, texts: Sequence[GeneratedText], logits: Tensor) -> Drawn:
         """Start to draw the next tokens of texts from their logits, which only some ranks may have."""
         return self.stages.start_draw(draw, texts, logits)
 
 
-def _last_rows(pieces: Sequence[Piece]) -> Iterable[int]:
+def _last_rows(pieces: Sequence[PassTokens]) -> Iterable[int]:
     """Where in the rows the last one of each piece is that predicts."""
     end = 0
     for piece in pieces:

@@ -30,7 +30,7 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class PromptSource:
+class PromptOptions:
     """Where prompts come from: at most one of these. None begin a document."""
 
     text: str | None = None

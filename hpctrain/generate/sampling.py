@@ -19,7 +19,7 @@ from torch import Tensor
 from hpctrain.characters import text_problem
 from hpctrain.comm.group import Group
 from hpctrain.errors import HpctrainError
-from hpctrain.generate.continuing import Text
+from hpctrain.generate.continuing import GeneratedText
 from hpctrain.parallel.random import key_of
 from hpctrain.splitmix import GOLDEN, mix
 
@@ -103,7 +103,7 @@ class Sampling:
         return replace(self, seed=group.broadcast_object(secrets.randbits(62)))
 
 
-class KeyedDraws:
+class KeyedSampler:
     """Tokens of settled Sampling, drawn by all ranks of a group that have the same logits; see Draw."""
 
     def __init__(self, sampling: Sampling, vocabulary: int, name: str, group: Group) -> None:
@@ -111,7 +111,7 @@ class KeyedDraws:
         self.sampling, self.vocabulary, self.name, self.group = sampling, vocabulary, name, group
         self._keys: dict[tuple[int, int], int] = {}
 
-    def __call__(self, texts: Sequence[Text], logits: Tensor) -> list[int]:
+    def __call__(self, texts: Sequence[GeneratedText], logits: Tensor) -> list[int]:
         """The next token of each text, by logits [texts, V]. Collective; HpctrainError where some are not
         finite, with the name of the model.
         """
@@ -131,7 +131,7 @@ class KeyedDraws:
         found: list[int] = every[: len(texts)].tolist()
         return found
 
-    def _draw(self, texts: Sequence[Text], logits: Tensor) -> Tensor:
+    def _draw(self, texts: Sequence[GeneratedText], logits: Tensor) -> Tensor:
         penalty = self.sampling.repetition_penalty
         if penalty != 1:
             rows = zip(logits, texts, strict=True)
@@ -145,7 +145,7 @@ class KeyedDraws:
             :, 0
         ]
 
-    def _key(self, text: Text) -> int:
+    def _key(self, text: GeneratedText) -> int:
         of = text.number, text.sample
         if of not in self._keys:
             assert self.sampling.seed is not None

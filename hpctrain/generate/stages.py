@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hpctrain.comm.work import Work
 from hpctrain.errors import HpctrainError
-from hpctrain.generate.continuing import Draw, Drawn, Text, at_once
+from hpctrain.generate.continuing import Draw, Drawn, GeneratedText, at_once
 from hpctrain.model.inputs import ModelInputs
 from hpctrain.model.transformer import Transformer
 
@@ -49,7 +49,7 @@ class Stages:
             self._send(hidden, self.group.rank + 1, HIDDEN)
         return hidden
 
-    def start_draw(self, draw: Draw, texts: Sequence[Text], logits: Tensor) -> Drawn:
+    def start_draw(self, draw: Draw, texts: Sequence[GeneratedText], logits: Tensor) -> Drawn:
         """See Passes: the last stage draws, from logits that only it has, and tells all others. An error
         there is that of all.
         """

@@ -29,10 +29,10 @@ from hpctrain.deck.schema import Deck, Machine
 from hpctrain.engine.generation import generation_deck, generation_stage
 from hpctrain.engine.stage import load_parameters
 from hpctrain.errors import HpctrainError, InputOutputError
-from hpctrain.generate.continuing import Text, continue_texts
+from hpctrain.generate.continuing import GeneratedText, continue_texts
 from hpctrain.generate.passes import CachedPasses, can_cache, least_rows
-from hpctrain.generate.prompts import Prompt, PromptSource
-from hpctrain.generate.sampling import KeyedDraws, Sampling
+from hpctrain.generate.prompts import Prompt, PromptOptions
+from hpctrain.generate.sampling import KeyedSampler, Sampling
 from hpctrain.generate.stopping import Continuation
 from hpctrain.host.memory import available_bytes, resident_bytes
 from hpctrain.memory.cached_texts import CachePlan
@@ -56,7 +56,7 @@ PROMPTS_AT_A_TIME = 64
 def generate(
     world: World,
     target: Path,
-    source: PromptSource,
+    source: PromptOptions,
     sampling: Sampling,
     show: Callable[[str], None],
     live: bool,
@@ -185,14 +185,14 @@ class TextModel:
         with self.world.agreement():  # a tokenizer may refuse a text
             given = [self._ids_of(prompt) or [end] for prompt in prompts]
         passes = self._passes(given, sampling)
-        draw = KeyedDraws(sampling, self.tokenizer.vocabulary, str(self.path), self.part.groups.tensor)
-        samples: dict[Text, Continuation] = {}
+        draw = KeyedSampler(sampling, self.tokenizer.vocabulary, str(self.path), self.part.groups.tensor)
+        samples: dict[GeneratedText, Continuation] = {}
 
-        def texts() -> Iterator[Text]:
+        def texts() -> Iterator[GeneratedText]:
             for ids in given:
                 for number in range(sampling.samples):
                     # Every prompt has the number 0: what is drawn for it does not depend on the others.
-                    text = Text(list(ids), sampling.tokens, 0, number)
+                    text = GeneratedText(list(ids), sampling.tokens, 0, number)
                     samples[text] = Continuation(self.tokenizer, ids, sampling.stops)
                     if self.chat is not None:
                         samples[text].beginning = ""

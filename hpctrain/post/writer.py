@@ -13,9 +13,9 @@ from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.deck.schema import Machine
 from hpctrain.engine.companions import TEXTS_AT_A_TIME
 from hpctrain.errors import HpctrainError
-from hpctrain.generate.continuing import Text, continue_texts
+from hpctrain.generate.continuing import GeneratedText, continue_texts
 from hpctrain.generate.passes import CachedPasses, least_rows
-from hpctrain.generate.sampling import KeyedDraws, Sampling
+from hpctrain.generate.sampling import KeyedSampler, Sampling
 from hpctrain.generate.stopping import Continuation
 from hpctrain.generate.text import share_of_memory
 from hpctrain.host.memory import resident_bytes
@@ -79,11 +79,11 @@ class Writer:
 
     def _write(self, passes: CachedPasses, prompts: Sequence[Asked], sampling: Sampling) -> list[Answer]:
         name = f"{self.name}: the policy has diverged"
-        draw = KeyedDraws(sampling, self.tokenizer.vocabulary, name, self.part.groups.tensor)
-        growing: dict[Text, Continuation] = {}
+        draw = KeyedSampler(sampling, self.tokenizer.vocabulary, name, self.part.groups.tensor)
+        growing: dict[GeneratedText, Continuation] = {}
         for each in prompts:
             for sample in range(sampling.samples):
-                text = Text(list(each.ids), sampling.tokens, each.number, sample)
+                text = GeneratedText(list(each.ids), sampling.tokens, each.number, sample)
                 growing[text] = Continuation(self.tokenizer, each.ids, sampling.stops)
         for _ in continue_texts(passes, growing, draw, lambda text, token: growing[text].add(token)):
             self.world.ledger.phase = "evaluation"  # a sign of life: a rollout may take longer than a hang

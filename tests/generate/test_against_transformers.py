@@ -15,9 +15,9 @@ from hpctrain.checkpoint.read import load
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.engine.functions import compiled_functions
-from hpctrain.generate.continuing import Text, continue_texts
+from hpctrain.generate.continuing import GeneratedText, continue_texts
 from hpctrain.generate.passes import CachedPasses, least_rows
-from hpctrain.generate.sampling import KeyedDraws, Sampling
+from hpctrain.generate.sampling import KeyedSampler, Sampling
 from hpctrain.memory.cached_texts import CachePlan
 from hpctrain.model.part import LayerRange
 from hpctrain.model.transformer import Transformer
@@ -97,8 +97,8 @@ def compare(world: World, path: Path, theirs: Any, functions: LayerFunctions, si
     load(path / "model.h5", world.everyone, model_entries(buckets))
 
     passes = CachedPasses(model, CachePlan.of(model, 3, 40), least_rows(model), rows=24)
-    draw = KeyedDraws(Sampling(temperature=0.0, seed=0), VOCABULARY, "", groups.tensor)
-    texts = [Text(list(prompt), TOKENS) for prompt in PROMPTS]
+    draw = KeyedSampler(Sampling(temperature=0.0, seed=0), VOCABULARY, "", groups.tensor)
+    texts = [GeneratedText(list(prompt), TOKENS) for prompt in PROMPTS]
     for _ in continue_texts(passes, texts, draw, lambda *_: False):
         pass
     for text, prompt in zip(texts, PROMPTS, strict=True):

@@ -21,7 +21,7 @@ from hypothesis import strategies as some
 from hpctrain.comm.world import World
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.errors import HpctrainError
-from hpctrain.generate.prompts import Prompt, PromptSource
+from hpctrain.generate.prompts import Prompt, PromptOptions
 from hpctrain.generate.sampling import Sampling, penalized
 from hpctrain.generate.stopping import Continuation
 from hpctrain.generate.text import generate
@@ -120,7 +120,7 @@ def test_lines_of_json_come_and_go(world: World, mpi_tmp_path: Path) -> None:
         (mpi_tmp_path / "prompts.jsonl").write_text("\n".join(lines))
     world.everyone.barrier()
     shown: list[str] = []
-    source = PromptSource(json_lines=str(mpi_tmp_path / "prompts.jsonl"))
+    source = PromptOptions(json_lines=str(mpi_tmp_path / "prompts.jsonl"))
     generate(world, path, source, Sampling(tokens=5, temperature=0.0), shown.append, live=True)
     alone = [texts(world, path, prompt, Sampling(tokens=5, temperature=0.0)) for prompt in ("ab", "cd", "")]
     two: list[str] = []
@@ -148,21 +148,21 @@ def test_shown_as_it_grows_a_stop_is_never_seen(world: World, mpi_tmp_path: Path
 
 
 def test_prompts_of_files_and_stdin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert PromptSource().read() == [Prompt("")]
-    assert PromptSource("x").read() == [Prompt("x")]
+    assert PromptOptions().read() == [Prompt("")]
+    assert PromptOptions("x").read() == [Prompt("x")]
     (tmp_path / "a.txt").write_text("two\nlines\n\n")
-    assert PromptSource(file=str(tmp_path / "a.txt")).read() == [Prompt("two\nlines\n")]
+    assert PromptOptions(file=str(tmp_path / "a.txt")).read() == [Prompt("two\nlines\n")]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("grün\n".encode())))
-    assert PromptSource(file="-").read() == [Prompt("grün")]
+    assert PromptOptions(file="-").read() == [Prompt("grün")]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'{"prompt": "a", "n": 1}\n"b"\n')))
-    assert PromptSource(json_lines="-").read() == [Prompt("a", {"n": 1}), Prompt("b")]
+    assert PromptOptions(json_lines="-").read() == [Prompt("a", {"n": 1}), Prompt("b")]
 
 
 def test_what_is_no_prompt(tmp_path: Path) -> None:
     def told(content: bytes, **given: str) -> tuple[str, ...]:
         (tmp_path / "x").write_bytes(content)
         with pytest.raises(HpctrainError) as caught:
-            PromptSource(**{name: str(tmp_path / "x") for name in given}).read()
+            PromptOptions(**{name: str(tmp_path / "x") for name in given}).read()
         return tuple(problem.replace(str(tmp_path), "") for problem in caught.value.problems)
 
     assert told(b"", file="") == ("--prompt-file /x: is empty (without it, a document begins)",)
@@ -184,14 +184,14 @@ def test_what_is_no_prompt(tmp_path: Path) -> None:
         "--json-lines /x, line 4: its prompt is not UTF-8 text (byte 1)",
     )
     with pytest.raises(HpctrainError, match=r"^--prompt: is not UTF-8 text \(byte 5\)$"):
-        PromptSource(os.fsdecode("groß".encode() + b"\xff")).read()
+        PromptOptions(os.fsdecode("groß".encode() + b"\xff")).read()
     with pytest.raises(HpctrainError, match=r"^--stop: is not UTF-8 text \(byte 1\)$"):
         Sampling(stops=("a\ud800",)).check()
     assert told(b"x", file="", json_lines="") == (
         "--prompt-file and --json-lines both say what to continue: give one of them",
     )
     with pytest.raises(HpctrainError, match="cannot be read \\(No such file or directory\\)"):
-        PromptSource(file=str(tmp_path / "none")).read()
+        PromptOptions(file=str(tmp_path / "none")).read()
 
 
 def test_options_out_of_range() -> None:

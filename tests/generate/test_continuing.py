@@ -14,8 +14,8 @@ from torch import Tensor
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
 from hpctrain.data.tokenizer import Tokenizer
-from hpctrain.generate.continuing import Draw, Drawn, Piece, Text, at_once, continue_texts
-from hpctrain.generate.sampling import KeyedDraws, Sampling, uniforms
+from hpctrain.generate.continuing import Draw, Drawn, GeneratedText, PassTokens, at_once, continue_texts
+from hpctrain.generate.sampling import KeyedSampler, Sampling, uniforms
 from hpctrain.generate.stopping import Continuation
 
 BYTES = Tokenizer("bytes")
@@ -40,7 +40,7 @@ class Windows:
     def share(self, *_: int) -> None:
         raise AssertionError
 
-    def cached(self, _: Sequence[Piece]) -> Tensor:
+    def cached(self, _: Sequence[PassTokens]) -> Tensor:
         raise AssertionError
 
 
@@ -53,7 +53,7 @@ class Recorded:
     def __init__(self, window: int, rows: int, places: int) -> None:
         self.window, self.rows, self.places, self.reach = window, rows, places, window
         self.texts: dict[int, list[int]] = {}
-        self.passes: list[list[Piece]] = []
+        self.passes: list[list[PassTokens]] = []
         self.most = self.shared = 0
 
     def open(self) -> int:
@@ -70,7 +70,7 @@ class Recorded:
         self.texts[place] += self.texts[source][:count]
         self.shared += count
 
-    def cached(self, pieces: Sequence[Piece]) -> Tensor:
+    def cached(self, pieces: Sequence[PassTokens]) -> Tensor:
         assert 0 < sum(len(piece.tokens) for piece in pieces) <= self.rows
         self.passes.append(list(pieces))
         for piece in pieces:
@@ -99,11 +99,11 @@ def continued_by(
     sampling: Sampling,
     group: Group,
     window: int = 8,
-    ends: Callable[[Text, int], bool] = lambda _, token: token == END,
+    ends: Callable[[GeneratedText, int], bool] = lambda _, token: token == END,
 ) -> list[list[int]]:
     """What is added to each prompt."""
-    texts = [Text(list(prompt), sampling.tokens, number) for number, prompt in enumerate(prompts)]
-    draws = KeyedDraws(sampling.settled(group), BYTES.vocabulary, "model", group)
+    texts = [GeneratedText(list(prompt), sampling.tokens, number) for number, prompt in enumerate(prompts)]
+    draws = KeyedSampler(sampling.settled(group), BYTES.vocabulary, "model", group)
     for _ in continue_texts(Windows(windowed, window), texts, draws, ends):
         pass
     assert all(text.ended for text in texts)
@@ -178,8 +178,8 @@ def test_the_model_sees_the_last_tokens_of_its_window(
     assert seen == expected
 
 
-def greedy(passes: Recorded, texts: Sequence[Text]) -> list[list[Text]]:
-    def draw(_: Sequence[Text], logits: Tensor) -> list[int]:
+def greedy(passes: Recorded, texts: Sequence[GeneratedText]) -> list[list[GeneratedText]]:
+    def draw(_: Sequence[GeneratedText], logits: Tensor) -> list[int]:
         found: list[int] = logits.argmax(-1).tolist()
         return found
 
@@ -187,7 +187,7 @@ def greedy(passes: Recorded, texts: Sequence[Text]) -> list[list[Text]]:
 
 
 def test_forty_prompts_by_five_places() -> None:
-    texts = [Text(list(range(1 + 7 * number % 23)), 1 + number % 11, number) for number in range(40)]
+    texts = [GeneratedText(list(range(1 + 7 * number % 23)), 1 + number % 11, number) for number in range(40)]
     passes = Recorded(window=64, rows=16, places=5)
     greedy(passes, texts)
     for text in texts:
@@ -203,16 +203,16 @@ def test_forty_prompts_by_five_places() -> None:
 
 def test_groups_take_turns_before_the_tokens_of_others_are_known() -> None:
     happened: list[str] = []
-    texts = [Text([0] * (1 + number), 2, number) for number in range(5)]
+    texts = [GeneratedText([0] * (1 + number), 2, number) for number in range(5)]
 
     class Turns(Recorded):
         turns = 2
 
-        def cached(self, pieces: Sequence[Piece]) -> Tensor:
+        def cached(self, pieces: Sequence[PassTokens]) -> Tensor:
             happened.append("pass")
             return super().cached(pieces)
 
-        def start_draw(self, draw: Draw, texts: Sequence[Text], logits: Tensor) -> Drawn:  # type: ignore[override]
+        def start_draw(self, draw: Draw, texts: Sequence[GeneratedText], logits: Tensor) -> Drawn:  # type: ignore[override]
             def drawn() -> Sequence[int]:
                 happened.append("drawn " + "".join(str(text.number) for text in texts))
                 return draw(texts, logits)
@@ -229,8 +229,12 @@ def test_groups_take_turns_before_the_tokens_of_others_are_known() -> None:
 
 
 def test_samples_of_a_prompt_compute_it_once() -> None:
-    texts = [Text(list(range(20)), 3, 0, sample) for sample in range(4)]
-    texts += [Text(list(range(20))[::-1], 3, 1), Text([0], 3, 2), Text([0], 3, 2, 1)]
+    texts = [GeneratedText(list(range(20)), 3, 0, sample) for sample in range(4)]
+    texts += [
+        GeneratedText(list(range(20))[::-1], 3, 1),
+        GeneratedText([0], 3, 2),
+        GeneratedText([0], 3, 2, 1),
+    ]
     passes = Recorded(window=64, rows=64, places=6)
     steps = greedy(passes, texts)
     for text in texts[:4]:
@@ -244,7 +248,7 @@ def test_samples_of_a_prompt_compute_it_once() -> None:
 
 
 def test_a_source_that_ends_with_its_first_token_has_given_before() -> None:
-    texts = [Text(list(range(20)), 1 + 2 * (sample == 2), 0, sample) for sample in range(3)]
+    texts = [GeneratedText(list(range(20)), 1 + 2 * (sample == 2), 0, sample) for sample in range(3)]
     passes = Recorded(window=64, rows=8, places=3)
     greedy(passes, texts)
     assert [len(text.tokens) for text in texts] == [21, 21, 23]
@@ -254,7 +258,7 @@ def test_a_source_that_ends_with_its_first_token_has_given_before() -> None:
 
 def test_who_comes_later_takes_what_is_there() -> None:
     lengths = (1, 5, 4, 3)
-    texts = [Text(list(range(9)), length, 0, sample) for sample, length in enumerate(lengths)]
+    texts = [GeneratedText(list(range(9)), length, 0, sample) for sample, length in enumerate(lengths)]
     passes = Recorded(window=64, rows=64, places=2)
     greedy(passes, texts)
     assert [text.tokens[9:] for text in texts] == [list(range(9, 9 + length)) for length in lengths]
@@ -263,7 +267,7 @@ def test_who_comes_later_takes_what_is_there() -> None:
 
 @pytest.mark.parametrize("long_first", [False, True])
 def test_long_prompts_come_in_pieces_beside_texts_that_grow(long_first: bool) -> None:
-    texts = [Text([0], 6, 0), Text(list(range(30)), 2, 1)]
+    texts = [GeneratedText([0], 6, 0), GeneratedText(list(range(30)), 2, 1)]
     passes = Recorded(window=64, rows=8, places=2)
     greedy(passes, texts[::-1] if long_first else texts)
     assert [[len(piece.tokens) for piece in each] for each in passes.passes] == [
@@ -272,7 +276,7 @@ def test_long_prompts_come_in_pieces_beside_texts_that_grow(long_first: bool) ->
 
 
 def test_beyond_the_window_there_is_no_cache() -> None:
-    texts = [Text([0, 1], 6, 0), Text(list(range(9)), 2, 1)]
+    texts = [GeneratedText([0, 1], 6, 0), GeneratedText(list(range(9)), 2, 1)]
     passes = Recorded(window=4, rows=8, places=2)
     greedy(passes, texts)
     assert texts[0].tokens == [0, 1, 2, 3, 4, 104, 104, 104]
@@ -287,14 +291,14 @@ def test_neither_ranks_nor_other_texts_change_what_is_drawn(world: World, temper
     logits = torch.randn(20, 300, generator=generator)
     logits[:, 257:] = 100  # beyond the vocabulary of the tokenizer
     logits[0, 5] = logits[0, 9] = 50
-    texts = [Text([0] * (1 + number % 4), 5, number, number % 3) for number in range(20)]
+    texts = [GeneratedText([0] * (1 + number % 4), 5, number, number % 3) for number in range(20)]
     sampling = Sampling(temperature=temperature, seed=4)
-    together = KeyedDraws(sampling, 257, "model", world.everyone)(texts, logits)
-    alone = KeyedDraws(sampling, 257, "model", world.alone().everyone)
+    together = KeyedSampler(sampling, 257, "model", world.everyone)(texts, logits)
+    alone = KeyedSampler(sampling, 257, "model", world.alone().everyone)
     assert together == [alone([text], logits[n : n + 1])[0] for n, text in enumerate(texts)]
     assert together[0] == 5 or temperature
     if temperature:
-        other = KeyedDraws(Sampling(temperature=1.0, seed=5), 257, "model", world.everyone)
+        other = KeyedSampler(Sampling(temperature=1.0, seed=5), 257, "model", world.everyone)
         assert other(texts, logits) != together
-        same = [Text([0], 5, number, sample) for number in range(3) for sample in range(3)]
+        same = [GeneratedText([0], 5, number, sample) for number in range(3) for sample in range(3)]
         assert len(set(alone(same, logits[1:2].expand(9, -1)))) > 5

@@ -15,9 +15,9 @@ from torch import Tensor
 from hpctrain.comm.world import World
 from hpctrain.engine.build import build_engine, make_mesh
 from hpctrain.engine.functions import compiled_functions
-from hpctrain.generate.continuing import Piece, Text, continue_texts
+from hpctrain.generate.continuing import GeneratedText, PassTokens, continue_texts
 from hpctrain.generate.passes import CachedPasses, can_cache, least_rows, telling_rows
-from hpctrain.generate.sampling import KeyedDraws, Sampling
+from hpctrain.generate.sampling import KeyedSampler, Sampling
 from hpctrain.memory.cached_texts import CachePlan
 from hpctrain.model.part import logits_of
 from hpctrain.model.transformer import Transformer
@@ -66,15 +66,15 @@ def grown_by(
     plan = CachePlan.of(model, places, 64)
     passes = CachedPasses(model, plan, least_rows(model), rows)
     assert passes.cache.bytes == plan.bytes
-    draws = KeyedDraws(Sampling(temperature=temperature, seed=1), VOCABULARY, "", model.groups.tensor)
+    draws = KeyedSampler(Sampling(temperature=temperature, seed=1), VOCABULARY, "", model.groups.tensor)
     seen: dict[tuple[int, int], Tensor] = {}
 
-    def draw(texts: Sequence[Text], logits: Tensor) -> Sequence[int]:
+    def draw(texts: Sequence[GeneratedText], logits: Tensor) -> Sequence[int]:
         for text, row in zip(texts, logits, strict=True):
             seen[text.number, len(text.tokens)] = row
         return draws(texts, logits)
 
-    texts = [Text(list(PROMPTS[number]), tokens, number) for number in order]
+    texts = [GeneratedText(list(PROMPTS[number]), tokens, number) for number in order]
     for _ in continue_texts(passes, texts, draw, lambda text, token: token == 0 and text.number % 2 == 0):
         pass
     assert passes.cache.free_pages == plan.pages
@@ -185,24 +185,26 @@ def sampled(
     """Four samples of each: tokens, logits by which they were drawn, rows computed, and pages had at most."""
     plan = CachePlan.of(model, places, 64)
     passes = CachedPasses(model, plan, least_rows(model))
-    draws = KeyedDraws(Sampling(temperature=1.0, seed=1), VOCABULARY, "", model.groups.tensor)
+    draws = KeyedSampler(Sampling(temperature=1.0, seed=1), VOCABULARY, "", model.groups.tensor)
     seen: dict[tuple[int, int, int], Tensor] = {}
     compute, rows, most = passes.cached, 0, 0
 
-    def cached(pieces: Sequence[Piece]) -> Tensor:
+    def cached(pieces: Sequence[PassTokens]) -> Tensor:
         nonlocal rows, most
         rows += sum(len(piece.tokens) for piece in pieces)
         found = compute(pieces)
         most = max(most, plan.pages - passes.cache.free_pages)
         return found
 
-    def draw(texts: Sequence[Text], logits: Tensor) -> Sequence[int]:
+    def draw(texts: Sequence[GeneratedText], logits: Tensor) -> Sequence[int]:
         for text, row in zip(texts, logits, strict=True):
             seen[text.number, text.sample, len(text.tokens)] = row
         return draws(texts, logits)
 
     passes.cached = cached  # type: ignore[method-assign]
-    texts = [Text(list(PROMPTS[number]), 4, number, sample) for number in SAMPLED for sample in range(4)]
+    texts = [
+        GeneratedText(list(PROMPTS[number]), 4, number, sample) for number in SAMPLED for sample in range(4)
+    ]
     for _ in continue_texts(passes, texts, draw, lambda *_: False):
         pass
     assert passes.cache.free_pages == plan.pages
@@ -265,7 +267,7 @@ def test_more_rows_are_filled_up_than_there_are_positions(
         passes = CachedPasses(model, CachePlan.of(model, 2, 8), least)
         places = passes.open(), passes.open()
         tokens = [3, 7, 5], [1, 2]
-        pieces = [Piece(place, 0, each, True) for place, each in zip(places, tokens, strict=True)]
+        pieces = [PassTokens(place, 0, each, True) for place, each in zip(places, tokens, strict=True)]
         found.append(passes.cached(pieces))
     assert torch.allclose(*found, rtol=1e-5, atol=1e-5)
     positions = passes.cache.begin([(places[0], 3, 2), (-1, 0, 60)]).places.positions

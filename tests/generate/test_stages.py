@@ -19,10 +19,10 @@ from hpctrain.engine.functions import compiled_functions
 from hpctrain.engine.generation import generation_stage
 from hpctrain.engine.transfer import WeightTransfer
 from hpctrain.errors import HpctrainError
-from hpctrain.generate.continuing import Text, continue_texts
+from hpctrain.generate.continuing import GeneratedText, continue_texts
 from hpctrain.generate.passes import CachedPasses, least_rows
-from hpctrain.generate.prompts import PromptSource
-from hpctrain.generate.sampling import KeyedDraws, Sampling
+from hpctrain.generate.prompts import PromptOptions
+from hpctrain.generate.sampling import KeyedSampler, Sampling
 from hpctrain.generate.text import TextModel, generate, load_model
 from hpctrain.memory.cached_texts import CachePlan
 from hpctrain.model.transformer import Transformer
@@ -80,16 +80,16 @@ def grown_by(
     plan = CachePlan.of(model, places, 64)
     passes = CachedPasses(model, plan, least_rows(model), rows)
     assert passes.cache.bytes == plan.bytes
-    draws = KeyedDraws(Sampling(temperature=temperature, seed=1), VOCABULARY, "", model.groups.tensor)
+    draws = KeyedSampler(Sampling(temperature=temperature, seed=1), VOCABULARY, "", model.groups.tensor)
     seen: Seen = {}
 
-    def draw(texts: Sequence[Text], logits: Tensor) -> Sequence[int]:
+    def draw(texts: Sequence[GeneratedText], logits: Tensor) -> Sequence[int]:
         assert model.span.predicts
         for text, row in zip(texts, logits, strict=True):
             seen[text.number, len(text.tokens)] = row
         return draws(texts, logits)
 
-    texts = [Text(list(PROMPTS[number]), 8 + number, number) for number in order]
+    texts = [GeneratedText(list(PROMPTS[number]), 8 + number, number) for number in order]
     for step, _ in enumerate(continue_texts(passes, texts, draw, lambda text, token: token == 0)):
         if step == stop_after:
             break
@@ -160,7 +160,7 @@ def test_the_verb_shows_the_texts_of_one_rank(
     if world.rank == 0:
         lines.write_text("\n".join(f'{{"prompt": "{"ab" * (1 + n % 5)}", "n": {n}}}' for n in range(7)))
     world.everyone.barrier()
-    source, sampling = PromptSource(json_lines=str(lines)), Sampling(tokens=9, samples=2, seed=3)
+    source, sampling = PromptOptions(json_lines=str(lines)), Sampling(tokens=9, samples=2, seed=3)
     layouts = [(None, 1), (1, world.size)] if world.size < 4 else [(2, 2), (1, 2), (None, 4)]
     expected: list[str] = []
     generate(world.alone(), path, source, sampling, expected.append, live=False)
@@ -170,9 +170,9 @@ def test_the_verb_shows_the_texts_of_one_rank(
         generate(world, path, source, sampling, shown.append, False, tensor, pipeline)
         assert shown == (expected if world.rank == 0 else [])
     live: list[str] = []
-    generate(world, path, PromptSource("ab"), Sampling(tokens=50, seed=3), live.append, True, 1, world.size)
+    generate(world, path, PromptOptions("ab"), Sampling(tokens=50, seed=3), live.append, True, 1, world.size)
     alone: list[str] = []
-    generate(world.alone(), path, PromptSource("ab"), Sampling(tokens=50, seed=3), alone.append, live=True)
+    generate(world.alone(), path, PromptOptions("ab"), Sampling(tokens=50, seed=3), alone.append, live=True)
     assert live == (alone if world.rank == 0 else [])
     model, tokenizer = load_model(world, path, 1, 1, pipeline=3 if world.size == 3 else 2)
     writer = TextModel(world, path, model, tokenizer)

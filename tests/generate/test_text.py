@@ -17,7 +17,7 @@ from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.deck.read import deck_text
 from hpctrain.engine.build import build_engine, make_mesh
 from hpctrain.errors import HpctrainError
-from hpctrain.generate.prompts import PromptSource
+from hpctrain.generate.prompts import PromptOptions
 from hpctrain.generate.sampling import Sampling
 from hpctrain.generate.stopping import TextStream
 from hpctrain.generate.text import generate, load_model
@@ -52,7 +52,7 @@ def make_checkpoint(
 def texts(world: World, target: Path, prompt: str, sampling: Sampling, live: bool = False) -> list[str]:
     """All that `generate` shows, as it shows it."""
     shown: list[str] = []
-    generate(world, target, PromptSource(prompt), sampling, shown.append, live)
+    generate(world, target, PromptOptions(prompt), sampling, shown.append, live)
     return shown
 
 
@@ -305,7 +305,7 @@ def test_copies_of_the_model_share_the_prompts(world: World, mpi_tmp_path: Path)
     if world.rank == 0:
         lines.write_text("\n".join(f'{{"prompt": "{"ab" * (1 + n % 5)}", "n": {n}}}' for n in range(7)))
     world.everyone.barrier()
-    source, sampling = PromptSource(json_lines=str(lines)), Sampling(tokens=9, samples=2, seed=3)
+    source, sampling = PromptOptions(json_lines=str(lines)), Sampling(tokens=9, samples=2, seed=3)
     found = []
     for ranks, tensor in ((world, None), (world, 1), (world, world.size), (world.alone(), None)):
         shown: list[str] = []

@@ -18,8 +18,8 @@ from torch.nn import functional
 
 from hpctrain.comm.world import World
 from hpctrain.engine.build import make_mesh
-from hpctrain.generate.continuing import Text
-from hpctrain.generate.sampling import KeyedDraws
+from hpctrain.generate.continuing import GeneratedText
+from hpctrain.generate.sampling import KeyedSampler
 from hpctrain.objective.drawing import TokenSampling
 from hpctrain.objective.next_token import CrossEntropy
 from hpctrain.objective.policy import OLD, PolicyOptimization
@@ -57,8 +57,8 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> Drawn:
     """What this rank draws by from now on."""
     found: Drawn = {}
 
-    class Watched(KeyedDraws):
-        def __call__(self, texts: Sequence[Text], logits: Tensor) -> list[int]:
+    class Watched(KeyedSampler):
+        def __call__(self, texts: Sequence[GeneratedText], logits: Tensor) -> list[int]:
             chances = self.sampling.probabilities(logits[:, : self.vocabulary].float())
             for text, *rows in zip(texts, logits.clone(), chances, strict=True):
                 found[text.number, text.sample, len(text.tokens)] = rows[0], rows[1]

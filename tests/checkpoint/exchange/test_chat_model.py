@@ -28,7 +28,7 @@ from hpctrain.data.prepare_rows import prepare_rows
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.data.tokens import TokenFile
 from hpctrain.errors import HpctrainError
-from hpctrain.generate.prompts import PromptSource
+from hpctrain.generate.prompts import PromptOptions
 from hpctrain.generate.sampling import Sampling
 from hpctrain.generate.stopping import Continuation
 from hpctrain.generate.text import generate
@@ -230,19 +230,21 @@ def test_generated_text_ends_with_the_turn(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "lines.jsonl").write_text('{"prompt": "hello"}\n{"prompt": "two"}\n')
     texts: list[str] = []
-    source, sampling = PromptSource(json_lines="lines.jsonl"), Sampling(tokens=30, temperature=0)
+    source, sampling = PromptOptions(json_lines="lines.jsonl"), Sampling(tokens=30, temperature=0)
     generate(world.alone(), tuned.checkpoint, source, sampling, texts.append, False, chat=True)
     answers = [json.loads(each) for each in texts]
     assert [each["ended"] for each in answers] == ["end", "end"] and answers[0]["text"] == "hello there"
     texts.clear()
-    generate(world.alone(), tuned.checkpoint, PromptSource("hello"), sampling, texts.append, False, chat=True)
+    generate(
+        world.alone(), tuned.checkpoint, PromptOptions("hello"), sampling, texts.append, False, chat=True
+    )
     assert texts == ["hello there\n"]
 
 
 def test_a_model_without_a_template_cannot_chat(tuned: Tuned, world: World, tmp_path: Path) -> None:
     import_model(world.alone(), tuned.folder / "base", tmp_path / "base.h5")
     with pytest.raises(HpctrainError, match=r"--chat: .*base.h5: has no chat template; train on") as caught:
-        generate(world.alone(), tmp_path / "base.h5", PromptSource("a"), Sampling(), print, False, chat=True)
+        generate(world.alone(), tmp_path / "base.h5", PromptOptions("a"), Sampling(), print, False, chat=True)
     assert caught.value.exit_code == 2
 
 
