@@ -47,15 +47,15 @@ from hpctrain.post.rollout import OfRollouts
 from hpctrain.post.samples import SamplesFile
 from hpctrain.post.writer import Writer
 from hpctrain.train import trainer as training
-from hpctrain.train.memory import Beside
+from hpctrain.train.memory import OtherMemory
 from hpctrain.train.reference import KNOWN
 from hpctrain.train.scored import log_probabilities_of, values_of
 from hpctrain.train.start import start_from_source
 from hpctrain.train.step import Step, StepResult, TrainState
-from hpctrain.train.trainer import Beginning, Trainer, step_of
+from hpctrain.train.trainer import Trainer, TrainerParts, step_of
 
 
-def make_trainer(beginning: Beginning) -> Trainer:
+def make_trainer(beginning: TrainerParts) -> Trainer:
     """What trains a run of any deck. Collective; HpctrainError on all ranks where something that it needs, as
     a reward, is not to be had.
     """
@@ -67,7 +67,7 @@ def make_trainer(beginning: Beginning) -> Trainer:
 class PolicyTrainer(Trainer):
     """See above."""
 
-    def __init__(self, beginning: Beginning) -> None:
+    def __init__(self, beginning: TrainerParts) -> None:
         deck, engine, corpus = beginning.deck, beginning.engine, beginning.corpus
         self.seat = seat = beginning.seat
         world, prompts = seat.whole, corpus.train.source
@@ -146,8 +146,8 @@ class PolicyTrainer(Trainer):
         return self.seat.stage
 
     @override
-    def beside(self) -> Beside:
-        return Beside(self.shown, 0 if self.writer is None else self.writer.cache)
+    def beside(self) -> OtherMemory:
+        return OtherMemory(self.shown, 0 if self.writer is None else self.writer.cache)
 
     @property
     def settled(self) -> bool:

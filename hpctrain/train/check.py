@@ -19,7 +19,7 @@ from hpctrain.report.terminal import columns, fit
 from hpctrain.table import fitted
 from hpctrain.train.difference import TOLERANCE, LayoutDifference
 from hpctrain.train.layout import choose_layout
-from hpctrain.train.probe import Finding
+from hpctrain.train.probe import ProbeFinding
 from hpctrain.train.startup import read_deck_on_all_ranks
 from hpctrain.train.verify import compare_miniature, is_state
 from hpctrain.units import format_seconds
@@ -72,7 +72,7 @@ def check(world: World, source: Path | Deck, overrides: Sequence[str], show: Cal
 def _told(
     deck: Deck,
     small: Deck,
-    noticed: Sequence[Finding],
+    noticed: Sequence[ProbeFinding],
     found: Sequence[LayoutDifference],
     ranks: int,
     began: float,

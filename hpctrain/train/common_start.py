@@ -12,7 +12,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.sharding.sketch import Fingerprint
 from hpctrain.sharding.state import MODEL
 from hpctrain.train.compared_run import ComparedRun, part_at
-from hpctrain.train.divergence import Apart, Comparison, Rounding
+from hpctrain.train.divergence import Apart, Rounding, StepComparison
 from hpctrain.train.fingerprints import Print, StepPrints
 from hpctrain.train.origin import CORPUS
 from hpctrain.train.replay import ROUNDING
@@ -125,7 +125,7 @@ def compare_files(world: World, one: ComparedRun, other: ComparedRun, step: int)
     """What differs in the checkpoints of both after a step. Collective."""
     prints = [file_prints(world, run.stored[step], step, "start") for run in (one, other)]
     alike = recorded_alike(one, other)
-    return Comparison(Rounding.of(one.deck, other.deck), alike, alike).of(*prints)
+    return StepComparison(Rounding.of(one.deck, other.deck), alike, alike).of(*prints)
 
 
 def file_prints(world: World, structure: CheckpointIndex, step: int, phase: str) -> StepPrints:

@@ -34,12 +34,19 @@ from hpctrain.train.common_start import (
     require_comparable,
 )
 from hpctrain.train.compared_run import ComparedRun, figures_apart, load_run
-from hpctrain.train.divergence import Apart, Comparison, Rounding, first_of, parameter_of
+from hpctrain.train.divergence import Apart, Rounding, StepComparison, first_of, parameter_of
 from hpctrain.train.fingerprints import LOSS, NORM, StepPrints, fingerprints
 from hpctrain.train.origin import require_same_source
 from hpctrain.train.recorded_losses import Recorded
 from hpctrain.train.replay import COMPUTED, ROUNDING, STEPS, engine_of, reasons_of, refuse_other_order
-from hpctrain.train.verdict import Departure, Found, phase_table, recorded_sentence, size_text, verdict_of
+from hpctrain.train.verdict import (
+    ComparisonResult,
+    Departure,
+    phase_table,
+    recorded_sentence,
+    size_text,
+    verdict_of,
+)
 from hpctrain.words import counted
 
 MOST_STEPS = 50
@@ -49,7 +56,7 @@ _HEAD = f"{'run':<6} {'step':>8}  {'recorded':>12}  {'replayed':>12}  {'apart':>
 
 
 @dataclass
-class Replay:
+class ReplayedRun:
     """What came of replaying a run: on which layout, by what, why bits may differ from what was recorded, and
     the fingerprints of its steps.
     """
@@ -109,11 +116,11 @@ def compare(
     tell(["", *(line for each in said for line in fit(each, columns())), "", _HEAD])
     first = _replay(world, one, decks[0][0], start, count, lambda replay: _told(tell, "first", replay))
     rounding = Rounding.of(*(deck for deck, _ in decks))
-    comparison = Comparison(rounding, alike=False, exact=False)
+    comparison = StepComparison(rounding, alike=False, exact=False)
     found: list[Apart] = []
     bits: list[Apart] = []
 
-    def beside(replay: Replay) -> bool:
+    def beside(replay: ReplayedRun) -> bool:
         nonlocal found
         if len(replay.steps) == 1:
             comparison.alike = replay.layout == first.layout
@@ -131,7 +138,9 @@ def compare(
         tell(["", f"step {second.steps[-1].step}", *phase_table(found, comparison.alike, columns())])
     departures = [] if found else [_departure(world, replay, comparison.quiet) for replay in (first, second)]
     steps_of = first.steps, second.steps
-    result = Found(one, other, start, *steps_of, found, comparison.exact, bits, departures, rounding)
+    result = ComparisonResult(
+        one, other, start, *steps_of, found, comparison.exact, bits, departures, rounding
+    )
     code, sentences = verdict_of(result)
     tell(["", *(line for sentence in sentences for line in fit(sentence, columns()))])
     return code
@@ -204,8 +213,8 @@ def _replay(
     deck: Deck,
     start: CommonStart,
     count: int,
-    stepped: Callable[[Replay], bool],
-) -> Replay:
+    stepped: Callable[[ReplayedRun], bool],
+) -> ReplayedRun:
     """Replay `count` steps of a run, or fewer, where one tells to stop. Collective."""
     known = run.stored_at(start.step)
     state, before = known.state, run.deck_behind(start.step)
@@ -219,7 +228,7 @@ def _replay(
     with engine_of(world, changed, path) as opened:
         reasons = reasons_of(opened, before, changed, state, recorded, count)
         groups = opened.trainer.engine.groups
-        replay = Replay(run, changed, opened.checkpoints.layout, computed_by(groups), reasons)
+        replay = ReplayedRun(run, changed, opened.checkpoints.layout, computed_by(groups), reasons)
         for _ in range(count):
             replay.steps.append(fingerprints(opened.trainer))
             if stepped(replay):
@@ -227,7 +236,7 @@ def _replay(
     return replay
 
 
-def _computes_alike(one: Replay, other: Replay) -> bool:
+def _computes_alike(one: ReplayedRun, other: ReplayedRun) -> bool:
     """Whether two replays must have the same bits for as long as they compute the same."""
     decks = one.deck, other.deck
     same = all(getattr(decks[0], name) == getattr(decks[1], name) for name in COMPUTED)
@@ -235,7 +244,7 @@ def _computes_alike(one: Replay, other: Replay) -> bool:
 
 
 def _told(
-    tell: Callable[[Sequence[str]], None], name: str, replay: Replay, differs: Apart | None = None
+    tell: Callable[[Sequence[str]], None], name: str, replay: ReplayedRun, differs: Apart | None = None
 ) -> bool:
     """Tell of a step that was replayed; the replay goes on."""
     prints = replay.steps[-1]
@@ -259,8 +268,8 @@ def _loss(figures: RecordedLoss | None) -> str:
     return "not finite" if figures.loss is None else f"{figures.loss:.10f}"
 
 
-def _departure(world: World, replay: Replay, quiet: Set[str]) -> Departure:
-    """Where a run's own records are not what its replay gives; see Comparison. Collective."""
+def _departure(world: World, replay: ReplayedRun, quiet: Set[str]) -> Departure:
+    """Where a run's own records are not what its replay gives; see StepComparison. Collective."""
     run = replay.run
     allowed = ROUNDING[replay.deck.precision.compute] if replay.reasons else 0.0
     step, known, here = None, None, None
@@ -277,7 +286,7 @@ def _departure(world: World, replay: Replay, quiet: Set[str]) -> Departure:
     for prints in replay.steps:
         if prints.step not in run.stored or wrong:
             continue
-        comparison = Comparison(Rounding.of(replay.deck), exact, exact, set(quiet))
+        comparison = StepComparison(Rounding.of(replay.deck), exact, exact, set(quiet))
         file = file_prints(world, run.stored[prints.step], prints.step, "update")
         stored = comparison.of(of_one_rank(prints, "update"), file)
         wrong = [each for each in stored if (not each.equal if exact else each.beyond)]

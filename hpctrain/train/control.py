@@ -32,7 +32,7 @@ _LOOKS_TO_BE_GONE = 2  # a network file system may hide a folder for a moment
 
 
 @dataclass(frozen=True)
-class Order:
+class StepDecision:
     """What all ranks do now: write a checkpoint, and perhaps stop; `why` is for rank 0 to say.
 
     `measure`: find out again how fast the machine is; `early`: end here, since nothing is left to learn.
@@ -57,7 +57,7 @@ class Control:
         self._looks_without_folder = 0
         self._seen: set[object] = set()
 
-    def agree(self, measure: bool = False) -> Order:
+    def agree(self, measure: bool = False) -> StepDecision:
         """Return what was asked of any rank since the last call, and remove its files. Collective.
 
         `measure`: whether this rank asks for the machine to be measured. InputOutputError on all ranks where
@@ -81,14 +81,14 @@ class Control:
                 raise InputOutputError(f"{self.folder}: {sentence}")
         measure = ranks.pop(_MEASURE, None) is not None
         if not ranks:
-            return Order(measure=measure)
+            return StepDecision(measure=measure)
         stop = any(cause in ranks for cause in _STOPPING)
         if world.rank == 0:
             self._remove([name for name in _FILES if name in ranks])
             self._seen.clear()
         self.signals.came.difference_update(ranks)
         why = (self._words(cause, ranks[cause], late) for cause in ranks if not stop or cause in _STOPPING)
-        return Order(True, stop, " and ".join(why), measure and not stop)
+        return StepDecision(True, stop, " and ".join(why), measure and not stop)
 
     def pending(self) -> bool:
         """Whether anything was asked of this rank, which `agree` will tell the others."""

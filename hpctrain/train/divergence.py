@@ -92,7 +92,7 @@ class Apart:
 
 
 @dataclass
-class Comparison:
+class StepComparison:
     """Compares the steps of two trainers, one after the other, which differ by `rounding` in any case.
 
     `alike` says that they have one layout, so that each rank has the same piece, `exact` that they are to

@@ -79,7 +79,7 @@ class StepPrints:
 
 
 @dataclass
-class _Row:
+class _LocalPrint:
     """This rank's part of a Print; its place in the phase."""
 
     place: tuple[float, float]
@@ -96,7 +96,7 @@ class Fingerprints(Hook):
     def __init__(self, trainer: Trainer) -> None:
         self.trainer, self.engine = trainer, trainer.engine
         self.last: StepPrints | None = None
-        self._rows: dict[Key, _Row] | None = None
+        self._rows: dict[Key, _LocalPrint] | None = None
         self._samples: dict[int, int] = {}
         self._present: list[tuple[int, int]] = []
         self._summed = False
@@ -159,16 +159,16 @@ class Fingerprints(Hook):
         self.last = self._shared(done.state.step, figures)
         self._rows = None
 
-    def _row(self, phase: str, name: str, place: tuple[float, float]) -> _Row:
+    def _row(self, phase: str, name: str, place: tuple[float, float]) -> _LocalPrint:
         assert self._rows is not None
-        return self._rows.setdefault((phase, name), _Row(place))
+        return self._rows.setdefault((phase, name), _LocalPrint(place))
 
-    def _add(self, row: _Row, values: Tensor, indices: Indices, copy: _Copy) -> None:
+    def _add(self, row: _LocalPrint, values: Tensor, indices: Indices, copy: _Copy) -> None:
         before = row.own.bits
         row.own.add(values, indices, 1 / copy[1])
         row.total += (row.own.bits - before) * (copy[0] == 0)
 
-    def _piece(self, row: _Row, shard: Shard, values: Flat, offset: int, copy: _Copy) -> None:
+    def _piece(self, row: _LocalPrint, shard: Shard, values: Flat, offset: int, copy: _Copy) -> None:
         before = row.own.bits
         row.own.add_piece(shard, values, offset, 1 / copy[1])
         row.total += (row.own.bits - before) * (copy[0] == 0)

@@ -12,7 +12,7 @@ from hpctrain.comm.outcome import name_ranks
 from hpctrain.errors import failing_as
 from hpctrain.files import add_lines, strict_json
 from hpctrain.report.marks import FAULTS_FILE
-from hpctrain.train.control import Order
+from hpctrain.train.control import StepDecision
 from hpctrain.train.way_back import WayBack
 from hpctrain.watch.status import MOST_OF_A_RANK, now_text
 from hpctrain.words import counted
@@ -36,7 +36,7 @@ class Healing:
         world = way.trainer.world
         self._nodes: list[str] = world.everyone.all_gather_object(world.hostname)
 
-    def heal(self, found: SilentFaultError) -> Order | None:
+    def heal(self, found: SilentFaultError) -> StepDecision | None:
         """What the run is to do; None for going on. Collective."""
         log = logging.getLogger("hpctrain")
         trainer, way, step = self.way.trainer, self.way, found.step
@@ -46,7 +46,7 @@ class Healing:
             source = way.newest(trainer.state.step)
             if source is None:
                 why = f"step {step}: no good state is there, in memory or on the disk, to go back to"
-                return Order(stop=True, why=f"{describe_fault(found.faults[0])}; {why}")
+                return StepDecision(stop=True, why=f"{describe_fault(found.faults[0])}; {why}")
             before = way.take(source)
             log.warning(
                 "step %d: takes up the state after step %d, and goes on from there", step, before.step
@@ -55,7 +55,7 @@ class Healing:
             log.warning("step %d: is made again, from the state before it", step)
         if why := self._why_to_stop():
             way.save()
-            return Order(checkpoint=True, stop=True, why=why)
+            return StepDecision(checkpoint=True, stop=True, why=why)
         return None
 
     def _note(self, found: SilentFaultError) -> None:

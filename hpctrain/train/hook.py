@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from hpctrain.optim.spikes import Spike
-from hpctrain.train.control import Order
+from hpctrain.train.control import StepDecision
 from hpctrain.train.step import StepResult, TrainState
 
 
@@ -55,5 +55,5 @@ class Hook:
     def after_save(self) -> None:
         """A checkpoint was written, or begun."""
 
-    def at_end(self, order: Order) -> None:
+    def at_end(self, order: StepDecision) -> None:
         """No other step comes: all are done, or `order` says to stop. Its checkpoints are complete."""

@@ -25,7 +25,7 @@ from hpctrain.plan.words import comparison_table
 from hpctrain.sharding.bucket import gradient_bytes, pool_bytes, value_bytes
 from hpctrain.sharding.gather import Gatherer
 from hpctrain.sharding.state import state_bytes
-from hpctrain.train.control import Order
+from hpctrain.train.control import StepDecision
 from hpctrain.train.hook import Hook
 from hpctrain.train.seconds import StepSeconds
 
@@ -75,7 +75,7 @@ def _keeping(engine: Engine) -> Iterator[ActivationKeeper | None]:
 
 
 @dataclass
-class Beside:
+class OtherMemory:
     """What else a run has in memory: `stages` of models that are only looked at, and the most bytes that a
     `cache` of keys and values had.
     """
@@ -107,7 +107,7 @@ class MemoryLedger(Hook):
         world: World | None = None,
         stage: int | None = None,
         seconds: StepSeconds | None = None,
-        beside: Callable[[], Beside] = Beside,
+        beside: Callable[[], OtherMemory] = OtherMemory,
     ) -> None:
         self.seconds, self.beside = seconds, beside
         self.world = engine.world if world is None else world
@@ -132,7 +132,7 @@ class MemoryLedger(Hook):
         )
         return replace(known, other=max(0, world.peak_bytes - known.total))
 
-    def at_end(self, order: Order) -> None:  # noqa: ARG002
+    def at_end(self, order: StepDecision) -> None:  # noqa: ARG002
         """Measure, and write it beside what was predicted."""
         world = self.world
         everyone = world.everyone.all_gather_object((self.stage, self.held()))

@@ -15,7 +15,7 @@ from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.train.checkpoints import Checkpoints
-from hpctrain.train.control import Order
+from hpctrain.train.control import StepDecision
 from hpctrain.train.hook import Hook, StepDone
 from hpctrain.train.step import TrainState
 from hpctrain.train.taken import forget_mirrors
@@ -68,7 +68,7 @@ class Mirrors(Hook):
         """What was mirrored is of steps that are given up."""
         self.mirror.forget()
 
-    def at_end(self, order: Order) -> None:  # noqa: ARG002
+    def at_end(self, order: StepDecision) -> None:  # noqa: ARG002
         """The disk has all: nothing stays in memory."""
         self.mirror.close()
         forget_mirrors(self.world, self.folder)

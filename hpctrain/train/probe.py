@@ -30,14 +30,16 @@ _EXACT = 1e-6
 
 
 @dataclass(frozen=True)
-class Finding:
+class ProbeFinding:
     """A sentence; whether what it tells makes runs differ."""
 
     sentence: str
     fails: bool = True
 
 
-def probe(call: ModuleCall, micro: MicroBatch, losses: Callable[[MicroBatch], LossOf]) -> Iterator[Finding]:
+def probe(
+    call: ModuleCall, micro: MicroBatch, losses: Callable[[MicroBatch], LossOf]
+) -> Iterator[ProbeFinding]:
     """All that is found of a module in training, called so on the host, with these `losses` of a micro-batch
     of some samples. Its buffers, and random numbers, are as before when it is over.
     """
@@ -55,19 +57,19 @@ def probe(call: ModuleCall, micro: MicroBatch, losses: Callable[[MicroBatch], Lo
     _restore(module, kept)
 
 
-def shared_memory(module: nn.Module) -> Iterator[Finding]:
+def shared_memory(module: nn.Module) -> Iterator[ProbeFinding]:
     """Parameters that are tied by their memory, which is not theirs any more in a run."""
     first: dict[int, str] = {}
     for name, parameter in module.named_parameters():
         at = parameter.untyped_storage().data_ptr()
         if parameter.numel() and first.setdefault(at, name) != name:
-            yield Finding(
+            yield ProbeFinding(
                 f"{first[at]} and {name} share memory and are two parameters, which a run trains apart: let "
                 "one be the other (head.weight = embed.weight)"
             )
 
 
-def _passes(call: ModuleCall, micro: MicroBatch) -> Iterator[Finding]:
+def _passes(call: ModuleCall, micro: MicroBatch) -> Iterator[ProbeFinding]:
     """In-place changes, random numbers from elsewhere, and state."""
     module = call.module
     kept = {name: buffer.clone() for name, buffer in module.named_buffers()}
@@ -77,12 +79,12 @@ def _passes(call: ModuleCall, micro: MicroBatch) -> Iterator[Finding]:
     given = _copied(micro)
     first = _outputs(call, given, _SEED, _SEED)
     if torch.initial_seed() != _SEED:
-        yield Finding(
+        yield ProbeFinding(
             "the forward pass seeds torch's random numbers itself: masks are the same in every pass, and on "
             "all data ranks"
         )
     if any(not torch.equal(field, micro.fields[name]) for name, field in given.items()):
-        yield Finding(
+        yield ProbeFinding(
             "the forward pass changes its input in place: what comes after it, as the loss, sees others"
         )
     after = _attributes(module)
@@ -95,25 +97,27 @@ def _passes(call: ModuleCall, micro: MicroBatch) -> Iterator[Finding]:
         what = "draws random numbers that torch.manual_seed does not seed, or keeps state that is no buffer"
         if changed:
             what = f"keeps state that is no buffer, and so in no checkpoint: {_some(changed)}"
-        yield Finding(f"two forward passes of the same input, seed and buffers differ: the module {what}")
+        yield ProbeFinding(
+            f"two forward passes of the same input, seed and buffers differ: the module {what}"
+        )
     elif changing:
         sentence = f"a forward pass changes {_some(changing)}, which is no buffer, and so in no checkpoint"
-        yield Finding(f"{sentence}; what a pass gives did not depend on it here", fails=False)
+        yield ProbeFinding(f"{sentence}; what a pass gives did not depend on it here", fails=False)
     else:
         _restore(module, kept)
         other = _outputs(call, _copied(micro), _SEED, _OTHER_SEED)
         if not _equal(first, other):
-            yield Finding(
+            yield ProbeFinding(
                 "the forward pass draws random numbers of Python's or numpy's: a run seeds torch's alone, "
                 "and so layouts, and runs that go on, draw others"
             )
     if any(not each.isfinite().all() for each in first):
-        yield Finding("what the forward pass gives is not finite")
+        yield ProbeFinding("what the forward pass gives is not finite")
 
 
 def _gradients(
     call: ModuleCall, micro: MicroBatch, losses: Callable[[MicroBatch], LossOf]
-) -> Iterator[Finding]:
+) -> Iterator[ProbeFinding]:
     """Parameters that get none."""
     module = call.module
     torch.manual_seed(_SEED)
@@ -125,13 +129,13 @@ def _gradients(
     if none:
         have = "has" if len(none) == 1 else "have"
         zero = "in a run it is one of zero, so that decay and moments go on"
-        yield Finding(f"{_some(none)} {have} no gradient in this pass; {zero}", fails=False)
+        yield ProbeFinding(f"{_some(none)} {have} no gradient in this pass; {zero}", fails=False)
 
 
 @torch.no_grad()
 def _additive(
     call: ModuleCall, micro: MicroBatch, losses: Callable[[MicroBatch], LossOf]
-) -> Iterator[Finding]:
+) -> Iterator[ProbeFinding]:
     """Losses that are no sums over samples, where the module looks at each by itself."""
     module = call.module
     rows = micro.rows
@@ -151,14 +155,14 @@ def _additive(
     apart = sum(sums[1:])
     if abs(sums[0] - apart) > _EXACT * max(map(abs, sums)):
         factor = f"{sums[0] / apart:.4g} times" if apart else "not"
-        yield Finding(
+        yield ProbeFinding(
             f"model.loss is no sum over samples: of {counted(rows, 'sample')} at once it is {sums[0]:.6g}, "
             f"{factor} that of the same one by one: it has to give a sum and a count, no mean"
         )
     counts = [float(each[1]) for each in figures if len(each) > 1]
     apart = sum(counts[1:])
     if counts and abs(counts[0] - apart) > _EXACT * max(map(abs, counts)):
-        yield Finding(
+        yield ProbeFinding(
             f"the count of model.loss does not grow with samples: of {counted(rows, 'sample')} at once it is "
             f"{counts[0]:.6g}, and {apart:.6g} of the same one by one: it has to be the count of what the "
             "sum is of, so that a step's loss does not depend on batch.micro_size"

@@ -14,7 +14,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.model.choices import RoutingChoices
 from hpctrain.model.router import router_name
 from hpctrain.model.shape import ModelShape
-from hpctrain.train.control import Order
+from hpctrain.train.control import StepDecision
 from hpctrain.train.hook import Hook, StepDone
 from hpctrain.train.routing_file import PADDING, RoutingFile
 from hpctrain.train.step import TrainState
@@ -55,7 +55,7 @@ class GivenChoices:
         return result
 
 
-class Routing(Hook):
+class RoutingRecorder(Hook):
     """Makes the RoutingChoices of every micro-batch of training; as a hook writes down those of the first
     samples.
 
@@ -75,7 +75,7 @@ class Routing(Hook):
         self._rows: dict[str, list[Tensor]] = {}
         self._done = recorded <= self.first
 
-    def record_into(self, folder: Path) -> Routing:
+    def record_into(self, folder: Path) -> RoutingRecorder:
         """From here on choices are written down; this is to be among the hooks."""
         self.path = folder / ROUTING_FILE
         return self
@@ -102,7 +102,7 @@ class Routing(Hook):
         if not self._done and done.state.samples >= self.recorded:
             self._write()
 
-    def at_end(self, order: Order) -> None:  # noqa: ARG002
+    def at_end(self, order: StepDecision) -> None:  # noqa: ARG002
         """Write what there has been, where that is not all."""
         if not self._done and self.state.samples > self.first:
             self._write()

@@ -37,7 +37,7 @@ from hpctrain.plan.memory import MemoryPlan
 from hpctrain.plan.served import build_role_within_memory
 from hpctrain.report.terminal import columns, fit
 from hpctrain.train.checkpoints import Checkpoints
-from hpctrain.train.control import Control, Order
+from hpctrain.train.control import Control, StepDecision
 from hpctrain.train.dead_experts import DeadExperts
 from hpctrain.train.going_back import GoingBack
 from hpctrain.train.healing import Healing
@@ -47,7 +47,7 @@ from hpctrain.train.mirror import begin_mirrors, require_neighbour
 from hpctrain.train.origin import compare_corpus, known_corpus
 from hpctrain.train.rate_change import rate_change
 from hpctrain.train.reference import bring_references, refer
-from hpctrain.train.routing import Routing, read_given
+from hpctrain.train.routing import RoutingRecorder, read_given
 from hpctrain.train.seconds import PlannedSeconds, StepSeconds, plan_seconds
 from hpctrain.train.server.checkpoints import ServedCheckpoints
 from hpctrain.train.server.trainer import ServedTrainer
@@ -59,9 +59,9 @@ from hpctrain.train.step import TrainState
 from hpctrain.train.summary import decay_ended, introduction
 from hpctrain.train.taken import Taken, take_mirror
 from hpctrain.train.time_limit import BYTES_PER_SECOND, Pace, TimeLimit
-from hpctrain.train.trainer import Beginning, MakeTrainer, Trainer, make_trainer
+from hpctrain.train.trainer import MakeTrainer, Trainer, TrainerParts, make_trainer
 from hpctrain.train.verify import verify_layout
-from hpctrain.train.watchers import EightBitWatch, Evaluation, SlowRanks, StepReport, Trace
+from hpctrain.train.watchers import EightBitWatch, Evaluation, SlowRanks, StepReport, TraceRecorder
 from hpctrain.train.way_back import WayBack
 from hpctrain.watch.folder import clear_folder, clear_other_folder, refuse_other_folder, replaces
 from hpctrain.watch.machine import PeakFlops
@@ -88,7 +88,7 @@ class Run:
     predicted: MemoryPlan
     limit: TimeLimit | None
     heeded: tuple[str, ...]
-    routing: Routing | None = None
+    routing: RoutingRecorder | None = None
     planned: PlannedSeconds | None = None
     held_out: tuple[HeldOut, ...] = ()
 
@@ -175,10 +175,10 @@ class Loop:
         self.evaluation = Evaluation(trainer, run.held_out, self.pace, reporter, checkpoints.best)
         way = WayBack(trainer, checkpoints, reporter)
         self.back, self.healing = GoingBack(trainer, way), Healing(way, Path(run.deck.run.dir))
-        self._asked: Order | None = None
+        self._asked: StepDecision | None = None
         self.report = StepReport(trainer, reporter, peak, self.pace, checkpoints, memory)
         trainer.hooks += [
-            *([Trace(trainer)] if run.deck.run.trace else []),
+            *([TraceRecorder(trainer)] if run.deck.run.trace else []),
             SlowRanks(trainer.stragglers(run.deck.stability.straggler_factor), reporter),
             self.pace,
             self.back,
@@ -193,13 +193,13 @@ class Loop:
             *begin_mirrors(run.deck, run.world, checkpoints, trainer.state),
         ]
 
-    def run(self, control: Control) -> Order:
+    def run(self, control: Control) -> StepDecision:
         """All steps; the last order, which says whether to stop."""
         while self.trainer.state.step < self.steps:
             if why := self.checkpoints.best.impatience:
                 self.save_unless_there()
                 control.forget()
-                return Order(why=why, early=True)
+                return StepDecision(why=why, early=True)
             try:
                 order = self.advance(control)
             except SilentFaultError as found:
@@ -207,12 +207,12 @@ class Loop:
             if order is not None:
                 return order
         control.forget()
-        return Order()
+        return StepDecision()
 
-    def advance(self, control: Control) -> Order | None:
+    def advance(self, control: Control) -> StepDecision | None:
         """Carry out requests and make the next step. Return an order to stop, or None."""
         state = self.trainer.state
-        order = self._asked or Order()
+        order = self._asked or StepDecision()
         if self.trainer.settled and self._asked is None:
             order = control.agree(self.peak.exceeded)
         if order.measure:
@@ -231,7 +231,7 @@ class Loop:
             self.back.go()
         elif self.back.stop:
             self.save()
-            return Order(checkpoint=True, stop=True, why=self.back.stop)
+            return StepDecision(checkpoint=True, stop=True, why=self.back.stop)
         elif reason := reason_to_stop(self.deck, state):
             self.end_without_updates(reason)
         elif self.checkpoints.due(state.step):
@@ -364,7 +364,7 @@ def open_run(
 
     world.ledger.activity = "preparing the trainer"
     try:
-        trainer = make(Beginning(deck, engine, corpus, checkpoint, fill, seat))
+        trainer = make(TrainerParts(deck, engine, corpus, checkpoint, fill, seat))
         checkpoints.known = {**checkpoints.known, **trainer.known}
         if deck.objective.kind in REFERRED:
             held_out, known = refer(trainer.step, corpus, held_out, folder.path, checkpoint)
@@ -372,9 +372,9 @@ def open_run(
     except BaseException:
         folder.close()
         raise
-    routing: Routing | None = None
+    routing: RoutingRecorder | None = None
     if deck.model.record_routing or given is not None:
-        routing = Routing(engine, trainer.state, deck.model.record_routing, given)
+        routing = RoutingRecorder(engine, trainer.state, deck.model.record_routing, given)
         trainer.step.choices = routing.choices
     follows = routing.sentence(replayed) if routing is not None and replayed is not None else ""
     heeded = (stays, checked, started_from, *checkpoints.heeded, follows, *compared, seconds)

@@ -28,7 +28,7 @@ Finding = Callable[[Any, Tensor, Tensor], Tensor]
 """Of a head, hidden states and targets [s, b]: what is found of each token, fp32 [s, b]."""
 
 
-class _Kept:
+class _ScoreRecorder:
     """What is found of a micro-batch, as an objective's losses are computed, which here are none."""
 
     def __init__(self, targets: Tensor, figures: int, find: Finding) -> None:
@@ -77,7 +77,7 @@ def _of_first(step: Step, batches: Batches, sequences: int, find: Finding) -> Te
     prepared, kept = [], []
     for micro in micro_batches:
         inputs = step.prepare(micro, one, None).inputs
-        kept.append(_Kept(inputs.fields["targets"].t(), figures, find))
+        kept.append(_ScoreRecorder(inputs.fields["targets"].t(), figures, find))
         prepared.append(PreparedBatch(inputs, kept[-1]))
     ledger = engine.world.ledger
     ledger.phase = "evaluation"

@@ -19,7 +19,7 @@ from hpctrain.plan.time.rates import deck_rates
 from hpctrain.plan.time.step import StepPlan, plan_step
 from hpctrain.plan.time.words import comparison_lines
 from hpctrain.report.trace import gather_steps
-from hpctrain.train.control import Order
+from hpctrain.train.control import StepDecision
 from hpctrain.train.hook import Hook, StepDone
 from hpctrain.units import format_seconds
 
@@ -120,7 +120,7 @@ class StepSeconds(Hook):
             StepRecord(record.step, done.seconds, record.phases, record.inside, record.calls, record.again)
         )
 
-    def at_end(self, order: Order) -> None:  # noqa: ARG002
+    def at_end(self, order: StepDecision) -> None:  # noqa: ARG002
         """Measure, of the stage that is planned: the mean over its ranks and steps that nothing disturbed."""
         world, mesh = self.engine.world, self.engine.mesh
         everyone, timeline = world.everyone, world.ledger.timeline

@@ -21,14 +21,14 @@ from hpctrain.engine.corpus import Corpus
 from hpctrain.engine.seat import ModelPlacement
 from hpctrain.train.batch_size import batch_at
 from hpctrain.train.hook import Hook, StepDone
-from hpctrain.train.memory import ActivationPeak, Beside
+from hpctrain.train.memory import ActivationPeak, OtherMemory
 from hpctrain.train.step import Step, StepGuard, StepResult, TrainState
 from hpctrain.watch.stragglers import StragglerDetector, TimeComparison, work_of
 from hpctrain.words import counted
 
 
 @dataclass(frozen=True)
-class Beginning:
+class TrainerParts:
     """What a trainer is made of: the deck and its engine, the samples, and the checkpoint that its run goes
     on from, if any. `fill`, which is collective, gives the engine and its companions their state, that of the
     checkpoint, or of the model that the run starts from; and returns how far that is. `seat` is this rank's.
@@ -118,9 +118,9 @@ class Trainer:
         """What is to be said at the end besides what any run says, on rank 0."""
         return []
 
-    def beside(self) -> Beside:
+    def beside(self) -> OtherMemory:
         """What it has in memory besides its engine and companions of it."""
-        return Beside()
+        return OtherMemory()
 
     @property
     def stage(self) -> int:
@@ -164,7 +164,7 @@ class Trainer:
             hook.before_update()
 
 
-MakeTrainer = Callable[[Beginning], Trainer]
+MakeTrainer = Callable[[TrainerParts], Trainer]
 
 
 def step_of(deck: Deck, engine: Engine, batches: Batches) -> Step:
@@ -172,6 +172,6 @@ def step_of(deck: Deck, engine: Engine, batches: Batches) -> Step:
     return Step(engine, batches, deck.batch.micro_size, deck.optimizer.clip, deck.run.seed)
 
 
-def make_trainer(beginning: Beginning) -> Trainer:
+def make_trainer(beginning: TrainerParts) -> Trainer:
     """The trainer of a run that learns from what there is."""
     return Trainer(beginning.deck, beginning.engine, beginning.corpus.train, beginning.fill())

@@ -51,7 +51,7 @@ class Departure:
 
 
 @dataclass(frozen=True)
-class Found:
+class ComparisonResult:
     """All that was found: the steps of both replays; what is `apart` in the step in which these differ, if
     they do; whether bits had to be the same (`exact`), and the first that were not (`bits`); departures of
     both.
@@ -108,7 +108,7 @@ def size_text(size: float) -> str:
     return "other" if size == inf else "equal" if size == 0.0 else f"{size:.1e}"
 
 
-def verdict_of(found: Found) -> tuple[int, list[str]]:
+def verdict_of(found: ComparisonResult) -> tuple[int, list[str]]:
     """The exit code, and what is said."""
     if found.apart:
         return EXIT_DIFFERENT, _parted(found)
@@ -145,13 +145,13 @@ def _rounds(departure: Departure) -> bool:
     return departure.largest <= allowed and not any(each.beyond for each in departure.wrong)
 
 
-def _own(found: Found) -> str:
+def _own(found: ComparisonResult) -> str:
     """Whether the records come out again."""
     known = any(each.step in run.figures for run in (found.one, found.other) for each in found.second)
     return ", and what both recorded comes out again" if known else ""
 
 
-def _tolerances(found: Found) -> str:
+def _tolerances(found: ComparisonResult) -> str:
     activations, gradients, weights = found.rounding
     return (
         f"Rounding is here what differs by no more than {activations:.0e} of the length of activations, "
@@ -159,7 +159,7 @@ def _tolerances(found: Found) -> str:
     )
 
 
-def _parted(found: Found) -> list[str]:
+def _parted(found: ComparisonResult) -> list[str]:
     """What is said of replays that differ."""
     first = first_of(found.apart, bits=found.exact)
     assert first is not None
@@ -204,12 +204,12 @@ def _on(first: Apart, ranks: int) -> str:
     return f", on rank {numbers} alone" if len(first.ranks) == 1 else f", on ranks {numbers}"
 
 
-def _other_samples(found: Found) -> list[int]:
+def _other_samples(found: ComparisonResult) -> list[int]:
     one, other = found.first[len(found.second) - 1].samples, found.second[-1].samples
     return sorted(number for number in one.keys() & other.keys() if one[number] != other[number])
 
 
-def _hints(found: Found, first: Apart) -> list[str]:
+def _hints(found: ComparisonResult, first: Apart) -> list[str]:
     """What tells which of the two runs is wrong."""
     number = len(found.second) - 1
     one, other = found.first[number], found.second[number]
@@ -239,7 +239,7 @@ def _hints(found: Found, first: Apart) -> list[str]:
     return []
 
 
-def _departed(found: Found, departure: Departure) -> list[str]:
+def _departed(found: ComparisonResult, departure: Departure) -> list[str]:
     """What is said of a run whose records are not what its replay gives."""
     name = "first" if departure.run is found.one else "second"
     lines = []

@@ -61,7 +61,7 @@ from hpctrain.train.miniature import (
 )
 from hpctrain.train.outputs import in_order_of, outputs_of
 from hpctrain.train.plain import bare_module, call_in, losses_of, plain_figures, plain_module
-from hpctrain.train.probe import Finding, probe, shared_memory
+from hpctrain.train.probe import ProbeFinding, probe, shared_memory
 from hpctrain.train.trainer import Trainer
 
 _WATCHED = 4  # data ranks whose outputs are compared
@@ -177,7 +177,7 @@ def compare(
 
 def compare_miniature(
     deck: Deck, world: World, mesh: Mesh
-) -> tuple[Deck, list[Finding], list[LayoutDifference]]:
+) -> tuple[Deck, list[ProbeFinding], list[LayoutDifference]]:
     """The miniature of a deck, and what `probe_module` and `compare` find of it. Collective; errors as in
     `miniature_of`.
     """
@@ -195,11 +195,11 @@ def compare_miniature(
     return small, probe_module(small, world), found
 
 
-def probe_module(small: Deck, world: World) -> list[Finding]:
+def probe_module(small: Deck, world: World) -> list[ProbeFinding]:
     """What is found of the module of a miniature by itself, on rank 0, the same list on all ranks; of our own
     families nothing. Collective.
     """
-    found: list[Finding] = []
+    found: list[ProbeFinding] = []
     with world.agreement():
         if world.rank == 0 and small.model.module is not None:
             alone = world.alone()
@@ -209,7 +209,7 @@ def probe_module(small: Deck, world: World) -> list[Finding]:
             call = call_in(trainer.engine, plain_module(trainer.engine, weights, small.run.seed))
             micro = next(iter(trainer.step.batches.step(0, MICRO_SIZE, 0, 1, MICRO_SIZE)))
             found += probe(call, micro, partial(losses_of, trainer.engine))
-    shared: list[Finding] = world.everyone.broadcast_object(found)
+    shared: list[ProbeFinding] = world.everyone.broadcast_object(found)
     return shared
 
 

@@ -19,7 +19,7 @@ from hpctrain.report.recorded import TRACE_FILE
 from hpctrain.report.trace import write_trace
 from hpctrain.train.best import BestSoFar
 from hpctrain.train.checkpoints import Checkpoints
-from hpctrain.train.control import Order
+from hpctrain.train.control import StepDecision
 from hpctrain.train.hook import Hook, StepDone
 from hpctrain.train.memory import MemoryLedger
 from hpctrain.train.skipped_steps import skip_reason
@@ -85,7 +85,7 @@ class Evaluation(Hook):
         self.pace.evaluation = time.perf_counter() - started
 
 
-class Trace(Hook):
+class TraceRecorder(Hook):
     """Records the newest steps, and writes them with every checkpoint."""
 
     def __init__(self, trainer: Trainer) -> None:
@@ -204,7 +204,7 @@ class StepReport(Hook):
             went_back=None if done.went_back is None else asdict(done.went_back),
         )
 
-    def at_end(self, order: Order) -> None:
+    def at_end(self, order: StepDecision) -> None:
         """Write down what was sent, and say how the run ended, or by what order it stops."""
         reporter, run, world = self.reporter, self.deck.run, self.world
         newest = self.checkpoints.newest

@@ -16,7 +16,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.optim.adafactor import Adafactor
 from hpctrain.optim.block_rule import MatrixRules
 from hpctrain.plan.memory import plan_memory
-from hpctrain.train.control import Order
+from hpctrain.train.control import StepDecision
 from hpctrain.train.memory import MemoryLedger
 from tests.engines import DECK, LLAMA, small_deck, trainer
 from tests.optim.block_rules import DECAY, ten_updates
@@ -140,7 +140,7 @@ def test_what_is_measured_is_of_the_rank_that_is_planned(
     ledger = MemoryLedger(training.engine, training.activations, planned, mpi_tmp_path)
     own = ledger.held()
     monkeypatch.setattr(ledger, "held", lambda: replace(own, other=(1 << 50) // max(1, own.optimizer)))
-    ledger.at_end(Order())
+    ledger.at_end(StepDecision())
     told, (measured,) = planned.stages[0].memory, ledger.accounts
     for kind in ("parameter", "gradient", "optimizer"):
         assert getattr(measured, kind) == getattr(told, kind), kind

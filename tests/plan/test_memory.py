@@ -23,7 +23,7 @@ from hpctrain.plan.savings import find_savings
 from hpctrain.plan.words import KINDS
 from hpctrain.sharding.bucket import Bucket, pool_bytes
 from hpctrain.sharding.state import MASTER
-from hpctrain.train.control import Order
+from hpctrain.train.control import StepDecision
 from hpctrain.train.memory import MemoryLedger
 from hpctrain.units import format_bytes
 from tests.engines import LLAMA, Trainer, small_deck, trainer
@@ -250,7 +250,7 @@ def test_the_table_after_a_run_is_of_one_stage(
     own, fullest = ledger.held(), planned.largest
     by_chance = 0 if ledger.stage == fullest.stage else 1 << 40
     monkeypatch.setattr(ledger, "held", lambda: replace(own, other=by_chance))
-    ledger.at_end(Order())
+    ledger.at_end(StepDecision())
     head, *rows = (line.split("  ") for line in ledger.table())
     assert head[0] == f"memory of a rank of stage {fullest.stage}"
     for kind in ("parameter", "gradient", "optimizer", "activation"):

@@ -25,7 +25,7 @@ from hpctrain.post.rewards.reward import Sample
 from hpctrain.post.rewards.rewards import Rewards
 from hpctrain.post.trainer import PolicyTrainer
 from hpctrain.train.hook import Hook
-from hpctrain.train.trainer import Beginning
+from hpctrain.train.trainer import TrainerParts
 from hpctrain.train.verify import ROUGHNESS, _pieces
 from tests.data.chats import write_rows
 
@@ -138,7 +138,7 @@ def policy_trainer(world: World, deck: Deck) -> PolicyTrainer:
     own = choose_kernels(seat.deck, seat.world, seat.mesh)
     arrangement = arrange(own, seat.world, seat.mesh)
     engine = assemble(own, seat.world, seat.mesh, arrangement, ROUGHNESS, seat.build)
-    trainer = PolicyTrainer(Beginning(deck, engine, corpus, None, lambda: None, seat))
+    trainer = PolicyTrainer(TrainerParts(deck, engine, corpus, None, lambda: None, seat))
     for name, each in engines(trainer).items():
         _initialize(each.world, each.architecture, each, deck.run.seed + SEEDS[name], ROUGHNESS)
     assert trainer.experience is not None

@@ -30,7 +30,7 @@ from hpctrain.report.marks import read_faults
 from hpctrain.report.rows import read_metrics
 from hpctrain.sharding.fingerprint import fingerprint
 from hpctrain.train import corruption, healing
-from hpctrain.train.control import Control, Order
+from hpctrain.train.control import Control, StepDecision
 from hpctrain.train.hook import Hook, StepDone
 from hpctrain.train.run import open_run, resume
 from hpctrain.train.signals import Signals
@@ -421,7 +421,7 @@ def test_an_order_that_comes_wrong_at_one_rank_parts_nobody(
         return result
 
     monkeypatch.setattr(Group, "all_reduce", wrong)
-    assert control.agree() == Order()
+    assert control.agree() == StepDecision()
     if world.rank == 0:
         (mpi_tmp_path / STOP_FILE).touch()
     control._looked = -np.inf

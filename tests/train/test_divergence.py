@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from hpctrain.comm.world import World
-from hpctrain.train.divergence import ROUNDING, Apart, Comparison, Rounding, changed_between, unsummed
+from hpctrain.train.divergence import ROUNDING, Apart, Rounding, StepComparison, changed_between, unsummed
 from hpctrain.train.fingerprints import StepPrints, fingerprints
 from tests.engines import LLAMA, small_deck, trainer
 from tests.train.planted import (
@@ -134,7 +134,7 @@ def steps_of(
 
 def parted(one: Sequence[StepPrints], other: Sequence[StepPrints], alike: bool) -> Apart | None:
     """The first that differs; of one layout in bits."""
-    comparison = Comparison(ROUNDING["fp32"], alike, alike)
+    comparison = StepComparison(ROUNDING["fp32"], alike, alike)
     for mine, theirs in zip(one, other, strict=True):
         if (first := comparison.first(comparison.of(mine, theirs))) is not None:
             return first
@@ -163,7 +163,7 @@ def test_layouts_of_one_deck_do_not_part(world: World, name: str) -> None:
     whole = steps_of(world.alone(), model)
     steps, again = (steps_of(world, (*model, *layout)) for _ in range(2))
     assert parted(steps, again, alike=True) is None
-    comparison = Comparison(Rounding.of(deck), alike=False, exact=False)
+    comparison = StepComparison(Rounding.of(deck), alike=False, exact=False)
     for one, other in zip(whole, steps, strict=True):
         assert comparison.first(comparison.of(one, other)) is None
         named = {each.name for each in other.prints}

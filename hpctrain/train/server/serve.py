@@ -22,8 +22,8 @@ from hpctrain.train.batch_size import batch_at
 from hpctrain.train.server.book import Book
 from hpctrain.train.server.intake import Intake, Pushed
 from hpctrain.train.server.letters import HEAD, Kind, Push, distance
-from hpctrain.train.server.turns import Turns
-from hpctrain.train.server.wire import ROW_NUMBERS, Piece, Rows, Wire
+from hpctrain.train.server.turns import ShareAssignment
+from hpctrain.train.server.wire import ROW_NUMBERS, Rows, ServedRange, WireFormat
 from hpctrain.train.step import TrainState
 
 SECONDS_PER_LOOK = 0.1
@@ -49,7 +49,7 @@ class Server:
     """
 
     def __init__(
-        self, deck: Deck, engine: Engine, mailbox: Mailbox, roles: ServerRoles, pieces: Sequence[Piece]
+        self, deck: Deck, engine: Engine, mailbox: Mailbox, roles: ServerRoles, pieces: Sequence[ServedRange]
     ) -> None:
         self.deck, self.engine, self.mailbox, self.roles = deck, engine, mailbox, roles
         self.distance, keys = distance(deck), deck.communication.server
@@ -59,7 +59,7 @@ class Server:
         self.most_kept = 0
         """Pushes kept at once, at the most so far."""
         trained = [piece.trained for piece in pieces]
-        self.whole, self.wire = Wire(pieces), Wire(piece for piece in pieces if piece.trained)
+        self.whole, self.wire = WireFormat(pieces), WireFormat(piece for piece in pieces if piece.trained)
         self._values = _views(engine.buckets, [bucket.own_values for bucket in engine.buckets])
         self._trained = [view for view, is_trained in zip(self._values, trained, strict=True) if is_trained]
         gradients = _views(engine.buckets, [bucket.own_gradients for bucket in engine.buckets])
@@ -86,7 +86,7 @@ class Server:
         )
         self._pushes = 0
         self._asked, self._book = asked, book
-        self._turns = Turns(self.roles.workers, self.distance, state.step, end)
+        self._turns = ShareAssignment(self.roles.workers, self.distance, state.step, end)
         self._quiet = False
         paused = done = 0
         others = self.roles.servers - 1

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Share:
+class SampleShare:
     """Number `number` of the shares of step `step`."""
 
     step: int
@@ -20,7 +20,7 @@ class Share:
 
 
 @dataclass
-class Turns:
+class ShareAssignment:
     """Shares of the steps `step` to `end`, of `workers` a step.
 
     `distance` is how many steps the fastest worker may be ahead of the slowest (stale-synchronous,
@@ -65,9 +65,9 @@ class Turns:
         self.end = self.step
         self._next = self.end * self.workers
 
-    def answers(self) -> list[tuple[int, Share | None]]:
+    def answers(self) -> list[tuple[int, SampleShare | None]]:
         """Whom to give which share now; None to whoever is to pause."""
-        given: list[tuple[int, Share | None]] = []
+        given: list[tuple[int, SampleShare | None]] = []
         for worker in sorted(self._asking):
             if self.distance is None:
                 share = self._take(worker)
@@ -76,7 +76,7 @@ class Turns:
             elif self.done[worker] - min(self.done) > self.distance:
                 continue
             else:
-                share = Share(self.done[worker], worker)
+                share = SampleShare(self.done[worker], worker)
                 self._begun[worker] = share.step + 1
             if share is None:
                 self.paused.add(worker)
@@ -84,10 +84,10 @@ class Turns:
             given.append((worker, share))
         return given
 
-    def _take(self, worker: int) -> Share | None:
+    def _take(self, worker: int) -> SampleShare | None:
         if self._next >= self.end * self.workers:
             return None
-        share = Share(*divmod(self._next, self.workers))
+        share = SampleShare(*divmod(self._next, self.workers))
         self._next += 1
         self._begun[worker] += 1
         return share

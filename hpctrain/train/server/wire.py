@@ -23,7 +23,7 @@ ROW_NUMBERS = torch.int32
 
 
 @dataclass(frozen=True)
-class Piece:
+class ServedRange:
     """Elements `start` to `stop` of a parameter, of a table that is looked up alone with `row` in each."""
 
     name: str
@@ -80,10 +80,10 @@ Rows = Sequence[Tensor]
 """The numbers of rows of each of some tables' pieces, in rising order."""
 
 
-class Wire:
+class WireFormat:
     """The pieces of one server, in the order in which they travel."""
 
-    def __init__(self, pieces: Iterable[Piece]) -> None:
+    def __init__(self, pieces: Iterable[ServedRange]) -> None:
         self.pieces = tuple(pieces)
         self.tables = tuple(piece for piece in self.pieces if piece.row)
         self.elements = sum(piece.elements for piece in self.pieces)
@@ -144,10 +144,10 @@ def own_pieces(buckets: Iterable[Bucket]) -> list[tuple[str, int, int]]:
 
 def pieces_of(
     told: Iterable[tuple[str, int, int]], parameters: Mapping[str, Parameter], models: Iterable[ModelPart]
-) -> list[Piece]:
+) -> list[ServedRange]:
     """The pieces that a server has told of, as any rank that has all parameters understands them."""
     tables = looked_up(models)
     return [
-        Piece(name, start, stop, tables.get(name, 0), parameters[name].requires_grad)
+        ServedRange(name, start, stop, tables.get(name, 0), parameters[name].requires_grad)
         for name, start, stop in told
     ]

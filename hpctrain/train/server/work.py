@@ -22,8 +22,8 @@ from hpctrain.errors import HpctrainError
 from hpctrain.model.part import parameter_list
 from hpctrain.train.batch_size import batch_at, samples_of
 from hpctrain.train.server.letters import HEAD, Kind, Push, distance
-from hpctrain.train.server.turns import Share
-from hpctrain.train.server.wire import ROW_NUMBERS, Piece, Wire
+from hpctrain.train.server.turns import SampleShare
+from hpctrain.train.server.wire import ROW_NUMBERS, ServedRange, WireFormat
 from hpctrain.train.step import ReadBatches, Step, TrainState
 
 _PIECE = 1 << 16
@@ -76,11 +76,11 @@ class Worker:
         step: ShareStep,
         mailbox: Mailbox,
         roles: ServerRoles,
-        pieces: Sequence[Sequence[Piece]],
+        pieces: Sequence[Sequence[ServedRange]],
     ) -> None:
         self.deck, self.engine, self.step, self.mailbox, self.roles = deck, engine, step, mailbox, roles
-        self.whole = [Wire(of_server) for of_server in pieces]
-        self.wires = [Wire(piece for piece in of_server if piece.trained) for of_server in pieces]
+        self.whole = [WireFormat(of_server) for of_server in pieces]
+        self.wires = [WireFormat(piece for piece in of_server if piece.trained) for of_server in pieces]
         self._parameters = {p.shard.name: p for model in engine.models for p in parameter_list(model)}
         self._begun = False
         self.problem: HpctrainError | None = None
@@ -107,15 +107,15 @@ class Worker:
             self.mailbox.send(server, [Kind.PAUSED])
         self.mailbox.wait_for_sends()
 
-    def _next(self) -> Share | None:
+    def _next(self) -> SampleShare | None:
         """What the head gives out next."""
         letter = self.mailbox.wait_for_header()
         kind, pause, step, number = letter.numbers
         if (letter.sender, kind) != (HEAD, Kind.SHARE):
             raise RuntimeError(f"a worker expects a share of the head, not {letter}")
-        return None if pause else Share(int(step), int(number))
+        return None if pause else SampleShare(int(step), int(number))
 
-    def _compute(self, state: TrainState, share: Share) -> None:
+    def _compute(self, state: TrainState, share: SampleShare) -> None:
         batch, done = self.deck.batch, samples_of(self.deck.batch, state.step)
         at = TrainState(share.step, state.samples + samples_of(batch, share.step) - done)
         size = batch_at(batch, share.step)
@@ -146,7 +146,7 @@ class Worker:
             wire.unpack(values, own, rows)
         self._begun = True
 
-    def _rows(self, wire: Wire, touched: Tensor) -> list[Tensor]:
+    def _rows(self, wire: WireFormat, touched: Tensor) -> list[Tensor]:
         """The touched rows of each table's piece."""
         return wire.rows({piece.name: touched for piece in wire.tables})
 

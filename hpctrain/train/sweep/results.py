@@ -15,7 +15,7 @@ from hpctrain.errors import EXIT_AGAIN, EXIT_DONE, HpctrainError
 from hpctrain.report.series import metrics
 from hpctrain.report.swept import SweptRun
 from hpctrain.table import fitted
-from hpctrain.train.sweep.variants import Sweep, Variant
+from hpctrain.train.sweep.variants import Sweep, SweepVariant
 from hpctrain.units import format_count
 from hpctrain.watch.metrics import evaluation_keys
 from hpctrain.watch.statuses import read_status
@@ -24,12 +24,12 @@ _SHARE = 0.1  # of the steps, the last ones, of whose losses the mean is told
 
 
 @dataclass(frozen=True)
-class Result:
+class VariantResult:
     """A run: its state in a word, steps done, mean loss of the last tenth of them, the last validation loss,
     the median of tokens/s, and the figure that is `wanted`; nan where there is none.
     """
 
-    variant: Variant
+    variant: SweepVariant
     state: str
     step: int = 0
     loss: float = nan
@@ -61,19 +61,19 @@ def wanted_figure(sweep: Sweep, name: str | None) -> MetricName | None:
 
 def results_of(
     sweep: Sweep, codes: Mapping[str, int] | None = None, wanted: MetricName | None = None
-) -> list[Result]:
+) -> list[VariantResult]:
     """The results of all runs of a sweep, as their folders tell; `codes` are those of runs that ended now."""
     return [_result(each, {} if codes is None else codes, wanted) for each in sweep.variants]
 
 
-def _result(variant: Variant, codes: Mapping[str, int], wanted: MetricName | None) -> Result:
+def _result(variant: SweepVariant, codes: Mapping[str, int], wanted: MetricName | None) -> VariantResult:
     code = codes.get(variant.name, EXIT_DONE)
     try:
         status = read_status(variant.folder)
         columns = metrics(variant.folder)
         state, done = escaped(str(status["state"])), int(status.get("step") or 0)
     except (HpctrainError, TypeError, ValueError):  # anybody may have written such a file
-        return Result(variant, "waiting" if code in (EXIT_DONE, EXIT_AGAIN) else "failed")
+        return VariantResult(variant, "waiting" if code in (EXIT_DONE, EXIT_AGAIN) else "failed")
     if state == "done" and done < variant.deck.run.steps:
         state = "waiting"  # for more steps than it had
     if code not in (EXIT_DONE, EXIT_AGAIN) and state != "done":
@@ -85,7 +85,7 @@ def _result(variant: Variant, codes: Mapping[str, int], wanted: MetricName | Non
         figure = _last(columns.get(key))
     elif wanted is not None:
         figure = loss
-    return Result(
+    return VariantResult(
         variant,
         state,
         int(columns["step"][-1]) if count else 0,
@@ -106,7 +106,7 @@ def _last(losses: np.ndarray | None) -> float:
     return float(known[-1]) if len(known) else nan
 
 
-def best_of(results: Sequence[Result], wanted: MetricName | None = None) -> Result | None:
+def best_of(results: Sequence[VariantResult], wanted: MetricName | None = None) -> VariantResult | None:
     """The run with the least of the figure that is wanted; without one, with the least validation loss where
     all that are done have one, else with the least loss.
     """
@@ -120,7 +120,7 @@ def best_of(results: Sequence[Result], wanted: MetricName | None = None) -> Resu
 
 
 def result_lines(
-    sweep: Sweep, results: Sequence[Result], width: int | None, wanted: MetricName | None = None
+    sweep: Sweep, results: Sequence[VariantResult], width: int | None, wanted: MetricName | None = None
 ) -> list[str]:
     """The table, in the order of the command, and the best run."""
     best = best_of(results, wanted)
@@ -141,7 +141,7 @@ _COLUMNS = (MetricName(), MetricName(VALIDATION))
 """Figures that the table has always."""
 
 
-def _row(result: Result, keys: Sequence[str], best: bool, more: bool) -> tuple[str, ...]:
+def _row(result: VariantResult, keys: Sequence[str], best: bool, more: bool) -> tuple[str, ...]:
     figures = (*([result.wanted] if more else []), result.loss, result.validation)
     losses = (f"{each:.4f}" if isfinite(each) else "" for each in figures)
     rate = format_count(result.tokens_per_s) if isfinite(result.tokens_per_s) else ""
@@ -150,7 +150,7 @@ def _row(result: Result, keys: Sequence[str], best: bool, more: bool) -> tuple[s
     return (*values, result.state, step, *losses, rate, "best" if best else "")
 
 
-def swept_runs(results: Sequence[Result]) -> list[SweptRun]:
+def swept_runs(results: Sequence[VariantResult]) -> list[SweptRun]:
     """What a picture shows of them."""
     return [
         SweptRun(each.variant.values, each.loss, each.validation, each.wanted)

@@ -15,7 +15,7 @@ from types import FrameType
 from hpctrain.errors import EXIT_AGAIN, EXIT_DONE, HpctrainError, failing_as
 from hpctrain.host.mpirun import mpirun_command
 from hpctrain.host.python_command import module_command
-from hpctrain.train.sweep.variants import Variant
+from hpctrain.train.sweep.variants import SweepVariant
 from hpctrain.words import counted
 
 _NAP = 0.2
@@ -24,7 +24,7 @@ Told = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Slot:
+class SweepSlot:
     """What one run at a time has: its cores, None where it shares all; its GPUs, None where it does so."""
 
     cores: tuple[int, ...] | None
@@ -32,7 +32,7 @@ class Slot:
 
 
 @dataclass
-class Asked:
+class StopRequest:
     """Whether runs are to stop: once in good order, twice at once."""
 
     times: int = 0
@@ -40,15 +40,15 @@ class Asked:
 
 @dataclass
 class _Running:
-    variant: Variant
+    variant: SweepVariant
     process: subprocess.Popen[bytes]
-    slot: Slot
+    slot: SweepSlot
     asked: int = field(default=0)
 
 
 def slots_of(
     wanted: int | None, ranks: int, threads: int, cores: Sequence[int], gpus: Sequence[str]
-) -> list[Slot]:
+) -> list[SweepSlot]:
     """The slots of a machine for runs of so many ranks: as many as have cores of their own, and GPUs where
     there are any, but one at the least; or as many as are `wanted`, which share cores where these do not
     suffice.
@@ -60,7 +60,7 @@ def slots_of(
     share, gpu_share = len(cores) // count, len(gpus) // count
     own = share >= ranks * threads
     return [
-        Slot(
+        SweepSlot(
             tuple(cores[number * share : (number + 1) * share]) if own and count > 1 else None,
             tuple(gpus[number * gpu_share : (number + 1) * gpu_share]) if gpu_share and count > 1 else None,
         )
@@ -69,7 +69,7 @@ def slots_of(
 
 
 def train_all(
-    deck: Path, variants: Sequence[Variant], ranks: int, slots: Sequence[Slot], show: Told
+    deck: Path, variants: Sequence[SweepVariant], ranks: int, slots: Sequence[SweepSlot], show: Told
 ) -> dict[str, int]:
     """Train the variants, each in the next slot that is free, and go on where runs were stopped; their exit
     codes by name, of those that ended. What they say goes to a file beside the folder of each.
@@ -121,12 +121,14 @@ def command(ranks: int, environment: Mapping[str, str]) -> list[str]:
     return [*launcher, "-n", str(ranks), *own]
 
 
-def output_of(variant: Variant) -> Path:
+def output_of(variant: SweepVariant) -> Path:
     """The file of what a run says."""
     return variant.folder.with_name(f"{variant.name}.out")
 
 
-def _start(deck: Path, variant: Variant, words: Sequence[str], slot: Slot) -> subprocess.Popen[bytes]:
+def _start(
+    deck: Path, variant: SweepVariant, words: Sequence[str], slot: SweepSlot
+) -> subprocess.Popen[bytes]:
     settings = [word for setting in variant.settings for word in ("--set", setting)]
     environment = {"OMP_NUM_THREADS": str(variant.deck.run.threads), **os.environ}
     if os.geteuid() == 0:
@@ -180,7 +182,7 @@ def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
             process.send_signal(number)
 
 
-def _ended(variant: Variant, code: int) -> str:
+def _ended(variant: SweepVariant, code: int) -> str:
     if code == EXIT_DONE:
         return "done"
     if code == EXIT_AGAIN:
@@ -190,9 +192,9 @@ def _ended(variant: Variant, code: int) -> str:
 
 
 @contextmanager
-def heeding() -> Iterator[Asked]:
+def heeding() -> Iterator[StopRequest]:
     """Count what asks this process to end meanwhile, but what its starter lets it ignore, as `nohup` does."""
-    asked = Asked()
+    asked = StopRequest()
 
     def heed(_: int, __: FrameType | None) -> None:
         asked.times += 1

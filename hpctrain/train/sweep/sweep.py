@@ -15,7 +15,7 @@ from hpctrain.job.wish import JobOptions
 from hpctrain.report.swept import draw_sweep
 from hpctrain.report.terminal import columns
 from hpctrain.train.sweep.results import (
-    Result,
+    VariantResult,
     best_of,
     result_lines,
     results_of,
@@ -23,7 +23,7 @@ from hpctrain.train.sweep.results import (
     wanted_figure,
 )
 from hpctrain.train.sweep.slots import slots_of, train_all
-from hpctrain.train.sweep.variants import Sweep, Variant, make_sweep, record
+from hpctrain.train.sweep.variants import Sweep, SweepVariant, make_sweep, record
 from hpctrain.watch.folder import running_job
 from hpctrain.words import require
 
@@ -106,7 +106,7 @@ def sweep_job(path: Path, arguments: Sequence[str], ranks: int, name: str | None
     )
 
 
-def _planned(sweep: Sweep) -> Sequence[Variant]:
+def _planned(sweep: Sweep) -> Sequence[SweepVariant]:
     """The runs whose memory is to be planned: one, where all hold as much."""
     differ = any(key.partition(".")[0] in _OF_MEMORY for key in sweep.keys)
     return sweep.variants if differ else sweep.variants[:1]
@@ -119,7 +119,7 @@ def refuse_ranks(environment: Mapping[str, str]) -> None:
         raise HpctrainError(f"sweep: starts ranks itself (--ranks-each); start it alone, not by {launcher}")
 
 
-def without_running(variants: Sequence[Variant], show: Told) -> list[Variant]:
+def without_running(variants: Sequence[SweepVariant], show: Told) -> list[SweepVariant]:
     """Return the runs that no job trains now, and print the others, which an earlier sweep has started."""
     free = []
     for variant in variants:
@@ -146,7 +146,7 @@ def _gpus(device: str) -> list[str]:
     return given.split(",") if given else [str(number) for number in range(gpu_count())]
 
 
-def _told(result: Result) -> dict[str, object]:
+def _told(result: VariantResult) -> dict[str, object]:
     return {
         "run": str(result.variant.folder),
         "values": result.variant.values,

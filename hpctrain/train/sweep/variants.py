@@ -30,7 +30,7 @@ _NAMING = ("run.title", "run.dir")
 
 
 @dataclass(frozen=True)
-class Variant:
+class SweepVariant:
     """A run of a sweep: its name, the values that are its own by key, as written, and its deck."""
 
     name: str
@@ -65,7 +65,7 @@ class Sweep:
 
     folder: Path
     keys: tuple[str, ...]
-    variants: tuple[Variant, ...]
+    variants: tuple[SweepVariant, ...]
 
 
 def split_values(argument: str) -> tuple[str, list[str]]:
@@ -137,7 +137,7 @@ def make_sweep(path: Path, arguments: Sequence[str], ranks: int, name: str | Non
     except BadValuesError as error:  # which those of all runs are told beside
         problems += error.problems
         folder, title = Path("sweep"), "sweep"
-    variants: list[Variant] = []
+    variants: list[SweepVariant] = []
     names: set[str] = set()
     for chosen in product(*(given[key] for key in keys)):
         own = dict(zip(keys, chosen, strict=True))
@@ -150,7 +150,7 @@ def make_sweep(path: Path, arguments: Sequence[str], ranks: int, name: str | Non
         except HpctrainError as error:
             problems += error.problems
             continue
-        variants.append(Variant(short, own, tuple(settings), deck))
+        variants.append(SweepVariant(short, own, tuple(settings), deck))
     if problems:
         told = list(dict.fromkeys(problems))
         more = [f"and {len(told) - _PROBLEMS} more problems"] if len(told) > _PROBLEMS else []

@@ -22,7 +22,7 @@ from hpctrain.train.server.intake import Pushed
 from hpctrain.train.server.letters import Push
 from hpctrain.train.server.serve import Parcel, Server
 from hpctrain.train.server.trainer import ServedTrainer
-from hpctrain.train.server.turns import Share
+from hpctrain.train.server.turns import SampleShare
 from hpctrain.train.step import ReadBatches, TrainState
 from tests.train.server.served import served, served_deck, values
 
@@ -57,7 +57,7 @@ def test_nobody_is_further_ahead_than_the_distance(world: World, monkeypatch: py
     if training.worker is not None:
         worker, compute, push = training.worker, training.worker._compute, training.worker._push
 
-        def beginning(state: TrainState, share: Share) -> None:
+        def beginning(state: TrainState, share: SampleShare) -> None:
             begun.append((time.monotonic(), share.step))
             compute(state, share)
 
@@ -284,7 +284,7 @@ def test_a_slow_worker_slows_itself_alone(
     if training.worker is not None:
         compute = training.worker._compute
 
-        def computed(state: TrainState, share: Share) -> None:
+        def computed(state: TrainState, share: SampleShare) -> None:
             while world.rank == 3 and not done.exists():
                 time.sleep(0.01)
             shares.append(share.number)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from hpctrain.train.server.intake import Intake
-from hpctrain.train.server.turns import Share, Turns
+from hpctrain.train.server.turns import SampleShare, ShareAssignment
 
 
 @dataclass
@@ -25,22 +25,22 @@ class Play:
     distance: int | None
     steps: int
     first: int = 0
-    applied: list[list[tuple[int, Share]]] = field(default_factory=list)
+    applied: list[list[tuple[int, SampleShare]]] = field(default_factory=list)
     stale: list[list[int]] = field(default_factory=list)
-    computing: dict[int, Share] = field(default_factory=dict)
-    begun: list[Share] = field(default_factory=list)
+    computing: dict[int, SampleShare] = field(default_factory=dict)
+    begun: list[SampleShare] = field(default_factory=list)
     most_kept: int = 0
 
-    def run(self, pause_after: int | None = None) -> Turns:
+    def run(self, pause_after: int | None = None) -> ShareAssignment:
         """Play to the end; after so many shares begun all are to pause."""
         chance = random.Random(self.seed)
-        turns = Turns(self.workers, self.distance, self.first, self.first + self.steps)
+        turns = ShareAssignment(self.workers, self.distance, self.first, self.first + self.steps)
         version = 0 if self.distance is None else self.first
-        intakes: list[Intake[Share]] = [
+        intakes: list[Intake[SampleShare]] = [
             Intake(self.workers, self.distance, version) for _ in range(self.servers)
         ]
         self.applied, self.stale = [[] for _ in intakes], [[] for _ in intakes]
-        letters: dict[tuple[int, int], list[tuple[str, Share]]] = {
+        letters: dict[tuple[int, int], list[tuple[str, SampleShare]]] = {
             (worker, server): [] for worker in range(self.workers) for server in range(self.servers)
         }
         answered: dict[int, set[int]] = {}
@@ -89,7 +89,7 @@ class Play:
                 intake.applied()
         return turns
 
-    def _begin(self, worker: int, share: Share) -> None:
+    def _begin(self, worker: int, share: SampleShare) -> None:
         self.computing[worker] = share
         self.begun.append(share)
         if self.distance is not None:
@@ -105,7 +105,7 @@ def test_every_push_is_applied_once_in_any_interleaving(distance: int | None) ->
         workers, servers, steps = chance.randrange(1, 5), chance.randrange(1, 4), chance.randrange(1, 6)
         play = Play(seed, workers, servers, distance, steps, first=chance.randrange(3))
         play.run()
-        every = {Share(play.first + step, number) for step in range(steps) for number in range(workers)}
+        every = {SampleShare(play.first + step, number) for step in range(steps) for number in range(workers)}
         for applied, stale in zip(play.applied, play.stale, strict=True):
             assert Counter(share for _, share in applied) == Counter(every)
             if distance is not None:
@@ -134,13 +134,13 @@ def test_a_distance_is_used() -> None:
 
 
 def test_a_slow_worker_slows_itself_alone_without_a_distance() -> None:
-    turns = Turns(workers=2, distance=None, step=0, end=3)
+    turns = ShareAssignment(workers=2, distance=None, step=0, end=3)
     turns.ask(0, pushed=False)
     turns.ask(1, pushed=False)
-    assert turns.answers() == [(0, Share(0, 0)), (1, Share(0, 1))]
+    assert turns.answers() == [(0, SampleShare(0, 0)), (1, SampleShare(0, 1))]
     for step, number in ((1, 0), (1, 1), (2, 0), (2, 1)):
         turns.ask(0, pushed=True)
-        assert turns.answers() == [(0, Share(step, number))]
+        assert turns.answers() == [(0, SampleShare(step, number))]
     turns.ask(0, pushed=True)
     assert turns.answers() == [(0, None)] and not turns.over
     turns.ask(1, pushed=True)
@@ -148,21 +148,21 @@ def test_a_slow_worker_slows_itself_alone_without_a_distance() -> None:
 
 
 def test_the_fastest_waits_at_its_distance() -> None:
-    turns = Turns(workers=2, distance=1, step=0, end=9)
+    turns = ShareAssignment(workers=2, distance=1, step=0, end=9)
     turns.ask(0, pushed=False)
     turns.ask(1, pushed=False)
-    assert turns.answers() == [(0, Share(0, 0)), (1, Share(0, 1))]
+    assert turns.answers() == [(0, SampleShare(0, 0)), (1, SampleShare(0, 1))]
     turns.ask(0, pushed=True)
-    assert turns.answers() == [(0, Share(1, 0))]
+    assert turns.answers() == [(0, SampleShare(1, 0))]
     turns.ask(0, pushed=True)
     assert turns.answers() == []
     turns.ask(1, pushed=True)
-    assert turns.answers() == [(0, Share(2, 0)), (1, Share(1, 1))]
+    assert turns.answers() == [(0, SampleShare(2, 0)), (1, SampleShare(1, 1))]
 
 
 def test_after_an_error_nothing_is_given_out() -> None:
     for distance in (None, 2):
-        turns = Turns(workers=2, distance=distance, step=3, end=9)
+        turns = ShareAssignment(workers=2, distance=distance, step=3, end=9)
         turns.ask(0, pushed=False)
         turns.ask(1, pushed=False)
         assert len(turns.answers()) == 2

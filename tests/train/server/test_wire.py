@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hpctrain.comm.world import World
-from hpctrain.train.server.wire import Piece, Wire, looked_up
+from hpctrain.train.server.wire import ServedRange, WireFormat, looked_up
 from tests.engines import small_deck, trainer
 
 ROWS, ROW = 9, 5
@@ -17,7 +17,7 @@ ROWS, ROW = 9, 5
 def test_a_pieces_rows_are_those_of_the_table(start: int, stop: int) -> None:
     """Whatever rows are touched, and wherever the piece is cut."""
     table = torch.randn(ROWS, ROW)
-    piece = Piece("table", start, stop, ROW)
+    piece = ServedRange("table", start, stop, ROW)
     values = table.flatten()[start:stop].clone()
     for seed in range(20):
         torch.manual_seed(seed)
@@ -42,7 +42,7 @@ def test_a_pieces_rows_are_those_of_the_table(start: int, stop: int) -> None:
 
 
 def test_what_is_packed_is_unpacked_and_as_long_as_said() -> None:
-    wire = Wire([Piece("a", 0, 4), Piece("table", 3, 13, 5), Piece("b", 2, 3)])
+    wire = WireFormat([ServedRange("a", 0, 4), ServedRange("table", 3, 13, 5), ServedRange("b", 2, 3)])
     values = [torch.randn(piece.elements) for piece in wire.pieces]
     rows = wire.rows({"table": torch.tensor([0, 2])})
     packed = wire.pack(values, rows)

@@ -27,7 +27,7 @@ from hpctrain.job.script import script
 from hpctrain.job.wish import JobOptions
 from hpctrain.report.rows import read_metrics
 from hpctrain.report.swept import SweptRun, picture
-from hpctrain.train.sweep.results import Result, best_of, result_lines, swept_runs, wanted_figure
+from hpctrain.train.sweep.results import VariantResult, best_of, result_lines, swept_runs, wanted_figure
 from hpctrain.train.sweep.slots import slots_of
 from hpctrain.train.sweep.sweep import sweep_job, without_running
 from hpctrain.train.sweep.variants import make_sweep, record, recorded, split_values
@@ -237,12 +237,14 @@ def test_the_best_run_is_that_of_the_least_validation_loss(deck: Path) -> None:
     sweep = make_sweep(deck, ["run.seed=1,2,3"], 1, None)
     one, two, three = sweep.variants
     rows = [
-        Result(one, "done", 4, 2.0, 3.0),
-        Result(two, "done", 4, 2.5, 2.5),
-        Result(three, "failed", 1, 1.0, 1.0),
+        VariantResult(one, "done", 4, 2.0, 3.0),
+        VariantResult(two, "done", 4, 2.5, 2.5),
+        VariantResult(three, "failed", 1, 1.0, 1.0),
     ]
     assert best_of(rows) is rows[1] and best_of([]) is None
-    assert best_of([rows[0], Result(two, "done", 4, 2.5)]) is rows[0]  # by the loss, as one has no other
+    assert (
+        best_of([rows[0], VariantResult(two, "done", 4, 2.5)]) is rows[0]
+    )  # by the loss, as one has no other
     lines = result_lines(sweep, rows, None)
     assert lines[0].split() == ["run.seed", "state", "step", "loss", "validation", "tokens/s"]
     assert lines[2].split() == ["2", "done", "4/4", "2.5000", "2.5000", "best"]
@@ -253,9 +255,9 @@ def test_the_best_run_is_that_of_the_figure_that_is_wanted(deck: Path) -> None:
     sweep = make_sweep(deck, ["run.seed=1,2,3"], 1, None)
     one, two, three = sweep.variants
     rows = [
-        Result(one, "done", 4, 2.0, 3.0, wanted=1.5),
-        Result(two, "done", 4, 2.5, 2.5, wanted=nan),
-        Result(three, "done", 4, 2.2, 2.6, wanted=1.25),
+        VariantResult(one, "done", 4, 2.0, 3.0, wanted=1.5),
+        VariantResult(two, "done", 4, 2.5, 2.5, wanted=nan),
+        VariantResult(three, "done", 4, 2.2, 2.6, wanted=1.25),
     ]
     wanted = wanted_figure(sweep, "validation/bits_per_byte")
     assert best_of(rows, wanted) is rows[2] and best_of(rows[1:2], wanted) is None
