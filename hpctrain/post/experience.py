@@ -29,7 +29,7 @@ from hpctrain.post.rewards.in_processes import TOGETHER
 from hpctrain.post.rewards.reward import Sample
 from hpctrain.post.rewards.rewards import Rewards, Scores, agreed_scores
 from hpctrain.post.rollout import Answer, AnswerRows, Rollout
-from hpctrain.post.writer import Asked, Writer
+from hpctrain.post.writer import AnswerWriter, NumberedPrompt
 
 Scored = Callable[[Batches], Iterator[Tensor]]
 """What a model makes of all sequences, [n, s] each time: log-probabilities of targets, or values."""
@@ -46,7 +46,7 @@ class Experience:
     seat: ModelPlacement
     tokenizer: Tokenizer
     prompts: PromptSequences
-    writer: Writer | None
+    writer: AnswerWriter | None
     rewards: Rewards | None
     models: Mapping[str, tuple[RewardModel | None, float]]
     old: Scored | None
@@ -128,7 +128,7 @@ class Experience:
         keys = self.deck.policy
         with self.seat.whole.agreement():
             rows = [prompts.prompt(index) for index in indices]
-        asked = [Asked(number, tuple(ids)) for number, (ids, _) in zip(numbers, rows, strict=True)]
+        asked = [NumberedPrompt(number, tuple(ids)) for number, (ids, _) in zip(numbers, rows, strict=True)]
         sampling = Sampling(
             keys.tokens, keys.temperature, seed=self.deck.run.seed, samples=samples, stops=keys.stops
         )

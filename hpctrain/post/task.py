@@ -30,7 +30,7 @@ from hpctrain.generate.prompts import Prompt
 from hpctrain.generate.sampling import Sampling
 from hpctrain.generate.text import TextModel, load_model, require_logits
 from hpctrain.post.rewards.reward import is_exact_match
-from hpctrain.post.task_rows import Choice, Written, is_choice, read_rows
+from hpctrain.post.task_rows import Choice, WrittenAnswer, is_choice, read_rows
 from hpctrain.report.terminal import columns
 from hpctrain.table import fitted
 from hpctrain.train.evaluate import known_tokenizer
@@ -82,7 +82,7 @@ class ChoiceRows(SequenceSource):
 
 
 @dataclass(frozen=True)
-class Share:
+class Accuracy:
     """So many of so many are right."""
 
     right: int
@@ -166,7 +166,7 @@ def _of_choices(rows: Sequence[Choice], scores: Any) -> dict[str, Any]:
         right += int(own.argmax()) == row.answer
         by_byte += int((own / sizes).argmax()) == row.answer
         first += len(row.choices)
-    whole, normalized = Share(right, len(rows)), Share(by_byte, len(rows))
+    whole, normalized = Accuracy(right, len(rows)), Accuracy(by_byte, len(rows))
     return {
         "rows": len(rows),
         "accuracy": whole.share,
@@ -176,7 +176,7 @@ def _of_choices(rows: Sequence[Choice], scores: Any) -> dict[str, Any]:
     }
 
 
-def _of_written(writer: TextModel, rows: Sequence[Written]) -> dict[str, Any]:
+def _of_written(writer: TextModel, rows: Sequence[WrittenAnswer]) -> dict[str, Any]:
     """Figures of answers that the model writes. Collective."""
     longest = max(len(writer.tokenizer.encode(answer)) for row in rows for answer in row.answers)
     sampling = Sampling(max(ANSWER_TOKENS, longest + 1), 0.0, seed=0, stops=("\n",))
@@ -186,7 +186,7 @@ def _of_written(writer: TextModel, rows: Sequence[Written]) -> dict[str, Any]:
         right = is_exact_match(sample.text, rows[prompt.others["number"]].answers)
         return "right" if right else "wrong"
 
-    share = Share([*writer.told_by_all(prompts, sampling, judged)].count("right"), len(rows))
+    share = Accuracy([*writer.told_by_all(prompts, sampling, judged)].count("right"), len(rows))
     return {"rows": len(rows), "exact_match": share.share, "exact_match_error": share.error}
 
 

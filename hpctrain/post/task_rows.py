@@ -31,14 +31,14 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenAnswer:
     """What is to be written behind the prompt: any of these, but for blanks around it."""
 
     prompt: str
     answers: tuple[str, ...]
 
 
-def read_rows(path: Path, option: str = "--task") -> list[Choice] | list[Written]:
+def read_rows(path: Path, option: str = "--task") -> list[Choice] | list[WrittenAnswer]:
     """All rows of a file of lines of JSON, of one kind. HpctrainError with what is wrong, InputOutputError
     where it cannot be read.
     """
@@ -49,7 +49,7 @@ def read_rows(path: Path, option: str = "--task") -> list[Choice] | list[Written
         raise HpctrainError(f"{where}: is not UTF-8 text (byte {error.start})") from None
     except OSError as error:
         raise InputOutputError(f"{where}: cannot be read ({error.strerror or error})") from None
-    rows, problems = list[Choice | Written](), list[str]()
+    rows, problems = list[Choice | WrittenAnswer](), list[str]()
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
@@ -58,7 +58,7 @@ def read_rows(path: Path, option: str = "--task") -> list[Choice] | list[Written
         except ValueError as error:
             problems.append(f"{where}, line {number}: {error}")
     choices = [row for row in rows if isinstance(row, Choice)]
-    written = [row for row in rows if isinstance(row, Written)]
+    written = [row for row in rows if isinstance(row, WrittenAnswer)]
     if not rows and not problems:
         problems.append(f"{where}: has no rows, such as {_FORM}")
     elif choices and written and not problems:
@@ -70,12 +70,12 @@ def read_rows(path: Path, option: str = "--task") -> list[Choice] | list[Written
     return choices or written
 
 
-def is_choice(rows: list[Choice] | list[Written]) -> TypeIs[list[Choice]]:
+def is_choice(rows: list[Choice] | list[WrittenAnswer]) -> TypeIs[list[Choice]]:
     """Which of both they are."""
     return isinstance(rows[0], Choice)
 
 
-def _of_line(line: str) -> Choice | Written:
+def _of_line(line: str) -> Choice | WrittenAnswer:
     """The row of a line; a ValueError says what is wrong with it."""
     try:
         given = parse_json(line)
@@ -89,7 +89,7 @@ def _of_line(line: str) -> Choice | Written:
         answers = tuple(_texts(answer if isinstance(answer, list) else [answer], "answer"))
         if not answers or not all(each.strip() for each in answers):
             raise ValueError("its answer is empty")
-        return Written(prompt, answers)
+        return WrittenAnswer(prompt, answers)
     choices = tuple(_texts(given["choices"], "choices"))
     if len(choices) < 2 or not all(choices):
         raise ValueError("its choices must be two texts or more, none of them empty")

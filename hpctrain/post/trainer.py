@@ -45,7 +45,7 @@ from hpctrain.post.reward_model import RewardModel, open_reward_model
 from hpctrain.post.rewards.rewards import Rewards, open_rewards
 from hpctrain.post.rollout import OfRollouts
 from hpctrain.post.samples import SamplesFile
-from hpctrain.post.writer import Writer
+from hpctrain.post.writer import AnswerWriter
 from hpctrain.train import trainer as training
 from hpctrain.train.memory import OtherMemory
 from hpctrain.train.reference import KNOWN
@@ -94,7 +94,7 @@ class PolicyTrainer(Trainer):
         super().__init__(deck, engine, Batches(self.answers, 0, order, repeats), state)
         reference = open_reference(deck, seat, self.step, self.state, beginning.checkpoint)
         self._known = {} if reference is None else {KNOWN: reference.identity}
-        self.writer: Writer | None = None
+        self.writer: AnswerWriter | None = None
         self.shown: list[Stage] = []
         with seat.agreement():
             if not seat.idle:
@@ -298,7 +298,7 @@ def _critic(deck: Deck, seat: ModelPlacement, fresh: bool) -> dict[str, Engine]:
     return {CRITIC: critic}
 
 
-def make_writer(deck: Deck, engine: Engine, tokenizer: Tokenizer) -> tuple[Writer, list[Stage]]:
+def make_writer(deck: Deck, engine: Engine, tokenizer: Tokenizer) -> tuple[AnswerWriter, list[Stage]]:
     """What writes with the engine's model: its own parts, where each rank of its tensor axis has all that
     takes; else a copy in that layout, which gets the weights before it writes, and is then named, too.
     Collective.
@@ -317,7 +317,7 @@ def make_writer(deck: Deck, engine: Engine, tokenizer: Tokenizer) -> tuple[Write
 
         copies, copy = mesh.size("data"), mesh.coordinate("data")
         places = texts_at_a_time(deck, copies)
-        return Writer(world, part, tokenizer, copies, copy, name, ready, places), []
+        return AnswerWriter(world, part, tokenizer, copies, copy, name, ready, places), []
     part, stage = generation_stage(deck, world, deck.layout.tensor)
     transfer = WeightTransfer(world, engine, stage)
 
@@ -329,4 +329,4 @@ def make_writer(deck: Deck, engine: Engine, tokenizer: Tokenizer) -> tuple[Write
     tensor = part.groups.tensor
     copies, copy = world.size // tensor.size, world.rank // tensor.size
     places = texts_at_a_time(deck, copies)
-    return Writer(world, part, tokenizer, copies, copy, name, moved, places), [stage]
+    return AnswerWriter(world, part, tokenizer, copies, copy, name, moved, places), [stage]

@@ -25,7 +25,7 @@ from hpctrain.plan.room import demand_room
 from hpctrain.post.rollout import Answer
 
 
-class Asked(NamedTuple):
+class NumberedPrompt(NamedTuple):
     """A prompt: its number, which with the seed decides what is drawn, and its token ids."""
 
     number: int
@@ -33,7 +33,7 @@ class Asked(NamedTuple):
 
 
 @dataclass
-class Writer:
+class AnswerWriter:
     """Ranks that have a model to write with: `copies` of it, of which this rank's is number `copy`, each on
     the ranks of its tensor axis. `ready` brings it up to date, and is what surrounds its passes. So many
     `places` for texts its cache has at the most, and so many bytes (`cache`) it has had.
@@ -54,7 +54,7 @@ class Writer:
         """See the function of this name. Collective at first."""
         return least_rows(self.part)
 
-    def write(self, prompts: Sequence[Asked], sampling: Sampling) -> list[Answer]:
+    def write(self, prompts: Sequence[NumberedPrompt], sampling: Sampling) -> list[Answer]:
         """`sampling.samples` answers to each prompt, in their order, the same on all ranks. Collective.
 
         HpctrainError on all ranks where logits are not finite, or there is no memory for keys and values.
@@ -77,7 +77,9 @@ class Writer:
         found = {(each.number, each.sample): each for each in every}
         return [found[each.number, sample] for each in prompts for sample in range(sampling.samples)]
 
-    def _write(self, passes: CachedPasses, prompts: Sequence[Asked], sampling: Sampling) -> list[Answer]:
+    def _write(
+        self, passes: CachedPasses, prompts: Sequence[NumberedPrompt], sampling: Sampling
+    ) -> list[Answer]:
         name = f"{self.name}: the policy has diverged"
         draw = KeyedSampler(sampling, self.tokenizer.vocabulary, name, self.part.groups.tensor)
         growing: dict[GeneratedText, Continuation] = {}
@@ -93,7 +95,7 @@ class Writer:
             found.append(Answer(text.number, text.sample, ids, count, written.finish(), written.why))
         return found
 
-    def _passes(self, prompts: Sequence[Asked], sampling: Sampling) -> CachedPasses:
+    def _passes(self, prompts: Sequence[NumberedPrompt], sampling: Sampling) -> CachedPasses:
         """Those that all texts fit, of as many at a time as there is memory for. Collective."""
         longest = max(len(each.ids) for each in prompts) + sampling.tokens
         shares = -(-len(prompts) // self.copies) * sampling.samples

@@ -21,8 +21,8 @@ from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.generate.loaded import Drawn
 from hpctrain.model.transformer import Transformer
 from hpctrain.post.rollout import Answer, AnswerRows
-from hpctrain.post.task import ChoiceRows, Share, evaluate_task
-from hpctrain.post.task_rows import Choice, Written, read_rows
+from hpctrain.post.task import Accuracy, ChoiceRows, evaluate_task
+from hpctrain.post.task_rows import Choice, WrittenAnswer, read_rows
 from tests.engines import LLAMA
 from tests.generate.test_text import make_checkpoint
 
@@ -136,15 +136,15 @@ def test_rows_tell_how_long_they_are(tmp_path: Path) -> None:
 
 
 def test_errors_are_those_of_shares() -> None:
-    assert (Share(3, 4).share, Share(3, 4).error) == (0.75, pytest.approx((0.75 * 0.25 / 3) ** 0.5))
-    assert Share(1, 1).error == 0.0
+    assert (Accuracy(3, 4).share, Accuracy(3, 4).error) == (0.75, pytest.approx((0.75 * 0.25 / 3) ** 0.5))
+    assert Accuracy(1, 1).error == 0.0
 
 
 def test_rows(tmp_path: Path) -> None:
     assert read_rows(write(tmp_path / "a.jsonl", ROWS[:1])) == [Choice("0", ("a", "bb"), 0)]
     assert read_rows(write(tmp_path / "b.jsonl", [LONG]))[0] == Choice(LONG["prompt"], ("yes", "no"), 1)
     assert read_rows(write(tmp_path / "c.jsonl", [{"prompt": "", "answer": ["x", "y"]}])) == [
-        Written("", ("x", "y"))
+        WrittenAnswer("", ("x", "y"))
     ]
 
 
