@@ -81,7 +81,7 @@ class CheckpointRow:
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingDuringSaves:
     """Training during background saves, by round.
 
     `held_up`: seconds that the training thread spent in the save. `of_collective`: these over the time of a
@@ -96,7 +96,7 @@ class Training:
 
 
 @dataclass(frozen=True)
-class CheckpointWish:
+class CheckpointBenchOptions:
     """How often to measure, beside what, and where: `folder` exists, and all ranks see it."""
 
     rounds: int
@@ -106,7 +106,7 @@ class CheckpointWish:
 
 
 def bench_checkpoint(
-    world: World, path: Path, overrides: Sequence[str], wish: CheckpointWish, output: Path | None
+    world: World, path: Path, overrides: Sequence[str], wish: CheckpointBenchOptions, output: Path | None
 ) -> None:
     """Time saving and loading the state of a deck's engine, in turns with what it is compared with."""
     with world.agreement():
@@ -136,7 +136,7 @@ def bench_checkpoint(
 class _Bench:
     """An engine whose state is saved and loaded, and what was measured."""
 
-    def __init__(self, world: World, deck: Deck, wish: CheckpointWish) -> None:
+    def __init__(self, world: World, deck: Deck, wish: CheckpointBenchOptions) -> None:
         deck = with_vocabulary(deck)
         vocabulary = deck.model.vocabulary
         assert vocabulary is not None
@@ -229,10 +229,10 @@ class _Bench:
                 ratios += [a / b for a, b in zip(bandwidth[row.name], others, strict=False)]
         return rows
 
-    def training(self) -> Training:
+    def training(self) -> TrainingDuringSaves:
         """What background saves cost the training beside them, the same on all ranks."""
         collective, during = self.seconds[COLLECTIVE][1:], self.seconds[TRAINING][1:]
-        return Training(
+        return TrainingDuringSaves(
             self.held_up[1:],
             [a / b for a, b in zip(self.held_up[1:], collective, strict=True)],
             self.steps[1:],
@@ -316,7 +316,11 @@ def _bytes(entries: Sequence[TensorRange]) -> int:
 
 
 def _show(
-    deck: Deck, world: World, wish: CheckpointWish, rows: Sequence[CheckpointRow], training: Training
+    deck: Deck,
+    world: World,
+    wish: CheckpointBenchOptions,
+    rows: Sequence[CheckpointRow],
+    training: TrainingDuringSaves,
 ) -> None:
     console = stdout_console()
     stored = next(row.bytes for row in rows if row.name == PLAIN_WRITE)

@@ -50,7 +50,7 @@ _DIGITS = 18
 
 
 @dataclass(frozen=True)
-class Shape:
+class MatmulShape:
     """Of m tokens by a matrix [n, k], from k features to n."""
 
     tokens: int
@@ -58,14 +58,14 @@ class Shape:
     inputs: int
 
     @staticmethod
-    def of(text: str) -> Shape:
+    def of(text: str) -> MatmulShape:
         """From "MxNxK"; HpctrainError where it is none."""
         sizes = text.split("x")
         if len(sizes) != 3 or not all(
             size.isdecimal() and len(size) <= _DIGITS and int(size) for size in sizes
         ):
             raise HpctrainError(f"--shape {text}: must be tokens x outputs x inputs, e.g. {SHAPES[0]}")
-        return Shape(*map(int, sizes))
+        return MatmulShape(*map(int, sizes))
 
     @property
     def least_bytes(self) -> int:
@@ -102,7 +102,7 @@ def bench_fp8(world: World, shapes: Sequence[str], rounds: int, output: Path | N
     HpctrainError, before any is timed, of what is no shape or does not fit into memory.
     """
     with world.agreement():
-        wanted = [Shape.of(text) for text in shapes]
+        wanted = [MatmulShape.of(text) for text in shapes]
     held = used_bytes(world.device)
     for shape in wanted:
         needed = held + shape.least_bytes
@@ -115,7 +115,7 @@ def bench_fp8(world: World, shapes: Sequence[str], rounds: int, output: Path | N
                 write_json(output, [asdict(each) for each in figures])
 
 
-def measured(world: World, shape: Shape, rounds: int) -> list[ProductFigures]:
+def measured(world: World, shape: MatmulShape, rounds: int) -> list[ProductFigures]:
     """Of bf16 and of every recipe. Collective."""
     variants = {BASE: _variant(shape, None, world.device)}
     variants |= {name: _variant(shape, recipe, world.device) for name, recipe in RECIPES.items()}
@@ -166,14 +166,14 @@ def lines(figures: Sequence[ProductFigures], device: str) -> list[str]:
                 parts = [format_seconds(each.parts_s[part]) if each.parts_s else "" for part in PARTS]
                 times = map(format_seconds, (*passes, sum(passes)))
                 rows.append((each.recipe + marks[each.native], *times, *parts, f"{each.of_bf16:.2f}"))
-        sizes = Shape.of(shape)
+        sizes = MatmulShape.of(shape)
         head = f"{sizes.tokens} tokens, {sizes.inputs} to {sizes.outputs} features, {device}"
         text += [*([""] if text else []), head, *table(rows)]
     return text
 
 
 def _variant(
-    shape: Shape, recipe: ScalingRecipe | None, device: torch.device
+    shape: MatmulShape, recipe: ScalingRecipe | None, device: torch.device
 ) -> dict[str, Callable[[], object]]:
     """What is timed, by its name: the passes, in bf16 where there is no recipe, or else their parts, too."""
     maker = torch.Generator(device).manual_seed(0)

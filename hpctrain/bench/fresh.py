@@ -21,13 +21,13 @@ from hpctrain.host.mpi_library import MPI
 from hpctrain.host.python_command import module_command
 
 if TYPE_CHECKING:
-    from hpctrain.bench.train import TrainingWish
+    from hpctrain.bench.train import TrainingBenchOptions
 
 _NAP = 0.05
 
 
 def measure_afresh(
-    world: World, path: Path, overrides: Sequence[str], wish: TrainingWish, names: Sequence[str]
+    world: World, path: Path, overrides: Sequence[str], wish: TrainingBenchOptions, names: Sequence[str]
 ) -> dict[str, tuple[int, int]]:
     """Of each of the named variants the most that a rank had resident and that the node's ranks had together,
     in two steps of a job of as many ranks, started by mpirun. Collective; the ranks sleep meanwhile.
@@ -47,7 +47,7 @@ def measure_afresh(
 
 
 def _of_one(
-    ranks: int, path: Path, overrides: Sequence[str], wish: TrainingWish, name: str
+    ranks: int, path: Path, overrides: Sequence[str], wish: TrainingBenchOptions, name: str
 ) -> tuple[int, int]:
     with TemporaryDirectory() as folder:
         figures = Path(folder) / "figures.json"

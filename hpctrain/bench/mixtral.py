@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hpctrain.bench.torch_model import loss_of
-from hpctrain.bench.torch_training import PeerStep, Place, Training
+from hpctrain.bench.torch_training import PeerRank, PeerStep, TorchTraining
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.model.shape import ModelShape
@@ -68,13 +68,13 @@ def mixtral(shape: ModelShape, experts: str) -> Any:
     return transformers.MixtralForCausalLM(config)
 
 
-def peer(name: str, deck: Deck, place: Place, split: Sequence[int]) -> PeerStep:  # noqa: ARG001
+def peer(name: str, deck: Deck, place: PeerRank, split: Sequence[int]) -> PeerStep:  # noqa: ARG001
     """One optimizer step of the deck's global batch by transformers' Mixtral and torch's AdamW, on one rank.
 
     Its weights begin as transformers has them. Clipping, and weights in fp32 where products are in another
     format, are left out, to its advantage.
     """
-    training = Training(deck)
+    training = TorchTraining(deck)
     torch.manual_seed(deck.run.seed)
     model = mixtral(training.shape, MIXTRAL_RIVALS[name]).to(training.storage)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)

@@ -50,7 +50,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class WidthsWish:
+class WidthBenchOptions:
     """What to try: `widths` and `steps` of the coordinate check, mean over `seeds` initial models; `rates` of
     the sweep over `rate_widths`, none where there are none; whether heads get wider, and not more.
     """
@@ -65,7 +65,7 @@ class WidthsWish:
 
 
 @dataclass(frozen=True)
-class Job:
+class WidthTraining:
     """A training that is one rank's: of the deck's seed and so many more, or of another rate than its own."""
 
     parametrization: str
@@ -91,7 +91,7 @@ def bench_mup(
     world: World,
     path: Path,
     overrides: Sequence[str],
-    wish: WidthsWish,
+    wish: WidthBenchOptions,
     output: Path | None,
     picture: Path | None,
 ) -> None:
@@ -175,13 +175,13 @@ def of_width(deck: Deck, width: int, parametrization: str, wider_heads: bool) ->
 
 
 def check_coordinates(
-    world: World, deck: Deck, batches: Batches, wish: WidthsWish, figures: WidthsFigures
+    world: World, deck: Deck, batches: Batches, wish: WidthBenchOptions, figures: WidthsFigures
 ) -> None:
     """Fill in the spreads, of steps at the rate of the deck's peak from the first one on. Collective."""
     steady = {"warmup": 0, "decay": "constant", "cooldown": 0, "reference_batch": 0}
     deck = deck.with_keys(learning_rate=steady, batch={"ramp_from": 0})
 
-    def measure(job: Job) -> list[dict[str, float]]:
+    def measure(job: WidthTraining) -> list[dict[str, float]]:
         changed = of_width(deck, job.width, job.parametrization, wish.wider_heads)
         trainer = _trainer(world, changed.with_keys(run={"seed": deck.run.seed + job.seed}), batches)
         tokens = next(iter(batches.step(0, deck.batch.micro_size, 0, 1, deck.batch.micro_size))).tokens
@@ -192,13 +192,13 @@ def check_coordinates(
         trainer.engine.close()
         return spreads
 
-    jobs = [Job(*each) for each in product(PARAMETRIZATIONS, wish.widths, range(wish.seeds))]
+    jobs = [WidthTraining(*each) for each in product(PARAMETRIZATIONS, wish.widths, range(wish.seeds))]
     found = shared_out(world, jobs, measure)
     for name in PARAMETRIZATIONS:
         figures.spread[name] = {
             kind: {
                 width: [
-                    fmean(found[Job(name, width, seed)][step][kind] for seed in range(wish.seeds))
+                    fmean(found[WidthTraining(name, width, seed)][step][kind] for seed in range(wish.seeds))
                     for step in range(wish.steps + 1)
                 ]
                 for width in wish.widths
@@ -207,10 +207,12 @@ def check_coordinates(
         }
 
 
-def sweep(world: World, deck: Deck, batches: Batches, wish: WidthsWish, figures: WidthsFigures) -> None:
+def sweep(
+    world: World, deck: Deck, batches: Batches, wish: WidthBenchOptions, figures: WidthsFigures
+) -> None:
     """Fill in the losses of the deck's runs at other rates. Collective."""
 
-    def train(job: Job) -> float:
+    def train(job: WidthTraining) -> float:
         changed = of_width(deck, job.width, job.parametrization, wish.wider_heads)
         changed = changed.with_keys(learning_rate={"peak": job.rate})
         trainer, losses = _trainer(world, changed, batches), []
@@ -223,16 +225,18 @@ def sweep(world: World, deck: Deck, batches: Batches, wish: WidthsWish, figures:
         return loss if isfinite(loss) else float("nan")
 
     each = product(PARAMETRIZATIONS, wish.rate_widths, wish.rates)
-    found = shared_out(world, [Job(name, width, rate=rate) for name, width, rate in each], train)
+    found = shared_out(world, [WidthTraining(name, width, rate=rate) for name, width, rate in each], train)
     for name, width in product(PARAMETRIZATIONS, wish.rate_widths):
-        losses = {rate: found[Job(name, width, rate=rate)] for rate in sorted(wish.rates)}
+        losses = {rate: found[WidthTraining(name, width, rate=rate)] for rate in sorted(wish.rates)}
         figures.loss.setdefault(name, {})[width] = losses
 
 
-def shared_out(world: World, jobs: Sequence[Job], do: Callable[[Job], Result]) -> dict[Job, Result]:
+def shared_out(
+    world: World, jobs: Sequence[WidthTraining], do: Callable[[WidthTraining], Result]
+) -> dict[WidthTraining, Result]:
     """The results of all jobs, of which each rank does some, the wider ones first. Collective."""
     ordered = sorted(jobs, key=lambda job: -job.width)
-    own: dict[Job, Result] = {}
+    own: dict[WidthTraining, Result] = {}
     with world.agreement():
         for number, job in enumerate(ordered):
             if number % world.size == world.rank:

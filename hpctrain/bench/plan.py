@@ -17,7 +17,7 @@ import torch
 
 from hpctrain.bench.timing import write_json
 from hpctrain.bench.train import own_variant
-from hpctrain.bench.turns import Measured, take_turns
+from hpctrain.bench.turns import VariantTimes, take_turns
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import make_mesh
@@ -129,7 +129,7 @@ def _steps(world: World, names: list[str], rates: MachineRates, steps: int, roun
     return [_planned(row, decks[row.variant.name], rates) for row in measured]
 
 
-def _planned(row: Measured, deck: Deck, rates: MachineRates) -> PlannedStep:
+def _planned(row: VariantTimes, deck: Deck, rates: MachineRates) -> PlannedStep:
     step = plan_step(rates.of_deck(deck), RANKS, deck.model.vocabulary or 0, rates)
     seconds = row.seconds
     return PlannedStep(

@@ -47,7 +47,7 @@ _ROWS = 24
 
 
 @dataclass(frozen=True)
-class RateWish:
+class RateBenchOptions:
     """Rates from `first` to `last` in so many `steps`; `window` losses make a smoothed one, by default a
     tenth of the steps. `figure` is what counts as loss: that of training, or one of an evaluation after each
     step.
@@ -79,7 +79,7 @@ class RateWish:
 
 
 @dataclass(frozen=True)
-class Point:
+class RatePoint:
     """A step: its rate, its loss and the smoothed one, nan where the loss was not finite."""
 
     rate: float
@@ -93,7 +93,7 @@ class RateFigures:
     training ended before its last step, "" where it did not.
     """
 
-    points: list[Point]
+    points: list[RatePoint]
     suggestion: float | None
     ended: str
 
@@ -113,7 +113,7 @@ def bench_rate(
     world: World,
     path: Path,
     overrides: Sequence[str],
-    wish: RateWish,
+    wish: RateBenchOptions,
     output: Path | None,
     picture: Path | None,
 ) -> None:
@@ -188,7 +188,7 @@ def steady(deck: Deck) -> Deck:
 
 
 def rise(
-    trainer: Trainer, wish: RateWish, tell: bool = False, judge: Callable[[], float] | None = None
+    trainer: Trainer, wish: RateBenchOptions, tell: bool = False, judge: Callable[[], float] | None = None
 ) -> RateFigures:
     """Train at rising rates until the last one, or until the loss diverges: that of the step, or what `judge`
     finds after it. Collective; with `tell`, a line is printed now and then.
@@ -212,7 +212,7 @@ def rise(
         if tell and step % max(1, wish.steps // 10) == 0:
             print(f"{step} of {wish.steps}: rate {rates[-1]:.3g}, {wish.figure} {losses[-1]:.4f}", flush=True)
     trainer.engine.learning_rate = rate
-    points = list(map(Point, rates, losses, centred(losses, wish.averaged)))
+    points = list(map(RatePoint, rates, losses, centred(losses, wish.averaged)))
     return RateFigures(points, steepest(points, wish.averaged // 2), ended)
 
 
@@ -236,7 +236,7 @@ def diverged(losses: Sequence[float], window: int) -> bool:
     return least > 0 and means[-1] > min(RISEN * means[0], DIVERGED * least)
 
 
-def steepest(points: Sequence[Point], settling: int = 0) -> float | None:
+def steepest(points: Sequence[RatePoint], settling: int = 0) -> float | None:
     """The rate at which the smoothed loss falls most over the logarithm of the rate, from step `settling` to
     the least one; None where it does not fall.
     """
@@ -249,7 +249,7 @@ def steepest(points: Sequence[Point], settling: int = 0) -> float | None:
     return falling[int(slopes.argmin())].rate if slopes.min() < 0 else None
 
 
-def told(figures: RateFigures, wish: RateWish, deck: Deck) -> list[str]:
+def told(figures: RateFigures, wish: RateBenchOptions, deck: Deck) -> list[str]:
     """The table of some of the steps, and what they suggest."""
     points = figures.points
     shown = np.unique(np.linspace(0, len(points) - 1, min(_ROWS, len(points))).astype(int)).tolist()

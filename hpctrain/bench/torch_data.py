@@ -14,25 +14,25 @@ from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from hpctrain.bench.torch_training import PeerStep, Place, Training, Update, clip_gradients
+from hpctrain.bench.torch_training import PeerRank, PeerStep, TorchTraining, TorchUpdate, clip_gradients
 from hpctrain.data.batches import MicroBatch
 from hpctrain.deck.schema import Deck
 
 
-def peer(name: str, deck: Deck, place: Place, split: Sequence[int]) -> PeerStep:  # noqa: ARG001
+def peer(name: str, deck: Deck, place: PeerRank, split: Sequence[int]) -> PeerStep:  # noqa: ARG001
     """One optimizer step of the deck's global batch, over gloo.
 
     "ddp": with gradients as views of its buckets. "ddp-alone": without it, each rank by itself. "zero1":
     optimizer state cut by ZeroRedundancyOptimizer. "ddp-onednn": linear layers through oneDNN, see
     OneDnnLinear. "ddp-kept" differs by the environment of its process alone.
     """
-    training = Training(deck, place.rank, place.size)
+    training = TorchTraining(deck, place.rank, place.size)
     model = training.whole_model()
     if name == "ddp-onednn":
         through_onednn(model)
     if name != "ddp-alone":
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    update = _cut_update(training, model) if name == "zero1" else Update(training, [model])
+    update = _cut_update(training, model) if name == "zero1" else TorchUpdate(training, [model])
     once = isinstance(model, DistributedDataParallel) and deck.memory.accumulate == "whole"
     halved = torch.autocast("cpu", training.storage, enabled=training.storage.itemsize < 4)
 
@@ -46,7 +46,7 @@ def peer(name: str, deck: Deck, place: Place, split: Sequence[int]) -> PeerStep:
     return training.step(backward, update)
 
 
-def _cut_update(training: Training, model: nn.Module) -> Any:
+def _cut_update(training: TorchTraining, model: nn.Module) -> Any:
     """What updates, on each rank, the parameters that torch gives it, and fetches the others."""
     parameters = list(model.parameters())
     groups = training.groups(parameters)

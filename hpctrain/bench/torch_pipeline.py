@@ -18,7 +18,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from hpctrain.bench.rivals import pipeline_parts
 from hpctrain.bench.torch_model import TorchModel, loss_of
-from hpctrain.bench.torch_training import PeerStep, Place, Training, Update
+from hpctrain.bench.torch_training import PeerRank, PeerStep, TorchTraining, TorchUpdate
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.place import split_by_flops
 from hpctrain.model.part import LayerRange
@@ -27,14 +27,14 @@ from hpctrain.pipeline.action import Action, Schedule
 from hpctrain.pipeline.generate import generate
 
 
-def peer(name: str, deck: Deck, place: Place, split: Sequence[int]) -> PeerStep:
+def peer(name: str, deck: Deck, place: PeerRank, split: Sequence[int]) -> PeerStep:
     """One optimizer step of the deck's global batch by torch's 1F1B ("torch-pipeline"), its interleaved
     schedule ("torch-interleaved") or ZB-V ("torch-zbv").
 
     Every rank is a stage. `split` are the blocks of each part of ours; where torch has another number of
     parts, these are by FLOPs, too.
     """
-    training = Training(deck)
+    training = TorchTraining(deck)
     shape, parts = training.shape, pipeline_parts(name, deck, place.size)
     mine = list(range(place.rank, parts, place.size))
     if name == "torch-zbv":
@@ -48,7 +48,7 @@ def peer(name: str, deck: Deck, place: Place, split: Sequence[int]) -> PeerStep:
     tied = _tied(modules) if shape.tied else None
     # Of a table that two stages hold, one counts in the norm.
     own = [p for module in modules for p in module.parameters() if p is not tied or spans[mine[0]].embeds]
-    update = Update(training, modules, stored=True, counted=own, squares=_of_all_stages)
+    update = TorchUpdate(training, modules, stored=True, counted=own, squares=_of_all_stages)
     stages: list[_PipelineStageBase] = [
         PipelineStage(module, part, parts, torch.device("cpu"))
         for part, module in zip(mine, modules, strict=True)

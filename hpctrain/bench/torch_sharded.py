@@ -19,23 +19,23 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from hpctrain.bench.torch_model import TorchModel, loss_of
-from hpctrain.bench.torch_training import PeerStep, Place, Training, Update
+from hpctrain.bench.torch_training import PeerRank, PeerStep, TorchTraining, TorchUpdate
 from hpctrain.data.batches import MicroBatch
 from hpctrain.deck.schema import Deck
 from hpctrain.words import require
 
 
-def peer(name: str, deck: Deck, place: Place, split: Sequence[int]) -> PeerStep:  # noqa: ARG001
+def peer(name: str, deck: Deck, place: PeerRank, split: Sequence[int]) -> PeerStep:  # noqa: ARG001
     """One optimizer step of the deck's global batch by "fsdp2" or "deepspeed", on data ranks.
 
     Formats are as in our own: master weights and moments in fp32. HpctrainError where DeepSpeed is not there.
     """
-    training = Training(deck, place.rank, place.size)
+    training = TorchTraining(deck, place.rank, place.size)
     model = training.filled(TorchModel(training.shape))
     return _fsdp2(training, place, model) if name == "fsdp2" else _deepspeed(name, training, place, model)
 
 
-def _fsdp2(training: Training, place: Place, model: TorchModel) -> PeerStep:
+def _fsdp2(training: TorchTraining, place: PeerRank, model: TorchModel) -> PeerStep:
     """FSDP2 as torch's tutorial has it: every block, and what is around them, on its own."""
     mesh = init_device_mesh("cpu", (place.size,))
     policy = MixedPrecisionPolicy(param_dtype=training.storage, reduce_dtype=torch.float32)
@@ -43,7 +43,7 @@ def _fsdp2(training: Training, place: Place, model: TorchModel) -> PeerStep:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     assert isinstance(model, FSDPModule) and isinstance(model, nn.Module)
-    update = Update(training, [model])
+    update = TorchUpdate(training, [model])
     once = training.deck.memory.accumulate == "whole"
 
     def backward(micro: MicroBatch, last: bool) -> Tensor:
@@ -55,7 +55,7 @@ def _fsdp2(training: Training, place: Place, model: TorchModel) -> PeerStep:
     return training.step(backward, update)
 
 
-def _deepspeed(name: str, training: Training, place: Place, model: TorchModel) -> PeerStep:
+def _deepspeed(name: str, training: TorchTraining, place: PeerRank, model: TorchModel) -> PeerStep:
     """DeepSpeed's ZeRO, with its defaults, of the stage that ends the name, or else of the deck's
     `layout.zero`, 3 where that is 0.
 

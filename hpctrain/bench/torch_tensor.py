@@ -20,20 +20,20 @@ from torch.distributed.tensor.parallel import (
 )
 
 from hpctrain.bench.torch_model import TorchModel
-from hpctrain.bench.torch_training import PeerStep, Place, Training, Update
+from hpctrain.bench.torch_training import PeerRank, PeerStep, TorchTraining, TorchUpdate
 from hpctrain.data.batches import MicroBatch
 from hpctrain.deck.activations import ACTIVATIONS
 from hpctrain.deck.schema import Deck
 
 
-def peer(name: str, deck: Deck, place: Place, split: Sequence[int]) -> PeerStep:  # noqa: ARG001
+def peer(name: str, deck: Deck, place: PeerRank, split: Sequence[int]) -> PeerStep:  # noqa: ARG001
     """One optimizer step of the deck's global batch by "torch-tensor" or "torch-sequence", over gloo."""
-    training = Training(deck)
+    training = TorchTraining(deck)
     model = training.filled(TorchModel(training.shape))
     parallelize(model, name == "torch-sequence", init_device_mesh("cpu", (place.size,)))
     if training.shape.tied and model.head is not None and model.embedding is not None:
         model.head.weight = model.embedding.weight
-    update = Update(training, [model], stored=True)
+    update = TorchUpdate(training, [model], stored=True)
 
     def backward(micro: MicroBatch, _: bool) -> Tensor:
         loss = training.part_of_loss(model, micro)

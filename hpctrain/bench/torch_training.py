@@ -41,7 +41,7 @@ _TABLES = ("embedding.", "head.")
 _RESIDUAL = ("attention.output.weight", "feed_forward.down.weight")
 
 
-class Place(Protocol):
+class PeerRank(Protocol):
     """Which rank of how many."""
 
     @property
@@ -53,7 +53,7 @@ class Place(Protocol):
         """How many there are."""
 
 
-class Training:
+class TorchTraining:
     """The deck's training, of which this rank reads share `rank` of `ranks` of each step's samples."""
 
     def __init__(self, deck: Deck, rank: int = 0, ranks: int = 1) -> None:
@@ -154,7 +154,7 @@ class Training:
         self.steps += 1
 
 
-class Update:
+class TorchUpdate:
     """AdamW in fp32, after clipping, of modules in fp32. What is `stored` in 16 bits is converted to that
     format here, and has masters in fp32 from then on.
 
@@ -164,7 +164,7 @@ class Update:
 
     def __init__(
         self,
-        training: Training,
+        training: TorchTraining,
         modules: Iterable[nn.Module],
         stored: bool = False,
         counted: Iterable[Tensor] | None = None,
@@ -213,7 +213,7 @@ def clip_gradients(
 ) -> None:
     """Clip as a run does, by the norm of what is `counted` (default: of all), by torch's functions; 0: never.
 
-    Split and whole gradients are taken apart, of which these functions take no mixture. See Update for
+    Split and whole gradients are taken apart, of which these functions take no mixture. See TorchUpdate for
     `squares`.
     """
     if not limit:

@@ -21,7 +21,7 @@ from hpctrain.bench.rivals import RIVALS, rival_problems
 from hpctrain.bench.stages import StageProbe
 from hpctrain.bench.timing import with_vocabulary, write_json
 from hpctrain.bench.train_table import Setting, TrainingFigures, agrees, figure_lines, most_of_a_node
-from hpctrain.bench.turns import Measured, Variant, take_turns
+from hpctrain.bench.turns import TimedVariant, VariantTimes, take_turns
 from hpctrain.checkpoint.exchange.source import settled_keys
 from hpctrain.comm.device import on_host, peak_bytes
 from hpctrain.comm.mesh import Mesh, sizes_text
@@ -54,7 +54,7 @@ OWN = "deck"
 
 
 @dataclass(frozen=True)
-class TrainingWish:
+class TrainingBenchOptions:
     """What to measure beside the deck's own layout, and how long.
 
     `no_sync`: each rank trains alone, without communication. `data_parallel`: the same global batch
@@ -86,7 +86,7 @@ class TrainingWish:
 
 
 def bench_train(
-    world: World, path: Path, overrides: Sequence[str], wish: TrainingWish, output: Path | None
+    world: World, path: Path, overrides: Sequence[str], wish: TrainingBenchOptions, output: Path | None
 ) -> int:
     """Time a deck's training step on random tokens; the exit code."""
     with world.agreement():
@@ -108,7 +108,7 @@ def bench_train(
     own = [name for name in names if name not in wish.against]
     afresh = measure_afresh(world, path, overrides, wish, own) if wish.memory else {}
     load = os.getloadavg()[0]
-    variants: list[Variant] = []
+    variants: list[TimedVariant] = []
     with ExitStack() as processes:
         for name in names:
             if name in wish.against:
@@ -164,13 +164,13 @@ def _require_tokens(deck: Deck) -> None:
         raise HpctrainError(deck.problem("objective.kind", sentence))
 
 
-def _rival(name: str, deck: Deck, world: World, peer: PeerProcess) -> Variant:
+def _rival(name: str, deck: Deck, world: World, peer: PeerProcess) -> TimedVariant:
     """Others' step."""
     tokens = deck.batch.global_size * deck.batch.sequence / world.size
-    return Variant(name, peer.step, tokens, alike=RIVALS[name].alike, memory=peer.memory)
+    return TimedVariant(name, peer.step, tokens, alike=RIVALS[name].alike, memory=peer.memory)
 
 
-def _memory(world: World, variant: Variant, alone: bool) -> tuple[int, int] | None:
+def _memory(world: World, variant: TimedVariant, alone: bool) -> tuple[int, int] | None:
     """The most that a rank had resident, and that the ranks of a node had together; None where that is not
     known, since other variants of ours were in the same processes, or lies on a GPU. Collective.
     """
@@ -184,7 +184,7 @@ def _memory(world: World, variant: Variant, alone: bool) -> tuple[int, int] | No
 
 
 def _figures(
-    row: Measured, first: Measured, flops: float, memory: tuple[int, int] | None, deck: Deck
+    row: VariantTimes, first: VariantTimes, flops: float, memory: tuple[int, int] | None, deck: Deck
 ) -> TrainingFigures:
     prediction = row.variant.probe.prediction() if row.variant.probe is not None else None
     ratios = [own / other for own, other in zip(first.tokens_per_s, row.tokens_per_s, strict=True)]
@@ -212,7 +212,7 @@ def layout_name(mesh: Mesh) -> str:
 
 def own_variant(
     name: str, deck: Deck, world: World, mesh: Mesh, share: int = 1, alike: bool = True
-) -> Variant:
+) -> TimedVariant:
     """Our own step; `share` is the part of the global batch that this world takes (1/share)."""
     assert deck.model.vocabulary is not None
     engine, _ = build_within_memory(deck, world, mesh)
@@ -232,7 +232,7 @@ def own_variant(
     def step() -> float:
         return trainer.train_step(batch).loss
 
-    return Variant(name, step, tokens, phases, engine.placement.split, probe, alike)
+    return TimedVariant(name, step, tokens, phases, engine.placement.split, probe, alike)
 
 
 def _activations(deck: Deck, world: World, mesh: Mesh) -> str:

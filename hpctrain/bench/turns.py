@@ -13,7 +13,7 @@ from hpctrain.comm.world import World
 
 
 @dataclass(frozen=True)
-class Variant:
+class TimedVariant:
     """Something to time: `step` does one step on all ranks and gives the loss of this rank's tokens, where it
     has any; `tokens` is this rank's part of a step's tokens.
 
@@ -33,25 +33,25 @@ class Variant:
 
 
 @dataclass
-class Measured:
+class VariantTimes:
     """Of one variant: tokens/s of all ranks together by round, seconds of every step by the slowest rank, the
     mean loss of every step from the very first one on, and seconds of a step by phase on this rank.
     """
 
-    variant: Variant
+    variant: TimedVariant
     tokens_per_s: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     phases: dict[str, float] = field(default_factory=dict)
 
 
-def take_turns(world: World, variants: Sequence[Variant], steps: int, rounds: int) -> list[Measured]:
+def take_turns(world: World, variants: Sequence[TimedVariant], steps: int, rounds: int) -> list[VariantTimes]:
     """Rounds of `steps` steps of each variant, after one step each that is not timed. Collective.
 
     Every second round goes through the variants in the opposite order, so that what one leaves to the next,
     and a machine that becomes slower and slower, meet all alike.
     """
-    measured = [Measured(variant) for variant in variants]
+    measured = [VariantTimes(variant) for variant in variants]
     for turn in range(rounds + 1):
         for row in measured if turn % 2 or not turn else reversed(measured):
             _take_turn(world, row, steps if turn else 1, bool(turn))
@@ -60,7 +60,7 @@ def take_turns(world: World, variants: Sequence[Variant], steps: int, rounds: in
     return measured
 
 
-def _take_turn(world: World, row: Measured, steps: int, timed: bool) -> None:
+def _take_turn(world: World, row: VariantTimes, steps: int, timed: bool) -> None:
     variant = row.variant
     world.everyone.barrier()
     variant.phases()

@@ -103,9 +103,9 @@ def collectives(min_bytes: str, max_bytes: str, operations: str, gloo: bool, pat
 @figures_file
 def train(deck: Path, overrides: tuple[str, ...], path: Path | None, **wish: Any) -> None:
     """Time the training step of DECK on random tokens: tokens/s, MFU, time by phase."""
-    from hpctrain.bench.train import TrainingWish, bench_train
+    from hpctrain.bench.train import TrainingBenchOptions, bench_train
 
-    run_bench(lambda world: bench_train(world, deck, overrides, TrainingWish(**wish), path), path)
+    run_bench(lambda world: bench_train(world, deck, overrides, TrainingBenchOptions(**wish), path), path)
 
 
 @command.command()
@@ -187,9 +187,9 @@ def checkpoint(
     deck: Path, overrides: tuple[str, ...], path: Path | None, against: str | None, **wish: Any
 ) -> None:
     """Time saving and loading DECK's state beside plain files written and read by as many ranks."""
-    from hpctrain.bench.checkpoint import CheckpointWish, bench_checkpoint
+    from hpctrain.bench.checkpoint import CheckpointBenchOptions, bench_checkpoint
 
-    wished = CheckpointWish(dcp=against == "dcp", **wish)
+    wished = CheckpointBenchOptions(dcp=against == "dcp", **wish)
     run_bench(lambda world: bench_checkpoint(world, deck, overrides, wished, path), path)
 
 
@@ -268,9 +268,9 @@ def mup(
 
     Its own width, or model.base_width, is the base. Under mpirun or srun the ranks share the trainings out.
     """
-    from hpctrain.bench.mup import WidthsWish, bench_mup
+    from hpctrain.bench.mup import WidthBenchOptions, bench_mup
 
-    wished = WidthsWish(
+    wished = WidthBenchOptions(
         widths=numbers("--widths", widths, int),
         rates=numbers("--rates", rates, float),
         rate_widths=numbers("--rate-widths", rate_widths, int),
@@ -310,9 +310,9 @@ def rate(
 
     The training ends where the loss diverges. Nothing of it is kept.
     """
-    from hpctrain.bench.rate import RateWish, bench_rate
+    from hpctrain.bench.rate import RateBenchOptions, bench_rate
 
-    wished = RateWish(**wish)
+    wished = RateBenchOptions(**wish)
     run_bench(lambda world: bench_rate(world, deck, overrides, wished, path, picture), path, picture)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from hpctrain.bench.checkpoint import CheckpointWish, bench_checkpoint
+from hpctrain.bench.checkpoint import CheckpointBenchOptions, bench_checkpoint
 from hpctrain.bench.files import PeakMemory, read_plainly, write_plainly
 from hpctrain.bench.peers import start_gloo, stop_gloo
 from hpctrain.bench.torch_checkpoint import TorchCheckpoint
@@ -35,7 +35,7 @@ def test_figures_of_a_small_deck(world: World, mpi_tmp_path: Path, compute: str)
     world.everyone.barrier()
     half = compute == "bf16"
     overrides = [f"precision.compute={compute}", f"layout.zero={int(half)}", "checkpoint.buffer=1 MiB"]
-    bench_checkpoint(world, deck, overrides, CheckpointWish(1, dcp=True, folder=mpi_tmp_path), output)
+    bench_checkpoint(world, deck, overrides, CheckpointBenchOptions(1, dcp=True, folder=mpi_tmp_path), output)
     world.everyone.barrier()
     assert sorted(path.name for path in mpi_tmp_path.iterdir()) == ["deck.toml", "figures.json"]
     figures = json.loads(output.read_text())
@@ -98,7 +98,7 @@ def test_a_folder_that_is_not_there(world: World, mpi_tmp_path: Path) -> None:
         deck.write_text(DECK)
     world.everyone.barrier()
     with pytest.raises(HpctrainError, match=r"--dir .*missing: must be a folder that exists"):
-        bench_checkpoint(world, deck, [], CheckpointWish(1, folder=mpi_tmp_path / "missing"), None)
+        bench_checkpoint(world, deck, [], CheckpointBenchOptions(1, folder=mpi_tmp_path / "missing"), None)
 
 
 def test_plain_files_take_turns(tmp_path: Path) -> None:

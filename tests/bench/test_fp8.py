@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.bench import fp8
-from hpctrain.bench.fp8 import PARTS, PASSES, Shape, bench_fp8
+from hpctrain.bench.fp8 import PARTS, PASSES, MatmulShape, bench_fp8
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.parallel.fp8.recipes import RECIPES
@@ -39,12 +39,14 @@ def test_every_recipe_takes_its_turn_beside_bf16(
 
 
 def test_a_shape_is_three_sizes() -> None:
-    assert Shape.of("32x48x64") == Shape(32, 48, 64) and str(Shape(32, 48, 64)) == "32x48x64"
+    assert (
+        MatmulShape.of("32x48x64") == MatmulShape(32, 48, 64) and str(MatmulShape(32, 48, 64)) == "32x48x64"
+    )
     for text in ("32x48", "32x48x-1", "axbxc", "32x48x0"):
         with pytest.raises(HpctrainError, match=f"--shape {text}: must be tokens x outputs x inputs"):
-            Shape.of(text)
+            MatmulShape.of(text)
     with pytest.raises(HpctrainError, match="must be tokens x outputs x inputs"):
-        Shape.of(f"32x48x{'9' * 5000}")
+        MatmulShape.of(f"32x48x{'9' * 5000}")
 
 
 def test_what_no_node_could_hold_is_refused_before_anything_is_timed(
@@ -60,4 +62,4 @@ def test_what_a_shape_holds_at_least_is_what_its_tensors_have() -> None:
     """Of a recipe 2 (a + b + c) + 4 c bytes, and twice a + b + c quantized; bf16 has the former alone."""
     a, b, c = 32 * 64, 32 * 48, 48 * 64
     of_bf16, quantized = 2 * (a + b + c) + 4 * c, 2 * (a + b + c)
-    assert Shape(32, 48, 64).least_bytes == of_bf16 + len(RECIPES) * (of_bf16 + quantized)
+    assert MatmulShape(32, 48, 64).least_bytes == of_bf16 + len(RECIPES) * (of_bf16 + quantized)

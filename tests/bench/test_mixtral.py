@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hpctrain.bench.mixtral import MIXTRAL_RIVALS, mixtral, peer
-from hpctrain.bench.train import TrainingWish, bench_train
+from hpctrain.bench.train import TrainingBenchOptions, bench_train
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.model.count import count
@@ -57,7 +57,7 @@ def test_what_it_cannot_be_is_refused(world: World, changes: tuple[str, ...], to
 def test_it_takes_turns_with_ours(world: World, tmp_path: Path) -> None:
     deck, figures = tmp_path / "deck.toml", tmp_path / "figures.json"
     deck.write_text(DECK)
-    wish = TrainingWish(1, 1, against=("transformers-eager",))
+    wish = TrainingBenchOptions(1, 1, against=("transformers-eager",))
     assert bench_train(world.alone(), deck, MIXTURE, wish, figures) == 0
     names = [row["name"] for row in json.loads(figures.read_text())["rows"]]
     assert names == ["one rank", "transformers-eager"]

@@ -15,8 +15,8 @@ import torch
 
 from hpctrain.bench.mup import (
     KINDS,
+    WidthBenchOptions,
     WidthsFigures,
-    WidthsWish,
     bench_mup,
     best_rate,
     check_coordinates,
@@ -73,7 +73,7 @@ def test_values_do_not_follow_the_width_where_updates_are_of_blocks(world: World
     """The coordinate check: what three steps lead to, at four times the width, is as large, or is not."""
     deck = with_base(small_deck(f"optimizer.name={optimizer}"))
     batches, figures = Batches(SyntheticSource(32, 61), 0), WidthsFigures()
-    check_coordinates(world, deck, batches, WidthsWish((32, 128), 3), figures)
+    check_coordinates(world, deck, batches, WidthBenchOptions((32, 128), 3), figures)
     for kind in ("attention", "feed_forward", "block"):
         usual, ours = (
             [steps[-1] for steps in figures.spread[name][kind].values()] for name in ("standard", "mup")
@@ -115,7 +115,7 @@ def test_what_would_be_no_family_of_widths_is_refused_before_anything_is_trained
     }
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
     given = [key.replace("FOLDER", str(tmp_path)) for key in keys]
-    wish = WidthsWish((32,), 1, random_tokens=True)
+    wish = WidthBenchOptions((32,), 1, random_tokens=True)
     with pytest.raises(HpctrainError) as refused:
         bench_mup(world, tmp_path / "deck.toml", given, wish, None, None)
     (problem,) = refused.value.problems
@@ -151,7 +151,7 @@ def test_ranks_share_the_trainings_out(world: World, mpi_tmp_path: Path) -> None
     folder = mpi_tmp_path
     path, tokens = prepared(world, folder)
     keys = [tokens, "data.validation=0", "run.steps=4"]
-    wish = WidthsWish((32, 64), 2, 1, (0.001, 0.01), (32, 64))
+    wish = WidthBenchOptions((32, 64), 2, 1, (0.001, 0.01), (32, 64))
     bench_mup(world, path, keys, wish, folder / "figures.json", folder / "widths.png")
     if world.rank == 0:
         bench_mup(world.alone(), path, keys, wish, folder / "alone.json", None)
@@ -162,10 +162,10 @@ def test_ranks_share_the_trainings_out(world: World, mpi_tmp_path: Path) -> None
             assert figures["spread"]["mup"][kind]["32"] == figures["spread"]["standard"][kind]["32"]
             assert figures["spread"]["mup"][kind]["64"] != figures["spread"]["standard"][kind]["64"]
         assert set(figures["loss"]["mup"]["64"]) == {"0.001", "0.01"}
-    random = WidthsWish((32,), 1, 1, (0.1,), (32,), random_tokens=True)
+    random = WidthBenchOptions((32,), 1, 1, (0.1,), (32,), random_tokens=True)
     with pytest.raises(HpctrainError, match="of random tokens nothing is learned"):
         bench_mup(world, path, keys, random, None, None)
-    random = WidthsWish((32,), 1, random_tokens=True)
+    random = WidthBenchOptions((32,), 1, random_tokens=True)
     bench_mup(world, path, ["data.tokens=none"], random, None, None)
 
 

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from hpctrain.bench.rate import (
-    Point,
+    RateBenchOptions,
     RateFigures,
-    RateWish,
+    RatePoint,
     RisingRate,
     bench_rate,
     centred,
@@ -55,7 +55,7 @@ def test_updates_have_the_rates_that_are_told(world: World) -> None:
         return result
 
     trained.train_step = watched  # type: ignore[assignment]
-    figures = rise(trained, RateWish(1e-3, 1e-1, 10))
+    figures = rise(trained, RateBenchOptions(1e-3, 1e-1, 10))
     rates = [point.rate for point in figures.points]
     assert rates == pytest.approx(np.geomspace(1e-3, 1e-1, 10).tolist())
     assert [length / norm for length, norm in zip(lengths, norms, strict=True)] == pytest.approx(
@@ -67,7 +67,7 @@ def test_updates_have_the_rates_that_are_told(world: World) -> None:
 @pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize("layout", ["layout.zero=3", "layout.tensor=2", "layout.pipeline=2"])
 def test_any_layout_finds_the_same(layout: str, world: World) -> None:
-    wish, deck = RateWish(1e-3, 3.0, 16), steady(small_deck(layout))
+    wish, deck = RateBenchOptions(1e-3, 3.0, 16), steady(small_deck(layout))
     found, expected = rise(trainer(world, deck), wish), rise(reference(world, deck), wish)
     losses = [[point.loss for point in figures.points] for figures in (found, expected)]
     first = slice(0, 8)  # rounding grows with the rate
@@ -76,14 +76,14 @@ def test_any_layout_finds_the_same(layout: str, world: World) -> None:
 
 
 def test_it_ends_where_the_loss_diverges(world: World) -> None:
-    figures = rise(trainer(world.alone(), steady(small_deck(*SGD))), RateWish(1e-2, 1000, 40))
+    figures = rise(trainer(world.alone(), steady(small_deck(*SGD))), RateBenchOptions(1e-2, 1000, 40))
     assert "diverged at rate" in figures.ended or "not finite at rate" in figures.ended
     assert len(figures.points) < 40 and figures.suggestion is not None
     assert 1e-2 <= figures.suggestion < figures.points[-1].rate
 
 
-def points(losses: list[float]) -> list[Point]:
-    return [Point(10.0 ** (number / 10 - 4), loss, loss) for number, loss in enumerate(losses)]
+def points(losses: list[float]) -> list[RatePoint]:
+    return [RatePoint(10.0 ** (number / 10 - 4), loss, loss) for number, loss in enumerate(losses)]
 
 
 def test_the_steepest_descent_is_that_over_the_logarithm() -> None:
@@ -93,7 +93,7 @@ def test_the_steepest_descent_is_that_over_the_logarithm() -> None:
     assert steepest(points(losses), settling=10) == pytest.approx(1e-2)
     noise = np.random.default_rng(1).normal(0, 0.1, 41)
     noisy = [
-        Point(p.rate, p.loss, mean)
+        RatePoint(p.rate, p.loss, mean)
         for p, mean in zip(points(losses), centred(losses + noise, 5), strict=True)
     ]
     assert steepest(noisy, settling=2) == pytest.approx(1e-2, rel=0.7)  # nor does smoothing move it
@@ -113,7 +113,7 @@ def test_a_figure_of_a_set_is_that_of_its_evaluation(world: World) -> None:
     deck = steady(small_deck(*SGD))
     batches = Batches(SyntheticSource(deck.batch.sequence, deck.model.vocabulary or 0, seed=5), 1)
     trained, other = trainer(world, deck), trainer(world, deck)
-    wish = RateWish(1e-3, 1e-1, 10)
+    wish = RateBenchOptions(1e-3, 1e-1, 10)
     figures = rise(trained, wish, judge=lambda: trained.evaluate(batches, 6)["loss"])
     expected = []
     other.engine.learning_rate = RisingRate(**{**vars(other.engine.learning_rate), "peak": 1e-3}, factor=1.0)
@@ -134,15 +134,15 @@ def test_what_diverges_is_far_above_the_least_or_the_first() -> None:
 def test_the_table_marks_what_counts() -> None:
     deck = small_deck("learning_rate.reference_batch=16")
     figures = RateFigures(
-        [*points([5.0, 4.0, 3.0]), Point(9.0, nan, nan)], 10**-3.9, "the loss was not finite"
+        [*points([5.0, 4.0, 3.0]), RatePoint(9.0, nan, nan)], 10**-3.9, "the loss was not finite"
     )
-    lines = told(figures, RateWish(), deck)
+    lines = told(figures, RateBenchOptions(), deck)
     assert lines[2].split() == ["2", "0.000126", "4.0000", "4.0000", "steepest"]
     assert lines[3].endswith("least") and lines[4].split()[2:] == ["not", "finite", "not", "finite"]
     assert "the loss was not finite: 4 of 100 steps were made" in lines
     assert "it falls most at rate 0.000126: --set learning_rate.peak=0.00025" in lines
     assert any("the peak is for a batch of 16, and this one has 8" in line for line in lines)
-    assert "no suggestion" in told(RateFigures(points([1.0, 2.0]), None, ""), RateWish(), deck)[-1]
+    assert "no suggestion" in told(RateFigures(points([1.0, 2.0]), None, ""), RateBenchOptions(), deck)[-1]
 
 
 def test_the_picture_has_both_losses_and_the_rate() -> None:
@@ -154,13 +154,13 @@ def test_the_picture_has_both_losses_and_the_rate() -> None:
 @pytest.mark.parametrize(
     ("wish", "told"),
     [
-        (RateWish(1.0, 0.1), "--from 1 --to 0.1: must rise"),
-        (RateWish(nan, 0.1), "must rise"),
-        (RateWish(steps=3), "--steps 3: must be from 10"),
-        (RateWish(window=60), "--window 60: must be from 1"),
+        (RateBenchOptions(1.0, 0.1), "--from 1 --to 0.1: must rise"),
+        (RateBenchOptions(nan, 0.1), "must rise"),
+        (RateBenchOptions(steps=3), "--steps 3: must be from 10"),
+        (RateBenchOptions(window=60), "--window 60: must be from 1"),
     ],
 )
-def test_options_out_of_range_are_told(wish: RateWish, told: str) -> None:
+def test_options_out_of_range_are_told(wish: RateBenchOptions, told: str) -> None:
     with pytest.raises(HpctrainError, match=told):
         wish.check()
 
@@ -178,7 +178,7 @@ def test_a_deck_is_tried_and_nothing_is_left(
     )
     capsys.readouterr()
     before = {*tmp_path.iterdir()}
-    wish = RateWish(1e-4, 1.0, 20)
+    wish = RateBenchOptions(1e-4, 1.0, 20)
     bench_rate(world.alone(), Path("deck.toml"), ["run.seed=3"], wish, Path("a.json"), Path("a.png"))
     assert {path.name for path in {*tmp_path.iterdir()} - before} == {"a.json", "a.png"}
     figures = json.loads((tmp_path / "a.json").read_text())
@@ -192,8 +192,13 @@ def test_a_deck_is_tried_and_nothing_is_left(
     with pytest.raises(HpctrainError, match=r"communication\.server"):
         bench_rate(world, Path("deck.toml"), ["communication.server=sync"], wish, None, None)
     with pytest.raises(HpctrainError, match=r"^--figure validation: goes by evaluations, but nothing is"):
-        bench_rate(world, Path("deck.toml"), ["data.validation=0"], RateWish(figure="validation"), None, None)
-    wish, held_out = RateWish(1e-3, 0.1, 10, figure="validation/bits_per_byte"), ["data.validation=0.1"]
+        bench_rate(
+            world, Path("deck.toml"), ["data.validation=0"], RateBenchOptions(figure="validation"), None, None
+        )
+    wish, held_out = (
+        RateBenchOptions(1e-3, 0.1, 10, figure="validation/bits_per_byte"),
+        ["data.validation=0.1"],
+    )
     bench_rate(world.alone(), Path("deck.toml"), held_out, wish, Path("b.json"), None)
     bits = [point["loss"] for point in json.loads((tmp_path / "b.json").read_text())["points"]]
     bench_rate(

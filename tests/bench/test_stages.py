@@ -14,7 +14,7 @@ from torch import nn
 
 from hpctrain.bench.stages import Prediction, StageProbe, sentence, stage_lines
 from hpctrain.bench.torch_model import TorchModel
-from hpctrain.bench.train import TrainingWish, bench_train
+from hpctrain.bench.train import TrainingBenchOptions, bench_train
 from hpctrain.comm.world import World
 from hpctrain.model.count import count
 from hpctrain.model.shape import ModelShape
@@ -79,7 +79,7 @@ def test_bench_beside_torch(world: World, mpi_tmp_path: Path, capsys: pytest.Cap
     world.everyone.barrier()
     if world.size != 2:
         pytest.skip("torch's pipeline of two stages needs two ranks")
-    wish = TrainingWish(1, 2, no_sync=True, against=("torch-pipeline",))
+    wish = TrainingBenchOptions(1, 2, no_sync=True, against=("torch-pipeline",))
     overrides = ["layout.pipeline=2", "model.layers=5", "layout.split=balanced", "model.dropout=0"]
     assert bench_train(world, path, overrides, wish, output) == 0
     if world.rank != 0:

@@ -19,7 +19,7 @@ from hpctrain.bench.peer_process import PeerProcess
 from hpctrain.bench.peers import start_gloo, stop_gloo
 from hpctrain.bench.rivals import RIVALS
 from hpctrain.bench.torch_training import PeerStep
-from hpctrain.bench.train import TrainingWish, bench_train, own_variant
+from hpctrain.bench.train import TrainingBenchOptions, bench_train, own_variant
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.deck.read import parse_deck
@@ -84,9 +84,9 @@ def test_variants_take_turns_and_stand_alone(
     if world.rank == 0:
         path.write_text(DECK)
     world.everyone.barrier()
-    wish = TrainingWish(1, 2, variants=("layout.zero=1", "layout.zero=3 memory.keep_gathered=1"))
+    wish = TrainingBenchOptions(1, 2, variants=("layout.zero=1", "layout.zero=3 memory.keep_gathered=1"))
 
-    def measured(wish: TrainingWish) -> list[dict[str, object]]:
+    def measured(wish: TrainingBenchOptions) -> list[dict[str, object]]:
         assert bench_train(world, path, ["model.dropout=0"], wish, output) == 0
         world.everyone.barrier()
         rows: list[dict[str, object]] = json.loads(output.read_text())["rows"]
@@ -96,15 +96,15 @@ def test_variants_take_turns_and_stand_alone(
     rows = measured(wish)
     assert [row["name"] for row in rows] == [f"data {world.size}", *wish.variants]
     assert all(row["peak_bytes"] is None for row in rows)
-    (row,) = measured(TrainingWish(1, 1, variants=wish.variants, only="layout.zero=1"))
+    (row,) = measured(TrainingBenchOptions(1, 1, variants=wish.variants, only="layout.zero=1"))
     assert row["name"] == "layout.zero=1"
     assert isinstance(row["peak_bytes"], int) and row["peak_bytes"] > 50e6
     if world.rank == 0:
         assert "layout.zero=1: a rank had at most" in capsys.readouterr().out
     with pytest.raises(HpctrainError, match=r"--only fsdp2: is not among .* deck, layout.zero=1"):
-        measured(TrainingWish(1, 1, variants=wish.variants, only="fsdp2"))
+        measured(TrainingBenchOptions(1, 1, variants=wish.variants, only="fsdp2"))
     with pytest.raises(HpctrainError, match=r"layout\.zero"):
-        measured(TrainingWish(1, 1, variants=("layout.zero=7",)))
+        measured(TrainingBenchOptions(1, 1, variants=("layout.zero=7",)))
 
 
 def test_the_deck_of_the_comparison_is_gpt2() -> None:

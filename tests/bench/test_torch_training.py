@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from hpctrain.bench.torch_data import through_onednn
 from hpctrain.bench.torch_model import TorchModel, loss_of
-from hpctrain.bench.torch_training import Training, clip_gradients
+from hpctrain.bench.torch_training import TorchTraining, clip_gradients
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.engine.build import build_engine
@@ -25,7 +25,7 @@ def test_peers_begin_with_our_weights(world: World, changes: tuple[str, ...]) ->
     alone, deck = world.alone(), small_deck("model.dropout=0", "model.layers=3", *changes)
     engine = build_engine(deck, alone, Mesh(alone, {}))
     ours = {p.shard.name: p.detach() for model in engine.models for p in model.parameters()}
-    training = Training(deck)
+    training = TorchTraining(deck)
     spans = (LayerRange(0, 2, True, False), LayerRange(2, 3, False, True))
     parts = [training.filled(TorchModel(training.shape, span)) for span in spans]
     assert torch.equal(parts[0].embedding.weight, ours["embedding.tokens.weight"])
@@ -46,7 +46,7 @@ def test_a_module_begins_with_the_weights_of_a_run(world: World) -> None:
     alone, deck = world.alone(), gpt2()
     engine = build_engine(deck, alone, Mesh(alone, {}))
     ours = {p.shard.name: p.detach() for layer in engine.model.layers for p in layer.own}
-    training = Training(deck)
+    training = TorchTraining(deck)
     module = training.whole_model()
     theirs = {name.removeprefix("module."): p for name, p in module.named_parameters()}
     assert theirs.keys() == ours.keys()
@@ -57,7 +57,7 @@ def test_a_module_begins_with_the_weights_of_a_run(world: World) -> None:
 
 def test_every_step_has_other_samples_and_its_rate() -> None:
     deck = small_deck("model.dropout=0")
-    halves, whole = [Training(deck, rank, 2) for rank in range(2)], Training(deck)
+    halves, whole = [TorchTraining(deck, rank, 2) for rank in range(2)], TorchTraining(deck)
     seen = []
     for _ in range(2):
         rows = [torch.cat([micro.tokens for micro in half.micro_batches()]) for half in halves]
@@ -84,7 +84,7 @@ def test_clipping_is_by_the_norm_of_all() -> None:
 
 @pytest.mark.parametrize("family", [(), LLAMA], ids=["gpt2", "llama"])
 def test_onednn_computes_the_same_gradients(family: tuple[str, ...]) -> None:
-    training = Training(small_deck("model.dropout=0", *family))
+    training = TorchTraining(small_deck("model.dropout=0", *family))
     tokens = torch.randint(61, (2, 32), generator=torch.Generator().manual_seed(1))
     gradients = []
     for onednn in (False, True):

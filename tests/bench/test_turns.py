@@ -6,21 +6,21 @@ from itertools import count
 
 import pytest
 
-from hpctrain.bench.turns import Variant, take_turns
+from hpctrain.bench.turns import TimedVariant, take_turns
 from hpctrain.comm.world import World
 
 
 def test_every_second_round_is_mirrored(world: World) -> None:
     order: list[str] = []
 
-    def step_of(name: str, first: float) -> Variant:
+    def step_of(name: str, first: float) -> TimedVariant:
         losses = count(first)
 
         def step() -> float:
             order.append(name)
             return float(next(losses))
 
-        return Variant(name, step, 8.0, lambda: {"forward": 2.0})
+        return TimedVariant(name, step, 8.0, lambda: {"forward": 2.0})
 
     first, second = take_turns(world.alone(), [step_of("a", 1.0), step_of("b", 7.0)], steps=2, rounds=3)
     assert "".join(order) == "ab" + "aabb" + "bbaa" + "aabb"
@@ -34,6 +34,6 @@ def test_every_second_round_is_mirrored(world: World) -> None:
 
 @pytest.mark.mpi(min_size=2, max_size=2)
 def test_losses_are_those_of_ranks_that_have_any(world: World) -> None:
-    last = Variant("last", lambda: 3.0 if world.rank == 1 else None, 4.0)
-    each = Variant("each", lambda: 1.0 + world.rank, 4.0)
+    last = TimedVariant("last", lambda: 3.0 if world.rank == 1 else None, 4.0)
+    each = TimedVariant("each", lambda: 1.0 + world.rank, 4.0)
     assert [row.losses for row in take_turns(world, [last, each], 1, 1)] == [[3.0, 3.0], [1.5, 1.5]]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from hpctrain.bench.train import TrainingWish, bench_train
+from hpctrain.bench.train import TrainingBenchOptions, bench_train
 from hpctrain.checkpoint.compare import compare as compare_tensors
 from hpctrain.checkpoint.exchange.convert import export_model
 from hpctrain.checkpoint.structure import CheckpointIndex, examine
@@ -113,7 +113,7 @@ def test_what_is_not_for_policies_says_so(world: World, run: Path) -> None:
         compare(world, (run, Path(f"{run}2")), None, True, lambda _: None)
     assert compare(world, (run, run.parent / "run2"), None, False, lambda _: None) == 0
     with pytest.raises(HpctrainError, match="writes its answers first, which is not timed here"):
-        bench_train(world, deck, (), TrainingWish(1, 1), None)
+        bench_train(world, deck, (), TrainingBenchOptions(1, 1), None)
     with pytest.raises(HpctrainError, match=r"memory\.optimizer=host: is for GPUs"):
         run_deck(world, deck, ["memory.optimizer=host", f"run.dir={run}3"], make=make_trainer)
 
