@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hpctrain.api import Given, check, make_deck, resume, run
+    from hpctrain.api import DeckDefaults, check, make_deck, resume, run
     from hpctrain.checkpoint.lazy import Checkpoint, open_checkpoint
     from hpctrain.comm.world import World
     from hpctrain.errors import HpctrainError

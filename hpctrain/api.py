@@ -62,7 +62,7 @@ Function = Callable[..., Any] | str
 """One at the top of a file, or its name, as a deck has it."""
 
 
-class Given(TypedDict, total=False):
+class DeckDefaults(TypedDict, total=False):
     """What stands above a deck, each as the key that it is there.
 
     `build` (model.module) gives the module, called with `arguments` (model.arguments); `plan` (model.plan)
@@ -102,11 +102,11 @@ def run(
     fresh: bool = False,
     again: bool = False,
     world: World | None = None,
-    **given: Unpack[Given],
+    **given: Unpack[DeckDefaults],
 ) -> None:
     """Train a deck, a file or one of `make_deck`, as `hpctrain run` does, on all ranks that call it: without
-    mpirun that is this process alone. `fresh` and `again` are its options --fresh and --resume, see `Given`
-    for what stands above the deck.
+    mpirun that is this process alone. `fresh` and `again` are its options --fresh and --resume, see
+    `DeckDefaults` for what stands above the deck.
 
     Without a `world` what goes wrong ends the script with the command's exit code, after one sentence of rank
     0; MPI is started here and ends with the process, so that other runs and `load` can follow. With one
@@ -128,7 +128,7 @@ def make_deck(
     *,
     ranks: int | None = None,
     file: str | Path | None = None,
-    **given: Unpack[Given],
+    **given: Unpack[DeckDefaults],
 ) -> Deck:
     """The deck of a file, or of sections of keys, {"run": {"steps": 10}}, with what is `given` on top:
     checked, for so many `ranks` if that is said, and with every default there (deck.learning_rate.peak).
@@ -169,13 +169,13 @@ def resume(
     def verb(own: World) -> int:
         from hpctrain.train.run import resume as go_on
 
-        given: Given = {"changes": {} if changes is None else changes}
+        given: DeckDefaults = {"changes": {} if changes is None else changes}
         return go_on(own, path, Overrides.of(_changes(given), CodeTrust(everything=trust_code)))
 
     _within(world, verb)
 
 
-def check(deck: str | Path | Deck, *, world: World | None = None, **given: Unpack[Given]) -> bool:
+def check(deck: str | Path | Deck, *, world: World | None = None, **given: Unpack[DeckDefaults]) -> bool:
     """Whether the layout of a deck computes what one rank does, as `hpctrain check` does, which prints what
     came of it; else as `run`.
     """
@@ -221,11 +221,11 @@ def _source(deck: object) -> Path | Deck:
     return deck if isinstance(deck, Deck) else path_of(deck, "deck")
 
 
-def _changes(given: Given) -> list[str]:
+def _changes(given: DeckDefaults) -> list[str]:
     """What is given, as `--set` has it."""
-    unknown = sorted(given.keys() - Given.__annotations__.keys())
+    unknown = sorted(given.keys() - DeckDefaults.__annotations__.keys())
     if unknown:
-        known = ", ".join(Given.__annotations__)
+        known = ", ".join(DeckDefaults.__annotations__)
         raise HpctrainError(f"{', '.join(unknown)}: nothing of that name is taken ({known} are)")
     changes: object = given.get("changes", {})
     if not isinstance(changes, Mapping) or not all(isinstance(key, str) for key in changes):

@@ -31,7 +31,7 @@ class HpctrainError(Exception):
         super().__init__("\n".join(self.problems))
 
 
-class UsersError(HpctrainError):
+class UserCodeError(HpctrainError):
     """What code of the user's own fails with: where it fails on several ranks, one of them tells."""
 
 

@@ -212,7 +212,7 @@ TOLD = {
 def test_what_no_deck_can_say_is_told(kind: str) -> None:
     given, told = TOLD[kind]
     with pytest.raises(HpctrainError, match=told):
-        hpctrain.api._changes(cast(hpctrain.api.Given, given))
+        hpctrain.api._changes(cast(hpctrain.api.DeckDefaults, given))
 
 
 def test_what_is_given_is_written_as_a_deck_has_it() -> None:
@@ -223,7 +223,7 @@ def test_what_is_given_is_written_as_a_deck_has_it() -> None:
         "optimizer.clip": np.float32(0.5),
     }
     given = {"loss": None, "arguments": {"sizes": (1, 2)}, "build": torch.nn.Linear, "changes": changes}
-    assert hpctrain.api._changes(cast(hpctrain.api.Given, given)) == [
+    assert hpctrain.api._changes(cast(hpctrain.api.DeckDefaults, given)) == [
         *("model.loss=", "model.arguments={sizes = [1, 2]}", 'model.module="torch.nn.modules.linear:Linear"'),
         *("run.steps=", 'run.dir="a b"', "batch.micro_size=2", "optimizer.clip=0.5"),
     ]

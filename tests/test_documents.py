@@ -13,7 +13,7 @@ from typing import Any
 import click
 import pytest
 
-from hpctrain.api import Given
+from hpctrain.api import DeckDefaults
 from hpctrain.cli.main import command as hpctrain_command
 from hpctrain.deck.python_tables import tables_to_toml
 from hpctrain.deck.read import parse_deck
@@ -113,7 +113,7 @@ def python_blocks() -> Iterator[Any]:
 
 @pytest.mark.parametrize("body", list(python_blocks()))
 def test_python_compiles_and_passes_existing_arguments(body: str) -> None:
-    allowed_arguments = {*Given.__annotations__, "world", "fresh", "again"}
+    allowed_arguments = {*DeckDefaults.__annotations__, "world", "fresh", "again"}
     for node in ast.walk(ast.parse(body)):
         if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "run":
             assert {str(each.arg) for each in node.keywords} <= allowed_arguments

@@ -26,7 +26,7 @@ from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.outcome import combine_errors, flush_output, print_error, print_problems, to_hpctrain_error
 from hpctrain.comm.topology import Topology
 from hpctrain.comm.transports.emulated import EmulatedLink
-from hpctrain.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, HpctrainError, UsersError
+from hpctrain.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, HpctrainError, UserCodeError
 from hpctrain.host.launcher import find_contradictions
 from hpctrain.host.launcher_checks import check_contradictions, check_launcher
 from hpctrain.host.memory import is_out_of_memory
@@ -278,7 +278,7 @@ class World:
             error = to_hpctrain_error(raised)
         own = None
         if error is not None:
-            own = error.exit_code, error.problems, isinstance(error, UsersError)
+            own = error.exit_code, error.problems, isinstance(error, UserCodeError)
         if self.size == 1:
             failures = [] if own is None else [own]
         else:

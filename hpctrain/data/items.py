@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpctrain.errors import UsersError
+from hpctrain.errors import UserCodeError
 from hpctrain.words import article
 
 Fields = dict[str, Tensor]
@@ -37,12 +37,12 @@ Forms = Mapping[str, FieldSpec]
 
 
 def item_tensors(item: Any, where: str) -> Fields:
-    """The tensors of an item, which `where` names; UsersError where it is no dict of arrays."""
+    """The tensors of an item, which `where` names; UserCodeError where it is no dict of arrays."""
     if not isinstance(item, Mapping):
         kind = article(type(item).__name__)
-        raise UsersError(f"{where} is {kind}, not a dict of arrays (data.collate makes a batch of any)")
+        raise UserCodeError(f"{where} is {kind}, not a dict of arrays (data.collate makes a batch of any)")
     if not item or not all(isinstance(name, str) for name in item):
-        raise UsersError(f"{where} has keys that are no names: {list(item)[:5]}")
+        raise UserCodeError(f"{where} has keys that are no names: {list(item)[:5]}")
     return {name: as_tensor(value, f"{where} has {name}") for name, value in item.items()}
 
 
@@ -62,25 +62,25 @@ def as_tensor(value: Any, where: str) -> Tensor:
         if not array.flags.writeable or not array.dtype.isnative:
             array = array.astype(array.dtype.newbyteorder("="))
         return torch.from_numpy(np.ascontiguousarray(array).reshape(array.shape))
-    raise UsersError(f"{where} of type {type(value).__name__}, which is no array of numbers")
+    raise UserCodeError(f"{where} of type {type(value).__name__}, which is no array of numbers")
 
 
 def stack(items: Sequence[Any], indices: Sequence[int], first: Forms, title: str) -> Fields:
     """A batch of items, which have the numbers `indices` and the forms of the first one of the dataset.
 
-    UsersError with the number and both forms where one has another.
+    UserCodeError with the number and both forms where one has another.
     """
     rows = []
     for item, index in zip(items, indices, strict=True):
         row = item_tensors(item, f"{title}: item {index}")
         if row.keys() != first.keys():
-            raise UsersError(
+            raise UserCodeError(
                 f"{title}: item {index} has the keys {', '.join(sorted(row))}, but item 0 "
                 f"{', '.join(sorted(first))}"
             )
         for name, form in first.items():
             if (own := FieldSpec.of(row[name])) != form:
-                raise UsersError(
+                raise UserCodeError(
                     f"{title}: item {index} has {name} of {own}, but item 0 of {form} (data.collate names a "
                     "function that makes batches of unlike items)"
                 )
@@ -89,11 +89,11 @@ def stack(items: Sequence[Any], indices: Sequence[int], first: Forms, title: str
 
 
 def batch_tensors(batch: Any, rows: int, collate: str) -> Fields:
-    """What a user's collate function made of so many items; UsersError where it is no batch of these."""
+    """What a user's collate function made of so many items; UserCodeError where it is no batch of these."""
     fields = item_tensors(batch, f"data.collate: what {collate} gives")
     for name, field in fields.items():
         if field.dim() == 0 or len(field) != rows:
-            raise UsersError(
+            raise UserCodeError(
                 f"data.collate: {collate} gives {name} of shape {list(field.shape)} for {rows} items, not "
                 "a row for each"
             )

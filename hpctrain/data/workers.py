@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from hpctrain.data.dataset import DatasetSpec
 from hpctrain.data.items import Fields
 from hpctrain.data.mapped import of_memory
-from hpctrain.errors import EXIT_INTERNAL, UsersError
+from hpctrain.errors import EXIT_INTERNAL, UserCodeError
 from hpctrain.host.process_lifetime import describe_exit, kill_child, start_child
 
 _START = "from hpctrain.data.worker import serve; "
 
 
-class WorkerLostError(UsersError):
+class WorkerLostError(UserCodeError):
     """A process that loads items has ended before the run."""
 
     exit_code = EXIT_INTERNAL
@@ -57,7 +57,8 @@ class WorkerPool:
         return ticket
 
     def take(self, ticket: Ticket) -> Fields:
-        """Wait for a batch. UsersError where loading it failed, WorkerLostError where the process is gone."""
+        """Wait for a batch. UserCodeError where loading it failed, WorkerLostError where the process is
+        gone."""
         worker = self._workers[ticket.worker]
         while ticket.answer is None:
             first, answer = worker.coming.popleft(), worker.receive()
@@ -70,7 +71,7 @@ class WorkerPool:
                 first.answer = answer
         fields, problems = ticket.answer
         if problems:
-            raise UsersError(problems)
+            raise UserCodeError(problems)
         return fields
 
     def close(self) -> None:

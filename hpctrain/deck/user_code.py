@@ -17,7 +17,7 @@ from typing import Any
 from zlib import crc32
 
 from hpctrain.deck.code import NamedCode, is_file_target
-from hpctrain.errors import HpctrainError, UsersError
+from hpctrain.errors import HpctrainError, UserCodeError
 from hpctrain.words import nearest
 
 _HPCTRAIN = str(Path(__file__).resolve().parents[1])
@@ -53,14 +53,15 @@ def run_user_code(activity: str) -> Iterator[None]:
         activity: Beginning of the message, such as "train.py fails to load".
 
     Raises:
-        UsersError: The user's code failed or ended the process. The message lists its lines that led there.
+        UserCodeError: The user's code failed or ended the process. The message lists its lines that led
+        there.
     """
     try:
         yield
     except (HpctrainError, MemoryError):
         raise
     except SystemExit as left:
-        raise UsersError(
+        raise UserCodeError(
             f"{activity}: it ends the process (exit code {left.code!r}): put the lines that run a script "
             'under `if __name__ == "__main__":`'
         ) from left
@@ -77,7 +78,7 @@ def run_user_code(activity: str) -> Iterator[None]:
             for frame in frames
         ]
         reason = f"{type(error).__name__}: {error}".strip().splitlines()
-        raise UsersError([f"{activity}: {reason[0]}", *dict.fromkeys(lines)]) from error
+        raise UserCodeError([f"{activity}: {reason[0]}", *dict.fromkeys(lines)]) from error
 
 
 def import_function(code: NamedCode) -> Callable[..., Any]:

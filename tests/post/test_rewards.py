@@ -18,7 +18,7 @@ import pytest
 
 from hpctrain.comm.world import World
 from hpctrain.deck.code import NamedCode
-from hpctrain.errors import HpctrainError, UsersError
+from hpctrain.errors import HpctrainError, UserCodeError
 from hpctrain.host import child_process
 from hpctrain.post.rewards.in_processes import RegularExpression, UsersReward
 from hpctrain.post.rewards.reward import ExactMatch, Reward, Sample
@@ -168,18 +168,18 @@ def test_it_is_not_started_where_it_cannot_judge(tmp_path: Path) -> None:
         ("lenght", f"{JUDGES} has no lenght (did you mean length?)"),
         ("JUDGES", f"{JUDGES} has no JUDGES"),
     ):
-        with pytest.raises(UsersError) as raised:
+        with pytest.raises(UserCodeError) as raised:
             UsersReward(NamedCode(f"{JUDGES}:{name}")).start()
         assert raised.value.problems[0].startswith(what) and len(raised.value.problems) == 1
     told = sentence_of(UsersReward(NamedCode(f"{JUDGES}:with_solution")), samples_of(["a"], answer="a"))
     assert told.startswith("judges.py:with_solution takes solution, which no row has (rows have answer)")
     for content, what in (("x = 1 / 0\n", "division by zero"), ("x = (\n", "SyntaxError"), ("exit(4)", "4")):
         (own := tmp_path / "own.py").write_text(content)
-        with pytest.raises(UsersError, match=r"own\.py fails to load|it ends the process") as raised:
+        with pytest.raises(UserCodeError, match=r"own\.py fails to load|it ends the process") as raised:
             UsersReward(NamedCode(f"{own}:f")).start()
         assert what in str(raised.value) and len(raised.value.problems) == 1
     own.write_text("import os\nos._exit(5)\n")
-    with pytest.raises(UsersError, match=r"^own.py:f loses its process, .* code 5, while it is loaded$"):
+    with pytest.raises(UserCodeError, match=r"^own.py:f loses its process, .* code 5, while it is loaded$"):
         UsersReward(NamedCode(f"{own}:f")).start()
 
 

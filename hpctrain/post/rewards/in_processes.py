@@ -12,7 +12,7 @@ from typing import Any
 from typing_extensions import override
 
 from hpctrain.deck.code import NamedCode
-from hpctrain.errors import UsersError
+from hpctrain.errors import UserCodeError
 from hpctrain.post.rewards.processes import FailedError, Processes
 from hpctrain.post.rewards.reward import Sample, answers_of, quoted
 from hpctrain.post.rewards.worker import GIVEN
@@ -51,14 +51,14 @@ class InProcesses:
                 self.check(sample.others)
             except ValueError as error:
                 row = f"the row of prompt {sample.prompt_number} ({quoted(sample.prompt)})"
-                raise UsersError(f"{self.title}: {row} {error}") from None
+                raise UserCodeError(f"{self.title}: {row} {error}") from None
         names = [*dict.fromkeys(name for sample in samples for name in sample.others)]
         size = max(1, min(self.together, -(-len(samples) // self._processes.count)))
         batches = [samples[first : first + size] for first in range(0, len(samples), size)]
         try:
             found = self._processes.judged([_columns(batch, names) for batch in batches])
         except FailedError as failed:
-            raise UsersError(self._sentence(failed, batches[failed.batch], names)) from None
+            raise UserCodeError(self._sentence(failed, batches[failed.batch], names)) from None
         return [score for batch in found for score in batch]
 
     def _sentence(self, failed: FailedError, batch: Sequence[Sample], names: Sequence[str]) -> str:

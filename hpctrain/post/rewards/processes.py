@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpctrain.errors import UsersError
+from hpctrain.errors import UserCodeError
 from hpctrain.host.child_process import ChildProcess, NoAnswerError, next_answer
 
 SECONDS_TO_LOAD = 300.0
@@ -41,7 +41,7 @@ class Processes:
         self._processes: list[ChildProcess] = []
 
     def start(self, count: int = 1) -> None:
-        """Have so many of them ready. UsersError where they cannot judge."""
+        """Have so many of them ready. UserCodeError where they cannot judge."""
         for process in [each for each in self._processes if each.has_ended()]:
             process.close()
             self._processes.remove(process)
@@ -53,10 +53,10 @@ class Processes:
             for _ in fresh:
                 _, answer = next_answer(fresh)
                 if "problem" in answer:
-                    raise UsersError(answer["problem"])
+                    raise UserCodeError(answer["problem"])
         except NoAnswerError as failed:
             self.close()
-            raise UsersError(f"{self.title} {failed.problem}, while it is loaded") from None
+            raise UserCodeError(f"{self.title} {failed.problem}, while it is loaded") from None
         except BaseException:
             self.close()
             raise
@@ -66,7 +66,7 @@ class Processes:
 
         Raises:
             FailedError: Of the first batch that has none; then all processes are ended.
-            UsersError: As from `start`.
+            UserCodeError: As from `start`.
         """
         found: list[list[float]] = [[] for _ in batches]
         waiting = deque(range(len(batches)))
