@@ -2,17 +2,19 @@
 
     import hpctrain
 
-    loss = hpctrain.metrics("runs/quickstart")["loss"]  # an array of numpy's
+    loss = hpctrain.metrics("runs/quickstart")["loss"]  # a NumPy array
     with hpctrain.open_checkpoint("runs/quickstart") as checkpoint:
-        first = checkpoint.model["embedding.tokens"][:8]  # eight rows are read, as a tensor of torch's
+        first = checkpoint.model["embedding.tokens"][:8]  # reads eight rows, as a torch tensor
     model = hpctrain.load("runs/quickstart")  # model.logits(tokens), model.generate("def ")
     hpctrain.run(hpctrain.make_deck("inputs/quickstart.toml", changes={"run.steps": 100}))
 
-These are the names of `hpctrain.api`, each loaded when it is first used: nothing heavy comes with the import.
+`hpctrain.api` defines these names. Each is imported when it is first used, so that `import hpctrain`
+is fast.
 """
 
 from __future__ import annotations
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -27,9 +29,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Checkpoint",
-    "Given",
+    "DeckDefaults",
+    "GenerationModel",
     "HpctrainError",
-    "Model",
     "World",
     "check",
     "load",
@@ -40,11 +42,11 @@ __all__ = [
     "run",
 ]
 
-_HOMES = {
+_MODULES = {
     "Checkpoint": "checkpoint.lazy",
-    "Given": "api",
+    "DeckDefaults": "api",
+    "GenerationModel": "generate.loaded",
     "HpctrainError": "errors",
-    "Model": "generate.loaded",
     "World": "comm.world",
     "check": "api",
     "load": "generate.loaded",
@@ -54,18 +56,25 @@ _HOMES = {
     "resume": "api",
     "run": "api",
 }
-"""Where each name is from: what reads a file needs neither torch nor MPI."""
+"""Module that defines each public name. Those that read files import neither torch nor MPI."""
+
+_EARLIER_NAMES = {"Given": "DeckDefaults", "Model": "GenerationModel"}
+"""Names of version 0.1.0, which still work, and their successors."""
 
 
 def __getattr__(name: str) -> object:
-    """A name of the interface, when it is first asked for."""
-    home = _HOMES.get(name)
-    if home is None:
+    """Import a public name when it is first used."""
+    current = _EARLIER_NAMES.get(name, name)
+    if current not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(import_module(f"{__name__}.{home}"), name)
-    return found
+    if current != name:
+        message = f"hpctrain.{name} is now hpctrain.{current}"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return getattr(import_module(__name__), current)
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return value
 
 
 def __dir__() -> list[str]:
-    """What there is, loaded or not."""
-    return sorted({*globals(), *_HOMES})
+    """Return all names of the package, whether they have been imported or not."""
+    return sorted({*globals(), *_MODULES})

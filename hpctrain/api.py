@@ -38,16 +38,16 @@ from hpctrain.deck.sources import ApiArgument, toml_value
 from hpctrain.deck.user_code import is_loaded_file
 from hpctrain.errors import EXIT_DIFFERENT, EXIT_DONE, HpctrainError, failing_as
 from hpctrain.files import check_output, write_text
-from hpctrain.generate.loaded import load
+from hpctrain.generate.loaded import GenerationModel, load
 from hpctrain.host.mpi_library import MPI
 from hpctrain.report.series import metrics
 from hpctrain.words import kind_of, path_of
 
 __all__ = [
     "Checkpoint",
-    "Given",
+    "DeckDefaults",
+    "GenerationModel",
     "HpctrainError",
-    "Model",
     "World",
     "check",
     "load",

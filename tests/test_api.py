@@ -290,3 +290,8 @@ def test_what_is_made_where_a_script_begins_is_not_found_again(
     main.__file__ = None
     with pytest.raises(HpctrainError, match="is not found again"):
         hpctrain.api._written("loss", main.both)
+
+
+def test_names_of_the_first_version_still_work_with_a_warning() -> None:
+    with pytest.warns(DeprecationWarning, match="hpctrain.Given is now hpctrain.DeckDefaults"):
+        assert hpctrain.Given is hpctrain.DeckDefaults

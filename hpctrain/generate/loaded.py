@@ -36,7 +36,7 @@ Tokens = Sequence[int] | Sequence[Sequence[int]] | Tensor | NDArray[np.integer[A
 _SMALL_BYTES = 64 << 20  # for which nobody asks how much memory is free
 
 
-def load(path: str | os.PathLike[str], *, device: str = "auto") -> Model:
+def load(path: str | os.PathLike[str], *, device: str = "auto") -> GenerationModel:
     """The model of a checkpoint, or of the newest good one in a run's folder, whole in this process, whatever
     layout wrote it; see GenerationModel. `device` is "auto" (a GPU where there is one), "cpu", "cuda" or
     "cuda:N".

@@ -64,7 +64,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> Drawn:
                 found[text.number, text.sample, len(text.tokens)] = rows[0], rows[1]
             return super().__call__(texts, logits)
 
-    monkeypatch.setattr(writer, "KeyedDraws", Watched)
+    monkeypatch.setattr(writer, "KeyedSampler", Watched)
     return found
 
 

@@ -59,7 +59,7 @@ def tried(world: World, target: Path, *files: Path, overrides: tuple[str, ...] =
     return tasks
 
 
-def by_logits(model: hpctrain.Model, rows: list[dict[str, Any]]) -> tuple[int, int]:
+def by_logits(model: hpctrain.GenerationModel, rows: list[dict[str, Any]]) -> tuple[int, int]:
     """How many are right, as a whole and by the byte, choice by choice in double precision."""
     right = by_byte = 0
     for row in rows:
