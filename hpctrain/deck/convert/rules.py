@@ -1,34 +1,42 @@
 """Engine that converts the options of another trainer to deck keys by a table of rules.
 
-A table maps the name of each option to its Rule: the deck keys that the option sets, the conversion of
-its value, and what the user is told if no key expresses it.
+A table is a TOML file with a row for each option: the deck keys that it sets, the conversion of its value,
+and what the user is told if no key expresses it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from math import isfinite
+from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
+from hpctrain.deck.convert.option_values import (
+    UnsupportedOptionError,
+    choice,
+    fp32_bytes,
+    integer,
+    integer_above_0,
+    integer_above_1,
+    inverted_flag,
+    is_switched,
+    minutes,
+    number,
+    switch,
+    text,
+)
 from hpctrain.deck.key_messages import expected_value
 from hpctrain.deck.schema import field_of
 from hpctrain.deck.sources import clipped
-from hpctrain.words import either
+from hpctrain.deck.toml import parse_toml
 
 _Converted = TypeVar("_Converted")
 
-_MOST_DIGITS = 100
 _OPTIMIZER = "optimizer.name"
-_UNSET = "is a shell variable that the script does not set, or sets to different values"
-_UNKNOWN_ARITHMETIC = "is arithmetic that is not evaluated (only + - * / % of whole numbers are)"
-
-
-class UnsupportedOptionError(Exception):
-    """Error that is raised if no deck key expresses an option. The message completes a sentence about it."""
 
 
 class SourceOptions:
@@ -53,7 +61,7 @@ class SourceOptions:
 
     def is_on(self, name: str) -> bool:
         """Return True if a flag is set."""
-        return _is(self.get(name), on=True)
+        return is_switched(self.get(name), on=True)
 
     def read(self, name: str, convert: Callable[[object], _Converted]) -> _Converted | None:
         """Return the converted value of an option; None if it has no value or cannot be converted."""
@@ -61,6 +69,10 @@ class SourceOptions:
             return convert(self.get(name))
         except UnsupportedOptionError:
             return None
+
+
+OptionConversion = Callable[[object, SourceOptions], object]
+"""Function of the value of an option and of all options."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +90,7 @@ class Rule:
     """
 
     keys: tuple[str, ...]
-    convert: Callable[[object, SourceOptions], object]
+    convert: OptionConversion
     condition: Callable[[SourceOptions], bool] | None = None
     note: str = ""
 
@@ -118,21 +130,20 @@ class Conversion:
         self.unsupported[name if value is True else f"{name} = {clipped(str(value))}"] = reason
 
 
-def apply_rules(program: str, options: SourceOptions, rules: Mapping[str, Rule]) -> Conversion:
+def apply_rules(options: SourceOptions, table: RuleTable) -> Conversion:
     """Convert all options of a program, and its defaults for those that are not given.
 
     Args:
-        program: Name of the other trainer.
-        options: Its options.
-        rules: The rule of each option by name. Options without a rule are reported as unknown.
+        options: Options of the program.
+        table: Its rules. Options without a rule are reported as unknown.
     """
-    result = Conversion(program)
+    result, rules = Conversion(table.program), table.rules
     optimizer = _optimizer_name(options, rules)
     for name, value in (options.explicit | options.defaults).items():
         explicit = name in options
         try:
             if name not in rules:
-                raise UnsupportedOptionError(f"is not an option of {program} that hpctrain knows")
+                raise UnsupportedOptionError(f"is not an option of {table.program} that hpctrain knows")
             converted_keys = rules[name].apply(value, options)
             keys = {key.format(optimizer=optimizer): each for key, each in converted_keys.items()}
             _require_valid(keys, optimizer)
@@ -178,124 +189,89 @@ def _require_valid(keys: Mapping[str, object], optimizer: str) -> None:
             ) from None
 
 
-# Conversions of one value. They raise UnsupportedOptionError if the value is of another kind.
+_CONVERSIONS: Mapping[str, Callable[[object], object]] = {
+    "bool": bool,
+    "fp32_bytes": fp32_bytes,
+    "integer": integer,
+    "integer_above_0": integer_above_0,
+    "integer_above_1": integer_above_1,
+    "inverted_flag": inverted_flag,
+    "minutes": minutes,
+    "number": number,
+    "str": str,
+    "text": text,
+}
+"""Conversions that rows of all tables may name."""
 
 
-def number(value: object) -> float:
-    """Return a finite number, given as a number or as text."""
-    if isinstance(value, str | int | float) and not isinstance(value, bool):
-        try:
-            converted = float(value)
-        except (ValueError, OverflowError):
-            converted = float("nan")
-        if isfinite(converted):
-            return converted
-    raise UnsupportedOptionError(_unknown(value) or "is not a number")
+@dataclass(frozen=True)
+class RuleTable:
+    """Content of a table of rules.
+
+    Attributes:
+        program: Name of the other trainer.
+        rules: Rule of each option by name.
+        defaults: Defaults of the other trainer by option.
+        tables: Names of tables whose settings are not converted.
+    """
+
+    program: str
+    rules: Mapping[str, Rule]
+    defaults: Mapping[str, object]
+    tables: frozenset[str]
 
 
-def integer(value: object) -> int:
-    """Return an integer of any size, given as a number or as text."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    if isinstance(value, str) and value.isdecimal() and len(value) <= _MOST_DIGITS:
-        return int(value)  # a float might not hold it
-    converted = number(value)
-    if converted != int(converted):
-        raise UnsupportedOptionError("is not a whole number")
-    return int(converted)
+def load_table(path: Path, program: str, functions: Iterable[Callable[..., Any]]) -> RuleTable:
+    """Load the rules in a TOML file; README.md explains its rows.
+
+    Args:
+        path: Path of the file.
+        program: Name of the other trainer.
+        functions: Conversions and conditions that rows name. Conversions take the value and all options.
+    """
+    content = parse_toml(path.read_text(encoding="utf-8"))[0]
+    by_name = {function.__name__.removeprefix("_"): function for function in functions}
+    rules = {name: _rule(row, by_name) for name, row in content["options"].items()}
+    tables = content.get("tables", {})
+    rules |= {name: Rule((), partial(_refuse, reason=reason)) for name, reason in tables.items()}
+    for group in content.get("unsupported", []):
+        rules |= dict.fromkeys(group["options"].split(), Rule((), partial(_refuse, reason=group["reason"])))
+    rules |= dict.fromkeys(content["unneeded"]["options"].split(), Rule((), lambda *_: None))
+    return RuleTable(program, rules, content["defaults"], frozenset(tables))
 
 
-def integer_above(limit: int) -> Callable[[object], int | None]:
-    """Return a conversion to an integer that sets no key if the integer is at most `limit`."""
-    return lambda value: integer(value) if integer(value) > limit else None
+def _rule(row: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]]) -> Rule:
+    """Return the rule that a row of the table `options` describes."""
+    keys = row.get("keys") or ([row["key"]] if "key" in row else [])
+    condition = functions[row["if"]] if "if" in row else None
+    return Rule(tuple(keys), _conversion(row, functions), condition, row.get("note", ""))
 
 
-def fp32_bytes(value: object) -> int:
-    """Return the bytes of a number of fp32 elements."""
-    return 4 * integer(value)
+def _conversion(row: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]]) -> OptionConversion:
+    match row:
+        case {"unsupported": reason}:
+            return partial(_refuse, reason=reason)
+        case {"expects": values, "refusal": refusal}:
+            return partial(_expect, values=values, refusal=refusal)
+        case {"choices": choices}:
+            return lambda value, _: choice(value, choices)
+        case {"value": constant}:
+            return lambda value, _: constant if switch(value) else None
+        case {"always": constant}:
+            return lambda *_: constant
+        case _:
+            name = row.get("as") or row.get("check") or "integer"
+            simple = _CONVERSIONS.get(name)
+            return functions[name] if simple is None else lambda value, _: simple(value)
 
 
-def text(value: object) -> str:
-    """Return text without shell variables."""
-    if not isinstance(value, str) or not value or "$" in value:
-        raise UnsupportedOptionError(_unknown(value) or "is not text")
-    return value
+def _refuse(value: object, _: SourceOptions, reason: str) -> None:
+    """Raise UnsupportedOptionError unless an option is switched off."""
+    if not is_switched(value, on=False):
+        raise UnsupportedOptionError(reason)
 
 
-def switch(value: object) -> bool:
-    """Return True or False for a flag."""
-    for on in (True, False):
-        if _is(value, on):
-            return on
-    raise UnsupportedOptionError("must be true or false")
-
-
-def choice(value: object, choices: Mapping[str, object], refusal: str = "") -> object:
-    """Return the deck's value for one of the other trainer's, whose names are compared in lower case."""
-    name = str(value).lower()
-    if name not in choices:
-        names = either([f'"{name}"' for name in choices])
-        raise UnsupportedOptionError(refusal or f"is not supported (supported: {names})")
-    return choices[name]
-
-
-def _unknown(value: object) -> str:
-    """Return why a shell expression has no value here; "" if the value is not an expression."""
-    if "$((" in str(value):
-        return _UNKNOWN_ARITHMETIC
-    return _UNSET if "$" in str(value) else ""
-
-
-def _is(value: object, on: bool) -> bool:
-    return value is on or str(value).lower() == str(on).lower()
-
-
-# Rules that occur in the tables.
-
-UNNEEDED = Rule((), lambda *_: None)
-"""Rule of an option that does not change results, or whose behavior hpctrain always has."""
-
-
-def sets(
-    key: str,
-    convert: Callable[[object], object] = integer,
-    condition: Callable[[SourceOptions], bool] | None = None,
-    note: str = "",
-) -> Rule:
-    """Return the rule of an option that sets one key to its converted value."""
-    return Rule((key,), lambda value, _: convert(value), condition, note)
-
-
-def chooses(key: str, choices: Mapping[str, object]) -> Rule:
-    """Return the rule of an option whose values have counterparts in the deck."""
-    return sets(key, lambda value: choice(value, choices))
-
-
-def flag(key: str, value: object = True) -> Rule:
-    """Return the rule of a flag that sets one key to a constant."""
-    return sets(key, lambda state: value if switch(state) else None)
-
-
-def expects(*values: object, refusal: str) -> Rule:
-    """Return the rule of an option that needs no key if it has one of some values."""
-
-    def convert(value: object, _: SourceOptions) -> None:
-        if value not in values and str(value) not in map(str, values):
-            raise UnsupportedOptionError(refusal)
-
-    return Rule((), convert)
-
-
-def unsupported(reason: str) -> Rule:
-    """Return the rule of an option that no key expresses, unless it is switched off."""
-
-    def convert(value: object, _: SourceOptions) -> None:
-        if not _is(value, on=False):
-            raise UnsupportedOptionError(reason)
-
-    return Rule((), convert)
-
-
-def each(names: str, rule: Rule, prefix: str = "") -> dict[str, Rule]:
-    """Return one rule for several options, whose names are separated by blanks and get a prefix."""
-    return {f"{prefix}{name}": rule for name in names.split()}
+def _expect(value: object, _: SourceOptions, values: Sequence[object], refusal: str) -> None:
+    """Raise UnsupportedOptionError unless an option has one of some values."""
+    if value not in values and str(value) not in map(str, values):
+        raise UnsupportedOptionError(refusal)

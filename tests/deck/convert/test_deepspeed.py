@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.deck.convert.deepspeed import DEFAULTS, RULES, convert_configuration
+from hpctrain.deck.convert.deepspeed import convert_configuration, deepspeed_table
 from hpctrain.deck.schema import field_of
 
 Table = dict[str, object]
@@ -194,12 +194,12 @@ def test_defaults_depend_on_the_optimizer() -> None:
 def test_every_key_exists() -> None:
     made = {
         key.format(optimizer="sgd" if "momentum" in key or "nesterov" in key else "adamw")
-        for rule in RULES.values()
+        for rule in deepspeed_table().rules.values()
         for key in rule.keys
     }
     assert {key for key in made if field_of(key) is None} == set()
     assert len(made) > 25
-    assert set(DEFAULTS) <= set(RULES)
+    assert set(deepspeed_table().defaults) <= set(deepspeed_table().rules)
 
 
 def test_values_out_of_range_are_reported() -> None:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.deck.convert.megatron import DEFAULTS, RULES, convert_script
-from hpctrain.deck.convert.rules import integer
+from hpctrain.deck.convert.megatron import convert_script, megatron_table
+from hpctrain.deck.convert.option_values import integer
 from hpctrain.deck.convert.script import parse_arguments
 from hpctrain.deck.schema import field_of
 
@@ -349,10 +349,10 @@ def test_defaults_depend_on_the_optimizer() -> None:
 
 
 def test_every_key_exists() -> None:
-    made = {key for rule in RULES.values() for key in rule.keys}
+    made = {key for rule in megatron_table().rules.values() for key in rule.keys}
     assert {key for key in made if field_of(key) is None} == set()
     assert len(made) > 60
-    assert set(DEFAULTS) <= set(RULES)
+    assert set(megatron_table().defaults) <= set(megatron_table().rules)
 
 
 def test_sequence_parallelism_needs_several_tensor_ranks() -> None:

@@ -1,0 +1,101 @@
+"""Conversion of single values of another trainer's options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import isfinite
+
+from hpctrain.words import either
+
+_MOST_DIGITS = 100
+_UNSET = "is a shell variable that the script does not set, or sets to different values"
+_UNKNOWN_ARITHMETIC = "is arithmetic that is not evaluated (only + - * / % of whole numbers are)"
+
+
+class UnsupportedOptionError(Exception):
+    """Error that is raised if no deck key expresses an option. The message completes a sentence about it."""
+
+
+def number(value: object) -> float:
+    """Return a finite number, given as a number or as text."""
+    if isinstance(value, str | int | float) and not isinstance(value, bool):
+        try:
+            converted = float(value)
+        except (ValueError, OverflowError):
+            converted = float("nan")
+        if isfinite(converted):
+            return converted
+    raise UnsupportedOptionError(_unknown(value) or "is not a number")
+
+
+def integer(value: object) -> int:
+    """Return an integer of any size, given as a number or as text."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.isdecimal() and len(value) <= _MOST_DIGITS:
+        return int(value)  # a float might not hold it
+    converted = number(value)
+    if converted != int(converted):
+        raise UnsupportedOptionError("is not a whole number")
+    return int(converted)
+
+
+def integer_above_0(value: object) -> int | None:
+    """Return a positive integer, or None, which sets no key."""
+    return integer(value) if integer(value) > 0 else None
+
+
+def integer_above_1(value: object) -> int | None:
+    """Return an integer above 1, or None, which sets no key."""
+    return integer(value) if integer(value) > 1 else None
+
+
+def minutes(value: object) -> str:
+    """Return a time in minutes as a deck writes it."""
+    return f"{integer(value)} min"
+
+
+def fp32_bytes(value: object) -> int:
+    """Return the bytes of a number of fp32 elements."""
+    return 4 * integer(value)
+
+
+def text(value: object) -> str:
+    """Return text without shell variables."""
+    if not isinstance(value, str) or not value or "$" in value:
+        raise UnsupportedOptionError(_unknown(value) or "is not text")
+    return value
+
+
+def switch(value: object) -> bool:
+    """Return True or False for a flag."""
+    for on in (True, False):
+        if is_switched(value, on):
+            return on
+    raise UnsupportedOptionError("must be true or false")
+
+
+def inverted_flag(value: object) -> bool:
+    """Return False for a flag that is set."""
+    return not switch(value)
+
+
+def choice(value: object, choices: Mapping[str, object], refusal: str = "") -> object:
+    """Return the deck's value for one of the other trainer's, whose names are compared in lower case."""
+    name = str(value).lower()
+    if name not in choices:
+        names = either([f'"{name}"' for name in choices])
+        raise UnsupportedOptionError(refusal or f"is not supported (supported: {names})")
+    return choices[name]
+
+
+def _unknown(value: object) -> str:
+    """Return why a shell expression has no value here; "" if the value is not an expression."""
+    if "$((" in str(value):
+        return _UNKNOWN_ARITHMETIC
+    return _UNSET if "$" in str(value) else ""
+
+
+def is_switched(value: object, on: bool) -> bool:
+    """Return True if a flag has the state `on`, as a boolean or as text."""
+    return value is on or str(value).lower() == str(on).lower()
