@@ -19,7 +19,7 @@ SMALL = "\n".join(
 )
 
 
-def told(path: Path) -> str:
+def message(path: Path) -> str:
     """The one sentence that is said of a deck."""
     with pytest.raises(HpctrainError) as caught:
         read_deck(path)
@@ -52,14 +52,14 @@ def test_a_bound_that_is_exceeded_is_an_error(deck: Path, line: str, sentence: s
     text = SMALL.replace("[layout]\ntensor = 1", f"[layout]\n{line}")
     deck.write_text(text)
     number = text.splitlines().index("[layout]") + 2
-    found = told(deck)
-    assert found.startswith(f"deck.toml:{number}: {sentence}"), found
+    text = message(deck)
+    assert text.startswith(f"deck.toml:{number}: {sentence}"), text
 
 
 def test_too_many_keys_are_an_error(deck: Path) -> None:
     deck.write_text("[layout]\n" + "".join(f"k{number} = 1\n" for number in range(3000)))
     last = MOST_KEYS - 1
-    assert told(deck) == f"deck.toml:{last + 2}: layout.k{last}: more than {MOST_KEYS} keys in one deck"
+    assert message(deck) == f"deck.toml:{last + 2}: layout.k{last}: more than {MOST_KEYS} keys in one deck"
 
 
 def test_integers_have_64_bits() -> None:
@@ -86,18 +86,18 @@ def test_names_that_cannot_be_included(deck: Path) -> None:
         ("pipe", "not a regular file"),
     ]:
         deck.write_text(f'include = "{name}"\n' + SMALL)
-        found = told(deck)
-        assert found.startswith("deck.toml:1: include: ")
-        assert found.endswith(f": cannot be read: {reason}")
-        assert "\0" not in found
+        text = message(deck)
+        assert text.startswith("deck.toml:1: include: ")
+        assert text.endswith(f": cannot be read: {reason}")
+        assert "\0" not in text
 
 
 def test_decks_that_are_not_files(deck: Path) -> None:
     os.mkfifo(deck)
-    assert told(deck) == "deck.toml: cannot be read: not a regular file"
+    assert message(deck) == "deck.toml: cannot be read: not a regular file"
     deck.unlink()
     deck.write_text("#" * 300_000)
-    assert told(deck) == "deck.toml: cannot be read: too large: more than 262144 bytes"
+    assert message(deck) == "deck.toml: cannot be read: too large: more than 262144 bytes"
     with pytest.raises(HpctrainError, match="must be UTF-8 text"):
         read_deck(deck.parent / "\udcff.toml")
 
@@ -107,7 +107,7 @@ def test_the_number_of_included_files_is_bounded(deck: Path) -> None:
         name = f"{number}.toml" if number else "deck.toml"
         (deck.parent / name).write_text(f'include = ["{number + 1}.toml", "{number + 1}.toml"]\n')
     (deck.parent / "19.toml").write_text(SMALL)
-    assert told(deck).endswith("include: with this the deck has more than 100 files")
+    assert message(deck).endswith("include: with this the deck has more than 100 files")
 
 
 @pytest.mark.parametrize("value", ["[" * 5000, "0x" + "f" * 4000, "9" * 4001, "\udcff", "x" * 5000])

@@ -144,7 +144,7 @@ def test_overrides_are_toml_or_bare_text() -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
+    ("override", "message"),
     [
         ("layout.tensor=3", "--set layout.tensor=3: must divide model.heads = 8 (1, 2, 4 or 8 would)"),
         ("layout.tensr=3", "--set layout.tensr=3: unknown key (did you mean layout.tensor?)"),
@@ -171,8 +171,8 @@ def test_overrides_are_toml_or_bare_text() -> None:
         ),
     ],
 )
-def test_wrong_overrides(override: str, told: str) -> None:
-    assert problems(SMALL, override)[0] == told
+def test_wrong_overrides(override: str, message: str) -> None:
+    assert problems(SMALL, override)[0] == message
 
 
 def test_chosen_keys_are_chosen_again() -> None:

@@ -89,8 +89,8 @@ def test_keys_that_contradict_the_model_are_errors() -> None:
     )
     text = DECK.replace("[data]", 'preset = "gpt2-124m"\n[data]')
     assert f"deck.toml:5: model.layers = 12 (from the preset): contradicts {name}, whose" in problems(text)[0]
-    told = problems(DECK, "layout.tensor=3")[0]
-    assert told.startswith("--set layout.tensor=3: must divide model.heads = 4")
+    message = problems(DECK, "layout.tensor=3")[0]
+    assert message.startswith("--set layout.tensor=3: must divide model.heads = 4")
 
 
 def test_vocabularies_grow_and_positions_may_be_fewer() -> None:

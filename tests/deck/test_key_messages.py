@@ -8,7 +8,7 @@ from tests.deck.small_text import SMALL, changed, problems
 
 
 @pytest.mark.parametrize(
-    ("line", "new", "told"),
+    ("line", "new", "message"),
     [
         (
             "steps = 20",
@@ -135,8 +135,8 @@ from tests.deck.small_text import SMALL, changed, problems
         ),
     ],
 )
-def test_one_wrong_key(line: str, new: str, told: str) -> None:
-    assert problems(changed(line, new)) == [told]
+def test_one_wrong_key(line: str, new: str, message: str) -> None:
+    assert problems(changed(line, new)) == [message]
 
 
 def test_a_word_for_a_layout_that_is_none() -> None:
@@ -148,9 +148,9 @@ def test_a_word_for_a_layout_that_is_none() -> None:
 
 
 def test_a_list_of_whole_numbers_or_a_word() -> None:
-    told = 'must be a list of whole numbers or "balanced"'
-    assert problems(SMALL, "layout.split=x") == [f"--set layout.split=x: {told}"]
-    assert problems(SMALL, "layout.split=3") == [f"--set layout.split=3: {told}"]
+    message = 'must be a list of whole numbers or "balanced"'
+    assert problems(SMALL, "layout.split=x") == [f"--set layout.split=x: {message}"]
+    assert problems(SMALL, "layout.split=3") == [f"--set layout.split=3: {message}"]
     meant = 'did you mean "balanced"?'
-    assert problems(SMALL, "layout.split=balance") == [f"--set layout.split=balance: {told} ({meant})"]
-    assert problems(SMALL, "layout.split=[1, 1.5]") == [f"--set layout.split=[1, 1.5]: {told}"]
+    assert problems(SMALL, "layout.split=balance") == [f"--set layout.split=balance: {message} ({meant})"]
+    assert problems(SMALL, "layout.split=[1, 1.5]") == [f"--set layout.split=[1, 1.5]: {message}"]

@@ -1,7 +1,4 @@
-"""A deck from its text and back, and all that is wrong with it at once.
-
-Tests of deck/schema.py and deck/sources.py beside deck/read.py.
-"""
+"""Tests of deck/read.py, validate.py, schema.py and sources.py: decks are read, validated and written."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ def test_sizes_are_read_with_units_and_printed_plain() -> None:
     assert "bucket_bytes = 25165824\n" in deck_text(deck)
 
 
-def test_a_key_is_known_by_its_former_name_too() -> None:
+def test_an_old_name_of_a_key_is_accepted() -> None:
     """Decks that checkpoints hold have the names of their time."""
     deck = parse_deck(SMALL + '[machine]\nmemory_per_node = "64 GB"\n')
     assert deck.machine.memory == 64_000_000_000
@@ -36,7 +33,7 @@ def test_a_key_is_known_by_its_former_name_too() -> None:
     assert "memory_per_node" not in deck_text(deck)
 
 
-def test_decks_are_frozen_hashable_and_copied_whole() -> None:
+def test_decks_are_immutable_hashable_and_copied() -> None:
     deck = parse_deck(SMALL)
     with pytest.raises(ValidationError):
         deck.run.steps = 3  # type: ignore[misc]
@@ -73,7 +70,7 @@ LINES = some.text(min_size=1, max_size=20).filter(lambda text: not control_probl
     tied=some.none() | some.booleans(),
 )
 @example("'#\u00a0é", '"\\', 0, 1e-300, 1e300, None, "gpt2", None)
-def test_any_deck_survives_printing(
+def test_any_deck_survives_writing(
     title: str,
     tokens: str,
     seed: int,
@@ -96,7 +93,7 @@ def test_any_deck_survives_printing(
     assert parse_deck(deck_text(deck)) == deck
 
 
-def test_no_deck_costs_the_import_of_torch_or_mpi() -> None:
+def test_reading_a_deck_imports_neither_torch_nor_mpi() -> None:
     code = (
         "import sys, hpctrain.deck.read, hpctrain.deck.reference;"
         "sys.exit(any(name in sys.modules for name in ('torch', 'mpi4py', 'numpy')))"
@@ -130,7 +127,7 @@ def test_missing_keys_are_named_with_their_section() -> None:
     ]
 
 
-def test_a_missing_part_of_the_shape() -> None:
+def test_a_missing_size_of_the_model_is_reported() -> None:
     assert problems(SMALL.replace("heads = 8\n", "").replace("sequence = 64\n", "")) == [
         "deck.toml:4: model.heads is missing: a whole number from 1 to 10000000, or give model.preset",
         "deck.toml:15: batch.sequence is missing: a whole number from 1 to 1000000000, or give model.preset",
@@ -182,7 +179,7 @@ sequence = 64
     ]
 
 
-def test_what_follows_from_a_wrong_key_is_not_told() -> None:
+def test_problems_that_follow_from_a_wrong_key_are_not_reported() -> None:
     # mlp and so the tensor sizes that would do, and the decay's end, are not known here.
     assert len(problems(changed("hidden = 64", 'hidden = "a"').replace("tensor = 1", "tensor = 3"))) == 1
     assert len(problems(changed("steps = 20", "steps = 0") + "[learning_rate]\nwarmup = 30\n")) == 1
@@ -191,7 +188,7 @@ def test_what_follows_from_a_wrong_key_is_not_told() -> None:
     assert len(problems(llama, "model.hidden=12000000")) == 1
 
 
-def test_a_preset_set_on_a_resolved_deck_is_refused_as_idle() -> None:
+def test_a_preset_for_a_resolved_deck_is_an_error() -> None:
     resolved = deck_text(parse_deck(SMALL, ["model.vocabulary=256"]))
     (told,) = problems(resolved, "model.preset=llama-7b")
     assert told.startswith(
@@ -202,7 +199,7 @@ def test_a_preset_set_on_a_resolved_deck_is_refused_as_idle() -> None:
     assert parse_deck(shaped, ["model.preset=gpt2-355m"]).model.layers == 2
 
 
-def test_keys_of_a_preset_are_told_with_the_line_of_the_preset() -> None:
+def test_problems_of_keys_of_a_preset_have_the_line_of_the_preset() -> None:
     text = SMALL.replace(
         'family = "gpt2"\nlayers = 2\nhidden = 64\nheads = 8\n', 'preset = "gpt2-124m"\nhidden = 100\n'
     )

@@ -8,7 +8,7 @@ from tests.deck.small_text import problems
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("[run]\nsteps = ten\n", "deck.toml:2: not TOML: invalid value (text needs quotes): steps = ten"),
         (
@@ -28,11 +28,11 @@ from tests.deck.small_text import problems
         ("[run]\nsteps = 1\n\n[run]\n", "deck.toml:4: run is given twice, first on line 1"),
     ],
 )
-def test_text_that_is_not_toml(text: str, told: str) -> None:
+def test_text_that_is_not_toml(text: str, message: str) -> None:
     found = problems(text)
-    assert [sentence.replace("'", '"') for sentence in found] == [told.replace("'", '"')]
+    assert [sentence.replace("'", '"') for sentence in found] == [message.replace("'", '"')]
 
 
 def test_an_unfinished_list_names_the_last_line() -> None:
-    (told,) = problems("[run]\nsteps = [1,\n2\n")
-    assert told.startswith("deck.toml:3: not TOML: ")
+    (message,) = problems("[run]\nsteps = [1,\n2\n")
+    assert message.startswith("deck.toml:3: not TOML: ")

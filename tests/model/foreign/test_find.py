@@ -86,8 +86,8 @@ def test_a_config_that_loads_code_from_elsewhere_is_refused(tmp_path: Path) -> N
     sizes = {"vocab_size": 11, "n_embd": 8, "n_layer": 1, "n_head": 2}
     config = transformers.GPT2Config(**sizes).to_dict() | {"attn_implementation": "someone/kernels"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    (told,) = problems("transformers:GPT2LMHeadModel", config=str(tmp_path))
-    assert told == (
+    (message,) = problems("transformers:GPT2LMHeadModel", config=str(tmp_path))
+    assert message == (
         f"{tmp_path}/config.json: attn_implementation = someone/kernels has code loaded from elsewhere; give "
         "attn_implementation of your own in [model.arguments]"
     )
@@ -97,11 +97,11 @@ def test_a_config_that_loads_code_from_elsewhere_is_refused(tmp_path: Path) -> N
 
 def test_names_that_no_config_knows_are_told(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    told = "transformers:GPT2LMHeadModel: [model.arguments] does not fit: GPT2Config has no "
+    message = "transformers:GPT2LMHeadModel: [model.arguments] does not fit: GPT2Config has no "
     sizes = {"vocab_size": 11, "n_embd": 8, "n_layer": 1, "n_head": 2}
     assert problems("transformers:GPT2LMHeadModel", **sizes, n_layers=2, heads=2) == (
-        f"{told}n_layers (did you mean n_layer?)",
-        f"{told}heads",
+        f"{message}n_layers (did you mean n_layer?)",
+        f"{message}heads",
     )
     # Of which some are others' names, or stand for others.
     also = {"hidden_size": 8, "num_labels": 3, "attn_implementation": "eager", "output_attentions": False}
@@ -111,7 +111,9 @@ def test_names_that_no_config_knows_are_told(tmp_path: Path) -> None:
     assert isinstance(
         build_module(NamedCode("transformers:GPT2LMHeadModel"), {**folder, "mine": 4}), nn.Module
     )
-    assert problems("transformers:GPT2LMHeadModel", **folder, mein=4) == (f"{told}mein (did you mean mine?)",)
+    assert problems("transformers:GPT2LMHeadModel", **folder, mein=4) == (
+        f"{message}mein (did you mean mine?)",
+    )
     within = problems("transformers:Gemma3ForConditionalGeneration", text_config={"hiden_size": 8})
     assert within[0].endswith("text_config: Gemma3TextConfig has no hiden_size (did you mean hidden_size?)")
 
@@ -133,12 +135,12 @@ def test_what_is_no_module_is_told(file: Path) -> None:
 
 
 def test_arguments_that_do_not_fit_are_told(file: Path) -> None:
-    told = "mine.py:build: [model.arguments] does not fit: "
+    message = "mine.py:build: [model.arguments] does not fit: "
     assert problems(f"{file}:build") == (
-        f"{told}missing a required argument: 'hidden' (it takes hidden, layers)",
+        f"{message}missing a required argument: 'hidden' (it takes hidden, layers)",
     )
     assert problems(f"{file}:build", hidden=3, heads=2) == (
-        f"{told}got an unexpected keyword argument 'heads' (it takes hidden, layers)",
+        f"{message}got an unexpected keyword argument 'heads' (it takes hidden, layers)",
     )
 
 
@@ -154,8 +156,8 @@ def test_a_failure_of_the_users_own_is_told_with_the_users_own_lines(file: Path)
         f"  {broken}, line 2, in <module>: x = 1 / 0",
     )
     (file.parent / "torn.py").write_text("def build(:\n")
-    (told,) = problems(f"{file.parent}/torn.py:build")
-    assert told.startswith(f"{file.parent}/torn.py fails to load: SyntaxError: ")
+    (message,) = problems(f"{file.parent}/torn.py:build")
+    assert message.startswith(f"{file.parent}/torn.py fails to load: SyntaxError: ")
     (file.parent / "leaves.py").write_text("import sys\nsys.exit(5)\n")
     for _ in range(2):
         assert problems(f"{file.parent}/leaves.py:build") == (
@@ -166,14 +168,16 @@ def test_a_failure_of_the_users_own_is_told_with_the_users_own_lines(file: Path)
 
 def test_a_package_that_fails_is_told(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(file.parent)
-    (told, line) = problems("broken:build")
-    assert told == "broken fails to load: ZeroDivisionError: division by zero" and "broken.py, line 2" in line
+    (message, line) = problems("broken:build")
+    assert (
+        message == "broken fails to load: ZeroDivisionError: division by zero" and "broken.py, line 2" in line
+    )
 
 
 def test_what_does_not_fit_a_users_function_is_told_and_what_fails_within_ours_is_not() -> None:
-    told = r"^it fails: TypeError: .* takes 0 positional arguments but 1 "
+    message = r"^it fails: TypeError: .* takes 0 positional arguments but 1 "
     function: Any = lambda: 3  # noqa: E731
-    with pytest.raises(HpctrainError, match=told), run_user_code("it fails"):
+    with pytest.raises(HpctrainError, match=message), run_user_code("it fails"):
         function(2)
     with pytest.raises(TypeError), run_user_code("it fails"):
         nearest(3, ["a"])  # type: ignore[arg-type]
