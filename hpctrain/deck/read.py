@@ -1,7 +1,7 @@
 """Reading of decks: from TOML text and `--set` arguments to a validated Deck, and back to text.
 
 All problems of a deck are reported in one error. Each names the file and line, or the `--set` argument, that
-it comes from.
+it comes from. All functions are local calls.
 """
 
 from __future__ import annotations
@@ -77,17 +77,20 @@ def parse_deck(
     includes: bool = True,
     completed: tuple[int, int] = (0, 0),
 ) -> Deck:
-    """Parse and validate the text of a deck; errors are as for `read_deck`.
+    """Parse and validate the text of a deck.
 
     Args:
         text: Text of the deck.
         overrides: `--set` arguments. `Overrides` also tell which code a stored deck may call.
         name: Name of the deck in messages, to whose folder included files are relative.
-        ranks: As for `read_deck`.
-        read_source: As for `read_deck`.
+        ranks: Number of ranks that the deck is checked against; None if it is not known.
+        read_source: Reader of the model that `model.from` names; None to take that key as it is.
         includes: False for the deck of an earlier run, which cannot include files. Checks that concern only
             new decks are left out.
         completed: Steps and samples that the run has done, for a length in tokens or epochs.
+
+    Raises:
+        HpctrainError: The deck has problems; all are reported.
     """
     deck_input = DeckInput(name, includes)
     deck_input.read_text(text, Path(name), name)
@@ -104,16 +107,19 @@ def parse_stored_deck(
     completed: tuple[int, int],
     defaults_written: bool,
 ) -> Deck:
-    """Parse and validate the deck of a checkpoint; arguments and errors are as for `parse_deck`.
+    """Parse and validate the deck of a checkpoint.
 
     Args:
         text: Text of the deck.
         overrides: `--set` arguments, and which code the deck may call.
         name: Name of the deck in messages.
-        read_source: As for `read_deck`.
+        read_source: Reader of the model that `model.from` names.
         completed: Steps and samples that the run has done.
         defaults_written: True if the text does not tell defaults from other keys. Keys with values that they
             would get from other keys then count as defaults.
+
+    Raises:
+        HpctrainError: The deck has problems; all are reported.
     """
     deck_input = DeckInput(name, includes=False)
     deck_input.read_text(text, Path(name), name)
@@ -138,12 +144,16 @@ def _with_trust(
 
 
 def read_stored_deck(path: Path, trust: CodeTrust, read_source: SourceReader | None = None) -> Deck:
-    """Read and validate the `deck.toml` that a run left in its folder; errors are as for `read_deck`.
+    """Read and validate the `deck.toml` that a run left in its folder.
 
     Args:
         path: Path of the file.
         trust: Which code that the deck names may be called.
-        read_source: As for `read_deck`.
+        read_source: Reader of the model that `model.from` names; None to take that key as it is.
+
+    Raises:
+        HpctrainError: The deck has problems; all are reported.
+        InputOutputError: The file cannot be read.
     """
     deck_input = DeckInput(str(path), includes=False)
     deck_input.read_file(path, str(path))
@@ -175,7 +185,7 @@ def changed_deck(
     read_source: SourceReader | None = None,
     from_user: bool = False,
 ) -> Deck:
-    """Return a deck with other values of keys, which is validated anew; errors are as for `read_deck`.
+    """Return a deck with other values of keys, which is validated anew.
 
     Code that the deck may not call stays so.
 
@@ -184,8 +194,11 @@ def changed_deck(
         changes: Values of keys in the form of `--set`.
         ranks: Number of ranks that the deck is checked against; None if it is not known.
         name: Name of the deck in messages.
-        read_source: As for `read_deck`.
+        read_source: Reader of the model that `model.from` names; None to take that key as it is.
         from_user: True if the user gave the changes, so that code which they name may be called.
+
+    Raises:
+        HpctrainError: The changed deck has problems; all are reported.
     """
     deck_input = DeckInput(name)
     deck_input.read_text(deck_text(deck), Path(name), name)

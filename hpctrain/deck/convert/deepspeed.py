@@ -47,20 +47,20 @@ def convert_configuration(configuration: Mapping[str, object]) -> Conversion:
 
 
 def _flatten(
-    table: Mapping[str, object], whole_tables: Set[str], prefix: str = "", depth: int = 0
+    table: Mapping[str, object], unconverted: Set[str], prefix: str = "", depth: int = 0
 ) -> Iterator[tuple[str, object]]:
     """Yield all values with their dotted names. Tables that are switched off are left out.
 
-    Tables in `whole_tables`, whose settings are not converted, yield one value.
+    Tables in `unconverted`, whose settings are not converted, yield one value.
     """
     if depth and table.get("enabled") is False:
         return
     for name, value in table.items():
-        if not depth and name in whole_tables:
+        if not depth and name in unconverted:
             if not isinstance(value, Mapping) or value.get("enabled") is not False:
                 yield name, True
         elif isinstance(value, Mapping) and depth < _DEPTH:
-            yield from _flatten(value, whole_tables, f"{prefix}{name}.", depth + 1)
+            yield from _flatten(value, unconverted, f"{prefix}{name}.", depth + 1)
         elif value is not None:
             yield f"{prefix}{name}", value
 
