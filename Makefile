@@ -54,7 +54,7 @@ help:
 	@echo "make browser-test  reports of runs in headless Chromium, which comes through apt where it may"
 	@echo "make link-bench  as root: tokens/s over a link of 100 Mbit/s between two virtual nodes, measured and planned"
 	@echo "make install   virtual environment with torch, mpi4py and parallel h5py; MPI and HDF5 through apt where it may"
-	@echo "make lint      ruff, mypy, import-linter"
+	@echo "make lint      ruff, rules of style (tests/style.py), mypy, import-linter"
 	@echo "make format    ruff's formatter and its safe fixes"
 	@echo "make bench     benchmarks of collectives and of training (inputs/bench/), on 2 ranks"
 	@echo "make clean     remove environments, caches and what make run wrote; other runs and kept wheels stay"
@@ -124,6 +124,7 @@ bench: install
 lint: install
 	@$(PYTHON_HERE) -m ruff check
 	@$(PYTHON_HERE) -m ruff format --check
+	@$(PYTHON_HERE) -m tests.style
 	@$(PYTHON_HERE) -m mypy
 	@$(VENV)/bin/lint-imports --no-logo
 

@@ -1,18 +1,21 @@
-"""Characters that have no place in a line: they end it, turn it, steer a terminal, or cannot be written."""
+"""Control characters: they may not occur in a line of text that is shown or stored."""
 
 from __future__ import annotations
 
 import unicodedata
 
-# Marks that show what follows in another order than it is read.
+# Marks that change the order in which text is displayed.
 _ORDERS = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
 _SHORT = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 
 def is_control(character: str) -> bool:
-    """Whether it is a control character in the wide sense: Unicode's own, separators of lines and paragraphs,
-    marks of writing direction, halves of pairs (which stand for bytes that are not UTF-8), noncharacters."""
+    """Return True if a character is a control character in a wide sense.
+
+    These are the control characters of Unicode, separators of lines and paragraphs, marks of writing
+    direction, noncharacters, and surrogates, which Python uses for bytes that are not UTF-8.
+    """
     if " " <= character <= "~":
         return False
     code = ord(character)
@@ -25,7 +28,7 @@ def is_control(character: str) -> bool:
 
 
 def control_problem(text: str) -> str:
-    """What is wrong with a text that has control characters, to end a sentence; "" where it has none."""
+    """Return the end of a sentence that names the control characters of a text; "" if it has none."""
     controls = list(dict.fromkeys(filter(is_control, text)))
     if not controls:
         return ""
@@ -35,8 +38,9 @@ def control_problem(text: str) -> str:
 
 
 def text_problem(text: str) -> str:
-    """What keeps a text from being UTF-8, to end a sentence; "" where nothing does. Python has surrogates for
-    bytes that are none, and for halves of pairs of UTF-16.
+    """Return the end of a sentence that says where a text is not UTF-8; "" if it is.
+
+    Such a text contains surrogates, by which Python represents bytes that are not UTF-8.
     """
     try:
         text.encode()
@@ -46,7 +50,7 @@ def text_problem(text: str) -> str:
 
 
 def escaped(text: str, allowed: str = "") -> str:
-    r"""The text with its control characters, but for those in `allowed`, written as \n, \u001B and so on."""
+    r"""Return a text with its control characters, except those in `allowed`, as \n, \u001B and so on."""
     if text.isascii() and text.isprintable():
         return text
     return "".join(

@@ -1,4 +1,4 @@
-"""Errors that a user can mend, and the exit codes of every verb."""
+"""Errors that a user can correct, and the exit codes of all verbs."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,26 +17,29 @@ EXIT_INTERRUPTED = 130
 
 
 class HpctrainError(Exception):
-    """A user's mistake: one sentence a problem, each saying what, where and what would be right.
+    """Mistake of the user: one sentence for each problem, with the place, the value and what would be right.
 
-    Printed once, from rank 0, without a traceback; the process then exits with `exit_code`.
+    Rank 0 prints the sentences once, without a traceback. The process then exits with `exit_code`.
+
+    Attributes:
+        problems: The sentences, with their control characters escaped.
     """
 
     exit_code = EXIT_USER
 
     def __init__(self, problems: str | Sequence[str]) -> None:
         sentences = (problems,) if isinstance(problems, str) else problems
-        # What a user wrote stands in them: it is not to end the line or to steer the terminal.
+        # They quote text of the user, which must not end the line or control the terminal.
         self.problems: tuple[str, ...] = tuple(map(escaped, sentences))
         super().__init__("\n".join(self.problems))
 
 
 class UserCodeError(HpctrainError):
-    """What code of the user's own fails with: where it fails on several ranks, one of them tells."""
+    """Exception in code of the user. If it fails on several ranks, only one of them is reported."""
 
 
 class InputOutputError(HpctrainError):
-    """A file that cannot be read, written or trusted."""
+    """File that cannot be read, written or trusted."""
 
     exit_code = EXIT_INPUT_OUTPUT
 
@@ -49,7 +52,7 @@ def require_exists(path: Path, kind: str) -> None:
 
 @contextmanager
 def failing_as(sentence: str) -> Iterator[None]:
-    """Raise an OSError inside as an InputOutputError: the sentence ("FILE: cannot be read"), and why."""
+    """Raise an OSError of the block as an InputOutputError with this sentence ("FILE: cannot be read")."""
     try:
         yield
     except OSError as error:

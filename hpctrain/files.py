@@ -1,5 +1,7 @@
-"""Files that anybody may have named or written, read within bounds; files that have to survive a crash; and
-deleting those that were written here, by name."""
+"""Reading of untrusted files within bounds, durable writing, and deletion of files by name.
+
+All functions are local calls.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,15 @@ _CHUNK = 1 << 20
 
 
 def check_output(path: Path, replace: bool) -> None:
-    """HpctrainError where no file can be made of this name, or one is there that is not to be replaced."""
+    """Check that an output file may be made.
+
+    Args:
+        path: The output file.
+        replace: Whether it may replace an existing file.
+
+    Raises:
+        HpctrainError: The name is not valid, is that of a folder, or exists and may not be replaced.
+    """
     problem = control_problem(str(path))
     if not problem and path.is_dir():
         problem = "is a folder; name the file to be made"
@@ -33,7 +43,7 @@ def check_output(path: Path, replace: bool) -> None:
 
 
 def identity(path: str | Path) -> object:
-    """What all names of a file have in common, of any kind of link; where there is none, where it leads."""
+    """Return a key that all names and links of one file share: device and inode, or else the real path."""
     try:
         status = os.stat(path)  # noqa: PTH116 - a name as it is written
     except OSError:
@@ -42,7 +52,7 @@ def identity(path: str | Path) -> object:
 
 
 def distinct(paths: Iterable[Path]) -> list[Path]:
-    """The paths, each file or folder once, by the first of its names."""
+    """Return the paths without those that lead to the same file or folder as an earlier one."""
     first: dict[object, Path] = {}
     for path in paths:
         first.setdefault(identity(path), path)
@@ -50,8 +60,11 @@ def distinct(paths: Iterable[Path]) -> list[Path]:
 
 
 def require_writable(path: Path) -> None:
-    """HpctrainError or OSError where no file of this name could be written, or written over: for what is made
-    last, before the work that it tells of is done. Nothing is made here.
+    """Check before long work that its output file can be written, without making the file.
+
+    Raises:
+        HpctrainError: The file cannot be made or replaced (an InputOutputError if the system refuses it).
+        OSError: The file system cannot be examined.
     """
     check_output(path, replace=True)
     there = path if path.exists() else path.parent
@@ -65,12 +78,13 @@ def require_writable(path: Path) -> None:
 
 
 def open_regular(path: str | Path) -> BinaryIO:
-    """Open a file for reading, at once.
+    """Open a regular file for reading, without waiting.
 
-    OSError for what is no regular file (a folder, a pipe, a device), and for a name that no file can have.
+    Raises:
+        OSError: The path is not a regular file but a folder, a pipe or a device, or is not a valid name.
     """
     try:
-        # Even opening would wait for a pipe's writer, or move a tape.
+        # To open a pipe would wait for its writer, to open a tape would move it.
         _require_regular(Path(path).stat(), path)
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except ValueError:  # a null character, or half of a pair of UTF-16
@@ -84,7 +98,15 @@ def open_regular(path: str | Path) -> BinaryIO:
 
 
 def read_bytes(path: str | Path, most: int) -> bytes:
-    """All of a regular file of at most `most` bytes; OSError as from `open_regular`, or if it has more."""
+    """Return the content of a regular file.
+
+    Args:
+        path: The file.
+        most: Largest size in bytes.
+
+    Raises:
+        OSError: As `open_regular`, or the file is larger.
+    """
     content = bytearray()
     with open_regular(path) as stream:
         while chunk := stream.read(_CHUNK):
@@ -107,19 +129,23 @@ def read_text(path: str | Path, most: int) -> str:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """What a JSON text says; ValueError for all that is wrong with it, also where it nests too deeply."""
+    """Return the value of a JSON text.
+
+    Raises:
+        ValueError: The text is not JSON, is nested too deeply, or has a number with too many digits.
+    """
     try:
         return json.loads(text)
     except RecursionError:
         raise ValueError("nested too deeply") from None
     except (json.JSONDecodeError, UnicodeDecodeError):
         raise
-    except ValueError:  # Python tells how to have it read numbers of any length
+    except ValueError:  # its message explains a setting of Python, which users cannot change here
         raise ValueError("a number has too many digits") from None
 
 
 def finite(value: Any) -> Any:
-    """The value; None for a float that JSON has no number for, also within lists and objects."""
+    """Return a value with None for each infinite or NaN float, also inside lists and dicts."""
     if isinstance(value, list):
         return [finite(each) for each in value]
     if isinstance(value, dict):
@@ -128,13 +154,21 @@ def finite(value: Any) -> Any:
 
 
 def strict_json(row: Mapping[str, Any], indent: int | None = None) -> str:
-    """A JSON object; null stands for a float that JSON has no number for."""
+    """Return a JSON object, with null for infinite and NaN floats."""
     return json.dumps({name: finite(value) for name, value in row.items()}, indent=indent, allow_nan=False)
 
 
 def add_lines(descriptor: int, lines: Iterable[str]) -> None:
-    """Add lines to a text file that is open to read and write, all at once, and behind the end of a last one
-    that is torn, as whoever wrote it was killed, or had no room. OSError where there is none now.
+    """Append lines to an open text file in one write.
+
+    If the last line is incomplete, because its writer was killed or the disk was full, it is ended first.
+
+    Args:
+        descriptor: Descriptor of a file that is open for reading and appending.
+        lines: The lines, without newlines.
+
+    Raises:
+        OSError: The file cannot be written.
     """
     size = os.fstat(descriptor).st_size
     torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
@@ -143,13 +177,13 @@ def add_lines(descriptor: int, lines: Iterable[str]) -> None:
 
 
 def is_unfit(error: OSError) -> bool:
-    """Whether what was named could never be read as a file, rather than is missing or fails."""
+    """Return True if the path can never be read as a file, as opposed to a missing file or a failed read."""
     return error.errno in {errno.EINVAL, errno.EFBIG, errno.ENAMETOOLONG}
 
 
 @contextmanager
 def descriptor_of(path: str | Path, flags: int = os.O_RDONLY) -> Iterator[int]:
-    """The descriptor of a file or folder that is open inside; OSError where it cannot be opened."""
+    """Open a file or folder and yield its descriptor. Raises OSError if it cannot be opened."""
     descriptor = os.open(path, flags)
     try:
         yield descriptor
@@ -159,7 +193,7 @@ def descriptor_of(path: str | Path, flags: int = os.O_RDONLY) -> Iterator[int]:
 
 @contextmanager
 def naming(path: str | Path) -> Iterator[None]:
-    """Add the name of a file to `OSError`s of the block, which only have one if opening a file failed."""
+    """Add the name of a file to an OSError of the block. By itself it has one only if opening failed."""
     try:
         yield
     except OSError as error:
@@ -169,28 +203,35 @@ def naming(path: str | Path) -> Iterator[None]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file; an OSError names it."""
+    """Write a text file in UTF-8. Raises OSError with its name."""
     with naming(path):
         path.write_text(text, encoding="utf-8")
 
 
 def synchronize(path: Path) -> None:
-    """Bring a file or folder, as this node knows it, to the disk; an OSError names it."""
+    """Flush what this node has written of a file or folder to the disk. Raises OSError with its name."""
     with naming(path), descriptor_of(path) as descriptor:
         os.fsync(descriptor)
 
 
 def files_named(pattern: str) -> Callable[[os.DirEntry[str]], bool]:
-    """Tells regular files, not links, whose whole names match a regular expression."""
+    """Return a test for regular files, not links, whose names match a regular expression as a whole."""
     compiled = re.compile(pattern)
     return lambda entry: bool(compiled.fullmatch(entry.name)) and entry.is_file(follow_symlinks=False)
 
 
 def delete_files(folder: Path, ours: Callable[[os.DirEntry[str]], bool]) -> list[str]:
-    """Delete what `ours` tells of a folder's files and links; the names of the rest, sorted.
+    """Delete files and links in a folder, and return the sorted names of all other entries.
 
-    The folder is opened once, and neither it nor what is in it is followed where it is a link: whatever they
-    are exchanged for meanwhile stays. OSError where it is no folder, or something cannot be deleted.
+    The folder is opened once and no links are followed. If another process replaces the folder by a link
+    meanwhile, nothing elsewhere is deleted.
+
+    Args:
+        folder: The folder.
+        ours: Test that is True for an entry that is deleted.
+
+    Raises:
+        OSError: The path is not a folder, or an entry cannot be deleted.
     """
     with descriptor_of(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW) as descriptor:
         with os.scandir(descriptor) as entries:
@@ -202,7 +243,7 @@ def delete_files(folder: Path, ours: Callable[[os.DirEntry[str]], bool]) -> list
 
 
 def delete_folder(folder: Path, ours: Callable[[os.DirEntry[str]], bool]) -> list[str]:
-    """Delete what `ours` tells and then the folder, if nothing else is in it; as `delete_files`."""
+    """Delete files as `delete_files` does, and then the folder if it is empty. Return the remaining names."""
     rest = delete_files(folder, ours)
     if not rest:
         folder.rmdir()
@@ -218,6 +259,6 @@ def _require_regular(status: os.stat_result, path: str | Path) -> None:
 
 def user_cache() -> Path:
     """Return the folder for cached data of hpctrain: `hpctrain` in the user's cache folder (XDG)."""
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    folder = Path(given) if given.startswith("/") else Path(os.environ.get("HOME", "")) / ".cache"
+    setting = os.environ.get("XDG_CACHE_HOME", "")
+    folder = Path(setting) if setting.startswith("/") else Path(os.environ.get("HOME", "")) / ".cache"
     return folder / "hpctrain"

@@ -1,4 +1,4 @@
-"""Tables in plain columns."""
+"""Tables of text in aligned columns."""
 
 from __future__ import annotations
 
@@ -6,7 +6,13 @@ from collections.abc import Container, Sequence
 
 
 def table(rows: Sequence[Sequence[str]], left: Container[int] = (0,), gap: str = "  ") -> list[str]:
-    """Columns as wide as their longest cell; those in `left` to the left, others to the right."""
+    """Return the lines of a table whose columns are as wide as their longest cells.
+
+    Args:
+        rows: Cells of each row; all rows have the same number of cells.
+        left: Numbers of the columns that are aligned to the left. All others are aligned to the right.
+        gap: Text between two columns.
+    """
     if not rows:
         return []
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -20,9 +26,15 @@ def table(rows: Sequence[Sequence[str]], left: Container[int] = (0,), gap: str =
 
 
 def fitted(rows: Sequence[Sequence[str]], left: Container[int], width: int | None) -> list[str]:
-    """The table of a head and rows; where it is wider than `width`, each row as lines of head and cell.
+    """Return the lines of a table that fits into a terminal.
 
-    The first cell of a row then stands above its lines.
+    If the table is wider than the terminal, each row becomes a block: its first cell, and below it one line
+    for each other cell that is not empty, with the name of the column.
+
+    Args:
+        rows: The heads of the columns, and then the rows.
+        left: As in `table`.
+        width: Width of the terminal in characters; None if lines may have any length.
     """
     lines = table(rows, left)
     if width is None or all(len(line) <= width for line in lines):

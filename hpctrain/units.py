@@ -1,4 +1,4 @@
-"""Sizes, times, counts and speeds as people write and read them: "25 MB", "2 min 05 s", "124M"."""
+"""Parsing and formatting of sizes, times, counts and link speeds: "25 MB", "2 min 05 s", "124M"."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _SECONDS |= {"secs": 1, "m": 60, "mins": 60, "hr": 3600, "hrs": 3600}
 _PARTS = re.compile(_PAIR.pattern + r"\s*")
 
 _CLOCK = re.compile(r"(?:([0-9]{1,6})-)?([0-9]{1,6})(?::([0-9]{1,2}))?(?::([0-9]{1,2}))?")
-"""Times as schedulers write them: 1-12:30:00, 1-12, 36:30:00, 90:00."""
+"""Times in the format of Slurm: 1-12:30:00, 1-12, 36:30:00, 90:00."""
 
 
-# Here alone case tells: "Mb/s" is written for megabits and for megabytes, and is taken for neither.
+# Only here case matters: people write "Mb/s" for megabits and for megabytes, so it is refused.
 _RATES = {f"{letter}bit/s": 1000**power / 8 for power, letter in enumerate(("", "k", "M", "G", "T"))}
 _RATES |= {f"{letter}B/s": 1000**power for power, letter in enumerate(("", "k", "M", "G", "T"))}
 _RATE = re.compile(_NUMBER + r"\s*([A-Za-z]+/s)")
@@ -39,7 +39,7 @@ _LATEST = 60.0
 
 
 class UnitError(HpctrainError, ValueError):
-    """A size or time that cannot be read (a `ValueError` too, as validation libraries expect)."""
+    """Size, time or link that cannot be parsed. It is a `ValueError` for validation libraries."""
 
 
 def parse_bytes(text: str) -> int:
@@ -102,7 +102,12 @@ def _clock_seconds(text: str, clock: re.Match[str]) -> float:
 
 
 class Link(NamedTuple):
-    """What a rank sends and receives over: bytes a second each way, and seconds until the first is there."""
+    """Network link of one rank.
+
+    Attributes:
+        bytes_per_second: Bandwidth in each direction.
+        latency: Latency in seconds.
+    """
 
     bytes_per_second: float
     latency: float = 0.0
@@ -113,17 +118,19 @@ class Link(NamedTuple):
 
 
 def parse_link(text: str) -> Link:
-    """The link of "100 Mbit/s, 20 ms": its speed in bit/s or B/s, with k, M, G or T, and, if any, its
-    latency.
+    """Return the link of a text such as "100 Mbit/s, 20 ms".
 
-    Raises `UnitError` for anything else, less than 1 kbit/s and more than a minute included.
+    The speed is in bit/s or B/s, with k, M, G or T. The latency may be left out.
+
+    Raises:
+        UnitError: The text is not a link, its speed is below 1 kbit/s, or its latency above 1 min.
     """
     speed, comma, latency = text.partition(",")
     match = _RATE.fullmatch(speed.strip())
     rate = float(match[1]) * _RATES.get(match[2], 0) if match else 0.0
     try:
         seconds = parse_seconds(latency) if comma else 0.0
-        if seconds and latency.strip()[-1:].isdigit():  # who leaves the unit out hardly means seconds
+        if seconds and latency.strip()[-1:].isdigit():  # a latency without a unit is hardly meant in seconds
             seconds = -1.0
     except UnitError:
         seconds = -1.0
@@ -136,26 +143,26 @@ def parse_link(text: str) -> Link:
 
 
 def format_rate(bytes_per_second: float) -> str:
-    """A speed in bits, as links are sold: "100 Mbit/s", "1.25 Gbit/s"."""
+    """Return a speed in bits per second: "100 Mbit/s", "1.25 Gbit/s"."""
     number, name = _scaled(8 * bytes_per_second, 1000, ("bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s"))
     return f"{number} {name}"
 
 
 def format_bytes(size: float, *, binary: bool = False) -> str:
-    """Three digits and a unit: "25 MB", "1.24 GB"; in steps of 1024 if `binary`: "256 MiB"."""
+    """Return a size with three digits and its unit: "25 MB", or in powers of 1024 if `binary`: "256 MiB"."""
     names = ("B", "KiB", "MiB", "GiB", "TiB", "PiB") if binary else ("B", "kB", "MB", "GB", "TB", "PB")
     number, name = _scaled(size, 1024 if binary else 1000, names)
     return f"{number} {name}"
 
 
 def format_count(count: float) -> str:
-    """Three digits and K, M, B or T: "124M" parameters, "1.3K" tokens a second, "12" steps."""
+    """Return a count with three digits and K, M, B or T: "124M", "1.3K", "12"."""
     number, name = _scaled(count, 1000, ("", "K", "M", "B", "T", "Q"))
     return f"{number}{name}"
 
 
 def format_seconds(seconds: float) -> str:
-    """Readable time: "12.3 us", "1.24 s", "2 min 05 s", "1 h 02 min", "2 d 03 h"."""
+    """Return a time with its units: "12.3 us", "1.24 s", "2 min 05 s", "1 h 02 min", "2 d 03 h"."""
     if seconds < 0:
         return f"-{format_seconds(-seconds)}"
     if seconds < 1:
@@ -171,14 +178,14 @@ def format_seconds(seconds: float) -> str:
 
 
 def _three_digits(number: float) -> str:
-    """Three significant digits without a trailing ".00": 1.24, 12.4, 124, 25."""
+    """Return three significant digits without trailing zeros: 1.24, 12.4, 124, 25."""
     decimals = 2 if abs(number) < 9.995 else 1 if abs(number) < 99.95 else 0
     text = f"{number:.{decimals}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def _scaled(number: float, step: int, names: tuple[str, ...]) -> tuple[str, str]:
-    """The number in the largest unit that leaves at least 1 before the point, after rounding."""
+    """Return the number in the largest unit in which it is at least 1 after rounding, and the unit's name."""
     index = 0
     while index + 1 < len(names) and abs(number) >= step * (1 - 0.0005):
         number /= step

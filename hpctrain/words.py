@@ -1,4 +1,4 @@
-"""What messages have in common: commands to type, names that were meant, lists, packages that are missing."""
+"""Parts of messages: commands to type, corrections of names, lists, and missing packages."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _MOST_LETTERS = 100
 
 
 def command_line(*words: object) -> str:
-    """A command of ours, every word as a shell takes it: hpctrain resume 'my run'."""
+    """Return a command of hpctrain with its words quoted for a shell: hpctrain resume 'my run'."""
     return shlex.join(["hpctrain", *map(str, words)])
 
 
 def command(*words: object) -> str:
-    """A command of ours as a message shows it: `hpctrain resume 'my run'`."""
+    """Return a command of hpctrain in backticks, for a message: `hpctrain resume 'my run'`."""
     return f"`{command_line(*words)}`"
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """The one of the names that was probably meant; None where none is near."""
+    """Return the known name that is most similar to a mistyped one; None if no name is similar."""
     if len(name) > _MOST_LETTERS:
         return None
     known = list(names)
@@ -41,35 +41,44 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
 
 
 def either(choices: Iterable[object]) -> str:
-    """The choices as "a, b or c"."""
+    """Return at least one choice as text: "a, b or c"."""
     *first, last = map(str, choices)
     return f"{', '.join(first)} or {last}" if first else last
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 rank`, `2 batches`, `2 processes`: a number and a noun that takes s or es."""
+    """Return a number with its noun: "1 rank", "2 batches". The plural of the noun ends in s or es."""
     return f"{number} {noun}{'' if number == 1 else 'es' if noun[-1] in 'hs' else 's'}"
 
 
 def article(name: str) -> str:
-    """With "a" or "an" before it."""
+    """Return a noun with "a" or "an" before it."""
     return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
 def kind_of(value: object) -> str:
-    """What an object is, in words."""
+    """Return the type of an object with its article, for a message: "a list", "an int", "None"."""
     return "None" if value is None else article(type(value).__name__)
 
 
-def path_of(given: object, name: str, what: str = "a file") -> Path:
-    """The path that a script gives, under that name, of what it is to be. HpctrainError where it is none."""
-    if not isinstance(given, str | os.PathLike) or not str(given):
-        raise HpctrainError(f"{name}: is to be the path of {what}, not {kind_of(given)}")
-    return Path(given)
+def path_of(value: object, name: str, what: str = "a file") -> Path:
+    """Return the path that a script passes as an argument.
+
+    Args:
+        value: The argument.
+        name: Name of the argument, for the message.
+        what: What the path should name, with an article, for the message.
+
+    Raises:
+        HpctrainError: The argument is not a path, or is empty.
+    """
+    if not isinstance(value, str | os.PathLike) or not str(value):
+        raise HpctrainError(f"{name}: is to be the path of {what}, not {kind_of(value)}")
+    return Path(value)
 
 
 def ranges(numbers: Iterable[int], separator: str) -> str:
-    """The numbers, those that follow one another joined: `0-2,5`."""
+    """Return the numbers in ascending order, with consecutive ones as ranges: "0-2,5"."""
     joined: list[list[int]] = []
     for number in sorted(numbers):
         if joined and number == joined[-1][-1] + 1:
@@ -80,7 +89,15 @@ def ranges(numbers: Iterable[int], separator: str) -> str:
 
 
 def require(package: str, purpose: str) -> None:
-    """Raise HpctrainError where a package that only some uses need cannot be imported."""
+    """Import an optional package.
+
+    Args:
+        package: Name of the package.
+        purpose: What needs it, as the subject of the message.
+
+    Raises:
+        HpctrainError: The package cannot be imported.
+    """
     try:
         import_module(package)
     except ImportError as error:
@@ -92,13 +109,13 @@ def require(package: str, purpose: str) -> None:
 
 
 def _begins(one: str, other: str) -> bool:
-    """Whether the shorter one is how the longer one begins, and long enough to tell."""
+    """Return True if one name is a prefix of the other one, with at least `_LEAST_LETTERS` letters."""
     shorter, longer = sorted((one, other), key=len)
     return len(shorter) >= _LEAST_LETTERS and longer.startswith(shorter)
 
 
 def _slipped(one: str, other: str) -> bool:
-    """Whether letters changed places, or one is another: in a short name a large share."""
+    """Return True if two names of one length have the same letters, or differ in one letter."""
     if len(one) != len(other) or len(one) < _LEAST_LETTERS:
         return False
     return sorted(one) == sorted(other) or sum(map(str.__ne__, one, other)) == 1
