@@ -9,10 +9,10 @@ from contextlib import ExitStack
 from typing import NamedTuple, NoReturn
 
 from hpctrain.comm.hang_settings import default_seconds
+from hpctrain.comm.hangs.start_watch import watch_start
+from hpctrain.comm.hangs.watchdog import Watchdog
 from hpctrain.comm.outcome import print_problems, to_hpctrain_error
 from hpctrain.comm.single import finalize_at_exit
-from hpctrain.comm.start_watch import watch_start
-from hpctrain.comm.watchdog import Watchdog
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.host.launcher import launched_rank

@@ -15,7 +15,7 @@ import torch
 
 from hpctrain.checkpoint.exchange.source import settled_keys
 from hpctrain.comm.device import on_host
-from hpctrain.comm.watchdog import REPORT_REQUEST
+from hpctrain.comm.hangs.watchdog import REPORT_REQUEST
 from hpctrain.comm.world import World
 from hpctrain.deck.read import changed_deck, deck_text, read_deck
 from hpctrain.deck.schema import Deck, require_trusted_code

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpctrain.comm.hang_report import diagnose, take_report, write_report
+from hpctrain.comm.hangs.hang_report import diagnose, take_report, write_report
 from hpctrain.comm.mailbox import Mailbox, MailboxHeader
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from hpctrain.comm.hangs.watchdog import Watchdog
 from hpctrain.comm.timeline import Timeline
-from hpctrain.comm.watchdog import Watchdog
 from hpctrain.comm.world import World
 from hpctrain.data.prepare import prepare
 from hpctrain.train.replay import replay

@@ -1,6 +1,6 @@
 """Hanging runs end by themselves and name the rank; runs that only take long go on.
 
-Tests of comm/watchdog.py and comm/hang_report.py.
+Tests of comm/hangs/watchdog.py and comm/hangs/hang_report.py.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpctrain.comm import watchdog
 from hpctrain.comm.calls import Call
-from hpctrain.comm.hang_report import (
+from hpctrain.comm.hangs import watchdog
+from hpctrain.comm.hangs.hang_report import (
     CallNote,
     GroupNote,
     HangReport,
@@ -29,7 +29,7 @@ from hpctrain.comm.hang_report import (
     take_report,
     write_report,
 )
-from hpctrain.comm.watchdog import REPORT_REQUEST, Watchdog
+from hpctrain.comm.hangs.watchdog import REPORT_REQUEST, Watchdog
 from hpctrain.comm.world import World
 from hpctrain.data.prepare import prepare
 from tests.small_work import write_small_work

@@ -397,20 +397,20 @@ def _group_lines(report: HangReport) -> Iterator[str]:
 
 
 def _where() -> str:
-    """Return the line that the main thread executes, and if that is in comm/, the line that called it."""
+    """Return the line of the main thread and, if that is in comm/ or audit/, the line that called it."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None:
         return "no line"
     outside = frame
-    while outside.f_back is not None and _is_of_comm(outside):
+    while outside.f_back is not None and _is_communication(outside):
         outside = outside.f_back
     return _line(frame) + ("" if outside is frame else f", called at {_line(outside)}")
 
 
-def _is_of_comm(frame: FrameType) -> bool:
-    """Return True if a frame belongs to comm/, or to a context manager's machinery."""
+def _is_communication(frame: FrameType) -> bool:
+    """Return True if a frame belongs to comm/ or audit/, or to a context manager's machinery."""
     name: str = frame.f_globals.get("__name__", "")
-    return name.startswith("hpctrain.comm.") or name == "contextlib"
+    return name.startswith(("hpctrain.comm.", "hpctrain.audit.")) or name == "contextlib"
 
 
 def _line(frame: FrameType) -> str:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.comm import start_watch
 from hpctrain.comm.hang_settings import HANG_SECONDS_VARIABLE
-from hpctrain.comm.start_watch import describe_start, rank_states
+from hpctrain.comm.hangs import start_watch
+from hpctrain.comm.hangs.start_watch import describe_start, rank_states
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 

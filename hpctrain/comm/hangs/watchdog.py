@@ -27,7 +27,14 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import NoReturn
 
-from hpctrain.comm.hang_report import THREAD, HangReport, diagnose, read_report, take_report, write_report
+from hpctrain.comm.hangs.hang_report import (
+    THREAD,
+    HangReport,
+    diagnose,
+    read_report,
+    take_report,
+    write_report,
+)
 from hpctrain.comm.outcome import describe_os_error, print_error
 from hpctrain.comm.world import World
 from hpctrain.errors import EXIT_INTERNAL
