@@ -14,12 +14,13 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from hpctrain.comm.calls import Call
-from hpctrain.comm.hangs import watchdog
+from hpctrain.comm.hangs import hang_report, watchdog
 from hpctrain.comm.hangs.hang_report import (
     CallNote,
     GroupNote,
@@ -358,3 +359,9 @@ def test_several_nodes_report_into_a_folder_that_they_share(
         assert dog.folder is None
         assert dog._is_excused()
     assert "the nodes share neither the user's cache folder nor the current folder" in capsys.readouterr().err
+
+
+def test_a_report_names_the_caller_of_an_audited_call() -> None:
+    names: dict[str, Any] = {"__name__": "hpctrain.audit.audited_transport", "where": hang_report._where}
+    exec("def wait():\n    return where()", names)  # noqa: S102
+    assert re.search(r"called at \S*test_watchdog\.py:\d+ in test_a_report_names", names["wait"]())
