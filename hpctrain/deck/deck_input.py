@@ -63,6 +63,10 @@ class DeckInput:
         self.problems.append((place, text))
         self.only_files_missing &= file_missing
 
+    def report(self, place: Place, sentence: str) -> None:
+        """Add a problem whose message consists of a place and a sentence."""
+        self.add_problem(place, f"{place.prefix}: {sentence}")
+
     def raise_problems(self) -> None:
         """Raise all problems as one error in the order of the files and their lines, if there are any.
 
@@ -125,23 +129,17 @@ class DeckInput:
             values, lines = parse_toml(text)
         except TomlError as error:
             place = Place(name, error.line)
-            self.add_problem(place, f"{place.prefix}: {error.reason}")
+            self.report(place, error.reason)
             return
         include = values.pop("include", [])
         include_place = Place(name, lines.get(("include",)), value=include)
         bases = [include] if isinstance(include, str) else include
         if not isinstance(bases, list) or not all(isinstance(base, str) and base for base in bases):
             shown = clipped(toml_value(include))
-            self.add_problem(
-                include_place,
-                f"{include_place.prefix}: include = {shown}: must be a file's name, or a list of names",
-            )
+            self.report(include_place, f"include = {shown}: must be a file's name, or a list of names")
             bases = []
         if bases and not self.includes:
-            self.add_problem(
-                include_place,
-                f"{include_place.prefix}: include: a deck that is stored in a file cannot include others",
-            )
+            self.report(include_place, "include: a deck that is stored in a file cannot include others")
             bases = []
         for base in bases:
             self._include(base, path, name, chain, include_place)
@@ -154,17 +152,13 @@ class DeckInput:
         base_path = path.parent / expand_home(base)
         if _is_one_of(base_path, (*chain, path)):
             ring = clipped(" -> ".join(file.name for file in (*chain, path, base_path)))
-            sentence = f'{include_place.prefix}: include = "{clipped(base)}": includes itself ({ring})'
-            self.add_problem(include_place, sentence)
+            self.report(include_place, f'include = "{clipped(base)}": includes itself ({ring})')
         elif len(self.files) < MOST_FILES:
             base_name = os.path.normpath(Path(name).parent / expand_home(base))
             self.read_file(base_path, base_name, (*chain, path), include_place)
         elif not self.too_many_files:
             self.too_many_files = True
-            self.add_problem(
-                include_place,
-                f"{include_place.prefix}: include: with this the deck has more than {MOST_FILES} files",
-            )
+            self.report(include_place, f"include: with this the deck has more than {MOST_FILES} files")
 
     def _add_section(
         self, section: str, table: object, name: str, lines: Mapping[tuple[str, ...], int]
@@ -242,41 +236,42 @@ class DeckInput:
         section, dot, key = name.strip().partition(".")
         place = Place(self.name, override=argument)
         if not equals or not section or (dot and not key):
-            self.add_problem(
-                place, f"{place.prefix}: must be written as section.key=value, such as batch.micro_size=4"
-            )
+            self.report(place, "must be written as section.key=value, such as batch.micro_size=4")
+        elif section == "include":
+            self.report(place, "include is a key of files only")
+        elif dot:
+            self._override_key(section, key, text.strip(), place)
+        else:
+            self._override_section(section, text, place)
+
+    def _override_section(self, section: str, text: str, place: Place) -> None:
+        """Replace a section by the table for a word or a list."""
+        table = section_of_value(section, _word_or_list(text))
+        if not isinstance(table, dict):
+            unknown = unknown_section(section, []) if text.lstrip()[:1] == "{" else unknown_key("", section)
+            sentence = f"must be written as {section}.key=value" if section in sections() else unknown
+            self.report(place, sentence + ", or layout=auto, which chooses a layout" * (section == "layout"))
             return
-        if section == "include":
-            self.add_problem(place, f"{place.prefix}: include is a key of files only")
-            return
-        table = section_of_value(section, _word_or_list(text)) if not dot else None
-        if isinstance(table, dict):
-            self._remove_chosen_keys()
-            self.values[section] = dict(table)
-            kept = {key: place for key, place in self.places.items() if not key.startswith(f"{section}.")}
-            self.places = kept | {
-                f"{section}.{key}": replace(place, value=value) for key, value in table.items()
-            }
-            return
-        if not dot:
-            homes = unknown_section(section, []) if text.lstrip()[:1] == "{" else unknown_key("", section)
-            sentence = f"must be written as {section}.key=value" if section in sections() else homes
-            sentence += ", or layout=auto, which chooses a layout" * (section == "layout")
-            self.add_problem(place, f"{place.prefix}: {sentence}")
-            return
+        self._remove_chosen_keys()
+        self._remove_places(section)
+        self.values[section] = dict(table)
+        self.places |= {f"{section}.{key}": replace(place, value=value) for key, value in table.items()}
+
+    def _override_key(self, section: str, key: str, text: str, place: Place) -> None:
+        """Set a key, whose name may contain names of tables, to the value in a text, or remove it."""
         path, table, key = self._table_of(section, key, place)
         full = f"{path}.{key}"
         field = current_field(full)
-        if not text.strip() and (field is not None or path != section):
+        if not text and (field is not None or path != section):
             self._remove(full)
             return
         try:
-            value = parse_argument(text.strip())
+            value = parse_argument(text)
         except TomlError as error:
-            self.add_problem(place, f"{place.prefix}: {error.reason}")
+            self.report(place, error.reason)
             return
         if field is not None and value_type(field) is str and not isinstance(value, str):
-            value = value if isinstance(value, list) and accepts_list(field) else text.strip()
+            value = value if isinstance(value, list) and accepts_list(field) else text
         if full == "layout.auto" and value is True:
             self._remove_chosen_keys()
         if section == "run":

@@ -215,7 +215,7 @@ class DeckValidator:
                 else:
                     sentence = unknown_key("", section)
                 shown = f"{clipped(section)} = {clipped(toml_value(table))}"
-                self.deck_input.add_problem(place, f"{place.prefix}: {shown}: {sentence}")
+                self.deck_input.report(place, f"{shown}: {sentence}")
             elif section not in tables:
                 first = next(
                     (self.places[f"{section}.{key}"] for key in table if f"{section}.{key}" in self.places),
@@ -305,7 +305,7 @@ class DeckValidator:
             return
         layers = self.places["model.layers"].prefix
         sentence = f"would not change the model, whose family, layers, hidden and heads are given ({layers})"
-        self.deck_input.add_problem(place, f"{place.prefix}: {sentence}")
+        self.deck_input.report(place, sentence)
 
     def _substitute(self, tables: Tables, explicit_keys: set[str], bad: set[str]) -> Deck | None:
         """Return a deck with substitutes for bad keys, on which relations of the other keys can be checked.
@@ -335,7 +335,7 @@ class DeckValidator:
 
     def _report_missing(self, section: str, key: str, sentence: str) -> None:
         place = self.places.get(section, Place(self.deck_input.name))
-        self.deck_input.add_problem(place, f"{place.prefix}: {key} is missing: {sentence}")
+        self.deck_input.report(place, f"{key} is missing: {sentence}")
 
 
 def _key_at(location: tuple[int | str, ...]) -> str:
