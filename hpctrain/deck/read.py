@@ -30,7 +30,7 @@ from hpctrain.deck.schema import Deck, fields, sections
 from hpctrain.deck.schema import tables as schema_tables
 from hpctrain.deck.sources import Place, toml_value
 from hpctrain.deck.toml import is_utf8
-from hpctrain.deck.user_module import is_shown
+from hpctrain.deck.user_module import is_in_resolved_deck
 from hpctrain.deck.validate import DeckValidator, SourceReader
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.host.launcher import launched_rank
@@ -237,7 +237,7 @@ def deck_text(deck: Deck, ranks: int | None = None) -> str:
         full
         for table in schema_tables()
         for name in fields(table)
-        if is_shown(full := f"{table}.{name}", *has)
+        if is_in_resolved_deck(full := f"{table}.{name}", *has)
     }
     values: Tables = deck.model_dump(by_alias=True, exclude_none=True)
     for full in [*leaf_names(values, schema_tables())]:

@@ -51,7 +51,7 @@ def config_arguments(model: Mapping[str, Any]) -> dict[str, Any] | None:
     return {"config": folder} if os.path.isfile(os.path.join(folder, "config.json")) else None  # noqa: PTH113, PTH118
 
 
-def is_shown(
+def is_in_resolved_deck(
     key: str,
     has_module: bool,
     has_dataset: bool = False,
@@ -78,4 +78,4 @@ def is_shown(
 def model_keys(model: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of [model] that have an effect, with their values."""
     has_module = model["module"] is not None
-    return {name: value for name, value in model.items() if is_shown(f"model.{name}", has_module)}
+    return {name: value for name, value in model.items() if is_in_resolved_deck(f"model.{name}", has_module)}

@@ -11,8 +11,8 @@ from pydantic.fields import FieldInfo
 from hpctrain.characters import escaped
 from hpctrain.deck.convert.deepspeed import convert_configuration
 from hpctrain.deck.convert.megatron import convert_script
-from hpctrain.deck.convert.rules import Conversion
-from hpctrain.deck.convert.script import parse_arguments
+from hpctrain.deck.convert.rule_table import Conversion
+from hpctrain.deck.convert.shell_script import parse_arguments
 from hpctrain.deck.key import extra
 from hpctrain.deck.schema import fields, tables
 from hpctrain.deck.sources import toml_value

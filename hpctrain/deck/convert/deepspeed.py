@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 
 from hpctrain.deck.convert.option_values import UnsupportedOptionError, choice, integer, number
-from hpctrain.deck.convert.rules import Conversion, RuleTable, SourceOptions, apply_rules, load_table
+from hpctrain.deck.convert.rule_table import Conversion, RuleTable, SourceOptions, apply_rules, load_table
 
 _DEPTH = 8
 _LARGEST_POWER = 24

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from hpctrain.deck.activations import DEFAULT_ACTIVATIONS
 from hpctrain.deck.convert.option_values import UnsupportedOptionError, choice, integer, number, switch
-from hpctrain.deck.convert.rules import Conversion, RuleTable, SourceOptions, apply_rules, load_table
-from hpctrain.deck.convert.script import parse_arguments
+from hpctrain.deck.convert.rule_table import Conversion, RuleTable, SourceOptions, apply_rules, load_table
+from hpctrain.deck.convert.shell_script import parse_arguments
 
 _LAYER_LIST = re.compile(r"\(?\[0\]\*(\d+)\+\[1\]\*(\d+)\)?")
 _LARGEST_SCALE = 1 << 24

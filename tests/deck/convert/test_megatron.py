@@ -1,4 +1,4 @@
-"""Tests of deck/convert/megatron.py and script.py: arguments in scripts, their conversion, and reports."""
+"""Tests of deck/convert/megatron.py and shell_script.py: arguments in scripts, and their conversion."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hpctrain.deck.convert.megatron import convert_script, megatron_table
 from hpctrain.deck.convert.option_values import integer
-from hpctrain.deck.convert.script import parse_arguments
+from hpctrain.deck.convert.shell_script import parse_arguments
 from hpctrain.deck.schema import field_of
 
 SCRIPT = """#!/bin/bash
