@@ -37,19 +37,39 @@ def classes() -> dict[tuple[str, str], str]:
     }
 
 
+def aliases() -> dict[str, set[str]]:
+    """Return the classes of each type alias that is a union, such as `A = B | C`."""
+    return {
+        node.targets[0].id: {each.id for each in ast.walk(node.value) if isinstance(each, ast.Name)}
+        for tree in trees().values()
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Name)
+        and isinstance(node.value, ast.BinOp)
+        and isinstance(node.value.op, ast.BitOr)
+    }
+
+
+def uses(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Yield the module and the name of each import, and of each attribute of an imported module."""
+    modules: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                yield node.module, alias.name
+                modules[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            yield modules.get(node.value.id, ""), node.attr
+
+
 def crossing_classes() -> set[str]:
-    """Return the names of the classes that a module of another package imports."""
+    """Return the names of the classes that a module of another package uses."""
     known = classes()
-    imports = (
-        (path, node.module, alias.name)
-        for path, tree in trees().items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.module
-        for alias in node.names
-    )
     return {
         name
-        for path, module, name in imports
+        for path, tree in trees().items()
+        for module, name in uses(tree)
         if known.get((module, name), package_of(path)) != package_of(path)
     }
 
@@ -64,11 +84,12 @@ def rows() -> Iterator[tuple[list[str], list[str], str]]:
 
 def test_every_class_that_crosses_a_package_border_has_a_row() -> None:
     explained = {name for terms, earlier, _ in rows() for name in (*terms, *earlier)}
+    explained |= {name for alias, names in aliases().items() if alias in explained for name in names}
     assert crossing_classes() - explained == set()
 
 
 def test_every_row_explains_classes_of_the_code_in_one_short_sentence() -> None:
-    existing = {name for _, name in classes()}
+    existing = {name for _, name in classes()} | aliases().keys()
     for terms, earlier, sentence in rows():
         assert existing & {*terms, *earlier}, terms
         assert sentence.endswith("."), terms
@@ -79,3 +100,17 @@ def test_every_row_explains_classes_of_the_code_in_one_short_sentence() -> None:
 def test_every_term_has_one_row() -> None:
     counts = Counter(term for terms, _, _ in rows() for term in terms)
     assert [term for term, count in counts.items() if count > 1] == []
+
+
+def test_every_earlier_name_is_that_of_a_class() -> None:
+    existing = {name for _, name in classes()}
+    assert {name for _, earlier, _ in rows() for name in earlier} <= existing | {
+        package_of(path) for path in trees()
+    }
+
+
+def test_no_class_name_exists_twice() -> None:
+    names = Counter(
+        node.name for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
+    )
+    assert [name for name, count in names.items() if count > 1] == []
