@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from hpctrain.audit.audited_reduction import AuditedReduction, audited_scratch_bytes
 from hpctrain.audit.bits import COPIES, majority, word_sum
-from hpctrain.audit.call_log import CallLog, CallRecord
+from hpctrain.audit.call_log import AuditLog, CallRecord
 from hpctrain.audit.detected_fault import FaultCollector
 from hpctrain.audit.reduction_check import ReductionLog, ReductionRecord, run_reduction
 from hpctrain.audit.start_order import OrderedOperation, StartOrder
@@ -66,7 +66,7 @@ class AuditChannel:
         self.sent_checksums: list[tuple[MPI.Request, array[int]]] = []
 
     @property
-    def logs(self) -> list[CallLog[Any]]:
+    def logs(self) -> list[AuditLog[Any]]:
         """Logs of the group's calls."""
         return [self.reductions, self.transfers]
 

@@ -52,7 +52,7 @@ class CallRecord:
 AnyRecord = TypeVar("AnyRecord", bound=CallRecord)
 
 
-class CallLog(ABC, Generic[AnyRecord]):
+class AuditLog(ABC, Generic[AnyRecord]):
     """Records of the calls of one group on this rank, in the order in which all its ranks start these calls.
 
     Args:

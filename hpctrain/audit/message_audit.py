@@ -8,7 +8,7 @@ from typing import Any, Literal
 from typing_extensions import override
 
 from hpctrain.audit.audited_transport import AuditChannel, AuditedTransport
-from hpctrain.audit.call_log import CallLog
+from hpctrain.audit.call_log import AuditLog
 from hpctrain.audit.detected_fault import DetectedFault, FaultCollector
 from hpctrain.comm.group_factory import TransportDecorator
 from hpctrain.comm.ledger import Ledger
@@ -33,7 +33,7 @@ class MessageAudit(TransportDecorator):
 
     def __init__(self, depth: Depth, ledger: Ledger) -> None:
         self.depth, self.ledger, self.faults = depth, ledger, FaultCollector()
-        self.logs: list[CallLog[Any]] = []
+        self.logs: list[AuditLog[Any]] = []
 
     @override
     def wrap(

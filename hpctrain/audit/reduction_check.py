@@ -28,7 +28,7 @@ from hpctrain.audit.block_sums import (
     exact_sum,
     rounding_bounds,
 )
-from hpctrain.audit.call_log import CallLog, CallRecord
+from hpctrain.audit.call_log import AuditLog, CallRecord
 from hpctrain.comm.calls import Call
 from hpctrain.comm.transports.mpi import flat_view
 from hpctrain.comm.transports.reduction import equal_counts
@@ -126,7 +126,7 @@ class ReductionRecord(CallRecord):
                 self.bits = self.bits + bits
 
 
-class ReductionLog(CallLog[ReductionRecord]):
+class ReductionLog(AuditLog[ReductionRecord]):
     """Records of the reductions of one group."""
 
     @override

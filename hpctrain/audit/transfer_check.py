@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpctrain.audit.block_sums import word_sums_by_rank
-from hpctrain.audit.call_log import CallLog, CallRecord
+from hpctrain.audit.call_log import AuditLog, CallRecord
 from hpctrain.audit.detected_fault import DetectedFault
 from hpctrain.comm.calls import Call
 from hpctrain.comm.outcome import name_ranks
@@ -36,7 +36,7 @@ class TransferRecord(CallRecord):
         self.recomputed = torch.zeros((), dtype=torch.int32, device=device)
 
 
-class TransferLog(CallLog[TransferRecord]):
+class TransferLog(AuditLog[TransferRecord]):
     """Records of the calls of one group that move tensors."""
 
     @override

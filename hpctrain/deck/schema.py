@@ -535,7 +535,7 @@ class Batch(Section):
     ramp_steps: int = key("Steps over which the batch grows.", 0, unit="steps", ge=0)
 
 
-class Checkpoint(Section):
+class CheckpointSection(Section):
     """What is saved, and when."""
 
     every: int = key("A checkpoint every so many steps; 0: only at the end.", 0, unit="steps", ge=0)
@@ -692,7 +692,7 @@ class Deck(Section):
     precision: PrecisionSection
     memory: Memory
     communication: Communication
-    checkpoint: Checkpoint
+    checkpoint: CheckpointSection
     stability: Stability
     machine: Machine
     report: ReportSection
