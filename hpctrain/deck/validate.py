@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
 from hpctrain.deck.check import check_deck, source_problems
 from hpctrain.deck.check_world import world_problems
@@ -262,41 +263,42 @@ class DeckValidator:
 
     def _report(self, tables: Tables, wrong: Mapping[str, str], silent: set[str]) -> None:
         """Report each wrong key, except for those that are wrong because of another problem."""
-        shape = [f"model.{name}" for name in _SHAPE]
-        unknown_model = "preset" in tables["model"] and find_preset(tables) is None
-        unknown_model |= "model.from" in wrong
-        no_model = not any(name in tables["model"] for name in ("preset", "from", *_SHAPE))
-        if no_model and self.readable and "model.family" in wrong and "model.family" not in silent:
+        has_model = any(name in tables["model"] for name in ("preset", "from", *_SHAPE))
+        if not has_model and self.readable and "model.family" in wrong and "model.family" not in silent:
             sentence = "name a published shape, or give model.family, layers, hidden and heads"
             self._report_missing("model", "model.preset", sentence)
-        for full, kind in wrong.items():
-            table = full.rpartition(".")[0]
-            field = field_of(full)
+        unknown_preset = "preset" in tables["model"] and find_preset(tables) is None
+        is_known = not unknown_preset and "model.from" not in wrong
+        for key, error in wrong.items():
+            field = field_of(key)
             assert field is not None
-            if kind != "missing":
-                value = look_up(tables, full, absent := object())
-                if value is absent:
-                    continue  # a default that follows from a wrong key
-                rows = list(wrong_rows(full, field, value, Sources(self.deck_input.name, self.places)))
-                for place, sentence in rows:
-                    self.deck_input.add_problem(place, sentence)
-                if rows:
-                    continue
-                self._report_key(full, value, f"must be {expected_value(field)}{value_hint(value, field)}")
-            elif full in silent or not self.readable or (unknown_model and extra(field, "derived")):
-                continue
-            elif not extra(field, "derived"):
-                meaning = str(field.description).rstrip(".")
-                self._report_missing(
-                    table, full, f"{expected_value(field)} ({meaning[0].lower()}{meaning[1:]})"
-                )
-            elif full == "run.steps" and not any(name in tables["run"] for name in LENGTHS):
-                meaning = "optimizer steps of the whole run"
-                self._report_missing(
-                    table, full, f"{expected_value(field)} ({meaning}), or run.tokens or run.epochs"
-                )
-            elif (full in shape or full == "batch.sequence") and not no_model:
-                self._report_missing(table, full, f"{expected_value(field)}, or give model.preset")
+            if error != "missing":
+                self._report_wrong_value(tables, key, field)
+            elif key not in silent and self.readable and (is_known or not extra(field, "derived")):
+                self._report_required_key(tables, key, field, has_model)
+
+    def _report_wrong_value(self, tables: Tables, key: str, field: FieldInfo) -> None:
+        """Report the value of a key, unless it is a default that follows from another wrong key."""
+        value = look_up(tables, key, absent := object())
+        if value is absent:
+            return
+        problems = list(wrong_rows(key, field, value, Sources(self.deck_input.name, self.places)))
+        for place, sentence in problems:
+            self.deck_input.add_problem(place, sentence)
+        if not problems:
+            self._report_key(key, value, f"must be {expected_value(field)}{value_hint(value, field)}")
+
+    def _report_required_key(self, tables: Tables, key: str, field: FieldInfo, has_model: bool) -> None:
+        """Report that a required key is missing, and which other keys would replace it."""
+        table, expected = key.rpartition(".")[0], expected_value(field)
+        if not extra(field, "derived"):
+            meaning = str(field.description).rstrip(".")
+            self._report_missing(table, key, f"{expected} ({meaning[0].lower()}{meaning[1:]})")
+        elif key == "run.steps" and not any(name in tables["run"] for name in LENGTHS):
+            sentence = f"{expected} (optimizer steps of the whole run), or run.tokens or run.epochs"
+            self._report_missing(table, key, sentence)
+        elif has_model and key in {"batch.sequence", *(f"model.{name}" for name in _SHAPE)}:
+            self._report_missing(table, key, f"{expected}, or give model.preset")
 
     def _refuse_idle_preset(self, keys: set[str]) -> None:
         """Report a preset of `--set` for a deck that has all sizes, such as a resolved deck."""
