@@ -230,7 +230,7 @@ def diagnose(
         *_absent(reports),
         *_messages(reports),
     ]
-    sentences = causes or list(_behind(reports))
+    sentences = causes or list(_fewer_calls(reports))
     states: dict[str, list[int]] = {}
     for rank, report in sorted(reports.items()):
         states.setdefault(report.state, []).append(rank)
@@ -340,7 +340,7 @@ def _messages(reports: Mapping[int, HangReport]) -> Iterator[str]:
             yield f"rank {rank} waits for {note.seconds:.1f} s in {note}; rank {note.peer} {answer}"
 
 
-def _behind(reports: Mapping[int, HangReport]) -> Iterator[str]:
+def _fewer_calls(reports: Mapping[int, HangReport]) -> Iterator[str]:
     """Yield a sentence for each group in which some ranks have made fewer calls than others.
 
     On GPUs this is the only symptom, since the host does not wait in calls.
