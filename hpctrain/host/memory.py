@@ -110,7 +110,7 @@ def proportional_bytes() -> int:
     Ranks that have memory in common count it once together. Code and constants of libraries are left out,
     since their share depends on other processes of the node. 0 if the system does not tell.
     """
-    pages, counts = 0, False
+    kilobytes, counts = 0, False
     # Each mapping has a line of addresses, access, offset, device, inode and perhaps path, then its sizes.
     with (
         contextlib.suppress(OSError),
@@ -121,8 +121,8 @@ def proportional_bytes() -> int:
             if not name.endswith(":"):
                 counts = "w" in rest[0] or rest[3] == "0"
             elif counts and name == "Pss:":
-                pages += int(rest[0])
-    return 1024 * pages
+                kilobytes += int(rest[0])
+    return 1024 * kilobytes
 
 
 def peak_proportional_bytes() -> int:

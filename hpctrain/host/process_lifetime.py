@@ -29,9 +29,7 @@ _SECONDS_TO_END = 5.0
 def start_child(
     code: str, inherited: int, stdin: int = subprocess.PIPE, new_session: bool = False
 ) -> subprocess.Popen[bytes]:
-    """Start a Python process.
-
-    The process can import what this one can, and computes with one thread.
+    """Start a Python process that can import what this one can, and that computes with one thread.
 
     Args:
         code: Python code.
@@ -64,15 +62,21 @@ def end_with_parent(parent: int, by: signal.Signals = signal.SIGKILL) -> bool:
 
 
 def end_descendants_with_parent(parent: int) -> bool:
-    """Go on in a process of its own, which ends together with all its descendants.
+    """Fork, and return in the new process, which ends together with all its descendants.
 
-    The process that calls this stays behind as a guard. When `parent` ends, when the guard gets SIGTERM, or
-    when the new process ends in any way, the guard kills all descendants: also those with a session of their
-    own, since the system makes them children of the guard (it is a subreaper) when their parents end. Then
-    the guard ends in the way in which the new process did.
+    The calling process does not return: it becomes a guard. The guard kills all descendants when `parent`
+    ends, when it receives SIGTERM, or when the new process ends. It also finds descendants with sessions of
+    their own, since the kernel makes them its children when their parents end (it is a subreaper). Then the
+    guard ends with the exit code or signal of the new process.
+
+    Args:
+        parent: Process id of the parent of the calling process.
 
     Returns:
-        In the new process: whether `parent` is still there.
+        True if the guard is still alive.
+
+    Raises:
+        RuntimeError: The calling process does not lead its process group.
     """
     if os.getpgid(0) != os.getpid():
         raise RuntimeError("this process does not lead a process group, so it must not end one")
@@ -80,14 +84,14 @@ def end_descendants_with_parent(parent: int) -> bool:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     first = os.getpid()
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    if not (own := os.fork()):
+    if not (child := os.fork()):
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return end_with_parent(first)
     parent_alive = end_with_parent(parent, signal.SIGHUP)
     status: int | None = None
     while parent_alive and status is None:
         parent_alive = signal.sigwait(signals) != signal.SIGTERM and os.getppid() == parent
-        status = _reap(own)
+        status = _reap(child)
     _end_descendants()
     if status is None:  # it was killed just now
         os._exit(128 + signal.SIGKILL)
