@@ -65,7 +65,7 @@ def bench_mixture(
     with world.agreement():
         deck = with_vocabulary(read_deck(path, overrides, world.size, settled_keys))
         if not deck.model.experts:
-            raise HpctrainError(deck.problem("model.experts", "is 0: there is no mixture to time"))
+            raise HpctrainError(f"{deck.sources.name}: [model.experts]: the deck has no mixture to time")
         if deck.layout.tensor * deck.layout.context * deck.layout.pipeline > 1:
             asked = "must be 1 here: other axes than experts' are not timed"
             raise HpctrainError(deck.problem("layout.tensor", asked))

@@ -166,9 +166,8 @@ def of_width(deck: Deck, width: int, parametrization: str, wider_heads: bool) ->
     if width < 1 or width % unit:
         which = "leaves heads that are no whole number" if wider_heads else "leaves no whole number of heads"
         raise HpctrainError(f"--widths: {width}: {which} (a multiple of {unit} would do)")
-    others = {
-        name: max(1, round(getattr(model, name) * width / model.hidden)) for name in ("mlp", "expert_mlp")
-    }
+    sizes = {"mlp": model.mlp} | ({} if model.experts is None else {"experts.mlp": model.experts.mlp})
+    others = {name: max(1, round(size * width / model.hidden)) for name, size in sizes.items()}
     return deck.with_keys(
         model={**changed, **others, "hidden": width, "parametrization": parametrization, "preset": None}
     )

@@ -58,7 +58,7 @@ RIVALS = MappingProxyType(
 
 _PLAIN: Mapping[str, object] = MappingProxyType(
     {
-        "model.experts": 0,
+        "model.experts": None,
         "model.query_key_norm": "none",
         "model.dropout": 0.0,
         "model.parametrization": "standard",

@@ -20,7 +20,7 @@ from hpctrain.train.signals import heed_from_now
     "replayed",
     metavar="FILE",
     type=click.Path(path_type=Path),
-    help="Tokens go to the experts that FILE names, the routing.h5 of a run with model.record_routing.",
+    help="Tokens go to the experts that FILE names, a routing.h5 (model.experts.record_routing).",
 )
 @click.option("--strict", is_flag=True, help="Refuse a run folder whose newest checkpoint is damaged.")
 @code_options

@@ -27,7 +27,7 @@ from hpctrain.train.signals import heed_from_now
     "replayed",
     metavar="FILE",
     type=click.Path(path_type=Path),
-    help="Tokens go to the experts that FILE names, the routing.h5 of a run with model.record_routing.",
+    help="Tokens go to the experts that FILE names, a routing.h5 (model.experts.record_routing).",
 )
 @click.option(
     "--verify-layout", is_flag=True, help="First compare a tiny step of this layout with one rank's."

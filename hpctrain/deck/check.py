@@ -102,27 +102,28 @@ def source_problems(deck: Deck, source: Mapping[str, object]) -> list[DeckProble
     if source and deck.model.parametrization == "mup" and "model.parametrization" not in source:
         sentence = f'contradicts {name}, whose model is of the "standard" one (leave the key out)'
         problems.append(DeckProblem("model.parametrization", sentence))
-    if source and deck.model.experts and "model.experts" not in source:
+    if source and deck.model.experts and "model.experts.count" not in source:
         problems += _upcycling(deck, name)
     return problems
 
 
 def _upcycling(deck: Deck, name: str) -> Iterator[DeckProblem]:
     """What keeps a mixture of copies of a dense model's feed-forward parts from computing what that does."""
-    model = deck.model
+    model, experts = deck.model, deck.model.experts
+    assert experts is not None
     begin = f"as the experts begin as copies of the feed-forward parts of {name}, a dense model"
-    if model.expert_mlp != model.mlp:
+    if experts.mlp != model.mlp:
         sentence = f"must be model.mlp = {model.mlp}, {begin}"
-        yield DeckProblem("model.expert_mlp", sentence, ("model.mlp", "model.experts"))
-    if not model.router_normalize:
+        yield DeckProblem("model.experts.mlp", sentence, ("model.mlp", "model.experts.count"))
+    if not experts.router_normalize:
         sentence = f"must be true, {begin}: their weights have to add up to one"
-        yield DeckProblem("model.router_normalize", sentence, ("model.experts",))
-    if model.router_scale != 1:
+        yield DeckProblem("model.experts.router_normalize", sentence, ("model.experts.count",))
+    if experts.router_scale != 1:
         sentence = f"must be 1, {begin}: their weights have to add up to one"
-        yield DeckProblem("model.router_scale", sentence, ("model.experts",))
-    if model.shared_experts:
+        yield DeckProblem("model.experts.router_scale", sentence, ("model.experts.count",))
+    if experts.shared:
         sentence = f"must be 0, {begin}, to which shared ones would add"
-        yield DeckProblem("model.shared_experts", sentence, ("model.experts",))
+        yield DeckProblem("model.experts.shared", sentence, ("model.experts.count",))
 
 
 def _title(deck: Deck) -> Iterator[DeckProblem]:

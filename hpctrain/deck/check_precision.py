@@ -115,8 +115,8 @@ def _cuts_within_blocks(deck: Deck, block: int) -> Iterator[DeckProblem]:
         "model.key_value_heads x model.head_size": model.key_value_heads * model.head_size,
     }
     sizes |= {"model.mlp": model.mlp} if dense_blocks(deck) else {}
-    if model.experts and model.shared_experts:
-        sizes["model.shared_experts x model.expert_mlp"] = model.shared_experts * model.expert_mlp
+    if model.experts is not None and model.experts.shared:
+        sizes["model.experts.shared x model.experts.mlp"] = model.experts.shared * model.experts.mlp
     for name, size in sizes.items():
         unit = block * tensor
         if tensor > 1 and size % unit:

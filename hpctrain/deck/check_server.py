@@ -22,7 +22,7 @@ _ALONE: tuple[tuple[str, object, str], ...] = (
     ("layout.zero", 0, "the servers have a slice of all state each anyway"),
     (
         "model.experts",
-        0,
+        None,
         "routers learn from what all ranks note of a step, which workers do not make together",
     ),
     ("memory.optimizer", "device", "state in files or host memory is updated by all ranks together"),

@@ -17,7 +17,7 @@ from hpctrain.deck.objective import OF_SCORES
 from hpctrain.deck.old_keys import NONE
 from hpctrain.deck.optimizer import MuonTable
 from hpctrain.deck.policy import fill_policy, fill_rewards
-from hpctrain.deck.presets import MIXTURE_KEYS, PRESETS, Preset
+from hpctrain.deck.presets import PRESETS, Preset
 from hpctrain.deck.run_length import CompletedWork, add_steps
 from hpctrain.deck.schedules import TWO_CHUNKS
 from hpctrain.deck.schema import tables as schema_tables
@@ -57,16 +57,19 @@ def fill(
     if preset is not None:
         model = tables["model"]
         # A key that follows another one follows the deck's value of it, not the preset's.
-        follows = {"key_value_heads": "heads", "mlp": "hidden", "expert_mlp": "hidden", "tied": "family"}
-        follows |= {"head_size": "heads"} | ({"expert_mlp": "mlp"} if "mlp" in model else {})
-        # Without experts it is a dense model of its sizes.
-        dense = set(MIXTURE_KEYS) if model.get("experts") == 0 else set()
+        follows = {"key_value_heads": "heads", "mlp": "hidden", "tied": "family", "head_size": "heads"}
         scored = _of_scores(tables)
         values = {
             name: value
             for name, value in preset.model_keys().items()
-            if follows.get(name) not in model and name not in dense and (name, scored) != ("tied", True)
+            if follows.get(name) not in model and (name, scored) != ("tied", True)
         }
+        own, preset_experts = model.get("experts", {}), values.get("experts")
+        if isinstance(preset_experts, dict) and isinstance(own, dict):
+            given = {"hidden", "mlp"} & model.keys()
+            experts = {name: value for name, value in preset_experts.items() if name != "mlp" or not given}
+            filled.preset.update(f"model.experts.{name}" for name in experts if name not in own)
+            model = {**model, "experts": {**experts, **own}}
         filled.preset.update(f"model.{name}" for name in values if name not in model)
         tables["model"] = {**values, **model}
         if "sequence" not in batch:
@@ -155,7 +158,8 @@ def _follow_others(tables: Tables, filled: set[str], begun: CompletedWork) -> No
     two = isinstance(schedule, str) and schedule in TWO_CHUNKS
     default("layout", "chunks", 2 if two else 1)
 
-    default("model", "balance_loss", 0.01 if model.get("balance", "loss") == "loss" else 0.0)
+    if isinstance(experts := model.get("experts"), dict):
+        default("model.experts", "balance_loss", 0.01 if experts.get("balance", "loss") == "loss" else 0.0)
     family, hidden, heads = (model.get(name) for name in ("family", "hidden", "heads"))
     if _is_integer(heads):
         default("model", "key_value_heads", heads)
@@ -171,8 +175,8 @@ def _follow_others(tables: Tables, filled: set[str], begun: CompletedWork) -> No
         activation = ACTIVATIONS.get(name) if isinstance(name, str) else None
         if _is_integer(hidden) and activation is not None:
             default("model", "mlp", -(-8 * hidden // (3 * 256)) * 256 if activation.gated else 4 * hidden)
-    if _is_integer(model.get("mlp")):
-        default("model", "expert_mlp", model["mlp"])
+    if isinstance(experts, dict) and _is_integer(model.get("mlp")):
+        default("model.experts", "mlp", model["mlp"])
 
 
 def _of_scores(tables: Tables) -> bool:

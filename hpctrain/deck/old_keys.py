@@ -45,6 +45,19 @@ OLD_KEYS: Mapping[str, OldKey] = {
         f"optimizer.{name}": OldKey(f"optimizer.muon.{name}")
         for name in ("matrices", "match", "newton_schulz", "newton_schulz_steps", "others_rate")
     },
+    "model.experts": OldKey("model.experts.count", off=0),
+    "model.experts_per_token": OldKey("model.experts.per_token"),
+    "model.expert_mlp": OldKey("model.experts.mlp"),
+    "model.shared_experts": OldKey("model.experts.shared"),
+    "model.expert_every": OldKey("model.experts.every"),
+    **{
+        f"model.{name}": OldKey(f"model.experts.{name}")
+        for name in (
+            *("dense_first", "router", "router_normalize", "router_scale", "router_groups"),
+            *("router_groups_per_token", "router_dtype", "router_z_loss", "balance", "balance_loss"),
+            *("balance_over", "balance_rate", "capacity", "record_routing"),
+        )
+    },
     "communication.ratio": OldKey("communication.topk.ratio"),
     "communication.rank": OldKey("communication.powersgd.rank"),
     "communication.compress_between": OldKey("communication.{compress}.between"),

@@ -252,9 +252,9 @@ def _others(deck: Deck) -> Iterator[DeckProblem]:
         if given:
             sentence = f"{name} is not for a model that learns from what it writes itself (leave it out)"
             yield DeckProblem("objective.kind", sentence, (name,))
-    if deck.model.experts and deck.model.capacity is not None:
+    if deck.model.experts is not None and deck.model.experts.capacity is not None:
         sentence = "has experts with a capacity, which drop tokens by what is beside them (leave it out)"
-        yield DeckProblem("objective.kind", sentence, ("model.capacity",))
+        yield DeckProblem("objective.kind", sentence, ("model.experts.capacity",))
 
 
 def weights_of(keys: PolicySection) -> tuple[float, ...]:

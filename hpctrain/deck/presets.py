@@ -45,20 +45,20 @@ class Sizes:
     router_groups_per_token: int = 1
 
 
-MIXTURE_KEYS = (
-    "experts",
-    "experts_per_token",
-    "expert_mlp",
-    "shared_experts",
-    "expert_every",
-    "dense_first",
-    "router",
-    "router_normalize",
-    "router_scale",
-    "router_groups",
-    "router_groups_per_token",
-)
-"""Of [model], those of Sizes that say what a mixture is."""
+EXPERT_KEYS: Mapping[str, str] = {
+    "experts": "count",
+    "experts_per_token": "per_token",
+    "expert_mlp": "mlp",
+    "shared_experts": "shared",
+    "expert_every": "every",
+    "dense_first": "dense_first",
+    "router": "router",
+    "router_normalize": "router_normalize",
+    "router_scale": "router_scale",
+    "router_groups": "router_groups",
+    "router_groups_per_token": "router_groups_per_token",
+}
+"""Fields of sizes that describe mixtures -> keys of [model.experts]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,11 +72,14 @@ class Preset(Sizes):
     rope_base: float = 10_000.0
 
     def model_keys(self) -> dict[str, object]:
-        """The [model] keys with their values; those of mixtures, heads and rotation where it has its own."""
-        others = {"sequence", "source"} | (set() if self.experts else set(MIXTURE_KEYS))
+        """Return the keys of [model] with their values; heads and rotation only if they are unusual."""
         usual = {"head_size": 0, "query_key_norm": "none", "rope_base": 10_000.0}
+        others = {"sequence", "source", *EXPERT_KEYS}
         others |= {name for name, value in usual.items() if getattr(self, name) == value}
-        return {name: value for name, value in vars(self).items() if name not in others}
+        keys = {name: value for name, value in vars(self).items() if name not in others}
+        if self.experts:
+            keys["experts"] = {key: getattr(self, name) for name, key in EXPERT_KEYS.items()}
+        return keys
 
 
 def _preset_of_gpt2(

@@ -123,6 +123,62 @@ class RunSection(Section):
     )
 
 
+class ExpertsTable(Section):
+    """Mixtures of experts: a router sends each token to some of the experts of a block."""
+
+    count: int = key("Experts of a mixture.", ge=1, le=_MOST_EXPERTS)
+    per_token: int = key("Experts that each token goes to.", 2, ge=1, le=_MOST_EXPERTS)
+    mlp: int = key("Inner width of an expert.", derived="model.mlp", ge=1, le=4 * _LARGEST)
+    shared: int = key("Experts that every token goes to besides.", 0, ge=0, le=_MOST_EXPERTS)
+    every: int = key("Every so many-th block is a mixture.", 1, unit="blocks", ge=1, le=_MOST_LAYERS)
+    dense_first: int = key("First blocks that are dense.", 0, unit="blocks", ge=0, le=_MOST_LAYERS)
+    router: Literal["softmax", "sigmoid"] = key(
+        "What makes probabilities of a router's logits: among experts, or of each by itself.", "softmax"
+    )
+    router_normalize: bool = key("Whether the weights of a token's experts add up to one.", True)
+    router_scale: float = key("Factor of these weights.", 1.0, gt=0)
+    router_groups: int = key(
+        "Groups of experts, of which the router chooses first, by the sum of each one's best two.", 1, ge=1
+    )
+    router_groups_per_token: int = key("Groups that each token's experts may come from.", 1, ge=1)
+    router_dtype: Literal["fp32", "compute"] = key(
+        "Format of the router's product; compute: that of precision.compute.", "fp32"
+    )
+    router_z_loss: float = key(
+        "Weight of the squared log-partition function of the router in the loss (ST-MoE); 0: none.",
+        0.0,
+        ge=0,
+        le=1,
+    )
+    balance: Literal["loss", "bias", "none"] = key(
+        "What evens the experts' load out: a loss, or a bias of the choice (DeepSeek-V3).", "loss"
+    )
+    balance_loss: float = key(
+        "Weight of the balance loss: experts x sum of share of tokens x mean probability.",
+        derived='0.01 with balance = "loss", else 0',
+        ge=0,
+        le=1000,
+    )
+    balance_over: Literal["micro_batch", "sequence", "step"] = key(
+        "Over which tokens shares are counted for it; step: those of the step before.", "micro_batch"
+    )
+    balance_rate: float = key("By how much a step changes the bias of an expert.", 0.001, ge=0, le=1)
+    capacity: float | None = key(
+        "Tokens that an expert takes of a micro-batch, over an even share; the last ones are dropped.",
+        None,
+        derived="none: all",
+        gt=0,
+        le=_MOST_EXPERTS,
+    )
+    record_routing: int = key(
+        "First samples of the run, whose experts go into routing.h5, which other runs can follow.",
+        0,
+        unit="samples",
+        ge=0,
+        le=1 << 20,
+    )
+
+
 class Model(Section):
     """The transformer: a preset, which keys change, or family, layers, hidden and heads; or a module."""
 
@@ -191,56 +247,8 @@ class Model(Section):
         "Low-rank matrices beside those of blocks, which are trained alone (LoRA).",
         derived="none: all parameters are trained",
     )
-    experts: int = key("Experts of a block's mixture; 0: dense blocks.", 0, ge=0, le=_MOST_EXPERTS)
-    experts_per_token: int = key("Experts that each token goes to.", 2, ge=1, le=_MOST_EXPERTS)
-    expert_mlp: int = key("Inner width of an expert.", derived="mlp", ge=1, le=4 * _LARGEST)
-    shared_experts: int = key("Experts that every token goes to besides.", 0, ge=0, le=_MOST_EXPERTS)
-    expert_every: int = key("Every so many-th block is a mixture.", 1, unit="blocks", ge=1, le=_MOST_LAYERS)
-    dense_first: int = key("First blocks that are dense.", 0, unit="blocks", ge=0, le=_MOST_LAYERS)
-    router: Literal["softmax", "sigmoid"] = key(
-        "What makes probabilities of a router's logits: among experts, or of each by itself.", "softmax"
-    )
-    router_normalize: bool = key("Whether the weights of a token's experts add up to one.", True)
-    router_scale: float = key("Factor of these weights.", 1.0, gt=0)
-    router_groups: int = key(
-        "Groups of experts, of which the router chooses first, by the sum of each one's best two.", 1, ge=1
-    )
-    router_groups_per_token: int = key("Groups that each token's experts may come from.", 1, ge=1)
-    router_dtype: Literal["fp32", "compute"] = key(
-        "Format of the router's product; compute: that of precision.compute.", "fp32"
-    )
-    router_z_loss: float = key(
-        "Weight of the squared log-partition function of the router in the loss (ST-MoE); 0: none.",
-        0.0,
-        ge=0,
-        le=1,
-    )
-    balance: Literal["loss", "bias", "none"] = key(
-        "What evens the experts' load out: a loss, or a bias of the choice (DeepSeek-V3).", "loss"
-    )
-    balance_loss: float = key(
-        "Weight of the balance loss: experts x sum of share of tokens x mean probability.",
-        derived='0.01 with balance = "loss", else 0',
-        ge=0,
-        le=1000,
-    )
-    balance_over: Literal["micro_batch", "sequence", "step"] = key(
-        "Over which tokens shares are counted for it; step: those of the step before.", "micro_batch"
-    )
-    balance_rate: float = key("By how much a step changes the bias of an expert.", 0.001, ge=0, le=1)
-    capacity: float | None = key(
-        "Tokens that an expert takes of a micro-batch, over an even share; the last ones are dropped.",
-        None,
-        derived="none: all",
-        gt=0,
-        le=_MOST_EXPERTS,
-    )
-    record_routing: int = key(
-        "First samples of the run, whose experts go into routing.h5, which other runs can follow.",
-        0,
-        unit="samples",
-        ge=0,
-        le=1 << 20,
+    experts: ExpertsTable | None = table(
+        "Mixture of experts in place of feed-forward layers.", derived="none: all blocks are dense"
     )
     dropout: float = key("Share of activations dropped in training.", 0.0, ge=0, lt=1)
     rope_base: float = key("Base of the rotary position angles (llama).", 10000.0, gt=0)

@@ -33,7 +33,10 @@ def generation_deck(deck: Deck, tensor: int, pipeline: int = 1, of: str = "the m
     """
     layout: dict[str, object] = {"data": None, "context": 1, "tensor": tensor, "sequence_parallel": False}
     # Experts lie spread over as many of the ranks as divide them.
-    layout |= {"expert": gcd(tensor, deck.model.experts) if deck.model.experts else 1, "expert_tensor": 1}
+    layout |= {
+        "expert": gcd(tensor, deck.model.experts.count) if deck.model.experts else 1,
+        "expert_tensor": 1,
+    }
     layout |= {"pipeline": pipeline, "chunks": 1, "schedule": "1f1b", "split": None}
     # In 8 bits a row would take longer, and its text would depend on those beside it.
     compute = "bf16" if deck.precision.compute == "fp8" else deck.precision.compute

@@ -26,7 +26,7 @@ from hpctrain.sharding.compression.warmed import momentum_given_after
 _PROGRESS_KEYS = ("communication.warmup", "policy.rollout", "policy.epochs")
 """Keys that are refused depending on the number of steps of the checkpoint, not on their values alone."""
 
-_ALLOWED_WITH_FROM = ("model.experts", "model.adapters", "objective.kind")
+_ALLOWED_WITH_FROM = ("model.experts.count", "model.adapters", "objective.kind")
 """Keys that change parameters in a way that a new run with [model] from can convert."""
 
 
@@ -105,7 +105,11 @@ def _model_problems(deck: Deck, trained_deck: Deck, path: Path) -> Iterator[str]
     The value of a key that the user did not give depends on other keys. Such keys are reported only if no
     given key differs, since their values change back together with the given keys.
     """
-    changed = [key for key in _compared_keys() if _CHECKS.get(key, _differs)(deck, trained_deck, key)]
+    changed = [
+        key
+        for key in _compared_keys(deck, trained_deck)
+        if _CHECKS.get(key, _differs)(deck, trained_deck, key)
+    ]
     given = [key for key in changed if key not in deck.sources.defaulted]
     for key in given or changed:
         old = trained_deck.value(key)
@@ -122,10 +126,13 @@ def _model_problems(deck: Deck, trained_deck: Deck, path: Path) -> Iterator[str]
         yield deck.problem(key, sentence)
 
 
-def _compared_keys() -> Iterator[str]:
+def _compared_keys(deck: Deck, trained_deck: Deck) -> Iterator[str]:
     """Yield the refused keys that are compared by value; a nested table counts as one value."""
     for key in keys_of_policy("refused"):
-        if key.count(".") == 1 and key not in _PROGRESS_KEYS:
+        of_experts = key.startswith("model.experts.") and key != "model.experts.count"
+        if of_experts and None in {each.value("model.experts.count") for each in (deck, trained_deck)}:
+            continue
+        if not key.startswith("model.adapters.") and key not in _PROGRESS_KEYS:
             yield key
 
 

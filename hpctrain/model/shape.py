@@ -10,8 +10,8 @@ from typing_extensions import override
 from hpctrain.deck.activations import DEFAULT_ACTIVATIONS
 from hpctrain.deck.adapters import Adapters
 from hpctrain.deck.objective import OF_SCORES
-from hpctrain.deck.presets import Sizes
-from hpctrain.deck.schema import Deck
+from hpctrain.deck.presets import EXPERT_KEYS, Sizes
+from hpctrain.deck.schema import Deck, ExpertsTable
 from hpctrain.errors import HpctrainError
 from hpctrain.model.architecture import Architecture
 from hpctrain.model.parametrization import STANDARD, WidthScaling
@@ -75,6 +75,7 @@ class ModelShape(Sizes, Architecture):
         settled["packed"] = deck.data.document_mask
         settled["head"] = "scalar" if deck.objective.kind in OF_SCORES else "vocabulary"
         settled["tied"] = deck.model.tied and settled["head"] == "vocabulary"
+        settled |= _mixture(deck)
         names = {field.name for field in fields(ModelShape)} - settled.keys()
         return ModelShape(**{name: getattr(deck.model, name) for name in names}, **settled)
 
@@ -101,3 +102,18 @@ class ModelShape(Sizes, Architecture):
     def biases(self) -> bool:
         """Whether linear layers and norms carry biases."""
         return self.family == "gpt2"
+
+
+def _mixture(deck: Deck) -> dict[str, Any]:
+    """Return the fields of a shape that describe mixtures of experts."""
+    experts = deck.model.experts
+    names = {field.name for field in fields(ModelShape)}
+    if experts is None:
+        usual = {
+            field.name: field.default
+            for field in fields(ModelShape)
+            if field.name in {*EXPERT_KEYS, *ExpertsTable.model_fields} - {"mlp"}
+        }
+        return {**usual, "expert_mlp": deck.model.mlp}
+    own = {name: getattr(experts, key) for name, key in EXPERT_KEYS.items()}
+    return own | {name: getattr(experts, name) for name in names & ExpertsTable.model_fields.keys() - {"mlp"}}

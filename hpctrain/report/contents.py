@@ -167,7 +167,7 @@ def _sentences(facts: Contents) -> Iterator[tuple[str, str]]:
             f"{model['family']}, {parameters}: {layers}, hidden {model['hidden']}, {heads}",
         )
         if model["experts"]:
-            yield "", _mixture_text(model)
+            yield "", _mixture_text(model["experts"])
         vocabulary = f"vocabulary {model['vocabulary']}, " if model["vocabulary"] else ""
         head = f"{'tied' if model['tied'] else 'untied'} embeddings"
         head = "a head of scores" if facts["objective"] in OF_SCORES else head
@@ -184,17 +184,17 @@ def _sentences(facts: Contents) -> Iterator[tuple[str, str]]:
     yield "commit", facts["commit"] or ""
 
 
-def _mixture_text(model: Mapping[str, Any]) -> str:
+def _mixture_text(experts: Mapping[str, Any]) -> str:
     """`mixtures of 8 experts of 128, 2 a token, in every block; softmax, balanced by a loss`."""
-    shared = f", {model['shared_experts']} shared by all" if model["shared_experts"] else ""
-    every = "every block" if model["expert_every"] == 1 else f"one of {model['expert_every']} blocks"
-    first = f" behind the first {model['dense_first']}" if model["dense_first"] else ""
+    shared = f", {experts['shared']} shared by all" if experts["shared"] else ""
+    every = "every block" if experts["every"] == 1 else f"one of {experts['every']} blocks"
+    first = f" behind the first {experts['dense_first']}" if experts["dense_first"] else ""
     balance = {"loss": "balanced by a loss", "bias": "balanced by a bias", "none": "not balanced"}
-    capacity = f", capacity {model['capacity']:g}" if model["capacity"] is not None else ""
+    capacity = f", capacity {experts['capacity']:g}" if experts["capacity"] is not None else ""
     return (
-        f"mixtures of {counted(model['experts'], 'expert')} of {model['expert_mlp']}, "
-        f"{model['experts_per_token']} a token{shared}, in {every}{first}; "
-        f"{model['router']}, {balance[model['balance']]}{capacity}"
+        f"mixtures of {counted(experts['count'], 'expert')} of {experts['mlp']}, "
+        f"{experts['per_token']} a token{shared}, in {every}{first}; "
+        f"{experts['router']}, {balance[experts['balance']]}{capacity}"
     )
 
 

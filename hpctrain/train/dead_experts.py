@@ -38,7 +38,8 @@ class DeadExperts(Hook):
                 name = "expert" if len(experts) == 1 else "experts"
                 logging.getLogger("hpctrain").warning(
                     "step %d: no token has gone to %s %s of block %d for %s: dead, unless the router finds "
-                    "them again; a larger model.balance_loss or model.balance_rate keeps experts in use",
+                    "them again; a larger balance_loss or balance_rate in [model.experts] keeps them "
+                    "in use",
                     done.state.step,
                     name,
                     ranges(experts, ", "),

@@ -258,20 +258,20 @@ def _few_experts(deck: Deck) -> dict[str, object]:
 
     Where the deck has dense blocks too, so has the miniature.
     """
-    model, layout = deck.model, deck.layout
-    if not model.experts:
+    experts, layout = deck.model.experts, deck.layout
+    if experts is None:
         return {}
-    chosen = min(model.experts_per_token, _CHOSEN)
-    unit = lcm(layout.expert, model.router_groups)
-    enough = max(_EXPERTS, -(-chosen * model.router_groups // model.router_groups_per_token))
+    chosen = min(experts.per_token, _CHOSEN)
+    unit = lcm(layout.expert, experts.router_groups)
+    enough = max(_EXPERTS, -(-chosen * experts.router_groups // experts.router_groups_per_token))
     multiple = 4 * lcm(layout.tensor, layout.expert_tensor)
     return {
-        "experts": min(model.experts, -(-enough // unit) * unit),
-        "experts_per_token": chosen,
-        "expert_mlp": -(-model.heads * _HEAD_SIZE // multiple) * multiple,
-        "shared_experts": min(model.shared_experts, 1),
-        "expert_every": min(model.expert_every, 2),
-        "dense_first": min(model.dense_first, 1),
+        "experts.count": min(experts.count, -(-enough // unit) * unit),
+        "experts.per_token": chosen,
+        "experts.mlp": -(-deck.model.heads * _HEAD_SIZE // multiple) * multiple,
+        "experts.shared": min(experts.shared, 1),
+        "experts.every": min(experts.every, 2),
+        "experts.dense_first": min(experts.dense_first, 1),
     }
 
 

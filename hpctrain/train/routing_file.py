@@ -54,7 +54,7 @@ class RoutingFile:
             with open_checked(path) as file:
                 if not file.has_attribute("format") or file.text("format") != FORMAT:
                     raise InputOutputError(
-                        f"{path}: is no file of choices, as a run with model.record_routing writes it"
+                        f"{path}: is no file of choices, as a run with model.experts.record_routing writes it"
                     )
                 if (version := file.integer("version")) != VERSION:
                     raise InputOutputError(
@@ -104,12 +104,12 @@ class RoutingFile:
         """HpctrainError where the choices are not those of such a model, or none at all."""
         blocks = list(filter(shape.is_mixture, range(shape.layers)))
         if not blocks:
-            raise HpctrainError(f"{path}: the model has no experts to choose (model.experts = 0)")
+            raise HpctrainError(f"{path}: the model has no experts to choose ([model.experts])")
         mixtures, samples, sequence, chosen = self.choices.shape
         for what, here, there in (
             ("choices of the blocks", blocks, self.blocks.tolist()),
-            ("model.experts", shape.experts, self.experts),
-            ("model.experts_per_token", shape.experts_per_token, chosen),
+            ("model.experts.count", shape.experts, self.experts),
+            ("model.experts.per_token", shape.experts_per_token, chosen),
             ("batch.sequence", shape.sequence, sequence),
         ):
             if here != there:

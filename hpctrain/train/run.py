@@ -372,9 +372,10 @@ def open_run(
     except BaseException:
         folder.close()
         raise
-    routing: RoutingRecorder | None = None
-    if deck.model.record_routing or given is not None:
-        routing = RoutingRecorder(engine, trainer.state, deck.model.record_routing, given)
+    routing: Routing | None = None
+    recorded = 0 if deck.model.experts is None else deck.model.experts.record_routing
+    if recorded or given is not None:
+        routing = Routing(engine, trainer.state, recorded, given)
         trainer.step.choices = routing.choices
     follows = routing.sentence(replayed) if routing is not None and replayed is not None else ""
     heeded = (stays, checked, started_from, *checkpoints.heeded, follows, *compared, seconds)

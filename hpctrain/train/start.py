@@ -81,7 +81,8 @@ def require_training_state(path: Path, state: Mapping[str, Any], overrides: Sequ
 
 def left_bias(deck: Deck, before: Deck, path: Path) -> str:
     """In words, that routers chose by biases which a run that goes on does without; empty where none did."""
-    if before.model.balance != "bias" or deck.model.balance == "bias" or not deck.model.experts:
+    old, new = before.model.experts, deck.model.experts
+    if old is None or new is None or old.balance != "bias" or new.balance == "bias":
         return ""
-    keep = 'model.balance = "bias" would keep them'
+    keep = 'model.experts.balance = "bias" would keep them'
     return f"{path}: leaves its router/bias: experts are chosen without what it had learned ({keep})"

@@ -38,7 +38,7 @@ from hpctrain.comm.world import World
 from hpctrain.data.epochs import EpochReader
 from hpctrain.data.tokenizer_settings import TokenizerSettings
 from hpctrain.deck.adapters import Adapters
-from hpctrain.deck.presets import MIXTURE_KEYS
+from hpctrain.deck.presets import EXPERT_KEYS
 from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError, require_exists
 from hpctrain.model.build import bare_model
@@ -113,12 +113,12 @@ def model_keys(shape: ModelShape) -> dict[str, object]:
     by = shape.parametrization
     base = {"base_width": round(shape.hidden / by.width), "base_head_size": round(shape.head_size / by.head)}
     names += ["rope_base", "query_key_norm"] if shape.family == "llama" else []
-    names += [*MIXTURE_KEYS, "balance"] if shape.experts else []
-    if shape.balance != "bias":
-        # What evens the load of a router without a bias is the deck's to say.
-        names = [name for name in names if name != "balance"]
+    experts = {f"experts.{key}": getattr(shape, name) for name, key in EXPERT_KEYS.items()}
+    if shape.balance == "bias":  # without a bias in the router, the deck says how the load is balanced
+        experts["experts.balance"] = shape.balance
     scaled = {} if by == STANDARD else {"parametrization": "mup", **base}
-    return {name: getattr(shape, name) for name in names} | scaled
+    own = {name: getattr(shape, name) for name in names}
+    return own | (experts if shape.experts else {}) | scaled
 
 
 def source_tokenizer(path: Path) -> tuple[str | None, str]:

@@ -182,7 +182,7 @@ def _dense_first(value: object, _: SourceOptions) -> int | None:
         raise UnsupportedOptionError("must be a number or [0]*n+[1]*m") from None
     if every > 1:
         raise UnsupportedOptionError(
-            "gives experts to the first of so many blocks; model.expert_every gives them to the last"
+            "gives experts to the first of so many blocks; model.experts.every gives them to the last"
         )
     return None
 

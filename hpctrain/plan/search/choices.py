@@ -64,7 +64,7 @@ class SearchSpace:
     def of_layers(self) -> Iterator[Values]:
         """How layers are split, whatever of it the model can have."""
         deck, most = self.deck, divisors(self.ranks)
-        experts = divisors(deck.model.experts) if deck.model.experts else [1]
+        experts = divisors(deck.model.experts.count) if deck.model.experts else [1]
         for tensor, context in product(self.of("layout.tensor", most), self.of("layout.context", most)):
             assert isinstance(tensor, int) and isinstance(context, int)
             if self.ranks % (tensor * context):
