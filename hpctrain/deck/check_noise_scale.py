@@ -41,7 +41,7 @@ def noise_scale_problems(deck: Deck) -> Iterator[DeckProblem]:
         for name in ("expert", "expert_tensor", "tensor"):
             if getattr(layout, name) > 1:
                 why = "with which experts' gradients are those of several ranks' tokens"
-                yield problem(why, f"layout.{name}", "model.experts")
+                yield problem(why, f"layout.{name}", "model.experts.count")
                 break
 
 

@@ -140,7 +140,7 @@ def world_division_problems(deck: Deck, ranks: int) -> Iterator[DeckProblem]:
 
 _ALONE: tuple[tuple[str, object, str], ...] = (
     ("checkpoint.memory_every", 0, "nothing goes back to copies"),
-    ("model.record_routing", False, "it notes choices of all ranks"),
+    ("model.experts.record_routing", 0, "it notes choices of all ranks"),
     ("run.trace", False, "it shows steps that all ranks make together"),
     ("stability.corruption", "off", "it compares steps that all ranks make together"),
     ("stability.verify_layout", False, "it compares a step that all ranks make together"),
@@ -173,7 +173,7 @@ def division_problems(deck: Deck, judged_by_models: bool, referred: bool) -> Ite
         return
     keys = tuple(f"policy.{_KEYS[model]}" for model in own)
     for name, value, why in _ALONE:
-        if deck.value(name) != value:
+        if deck.value(name) not in {None, value}:
             sentence = f"does not go with {keys[0]}: {why} ({toml_value(value)} would do)"
             yield DeckProblem(name, sentence, keys)
     if deck.layout.auto:

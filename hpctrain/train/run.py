@@ -372,10 +372,10 @@ def open_run(
     except BaseException:
         folder.close()
         raise
-    routing: Routing | None = None
+    routing: RoutingRecorder | None = None
     recorded = 0 if deck.model.experts is None else deck.model.experts.record_routing
     if recorded or given is not None:
-        routing = Routing(engine, trainer.state, recorded, given)
+        routing = RoutingRecorder(engine, trainer.state, recorded, given)
         trainer.step.choices = routing.choices
     follows = routing.sentence(replayed) if routing is not None and replayed is not None else ""
     heeded = (stays, checked, started_from, *checkpoints.heeded, follows, *compared, seconds)

@@ -18,7 +18,7 @@ from tests.engines import DECK, LLAMA, small_deck
 
 pytest.importorskip("transformers")
 
-MIXTURE = (*LLAMA, "model.experts=4", "model.expert_mlp=40", "model.tied=false")
+MIXTURE = (*LLAMA, "model.experts.count=4", "model.experts.mlp=40", "model.tied=false")
 
 
 @pytest.mark.parametrize("experts", MIXTRAL_RIVALS.values())
@@ -45,8 +45,8 @@ def test_its_step_trains_every_tensor(world: World, rival: str, monkeypatch: pyt
     ("changes", "told"),
     [
         (LLAMA, "needs a mixture"),
-        ((*MIXTURE, "model.shared_experts=1"), r"shared_experts = 1 is not Mixtral's \(0\)"),
-        ((*MIXTURE, "model.router=sigmoid"), "router = 'sigmoid'"),
+        ((*MIXTURE, "model.experts.shared=1"), r"shared_experts = 1 is not Mixtral's \(0\)"),
+        ((*MIXTURE, "model.experts.router=sigmoid"), "router = 'sigmoid'"),
     ],
 )
 def test_what_it_cannot_be_is_refused(world: World, changes: tuple[str, ...], told: str) -> None:

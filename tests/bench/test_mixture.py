@@ -14,7 +14,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.model.shape import ModelShape
 from tests.engines import DECK, LLAMA, alone, small_deck
 
-MIXTURE = (*LLAMA, "model.experts=4", "model.expert_mlp=40")
+MIXTURE = (*LLAMA, "model.experts.count=4", "model.experts.mlp=40")
 
 
 @pytest.mark.mpi(max_size=2)
@@ -34,7 +34,7 @@ def test_steps_layers_and_exchanges_take_turns(world: World, mpi_tmp_path: Path)
 
 def test_layers_that_are_compared_multiply_as_much(world: World) -> None:
     """But for the router; and both leave gradients of every weight."""
-    deck = small_deck(*MIXTURE, "model.shared_experts=1")
+    deck = small_deck(*MIXTURE, "model.experts.shared=1")
     layers = _Layers(deck, ModelShape.of(deck, 61), alone(world), torch.device("cpu"))
     dense = 3 * 32 * 3 * 40
     assert layers.flops_ratio == pytest.approx((dense + 4 * 32) / dense)

@@ -14,7 +14,7 @@ from tests.engines import LLAMA, small_deck
 DATA, TENSOR, PIPELINE = (), ("layout.tensor=2",), ("layout.pipeline=2", "model.layers=4")
 CLEARED = ("family", "layers", "hidden", "heads", "initial_std", "dropout")
 MODULE = ("model.module=m.py:f", *(f"model.{key}=" for key in CLEARED))
-OF_AXES = {"data": DATA, "tensor": TENSOR, "pipeline": PIPELINE, "none": (*LLAMA, "model.experts=4")}
+OF_AXES = {"data": DATA, "tensor": TENSOR, "pipeline": PIPELINE, "none": (*LLAMA, "model.experts.count=4")}
 
 
 @pytest.mark.parametrize("name", RIVALS)
@@ -46,13 +46,18 @@ def test_every_peer_can_train_some_deck(name: str, monkeypatch: pytest.MonkeyPat
         ),
         (["fsdp2"], ("precision.compute=fp16",), 2, "has no loss scale as precision.compute"),
         (["ddp-onednn"], ("precision.compute=bf16",), 2, "products in 16 bits go through oneDNN anyway"),
-        (["ddp"], (*LLAMA, "model.experts=4"), 2, "model.experts = 4: peers in plain torch have 0 alone"),
+        (
+            ["ddp"],
+            (*LLAMA, "model.experts.count=4"),
+            2,
+            "model.experts.count = 4: peers in plain torch have 0 alone",
+        ),
         (["ddp"], (*LLAMA, "model.query_key_norm=head"), 2, 'plain torch have "none" alone'),
         (["ddp"], ("model.dropout=0.1",), 2, "model.dropout = 0.1: peers in plain torch have 0.0 alone"),
         (["ddp"], ("communication.emulate=1 Gbit/s",), 2, "delays our messages, and not those of peers"),
         (["ddp"], ("communication.ranks_per_node=2",), 4, "emulates nodes for our ranks, and not for peers"),
         (["fsdp2"], MODULE, 2, "trains our own families, not model.module; ddp, ddp-kept"),
-        (["transformers-eager"], (*LLAMA, "model.experts=4"), 2, "needs one rank; there are 2"),
+        (["transformers-eager"], (*LLAMA, "model.experts.count=4"), 2, "needs one rank; there are 2"),
     ],
 )
 def test_what_they_cannot_is_one_sentence(

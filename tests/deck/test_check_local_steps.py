@@ -87,7 +87,7 @@ def test_keys_that_fit() -> None:
             "layout.replicas=4: must divide the 2 data ranks into replicas",
         ),
         (
-            [*LLAMA, "model.experts=4", "layout.expert=4", "layout.zero=0", "replicas=2"],
+            [*LLAMA, "model.experts.count=4", "layout.expert=4", "layout.zero=0", "replicas=2"],
             4,
             "layout.replicas=2: must divide the 4 data ranks into replicas with whole context and expert",
         ),

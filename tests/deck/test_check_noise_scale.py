@@ -8,7 +8,7 @@ from hpctrain.deck.read import parse_deck
 from tests.deck.test_check import DECK, problems
 
 ON = "run.noise_scale_steps=20"
-MIXTURE = ["model.family=llama", "model.experts=4"]
+MIXTURE = ["model.family=llama", "model.experts.count=4"]
 
 
 @pytest.mark.parametrize(
@@ -53,12 +53,14 @@ def test_what_can_be_measured(overrides: list[str]) -> None:
         ),
         (
             [*MIXTURE, "layout.expert=2"],
-            "layout.expert = 2 and model.experts = 4, with which experts' gradients are those of several "
+            "layout.expert = 2 and model.experts.count = 4, with which experts' gradients are those "
+            "of several "
             "ranks' tokens",
         ),
         (
             [*MIXTURE, "layout.tensor=2"],
-            "layout.tensor = 2 and model.experts = 4, with which experts' gradients are those of several "
+            "layout.tensor = 2 and model.experts.count = 4, with which experts' gradients are those "
+            "of several "
             "ranks' tokens",
         ),
     ],

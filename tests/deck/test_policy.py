@@ -256,9 +256,9 @@ def test_epochs_are_not_counted() -> None:
 
 
 def test_experts_that_drop_tokens() -> None:
-    mixture = ["model.family=llama", "model.experts=4", "model.expert_mlp=64"]
+    mixture = ["model.family=llama", "model.experts.count=4", "model.experts.mlp=64"]
     assert parse_deck(text("grpo"), mixture)
-    told = problems(text("grpo"), *mixture, "model.capacity=1.5")
+    told = problems(text("grpo"), *mixture, "model.experts.capacity=1.5")
     wanted = "has experts with a capacity, which drop tokens by what is beside them (leave it out)"
     assert any(each.endswith(wanted) for each in told), told
 

@@ -45,7 +45,13 @@ LAYOUTS = {
     "pipeline": ("layout.pipeline=2", "model.dropout=0.1"),
     "weight gradients later": ("layout.pipeline=2", "layout.schedule=zb-h1"),
 }
-MIXTURE = (*LLAMA, "model.experts=4", "model.expert_mlp=24", "model.shared_experts=1", "layout.expert=2")
+MIXTURE = (
+    *LLAMA,
+    "model.experts.count=4",
+    "model.experts.mlp=24",
+    "model.experts.shared=1",
+    "layout.expert=2",
+)
 
 
 @pytest.mark.sampled(8)

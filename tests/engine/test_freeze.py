@@ -92,10 +92,10 @@ def test_what_is_frozen_when_a_run_goes_on_stays(world: World, tmp_path: Path, w
 
 MIXTURE = (
     *LLAMA,
-    "model.experts=4",
-    "model.expert_mlp=24",
-    "model.shared_experts=1",
-    "model.expert_every=2",
+    "model.experts.count=4",
+    "model.experts.mlp=24",
+    "model.experts.shared=1",
+    "model.experts.every=2",
     "layout.expert=2",
 )
 

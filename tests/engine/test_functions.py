@@ -44,7 +44,7 @@ FAMILIES = {
     "gpt2": (),
     "llama": LLAMA,
     "normed": (*LLAMA, "model.query_key_norm=head"),
-    "mixture": (*LLAMA, "model.experts=4", "model.experts_per_token=2", "model.shared_experts=1"),
+    "mixture": (*LLAMA, "model.experts.count=4", "model.experts.per_token=2", "model.experts.shared=1"),
 }
 
 

@@ -46,7 +46,7 @@ def test_flops_are_those_of_the_published_formula() -> None:
         assert flops_of("model.layers=3", f"memory.recompute={recompute}")[1] == again
     selective = flops_of("model.layers=3", "memory.recompute=selective")
     assert selective[1] == (block[0], block[1] + core, block[2]) and selective[-1] == head
-    for family in ((), LLAMA, (*LLAMA, "model.experts=4", "model.experts_per_token=2")):
+    for family in ((), LLAMA, (*LLAMA, "model.experts.count=4", "model.experts.per_token=2")):
         deck = small_deck("model.layers=3", *family)
         shape = ModelShape.of(deck, 61)
         assert sum(each.total for each in layer_flops(deck, shape)) == count(shape).flops_per_token
@@ -140,7 +140,7 @@ def test_ends_alone_train_as_one_rank(world: World, schedule: str, tied: str) ->
         ("optimizer.name=muon",),
         ("optimizer.name=adafactor", "layout.zero=1"),
         ("optimizer.name=adam-mini",),
-        (*LLAMA, "model.experts=4", "model.experts_per_token=2", "layout.schedule=interleaved"),
+        (*LLAMA, "model.experts.count=4", "model.experts.per_token=2", "layout.schedule=interleaved"),
         ('model.frozen=["embedding.*", "blocks.0.*"]',),
         ('model.frozen=["final_norm.*", "head.*", "blocks.1.*"]', "model.tied=false"),
         ("communication.bucket_bytes=1000", "stability.z_loss=1e-3"),

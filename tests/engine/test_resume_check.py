@@ -20,8 +20,8 @@ from tests.engines import small_deck
 
 PATH = Path("x.h5")
 LLAMA = ("model.family=llama", "model.mlp=48")
-MIXTURE = (*LLAMA, "model.experts=4", "model.expert_mlp=24")
-GROUPS = (*MIXTURE, "model.router_groups=2")
+MIXTURE = (*LLAMA, "model.experts.count=4", "model.experts.mlp=24")
+GROUPS = (*MIXTURE, "model.experts.router_groups=2")
 MUP = ("model.parametrization=mup", "model.base_width=8", "model.base_head_size=4")
 ADAPTERS = "model.adapters={rank = 2}"
 MODULE = 'model.module="net.py:Net"'
@@ -42,18 +42,18 @@ CHANGES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "model.tied": ((), ("model.tied=false",)),
     "model.vocabulary": (("model.vocabulary=99",), ("model.vocabulary=101",)),
     "model.adapters": ((), (ADAPTERS,)),
-    "model.experts": (LLAMA, MIXTURE),
-    "model.experts_per_token": (MIXTURE, (*MIXTURE, "model.experts_per_token=3")),
-    "model.expert_mlp": (MIXTURE, (*MIXTURE, "model.expert_mlp=16")),
-    "model.shared_experts": (MIXTURE, (*MIXTURE, "model.shared_experts=1")),
-    "model.expert_every": (MIXTURE, (*MIXTURE, "model.expert_every=2")),
-    "model.dense_first": (MIXTURE, (*MIXTURE, "model.dense_first=1")),
-    "model.router": (MIXTURE, (*MIXTURE, "model.router=sigmoid")),
-    "model.router_normalize": (MIXTURE, (*MIXTURE, "model.router_normalize=false")),
-    "model.router_scale": (MIXTURE, (*MIXTURE, "model.router_scale=2.0")),
-    "model.router_groups": (MIXTURE, GROUPS),
-    "model.router_groups_per_token": (GROUPS, (*GROUPS, "model.router_groups_per_token=2")),
-    "model.capacity": (MIXTURE, (*MIXTURE, "model.capacity=1.5")),
+    "model.experts.count": (LLAMA, MIXTURE),
+    "model.experts.per_token": (MIXTURE, (*MIXTURE, "model.experts.per_token=3")),
+    "model.experts.mlp": (MIXTURE, (*MIXTURE, "model.experts.mlp=16")),
+    "model.experts.shared": (MIXTURE, (*MIXTURE, "model.experts.shared=1")),
+    "model.experts.every": (MIXTURE, (*MIXTURE, "model.experts.every=2")),
+    "model.experts.dense_first": (MIXTURE, (*MIXTURE, "model.experts.dense_first=1")),
+    "model.experts.router": (MIXTURE, (*MIXTURE, "model.experts.router=sigmoid")),
+    "model.experts.router_normalize": (MIXTURE, (*MIXTURE, "model.experts.router_normalize=false")),
+    "model.experts.router_scale": (MIXTURE, (*MIXTURE, "model.experts.router_scale=2.0")),
+    "model.experts.router_groups": (MIXTURE, GROUPS),
+    "model.experts.router_groups_per_token": (GROUPS, (*GROUPS, "model.experts.router_groups_per_token=2")),
+    "model.experts.capacity": (MIXTURE, (*MIXTURE, "model.experts.capacity=1.5")),
     "model.activation": (LLAMA, (*LLAMA, "model.activation=geglu")),
     "model.rope_base": (LLAMA, (*LLAMA, "model.rope_base=500")),
     "model.norm_epsilon": ((), ("model.norm_epsilon=1e-6",)),
@@ -131,7 +131,7 @@ def test_refused_key_with_its_default_value() -> None:
         (("model.from=a.h5",), ()),
         ((), ("objective.kind=sft",)),
         ((), ("model.parametrization=mup", "model.base_width=32")),
-        (MIXTURE, (*MIXTURE, "model.balance_loss=0.1", "model.router_z_loss=0.1")),
+        (MIXTURE, (*MIXTURE, "model.experts.balance_loss=0.1", "model.experts.router_z_loss=0.1")),
         ((MODULE,), (MODULE, "model.arguments={}")),
         ((MODULE,), (MODULE.replace("net.py", "elsewhere/net.py"),)),
         ((*PPO, "objective.beta=0.1"), PPO),

@@ -60,7 +60,7 @@ def test_parts_of_a_group_have_peers() -> None:
 
 
 def test_experts_are_cut_over_the_ranks_that_hold_the_same_ones() -> None:
-    keys = ("model.family=llama", "model.experts=4", "layout.tensor=2", "batch.global_size=16")
+    keys = ("model.family=llama", "model.experts.count=4", "layout.tensor=2", "batch.global_size=16")
 
     def sharding(ranks: int, *more: str) -> tuple[int, int, int]:
         deck = small_deck(*keys, *more)

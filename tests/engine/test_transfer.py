@@ -23,7 +23,7 @@ from hpctrain.model.part import logits_of
 from hpctrain.parallel.saved_policy import SavedPolicy
 from tests.engines import LLAMA, Trainer, reference, small_deck, trainer
 
-MIXTURE = (*LLAMA, "model.experts=4", "model.expert_mlp=16", "model.balance=bias")
+MIXTURE = (*LLAMA, "model.experts.count=4", "model.experts.mlp=16", "model.experts.balance=bias")
 UNTIED = ("model.tied=false", "model.vocabulary=59")
 CUT = ("layout.expert=2", "layout.expert_tensor=2")
 

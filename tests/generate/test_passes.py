@@ -29,7 +29,7 @@ from tests.engines import LLAMA, small_deck
 
 VOCABULARY = 61
 NORMED = (*LLAMA, "model.query_key_norm=head", "model.head_size=8", "model.mlp=40")
-MIXTURE = (*LLAMA, "model.experts=4", "model.expert_mlp=16")
+MIXTURE = (*LLAMA, "model.experts.count=4", "model.experts.mlp=16")
 ROUGH = ("model.initial_std=0.3", "batch.sequence=64")
 
 PROMPTS = [
@@ -296,4 +296,4 @@ def test_a_few_are_multiplied_by_a_compiled_function(
 
 def test_experts_that_drop_tokens_have_no_cache(world: World) -> None:
     assert can_cache(model_of(world.alone(), *MIXTURE))
-    assert not can_cache(model_of(world.alone(), *MIXTURE, "model.capacity=1.0"))
+    assert not can_cache(model_of(world.alone(), *MIXTURE, "model.experts.capacity=1.0"))

@@ -33,7 +33,7 @@ from tests.generate.test_text import make_checkpoint
 
 VOCABULARY = 61
 LAYERS = ("model.layers=3", "model.initial_std=0.3", "batch.sequence=64", "batch.global_size=24")
-MIXTURE = (*LLAMA, "model.experts=4", "model.expert_mlp=16")
+MIXTURE = (*LLAMA, "model.experts.count=4", "model.experts.mlp=16")
 MODELS = {
     "gpt2": (),
     "llama": (*LLAMA, "model.tied=true"),

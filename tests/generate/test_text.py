@@ -263,13 +263,19 @@ def test_ranks_give_the_text_of_one(world: World, mpi_tmp_path: Path, family: tu
     assert len(texts(world, path, "", drawn)) == (2 if world.rank == 0 else 0)
 
 
-MIXTURE = (*LLAMA, "model.experts=6", "model.expert_mlp=16", "model.shared_experts=1", "model.expert_every=2")
+MIXTURE = (
+    *LLAMA,
+    "model.experts.count=6",
+    "model.experts.mlp=16",
+    "model.experts.shared=1",
+    "model.experts.every=2",
+)
 
 
 @pytest.mark.mpi(min_size=1, max_size=4)
 @pytest.mark.parametrize(
     "more",
-    [(), ("model.capacity=0.5",), ("model.balance=bias", "model.router=sigmoid")],
+    [(), ("model.experts.capacity=0.5",), ("model.experts.balance=bias", "model.experts.router=sigmoid")],
     ids=["all", "dropping", "bias"],
 )
 def test_mixtures_give_the_text_of_one_rank(world: World, mpi_tmp_path: Path, more: tuple[str, ...]) -> None:

@@ -212,8 +212,14 @@ SEQUENCE = "layout.sequence_parallel=true"
         ("model.activation=geglu", "memory.recompute=selective"),
         (*LLAMA, "model.activation=geglu", SEQUENCE, "machine.compile=true"),
         (*LLAMA, "model.activation=relu2"),
-        (*LLAMA, "model.activation=geglu", "model.experts=4", "layout.expert_tensor=2"),
-        (*LLAMA, "model.activation=relu2", "model.experts=4", "model.shared_experts=1", "layout.expert=2"),
+        (*LLAMA, "model.activation=geglu", "model.experts.count=4", "layout.expert_tensor=2"),
+        (
+            *LLAMA,
+            "model.activation=relu2",
+            "model.experts.count=4",
+            "model.experts.shared=1",
+            "layout.expert=2",
+        ),
     ],
     ids=lambda keys: "-".join(key.partition("=")[2] for key in keys),
 )

@@ -28,7 +28,7 @@ SHAPE = ModelShape(
     expert_every=2,
 )
 
-MIXTURE = (*LLAMA, "model.experts=4", "model.expert_mlp=16")
+MIXTURE = (*LLAMA, "model.experts.count=4", "model.experts.mlp=16")
 
 
 def noted(block: int, *values: float) -> dict[str, torch.Tensor]:
@@ -64,7 +64,7 @@ def test_a_dense_model_has_none() -> None:
     ids="-".join,
 )
 @pytest.mark.parametrize(
-    "more", [(), ("model.capacity=1.0", "memory.recompute=full")], ids=["all", "dropping"]
+    "more", [(), ("model.experts.capacity=1.0", "memory.recompute=full")], ids=["all", "dropping"]
 )
 def test_figures_are_those_of_one_rank(world: World, layout: tuple[str, ...], more: tuple[str, ...]) -> None:
     keys = (*MIXTURE, *more, "batch.global_size=8", "batch.micro_size=1")

@@ -31,7 +31,7 @@ from tests.engines import LLAMA, by_rank_0, reference, small_deck, trainer
 
 MUP = ("model.parametrization=mup", "model.base_width=8", "model.base_head_size=2")
 """Of a model of width 32, and heads of 4."""
-EXPERTS = (*LLAMA, "model.experts=4", "model.expert_mlp=24", "model.tied=false")
+EXPERTS = (*LLAMA, "model.experts.count=4", "model.experts.mlp=24", "model.tied=false")
 LAYOUTS = {
     "tensor": ("layout.tensor=2", "layout.sequence_parallel=true"),
     "zero": ("layout.zero=3",),

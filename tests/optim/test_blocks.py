@@ -82,7 +82,7 @@ def by_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(RULES, "adamw", lambda _: rules)  # type: ignore[misc]
 
 
-EXPERTS = ("model.experts=4", "model.experts_per_token=2", "model.expert_mlp=48")
+EXPERTS = ("model.experts.count=4", "model.experts.per_token=2", "model.experts.mlp=48")
 
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "one rank, half precision": (1, ("precision.compute=bf16",)),

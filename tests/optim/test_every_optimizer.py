@@ -56,7 +56,7 @@ OTHERS = {
 ELSEWHERE = {"lion": 1e-3}
 """The share of elements that rounding may have moved: where a mean is nothing else, a sign is another."""
 
-EXPERTS = ("model.experts=4", "model.experts_per_token=2", "model.expert_mlp=48")
+EXPERTS = ("model.experts.count=4", "model.experts.per_token=2", "model.experts.mlp=48")
 
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     **{f"zero {stage}": (2, (f"layout.zero={stage}",)) for stage in range(4)},

@@ -114,7 +114,7 @@ def test_a_matrix_is_orthogonalized_in_single_precision(shape: tuple[int, int]) 
     assert orthogonalized(torch.zeros(shape), 5).abs().max() == 0
 
 
-EXPERTS = ("model.experts=4", "model.experts_per_token=2", "model.expert_mlp=48")
+EXPERTS = ("model.experts.count=4", "model.experts.per_token=2", "model.experts.mlp=48")
 LAYOUTS: dict[int, list[tuple[str, ...]]] = {
     1: [("precision.gradients=compute", "precision.compute=bf16")],
     2: [

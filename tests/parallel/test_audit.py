@@ -30,7 +30,7 @@ from tests.model.foreign.test_whole import deck_of
 
 FULL = "stability.corruption=full"
 
-MIXTURE = (*LLAMA, "model.experts=4", "model.expert_mlp=24")
+MIXTURE = (*LLAMA, "model.experts.count=4", "model.experts.mlp=24")
 
 MARGIN = 30
 """By so many times the root of the squares of a row's errors a flip is above rounding."""

@@ -24,7 +24,7 @@ from tests.engines import LLAMA, small_deck, trainer
 from tests.plan.test_memory import held
 
 VOCABULARY = 61
-MIXTURE = (*LLAMA, "model.experts=4", "model.expert_mlp=40")
+MIXTURE = (*LLAMA, "model.experts.count=4", "model.experts.mlp=40")
 SMALL_UNITS = ("batch.sequence=128", "batch.micro_size=4")  # 512 tokens: 16-bit rows fill whole units
 
 
@@ -43,34 +43,34 @@ def even(monkeypatch: pytest.MonkeyPatch) -> None:
 LAYOUTS: dict[int, list[tuple[str, ...]]] = {
     1: [
         (),
-        ("model.shared_experts=1",),
-        ("model.shared_experts=2", "model.dropout=0.1"),
-        ("model.dense_first=1", "model.layers=3"),
-        ("model.expert_every=2", "model.layers=4"),
-        ("model.capacity=1.0",),
-        ("model.capacity=0.5",),
-        ("model.router=sigmoid", "model.balance=bias"),
-        ("model.router=sigmoid", "model.router_z_loss=0.01"),
-        ("model.balance_over=sequence", "model.router_normalize=false"),
-        ("model.balance_over=step", "model.router_scale=2.5"),
-        ("model.balance=none",),
-        ("model.activation=geglu", "model.shared_experts=1"),
-        ("model.activation=relu2", "model.shared_experts=1"),
+        ("model.experts.shared=1",),
+        ("model.experts.shared=2", "model.dropout=0.1"),
+        ("model.experts.dense_first=1", "model.layers=3"),
+        ("model.experts.every=2", "model.layers=4"),
+        ("model.experts.capacity=1.0",),
+        ("model.experts.capacity=0.5",),
+        ("model.experts.router=sigmoid", "model.experts.balance=bias"),
+        ("model.experts.router=sigmoid", "model.experts.router_z_loss=0.01"),
+        ("model.experts.balance_over=sequence", "model.experts.router_normalize=false"),
+        ("model.experts.balance_over=step", "model.experts.router_scale=2.5"),
+        ("model.experts.balance=none",),
+        ("model.activation=geglu", "model.experts.shared=1"),
+        ("model.activation=relu2", "model.experts.shared=1"),
         ("precision.compute=bf16", *SMALL_UNITS),
     ],
     2: [
         ("layout.expert=2",),
-        ("layout.expert=2", "model.shared_experts=1"),
-        ("layout.expert=2", "model.dense_first=1", "model.layers=3"),
+        ("layout.expert=2", "model.experts.shared=1"),
+        ("layout.expert=2", "model.experts.dense_first=1", "model.layers=3"),
         ("layout.expert=2", "precision.compute=bf16", *SMALL_UNITS),
         ("layout.expert_tensor=2",),
         ("layout.expert_tensor=2", "precision.compute=bf16", *SMALL_UNITS),
         ("layout.tensor=2",),
-        ("layout.tensor=2", "layout.expert=2", "layout.sequence_parallel=true", "model.shared_experts=1"),
-        ("layout.tensor=2", "layout.expert_tensor=2", "model.shared_experts=1"),
+        ("layout.tensor=2", "layout.expert=2", "layout.sequence_parallel=true", "model.experts.shared=1"),
+        ("layout.tensor=2", "layout.expert_tensor=2", "model.experts.shared=1"),
         ("layout.context=2", "layout.expert=2"),
         ("layout.pipeline=2",),
-        ("layout.pipeline=2", "model.dense_first=2", "model.layers=4"),
+        ("layout.pipeline=2", "model.experts.dense_first=2", "model.layers=4"),
     ],
     4: [
         ("layout.expert=4",),
@@ -106,7 +106,7 @@ def test_activations_are_those_that_are_kept(world: World, even: None, recompute
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
-@pytest.mark.parametrize("more", [(), ("model.shared_experts=1",), ("model.dropout=0.1",)])
+@pytest.mark.parametrize("more", [(), ("model.experts.shared=1",), ("model.dropout=0.1",)])
 def test_activations_of_split_backward_are_those_that_are_kept(
     world: World, even: None, more: tuple[str, ...]
 ) -> None:
@@ -120,7 +120,7 @@ def test_activations_of_split_backward_are_those_that_are_kept(
 @pytest.mark.parametrize("form", ["bf16", "int8"])
 def test_activations_in_fewer_bits_are_those_that_are_kept(world: World, even: None, form: str) -> None:
     """Rows of experts are features of tokens too; a router's scores stay as they are."""
-    layouts: list[tuple[str, ...]] = [(), ("model.shared_experts=1",)]
+    layouts: list[tuple[str, ...]] = [(), ("model.experts.shared=1",)]
     if world.size > 1:
         layouts = [("layout.expert=2",), ("layout.tensor=2",)]
     for layout in layouts:
@@ -140,12 +140,12 @@ def test_activations_in_fewer_bits_are_those_that_are_kept(world: World, even: N
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_model_states_are_those_of_a_run(world: World, zero: int) -> None:
     layouts: dict[int, list[tuple[str, ...]]] = {
-        1: [("model.shared_experts=1", "model.dense_first=1")] if zero < 3 else [],
+        1: [("model.experts.shared=1", "model.experts.dense_first=1")] if zero < 3 else [],
         2: [(), ("layout.expert=2",), ("layout.expert_tensor=2",)],
         4: [("layout.expert=2",), ("layout.expert=2", "layout.tensor=2")],
     }
     for layout in layouts.get(world.size, []):
-        deck = mixture(*layout, "model.balance=bias", f"layout.zero={zero}")
+        deck = mixture(*layout, "model.experts.balance=bias", f"layout.zero={zero}")
         training = trainer(world, deck)
         training.train(2)
         planned = plan_memory(deck, world.size, VOCABULARY).stages[0].memory
@@ -163,7 +163,7 @@ def test_model_states_are_those_of_a_run(world: World, zero: int) -> None:
 
 def test_active_parameters_are_those_that_a_token_meets() -> None:
     """By hand, and by them FLOPs: of tokens, positions of blocks, and experts chosen alone."""
-    deck = mixture("model.shared_experts=1", "model.dense_first=1", "model.layers=3")
+    deck = mixture("model.experts.shared=1", "model.experts.dense_first=1", "model.layers=3")
     numbers = count(ModelShape.of(deck, VOCABULARY))
     expert, router, dense = 3 * 32 * 40, 4 * 32, 3 * 32 * 48
     attention, norms = 32 * 32 * 2 + 2 * 32 * 8, 2 * 32
@@ -206,7 +206,7 @@ def exchanged_of_a_step(world: World, deck: Deck) -> tuple[int, int, int]:
     here = planned.stages[training.engine.mesh.coordinate("pipeline")].exchanged
     training.engine.close()
     itemsize = 2 if deck.precision.compute == "bf16" else 4
-    counts = exchanges * 8 * deck.model.experts
+    counts = exchanges * 8 * deck.model.experts.count
     return sum(entry.bytes for entry in entries) - counts, rows * deck.model.hidden * itemsize, here
 
 
@@ -214,7 +214,7 @@ EXCHANGING: dict[int, list[tuple[str, ...]]] = {
     2: [
         ("layout.expert=2",),
         ("layout.expert=2", "memory.recompute=full"),
-        ("layout.expert=2", "memory.recompute=selective", "model.dense_first=1", "model.layers=3"),
+        ("layout.expert=2", "memory.recompute=selective", "model.experts.dense_first=1", "model.layers=3"),
         ("layout.expert=2", "precision.compute=bf16"),
         ("layout.expert=2", "layout.tensor=2"),
     ],
@@ -262,4 +262,4 @@ def test_people_are_told_what_is_active_and_what_travels() -> None:
 def test_where_every_rank_has_all_experts_loads_do_not_matter(world: World) -> None:
     """As many rows as are chosen stay on their rank, whichever experts take them."""
     for recompute in ("none", "full"):
-        expect_activations(world, mixture("model.shared_experts=1", f"memory.recompute={recompute}"))
+        expect_activations(world, mixture("model.experts.shared=1", f"memory.recompute={recompute}"))

@@ -145,7 +145,7 @@ def test_replicas_send_what_was_planned(world: World, form: str) -> None:
 @pytest.mark.mpi(min_size=2, max_size=2)
 def test_experts_are_planned_where_loads_are_even(world: World) -> None:
     """Sums of gradients to the byte, what experts get up to the routers' choices."""
-    deck = small_deck(*LLAMA, "model.experts=4", "layout.expert=2", "model.experts_per_token=4")
+    deck = small_deck(*LLAMA, "model.experts.count=4", "layout.expert=2", "model.experts.per_token=4")
     planned = plan_traffic(deck, world.size, VOCABULARY)
     assert not planned.whole
     payload, real = planned.stages[0].payload(), sent(world, deck)

@@ -17,7 +17,7 @@ from tests.generate.test_text import MIXTURE, make_checkpoint
 MODELS = {
     "gpt2": (),
     "llama": (*LLAMA, "precision.compute=bf16"),
-    "mixture": (*MIXTURE, "model.balance=bias"),
+    "mixture": (*MIXTURE, "model.experts.balance=bias"),
     "adapters": (*LLAMA, "model.adapters={rank = 2}"),
     "scores": ("objective.kind=reward", "model.tied=false"),
 }

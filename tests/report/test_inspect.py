@@ -101,13 +101,18 @@ def test_mixtures_are_told_of(group: Group, tmp_path: Path) -> None:
     path = tmp_path / "step-00000007.h5"
     write(group, path)
     assert "experts" not in told(group, path)[1]
-    keys = ("model.experts=8", "model.expert_mlp=16", "model.experts_per_token=3", "model.layers=5")
+    keys = ("model.experts.count=8", "model.experts.mlp=16", "model.experts.per_token=3", "model.layers=5")
     write(group, path, *LLAMA, *keys)
     assert "mixtures of 8 experts of 16, 3 a token, in every block; softmax, balanced by a loss" in " ".join(
         told(group, path)[1].split()
     )
-    more = ("model.shared_experts=1", "model.expert_every=2", "model.dense_first=1", "model.balance=bias")
-    write(group, path, *LLAMA, *keys, *more, "model.router=sigmoid", "model.capacity=1.5")
+    more = (
+        "model.experts.shared=1",
+        "model.experts.every=2",
+        "model.experts.dense_first=1",
+        "model.experts.balance=bias",
+    )
+    write(group, path, *LLAMA, *keys, *more, "model.experts.router=sigmoid", "model.experts.capacity=1.5")
     assert (
         "mixtures of 8 experts of 16, 3 a token, 1 shared by all, in one of 2 blocks behind the first 1; "
         "sigmoid, balanced by a bias, capacity 1.5"

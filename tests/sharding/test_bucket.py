@@ -22,7 +22,7 @@ pytestmark = pytest.mark.mpi(min_size=2)
 
 SIZES = ("model.layers=3", "batch.global_size=8", "batch.micro_size=1", "batch.sequence=16")
 FREE = ("optimizer.name=schedule-free",)
-MIXTURE = (*LLAMA, "model.experts=4", "model.experts_per_token=2")
+MIXTURE = (*LLAMA, "model.experts.count=4", "model.experts.per_token=2")
 REPLICAS = ("layout.replicas=2", "communication.local_steps=2")
 CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "fp32": (2, ("layout.zero=2",)),

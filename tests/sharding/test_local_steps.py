@@ -362,7 +362,7 @@ def test_offloaded_state_makes_the_same_steps(world: World, mpi_tmp_path: Path, 
 
 @pytest.mark.mpi(min_size=2, max_size=4)
 def test_layouts_with_replicas_are_checked(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    experts = (*LLAMA, "model.experts=4", "layout.expert=2", "batch.global_size=16")
+    experts = (*LLAMA, "model.experts.count=4", "layout.expert=2", "batch.global_size=16")
     for more in (("layout.zero=1",), experts if world.size == 4 else ("layout.zero=2",)):
         deck = small_deck(*DILOCO, *keys(local_steps=5), *more)
         assert "layout checked" in verify_layout(deck, world, make_mesh(deck, world))

@@ -33,7 +33,7 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
         "stage 2": ("layout.zero=2", "model.frozen=['embedding.*', 'blocks.0.*']"),
         "stage 3": ("layout.zero=3", "precision.compute=fp16", "precision.initial_loss_scale=1024.0"),
         "int8": ("communication.compress=int8", "communication.warmup=1"),
-        "experts": (*LLAMA, "model.experts=4", "model.balance=none"),
+        "experts": (*LLAMA, "model.experts.count=4", "model.experts.balance=none"),
     },
     4: {
         "hybrid": ("layout.zero=2", "layout.zero_group=2"),

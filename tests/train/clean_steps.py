@@ -36,7 +36,7 @@ LAYOUTS: Mapping[str, tuple[str, ...]] = {
     "pipeline": ("layout.pipeline=2", "model.layers=2", "layout.schedule=zb-h1", "model.tied=true"),
     "chunks": ("layout.pipeline=2", "layout.chunks=2", "layout.schedule=interleaved", "model.layers=4"),
     "context": ("layout.context=2", "layout.zero=1", "model.family=gpt2", "model.heads=4"),
-    "experts": ("model.experts=4", "layout.expert=2", "layout.zero=2", "model.balance=bias"),
+    "experts": ("model.experts.count=4", "layout.expert=2", "layout.zero=2", "model.experts.balance=bias"),
 }
 COMMON = (
     "learning_rate.peak=3e-2",  # high enough for losses to go up and down

@@ -52,7 +52,7 @@ LAYOUTS: Mapping[str, tuple[str, ...]] = {
     "zero-3": ("layout.zero=3", "communication.transport=mpi"),
     "tensor": ("layout.tensor=2", "layout.sequence_parallel=true", "optimizer.name=muon"),
     "pipeline": ("layout.pipeline=2", "layout.schedule=zb-h1", "precision.compute=fp16"),
-    "experts": ("model.experts=4", "model.balance=bias", "layout.expert=2", "layout.zero=2"),
+    "experts": ("model.experts.count=4", "model.experts.balance=bias", "layout.expert=2", "layout.zero=2"),
     "replicas": ("layout.replicas=2", "communication.local_steps=3", "communication.outer=diloco"),
     "compressed": ("communication.compress=topk", "optimizer.name=lion"),
     "fp8": ("precision.compute=fp8", "layout.zero=1"),
@@ -191,10 +191,10 @@ def test_copies_that_part_are_named(
     assert found[0]["ranks"] == ([wrong] if world.size > 2 else [0, 1])
 
 
-MIXTURE = ("model.experts=4", "layout.expert=2")
+MIXTURE = ("model.experts.count=4", "layout.expert=2")
 KEPT_BESIDE: Mapping[str, tuple[str, ...]] = {
-    "router/bias": (*MIXTURE, "model.balance=bias"),
-    "router/shares": (*MIXTURE, "model.balance=loss", "model.balance_over=step"),
+    "router/bias": (*MIXTURE, "model.experts.balance=bias"),
+    "router/shares": (*MIXTURE, "model.experts.balance=loss", "model.experts.balance_over=step"),
     "fp8/weights": ("precision.compute=fp8", "layout.zero=1"),
     "fp8/inputs": ("precision.compute=fp8", "layout.tensor=2", "layout.sequence_parallel=true"),
     "reducer/q": ("communication.compress=powersgd",),

@@ -38,7 +38,7 @@ APART = ("layout.zero=1", "communication.transport=mpi")  # each rank has gather
 ZERO_3 = ("layout.zero=3",)
 STEPS = 3
 
-MIXTURE = (*LLAMA, "model.experts=4", "model.experts_per_token=2", "model.expert_mlp=32")
+MIXTURE = (*LLAMA, "model.experts.count=4", "model.experts.per_token=2", "model.experts.mlp=32")
 CHUNKS = ("layout.pipeline=2", "layout.schedule=interleaved", "layout.chunks=2", "layout.zero=2")
 # Keys of a model, and a layout of two ranks.
 ALIKE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {

@@ -158,7 +158,7 @@ def test_losses_and_gradients_are_those_of_separate_documents(world: World, fami
         trainer.engine.close()
 
 
-EXPERTS = ("model.experts=4", "model.experts_per_token=2", "model.balance_over=sequence")
+EXPERTS = ("model.experts.count=4", "model.experts.per_token=2", "model.experts.balance_over=sequence")
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)

@@ -93,7 +93,7 @@ CASES: Mapping[str, tuple[str, ...]] = {
     "fp16": (*FROM_MEMORY, "precision.compute=fp16"),
     "compressed": (*FROM_MEMORY, "communication.compress=topk"),
     "schedule-free": (*FROM_MEMORY, "optimizer.name=schedule-free", "learning_rate.decay=constant"),
-    "experts": (*FROM_MEMORY, "model.experts=4", "model.balance=bias", "layout.expert=2"),
+    "experts": (*FROM_MEMORY, "model.experts.count=4", "model.experts.balance=bias", "layout.expert=2"),
     "disk offload": (*FROM_MEMORY, "memory.optimizer=disk"),
 }
 

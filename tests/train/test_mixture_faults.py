@@ -28,7 +28,7 @@ from tests.engines import LLAMA, small_deck
 
 pytestmark = pytest.mark.mpi(min_size=2, max_size=2)
 
-KEYS = (*LLAMA, "model.experts=4", "model.expert_mlp=24", "model.router_z_loss=0.01")
+KEYS = (*LLAMA, "model.experts.count=4", "model.experts.mlp=24", "model.experts.router_z_loss=0.01")
 
 
 def verified(world: World, *layout: str) -> str:

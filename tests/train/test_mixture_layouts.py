@@ -26,9 +26,9 @@ from tests.engines import LLAMA, Trainer, by_rank_0, reference, small_deck, trai
 KEYS = (
     *LLAMA,
     "model.layers=4",
-    "model.experts=4",
-    "model.expert_mlp=24",
-    "model.balance_loss=0.1",
+    "model.experts.count=4",
+    "model.experts.mlp=24",
+    "model.experts.balance_loss=0.1",
     "optimizer.epsilon=1.0",
     "learning_rate.peak=0.1",
     "learning_rate.warmup=0",
@@ -36,19 +36,23 @@ KEYS = (
 )
 
 MODELS = {
-    "softmax": ("model.router_z_loss=0.01",),
-    "capacity": ("model.capacity=1.0", "model.balance_over=sequence", "model.router_normalize=false"),
+    "softmax": ("model.experts.router_z_loss=0.01",),
+    "capacity": (
+        "model.experts.capacity=1.0",
+        "model.experts.balance_over=sequence",
+        "model.experts.router_normalize=false",
+    ),
     "sigmoid": (
-        "model.experts=8",
-        "model.router=sigmoid",
-        "model.router_groups=4",
-        "model.router_groups_per_token=2",
-        "model.router_scale=2.5",
-        "model.shared_experts=1",
-        "model.dense_first=1",
-        "model.balance=bias",
-        "model.balance_rate=0.1",
-        "model.balance_over=step",
+        "model.experts.count=8",
+        "model.experts.router=sigmoid",
+        "model.experts.router_groups=4",
+        "model.experts.router_groups_per_token=2",
+        "model.experts.router_scale=2.5",
+        "model.experts.shared=1",
+        "model.experts.dense_first=1",
+        "model.experts.balance=bias",
+        "model.experts.balance_rate=0.1",
+        "model.experts.balance_over=step",
     ),
 }
 

@@ -14,13 +14,13 @@ from tests.train.test_any_layout import tensors
 
 KEYS = (
     *LLAMA,
-    "model.experts=4",
-    "model.expert_mlp=24",
-    "model.shared_experts=1",
-    "model.balance=bias",
-    "model.balance_loss=0.01",
-    "model.balance_over=step",
-    "model.balance_rate=0.01",
+    "model.experts.count=4",
+    "model.experts.mlp=24",
+    "model.experts.shared=1",
+    "model.experts.balance=bias",
+    "model.experts.balance_loss=0.01",
+    "model.experts.balance_over=step",
+    "model.experts.balance_rate=0.01",
     "learning_rate.warmup=0",
     "learning_rate.peak=2e-3",
     "learning_rate.decay=constant",
@@ -125,9 +125,10 @@ def test_what_differs_between_resumed_runs_is_rounding_alone(world: World, mpi_t
 
 ANEW = "not all of its router/{} suits this run: the rest begins anew"
 BALANCES = {
-    "model.balance_loss=0 model.balance_over=micro_batch": (["bias"], []),
-    "model.balance=loss model.balance_rate=0.001": (["shares"], ["leaves its router/bias: "]),
-    "model.balance=none model.balance_loss=0 model.balance_rate=0.001 model.balance_over=micro_batch": (
+    "model.experts.balance_loss=0 model.experts.balance_over=micro_batch": (["bias"], []),
+    "model.experts.balance=loss model.experts.balance_rate=0.001": (["shares"], ["leaves its router/bias: "]),
+    "model.experts.balance=none model.experts.balance_loss=0 "
+    "model.experts.balance_rate=0.001 model.experts.balance_over=micro_batch": (
         [],
         ["leaves its router/bias: "],
     ),

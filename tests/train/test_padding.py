@@ -140,8 +140,8 @@ def test_fp8_scales_do_not_depend_on_padding(world: World, recipe: str) -> None:
 def test_mixtral_with_an_attention_mask(world: World) -> None:
     """The loss and the gradients of a step equal those of transformers with an attention mask."""
     pytest.importorskip("transformers")
-    keys = (*LLAMA, "model.layers=1", "model.experts=4", "model.expert_mlp=24", "model.tied=false")
-    more = ("model.balance_loss=0.1", "batch.micro_size=8", "optimizer.clip=0", "data.pack=false")
+    keys = (*LLAMA, "model.layers=1", "model.experts.count=4", "model.experts.mlp=24", "model.tied=false")
+    more = ("model.experts.balance_loss=0.1", "batch.micro_size=8", "optimizer.clip=0", "data.pack=false")
     for length in (48, 96):
         deck = small_deck(*keys, *more, f"batch.sequence={length}")
         run = trainer_of(world, deck, ShortRows(length))
@@ -188,9 +188,9 @@ CASE: dict[str, Any] = {
     "model.hidden": 32,
     "model.heads": 4,
     "model.vocabulary": 257,
-    "model.experts": 4,
+    "model.experts.count": 4,
     "model.initial_std": 0.2,
-    "model.balance_loss": 0.01,
+    "model.experts.balance_loss": 0.01,
     "run.seed": 5,
     "batch.micro_size": 8,
     "data.pack": False,
@@ -212,7 +212,7 @@ def test_recorded_routing_has_no_choices_for_padding(world: World, tmp_path: Pat
         "data.validation=0",
         "batch.sequence=40",
     ]
-    keys += ["run.steps=1", "model.record_routing=8", "model.vocabulary="]
+    keys += ["run.steps=1", "model.experts.record_routing=8", "model.vocabulary="]
     (tmp_path / "deck.toml").write_text(DECK)
     losses = []
     for name, replayed in (("first", None), ("second", tmp_path / "first" / ROUTING_FILE)):

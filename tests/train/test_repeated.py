@@ -23,7 +23,12 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "tensor": ("layout.tensor=2",),
     "pipeline": ("layout.pipeline=2", "layout.schedule=interleaved"),
     "context": ("layout.context=2",),
-    "experts": ("model.family=llama", "model.experts=4", "layout.expert=2", "model.balance=bias"),
+    "experts": (
+        "model.family=llama",
+        "model.experts.count=4",
+        "layout.expert=2",
+        "model.experts.balance=bias",
+    ),
     "dropout": ("model.dropout=0.2", "memory.recompute=full"),
     "fp8": ("precision.compute=fp8",),
     "replicas": ("layout.replicas=2", "communication.local_steps=4"),

@@ -29,11 +29,11 @@ KEYS = (
     "model.family=llama",
     "model.key_value_heads=2",
     "model.mlp=48",
-    "model.experts=4",
-    "model.expert_mlp=16",
+    "model.experts.count=4",
+    "model.experts.mlp=16",
     "model.initial_std=0.3",
     "model.dropout=0",
-    f"model.record_routing={SAMPLES}",
+    f"model.experts.record_routing={SAMPLES}",
     "run.steps=3",
     "run.evaluate_every=0",
     "checkpoint.every=1",
@@ -51,7 +51,7 @@ LAYOUTS = {
 GIVEN = [2, 5, 10]
 """Samples for which a file names other experts than the routers chose."""
 
-MORE = (f"model.record_routing={SAMPLES + 5}",)
+MORE = (f"model.experts.record_routing={SAMPLES + 5}",)
 
 Train = Callable[..., Path]
 
@@ -97,7 +97,9 @@ def losses(folder: Path) -> list[float]:
 
 
 def test_choices_are_those_that_the_figures_tell_of(train: Train) -> None:
-    folder = train("run", "model.expert_every=2", "model.layers=4", "model.record_routing=4", "run.steps=1")
+    folder = train(
+        "run", "model.experts.every=2", "model.layers=4", "model.experts.record_routing=4", "run.steps=1"
+    )
     found = RoutingFile.read(folder / ROUTING_FILE)
     assert (found.experts, found.blocks.tolist(), found.samples.tolist()) == (4, [1, 3], [0, 1, 2, 3])
     assert found.choices.shape == (2, 4, 32, 2)
@@ -108,13 +110,13 @@ def test_choices_are_those_that_the_figures_tell_of(train: Train) -> None:
 
 
 def test_fewer_samples_than_asked_for_are_written_at_the_end(train: Train) -> None:
-    folder = train("run", "model.record_routing=1000", "run.steps=1")
+    folder = train("run", "model.experts.record_routing=1000", "run.steps=1")
     assert RoutingFile.read(folder / ROUTING_FILE).samples.tolist() == [0, 1, 2, 3]
-    assert not (train("none", "model.record_routing=0", "run.steps=1") / ROUTING_FILE).exists()
+    assert not (train("none", "model.experts.record_routing=0", "run.steps=1") / ROUTING_FILE).exists()
 
 
 def test_recording_changes_no_bit(train: Train) -> None:
-    assert losses(train("with")) == losses(train("without", "model.record_routing=0"))
+    assert losses(train("with")) == losses(train("without", "model.experts.record_routing=0"))
 
 
 @pytest.mark.mpi(min_size=2, max_size=4)
@@ -170,16 +172,16 @@ def test_a_resumed_run_follows_a_file(world: World, train: Train, mpi_tmp_path: 
 def test_a_file_that_does_not_fit_is_refused(world: World, train: Train, mpi_tmp_path: Path) -> None:
     given = train("good", "run.steps=1") / ROUTING_FILE
     for key, sentence in {
-        "model.experts=8": "model.experts = 4 there, 8 in this run",
-        "model.experts_per_token=3": "model.experts_per_token = 2 there, 3 in this run",
-        "model.expert_every=2": r"choices of the blocks = \[0, 1\] there, \[1\] in this run",
+        "model.experts.count=8": "model.experts.count = 4 there, 8 in this run",
+        "model.experts.per_token=3": "model.experts.per_token = 2 there, 3 in this run",
+        "model.experts.every=2": r"choices of the blocks = \[0, 1\] there, \[1\] in this run",
         "batch.sequence=16": "batch.sequence = 32 there, 16 in this run",
     }.items():
         with pytest.raises(HpctrainError, match=sentence) as raised:
             train("other", key, replayed=given)
         assert raised.value.exit_code == 2
         assert not (mpi_tmp_path / "other").exists()
-    dense = ("model.experts=0", "model.expert_mlp=48", "model.record_routing=0")
+    dense = ("model.experts.count=none", "model.experts.mlp=48", "model.experts.record_routing=0")
     with pytest.raises(HpctrainError, match="the model has no experts to choose"):
         train("other", *dense, replayed=given)
     with pytest.raises(InputOutputError, match=r"absent.h5: cannot be read: No such file"):
@@ -207,10 +209,12 @@ def test_the_file_that_a_run_follows_is_not_deleted_by_it(
     with pytest.raises(HpctrainError, match=r"routing.h5, which this run is to read"):
         run_deck(world, deck, keys, fresh=True, replayed=folder / ROUTING_FILE)
     assert (folder / ROUTING_FILE).exists()
-    assert run_deck(world, deck, [*keys, "model.record_routing=0"], fresh=True) == 0
+    assert run_deck(world, deck, [*keys, "model.experts.record_routing=0"], fresh=True) == 0
     assert not (folder / ROUTING_FILE).exists()
 
 
 def test_a_dense_model_has_nothing_to_record() -> None:
-    with pytest.raises(HpctrainError, match=r"model.record_routing.*has no effect with model.experts = 0"):
-        parse_deck(DECK.format(tokens="none"), ["model.record_routing=1"])
+    with pytest.raises(
+        HpctrainError, match=r"model.record_routing.*has no effect with model.experts.count = 0"
+    ):
+        parse_deck(DECK.format(tokens="none"), ["model.experts.record_routing=1"])

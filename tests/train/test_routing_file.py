@@ -90,11 +90,11 @@ def test_another_file_is_told_apart(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"experts": 8}, "model.experts = 8 there, 4 in this run"),
+        ({"experts": 8}, "model.experts.count = 8 there, 4 in this run"),
         ({"blocks": np.array([0, 3], np.int32)}, r"choices of the blocks = \[0, 3\] there, \[1, 3\]"),
         ({"choices": np.zeros((2, 2, 4, 2), np.int32)}, "needs 2 different experts"),
         ({"choices": example().choices + 1}, "different experts of the 4"),
-        ({"choices": example().choices[..., :1]}, "model.experts_per_token = 1 there, 2 in"),
+        ({"choices": example().choices[..., :1]}, "model.experts.per_token = 1 there, 2 in"),
         ({"choices": example().choices[:, :, :3]}, "batch.sequence = 3 there, 4 in"),
         ({"samples": np.array([5, 5])}, "every sample is there once"),
         ({"samples": np.array([5])}, "every sample is there once"),

@@ -165,9 +165,9 @@ def test_a_run_starts_from_a_model_and_is_resumed_without_it(world: World, mpi_t
     ):
         resume(world, run, ["model.from=x"])
     with pytest.raises(
-        HpctrainError, match=r"--set model.experts=4: .* was trained with 0, .* can start .*model. from"
+        HpctrainError, match=r"--set model.experts.count=4: .* was trained with 0, .* can start .*model. from"
     ) as no:
-        resume(world, run, ["model.experts=4", "run.steps=2"])
+        resume(world, run, ["model.experts.count=4", "run.steps=2"])
     assert no.value.exit_code == 2 and len(no.value.problems) == 1
     assert resume(world, run, ["run.steps=2"]) == 0
     assert (run / "checkpoints/step-00000002.h5").exists()
@@ -221,7 +221,7 @@ def test_a_mixture_goes_on_as_a_mixture_however_it_is_asked(world: World, mpi_tm
         (mpi_tmp_path / "text.txt").write_text("one two three " * 200)
     world.everyone.barrier()
     prepare(world, mpi_tmp_path / "tokens.h5", [str(mpi_tmp_path / "text.txt")])
-    mixture = ["model.experts=4", "model.balance=bias", "model.balance_rate=0.02"]
+    mixture = ["model.experts.count=4", "model.experts.balance=bias", "model.experts.balance_rate=0.02"]
     assert run_deck(world, path, [*mixture, "run.steps=1", "learning_rate.decay_steps=2"]) == 0
     with pytest.raises(
         HpctrainError, match=r"experts.*0.*: .* was trained with 4, and another value changes"
@@ -230,9 +230,9 @@ def test_a_mixture_goes_on_as_a_mixture_however_it_is_asked(world: World, mpi_tm
     with pytest.raises(
         HpctrainError, match=r"experts.*0.*: .* was trained with 4, and another value changes"
     ):
-        resume(world, run, ["model.experts=0", "run.steps=2"])
+        resume(world, run, ["model.experts.count=none", "run.steps=2"])
     # What the stored deck says of biases has no effect any more, and cannot be left out.
-    assert resume(world, run, ["model.balance=loss", "run.steps=2"]) == 0
+    assert resume(world, run, ["model.experts.balance=loss", "run.steps=2"]) == 0
 
 
 ANEW, LION = "optimizer.restart=true", "optimizer.name=lion"

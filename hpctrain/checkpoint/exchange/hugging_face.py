@@ -7,6 +7,8 @@ from typing import Any
 
 from hpctrain.checkpoint.exchange.architectures import ARCHITECTURES, SCORED, HuggingFaceArchitecture
 from hpctrain.deck.activations import ACTIVATIONS, imported_activation
+from hpctrain.deck.presets import EXPERT_KEYS
+from hpctrain.deck.schema import fields
 from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError
 from hpctrain.model.shape import ModelShape
@@ -340,8 +342,10 @@ def _told(value: object) -> str:
 
 def _refused(shape: ModelShape, key: str, has: str, family: str) -> HpctrainError:
     value = toml_value(getattr(shape, key))
+    is_of_experts = key in EXPERT_KEYS or (key in fields("model.experts") and key != "mlp")
+    name = f"model.experts.{EXPERT_KEYS.get(key, key)}" if is_of_experts else f"model.{key}"
     return HpctrainError(
-        f"model.{key} = {value}: the {family} of transformers {has}, so this model cannot be exported"
+        f"{name} = {value}: the {family} of transformers {has}, so this model cannot be exported"
     )
 
 

@@ -5,6 +5,7 @@ Tests of checkpoint/exchange/architectures.py, and of what the other files besid
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from hpctrain.checkpoint.exchange import convert as exchange
 from hpctrain.checkpoint.exchange import source
 from hpctrain.checkpoint.exchange.convert import export_model, import_model
 from hpctrain.checkpoint.exchange.hugging_face import config_of, shape_of
-from hpctrain.checkpoint.exchange.source import settled_keys, source_shape
+from hpctrain.checkpoint.exchange.source import model_keys, settled_keys, source_shape
 from hpctrain.checkpoint.read import read_state
 from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.checkpoint.write import save
@@ -138,9 +139,9 @@ def test_many_files_and_small_pieces(world: World, tmp_path: Path, monkeypatch: 
     assert_same_bits(found, expected)
 
 
-MIXTURE = (*LLAMA, "model.vocabulary=257", "model.experts=4", "model.expert_mlp=24")
+MIXTURE = (*LLAMA, "model.vocabulary=257", "model.experts.count=4", "model.experts.mlp=24")
 DOTS1 = (
-    *MIXTURE, "model.router=sigmoid", "model.balance=bias", "model.shared_experts=1",
+    *MIXTURE, "model.experts.router=sigmoid", "model.experts.balance=bias", "model.experts.shared=1",
     "model.query_key_norm=head",
 )  # fmt: skip
 
@@ -322,11 +323,20 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def flat(keys: dict[str, object]) -> Iterator[tuple[str, object]]:
+    for key, value in keys.items():
+        if isinstance(value, dict):
+            yield from ((f"{key}.{own}", each) for own, each in value.items())
+        else:
+            yield key, value
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configs_are_the_presets(name: str) -> None:
     shape = shape_of(PUBLISHED[name], "config.json")
-    keys = {**PRESETS}[name].model_keys()  # type: ignore[index]
-    assert {key: getattr(shape, key) for key in keys} == keys
+    keys = {f"model.{key}": value for key, value in flat({**PRESETS}[name].model_keys())}  # type: ignore[index]
+    settled = {f"model.{key}": value for key, value in model_keys(shape).items()}
+    assert {key: settled[key] for key in keys} == keys
 
 
 TINY = ModelShape(
@@ -338,14 +348,23 @@ TINY = ModelShape(
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"capacity": 1.5}, "model.capacity = 1.5: the MixtralForCausalLM of transformers has none alone"),
-        ({"router_scale": 2.0}, "model.router_scale = 2.0: the MixtralForCausalLM of transformers has 1.0"),
-        ({"router_normalize": False}, "model.router_normalize = false"),
-        ({"balance": "bias"}, 'model.balance = "bias"'),
-        ({"router_groups": 2}, "model.router_groups = 2"),
-        ({"shared_experts": 1}, "model.shared_experts = 1"),
-        ({"dense_first": 1}, "model.dense_first = 1: the MixtralForCausalLM of transformers has 0 alone"),
-        ({"query_key_norm": "all", "expert_every": 2}, "model.expert_every = 2: the OlmoeForCausalLM of"),
+        (
+            {"capacity": 1.5},
+            "model.experts.capacity = 1.5: the MixtralForCausalLM of transformers has none alone",
+        ),
+        (
+            {"router_scale": 2.0},
+            "model.experts.router_scale = 2.0: the MixtralForCausalLM of transformers has 1.0",
+        ),
+        ({"router_normalize": False}, "model.experts.router_normalize = false"),
+        ({"balance": "bias"}, 'model.experts.balance = "bias"'),
+        ({"router_groups": 2}, "model.experts.router_groups = 2"),
+        ({"shared_experts": 1}, "model.experts.shared = 1"),
+        (
+            {"dense_first": 1},
+            "model.experts.dense_first = 1: the MixtralForCausalLM of transformers has 0 alone",
+        ),
+        ({"query_key_norm": "all", "expert_every": 2}, "model.experts.every = 2: the OlmoeForCausalLM of"),
         ({"query_key_norm": "all", "head_size": 6}, "model.head_size = 6: the OlmoeForCausalLM of"),
         ({"router": "sigmoid"}, "the Dots1ForCausalLM of transformers"),
         ({"experts": 0, "query_key_norm": "all"}, 'model.query_key_norm = "all"'),

@@ -42,7 +42,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "llama": LLAMA,
     "qwen3": (*LLAMA, "model.query_key_norm=head"),
     "mup": (*LLAMA, "model.parametrization=mup", "model.base_width=16", "model.base_head_size=4"),
-    "mixtral": (*LLAMA, "model.experts=4", "model.experts_per_token=2"),
+    "mixtral": (*LLAMA, "model.experts.count=4", "model.experts.per_token=2"),
 }
 
 
@@ -107,7 +107,7 @@ def test_what_is_not_taken(world: World, tmp_path: Path) -> None:
         path.write_text(json.dumps({**config, "id2label": labels}))
         with pytest.raises(HpctrainError, match=r"id2label = .*: the heads of hpctrain's"):
             import_model(world, tmp_path / "theirs", tmp_path / "b.h5")
-    olmoe = ("model.query_key_norm=all", "model.router_normalize=false", *FAMILIES["mixtral"])
+    olmoe = ("model.query_key_norm=all", "model.experts.router_normalize=false", *FAMILIES["mixtral"])
     written(world, tmp_path / "c.h5", *olmoe, *REWARD)
     with pytest.raises(HpctrainError, match=r"transformers has no .* with a head of one score"):
         export_model(world, tmp_path / "c.h5", tmp_path / "none", None, 1 << 30)

@@ -100,10 +100,13 @@ def test_the_first_logits_are_those_of_the_dense_model(
 @pytest.mark.parametrize(
     ("override", "told"),
     [
-        ("model.router_normalize=false", "must be true, as the experts begin as copies of the feed-forward"),
-        ("model.router_scale=2.5", "must be 1, as the experts begin as copies"),
-        ("model.shared_experts=1", "must be 0, as the experts begin as copies"),
-        ("model.expert_mlp=40", "must be model.mlp = 80, as the experts begin as copies"),
+        (
+            "model.experts.router_normalize=false",
+            "must be true, as the experts begin as copies of the feed-forward",
+        ),
+        ("model.experts.router_scale=2.5", "must be 1, as the experts begin as copies"),
+        ("model.experts.shared=1", "must be 0, as the experts begin as copies"),
+        ("model.experts.mlp=40", "must be model.mlp = 80, as the experts begin as copies"),
     ],
 )
 def test_what_would_change_the_first_logits_is_refused(override: str, told: str, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hpctrain.deck.convert.megatron import convert_script, megatron_table
 from hpctrain.deck.convert.option_values import integer
 from hpctrain.deck.convert.shell_script import parse_arguments
+from hpctrain.deck.old_keys import new_names
 from hpctrain.deck.schema import field_of
 
 SCRIPT = """#!/bin/bash
@@ -190,7 +191,8 @@ def test_any_text_is_read(text: str) -> None:
 )
 def test_models(arguments: str, expected: dict[str, object]) -> None:
     result = {key: value for key, value in keys(arguments).items() if key != "model.family"}
-    assert result == {f"model.{name}": value for name, value in expected.items()}
+    names = {name: (*new_names(f"model.{name}"), f"model.{name}")[0] for name in expected}
+    assert result == {names[name]: value for name, value in expected.items()}
     assert not unsupported(arguments) or "family" in str(unsupported(arguments))
 
 
@@ -297,7 +299,7 @@ def test_steps_and_layouts(arguments: str, expected: dict[str, object]) -> None:
         ("--initial-loss-scale 4294967296", "exceeds 16777216"),
         ("--loss-scale 128", "the loss scale is always dynamic"),
         ("--bf16 perhaps", "--bf16 = perhaps: must be true or false"),
-        ("--moe-layer-freq 2", "model.expert_every gives them to the last"),
+        ("--moe-layer-freq 2", "model.experts.every gives them to the last"),
         ("--hidden-dropout 0.0", "--attention-dropout = 0.1: must equal --hidden-dropout"),
         (
             "--lr-decay-style WSD",

@@ -151,7 +151,7 @@ def test_over_slow_links_no_larger_messages_are_measured(world: World) -> None:
         ("communication.server=sync",),
         ("run.noise_scale_steps=2",),
         ("batch.ramp_from=6", "batch.ramp_steps=2"),
-        (*LLAMA, "model.experts=4", "layout.tensor=4", "layout.expert=2", "layout.expert_tensor=4"),
+        (*LLAMA, "model.experts.count=4", "layout.tensor=4", "layout.expert=2", "layout.expert_tensor=4"),
     ],
 )
 def test_decks_are_laid_out_anew(keys: tuple[str, ...]) -> None:

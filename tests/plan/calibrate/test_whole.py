@@ -66,7 +66,9 @@ def test_what_blocks_take_beside_their_parts_is_found() -> None:
 
 
 def test_blocks_that_cannot_be_timed_are_left_out() -> None:
-    mixture = small_deck("model.family=llama", "model.experts=4", "model.experts_per_token=2", "model.mlp=48")
+    mixture = small_deck(
+        "model.family=llama", "model.experts.count=4", "model.experts.per_token=2", "model.mlp=48"
+    )
     assert TimedBlocks.of([mixture], 2, 1e9).decks == ()
     assert TimedBlocks.of([small_deck()], 2, 1e3).decks == ()
     empty = TimedBlocks(())

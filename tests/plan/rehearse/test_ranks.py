@@ -13,7 +13,7 @@ from hpctrain.plan.rehearse.ranks import RankProgrammes
 from tests.engines import LLAMA, small_deck
 
 VOCABULARY = 61
-MIXTURE = (*LLAMA, "model.experts=4", "model.expert_mlp=32", "model.experts_per_token=2")
+MIXTURE = (*LLAMA, "model.experts.count=4", "model.experts.mlp=32", "model.experts.per_token=2")
 SPLIT = ("layout.tensor=2", "layout.sequence_parallel=true")
 LAYOUTS: list[tuple[int, int, tuple[str, ...]]] = [
     (4, 4, ("layout.zero=2", "memory.recompute=full")),
@@ -52,16 +52,22 @@ def test_alike_ranks_are_told_as_each_by_itself(ranks: int, per_node: int, keys:
     assert (one.events, one.messages, one.bytes) == (other.events, other.messages, other.bytes)
 
 
-UNEVEN = (*MIXTURE, "model.experts=12", "layout.expert=4", "model.experts_per_token=3", "batch.micro_size=1")
-FOLDED = (*MIXTURE, "layout.tensor=2", "layout.context=2", "model.experts=6", "layout.expert=3")
+UNEVEN = (
+    *MIXTURE,
+    "model.experts.count=12",
+    "layout.expert=4",
+    "model.experts.per_token=3",
+    "batch.micro_size=1",
+)
+FOLDED = (*MIXTURE, "layout.tensor=2", "layout.context=2", "model.experts.count=6", "layout.expert=3")
 MUON = ("optimizer.name=muon", "layout.tensor=2")
 ODD = (*MIXTURE, "layout.tensor=4", "batch.sequence=33", "batch.micro_size=1", "batch.global_size=16")
 """Rows that tensor ranks do not take as many of."""
 UNLIKE: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "odd rows": (8, 8, (*ODD, "layout.expert=4", "layout.pipeline=2")),
     "odd rows of split experts": (8, 4, (*ODD, "layout.expert=2", "layout.expert_tensor=2")),
-    "odd rows with room": (8, 4, (*ODD, "layout.expert=2", "model.capacity=1.25", "layout.zero=1")),
-    "uneven experts": (8, 4, (*MIXTURE, "model.experts=12", "layout.expert=4", "batch.global_size=16")),
+    "odd rows with room": (8, 4, (*ODD, "layout.expert=2", "model.experts.capacity=1.25", "layout.zero=1")),
+    "uneven experts": (8, 4, (*MIXTURE, "model.experts.count=12", "layout.expert=4", "batch.global_size=16")),
     "muon": (8, 4, (*MUON, "layout.pipeline=2", "batch.global_size=16")),
     "experts over tensor ranks": (16, 8, (*UNEVEN, *SPLIT, "layout.zero=1", "batch.global_size=16")),
     "experts split": (16, 16, (*UNEVEN, *SPLIT, "layout.expert_tensor=2", "layout.zero=2")),
@@ -125,7 +131,7 @@ def test_a_forgotten_message_of_one_rank_is_found_among_many() -> None:
 
 def test_uneven_experts_are_told_apart_by_few_of_many_ranks() -> None:
     """Of 512 ranks 96 experts lie over 32 and 3 each: loads differ as these do, nothing along data does."""
-    keys = ("model.experts=96", "model.experts_per_token=4", "layout.expert=32", "layout.zero=1")
+    keys = ("model.experts.count=96", "model.experts.per_token=4", "layout.expert=32", "layout.zero=1")
     deck = small_deck(*MIXTURE, *keys, "batch.global_size=512", "batch.micro_size=1")
     asked: list[str] = []
     job = RankProgrammes(deck, 512, VOCABULARY, 8).job(asked.append)

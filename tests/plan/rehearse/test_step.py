@@ -74,7 +74,7 @@ def planned(programme: Programme) -> list[Told]:
 
 
 LOCAL = ("layout.tensor=2", "layout.sequence_parallel=true")
-MIXTURE = (*LLAMA, "model.experts=4", "model.expert_mlp=32", "model.experts_per_token=4")
+MIXTURE = (*LLAMA, "model.experts.count=4", "model.experts.mlp=32", "model.experts.per_token=4")
 LAYOUTS: dict[int, list[tuple[str, ...]]] = {
     2: [
         (),
@@ -97,7 +97,7 @@ LAYOUTS: dict[int, list[tuple[str, ...]]] = {
         ("optimizer.name=muon", "layout.tensor=2", "model.layers=3"),
         ("optimizer.name=adam-mini", "layout.tensor=2"),
         (*MIXTURE, "layout.expert=2"),
-        (*MIXTURE, "layout.expert=2", "model.experts=6", "model.balance=bias"),
+        (*MIXTURE, "layout.expert=2", "model.experts.count=6", "model.experts.balance=bias"),
     ],
     4: [
         ("layout.tensor=2", "layout.zero=1", "layout.zero_group=1"),
@@ -105,8 +105,14 @@ LAYOUTS: dict[int, list[tuple[str, ...]]] = {
         ("layout.pipeline=2", "layout.tensor=2", "batch.global_size=32", "layout.zero=2"),
         ("layout.pipeline=2", "layout.context=2", "layout.zero=3", *LLAMA),
         (*MIXTURE, *LOCAL, "layout.expert=2", "layout.expert_tensor=2"),
-        (*MIXTURE, "layout.pipeline=2", "layout.expert=2", "model.balance_loss=0.01"),
-        (*MIXTURE, "layout.expert=4", "model.experts=12", "model.capacity=1.5", "batch.micro_size=1"),
+        (*MIXTURE, "layout.pipeline=2", "layout.expert=2", "model.experts.balance_loss=0.01"),
+        (
+            *MIXTURE,
+            "layout.expert=4",
+            "model.experts.count=12",
+            "model.experts.capacity=1.5",
+            "batch.micro_size=1",
+        ),
         ("optimizer.name=muon", "layout.tensor=2", "model.layers=3"),
         ("optimizer.name=muon", "layout.tensor=2", "layout.zero=1", "precision.compute=bf16"),
     ],

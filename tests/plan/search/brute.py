@@ -59,7 +59,7 @@ class Brute:
         deck = self.deck
         ranks = [size for size in range(1, self.ranks + 1) if self.ranks % size == 0]
         sizes = [size for size in range(1, deck.batch.global_size + 1) if deck.batch.global_size % size == 0]
-        experts = range(1, max(1, deck.model.experts) + 1)
+        experts = range(1, (deck.model.experts.count if deck.model.experts else 1) + 1)
         most = deck.model.layers + 2
         values: dict[str, Sequence[object]] = {
             "layout.tensor": ranks,

@@ -36,10 +36,10 @@ DENSE = ("model.family=gpt2",)
 LLAMA = ("model.family=llama", "model.key_value_heads=2", "model.mlp=1536")
 MIXTURE = (
     *LLAMA,
-    "model.experts=8",
-    "model.experts_per_token=2",
-    "model.shared_experts=1",
-    "model.expert_mlp=512",
+    "model.experts.count=8",
+    "model.experts.per_token=2",
+    "model.experts.shared=1",
+    "model.experts.mlp=512",
 )
 MODELS: Mapping[str, Sequence[str]] = {"dense": DENSE, "llama": LLAMA, "mixture": MIXTURE}
 

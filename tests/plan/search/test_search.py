@@ -372,6 +372,6 @@ def test_ranks_of_a_node_that_hold_little_leave_room_for_those_that_hold_much() 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("ranks", "experts"), [(6, 3), (12, 3), (10, 5)])
 def test_experts_of_which_the_other_axes_divide_nothing(ranks: int, experts: int) -> None:
-    keys = (*MIXTURE, f"model.experts={experts}", "batch.global_size=60", "batch.micro_size=1")
+    keys = (*MIXTURE, f"model.experts.count={experts}", "batch.global_size=60", "batch.micro_size=1")
     found = found_by(Case(keys, {"pipeline": 1}, KEPT, ranks=ranks), 99)
     assert {each.deck.layout.expert for each in found.best} == {1, experts}

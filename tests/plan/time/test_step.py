@@ -32,7 +32,7 @@ from tests.plan.time.test_machine import FILE
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
-MIXTURE = (*LLAMA, "model.experts=4", "model.experts_per_token=2", "model.shared_experts=1")
+MIXTURE = (*LLAMA, "model.experts.count=4", "model.experts.per_token=2", "model.experts.shared=1")
 LAYOUTS = {
     "alone": (1, ()),
     "data": (2, ()),

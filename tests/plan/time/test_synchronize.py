@@ -18,7 +18,7 @@ from tests.engines import LLAMA, small_deck
 from tests.plan.time.test_machine import FILE
 
 VOCABULARY = 61
-MIXTURE = (*LLAMA, "model.experts=4", "model.experts_per_token=4", "model.shared_experts=1")
+MIXTURE = (*LLAMA, "model.experts.count=4", "model.experts.per_token=4", "model.experts.shared=1")
 SPLIT = ("layout.tensor=2", "layout.sequence_parallel=true")
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "data": (4, ()),

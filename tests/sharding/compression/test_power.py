@@ -285,7 +285,7 @@ def test_the_ledger_counts_factors_and_vectors(world: World) -> None:
 
 
 POWER = ("communication.compress=powersgd", "communication.rank=2")
-EXPERTS = (*LLAMA, "model.experts=4", "model.experts_per_token=2", "model.expert_mlp=24")
+EXPERTS = (*LLAMA, "model.experts.count=4", "model.experts.per_token=2", "model.experts.mlp=24")
 
 
 def run(world: World, *keys: str, steps: int = 3) -> tuple[Trainer, list[float]]:

@@ -112,7 +112,7 @@ LAYOUTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "pipeline, cut": (("layout.pipeline=2", "layout.zero=1"), ("int8", "onebit")),
     "tensor": (("layout.tensor=2", "layout.zero=1"), ("sign", "vote")),
     "context": (("layout.context=2",), ("onebit",)),
-    "experts": ((*LLAMA, "model.experts=4", "layout.expert=2", "layout.zero=1"), ("int8", "dgc")),
+    "experts": ((*LLAMA, "model.experts.count=4", "layout.expert=2", "layout.zero=1"), ("int8", "dgc")),
     "frozen, halves": (
         ('model.frozen=["blocks.0.*"]', "precision.compute=bf16", "precision.gradients=compute"),
         ("bf16", "vote", "onebit", "dgc"),

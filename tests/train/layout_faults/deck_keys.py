@@ -6,9 +6,9 @@ TENSOR, SEQUENCE = ("layout.tensor=2",), ("layout.tensor=2", "layout.sequence_pa
 CONTEXT, ULYSSES = ("layout.context=2",), ("layout.context=2", "layout.context_form=all_to_all")
 PIPELINE, TIED = ("layout.pipeline=2",), ("layout.pipeline=2", "model.family=gpt2", "model.tied=true")
 INTERLEAVED = (*PIPELINE, "layout.schedule=interleaved", "layout.chunks=2", "model.layers=4")
-MIXTURE = ("model.experts=4", "model.expert_mlp=24", "model.router_z_loss=0.01")
-EXPERT, BIASED = (*MIXTURE, "layout.expert=2"), (*MIXTURE, "layout.expert=2", "model.balance=bias")
-BALANCED_OVER_STEP = (*MIXTURE, "model.balance_over=step")
+MIXTURE = ("model.experts.count=4", "model.experts.mlp=24", "model.experts.router_z_loss=0.01")
+EXPERT, BIASED = (*MIXTURE, "layout.expert=2"), (*MIXTURE, "layout.expert=2", "model.experts.balance=bias")
+BALANCED_OVER_STEP = (*MIXTURE, "model.experts.balance_over=step")
 FP8 = ("precision.compute=fp8",)
 DELAYED_SCALES, ONE_SCALE, ROW_SCALES = (
     (*FP8, f"precision.fp8={name}") for name in ("delayed", "tensor", "row")
