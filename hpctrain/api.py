@@ -37,11 +37,11 @@ from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import ApiArgument, toml_value
 from hpctrain.deck.user_code import is_loaded_file
 from hpctrain.errors import EXIT_DIFFERENT, EXIT_DONE, HpctrainError, failing_as
-from hpctrain.files import check_output, write_text
+from hpctrain.files import check_output, path_of, write_text
 from hpctrain.generate.loaded import GenerationModel, load
 from hpctrain.host.mpi_library import MPI
 from hpctrain.report.series import metrics
-from hpctrain.words import kind_of, path_of
+from hpctrain.text import kind_of
 
 __all__ = [
     "Checkpoint",

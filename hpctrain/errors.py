@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 
-from hpctrain.characters import escaped
+from hpctrain.text import escaped
 
 EXIT_DONE = 0
 EXIT_DIFFERENT = 1
@@ -57,3 +58,23 @@ def failing_as(sentence: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise InputOutputError(f"{sentence}: {error.strerror or error}") from error
+
+
+def require(package: str, purpose: str) -> None:
+    """Import an optional package.
+
+    Args:
+        package: Name of the package.
+        purpose: What needs it, as the subject of the message.
+
+    Raises:
+        HpctrainError: The package cannot be imported.
+    """
+    try:
+        import_module(package)
+    except ImportError as error:
+        missing = isinstance(error, ModuleNotFoundError) and error.name == package
+        reason = "is not installed" if missing else f"cannot be loaded ({error})"
+        raise HpctrainError(
+            f"{purpose} needs the package {package}, which {reason}: pip install {package}"
+        ) from None

@@ -16,11 +16,27 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from hpctrain.characters import control_problem, escaped
 from hpctrain.errors import HpctrainError, InputOutputError
+from hpctrain.text import control_problem, escaped, kind_of
 
 JSON_BYTES = 64 << 20  # of a JSON file at most; the largest tokenizers have half of it
 _CHUNK = 1 << 20
+
+
+def path_of(value: object, name: str, what: str = "a file") -> Path:
+    """Return the path that a script passes as an argument.
+
+    Args:
+        value: The argument.
+        name: Name of the argument, for the message.
+        what: What the path should name, with an article, for the message.
+
+    Raises:
+        HpctrainError: The argument is not a path, or is empty.
+    """
+    if not isinstance(value, str | os.PathLike) or not str(value):
+        raise HpctrainError(f"{name}: is to be the path of {what}, not {kind_of(value)}")
+    return Path(value)
 
 
 def check_output(path: Path, replace: bool) -> None:

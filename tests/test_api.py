@@ -18,7 +18,7 @@ import torch
 
 import hpctrain.api
 from hpctrain.errors import HpctrainError
-from hpctrain.words import path_of
+from hpctrain.files import path_of
 
 Launch = Callable[..., "CompletedProcess[str]"]
 

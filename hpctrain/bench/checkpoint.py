@@ -45,7 +45,7 @@ from hpctrain.engine.build import make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.plan.engine import build_within_memory
 from hpctrain.report.terminal import stdout_console
-from hpctrain.table import table
+from hpctrain.text import table
 from hpctrain.train.hook import Hook
 from hpctrain.train.trainer import Trainer
 from hpctrain.units import format_bytes, format_seconds

@@ -21,7 +21,7 @@ from hpctrain.comm.transports.shared import SMALL_OPERATIONS, SharedTransport
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.report.terminal import stderr_console, stdout_console
-from hpctrain.table import table
+from hpctrain.text import table
 from hpctrain.units import format_bytes, parse_bytes
 
 # What the wrapper may cost: a share of plain MPI's time from these bytes up, so much time below.

@@ -25,7 +25,7 @@ from hpctrain.engine.corpus import Corpus, open_corpus, settle_vocabulary
 from hpctrain.errors import HpctrainError
 from hpctrain.plan.choices import other_forms
 from hpctrain.report.terminal import stdout_console
-from hpctrain.table import table
+from hpctrain.text import table
 from hpctrain.train.hook import Hook, StepDone
 from hpctrain.train.server.trainer import new_trainer
 from hpctrain.units import format_bytes, format_count

@@ -30,7 +30,7 @@ from hpctrain.parallel.groups import LayerContext
 from hpctrain.parallel.product import Matmul
 from hpctrain.parallel.shard import Parameter, Shard
 from hpctrain.plan.room import demand_room
-from hpctrain.table import table
+from hpctrain.text import table
 from hpctrain.units import format_seconds
 
 SHAPES = ("2048x768x768", "2048x3072x768", "2048x768x3072")

@@ -34,7 +34,7 @@ from hpctrain.generate.text import TEXTS_AT_A_TIME
 from hpctrain.memory.cached_texts import CachePlan
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Transformer
-from hpctrain.table import table
+from hpctrain.text import table
 
 ALONE = 2
 """Prompts that are continued without a cache: of all of them it would take minutes."""

@@ -36,7 +36,7 @@ from hpctrain.parallel.groups import LayerContext
 from hpctrain.parallel.linear import MatmulLayer
 from hpctrain.parallel.residency import ParameterResidency
 from hpctrain.parallel.shard import Parameter
-from hpctrain.table import table
+from hpctrain.text import table
 
 
 @dataclass(frozen=True)

@@ -33,14 +33,13 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import build_engine
 from hpctrain.engine.corpus import open_corpus, settle_vocabulary
 from hpctrain.engine.sizes import on_one_rank
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import HpctrainError, require
 from hpctrain.model.part import ModelPart, blocks_of, logits_of
 from hpctrain.model.transformer import TransformerBlock
 from hpctrain.report.terminal import stdout_console
 from hpctrain.report.widths import draw_widths
-from hpctrain.table import table
+from hpctrain.text import table
 from hpctrain.train.trainer import Trainer
-from hpctrain.words import require
 
 PARAMETRIZATIONS = ("standard", "mup")
 KINDS = ("embedding", "attention", "feed_forward", "block", "logits")

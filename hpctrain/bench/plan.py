@@ -28,7 +28,7 @@ from hpctrain.plan.calibrate.decks import LARGER, SMALL, measured_decks, of_size
 from hpctrain.plan.time.machine import MachineRates, read_machine
 from hpctrain.plan.time.step import plan_step
 from hpctrain.report.terminal import stderr_console, stdout_console
-from hpctrain.table import table
+from hpctrain.text import table
 from hpctrain.units import format_seconds
 
 RANKS = 2

@@ -28,16 +28,15 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.corpus import Corpus, open_corpus, settle_vocabulary
 from hpctrain.engine.functions import with_functions
 from hpctrain.engine.held_out import open_held_out
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import HpctrainError, require
 from hpctrain.optim.schedule import LearningRate
 from hpctrain.report.rate import draw_rates
 from hpctrain.report.terminal import stdout_console
-from hpctrain.table import table
+from hpctrain.text import table
 from hpctrain.train.layout import choose_layout
 from hpctrain.train.server.trainer import new_trainer
 from hpctrain.train.start import start_from_source
 from hpctrain.train.trainer import Trainer
-from hpctrain.words import require
 
 DIVERGED = 4.0
 """Times the least smoothed loss at which the training ends."""

@@ -11,7 +11,7 @@ import torch
 from hpctrain.engine.build import Engine
 from hpctrain.engine.layer_times import ActionTimer, share_parts
 from hpctrain.pipeline.simulate import StageTimes, simulate
-from hpctrain.table import table
+from hpctrain.text import table
 from hpctrain.train.step import Step, TrainState
 
 

@@ -22,7 +22,7 @@ from hpctrain.bench.torch_model import TorchModel, loss_of
 from hpctrain.bench.torch_training import PeerRank, PeerStep, TorchTraining, TorchUpdate
 from hpctrain.data.batches import MicroBatch
 from hpctrain.deck.schema import Deck
-from hpctrain.words import require
+from hpctrain.errors import require
 
 
 def peer(name: str, deck: Deck, place: PeerRank, split: Sequence[int]) -> PeerStep:  # noqa: ARG001

@@ -14,9 +14,8 @@ from hpctrain.deck.schema import Deck
 from hpctrain.model.build import architecture_of
 from hpctrain.model.count import count
 from hpctrain.model.shape import ModelShape
-from hpctrain.table import fitted
+from hpctrain.text import counted, fitted
 from hpctrain.units import format_bytes, format_count
-from hpctrain.words import counted
 
 PHASES = ("forward", "backward", "synchronize", "step", "other")
 COLUMNS = 100

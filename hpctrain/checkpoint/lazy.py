@@ -31,10 +31,11 @@ from hpctrain.checkpoint.verify import damage
 from hpctrain.deck.code import CodeTrust
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError, InputOutputError
+from hpctrain.files import path_of
 from hpctrain.host.memory import obtainable_bytes
 from hpctrain.sharding.state import MODEL
+from hpctrain.text import counted, kind_of, nearest
 from hpctrain.units import format_bytes
-from hpctrain.words import counted, kind_of, nearest, path_of
 
 Place = int | slice | EllipsisType
 _MODEL = f"{MODEL}/"

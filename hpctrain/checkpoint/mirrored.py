@@ -17,7 +17,7 @@ from hpctrain.checkpoint.slot import MirrorPart, read_part
 from hpctrain.checkpoint.write import save
 from hpctrain.comm.world import World
 from hpctrain.errors import InputOutputError
-from hpctrain.words import counted, ranges
+from hpctrain.text import counted, ranges
 
 
 @dataclass(frozen=True)

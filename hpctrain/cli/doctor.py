@@ -10,9 +10,8 @@ import click
 
 from hpctrain.errors import HpctrainError
 from hpctrain.report.terminal import coloured, columns, fit
-from hpctrain.table import fitted, table
+from hpctrain.text import fitted, ranges, table
 from hpctrain.watch.stress.wish import StressOptions
-from hpctrain.words import ranges
 
 if TYPE_CHECKING:
     from hpctrain.comm.world import World

@@ -15,7 +15,7 @@ from hpctrain import __version__
 from hpctrain.comm.outcome import flush_output, print_problems, to_hpctrain_error
 from hpctrain.errors import EXIT_INTERRUPTED, HpctrainError
 from hpctrain.host.launcher import launched_rank, launched_size
-from hpctrain.words import nearest
+from hpctrain.text import nearest
 
 # Verb: (the file of its click command, one line of help). Loaded only when called or asked for help.
 VERBS = {

@@ -12,7 +12,7 @@ import click
 
 from hpctrain.errors import HpctrainError, failing_as
 from hpctrain.files import read_text
-from hpctrain.words import nearest
+from hpctrain.text import nearest
 
 if TYPE_CHECKING:
     from hpctrain.pipeline.action import Schedule

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hpctrain.errors import EXIT_INPUT_OUTPUT, EXIT_UNREAD, HpctrainError, InputOutputError
-from hpctrain.words import ranges
+from hpctrain.text import ranges
 
 MOST_PROBLEMS = 50
 """Largest number of messages that one error prints."""

@@ -23,7 +23,7 @@ from hpctrain.data.order import Integers, SampleOrder
 from hpctrain.data.row_lengths import RowLengths
 from hpctrain.data.shards import Tokens
 from hpctrain.errors import HpctrainError
-from hpctrain.words import counted
+from hpctrain.text import counted
 
 MASKED = -1
 """Target at positions where nothing is predicted."""

@@ -13,14 +13,13 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from hpctrain.characters import text_problem
 from hpctrain.data.chat_roles import ASSISTANT, template_role
 from hpctrain.data.chat_template import Message
 from hpctrain.data.training_keys import MESSAGE_KEYS, is_learned, masks_history, require_learned_part
 from hpctrain.deck.sources import clipped
 from hpctrain.errors import HpctrainError
 from hpctrain.files import parse_json
-from hpctrain.words import counted, kind_of
+from hpctrain.text import counted, kind_of, text_problem
 
 _LISTS = ("messages", "conversations", "conversation")
 _ANSWERS = ("response", "completion")

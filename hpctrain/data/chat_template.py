@@ -17,9 +17,9 @@ from typing import Any
 
 from hpctrain.data.template_process import Range, RenderRequest, TemplateProcess
 from hpctrain.data.tokenizer_settings import TEMPLATE_BYTES, TokenizerSettings
-from hpctrain.errors import HpctrainError, InputOutputError
+from hpctrain.errors import HpctrainError, InputOutputError, require
 from hpctrain.files import read_text
-from hpctrain.words import either, nearest, require
+from hpctrain.text import either, nearest
 
 Message = Mapping[str, Any]
 

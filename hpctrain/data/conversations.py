@@ -25,7 +25,7 @@ from hpctrain.data.shards import Tokens
 from hpctrain.data.tokens import TokenFile
 from hpctrain.deck.sources import clipped, toml_value
 from hpctrain.errors import HpctrainError
-from hpctrain.words import counted
+from hpctrain.text import counted
 
 Booleans = npt.NDArray[np.bool_]
 

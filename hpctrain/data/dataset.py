@@ -17,7 +17,7 @@ from hpctrain.data.seeded import as_before, seed_by
 from hpctrain.deck.code import NamedCode
 from hpctrain.deck.user_code import call_function, import_function, run_user_code
 from hpctrain.errors import HpctrainError
-from hpctrain.words import article
+from hpctrain.text import article
 
 if TYPE_CHECKING:
     from hpctrain.deck.schema import Deck  # processes that load are to start soon

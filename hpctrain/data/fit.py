@@ -12,7 +12,7 @@ from hpctrain.deck.objective import POLICIES
 from hpctrain.deck.objective import PREFERENCES as OF_PAIRS
 from hpctrain.deck.problem import DeckProblem
 from hpctrain.deck.schema import Deck
-from hpctrain.words import counted
+from hpctrain.text import counted
 
 
 def split_sizes(tokens: int, sequence: int, fraction: float) -> tuple[int, int]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.errors import UserCodeError
-from hpctrain.words import article
+from hpctrain.text import article
 
 Fields = dict[str, Tensor]
 

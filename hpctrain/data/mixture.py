@@ -25,8 +25,8 @@ from hpctrain.data.tokens import TokenFile
 from hpctrain.deck.data_mixture import Entry, entries_of
 from hpctrain.deck.policy import answers_to_each, room_for_samples
 from hpctrain.deck.schema import Deck
+from hpctrain.text import counted
 from hpctrain.units import format_count
-from hpctrain.words import counted
 
 _APART = 0xD1B54A32D192ED03
 """By what seeds of entries differ, so that two of one size are not shuffled alike."""

@@ -10,9 +10,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.characters import escaped
 from hpctrain.errors import HpctrainError
 from hpctrain.files import check_output, read_text
+from hpctrain.text import escaped
 
 if TYPE_CHECKING:
     from hpctrain.comm.world import World

@@ -12,8 +12,8 @@ from io import BufferedIOBase, BufferedReader, RawIOBase
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from hpctrain.errors import HpctrainError
-from hpctrain.words import nearest, require
+from hpctrain.errors import HpctrainError, require
+from hpctrain.text import nearest
 
 COMPRESSED = (".gz", ".zst")
 TABLE = ".parquet"

@@ -48,7 +48,7 @@ from hpctrain.data.tokenizer_settings import TokenizerSettings
 from hpctrain.data.write import Report, write_files, write_tokens
 from hpctrain.errors import HpctrainError, failing_as
 from hpctrain.files import JSON_BYTES, check_output, read_text, synchronize, write_text
-from hpctrain.words import counted
+from hpctrain.text import counted
 
 if TYPE_CHECKING:
     from hpctrain.comm.world import World

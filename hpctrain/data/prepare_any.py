@@ -12,7 +12,7 @@ from hpctrain.data.prepare import Prepared, Say, prepare
 from hpctrain.data.tokenizer import BYTES
 from hpctrain.data.write import Report
 from hpctrain.errors import HpctrainError
-from hpctrain.words import counted
+from hpctrain.text import counted
 
 if TYPE_CHECKING:
     from hpctrain.comm.world import World

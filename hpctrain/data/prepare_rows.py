@@ -40,7 +40,7 @@ from hpctrain.data.tokens import TokenFile
 from hpctrain.data.training_keys import row_keys
 from hpctrain.data.write import Report, RowsPart, write_tokens
 from hpctrain.errors import HpctrainError
-from hpctrain.words import either
+from hpctrain.text import either
 
 if TYPE_CHECKING:
     from hpctrain.comm.world import World

@@ -18,7 +18,7 @@ from typing import Literal
 from hpctrain.data.packed import COMPRESSED, TABLE, DamagedError, open_packed, plain_name
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.files import parse_json
-from hpctrain.words import counted
+from hpctrain.text import counted
 
 JSON_LINES = (".jsonl", ".ndjson", ".jsonlines")
 """Endings of files with one JSON value per line."""

@@ -25,9 +25,8 @@ from hpctrain.data.control_tokens import (
 )
 from hpctrain.data.special_token_check import eos_token_problem, special_token_warnings
 from hpctrain.data.tokenizer_settings import TokenizerSettings, is_id
-from hpctrain.errors import HpctrainError, InputOutputError
+from hpctrain.errors import HpctrainError, InputOutputError, require
 from hpctrain.files import JSON_BYTES, parse_json, read_text
-from hpctrain.words import require
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library

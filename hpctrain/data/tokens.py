@@ -33,10 +33,10 @@ from hpctrain.data.contents import CONTENTS_VERSION, PROMPTS, Contents
 from hpctrain.data.stored import CHECKSUM, TEXT, PiecedArray, StoredArray, require_range
 from hpctrain.data.tokenizer import BYTES, Tokenizer
 from hpctrain.data.tokenizer_settings import SETTINGS, TokenizerSettings
-from hpctrain.errors import HpctrainError, InputOutputError
+from hpctrain.errors import HpctrainError, InputOutputError, require
 from hpctrain.files import JSON_BYTES, open_regular, parse_json
 from hpctrain.hdf5 import DAMAGE, SIGNATURE, CheckedFile, open_checked
-from hpctrain.words import command, require
+from hpctrain.text import command
 
 if TYPE_CHECKING:
     from torch import Tensor

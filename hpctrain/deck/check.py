@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from hpctrain.characters import control_problem
 from hpctrain.deck.check_adapters import adapter_problems
 from hpctrain.deck.check_compression import compression_problems
 from hpctrain.deck.check_evaluation import evaluation_problems
@@ -28,7 +27,7 @@ from hpctrain.deck.problem import DeckProblem, divisors, must_divide, nearest_nu
 from hpctrain.deck.run_length import length_problems
 from hpctrain.deck.schema import Deck, fields, sections
 from hpctrain.deck.sources import toml_value
-from hpctrain.words import either
+from hpctrain.text import control_problem, either
 
 _TITLE_BYTES = 200  # names of files may have 255, and some are the title and more
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from hpctrain.deck.problem import DeckProblem
 from hpctrain.deck.schema import Deck
-from hpctrain.words import either
+from hpctrain.text import either
 
 OPTIMIZERS = ("adamw", "sgd", "lion")
 """Those that update adapters."""

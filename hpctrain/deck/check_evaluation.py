@@ -6,12 +6,11 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from hpctrain.characters import control_problem
 from hpctrain.deck.evaluation import VALIDATION
 from hpctrain.deck.problem import DeckProblem
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import toml_value
-from hpctrain.words import either, nearest
+from hpctrain.text import control_problem, either, nearest
 
 _SETS = "evaluation.sets"
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")

@@ -8,7 +8,7 @@ from hpctrain.deck.check_mixture import dense_blocks, expert_layout_problems
 from hpctrain.deck.problem import DeckProblem, divisors, multiples, nearest_numbers
 from hpctrain.deck.schedules import ONE_CHUNK, TWO_CHUNKS, V_SHAPED
 from hpctrain.deck.schema import Deck
-from hpctrain.words import either
+from hpctrain.text import either
 
 
 def layout_problems(deck: Deck) -> list[DeckProblem]:

@@ -7,7 +7,7 @@ from math import gcd
 
 from hpctrain.deck.problem import DeckProblem, divisors, nearest_numbers
 from hpctrain.deck.schema import Deck
-from hpctrain.words import counted, either
+from hpctrain.text import counted, either
 
 _REPLICAS, _STEPS = "layout.local_steps.replicas", "layout.local_steps.steps"
 

@@ -7,8 +7,8 @@ from math import gcd
 
 from hpctrain.deck.problem import DeckProblem, divisors, must_divide, nearest_numbers
 from hpctrain.deck.schema import Deck, ExpertsTable
+from hpctrain.text import counted, either
 from hpctrain.units import format_bytes, format_count
-from hpctrain.words import counted, either
 
 RECORDED_BYTES = 1 << 30
 """Of the choices that a run writes down."""

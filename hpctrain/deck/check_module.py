@@ -10,7 +10,7 @@ from hpctrain.deck.optimizer import UPDATES_MATRICES
 from hpctrain.deck.problem import DeckProblem, multiples
 from hpctrain.deck.schema import Deck, fields
 from hpctrain.deck.user_module import MODULE_KEYS, ONLY_OF_MODULES, TARGETS
-from hpctrain.words import either
+from hpctrain.text import either
 
 _WITH = ("model.module",)
 

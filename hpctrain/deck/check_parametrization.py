@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from hpctrain.deck.optimizer import MuonTable
 from hpctrain.deck.problem import DeckProblem
 from hpctrain.deck.schema import Deck
-from hpctrain.words import either
+from hpctrain.text import either
 
 SCALED = ("adafactor", "adam-mini", "adamw", "lion", "muon", "schedule-free", "sgd")
 """The optimizers of which it is known how rates follow the width."""

@@ -9,7 +9,7 @@ from hpctrain.deck.check_mixture import dense_blocks
 from hpctrain.deck.precision import PrecisionSection
 from hpctrain.deck.problem import DeckProblem, multiples
 from hpctrain.deck.schema import Deck
-from hpctrain.words import either
+from hpctrain.text import either
 
 _COMPUTE, _RECIPE = ("precision.compute",), ("precision.fp8",)
 

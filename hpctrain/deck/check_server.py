@@ -9,7 +9,7 @@ from hpctrain.deck.optimizer import UPDATES_MATRICES
 from hpctrain.deck.problem import DeckProblem
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import toml_value
-from hpctrain.words import counted
+from hpctrain.text import counted
 
 _SERVER = "communication.server.mode"
 

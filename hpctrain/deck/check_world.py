@@ -13,7 +13,7 @@ from hpctrain.deck.division import ranks_apart, world_division_problems
 from hpctrain.deck.problem import DeckProblem, divisors, multiples, nearest_numbers
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
-from hpctrain.words import counted, either
+from hpctrain.text import counted, either
 
 MOST_MICRO_BATCHES = 65_536  # of a rank in one step: a schedule lists the actions of each
 MOST_PASSES = 1 << 20  # of micro-batches through the parts of a model, in one schedule

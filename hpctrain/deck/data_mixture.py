@@ -12,12 +12,11 @@ from math import isfinite
 from pathlib import PurePath
 from typing import Any
 
-from hpctrain.characters import control_problem
 from hpctrain.deck.key import expand_home
 from hpctrain.deck.problem import DeckProblem
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import clipped, toml_value
-from hpctrain.words import nearest
+from hpctrain.text import control_problem, nearest
 
 STAND_IN = "none"
 """The value of data.tokens where a mixture is trained on, which nobody reads."""

@@ -19,7 +19,7 @@ from hpctrain.deck.sources import Place, clipped, toml_value
 from hpctrain.deck.toml import DECK_BYTES, TomlError, parse_argument, parse_toml
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.files import is_unfit, read_text
-from hpctrain.words import command
+from hpctrain.text import command
 
 MOST_FILES = 100
 """Largest number of files of a deck. A file that is included twice counts twice."""

@@ -15,7 +15,7 @@ from hpctrain.deck.objective import POLICIES
 from hpctrain.deck.problem import DeckProblem
 from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError
-from hpctrain.words import counted
+from hpctrain.text import counted
 
 if TYPE_CHECKING:
     from hpctrain.deck.schema import Deck

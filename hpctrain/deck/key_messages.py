@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 from hpctrain.deck.key import Section, chosen_by, extra, table_of
 from hpctrain.deck.schema import fields, sections, tables
 from hpctrain.deck.sources import toml_value
-from hpctrain.words import either, nearest
+from hpctrain.text import either, nearest
 
 
 def expected_value(field: FieldInfo) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from hpctrain.words import either
+from hpctrain.text import either
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import numpy as np
 
 from hpctrain.deck.sources import toml_key, toml_value
 from hpctrain.errors import HpctrainError
-from hpctrain.words import kind_of
+from hpctrain.text import kind_of
 
 
 def toml_compatible(name: str, value: object) -> Any:

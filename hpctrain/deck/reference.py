@@ -15,7 +15,7 @@ from hpctrain.deck.resume_rules import RESUME_RULES
 from hpctrain.deck.schema import fields, sections, tables
 from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError
-from hpctrain.table import table
+from hpctrain.text import table
 from hpctrain.units import format_bytes
 
 _WIDTH = 100

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hpctrain.deck.check_local_steps import fitting_replicas, in_replicas
 from hpctrain.deck.schema import Deck
-from hpctrain.words import counted
+from hpctrain.text import counted
 
 
 def may_part(deck: Deck) -> bool:

@@ -13,7 +13,7 @@ from hpctrain.deck.key_messages import expected_value, row_section, value_hint
 from hpctrain.deck.problem import DeckProblem
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import Place, Sources, clipped, toml_value
-from hpctrain.words import nearest
+from hpctrain.text import nearest
 
 
 def wrong_rows(key: str, field: FieldInfo, value: object, sources: Sources) -> Iterator[tuple[Place, str]]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel
 
-from hpctrain.characters import escaped
+from hpctrain.text import escaped
 
 if TYPE_CHECKING:
     from hpctrain.deck.code import CodeEntry

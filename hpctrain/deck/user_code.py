@@ -18,7 +18,7 @@ from zlib import crc32
 
 from hpctrain.deck.code import NamedCode, is_file_target
 from hpctrain.errors import HpctrainError, UserCodeError
-from hpctrain.words import nearest
+from hpctrain.text import nearest
 
 _HPCTRAIN = str(Path(__file__).resolve().parents[1])
 _TORCH = find_spec("torch")  # not imported, since processes that only evaluate texts do without it

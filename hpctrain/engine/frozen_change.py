@@ -11,7 +11,7 @@ from hpctrain.deck.sources import clipped, toml_value
 from hpctrain.model.architecture import Architecture
 from hpctrain.model.build import bare_model
 from hpctrain.model.part import parameter_list
-from hpctrain.words import counted
+from hpctrain.text import counted
 
 _EXAMPLES = 2
 

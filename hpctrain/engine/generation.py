@@ -23,7 +23,7 @@ from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.saved_policy import SavedPolicy
 from hpctrain.pipeline.split import even_split
 from hpctrain.sharding.replication import MeshQueries, Replications
-from hpctrain.words import counted
+from hpctrain.text import counted
 
 
 def generation_deck(deck: Deck, tensor: int, pipeline: int = 1, of: str = "the model") -> Deck:

@@ -25,7 +25,7 @@ from hpctrain.deck.rows import row_problem
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.corpus import Corpus, require_alike
 from hpctrain.errors import HpctrainError
-from hpctrain.words import counted
+from hpctrain.text import counted
 
 _SETS = "evaluation.sets"
 

@@ -27,7 +27,7 @@ from hpctrain.optim.block_rule import MatrixRules
 from hpctrain.parallel.eight_bits import names
 from hpctrain.parallel.linear import SplitLinear
 from hpctrain.parallel.shard import Parameter
-from hpctrain.words import either
+from hpctrain.text import either
 
 _NEVER_IN_8_BITS = ("head.weight", "score.weight", "embedding.tokens.weight", "embedding.positions.weight")
 """Names that precision.fp8_exclude may have in vain."""

@@ -16,7 +16,7 @@ from hpctrain.engine.build import choose_link, make_mesh
 from hpctrain.engine.shown import build_shown_stage
 from hpctrain.engine.sizes import axis_sizes, on_one_rank
 from hpctrain.engine.stage import TrainedStage, build_trained_stage
-from hpctrain.words import counted
+from hpctrain.text import counted
 
 Found = TypeVar("Found")
 

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import Unpack
 
-from hpctrain.characters import text_problem
 from hpctrain.checkpoint.read import read_state
 from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.comm.device import on_host
@@ -24,13 +23,14 @@ from hpctrain.comm.world import World
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
+from hpctrain.files import path_of
 from hpctrain.generate.sampling import Sampling
 from hpctrain.generate.text import TextModel, load_part, split_deck, stored_tokenizer
 from hpctrain.host.memory import obtainable_bytes
 from hpctrain.model.part import ModelPart, logits_of
+from hpctrain.text import kind_of, nearest, text_problem
 from hpctrain.units import format_bytes
 from hpctrain.watch.newest import find_checkpoint
-from hpctrain.words import kind_of, nearest, path_of
 
 Tokens = Sequence[int] | Sequence[Sequence[int]] | Tensor | NDArray[np.integer[Any]]
 _SMALL_BYTES = 64 << 20  # for which nobody asks how much memory is free

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpctrain.characters import escaped, text_problem
 from hpctrain.deck.sources import clipped
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.files import parse_json, read_text
+from hpctrain.text import escaped, text_problem
 
 MOST_BYTES = 64 << 20
 """Of a file of prompts."""

@@ -16,12 +16,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hpctrain.characters import text_problem
 from hpctrain.comm.group import Group
 from hpctrain.errors import HpctrainError
 from hpctrain.generate.continuing import GeneratedText
 from hpctrain.parallel.random import key_of
 from hpctrain.splitmix import GOLDEN, mix
+from hpctrain.text import text_problem
 
 
 @dataclass(frozen=True)

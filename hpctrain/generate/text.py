@@ -43,8 +43,8 @@ from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Transformer
 from hpctrain.pipeline.split import cut, even_split
 from hpctrain.plan.room import demand_room
+from hpctrain.text import counted
 from hpctrain.watch.newest import find_checkpoint
-from hpctrain.words import counted
 
 TEXTS_AT_A_TIME = 32
 """That have places in the cache at the most: as many as share a pass over the matrices with profit."""

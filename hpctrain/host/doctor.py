@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.host.launcher import find_contradictions, launched_rank, launched_size, launcher_name
 from hpctrain.host.launcher_checks import describe_missing_pmix, loaded_mpi_libraries
-from hpctrain.words import ranges
+from hpctrain.text import ranges
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -22,8 +22,8 @@ from hpctrain.plan.deck import plan_deck
 from hpctrain.plan.named import named_problems
 from hpctrain.plan.planned_device import assume_planned_device
 from hpctrain.plan.search.deck import laid_out
+from hpctrain.text import command
 from hpctrain.units import format_bytes, parse_bytes, parse_seconds
-from hpctrain.words import command
 
 ON_A_RANGE = ("slurm", "lsf")  # schedulers that start a job on as many nodes of a range as they have
 

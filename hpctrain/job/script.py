@@ -9,13 +9,12 @@ from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from textwrap import indent
 
-from hpctrain.characters import control_problem
 from hpctrain.deck.check_world import data_ranks
 from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError
 from hpctrain.job.ranks import Job
 from hpctrain.job.wish import Scheduler
-from hpctrain.words import counted
+from hpctrain.text import control_problem, counted
 
 SUBMIT: dict[Scheduler, tuple[str, ...]] = {
     "slurm": ("sbatch",),

@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from hpctrain.characters import control_problem
 from hpctrain.job.wish import JobOptions
+from hpctrain.text import control_problem
 
 _WORD = re.compile(r"\w[\w.,:@+/-]*")
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")

@@ -24,7 +24,7 @@ from hpctrain.objective.next_token import CrossEntropy, NextToken
 from hpctrain.objective.objective import Losses, LossOf
 from hpctrain.parallel.partition import SplitLogits
 from hpctrain.parallel.vocabulary import chunk_rows
-from hpctrain.words import article
+from hpctrain.text import article
 
 _IGNORED = -100
 

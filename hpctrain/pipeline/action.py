@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple, cast
 
 from hpctrain.errors import HpctrainError
-from hpctrain.words import counted
+from hpctrain.text import counted
 
 Kind = Literal["F", "B", "I", "W"]
 Placement = Literal["loop", "v"]

@@ -15,7 +15,7 @@ from hpctrain.pipeline.dual_pipe import dual_pipe_v
 from hpctrain.pipeline.simulate import StageTimes, peak_activations
 from hpctrain.pipeline.v_schedule import LIMITS, search
 from hpctrain.pipeline.zero_bubble import zb_h1, zb_h2
-from hpctrain.words import nearest
+from hpctrain.text import nearest
 
 MOST_STAGES, MOST_MICRO_BATCHES, MOST_CHUNKS = 10_000, 1_000_000, 1_000  # what the text form can say
 MOST_WORK = 10_000_000

@@ -14,7 +14,7 @@ from hpctrain.pipeline.action import Action, Placement, Schedule, accumulation, 
 from hpctrain.pipeline.check import check, refusal
 from hpctrain.pipeline.generate import generate
 from hpctrain.pipeline.simulate import StageTimes
-from hpctrain.words import nearest
+from hpctrain.text import nearest
 
 SCHEDULE_BYTES = 64 << 20  # of a schedule's file at most
 

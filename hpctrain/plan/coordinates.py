@@ -12,7 +12,7 @@ from hpctrain.engine.sizes import axis_sizes, crosses
 from hpctrain.errors import HpctrainError
 from hpctrain.host.doctor import DoctorFinding, DoctorReport
 from hpctrain.host.launcher import core_warning
-from hpctrain.words import counted
+from hpctrain.text import counted
 
 
 def map_deck(report: DoctorReport, path: Path, overrides: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ from math import inf
 
 from hpctrain.plan.forms import FormPlan, OtherForm, OverLink
 from hpctrain.report.terminal import columns
-from hpctrain.table import fitted
+from hpctrain.text import fitted
 from hpctrain.units import format_bytes, format_rate, format_seconds
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 
 from hpctrain.errors import HpctrainError
-from hpctrain.words import either
+from hpctrain.text import either
 
 PLAIN = ""
 MADE: Mapping[str, str] = {

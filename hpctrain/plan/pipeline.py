@@ -13,7 +13,7 @@ from hpctrain.engine.sizes import axis_sizes, micro_batches
 from hpctrain.model.build import architecture_of
 from hpctrain.pipeline.simulate import simulate
 from hpctrain.pipeline.split import cut
-from hpctrain.words import counted
+from hpctrain.text import counted
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from hpctrain.plan.swept import RANKS, Changes, Swept, points
 from hpctrain.plan.time.machine import MachineRates
 from hpctrain.plan.time.rates import deck_rates
 from hpctrain.plan.time.step import StepPlan, plan_step
-from hpctrain.words import counted
+from hpctrain.text import counted
 
 _APART: Mapping[str, Any] = {"learning_rate": True, "run": {"title", "dir", "seed", "log_every"}}
 """Of a deck, what changes neither memory nor time."""

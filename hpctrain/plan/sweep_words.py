@@ -13,9 +13,8 @@ from hpctrain.report.figures import write_figure
 from hpctrain.report.pareto import LayoutCandidate, draw_pareto
 from hpctrain.report.scaling import PlannedBar, draw_causes, draw_scaling
 from hpctrain.report.terminal import columns
-from hpctrain.table import fitted
+from hpctrain.text import counted, fitted
 from hpctrain.units import format_bytes, format_count, format_seconds
-from hpctrain.words import counted
 
 _REASON = 90  # letters of a reason in a table
 _CAUSES = 2  # told of each point

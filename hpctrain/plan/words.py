@@ -17,9 +17,8 @@ from hpctrain.plan.memory import MemoryPlan
 from hpctrain.plan.time.advice_words import advice_lines
 from hpctrain.plan.time.words import COMPARED, time_lines
 from hpctrain.report.terminal import columns, fit
-from hpctrain.table import fitted, table
+from hpctrain.text import counted, fitted, table
 from hpctrain.units import format_bytes, format_count
-from hpctrain.words import counted
 
 KINDS = {
     "parameter": "parameters",

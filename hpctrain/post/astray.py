@@ -11,8 +11,8 @@ from statistics import fmean
 
 from hpctrain.deck.division import CRITIC
 from hpctrain.deck.schema import Deck
+from hpctrain.text import counted
 from hpctrain.train.hook import Hook, StepDone
-from hpctrain.words import counted
 
 STEPS = 20
 """Of which rewards are looked at. A sign that has not been seen for as many is gone; one that lasts is told

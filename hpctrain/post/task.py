@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hpctrain.characters import escaped
 from hpctrain.checkpoint.read import read_state
 from hpctrain.comm.mesh import sizes_text
 from hpctrain.comm.world import World
@@ -32,7 +31,7 @@ from hpctrain.generate.text import TextModel, load_model, require_logits
 from hpctrain.post.rewards.reward import is_exact_match
 from hpctrain.post.task_rows import Choice, WrittenAnswer, is_choice, read_rows
 from hpctrain.report.terminal import columns
-from hpctrain.table import fitted
+from hpctrain.text import escaped, fitted
 from hpctrain.train.evaluate import known_tokenizer
 from hpctrain.train.scored import log_probabilities_of
 from hpctrain.train.shown import shown_engine

@@ -9,10 +9,10 @@ from typing import Any
 
 from typing_extensions import TypeIs
 
-from hpctrain.characters import escaped, text_problem
 from hpctrain.deck.sources import clipped
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.files import parse_json, read_text
+from hpctrain.text import escaped, text_problem
 
 MOST_BYTES = 256 << 20
 """Of a file of a task."""

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.characters import escaped
 from hpctrain.checkpoint.stored_deck import require_trusted, stored_deck
 from hpctrain.checkpoint.structure import CheckpointIndex
 from hpctrain.data.batches import OrderProtocol, SequenceSource
@@ -23,7 +22,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.optim.spikes import Spike, recorded_spikes
 from hpctrain.report.terminal import fit
-from hpctrain.words import counted
+from hpctrain.text import counted, escaped
 
 CHARACTERS = 500
 """Of a sample's text, at most."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from hpctrain.pipeline.action import Action, Kind, Schedule
 from hpctrain.pipeline.simulate import Simulation, StageTimes, reached
-from hpctrain.words import counted
+from hpctrain.text import counted
 
 KINDS: dict[Kind, str] = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from hpctrain.characters import escaped
 from hpctrain.checkpoint.provenance import HistorySegment, RecordedLoss, history, losses
 from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.checkpoint.structure import VERSION, CheckpointIndex, StoredTensor
@@ -17,9 +16,8 @@ from hpctrain.deck.schema import Deck
 from hpctrain.deck.user_module import model_keys
 from hpctrain.errors import HpctrainError
 from hpctrain.report.terminal import columns, fit
-from hpctrain.table import fitted, table
+from hpctrain.text import counted, escaped, fitted, table
 from hpctrain.units import format_bytes, format_count
-from hpctrain.words import counted
 
 SEGMENTS_SHOWN = 8
 LOSSES_SHOWN = 5

@@ -16,7 +16,7 @@ from hpctrain.deck.toml import TomlError, parse_toml
 from hpctrain.errors import HpctrainError
 from hpctrain.files import finite
 from hpctrain.report.contents import shape_text
-from hpctrain.table import table
+from hpctrain.text import table
 
 TENSORS_SHOWN = 10
 _TEXT = 32

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from hpctrain.errors import HpctrainError, failing_as
 from hpctrain.report.fonts import drawing
 from hpctrain.report.plots import DOTS_PER_INCH
+from hpctrain.text import either
 from hpctrain.units import format_bytes, format_seconds
-from hpctrain.words import either
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

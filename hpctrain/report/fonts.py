@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 
+from hpctrain.errors import require
 from hpctrain.report.palette import ON_LIGHT
-from hpctrain.words import require
 
 _MISSING = "\N{WHITE SQUARE}"
 _FIRST = "DejaVu Sans"  # comes with matplotlib

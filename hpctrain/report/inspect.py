@@ -9,7 +9,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from hpctrain.characters import escaped
 from hpctrain.checkpoint.agree import together
 from hpctrain.checkpoint.keep import agreed_checkpoints, linked, newest_good
 from hpctrain.checkpoint.names import BEST, checkpoint_step
@@ -26,7 +25,7 @@ from hpctrain.report.described_model import require_described_model
 from hpctrain.report.differences import differences, differences_text
 from hpctrain.report.terminal import columns
 from hpctrain.report.token_contents import is_token_file, token_contents, token_contents_text
-from hpctrain.table import fitted
+from hpctrain.text import escaped, fitted
 from hpctrain.units import format_bytes
 
 

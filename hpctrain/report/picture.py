@@ -11,7 +11,7 @@ from hpctrain.errors import failing_as
 from hpctrain.pipeline.action import Kind, Schedule
 from hpctrain.report.cells import KINDS, Cell, arrange, colour_of, is_light, kinds_of, number_text, rgb, title
 from hpctrain.report.fonts import drawable, drawing
-from hpctrain.words import counted
+from hpctrain.text import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,9 +14,8 @@ from hpctrain.deck.schema import Deck
 from hpctrain.report.contents import layout_text
 from hpctrain.report.differences import changes, value_text
 from hpctrain.report.rows import Row
-from hpctrain.table import fitted
+from hpctrain.text import counted, fitted
 from hpctrain.units import format_bytes, format_count, format_seconds
-from hpctrain.words import counted
 
 _NAMING = frozenset({"run.title", "run.dir"})
 _TITLE = 32

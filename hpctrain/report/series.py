@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.errors import HpctrainError, require_exists
+from hpctrain.files import path_of
 from hpctrain.report.rows import METRICS_FILE, Row, metric_rows
-from hpctrain.words import path_of
 
 COLUMNS = 1000
 DEPTH = 8  # of records within records; what is deeper is left out

@@ -6,14 +6,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hpctrain.characters import escaped
 from hpctrain.data.chat_template import ChatTemplate
 from hpctrain.data.contents import NOUNS, PREFERENCES, PROMPTS, TEXT_KIND
 from hpctrain.data.tokenizer import BYTES
 from hpctrain.data.tokens import FORMAT, TokenFile
 from hpctrain.errors import InputOutputError
 from hpctrain.hdf5 import format_of
-from hpctrain.words import counted
+from hpctrain.text import counted, escaped
 
 
 def is_token_file(path: Path) -> bool:

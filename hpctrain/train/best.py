@@ -9,7 +9,7 @@ from typing import Any
 from hpctrain.checkpoint.names import BEST
 from hpctrain.deck.check_evaluation import watched_set
 from hpctrain.deck.schema import Deck
-from hpctrain.words import counted
+from hpctrain.text import counted
 
 RECORD = BEST
 """Under which key a checkpoint's state holds it."""

@@ -16,14 +16,13 @@ from hpctrain.engine.build import make_mesh
 from hpctrain.engine.functions import with_functions
 from hpctrain.errors import EXIT_DIFFERENT, EXIT_DONE
 from hpctrain.report.terminal import columns, fit
-from hpctrain.table import fitted
+from hpctrain.text import counted, fitted
 from hpctrain.train.difference import TOLERANCE, LayoutDifference
 from hpctrain.train.layout import choose_layout
 from hpctrain.train.probe import ProbeFinding
 from hpctrain.train.startup import read_deck_on_all_ranks
 from hpctrain.train.verify import compare_miniature, is_state
 from hpctrain.units import format_seconds
-from hpctrain.words import counted
 
 _MOST = 20
 """Of differences that are told."""

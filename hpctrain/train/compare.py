@@ -24,6 +24,7 @@ from hpctrain.files import finite
 from hpctrain.report.contents import layout_text
 from hpctrain.report.runs import RunRecord, side_by_side
 from hpctrain.report.terminal import columns, fit
+from hpctrain.text import counted
 from hpctrain.train.common_start import (
     CommonStart,
     file_prints,
@@ -47,7 +48,6 @@ from hpctrain.train.verdict import (
     size_text,
     verdict_of,
 )
-from hpctrain.words import counted
 
 MOST_STEPS = 50
 """Replayed, where no number is asked for."""

@@ -8,8 +8,8 @@ import torch
 
 from hpctrain.model.load import ExpertLoad
 from hpctrain.model.shape import ModelShape
+from hpctrain.text import counted, ranges
 from hpctrain.train.hook import Hook, StepDone
-from hpctrain.words import counted, ranges
 
 STEPS = 100
 """Without a token, in a row, after which an expert counts as dead; steps without an update do not count."""

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from hpctrain.characters import escaped
 from hpctrain.checkpoint.read import read_state
 from hpctrain.checkpoint.stored_tokenizer import tokenizer_of_state
 from hpctrain.comm.mesh import sizes_text
@@ -31,7 +30,7 @@ from hpctrain.engine.held_out import HeldOut, batches_of, counted_out, unfit
 from hpctrain.errors import HpctrainError
 from hpctrain.files import strict_json
 from hpctrain.report.terminal import columns
-from hpctrain.table import fitted
+from hpctrain.text import escaped, fitted
 from hpctrain.train.reference import with_reference_of
 from hpctrain.train.shown import initial_engine, shown_engine
 from hpctrain.train.step import Step

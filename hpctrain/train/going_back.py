@@ -6,10 +6,10 @@ import logging
 from dataclasses import replace
 
 from hpctrain.optim.spikes import Spike, SpikeDetector
+from hpctrain.text import counted
 from hpctrain.train.hook import Hook, StepDone
 from hpctrain.train.trainer import Trainer
 from hpctrain.train.way_back import WayBack
-from hpctrain.words import counted
 
 
 class GoingBack(Hook):

@@ -12,10 +12,10 @@ from hpctrain.comm.outcome import name_ranks
 from hpctrain.errors import failing_as
 from hpctrain.files import add_lines, strict_json
 from hpctrain.report.marks import FAULTS_FILE
+from hpctrain.text import counted
 from hpctrain.train.control import StepDecision
 from hpctrain.train.way_back import WayBack
 from hpctrain.watch.status import MOST_OF_A_RANK, now_text
-from hpctrain.words import counted
 
 MOST = 20
 """Faults of a job that no single rank is known to have."""

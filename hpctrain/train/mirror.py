@@ -14,13 +14,13 @@ from hpctrain.comm.topology import Topology
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
+from hpctrain.text import counted
 from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.control import StepDecision
 from hpctrain.train.hook import Hook, StepDone
 from hpctrain.train.step import TrainState
 from hpctrain.train.taken import forget_mirrors
 from hpctrain.units import format_bytes
-from hpctrain.words import counted
 
 
 class Mirrors(Hook):

@@ -20,7 +20,7 @@ from hpctrain.data.batches import MicroBatch
 from hpctrain.deck.user_code import run_user_code
 from hpctrain.model.foreign.arguments import ModuleCall, tensors_of
 from hpctrain.objective.objective import LossOf
-from hpctrain.words import counted
+from hpctrain.text import counted
 
 _SEED, _OTHER_SEED = 1, 2
 _COMPARED = (Tensor, int, float, str, list, tuple, dict)

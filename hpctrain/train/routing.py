@@ -14,11 +14,11 @@ from hpctrain.errors import HpctrainError
 from hpctrain.model.choices import RoutingChoices
 from hpctrain.model.router import router_name
 from hpctrain.model.shape import ModelShape
+from hpctrain.text import counted
 from hpctrain.train.control import StepDecision
 from hpctrain.train.hook import Hook, StepDone
 from hpctrain.train.routing_file import PADDING, RoutingFile
 from hpctrain.train.step import TrainState
-from hpctrain.words import counted
 
 ROUTING_FILE = "routing.h5"
 

@@ -36,6 +36,7 @@ from hpctrain.plan.divided import build_seat_within_memory
 from hpctrain.plan.memory import MemoryPlan
 from hpctrain.plan.served import build_role_within_memory
 from hpctrain.report.terminal import columns, fit
+from hpctrain.text import command
 from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.control import Control, StepDecision
 from hpctrain.train.dead_experts import DeadExperts
@@ -68,7 +69,6 @@ from hpctrain.watch.machine import PeakFlops
 from hpctrain.watch.newest import find_checkpoint
 from hpctrain.watch.reporter import Reporter
 from hpctrain.watch.statuses import is_done
-from hpctrain.words import command
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ A run ends with an error if too many steps in a row, or all of its steps, are sk
 from __future__ import annotations
 
 from hpctrain.deck.schema import Deck
+from hpctrain.text import counted
 from hpctrain.train.step import StepResult, TrainState, learns
-from hpctrain.words import counted
 
 
 def skip_reason(result: StepResult) -> str:

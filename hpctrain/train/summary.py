@@ -24,10 +24,10 @@ from hpctrain.plan.words import active_words
 from hpctrain.report.recorded import TRACE_FILE
 from hpctrain.sharding.eight_bit_gather import EightBitBucket
 from hpctrain.sharding.fragments import FragmentSchedule
+from hpctrain.text import command, counted
 from hpctrain.train.batch_size import samples_of
 from hpctrain.train.step import TrainState
 from hpctrain.units import format_bytes, format_count
-from hpctrain.words import command, counted
 
 MANY_EPOCHS = 16  # from here on, more passes over the same text teach next to nothing (arXiv 2305.16264)
 

@@ -12,8 +12,8 @@ from hpctrain.checkpoint.names import checkpoint_path, checkpoint_step
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.report.rows import METRICS_FILE, scan_metrics
+from hpctrain.text import counted
 from hpctrain.watch.folder import take_folder
-from hpctrain.words import counted
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,12 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine
 from hpctrain.engine.corpus import Corpus
 from hpctrain.engine.seat import ModelPlacement
+from hpctrain.text import counted
 from hpctrain.train.batch_size import batch_at
 from hpctrain.train.hook import Hook, StepDone
 from hpctrain.train.memory import ActivationPeak, OtherMemory
 from hpctrain.train.step import Step, StepGuard, StepResult, TrainState
 from hpctrain.watch.stragglers import StragglerDetector, TimeComparison, work_of
-from hpctrain.words import counted
 
 
 @dataclass(frozen=True)

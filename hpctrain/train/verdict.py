@@ -8,13 +8,12 @@ from math import inf, isfinite
 
 from hpctrain.checkpoint.provenance import RecordedLoss
 from hpctrain.errors import EXIT_DIFFERENT, EXIT_DONE
-from hpctrain.table import fitted, table
+from hpctrain.text import counted, fitted, ranges, table
 from hpctrain.train.common_start import CommonStart
 from hpctrain.train.compared_run import ComparedRun, figures_apart
 from hpctrain.train.divergence import Apart, Rounding, changed_between, first_of, unsummed
 from hpctrain.train.fingerprints import LOSS, NORM, PHASES, RATE, StepPrints
 from hpctrain.train.replay import ROUNDING
-from hpctrain.words import counted, ranges
 
 _PHASES = {
     "start": "before the step",

@@ -20,6 +20,7 @@ from hpctrain.deck.data_mixture import token_files
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.files import delete_folder, files_named, naming, open_regular, read_text
+from hpctrain.text import command, command_line
 from hpctrain.watch.run_files import (
     LOCK,
     MARKER,
@@ -33,7 +34,6 @@ from hpctrain.watch.run_files import (
     remove_run,
 )
 from hpctrain.watch.status import stored_status
-from hpctrain.words import command, command_line
 
 _SECONDS_PER_LOOK = 0.1
 

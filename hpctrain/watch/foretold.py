@@ -15,7 +15,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.files import JSON_BYTES, parse_json, read_text
 from hpctrain.report.page.told import PredictedVsMeasured, ValuePair
 from hpctrain.report.plots import PlottedRun
-from hpctrain.words import counted
+from hpctrain.text import counted
 
 PLAN_FILE, LEDGER_FILE, DECK_FILE = "plan.json", "ledger.json", "deck.toml"
 STAGES_SHOWN = 8  # of a pipeline, whose memory is told

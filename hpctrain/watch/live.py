@@ -12,15 +12,14 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.characters import escaped
 from hpctrain.errors import EXIT_DONE
 from hpctrain.report.sparkline import BLOCKS, LETTERS, sparkline
 from hpctrain.report.terminal import live_console
+from hpctrain.text import counted, escaped
 from hpctrain.units import format_bytes, format_count, format_seconds
 from hpctrain.watch.found_runs import find_runs
 from hpctrain.watch.look import Look, Looker
 from hpctrain.watch.status import ACTIVE
-from hpctrain.words import counted
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from hpctrain.characters import escaped
 from hpctrain.comm.outcome import print_error
 from hpctrain.errors import failing_as
+from hpctrain.text import escaped
 
 NAME = "hpctrain"
 

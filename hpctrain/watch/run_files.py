@@ -13,10 +13,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from hpctrain.characters import escaped
 from hpctrain.errors import HpctrainError
 from hpctrain.files import delete_files, delete_folder, files_named, write_text
 from hpctrain.memory.offload_folder import delete_offload_folder, delete_scratch, is_scratch
+from hpctrain.text import escaped
 
 MARKER = ".hpctrain-run"  # the file that tells a run's folder from any other
 LOCK = "lock"  # the file that is locked while a job writes to the folder; it tells which one

@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from hpctrain.characters import escaped
 from hpctrain.host.python_command import code_command
 from hpctrain.report.rows import Row
+from hpctrain.text import escaped
 from hpctrain.watch.scalars import scalars
 
 _WORD_BYTES = 4000

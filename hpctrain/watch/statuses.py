@@ -9,18 +9,16 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from hpctrain.characters import escaped
 from hpctrain.checkpoint.names import checkpoints
 from hpctrain.errors import EXIT_DONE, HpctrainError, InputOutputError, require_exists
 from hpctrain.files import parse_json, read_text
 from hpctrain.report.terminal import columns, fit
-from hpctrain.table import fitted
+from hpctrain.text import command, counted, escaped, fitted
 from hpctrain.units import format_count, format_seconds
 from hpctrain.watch.evaluated import evaluated_note
 from hpctrain.watch.folder import is_free, way_on
 from hpctrain.watch.run_files import MARKER
 from hpctrain.watch.status import ACTIVE, MOST_OF_A_RANK, STATUS_BYTES, STATUS_FILE, stored_status
-from hpctrain.words import command, counted
 
 ENDED = ("stopped", "failed", "lost")  # states of a run that has no job, and steps left to do
 

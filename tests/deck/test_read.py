@@ -11,10 +11,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as some
 from pydantic import ValidationError
 
-from hpctrain.characters import control_problem
 from hpctrain.deck.key import chosen_by
 from hpctrain.deck.read import deck_text, parse_deck
 from hpctrain.deck.schema import Deck, fields, sections
+from hpctrain.text import control_problem
 from tests.deck.small_text import SMALL, changed, problems
 
 

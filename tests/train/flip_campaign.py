@@ -25,7 +25,7 @@ from hpctrain.checkpoint.held import StateSnapshot
 from hpctrain.comm.world import World
 from hpctrain.plan import engine as planned
 from hpctrain.sharding.bucket import Bucket
-from hpctrain.table import table
+from hpctrain.text import table
 from hpctrain.train import healing
 from hpctrain.train.hook import Hook, StepDone
 from hpctrain.train.run import Loop

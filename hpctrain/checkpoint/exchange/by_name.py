@@ -24,7 +24,7 @@ from hpctrain.checkpoint.structure import examine
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.sharding.state import MODEL
-from hpctrain.words import counted, nearest
+from hpctrain.text import counted, nearest
 
 _MOST = 8
 """Of problems that are told."""

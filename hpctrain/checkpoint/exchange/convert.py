@@ -15,7 +15,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hpctrain.characters import control_problem, escaped
 from hpctrain.checkpoint import checksum
 from hpctrain.checkpoint.agree import combined, first_of, together
 from hpctrain.checkpoint.checksum import Sums
@@ -58,6 +57,7 @@ from hpctrain.model.count import count
 from hpctrain.model.precision import DTYPES
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.shard import Shard
+from hpctrain.text import control_problem, escaped
 from hpctrain.units import format_bytes, format_count
 
 PIECE_BYTES = 16 << 20  # of a tensor that are in memory at a time

@@ -12,7 +12,7 @@ from hpctrain.deck.schema import fields
 from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError
 from hpctrain.model.shape import ModelShape
-from hpctrain.words import either
+from hpctrain.text import either
 
 Config = Mapping[str, Any]
 

@@ -29,7 +29,7 @@ from hpctrain.comm.world import World
 from hpctrain.deck.adapters import Adapters
 from hpctrain.errors import HpctrainError
 from hpctrain.files import delete_folder, files_named, synchronize
-from hpctrain.words import counted
+from hpctrain.text import counted
 
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _OWN_FILE = files_named(r"adapter_config\.json|adapter_model\.safetensors")

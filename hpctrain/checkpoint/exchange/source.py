@@ -48,7 +48,7 @@ from hpctrain.model.shape import Head, ModelShape
 from hpctrain.parallel.adapter import is_adapter
 from hpctrain.parallel.scalar_head import NAME as SCORE
 from hpctrain.sharding.state import MASTER, MODEL
-from hpctrain.words import counted
+from hpctrain.text import counted
 
 # Tensors whose rows may be more or fewer than a deck's, and the size that counts them.
 _ROWS = {

@@ -16,9 +16,8 @@ from hpctrain.data.tokenizer_settings import (
     TokenizerSettings,
     token_text,
 )
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import HpctrainError, require
 from hpctrain.files import JSON_BYTES, read_text
-from hpctrain.words import require
 
 _CODE = "auto_map"
 """Key by which a folder names code of its own, which is not exported."""

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from pydantic.fields import FieldInfo
 
-from hpctrain.characters import escaped
 from hpctrain.deck.convert.deepspeed import convert_configuration
 from hpctrain.deck.convert.megatron import convert_script
 from hpctrain.deck.convert.rule_table import Conversion
@@ -18,6 +17,7 @@ from hpctrain.deck.schema import fields, tables
 from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError, failing_as
 from hpctrain.files import parse_json, read_text
+from hpctrain.text import escaped
 
 FILE_BYTES = 1 << 20
 """Largest size of a configuration or script."""

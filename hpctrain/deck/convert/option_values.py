@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import isfinite
 
-from hpctrain.words import either
+from hpctrain.text import either
 
 _MOST_DIGITS = 100
 _UNSET = "is a shell variable that the script does not set, or sets to different values"

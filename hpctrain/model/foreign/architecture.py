@@ -26,7 +26,7 @@ from hpctrain.model.foreign.find import build_module
 from hpctrain.model.foreign.own_plan import OWN, own_plan
 from hpctrain.model.foreign.plan import SplitPlan, make_plan
 from hpctrain.model.precision import Precision
-from hpctrain.words import counted, nearest
+from hpctrain.text import counted, nearest
 
 META = torch.device("meta")
 

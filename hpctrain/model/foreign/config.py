@@ -9,7 +9,7 @@ from inspect import getmodule, getsource, signature
 from pathlib import Path
 from typing import Any
 
-from hpctrain.words import nearest
+from hpctrain.text import nearest
 
 _READ = (
     r"(?:config\.|(?:getattr|hasattr)\([\w.]*config, ?[\"']|kwargs\.(?:pop|get|setdefault)\(\s*[\"']){name}\b"

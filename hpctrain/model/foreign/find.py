@@ -14,7 +14,7 @@ from hpctrain.deck.user_code import call_function, import_function, run_user_cod
 from hpctrain.errors import HpctrainError
 from hpctrain.files import parse_json, read_text
 from hpctrain.model.foreign.config import unknown_names
-from hpctrain.words import article
+from hpctrain.text import article
 
 _CONFIG_BYTES = 1 << 24
 

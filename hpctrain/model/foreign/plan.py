@@ -12,7 +12,7 @@ from torch import nn
 
 from hpctrain.model.foreign.experts import experts_in
 from hpctrain.model.foreign.sizes import Linear, lookup_problem, part_sizes
-from hpctrain.words import either, nearest
+from hpctrain.text import either, nearest
 
 LINEAR = ("column", "row", "gathered column", "row of whole input")
 """Styles of linear layers."""

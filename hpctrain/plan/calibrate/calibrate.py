@@ -28,8 +28,8 @@ from hpctrain.plan.calibrate.products import measure_products
 from hpctrain.plan.calibrate.step import MOST_PARAMETERS, measure_fixed, measure_optimizer, parameters_of
 from hpctrain.plan.calibrate.whole import TimedBlocks, as_in_blocks, factor_of, launch_of
 from hpctrain.plan.time.machine import FormatRates, MachineRates, ProductRates
+from hpctrain.text import counted
 from hpctrain.units import format_bytes, format_seconds, parse_bytes
-from hpctrain.words import counted
 
 FORMATS = ("fp32", "bf16", "fp16")
 

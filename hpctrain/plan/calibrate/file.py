@@ -8,9 +8,9 @@ import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from hpctrain.characters import escaped
 from hpctrain.files import synchronize
 from hpctrain.plan.time.machine import MachineRates
+from hpctrain.text import escaped
 
 _UNITS = {
     "ranks_per_node": "of the nodes that were measured",

@@ -17,7 +17,7 @@ from hpctrain.plan.rehearse.alike import Classes, find_classes
 from hpctrain.plan.rehearse.fault import Kind, RehearsalFault
 from hpctrain.plan.rehearse.programme import RECEIVE, SEND, WAIT, Numbers, RehearsedCall, StepProgrammes
 from hpctrain.plan.rehearse.progress import find_circles
-from hpctrain.words import counted
+from hpctrain.text import counted
 
 Channel = tuple[str, int, int]  # group, places from this rank to its peer, tag
 

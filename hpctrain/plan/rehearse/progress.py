@@ -17,7 +17,7 @@ import numpy as np
 from hpctrain.plan.rehearse.alike import Classes
 from hpctrain.plan.rehearse.fault import RehearsalFault
 from hpctrain.plan.rehearse.programme import RECEIVE, SEND, WAIT, Programme, RehearsedCall, StepProgrammes
-from hpctrain.words import counted
+from hpctrain.text import counted
 
 Channel = tuple[str, int, int]
 

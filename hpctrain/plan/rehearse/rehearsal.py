@@ -14,8 +14,8 @@ from hpctrain.plan.rehearse.match import Matched, match
 from hpctrain.plan.rehearse.memory import MemoryPeak, find_peaks, over_memory
 from hpctrain.plan.rehearse.ranks import RankProgrammes
 from hpctrain.report.terminal import columns, fit
+from hpctrain.text import counted
 from hpctrain.units import format_bytes, format_seconds
-from hpctrain.words import counted
 
 FAULTS_SHOWN = 10
 

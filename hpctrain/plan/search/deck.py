@@ -25,7 +25,7 @@ from hpctrain.plan.search.phrases import changed, nothing_fits
 from hpctrain.plan.search.search import BEST, Progress, SearchResult, has_room, roomiest, search
 from hpctrain.plan.time.machine import MachineRates
 from hpctrain.plan.time.rates import deck_rates
-from hpctrain.words import counted, either
+from hpctrain.text import counted, either
 
 MORE = (2, 4)
 """How many times as many ranks are tried where nothing fits."""

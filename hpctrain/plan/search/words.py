@@ -9,9 +9,8 @@ from hpctrain.plan.search.deck import DeckSearch
 from hpctrain.plan.search.phrases import arguments, assignments, changed
 from hpctrain.plan.time.words import WHAT
 from hpctrain.report.terminal import columns, fit
-from hpctrain.table import fitted
+from hpctrain.text import command, counted, fitted
 from hpctrain.units import format_bytes, format_count, format_seconds
-from hpctrain.words import command, counted
 
 _CAUSES = 3
 """Of the best layout's seconds, so many are told."""

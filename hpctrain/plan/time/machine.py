@@ -25,7 +25,7 @@ from hpctrain.parallel.kernels import Pass
 from hpctrain.parallel.operations import ElementwiseKind
 from hpctrain.parallel.vocabulary import CHUNK_ROWS, chunk_of
 from hpctrain.plan.time.others import kind_problems, with_others
-from hpctrain.words import either, nearest
+from hpctrain.text import either, nearest
 
 PASSES: Mapping[ElementwiseKind, tuple[float, float]] = {
     "norm": (2, 3),

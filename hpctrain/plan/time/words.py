@@ -5,9 +5,8 @@ from __future__ import annotations
 from hpctrain.plan.time.machine import MachineRates
 from hpctrain.plan.time.measured import MeasuredStep, side_by_side
 from hpctrain.plan.time.step import StepPlan
-from hpctrain.table import table
+from hpctrain.text import counted, table
 from hpctrain.units import format_count, format_seconds
-from hpctrain.words import counted
 
 WHAT = {
     "products": "products with matrices",

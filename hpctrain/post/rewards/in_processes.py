@@ -16,8 +16,8 @@ from hpctrain.errors import UserCodeError
 from hpctrain.post.rewards.processes import FailedError, Processes
 from hpctrain.post.rewards.reward import Sample, answers_of, quoted
 from hpctrain.post.rewards.worker import GIVEN
+from hpctrain.text import either
 from hpctrain.units import format_seconds
-from hpctrain.words import either
 
 TOGETHER = 16
 """Samples that are judged by one call, at the most."""

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from hpctrain.deck.sources import clipped
 from hpctrain.errors import HpctrainError
-from hpctrain.words import kind_of
+from hpctrain.text import kind_of
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from hpctrain.deck.code import NamedCode, is_file_target, is_target
 from hpctrain.errors import HpctrainError
 from hpctrain.post.rewards.in_processes import RegularExpression, UsersReward
 from hpctrain.post.rewards.reward import ExactMatch, Reward, Sample, quoted
-from hpctrain.words import nearest
+from hpctrain.text import nearest
 
 EXACT_MATCH = "exact-match"
 PATTERN = "regular-expression"

@@ -24,7 +24,7 @@ from hpctrain.deck.user_code import import_function
 from hpctrain.errors import HpctrainError
 from hpctrain.host import child_service
 from hpctrain.post.rewards.reward import answers_of, is_exact_match
-from hpctrain.words import counted, either, kind_of
+from hpctrain.text import counted, either, kind_of
 
 LARGEST = 1e30
 """Of a score: squares of what is larger are no number in single precision."""

@@ -7,8 +7,8 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from hpctrain.characters import escaped
 from hpctrain.files import finite
+from hpctrain.text import escaped
 
 TEXT_LETTERS = 400
 """Of a text at most."""

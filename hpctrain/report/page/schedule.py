@@ -9,8 +9,8 @@ from hpctrain.pipeline.simulate import Simulation, simulate
 from hpctrain.report.cells import KINDS, Cell, arrange, colour_of, is_light, kinds_of, rgb, title
 from hpctrain.report.page.markup import cell, note, table, text
 from hpctrain.report.recorded import RecordedStep
+from hpctrain.text import counted
 from hpctrain.units import format_seconds
-from hpctrain.words import counted
 
 CELLS = 12_000  # that are drawn at most
 NUMBERS = 2500  # cells of which the micro-batches are written into them

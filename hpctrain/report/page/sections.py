@@ -13,8 +13,8 @@ from hpctrain.report.page.markup import cell, details, note, section, table, tex
 from hpctrain.report.page.schedule import schedule_of
 from hpctrain.report.page.told import PredictedVsMeasured, RunSummary
 from hpctrain.report.palette import line_of
+from hpctrain.text import counted
 from hpctrain.units import format_bytes, format_count, format_seconds
-from hpctrain.words import counted
 
 EVENTS = 200  # of a run that are told at most: the newest
 DECK_KEYS = 2000

@@ -24,6 +24,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.model.part import parameter_list
 from hpctrain.plan.engine import build_within_memory
 from hpctrain.plan.served import build_role_within_memory
+from hpctrain.text import counted
 from hpctrain.train.hook import StepDone
 from hpctrain.train.server.book import Book, SlowWorkers, histogram_text
 from hpctrain.train.server.letters import HEAD
@@ -33,7 +34,6 @@ from hpctrain.train.server.work import ShareStep, Worker
 from hpctrain.train.step import StepResult, TrainState
 from hpctrain.train.trainer import Trainer
 from hpctrain.watch.stragglers import TimeComparison
-from hpctrain.words import counted
 
 
 class ServedTrainer(Trainer):

@@ -8,13 +8,12 @@ from math import isfinite, nan
 
 import numpy as np
 
-from hpctrain.characters import escaped
 from hpctrain.deck.evaluation import VALIDATION
 from hpctrain.deck.metric_names import MetricName, parse_metric_name
 from hpctrain.errors import EXIT_AGAIN, EXIT_DONE, HpctrainError
 from hpctrain.report.series import metrics
 from hpctrain.report.swept import SweptRun
-from hpctrain.table import fitted
+from hpctrain.text import escaped, fitted
 from hpctrain.train.sweep.variants import Sweep, SweepVariant
 from hpctrain.units import format_count
 from hpctrain.watch.metrics import evaluation_keys

@@ -15,8 +15,8 @@ from types import FrameType
 from hpctrain.errors import EXIT_AGAIN, EXIT_DONE, HpctrainError, failing_as
 from hpctrain.host.mpirun import mpirun_command
 from hpctrain.host.python_command import module_command
+from hpctrain.text import counted
 from hpctrain.train.sweep.variants import SweepVariant
-from hpctrain.words import counted
 
 _NAP = 0.2
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hpctrain.errors import EXIT_AGAIN, EXIT_DIFFERENT, EXIT_DONE, HpctrainError
+from hpctrain.errors import EXIT_AGAIN, EXIT_DIFFERENT, EXIT_DONE, HpctrainError, require
 from hpctrain.files import require_writable, strict_json, write_text
 from hpctrain.host.launcher import launcher_name
 from hpctrain.job.ranks import Job, plan_job
@@ -25,7 +25,6 @@ from hpctrain.train.sweep.results import (
 from hpctrain.train.sweep.slots import slots_of, train_all
 from hpctrain.train.sweep.variants import Sweep, SweepVariant, make_sweep, record
 from hpctrain.watch.folder import running_job
-from hpctrain.words import require
 
 Told = Callable[[str], None]
 

@@ -12,7 +12,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from hpctrain.characters import control_problem
 from hpctrain.checkpoint.exchange.source import settled_keys
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
@@ -20,6 +19,7 @@ from hpctrain.deck.toml import parse_argument
 from hpctrain.errors import HpctrainError, InputOutputError, failing_as
 from hpctrain.files import parse_json, read_text, strict_json, write_text
 from hpctrain.report.runs import deck_keys
+from hpctrain.text import control_problem
 
 SWEEP_FILE = "sweep.json"
 MOST = 1000  # runs of a sweep

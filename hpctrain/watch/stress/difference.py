@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hpctrain.words import counted, ranges
+from hpctrain.text import counted, ranges
 
 _MOST_BITS = 6
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -13,9 +13,9 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
-from hpctrain.characters import escaped, is_control
 from hpctrain.errors import HpctrainError
 from hpctrain.files import add_lines, parse_json, read_bytes, require_writable, strict_json
+from hpctrain.text import escaped, is_control
 from hpctrain.watch.stress.nodes import MEASURES, EarlierRates, Node
 
 FILE = "node-rates.jsonl"

@@ -9,7 +9,7 @@ from statistics import median, median_high
 from typing import NamedTuple
 
 from hpctrain.host.doctor import DoctorFinding
-from hpctrain.words import ranges
+from hpctrain.text import ranges
 
 SLOW = 0.85
 """Of the median of the nodes, below which products and memory are slow: healthy ones differ by less."""

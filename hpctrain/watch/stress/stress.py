@@ -22,6 +22,7 @@ from hpctrain.comm.world import World
 from hpctrain.errors import EXIT_DIFFERENT, EXIT_INTERRUPTED
 from hpctrain.host.doctor import DoctorFinding
 from hpctrain.host.processor import processor_name
+from hpctrain.text import counted
 from hpctrain.units import format_seconds
 from hpctrain.watch.stress import collectives, disk, products
 from hpctrain.watch.stress.collectives import Collectives
@@ -41,7 +42,6 @@ from hpctrain.watch.stress.nodes import (
 from hpctrain.watch.stress.products import ProductTest, StressShape
 from hpctrain.watch.stress.record import Look, StressRank, StressRecord, TestTime, as_it_is
 from hpctrain.watch.stress.wish import StressOptions, check_folder
-from hpctrain.words import counted
 
 LONGEST_ROUND = 30.0
 HANG_SECONDS = 120.0

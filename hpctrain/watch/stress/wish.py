@@ -7,8 +7,8 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.characters import escaped
 from hpctrain.errors import HpctrainError
+from hpctrain.text import escaped
 from hpctrain.units import parse_seconds
 
 MOST_SECONDS = 30 * 86400.0

@@ -16,7 +16,7 @@ from hpctrain.deck.code import NamedCode
 from hpctrain.deck.user_code import import_function, run_user_code
 from hpctrain.errors import HpctrainError
 from hpctrain.model.foreign.find import build_module
-from hpctrain.words import nearest
+from hpctrain.text import nearest
 
 FILE = """
 from beside import WIDTH

@@ -1,18 +1,84 @@
-"""Characters that end lines or steer terminals are found, and shown instead of being sent."""
+"""Wording of messages: commands, corrections of names, lists, tables and control characters."""
 
 from __future__ import annotations
 
+import shlex
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from hpctrain.characters import control_problem, escaped
 from hpctrain.deck.sources import toml_value
 from hpctrain.deck.toml import tomllib
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import HpctrainError, require
+from hpctrain.text import command, control_problem, counted, escaped, fitted, nearest, table
 from hpctrain.watch.statuses import statuses_text
+
+VERBS = ["run", "resume", "deck", "plan", "plot", "status", "inspect", "export", "import", "schedule"]
+
+
+@pytest.mark.parametrize("folder", ["runs/a", "my run", "a'b", "$(rm x)", "`x`", "-x"])
+def test_commands_are_quoted_for_the_shell(folder: str) -> None:
+    shown = command("resume", folder)
+    assert shown.startswith("`hpctrain resume ")
+    assert shlex.split(shown[1:-1]) == ["hpctrain", "resume", folder]
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("resum", "resume"),
+        ("statsu", "status"),
+        ("inport", "import"),
+        ("sched", "schedule"),
+        ("plans", "plan"),
+        ("rnu", "run"),
+        ("rum", "run"),
+        ("test", None),
+        ("train", None),
+        ("frobnicate", None),
+        ("r", None),
+        ("", None),
+    ],
+)
+def test_only_near_names_are_meant(name: str, meant: str | None) -> None:
+    assert nearest(name, VERBS) == meant
+
+
+def test_nouns_have_their_plurals() -> None:
+    told = [counted(2, noun) for noun in ("rank", "batch", "process")]
+    assert told == ["2 ranks", "2 batches", "2 processes"] and counted(1, "process") == "1 process"
+
+
+def test_a_missing_package_is_told_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    require("json", "reading")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(HpctrainError) as caught:
+        require("matplotlib", "drawing pictures")
+    assert caught.value.problems == (
+        "drawing pictures needs the package matplotlib, which is not installed: pip install matplotlib",
+    )
+
+
+ROWS = [("run", "state", "step"), ("runs/a", "running", "5/20"), ("runs/b", "", "20/20")]
+
+
+def test_a_table_that_fits_is_one() -> None:
+    assert fitted(ROWS, (0, 1), 22) == table(ROWS, (0, 1)) == fitted(ROWS, (0, 1), None)
+    assert max(map(len, table(ROWS, (0, 1)))) == 22
+
+
+def test_rows_that_do_not_fit_are_lists() -> None:
+    assert fitted(ROWS, (0, 1), 21) == [
+        "runs/a",
+        "  state  running",
+        "  step   5/20",
+        "runs/b",
+        "  step   20/20",
+    ]
+
 
 CONTROL = "\x00\t\n\r\x1b\x7f\x85\x9b\u200f\u2028\u2029\u202e\u2066\udcff\ufffe\U0001ffff"
 HARMLESS = "a\u00a0é漢字🚀\u200d'\"$`\\#%"
