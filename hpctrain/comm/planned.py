@@ -36,7 +36,7 @@ ReductionBytes = Callable[[int, int, int, bool], int]
 
 @dataclass(frozen=True)
 class PlannedCalls:
-    """What happens in the calls of planned groups.
+    """Behavior of the calls of planned groups.
 
     Attributes:
         observer: Function that receives each call; None if nobody does.
@@ -55,7 +55,7 @@ class PlannedTransport(Transport):
     Args:
         rank: Rank in the group.
         size: Number of ranks.
-        calls: What happens in calls.
+        calls: Behavior of calls.
         shared: True if ranks of a node would see each other's memory, False if they would use MPI.
         nodes: Node of each rank; None if each rank is a node of its own.
     """
@@ -163,7 +163,7 @@ class PlannedMesh(GroupSource):
         device: Device that the ranks would compute on.
         place: Number of the rank among the ranks of its stage.
         transport: Name of the transport that they would use.
-        calls: What happens in calls of the groups.
+        calls: Behavior of the calls of its groups.
     """
 
     def __init__(

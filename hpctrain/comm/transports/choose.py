@@ -25,7 +25,7 @@ TransportPair = tuple[Transport, Transport]
 
 
 class TransportSetting(NamedTuple):
-    """What a transport is made from.
+    """Parts from which a transport is made.
 
     Attributes:
         communicator: Communicator of the group.

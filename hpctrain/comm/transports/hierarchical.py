@@ -56,7 +56,7 @@ class HierarchicalTransport(Transport):
     Attributes:
         least_bytes: Size from which on calls cross links once.
         piece_bytes: Bytes that are sent at a time.
-        links: How this rank reaches others.
+        links: Transports to other ranks.
     """
 
     least_bytes, piece_bytes = SHARED_BYTES, PIECE_BYTES

@@ -41,7 +41,7 @@ _SIGNAL = torch.zeros(1, dtype=torch.uint8)
 
 
 class NodeLinks:
-    """How a rank of a hierarchical group reaches the ranks of its node, and its peers on other nodes.
+    """Transports to the ranks of this node and to the peers on other nodes, in a hierarchical group.
 
     Args:
         local: Transport among the ranks of this node.
@@ -96,7 +96,7 @@ class InternodeOperation:
     The other ranks of the node see the tensor, or copies of STAGED_ROUNDS rounds of it.
 
     Args:
-        links: How this rank reaches others.
+        links: Transports to other ranks.
         piece_bytes: Size of a piece.
         tensor: Flat tensor.
         rounds: All rounds, the same on all ranks of the node.
@@ -198,7 +198,7 @@ class InternodeSum(InternodeOperation):
     """Reduction over several nodes.
 
     Args:
-        links: How this rank reaches others.
+        links: Transports to other ranks.
         piece_bytes: Size of a piece.
         tensor: Flat tensor that is reduced.
         output: Flat tensor for this rank's elements; None if all ranks get all of them in `tensor`.
@@ -351,10 +351,10 @@ class InternodeSum(InternodeOperation):
 
 
 class InternodeGather(InternodeOperation):
-    """All-gather over several nodes.
+    """Gather over several nodes whose result all ranks get.
 
     Args:
-        links: How this rank reaches others.
+        links: Transports to other ranks.
         piece_bytes: Size of a piece.
         tensor: This rank's bytes.
         output: Bytes of all ranks.

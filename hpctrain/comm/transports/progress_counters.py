@@ -32,7 +32,7 @@ _READY, _FINISHED, _LOCATION, _OFFSETS = 0, _LINE, 2 * _LINE, 3 * _LINE
 
 
 class PieceLayout(NamedTuple):
-    """Where the pieces of an operation are in a rank's memory, one piece for each rank.
+    """Location of the pieces of an operation in a rank's memory, one piece for each rank.
 
     A piece is read in rounds. Round i starts (i mod `turns`) * `stride` bytes after the start of the piece.
 
