@@ -27,8 +27,7 @@ from typing_extensions import Unpack
 from hpctrain.checkpoint.lazy import Checkpoint, open_checkpoint
 from hpctrain.comm.hangs.watchdog import Watchdog
 from hpctrain.comm.outcome import print_problems
-from hpctrain.comm.single import ENDED
-from hpctrain.comm.verb import run_verb_of_script
+from hpctrain.comm.verb import ENDED, run_verb_of_script
 from hpctrain.comm.world import World
 from hpctrain.deck.code import CodeTrust, Overrides
 from hpctrain.deck.python_tables import tables_to_toml, toml_compatible

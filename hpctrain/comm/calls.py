@@ -102,7 +102,7 @@ class Call:
         self.tensor = self.output = None
 
 
-class CallLog:
+class CallHistory:
     """Calls of this rank in all groups: the last ones, and the one that it is in now.
 
     Attributes:
@@ -149,7 +149,7 @@ class GroupCalls:
         received: Number of messages from each rank of the group that this rank has begun to receive.
     """
 
-    def __init__(self, calls: CallLog, name: str, ranks: tuple[int, ...], copy: int) -> None:
+    def __init__(self, calls: CallHistory, name: str, ranks: tuple[int, ...], copy: int) -> None:
         self.calls, self.name, self.ranks, self.copy = calls, name, ranks, copy
         self.entered = 0
         self.sent: dict[int, int] = {}

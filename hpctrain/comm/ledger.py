@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
 
-from hpctrain.comm.calls import CallLog
+from hpctrain.comm.calls import CallHistory
 from hpctrain.comm.timeline import PHASES, Timeline
 from hpctrain.files import write_text
 
@@ -51,7 +51,7 @@ class Ledger:
         self._phase, self._phase_start = "other", perf_counter()
         self._activity = "starting"
         self.timeline: Timeline | None = None
-        self.calls = CallLog()
+        self.calls = CallHistory()
         self.phase_seconds: dict[str, float] = {}
         self.call_seconds: dict[str, float] = {}
         self.recompute_seconds = 0.0

@@ -9,10 +9,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.comm.hdf5_calls import close_file, open_file
 from hpctrain.comm.outcome import error_reason
 from hpctrain.errors import InputOutputError
 from hpctrain.files import descriptor_of
+from hpctrain.host.hdf5_calls import close_file, open_file
 from hpctrain.host.mpi_library import MPI, communicator_of
 
 if TYPE_CHECKING:

@@ -15,11 +15,11 @@ from hpctrain.comm.device import on_host
 from hpctrain.comm.group import Group, GroupTransports
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.mesh import GroupSource, rank_count, ranks_along
-from hpctrain.comm.topology import ranks_per_node_of
 from hpctrain.comm.transports import hierarchical
 from hpctrain.comm.transports.hierarchical import is_common, is_hierarchical
 from hpctrain.comm.transports.mpi import scratch_bytes
 from hpctrain.comm.transports.shared import SHARED_BYTES
+from hpctrain.comm.transports.topology import ranks_per_node_of
 from hpctrain.comm.transports.traffic import Traffic, traffic_of
 from hpctrain.comm.transports.transport import Transport, TransportWork
 

@@ -1,7 +1,8 @@
-"""Start and end of every verb that uses ranks."""
+"""Start and end of verbs, and Worlds of one process for scripts."""
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from collections.abc import Callable, Collection
@@ -12,11 +13,12 @@ from hpctrain.comm.hang_settings import default_seconds
 from hpctrain.comm.hangs.start_watch import watch_start
 from hpctrain.comm.hangs.watchdog import Watchdog
 from hpctrain.comm.outcome import print_problems, to_hpctrain_error
-from hpctrain.comm.single import finalize_at_exit
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.host.launcher import launched_rank
-from hpctrain.host.mpi_library import MPI, finalizes_between_nodes
+from hpctrain.host.mpi_library import MPI, finalizes_between_nodes, start_mpi
+
+ENDED = "MPI was ended in this process (World.finish()): start runs and load models before that"
 
 
 def run_verb(verb: Callable[[World], int | None], device: str = "auto") -> NoReturn:
@@ -54,6 +56,48 @@ def run_verb_of_script(verb: Callable[[World], int | None], expected: Collection
     world.release()
     finalize_at_exit()
     return code
+
+
+def single_world(device: str = "auto") -> World:
+    """Return a World of this process alone, whatever other ranks there are. Local.
+
+    MPI is started if it is not running, and is then finalized when the process ends.
+
+    Args:
+        device: Device, as in `World.start`.
+
+    Raises:
+        HpctrainError: MPI cannot be started, or was finalized.
+    """
+    if MPI.Is_finalized():
+        raise HpctrainError(ENDED)
+    if not MPI.Is_initialized():
+        start_mpi()
+        finalize_at_exit()
+    world = World(MPI.COMM_SELF)
+    world.use_device(device)
+    return world
+
+
+def require_running() -> None:
+    """Check that groups can be used.
+
+    Raises:
+        HpctrainError: MPI was finalized.
+    """
+    if MPI.Is_finalized():
+        raise HpctrainError(ENDED)
+
+
+def finalize_at_exit() -> None:
+    """Finalize MPI when this process ends. Further calls have no effect."""
+    atexit.unregister(_end)
+    atexit.register(_end)
+
+
+def _end() -> None:
+    if not MPI.Is_finalized():
+        MPI.Finalize()
 
 
 class _Outcome(NamedTuple):

@@ -24,8 +24,8 @@ from hpctrain.comm.group_factory import GroupFactory, TransportDecorator
 from hpctrain.comm.hang_settings import HangSettings
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.outcome import combine_errors, flush_output, print_error, print_problems, to_hpctrain_error
-from hpctrain.comm.topology import Topology
 from hpctrain.comm.transports.emulated import EmulatedLink
+from hpctrain.comm.transports.topology import Topology
 from hpctrain.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, HpctrainError, UserCodeError
 from hpctrain.host.launcher import find_contradictions
 from hpctrain.host.launcher_checks import check_contradictions, check_launcher
@@ -48,7 +48,7 @@ class World:
 
     Args:
         communicator: Communicator of all ranks.
-        whole: World that this one is a part of, whose ledger and settings it uses; None if there is none.
+        parent: World that this one is a part of, whose ledger and settings it uses; None if there is none.
 
     Attributes:
         rank: Rank of this process.
@@ -67,7 +67,7 @@ class World:
         planned_bytes: Memory that this rank will use according to its plan, in bytes; 0 without a plan.
     """
 
-    def __init__(self, communicator: MPI.Intracomm, whole: World | None = None) -> None:
+    def __init__(self, communicator: MPI.Intracomm, parent: World | None = None) -> None:
         self.communicator = communicator
         self.rank = communicator.rank
         self.size = communicator.size
@@ -81,15 +81,15 @@ class World:
         self.nodes = len(lowest)
         self.node = lowest.index(leaders[self.rank])
         machine = [lowest.index(leader) for leader in leaders]
-        self.topology: Topology = Topology(machine) if whole is None else whole.topology
-        self.ledger: Ledger = Ledger() if whole is None else whole.ledger
-        self.hang: HangSettings = HangSettings() if whole is None else whole.hang
-        self.device: torch.device = torch.device("cpu") if whole is None else whole.device
-        parent = None if whole is None else whole.groups
-        self.groups: GroupFactory = GroupFactory(self.topology, self.ledger, parent)
+        self.topology: Topology = Topology(machine) if parent is None else parent.topology
+        self.ledger: Ledger = Ledger() if parent is None else parent.ledger
+        self.hang: HangSettings = HangSettings() if parent is None else parent.hang
+        self.device: torch.device = torch.device("cpu") if parent is None else parent.device
+        groups = None if parent is None else parent.groups
+        self.groups: GroupFactory = GroupFactory(self.topology, self.ledger, groups)
         # Ranks agree on errors over this communicator, whatever messages their groups have in flight.
         self._control = communicator.Dup()
-        root_rank = self.rank if whole is None else whole.groups.ranks[whole.rank]
+        root_rank = self.rank if parent is None else parent.groups.ranks[parent.rank]
         self.groups.ranks = tuple(communicator.allgather(root_rank))
         self._agreements = self.ledger.calls.group("world", self.groups.ranks)
         self._agreed: HpctrainError | None = None

@@ -18,7 +18,7 @@ from typing_extensions import Unpack
 from hpctrain.checkpoint.read import read_state
 from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.comm.device import on_host
-from hpctrain.comm.single import require_running, single_world
+from hpctrain.comm.verb import require_running, single_world
 from hpctrain.comm.world import World
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.deck.schema import Deck

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hpctrain.comm.mesh import AXES, coordinates, sizes_text
-from hpctrain.comm.topology import Topology, ranks_per_node_of
+from hpctrain.comm.transports.topology import Topology, ranks_per_node_of
 from hpctrain.deck.read import read_deck
 from hpctrain.engine.sizes import axis_sizes, crosses
 from hpctrain.errors import HpctrainError

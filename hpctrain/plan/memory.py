@@ -13,7 +13,7 @@ from hpctrain.checkpoint.mirror import COPIES
 from hpctrain.comm.device import device_kind, matmul_workspace_bytes, on_host
 from hpctrain.comm.mesh import rank_count
 from hpctrain.comm.planned import PlannedCalls, PlannedMesh, ReductionBytes
-from hpctrain.comm.topology import ranks_per_node_of
+from hpctrain.comm.transports.topology import ranks_per_node_of
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.place import placed_by_flops
 from hpctrain.engine.rules import RULES

@@ -10,7 +10,7 @@ from pathlib import Path
 from hpctrain.checkpoint.entries import training_entries
 from hpctrain.checkpoint.mirror import Mirror
 from hpctrain.checkpoint.mirror_folder import sweep_mirrors, write_token
-from hpctrain.comm.topology import Topology
+from hpctrain.comm.transports.topology import Topology
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError

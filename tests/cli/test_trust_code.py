@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 import hpctrain
-from hpctrain.comm.single import single_world
+from hpctrain.comm.verb import single_world
 from hpctrain.errors import HpctrainError
 from tests.launch import clean_environment
 from tests.warm import Server

@@ -1,7 +1,7 @@
 """Every primitive, dtype and form against a reference that each rank computes by itself.
 
-Tests of comm/group.py, comm/work.py and comm/calls.py, and of the modules transport, mpi, staged and
-reduction of comm/transports/.
+Tests of comm/group.py, comm/work.py, comm/calls.py, comm/group_factory.py, comm/transports/transport.py,
+comm/transports/mpi.py, comm/transports/staged.py and comm/transports/reduction.py.
 """
 
 from __future__ import annotations

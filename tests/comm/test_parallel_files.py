@@ -1,6 +1,6 @@
 """Tests of files that all ranks open through MPI, if MPI or the disk reports errors.
 
-Tests of comm/parallel_files.py and comm/hdf5_calls.py.
+Tests of comm/parallel_files.py and host/hdf5_calls.py.
 """
 
 from __future__ import annotations

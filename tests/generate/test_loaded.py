@@ -1,6 +1,6 @@
 """A model in a script: its logits are those of the run's own, its text that of the command.
 
-Tests of comm/single.py, too.
+Tests of `single_world` in comm/verb.py, too.
 """
 
 from __future__ import annotations

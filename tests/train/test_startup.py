@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from hpctrain.comm.topology import Topology
+from hpctrain.comm.transports.topology import Topology
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.host.doctor import DoctorReport, RankPlacement

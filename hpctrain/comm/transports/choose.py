@@ -7,13 +7,13 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from hpctrain.comm.topology import ranks_per_node_of
 from hpctrain.comm.transports.hierarchical import HierarchicalTransport
 from hpctrain.comm.transports.mpi import MpiTransport
 from hpctrain.comm.transports.node_memory import NodeMemory
 from hpctrain.comm.transports.reduction import ReductionScratch
 from hpctrain.comm.transports.shared import SharedTransport
 from hpctrain.comm.transports.staged import StagedTransport
+from hpctrain.comm.transports.topology import ranks_per_node_of
 from hpctrain.comm.transports.transport import Transport
 from hpctrain.host.mpi_library import MPI
 

@@ -142,7 +142,7 @@ class InternodeOperation:
         begin, length = self.rounds[index].pieces[owner]
         return self.tensor[begin : begin + length]
 
-    def own_piece(self, index: int) -> Tensor:
+    def local_piece(self, index: int) -> Tensor:
         """Return this rank's piece in its own tensor."""
         return self.piece(index, self.place)
 
@@ -278,7 +278,7 @@ class InternodeSum(InternodeOperation):
             self._added_rounds = index + 1
 
     def _add_round(self, index: int) -> None:
-        owner, own, partial_sum = self.rounds[index].owner, self.own_piece(index), self._partial_sum(index)
+        owner, own, partial_sum = self.rounds[index].owner, self.local_piece(index), self._partial_sum(index)
         memory = self.links.memory
         locations = {peer: self.location_at(peer, index, self.place) for peer in self.neighbors}
         peers = {peer: memory.tensor_at(at, len(own), own.dtype) for peer, at in locations.items()}
@@ -309,7 +309,7 @@ class InternodeSum(InternodeOperation):
                 if self.piece_length(index):
                     self._write_to_neighbors(index)
                     if self.node:
-                        self.send(self.own_piece(index), self.node - 1)
+                        self.send(self.local_piece(index), self.node - 1)
                 self.counters.set_finished(index + 1)
 
     def _is_added(self, index: int) -> bool:
@@ -332,7 +332,7 @@ class InternodeSum(InternodeOperation):
 
     def _write_to_neighbors(self, index: int) -> None:
         """Write the results of this rank's piece into the tensors of the other ranks of the node."""
-        own = self.own_piece(index)
+        own = self.local_piece(index)
         for peer in self.neighbors:
             location = self.location_at(peer, index, self.place)
             self.links.memory.tensor_at(location, len(own), own.dtype).copy_(own)
@@ -389,7 +389,7 @@ class InternodeGather(InternodeOperation):
         """Run the operation."""
         links = self.links
         arriving = {
-            index: self.receive(self.own_piece(index), each.owner)
+            index: self.receive(self.local_piece(index), each.owner)
             for index, each in enumerate(self.rounds)
             if each.owner != links.node and each.pieces[self.place][1]
         }
@@ -406,7 +406,7 @@ class InternodeGather(InternodeOperation):
         yield self.until_invited(node)
         for index, each in enumerate(self.rounds):
             if each.owner == self.links.node and each.pieces[self.place][1]:
-                self.send(self.own_piece(index), node)
+                self.send(self.local_piece(index), node)
 
     def _publish(self, arriving: dict[int, MpiRequests]) -> Steps:
         """Let the other ranks of the node see the pieces that arrive."""
@@ -414,7 +414,7 @@ class InternodeGather(InternodeOperation):
             yield arriving.pop(index, None)
             if self.is_copy:
                 yield ConditionWork(partial(self._is_free, index))
-                self.staged_piece(index, self.place).copy_(self.own_piece(index))
+                self.staged_piece(index, self.place).copy_(self.local_piece(index))
             self.counters.set_ready(index + 1)
 
     def _is_free(self, index: int) -> bool:

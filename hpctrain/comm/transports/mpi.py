@@ -83,7 +83,7 @@ class MpiRequests:
         return bool(MPI.Request.Testall(self._requests))
 
 
-def whole_buffer(tensor: Tensor) -> Buffer:
+def buffer_of(tensor: Tensor) -> Buffer:
     """Return the MPI buffer of a whole contiguous tensor."""
     return address(tensor.data_ptr(), tensor.nbytes), tensor.numel(), MPI_TYPES[tensor.dtype]
 
@@ -124,7 +124,7 @@ class MpiTransport(Transport):
     def _messages(self, tensor: Tensor) -> list[Buffer]:
         """Return the buffers of a tensor, split into messages within the limit."""
         count = tensor.numel()
-        return [whole_buffer(tensor)] if count <= self.limit else self._range_messages(tensor, 0, count)
+        return [buffer_of(tensor)] if count <= self.limit else self._range_messages(tensor, 0, count)
 
     def _range_messages(self, tensor: Tensor, offset: int, count: int) -> list[Buffer]:
         """Return the buffers of a range of elements, split into messages within the limit."""
@@ -192,7 +192,7 @@ class MpiTransport(Transport):
         if plain is None:
             return run_steps(rank_order.all_reduce(self, flat_view(tensor), reduction, blocking), blocking)
         if blocking and tensor.numel() <= self.limit:  # the shortest way, for small ones
-            self.communicator.Allreduce(MPI.IN_PLACE, whole_buffer(tensor), plain)
+            self.communicator.Allreduce(MPI.IN_PLACE, buffer_of(tensor), plain)
             return None
         return self._issue(
             call, "Allreduce", *((MPI.IN_PLACE, part, plain) for part in self._messages(tensor))
@@ -219,11 +219,9 @@ class MpiTransport(Transport):
             )
             return run_steps(steps, call.blocking)
         if counts is not None:
-            return self._issue(
-                call, "Reduce_scatter", (whole_buffer(tensor), whole_buffer(output), counts, plain)
-            )
+            return self._issue(call, "Reduce_scatter", (buffer_of(tensor), buffer_of(output), counts, plain))
         source = split_buffer(tensor, None, self.size)
-        return self._issue(call, "Reduce_scatter_block", (source, whole_buffer(output), plain))
+        return self._issue(call, "Reduce_scatter_block", (source, buffer_of(output), plain))
 
     # Movement
 
@@ -238,7 +236,7 @@ class MpiTransport(Transport):
         assert piece is not None
         if (piece.numel() * self.size if call.counts is None else sum(call.counts)) > self.limit:
             return self._move_pairwise(call)
-        one = MPI.IN_PLACE if pieces is not None and _overlap(piece, pieces) else whole_buffer(piece)
+        one = MPI.IN_PLACE if pieces is not None and _overlap(piece, pieces) else buffer_of(piece)
         many = None if pieces is None else split_buffer(pieces, call.counts, self.size)
         name = call.operation.replace("_", "").capitalize() + "v" * (call.counts is not None)
         root = () if call.operation == "all_gather" else (call.root,)

@@ -231,16 +231,16 @@ class SharedTransport(Transport):
 
     def _add(
         self,
-        own: Tensor,
+        local_piece: Tensor,
         peers: Sequence[Tensor],
         target: Tensor,
         reduction: Reduction,
         write_to_peers: bool,
     ) -> None:
         """Reduce the ranks' pieces in rank order into `target`, and write it over the peers' if asked."""
-        parts = [own, *peers]
+        parts = [local_piece, *peers]
         parts = [parts[(rank - self.rank) % self.size] for rank in range(self.size)]
-        spare = own.new_empty(min(BLOCK, len(own))) if self.rank > 1 else None
+        spare = local_piece.new_empty(min(BLOCK, len(local_piece))) if self.rank > 1 else None
         for *blocks, result in zip(*(part.split(BLOCK) for part in (*parts, target)), strict=True):
             reduce_block(blocks, result, reduction, self.rank, spare)
             for rank in self._peers if write_to_peers else ():

@@ -16,7 +16,7 @@ import torch
 
 from hpctrain.comm.device import device_kind
 from hpctrain.comm.mesh import coordinates, expert_sizes, rank_count
-from hpctrain.comm.topology import ranks_per_node_of
+from hpctrain.comm.transports.topology import ranks_per_node_of
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.place import placed_by_flops
 from hpctrain.engine.sizes import axis_sizes, micro_batches

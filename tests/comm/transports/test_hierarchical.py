@@ -1,7 +1,7 @@
 """Groups of several nodes, whose ranks share memory inside these, bring to the bit what messages bring.
 
-Tests of the modules hierarchical, crossing, sum_across and gather_across of comm/transports/,
-and of comm/topology.py, on nodes that are emulated.
+Tests of comm/transports/hierarchical.py, comm/transports/internode.py and comm/transports/topology.py, on
+emulated nodes.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch
 from hpctrain.comm.calls import Call
 from hpctrain.comm.group import Group
 from hpctrain.comm.mesh import Mesh
-from hpctrain.comm.topology import Topology, ranks_per_node_of
 from hpctrain.comm.transports.hierarchical import PIECE_BYTES, HierarchicalTransport
 from hpctrain.comm.transports.mpi import MpiTransport
 from hpctrain.comm.transports.node_memory import MemoryLocation
 from hpctrain.comm.transports.reduction import ReductionScratch
 from hpctrain.comm.transports.shared import SharedTransport
+from hpctrain.comm.transports.topology import Topology, ranks_per_node_of
 from hpctrain.comm.transports.traffic import traffic_of
 from hpctrain.comm.world import World
 from tests.comm.transports.test_shared import Random, rough
