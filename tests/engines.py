@@ -16,7 +16,7 @@ from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import build_engine, make_mesh
 from hpctrain.engine.sizes import on_one_rank
-from hpctrain.parallel.groups import LayerContext
+from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.shard import Parameter
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.bucket_layout import bucket_layouts

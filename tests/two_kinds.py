@@ -9,9 +9,9 @@ from torch import Tensor
 from hpctrain.model.feed_forward import FeedForward
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Surroundings, TransformerBlock
-from hpctrain.parallel.groups import LayerContext
+from hpctrain.parallel.activation_sizes import ActivationSizes, DeferredBytes, SavedStorage
 from hpctrain.parallel.kernels import apart_bytes
-from hpctrain.parallel.saved import ActivationSizes, DeferredBytes, SavedStorage
+from hpctrain.parallel.layer_context import LayerContext
 
 FACTOR = 3
 

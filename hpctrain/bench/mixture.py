@@ -32,7 +32,7 @@ from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.dispatch import Dispatch
 from hpctrain.parallel.experts import row_unit
-from hpctrain.parallel.groups import LayerContext
+from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.linear import MatmulLayer
 from hpctrain.parallel.residency import ParameterResidency
 from hpctrain.parallel.shard import Parameter

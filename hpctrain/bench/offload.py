@@ -15,7 +15,7 @@ from hpctrain.comm.world import World
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine, make_mesh
-from hpctrain.engine.offload import offload_folder, open_scratch
+from hpctrain.engine.offload_settings import offload_folder, open_scratch
 from hpctrain.memory.scratch import THREADS, ScratchFile, Transfer
 from hpctrain.plan.engine import build_within_memory
 from hpctrain.units import format_bytes, format_seconds

@@ -23,9 +23,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.checkpoint import checksum
+from hpctrain.checkpoint.checkpoint_index import (
+    CHECKSUMS,
+    DECK,
+    DTYPE,
+    FORMAT,
+    NAMED,
+    STATE,
+    VERSION,
+    StoredTensor,
+)
 from hpctrain.checkpoint.checksum import Sums
 from hpctrain.checkpoint.layout import STORED_AS, Index
-from hpctrain.checkpoint.structure import CHECKSUMS, DECK, DTYPE, FORMAT, NAMED, STATE, VERSION, StoredTensor
 from hpctrain.checkpoint.versions import library_versions
 from hpctrain.comm.outcome import error_reason
 from hpctrain.errors import InputOutputError

@@ -19,11 +19,11 @@ import numpy as np
 
 from hpctrain.checkpoint import checksum
 from hpctrain.checkpoint.agree import combined, shortened, together
+from hpctrain.checkpoint.checkpoint_index import StoredTensor, examine
 from hpctrain.checkpoint.checksum import Sums, Words
 from hpctrain.checkpoint.create import Tensors, complete, create, temporary_name
 from hpctrain.checkpoint.extract import opened
 from hpctrain.checkpoint.layout import TensorBox, TensorRange, rectangles_of
-from hpctrain.checkpoint.structure import StoredTensor, examine
 from hpctrain.checkpoint.verify import damage
 from hpctrain.checkpoint.writeback import start_writing
 from hpctrain.comm.group import Group

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from hpctrain.checkpoint.checkpoint_index import StoredTensor
 from hpctrain.checkpoint.layout import TensorRange
-from hpctrain.checkpoint.structure import StoredTensor
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.state import MASTER, MODEL, StateTensor, own_state
 

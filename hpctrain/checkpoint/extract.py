@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hpctrain.checkpoint import checksum
+from hpctrain.checkpoint.checkpoint_index import StoredTensor
 from hpctrain.checkpoint.checksum import Sums, Words
 from hpctrain.checkpoint.layout import Runs, TensorBox, TensorRange, rectangles_of, runs
-from hpctrain.checkpoint.structure import StoredTensor
 from hpctrain.comm.device import on_host
 from hpctrain.errors import InputOutputError
 

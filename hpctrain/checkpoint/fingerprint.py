@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from hpctrain.checkpoint.agree import combined, together
+from hpctrain.checkpoint.checkpoint_index import CheckpointIndex
 from hpctrain.checkpoint.extract import opened
-from hpctrain.checkpoint.structure import CheckpointIndex
 from hpctrain.comm.group import Group
 from hpctrain.sharding.sketch import SUMS, Fingerprint
 

@@ -11,7 +11,7 @@ import click
 from hpctrain.errors import HpctrainError
 from hpctrain.report.terminal import coloured, columns, fit
 from hpctrain.text import fitted, ranges, table
-from hpctrain.watch.stress.wish import StressOptions
+from hpctrain.watch.stress.stress_options import StressOptions
 
 if TYPE_CHECKING:
     from hpctrain.comm.world import World

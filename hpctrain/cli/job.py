@@ -104,9 +104,9 @@ def command(
     Ranks, binding, memory and signals follow from the deck's layout and its [machine]. Without --output
     and --submit the script is printed.
     """
+    from hpctrain.job.job_options import JobOptions
     from hpctrain.job.ranks import parse_nodes, parse_shared_memory, parse_time, parse_volume, plan_job
     from hpctrain.job.script import SUBMIT, script, submission
-    from hpctrain.job.wish import JobOptions
 
     wish = JobOptions(
         nodes=parse_nodes(nodes),

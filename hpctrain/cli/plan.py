@@ -110,7 +110,7 @@ def command(
     from hpctrain.plan.search.deck import SearchOptions
     from hpctrain.plan.search.options import searched
     from hpctrain.plan.sweep_options import swept
-    from hpctrain.plan.time.machine import read_machine
+    from hpctrain.plan.time.machine_rates import read_machine
     from hpctrain.plan.words import plan_text
     from hpctrain.report.terminal import stderr_console
 

@@ -65,9 +65,9 @@ def command(
     Runs that are done are not trained again, stopped ones go on, and one that fails stops no other. Ctrl-C
     has them stop with a checkpoint. Exit codes: 0 all are done, 1 one failed, 75 some are left.
     """
+    from hpctrain.job.job_options import JobOptions
     from hpctrain.job.ranks import parse_time
     from hpctrain.job.script import script, submission
-    from hpctrain.job.wish import JobOptions
     from hpctrain.train.sweep.sweep import sweep_deck, sweep_job
 
     given: dict[str, object] = {

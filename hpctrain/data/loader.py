@@ -8,7 +8,7 @@ from hpctrain.data.batches import SPLITS, MicroBatch, MicroBatchRequest
 from hpctrain.data.dataset import UserDataset
 from hpctrain.data.fit import split_samples
 from hpctrain.data.items import Fields
-from hpctrain.data.workers import Ticket, WorkerPool
+from hpctrain.data.worker_pool import Ticket, WorkerPool
 from hpctrain.errors import HpctrainError
 
 _MAX_AHEAD = 64

@@ -10,11 +10,11 @@ import torch
 
 from hpctrain.comm.device import on_host
 from hpctrain.comm.world import World
-from hpctrain.parallel.audit import MatmulAudit
-from hpctrain.parallel.audit_passes import AuditKernels, CompiledAuditKernels, ErrorBounds
+from hpctrain.parallel.audit_kernels import AuditKernels, CompiledAuditKernels, ErrorBounds
 from hpctrain.parallel.compiler import CompilerError, compile_library, try_library
-from hpctrain.parallel.groups import LayerContext
+from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.library import open_library
+from hpctrain.parallel.matmul_audit import MatmulAudit
 
 
 def audited(groups: LayerContext, world: World, seed: int) -> LayerContext:

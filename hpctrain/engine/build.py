@@ -14,7 +14,7 @@ from hpctrain.deck.division import require_undivided
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.audit import audited
 from hpctrain.engine.kernels import choose_kernels
-from hpctrain.engine.offload import OffloadSettings, open_offload
+from hpctrain.engine.offload_settings import OffloadSettings, open_offload
 from hpctrain.engine.patterns import check_patterns
 from hpctrain.engine.place import Placement, place_layers
 from hpctrain.engine.recompute import make_recompute, open_shelf
@@ -44,7 +44,7 @@ from hpctrain.optim.noise_scale import NoiseScale
 from hpctrain.optim.schedule import LearningRate
 from hpctrain.optim.spikes import SpikeDetector
 from hpctrain.parallel.context import context_positions
-from hpctrain.parallel.groups import LayerContext
+from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.split import spans_of
 from hpctrain.sharding.state import StateTensor

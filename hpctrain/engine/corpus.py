@@ -13,7 +13,7 @@ from hpctrain.data.fit import masks_documents, token_problems
 from hpctrain.data.loader import DatasetSource
 from hpctrain.data.mixture import SplitDatasets
 from hpctrain.data.shards import Tokens
-from hpctrain.data.workers import WorkerPool
+from hpctrain.data.worker_pool import WorkerPool
 from hpctrain.deck.check_world import batch_sizes, data_ranks
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError

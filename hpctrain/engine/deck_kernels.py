@@ -20,9 +20,9 @@ from hpctrain.engine.functions import functions_before
 from hpctrain.engine.sizes import micro_batches
 from hpctrain.errors import InputOutputError
 from hpctrain.model.precision import Precision
-from hpctrain.parallel.groups import LayerContext
 from hpctrain.parallel.kernel_times import MatmulPass
 from hpctrain.parallel.kernels import KERNELS, LIBRARY, KernelTable, MatmulKernel, Matrix, Pass, kernel_named
+from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.vocabulary import chunk_rows
 
 _WORDS: Mapping[Pass, str] = {

@@ -24,7 +24,7 @@ from hpctrain.model.part import Layer, LayerRange, ModelPart
 from hpctrain.objective.choose import make_objective
 from hpctrain.parallel.backward import BackwardStart
 from hpctrain.parallel.context import context_positions
-from hpctrain.parallel.groups import LayerContext
+from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.random import DropoutSource
 from hpctrain.parallel.weight_grad import DeferredGradient, compute_all
 from hpctrain.pipeline.action import Action, Kind, Schedule

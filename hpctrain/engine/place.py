@@ -13,7 +13,7 @@ from hpctrain.engine.sizes import micro_batches
 from hpctrain.errors import HpctrainError
 from hpctrain.model.architecture import Architecture
 from hpctrain.model.build import bare_model, split_problems
-from hpctrain.parallel.groups import LayerContext
+from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.generate import SEARCHED
 from hpctrain.pipeline.split import balanced_split, cut

@@ -9,13 +9,13 @@ from hpctrain.comm.device import on_host
 from hpctrain.comm.world import World
 from hpctrain.deck.check import NO_HOST_ACTIVATIONS
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.offload import open_scratch
+from hpctrain.engine.offload_settings import open_scratch
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.activations import ActivationStore
+from hpctrain.memory.offload_store import DiskOffloadStore, HostOffloadStore
 from hpctrain.memory.recompute import Recompute
 from hpctrain.memory.saved import PartBytes, part_bytes
 from hpctrain.memory.scratch import ScratchFiles
-from hpctrain.memory.shelf import DiskOffloadStore, HostOffloadStore
 from hpctrain.model.architecture import Architecture
 from hpctrain.model.count import count
 from hpctrain.model.part import ModelPart, parameter_list

@@ -20,7 +20,7 @@ from hpctrain.deck.sources import clipped, toml_value
 from hpctrain.engine.companions import critic_deck
 from hpctrain.engine.rules import RULES
 from hpctrain.errors import HpctrainError
-from hpctrain.model.parametrization import WidthScaling
+from hpctrain.model.width_scaling import WidthScaling
 from hpctrain.sharding.compression.warmed import momentum_given_after
 
 _PROGRESS_KEYS = ("communication.warmup", "policy.rollout", "policy.epochs")

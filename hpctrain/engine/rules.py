@@ -19,8 +19,8 @@ from hpctrain.deck.schema import Deck
 from hpctrain.optim.adafactor import Adafactor
 from hpctrain.optim.adam_mini import AdamMini
 from hpctrain.optim.adamw import AdamW
-from hpctrain.optim.block_rule import MatrixRules
 from hpctrain.optim.lion import Lion
+from hpctrain.optim.matrix_rule import MatrixRules
 from hpctrain.optim.muon import Muon
 from hpctrain.optim.optimizer import UpdateRule
 from hpctrain.optim.schedule_free import ScheduleFree

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.offload import OffloadSettings
+from hpctrain.engine.offload_settings import OffloadSettings
 from hpctrain.engine.stage import TrainedStage, build_stage
 from hpctrain.model.part import ModelPart
 from hpctrain.optim.optimizer import Agreement, BucketState, Optimizer
-from hpctrain.parallel.groups import LayerContext
+from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.sharding.bucket import Bucket
-from hpctrain.sharding.outer import SyncEveryStep
+from hpctrain.sharding.replica_sync import SyncEveryStep
 from hpctrain.sharding.replication import Replications
 from hpctrain.sharding.state import MASTER
 from hpctrain.sharding.synchronize import GradientSynchronizer

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import torch
 
+from hpctrain.checkpoint.checkpoint_index import examine
 from hpctrain.checkpoint.entries import model_entries, resumed_entries
 from hpctrain.checkpoint.finite import nonfinite_sentence, nonfinite_weight
 from hpctrain.checkpoint.read import load
-from hpctrain.checkpoint.structure import examine
 from hpctrain.comm.device import on_host
 from hpctrain.comm.group import Group
 from hpctrain.comm.planned import META, PlannedMesh
@@ -23,19 +23,19 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.deck_kernels import kernels_of
 from hpctrain.engine.functions import functions_of, planned_functions
 from hpctrain.engine.nodes import NodeMesh, cut_by_node, ranks_of_node
-from hpctrain.engine.offload import OffloadSettings, make_optimizer, planned_offload
+from hpctrain.engine.offload_settings import OffloadSettings, make_optimizer, planned_offload
 from hpctrain.engine.rules import RULES
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.recompute import Recompute
 from hpctrain.model.architecture import Architecture
 from hpctrain.model.build import build_parts
 from hpctrain.model.frozen import freeze_parameters
-from hpctrain.model.parametrization import set_rates
 from hpctrain.model.part import ModelPart, blocks_of, parameter_list
 from hpctrain.model.precision import Precision
-from hpctrain.optim.block_rule import MatrixRules
+from hpctrain.model.width_scaling import set_rates
+from hpctrain.optim.matrix_rule import MatrixRules
 from hpctrain.optim.optimizer import Agreement, Optimizer, refresh
-from hpctrain.parallel.groups import LayerContext
+from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.residency import ParameterResidency
 from hpctrain.parallel.saved_policy import SavedPolicy
 from hpctrain.parallel.vocabulary import TABLE_ROWS
@@ -45,7 +45,7 @@ from hpctrain.sharding.bucket import Bucket, Store, value_bytes
 from hpctrain.sharding.bucket_layout import bucket_layouts
 from hpctrain.sharding.compression.between import between_nodes
 from hpctrain.sharding.compression.codecs import RoundedCodec
-from hpctrain.sharding.compression.compressed_sum import CompressedReduction
+from hpctrain.sharding.compression.compressed_reduction import CompressedReduction
 from hpctrain.sharding.compression.majority import sign_sum
 from hpctrain.sharding.compression.one_bit import OneBitMomentum
 from hpctrain.sharding.compression.power import PowerSgd
@@ -55,10 +55,10 @@ from hpctrain.sharding.eight_bit_gather import bucket_maker
 from hpctrain.sharding.fragments import FragmentSchedule, fragments_of
 from hpctrain.sharding.gather import make_residency
 from hpctrain.sharding.local_steps import LocalSteps, OuterOptimizer
-from hpctrain.sharding.measured import FirstMicroBatch, MeasuredReduction
-from hpctrain.sharding.outer import ReplicaSync, SyncEveryStep
+from hpctrain.sharding.measured_reduction import FirstMicroBatch, MeasuredReduction
 from hpctrain.sharding.outer_format import FORMATS
 from hpctrain.sharding.reducer import ExactReduction, GradientReduction, make_reducer
+from hpctrain.sharding.replica_sync import ReplicaSync, SyncEveryStep
 from hpctrain.sharding.replication import MeshQueries, Replications, ZeroSharding
 from hpctrain.sharding.state import ModuleState, Stateful, StateTensor
 from hpctrain.sharding.synchronize import GradientSynchronizer

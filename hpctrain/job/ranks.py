@@ -16,7 +16,7 @@ from hpctrain.deck.read import read_deck
 from hpctrain.deck.replicas import begun_with, with_ranks
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
-from hpctrain.job.wish import JobOptions, Launcher
+from hpctrain.job.job_options import JobOptions, Launcher
 from hpctrain.job.words import word_problems
 from hpctrain.plan.deck import plan_deck
 from hpctrain.plan.named import named_problems

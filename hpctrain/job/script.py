@@ -12,8 +12,8 @@ from textwrap import indent
 from hpctrain.deck.check_world import data_ranks
 from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError
+from hpctrain.job.job_options import Scheduler
 from hpctrain.job.ranks import Job
-from hpctrain.job.wish import Scheduler
 from hpctrain.text import control_problem, counted
 
 SUBMIT: dict[Scheduler, tuple[str, ...]] = {

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from hpctrain.job.wish import JobOptions
+from hpctrain.job.job_options import JobOptions
 from hpctrain.text import control_problem
 
 _WORD = re.compile(r"\w[\w.,:@+/-]*")

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from hpctrain.memory.compress import ActivationFormat, compress, expand
-from hpctrain.memory.shelf import OffloadHandle, Shelf
+from hpctrain.memory.offload_store import OffloadHandle, Shelf
 from hpctrain.parallel.shard import Parameter
 
 SMALLEST = 1 << 16  # bytes of a storage that is worth the way

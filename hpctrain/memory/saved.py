@@ -14,7 +14,7 @@ from hpctrain.model.part import Layer, ModelPart, blocks_of
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape, Recomputed
 from hpctrain.objective.choose import make_objective
-from hpctrain.parallel.saved import ActivationSizes, SavedStorage, total
+from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage, total
 
 
 def gpt_activation_bytes(shape: ModelShape, micro_size: int, tensor: int, sequence_parallel: bool) -> int:

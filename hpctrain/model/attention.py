@@ -12,14 +12,14 @@ from hpctrain.data.documents import Documents
 from hpctrain.model.inputs import Cache
 from hpctrain.model.query_key_norm import QueryKeyNorm
 from hpctrain.model.shape import ModelShape
+from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage, total
 from hpctrain.parallel.all_to_all_attention import all_to_all_attention
 from hpctrain.parallel.functions import turned
-from hpctrain.parallel.groups import LayerContext
+from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.library import workspace_floats
 from hpctrain.parallel.linear import ColumnLinear, RowLinear, RowPartition
 from hpctrain.parallel.operations import AttentionSize, ElementwiseSize
 from hpctrain.parallel.ring_attention import ring_attention
-from hpctrain.parallel.saved import ActivationSizes, SavedStorage, total
 
 
 class Rotary:

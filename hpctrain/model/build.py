@@ -23,7 +23,7 @@ from hpctrain.model.initialize import initialize
 from hpctrain.model.part import LayerRange, ModelPart
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Transformer
-from hpctrain.parallel.groups import LayerContext
+from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.shard import Parameter
 
 Targets = Iterable[tuple[Parameter, Tensor, int]]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hpctrain.data.documents import Documents
 from hpctrain.data.row_lengths import RowLengths
-from hpctrain.model.choices import RoutingChoices
+from hpctrain.model.routing_choices import RoutingChoices
 from hpctrain.parallel.random import DropoutSource
 
 

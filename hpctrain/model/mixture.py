@@ -20,13 +20,13 @@ from hpctrain.model.feed_forward import FeedForward
 from hpctrain.model.inputs import ModelInputs
 from hpctrain.model.router import RoutedTokens, Router
 from hpctrain.model.shape import ModelShape
+from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage, total
 from hpctrain.parallel.dispatch import Dispatch
 from hpctrain.parallel.experts import Experts, ExpertSizes, row_unit
-from hpctrain.parallel.groups import LayerContext
 from hpctrain.parallel.kernels import apart_bytes
+from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.operations import ElementwiseSize, kind_of
 from hpctrain.parallel.residency import ParameterResidency
-from hpctrain.parallel.saved import ActivationSizes, SavedStorage, total
 
 
 class Mixture(nn.Module):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from hpctrain.model.shape import ModelShape
-from hpctrain.parallel.groups import LayerContext
-from hpctrain.parallel.saved import ActivationSizes, SavedStorage
+from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage
+from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.shard import Parameter, Shard
 
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.model.shape import ModelShape
-from hpctrain.parallel.groups import LayerContext
+from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage
+from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.linear import RowPartition, rows_shard
-from hpctrain.parallel.saved import ActivationSizes, SavedStorage
 from hpctrain.parallel.shard import Parameter, Shard
 
 

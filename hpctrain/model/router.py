@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from hpctrain.model.inputs import ModelInputs
 from hpctrain.model.shape import ModelShape
-from hpctrain.parallel.groups import LayerContext
-from hpctrain.parallel.saved import ActivationSizes, SavedStorage, as_features
+from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage, as_features
+from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.shard import Parameter, Shard
 
 _LEAST = 1e-20

@@ -14,7 +14,7 @@ from hpctrain.deck.presets import EXPERT_KEYS, Sizes
 from hpctrain.deck.schema import Deck, ExpertsTable
 from hpctrain.errors import HpctrainError
 from hpctrain.model.architecture import Architecture
-from hpctrain.model.parametrization import STANDARD, WidthScaling
+from hpctrain.model.width_scaling import STANDARD, WidthScaling
 
 Head = Literal["vocabulary", "scalar"]
 """What predicts: logits of every token of the vocabulary, or one number a token."""

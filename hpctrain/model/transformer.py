@@ -24,11 +24,11 @@ from hpctrain.model.mixture import Mixture
 from hpctrain.model.norm import Norm
 from hpctrain.model.part import Computed, Layer, LayerRange, leaves, own_parameters
 from hpctrain.model.shape import ModelShape
-from hpctrain.parallel.groups import LayerContext
+from hpctrain.parallel.activation_sizes import ActivationSizes, DeferredBytes, SavedStorage, total
+from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.operations import ElementwiseSize, MatrixSize
 from hpctrain.parallel.random import dropout
 from hpctrain.parallel.residency import ParameterResidency
-from hpctrain.parallel.saved import ActivationSizes, DeferredBytes, SavedStorage, total
 from hpctrain.parallel.saved_policy import LayerPass
 from hpctrain.parallel.scalar_head import ScalarHead
 from hpctrain.parallel.shard import Parameter, Shard

@@ -8,12 +8,12 @@ from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.model.foreign.arguments import ANSWERS
 from hpctrain.objective.dpo import DirectPreference
-from hpctrain.objective.drawing import TokenSampling
 from hpctrain.objective.next_token import NextToken
 from hpctrain.objective.objective import Objective
 from hpctrain.objective.of_module import ClassesOfLogits, NextTokenOfLogits, users_loss
 from hpctrain.objective.policy import PolicyOptimization
 from hpctrain.objective.reward import PairwiseReward
+from hpctrain.objective.token_sampling import TokenSampling
 
 
 def make_objective(deck: Deck) -> Objective:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.group import Group
-from hpctrain.objective.drawing import TokenSampling
 from hpctrain.objective.next_token import CrossEntropy
 from hpctrain.objective.objective import Losses
+from hpctrain.objective.token_sampling import TokenSampling
 from hpctrain.parallel.partition import SplitLogits
 from hpctrain.parallel.vocabulary import VocabularyHead
 

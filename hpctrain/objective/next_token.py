@@ -11,9 +11,9 @@ from torch import Tensor
 
 from hpctrain.data.batches import MicroBatch
 from hpctrain.model.inputs import ModelInputs
-from hpctrain.objective.drawing import TokenSampling
 from hpctrain.objective.objective import Losses, LossOf
-from hpctrain.parallel.groups import LayerContext
+from hpctrain.objective.token_sampling import TokenSampling
+from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.partition import SplitLogits
 from hpctrain.parallel.shard import Parameter
 from hpctrain.parallel.vocabulary import VocabularyHead

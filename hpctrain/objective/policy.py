@@ -17,9 +17,9 @@ from hpctrain.comm.group import Group
 from hpctrain.data.batches import MicroBatch
 from hpctrain.model.inputs import ModelInputs
 from hpctrain.objective.dpo import REFERENCE
-from hpctrain.objective.drawing import TokenSampling
 from hpctrain.objective.log_probabilities import OfLogProbabilities, counted_once, whole_sums
 from hpctrain.objective.objective import LossOf
+from hpctrain.objective.token_sampling import TokenSampling
 
 ADVANTAGES, OLD = "advantages", "old"
 """Fields of a micro-batch, fp32 [b, s]: what each token was worth beyond what was expected, and its

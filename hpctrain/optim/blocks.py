@@ -16,9 +16,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpctrain.comm.work import Work
-from hpctrain.optim.block_rule import MatrixRules
 from hpctrain.optim.divided_blocks import DividedBlocks
 from hpctrain.optim.handed_blocks import HandedBlocks
+from hpctrain.optim.matrix_rule import MatrixRules
 from hpctrain.optim.optimizer import ElementBatch, Optimizer, UpdateRule, is_master
 from hpctrain.optim.own_blocks import OwnBlocks
 from hpctrain.sharding.bucket import Bucket

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hpctrain.comm.group import Group
-from hpctrain.optim.block_rule import MatrixRule
-from hpctrain.optim.cut_blocks import SplitMatrices, SplitMatrix
+from hpctrain.optim.matrix_rule import MatrixRule
 from hpctrain.optim.own_blocks import OwnBlocks, single
+from hpctrain.optim.split_matrices import SplitMatrices, SplitMatrix
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from itertools import pairwise
 from torch import Tensor
 
 from hpctrain.comm.work import Work
-from hpctrain.optim.block_rule import MatrixRule
 from hpctrain.optim.divided_blocks import DividedBlocks
+from hpctrain.optim.matrix_rule import MatrixRule
 from hpctrain.optim.optimizer import ElementBatch
 from hpctrain.optim.own_blocks import OwnBlocks, single
 from hpctrain.sharding.bucket import Bucket

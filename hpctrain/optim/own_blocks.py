@@ -9,9 +9,9 @@ from math import prod
 import torch
 from torch import Tensor
 
-from hpctrain.optim.block_rule import Cells, MatrixRule
-from hpctrain.optim.cut_blocks import SplitMatrix
+from hpctrain.optim.matrix_rule import Cells, MatrixRule
 from hpctrain.optim.optimizer import ElementBatch
+from hpctrain.optim.split_matrices import SplitMatrix
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.bucket_layout import BucketSegment
 from hpctrain.sharding.state import MASTER, OPTIMIZER, StateTensor, segment_state

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.deck.adapters import Adapters
-from hpctrain.parallel.groups import LayerContext
+from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage
 from hpctrain.parallel.kernels import KernelTable
+from hpctrain.parallel.layer_context import LayerContext
+from hpctrain.parallel.matmul import Matmul
 from hpctrain.parallel.operations import Cut, MatrixSize
-from hpctrain.parallel.product import Matmul
-from hpctrain.parallel.saved import ActivationSizes, SavedStorage
 from hpctrain.parallel.shard import Initial, Parameter, Shard
 
 

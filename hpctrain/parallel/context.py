@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.group import Group
-from hpctrain.parallel.groups import ContextForm
+from hpctrain.parallel.layer_context import ContextForm
 
 
 def context_positions(group: Group, form: ContextForm, sequence: int) -> Tensor:

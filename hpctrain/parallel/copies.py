@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 from hpctrain.parallel.linear import SplitLinear
-from hpctrain.parallel.product import Matmul
+from hpctrain.parallel.matmul import Matmul
 from hpctrain.parallel.vocabulary import VocabularyHead
 
 

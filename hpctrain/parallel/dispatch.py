@@ -18,8 +18,8 @@ from torch import Tensor
 
 from hpctrain.comm.group import Group
 from hpctrain.comm.work import Work
+from hpctrain.parallel.activation_sizes import as_features
 from hpctrain.parallel.experts import Segments, compute_later
-from hpctrain.parallel.saved import as_features
 
 
 class Dispatch:

@@ -17,11 +17,11 @@ from torch.nn import functional
 from typing_extensions import override
 
 from hpctrain.deck.activations import ACTIVATIONS, Activation
-from hpctrain.parallel.audit import MatmulAudit
-from hpctrain.parallel.groups import LayerContext
+from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage, as_features
+from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.linear import MatmulLayer, RowPartition
+from hpctrain.parallel.matmul_audit import MatmulAudit
 from hpctrain.parallel.operations import MatrixSize
-from hpctrain.parallel.saved import ActivationSizes, SavedStorage, as_features
 from hpctrain.parallel.shard import Parameter, Shard
 
 EXPERT_AXES = frozenset({"expert", "expert_tensor"})

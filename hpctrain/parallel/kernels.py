@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 from typing_extensions import override
 
-from hpctrain.parallel.saved import ActivationSizes
+from hpctrain.parallel.activation_sizes import ActivationSizes
 
 PRODUCT_ELEMENTS = 1 << 22
 """Of a product in another format than the sum to which it is added; a larger one comes in pieces.

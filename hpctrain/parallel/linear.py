@@ -20,13 +20,13 @@ from typing_extensions import override
 
 from hpctrain.comm.group import Group
 from hpctrain.deck.adapters import Adapters
+from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage, total
 from hpctrain.parallel.adapter import AdaptedMatrix, LayerAdapters
 from hpctrain.parallel.applied import applied
-from hpctrain.parallel.groups import LayerContext
+from hpctrain.parallel.layer_context import LayerContext
+from hpctrain.parallel.matmul import Matmul, Operand, gradient_of, joined, operand_of, tensors_of
 from hpctrain.parallel.operations import Cut, MatrixSize
-from hpctrain.parallel.product import Matmul, Operand, gradient_of, joined, operand_of, tensors_of
 from hpctrain.parallel.products import make_product
-from hpctrain.parallel.saved import ActivationSizes, SavedStorage, total
 from hpctrain.parallel.shard import Initial, Parameter, Shard
 
 

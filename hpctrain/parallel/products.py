@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from hpctrain.parallel.fp8.product import DelayedMatmul, QuantizedMatmul
+from hpctrain.parallel.fp8.quantized_matmul import DelayedMatmul, QuantizedMatmul
 from hpctrain.parallel.fp8.recipes import GRADIENT_FORMS, RECIPES
-from hpctrain.parallel.groups import LayerContext
-from hpctrain.parallel.product import Matmul
+from hpctrain.parallel.layer_context import LayerContext
+from hpctrain.parallel.matmul import Matmul
 from hpctrain.parallel.shard import Parameter
 
 PRODUCTS: Mapping[torch.dtype, type[Matmul]] = dict.fromkeys(

@@ -21,14 +21,14 @@ from hpctrain.comm.group import Group
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.work import Work
 from hpctrain.data.batches import MicroBatch
-from hpctrain.model.choices import RoutingChoices
 from hpctrain.model.inputs import AuxiliaryLosses, ModelInputs
 from hpctrain.model.part import ModelPart
+from hpctrain.model.routing_choices import RoutingChoices
 from hpctrain.objective.objective import LossOf, Objective
 from hpctrain.parallel.backward import BackwardStart
 from hpctrain.parallel.context import context_piece
-from hpctrain.parallel.noted import StepStatistics
 from hpctrain.parallel.random import DropoutSource
+from hpctrain.parallel.step_statistics import StepStatistics
 from hpctrain.parallel.weight_grad import DeferredGradient, WeightGradientQueue, compute_all
 from hpctrain.pipeline.action import Action, Schedule
 

@@ -10,7 +10,7 @@ from hpctrain.memory.activations import SMALLEST, UNDER_WAY
 from hpctrain.memory.compress import compress_peak
 from hpctrain.memory.saved import PartBytes, packed_bytes
 from hpctrain.model.frozen import embedding_trained, silent_blocks
-from hpctrain.parallel.saved import SavedStorage, total
+from hpctrain.parallel.activation_sizes import SavedStorage, total
 from hpctrain.pipeline.action import Action
 
 

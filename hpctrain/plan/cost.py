@@ -17,7 +17,7 @@ import torch
 from hpctrain.comm.device import device_kind, on_host
 from hpctrain.comm.planned import PlannedCalls, PlannedMesh
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.offload import OffloadSettings
+from hpctrain.engine.offload_settings import OffloadSettings
 from hpctrain.engine.sizes import axis_sizes
 from hpctrain.engine.stage import TrainedStage, build_trained_stage, make_groups, make_replications
 from hpctrain.memory.recompute import Recompute

@@ -26,7 +26,7 @@ from hpctrain.plan.savings import MemorySaving, find_savings
 from hpctrain.plan.search.candidate import Candidate
 from hpctrain.plan.search.deck import chosen_layout, on_nodes_of, with_choice
 from hpctrain.plan.time.advice import Advice, advise
-from hpctrain.plan.time.machine import MachineRates
+from hpctrain.plan.time.machine_rates import MachineRates
 from hpctrain.plan.time.rates import deck_rates
 from hpctrain.plan.time.step import StepPlan, plan_step
 from hpctrain.plan.traffic import TrafficPlan, plan_traffic

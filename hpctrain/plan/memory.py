@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from hpctrain.checkpoint.held import copies_held
 from hpctrain.checkpoint.mirror import COPIES
+from hpctrain.checkpoint.snapshots import copies_held
 from hpctrain.comm.device import device_kind, matmul_workspace_bytes, on_host
 from hpctrain.comm.mesh import rank_count
 from hpctrain.comm.planned import PlannedCalls, PlannedMesh, ReductionBytes
@@ -24,7 +24,7 @@ from hpctrain.memory.accounts import MemoryAccount
 from hpctrain.memory.saved import PartBytes, part_bytes
 from hpctrain.model.build import architecture_of, layer_kinds
 from hpctrain.model.count import count
-from hpctrain.optim.block_rule import MatrixRules
+from hpctrain.optim.matrix_rule import MatrixRules
 from hpctrain.parallel.copies import planned_copies
 from hpctrain.pipeline.action import Schedule, accumulation
 from hpctrain.pipeline.execute import receives_ahead

@@ -13,7 +13,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine, arrange, assemble
 from hpctrain.engine.functions import with_functions
 from hpctrain.engine.kernels import choose_kernels
-from hpctrain.engine.roles import ServerRoles, build_worker_stage, serving
+from hpctrain.engine.server_roles import ServerRoles, build_worker_stage, serving
 from hpctrain.engine.sizes import micro_batches
 from hpctrain.engine.stage import plan_stage
 from hpctrain.memory.accounts import MemoryAccount

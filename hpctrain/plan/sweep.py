@@ -22,7 +22,7 @@ from hpctrain.plan.named import named_problems
 from hpctrain.plan.planned_device import assume_planned_device
 from hpctrain.plan.room import Room
 from hpctrain.plan.swept import RANKS, Changes, Swept, points
-from hpctrain.plan.time.machine import MachineRates
+from hpctrain.plan.time.machine_rates import MachineRates
 from hpctrain.plan.time.rates import deck_rates
 from hpctrain.plan.time.step import StepPlan, plan_step
 from hpctrain.text import counted

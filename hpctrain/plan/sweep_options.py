@@ -10,7 +10,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.plan.sweep import sweep_deck
 from hpctrain.plan.sweep_words import plot_sweep, sweep_text
 from hpctrain.plan.swept import RANKS, parse_sweeps
-from hpctrain.plan.time.machine import MachineRates
+from hpctrain.plan.time.machine_rates import MachineRates
 from hpctrain.report.bar import progress_bar
 from hpctrain.report.figures import demand_ending
 

@@ -124,7 +124,7 @@ class _Listener:
 
 
 class PlannedWeights:
-    """The weights of a planned stage, see sharding/outer.py."""
+    """The weights of a planned stage, see sharding/replica_sync.py."""
 
     def __init__(self, stage: TrainedStage) -> None:
         self.buckets, self.masters, self.updates = stage.buckets, stage.optimizer.masters, 0

@@ -18,7 +18,7 @@ from hpctrain.deck.division import CRITIC, POLICY, REWARD
 from hpctrain.deck.division import REFERENCE as REFERENCE_MODEL
 from hpctrain.deck.policy import CALLS_AT_ONCE
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.seat import ModelPlacement
+from hpctrain.engine.model_placement import ModelPlacement
 from hpctrain.generate.sampling import Sampling
 from hpctrain.objective.dpo import REFERENCE
 from hpctrain.objective.policy import ADVANTAGES, OLD, Estimate, divergence

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from hpctrain import __version__
+from hpctrain.checkpoint.checkpoint_index import examine
 from hpctrain.checkpoint.entries import training_entries
 from hpctrain.checkpoint.exchange.convert import MODEL_ONLY
 from hpctrain.checkpoint.read import load
 from hpctrain.checkpoint.stored_deck import deck_state
-from hpctrain.checkpoint.structure import examine
 from hpctrain.checkpoint.write import save
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches
@@ -24,10 +24,10 @@ from hpctrain.deck.division import REFERENCE
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine
 from hpctrain.engine.companions import reference_deck, shares_reference
-from hpctrain.engine.seat import ModelPlacement
+from hpctrain.engine.model_placement import ModelPlacement
 from hpctrain.errors import InputOutputError
 from hpctrain.objective.choose import drawing_of
-from hpctrain.objective.drawing import TokenSampling
+from hpctrain.objective.token_sampling import TokenSampling
 from hpctrain.optim.optimizer import refresh
 from hpctrain.post.rollout import AnswerRows
 from hpctrain.sharding.bucket import Bucket, await_readers

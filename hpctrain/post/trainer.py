@@ -30,11 +30,11 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine, build_engine
 from hpctrain.engine.companions import critic_deck, is_checkpoint, texts_at_a_time, writes_itself
 from hpctrain.engine.generation import generation_stage
+from hpctrain.engine.model_placement import ModelPlacement
 from hpctrain.engine.place import with_split
-from hpctrain.engine.seat import ModelPlacement
 from hpctrain.engine.sizes import axis_sizes
 from hpctrain.engine.stage import Stage
-from hpctrain.engine.transfer import WeightTransfer
+from hpctrain.engine.weight_transfer import WeightTransfer
 from hpctrain.model.transformer import Transformer
 from hpctrain.objective.choose import drawing_of
 from hpctrain.objective.value import ClippedValue

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from hpctrain.checkpoint.checkpoint_index import CheckpointIndex
 from hpctrain.checkpoint.stored_deck import require_trusted, stored_deck
-from hpctrain.checkpoint.structure import CheckpointIndex
 from hpctrain.data.batches import OrderProtocol, SequenceSource
 from hpctrain.data.dataset import dataset_of
 from hpctrain.data.entries import open_entries

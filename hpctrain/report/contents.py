@@ -8,9 +8,9 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
+from hpctrain.checkpoint.checkpoint_index import VERSION, CheckpointIndex, StoredTensor
 from hpctrain.checkpoint.provenance import HistorySegment, RecordedLoss, history, losses
 from hpctrain.checkpoint.stored_deck import stored_deck
-from hpctrain.checkpoint.structure import VERSION, CheckpointIndex, StoredTensor
 from hpctrain.deck.objective import OF_SCORES
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.user_module import model_keys

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoint.agree import together
+from hpctrain.checkpoint.checkpoint_index import CheckpointIndex, examine
 from hpctrain.checkpoint.keep import agreed_checkpoints, linked, newest_good
 from hpctrain.checkpoint.names import BEST, checkpoint_step
 from hpctrain.checkpoint.provenance import losses
 from hpctrain.checkpoint.stored_deck import stored_deck_text
-from hpctrain.checkpoint.structure import CheckpointIndex, examine
 from hpctrain.checkpoint.verify import verify
 from hpctrain.comm.group import Group
 from hpctrain.deck.code import CodeTrust

@@ -18,8 +18,8 @@ from typing_extensions import override
 
 from hpctrain.comm.work import CombinedWork, Work
 from hpctrain.parallel.fp8.formats import AT_ONCE, E4M3, agreed_maximum, scales_of, to_format
-from hpctrain.parallel.fp8.product import PrequantizedWeights, QuantizedMatmul
 from hpctrain.parallel.fp8.quantize import QuantizedTensor, ScaleBlocks
+from hpctrain.parallel.fp8.quantized_matmul import PrequantizedWeights, QuantizedMatmul
 from hpctrain.parallel.fp8.watched import lost
 from hpctrain.sharding.bucket import Bucket, Store
 from hpctrain.sharding.bucket_layout import BucketLayout, BucketSegment

@@ -20,8 +20,8 @@ from hpctrain.memory.scratch import Flat, ScratchTensor
 from hpctrain.sharding.bucket import Bucket, await_readers
 from hpctrain.sharding.compression.codecs import Codec
 from hpctrain.sharding.fragments import FragmentRange, FragmentSchedule
-from hpctrain.sharding.outer import SyncEveryStep, Weights
 from hpctrain.sharding.outer_format import start_sum, sum_bytes
+from hpctrain.sharding.replica_sync import SyncEveryStep, Weights
 from hpctrain.sharding.state import MODEL, StateTensor, own_state
 
 _SWAPPED = 1 << 20

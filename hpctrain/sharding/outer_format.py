@@ -19,7 +19,7 @@ from hpctrain.comm.work import SequentialWork, Work
 from hpctrain.memory.compress import BLOCK
 from hpctrain.sharding.compression.blocks import CompressionBlocks
 from hpctrain.sharding.compression.codecs import Codec, RoundedCodec
-from hpctrain.sharding.compression.compressed_sum import CodedSum
+from hpctrain.sharding.compression.compressed_reduction import CodedSum
 
 
 class Halved:

@@ -16,8 +16,8 @@ from hpctrain.memory.accounts import storage_bytes
 from hpctrain.memory.scratch import Flat
 from hpctrain.model.foreign.buffers import KIND as BUFFER
 from hpctrain.parallel.fp8.history import KIND as HISTORY
-from hpctrain.parallel.noted import UsesStatistics
 from hpctrain.parallel.shard import Shard
+from hpctrain.parallel.step_statistics import UsesStatistics
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.bucket_layout import BucketSegment
 from hpctrain.sharding.replication import Replications

@@ -17,9 +17,9 @@ from hpctrain.parallel.shard import Parameter
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.bucket_layout import BucketSegment
 from hpctrain.sharding.fingerprint import PlacedFingerprints
-from hpctrain.sharding.measured import FirstMicroBatch, MeasuredReduction
-from hpctrain.sharding.outer import ReplicaSync
+from hpctrain.sharding.measured_reduction import FirstMicroBatch, MeasuredReduction
 from hpctrain.sharding.reducer import Reducer
+from hpctrain.sharding.replica_sync import ReplicaSync
 
 
 class GradientSynchronizer:

@@ -11,7 +11,7 @@ from torch import Tensor
 from hpctrain.comm.group import Group
 from hpctrain.memory.scratch import to_read
 from hpctrain.parallel.fp8.formats import agreed_maximum
-from hpctrain.parallel.fp8.product import WEIGHTS, Dims, QuantizedMatmul
+from hpctrain.parallel.fp8.quantized_matmul import WEIGHTS, Dims, QuantizedMatmul
 from hpctrain.parallel.linear import SplitLinear
 from hpctrain.sharding.bucket import Bucket
 

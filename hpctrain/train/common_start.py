@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from hpctrain.checkpoint.checkpoint_index import CheckpointIndex
 from hpctrain.checkpoint.fingerprint import file_fingerprints
-from hpctrain.checkpoint.structure import CheckpointIndex
 from hpctrain.comm.world import World
 from hpctrain.deck.objective import POLICIES
 from hpctrain.errors import HpctrainError

@@ -8,11 +8,11 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from hpctrain.checkpoint.checkpoint_index import CheckpointIndex, examine
 from hpctrain.checkpoint.exchange.source import settled_keys
 from hpctrain.checkpoint.names import checkpoint_step, present_checkpoints
 from hpctrain.checkpoint.provenance import HistorySegment, RecordedLoss, history, losses
 from hpctrain.checkpoint.stored_deck import stored_deck
-from hpctrain.checkpoint.structure import CheckpointIndex, examine
 from hpctrain.comm.world import World
 from hpctrain.deck.code import CodeTrust
 from hpctrain.deck.read import read_stored_deck

@@ -19,11 +19,11 @@ from typing_extensions import override
 
 from hpctrain.audit.detected_fault import DetectedFault, SilentFaultError
 from hpctrain.audit.message_audit import message_audit_of
-from hpctrain.checkpoint.held import StateSnapshot
+from hpctrain.checkpoint.snapshots import StateSnapshot
 from hpctrain.engine.build import Engine
 from hpctrain.sharding.fingerprint import fingerprint
-from hpctrain.sharding.resting import RestingState, WatchedMemory, learned
-from hpctrain.sharding.summed import ReducedGradients
+from hpctrain.sharding.reduced_gradients import ReducedGradients
+from hpctrain.sharding.resting_state import RestingState, WatchedMemory, learned
 from hpctrain.train.counters import Counters
 from hpctrain.train.hook import Hook, StepDone
 from hpctrain.train.repeated import Repetition

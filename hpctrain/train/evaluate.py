@@ -19,9 +19,9 @@ from hpctrain.comm.mesh import sizes_text
 from hpctrain.comm.world import World
 from hpctrain.data import contents
 from hpctrain.data.batches import Batches
+from hpctrain.data.sample_window import SampleWindow
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.data.tokens import TokenFile
-from hpctrain.data.window import SampleWindow
 from hpctrain.deck.objective import PREFERENCES, REFERRED
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.corpus import require_alike

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
-from hpctrain.plan.search.choices import Values
 from hpctrain.plan.search.deck import chosen_layout, with_choice
 from hpctrain.plan.search.phrases import changed, choice
+from hpctrain.plan.search.search_space import Values
 
 
 def choose_layout(world: World, deck: Deck) -> tuple[Deck, str]:

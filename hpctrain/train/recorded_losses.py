@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hpctrain.checkpoint.checkpoint_index import examine
 from hpctrain.checkpoint.names import checkpoint_path, checkpoint_step, present_checkpoints
 from hpctrain.checkpoint.provenance import HistorySegment, RecordedLoss, history, losses
-from hpctrain.checkpoint.structure import examine
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.hdf5 import format_of

@@ -25,7 +25,7 @@ from hpctrain.engine.deck_kernels import as_before, computed_by
 from hpctrain.engine.functions import record_of
 from hpctrain.engine.resume_check import require_same_model
 from hpctrain.errors import EXIT_DIFFERENT, EXIT_DONE, HpctrainError
-from hpctrain.parallel.groups import LayerContext
+from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.report.contents import layout_text
 from hpctrain.report.terminal import columns, fit
 from hpctrain.train.origin import corpus_key, same_corpus

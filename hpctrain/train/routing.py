@@ -11,8 +11,8 @@ from torch import Tensor
 from hpctrain.comm.world import World
 from hpctrain.engine.build import Engine
 from hpctrain.errors import HpctrainError
-from hpctrain.model.choices import RoutingChoices
 from hpctrain.model.router import router_name
+from hpctrain.model.routing_choices import RoutingChoices
 from hpctrain.model.shape import ModelShape
 from hpctrain.text import counted
 from hpctrain.train.control import StepDecision

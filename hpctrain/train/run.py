@@ -28,8 +28,8 @@ from hpctrain.engine.corpus import Corpus, open_corpus, settle_vocabulary
 from hpctrain.engine.deck_kernels import as_before
 from hpctrain.engine.functions import with_functions
 from hpctrain.engine.held_out import HeldOut, open_held_out
+from hpctrain.engine.model_placement import take_seat
 from hpctrain.engine.resume_check import keep_vocabulary, require_resumable
-from hpctrain.engine.seat import take_seat
 from hpctrain.errors import EXIT_AGAIN, EXIT_DONE, HpctrainError
 from hpctrain.model.shape import ModelShape
 from hpctrain.plan.divided import build_seat_within_memory

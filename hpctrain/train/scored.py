@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from hpctrain.data.batches import Batches
-from hpctrain.data.window import SampleWindow
-from hpctrain.objective.drawing import TokenSampling
+from hpctrain.data.sample_window import SampleWindow
 from hpctrain.objective.log_probabilities import log_probabilities
 from hpctrain.objective.objective import Losses
+from hpctrain.objective.token_sampling import TokenSampling
 from hpctrain.parallel.scalar_head import ScalarHead
 from hpctrain.pipeline.execute import PreparedBatch, forward_only
 from hpctrain.train.step import Step

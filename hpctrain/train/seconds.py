@@ -13,7 +13,7 @@ from hpctrain.comm.device import on_host
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
-from hpctrain.plan.time.machine import MachineRates
+from hpctrain.plan.time.machine_rates import MachineRates
 from hpctrain.plan.time.measured import MeasuredStep, StepRecord, mean, middle, told_apart
 from hpctrain.plan.time.rates import deck_rates
 from hpctrain.plan.time.step import StepPlan, plan_step

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from hpctrain.checkpoint.held import StateSnapshot
 from hpctrain.checkpoint.keep import agreed_checkpoints
 from hpctrain.checkpoint.names import checkpoint_step
+from hpctrain.checkpoint.snapshots import StateSnapshot
 from hpctrain.checkpoint.verify import verify
 from hpctrain.errors import HpctrainError
 from hpctrain.train.checkpoints import Checkpoints

@@ -13,7 +13,7 @@ from typing import Any
 
 from hpctrain.errors import HpctrainError
 from hpctrain.files import JSON_BYTES, parse_json, read_text
-from hpctrain.report.page.told import PredictedVsMeasured, ValuePair
+from hpctrain.report.page.run_summary import PredictedVsMeasured, ValuePair
 from hpctrain.report.plots import PlottedRun
 from hpctrain.text import counted
 

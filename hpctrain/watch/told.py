@@ -21,7 +21,7 @@ from hpctrain.errors import HpctrainError, InputOutputError, failing_as
 from hpctrain.files import check_output, distinct, open_regular, read_text, require_writable
 from hpctrain.report.marks import FAULTS_FILE, LOG_FILE, LogLine, StepMark, marks_of, read_faults, read_log
 from hpctrain.report.page.page import HEAD, page
-from hpctrain.report.page.told import KeptCheckpoint, RunEvent, RunSummary
+from hpctrain.report.page.run_summary import KeptCheckpoint, RunEvent, RunSummary
 from hpctrain.report.plots import PlottedRun, load_runs
 from hpctrain.report.recorded import TRACE_FILE, RecordedStep, read_trace
 from hpctrain.report.rows import METRICS_FILE, Row
@@ -208,7 +208,7 @@ def _checkpoints(folder: Path, problems: list[str]) -> tuple[list[KeptCheckpoint
 
 def _history(paths: Sequence[Path], problems: list[str]) -> list[HistorySegment]:
     for path in paths:
-        from hpctrain.checkpoint.structure import examine  # with torch, which takes seconds
+        from hpctrain.checkpoint.checkpoint_index import examine  # with torch, which takes seconds
 
         try:
             return history(examine(path).state)

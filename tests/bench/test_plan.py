@@ -26,10 +26,10 @@ from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.model.count import count
 from hpctrain.model.shape import ModelShape
-from hpctrain.plan.time.machine import parse_machine
+from hpctrain.plan.time.machine_rates import parse_machine
 from hpctrain.plan.time.step import plan_step
 from tests.engines import small_deck
-from tests.plan.time.test_machine import FILE
+from tests.plan.time.test_machine_rates import FILE
 
 BF16 = "\n[machine.products.bf16]\npeak = 2e11\nefficiency = 0.8\nsaturation = 100.0\n"
 

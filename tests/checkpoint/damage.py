@@ -148,9 +148,9 @@ def main(folder: Path, first: int, last: int) -> None:
 
     import torch
 
+    from hpctrain.checkpoint.checkpoint_index import examine
     from hpctrain.checkpoint.layout import STORED_AS, TensorRange
     from hpctrain.checkpoint.read import load
-    from hpctrain.checkpoint.structure import examine
     from hpctrain.comm.world import World
     from hpctrain.errors import HpctrainError
     from hpctrain.parallel.shard import Shard

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from hpctrain.checkpoint.background import BackgroundSave
+from hpctrain.checkpoint.checkpoint_index import StoredTensor
 from hpctrain.checkpoint.create import temporary_name
 from hpctrain.checkpoint.draft import Draft, DraftBox
 from hpctrain.checkpoint.layout import TensorBox
 from hpctrain.checkpoint.snapshot import HostBuffer, Snapshot
-from hpctrain.checkpoint.structure import StoredTensor
 from hpctrain.checkpoint.verify import verify
 from hpctrain.checkpoint.write import save
 from hpctrain.comm.world import World

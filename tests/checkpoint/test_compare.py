@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from hpctrain.checkpoint import compare as module
+from hpctrain.checkpoint.checkpoint_index import examine
 from hpctrain.checkpoint.compare import comparable, compare
-from hpctrain.checkpoint.structure import examine
 from hpctrain.checkpoint.write import save
 from hpctrain.comm.world import World
 from tests.checkpoint.conftest import Tensors, whole

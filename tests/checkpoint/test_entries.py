@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hpctrain.checkpoint.checkpoint_index import StoredTensor
 from hpctrain.checkpoint.entries import resumed_entries
-from hpctrain.checkpoint.structure import StoredTensor
 from hpctrain.parallel.shard import Shard
 from hpctrain.sharding.state import MODEL, Resumed, StateTensor
 

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from hpctrain.checkpoint import extract, read
+from hpctrain.checkpoint.checkpoint_index import examine
 from hpctrain.checkpoint.extract import ReadRequest, opened
 from hpctrain.checkpoint.layout import TensorRange
 from hpctrain.checkpoint.read import load
-from hpctrain.checkpoint.structure import examine
 from hpctrain.checkpoint.write import save
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from hpctrain.checkpoint.checkpoint_index import examine
 from hpctrain.checkpoint.create import create, temporary_name
 from hpctrain.checkpoint.keep import keep, log_io_errors, newest_good, point_to, try_point_to
 from hpctrain.checkpoint.names import checkpoint_path, checkpoint_step, checkpoints
 from hpctrain.checkpoint.read import read_state
-from hpctrain.checkpoint.structure import examine
 from hpctrain.checkpoint.write import save
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError

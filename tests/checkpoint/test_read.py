@@ -1,6 +1,6 @@
 """Loading: any layout from any layout, and nothing that is damaged.
 
-Tests of checkpoint/structure.py beside checkpoint/read.py.
+Tests of checkpoint/checkpoint_index.py beside checkpoint/read.py.
 """
 
 from __future__ import annotations
@@ -207,7 +207,9 @@ def test_a_folder_whose_names_cannot_be_read(
     content = path.read_bytes()
     place = content.index(b"FHDB") + 5  # a block of names tells where its header lies
     path.write_bytes(content[:place] + b"\xff\xff" + content[place + 2 :])
-    program = "import sys; from pathlib import Path; from hpctrain.checkpoint.structure import examine; "
+    program = (
+        "import sys; from pathlib import Path; from hpctrain.checkpoint.checkpoint_index import examine; "
+    )
     done = launch(0, "-c", program + "examine(Path(sys.argv[1]))", path, MALLOC_PERTURB_="165")
     assert done.returncode == 1, done.stderr
     assert "InputOutputError" in done.stderr

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hpctrain.checkpoint import draft, writeback
-from hpctrain.checkpoint.structure import StoredTensor, examine
+from hpctrain.checkpoint.checkpoint_index import StoredTensor, examine
 from hpctrain.checkpoint.write import save
 from hpctrain.comm.world import World
 from tests.checkpoint.conftest import entry

@@ -1,6 +1,6 @@
 """Datasets that users bring: the same samples whoever loads them, and what is wrong told in a sentence.
 
-Of data/dataset.py, data/items.py, data/loader.py, data/workers.py, data/worker.py, data/mapped.py and
+Of data/dataset.py, data/items.py, data/loader.py, data/worker_pool.py, data/worker.py, data/mapped.py and
 data/seeded.py.
 """
 
@@ -25,7 +25,7 @@ from hpctrain.data.items import item_tensors
 from hpctrain.data.loader import DatasetSource
 from hpctrain.data.mapped import of_memory, to_memory
 from hpctrain.data.order import SampleOrder
-from hpctrain.data.workers import WorkerLostError, WorkerPool
+from hpctrain.data.worker_pool import WorkerLostError, WorkerPool
 from hpctrain.deck.code import NamedCode
 from hpctrain.errors import EXIT_INTERNAL, HpctrainError
 
@@ -244,7 +244,7 @@ def test_a_process_ends_with_its_rank(tmp_path: Path) -> None:
     started = tmp_path / "started"
     arguments = json.dumps({"at": 1, "kind": "starts", "file": str(started)})
     code = (
-        "from hpctrain.data.workers import Workers; from hpctrain.data.dataset import *\n"
+        "from hpctrain.data.worker_pool import Workers; from hpctrain.data.dataset import *\n"
         f"workers = Workers(DatasetName(NamedCode('{SETS}:Drawn'), '{arguments}', None, 3), 1)\n"
         "workers.take(workers.ask([0], [0])); workers.ask([1], [0])\n"
         "print(workers._workers[0].process.pid, flush=True)\n"

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hpctrain.checkpoint.checkpoint_index import CheckpointIndex
 from hpctrain.checkpoint.stored_deck import deck_state, require_trusted, stored_deck
-from hpctrain.checkpoint.structure import CheckpointIndex
 from hpctrain.deck.code import CODE_KEYS, CodeEntry, CodeTrust, NamedCode, UntrustedCodeError, code_entries
 from hpctrain.deck.read import changed_deck, parse_deck, read_code_entries, read_stored_deck
 from hpctrain.deck.schema import Deck, fields, sections

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from hpctrain.checkpoint.checkpoint_index import examine
 from hpctrain.checkpoint.entries import resumed_entries, training_entries
 from hpctrain.checkpoint.read import load
-from hpctrain.checkpoint.structure import examine
 from hpctrain.checkpoint.write import save
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError

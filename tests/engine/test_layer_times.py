@@ -20,7 +20,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.model.build import bare_model
 from hpctrain.model.feed_forward import FeedForward
 from hpctrain.model.shape import ModelShape
-from hpctrain.parallel.groups import LayerContext
+from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.pipeline.generate import generate
 from hpctrain.pipeline.simulate import simulate
 from hpctrain.pipeline.split import cut

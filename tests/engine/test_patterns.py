@@ -10,7 +10,7 @@ from hpctrain.deck.problem import DeckProblem
 from hpctrain.engine.patterns import pattern_problems
 from hpctrain.errors import HpctrainError
 from hpctrain.model.shape import ModelShape
-from hpctrain.parallel.fp8.product import DelayedMatmul, QuantizedMatmul
+from hpctrain.parallel.fp8.quantized_matmul import DelayedMatmul, QuantizedMatmul
 from hpctrain.parallel.linear import SplitLinear
 from hpctrain.parallel.vocabulary import VocabularyHead
 from hpctrain.plan.named import named_problems

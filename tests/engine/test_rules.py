@@ -9,8 +9,8 @@ from hpctrain.engine.rules import RULES
 from hpctrain.optim.adafactor import Adafactor
 from hpctrain.optim.adam_mini import AdamMini
 from hpctrain.optim.adamw import AdamW
-from hpctrain.optim.block_rule import MatrixRules
 from hpctrain.optim.lion import Lion
+from hpctrain.optim.matrix_rule import MatrixRules
 from hpctrain.optim.muon import Muon
 from hpctrain.optim.optimizer import UpdateRule
 from hpctrain.optim.schedule_free import ScheduleFree

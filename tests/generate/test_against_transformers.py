@@ -22,7 +22,7 @@ from hpctrain.memory.cached_texts import CachePlan
 from hpctrain.model.part import LayerRange
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.functions import TORCH, CompiledFunctions, LayerFunctions
-from hpctrain.parallel.groups import LayerContext
+from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.library import open_library
 from hpctrain.sharding.replication import Replications
 from tests.engines import make_buckets

@@ -17,7 +17,7 @@ from hpctrain.comm.world import World
 from hpctrain.engine.build import build_engine, make_mesh
 from hpctrain.engine.functions import compiled_functions
 from hpctrain.engine.generation import generation_stage
-from hpctrain.engine.transfer import WeightTransfer
+from hpctrain.engine.weight_transfer import WeightTransfer
 from hpctrain.errors import HpctrainError
 from hpctrain.generate.continuing import GeneratedText, continue_texts
 from hpctrain.generate.passes import CachedPasses, least_rows

@@ -19,9 +19,9 @@ import yaml
 
 from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError
+from hpctrain.job.job_options import JobOptions
 from hpctrain.job.ranks import Job, plan_job
 from hpctrain.job.script import path_word, script
-from hpctrain.job.wish import JobOptions
 from tests.engines import DECK
 
 LEGAL = (

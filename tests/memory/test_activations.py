@@ -1,6 +1,6 @@
 """Saved activations in files, and in fewer bits: the same training, and memory that is free meanwhile.
 
-Tests of memory/shelf.py, memory/activations.py and engine/recompute.py.
+Tests of memory/offload_store.py, memory/activations.py and engine/recompute.py.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import InputOutputError
 from hpctrain.memory.activations import UNDER_WAY, ActivationStore, SavedSegment, StoredActivation
+from hpctrain.memory.offload_store import DiskOffloadStore
 from hpctrain.memory.recompute import Recompute
 from hpctrain.memory.scratch import ScratchFiles
-from hpctrain.memory.shelf import DiskOffloadStore
 from tests.engines import LLAMA, Trainer, small_deck, trainer
 
 STEPS = 2

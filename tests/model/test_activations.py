@@ -28,9 +28,9 @@ from hpctrain.model.transformer import Transformer
 from hpctrain.objective.next_token import CrossEntropy
 from hpctrain.parallel.experts import Experts, ExpertSizes, Segments
 from hpctrain.parallel.functions import TORCH
-from hpctrain.parallel.groups import LayerContext
-from hpctrain.sharding.outer import SyncEveryStep
+from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.sharding.reducer import ExactReduction, make_reducer
+from hpctrain.sharding.replica_sync import SyncEveryStep
 from hpctrain.sharding.replication import Replications
 from hpctrain.sharding.synchronize import GradientSynchronizer
 from hpctrain.train.miniature import miniature

@@ -16,8 +16,8 @@ from hpctrain.model.part import logits_of, parameter_list
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Transformer
 from hpctrain.objective.next_token import CrossEntropy
-from hpctrain.sharding.outer import SyncEveryStep
 from hpctrain.sharding.reducer import ExactReduction, make_reducer
+from hpctrain.sharding.replica_sync import SyncEveryStep
 from hpctrain.sharding.replication import Replications
 from hpctrain.sharding.synchronize import GradientSynchronizer
 from tests.engines import alone, make_buckets

@@ -16,11 +16,11 @@ from hpctrain.comm.world import World
 from hpctrain.engine.functions import compiled_functions
 from hpctrain.objective.next_token import CrossEntropy
 from hpctrain.parallel import vocabulary
+from hpctrain.parallel.activation_sizes import ActivationSizes
 from hpctrain.parallel.functions import TORCH, CompiledFunctions, LayerFunctions
-from hpctrain.parallel.groups import LayerContext
 from hpctrain.parallel.kernels import KERNELS, LIBRARY, KernelTable, MatmulKernel
+from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.library import open_library
-from hpctrain.parallel.saved import ActivationSizes
 from hpctrain.parallel.shard import Parameter
 from hpctrain.parallel.vocabulary import VocabularyHead, vocabulary_shard
 

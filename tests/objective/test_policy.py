@@ -1,6 +1,6 @@
 """PPO's and GRPO's losses against plain torch, written from the papers, on whole and split logits.
 
-Tests of objective/policy.py and objective/drawing.py.
+Tests of objective/policy.py and objective/token_sampling.py.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from torch.nn import functional
 
 from hpctrain.comm.world import World
 from hpctrain.model.inputs import ModelInputs
-from hpctrain.objective.drawing import TokenSampling
 from hpctrain.objective.log_probabilities import log_probabilities
 from hpctrain.objective.policy import ADVANTAGES, OLD, Mean, PolicyOptimization, divergence
+from hpctrain.objective.token_sampling import TokenSampling
 from hpctrain.parallel import vocabulary
 from tests.objective.test_dpo import case
 from tests.objective.test_next_token import VOCABULARY, head

@@ -19,7 +19,7 @@ from hpctrain.data.prepare_rows import prepare_rows
 from hpctrain.data.tokens import TokenFile
 from hpctrain.model.inputs import ModelInputs
 from hpctrain.objective.reward import PairwiseReward, answer_ends
-from hpctrain.parallel.groups import LayerContext
+from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.scalar_head import ScalarHead
 from tests.data.chats import write_rows
 from tests.engines import alone

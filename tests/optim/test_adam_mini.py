@@ -10,7 +10,7 @@ from hpctrain.comm.world import World
 from hpctrain.deck.read import parse_deck
 from hpctrain.errors import HpctrainError
 from hpctrain.optim.adam_mini import AdamMini
-from hpctrain.optim.block_rule import MatrixRules
+from hpctrain.optim.matrix_rule import MatrixRules
 from hpctrain.plan.memory import plan_memory
 from tests.engines import DECK, small_deck, trainer
 from tests.optim.block_rules import DECAY, HEAD, ten_updates

@@ -20,8 +20,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hpctrain.comm.world import World
 from hpctrain.engine.rules import RULES
 from hpctrain.optim.adamw import AdamW
-from hpctrain.optim.block_rule import MatrixRules
 from hpctrain.optim.blocks import MatrixOptimizer
+from hpctrain.optim.matrix_rule import MatrixRules
 from hpctrain.optim.optimizer import ElementBatch
 from hpctrain.parallel.shard import Shard, UpdateBlock
 from hpctrain.sharding.state import MASTER

@@ -22,7 +22,7 @@ from hpctrain.engine.build import make_mesh
 from hpctrain.engine.rules import RULES
 from hpctrain.engine.sizes import on_one_rank
 from hpctrain.errors import HpctrainError
-from hpctrain.optim.block_rule import MatrixRules
+from hpctrain.optim.matrix_rule import MatrixRules
 from hpctrain.optim.optimizer import Averaged
 from hpctrain.plan.memory import plan_memory
 from hpctrain.plan.savings import find_savings

@@ -14,8 +14,8 @@ from hpctrain.engine.rules import RULES
 from hpctrain.errors import HpctrainError
 from hpctrain.optim import own_blocks
 from hpctrain.optim.adamw import AdamW
-from hpctrain.optim.block_rule import MatrixRules
 from hpctrain.optim.blocks import MatrixOptimizer
+from hpctrain.optim.matrix_rule import MatrixRules
 from hpctrain.optim.muon import Match, Muon, orthogonalized
 from hpctrain.parallel.shard import Parameter, Shard
 from hpctrain.plan.memory import plan_memory

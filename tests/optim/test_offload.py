@@ -15,7 +15,7 @@ from hpctrain.checkpoint.write import save
 from hpctrain.comm.planned import PlannedMesh
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.offload import host_store
+from hpctrain.engine.offload_settings import host_store
 from hpctrain.engine.stage import Stage, plan_stage
 from hpctrain.errors import EXIT_INPUT_OUTPUT, EXIT_USER, HpctrainError, InputOutputError
 from hpctrain.memory.scratch import Flat, ScratchTensor

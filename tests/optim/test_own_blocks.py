@@ -13,9 +13,9 @@ from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.planned import planned_group
 from hpctrain.comm.world import World
 from hpctrain.engine.stage import make_groups
-from hpctrain.optim.block_rule import MatrixRules
+from hpctrain.optim.matrix_rule import MatrixRules
 from hpctrain.optim.own_blocks import OwnBlocks
-from hpctrain.parallel.groups import LayerContext
+from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.shard import Parameter, Shard
 from hpctrain.plan.memory import plan_memory
 from hpctrain.sharding.bucket import Bucket
@@ -23,7 +23,7 @@ from hpctrain.sharding.bucket_layout import BucketLayout
 from hpctrain.sharding.replication import Replications, ZeroSharding
 from hpctrain.sharding.state import MASTER
 from tests.engines import LLAMA, alone, make_buckets, small_deck, trainer
-from tests.optim.test_block_rule import Rows
+from tests.optim.test_matrix_rule import Rows
 
 SHAPES = {"matrix": (5, 7), "experts": (3, 2, 4, 5), "last": (6, 4)}
 COUNTS = {"matrix": 1, "experts": 6, "last": 1}

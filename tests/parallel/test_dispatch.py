@@ -14,7 +14,7 @@ from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.parallel.dispatch import Dispatch
 from hpctrain.parallel.experts import Experts, ExpertSizes, row_unit
-from hpctrain.parallel.groups import LayerContext
+from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.shard import Parameter
 
 EXPERTS, CHOSEN, HIDDEN, INNER, ROWS = 8, 2, 12, 16, 11

@@ -14,9 +14,9 @@ from torch import Tensor
 from hpctrain.parallel import kernels as module
 from hpctrain.parallel.found_kernels import found_kernels
 from hpctrain.parallel.kernels import KERNELS, LIBRARY, ONEDNN, KernelTable, MatmulKernel, kernel_named
-from hpctrain.parallel.product import Matmul
+from hpctrain.parallel.matmul import Matmul
 from hpctrain.parallel.shard import Parameter, Shard
-from tests.parallel.test_product import GROUPS
+from tests.parallel.test_matmul import GROUPS
 
 FORMATS = (torch.float32, torch.bfloat16, torch.float16)
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}

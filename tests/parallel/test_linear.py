@@ -11,7 +11,7 @@ import torch
 from hpctrain.comm.world import World
 from hpctrain.model.part import blocks_of
 from hpctrain.parallel.linear import RowPartition
-from hpctrain.parallel.product import joined
+from hpctrain.parallel.matmul import joined
 from hpctrain.parallel.weight_grad import WeightGradientQueue, compute_all
 from tests.engines import LLAMA, small_deck, trainer
 

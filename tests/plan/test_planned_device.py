@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.plan.planned_device import assume_planned_device
-from hpctrain.plan.time.machine import read_machine
+from hpctrain.plan.time.machine_rates import read_machine
 from tests.engines import small_deck
 
 

@@ -18,9 +18,9 @@ from hpctrain.plan.deck import plan_deck
 from hpctrain.plan.sweep import short_reason, sweep_deck
 from hpctrain.plan.sweep_words import sweep_text
 from hpctrain.plan.swept import parse_sweep, parse_sweeps, points
-from hpctrain.plan.time.machine import parse_machine
+from hpctrain.plan.time.machine_rates import parse_machine
 from tests.engines import DECK
-from tests.plan.time.test_machine import FILE
+from tests.plan.time.test_machine_rates import FILE
 
 MACHINE = parse_machine(FILE, "")
 

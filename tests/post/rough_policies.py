@@ -19,7 +19,7 @@ from hpctrain.engine.build import Engine, _initialize, arrange, assemble, build_
 from hpctrain.engine.corpus import open_corpus, settle_vocabulary
 from hpctrain.engine.functions import with_functions
 from hpctrain.engine.kernels import choose_kernels
-from hpctrain.engine.seat import take_seat
+from hpctrain.engine.model_placement import take_seat
 from hpctrain.parallel.shard import Shard
 from hpctrain.post.rewards.reward import Sample
 from hpctrain.post.rewards.rewards import Rewards

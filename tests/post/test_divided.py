@@ -1,7 +1,7 @@
 """Runs whose models have ranks of their own: the same run, which goes on divided otherwise.
 
-Tests of engine/seat.py, plan/divided.py and deck/division.py by whole runs; `tests/post/test_plain_policy.py`
-compares what such ranks compute with plain torch.
+Tests of engine/model_placement.py, plan/divided.py and deck/division.py by whole runs;
+`tests/post/test_plain_policy.py` compares what such ranks compute with plain torch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.checkpoint.structure import examine
+from hpctrain.checkpoint.checkpoint_index import examine
 from hpctrain.comm.world import World
 from hpctrain.data.prepare_rows import prepare_rows
 from hpctrain.engine.evaluated import evaluated_deck

@@ -1,6 +1,6 @@
 """What is done with the checkpoints of a policy, which hold its critic too; and what leaves its bits alone.
 
-Tests of checkpoint/structure.py (`companion`), train/replay.py and cli/replay.py on runs of policies.
+Tests of checkpoint/checkpoint_index.py (`companion`), train/replay.py and cli/replay.py on runs of policies.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from hpctrain.bench.train import TrainingBenchOptions, bench_train
+from hpctrain.checkpoint.checkpoint_index import CheckpointIndex, examine
 from hpctrain.checkpoint.compare import compare as compare_tensors
 from hpctrain.checkpoint.exchange.convert import export_model
-from hpctrain.checkpoint.structure import CheckpointIndex, examine
 from hpctrain.comm.world import World
 from hpctrain.data.prepare import prepare
 from hpctrain.errors import HpctrainError

@@ -2,7 +2,7 @@
 logits that a draw saw with a cache, beside those that training begins from, to the bit.
 
 Tests of post/writer.py and post/experience.py, with generate/passes.py, objective/log_probabilities.py and
-objective/drawing.py.
+objective/token_sampling.py.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from hpctrain.comm.world import World
 from hpctrain.engine.build import make_mesh
 from hpctrain.generate.continuing import GeneratedText
 from hpctrain.generate.sampling import KeyedSampler
-from hpctrain.objective.drawing import TokenSampling
 from hpctrain.objective.next_token import CrossEntropy
 from hpctrain.objective.policy import OLD, PolicyOptimization
+from hpctrain.objective.token_sampling import TokenSampling
 from hpctrain.parallel.partition import SplitLogits
 from hpctrain.parallel.vocabulary import VocabularyHead
 from hpctrain.post import writer

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.checkpoint.structure import examine
+from hpctrain.checkpoint.checkpoint_index import examine
 from hpctrain.comm.world import World
 from hpctrain.errors import InputOutputError
 from hpctrain.report.described_model import require_described_model

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from hpctrain.checkpoint.checkpoint_index import examine
 from hpctrain.checkpoint.layout import TensorRange
 from hpctrain.checkpoint.provenance import Provenance
-from hpctrain.checkpoint.structure import examine
 from hpctrain.checkpoint.write import save
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from hpctrain.report.page.page import page
-from hpctrain.report.page.told import RunSummary
+from hpctrain.report.page.run_summary import RunSummary
 from hpctrain.report.samples import SAMPLES_FILE, SHOWN, read_samples, try_samples
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from hpctrain.comm.work import Work
 from hpctrain.comm.world import World
 from hpctrain.parallel.fp8.formats import E4M3
-from hpctrain.parallel.fp8.product import TURNED_WEIGHTS, WEIGHTS
+from hpctrain.parallel.fp8.quantized_matmul import TURNED_WEIGHTS, WEIGHTS
 from hpctrain.parallel.fp8.watched import lost, watched_row
 from hpctrain.parallel.shard import Parameter
 from hpctrain.sharding.eight_bit_gather import UNIT, EightBitBucket

@@ -16,7 +16,7 @@ from hpctrain.engine.build import make_mesh
 from hpctrain.memory.accounts import storage_bytes
 from hpctrain.plan.memory import plan_memory
 from hpctrain.sharding.local_steps import LocalSteps
-from hpctrain.sharding.outer import SyncEveryStep
+from hpctrain.sharding.replica_sync import SyncEveryStep
 from hpctrain.sharding.state import state_bytes
 from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.verify import LayoutError, verify_layout

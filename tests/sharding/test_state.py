@@ -22,7 +22,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.stage import SUMMATIONS, build_stage, load_parameters
 from hpctrain.memory.scratch import to_fill, to_read
 from hpctrain.model.build import build_model
-from hpctrain.parallel.product import Matmul
+from hpctrain.parallel.matmul import Matmul
 from hpctrain.parallel.products import PRODUCTS
 from hpctrain.parallel.shard import Parameter, Shard
 from hpctrain.plan.memory import plan_memory

@@ -15,7 +15,7 @@ from hpctrain.model.count import count
 from hpctrain.model.part import blocks_of
 from hpctrain.model.transformer import Transformer
 from hpctrain.optim.optimizer import refresh
-from hpctrain.parallel.groups import LayerContext
+from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.sharding import fingerprint
 from hpctrain.sharding.replication import Replications
 from hpctrain.sharding.synchronize import check_replicas

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hpctrain.comm.world import World
-from hpctrain.parallel.fp8.product import WEIGHTS, QuantizedMatmul
+from hpctrain.parallel.fp8.quantized_matmul import WEIGHTS, QuantizedMatmul
 from hpctrain.sharding.weight_maxima import WeightMaxima, quantized_products
 from tests.engines import Trainer, small_deck, trainer
 from tests.parallel.fp8.scales import KEYS

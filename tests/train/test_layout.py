@@ -12,7 +12,7 @@ from hpctrain.deck.read import read_deck
 from hpctrain.errors import HpctrainError
 from hpctrain.report.rows import read_metrics
 from hpctrain.train.run import resume, run_deck
-from tests.plan.time.test_machine import FILE
+from tests.plan.time.test_machine_rates import FILE
 from tests.train.test_run import contents, deck_file
 
 __all__ = ["deck_file"]

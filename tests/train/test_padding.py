@@ -1,7 +1,7 @@
 """Tests that padding has no effect: rows of any length give the same steps for the same conversations.
 
-Modules: data/row_lengths.py, and its use in model/router.py, model/mixture.py, parallel/fp8/product.py and
-train/step.py.
+Modules: data/row_lengths.py, and its use in model/router.py, model/mixture.py,
+parallel/fp8/quantized_matmul.py and train/step.py.
 """
 
 from __future__ import annotations

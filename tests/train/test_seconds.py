@@ -21,7 +21,7 @@ from hpctrain.plan.time.step import plan_step
 from hpctrain.report.rows import read_metrics
 from hpctrain.train.run import resume, run_deck
 from hpctrain.train.seconds import KEPT
-from tests.plan.time.test_machine import FILE
+from tests.plan.time.test_machine_rates import FILE
 from tests.train.test_run import contents, deck_file
 
 __all__ = ["deck_file"]

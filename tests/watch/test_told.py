@@ -1,6 +1,6 @@
 """What folders of runs tell, and the report that the verb makes of it.
 
-Tests of watch/told.py, watch/foretold.py, report/page/told.py and cli/report.py.
+Tests of watch/told.py, watch/foretold.py, report/page/run_summary.py and cli/report.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from hpctrain.cli.report import command as report
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.report.page.page import HEAD
-from hpctrain.report.page.told import ValuePair
+from hpctrain.report.page.run_summary import ValuePair
 from hpctrain.watch.told import RANK_FILES, read_runs, write_report
 
 LOG = (

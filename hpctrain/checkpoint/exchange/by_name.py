@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpctrain.checkpoint.agree import together
+from hpctrain.checkpoint.checkpoint_index import examine
 from hpctrain.checkpoint.exchange.safetensors_folder import (
     INDEX,
     PICKLES,
@@ -20,7 +21,6 @@ from hpctrain.checkpoint.extract import BUFFER_BYTES
 from hpctrain.checkpoint.finite import require_finite
 from hpctrain.checkpoint.layout import TensorRange, rectangles_of
 from hpctrain.checkpoint.read import load
-from hpctrain.checkpoint.structure import examine
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.sharding.state import MODEL

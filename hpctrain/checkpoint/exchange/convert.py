@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hpctrain.checkpoint import checksum
 from hpctrain.checkpoint.agree import combined, first_of, together
+from hpctrain.checkpoint.checkpoint_index import CheckpointIndex, StoredTensor, examine
 from hpctrain.checkpoint.checksum import Sums
 from hpctrain.checkpoint.exchange.hugging_face import exported_as
 from hpctrain.checkpoint.exchange.merge import Merge
@@ -43,7 +44,6 @@ from hpctrain.checkpoint.extract import ReadRequest, TensorSource, opened
 from hpctrain.checkpoint.layout import Index, TensorRange, rectangles
 from hpctrain.checkpoint.stored_deck import deck_state
 from hpctrain.checkpoint.stored_tokenizer import stored_settings, tokenizer_of_state, tokenizer_state
-from hpctrain.checkpoint.structure import CheckpointIndex, StoredTensor, examine
 from hpctrain.checkpoint.write import save
 from hpctrain.comm.outcome import with_final_name
 from hpctrain.comm.world import World

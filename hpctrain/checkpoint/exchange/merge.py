@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from hpctrain.checkpoint import checksum
+from hpctrain.checkpoint.checkpoint_index import CheckpointIndex, StoredTensor
 from hpctrain.checkpoint.extract import ReadRequest, TensorSource
 from hpctrain.checkpoint.layout import TensorRange
-from hpctrain.checkpoint.structure import CheckpointIndex, StoredTensor
 from hpctrain.deck.adapters import Adapters
 from hpctrain.errors import InputOutputError
 from hpctrain.parallel.shard import Shard

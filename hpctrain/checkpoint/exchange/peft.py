@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.checkpoint.agree import together
+from hpctrain.checkpoint.checkpoint_index import examine
 from hpctrain.checkpoint.exchange.convert import require_new
 from hpctrain.checkpoint.exchange.hugging_face import exported_as
 from hpctrain.checkpoint.exchange.merge import Merge
@@ -23,7 +24,6 @@ from hpctrain.checkpoint.exchange.names import Counterpart, counterparts
 from hpctrain.checkpoint.exchange.safetensors_folder import NewTensor, new_file, write_text
 from hpctrain.checkpoint.exchange.source import stored_shape, tensor_shapes
 from hpctrain.checkpoint.extract import TensorSource, opened
-from hpctrain.checkpoint.structure import examine
 from hpctrain.comm.outcome import with_final_name
 from hpctrain.comm.world import World
 from hpctrain.deck.adapters import Adapters

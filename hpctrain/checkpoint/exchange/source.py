@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.checkpoint.agree import first_of, together
+from hpctrain.checkpoint.checkpoint_index import CheckpointIndex, examine
 from hpctrain.checkpoint.exchange.architectures import HEAD, HuggingFaceArchitecture
 from hpctrain.checkpoint.exchange.hugging_face import architecture_of, shape_of
 from hpctrain.checkpoint.exchange.names import ROUTER_BIAS, Counterpart, TensorPart, counterparts
@@ -33,7 +34,6 @@ from hpctrain.checkpoint.layout import Index, TensorRange, rectangles_of
 from hpctrain.checkpoint.read import in_types, load
 from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.checkpoint.stored_tokenizer import TOKENIZER, tokenizer_state
-from hpctrain.checkpoint.structure import CheckpointIndex, examine
 from hpctrain.comm.world import World
 from hpctrain.data.epochs import EpochReader
 from hpctrain.data.tokenizer_settings import TokenizerSettings
@@ -42,9 +42,9 @@ from hpctrain.deck.presets import EXPERT_KEYS
 from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError, require_exists
 from hpctrain.model.build import bare_model
-from hpctrain.model.parametrization import STANDARD
 from hpctrain.model.part import parameter_list
 from hpctrain.model.shape import Head, ModelShape
+from hpctrain.model.width_scaling import STANDARD
 from hpctrain.parallel.adapter import is_adapter
 from hpctrain.parallel.scalar_head import NAME as SCORE
 from hpctrain.sharding.state import MASTER, MODEL

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
+from hpctrain.checkpoint.checkpoint_index import examine
 from hpctrain.checkpoint.exchange.safetensors_folder import TensorFolder, open_folder
-from hpctrain.checkpoint.structure import examine
 from hpctrain.sharding.state import MASTER, MODEL
 
 _ROWS = 8

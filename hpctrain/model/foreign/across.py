@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hpctrain.comm.group import Group
 from hpctrain.errors import HpctrainError
-from hpctrain.parallel.groups import LayerContext
+from hpctrain.parallel.layer_context import LayerContext
 
 
 def turned(x: Tensor) -> Tensor:

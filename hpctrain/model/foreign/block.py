@@ -16,7 +16,7 @@ from hpctrain.model.foreign.architecture import kept_buffers
 from hpctrain.model.foreign.arguments import tensors_of
 from hpctrain.model.foreign.buffers import changed_once
 from hpctrain.model.foreign.layers import ModuleLayer
-from hpctrain.parallel.groups import LayerContext
+from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.residency import ParameterResidency
 
 

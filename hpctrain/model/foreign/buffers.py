@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.model.foreign.architecture import kept_buffers
-from hpctrain.parallel.groups import LayerContext
+from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.shard import Shard
 
 KIND = "buffer"

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hpctrain.comm.group import Group
 from hpctrain.model.foreign.across import both_entered, summed
-from hpctrain.parallel.groups import LayerContext
+from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.linear import RowPartition, rows_shard
 from hpctrain.parallel.shard import Parameter
 

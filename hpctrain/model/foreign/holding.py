@@ -18,7 +18,7 @@ from hpctrain.model.foreign.parallel import LateParameter
 from hpctrain.model.foreign.passage import Passage, PiecePassage
 from hpctrain.model.foreign.whole import WholeLinear, compute_whole, layers_in, multiplied
 from hpctrain.model.part import LayerRange
-from hpctrain.parallel.groups import LayerContext
+from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.shard import Parameter, Shard
 
 Names = dict[Parameter, list[str]]

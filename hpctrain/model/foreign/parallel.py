@@ -17,10 +17,10 @@ from hpctrain.comm.group import Group
 from hpctrain.errors import HpctrainError
 from hpctrain.model.foreign.across import own_features, turned, whole_features
 from hpctrain.model.foreign.sizes import Linear
-from hpctrain.parallel.groups import LayerContext
+from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.linear import ColumnLinear, RowLinear, SplitLinear
+from hpctrain.parallel.matmul import Matmul
 from hpctrain.parallel.operations import MatrixSize
-from hpctrain.parallel.product import Matmul
 from hpctrain.parallel.products import make_product
 from hpctrain.parallel.shard import Parameter
 from hpctrain.parallel.vocabulary import VocabularyEmbedding

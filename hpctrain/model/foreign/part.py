@@ -27,9 +27,9 @@ from hpctrain.model.foreign.split import SplitOutputs, split_module
 from hpctrain.model.foreign.twin import traced
 from hpctrain.model.inputs import ModelInputs
 from hpctrain.model.part import Computed, Layer, LayerRange, ModelPart
-from hpctrain.parallel.groups import LayerContext
+from hpctrain.parallel.activation_sizes import ActivationSizes
+from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.residency import ParameterResidency
-from hpctrain.parallel.saved import ActivationSizes
 from hpctrain.parallel.shard import Parameter
 
 

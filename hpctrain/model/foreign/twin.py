@@ -16,8 +16,8 @@ from hpctrain.model.foreign.architecture import META, ModuleArchitecture
 from hpctrain.model.foreign.trace import LayerTrace, PartTrace, trace
 from hpctrain.model.inputs import ModelInputs
 from hpctrain.model.part import Computed, LayerRange
-from hpctrain.parallel.groups import LayerContext
-from hpctrain.parallel.saved import ActivationSizes
+from hpctrain.parallel.activation_sizes import ActivationSizes
+from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.shard import Parameter
 
 

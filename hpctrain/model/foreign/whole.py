@@ -18,7 +18,7 @@ from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.planned import planned_group
 from hpctrain.model.foreign.parallel import LateParameter, take_parameters
 from hpctrain.model.foreign.sizes import Linear, is_hooked
-from hpctrain.parallel.groups import LayerContext
+from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.linear import ColumnAutograd, ColumnLinear, SplitLinear
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hpctrain.parallel.fp8.formats import exponents_of
 from hpctrain.parallel.fp8.quantize import QuantizedTensor
-from hpctrain.parallel.noted import StepStatistics
+from hpctrain.parallel.step_statistics import StepStatistics
 
 _LOST, _SCALES = "fp8 lost", "fp8 scales"
 _KINDS = ("inputs", "weights", "gradients")

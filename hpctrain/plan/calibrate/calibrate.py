@@ -27,7 +27,7 @@ from hpctrain.plan.calibrate.memory import measure_bandwidth, memory_of_rank
 from hpctrain.plan.calibrate.products import measure_products
 from hpctrain.plan.calibrate.step import MOST_PARAMETERS, measure_fixed, measure_optimizer, parameters_of
 from hpctrain.plan.calibrate.whole import TimedBlocks, as_in_blocks, factor_of, launch_of
-from hpctrain.plan.time.machine import FormatRates, MachineRates, ProductRates
+from hpctrain.plan.time.machine_rates import FormatRates, MachineRates, ProductRates
 from hpctrain.text import counted
 from hpctrain.units import format_bytes, format_seconds, parse_bytes
 

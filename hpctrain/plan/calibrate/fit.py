@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpctrain.plan.time.machine import AttentionRates, Efficiency, LinkRates, ProductPass, ProductRates
+from hpctrain.plan.time.machine_rates import AttentionRates, Efficiency, LinkRates, ProductPass, ProductRates
 
 _LEAST_SHAPES = 3
 """Of a pass that gets two numbers of its own."""

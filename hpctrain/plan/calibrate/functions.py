@@ -31,7 +31,7 @@ from hpctrain.plan.calibrate.clock import Clock
 from hpctrain.plan.calibrate.decks import variants
 from hpctrain.plan.calibrate.fit import fit_attention
 from hpctrain.plan.calibrate.operands import OperandPool
-from hpctrain.plan.time.machine import AttentionRates
+from hpctrain.plan.time.machine_rates import AttentionRates
 
 _SHORT = 64
 """Tokens of a sequence that is cut shorter."""

@@ -16,7 +16,7 @@ from hpctrain.host.memory import available_bytes
 from hpctrain.plan.calibrate.clock import Clock
 from hpctrain.plan.calibrate.fit import fit_link
 from hpctrain.plan.calibrate.overlap import measure_overlap, measure_waits
-from hpctrain.plan.time.machine import Collective, LinkRates, Operation
+from hpctrain.plan.time.machine_rates import Collective, LinkRates, Operation
 
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 _FIRST = 1 << 10

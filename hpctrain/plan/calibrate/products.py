@@ -23,7 +23,7 @@ from hpctrain.plan.calibrate.decks import variants
 from hpctrain.plan.calibrate.fit import ProductTime
 from hpctrain.plan.calibrate.operands import OperandPool
 from hpctrain.plan.time.layers import layer_sizes
-from hpctrain.plan.time.machine import ProductPass
+from hpctrain.plan.time.machine_rates import ProductPass
 
 
 class ProductShape(NamedTuple):

@@ -15,7 +15,7 @@ from hpctrain.optim.clip import local_square_norm
 from hpctrain.pipeline.execute import Executor, PreparedBatch
 from hpctrain.plan.calibrate.clock import Clock
 from hpctrain.plan.calibrate.decks import on_data_ranks
-from hpctrain.plan.time.machine import MachineRates
+from hpctrain.plan.time.machine_rates import MachineRates
 from hpctrain.plan.time.step import plan_step
 
 MOST_PARAMETERS = 40_000_000

@@ -22,7 +22,7 @@ from hpctrain.plan.calibrate.clock import Clock
 from hpctrain.plan.calibrate.decks import on_data_ranks
 from hpctrain.plan.time.arrangement import LayoutSizes
 from hpctrain.plan.time.layers import Causes, LayerSizes, layer_seconds, layer_sizes
-from hpctrain.plan.time.machine import AttentionRates, Efficiency, MachineRates, Pair, ProductRates
+from hpctrain.plan.time.machine_rates import AttentionRates, Efficiency, MachineRates, Pair, ProductRates
 
 _BYTES = 16
 """Of an element of a layer's parameters that is measured, about."""

@@ -24,7 +24,7 @@ from hpctrain.engine.stage import TrainedStage
 from hpctrain.model.build import bare_model
 from hpctrain.model.part import blocks_of
 from hpctrain.model.shape import ModelShape
-from hpctrain.parallel.noted import How
+from hpctrain.parallel.step_statistics import How
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.split import spans_of
 from hpctrain.plan.rehearse.looks import Looks, folds_of

@@ -21,7 +21,7 @@ from hpctrain.model.count import count
 from hpctrain.model.shape import ModelShape
 from hpctrain.objective.choose import make_objective
 from hpctrain.parallel.context import context_positions
-from hpctrain.parallel.noted import How, StepStatistics
+from hpctrain.parallel.step_statistics import How, StepStatistics
 from hpctrain.pipeline.action import Action, Kind, Schedule
 from hpctrain.pipeline.execute import Executor, PreparedBatch, messages
 from hpctrain.plan.rehearse.loads import BalancedLoads, EvenLoads

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hpctrain.deck.schema import Deck
-from hpctrain.plan.search.choices import Values
+from hpctrain.plan.search.search_space import Values
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from math import ceil, inf
 
 from hpctrain.deck.schema import Deck
 from hpctrain.memory.recompute import segment_size
-from hpctrain.plan.search.choices import SearchSpace, with_values
 from hpctrain.plan.search.form import Form, ParameterCounts
 from hpctrain.plan.search.least_bytes import MicroBytes
 from hpctrain.plan.search.moments import moments
 from hpctrain.plan.search.needs import Needs, States
+from hpctrain.plan.search.search_space import SearchSpace, with_values
 from hpctrain.plan.time.arrangement import LayoutSizes
 from hpctrain.plan.time.layers import LayerSizes
 

@@ -20,10 +20,10 @@ from hpctrain.plan.holding import Holding
 from hpctrain.plan.named import named_problems
 from hpctrain.plan.planned_device import assume_planned_device
 from hpctrain.plan.search.candidate import Candidate
-from hpctrain.plan.search.choices import EVERY, TRIED, SearchSpace, Values, with_values
 from hpctrain.plan.search.phrases import changed, nothing_fits
 from hpctrain.plan.search.search import BEST, Progress, SearchResult, has_room, roomiest, search
-from hpctrain.plan.time.machine import MachineRates
+from hpctrain.plan.search.search_space import EVERY, TRIED, SearchSpace, Values, with_values
+from hpctrain.plan.time.machine_rates import MachineRates
 from hpctrain.plan.time.rates import deck_rates
 from hpctrain.text import counted, either
 

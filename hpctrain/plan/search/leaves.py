@@ -7,17 +7,17 @@ from dataclasses import replace
 
 from hpctrain.deck.check_world import world_problems
 from hpctrain.pipeline.v_schedule import LIMITS
-from hpctrain.plan.search.choices import SearchSpace, Values, with_values
 from hpctrain.plan.search.form import Form
 from hpctrain.plan.search.least_bytes import PartKept
 from hpctrain.plan.search.least_seconds import PartSeconds, least_seconds
 from hpctrain.plan.search.moments import Opened, moments, opened
 from hpctrain.plan.search.needs import Needs, States
 from hpctrain.plan.search.nodes import Fell, LayoutNode, Staged
+from hpctrain.plan.search.search_space import SearchSpace, Values, with_values
 from hpctrain.plan.search.split_forms import SplitForms
 from hpctrain.plan.time.arrangement import LayoutSizes
 from hpctrain.plan.time.ground import Ground
-from hpctrain.plan.time.machine import MachineRates
+from hpctrain.plan.time.machine_rates import MachineRates
 
 _ROUNDING = 1e-9
 

@@ -9,10 +9,10 @@ from typing import NamedTuple
 from hpctrain.deck.schema import Deck
 from hpctrain.plan.holding import Holding
 from hpctrain.plan.room import Room
-from hpctrain.plan.search.choices import Values
 from hpctrain.plan.search.form import Form, ParameterCounts
 from hpctrain.plan.search.least_bytes import Cut, StateBytes
 from hpctrain.plan.search.moments import Opened
+from hpctrain.plan.search.search_space import Values
 from hpctrain.plan.time.arrangement import LayoutSizes
 
 States = Callable[[ParameterCounts, Opened], float]

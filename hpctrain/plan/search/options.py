@@ -10,9 +10,9 @@ from pathlib import Path
 from hpctrain.errors import InputOutputError
 from hpctrain.files import check_output, require_writable
 from hpctrain.plan.options import required_ranks
-from hpctrain.plan.search.choices import Values
 from hpctrain.plan.search.deck import DeckSearch, SearchOptions, search_deck, trade_offs
 from hpctrain.plan.search.phrases import changed
+from hpctrain.plan.search.search_space import Values
 from hpctrain.plan.search.words import search_text
 from hpctrain.report.bar import progress_bar
 from hpctrain.report.figures import demand_ending, write_figure

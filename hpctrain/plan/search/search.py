@@ -19,11 +19,11 @@ from hpctrain.deck.schema import Deck
 from hpctrain.plan.holding import Holding
 from hpctrain.plan.room import Room
 from hpctrain.plan.search.candidate import Candidate
-from hpctrain.plan.search.choices import EVERY, TRIED, SearchSpace
 from hpctrain.plan.search.nodes import Fell, LayoutNode, Node
+from hpctrain.plan.search.search_space import EVERY, TRIED, SearchSpace
 from hpctrain.plan.search.split_forms import LEAST_GAIN
 from hpctrain.plan.search.tree import Tree
-from hpctrain.plan.time.machine import MachineRates
+from hpctrain.plan.time.machine_rates import MachineRates
 
 BEST = 10
 """Layouts that are told."""

@@ -15,9 +15,9 @@ from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.split import cut, split_over
 from hpctrain.pipeline.wanted import make_schedule, outline, schedule_of_file
-from hpctrain.plan.search.choices import SearchSpace, Values, with_values
 from hpctrain.plan.search.form import Form
 from hpctrain.plan.search.nodes import Fell, SplitLayers, Staged
+from hpctrain.plan.search.search_space import SearchSpace, Values, with_values
 from hpctrain.plan.time.ground import Ground
 from hpctrain.plan.time.layers import LayerSizes
 

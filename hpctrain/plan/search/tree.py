@@ -21,18 +21,18 @@ from hpctrain.pipeline.generate import generate
 from hpctrain.pipeline.simulate import Simulation, StageTimes, simulate
 from hpctrain.plan.holding import Holding
 from hpctrain.plan.memory import MemoryPlan
-from hpctrain.plan.search.choices import SearchSpace, Values, with_values
 from hpctrain.plan.search.coarse import Coarse
 from hpctrain.plan.search.least_bytes import LayerBytes, MicroBytes
 from hpctrain.plan.search.least_seconds import KNOWN
 from hpctrain.plan.search.leaves import Leaves
 from hpctrain.plan.search.needs import Needs, States
 from hpctrain.plan.search.nodes import Fell, LayoutNode, Node, SplitLayers, Staged, part_of
+from hpctrain.plan.search.search_space import SearchSpace, Values, with_values
 from hpctrain.plan.search.split_forms import NO_ZERO, SplitForms
 from hpctrain.plan.time.arrangement import LayoutSizes
 from hpctrain.plan.time.ground import Ground, ranks_of_kinds
 from hpctrain.plan.time.layers import LayerSeconds, LayerSizes, layer_seconds, layer_sizes
-from hpctrain.plan.time.machine import MachineRates
+from hpctrain.plan.time.machine_rates import MachineRates
 from hpctrain.plan.time.step import boundary_seconds, step_seconds
 
 _NEUTRAL: Values = NO_ZERO | {

@@ -13,7 +13,14 @@ from hpctrain.deck.schedules import NAMES, TWO_CHUNKS
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.sizes import axis_sizes, micro_batches
 from hpctrain.errors import HpctrainError
-from hpctrain.plan.time.machine import AttentionRates, Collective, FormatRates, Host, LinkRates, MachineRates
+from hpctrain.plan.time.machine_rates import (
+    AttentionRates,
+    Collective,
+    FormatRates,
+    Host,
+    LinkRates,
+    MachineRates,
+)
 from hpctrain.plan.time.step import StepPlan
 
 LEAST_GAIN = 0.005  # of a step; less is no advice

@@ -10,7 +10,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.sizes import axis_sizes, micro_batches
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import Recomputed
-from hpctrain.plan.time.machine import Home, Sharing
+from hpctrain.plan.time.machine_rates import Home, Sharing
 from hpctrain.plan.time.update import ADAMW, UpdateNumbers
 
 

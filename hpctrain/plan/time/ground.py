@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from hpctrain.errors import HpctrainError
 from hpctrain.plan.time.arrangement import LayoutSizes
 from hpctrain.plan.time.layers import LayerSeconds, LayerSizes, layer_seconds
-from hpctrain.plan.time.machine import LinkRates, MachineRates
+from hpctrain.plan.time.machine_rates import LinkRates, MachineRates
 from hpctrain.plan.time.synchronize import after_backward
 
 _NOT_TIMED = ("name", "source", "nodes", "memory", "others", "date", "processor", "ranks", "spread")

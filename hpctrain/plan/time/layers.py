@@ -16,11 +16,11 @@ from hpctrain.model.build import bare_model
 from hpctrain.model.frozen import freeze_parameters, silent_blocks
 from hpctrain.model.part import Layer
 from hpctrain.model.shape import ModelShape
+from hpctrain.parallel.activation_sizes import ActivationSizes, total
 from hpctrain.parallel.experts import EXPERT_AXES
 from hpctrain.parallel.operations import AttentionSize, ElementwiseSize, MatrixSize
-from hpctrain.parallel.saved import ActivationSizes, total
 from hpctrain.plan.time.arrangement import LayoutSizes
-from hpctrain.plan.time.machine import Direction, MachineRates, ProductPass, collective_seconds
+from hpctrain.plan.time.machine_rates import Direction, MachineRates, ProductPass, collective_seconds
 
 Causes = Mapping[str, float]
 """Seconds by cause."""

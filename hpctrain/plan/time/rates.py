@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
-from hpctrain.plan.time.machine import MachineRates, read_machine
+from hpctrain.plan.time.machine_rates import MachineRates, read_machine
 
 
 def deck_rates(deck: Deck) -> MachineRates | None:

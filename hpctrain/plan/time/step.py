@@ -23,7 +23,7 @@ from hpctrain.pipeline.split import split_over
 from hpctrain.plan.time.arrangement import LayoutSizes
 from hpctrain.plan.time.ground import Ground, ranks_of_kinds
 from hpctrain.plan.time.layers import LayerSeconds, LayerSizes, added, layer_sizes, times
-from hpctrain.plan.time.machine import MachineRates, collective_seconds, message_seconds
+from hpctrain.plan.time.machine_rates import MachineRates, collective_seconds, message_seconds
 
 CAUSES = (
     "products",

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from hpctrain.plan.time.arrangement import LayoutSizes
 from hpctrain.plan.time.layers import LayerSizes
-from hpctrain.plan.time.machine import (
+from hpctrain.plan.time.machine_rates import (
     MachineRates,
     Operation,
     Sharing,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpctrain.plan.time.machine import MachineRates
+from hpctrain.plan.time.machine_rates import MachineRates
 from hpctrain.plan.time.measured import MeasuredStep, side_by_side
 from hpctrain.plan.time.step import StepPlan
 from hpctrain.text import counted, table

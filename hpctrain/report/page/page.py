@@ -15,8 +15,8 @@ from hpctrain.report.axis import AXES
 from hpctrain.report.marks import KINDS, StepMark
 from hpctrain.report.page.curves import axis_of, charts_of
 from hpctrain.report.page.markup import embedded, section, text
+from hpctrain.report.page.run_summary import RunSummary
 from hpctrain.report.page.sections import all_sections, named, overview
-from hpctrain.report.page.told import RunSummary
 from hpctrain.report.palette import DASHES, ON_DARK, ON_LIGHT, line_of
 
 HEAD = "<!doctype html>\n<!-- hpctrain report -->\n"

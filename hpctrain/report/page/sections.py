@@ -10,8 +10,8 @@ from statistics import median
 from hpctrain.report.contents import layout_text
 from hpctrain.report.page.curves import evaluations, points
 from hpctrain.report.page.markup import cell, details, note, section, table, text
+from hpctrain.report.page.run_summary import PredictedVsMeasured, RunSummary
 from hpctrain.report.page.schedule import schedule_of
-from hpctrain.report.page.told import PredictedVsMeasured, RunSummary
 from hpctrain.report.palette import line_of
 from hpctrain.text import counted
 from hpctrain.units import format_bytes, format_count, format_seconds

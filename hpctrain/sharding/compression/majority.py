@@ -12,7 +12,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.memory.compress import BLOCK
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.compression.codecs import Sign, of_signs, signed, signs
-from hpctrain.sharding.compression.compressed_sum import CompressedReduction
+from hpctrain.sharding.compression.compressed_reduction import CompressedReduction
 
 
 class MajorityVote(CompressedReduction):

@@ -13,7 +13,7 @@ from hpctrain.deck.optimizer import AdamWTable
 from hpctrain.deck.schema import Deck
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.compression.codecs import Sign
-from hpctrain.sharding.compression.compressed_sum import CompressedReduction
+from hpctrain.sharding.compression.compressed_reduction import CompressedReduction
 from hpctrain.sharding.reducer import ExactReduction
 from hpctrain.sharding.state import StateTensor, state_of_ranks
 

@@ -19,7 +19,7 @@ from hpctrain.data.batches import Batches
 from hpctrain.deck.objective import LANGUAGE
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine, make_mesh
-from hpctrain.engine.roles import ServerRoles
+from hpctrain.engine.server_roles import ServerRoles
 from hpctrain.errors import HpctrainError
 from hpctrain.model.part import parameter_list
 from hpctrain.plan.engine import build_within_memory

@@ -10,8 +10,8 @@ from pathlib import Path
 from hpctrain.errors import EXIT_AGAIN, EXIT_DIFFERENT, EXIT_DONE, HpctrainError, require
 from hpctrain.files import require_writable, strict_json, write_text
 from hpctrain.host.launcher import launcher_name
+from hpctrain.job.job_options import JobOptions
 from hpctrain.job.ranks import Job, plan_job
-from hpctrain.job.wish import JobOptions
 from hpctrain.report.swept import draw_sweep
 from hpctrain.report.terminal import columns
 from hpctrain.train.sweep.results import (

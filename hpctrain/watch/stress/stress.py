@@ -41,7 +41,7 @@ from hpctrain.watch.stress.nodes import (
 )
 from hpctrain.watch.stress.products import ProductTest, StressShape
 from hpctrain.watch.stress.record import Look, StressRank, StressRecord, TestTime, as_it_is
-from hpctrain.watch.stress.wish import StressOptions, check_folder
+from hpctrain.watch.stress.stress_options import StressOptions, check_folder
 
 LONGEST_ROUND = 30.0
 HANG_SECONDS = 120.0

@@ -13,18 +13,18 @@ from torch import Tensor
 
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
-from hpctrain.parallel.fp8 import product as product_module
+from hpctrain.parallel.fp8 import quantized_matmul as product_module
 from hpctrain.parallel.fp8.formats import E4M3, E5M2, agreed_maximum
 from hpctrain.parallel.fp8.multiply import multiplied
-from hpctrain.parallel.fp8.product import DelayedMatmul, Dims, Kind, QuantizedMatmul
 from hpctrain.parallel.fp8.quantize import QuantizedTensor
+from hpctrain.parallel.fp8.quantized_matmul import DelayedMatmul, Dims, Kind, QuantizedMatmul
 from hpctrain.parallel.fp8.recipes import RECIPES
-from hpctrain.parallel.noted import StepStatistics
 from hpctrain.parallel.shard import Shard
+from hpctrain.parallel.step_statistics import StepStatistics
 from tests.parallel.fp8.given import normal, quantized
 from tests.parallel.fp8.scales import alike, maxima_of, scales_of
 from tests.parallel.fp8.test_layouts import STILL
-from tests.parallel.fp8.test_product import ALONE, CURRENT, parameter, passes
+from tests.parallel.fp8.test_quantized_matmul import ALONE, CURRENT, parameter, passes
 
 RECOMPUTE = ("memory.recompute=full",)
 

@@ -1,6 +1,6 @@
 """What is kept of inputs in 8 bits: the training of a run that keeps none, bit for bit, in fewer bytes.
 
-Tests of parallel/fp8/product.py and of parallel/fp8/pieces.py.
+Tests of parallel/fp8/quantized_matmul.py and of parallel/fp8/pieces.py.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import torch
 
 from hpctrain.comm.world import World
 from hpctrain.parallel import products
-from hpctrain.parallel.fp8.product import DelayedMatmul, QuantizedMatmul
+from hpctrain.parallel.fp8.quantized_matmul import DelayedMatmul, QuantizedMatmul
 from hpctrain.parallel.fp8.recipes import RECIPES
-from hpctrain.parallel.product import Matmul
+from hpctrain.parallel.matmul import Matmul
 from tests.engines import LLAMA, small_deck, trainer
 from tests.memory.test_recompute import predicted, saved_bytes
 

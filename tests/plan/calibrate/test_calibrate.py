@@ -27,7 +27,7 @@ from hpctrain.plan.calibrate.decks import measured_decks, on_data_ranks, variant
 from hpctrain.plan.calibrate.functions import measure_elementwise
 from hpctrain.plan.calibrate.links import in_pairs, measure_collective, measure_link
 from hpctrain.plan.calibrate.products import measure_products, shapes_of
-from hpctrain.plan.time.machine import PASSES, MachineRates, read_machine
+from hpctrain.plan.time.machine_rates import PASSES, MachineRates, read_machine
 from hpctrain.plan.time.step import plan_step
 from tests.engines import DECK, LLAMA, small_deck
 

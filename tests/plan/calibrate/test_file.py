@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from hpctrain.plan.calibrate.file import machine_text, rounded, write_whole
-from hpctrain.plan.time.machine import parse_machine, preset_names, read_machine
-from tests.plan.time.test_machine import FILE
+from hpctrain.plan.time.machine_rates import parse_machine, preset_names, read_machine
+from tests.plan.time.test_machine_rates import FILE
 
 MEASURED = (
     FILE.replace(

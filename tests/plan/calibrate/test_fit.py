@@ -11,7 +11,7 @@ from itertools import product
 import pytest
 
 from hpctrain.plan.calibrate.fit import ProductTime, fit_attention, fit_link, fit_products, not_negative
-from hpctrain.plan.time.machine import ProductPass, ProductRates
+from hpctrain.plan.time.machine_rates import ProductPass, ProductRates
 
 SIDES = (64, 256, 1024)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.plan.calibrate.whole import TimedBlocks, as_in_blocks, factor_of, launch_of
-from hpctrain.plan.time.machine import MachineRates, parse_machine
+from hpctrain.plan.time.machine_rates import MachineRates, parse_machine
 from hpctrain.plan.time.step import plan_step
 from tests.engines import small_deck
 from tests.plan.calibrate.test_file import MEASURED

@@ -21,7 +21,7 @@ from hpctrain.plan.holding import Holding
 from hpctrain.plan.time.arrangement import LayoutSizes
 from hpctrain.plan.time.ground import Ground
 from hpctrain.plan.time.layers import layer_sizes
-from hpctrain.plan.time.machine import MachineRates
+from hpctrain.plan.time.machine_rates import MachineRates
 from hpctrain.plan.time.step import plan_step, split_by_seconds
 
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-h2", "dualpipe-v", "zb-v")

@@ -11,10 +11,10 @@ from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.plan.holding import Holding
-from hpctrain.plan.search.choices import SearchSpace
 from hpctrain.plan.search.nodes import LayoutNode
+from hpctrain.plan.search.search_space import SearchSpace
 from hpctrain.plan.search.tree import Tree
-from hpctrain.plan.time.machine import MachineRates
+from hpctrain.plan.time.machine_rates import MachineRates
 
 DECK = """
 [run]

@@ -21,7 +21,7 @@ from hpctrain.plan import holding
 from hpctrain.plan.deck import plan_deck
 from hpctrain.plan.search.deck import SearchOptions, chosen_layout, laid_out, search_deck, with_choice
 from hpctrain.plan.search.phrases import arguments
-from hpctrain.plan.time.machine import read_machine
+from hpctrain.plan.time.machine_rates import read_machine
 
 DECK = """
 layout = "auto"

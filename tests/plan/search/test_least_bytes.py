@@ -13,9 +13,9 @@ import pytest
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.plan.memory import MemoryPlan
-from hpctrain.plan.time.machine import MachineRates, parse_machine
+from hpctrain.plan.time.machine_rates import MachineRates, parse_machine
 from tests.plan.search.random_layouts import DECK, MODELS, bare, draw, layouts, tree_of
-from tests.plan.time.test_machine import FILE
+from tests.plan.time.test_machine_rates import FILE
 
 FORMATS = FILE + "[machine.products.bf16]\npeak = 1e11\nefficiency = 0.8\nsaturation = 100.0\n"
 SEEDS = 8

@@ -15,8 +15,8 @@ from hypothesis import strategies as some
 from hpctrain.deck.schedules import V_SHAPED
 from hpctrain.pipeline.generate import generate
 from hpctrain.pipeline.simulate import StageTimes, simulate
-from hpctrain.plan.search.choices import ORDERED
 from hpctrain.plan.search.least_seconds import PartSeconds, least_seconds
+from hpctrain.plan.search.search_space import ORDERED
 
 PUBLISHED = PartSeconds(18.522, 18.086, 9.337)
 """Milliseconds of a stage of the 1.5B model, messages of 0.601 (Qi and others, arXiv 2401.10241, table)."""

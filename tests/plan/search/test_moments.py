@@ -18,8 +18,8 @@ from hpctrain.pipeline.action import Action, Schedule, accumulation
 from hpctrain.pipeline.generate import generate
 from hpctrain.pipeline.simulate import StageTimes
 from hpctrain.pipeline.v_schedule import LIMITS
-from hpctrain.plan.search.choices import ORDERED
 from hpctrain.plan.search.moments import Moment, Opened, moments, opened
+from hpctrain.plan.search.search_space import ORDERED
 
 NAMES = (*ORDERED, "gpipe")
 

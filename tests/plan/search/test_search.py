@@ -1,7 +1,7 @@
 """Searches against brute force over all layouts; their bounds; what decks give; where nothing fits.
 
 Tests of plan/search/search.py, plan/search/tree.py, plan/search/leaves.py, plan/search/nodes.py,
-plan/search/choices.py and plan/search/candidate.py.
+plan/search/search_space.py and plan/search/candidate.py.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.generate import generate
 from hpctrain.plan.memory import MemoryPlan
 from hpctrain.plan.room import Room
-from hpctrain.plan.search.choices import EVERY, SearchSpace
 from hpctrain.plan.search.nodes import LayoutNode, Node
 from hpctrain.plan.search.search import SearchResult, has_room, roomiest, search
+from hpctrain.plan.search.search_space import EVERY, SearchSpace
 from hpctrain.plan.search.tree import Tree
-from hpctrain.plan.time.machine import MachineRates, read_machine
+from hpctrain.plan.time.machine_rates import MachineRates, read_machine
 from hpctrain.plan.time.step import plan_step
 from tests.plan.search.brute import Brute
 from tests.plan.search.random_layouts import DECK, LLAMA, MIXTURE, Bare, bare, layouts, tree_of

@@ -16,13 +16,13 @@ from hpctrain.deck.check import check_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import Place
 from hpctrain.plan.holding import Holding
-from hpctrain.plan.search.choices import SearchSpace, with_values
 from hpctrain.plan.search.nodes import LayoutNode, Node
 from hpctrain.plan.search.search import search
+from hpctrain.plan.search.search_space import SearchSpace, with_values
 from hpctrain.plan.search.split_forms import LEAST_GAIN
 from hpctrain.plan.search.tree import Tree
 from hpctrain.plan.time.layers import LayerSizes, layer_seconds
-from hpctrain.plan.time.machine import MachineRates, ProductRates
+from hpctrain.plan.time.machine_rates import MachineRates, ProductRates
 from hpctrain.plan.time.step import plan_step, step_seconds
 from tests.engines import small_deck
 from tests.pipeline.test_split import ways

@@ -16,7 +16,7 @@ from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.action import Schedule
 from hpctrain.plan.time.arrangement import LayoutSizes
 from hpctrain.plan.time.layers import layer_sizes
-from hpctrain.plan.time.machine import MachineRates, read_machine
+from hpctrain.plan.time.machine_rates import MachineRates, read_machine
 from hpctrain.plan.time.step import step_seconds
 
 RANKS_PER_NODE = 8

@@ -17,10 +17,10 @@ from hpctrain.errors import HpctrainError
 from hpctrain.plan.deck import plan_deck
 from hpctrain.plan.time.advice import PARTS, Advice, Gain, advise, changes, estimate, faster
 from hpctrain.plan.time.advice_words import LIMITS, advice_lines
-from hpctrain.plan.time.machine import MachineRates, parse_machine
+from hpctrain.plan.time.machine_rates import MachineRates, parse_machine
 from hpctrain.plan.time.step import StepPlan, plan_step
 from tests.engines import DECK, small_deck
-from tests.plan.time.test_machine import FILE
+from tests.plan.time.test_machine_rates import FILE
 
 MACHINE = parse_machine(FILE, "")
 RANKS = 4

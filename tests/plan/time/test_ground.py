@@ -19,10 +19,10 @@ from hpctrain.pipeline.simulate import StageTimes, simulate
 from hpctrain.plan.time.arrangement import LayoutSizes
 from hpctrain.plan.time.ground import Ground
 from hpctrain.plan.time.layers import LayerSizes, layer_seconds, layer_sizes
-from hpctrain.plan.time.machine import MachineRates, ProductRates, message_seconds, parse_machine
+from hpctrain.plan.time.machine_rates import MachineRates, ProductRates, message_seconds, parse_machine
 from hpctrain.plan.time.step import busiest_seconds, plan_step, split_by_seconds, step_seconds
 from tests.engines import small_deck
-from tests.plan.time.test_machine import FILE
+from tests.plan.time.test_machine_rates import FILE
 
 DECK = small_deck("model.layers=6")
 SEVERAL = FILE.replace("ranks_per_node = 4", "ranks_per_node = 2\nnodes = 2")

@@ -15,12 +15,12 @@ from hpctrain.engine.stage import plan_stage
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.saved import part_bytes
 from hpctrain.model.shape import ModelShape
-from hpctrain.parallel.saved import total
+from hpctrain.parallel.activation_sizes import total
 from hpctrain.plan.time.arrangement import LayoutSizes
 from hpctrain.plan.time.layers import LayerSeconds, layer_seconds, layer_sizes
-from hpctrain.plan.time.machine import MachineRates, parse_machine
+from hpctrain.plan.time.machine_rates import MachineRates, parse_machine
 from tests.engines import LLAMA, small_deck
-from tests.plan.time.test_machine import FILE
+from tests.plan.time.test_machine_rates import FILE
 
 VOCABULARY = 61
 BANDWIDTH = 1e5

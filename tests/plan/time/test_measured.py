@@ -9,7 +9,7 @@ import random
 
 import pytest
 
-from hpctrain.plan.time.machine import MachineRates, parse_machine
+from hpctrain.plan.time.machine_rates import MachineRates, parse_machine
 from hpctrain.plan.time.measured import (
     TOGETHER,
     MeasuredStep,
@@ -21,7 +21,7 @@ from hpctrain.plan.time.measured import (
 )
 from hpctrain.plan.time.step import CAUSES, StepPlan
 from hpctrain.plan.time.words import WHAT, WHAT_TOGETHER, comparison_lines
-from tests.plan.time.test_machine import FILE
+from tests.plan.time.test_machine_rates import FILE
 
 PHASES = {"forward": 10.0, "backward": 20.0, "synchronize": 3.0, "step": 4.0}
 # In forward: 1 s of tensor, 0.5 of context, 0.25 of experts, 2 of messages; in backward 1 of tensor, and 0.5

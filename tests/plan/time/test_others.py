@@ -8,9 +8,9 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.errors import HpctrainError
-from hpctrain.plan.time.machine import parse_machine
+from hpctrain.plan.time.machine_rates import parse_machine
 from tests.engines import small_deck
-from tests.plan.time.test_machine import FILE
+from tests.plan.time.test_machine_rates import FILE
 
 FIRST = FILE.replace('name = "ours"', 'name = "ours"\nnodes = 2')
 FAST = """

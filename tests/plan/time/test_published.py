@@ -13,7 +13,7 @@ from statistics import fmean
 import numpy as np
 import pytest
 
-from hpctrain.plan.time.machine import MachineRates
+from hpctrain.plan.time.machine_rates import MachineRates
 from tests.plan.time.published import (
     Published,
     fitted,

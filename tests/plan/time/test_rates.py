@@ -13,9 +13,9 @@ from hpctrain.deck.read import parse_deck
 from hpctrain.errors import EXIT_USER, HpctrainError
 from hpctrain.plan.deck import plan_deck
 from hpctrain.plan.named import named_problems
-from hpctrain.plan.time.machine import read_machine
+from hpctrain.plan.time.machine_rates import read_machine
 from hpctrain.plan.time.rates import deck_rates
-from tests.plan.time.test_machine import FILE
+from tests.plan.time.test_machine_rates import FILE
 
 DECK = (
     '[run]\ntitle = "t"\nsteps = 10\n[model]\nfamily = "gpt2"\nlayers = 4\nhidden = 64\nheads = 4\n'

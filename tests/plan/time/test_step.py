@@ -24,11 +24,11 @@ from hpctrain.pipeline.generate import generate
 from hpctrain.plan.deck import plan_deck
 from hpctrain.plan.time.arrangement import LayoutSizes
 from hpctrain.plan.time.layers import layer_sizes
-from hpctrain.plan.time.machine import MachineRates, parse_machine, read_machine
+from hpctrain.plan.time.machine_rates import MachineRates, parse_machine, read_machine
 from hpctrain.plan.time.step import CAUSES, plan_step, step_seconds
 from hpctrain.plan.time.words import WHAT, time_lines
 from tests.engines import LLAMA, small_deck
-from tests.plan.time.test_machine import FILE
+from tests.plan.time.test_machine_rates import FILE
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 

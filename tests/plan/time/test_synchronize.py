@@ -10,12 +10,12 @@ from collections.abc import Mapping
 import pytest
 
 from hpctrain.errors import HpctrainError
-from hpctrain.plan.time.machine import MachineRates, Sharing, collective_seconds, parse_machine
+from hpctrain.plan.time.machine_rates import MachineRates, Sharing, collective_seconds, parse_machine
 from hpctrain.plan.time.step import plan_step
 from hpctrain.plan.time.synchronize import waited_for
 from hpctrain.plan.traffic import plan_traffic
 from tests.engines import LLAMA, small_deck
-from tests.plan.time.test_machine import FILE
+from tests.plan.time.test_machine_rates import FILE
 
 VOCABULARY = 61
 MIXTURE = (*LLAMA, "model.experts.count=4", "model.experts.per_token=4", "model.experts.shared=1")

@@ -13,11 +13,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hpctrain.engine.rules import RULES
 from hpctrain.optim.muon import orthogonalized
-from hpctrain.plan.time.machine import parse_machine
+from hpctrain.plan.time.machine_rates import parse_machine
 from hpctrain.plan.time.step import plan_step
 from hpctrain.plan.time.update import ADAMW, UpdateNumbers
 from tests.engines import LLAMA, small_deck
-from tests.plan.time.test_machine import FILE
+from tests.plan.time.test_machine_rates import FILE
 
 VOCABULARY = 61
 

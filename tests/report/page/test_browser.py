@@ -20,7 +20,7 @@ import pytest
 
 from hpctrain.report.marks import StepMark
 from hpctrain.report.page.page import page
-from hpctrain.report.page.told import RunEvent, RunSummary
+from hpctrain.report.page.run_summary import RunEvent, RunSummary
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 

@@ -25,9 +25,9 @@ from hpctrain.report.page import sections
 from hpctrain.report.page.curves import POINTS, axis_of, charts_of, points
 from hpctrain.report.page.markup import TEXT_LETTERS, embedded, text
 from hpctrain.report.page.page import HEAD, MARKS, data_of, page, shown_marks
+from hpctrain.report.page.run_summary import PredictedVsMeasured, RunEvent, RunSummary, ValuePair
 from hpctrain.report.page.schedule import CELLS, schedule_of
 from hpctrain.report.page.thin import corners, extremes, middles
-from hpctrain.report.page.told import PredictedVsMeasured, RunEvent, RunSummary, ValuePair
 from hpctrain.report.recorded import RecordedStep
 
 HOSTILE = '</script><img src="x" onerror="1"><!--\u202e\x1b[31m\'&amp;'

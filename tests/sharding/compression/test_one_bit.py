@@ -9,7 +9,7 @@ from hpctrain.comm.world import World
 from hpctrain.engine.stage import SUMMATIONS
 from tests.engines import small_deck, trainer
 from tests.sharding.compression.given import ODD, Array, fill, given, own_of
-from tests.sharding.compression.test_compressed_sum import sign
+from tests.sharding.compression.test_compressed_reduction import sign
 
 WARMUP, STEPS, RATE = 3, 10, 0.01
 KEYS = ("communication.compress=onebit", f"communication.warmup={WARMUP}", "optimizer.clip=0")

@@ -11,7 +11,7 @@ from torch import Tensor
 import hpctrain.model.router as router
 import hpctrain.parallel.experts as experts
 from hpctrain.model.inputs import ModelInputs
-from hpctrain.parallel.noted import StepStatistics
+from hpctrain.parallel.step_statistics import StepStatistics
 from tests.train.layout_faults.deck_keys import BIASED, EXPERT, MIXTURE
 from tests.train.layout_faults.fault import LayoutFault
 from tests.train.layout_faults.planting import (

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import hpctrain.parallel.fp8.product as fp8_product
 import hpctrain.parallel.fp8.quantize as quantize
+import hpctrain.parallel.fp8.quantized_matmul as fp8_product
 import hpctrain.sharding.eight_bit_gather as eight_bit_gather
 from hpctrain.parallel.fp8.formats import agreed_maximum
 from hpctrain.parallel.fp8.history import History
-from hpctrain.parallel.fp8.product import DelayedMatmul, Dims, QuantizedMatmul
 from hpctrain.parallel.fp8.quantize import QuantizedTensor, Scaling
-from hpctrain.parallel.noted import StepStatistics
+from hpctrain.parallel.fp8.quantized_matmul import DelayedMatmul, Dims, QuantizedMatmul
+from hpctrain.parallel.step_statistics import StepStatistics
 from tests.train.layout_faults.deck_keys import (
     CONTEXT,
     DELAYED_SCALES,

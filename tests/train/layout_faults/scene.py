@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hpctrain.comm.group import Group
 from hpctrain.comm.work import Work
-from hpctrain.parallel.noted import StepStatistics
+from hpctrain.parallel.step_statistics import StepStatistics
 from hpctrain.train.step import Step
 
 Change = Callable[[Tensor], object]

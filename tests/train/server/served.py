@@ -10,7 +10,7 @@ from hpctrain.data.batches import Batches
 from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import arrange, assemble
-from hpctrain.engine.roles import ServerRoles
+from hpctrain.engine.server_roles import ServerRoles
 from hpctrain.train.server.trainer import ServedTrainer
 from hpctrain.train.step import StepResult
 from hpctrain.train.verify import ROUGHNESS

@@ -23,8 +23,8 @@ from hpctrain.comm.world import World
 from hpctrain.data.prepare import prepare
 from hpctrain.deck.read import read_deck
 from hpctrain.errors import HpctrainError
+from hpctrain.job.job_options import JobOptions
 from hpctrain.job.script import script
-from hpctrain.job.wish import JobOptions
 from hpctrain.report.rows import read_metrics
 from hpctrain.report.swept import SweptRun, picture
 from hpctrain.train.sweep.results import VariantResult, best_of, result_lines, swept_runs, wanted_figure

@@ -29,7 +29,7 @@ from hpctrain.watch.stress.memory import LEAST
 from hpctrain.watch.stress.products import FORMATS, KINDS, Case, ProductTest, StressShape, vectors
 from hpctrain.watch.stress.record import Look, StressRank, StressRecord, TestTime
 from hpctrain.watch.stress.stress import StressResult, StressSizes, stress
-from hpctrain.watch.stress.wish import StressOptions
+from hpctrain.watch.stress.stress_options import StressOptions
 
 pytestmark = pytest.mark.mpi
 

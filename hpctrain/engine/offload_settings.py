@@ -18,8 +18,8 @@ from hpctrain.engine.rules import RULES
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.offload_folder import check_room
 from hpctrain.memory.scratch import Flat, ScratchFile, ScratchFiles, ScratchTensor
-from hpctrain.optim.block_rule import MatrixRules
 from hpctrain.optim.blocks import MatrixOptimizer
+from hpctrain.optim.matrix_rule import MatrixRules
 from hpctrain.optim.offload import Home, OffloadedOptimizer
 from hpctrain.optim.optimizer import Agreement, Optimizer, ResidentOptimizer
 from hpctrain.sharding.bucket import Bucket, Store

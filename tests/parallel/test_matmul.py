@@ -11,8 +11,8 @@ from hpctrain.comm.planned import planned_group
 from hpctrain.comm.world import World
 from hpctrain.model.precision import Precision
 from hpctrain.parallel import kernels
-from hpctrain.parallel.groups import LayerContext
-from hpctrain.parallel.product import Matmul
+from hpctrain.parallel.layer_context import LayerContext
+from hpctrain.parallel.matmul import Matmul
 from hpctrain.parallel.products import PRODUCTS
 from hpctrain.parallel.shard import Parameter, Shard
 from tests.engines import small_deck, trainer

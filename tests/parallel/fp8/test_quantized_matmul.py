@@ -13,17 +13,17 @@ from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.planned import planned_group
 from hpctrain.comm.world import World
+from hpctrain.parallel.activation_sizes import ActivationSizes
 from hpctrain.parallel.fp8 import formats, quantize
-from hpctrain.parallel.fp8 import product as product_module
+from hpctrain.parallel.fp8 import quantized_matmul as product_module
 from hpctrain.parallel.fp8.formats import E4M3, E5M2, Fp8Format
 from hpctrain.parallel.fp8.history import History
 from hpctrain.parallel.fp8.multiply import multiplied
-from hpctrain.parallel.fp8.product import KINDS, DelayedMatmul, Kind, QuantizedMatmul
 from hpctrain.parallel.fp8.quantize import QuantizedTensor
+from hpctrain.parallel.fp8.quantized_matmul import KINDS, DelayedMatmul, Kind, QuantizedMatmul
 from hpctrain.parallel.fp8.recipes import RECIPES, ScalingRecipe
-from hpctrain.parallel.groups import LayerContext
-from hpctrain.parallel.product import Matmul
-from hpctrain.parallel.saved import ActivationSizes
+from hpctrain.parallel.layer_context import LayerContext
+from hpctrain.parallel.matmul import Matmul
 from hpctrain.parallel.shard import Parameter, Shard
 from tests.engines import small_deck, trainer
 from tests.optim.test_blocks import Held

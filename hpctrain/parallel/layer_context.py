@@ -12,12 +12,12 @@ from hpctrain.comm.group import Group
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.planned import planned_group
 from hpctrain.comm.work import Work
-from hpctrain.parallel.audit import MatmulAudit
-from hpctrain.parallel.eight_bits import Fp8Settings
+from hpctrain.parallel.fp8_settings import Fp8Settings
 from hpctrain.parallel.functions import TORCH, LayerFunctions
 from hpctrain.parallel.kernels import KernelTable
-from hpctrain.parallel.noted import StepStatistics
+from hpctrain.parallel.matmul_audit import MatmulAudit
 from hpctrain.parallel.saved_policy import SavedPolicy
+from hpctrain.parallel.step_statistics import StepStatistics
 from hpctrain.parallel.weight_grad import WeightGradientQueue
 
 ContextForm = Literal["ring", "all_to_all"]

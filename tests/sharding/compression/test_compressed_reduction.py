@@ -11,7 +11,7 @@ import pytest
 from hpctrain.comm.world import World
 from hpctrain.memory.compress import BLOCK
 from hpctrain.sharding.compression.codecs import RoundedCodec, Sign
-from hpctrain.sharding.compression.compressed_sum import CompressedReduction
+from hpctrain.sharding.compression.compressed_reduction import CompressedReduction
 from hpctrain.sharding.compression.majority import MajorityVote
 from tests.sharding.compression.given import ODD, Array, buckets_of, fill, given, own, summed
 

@@ -18,15 +18,15 @@ from hpctrain.comm.world import World
 from hpctrain.deck.check_server import server_ranks
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import choose_link
-from hpctrain.engine.offload import OffloadSettings
+from hpctrain.engine.offload_settings import OffloadSettings
 from hpctrain.engine.rules import RULES
 from hpctrain.engine.stage import TrainedStage, build_stage, build_trained_stage
 from hpctrain.model.part import ModelPart
-from hpctrain.optim.block_rule import MatrixRules
+from hpctrain.optim.matrix_rule import MatrixRules
 from hpctrain.optim.optimizer import Agreement, Optimizer
-from hpctrain.parallel.groups import LayerContext
-from hpctrain.sharding.outer import SyncEveryStep
+from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.sharding.reducer import make_reducer
+from hpctrain.sharding.replica_sync import SyncEveryStep
 from hpctrain.sharding.replication import Replications
 from hpctrain.sharding.synchronize import GradientSynchronizer
 

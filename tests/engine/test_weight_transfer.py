@@ -1,6 +1,6 @@
 """Weights from training layouts to those that generate: the bits of a checkpoint that is saved and loaded.
 
-Tests of engine/transfer.py and engine/generation.py.
+Tests of engine/weight_transfer.py and engine/generation.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hpctrain.checkpoint.write import save
 from hpctrain.comm.world import World
 from hpctrain.engine.generation import generation_deck, generation_stage
 from hpctrain.engine.stage import Stage, build_stage, load_parameters, make_groups, make_replications
-from hpctrain.engine.transfer import Box, TransferMessage, WeightTransfer, _in_rounds, _messages
+from hpctrain.engine.weight_transfer import Box, TransferMessage, WeightTransfer, _in_rounds, _messages
 from hpctrain.errors import HpctrainError
 from hpctrain.model.build import build_model
 from hpctrain.model.part import logits_of

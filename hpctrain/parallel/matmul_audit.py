@@ -19,7 +19,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpctrain.audit.detected_fault import DetectedFault
-from hpctrain.parallel.audit_passes import AuditKernels, Checksums, ErrorBounds
+from hpctrain.parallel.audit_kernels import AuditKernels, Checksums, ErrorBounds
 from hpctrain.parallel.kernels import MatmulKernel
 from hpctrain.parallel.random import key_of, signs
 from hpctrain.parallel.shard import Parameter

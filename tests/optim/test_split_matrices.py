@@ -11,7 +11,7 @@ from torch import Tensor
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.planned import planned_group
 from hpctrain.comm.world import World
-from hpctrain.optim.cut_blocks import SplitMatrices, SplitMatrix
+from hpctrain.optim.split_matrices import SplitMatrices, SplitMatrix
 from tests.optim.test_blocks import Held
 
 

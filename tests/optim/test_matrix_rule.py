@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.optim.adamw import AdamW
-from hpctrain.optim.block_rule import Cells, MatrixRules
+from hpctrain.optim.matrix_rule import Cells, MatrixRules
 from hpctrain.optim.optimizer import ElementBatch
 from hpctrain.parallel.shard import Parameter, Shard, UpdateBlock
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.group import Group
-from hpctrain.parallel.audit import WatchedKernel
-from hpctrain.parallel.groups import LayerContext
+from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage
 from hpctrain.parallel.kernels import MatmulKernel, Pass
-from hpctrain.parallel.saved import ActivationSizes, SavedStorage
+from hpctrain.parallel.layer_context import LayerContext
+from hpctrain.parallel.matmul_audit import WatchedKernel
 from hpctrain.parallel.shard import Parameter
 
 

@@ -12,7 +12,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.deck.search_keys import SEARCH_KEYS
 from hpctrain.pipeline.v_schedule import LIMITS
 from hpctrain.pipeline.wanted import schedule_of_file
-from hpctrain.plan.time.machine import MachineRates, Sharing
+from hpctrain.plan.time.machine_rates import MachineRates, Sharing
 
 RECOMPUTED = ("none", "selective", "full", "sqrt")
 

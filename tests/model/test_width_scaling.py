@@ -21,9 +21,9 @@ from hpctrain.engine.build import build_engine, make_mesh
 from hpctrain.engine.resume_check import require_same_model
 from hpctrain.errors import HpctrainError
 from hpctrain.model.initialize import deviation
-from hpctrain.model.parametrization import RATES, WidthScaling
 from hpctrain.model.part import parameter_list
 from hpctrain.model.shape import ModelShape
+from hpctrain.model.width_scaling import RATES, WidthScaling
 from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.miniature import miniature
 from hpctrain.train.verify import verify_layout

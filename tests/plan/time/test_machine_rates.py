@@ -1,6 +1,6 @@
 """Machines: what files may say of them, and what follows for products, elements, collectives and messages.
 
-Tests of plan/time/machine.py.
+Tests of plan/time/machine_rates.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import pytest
 
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.parallel.vocabulary import chunk_rows
-from hpctrain.plan.time.machine import (
+from hpctrain.plan.time.machine_rates import (
     MachineRates,
     Sharing,
     collective_seconds,

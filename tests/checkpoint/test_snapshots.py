@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from hpctrain.checkpoint.held import SnapshotHistory, StateSnapshot, copies_held
+from hpctrain.checkpoint.snapshots import SnapshotHistory, StateSnapshot, copies_held
 from hpctrain.parallel.shard import Shard
 from hpctrain.sharding.state import StateTensor
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.world import World
-from hpctrain.parallel.product import Matmul
+from hpctrain.parallel.matmul import Matmul
 from hpctrain.parallel.products import PRODUCTS
 from tests.engines import LLAMA, Trainer, small_deck, trainer
 

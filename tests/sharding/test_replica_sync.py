@@ -15,7 +15,7 @@ from hpctrain.engine.sizes import on_one_rank
 from hpctrain.engine.stage import OUTERS, OuterChoice, build_stage, load_parameters
 from hpctrain.model.build import build_model
 from hpctrain.sharding.bucket import Bucket
-from hpctrain.sharding.outer import SyncEveryStep, Weights
+from hpctrain.sharding.replica_sync import SyncEveryStep, Weights
 from hpctrain.sharding.state import MODEL, StateTensor, own_state
 from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.start import start_from_source
