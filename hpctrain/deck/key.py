@@ -73,7 +73,7 @@ def table(text: str, *, chosen_by: str = "", derived: str = "none", **others: An
 class Section(BaseModel):
     """One table of the deck."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, defer_build=True)
 
     @classmethod
     def choices(cls) -> dict[str, dict[str, str]]:
