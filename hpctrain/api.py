@@ -1,5 +1,6 @@
-"""The Python interface, for those who write a `train.py` and start it as `mpirun -n 8 python train.py`, and
-for notebooks. `import hpctrain` has the same names.
+"""Python interface for training scripts (`mpirun -n 8 python train.py`) and notebooks.
+
+`import hpctrain` has the same names.
 
     from hpctrain import run
 
@@ -8,8 +9,8 @@ for notebooks. `import hpctrain` has the same names.
     if __name__ == "__main__":
         run("deck.toml", build=build, blocks="layers.*")
 
-What is given here stands in the deck of the run as "FILE.py:FUNCTION", so that `hpctrain resume`, `replay`
-and all others find it again: functions and classes are those of a file, not made within another.
+The deck of the run stores a function as "FILE.py:FUNCTION", so that `hpctrain resume`, `replay` and all other
+verbs can import it. Therefore functions and classes must be defined at the top level of a file.
 """
 
 from __future__ import annotations
@@ -58,17 +59,23 @@ __all__ = [
 ]
 
 Function = Callable[..., Any] | str
-"""One at the top of a file, or its name, as a deck has it."""
+"""Function or class at the top level of a file, or its name as in a deck ("FILE.py:FUNCTION")."""
 
 
 class DeckDefaults(TypedDict, total=False):
-    """What stands above a deck, each as the key that it is there.
+    """Keyword arguments that set keys of a deck.
 
-    `build` (model.module) gives the module, called with `arguments` (model.arguments); `plan` (model.plan)
-    says how it is split over tensor ranks, `blocks` (model.blocks) which submodules follow each other; `loss`
-    (model.loss) gives a sum and a count of (outputs, batch), `initial` (model.initial) changes initial
-    values; `data` (data.dataset) gives a dataset, and `collate` (data.collate) a batch of its items.
-    `changes` are other keys: {"batch.micro_size": 4}; None is for what is to be as if no deck had it.
+    Attributes:
+        build: Function that returns the module (key model.module).
+        arguments: Arguments of `build` (model.arguments).
+        plan: How the module is split over tensor ranks (model.plan).
+        blocks: Pattern of the submodules that follow each other, for pipelines (model.blocks).
+        loss: Function of the outputs and the batch that returns the sum of losses and their number
+        (model.loss).
+        initial: Function that changes initial values (model.initial).
+        data: Function that returns a dataset (data.dataset).
+        collate: Function that makes a batch of items of the dataset (data.collate).
+        changes: Other keys, such as {"batch.micro_size": 4}. None restores the default of a key.
     """
 
     build: Function
@@ -101,23 +108,31 @@ def run(
     fresh: bool = False,
     again: bool = False,
     world: World | None = None,
-    **given: Unpack[DeckDefaults],
+    **defaults: Unpack[DeckDefaults],
 ) -> None:
-    """Train a deck, a file or one of `make_deck`, as `hpctrain run` does, on all ranks that call it: without
-    mpirun that is this process alone. `fresh` and `again` are its options --fresh and --resume, see
-    `DeckDefaults` for what stands above the deck.
+    """Train a deck, as `hpctrain run` does. Collective over all ranks that were started.
 
-    Without a `world` what goes wrong ends the script with the command's exit code, after one sentence of rank
-    0; MPI is started here and ends with the process, so that other runs and `load` can follow. With one
-    (`World.start()`) that is an HpctrainError on all ranks, and the world is the caller's to `finish`.
+    Without mpirun, this process is the only rank. If `world` is None, an error ends the script with the exit
+    code of the command, after rank 0 has printed one sentence. MPI is then started here and stays until the
+    process ends, so that other runs and `load` can follow.
+
+    Args:
+        deck: File of a deck, or a deck of `make_deck`.
+        fresh: Start anew and delete the files of an earlier run in the same folder (--fresh).
+        again: Continue from the newest checkpoint if there is one (--resume).
+        world: Ranks of the run (`World.start()`), which the caller ends with `finish`; None to make one.
+        **defaults: Keys that replace those of the deck, see `DeckDefaults`.
+
+    Raises:
+        HpctrainError: The run failed, and the caller passed a world. All ranks raise it.
     """
     source = _source(deck)
 
-    def verb(own: World) -> int:
+    def verb(started: World) -> int:
         from hpctrain.post.trainer import make_trainer
         from hpctrain.train.run import run_deck
 
-        return run_deck(own, source, _changes(given), fresh, again, make=make_trainer)
+        return run_deck(started, source, _changes(defaults), fresh, again, make=make_trainer)
 
     _within(world, verb)
 
@@ -127,17 +142,22 @@ def make_deck(
     *,
     ranks: int | None = None,
     file: str | Path | None = None,
-    **given: Unpack[DeckDefaults],
+    **defaults: Unpack[DeckDefaults],
 ) -> Deck:
-    """The deck of a file, or of sections of keys, {"run": {"steps": 10}}, with what is `given` on top:
-    checked, for so many `ranks` if that is said, and with every default there (deck.learning_rate.peak).
+    """Make a deck for `run` and `check`, with all checks done and all defaults filled in. Local.
 
-    It is for `run` and `check`; with a `file` it is written there, too, for `hpctrain run`, `plan` and `job`,
-    which makes of it what is to be submitted. HpctrainError with all that is wrong with it.
+    Args:
+        base: File of a deck, or its sections: {"run": {"steps": 10}}.
+        ranks: Number of ranks for which the deck is checked; None if it is not known yet.
+        file: File to which the deck is written, for `hpctrain run`, `plan` and `job`.
+        **defaults: Keys that replace those of `base`, see `DeckDefaults`.
+
+    Raises:
+        HpctrainError: The deck is not valid. The error lists all its problems.
     """
     from hpctrain.checkpoint.exchange.source import settled_keys
 
-    changes = _changes(given)
+    changes = _changes(defaults)
     _require_ranks(ranks)
     if isinstance(base, Mapping):
         deck = parse_deck(tables_to_toml(base), changes, "the deck", ranks, settled_keys)
@@ -158,38 +178,55 @@ def resume(
     world: World | None = None,
     trust_code: bool = False,
 ) -> None:
-    """Go on from a checkpoint, or from the newest good one of a run's folder, as `hpctrain resume` does.
+    """Continue a run, as `hpctrain resume` does. Collective over all ranks that were started.
 
-    Code that the stored deck names (modules, datasets, losses, rewards) runs only if `changes` name it, too,
-    or with `trust_code`. All else is as for `run`.
+    Errors and MPI are treated as by `run`.
+
+    Args:
+        target: Checkpoint, or run folder, of which the newest good checkpoint is used.
+        changes: Keys that replace those of the stored deck.
+        world: As for `run`.
+        trust_code: Whether to call all code that the stored deck names (modules, datasets, losses, rewards).
+            Otherwise only code that `changes` names as well is called.
+
+    Raises:
+        HpctrainError: As for `run`.
     """
     path = path_of(target, "target")
 
-    def verb(own: World) -> int:
-        from hpctrain.train.run import resume as go_on
+    def verb(started: World) -> int:
+        from hpctrain.train.run import resume as resume_run
 
-        given: DeckDefaults = {"changes": {} if changes is None else changes}
-        return go_on(own, path, Overrides.of(_changes(given), CodeTrust(everything=trust_code)))
+        defaults: DeckDefaults = {"changes": {} if changes is None else changes}
+        return resume_run(started, path, Overrides.of(_changes(defaults), CodeTrust(everything=trust_code)))
 
     _within(world, verb)
 
 
-def check(deck: str | Path | Deck, *, world: World | None = None, **given: Unpack[DeckDefaults]) -> bool:
-    """Whether the layout of a deck computes what one rank does, as `hpctrain check` does, which prints what
-    came of it; else as `run`.
+def check(deck: str | Path | Deck, *, world: World | None = None, **defaults: Unpack[DeckDefaults]) -> bool:
+    """Return True if the layout of a deck computes what one rank does, as `hpctrain check`. Collective.
+
+    Rank 0 prints the comparison. Arguments and errors are those of `run`.
     """
     source = _source(deck)
 
-    def verb(own: World) -> int:
+    def verb(started: World) -> int:
         from hpctrain.train.check import check as compare
 
-        return compare(own, source, _changes(given), print)
+        return compare(started, source, _changes(defaults), print)
 
     return _within(world, verb, EXIT_DIFFERENT) == EXIT_DONE
 
 
 def _within(world: World | None, verb: Callable[[World], int], *expected: int) -> int:
-    """Do a verb on a world, or between its start and its end; the exit code, one of those `expected` or 0."""
+    """Run a verb on the caller's world, or on one that is made here. Collective.
+
+    Returns:
+        The exit code: EXIT_DONE or one of `expected`.
+
+    Raises:
+        HpctrainError: The caller passed a world and the verb ended with another exit code.
+    """
     if is_loaded_file(str(sys._getframe(2).f_globals.get("__name__"))):
         raise HpctrainError(
             "a run begins where another one loads this file for its functions: what begins it is to be under "
@@ -208,7 +245,7 @@ def _within(world: World | None, verb: Callable[[World], int], *expected: int) -
 
 
 def _require_ranks(ranks: object) -> None:
-    """HpctrainError for what is neither None nor a number of ranks."""
+    """Raise HpctrainError unless `ranks` is None or a positive integer."""
     if ranks is None:
         return
     if isinstance(ranks, bool) or not isinstance(ranks, Integral) or int(ranks) < 1:
@@ -216,22 +253,22 @@ def _require_ranks(ranks: object) -> None:
 
 
 def _source(deck: object) -> Path | Deck:
-    """What a deck is read from."""
+    """Return a deck as it is, or the path of one. Raises HpctrainError for anything else."""
     return deck if isinstance(deck, Deck) else path_of(deck, "deck")
 
 
-def _changes(given: DeckDefaults) -> list[str]:
-    """What is given, as `--set` has it."""
-    unknown = sorted(given.keys() - DeckDefaults.__annotations__.keys())
+def _changes(defaults: DeckDefaults) -> list[str]:
+    """Return keyword arguments as values of `--set`. Raises HpctrainError if one is unknown or not valid."""
+    unknown = sorted(defaults.keys() - DeckDefaults.__annotations__.keys())
     if unknown:
         known = ", ".join(DeckDefaults.__annotations__)
         raise HpctrainError(f"{', '.join(unknown)}: nothing of that name is taken ({known} are)")
-    changes: object = given.get("changes", {})
+    changes: object = defaults.get("changes", {})
     if not isinstance(changes, Mapping) or not all(isinstance(key, str) for key in changes):
         raise HpctrainError(
             f'changes: is to have values by keys, as {{"batch.micro_size": 4}}, not {kind_of(changes)}'
         )
-    named = {name: value for name, value in given.items() if name in _KEYS}
+    named = {name: value for name, value in defaults.items() if name in _KEYS}
     keys = {_KEYS[name]: (name, _written(name, value)) for name, value in named.items()}
     keys |= {key: ("changes", toml_compatible(f"changes: {key}", value)) for key, value in changes.items()}
     return [
@@ -241,8 +278,10 @@ def _changes(given: DeckDefaults) -> list[str]:
 
 
 def _written(name: str, value: object) -> object:
-    """A value as TOML has it; a function by the name by which a run finds it again. HpctrainError where there
-    is none.
+    """Return a value of TOML for a keyword argument: for a function, the name by which a run imports it.
+
+    Raises:
+        HpctrainError: TOML has no such value, or the function cannot be imported by its name.
     """
     if name not in _FUNCTIONS or value is None or isinstance(value, str):
         return toml_compatible(name, value)
@@ -254,22 +293,24 @@ def _written(name: str, value: object) -> object:
         )
     home = inspect.getmodule(value)
     file = getattr(home, "__file__", None)
-    begun = home is not None and home.__name__ == "__main__"
-    found = home is not None and qualified.replace(".", "_").isidentifier()
-    if not found or (begun and (file is None or _is_guarded(Path(file), qualified.partition(".")[0]))):
+    is_main = home is not None and home.__name__ == "__main__"
+    importable = home is not None and qualified.replace(".", "_").isidentifier()
+    if not importable or (is_main and (file is None or _is_guarded(Path(file), qualified.partition(".")[0]))):
         raise HpctrainError(
             f"{name}: {value!r} is not found again by its name: it has to be a function or class at the top "
-            "of a file, or the name of one" + " (and not where that is begun alone)" * (found and begun)
+            "of a file, or the name of one"
+            + " (and not where that is begun alone)"
+            * (importable and is_main)
         )
     assert home is not None
     package = sys.modules.get(home.__name__.partition(".")[0])
-    if file is None or (not begun and hasattr(package, "__path__")):
+    if file is None or (not is_main and hasattr(package, "__path__")):
         return f"{home.__name__}:{qualified}"
     return f"{Path(file).resolve()}:{qualified}"
 
 
 def _is_guarded(file: Path, name: str) -> bool:
-    """Whether a file has a function or class under `if __name__ == "__main__":` alone."""
+    """Return True if a file defines a function or class only under `if __name__ == "__main__":`."""
     try:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError):
@@ -282,9 +323,9 @@ def _is_guarded(file: Path, name: str) -> bool:
                 if node.name == name:
                     yield guarded
                 continue
-            asks = isinstance(node, ast.If) and "__name__" in ast.dump(node.test)
+            is_guard = isinstance(node, ast.If) and "__name__" in ast.dump(node.test)
             for part in ("body", "handlers", "orelse", "finalbody"):
-                yield from places(getattr(node, part, []), guarded or (asks and part == "body"))
+                yield from places(getattr(node, part, []), guarded or (is_guard and part == "body"))
 
-    found = list(places(tree.body, guarded=False))
-    return bool(found) and all(found)
+    definitions = list(places(tree.body, guarded=False))
+    return bool(definitions) and all(definitions)

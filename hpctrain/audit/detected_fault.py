@@ -66,14 +66,14 @@ class SilentFaultError(HpctrainError):
     Attributes:
         step: Step in which the faults were found.
         faults: All faults that any rank has found.
-        kept: True if the state of all ranks is that before the step.
+        state_unchanged: True if the state of all ranks is that before the step.
     """
 
     exit_code = EXIT_INTERNAL
 
-    def __init__(self, step: int, faults: Sequence[DetectedFault], state_kept: bool) -> None:
+    def __init__(self, step: int, faults: Sequence[DetectedFault], state_unchanged: bool) -> None:
         super().__init__([f"step {step}: {describe_fault(fault)}" for fault in faults])
-        self.step, self.faults, self.state_kept = step, faults, state_kept
+        self.step, self.faults, self.state_unchanged = step, faults, state_unchanged
 
 
 def describe_fault(fault: DetectedFault) -> str:

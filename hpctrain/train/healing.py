@@ -41,7 +41,7 @@ class Healing:
         log = logging.getLogger("hpctrain")
         trainer, way, step = self.way.trainer, self.way, found.step
         self._note(found)
-        if not found.state_kept:
+        if not found.state_unchanged:
             way.checkpoints.doubt(trainer.state.step)
             source = way.newest(trainer.state.step)
             if source is None:

@@ -164,7 +164,7 @@ def test_a_step_with_a_wrong_product_is_made_again(world: World) -> None:
         run.train(1)
     (fault,) = caught.value.faults
     assert fault.kind == "product" and fault.ranks == (world.size - 1,)
-    assert caught.value.state_kept and run.state.step == 1
+    assert caught.value.state_unchanged and run.state.step == 1
     run.engine.groups.kernels.other = LIBRARY
     run.train(2)
     expected = plain.parameters()
