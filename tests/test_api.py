@@ -204,7 +204,7 @@ TOLD = {
     "numbers": ({"arguments": {3: 4}}, "arguments: a dict cannot be a value of a deck"),
     "a list": ({"changes": [1]}, "changes: is to have values by keys, .* not a list"),
     "no keys": ({"changes": {3: 1}}, "changes: is to have values by keys"),
-    "a value": ({"changes": {"run.steps": object()}}, r"changes: run\.steps: an object cannot be a value of a deck"),
+    "a value": ({"changes": {"run.steps": object()}}, r"changes: run\.steps: an object cannot be a value"),
 }
 
 

@@ -103,7 +103,10 @@ def test_what_a_function_prints_is_no_answer(capfd: pytest.CaptureFixture[str]) 
         ("leaves", "fails: SystemExit: enough ("),
         ("out_of_memory", "fails: MemoryError ("),
         ("exits", "loses its process, which ended by itself, with exit code 3, asked"),
-        ("killed", "loses its process, which was killed (signal 9), as where memory runs out: fewer"),
+        (
+            "killed",
+            "loses its process, which was killed (signal 9), possibly because memory ran out: use fewer",
+        ),
         ("crashes", "loses its process, which was ended by signal 11, asked"),
         ("hangs", "takes longer than 1 s, asked"),
         ("spins", "takes longer than 1 s, asked"),
