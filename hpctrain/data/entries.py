@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hpctrain.data.shards import Tokens, open_tokens, paths_of, raise_together, require_one_tokenizer
-from hpctrain.deck.data_mixture import Entry, entries_of, tokens_key
+from hpctrain.deck.data_mixture import DatasetEntry, entries_of, tokens_key
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError
@@ -42,7 +42,7 @@ def _line_of_tokens(deck: Deck) -> str:
 def require_apart(deck: Deck, tokens: Sequence[Tokens]) -> None:
     """HpctrainError that names each file of more than one entry: its samples would come twice an epoch."""
     entries = entries_of(deck)
-    first: dict[object, Entry] = {}
+    first: dict[object, DatasetEntry] = {}
     problems = []
     for entry, each in zip(entries, tokens, strict=True):
         for path in map(str, paths_of(each)):

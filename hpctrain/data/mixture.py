@@ -22,8 +22,8 @@ from hpctrain.data.interleave import Interleaving
 from hpctrain.data.order import Integers, PairedOrder, SampleOrder
 from hpctrain.data.shards import Tokens, common_fingerprint, paths_of, title_of
 from hpctrain.data.tokens import TokenFile
-from hpctrain.deck.data_mixture import Entry, entries_of
-from hpctrain.deck.policy import answers_to_each, room_for_samples
+from hpctrain.deck.data_mixture import DatasetEntry, entries_of
+from hpctrain.deck.policy import answers_to_each, largest_sample
 from hpctrain.deck.schema import Deck
 from hpctrain.text import counted
 from hpctrain.units import format_count
@@ -39,7 +39,7 @@ class MixtureOrder:
     order that it would have alone.
     """
 
-    def __init__(self, entries: Sequence[Entry], counts: Sequence[int], seed: int) -> None:
+    def __init__(self, entries: Sequence[DatasetEntry], counts: Sequence[int], seed: int) -> None:
         self.interleaving = Interleaving([entry.share for entry in entries], seed)
         self.orders = [SampleOrder(count, seed + number * _APART) for number, count in enumerate(counts)]
         self.names, self.counts = [entry.name for entry in entries], list(counts)
@@ -105,7 +105,7 @@ class HeldOutMixture(Joined):
     no more; then the others go on.
     """
 
-    def __init__(self, sources: Sequence[SequenceSource], entries: Sequence[Entry]) -> None:
+    def __init__(self, sources: Sequence[SequenceSource], entries: Sequence[DatasetEntry]) -> None:
         super().__init__(sources)
         self.shares = [float(entry.share) for entry in entries]
 
@@ -135,7 +135,7 @@ class Origin:
 class SplitDatasets:
     """The token files of a deck, opened, by entry; and the samples of its splits."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[DatasetEntry, ...]
     tokens: tuple[Tokens, ...]
     train: Batches
     validation: Batches
@@ -153,7 +153,7 @@ class SplitDatasets:
     def of(deck: Deck, tokens: Sequence[Tokens]) -> SplitDatasets:
         """The tokens of each entry of a deck, in its splits."""
         entries = entries_of(deck)
-        length, fraction, seed = room_for_samples(deck), deck.data.validation, deck.run.seed
+        length, fraction, seed = largest_sample(deck), deck.data.validation, deck.run.seed
         mask, pack = masks_documents(deck, tokens), deck.data.pack
         margins = deck.objective.kind == "reward"
         train, held_out = (

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class PointFunction:
+class ElementwiseFunction:
     """Elementwise function with its gradient, from which activations are built.
 
     Attributes:
@@ -44,7 +44,7 @@ class Activation:
             torch are used.
     """
 
-    function: PointFunction
+    function: ElementwiseFunction
     gated: bool = False
     kernel: str | None = None
 
@@ -88,17 +88,17 @@ def _relu_squared_gradient(dy: Tensor, x: Tensor, out: Tensor) -> object:
     return mul(dy, x.relu().mul_(2), out=out)
 
 
-GELU_TANH = PointFunction(
+GELU_TANH = ElementwiseFunction(
     _gelu_tanh,
     _gelu_tanh_gradient,
     ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_python_tanh"),
 )
 """GELU by tanh (arXiv 1606.08415)."""
 
-SILU = PointFunction(_silu, _silu_gradient, ("silu", "swish"))
+SILU = ElementwiseFunction(_silu, _silu_gradient, ("silu", "swish"))
 """x sigmoid(x)."""
 
-RELU_SQUARED = PointFunction(_relu_squared, _relu_squared_gradient, ("relu2",), saves_input=False)
+RELU_SQUARED = ElementwiseFunction(_relu_squared, _relu_squared_gradient, ("relu2",), saves_input=False)
 """max(x, 0)^2 (arXiv 2109.08668)."""
 
 ACTIVATIONS: Mapping[str, Activation] = MappingProxyType({

@@ -1,4 +1,4 @@
-"""The table [model.adapters]: low-rank matrices beside those of blocks, which are trained alone (LoRA)."""
+"""The table [model.adapters]: low-rank adapters of the matrices of blocks (LoRA)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ _MOST_RANK = 65536
 
 
 class Adapters(Section):
-    """Low-rank matrices that are trained alone, W + (alpha / rank) B A for each matrix W of their targets
-    (LoRA, arXiv 2106.09685); everything else stays as it is.
+    """Low-rank adapters, W + (alpha / rank) B A for each matrix W of their targets (LoRA, arXiv 2106.09685).
+
+    Only A and B are trained.
     """
 
     rank: int = key("Rows of A, and columns of B.", 8, ge=1, le=_MOST_RANK)
@@ -25,14 +26,14 @@ class Adapters(Section):
 
     @property
     def scale(self) -> float:
-        """What B A is multiplied with."""
+        """Factor of B A."""
         return self.alpha / self.rank
 
     def adapts(self, name: str) -> bool:
-        """Whether a layer, "blocks.0.attention.query", has them."""
+        """Return True if a layer, such as "blocks.0.attention.query", has an adapter."""
         return any(targeted(pattern, name) for pattern in self.targets)
 
 
 def targeted(pattern: str, name: str) -> bool:
-    """Whether a pattern is of a layer, by its name or the end of it."""
+    """Return True if a pattern matches the name of a layer, or the end of its name."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hpctrain.deck.division import ranks_apart
 from hpctrain.deck.optimizer import UPDATES_MATRICES
 from hpctrain.deck.problem import DeckProblem
+from hpctrain.deck.rank_partition import count_dedicated_ranks
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import toml_value
 from hpctrain.text import counted
@@ -45,7 +45,7 @@ def server_ranks(deck: Deck) -> int:
 
 def no_worker(deck: Deck, ranks: int) -> DeckProblem:
     """Too few ranks."""
-    need = server_ranks(deck) + ranks_apart(deck) + 1
+    need = server_ranks(deck) + count_dedicated_ranks(deck) + 1
     sentence = f"leaves no worker of {counted(ranks, 'rank')} (start {need} or more)"
     return DeckProblem("communication.server.ranks", sentence, (_SERVER,))
 

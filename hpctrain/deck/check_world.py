@@ -9,8 +9,8 @@ from hpctrain.deck.check_local_steps import replica_world_problems
 from hpctrain.deck.check_mixture import expert_world_problems
 from hpctrain.deck.check_noise_scale import noise_scale_world_problems
 from hpctrain.deck.check_server import no_worker, server_ranks
-from hpctrain.deck.division import ranks_apart, world_division_problems
 from hpctrain.deck.problem import DeckProblem, divisors, multiples, nearest_numbers
+from hpctrain.deck.rank_partition import count_dedicated_ranks, world_division_problems
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.text import counted, either
@@ -29,7 +29,7 @@ def check_world(deck: Deck, ranks: int) -> None:
 def data_ranks(deck: Deck, ranks: int) -> int:
     """Size of the data axis: the ranks that the other axes leave. Raises as `check_world` does."""
     check_world(deck, ranks)
-    return (ranks - server_ranks(deck) - ranks_apart(deck)) // _model_ranks(deck)
+    return (ranks - server_ranks(deck) - count_dedicated_ranks(deck)) // _model_ranks(deck)
 
 
 def world_problems(deck: Deck, ranks: int) -> list[DeckProblem]:
@@ -49,11 +49,11 @@ def _with_choice(deck: Deck, problem: DeckProblem) -> DeckProblem:
 
 def _problems(deck: Deck, ranks: int) -> list[DeckProblem]:
     layout, batch = deck.layout, deck.batch
-    if server_ranks(deck) and ranks <= server_ranks(deck) + ranks_apart(deck):
+    if server_ranks(deck) and ranks <= server_ranks(deck) + count_dedicated_ranks(deck):
         return [no_worker(deck, ranks)]
     if missing := list(world_division_problems(deck, ranks)):
         return missing
-    ranks -= server_ranks(deck) + ranks_apart(deck)
+    ranks -= server_ranks(deck) + count_dedicated_ranks(deck)
     model_ranks = _model_ranks(deck)
     names = ["pipeline", "tensor", "context"] if layout.pipeline > 1 else ["tensor", "context"]
     keys = tuple(f"layout.{name}" for name in names)
@@ -61,7 +61,7 @@ def _problems(deck: Deck, ranks: int) -> list[DeckProblem]:
     if ranks % model_ranks:
         key = next((key for key, name in zip(keys, names, strict=True) if getattr(layout, name) > 1), keys[0])
         would = f"{multiples(ranks, model_ranks)} ranks would fit"
-        of = "ranks of the policy" if ranks_apart(deck) else "ranks"
+        of = "ranks of the policy" if count_dedicated_ranks(deck) else "ranks"
         return [DeckProblem(key, f"{product} must divide the number of {of}, {ranks} ({would})", keys)]
     data = ranks // model_ranks
     if layout.data is not None and layout.data != data:

@@ -23,7 +23,7 @@ class RoundedTable(_CompressionKeys):
 
 
 class SignTable(_CompressionKeys):
-    """Only signs of gradients are sent, with a scale for each block."""
+    """Compression to the signs of gradients, with a scale for each block."""
 
     error_feedback: bool = key(
         "Add what signs lose to the gradients of the next step; false: a majority vote of signs.", True
@@ -76,7 +76,7 @@ class ServerTable(Section):
 
 
 class Communication(Section):
-    """How ranks talk."""
+    """Transports, compression of gradients, and parameter servers."""
 
     transport: Literal["auto", "shared", "mpi", "nccl"] = key(
         "shared: in the memory of a node, mpi between nodes; nccl: between GPUs; auto: by device.", "auto"
@@ -134,12 +134,12 @@ class Communication(Section):
 
     @property
     def wished_transport(self) -> str:
-        """What tensors are to travel over: a link that is emulated between ranks delays messages."""
+        """Requested transport of tensors; "mpi" if a link between ranks is emulated."""
         return self.transport if self.emulate is None or self.ranks_per_node else "mpi"
 
     @property
     def link(self) -> Link | None:
-        """That of each rank that is emulated: of an emulated node's an even share."""
+        """Emulated link of each rank: an even share of that of its node; None without emulation."""
         if self.emulate is None:
             return None
         link = parse_link(self.emulate)

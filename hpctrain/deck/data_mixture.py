@@ -1,4 +1,4 @@
-"""What a deck names to train on: token files, and the weighted entries of [[data.mixture]]."""
+"""Training data of a deck: token files, and the weighted entries of [[data.mixture]]."""
 
 from __future__ import annotations
 
@@ -31,8 +31,14 @@ _MOST_ENTRIES = 512
 
 
 @dataclass(frozen=True)
-class Entry:
-    """Tokens that are trained on, by names and patterns of their files, and their share of all samples."""
+class DatasetEntry:
+    """Token files of one entry of a data mixture, and its weight.
+
+    Attributes:
+        name: Name of the entry.
+        tokens: Names and patterns of its files.
+        share: Its share of all samples.
+    """
 
     name: str
     tokens: tuple[str, ...]
@@ -45,49 +51,49 @@ def names_of(tokens: object) -> tuple[str, ...]:
     return tuple(map(expand_home, names))
 
 
-def entries_of(deck: Deck) -> tuple[Entry, ...]:
-    """The entries of a deck's mixture, which was checked; where it has none, its tokens are all of it."""
+def entries_of(deck: Deck) -> tuple[DatasetEntry, ...]:
+    """Return the entries of a valid deck's mixture, or one entry with its token files if it has none."""
     if deck.data.mixture is None:
         names = names_of(deck.data.tokens)
-        return (Entry(PurePath(names[0]).stem, names, Fraction(1)),)
+        return (DatasetEntry(PurePath(names[0]).stem, names, Fraction(1)),)
     shares = _shares(deck.data.mixture)
     return tuple(
-        Entry(_name(entry), names_of(entry["tokens"]), share)
+        DatasetEntry(_name(entry), names_of(entry["tokens"]), share)
         for entry, share in zip(deck.data.mixture, shares, strict=True)
     )
 
 
 def token_names(deck: Deck) -> tuple[str, ...]:
-    """All names and patterns of token files that a deck trains on; none of a dataset."""
+    """Return the names and patterns of all token files of a deck; empty if it has a dataset."""
     if deck.data.dataset is not None:
         return ()
     return tuple(name for entry in entries_of(deck) for name in entry.tokens)
 
 
 def token_files(deck: Deck) -> list[str]:
-    """The files that these are, as far as they are there, and the names of others."""
+    """Return the existing token files of a deck, and the names of those that do not exist."""
     return [file for name in token_names(deck) for file in glob(name) or [name]]  # noqa: PTH207
 
 
 def tokens_exist(deck: Deck) -> bool:
-    """Whether all token files and patterns that a deck names are there: else they may still be made."""
+    """Return True if all token files of a deck exist; otherwise they may still be prepared."""
     return all(os.path.lexists(name) or glob(name) for name in token_names(deck))  # noqa: PTH207
 
 
-def tokens_key(deck: Deck, entry: Entry) -> str:
-    """How a message calls the place where an entry names its tokens."""
+def tokens_key(deck: Deck, entry: DatasetEntry) -> str:
+    """Return the name of an entry's tokens in messages."""
     if deck.data.mixture is None:
         return "data.tokens"
     return f"data.mixture, entry {toml_value(entry.name)}: tokens"
 
 
 def fill_mixture(tables: Mapping[str, dict[str, Any]]) -> None:
-    """What a deck with a mixture has in its tables, in place."""
+    """Complete the tables of a deck with a mixture in place."""
     tables["data"].setdefault("tokens", STAND_IN)
 
 
 def data_problems(deck: Deck) -> Iterator[DeckProblem]:
-    """All that is wrong with what a deck says of token files, whatever is in them."""
+    """Yield the problems of keys that name token files. Files are not read."""
     entries = deck.data.mixture
     if entries is None:
         if deck.data.dataset is None and (wrong := _wrong_tokens(deck.data.tokens)):
@@ -124,7 +130,7 @@ def data_problems(deck: Deck) -> Iterator[DeckProblem]:
 
 
 def _wrong(entry: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with an entry by itself."""
+    """Yield the problems of one entry."""
     for name in entry:
         if name not in _NAMES:
             near = nearest(name, _NAMES)
@@ -147,7 +153,7 @@ def _wrong(entry: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _wrong_tokens(tokens: object) -> str:
-    """What is wrong with what names token files; "" where nothing is."""
+    """Return the problem of names of token files; "" if there is none."""
     names = [tokens] if isinstance(tokens, str) else tokens
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         return "must be text in quotes, or a list of such"

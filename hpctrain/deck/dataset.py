@@ -12,15 +12,16 @@ from hpctrain.deck.schema import Deck, fields
 ONLY_OF_DATASETS = ("dataset", "arguments", "collate", "workers", "inputs")
 
 STAND_INS: Mapping[str, Any] = {"data.tokens": "none", "batch.sequence": 1, "model.vocabulary": 2}
-"""Values of keys that are of token files, which nobody reads of a deck with a dataset: a sample counts as a
-sequence of one token.
+"""Values of keys about token files, which are not read for a deck with a dataset.
+
+A sample counts as a sequence of one token.
 """
 
 _WITH = ("data.dataset",)
 
 
 def fill_dataset(tables: Mapping[str, dict[str, Any]], deck_name: str) -> None:
-    """What a deck with a dataset has in its tables, in place."""
+    """Complete the tables of a deck with a dataset in place."""
     data = tables["data"]
     for name in ("dataset", "collate"):
         if isinstance(data.get(name), str):
@@ -31,7 +32,7 @@ def fill_dataset(tables: Mapping[str, dict[str, Any]], deck_name: str) -> None:
 
 
 def dataset_problems(deck: Deck) -> Iterator[DeckProblem]:
-    """All that is wrong with what a deck says of a dataset, whatever it is."""
+    """Yield the problems of keys about a dataset, which is not loaded."""
     if deck.data.dataset is None:
         usual = {name: field.default for name, field in fields("data").items()}
         for name in ONLY_OF_DATASETS:

@@ -31,7 +31,7 @@ _OWN = {"dpo": ("beta", "loss", "smoothing"), "reward": ("margin", "centering")}
 
 
 class ObjectiveSection(Section):
-    """What is learned: the next token (of conversations, those of the answers), or which answer is better."""
+    """Loss with which the model is trained."""
 
     kind: Literal["next-token", "sft", "dpo", "reward", "ppo", "grpo"] = key(
         "next-token; sft: of conversations; dpo, reward: of pairs, by odds or scores; ppo, grpo: of rewards.",

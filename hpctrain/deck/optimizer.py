@@ -88,7 +88,7 @@ OptimizerTable = (
 
 
 class OptimizerSection(Section):
-    """How gradients change parameters."""
+    """Rule that updates the parameters."""
 
     name: Literal["adamw", "sgd", "lion", "schedule-free", "muon", "adafactor", "adam-mini"] = key(
         "Update rule; its own keys are in the table of its name, such as [optimizer.adamw].", "adamw"

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from hpctrain.deck.code import is_file_target, is_target, resolve_target
-from hpctrain.deck.division import RankRange, division_problems
 from hpctrain.deck.key import Duration, PathText, Section, key
 from hpctrain.deck.objective import POLICIES
 from hpctrain.deck.problem import DeckProblem, multiples
+from hpctrain.deck.rank_partition import RankRange, division_problems
 from hpctrain.deck.sources import toml_value
 
 if TYPE_CHECKING:
@@ -101,24 +101,24 @@ _OF_PPO = ("whiten", "gamma", "gae_lambda", "value_clip", "critic")
 
 
 def fill_rewards(policy: dict[str, Any], deck_name: str) -> None:
-    """Have functions in files be found from any folder, in place."""
+    """Make paths of files with reward functions absolute in place."""
     given = policy.get("reward")
     if isinstance(given, list | tuple) and all(isinstance(each, str) for each in given):
         policy["reward"] = [resolve_target(each, deck_name) if _is_in_file(each) else each for each in given]
 
 
 def _is_in_file(reward: str) -> bool:
-    """Whether it is a function of a file; a pattern may look like one."""
+    """Return True if a reward is a function in a file; a pattern may look like one."""
     return not reward.startswith(PATTERN) and is_target(reward) and is_file_target(reward)
 
 
 def _reads_texts(reward: str) -> bool:
-    """Whether it is none of a reward model."""
+    """Return True if a reward is computed from texts, not by a reward model."""
     return reward == "exact-match" or reward.startswith(PATTERN) or is_target(reward)
 
 
 def fill_policy(tables: dict[str, dict[str, Any]], default: Callable[[str, str, object], None]) -> None:
-    """Write the defaults that follow other keys."""
+    """Set the defaults that depend on other keys."""
     kind = tables["objective"].get("kind")
     if kind not in POLICIES:
         return
@@ -132,19 +132,19 @@ def fill_policy(tables: dict[str, dict[str, Any]], default: Callable[[str, str, 
 
 
 def steps_of_rollout(deck: Deck) -> int:
-    """Optimizer steps on what is written at once."""
+    """Return the number of optimizer steps on one rollout."""
     rollout = deck.policy.rollout or deck.batch.global_size
     return rollout * deck.policy.epochs // deck.batch.global_size
 
 
-def room_for_samples(deck: Deck) -> int:
-    """Tokens that a sample of the data may have: a prompt leaves room for its answer."""
+def largest_sample(deck: Deck) -> int:
+    """Return the largest number of tokens in a sample: a prompt must leave space for its answer."""
     own = deck.policy.tokens if deck.objective.kind in POLICIES else 0
     return max(1, deck.batch.sequence - own)
 
 
 def answers_to_each(deck: Deck) -> int:
-    """How many sequences an epoch trains on for each of the data: a prompt's answers, so many times."""
+    """Return the number of sequences that an epoch trains on for each sample of the data."""
     return (deck.policy.samples or 1) * deck.policy.epochs if deck.objective.kind in POLICIES else 1
 
 
@@ -181,7 +181,7 @@ def policy_problems(deck: Deck) -> Iterator[DeckProblem]:
             "policy.stops", "has an empty text, which would end every answer at once (leave it out)"
         )
     yield from _sizes(deck)
-    yield from _others(deck)
+    yield from _excluded_keys(deck)
     judged_by_models = not all(map(_reads_texts, keys.reward))
     yield from division_problems(deck, judged_by_models, referred=deck.objective.beta > 0)
     if kind == "grpo":
@@ -233,8 +233,8 @@ def _sizes(deck: Deck) -> Iterator[DeckProblem]:
             yield DeckProblem(name, sentence, ("policy.rollout", "policy.epochs", "batch.global_size"))
 
 
-def _others(deck: Deck) -> Iterator[DeckProblem]:
-    """What does not go with answers that the model writes itself."""
+def _excluded_keys(deck: Deck) -> Iterator[DeckProblem]:
+    """Yield the problems of keys that are impossible with answers that the model generates."""
     for name in ("model.module", "model.loss", "data.dataset", "data.mixture", "run.tokens"):
         if deck.value(name) is not None:
             sentence = f"{name} is not for a model that learns from what it writes itself (leave it out)"
@@ -258,5 +258,5 @@ def _others(deck: Deck) -> Iterator[DeckProblem]:
 
 
 def weights_of(keys: PolicySection) -> tuple[float, ...]:
-    """One for each reward."""
+    """Return the weight of each reward."""
     return keys.weights or (1.0,) * len(keys.reward)

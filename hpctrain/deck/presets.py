@@ -17,7 +17,7 @@ QueryKeyNorm = Literal["none", "head", "all"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class PresetSizes:
     """The sizes of a decoder-only transformer's matrices, and how its mixtures route.
 
     A `head_size` of 0 stands for hidden / heads.
@@ -62,7 +62,7 @@ EXPERT_KEYS: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Preset(Sizes):
+class Preset(PresetSizes):
     """A shape: the keys of the deck's [model] that it fills, batch.sequence, and who published it."""
 
     tied: bool

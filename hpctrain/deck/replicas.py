@@ -1,4 +1,4 @@
-"""How many replicas a run has on other ranks than before: fewer where one was lost, or more."""
+"""Number of replicas of a run that continues on another number of ranks."""
 
 from __future__ import annotations
 
@@ -8,15 +8,21 @@ from hpctrain.text import counted
 
 
 def may_part(deck: Deck) -> bool:
-    """Whether a deck is one of replicas, of which perhaps one is left."""
+    """Return True if the replicas of a deck may diverge, even if only one replica is left."""
     return deck.layout.local_steps is not None and (in_replicas(deck) or deck.layout.steps_between_syncs > 1)
 
 
 def with_ranks(deck: Deck, before: Deck, ranks_before: int, ranks: int) -> tuple[Deck, str]:
-    """The deck with as many replicas as `ranks` make, and a sentence where these are others than its own.
+    """Return a deck with as many replicas as the ranks make, and a sentence if their number changes.
 
-    `before` is the deck of the run on `ranks_before` ranks: a replica's ranks stay as many. Where the ranks
-    make no whole replicas the deck is as it was, and its check says what is wrong.
+    The number of ranks in a replica stays. If the ranks do not make whole replicas, the deck is not changed,
+    and its checks report the problem.
+
+    Args:
+        deck: The deck of the continued run.
+        before: The deck of the run so far.
+        ranks_before: Number of ranks of the run so far.
+        ranks: Number of ranks of the continued run.
     """
     of_replica, rest = divmod(ranks_before, before.layout.replicas)
     if rest or not (may_part(deck) and may_part(before)):
@@ -32,9 +38,10 @@ def with_ranks(deck: Deck, before: Deck, ranks_before: int, ranks: int) -> tuple
     return deck, sentence
 
 
-def begun_with(deck: Deck, ranks: int) -> tuple[Deck, str]:
-    """As `with_ranks`, of a run that begins: with the most replicas, up to the deck's, that the ranks can be
-    cut into.
+def initial_replicas(deck: Deck, ranks: int) -> tuple[Deck, str]:
+    """Return a deck with the largest possible number of replicas for a new run, and a sentence if it changes.
+
+    The number is at most that of the deck.
     """
     model_ranks = deck.layout.pipeline * deck.layout.tensor * deck.layout.context
     if not may_part(deck) or ranks % model_ranks:
@@ -44,8 +51,9 @@ def begun_with(deck: Deck, ranks: int) -> tuple[Deck, str]:
 
 
 def _with(deck: Deck, replicas: int, ranks: int) -> tuple[Deck, str]:
-    """The deck with so many replicas, and a sentence of it. A size of its batch stays as it is where the data
-    ranks divide it, else that of a replica does.
+    """Return the deck with a number of replicas, and a sentence about the change; "" if there is none.
+
+    A batch size stays if it is a multiple of the data ranks. Otherwise the batch size of a replica stays.
     """
     layout, batch = deck.layout, deck.batch
     if replicas == layout.replicas:

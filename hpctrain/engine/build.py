@@ -10,7 +10,7 @@ import torch
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.planned import PlannedMesh
 from hpctrain.comm.world import World
-from hpctrain.deck.division import require_undivided
+from hpctrain.deck.rank_partition import require_undivided
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.audit import audited
 from hpctrain.engine.kernels import choose_kernels

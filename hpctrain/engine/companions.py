@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hpctrain.deck.division import CRITIC, REFERENCE, Division, own_ranks, undivided
 from hpctrain.deck.objective import POLICIES
 from hpctrain.deck.policy import PATTERN
+from hpctrain.deck.rank_partition import CRITIC, REFERENCE, RankPartition, dedicated_ranks, undivided
 from hpctrain.deck.read import changed_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
@@ -42,7 +42,7 @@ def companion_deck(
     them, which `key` of the deck tells. HpctrainError with all that is wrong then, under that key.
     """
     alone = undivided(deck)
-    if not changes and not own_ranks(deck):
+    if not changes and not dedicated_ranks(deck):
         return deck
     for change in changes:
         name = change.partition("=")[0].strip()
@@ -92,16 +92,16 @@ def reference_deck(deck: Deck, ranks: int | None) -> Deck | None:
 
 def _there(deck: Deck, ranks: int | None, model: str) -> int | None:
     """How many of a run's ranks have a model, where that is known."""
-    own = own_ranks(deck)
+    own = dedicated_ranks(deck)
     if ranks is None or model in own:
         return len(own[model]) if model in own else None
-    return len(Division.of(deck, ranks).policy)
+    return len(RankPartition.of(deck, ranks).policy)
 
 
 def shares_reference(deck: Deck) -> bool:
     """Whether the reference is the policy itself with the adapters of its start: nothing else is trained."""
     asked = deck.objective.kind in POLICIES and deck.objective.beta > 0
-    own = deck.policy.reference or REFERENCE in own_ranks(deck)
+    own = deck.policy.reference or REFERENCE in dedicated_ranks(deck)
     return asked and deck.model.adapters is not None and not own
 
 

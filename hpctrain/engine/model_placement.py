@@ -1,4 +1,4 @@
-"""What a rank is in a run whose models may have ranks of their own (`deck/division.py`)."""
+"""What a rank is in a run whose models may have ranks of their own (`deck/rank_partition.py`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from hpctrain.comm.mesh import Mesh, sizes_text
 from hpctrain.comm.world import World
 from hpctrain.deck.check_world import check_world
-from hpctrain.deck.division import Division, undivided
+from hpctrain.deck.rank_partition import RankPartition, undivided
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import choose_link, make_mesh
 from hpctrain.engine.shown import build_shown_stage
@@ -29,7 +29,7 @@ class ModelPlacement:
     """
 
     whole: World
-    division: Division
+    division: RankPartition
     deck: Deck
     world: World
     mesh: Mesh
@@ -83,7 +83,7 @@ class ModelPlacement:
 
 def take_seat(deck: Deck, world: World) -> ModelPlacement:
     """That of this rank of a run. Collective; HpctrainError on all ranks where the deck does not fit them."""
-    division, stages = Division.of(deck, world.size), deck.layout.pipeline
+    division, stages = RankPartition.of(deck, world.size), deck.layout.pipeline
     if not division.own:
         return ModelPlacement(world, division, deck, world, make_mesh(deck, world), stages)
     with world.agreement():

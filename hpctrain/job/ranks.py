@@ -13,7 +13,7 @@ from hpctrain.checkpoint.exchange.source import settled_keys
 from hpctrain.deck.check_world import check_world, world_problems
 from hpctrain.deck.data_mixture import tokens_exist
 from hpctrain.deck.read import read_deck
-from hpctrain.deck.replicas import begun_with, with_ranks
+from hpctrain.deck.replicas import initial_replicas, with_ranks
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.job.job_options import JobOptions, Launcher
@@ -113,7 +113,7 @@ def plan_job(path: Path, overrides: Sequence[str], wish: JobOptions) -> Job:
 
 def _fits(deck: Deck, most: int, ranks: int) -> bool:
     """Whether a run of the deck that has begun on `most` ranks goes on with so many, and could begin so."""
-    decks = with_ranks(deck, deck, most, ranks)[0], begun_with(deck, ranks)[0]
+    decks = with_ranks(deck, deck, most, ranks)[0], initial_replicas(deck, ranks)[0]
     return not any(world_problems(each, ranks) for each in decks)
 
 

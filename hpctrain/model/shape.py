@@ -10,7 +10,7 @@ from typing_extensions import override
 from hpctrain.deck.activations import DEFAULT_ACTIVATIONS
 from hpctrain.deck.adapters import Adapters
 from hpctrain.deck.objective import OF_SCORES
-from hpctrain.deck.presets import EXPERT_KEYS, Sizes
+from hpctrain.deck.presets import EXPERT_KEYS, PresetSizes
 from hpctrain.deck.schema import Deck, ExpertsTable
 from hpctrain.errors import HpctrainError
 from hpctrain.model.architecture import Architecture
@@ -24,7 +24,7 @@ Recomputed = int | Literal["none", "full", "selective", "sqrt"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelShape(Sizes, Architecture):
+class ModelShape(PresetSizes, Architecture):
     """The sizes that fix a decoder-only transformer.
 
     `gpt2`: learned positions, LayerNorm, biases. `llama`: RoPE, RMSNorm, no biases. An `activation` of ""

@@ -19,7 +19,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from hpctrain.data.documents import Documents
-from hpctrain.deck.activations import ACTIVATIONS, Activation, PointFunction
+from hpctrain.deck.activations import ACTIVATIONS, Activation, ElementwiseFunction
 from hpctrain.parallel.applied import applied
 from hpctrain.parallel.document_attention import document_attention
 from hpctrain.parallel.library import AttentionArguments, Heads, workspace_floats
@@ -102,7 +102,7 @@ class LayerFunctions:
         return output.permute(2, 0, 1, 3)
 
 
-def _elementwise(x: Tensor, function: PointFunction) -> Tensor:
+def _elementwise(x: Tensor, function: ElementwiseFunction) -> Tensor:
     if function.saves_input:
         return function.value(x)
     result: Tensor = applied(_Elementwise, x, function)
@@ -113,7 +113,7 @@ class _Elementwise(torch.autograd.Function):
     """A function of every element by its own gradient, which keeps the input alone."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, function: PointFunction) -> Tensor:
+    def forward(ctx: Any, x: Tensor, function: ElementwiseFunction) -> Tensor:
         ctx.function = function
         ctx.save_for_backward(x)
         return function.value(x)

@@ -15,8 +15,8 @@ from hpctrain.checkpoint.names import present_checkpoints
 from hpctrain.checkpoint.read import read_state
 from hpctrain.comm.device import device_kind
 from hpctrain.comm.planned import PlannedMesh
-from hpctrain.deck.division import CRITIC, POLICY, REFERENCE, REWARD, Division
 from hpctrain.deck.objective import POLICIES
+from hpctrain.deck.rank_partition import CRITIC, POLICY, REFERENCE, REWARD, RankPartition
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.companions import (
     COPY,
@@ -76,7 +76,7 @@ def plan_run_memory(
         return plan
     deck = deck.with_keys(model={"vocabulary": vocabulary})
     per_node = ranks_per_node or deck.machine.ranks_per_node or deck.machine.gpus_per_node or ranks
-    division, others = Division.of(deck, ranks), dict[str, _Beside]()
+    division, others = RankPartition.of(deck, ranks), dict[str, _Beside]()
     if (critic := critic_deck(deck, ranks)) is not None:
         there = len(division.of_model(CRITIC))
         own = plan_memory(critic, there, critic.model.vocabulary or vocabulary, libraries, ranks_per_node)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import isfinite, log
 from statistics import fmean
 
-from hpctrain.deck.division import CRITIC
+from hpctrain.deck.rank_partition import CRITIC
 from hpctrain.deck.schema import Deck
 from hpctrain.text import counted
 from hpctrain.train.hook import Hook, StepDone

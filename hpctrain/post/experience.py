@@ -14,9 +14,9 @@ from hpctrain.data.batches import Batches
 from hpctrain.data.conversations import PromptSequences
 from hpctrain.data.order import SampleOrder
 from hpctrain.data.tokenizer import Tokenizer
-from hpctrain.deck.division import CRITIC, POLICY, REWARD
-from hpctrain.deck.division import REFERENCE as REFERENCE_MODEL
 from hpctrain.deck.policy import CALLS_AT_ONCE
+from hpctrain.deck.rank_partition import CRITIC, POLICY, REWARD
+from hpctrain.deck.rank_partition import REFERENCE as REFERENCE_MODEL
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.model_placement import ModelPlacement
 from hpctrain.generate.sampling import Sampling

@@ -22,7 +22,7 @@ from hpctrain.comm.world import World
 from hpctrain.deck.check_world import check_world
 from hpctrain.deck.code import trust_of
 from hpctrain.deck.objective import REFERRED
-from hpctrain.deck.replicas import begun_with, with_ranks
+from hpctrain.deck.replicas import initial_replicas, with_ranks
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.corpus import Corpus, open_corpus, settle_vocabulary
 from hpctrain.engine.deck_kernels import as_before
@@ -442,7 +442,7 @@ def run_deck(
             begun = again and bool(checkpoints(folder / "checkpoints"))
             makes = ""
             if again and not begun:
-                deck, makes = begun_with(deck, world.size)
+                deck, makes = initial_replicas(deck, world.size)
                 check_world(deck, world.size)
         if any(world.everyone.all_gather_object(begun)):
             checkpoint = find_checkpoint(world, folder)

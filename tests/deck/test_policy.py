@@ -13,8 +13,8 @@ from hpctrain.deck.objective import POLICIES
 from hpctrain.deck.policy import (
     PolicySection,
     answers_to_each,
+    largest_sample,
     policy_problems,
-    room_for_samples,
     steps_of_rollout,
     weights_of,
 )
@@ -46,7 +46,7 @@ def test_defaults_follow_other_keys() -> None:
     keys = deck.policy
     assert (keys.samples, keys.rollout, keys.clip_high, keys.kl, keys.mean) == (4, 16, 0.3, "k1", "constant")
     assert steps_of_rollout(deck) == 16 * 3 // 8
-    assert room_for_samples(deck) == 64 - 16
+    assert largest_sample(deck) == 64 - 16
     assert answers_to_each(deck) == 4 * 3
     assert parse_deck(deck_text(deck)) == deck
 
@@ -54,7 +54,7 @@ def test_defaults_follow_other_keys() -> None:
 def test_other_kinds_have_no_policy() -> None:
     deck = parse_deck(SMALL)
     assert (deck.policy.samples, deck.policy.rollout, deck.policy.kl, deck.policy.mean) == (None,) * 4
-    assert (room_for_samples(deck), answers_to_each(deck)) == (64, 1)
+    assert (largest_sample(deck), answers_to_each(deck)) == (64, 1)
     assert "[policy]" not in deck_text(deck) or parse_deck(deck_text(deck)) == deck
 
 

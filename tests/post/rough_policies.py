@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hpctrain.comm.world import World
 from hpctrain.data.prepare_rows import prepare_rows
-from hpctrain.deck.division import CRITIC
+from hpctrain.deck.rank_partition import CRITIC
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine, _initialize, arrange, assemble, build_engine, make_mesh

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.deck.check_world import check_world, data_ranks
-from hpctrain.deck.division import (
+from hpctrain.deck.rank_partition import (
     CRITIC,
     POLICY,
     REFERENCE,
     REWARD,
-    Division,
-    Party,
+    RankPartition,
+    SharedRanks,
     require_undivided,
     undivided,
 )
@@ -22,16 +22,16 @@ from tests.deck.test_policy import text
 
 def test_those_that_no_key_names_have_the_policy() -> None:
     deck = parse_deck(text("ppo", 'critic_ranks = "2-4"\nreference_ranks = 4\n'))
-    division = Division.of(deck, 8)
+    division = RankPartition.of(deck, 8)
     assert division.policy == (0, 1, 5, 6, 7)
     assert division.others == (2, 3, 4)
     assert list(division.of_model(CRITIC)) == [2, 3, 4]
     assert list(division.of_model(REFERENCE)) == [4]
     assert division.of_model(REWARD) == division.policy
     assert division.parties == [
-        Party((POLICY, REWARD), (0, 1, 5, 6, 7)),
-        Party((CRITIC,), (2, 3)),
-        Party((CRITIC, REFERENCE), (4,)),
+        SharedRanks((POLICY, REWARD), (0, 1, 5, 6, 7)),
+        SharedRanks((CRITIC,), (2, 3)),
+        SharedRanks((CRITIC, REFERENCE), (4,)),
     ]
     assert [division.party(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 0, 0, 0]
 

@@ -1,6 +1,6 @@
-"""Which ranks have which models of a run that learns by rewards: those of the policy, or ranks of their own.
+"""Assignment of ranks to the models of a run that trains with rewards.
 
-Ranks that no key names have the policy, rank 0 among them. A model for which none are named is beside it.
+A model may have dedicated ranks. All other ranks, rank 0 among them, hold the policy and the other models.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _named(text: str) -> str:
 
 
 def _range(text: str) -> range | None:
-    """The ranks that a text names; None where it names none."""
+    """Return the ranks that a text such as "4-7" names; None if it is wrong."""
     first, dash, last = text.partition("-")
     if not all(each.isascii() and each.isdecimal() and len(each) < 8 for each in (first, last or "0")):
         return None
@@ -45,61 +45,64 @@ RankRange = Annotated[
     BeforeValidator(lambda value: str(value) if type(value) is int else value),
     AfterValidator(_named),
 ]
-"""Ranks of a world, as "4-7" or 4; or those of the policy."""
+"""Ranks of the world, such as "4-7" or 4, or "policy" for those of the policy."""
 
 
-class Party(NamedTuple):
-    """Ranks that have the same models of a run."""
+class SharedRanks(NamedTuple):
+    """Ranks that hold the same models of a run."""
 
     models: tuple[str, ...]
     ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Division:
-    """The ranks of a run by model: `own` are those of models that have their own; of so many `ranks` the
-    policy has the others.
+class RankPartition:
+    """Assignment of ranks to the models of a run that trains with rewards.
+
+    Attributes:
+        own: Dedicated ranks of each model that has some.
+        ranks: Number of ranks of the run.
     """
 
     own: Mapping[str, range]
     ranks: int
 
     @staticmethod
-    def of(deck: Deck, ranks: int) -> Division:
-        """That of a deck on so many ranks, which fit it."""
-        return Division(own_ranks(deck), ranks)
+    def of(deck: Deck, ranks: int) -> RankPartition:
+        """Return the partition of a deck on a number of ranks, which must fit it."""
+        return RankPartition(dedicated_ranks(deck), ranks)
 
     @property
     def policy(self) -> tuple[int, ...]:
-        """Ranks that have the policy."""
+        """Ranks that hold the policy."""
         return tuple(rank for rank in range(self.ranks) if not any(rank in own for own in self.own.values()))
 
     @property
     def others(self) -> tuple[int, ...]:
-        """Ranks that do not."""
+        """Ranks that do not hold the policy."""
         return tuple(sorted({rank for own in self.own.values() for rank in own}))
 
     def of_model(self, model: str) -> Sequence[int]:
-        """The ranks that have a model."""
+        """Return the ranks that hold a model."""
         return self.own.get(model, self.policy)
 
     @property
-    def parties(self) -> list[Party]:
-        """Ranks with the same models: first those of the policy, and what is beside it."""
+    def parties(self) -> list[SharedRanks]:
+        """Sets of ranks that hold the same models. The first one holds the policy."""
         beside = tuple(model for model in _KEYS if model not in self.own)
         found: dict[tuple[str, ...], tuple[int, ...]] = {}
         for rank in self.others:
             models = tuple(model for model, own in self.own.items() if rank in own)
             found[models] = (*found.get(models, ()), rank)
-        return [Party((POLICY, *beside), self.policy), *(Party(*each) for each in found.items())]
+        return [SharedRanks((POLICY, *beside), self.policy), *(SharedRanks(*each) for each in found.items())]
 
     def party(self, rank: int) -> int:
-        """The number of that of a rank."""
+        """Return the index of the set in `parties` that contains a rank."""
         return next(number for number, each in enumerate(self.parties) if rank in each.ranks)
 
 
-def own_ranks(deck: Deck) -> dict[str, range]:
-    """The ranks that a deck names, by model: nothing of one that does not learn by rewards."""
+def dedicated_ranks(deck: Deck) -> dict[str, range]:
+    """Return the dedicated ranks of each model; empty if the deck does not train with rewards."""
     if deck.objective.kind not in POLICIES:
         return {}
     found = {model: _range(getattr(deck.policy, name)) for model, name in _KEYS.items()}
@@ -107,34 +110,34 @@ def own_ranks(deck: Deck) -> dict[str, range]:
 
 
 def undivided(deck: Deck) -> Deck:
-    """The deck of ranks that have all of its models."""
+    """Return the deck without dedicated ranks, so that all ranks hold all models."""
     return deck.with_keys(policy=dict.fromkeys(_KEYS.values(), POLICY))
 
 
 def require_undivided(deck: Deck, why: str) -> None:
-    """HpctrainError, `why`, where models have ranks of their own."""
+    """Raise HpctrainError with the reason `why` if models have dedicated ranks."""
     apart = [
         deck.problem(f"policy.{_KEYS[model]}", f'{why} ("{POLICY}" would do here)')
-        for model in own_ranks(deck)
+        for model in dedicated_ranks(deck)
     ]
     if apart:
         raise HpctrainError(apart)
 
 
-def ranks_apart(deck: Deck) -> int:
-    """How many ranks do not have the policy."""
-    return len(Division(own_ranks(deck), 0).others)
+def count_dedicated_ranks(deck: Deck) -> int:
+    """Return the number of ranks that do not hold the policy."""
+    return len(RankPartition(dedicated_ranks(deck), 0).others)
 
 
 def world_division_problems(deck: Deck, ranks: int) -> Iterator[DeckProblem]:
-    """Ranks that are named and are not there, and no rank left for the policy."""
-    for model, own in own_ranks(deck).items():
+    """Yield the problems of dedicated ranks on a number of ranks: missing ranks, or none for the policy."""
+    for model, own in dedicated_ranks(deck).items():
         if own[-1] >= ranks:
             there = f"there {'is' if ranks == 1 else 'are'} {counted(ranks, 'rank')}, from 0 on"
             sentence = f'names rank {own[-1]}, but {there} ("{POLICY}" would have the policy\'s)'
             yield DeckProblem(f"policy.{_KEYS[model]}", sentence)
-    if own_ranks(deck) and not Division.of(deck, ranks).policy:
-        first, *others = (f"policy.{_KEYS[model]}" for model in own_ranks(deck))
+    if dedicated_ranks(deck) and not RankPartition.of(deck, ranks).policy:
+        first, *others = (f"policy.{_KEYS[model]}" for model in dedicated_ranks(deck))
         yield DeckProblem(first, f"leaves none of {counted(ranks, 'rank')} for the policy", tuple(others))
 
 
@@ -145,14 +148,18 @@ _ALONE: tuple[tuple[str, object, str], ...] = (
     ("stability.corruption", "off", "it compares steps that all ranks make together"),
     ("stability.verify_layout", False, "it compares a step that all ranks make together"),
 )
-"""Keys with the one value that goes with ranks of their own, and why another one does not."""
+"""Keys with the only value that is possible with dedicated ranks, and the reason."""
 
 
 def division_problems(deck: Deck, judged_by_models: bool, referred: bool) -> Iterator[DeckProblem]:
-    """What does not go with models on ranks of their own, of a deck that learns by rewards: whether reward
-    models are among these, and a reference is asked, says the caller.
+    """Yield the problems of keys that dedicated ranks exclude, for a deck that trains with rewards.
+
+    Args:
+        deck: The deck.
+        judged_by_models: True if reward models compute some of the rewards.
+        referred: True if the loss depends on a reference model.
     """
-    own = own_ranks(deck)
+    own = dedicated_ranks(deck)
     for model, ranks in own.items():
         name = f"policy.{_KEYS[model]}"
         if 0 in ranks:
