@@ -66,7 +66,7 @@ def check_deck(deck: Deck, ranks: int | None = None) -> list[DeckProblem]:
 
 
 def _transformer(deck: Deck) -> list[DeckProblem]:
-    """What can be wrong with the sizes of a transformer, and with how it is laid out."""
+    """Return the problems of the sizes and the layout of a transformer."""
     return [
         *without_module(deck),
         *_model(deck),
@@ -107,7 +107,7 @@ def source_problems(deck: Deck, source: Mapping[str, object]) -> list[DeckProble
 
 
 def _upcycling(deck: Deck, name: str) -> Iterator[DeckProblem]:
-    """What keeps a mixture of copies of a dense model's feed-forward parts from computing what that does."""
+    """Yield the problems of a mixture that starts from a dense model, whose function it must keep."""
     model, experts = deck.model, deck.model.experts
     assert experts is not None
     begin = f"as the experts begin as copies of the feed-forward parts of {name}, a dense model"
@@ -126,7 +126,7 @@ def _upcycling(deck: Deck, name: str) -> Iterator[DeckProblem]:
 
 
 def _title(deck: Deck) -> Iterator[DeckProblem]:
-    """What keeps a title from naming a folder, a file or a job."""
+    """Yield the problems of a title, which must be usable as the name of a folder, a file and a job."""
     title, why = deck.run.title, ""
     if "/" in title or title == "." or ".." in title:
         why = 'names a folder, so it must not be "." or contain "/" or ".."'

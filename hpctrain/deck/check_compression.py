@@ -51,7 +51,7 @@ def _layout(deck: Deck) -> Iterator[DeckProblem]:
 
 
 def _momentum(deck: Deck) -> Iterator[DeckProblem]:
-    """What a momentum that ranks keep, and not the optimizer, asks of that."""
+    """Yield the problems of an optimizer whose momentum is kept by the compression."""
     keys, optimizer = deck.communication, deck.optimizer
     if keys.compress == "topk" and isinstance(optimizer.rule, SgdTable) and optimizer.rule.nesterov:
         sentence = (

@@ -18,7 +18,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 NOTHING_EVALUATED = (
     "goes by evaluations, but nothing is evaluated (data.validation = 0.01 would be, or sets [[evaluation]])"
 )
-"""What is wrong with what names a set where there is none."""
+"""Message about a key that names an evaluation set of a deck without any."""
 
 
 def set_names(deck: Deck) -> list[str]:
@@ -65,7 +65,7 @@ def _sets(deck: Deck) -> Iterator[DeckProblem]:
 
 
 def _followed(deck: Deck, names: list[str]) -> Iterator[DeckProblem]:
-    """What goes by losses of evaluations."""
+    """Yield the problems of keys that depend on losses of evaluation sets."""
     best, others = deck.checkpoint.keep_best, ("run.evaluate_every", "data.validation", _SETS)
     asked = {"checkpoint.keep_best": best is not None, "run.patience": deck.run.patience > 0}
     for key in (key for key, wanted in asked.items() if wanted):
@@ -79,7 +79,7 @@ def _followed(deck: Deck, names: list[str]) -> Iterator[DeckProblem]:
 
 
 def unknown_set(name: str, names: list[str]) -> str:
-    """What is wrong with a name that is none of the sets."""
+    """Return the message about a name that is not the name of an evaluation set."""
     near = nearest(name, names)
     would = f"did you mean {toml_value(near)}?" if near else f"{either(list(map(toml_value, names)))} is"
     return f"names no set that is evaluated ({would})"

@@ -32,7 +32,7 @@ def _tensor(deck: Deck) -> Iterator[DeckProblem]:
     would = nearest_numbers(tensor, fitting)
 
     def problem(asked: str, key: str, candidates: Iterable[int]) -> DeckProblem:
-        """What layout.tensor must be, the sizes that would do, and which other keys leave so few of them."""
+        """Return the problem of layout.tensor with near sizes that fit, and other keys that exclude more."""
         near = nearest_numbers(tensor, candidates)
         limits = []
         for other, fits in demands.items():
@@ -89,7 +89,7 @@ def _context(deck: Deck) -> Iterator[DeckProblem]:
 
 
 def _exchanges(heads: int, shared: int, ranks: int) -> bool:
-    """Whether context ranks can exchange these heads, and these key/value heads, for sequence."""
+    """Return True if context ranks can exchange these numbers of heads and of key/value heads."""
     return heads % ranks == 0 and _shares(shared, ranks)
 
 
@@ -119,7 +119,7 @@ def _pipeline(deck: Deck) -> Iterator[DeckProblem]:
 
 
 def schedule_problems(deck: Deck) -> Iterator[DeckProblem]:
-    """What a schedule asks of stages and chunks, whatever the model."""
+    """Yield the problems of stages and chunks of a schedule, which do not depend on the model."""
     layout = deck.layout
     if layout.schedule in TWO_CHUNKS and (layout.chunks < 2 or layout.pipeline < 2):
         key = "layout.chunks" if layout.chunks < 2 else "layout.pipeline"
@@ -137,7 +137,7 @@ def schedule_problems(deck: Deck) -> Iterator[DeckProblem]:
 
 
 def zero_problems(deck: Deck) -> Iterator[DeckProblem]:
-    """What is wrong with what a deck cuts, whatever its model."""
+    """Yield the problems of ZeRO, which do not depend on the model."""
     zero, memory, group = deck.layout.zero, deck.memory, deck.layout.zero_group
     if isinstance(group, int) and group < 1:
         yield DeckProblem("layout.zero_group", 'must be a number of ranks, 1 or more, or "node"')
@@ -150,5 +150,5 @@ def zero_problems(deck: Deck) -> Iterator[DeckProblem]:
 
 
 def _shares(heads: int, ranks: int) -> bool:
-    """Whether ranks can have whole key/value heads each, or share each one among equally many."""
+    """Return True if each rank has whole key/value heads, or if each head is shared by equally many ranks."""
     return heads % ranks == 0 or ranks % heads == 0

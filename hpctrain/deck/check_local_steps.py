@@ -47,7 +47,7 @@ def local_step_problems(deck: Deck) -> Iterator[DeckProblem]:
 
 
 def replica_world_problems(deck: Deck, data: int, of_stage: int) -> Iterator[DeckProblem]:
-    """What keeps `data` data ranks, of the `of_stage` ranks of a pipeline stage, from being cut so."""
+    """Yield the problems of replicas on `data` data ranks, with `of_stage` ranks in a pipeline stage."""
     replicas, fitting = deck.layout.replicas, fitting_replicas(deck, data, of_stage)
     if fitting and replicas not in fitting:
         would = either(nearest_numbers(replicas, fitting))

@@ -82,7 +82,7 @@ def expert_world_problems(deck: Deck, of_stage: int) -> Iterator[DeckProblem]:
 
 
 def dense_blocks(deck: Deck) -> bool:
-    """Whether any block of the model is no mixture."""
+    """Return True if some blocks of the model are dense."""
     experts = deck.model.experts
     return experts is None or experts.dense_first > 0 or experts.every > 1
 

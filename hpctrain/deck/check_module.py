@@ -37,7 +37,7 @@ _DEFAULTS = {
 
 
 def module_problems(deck: Deck) -> Iterator[DeckProblem]:
-    """All that is wrong with a deck that has a module, whatever the module is."""
+    """Yield the problems of a deck with a module of the user, which is not loaded."""
     assert deck.model.module is not None
     for key in TARGETS:
         if not is_target(getattr(deck.model, key)):
@@ -73,7 +73,7 @@ def module_problems(deck: Deck) -> Iterator[DeckProblem]:
 
 
 def _in_blocks(deck: Deck) -> Iterator[DeckProblem]:
-    """What keeps whole matrices of a module from being updated."""
+    """Yield the problems of optimizers that update whole matrices of a module."""
     if deck.optimizer.name in UPDATES_MATRICES and deck.layout.tensor > 1:
         would = either([f'"{name}"' for name in ("adamw", "sgd", "lion", "schedule-free")])
         sentence = f"updates whole matrices, which a plan may have cut in parts ({would} would do)"
@@ -81,7 +81,7 @@ def _in_blocks(deck: Deck) -> Iterator[DeckProblem]:
 
 
 def _tensor(deck: Deck) -> Iterator[DeckProblem]:
-    """What keeps tensor ranks from splitting a module, whatever it is."""
+    """Yield the problems of tensor parallelism that do not depend on the module."""
     tensor, sequence = deck.layout.tensor, deck.batch.sequence
     if tensor > 1 and deck.model.plan is None:
         sentence = (
@@ -103,7 +103,7 @@ def _tensor(deck: Deck) -> Iterator[DeckProblem]:
 
 
 def _pipeline(deck: Deck) -> Iterator[DeckProblem]:
-    """What of stages does not depend on the module."""
+    """Yield the problems of pipeline stages that do not depend on the module."""
     layout = deck.layout
     if layout.pipeline > 1 and deck.model.blocks is None:
         sentence = 'cuts a module between blocks, and model.blocks does not say which those are ("layers.*")'

@@ -46,7 +46,7 @@ def noise_scale_problems(deck: Deck) -> Iterator[DeckProblem]:
 
 
 def noise_scale_world_problems(deck: Deck, data: int) -> Iterator[DeckProblem]:
-    """What keeps it from being measured on `data` data ranks."""
+    """Yield the problems of the noise scale on `data` data ranks."""
     layout, batch = deck.layout, deck.batch
     if not deck.run.noise_scale_steps or data > 1:
         return

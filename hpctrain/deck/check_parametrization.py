@@ -15,7 +15,7 @@ SCALED = ("adafactor", "adam-mini", "adamw", "lion", "muon", "schedule-free", "s
 
 
 def parametrization_problems(deck: Deck) -> Iterator[DeckProblem]:
-    """What keeps a deck's model from being one of a family of widths, or its keys from having an effect."""
+    """Yield the problems of muP: a model that cannot be scaled in width, and keys without effect."""
     model, optimizer = deck.model, deck.optimizer.name
     by = ("model.parametrization",)
     if model.parametrization == "standard":

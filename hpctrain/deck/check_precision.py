@@ -21,7 +21,7 @@ ONE_SCALE = ("tensor", "delayed")
 """The recipes in which a matrix has one scale."""
 
 KERNEL_FORMATS = {"onednn": ("fp32",), "fp32": ("bf16", "fp16"), "fp32-onednn": ("bf16", "fp16")}
-"""What `machine.products` multiplies, where that is not every format."""
+"""Formats that a value of `machine.products` multiplies, if it does not multiply all."""
 
 BLOCK_SIZES = {"block": 128, "mx": 32}
 """Of the recipes in which a scale is of some elements along a dim."""
@@ -69,7 +69,7 @@ def precision_problems(deck: Deck) -> Iterator[DeckProblem]:
 
 
 def _products(deck: Deck, said: str) -> Iterator[DeckProblem]:
-    """Where what is to multiply matrices does not multiply those of the deck's format."""
+    """Yield the problem of a kernel that does not multiply matrices of the deck's format."""
     products, compute = deck.machine.products, deck.precision.compute
     if compute not in KERNEL_FORMATS.get(products, (compute,)):
         own = either([f'"{name}"' for name, of in KERNEL_FORMATS.items() if compute in of] + ['"auto"'])
@@ -79,7 +79,7 @@ def _products(deck: Deck, said: str) -> Iterator[DeckProblem]:
 
 
 def _compile(deck: Deck, said: str) -> Iterator[DeckProblem]:
-    """Where the functions that are compiled are not those that the deck computes."""
+    """Yield the problem of compiled functions that the deck does not compute."""
     if not deck.machine.compile:
         return
     if deck.precision.compute == "fp16":
@@ -96,7 +96,7 @@ def _compile(deck: Deck, said: str) -> Iterator[DeckProblem]:
 def _in_vain(
     keys: PrecisionSection, names: tuple[str, ...], said: str, others: tuple[str, ...]
 ) -> Iterator[DeckProblem]:
-    """Those of these keys that are given, and have no effect with what is said."""
+    """Yield the problems of keys that are given and have no effect."""
     for name in names:
         if getattr(keys, name) != PrecisionSection.model_fields[name].default:
             sentence = f"has no effect with {said} (leave it out)"
@@ -104,8 +104,9 @@ def _in_vain(
 
 
 def _cuts_within_blocks(deck: Deck, block: int) -> Iterator[DeckProblem]:
-    """What ranks share so that a block of elements with one scale would have parts on two of them: scales,
-    and so losses, would depend on the layout.
+    """Yield the problems of a layout that divides a block of elements with one scale between ranks.
+
+    Scales, and losses with them, would depend on the layout.
     """
     model, layout, batch = deck.model, deck.layout, deck.batch
     tensor, context = layout.tensor, layout.context

@@ -37,7 +37,7 @@ class Filled:
     preset: set[str]
     source: set[str]
     others: set[str]
-    """Those that follow other keys of the deck."""
+    """Keys whose values follow from other keys of the deck."""
 
 
 def fill(
@@ -109,7 +109,7 @@ def _select_tables(tables: Tables) -> None:
 
 
 def is_default(tables: Tables, key: str) -> bool:
-    """Whether a key has the value that it would get, if it were not there, from the other keys."""
+    """Return True if a key has the value that it would get from the other keys."""
     without = deepcopy(tables)
     remove(without, key)
     followed = fill(without, "", {}).others
@@ -180,7 +180,7 @@ def _follow_others(tables: Tables, filled: set[str], begun: CompletedWork) -> No
 
 
 def _of_scores(tables: Tables) -> bool:
-    """Whether the model's head is a row of its own, which no embedding is tied to."""
+    """Return True if the model computes scores, so that its head is not tied to the embedding."""
     return tables["objective"].get("kind") in OF_SCORES
 
 

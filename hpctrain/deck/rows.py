@@ -37,16 +37,14 @@ def located(deck: Deck, problem: DeckProblem) -> tuple[Place, str]:
 
 
 def row_problem(deck: Deck, key: str, number: int, name: str, sentence: str) -> str:
-    """As Deck.problem, of key `name` of the table of this number (from 0) of a key."""
+    """Return the message about key `name` in table `number`, counted from 0, of a list of tables."""
     value = getattr(deck.value(key)[number], name)  # type: ignore[index]
     place = place_of_row(deck.sources, key, number, name)
     return _said(place, key.partition(".")[0], name, value, sentence)
 
 
 def place_of_row(sources: Sources, key: str, number: int | None, name: str) -> Place:
-    """Where a key of the table of that number was given, or else the table, or all of them; without a number,
-    of the one that the key holds.
-    """
+    """Return the place of key `name` in table `number` of a list, or else of the table or the list."""
     section = key.partition(".")[0]
     names = (
         (f"{section}.{number}.{name}", f"{section}.{number}") if number is not None else (f"{key}.{name}",)
