@@ -1,1 +1,1 @@
-"""The command line: one file per verb, which parses, calls one function and prints."""
+"""Command line: one module per verb, which parses arguments, calls one function and prints the result."""

@@ -1,4 +1,4 @@
-"""`hpctrain bench`: measure, beside others that do the same job."""
+"""`hpctrain bench`: benchmarks against other programs for the same task."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ figures_file = click.option("--json", "path", type=PATH, help="Write the figures
 
 
 def run_bench(measure: Callable[[World], int | None], *files: Path | None, device: str = "auto") -> NoReturn:
-    """Measure on all ranks, as `run_verb` does, where rank 0 can write the files that come of it."""
+    """Run a benchmark on all ranks after rank 0 has checked its output files. Collective."""
     from hpctrain.comm.verb import run_verb
     from hpctrain.files import require_writable
 
@@ -317,7 +317,7 @@ def rate(
 
 
 def numbers(option: str, text: str, kind: Callable[[str], Number]) -> tuple[Number, ...]:
-    """Numbers above 0, separated by commas, each once."""
+    """Parse distinct positive numbers, separated by commas."""
     try:
         found = tuple(dict.fromkeys(kind(part) for part in text.split(",") if part.strip()))
     except ValueError:

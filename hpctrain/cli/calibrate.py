@@ -1,4 +1,4 @@
-"""`hpctrain calibrate`: measure the machine, for plans."""
+"""`hpctrain calibrate`: measure the rates of a machine for plans."""
 
 from __future__ import annotations
 

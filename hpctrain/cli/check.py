@@ -1,4 +1,4 @@
-"""`hpctrain check`: certify a layout."""
+"""`hpctrain check`: compare a layout with one rank."""
 
 from __future__ import annotations
 

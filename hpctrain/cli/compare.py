@@ -1,4 +1,4 @@
-"""`hpctrain compare`: where two runs part."""
+"""`hpctrain compare`: find where two runs diverge."""
 
 from __future__ import annotations
 

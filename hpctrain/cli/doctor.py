@@ -1,4 +1,4 @@
-"""`hpctrain doctor`: what is here, and what is wrong with it."""
+"""`hpctrain doctor`: examine the machine, and report what is wrong with it."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def command(
 
 
 def test_nodes(world: World, wish: StressOptions) -> int:
-    """Test the nodes, and print a table of them and a line for each thing that is wrong; the exit code."""
+    """Test the nodes, print their table and all problems, and return the exit code. Collective."""
     from hpctrain.watch.stress.stress import stress
 
     def say(line: str) -> None:
@@ -100,7 +100,7 @@ def test_nodes(world: World, wish: StressOptions) -> int:
 
 
 def show(report: DoctorReport) -> None:
-    """Print tables of the findings and of the ranks, then one line for each thing that is wrong."""
+    """Print tables of the findings and of the ranks, then one line for each problem."""
     marks = ["WRONG" if finding.fatal else "note" if finding.remedy else "ok" for finding in report.findings]
     rows = [
         (mark, finding.topic, finding.statement) for mark, finding in zip(marks, report.findings, strict=True)
@@ -128,7 +128,7 @@ def show(report: DoctorReport) -> None:
 
 
 def tell(findings: list[DoctorFinding]) -> None:
-    """A line for each."""
+    """Print one line for each finding, with its remedy."""
     for finding in findings:
         mark = "WRONG" if finding.fatal else "note"
         remedy = f" What to do: {finding.remedy}." if finding.remedy else ""
@@ -137,10 +137,10 @@ def tell(findings: list[DoctorFinding]) -> None:
 
 
 def gpu(rank: RankPlacement) -> str:
-    """The GPU that a run gives to this rank, and how many it sees."""
+    """Return the number of the GPU that a run would give to this rank, and how many it sees: "1 of 4"."""
     return f"{rank.local_rank % rank.gpus} of {rank.gpus}" if rank.gpus else "none"
 
 
 def spans(cores: tuple[int, ...]) -> str:
-    """Numbers with runs joined: (0, 1, 2, 5) is "0-2,5"."""
+    """Return the numbers with consecutive ones as ranges: "0-2,5" for (0, 1, 2, 5)."""
     return ranges(cores, ",") or "unknown"

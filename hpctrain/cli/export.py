@@ -1,4 +1,4 @@
-"""`hpctrain export CHECKPOINT DIR`: a model for Hugging Face's `transformers`."""
+"""`hpctrain export CHECKPOINT DIR`: convert a model for Hugging Face's `transformers`."""
 
 from __future__ import annotations
 

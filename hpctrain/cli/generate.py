@@ -102,13 +102,13 @@ def command(
 
 
 class Output:
-    """Text to stdout as it comes, whatever characters stdout can encode."""
+    """Output of text to stdout, piece by piece, in any encoding of stdout."""
 
     def __init__(self, terminal: bool) -> None:
         self.terminal = terminal
 
     def show(self, text: str) -> None:
-        """Print some text; OSError where it cannot be written, a BrokenPipeError where nobody reads on."""
+        """Print text. Raises OSError if it cannot be written: BrokenPipeError if the reader has ended."""
         if self.terminal:
             text = text.translate(PICTURES)
         encoding = sys.stdout.encoding or "utf-8"

@@ -1,4 +1,4 @@
-"""`hpctrain import DIR OUT.h5`: a model of Hugging Face's `transformers` as a checkpoint."""
+"""`hpctrain import DIR OUT.h5`: convert a model of Hugging Face's `transformers`."""
 
 from __future__ import annotations
 

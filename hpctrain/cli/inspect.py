@@ -1,4 +1,4 @@
-"""`hpctrain inspect`: what a checkpoint holds."""
+"""`hpctrain inspect`: show the contents of a checkpoint, token file or run folder."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ from hpctrain.cli.code_options import ReadTrust, code_options, read_trust
 @click.option("--json", "as_json", is_flag=True, help="Print all of it as JSON.")
 @code_options
 def command(target: Path, trust: ReadTrust, **wish: Any) -> None:
-    """Tell what a checkpoint holds and where it came from, or which checkpoints a run folder has; or what a
-    token file of `hpctrain prepare` holds.
+    """Show the contents of a checkpoint or token file, or the checkpoints of a run folder.
 
-    Under mpirun or srun the ranks share the reading. Exits with 1 if tensors differ from those of OTHER, with
-    3 if something is damaged.
+    Of a checkpoint, the origin is shown too. Under mpirun or srun the ranks share the reading. The exit code
+    is 1 if tensors differ from those of OTHER, and 3 if something is damaged.
     """
     from hpctrain.comm.verb import run_verb
     from hpctrain.comm.world import World

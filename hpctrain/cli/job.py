@@ -1,4 +1,4 @@
-"""`hpctrain job`: a batch script for a deck, written or submitted."""
+"""`hpctrain job`: write or submit a batch script for a deck."""
 
 from __future__ import annotations
 
@@ -140,18 +140,25 @@ def command(
 
 
 def program() -> str:
-    """How a job starts hpctrain from this folder: the environment in it, or the one that this runs in."""
+    """Return the path of hpctrain for a job: in the environment of this folder, or of this process."""
     if Path(".venv/bin/hpctrain").exists():
         return ".venv/bin/hpctrain"
-    beside = Path(sys.executable).parent / "hpctrain"
-    return str(beside) if beside.exists() else "hpctrain"
+    installed = Path(sys.executable).parent / "hpctrain"
+    return str(installed) if installed.exists() else "hpctrain"
 
 
 @contextmanager
 def written(path: Path, text: str, force: bool, option: str = "--output") -> Iterator[None]:
-    """Write a script, executable unless it is YAML; where what is done with it fails, all is as before.
+    """Write a script, executable unless it is YAML. If the block fails, the earlier file is restored.
 
-    HpctrainError where another file is there, and may not be replaced; `option` names the file.
+    Args:
+        path: The script.
+        text: Its text.
+        force: Whether it may replace another script.
+        option: Option by which the user names the file, for messages.
+
+    Raises:
+        HpctrainError: Another file exists and may not be replaced, or the script cannot be written.
     """
     try:
         before = path.read_bytes() if path.is_file() else None
@@ -176,7 +183,7 @@ def written(path: Path, text: str, force: bool, option: str = "--output") -> Ite
 
 
 def submitted(submitter: tuple[str, ...], path: Path) -> str:
-    """Submit a script; what the scheduler answers, which has the job's number."""
+    """Submit a script and return the answer of the scheduler, which contains the number of the job."""
     with failing_as(submitter[0]), path.open(encoding="utf-8") as stream:
         done = subprocess.run(
             submitter[:-1]

@@ -1,4 +1,4 @@
-"""The command `hpctrain`: finds the verb, loads its file alone, and turns errors into exit codes."""
+"""Command `hpctrain`, which imports only the module of its verb and turns errors into exit codes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import NoReturn
 
 import click
+from typing_extensions import override
 
 from hpctrain import __version__
 from hpctrain.comm.outcome import flush_output, print_problems, to_hpctrain_error
@@ -45,32 +46,32 @@ VERBS = {
 
 
 class Verbs(click.Group):
-    """The group of all verbs, which imports a verb's file only when that verb is wanted."""
+    """Click group of all verbs. It imports the module of a verb only when that verb is called."""
 
+    @override
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The verbs, in the order of the table."""
         return list(VERBS)
 
+    @override
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The click command of a verb; None where there is no such verb."""
         if cmd_name not in VERBS:
             return None
         command = import_module(f"hpctrain.cli.{VERBS[cmd_name][0]}").command
         assert isinstance(command, click.Command)
         return command
 
+    @override
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As click does, but an unknown verb is answered with the nearest known one."""
         if args and not args[0].startswith("-") and args[0] not in VERBS:
             near = nearest(args[0], VERBS)
             hint = f'did you mean "{near}"?' if near else f"the verbs are {', '.join(VERBS)}"
             raise click.UsageError(f'no verb "{args[0]}": {hint}', ctx)
         return super().resolve_command(ctx, args)
 
+    @override
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the table of verbs without loading any."""
         with formatter.section("Verbs"):
             formatter.write_dl([(verb, line) for verb, (_, line) in VERBS.items()])
 
@@ -121,14 +122,14 @@ def main() -> NoReturn:
 
 
 def usage_sentence(error: click.ClickException) -> str:
-    """What click says of a command line, in one sentence of ours."""
-    said = " ".join(error.format_message().split()).rstrip(".")
+    """Return click's message about a command line as one sentence, with the command that shows help."""
+    message = " ".join(error.format_message().split()).rstrip(".")
     context = getattr(error, "ctx", None)
-    return said if context is None else f"{said} (`{context.command_path} --help` tells what there is)"
+    return message if context is None else f"{message} (`{context.command_path} --help` tells what there is)"
 
 
 def leave(error: HpctrainError) -> NoReturn:
-    """Leave with an error that came up before MPI was started; of several ranks, rank 0 alone prints it.
+    """End the process with an error that occurred before MPI was started. Only rank 0 prints it.
 
     A rank that left at once could take the others with it before any had printed.
     """

@@ -1,4 +1,4 @@
-"""`hpctrain plan`: what a deck will hold on every rank, before any rank starts."""
+"""`hpctrain plan`: predict memory, traffic and time of a deck before any rank starts."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def command(
 
 
 def options_given(context: click.Context) -> list[str]:
-    """The options that were written, by their names."""
+    """Return the names of the options that the user wrote in the command line."""
     line = click.core.ParameterSource.COMMANDLINE
     every = context.command.params
     return [each.opts[0] for each in every if context.get_parameter_source(each.name) is line]

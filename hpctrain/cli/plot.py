@@ -1,4 +1,4 @@
-"""`hpctrain plot RUN_DIR...`: pictures of what runs measured."""
+"""`hpctrain plot RUN_DIR...`: plot the metrics of runs."""
 
 from __future__ import annotations
 

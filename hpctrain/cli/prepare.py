@@ -1,4 +1,4 @@
-"""`hpctrain prepare OUT.h5 PATH...`: text to a token file."""
+"""`hpctrain prepare OUT.h5 PATH...`: make a token file of text."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def command(out: Path, paths: tuple[str, ...], shard_bytes: str | None, **choice
 
 
 class Display:
-    """What is done so far, on stderr: a bar on a terminal, elsewhere a line now and then."""
+    """Progress on stderr: a bar on a terminal, and otherwise a line every `SECONDS_BETWEEN_LINES`."""
 
     def __init__(self, visible: bool) -> None:
         self.visible = visible
@@ -129,14 +129,14 @@ class Display:
             self._bar.stop()
 
     def say(self, line: str) -> None:
-        """A line on stderr, above the bar where there is one."""
+        """Print a line on stderr, above the bar if there is one."""
         if self._bar is not None:
             self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
         else:
             click.echo(line, err=True)
 
     def report(self, activity: str, done: int, total: int) -> None:
-        """Show rank 0's share; the other ranks' shares are about as large."""
+        """Show how much of its share rank 0 has done. The shares of the other ranks are about as large."""
         if self._bar is not None:
             if activity not in self._tasks:
                 self._tasks[activity] = self._bar.add_task(activity, total=total)

@@ -1,4 +1,4 @@
-"""`hpctrain replay`: whether a run's losses come out again."""
+"""`hpctrain replay`: compute steps of a run again, and compare their losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hpctrain report RUN...`: one page that tells of runs."""
+"""`hpctrain report RUN...`: make an HTML page about runs."""
 
 from __future__ import annotations
 

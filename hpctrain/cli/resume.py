@@ -1,4 +1,4 @@
-"""`hpctrain resume`: go on with a run."""
+"""`hpctrain resume`: continue a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hpctrain schedule NAME|FILE`: a pipeline schedule drawn, costed and checked before any rank starts."""
+"""`hpctrain schedule NAME|FILE`: draw, simulate and check a pipeline schedule."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROBLEMS_SHOWN = 10
 
 
 def read_times(ctx: click.Context, param: click.Parameter, value: str) -> tuple[float, ...]:
-    """Four numbers with commas between them, such as `1,1,1,0`; all else ends with a sentence."""
+    """Parse four numbers with commas, such as `1,1,1,0`. Raises click.BadParameter for anything else."""
     try:
         numbers = tuple(map(float, value.split(",")))
     except ValueError:
@@ -103,7 +103,7 @@ def command(
 
 
 def summary(schedule: Schedule, simulation: Simulation) -> dict[str, object]:
-    """What `--json` prints."""
+    """Return the object that `--json` prints."""
     return {
         "schedule": schedule.name,
         "stages": schedule.stage_count,
@@ -125,9 +125,19 @@ def find_schedule(
     memory_limit: float | None,
     png: Path | None,
 ) -> Schedule:
-    """The schedule of that name, made, or of that file, read and checked.
+    """Generate a schedule by its name, or read and check one from a file.
 
-    A bad file is drawn to `png`, with its bad places framed, before the HpctrainError.
+    Args:
+        source: Name of a schedule, or its file.
+        stages: Number of stages; None to take that of the file.
+        microbatches: Number of micro-batches; None to take that of the file.
+        chunks: Number of chunks; None for the default, or for that of the file.
+        times: Times of the passes, by which some schedules are generated.
+        memory_limit: Largest number of activations that a stage may hold; None for no limit.
+        png: File for a picture of a schedule that is not valid, with its problems marked.
+
+    Raises:
+        HpctrainError: There is no such schedule, a number is missing, or the schedule is not valid.
     """
     from hpctrain.deck.schedules import NAMES
     from hpctrain.pipeline.generate import generate
@@ -150,7 +160,17 @@ def read_schedule(
     memory_limit: float | None,
     png: Path | None,
 ) -> Schedule:
-    """The schedule in a file, checked against `counts` of stages, micro-batches and chunks where given."""
+    """Read a schedule from a file and check it.
+
+    Args:
+        path: The file.
+        counts: Expected numbers of stages, micro-batches and chunks; None for any.
+        memory_limit: Largest number of activations that a stage may hold; None for no limit.
+        png: File for a picture of a schedule that is not valid.
+
+    Raises:
+        HpctrainError: The file cannot be read, has other numbers, or is not a valid schedule.
+    """
     from hpctrain.pipeline.action import Schedule, stage_lines
     from hpctrain.pipeline.check import check, refusal
     from hpctrain.pipeline.wanted import SCHEDULE_BYTES
@@ -184,5 +204,5 @@ def read_schedule(
 
 
 def named_as(schedule: Schedule, path: Path) -> Schedule:
-    """A schedule without a name is called as its file."""
+    """Return the schedule; if it has no name, that of its file becomes its name."""
     return schedule if schedule.name else replace(schedule, name=" ".join(path.name.split()))

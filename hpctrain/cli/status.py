@@ -1,4 +1,4 @@
-"""`hpctrain status`: where runs stand."""
+"""`hpctrain status`: show the progress of runs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ import click
 @click.option("--faulty", is_flag=True, help="Print the nodes that had silent faults again and again, alone.")
 @click.option("--watch", "watches", is_flag=True, help="Show a live table, until Ctrl-C.")
 def command(run_dirs: tuple[Path, ...], as_json: bool, faulty: bool, watches: bool) -> int:
-    """Tell of runs what they do, how far they are and when their last step ended: of all below here, if none
-    is named.
+    """Show the state, progress and last step of runs: of all in this folder if none is named.
 
-    Besides what runs say of themselves, "stalled" means that no step has ended for long, and "lost" that the
-    job is gone without a word. Of runs that ended early, the command is told that goes on with them. Run
-    folders are read, nothing else: any node that sees them will do. The live table takes a terminal;
-    elsewhere --watch prints once.
+    In addition to the states that runs record, "stalled" means that no step has ended for a long time, and
+    "lost" that the job has ended without a message. For runs that ended early, the command that resumes them
+    is shown. Only run folders are read, so that any node that sees them can show them. The live table needs a
+    terminal; elsewhere --watch prints once.
     """
     from hpctrain.host.launcher import launched_rank
     from hpctrain.report.terminal import can_be_drawn_on

@@ -1,4 +1,4 @@
-"""`hpctrain sweep`: many runs of a deck with other values of some keys."""
+"""`hpctrain sweep`: train a deck with several values of some keys."""
 
 from __future__ import annotations
 
