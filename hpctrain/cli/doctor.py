@@ -94,7 +94,7 @@ def test_nodes(world: World, wish: StressOptions) -> int:
     result = stress(world, wish, say)
     if world.rank == 0:
         click.echo("\n".join(["", *fitted(result.rows, range(len(result.rows[0])), columns()), ""]))
-        tell(result.findings)
+        print_findings(result.findings)
         say(result.sentence)
     return result.code
 
@@ -123,11 +123,11 @@ def show(report: DoctorReport) -> None:
             click.echo((shown if mark in COLOURS else mark) + text, color=coloured())
     if len(report.ranks) > MOST_RANKS:
         click.echo(f"and {len(report.ranks) - MOST_RANKS} more ranks")
-    tell([finding for finding in report.findings if finding.remedy])
+    print_findings([finding for finding in report.findings if finding.remedy])
     click.echo("A run can start here." if report.fit else "A run could not start here.")
 
 
-def tell(findings: list[DoctorFinding]) -> None:
+def print_findings(findings: list[DoctorFinding]) -> None:
     """Print one line for each finding, with its remedy."""
     for finding in findings:
         mark = "WRONG" if finding.fatal else "note"

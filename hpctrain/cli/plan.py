@@ -114,7 +114,7 @@ def command(
     from hpctrain.plan.words import plan_text
     from hpctrain.report.terminal import stderr_console
 
-    require_fitting(options_given(click.get_current_context()))
+    require_fitting(written_options(click.get_current_context()))
     wish = wished_link(link, step_seconds, like)
     rates = read_machine(machine) if machine is not None else None
     if sweeps:
@@ -139,7 +139,7 @@ def command(
     click.get_current_context().exit(rehearsal.exit_code)
 
 
-def options_given(context: click.Context) -> list[str]:
+def written_options(context: click.Context) -> list[str]:
     """Return the names of the options that the user wrote in the command line."""
     line = click.core.ParameterSource.COMMANDLINE
     every = context.command.params
