@@ -148,10 +148,17 @@ def available_bytes() -> int | None:
 
 
 def obtainable_bytes(environment: Mapping[str, str]) -> int | None:
-    """Return the memory in bytes that processes of this node could still allocate together.
+    """Return the bytes that the processes under the limits of this process could still allocate together.
 
-    This is the least of the available memory and of what each limit leaves. Of a cgroup, files that were read
-    and can be dropped do not count as used. None if the system does not tell.
+    This is the least of three: the available memory of the node, what each cgroup of this process leaves, and
+    the whole memory that Slurm has given the job on this node, used or not. Files in a cgroup that were read
+    and can be dropped do not count as used.
+
+    Args:
+        environment: Environment variables, of which those of Slurm are read.
+
+    Returns:
+        The memory; None if the system does not tell what is available.
     """
     available = available_bytes()
     if available is None:

@@ -67,16 +67,17 @@ def end_descendants_with_parent(parent: int) -> bool:
     The calling process does not return: it becomes a guard. The guard kills all descendants when `parent`
     ends, when it receives SIGTERM, or when the new process ends. It also finds descendants with sessions of
     their own, since the kernel makes them its children when their parents end (it is a subreaper). Then the
-    guard ends with the exit code or signal of the new process.
+    guard ends with the exit code or signal of the new process, or with exit code 137 if it had to kill it.
 
     Args:
         parent: Process id of the parent of the calling process.
 
     Returns:
-        True if the guard is still alive.
+        True if the guard is still alive. If it is not, the caller must end at once.
 
     Raises:
-        RuntimeError: The calling process does not lead its process group.
+        RuntimeError: The calling process does not lead its process group (`start_child` with `new_session`
+            makes it one), which `kill_child` kills.
     """
     if os.getpgid(0) != os.getpid():
         raise RuntimeError("this process does not lead a process group, so it must not end one")
@@ -178,7 +179,10 @@ def has_ended(process: subprocess.Popen[bytes]) -> bool:
 
 
 def wait_for_end(process: subprocess.Popen[bytes], seconds: float) -> None:
-    """Wait until a process has ended, at most `seconds`. This does not reap it."""
+    """Wait until a child process has ended, at most `seconds`, without reaping it.
+
+    `has_ended` then tells whether it has.
+    """
     until, pause = time.monotonic() + seconds, 0.001
     while not has_ended(process) and time.monotonic() < until:
         time.sleep(pause)
