@@ -58,7 +58,7 @@ RIVALS = MappingProxyType(
 
 _PLAIN: Mapping[str, object] = MappingProxyType(
     {
-        "model.experts": None,
+        "model.experts.count": None,
         "model.query_key_norm": "none",
         "model.dropout": 0.0,
         "model.parametrization": "standard",
@@ -105,7 +105,7 @@ def _unfit(name: str, deck: Deck, ranks: int, on_host: bool) -> Iterator[str]:
     yield from _OF_AXES[rival.axis](name, deck, ranks)
     for key, value in _PLAIN.items():
         if deck.value(key) != value:
-            had = toml_value(value)
+            had = "none" if value is None else toml_value(value)
             yield f"{key} = {toml_value(deck.value(key))}: peers in plain torch have {had} alone"
     if deck.communication.emulate is not None:
         given = toml_value(deck.value("communication.emulate"))

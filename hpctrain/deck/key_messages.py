@@ -110,7 +110,7 @@ def unknown_key(table: str, name: str) -> str:
     """
     homes = [f"{home}.{name}" for home in tables() if name in fields(home)]
     own = nearest(name, fields(table)) if table in tables() else None
-    if homes:
+    if homes and not (own and "." in table):
         meant = homes
     elif own:
         meant = [f"{table}.{own}"]

@@ -50,7 +50,7 @@ def test_every_peer_can_train_some_deck(name: str, monkeypatch: pytest.MonkeyPat
             ["ddp"],
             (*LLAMA, "model.experts.count=4"),
             2,
-            "model.experts.count = 4: peers in plain torch have 0 alone",
+            "model.experts.count = 4: peers in plain torch have none alone",
         ),
         (["ddp"], (*LLAMA, "model.query_key_norm=head"), 2, 'plain torch have "none" alone'),
         (["ddp"], ("model.dropout=0.1",), 2, "model.dropout = 0.1: peers in plain torch have 0.0 alone"),

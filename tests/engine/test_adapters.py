@@ -121,11 +121,14 @@ def test_a_deck_has_them_in_a_table() -> None:
     ("keys", "told"),
     [
         ("[model.adapters]\nrank = 0", "model.adapters.rank = 0: must be a whole number from 1 to 65536"),
-        ("[model.adapters]\nranks = 1", "model.adapters.ranks = 1: unknown key (did you mean rank?)"),
+        (
+            "[model.adapters]\nranks = 1",
+            "model.adapters.ranks = 1: unknown key (did you mean model.adapters.rank?)",
+        ),
         ("[model.adapters]\ntargets = []", "model.adapters.targets = []: must be a list of texts"),
         ('[model.adapters]\n[optimizer]\nname = "muon"', "updates no adapters"),
         ('[model.adapters]\n[precision]\ncompute = "fp8"', "multiplies no matrices that have adapters"),
-        ('[model.adapters]\n[communication]\nserver = "async"', '"none" would do with model.adapters'),
+        ('[model.adapters]\n[communication]\nserver = "async"', "leave it out with model.adapters"),
         ('[model.adapters]\n[memory]\noptimizer = "disk"', '"device" would do with model.adapters'),
     ],
 )
