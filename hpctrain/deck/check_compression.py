@@ -27,13 +27,13 @@ def _warmup(deck: Deck) -> Iterator[DeckProblem]:
     form = deck.communication.compression
     is_exact = form is None or (isinstance(form, TopKTable) and form.ratio == 1)
     if deck.communication.warmup and is_exact and not in_replicas(deck):
-        why = "communication.topk.ratio = 1" if form else _given(deck)
+        why = "communication.topk.ratio = 1" if form else _form(deck)
         yield DeckProblem(
             "communication.warmup", f"has no effect with {why} (leave it out)", _COMPRESS, no_effect=True
         )
 
 
-def _given(deck: Deck) -> str:
+def _form(deck: Deck) -> str:
     return f"communication.compress = {toml_value(deck.communication.compress)}"
 
 
@@ -41,12 +41,12 @@ def _layout(deck: Deck) -> Iterator[DeckProblem]:
     layout = deck.layout
     if layout.zero > 1:
         sentence = (
-            f"sums gradients that no rank keeps whole, so that {_given(deck)} has nowhere to keep what it "
+            f"sums gradients that no rank keeps whole, so that {_form(deck)} has nowhere to keep what it "
             "does not send of them (0 or 1 would do)"
         )
         yield DeckProblem("layout.zero", sentence, _COMPRESS)
     elif layout.zero_group is not None:
-        sentence = f"has slices summed once more, exactly, behind the sums of {_given(deck)} (leave it out)"
+        sentence = f"has slices summed once more, exactly, behind the sums of {_form(deck)} (leave it out)"
         yield DeckProblem("layout.zero_group", sentence, (*_COMPRESS, "layout.zero"))
 
 
@@ -55,18 +55,18 @@ def _momentum(deck: Deck) -> Iterator[DeckProblem]:
     keys, optimizer = deck.communication, deck.optimizer
     if keys.compress == "topk" and isinstance(optimizer.rule, SgdTable) and optimizer.rule.nesterov:
         sentence = (
-            f"looks ahead of a momentum that all ranks have, but with {_given(deck)} each has one of its own "
+            f"looks ahead of a momentum that all ranks have, but with {_form(deck)} each has one of its own "
             "until it sends it (false would do)"
         )
         yield DeckProblem("optimizer.sgd.nesterov", sentence, _COMPRESS)
     if keys.compress != "onebit":
         return
     if optimizer.name != "adamw":
-        sentence = f'must be "adamw" with {_given(deck)}, which is its momentum in one bit an element'
+        sentence = f'must be "adamw" with {_form(deck)}, which is its momentum in one bit an element'
         yield DeckProblem("optimizer.name", sentence, _COMPRESS)
     if not keys.warmup:
         sentence = (
-            f"must be 1 or more with {_given(deck)}: exact steps at the start tell how large each element's "
+            f"must be 1 or more with {_form(deck)}: exact steps at the start tell how large each element's "
             "steps are from then on (a tenth of run.steps or more would do)"
         )
         yield DeckProblem("communication.warmup", sentence, _COMPRESS)

@@ -22,12 +22,12 @@ NOTHING_EVALUATED = (
 
 
 def set_names(deck: Deck) -> list[str]:
-    """The sets that a run of the deck is evaluated on, the held-out share first."""
+    """Return the names of the deck's evaluation sets, the held-out share first."""
     return [VALIDATION] * bool(deck.data.validation) + [each.name for each in deck.evaluation.sets]
 
 
 def watched_set(deck: Deck) -> str:
-    """The set whose lowest loss counts: that of checkpoint.keep_best, else the first one; "" without any."""
+    """Return the evaluation set whose lowest loss counts; "" if there is none."""
     return deck.checkpoint.keep_best or next(iter(set_names(deck)), "")
 
 

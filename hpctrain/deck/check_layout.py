@@ -31,7 +31,7 @@ def _tensor(deck: Deck) -> Iterator[DeckProblem]:
     fitting = [ranks for ranks in divisors(model.heads) if all(fits(ranks) for fits in demands.values())]
     would = nearest_numbers(tensor, fitting)
 
-    def problem(asked: str, key: str, candidates: Iterable[int]) -> DeckProblem:
+    def problem(demand: str, key: str, candidates: Iterable[int]) -> DeckProblem:
         """Return the problem of layout.tensor with near sizes that fit, and other keys that exclude more."""
         near = nearest_numbers(tensor, candidates)
         limits = []
@@ -41,7 +41,7 @@ def _tensor(deck: Deck) -> Iterator[DeckProblem]:
                 near = [ranks for ranks in near if fits(ranks)]
         given = f", given {' and '.join(limits)}" if limits else ""
         others = ("layout.context", "layout.sequence_parallel", *demands)
-        return DeckProblem("layout.tensor", f"{asked} ({either(would)} would{given})", others)
+        return DeckProblem("layout.tensor", f"{demand} ({either(would)} would{given})", others)
 
     for key, size in (("model.heads", model.heads), ("model.mlp", model.mlp)):
         if size % tensor and not demands[key](tensor):
@@ -74,8 +74,8 @@ def _context(deck: Deck) -> Iterator[DeckProblem]:
         fitting = [ranks for ranks in divisors(heads) if _exchanges(heads, shared, ranks)]
         would = either(nearest_numbers(context, [ranks for ranks in fitting if sequence % ranks == 0]))
         also = "" if heads % context else f", and divide or be a multiple of its {shared} key/value heads"
-        asked = f'must divide the heads of a tensor rank, {heads}{also}, in the form "all_to_all"'
-        sentence = f'{asked} ({would} would; the form "ring" does not ask for it)'
+        demand = f'must divide the heads of a tensor rank, {heads}{also}, in the form "all_to_all"'
+        sentence = f'{demand} ({would} would; the form "ring" does not ask for it)'
         others = ("layout.tensor", "model.heads", "model.key_value_heads", "batch.sequence")
         yield DeckProblem("layout.context", sentence, ("layout.context_form", *others))
         return

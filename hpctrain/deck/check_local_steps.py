@@ -63,8 +63,12 @@ def replica_world_problems(deck: Deck, data: int, of_stage: int) -> Iterator[Dec
 
 
 def fitting_replicas(deck: Deck, data: int, of_stage: int) -> list[int]:
-    """The numbers of replicas, rising, into which `data` data ranks, of the `of_stage` ranks of a pipeline
-    stage, can be cut; none where its experts do not fit these.
+    """Return the possible numbers of replicas in ascending order; none if the experts do not fit the ranks.
+
+    Args:
+        deck: The deck.
+        data: Number of data ranks.
+        of_stage: Number of ranks of a pipeline stage.
     """
     layout = deck.layout
     experts = layout.expert * layout.expert_tensor if deck.model.experts else 1

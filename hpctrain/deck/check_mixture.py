@@ -168,7 +168,7 @@ def _balance(deck: Deck) -> Iterator[DeckProblem]:
 
 
 def _capacity(deck: Deck) -> Iterator[DeckProblem]:
-    """A micro-batch's even share of an expert, times the factor, must be one token or more."""
+    """Yield the problem of a capacity that leaves no token of a micro-batch to an expert."""
     batch, experts = deck.batch, deck.model.experts
     assert experts is not None
     if experts.capacity is None:
@@ -201,6 +201,6 @@ def _recorded(deck: Deck) -> Iterator[DeckProblem]:
 
 
 def _at_least(number: float) -> str:
-    """A number that is short to write, and not smaller."""
+    """Return the shortest text of a number that is not smaller."""
     digits = next(digits for digits in range(2, 18) if float(f"{number:.{digits}g}") >= number)
     return f"{number:.{digits}g}"

@@ -21,9 +21,9 @@ def noise_scale_problems(deck: Deck) -> Iterator[DeckProblem]:
         return
     layout, keys = deck.layout, deck.communication
 
-    def problem(why: str, *others: str) -> DeckProblem:
-        given = " and ".join(f"{other} = {toml_value(deck.value(other))}" for other in others)
-        return DeckProblem(_KEY, f"cannot be with {given}, {why} (0 would do)", others)
+    def problem(why: str, *excluding: str) -> DeckProblem:
+        given = " and ".join(f"{other} = {toml_value(deck.value(other))}" for other in excluding)
+        return DeckProblem(_KEY, f"cannot be with {given}, {why} (0 would do)", excluding)
 
     if keys.server is not None:
         yield problem("whose workers do not make steps together", "communication.server.mode")

@@ -1,5 +1,4 @@
-"""Checks of formats: the keys of 8 bits against each other, the layout and servers, those of fp16, and what
-multiplies matrices."""
+"""Checks of formats: keys of 8 bits and of fp16, and kernels of matrix products."""
 
 from __future__ import annotations
 
@@ -94,13 +93,13 @@ def _compile(deck: Deck, said: str) -> Iterator[DeckProblem]:
 
 
 def _in_vain(
-    keys: PrecisionSection, names: tuple[str, ...], said: str, others: tuple[str, ...]
+    keys: PrecisionSection, names: tuple[str, ...], said: str, other_keys: tuple[str, ...]
 ) -> Iterator[DeckProblem]:
     """Yield the problems of keys that are given and have no effect."""
     for name in names:
         if getattr(keys, name) != PrecisionSection.model_fields[name].default:
             sentence = f"has no effect with {said} (leave it out)"
-            yield DeckProblem(f"precision.{name}", sentence, others, no_effect=True)
+            yield DeckProblem(f"precision.{name}", sentence, other_keys, no_effect=True)
 
 
 def _cuts_within_blocks(deck: Deck, block: int) -> Iterator[DeckProblem]:

@@ -13,7 +13,7 @@ _SPIKE = "stability.spike"
 def stability_problems(deck: Deck) -> Iterator[DeckProblem]:
     """Everything that is wrong with what a deck wants done about spikes."""
     keys, checkpoint, steps = deck.stability, deck.checkpoint, deck.run.steps
-    if keys.corruption == "off" and keys.corruption_every != _usual("corruption_every"):
+    if keys.corruption == "off" and keys.corruption_every != _default("corruption_every"):
         sentence = 'has no effect with stability.corruption = "off" (leave it out)'
         yield DeckProblem("stability.corruption_every", sentence, ("stability.corruption",), no_effect=True)
     for name in _in_vain(keys):
@@ -54,9 +54,9 @@ def _in_vain(keys: Stability) -> Iterator[str]:
         "rollback": ("spike_window", "spike_factor", "spike_most", "spike_back"),
     }[keys.spike]
     for name in ("spike_window", "spike_factor", "spike_back", "spike_most"):
-        if name not in looked_at and getattr(keys, name) != _usual(name):
+        if name not in looked_at and getattr(keys, name) != _default(name):
             yield name
 
 
-def _usual(name: str) -> object:
+def _default(name: str) -> object:
     return Stability.model_fields[name].default

@@ -33,8 +33,9 @@ def data_ranks(deck: Deck, ranks: int) -> int:
 
 
 def world_problems(deck: Deck, ranks: int) -> list[DeckProblem]:
-    """Everything in the deck that does not fit this number of ranks; of what was chosen for others, how it is
-    chosen anew.
+    """Return the problems of a deck on a number of ranks.
+
+    The message about a layout that was chosen for another number of ranks tells how to choose it anew.
     """
     return [_with_choice(deck, problem) for problem in _problems(deck, ranks)]
 

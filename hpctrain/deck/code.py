@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from hpctrain.deck.key import expand_home
+from hpctrain.deck.key import expand_user_path
 from hpctrain.deck.sources import clipped, toml_value
 from hpctrain.errors import HpctrainError
 
@@ -125,7 +125,7 @@ def resolve_target(target: str, deck_name: str) -> str:
     """Return a target with an absolute path of its file, which a deck names relative to its own folder."""
     if not is_file_target(target):
         return target
-    return os.path.abspath(os.path.join(os.path.dirname(deck_name), expand_home(target)))  # noqa: PTH100, PTH118, PTH120
+    return os.path.abspath(os.path.join(os.path.dirname(deck_name), expand_user_path(target)))  # noqa: PTH100, PTH118, PTH120
 
 
 def code_entries(tables: Mapping[str, object], deck_name: str) -> frozenset[CodeEntry]:

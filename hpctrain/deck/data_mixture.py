@@ -12,7 +12,7 @@ from math import isfinite
 from pathlib import PurePath
 from typing import Any
 
-from hpctrain.deck.key import expand_home
+from hpctrain.deck.key import expand_user_path
 from hpctrain.deck.problem import DeckProblem
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import clipped, toml_value
@@ -48,7 +48,7 @@ class DatasetEntry:
 def names_of(tokens: object) -> tuple[str, ...]:
     """Return the names and patterns of token files that a key or an entry has, as a text or as a list."""
     names: Iterable[str] = (tokens,) if isinstance(tokens, str) else tokens  # type: ignore[assignment]
-    return tuple(map(expand_home, names))
+    return tuple(map(expand_user_path, names))
 
 
 def entries_of(deck: Deck) -> tuple[DatasetEntry, ...]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.deck.code import CodeEntry
-from hpctrain.deck.key import expand_home
+from hpctrain.deck.key import expand_user_path
 from hpctrain.deck.key_messages import accepts_list, unknown_key, unknown_section, value_type
 from hpctrain.deck.nested import look_up
 from hpctrain.deck.old_keys import RenamedKey, current_field, new_names, renamed_word
@@ -149,12 +149,12 @@ class DeckInput:
     def _include(
         self, base: str, path: Path, name: str, chain: tuple[Path, ...], include_place: Place
     ) -> None:
-        base_path = path.parent / expand_home(base)
+        base_path = path.parent / expand_user_path(base)
         if _is_one_of(base_path, (*chain, path)):
             ring = clipped(" -> ".join(file.name for file in (*chain, path, base_path)))
             self.report(include_place, f'include = "{clipped(base)}": includes itself ({ring})')
         elif len(self.files) < MOST_FILES:
-            base_name = os.path.normpath(Path(name).parent / expand_home(base))
+            base_name = os.path.normpath(Path(name).parent / expand_user_path(base))
             self.read_file(base_path, base_name, (*chain, path), include_place)
         elif not self.too_many_files:
             self.too_many_files = True

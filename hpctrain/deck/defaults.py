@@ -25,7 +25,7 @@ from hpctrain.deck.user_module import fill_module
 
 
 def find_preset(tables: Tables) -> Preset | None:
-    """The preset that the tables name, if there is one of that name."""
+    """Return the preset that the tables name; None if there is none of that name."""
     name = tables["model"].get("preset")
     return PRESETS.get(name) if isinstance(name, str) else None
 
@@ -44,12 +44,17 @@ def fill(
     tables: Tables,
     deck_name: str,
     source: Mapping[str, object],
-    begun: CompletedWork = CompletedWork(),  # noqa: B008
+    completed: CompletedWork = CompletedWork(),  # noqa: B008
 ) -> Filled:
-    """Write every default that depends on other keys into the tables, in place.
+    """Add all defaults that depend on other keys to the tables in place.
 
-    `deck_name` is the deck's file name, `source` the keys of the model that model.from names, `begun` what
-    the run has done. A key stays away where the keys it depends on are not given or of a wrong type.
+    A default is left out if the keys that it depends on are missing or have a wrong type.
+
+    Args:
+        tables: Sections of the deck.
+        deck_name: Name of the deck's file.
+        source: Keys that the model in `model.from` determines.
+        completed: Work that the run has done.
     """
     batch = tables["batch"]
     filled = Filled(set(), set(), set())
@@ -91,7 +96,7 @@ def fill(
     fill_rewards(tables["policy"], deck_name)
     _select_tables(tables)
     tables["run"].setdefault("title", PurePath(deck_name).stem or "deck")
-    _follow_others(tables, filled.others, begun)
+    _add_dependent_defaults(tables, filled.others, completed)
     return filled
 
 
@@ -116,12 +121,12 @@ def is_default(tables: Tables, key: str) -> bool:
     return key in followed and look_up(without, key) == look_up(tables, key)
 
 
-def usual_decay(optimizer: object) -> str:
-    """The usual learning_rate.decay of an optimizer."""
+def default_decay(optimizer: object) -> str:
+    """Return the default of learning_rate.decay with an optimizer."""
     return "constant" if optimizer == "schedule-free" else "cosine"
 
 
-def _follow_others(tables: Tables, filled: set[str], begun: CompletedWork) -> None:
+def _add_dependent_defaults(tables: Tables, filled: set[str], completed: CompletedWork) -> None:
     def default(path: str, name: str, value: object) -> None:
         table = table_in(tables, path)
         if name not in table:
@@ -129,13 +134,13 @@ def _follow_others(tables: Tables, filled: set[str], begun: CompletedWork) -> No
             filled.add(f"{path}.{name}")
 
     run, model = tables["run"], tables["model"]
-    if add_steps(tables, begun):
+    if add_steps(tables, completed):
         filled.add("run.steps")
     if isinstance(run["title"], str) and run["title"]:
         default("run", "dir", f"runs/{run['title']}")
     steps = run.get("steps")
     rate = tables["learning_rate"]
-    default("learning_rate", "decay", usual_decay(tables["optimizer"].get("name")))
+    default("learning_rate", "decay", default_decay(tables["optimizer"].get("name")))
     if _is_integer(steps):
         end = rate.get("decay_steps") if rate.get("decay") not in ENDLESS else None
         default("learning_rate", "warmup", min(100, min(steps, end if _is_integer(end) else steps) // 10))

@@ -1,4 +1,4 @@
-"""What every key of the deck has: a type, bounds, a default, a unit, one line of help, and its name."""
+"""Description of the keys of a deck: type, bounds, default, unit, one line of help, and name."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ Whole = Annotated[
 """A whole number, which may be written as 1e9, printed as a whole one."""
 
 
-def expand_home(path: str) -> str:
+def expand_user_path(path: str) -> str:
     """Return a path with "~" or "~user" at its beginning replaced by the home folder, as shells do."""
     return os.path.expanduser(path) if path.startswith("~") else path  # noqa: PTH111 - "~" alone stays text
 
 
-PathText = Annotated[str, AfterValidator(expand_home)]
+PathText = Annotated[str, AfterValidator(expand_user_path)]
 """A path as text, whose "~" is expanded; also a name or a "FILE.py:FUNCTION", where a key takes either."""
 
 
@@ -48,14 +48,19 @@ LinkText = Annotated[str, AfterValidator(_link)]
 
 
 def key(text: str, default: Any = ..., *, unit: str = "", derived: str = "", **bounds: Any) -> Any:
-    """A key of a section: one line of help, default, unit, bounds (ge, gt, le, lt).
+    """Declare a key of a section.
 
-    `alias` is the key's name in the deck, where that can be no name in Python.
+    Args:
+        text: One line of help.
+        default: Its default; left out for a required key.
+        unit: Unit of its value.
+        derived: Default that follows from other keys, in words.
+        bounds: Bounds (`ge`, `gt`, `le`, `lt`), and `alias` if the name in the deck is not a name in Python.
     """
     return Field(default, description=text, json_schema_extra={"unit": unit, "derived": derived}, **bounds)
 
 
-def table(text: str, *, chosen_by: str = "", derived: str = "none", **others: Any) -> Any:
+def table(text: str, *, chosen_by: str = "", derived: str = "none", **field_arguments: Any) -> Any:
     """Declare a key that holds a table with keys of its own, or None.
 
     Args:
@@ -63,11 +68,11 @@ def table(text: str, *, chosen_by: str = "", derived: str = "none", **others: An
         chosen_by: Key of the same section that has the name of this table as its value if, and only if, the
             deck has the table. "" for a table that a deck may have or not.
         derived: What an absent table means, in words.
-        others: Further arguments of `pydantic.Field`, such as `alias`.
+        field_arguments: Further arguments of `pydantic.Field`, such as `alias`.
     """
     derived = "" if chosen_by else derived
     stored: dict[str, JsonValue] = {"unit": "", "derived": derived, "chosen_by": chosen_by}
-    return Field(None, description=text, json_schema_extra=stored, **others)
+    return Field(None, description=text, json_schema_extra=stored, **field_arguments)
 
 
 class Section(BaseModel):
@@ -129,13 +134,13 @@ class Section(BaseModel):
 
 
 def extra(field: FieldInfo, name: Literal["unit", "derived"]) -> str:
-    """The unit of a key, or in words the default that it gets from other keys; "" if it has none."""
+    """Return the unit of a key, or the default that follows from other keys in words; "" if it has none."""
     stored = field.json_schema_extra
     return str(stored[name]) if isinstance(stored, dict) else ""
 
 
 def name_of(attribute: str, field: FieldInfo) -> str:
-    """The name in the deck of the key that is this attribute of its section."""
+    """Return the name in the deck of a key that is an attribute of its section."""
     return field.alias or attribute
 
 

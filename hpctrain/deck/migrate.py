@@ -58,7 +58,7 @@ class _Text:
                 f"{where}: {renamed.old}: write this key on a line of its own, and migrate again"
             )
         end = next(
-            end for end in range(number, len(self.lines) + 1) if _is_whole(self.lines[number - 1 : end])
+            end for end in range(number, len(self.lines) + 1) if _is_complete(self.lines[number - 1 : end])
         )
         lines = self.lines[number - 1 : end]
         table, _, new = renamed.new.rpartition(".")
@@ -117,7 +117,7 @@ class _Text:
             self.lines[at:end] = [""] if at and self.lines[at - 1].strip() and end < len(self.lines) else []
 
 
-def _is_whole(lines: list[str]) -> bool:
+def _is_complete(lines: list[str]) -> bool:
     """Return True if lines are a key with its whole value."""
     try:
         parse_toml("\n".join(lines))

@@ -166,7 +166,7 @@ def rename_keys(
             yield RenamedKey(key, "", place, value)
         else:
             same = value == (_default(new_names(key)[0]) if old.default is None else old.default)
-            problem = "" if same else f"has no effect {_shown(values, others[0])} (leave it out)"
+            problem = "" if same else f"has no effect {_choice_text(values, others[0])} (leave it out)"
             yield RenamedKey(key, "", place, value, problem, others)
 
 
@@ -206,7 +206,7 @@ def _target(
     return "", others
 
 
-def _shown(values: Mapping[str, Any], key: str) -> str:
+def _choice_text(values: Mapping[str, Any], key: str) -> str:
     """Return a choice with its value, or an absent table, as a message names it."""
     if key in tables():
         return f"without [{key}]"

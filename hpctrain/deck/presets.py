@@ -110,30 +110,19 @@ def _megatron(layers: int, hidden: int, heads: int) -> Preset:
     return _preset_of_gpt2(layers, hidden, heads, 51200, 2048, source)
 
 
-def _llama(
-    layers: int,
-    hidden: int,
-    heads: int,
-    mlp: int,
-    *,
-    key_value_heads: int | None = None,
-    norm_epsilon: float = 1e-5,
-    sequence: int = 2048,
-    source: str = "Touvron et al. 2023, arXiv 2302.13971",
-) -> Preset:
-    shared = key_value_heads or heads
+def _llama(layers: int, hidden: int, heads: int, mlp: int, norm_epsilon: float = 1e-5) -> Preset:
     return Preset(
         family="llama",
         layers=layers,
         hidden=hidden,
         heads=heads,
-        key_value_heads=shared,
+        key_value_heads=heads,
         mlp=mlp,
         vocabulary=32000,
         tied=False,
         norm_epsilon=norm_epsilon,
-        sequence=sequence,
-        source=source,
+        sequence=2048,
+        source="Touvron et al. 2023, arXiv 2302.13971",
     )
 
 
@@ -209,11 +198,11 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         "gpt2-355m": _gpt2(24, 1024, 16),
         "gpt2-774m": _gpt2(36, 1280, 20),
         "gpt2-1.5b": _gpt2(48, 1600, 25),
-        "llama-1b": _llama(22, 2048, 32, 5632, key_value_heads=4, source=_TINY_LLAMA),
+        "llama-1b": replace(_llama(22, 2048, 32, 5632), key_value_heads=4, source=_TINY_LLAMA),
         "llama-7b": _llama(32, 4096, 32, 11008, norm_epsilon=1e-6),
         "llama-13b": _llama(40, 5120, 40, 13824, norm_epsilon=1e-6),
         "llama-65b": _llama(80, 8192, 64, 22016),
-        "llama-70b": _llama(80, 8192, 64, 28672, key_value_heads=8, sequence=4096, source=_LLAMA_2),
+        "llama-70b": replace(_llama(80, 8192, 64, 28672), key_value_heads=8, sequence=4096, source=_LLAMA_2),
         "megatron-1.7b": _megatron(24, 2304, 24),
         "megatron-18.4b": _megatron(40, 6144, 48),
         "megatron-76.1b": _megatron(60, 10240, 80),

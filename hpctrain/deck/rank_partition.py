@@ -78,7 +78,7 @@ class RankPartition:
         return tuple(rank for rank in range(self.ranks) if not any(rank in own for own in self.own.values()))
 
     @property
-    def others(self) -> tuple[int, ...]:
+    def other_ranks(self) -> tuple[int, ...]:
         """Ranks that do not hold the policy."""
         return tuple(sorted({rank for own in self.own.values() for rank in own}))
 
@@ -91,7 +91,7 @@ class RankPartition:
         """Sets of ranks that hold the same models. The first one holds the policy."""
         beside = tuple(model for model in _KEYS if model not in self.own)
         found: dict[tuple[str, ...], tuple[int, ...]] = {}
-        for rank in self.others:
+        for rank in self.other_ranks:
             models = tuple(model for model, own in self.own.items() if rank in own)
             found[models] = (*found.get(models, ()), rank)
         return [SharedRanks((POLICY, *beside), self.policy), *(SharedRanks(*each) for each in found.items())]
@@ -126,7 +126,7 @@ def require_undivided(deck: Deck, why: str) -> None:
 
 def count_dedicated_ranks(deck: Deck) -> int:
     """Return the number of ranks that do not hold the policy."""
-    return len(RankPartition(dedicated_ranks(deck), 0).others)
+    return len(RankPartition(dedicated_ranks(deck), 0).other_ranks)
 
 
 def world_division_problems(deck: Deck, ranks: int) -> Iterator[DeckProblem]:
@@ -137,8 +137,8 @@ def world_division_problems(deck: Deck, ranks: int) -> Iterator[DeckProblem]:
             sentence = f'names rank {own[-1]}, but {there} ("{POLICY}" would have the policy\'s)'
             yield DeckProblem(f"policy.{_KEYS[model]}", sentence)
     if dedicated_ranks(deck) and not RankPartition.of(deck, ranks).policy:
-        first, *others = (f"policy.{_KEYS[model]}" for model in dedicated_ranks(deck))
-        yield DeckProblem(first, f"leaves none of {counted(ranks, 'rank')} for the policy", tuple(others))
+        first, *further = (f"policy.{_KEYS[model]}" for model in dedicated_ranks(deck))
+        yield DeckProblem(first, f"leaves none of {counted(ranks, 'rank')} for the policy", tuple(further))
 
 
 _ALONE: tuple[tuple[str, object, str], ...] = (

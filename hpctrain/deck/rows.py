@@ -27,7 +27,7 @@ def wrong_rows(key: str, field: FieldInfo, value: object, sources: Sources) -> I
 
 
 def located(deck: Deck, problem: DeckProblem) -> tuple[Place, str]:
-    """A problem as the user should read it, and where."""
+    """Return the place of a problem and its message."""
     if problem.row is None:
         return deck.sources.place(problem.key), deck.problem(problem.key, problem.sentence)
     return (

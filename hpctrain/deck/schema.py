@@ -323,12 +323,12 @@ class Model(Section):
 
     @property
     def freezes(self) -> bool:
-        """Whether some of it is not trained."""
+        """True if some parameters are not trained."""
         return bool(self.frozen) or self.adapters is not None
 
 
 class Data(Section):
-    """What to train on."""
+    """Training data."""
 
     tokens: PathText | Annotated[tuple[PathText, ...], Field(strict=False)] = key(
         "Token file of `hpctrain prepare`, or several as one: a list, or a pattern such as *.h5.",
@@ -414,7 +414,7 @@ class LocalStepsTable(Section):
 
 
 class Layout(Section):
-    """How the ranks share the work: ranks = pipeline x data x context x tensor.
+    """Distribution of the work over ranks: ranks = pipeline x data x context x tensor.
 
     Experts fold the same ranks in their own way: pipeline x expert data x expert x expert_tensor.
     `layout = "auto"`, in place of the section, has all of it chosen.
@@ -487,7 +487,7 @@ class Layout(Section):
 
 
 class Memory(Section):
-    """What a rank keeps, and where."""
+    """Recomputation and offload of activations, parameters and optimizer state."""
 
     recompute: int | Literal["none", "full", "selective", "sqrt"] = key(
         "What backward computes again: blocks (full), attention (selective), pieces of N or sqrt(L) blocks.",
@@ -527,7 +527,7 @@ class Memory(Section):
 
 
 class Batch(Section):
-    """How much a step takes in."""
+    """Size of a step."""
 
     global_size: int = key("Sequences of one optimizer step, over all ranks.", unit="sequences", ge=1)
     micro_size: int = key("Sequences that a rank computes at a time.", 1, unit="sequences", ge=1)
@@ -544,7 +544,7 @@ class Batch(Section):
 
 
 class CheckpointSection(Section):
-    """What is saved, and when."""
+    """Checkpoints that a run writes."""
 
     every: int = key("A checkpoint every so many steps; 0: only at the end.", 0, unit="steps", ge=0)
     keep: int = key("Newest good checkpoints that are kept.", 2, ge=1)
@@ -634,7 +634,7 @@ class Stability(Section):
 
 
 class Machine(Section):
-    """What the machine can do."""
+    """Properties of the machine, and how its processors are used."""
 
     peak_flops: float | None = key(
         "Floating-point rate of one rank that counts as 100% MFU.",
@@ -715,7 +715,7 @@ class Deck(Section):
 
     @property
     def sources(self) -> Sources:
-        """Where each key was given."""
+        """Places in which the keys were given."""
         return self._sources
 
     @property
@@ -780,8 +780,7 @@ class Deck(Section):
         return self.model_copy(update=changed)
 
     def problem(self, name: str, sentence: str) -> str:
-        """A problem with a key as the user should read it:
-        `deck.toml:14: layout.tensor = 3: must divide model.heads = 8 (1, 2, 4 or 8 would)`."""
+        """Return a message about a key, such as `deck.toml:14: layout.tensor = 3: must divide ...`."""
         return self.sources.sentence(name, self.value(name), sentence)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hpctrain.deck.code import resolve_target
-from hpctrain.deck.key import expand_home
+from hpctrain.deck.key import expand_user_path
 
 _OWN = ("module", "arguments", "miniature", "blocks", "loss", "initial", "buffers", "plan")
 MODULE_KEYS = (*_OWN, "frozen", "vocabulary", "from")
@@ -47,7 +47,7 @@ def config_arguments(model: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     if target.partition(":")[0].partition(".")[0] != "transformers":
         return None
-    folder = os.path.abspath(expand_home(source))  # noqa: PTH100
+    folder = os.path.abspath(expand_user_path(source))  # noqa: PTH100
     return {"config": folder} if os.path.isfile(os.path.join(folder, "config.json")) else None  # noqa: PTH113, PTH118
 
 

@@ -88,8 +88,8 @@ def take_seat(deck: Deck, world: World) -> ModelPlacement:
         return ModelPlacement(world, division, deck, world, make_mesh(deck, world), stages)
     with world.agreement():
         check_world(deck, world.size)
-    transport, idle = choose_link(deck, world), world.rank in division.others
-    part = world.part(division.others if idle else division.policy)
+    transport, idle = choose_link(deck, world), world.rank in division.other_ranks
+    part = world.part(division.other_ranks if idle else division.policy)
     own = undivided(deck)
     if idle:
         stability = {"check_parameters": False}

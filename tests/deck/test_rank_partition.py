@@ -24,7 +24,7 @@ def test_those_that_no_key_names_have_the_policy() -> None:
     deck = parse_deck(text("ppo", 'critic_ranks = "2-4"\nreference_ranks = 4\n'))
     division = RankPartition.of(deck, 8)
     assert division.policy == (0, 1, 5, 6, 7)
-    assert division.others == (2, 3, 4)
+    assert division.other_ranks == (2, 3, 4)
     assert list(division.of_model(CRITIC)) == [2, 3, 4]
     assert list(division.of_model(REFERENCE)) == [4]
     assert division.of_model(REWARD) == division.policy

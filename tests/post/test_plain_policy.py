@@ -393,7 +393,7 @@ def test_models_have_ranks_of_their_own(world: World, folder: Path) -> None:
     right = by_rank_0(world, lambda: expected(world, policy_deck(folder, "alone", *CASES["ppo"])))
     for name, keys in DIVIDED[world.size].items():
         trainer = policy_trainer(world, policy_deck(folder, name, *CASES["ppo"], *keys))
-        assert trainer.seat.idle == (world.rank in trainer.seat.division.others)
+        assert trainer.seat.idle == (world.rank in trainer.seat.division.other_ranks)
         assert bool(trainer.engine.buckets) != trainer.seat.idle
         assert_alike(trainer, right, name)
         trainer.engine.close()
