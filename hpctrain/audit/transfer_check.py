@@ -57,7 +57,7 @@ class TransferLog(AuditLog[TransferRecord]):
             self.faults.add([changed_message_fault(records[index], self.ranks, self.rank, peers)])
         recomputed = torch.stack([record.recomputed.cpu() for record in records])
         for index in recomputed.nonzero().flatten().tolist():
-            detail = f"rank {here} added, added again, and had another sum"
+            detail = f"two computations of the same sum on rank {here} differ"
             self.faults.add([records[index].fault([here], detail)])
 
 
@@ -73,7 +73,9 @@ def changed_message_fault(
         peers: Senders, as ranks of the group.
     """
     senders = name_ranks([ranks[peer] for peer in peers])
-    return record.fault([ranks[rank]], f"rank {ranks[rank]} has something else than {senders} gave")
+    return record.fault(
+        [ranks[rank]], f"data that rank {ranks[rank]} received differ from what {senders} sent"
+    )
 
 
 def run_transfer(call: Call, inner: Transport, record: TransferRecord, sent: Tensor | None = None) -> Steps:

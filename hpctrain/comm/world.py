@@ -263,9 +263,9 @@ class World:
         """Let all ranks raise the same error if any rank raises one inside the block.
 
         Collective at the end of the block. Inside it each rank works alone and must not communicate.
-        HpctrainErrors and OSErrors are exchanged. The error that all ranks raise has the exit code of the lowest
-        failing rank, and the distinct messages of all ranks (of a UserCodeError only those of that rank). Any
-        other exception leaves the block at once, and ends the job.
+        HpctrainErrors and OSErrors are exchanged. The error that all ranks raise has the exit code of the
+        lowest failing rank, and the distinct messages of all ranks (of a UserCodeError only those of that
+        rank). Any other exception leaves the block at once, and ends the job.
 
         Raises:
             HpctrainError: A rank has raised one.
