@@ -107,7 +107,8 @@ class Sources:
             return f"{place.prefix}: {problem}"
         written = value if place.note or place.value is None else place.value
         note = f" ({place.note})" if place.note else ""
-        return f"{place.prefix}: {clipped(key)} = {clipped(toml_value(written))}{note}: {problem}"
+        shown = "" if written is None else f" = {clipped(toml_value(written))}"
+        return f"{place.prefix}: {clipped(key)}{shown}{note}: {problem}"
 
 
 def clipped(text: str) -> str:
