@@ -28,7 +28,7 @@ import torch
 from hpctrain.checkpoint import draft
 from hpctrain.checkpoint.background import BackgroundSave
 from hpctrain.checkpoint.names import checkpoint_path
-from hpctrain.checkpoint.layout import Entry
+from hpctrain.checkpoint.layout import TensorRange
 from hpctrain.checkpoint.snapshot import HostBuffer
 from hpctrain.checkpoint.write import save
 from hpctrain.comm.world import World
@@ -38,7 +38,7 @@ world = World.start("cpu")
 folder, mode, place, who = sys.argv[1:]
 values = torch.ones(600000)
 shards = [Shard.whole(name, (600000,)) for name in "ab"]
-held = [Entry(f"/model/{shard.name}", shard, values, 0, world.rank, world.size) for shard in shards]
+held = [TensorRange(f"/model/{shard.name}", shard, values, 0, world.rank, world.size) for shard in shards]
 
 def write(step):
     path, state = checkpoint_path(folder, step), {"step": step}

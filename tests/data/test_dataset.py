@@ -41,7 +41,7 @@ def name_of(
 
 @pytest.fixture
 def started() -> Iterator[list[WorkerPool]]:
-    """Workers that are ended after the test."""
+    """Worker pools that are ended after the test."""
     made: list[WorkerPool] = []
     yield made
     for each in made:
@@ -244,8 +244,8 @@ def test_a_process_ends_with_its_rank(tmp_path: Path) -> None:
     started = tmp_path / "started"
     arguments = json.dumps({"at": 1, "kind": "starts", "file": str(started)})
     code = (
-        "from hpctrain.data.worker_pool import Workers; from hpctrain.data.dataset import *\n"
-        f"workers = Workers(DatasetName(NamedCode('{SETS}:Drawn'), '{arguments}', None, 3), 1)\n"
+        "from hpctrain.data.worker_pool import WorkerPool; from hpctrain.data.dataset import *\n"
+        f"workers = WorkerPool(DatasetSpec(NamedCode('{SETS}:Drawn'), '{arguments}', None, 3), 1)\n"
         "workers.take(workers.ask([0], [0])); workers.ask([1], [0])\n"
         "print(workers._workers[0].process.pid, flush=True)\n"
         "import time; time.sleep(60)"

@@ -22,7 +22,7 @@ from hpctrain.model import transformer
 
 rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", 0)))
 calls = 0
-forward = transformer.Block.forward
+forward = transformer.TransformerBlock.forward
 
 def dying(self, *arguments, **named):
     global calls
@@ -32,7 +32,7 @@ def dying(self, *arguments, **named):
         {death}
     return forward(self, *arguments, **named)
 
-transformer.Block.forward = dying
+transformer.TransformerBlock.forward = dying
 sys.argv = ["hpctrain", "run", "deck.toml"]
 main()
 """
