@@ -66,7 +66,7 @@ sequence = 24
 peak = 1e-2
 warmup = 0
 decay = "constant"
-[optimizer]
+[optimizer.adamw]
 epsilon = 1e-3
 clip = 0.5
 [communication]

@@ -52,6 +52,7 @@ decay = "constant"
 [optimizer]
 clip = 0
 weight_decay = 0
+[optimizer.adamw]
 beta1 = {BETAS[0]}
 beta2 = {BETAS[1]}
 epsilon = {EPSILON}

@@ -66,7 +66,7 @@ validation = 0.15
 [batch]
 global_size = 8
 micro_size = 2
-[optimizer]
+[optimizer.adamw]
 epsilon = 1e-5
 [learning_rate]
 peak = 1e-2

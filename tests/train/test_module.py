@@ -40,7 +40,7 @@ micro_size = 2
 sequence = 32
 [layout]
 zero = 3
-[optimizer]
+[optimizer.adamw]
 epsilon = 1e-5
 [learning_rate]
 peak = 1e-2

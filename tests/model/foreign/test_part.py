@@ -48,6 +48,7 @@ sequence = 32
 [optimizer]
 clip = 0.7
 weight_decay = 0.1
+[optimizer.adamw]
 epsilon = 3e-5
 [learning_rate]
 peak = 3e-3
