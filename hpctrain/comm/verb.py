@@ -22,14 +22,16 @@ ENDED = "MPI was ended in this process (World.finish()): start runs and load mod
 
 
 def run_verb(verb: Callable[[World], int | None], device: str = "auto") -> NoReturn:
-    """Start the World, run a verb in it, and leave the process with the same exit code on all ranks.
+    """Start the World, run a verb in it, and leave the process. Collective over all ranks of the job.
 
-    Collective over all ranks that the launcher has started. A watchdog ends a job that hangs, from the start
-    of MPI until MPI is finalized.
+    All ranks leave with the same exit code: that of the lowest rank that failed, otherwise 0. A watchdog ends
+    a job that hangs, from the start of MPI until MPI is finalized.
 
-    An HpctrainError that all ranks raise is printed once, by rank 0. One that a single rank raises ends the
-    other ranks within seconds. An OSError counts as an InputOutputError; nothing is printed if the reader of
-    stdout has ended. Any other exception prints its traceback and ends the job with exit code 70.
+    An HpctrainError that all ranks raise is printed once, by rank 0, with exit code 2 (3 for an
+    InputOutputError, as which an OSError counts). If only one rank raises it and the others do not end within
+    seconds, it ends them. Nothing is printed if stdout is a closed pipe. Any other exception prints its
+    traceback, or one sentence if memory ran out, and ends the job with exit code 70. An interrupt ends it
+    with 130. SystemExit gives its own code.
 
     Args:
         verb: Function of the World whose result is the exit code; None means 0.
@@ -44,8 +46,12 @@ def run_verb(verb: Callable[[World], int | None], device: str = "auto") -> NoRet
 def run_verb_of_script(verb: Callable[[World], int | None], expected: Collection[int]) -> int:
     """Run a verb for a script that goes on afterwards, and return the exit code.
 
-    Collective. MPI runs until the process ends, so that the script can load models and start other runs. With
-    an exit code that is not in `expected`, the process leaves as `run_verb` does.
+    Collective. MPI runs until the process ends, so that the script can load models and start other runs.
+
+    Args:
+        verb: Function of the World whose result is the exit code; None means 0.
+        expected: Exit codes after which the script goes on. With any other code, the process leaves as
+            `run_verb` does.
     """
     with ExitStack() as stack:
         outcome = _outcome(verb, "auto", stack)

@@ -25,7 +25,12 @@ class DecaySpan:
     floor: float
 
     def progress(self, step: int, last: int) -> float:
-        """Return the fraction, in [0, 1], of the last `last` steps of the decay that is over at `step`."""
+        """Return the fraction, in [0, 1], that is over at `step` of the final part of the decay.
+
+        Args:
+            step: Step of the run, counted from 0 with the warm-up.
+            last: Length in steps of the final part, which ends at `decay_steps`.
+        """
         passed = step - (self.decay_steps - last)
         return min(1.0, max(0.0, passed / max(1, last)))
 

@@ -68,7 +68,10 @@ class DeckInput:
         self.add_problem(place, f"{place.prefix}: {sentence}")
 
     def raise_problems(self) -> None:
-        """Raise all problems as one error in the order of the files and their lines, if there are any.
+        """Raise all problems found so far as one error; do nothing if there are none.
+
+        They come in the order of the files and their lines, then those of `--set` arguments. Equal messages
+        appear once, and at most MOST_PROBLEMS are shown.
 
         Raises:
             HpctrainError: There are problems.

@@ -95,26 +95,28 @@ class Section(BaseModel):
         return None if attribute is None else getattr(self, attribute)
 
     def with_values(self, values: Mapping[str, object]) -> Self:
-        """Return a copy with other values of attributes, which are not checked.
+        """Return a copy with other values of attributes. Neither names nor values are checked.
 
-        A dotted name is a key of a table, and is left out if there is no such table. A key that selects
-        tables gets the table of its value, with its defaults.
+        A dotted name ("table.key") is a key of a table. It is left out if the copy does not have that table.
+        If a key that selects tables gets a value, the table of that value stays as it is, or is made with its
+        defaults, and the other tables of the key become None.
         """
         changed = {name: value for name, value in values.items() if "." not in name}
+        for choice, tables in self.choices().items():
+            for name, attribute in tables.items() if choice in values else ():
+                kind = table_of(type(self).model_fields[attribute])
+                assert kind is not None
+                current = changed.get(attribute, getattr(self, attribute))
+                changed[attribute] = (current or kind()) if name == values[choice] else None
         inner: dict[str, dict[str, object]] = {}
         for name, value in values.items():
             table, dot, rest = name.partition(".")
-            if dot and getattr(self, table) is not None:
+            if dot:
                 inner.setdefault(table, {})[rest] = value
         for table, own in inner.items():
-            changed[table] = getattr(self, table).with_values(own)
-        for choice, tables in self.choices().items():
-            if choice in values:
-                for name, attribute in tables.items():
-                    kind = table_of(type(self).model_fields[attribute])
-                    assert kind is not None
-                    usual = (getattr(self, attribute) or kind()) if name == values[choice] else None
-                    changed.setdefault(attribute, usual)
+            current = changed.get(table, getattr(self, table))
+            if isinstance(current, Section):
+                changed[table] = current.with_values(own)
         return self.model_copy(update=changed)
 
     def selecting(self, choice: str, name: str, table: Section | None, **keys: object) -> Self:

@@ -88,7 +88,11 @@ class RankPartition:
 
     @property
     def parties(self) -> list[SharedRanks]:
-        """Sets of ranks that hold the same models. The first one holds the policy."""
+        """Sets of ranks that hold the same models.
+
+        The first one has the policy and all models without ranks of their own, whether the run uses these or
+        not. The others are ordered by their lowest rank.
+        """
         beside = tuple(model for model in _KEYS if model not in self.own)
         found: dict[tuple[str, ...], tuple[int, ...]] = {}
         for rank in self.other_ranks:

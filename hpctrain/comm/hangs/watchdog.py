@@ -346,13 +346,20 @@ class _NodeProcesses:
         self.stopped: frozenset[int] = frozenset()
 
     def update(self) -> None:
-        """Read the states of the processes, and update `stopped`."""
+        """Read the states of the processes.
+
+        `stopped` becomes the ranks that are stopped now (by a signal or a debugger) and were stopped at the
+        update before, so it is empty after the first one.
+        """
         states = {rank: _state_of(process)[0] for rank, process in self._processes.items()}
         stopped_now = frozenset(rank for rank, state in states.items() if state in {"T", "t"})
         self.stopped, self._stopped_before = stopped_now & self._stopped_before, stopped_now
 
     def working(self) -> list[int]:
-        """Return the ranks that worked for at least `_BUSY_SHARE` of the time since this object was made."""
+        """Return the ranks that worked for at least `_BUSY_SHARE` of the time since this object was made.
+
+        The kernel's counts are read now. Waiting for a processor counts as work.
+        """
         passed = max(time.monotonic() - self._start, 1e-3)
         now = {rank: _state_of(process)[1] for rank, process in self._processes.items()}
         return [rank for rank in now if now[rank] - self._work_seconds[rank] >= _BUSY_SHARE * passed]

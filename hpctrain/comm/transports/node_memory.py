@@ -274,24 +274,25 @@ class NodeMemory:
 
 
 def open_node_memory(node: MPI.Intracomm, rank: int) -> NodeMemory | str:
-    """Open the memory that the ranks of a node share. Collective over the node.
+    """Open this rank's memory and map that of the other ranks of its node. Collective over the node.
 
     Args:
         node: Communicator of the ranks of the node.
         rank: This rank in the world.
 
     Returns:
-        The memory, or on all ranks one sentence that says why there is none.
+        The memory, which must be closed before MPI is finalized; or, on all ranks of the node, the same
+        sentence that says why there is none.
     """
     if not hasattr(os, "memfd_create"):
-        return f"{sys.platform} has no memory without a name"
+        return f"{sys.platform} does not have memfd_create"
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     file_bytes = _pages(min(max(node.allgather(total)), _ADDRESS_SPACE // node.size))
     memory, failure = None, ""
     try:
         memory = NodeMemory(rank, file_bytes)
     except (OSError, ValueError, MPI.Exception) as error:
-        failure = f"rank {rank} gets no memory to share: {error}"
+        failure = f"rank {rank} cannot create shared memory: {error}"
     identities = node.allgather(None if memory is None else memory.identity())
     if memory is not None:
         failure = _open_peers(memory, [each for each in identities if each is not None])
@@ -360,7 +361,7 @@ def _find_invisible(
     for identity, (probe, number) in zip(identities, probes, strict=True):
         assert identity is not None
         if probe is None:
-            return f"rank {identity[0]} gets no memory to share"
+            return f"rank {identity[0]} cannot create shared memory"
         if memory.words(MemoryLocation(identity[0], probe), 1)[0] != number:
             return f"rank {memory.rank} does not see the memory of rank {identity[0]}"
     return ""

@@ -73,7 +73,11 @@ class CounterWork:
         self._remaining, self._memory, self._tests = remaining, memory, 0
 
     def test(self) -> bool:
-        """Return True if all counters have reached their values."""
+        """Return True if all counters have reached their values. It never blocks.
+
+        What their ranks wrote before is then visible. After some unsuccessful tests, each further one also
+        lets this rank's MPI messages make progress.
+        """
         remaining = self._remaining
         while remaining:
             counters, index, value = remaining[-1]
@@ -153,7 +157,10 @@ class OperationCounters:
         self._slots, self._bases, self._memory = slots, bases, memory
 
     def set_layout(self, layout: PieceLayout) -> None:
-        """Tell the other ranks where this rank's pieces are, before their first round is ready."""
+        """Write where this rank's pieces are.
+
+        Call it before the first `set_ready`, which makes it visible to the other ranks.
+        """
         slot = self._slot
         numbers = [*layout.location, layout.elements, layout.stride, layout.turns]
         slot[_LOCATION : _LOCATION + 5] = array("q", numbers)

@@ -247,15 +247,17 @@ def reduce_block(
     output_part: int,
     spare: Tensor | None = None,
 ) -> None:
-    """Do what `reduce_parts` does for one block.
+    """Reduce at least two parts, in their order, into `output`, all elements at once.
+
+    `reduce_parts` calls it for one block of elements after another.
 
     Args:
-        parts: Flat tensors of equal length.
-        output: Flat tensor; may be the memory of `parts[output_part]`.
+        parts: Flat tensors of equal length. Without `spare`, `parts[0]` may be overwritten.
+        output: Flat tensor; may be the memory of `parts[output_part]`, and of no other part.
         reduction: "sum", "max" or "min".
         output_part: Number of the part that `output` may alias.
-        spare: Memory for intermediate results. If it is given, no part other than `output_part` is
-            overwritten.
+        spare: Memory for intermediate results with the dtype of `output` and at least its length. With it,
+            only `output` is overwritten. It is not for unsigned types of 16 bits or more.
     """
     if len(parts) == 2 and output.dtype not in SIGNED:
         FUNCTIONS[reduction](*parts, out=output)

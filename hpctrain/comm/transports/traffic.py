@@ -52,14 +52,18 @@ class Traffic(NamedTuple):
 def traffic_of(
     call: Call, rank: int, size: int, nodes: Sequence[int] | None = None, once: bool = False
 ) -> Traffic:
-    """Return the traffic of this rank in a call.
+    """Return the bytes that this rank sends to and receives from other nodes in a call, and its rounds.
+
+    This is a local call.
 
     Args:
-        call: The call, which still has its tensors.
+        call: The call before its `release`, since uneven pieces and all-to-alls are sized by its tensors.
         rank: This rank in the group.
-        size: Number of ranks.
-        nodes: Node of each rank; None if each rank is a node of its own.
-        once: True if each byte crosses links once.
+        size: Number of ranks of the group.
+        nodes: Node of each rank of the group; None if each rank is a node of its own.
+        once: True for the hierarchical algorithm (`Transport.crosses_links_once`), which only all_reduce,
+            reduce_scatter and all_gather have. Then each node must have equally many, consecutive ranks.
+            False if pieces go straight to their owners.
     """
     nodes = range(size) if nodes is None else nodes
     if call.peer >= 0:

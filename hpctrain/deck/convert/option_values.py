@@ -29,10 +29,14 @@ def number(value: object) -> float:
 
 
 def integer(value: object) -> int:
-    """Return an integer of any size, given as a number or as text."""
+    """Return an integer, given as a whole number or as text ("8", "1e6", "8.0"); booleans are refused.
+
+    Raises:
+        UnsupportedOptionError: The value is not a whole number, or is a shell variable that is not set.
+    """
     if isinstance(value, int) and not isinstance(value, bool):
         return value
-    if isinstance(value, str) and value.isdecimal() and len(value) <= _MOST_DIGITS:
+    if isinstance(value, str) and value.removeprefix("-").isdecimal() and len(value) <= _MOST_DIGITS:
         return int(value)  # a float might not hold it
     converted = number(value)
     if converted != int(converted):

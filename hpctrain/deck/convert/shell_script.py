@@ -174,7 +174,10 @@ class _ScriptText:
         return found
 
     def skip_blanks_and_comment(self, blanks: str = _BLANKS) -> bool:
-        """Go behind blanks, and behind a comment; return True if there were any."""
+        """Go past blanks and then one comment, up to the line end. Return True if anything was skipped.
+
+        Call it only where a word could begin: "#" counts as a comment there, with or without a blank before.
+        """
         before = self.position
         while not self.at_end and self.current in blanks:
             self.position += 1
