@@ -1,4 +1,7 @@
-"""Tests of tables that a key selects, and of decks that have keys by their old names."""
+"""Tables that a key selects, and decks that have keys by their old names.
+
+Tests of deck/old_keys.py, deck/migrate.py and deck/optimizer.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Tests of deck/read.py, validate.py, schema.py and sources.py: decks are read, validated and written."""
+"""Decks are read, validated and written.
+
+Tests of deck/read.py, deck/validate.py, deck/schema.py and deck/sources.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Tests of deck/convert/megatron.py and shell_script.py: arguments in scripts, and their conversion."""
+"""Arguments of Megatron-LM in scripts, and their conversion to a deck.
+
+Tests of deck/convert/megatron.py, deck/convert/shell_script.py, deck/convert/rule_table.py and
+deck/convert/option_values.py.
+"""
 
 from __future__ import annotations
 
