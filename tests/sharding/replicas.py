@@ -47,7 +47,7 @@ class Expected:
     """Local SGD, DiLoCo and its streaming form, one parameter by name after the other."""
 
     def __init__(self, deck: Deck, runs: Sequence[Trainer]) -> None:
-        self.keys, self.runs, self.step = deck.communication, runs, 0
+        self.keys, self.runs, self.step = deck.layout.local_steps, runs, 0
         self.outer = {name: values.clone() for name, values in runs[0].parameters().items()}
         self.velocity = {name: values * 0 for name, values in self.outer.items()}
         self.under_way: dict[str, tuple[int, Tensor]] = {}
@@ -59,14 +59,13 @@ class Expected:
         self.step += 1
         keys = self.keys
         mine = [run.parameters() for run in self.runs]
-        average = keys.outer == "average"
-        rate, momentum = (1.0, 0.0) if average else (keys.outer_learning_rate, keys.outer_momentum)
+        rate, momentum = (keys.diloco.learning_rate, keys.diloco.momentum) if keys.diloco else (1.0, 0.0)
         for name, outer in self.outer.items():
             if name in self.under_way and self.under_way[name][0] + keys.delay == self.step:
                 self.take(name, outer, mine, rate, momentum)
             parts = name.split(".")
             fragment = int(parts[1]) % keys.fragments if parts[0] == "blocks" else 0
-            if self.step % keys.local_steps == fragment * keys.local_steps // keys.fragments:
+            if self.step % keys.steps == fragment * keys.steps // keys.fragments:
                 gradients = [outer - values[name] for values in mine]
                 self.under_way[name] = self.step, sum(gradients) / len(gradients)
                 if keys.delay == 0:
