@@ -303,7 +303,7 @@ def test_other_numbers_of_replicas_begin_from_the_outer_model(world: World, mpi_
     """One that is left goes on with weights, momentum and rate; so do two that follow it."""
     more = (*DILOCO, *keys(local_steps=4), f"run.dir={mpi_tmp_path}")
     two = small_deck(*more)
-    one = two.with_keys(layout={"replicas": 1})
+    one = two.with_keys(layout={"local_steps.replicas": 1})
     training = trainer(world, two)
     training.train(6)
     path, outer = saved(two, training), outer_of(training)
