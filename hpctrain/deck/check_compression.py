@@ -1,4 +1,4 @@
-"""Checks of the compression of gradients: its keys against each other, the layout and the optimizer."""
+"""Checks of gradient compression against the layout and the optimizer, and of its keys against each other."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _COMPRESS = ("communication.compress",)
 
 
 def compression_problems(deck: Deck) -> list[DeckProblem]:
-    """Everything that is wrong with the compression that a deck asks for."""
+    """Return the problems of the gradient compression of a deck."""
     problems = list(_warmup(deck))
     if deck.communication.compression is not None:
         problems += [*_layout(deck), *_momentum(deck)]
@@ -23,7 +23,7 @@ def compression_problems(deck: Deck) -> list[DeckProblem]:
 
 
 def _warmup(deck: Deck) -> Iterator[DeckProblem]:
-    """Exact steps at the start of a run whose steps are all exact."""
+    """Yield the problem of exact first steps in a run in which all steps are exact."""
     form = deck.communication.compression
     is_exact = form is None or (isinstance(form, TopKTable) and form.ratio == 1)
     if deck.communication.warmup and is_exact and not in_replicas(deck):
@@ -41,12 +41,12 @@ def _layout(deck: Deck) -> Iterator[DeckProblem]:
     layout = deck.layout
     if layout.zero > 1:
         sentence = (
-            f"sums gradients that no rank keeps whole, so that {_form(deck)} has nowhere to keep what it "
-            "does not send of them (0 or 1 would do)"
+            f"shards gradients, but {_form(deck)} needs complete gradients on each rank to keep what it "
+            "does not send (0 or 1 would do)"
         )
         yield DeckProblem("layout.zero", sentence, _COMPRESS)
     elif layout.zero_group is not None:
-        sentence = f"has slices summed once more, exactly, behind the sums of {_form(deck)} (leave it out)"
+        sentence = f"needs a second, exact sum between groups, which {_form(deck)} excludes (leave it out)"
         yield DeckProblem("layout.zero_group", sentence, (*_COMPRESS, "layout.zero"))
 
 
@@ -55,18 +55,20 @@ def _momentum(deck: Deck) -> Iterator[DeckProblem]:
     keys, optimizer = deck.communication, deck.optimizer
     if keys.compress == "topk" and isinstance(optimizer.rule, SgdTable) and optimizer.rule.nesterov:
         sentence = (
-            f"looks ahead of a momentum that all ranks have, but with {_form(deck)} each has one of its own "
-            "until it sends it (false would do)"
+            f"needs the same momentum on all ranks, but with {_form(deck)} each rank has its own until it "
+            "sends it (false would do)"
         )
         yield DeckProblem("optimizer.sgd.nesterov", sentence, _COMPRESS)
     if keys.compress != "onebit":
         return
     if optimizer.name != "adamw":
-        sentence = f'must be "adamw" with {_form(deck)}, which is its momentum in one bit an element'
+        sentence = (
+            f'must be "adamw" with {_form(deck)}, which sends the momentum of Adam in one bit per element'
+        )
         yield DeckProblem("optimizer.name", sentence, _COMPRESS)
     if not keys.warmup:
         sentence = (
-            f"must be 1 or more with {_form(deck)}: exact steps at the start tell how large each element's "
-            "steps are from then on (a tenth of run.steps or more would do)"
+            f"must be 1 or more with {_form(deck)}: exact steps at the start determine the "
+            "step size of each element for the rest of the run (a tenth of run.steps or more would do)"
         )
         yield DeckProblem("communication.warmup", sentence, _COMPRESS)

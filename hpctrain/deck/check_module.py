@@ -1,4 +1,4 @@
-"""Checks of a deck with a module that users bring: what it does not go with, or not yet."""
+"""Checks of a deck with a user's own module against keys that modules do not support."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from hpctrain.text import either
 _WITH = ("model.module",)
 
 _RANKS = {
-    "context": "splits sequences in our families' attention alone",
-    "expert": "spreads the experts of our families alone",
-    "expert_tensor": "splits the experts of our families alone",
+    "context": "is supported only by the attention of built-in models",
+    "expert": "distributes experts of built-in models only",
+    "expert_tensor": "splits experts of built-in models only",
 }
 
 _DEFAULTS = {
-    "layout.auto": "knows the costs of our families alone",
-    "memory.activations": "takes away what blocks of our families save",
-    "memory.activation_format": "compresses what blocks of our families save",
-    "memory.accumulate": "counts on parameters that every micro-batch of a step uses",
-    "layout.local_steps": "trains parts of the data ranks of our families alone",
-    "communication.server": "is for our families yet",
-    "communication.compress": "is for our families yet",
-    "run.noise_scale_steps": "is for our families yet",
-    "data.document_mask": "masks attention of our families",
-    "machine.compile": "compiles functions of our families' blocks",
-    "machine.rates": "is for plans of our families' seconds",
+    "layout.auto": "knows the costs of built-in models only",
+    "memory.activations": "offloads activations of built-in models only",
+    "memory.activation_format": "compresses activations of built-in models only",
+    "memory.accumulate": "requires that every micro-batch of a step uses all parameters",
+    "layout.local_steps": "supports built-in models only",
+    "communication.server": "supports built-in models only",
+    "communication.compress": "supports built-in models only",
+    "run.noise_scale_steps": "supports built-in models only",
+    "data.document_mask": "masks the attention of built-in models only",
+    "machine.compile": "compiles functions of built-in models only",
+    "machine.rates": "predicts times of built-in models only",
 }
-"""Keys that have to stay as they are where nobody gives them, and why."""
+"""Keys that must have their defaults with a module, and the reason."""
 
 
 def module_problems(deck: Deck) -> Iterator[DeckProblem]:
@@ -46,7 +46,8 @@ def module_problems(deck: Deck) -> Iterator[DeckProblem]:
         given = deck.sources.places.get(f"model.{name}")
         if name not in MODULE_KEYS and given is not None and not given.note:
             yield DeckProblem(
-                f"model.{name}", "is of our own families (leave it out; a module has arguments)"
+                f"model.{name}",
+                "describes a built-in transformer (leave it out; a module has model.arguments)",
             )
     for name, why in _RANKS.items():
         if getattr(deck.layout, name) != 1:
@@ -57,23 +58,23 @@ def module_problems(deck: Deck) -> Iterator[DeckProblem]:
         table = getattr(deck, section)
         usual = type(table).model_fields[name].default
         if getattr(table, name) != usual:
-            yield DeckProblem(key, f"{why}, and does not go with model.module (leave it out)", _WITH)
+            yield DeckProblem(key, f"{why}, and does not work with model.module (leave it out)", _WITH)
     yield from _tensor(deck)
     yield from _in_blocks(deck)
     recompute = deck.memory.recompute
     if recompute not in {"none", "full"}:
-        sentence = 'is of our own families; of a module whole blocks are computed again ("full" would do)'
+        sentence = 'is for built-in models; a module can recompute whole blocks only ("full" would do)'
         yield DeckProblem("memory.recompute", sentence, _WITH)
     elif recompute == "full" and deck.model.blocks is None:
         sentence = 'computes blocks again, and model.blocks does not say which those are ("layers.*")'
         yield DeckProblem("memory.recompute", sentence, ("model.blocks", *_WITH))
     if deck.precision.compute == "fp8":
-        sentence = 'multiplies in layers of our own families ("bf16" would do with model.module)'
+        sentence = 'works in layers of built-in models only ("bf16" would do with model.module)'
         yield DeckProblem("precision.compute", sentence, _WITH)
 
 
 def _in_blocks(deck: Deck) -> Iterator[DeckProblem]:
-    """Yield the problems of optimizers that update whole matrices of a module."""
+    """Yield the problem of an optimizer of whole matrices, which tensor parallelism may split."""
     if deck.optimizer.name in UPDATES_MATRICES and deck.layout.tensor > 1:
         would = either([f'"{name}"' for name in ("adamw", "sgd", "lion", "schedule-free")])
         sentence = f"updates whole matrices, which a plan may have cut in parts ({would} would do)"
@@ -124,9 +125,9 @@ def _pipeline(deck: Deck) -> Iterator[DeckProblem]:
 
 
 def without_module(deck: Deck) -> Iterator[DeckProblem]:
-    """Keys of modules in a deck that has none."""
+    """Yield the problems of keys of modules in a deck without a module."""
     for name in ONLY_OF_MODULES:
         if getattr(deck.model, name) is not None:
             yield DeckProblem(
-                f"model.{name}", "is of a module that you bring, and model.module names none", _WITH
+                f"model.{name}", "is a key of your own modules, but model.module is not given", _WITH
             )

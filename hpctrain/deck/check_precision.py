@@ -1,4 +1,4 @@
-"""Checks of formats: keys of 8 bits and of fp16, and kernels of matrix products."""
+"""Checks of number formats: keys of fp8 and fp16, and kernels of matrix products."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _OF_FP16 = ("initial_loss_scale", "loss_scale_window")
 _OF_FP8 = ("fp8", "fp8_history", "fp8_gradients", "fp8_exclude", "fp8_messages", "fp8_gather", "fp8_watch")
 
 ONE_SCALE = ("tensor", "delayed")
-"""The recipes in which a matrix has one scale."""
+"""Recipes in which a matrix has a single scale."""
 
 KERNEL_FORMATS = {"onednn": ("fp32",), "fp32": ("bf16", "fp16"), "fp32-onednn": ("bf16", "fp16")}
-"""Formats that a value of `machine.products` multiplies, if it does not multiply all."""
+"""Formats that a value of `machine.products` supports, if it does not support all."""
 
 BLOCK_SIZES = {"block": 128, "mx": 32}
-"""Of the recipes in which a scale is of some elements along a dim."""
+"""Number of elements with a common scale in recipes that scale blocks along a dimension."""
 
 
 def precision_problems(deck: Deck) -> Iterator[DeckProblem]:
-    """Everything that is wrong with how a deck multiplies in 8 bits, and what it says of formats in vain."""
+    """Yield the problems of the number formats of a deck, among them keys that have no effect."""
     keys, server = deck.precision, deck.communication.server
     said = f'precision.compute = "{keys.compute}"'
     yield from _products(deck, said)
@@ -45,8 +45,8 @@ def precision_problems(deck: Deck) -> Iterator[DeckProblem]:
         yield DeckProblem("precision.fp8_gather", sentence, ("layout.zero",), no_effect=True)
     elif keys.fp8_gather and keys.fp8 not in ONE_SCALE:
         sentence = (
-            f'does not go with precision.fp8 = "{keys.fp8}": slices cut what has a scale, and the transposed '
-            'matrix is another one ("tensor" and "delayed" have one scale a matrix)'
+            f'does not go with precision.fp8 = "{keys.fp8}": slices divide elements with a common scale, and '
+            'the transposed matrix has other scales ("tensor" and "delayed" have one scale a matrix)'
         )
         yield DeckProblem("precision.fp8_gather", sentence, (*_COMPUTE, *_RECIPE, "layout.zero"))
     if keys.fp8 != "delayed":

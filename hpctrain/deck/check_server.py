@@ -1,4 +1,4 @@
-"""Checks of servers: what they cannot go together with, and keys that are given in vain without them."""
+"""Checks of parameter servers: keys that do not work with them, and keys that have no effect."""
 
 from __future__ import annotations
 
@@ -14,44 +14,44 @@ from hpctrain.text import counted
 _SERVER = "communication.server.mode"
 
 _ALONE: tuple[tuple[str, object, str], ...] = (
-    ("communication.compress", "none", "pushes travel as they are"),
-    ("layout.local_steps", None, "workers have no weights of their own to go on with"),
+    ("communication.compress", "none", "gradients are sent to servers uncompressed"),
+    ("layout.local_steps", None, "workers have no weights of their own for local steps"),
     ("layout.tensor", 1, "a worker is one rank, which has the whole model"),
     ("layout.pipeline", 1, "a worker is one rank, which has the whole model"),
     ("layout.context", 1, "a worker is one rank, which has the whole model"),
-    ("layout.zero", 0, "the servers have a slice of all state each anyway"),
+    ("layout.zero", 0, "each server already has a shard of all state"),
     (
         "model.experts",
         None,
-        "routers learn from what all ranks note of a step, which workers do not make together",
+        "load balancing needs statistics of all ranks in a step, but workers do not make steps together",
     ),
-    ("memory.optimizer", "device", "state in files or host memory is updated by all ranks together"),
-    ("memory.parameters", "device", "what lies elsewhere is gathered by all ranks together"),
+    ("memory.optimizer", "device", "all ranks would have to update offloaded state together"),
+    ("memory.parameters", "device", "all ranks would have to gather offloaded parameters together"),
     ("checkpoint.mode", "collective", "the servers write while the workers wait"),
-    ("checkpoint.memory_every", 0, "no rank has all state to keep a copy of"),
-    ("stability.corruption", "off", "what the servers hold is not checked"),
-    ("stability.spike", "off", "updates are made of pushes, not of steps that can be judged"),
-    ("checkpoint.mirror", False, "its ranks do not go in step, as those must that send each other mirrors"),
+    ("checkpoint.memory_every", 0, "no rank has the complete state to copy"),
+    ("stability.corruption", "off", "the state of servers is not checked"),
+    ("stability.spike", "off", "servers update for each gradient that arrives, so there is no step to judge"),
+    ("checkpoint.mirror", False, "ranks that mirror each other must make steps together"),
     ("run.trace", False, "it shows steps that all ranks make together"),
     ("stability.verify_layout", False, "it compares a step that all ranks make together"),
 )
-"""Keys with the one value that goes with servers, and why another one does not."""
+"""Keys with the only value that works with servers, and the reason why others do not."""
 
 
 def server_ranks(deck: Deck) -> int:
-    """Ranks that serve."""
+    """Return the number of ranks that are parameter servers."""
     return 0 if deck.communication.server is None else deck.communication.server.ranks
 
 
 def no_worker(deck: Deck, ranks: int) -> DeckProblem:
-    """Too few ranks."""
+    """Return the problem of a run with too few ranks for a worker."""
     need = server_ranks(deck) + count_dedicated_ranks(deck) + 1
     sentence = f"leaves no worker of {counted(ranks, 'rank')} (start {need} or more)"
     return DeckProblem("communication.server.ranks", sentence, (_SERVER,))
 
 
 def server_problems(deck: Deck) -> Iterator[DeckProblem]:
-    """Everything that is wrong with the servers that a deck asks for, or asks for in vain."""
+    """Yield the problems of the parameter servers of a deck, among them keys that have no effect."""
     keys = deck.communication.server
     if keys is None:
         return

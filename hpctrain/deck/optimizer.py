@@ -41,14 +41,18 @@ class SgdTable(Section):
 class LionTable(Section):
     """Lion (arXiv 2302.06675). It needs a peak rate 3 to 10 times below AdamW's, and more weight decay."""
 
-    beta1: float = key("Share of the running mean in a step.", 0.9, ge=0, lt=1)
+    beta1: float = key(
+        "Weight of the running mean in an update; the gradient has the weight 1 - beta1.", 0.9, ge=0, lt=1
+    )
     beta2: float = key("Decay of the running mean of gradients.", 0.99, ge=0, lt=1)
 
 
 class ScheduleFreeTable(Section):
     """Schedule-free AdamW (arXiv 2405.15682), whose model is an average of the weights."""
 
-    beta1: float = key("Share of the average at which gradients are computed.", 0.9, ge=0, lt=1)
+    beta1: float = key(
+        "Weight of the averaged weights in the point at which gradients are computed.", 0.9, ge=0, lt=1
+    )
     beta2: float = key("Decay of the running mean of squared gradients.", 0.999, ge=0, lt=1)
     epsilon: float = key("Number that is added to the root of the mean square.", 1e-8, gt=0)
 
@@ -78,7 +82,10 @@ class MuonTable(_AdamKeys):
     newton_schulz: Literal["bf16", "fp32"] = key("Format of the Newton-Schulz iteration.", "bf16")
     newton_schulz_steps: int = key("Number of steps of that iteration.", 5, ge=1, le=99)
     others_rate: float = key(
-        "Learning rate of the parameters that AdamW updates, as a multiple of the step's.", 1.0, gt=0, le=1000
+        "Learning rate of the parameters that AdamW updates, as a multiple of the rate that Muon uses.",
+        1.0,
+        gt=0,
+        le=1000,
     )
 
 
@@ -118,7 +125,7 @@ class OptimizerSection(Section):
 
     @property
     def rule(self) -> OptimizerTable:
-        """The table of the update rule."""
+        """The table of the chosen update rule, such as [optimizer.adamw], with its keys."""
         return cast("OptimizerTable", self.selected("name"))
 
 
@@ -126,7 +133,7 @@ def optimizer_problems(deck: Deck) -> Iterator[DeckProblem]:
     """Yield what is wrong with the optimizer of a deck."""
     name, rule = deck.optimizer.name, deck.optimizer.rule
     if isinstance(rule, MuonTable) and not rule.matrices:
-        sentence = 'names nothing for muon to update (["blocks.*"] would do)'
+        sentence = 'must name the matrices that Muon updates (["blocks.*"] would do)'
         yield DeckProblem("optimizer.muon.matrices", sentence)
     if isinstance(rule, SgdTable | MuonTable) and rule.nesterov and not rule.momentum:
         momentum = f"optimizer.{name}.momentum"
@@ -137,15 +144,15 @@ def optimizer_problems(deck: Deck) -> Iterator[DeckProblem]:
 
 
 def _averaged(deck: Deck) -> Iterator[DeckProblem]:
-    """Yield what does not go with weights whose average is the model."""
+    """Yield the problems of schedule-free AdamW, whose model is an average of the weights."""
     name = f'optimizer.name = "{deck.optimizer.name}"'
     if deck.learning_rate.decay != "constant":
-        sentence = f'must be "constant" with {name}, whose average stands in for a decay of the rate'
+        sentence = f'must be "constant" with {name}, whose average of the weights replaces a decay'
         yield DeckProblem("learning_rate.decay", sentence, ("optimizer.name",))
     local_steps = deck.layout.local_steps
     if local_steps is not None and local_steps.differ:
-        sentence = "is not for replicas that part: an average of each one's is none of their outer model's"
+        sentence = "does not work with local steps, since each replica would have an average of its own"
         yield DeckProblem("optimizer.name", f'{sentence} ("adamw" would do)', ("layout.local_steps",))
     if deck.communication.server is not None:
-        sentence = "is not for servers, whose workers would evaluate the weights that they train, no average"
+        sentence = "does not work with servers, since workers would not evaluate the average of the weights"
         yield DeckProblem("optimizer.name", f'{sentence} ("adamw" would do)', ("communication.server",))

@@ -302,7 +302,7 @@ def test_what_fits(overrides: list[str]) -> None:
         ),
         (
             ["optimizer.name=muon", "optimizer.matrices=[]"],
-            ['optimizer.matrices=[]: names nothing for muon to update (["blocks.*"] would do)'],
+            ['optimizer.matrices=[]: must name the matrices that Muon updates (["blocks.*"] would do)'],
         ),
         (
             ["optimizer.name=sgd", "optimizer.beta2=0.99"],

@@ -52,8 +52,10 @@ def test_a_package_is_the_same_from_any_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["layers=2", "hidden=8", "family=gpt2", "preset=gpt2-124m", "dropout=0.1"])
-def test_sizes_of_our_families_are_refused(key: str) -> None:
-    assert problems(f"model.{key}") == ["is of our own families (leave it out; a module has arguments)"]
+def test_sizes_of_built_in_models_are_refused(key: str) -> None:
+    assert problems(f"model.{key}") == [
+        "describes a built-in transformer (leave it out; a module has model.arguments)"
+    ]
 
 
 @pytest.mark.parametrize("key", ["context", "expert"])
@@ -125,7 +127,7 @@ def test_what_is_no_target_is_refused() -> None:
 
 
 def test_keys_of_modules_are_refused_without_one() -> None:
-    sentence = "is of a module that you bring, and model.module names none"
+    sentence = "is a key of your own modules, but model.module is not given"
     ours = ("model.module=", "model.preset=gpt2-124m", "model.arguments=")
     assert problems(*ours, "model.blocks=layers.*") == [sentence]
     assert problems(*ours, "model.buffers=first") == [sentence]

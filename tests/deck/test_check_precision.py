@@ -78,8 +78,9 @@ def test_products_in_8_bits_that_can_be(overrides: list[str]) -> None:
         ),
         (
             [*FP8, "precision.fp8_gather=true", "layout.zero=3", "precision.fp8=mx"],
-            'precision.fp8_gather=true: does not go with precision.fp8 = "mx": slices cut what has a scale, '
-            'and the transposed matrix is another one ("tensor" and "delayed" have one scale a matrix)',
+            'precision.fp8_gather=true: does not go with precision.fp8 = "mx": slices divide elements '
+            "with a common scale, and the transposed matrix has other scales "
+            '("tensor" and "delayed" have one scale a matrix)',
         ),
         (
             ['precision.fp8_exclude=["head"]'],
