@@ -15,10 +15,11 @@ class Adapters(Section):
     Only A and B are trained.
     """
 
-    rank: int = key("Rows of A, and columns of B.", 8, ge=1, le=_MOST_RANK)
-    alpha: float = key("What their product is multiplied with, over the rank.", 16.0, gt=0, le=1e6)
+    rank: int = key("Rank of the adapters: rows of A and columns of B.", 8, ge=1, le=_MOST_RANK)
+    alpha: float = key("Scale of the adapters: B A is multiplied by alpha / rank.", 16.0, gt=0, le=1e6)
     targets: tuple[str, ...] = key(
-        'Matrices of blocks that have them, by ends of names: ["query", "value"], ["feed_forward.*"].',
+        'Matrices of blocks that get adapters, by the ends of their names: ["query", "value"], '
+        '["feed_forward.*"].',
         ("*",),
         strict=False,
         min_length=1,
@@ -26,7 +27,7 @@ class Adapters(Section):
 
     @property
     def scale(self) -> float:
-        """Factor of B A."""
+        """Factor alpha / rank by which B A is multiplied."""
         return self.alpha / self.rank
 
     def adapts(self, name: str) -> bool:

@@ -29,16 +29,16 @@ from hpctrain.deck.schema import Deck, fields, sections
 from hpctrain.deck.sources import toml_value
 from hpctrain.text import control_problem, either
 
-_TITLE_BYTES = 200  # names of files may have 255, and some are the title and more
+_TITLE_BYTES = 200  # names of files may have 255 bytes, and some consist of the title and more
 
 NO_HOST = 'is for GPUs; on the CPU the device is the host ("device" or "disk" would do)'
 NO_HOST_ACTIVATIONS = 'is for GPUs; on the CPU they are in host memory anyway ("keep" or "disk" would do)'
 
 
 def check_deck(deck: Deck, ranks: int | None = None) -> list[DeckProblem]:
-    """Everything that can be wrong with a deck whatever the number of ranks.
+    """Return the problems of a deck that do not depend on the number of ranks.
 
-    Where `ranks` is known, what depends on it is left to `world_problems`.
+    If `ranks` is given, problems of batch sizes that depend on it are left to `world_problems`.
     """
     return [
         *_texts(deck),
@@ -79,9 +79,9 @@ def _transformer(deck: Deck) -> list[DeckProblem]:
 
 
 def source_problems(deck: Deck, source: Mapping[str, object]) -> list[DeckProblem]:
-    """Every key that the model named by model.from, with the keys `source`, cannot have.
+    """Return the problems of keys that contradict the model of `model.from`, which has the keys `source`.
 
-    Its vocabulary may grow; of learned positions the first may be taken; others are not bound to a length.
+    The vocabulary may be larger. With learned positions the sequence may be shorter, otherwise it is free.
     """
     name = f"model.from = {toml_value(deck.model.source)}"
     problems = []

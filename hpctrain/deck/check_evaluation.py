@@ -1,4 +1,4 @@
-"""Checks of what a run is evaluated on, and of what follows from evaluations."""
+"""Checks of evaluation sets, and of keys that depend on evaluations."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def watched_set(deck: Deck) -> str:
 
 
 def evaluation_problems(deck: Deck) -> Iterator[DeckProblem]:
-    """Everything wrong with a deck's evaluations, whatever the files hold."""
+    """Yield the problems of the evaluation sets of a deck. Token files are not read."""
     run, names = deck.run, set_names(deck)
     if run.evaluate_every and not names:
         sentence = "evaluates on held-out sequences, but data.validation = 0 holds none out"

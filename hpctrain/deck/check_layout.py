@@ -1,4 +1,4 @@
-"""Checks of the axes, the pipeline and ZeRO against the model and the batch, whatever the number of ranks."""
+"""Checks of axes, pipeline and ZeRO against model and batch that do not depend on the number of ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hpctrain.text import either
 
 
 def layout_problems(deck: Deck) -> list[DeckProblem]:
-    """Everything that keeps a model from being laid out as the deck says."""
+    """Return the problems of the layout of a deck with its model."""
     return [*_tensor(deck), *_context(deck), *_pipeline(deck), *expert_layout_problems(deck)]
 
 
@@ -97,7 +97,9 @@ def _pipeline(deck: Deck) -> Iterator[DeckProblem]:
     layout, layers = deck.layout, deck.model.layers
     parts = layout.pipeline * layout.chunks
     made = f"layout.pipeline x layout.chunks = {layout.pipeline} x {layout.chunks}"
-    most = layers + (2 if parts > 2 else 1)  # the first part may embed alone, the last one predict alone
+    most = layers + (
+        2 if parts > 2 else 1
+    )  # the first part may have only the embedding, the last one only the output layer
     if parts > most:
         least = 2 if layout.schedule in TWO_CHUNKS else 1
         fewer = most // layout.chunks

@@ -1,4 +1,4 @@
-"""Checks of replicas and of the steps that they make by themselves."""
+"""Checks of replicas and of their local steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def in_replicas(deck: Deck) -> bool:
 
 
 def local_step_problems(deck: Deck) -> Iterator[DeckProblem]:
-    """Everything that keeps replicas from making steps by themselves as the deck says, on any ranks."""
+    """Yield the problems of local steps that do not depend on the number of ranks."""
     keys, layout = deck.layout.local_steps, deck.layout
     if keys is None:
         return

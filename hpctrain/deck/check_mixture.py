@@ -11,11 +11,11 @@ from hpctrain.text import counted, either
 from hpctrain.units import format_bytes, format_count
 
 RECORDED_BYTES = 1 << 30
-"""Of the choices that a run writes down."""
+"""Highest number of bytes of the routing that a run records."""
 
 
 def mixture_problems(deck: Deck) -> list[DeckProblem]:
-    """Everything that is wrong with the mixtures that a deck asks for, or asks for in vain."""
+    """Return the problems of the mixtures of a deck, among them keys that have no effect."""
     if deck.model.experts is None:
         return []
     return [
@@ -29,7 +29,7 @@ def mixture_problems(deck: Deck) -> list[DeckProblem]:
 
 
 def expert_layout_problems(deck: Deck) -> list[DeckProblem]:
-    """Everything that keeps experts from being spread and split as the deck says, whatever the ranks."""
+    """Return the problems of the layout of experts that do not depend on the number of ranks."""
     model, layout, experts = deck.model, deck.layout, deck.model.experts
     problems = []
     for axis, does in (("expert", "spreads experts over ranks"), ("expert_tensor", "splits experts")):
@@ -55,7 +55,7 @@ def expert_layout_problems(deck: Deck) -> list[DeckProblem]:
 
 
 def expert_world_problems(deck: Deck, of_stage: int) -> Iterator[DeckProblem]:
-    """Everything that keeps the experts from lying on the `of_stage` ranks of a pipeline stage."""
+    """Yield the problems of experts on the `of_stage` ranks of a pipeline stage."""
     layout, experts = deck.layout, deck.model.experts
     if experts is None:
         return
@@ -185,7 +185,7 @@ def _capacity(deck: Deck) -> Iterator[DeckProblem]:
 
 
 def _recorded(deck: Deck) -> Iterator[DeckProblem]:
-    """Choices that are written down must fit into the memory of a rank, and into their file."""
+    """Yield the problem of recorded routing that does not fit into memory, or into its file."""
     model, sequence, experts = deck.model, deck.batch.sequence, deck.model.experts
     assert experts is not None
     mixtures = sum(block % experts.every == 0 for block in range(experts.dense_first + 1, model.layers + 1))
@@ -201,6 +201,6 @@ def _recorded(deck: Deck) -> Iterator[DeckProblem]:
 
 
 def _at_least(number: float) -> str:
-    """Return the shortest text of a number that is not smaller."""
+    """Return the shortest decimal text of a number that is at least `number`."""
     digits = next(digits for digits in range(2, 18) if float(f"{number:.{digits}g}") >= number)
     return f"{number:.{digits}g}"

@@ -1,4 +1,4 @@
-"""Checks of the gradient noise scale: where no rank has gradients of some tokens alone, or of others."""
+"""Checks of the gradient noise scale, which needs gradients of different tokens on different ranks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hpctrain.deck.sources import toml_value
 _KEY = "run.noise_scale_steps"
 
 _NOT_MEANS = frozenset({"sign", "onebit", "topk", "powersgd"})
-"""Forms of sums that are not, up to rounding, those of all gradients of the step."""
+"""Compressions whose sums differ from the gradient sums of the step by more than rounding."""
 
 
 def noise_scale_problems(deck: Deck) -> Iterator[DeckProblem]:
-    """Everything that keeps the noise scale from being measured, on any ranks."""
+    """Yield the problems of the noise scale that do not depend on the number of ranks."""
     if not deck.run.noise_scale_steps:
         return
     layout, keys = deck.layout, deck.communication

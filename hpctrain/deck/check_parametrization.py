@@ -1,4 +1,4 @@
-"""Checks of what the width of a model changes (muP)."""
+"""Checks of model.parametrization (muP)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.text import either
 
 SCALED = ("adafactor", "adam-mini", "adamw", "lion", "muon", "schedule-free", "sgd")
-"""The optimizers of which it is known how rates follow the width."""
+"""Optimizers whose learning rates have a known dependence on the width."""
 
 
 def parametrization_problems(deck: Deck) -> Iterator[DeckProblem]:

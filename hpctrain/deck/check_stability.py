@@ -1,4 +1,4 @@
-"""Checks of what a run does about spikes and faults: where it could go back to, and keys given in vain."""
+"""Checks of the reactions to spikes and faults: copies for a rollback, and keys without effect."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SPIKE = "stability.spike"
 
 
 def stability_problems(deck: Deck) -> Iterator[DeckProblem]:
-    """Everything that is wrong with what a deck wants done about spikes."""
+    """Yield the problems of the reaction of a deck to spikes."""
     keys, checkpoint, steps = deck.stability, deck.checkpoint, deck.run.steps
     if keys.corruption == "off" and keys.corruption_every != _default("corruption_every"):
         sentence = 'has no effect with stability.corruption = "off" (leave it out)'
@@ -47,7 +47,7 @@ def stability_problems(deck: Deck) -> Iterator[DeckProblem]:
 
 
 def _in_vain(keys: Stability) -> Iterator[str]:
-    """Keys with other than their usual values, which nothing looks at."""
+    """Yield the names of keys that differ from their defaults and have no effect."""
     looked_at = {
         "off": (),
         "skip": ("spike_window", "spike_factor", "spike_most"),

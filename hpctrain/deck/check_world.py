@@ -15,19 +15,19 @@ from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.text import counted, either
 
-MOST_MICRO_BATCHES = 65_536  # of a rank in one step: a schedule lists the actions of each
-MOST_PASSES = 1 << 20  # of micro-batches through the parts of a model, in one schedule
+MOST_MICRO_BATCHES = 65_536  # micro-batches of a rank in one step: a schedule lists the actions of each
+MOST_PASSES = 1 << 20  # passes of micro-batches through the parts of a model in one schedule
 
 
 def check_world(deck: Deck, ranks: int) -> None:
-    """Raise `HpctrainError` with everything in the deck that does not fit this number of ranks."""
+    """Raise `HpctrainError` with all problems of the deck on this number of ranks."""
     problems = world_problems(deck, ranks)
     if problems:
         raise HpctrainError([deck.problem(problem.key, problem.sentence) for problem in problems])
 
 
 def data_ranks(deck: Deck, ranks: int) -> int:
-    """Size of the data axis: the ranks that the other axes leave. Raises as `check_world` does."""
+    """Return the size of the data axis: ranks / (other axes). Raise the errors of `check_world`."""
     check_world(deck, ranks)
     return (ranks - server_ranks(deck) - count_dedicated_ranks(deck)) // _model_ranks(deck)
 
@@ -35,7 +35,7 @@ def data_ranks(deck: Deck, ranks: int) -> int:
 def world_problems(deck: Deck, ranks: int) -> list[DeckProblem]:
     """Return the problems of a deck on a number of ranks.
 
-    The message about a layout that was chosen for another number of ranks tells how to choose it anew.
+    The message about a layout that was chosen for another number of ranks says how to choose a new one.
     """
     return [_with_choice(deck, problem) for problem in _problems(deck, ranks)]
 
@@ -81,7 +81,7 @@ def _problems(deck: Deck, ranks: int) -> list[DeckProblem]:
 
 
 def batch_sizes(micro_size: int, data: int, sizes: dict[str, int]) -> Iterator[DeckProblem]:
-    """Sizes of a batch, by key, that the data ranks cannot share in micro-batches of `micro_size`."""
+    """Yield the problems of batch sizes, by key, that do not divide into micro-batches on the data ranks."""
     unit = micro_size * data
     for key, size in sizes.items():
         if size % unit:

@@ -54,7 +54,7 @@ class ServerTable(Section):
     """Servers own parameters and optimizer state; workers send them gradients."""
 
     mode: Literal["sync", "async", "stale"] = key(
-        "When workers go on: all in step, each on its own, or within a distance of the slowest."
+        "When workers continue: all in the same step, each without waiting, or at most staleness steps ahead."
     )
     ranks: int = key("Number of servers, which are the first ranks.", 1, unit="ranks", ge=1)
     staleness: int = key(
@@ -64,11 +64,12 @@ class ServerTable(Section):
         ge=0,
     )
     correction: Literal["none", "scale", "compensate"] = key(
-        "Correction of stale gradients: a rate divided by the staleness, or a term for the drift.",
+        "Correction of stale gradients: divide the learning rate by the staleness, or add a "
+        "compensation term.",
         "none",
     )
     compensation: float = key(
-        'Weight of that term, the squared gradient times the drift (correction = "compensate").',
+        'Weight of that term: squared gradient x change of the weights (correction = "compensate").',
         0.04,
         ge=0,
         le=1e6,
@@ -79,26 +80,28 @@ class Communication(Section):
     """Transports, compression of gradients, and parameter servers."""
 
     transport: Literal["auto", "shared", "mpi", "nccl"] = key(
-        "shared: in the memory of a node, mpi between nodes; nccl: between GPUs; auto: by device.", "auto"
+        "shared: node memory, MPI between nodes; nccl: GPUs; auto: nccl if each rank has a GPU, shared "
+        "on CPUs.",
+        "auto",
     )
     bucket_bytes: Bytes = key(
         "Gradients are synchronized in pieces of about this size.", 25_000_000, unit="bytes", ge=1
     )
     check: bool = key(
-        "Whether ranks compare every call before they make it, and name a difference; for finding mistakes.",
+        "Debugging: ranks compare each collective call before they make it, and report a mismatch.",
         False,
     )
     emulate: LinkText | None = key(
-        "Delays that make links between a machine's ranks slow, to try things out: '100 Mbit/s, 20 ms'.",
+        "Emulation of a slow network between the ranks of one machine, for experiments: '100 Mbit/s, 20 ms'.",
         None,
         unit="bit/s",
         derived="none",
     )
     ranks_per_node: int | None = key(
-        "Ranks of the nodes that a machine is cut into, to try out what several nodes do.",
+        "Emulation of several nodes on one machine, for experiments: number of ranks of each emulated node.",
         None,
         unit="ranks",
-        derived="as the machine is",
+        derived="the nodes of the machine",
         ge=1,
     )
     compress: Literal["none", "bf16", "int8", "sign", "onebit", "topk", "powersgd"] = key(
@@ -106,7 +109,7 @@ class Communication(Section):
         "none",
     )
     warmup: int = key(
-        "First steps in which sums of gradients are exact, and go over all replicas.",
+        "First steps, in which gradients are summed exactly over all data ranks, across replicas too.",
         0,
         unit="steps",
         ge=0,

@@ -19,10 +19,10 @@ from hpctrain.deck.sources import clipped, toml_value
 from hpctrain.text import control_problem, nearest
 
 STAND_IN = "none"
-"""The value of data.tokens where a mixture is trained on, which nobody reads."""
+"""Placeholder value of data.tokens in a deck with a mixture; it is not read."""
 
 LEAST_SHARE = Fraction(1, 100_000)
-"""Of an entry: a sample of it comes within so many."""
+"""Smallest share of an entry: at least one of 100,000 samples."""
 
 _KEY = "data.mixture"
 _NAMES = ("tokens", "weight", "name")
@@ -46,7 +46,7 @@ class DatasetEntry:
 
 
 def names_of(tokens: object) -> tuple[str, ...]:
-    """Return the names and patterns of token files that a key or an entry has, as a text or as a list."""
+    """Return the names and patterns of token files in the value of a key, which is a text or a list."""
     names: Iterable[str] = (tokens,) if isinstance(tokens, str) else tokens  # type: ignore[assignment]
     return tuple(map(expand_user_path, names))
 
@@ -81,14 +81,14 @@ def tokens_exist(deck: Deck) -> bool:
 
 
 def tokens_key(deck: Deck, entry: DatasetEntry) -> str:
-    """Return the name of an entry's tokens in messages."""
+    """Return the name by which messages call the token files of an entry."""
     if deck.data.mixture is None:
         return "data.tokens"
     return f"data.mixture, entry {toml_value(entry.name)}: tokens"
 
 
 def fill_mixture(tables: Mapping[str, dict[str, Any]]) -> None:
-    """Complete the tables of a deck with a mixture in place."""
+    """Set the placeholder of data.tokens in the tables of a deck with a mixture, in place."""
     tables["data"].setdefault("tokens", STAND_IN)
 
 
@@ -167,6 +167,6 @@ def _name(entry: Mapping[str, Any]) -> str:
 
 
 def _shares(entries: tuple[dict[str, Any], ...]) -> list[Fraction]:
-    """Weights are taken as they are written: 0.1 is a tenth."""
+    """Return the share of each entry. Weights are exact decimals: 0.1 is a tenth."""
     weights = [Fraction(str(entry["weight"])) for entry in entries]
     return [weight / sum(weights) for weight in weights]

@@ -1,4 +1,4 @@
-"""The keys of a dataset that users bring: which ones it has, and what stands in for those of a token file."""
+"""Keys of a user's own dataset, and placeholders for the keys of token files."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from hpctrain.deck.problem import DeckProblem
 from hpctrain.deck.schema import Deck, fields
 
 ONLY_OF_DATASETS = ("dataset", "arguments", "collate", "workers", "inputs")
+"""Keys of [data] that only a deck with a dataset may have."""
 
 STAND_INS: Mapping[str, Any] = {"data.tokens": "none", "batch.sequence": 1, "model.vocabulary": 2}
-"""Values of keys about token files, which are not read for a deck with a dataset.
+"""Placeholder values of keys about token files, which a deck with a dataset does not use.
 
 A sample counts as a sequence of one token.
 """
@@ -21,7 +22,7 @@ _WITH = ("data.dataset",)
 
 
 def fill_dataset(tables: Mapping[str, dict[str, Any]], deck_name: str) -> None:
-    """Complete the tables of a deck with a dataset in place."""
+    """Resolve the functions of a dataset in the tables of a deck, and set the placeholders, in place."""
     data = tables["data"]
     for name in ("dataset", "collate"):
         if isinstance(data.get(name), str):

@@ -1,4 +1,4 @@
-"""Defaults that depend on other keys: written into the tables of a deck before they are validated."""
+"""Defaults that depend on other keys, which are added to the tables of a deck before their validation."""
 
 from __future__ import annotations
 
@@ -25,19 +25,23 @@ from hpctrain.deck.user_module import fill_module
 
 
 def find_preset(tables: Tables) -> Preset | None:
-    """Return the preset that the tables name; None if there is none of that name."""
+    """Return the preset that model.preset names; None if no preset has that name."""
     name = tables["model"].get("preset")
     return PRESETS.get(name) if isinstance(name, str) else None
 
 
 @dataclass(frozen=True)
 class Filled:
-    """The full names ("model.layers") of the keys that `fill` wrote, by where their values came from."""
+    """Full names, such as "model.layers", of the keys that `fill` added, by the origin of their values.
+
+    Attributes:
+        preset: Keys whose values are from the preset.
+        source: Keys whose values are from the model in `model.from`.
+        others: Keys whose values follow from other keys of the deck."""
 
     preset: set[str]
     source: set[str]
     others: set[str]
-    """Keys whose values follow from other keys of the deck."""
 
 
 def fill(
@@ -54,14 +58,14 @@ def fill(
         tables: Sections of the deck.
         deck_name: Name of the deck's file.
         source: Keys that the model in `model.from` determines.
-        completed: Work that the run has done.
+        completed: Work that the resumed run has completed.
     """
     batch = tables["batch"]
     filled = Filled(set(), set(), set())
     preset = find_preset(tables)
     if preset is not None:
         model = tables["model"]
-        # A key that follows another one follows the deck's value of it, not the preset's.
+        # A default that follows from another key follows from the deck's value of it, not from the preset's.
         follows = {"key_value_heads": "heads", "mlp": "hidden", "tied": "family", "head_size": "heads"}
         scored = _of_scores(tables)
         values = {
@@ -101,7 +105,7 @@ def fill(
 
 
 def _select_tables(tables: Tables) -> None:
-    """Give each choice a value and the table that it selects, and forget tables that are "none"."""
+    """Add the defaults of keys that select a table, and the selected tables. Remove "none" tables."""
     for name, kind in schema_tables().items():
         table = look_up(tables, name)
         if table == NONE:
@@ -114,7 +118,7 @@ def _select_tables(tables: Tables) -> None:
 
 
 def is_default(tables: Tables, key: str) -> bool:
-    """Return True if a key has the value that it would get from the other keys."""
+    """Return True if a key has the value that its default would have with the other keys."""
     without = deepcopy(tables)
     remove(without, key)
     followed = fill(without, "", {}).others
@@ -122,7 +126,7 @@ def is_default(tables: Tables, key: str) -> bool:
 
 
 def default_decay(optimizer: object) -> str:
-    """Return the default of learning_rate.decay with an optimizer."""
+    """Return the default of learning_rate.decay with the optimizer of that name."""
     return "constant" if optimizer == "schedule-free" else "cosine"
 
 
@@ -185,7 +189,7 @@ def _add_dependent_defaults(tables: Tables, filled: set[str], completed: Complet
 
 
 def _of_scores(tables: Tables) -> bool:
-    """Return True if the model computes scores, so that its head is not tied to the embedding."""
+    """Return True if the model computes scores, so that its output layer is not tied to the embedding."""
     return tables["objective"].get("kind") in OF_SCORES
 
 

@@ -1,6 +1,6 @@
-"""The section [[evaluation]]: sets of text of their own, on which a run is evaluated.
+"""The section [[evaluation]]: evaluation sets apart from the training data.
 
-In a deck each set is a table in a row of its own, `[[evaluation]]`; the deck has all of them in one key.
+A deck file has a table `[[evaluation]]` for each set; `Deck` holds all of them in the key `evaluation.sets`.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from pydantic import Field
 from hpctrain.deck.key import PathText, Section, key
 
 VALIDATION = "validation"
-"""What the held-out share of what is trained on is called among the sets."""
+"""Name of the set that is the held-out part of the training data."""
 
 
 class EvaluationSet(Section):
-    """One of the tables."""
+    """One evaluation set: a table [[evaluation]]."""
 
     name: str = key(
-        'What it is called in log, metrics and checkpoint.keep_best: letters, digits, ".", "_" and "-".',
+        'Name in log, metrics and checkpoint.keep_best, of letters, digits, ".", "_" and "-".',
         min_length=1,
     )
     tokens: PathText = key(
-        "Token file made by `hpctrain prepare`, of the tokenizer of data.tokens.", min_length=1
+        "Token file of `hpctrain prepare`, with the same tokenizer as data.tokens.", min_length=1
     )
     sequences: int | None = key(
-        "Sequences of one evaluation, at most: the first ones of the file.",
+        "Highest number of sequences of one evaluation, which are the first ones of the file.",
         None,
         unit="sequences",
         derived="run.evaluate_sequences",
@@ -35,8 +35,9 @@ class EvaluationSet(Section):
 
 
 class EvaluationSection(Section):
-    """Text of its own that a run is evaluated on, in tables [[evaluation]]: name, tokens, sequences."""
+    """Evaluation sets apart from the training data, each a table [[evaluation]]: name, tokens, sequences."""
 
     sets: Annotated[tuple[EvaluationSet, ...], Field(strict=False)] = key(
-        "All of these tables, evaluated when the held-out share is (run.evaluate_every), and at the end.", ()
+        "All evaluation sets, evaluated together with the held-out part (run.evaluate_every) and at the end.",
+        (),
     )

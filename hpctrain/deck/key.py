@@ -14,19 +14,19 @@ from typing_extensions import Self
 from hpctrain.units import parse_bytes, parse_link, parse_seconds
 
 Bytes = Annotated[int, BeforeValidator(lambda value: parse_bytes(value) if isinstance(value, str) else value)]
-"""A size; written as a number of bytes or as "25 MB", printed as a number."""
+"""Size in bytes, which a deck may have as a number or as a text such as "25 MB"."""
 
 Duration = Annotated[
     float, BeforeValidator(lambda value: parse_seconds(value) if isinstance(value, str) else value)
 ]
-"""A time; written as a number of seconds or as "50 min", printed as a number."""
+"""Time in seconds, which a deck may have as a number or as a text such as "50 min"."""
 
 
 Whole = Annotated[
     int,
     BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value),
 ]
-"""A whole number, which may be written as 1e9, printed as a whole one."""
+"""Whole number, which a deck may also have in the form 1e9."""
 
 
 def expand_user_path(path: str) -> str:
@@ -35,7 +35,7 @@ def expand_user_path(path: str) -> str:
 
 
 PathText = Annotated[str, AfterValidator(expand_user_path)]
-"""A path as text, whose "~" is expanded; also a name or a "FILE.py:FUNCTION", where a key takes either."""
+"""Path with "~" expanded; some keys also take a name or "FILE.py:FUNCTION"."""
 
 
 def _link(value: str) -> str:
@@ -44,7 +44,7 @@ def _link(value: str) -> str:
 
 
 LinkText = Annotated[str, AfterValidator(_link)]
-"""A link's speed and latency, written, and kept, as "100 Mbit/s, 20 ms"."""
+"""Bandwidth and latency of a link as text, such as "100 Mbit/s, 20 ms"."""
 
 
 def key(text: str, default: Any = ..., *, unit: str = "", derived: str = "", **bounds: Any) -> Any:
@@ -52,10 +52,10 @@ def key(text: str, default: Any = ..., *, unit: str = "", derived: str = "", **b
 
     Args:
         text: One line of help.
-        default: Its default; left out for a required key.
-        unit: Unit of its value.
-        derived: Default that follows from other keys, in words.
-        bounds: Bounds (`ge`, `gt`, `le`, `lt`), and `alias` if the name in the deck is not a name in Python.
+        default: Default of the key; leave it out for a required key.
+        unit: Unit of the value.
+        derived: Description of a default that follows from other keys.
+        bounds: Bounds (`ge`, `gt`, `le`, `lt`), and `alias` if the key's name is not a Python identifier.
     """
     return Field(default, description=text, json_schema_extra={"unit": unit, "derived": derived}, **bounds)
 
@@ -67,7 +67,7 @@ def table(text: str, *, chosen_by: str = "", derived: str = "none", **field_argu
         text: One line of help.
         chosen_by: Key of the same section that has the name of this table as its value if, and only if, the
             deck has the table. "" for a table that a deck may have or not.
-        derived: What an absent table means, in words.
+        derived: Description of what an absent table means.
         field_arguments: Further arguments of `pydantic.Field`, such as `alias`.
     """
     derived = "" if chosen_by else derived
@@ -76,7 +76,7 @@ def table(text: str, *, chosen_by: str = "", derived: str = "none", **field_argu
 
 
 class Section(BaseModel):
-    """One table of the deck."""
+    """Base class of all tables of a deck."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, defer_build=True)
 

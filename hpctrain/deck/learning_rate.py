@@ -18,7 +18,7 @@ _COOLED = ", ".join(WITH_COOLDOWN)
 
 
 class LearningRateSection(Section):
-    """The rate of every step: linear warm-up to the peak, then decay to the floor."""
+    """Learning rate of each step: linear warm-up to the peak, then decay to the floor."""
 
     peak: float = key("Highest learning rate.", 3e-4, gt=0, le=1000)
     warmup: int = key(
@@ -28,7 +28,7 @@ class LearningRateSection(Section):
         ge=0,
     )
     decay: Decay = key(
-        f"Form after the warm-up; {_FORMS}.",
+        f"Form of the decay after the warm-up; {_FORMS}.",
         derived='"cosine", with schedule-free "constant"',
     )
     decay_steps: int = key(
@@ -38,7 +38,7 @@ class LearningRateSection(Section):
         ge=1,
     )
     cooldown: int = key(
-        "Last steps of decay_steps, in which the rate falls from the peak to the floor in a line "
+        "Last steps of decay_steps, in which the rate falls linearly from the peak to the floor "
         f"({_COOLED}).",
         unit="steps",
         derived=f"a tenth of decay_steps ({_COOLED}), else 0",
@@ -46,7 +46,8 @@ class LearningRateSection(Section):
     )
     floor: float = key("Lowest rate after the warm-up, as a share of the peak.", 0.1, ge=0, le=1)
     reference_batch: int = key(
-        "Batch that the peak is meant for: it is multiplied by the step's batch over this one; 0: it is not.",
+        "Batch size that the peak was tuned for: the rate is scaled by batch / reference_batch; 0: no "
+        "scaling.",
         0,
         unit="sequences",
         ge=0,

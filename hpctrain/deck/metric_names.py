@@ -1,4 +1,4 @@
-"""Names of metrics by which runs are compared: the training loss, or results of an evaluation set."""
+"""Names of the metrics that runs can be compared by: the training loss, or results of an evaluation set."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class MetricName:
 
 
 def parse_metric_name(deck: Deck, name: str) -> MetricName:
-    """Return the metric that a value of `--figure` names.
+    """Return the metric that the value of the option `--figure` names.
 
     Args:
         deck: Deck of the run, with its evaluation sets.

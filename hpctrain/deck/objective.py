@@ -1,4 +1,4 @@
-"""The section [objective]: what is learned of the data, and the checks of it against other keys."""
+"""The section [objective]: the training loss, and checks of it against other keys."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ if TYPE_CHECKING:
     from hpctrain.deck.schema import Deck
 
 LANGUAGE = ("next-token", "sft")
-"""Kinds that learn the next token, whose loss is in nats."""
+"""Kinds that predict the next token; their loss is in nats."""
 
 PREFERENCES = ("dpo", "reward")
-"""Kinds that learn from pairs of answers, which are sequences next to each other."""
+"""Kinds that learn from pairs of answers; a pair is two consecutive sequences."""
 
 REFERRED = ("dpo",)
-"""Those of them that compare with what the model made of the answers when the run began."""
+"""Kinds of `PREFERENCES` that compare with a reference: the model at the beginning of the run."""
 
 POLICIES = ("ppo", "grpo")
-"""Kinds that learn from rewards of what the model writes itself."""
+"""Kinds that learn from rewards of answers that the model generates."""
 
 OF_SCORES = ("reward",)
-"""Kinds whose model gives a number a token, in place of logits."""
+"""Kinds whose model outputs one score for each token instead of logits."""
 
 _OWN = {"dpo": ("beta", "loss", "smoothing"), "reward": ("margin", "centering")}
 
@@ -34,30 +34,36 @@ class ObjectiveSection(Section):
     """Loss with which the model is trained."""
 
     kind: Literal["next-token", "sft", "dpo", "reward", "ppo", "grpo"] = key(
-        "next-token; sft: of conversations; dpo, reward: of pairs, by odds or scores; ppo, grpo: of rewards.",
+        "next-token; sft: conversations; dpo: preference pairs; reward: reward model; ppo, grpo: RL "
+        "with rewards.",
         "next-token",
     )
     beta: float = key(
-        "How dear it is to leave the reference, which a run starts from; 0: there is none (dpo, ppo, grpo).",
+        "Weight of the KL divergence from the reference (the initial model); 0: no reference (dpo, ppo, "
+        "grpo).",
         0.1,
         ge=0,
         le=1000,
     )
     loss: Literal["sigmoid", "ipo"] = key(
-        "Loss of a pair (dpo): sigmoid, as in the paper; ipo: a square, of means over each answer's tokens.",
+        "Loss of a pair (dpo); sigmoid: as in the paper; ipo: squared error of means over each answer's "
+        "tokens.",
         "sigmoid",
     )
     smoothing: float = key(
-        "Share of pairs that are taken to be labelled the wrong way round (dpo, sigmoid).", 0.0, ge=0, lt=0.5
+        "Share of pairs assumed to have their labels swapped: label smoothing (dpo, sigmoid).",
+        0.0,
+        ge=0,
+        lt=0.5,
     )
     margin: float = key(
-        "By how much the preferred answer's reward is to be ahead, beside a row's own `margin` (reward).",
+        "Margin of the preferred answer's reward, added to the `margin` of a row of the data (reward).",
         0.0,
         ge=0,
         le=1000,
     )
     centering: float = key(
-        "Weight of the square of a pair's two rewards' sum, which keeps rewards about zero (reward).",
+        "Weight of the squared sum of a pair's rewards, which keeps rewards near zero (reward).",
         0.0,
         ge=0,
         le=1000,
@@ -69,7 +75,7 @@ def _differs(keys: ObjectiveSection, name: str) -> bool:
 
 
 def objective_problems(deck: Deck) -> Iterator[DeckProblem]:
-    """Everything that keeps a deck from its objective, and keys that are given in vain."""
+    """Yield the problems of a deck with its objective, among them keys that have no effect."""
     keys, kind = deck.objective, deck.objective.kind
     for other, names in _OWN.items():
         for name in names:

@@ -1,4 +1,4 @@
-"""The section [policy]: how a model that writes answers is made better by rewards, and its checks."""
+"""The section [policy]: reinforcement learning from rewards of generated answers, and its checks."""
 
 from __future__ import annotations
 
@@ -18,82 +18,113 @@ if TYPE_CHECKING:
     from hpctrain.deck.schema import Deck
 
 CALLS_AT_ONCE = 4
-"""Calls of a reward's function by a process before its rank gives a sign of life."""
+"""Number of calls of a reward function by a process after which its rank reports progress."""
 
 PATTERN = "regular-expression:"
-"""What a reward begins with that is a pattern."""
+"""Prefix of a reward that is a regular expression."""
 
 Texts = Annotated[tuple[PathText, ...], Field(strict=False)]
 Numbers = Annotated[tuple[float, ...], Field(strict=False)]
 
 
 class PolicySection(Section):
-    """Answers to prompts, their rewards, and how the model is moved by these (ppo, grpo)."""
+    """Answers to prompts, their rewards, and the policy gradient (ppo, grpo)."""
 
     reward: Texts = key(
-        "Rewards: exact-match, regular-expression:PATTERN, FILE.py:function, or a reward model's checkpoint.",
+        "Rewards: exact-match, regular-expression:PATTERN, FILE.py:function, or the checkpoint of a "
+        "reward model.",
         (),
     )
-    weights: Numbers = key("The weight of each of these rewards in the sum.", (), derived="all 1")
+    weights: Numbers = key("Weight of each of these rewards in their sum.", (), derived="all 1")
     answer: str = key(
-        "Key of a prompt's row that has the right answer, or a list of them.", "answer", min_length=1
+        "Key of a row of the data under which the correct answer, or a list of them, is.",
+        "answer",
+        min_length=1,
     )
     seconds: Duration = key(
-        "How long a reward's function may take for one call.", 30.0, unit="seconds", gt=0, le=86400
+        "Longest time of one call of a reward function.", 30.0, unit="seconds", gt=0, le=86400
     )
-    processes: int = key("Processes of each rank that call a reward's function.", 1, ge=1, le=256)
-    tokens: int = key("Tokens of an answer, at most; prompts have the rest of batch.sequence.", 128, ge=1)
-    stops: Texts = key("Texts before which an answer ends, as does the end of a document.", ())
+    processes: int = key("Processes of each rank that call reward functions.", 1, ge=1, le=256)
+    tokens: int = key(
+        "Highest number of tokens of an answer; prompts have the rest of batch.sequence.", 128, ge=1
+    )
+    stops: Texts = key(
+        "Stop strings: an answer ends before the first one, or at the end-of-document token.", ()
+    )
     temperature: float = key(
-        "What logits are divided by, where tokens are drawn and where they are learned from.",
+        "Sampling temperature; logits are divided by it in generation and in training.",
         1.0,
         ge=0.01,
         le=100,
     )
-    samples: int | None = key("Answers to each prompt, a group.", None, derived="8 for grpo, 1 for ppo", ge=1)
+    samples: int | None = key(
+        "Number of answers to each prompt (group size).", None, derived="8 for grpo, 1 for ppo", ge=1
+    )
     rollout: int | None = key(
-        "Answers that are written, then learned from.",
+        "Number of answers of a rollout, which are generated together and then trained on.",
         None,
         unit="sequences",
         derived="batch.global_size",
         ge=1,
     )
-    epochs: int = key("How often each answer is learned from.", 1, ge=1, le=1000)
-    clip_low: float = key("By what share the chance of a token may fall in a rollout.", 0.2, gt=0, lt=1)
-    clip_high: float | None = key("By how much it may rise.", None, derived="policy.clip_low", gt=0, le=100)
+    epochs: int = key("Number of times that each answer of a rollout is trained on.", 1, ge=1, le=1000)
+    clip_low: float = key(
+        "Lower clip range: the probability ratio of a token is clipped at 1 - clip_low.", 0.2, gt=0, lt=1
+    )
+    clip_high: float | None = key(
+        "Upper clip range: the probability ratio of a token is clipped at 1 + clip_high.",
+        None,
+        derived="policy.clip_low",
+        gt=0,
+        le=100,
+    )
     kl: Literal["k1", "k3"] | None = key(
-        "Estimate of the divergence from the start: k1, the difference; k3, which is never negative.",
+        "Estimator of the KL divergence from the reference; k1: log ratio; k3: never negative, less "
+        "variance.",
         None,
         derived="k1 (in the reward) for ppo, k3 (in the loss) for grpo",
     )
     mean: Literal["tokens", "answers", "constant"] | None = key(
-        "What losses are means of: all tokens; each answer's mean; each answer's sum over policy.tokens.",
+        "Mean of the loss: over all tokens, of each answer's mean, or of each answer's sum / policy.tokens.",
         None,
         derived="tokens for ppo, answers for grpo",
     )
-    scale: bool = key("Whether a group's rewards are divided by their deviation (grpo).", True)
-    whiten: bool = key("Whether advantages of a rollout get mean 0 and deviation 1 (ppo).", True)
-    gamma: float = key("What a reward is worth a token earlier (ppo).", 1.0, gt=0, le=1)
-    gae_lambda: float = key("How far advantages look ahead: 0 a token, 1 to the end (ppo).", 0.95, ge=0, le=1)
-    value_clip: float = key("How far the critic's values may move in a rollout (ppo).", 0.2, gt=0, le=1000)
+    scale: bool = key("Whether a group's rewards are divided by their standard deviation (grpo).", True)
+    whiten: bool = key(
+        "Whether advantages of a rollout are normalized to mean 0 and standard deviation 1 (ppo).", True
+    )
+    gamma: float = key("Discount factor of rewards for each token (ppo).", 1.0, gt=0, le=1)
+    gae_lambda: float = key(
+        "Lambda of generalized advantage estimation: 0 looks one token ahead, 1 to the end (ppo).",
+        0.95,
+        ge=0,
+        le=1,
+    )
+    value_clip: float = key("Clip range of the critic's values in a rollout (ppo).", 0.2, gt=0, le=1000)
     critic: Texts = key(
-        "Keys of the critic that differ, as --set has them: model.from, learning_rate.peak, layout.* (ppo).",
+        "Keys of the critic that differ from the policy's, written as for --set: "
+        "learning_rate.peak=1e-5 (ppo).",
         (),
     )
-    reference: Texts = key("Keys of the reference that differ, as --set has them: layout.*, memory.*.", ())
+    reference: Texts = key(
+        "Keys of the reference that differ from the policy's, written as for --set: layout.tensor=2.", ()
+    )
     critic_ranks: RankRange = key(
-        'Ranks that have the critic, as "4-7", and not the policy; "policy": those of the policy (ppo).',
+        'Separate ranks of the critic, such as "4-7"; "policy": the ranks of the policy (ppo).',
         "policy",
         unit="ranks",
     )
     reference_ranks: RankRange = key(
-        "Ranks that have the reference, and not the policy.", "policy", unit="ranks"
+        'Separate ranks of the reference; "policy": the ranks of the policy.', "policy", unit="ranks"
     )
     reward_ranks: RankRange = key(
-        "Ranks that have the reward models, and not the policy.", "policy", unit="ranks"
+        'Separate ranks of the reward models; "policy": the ranks of the policy.', "policy", unit="ranks"
     )
     shown: int = key(
-        "Answers of a rollout, and of an evaluation, that samples.jsonl gets.", 4, ge=0, le=10000
+        "Number of answers of each rollout and evaluation that are written to samples.jsonl.",
+        4,
+        ge=0,
+        le=10000,
     )
 
 
@@ -149,7 +180,7 @@ def answers_to_each(deck: Deck) -> int:
 
 
 def policy_problems(deck: Deck) -> Iterator[DeckProblem]:
-    """Everything that keeps a deck from learning by rewards, and keys that are given in vain."""
+    """Yield the problems of a deck with [policy], among them keys that have no effect."""
     keys, kind = deck.policy, deck.objective.kind
     if kind not in POLICIES:
         for name, field in PolicySection.model_fields.items():

@@ -63,7 +63,7 @@ EXPERT_KEYS: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Preset(PresetSizes):
-    """A shape: the keys of the deck's [model] that it fills, batch.sequence, and who published it."""
+    """Published model: keys of [model] and batch.sequence that the preset fills, and its source."""
 
     tied: bool
     norm_epsilon: float
@@ -189,7 +189,7 @@ _TINY_MIXTRAL = replace(
     mlp=256,
     expert_mlp=256,
     sequence=256,
-    source="Mixtral in small, to try things with",
+    source="Mixtral with small sizes, for experiments",
 )
 
 PRESETS: Mapping[str, Preset] = MappingProxyType(

@@ -14,9 +14,10 @@ class DeckProblem:
 
     Attributes:
         key: Full name of the wrong key.
-        sentence: End of a sentence that begins with the key and its value, and tells what would be right.
+        sentence: End of a sentence that begins with the key and its value, and says what would be right.
         others: Further keys on whose values the check depends.
-        for_new_decks: True if a run that has been trained with such a deck may continue.
+        for_new_decks: True if the problem is an error only in a new deck: a run that stored these values may
+            continue.
         no_effect: True if the key has no effect, which is an error only if the user gave it, not if a run
             stored it.
         row: Number of a table (from 0) and its key, for a key that holds a list of tables.

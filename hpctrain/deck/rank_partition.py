@@ -45,7 +45,7 @@ RankRange = Annotated[
     BeforeValidator(lambda value: str(value) if type(value) is int else value),
     AfterValidator(_named),
 ]
-"""Ranks of the world, such as "4-7" or 4, or "policy" for those of the policy."""
+"""Dedicated ranks, such as "4-7" or 4, or "policy" for the ranks of the policy."""
 
 
 class SharedRanks(NamedTuple):
@@ -60,8 +60,8 @@ class RankPartition:
     """Assignment of ranks to the models of a run that trains with rewards.
 
     Attributes:
-        own: Dedicated ranks of each model that has some.
-        ranks: Number of ranks of the run.
+        own: Dedicated ranks of each model that has any.
+        ranks: Number of ranks of the run, dedicated ones included.
     """
 
     own: Mapping[str, range]
@@ -69,7 +69,7 @@ class RankPartition:
 
     @staticmethod
     def of(deck: Deck, ranks: int) -> RankPartition:
-        """Return the partition of a deck on a number of ranks, which must fit it."""
+        """Return the partition that a deck makes of `ranks` ranks, among which its dedicated ranks are."""
         return RankPartition(dedicated_ranks(deck), ranks)
 
     @property
@@ -88,10 +88,10 @@ class RankPartition:
 
     @property
     def parties(self) -> list[SharedRanks]:
-        """Sets of ranks that hold the same models.
+        """Sets of ranks, each with the models that all of its ranks hold.
 
-        The first one has the policy and all models without ranks of their own, whether the run uses these or
-        not. The others are ordered by their lowest rank.
+        The first set holds the policy and all models without dedicated ranks, even if the run does not use
+        these models. The other sets are ordered by their lowest rank.
         """
         beside = tuple(model for model in _KEYS if model not in self.own)
         found: dict[tuple[str, ...], tuple[int, ...]] = {}
@@ -119,7 +119,7 @@ def undivided(deck: Deck) -> Deck:
 
 
 def require_undivided(deck: Deck, why: str) -> None:
-    """Raise HpctrainError with the reason `why` if models have dedicated ranks."""
+    """Raise HpctrainError if models have dedicated ranks; `why` is the reason that the message gives."""
     apart = [
         deck.problem(f"policy.{_KEYS[model]}", f'{why} ("{POLICY}" would do here)')
         for model in dedicated_ranks(deck)
@@ -134,7 +134,7 @@ def count_dedicated_ranks(deck: Deck) -> int:
 
 
 def world_division_problems(deck: Deck, ranks: int) -> Iterator[DeckProblem]:
-    """Yield the problems of dedicated ranks on a number of ranks: missing ranks, or none for the policy."""
+    """Yield problems of dedicated ranks in a run of `ranks` ranks: missing ones, or none for the policy."""
     for model, own in dedicated_ranks(deck).items():
         if own[-1] >= ranks:
             there = f"there {'is' if ranks == 1 else 'are'} {counted(ranks, 'rank')}, from 0 on"
@@ -152,11 +152,11 @@ _ALONE: tuple[tuple[str, object, str], ...] = (
     ("stability.corruption", "off", "it compares steps that all ranks make together"),
     ("stability.verify_layout", False, "it compares a step that all ranks make together"),
 )
-"""Keys with the only value that is possible with dedicated ranks, and the reason."""
+"""Keys with the only value that dedicated ranks allow, and the reason why others are refused."""
 
 
 def division_problems(deck: Deck, judged_by_models: bool, referred: bool) -> Iterator[DeckProblem]:
-    """Yield the problems of keys that dedicated ranks exclude, for a deck that trains with rewards.
+    """Yield the problems of dedicated ranks, and of keys that exclude them, if a deck trains with rewards.
 
     Args:
         deck: The deck.

@@ -26,20 +26,23 @@ A deck is a TOML file of the sections and keys below; keys without a default ("r
 given. Sizes may be written as "25 MB", "24 MiB" or "4G" (binary), times as "90 s", "1 h 30 min" or
 "1-12:30:00". "~" at the beginning of a path is the home folder. At
 the top of a deck, include = "base.toml" (or a list) takes the keys of other files, relative to this
-one; its own keys win. On the command line, --set section.key=value wins over all files, and --set
-section.key= puts a key back to its default. A default that names other keys follows them, also when
-a run goes on. "Resume" tells what happens to a resumed run if the value has changed. "free": the run uses it.
-"refused": it is an error. "fresh optimizer": it is an error unless optimizer.restart = true initializes
+one; the keys of this file have precedence. On the command line, --set section.key=value has precedence over
+all files, and --set section.key= resets a key to its default. A default that names other keys follows
+them, also in a resumed run. "Resume" says what happens to a resumed run if the value has changed.
+"free": the run uses it. "refused": it is an error.
+"fresh optimizer": it is an error unless optimizer.restart = true initializes
 the optimizer's state again, since the checkpoint has none for the new value.
 """
 _PRESET_KEYS = ("family", "layers", "hidden", "heads", "key_value_heads", "mlp", "vocabulary", "norm_epsilon")
 
 
 def reference_text(section: str | None = None, width: int = _WIDTH) -> str:
-    """Every section and key with type, default, unit and help, or those of one section.
+    """Return every section and key, or those of one section, with type, default, unit and help.
 
-    At most 100 columns wide; where there are fewer, the tables become lists. Raises `HpctrainError` if there
-    is no such section.
+    Lines have at most 100 columns. If `width` is less, lists replace the tables.
+
+    Raises:
+        HpctrainError: There is no such section.
     """
     if section is not None and section not in sections():
         raise HpctrainError(f"--reference {section}: {unknown_section(section, [])}")
@@ -87,7 +90,7 @@ def _section_list(section: str, keys: Mapping[str, FieldInfo], width: int) -> It
 
 
 def _indented(text: str, width: int) -> list[str]:
-    """Lines that break no name with a hyphen, such as "schedule-free"."""
+    """Return indented lines that do not break names at a hyphen, such as "schedule-free"."""
     indent = " " * 6
     return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
 
@@ -105,6 +108,8 @@ def _default(field: FieldInfo) -> str:
         return derived
     if field.is_required():
         return "required"
+    if field.default is None:
+        return "keys of the table"
     size = f" ({format_bytes(field.default)})" if extra(field, "unit") == "bytes" else ""
     return toml_value(field.default) + size
 
@@ -134,7 +139,7 @@ def _presets(width: int, as_table: bool) -> list[str]:
 
 
 def _row(cells: Sequence[str]) -> Iterator[str]:
-    """One row of the keys' table; long cells go on in the next line."""
+    """Yield the lines of one row of the table of keys; long cells continue on further lines."""
     wrapped = [textwrap.wrap(cell, width) or [""] for cell, width in zip(cells, _COLUMNS, strict=True)]
     for index in range(max(map(len, wrapped))):
         parts = [cell[index] if index < len(cell) else "" for cell in wrapped]

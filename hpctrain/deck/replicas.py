@@ -8,15 +8,15 @@ from hpctrain.text import counted
 
 
 def may_part(deck: Deck) -> bool:
-    """Return True if the replicas of a deck may diverge, even if only one replica is left."""
+    """Return True if a deck has local steps, so that replicas may diverge, even if only one is left."""
     return deck.layout.local_steps is not None and (in_replicas(deck) or deck.layout.steps_between_syncs > 1)
 
 
 def with_ranks(deck: Deck, before: Deck, ranks_before: int, ranks: int) -> tuple[Deck, str]:
-    """Return a deck with as many replicas as the ranks make, and a sentence if their number changes.
+    """Return the deck of a continued run with the number of replicas that its ranks form, and a message.
 
-    The number of ranks in a replica stays. If the ranks do not make whole replicas, the deck is not changed,
-    and its checks report the problem.
+    A replica keeps its number of ranks. If the ranks do not form whole replicas, the deck is not changed,
+    and its checks report the problem. The message is "" if the number of replicas does not change.
 
     Args:
         deck: The deck of the continued run.
@@ -39,9 +39,9 @@ def with_ranks(deck: Deck, before: Deck, ranks_before: int, ranks: int) -> tuple
 
 
 def initial_replicas(deck: Deck, ranks: int) -> tuple[Deck, str]:
-    """Return a deck with the largest possible number of replicas for a new run, and a sentence if it changes.
+    """Return the deck of a new run with the largest number of replicas that its ranks allow, and a message.
 
-    The number is at most that of the deck.
+    The number is at most that of the deck. The message is "" if the number does not change.
     """
     model_ranks = deck.layout.pipeline * deck.layout.tensor * deck.layout.context
     if not may_part(deck) or ranks % model_ranks:
@@ -51,9 +51,10 @@ def initial_replicas(deck: Deck, ranks: int) -> tuple[Deck, str]:
 
 
 def _with(deck: Deck, replicas: int, ranks: int) -> tuple[Deck, str]:
-    """Return the deck with a number of replicas, and a sentence about the change; "" if there is none.
+    """Return the deck with `replicas` replicas, and a message about the change, or "" if there is none.
 
-    A batch size stays if it is a multiple of the data ranks. Otherwise the batch size of a replica stays.
+    Batch sizes that are multiples of micro_size x data ranks do not change. Others change with the number of
+    replicas, so that the batch size of each replica stays the same.
     """
     layout, batch = deck.layout, deck.batch
     if replicas == layout.replicas:

@@ -10,13 +10,19 @@ from hpctrain.deck.key import Section, key
 class ReportSection(Section):
     """Further destinations of the rows of metrics.jsonl. None of them can slow or stop a run."""
 
-    tensorboard: bool = key("Event files for TensorBoard, in the run's folder tensorboard.", False)
+    tensorboard: bool = key(
+        "Whether to write TensorBoard event files, to the folder tensorboard of the run.", False
+    )
     wandb: Literal["off", "offline", "online"] = key(
-        "Weights & Biases; offline: into the run's folder wandb, for `wandb sync`; online: sent at once.",
+        "Weights & Biases; offline: the run's folder wandb, for `wandb sync`; online: sent during the run.",
         "off",
     )
-    trackio: bool = key("Trackio, on this machine, or where TRACKIO_SPACE_ID says.", False)
-    csv: bool = key("metrics.csv in the run's folder, with a column for each figure.", False)
+    trackio: bool = key(
+        "Whether to report to Trackio, on this machine or in the space that TRACKIO_SPACE_ID names.", False
+    )
+    csv: bool = key(
+        "Whether to write metrics.csv, with a column for each metric, to the run's folder.", False
+    )
 
     @property
     def packages(self) -> dict[str, str]:

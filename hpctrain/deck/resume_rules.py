@@ -19,7 +19,7 @@ PARAMETERS = "changes its parameters"
 FUNCTION = "changes what its parameters compute"
 
 _AT_THE_BEGINNING = "used only when a run begins"
-_OWN_RULES = "the rules of its own keys apply"
+_OWN_RULES = "the rules of the keys in its table apply"
 _NEW_ORDER = "the order of the samples changes"
 
 
@@ -57,7 +57,7 @@ RESUME_RULES: Mapping[str, ResumeRule] = {
     **_rules("refused", "model", "query_key_norm vocabulary adapters", PARAMETERS),
     **_rules("refused", "model.adapters", "rank targets", PARAMETERS),
     **_rules("refused", "model.adapters", "alpha", FUNCTION),
-    **_rules("free", "model", "frozen", "newly trained parameters get new optimizer state, which is said"),
+    **_rules("free", "model", "frozen", "newly trained parameters get new optimizer state, with a message"),
     **_rules("free", "model", "experts", _OWN_RULES),
     **_rules("free", "model", "dropout"),
     **_rules("refused", "model.experts", "count mlp shared every dense_first", PARAMETERS),

@@ -1,4 +1,4 @@
-"""Keys that hold tables, in a row as [[evaluation]] or one as [model.adapters]: what is wrong, and where."""
+"""Problems, with their places, of keys that hold a list of tables, such as [[evaluation]]."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hpctrain.text import nearest
 
 
 def wrong_rows(key: str, field: FieldInfo, value: object, sources: Sources) -> Iterator[tuple[Place, str]]:
-    """Everything wrong with the single tables of a key, with its place; nothing where they are none."""
+    """Yield place and message of each problem in the list of tables of a key; nothing for other keys."""
     row = row_section(field)
     if row is None or not isinstance(value, list):
         return
@@ -44,7 +44,7 @@ def row_problem(deck: Deck, key: str, number: int, name: str, sentence: str) -> 
 
 
 def place_of_row(sources: Sources, key: str, number: int | None, name: str) -> Place:
-    """Return the place of key `name` in table `number` of a list, or else of the table or the list."""
+    """Return the place of key `name` in table `number` of a list; if unknown, of the table or the list."""
     section = key.partition(".")[0]
     names = (
         (f"{section}.{number}.{name}", f"{section}.{number}") if number is not None else (f"{key}.{name}",)

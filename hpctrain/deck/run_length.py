@@ -18,14 +18,14 @@ LENGTHS = ("steps", "tokens", "epochs")
 def steps_for_samples(
     samples: int, global_size: int, ramp_from: int, ramp_steps: int, steps_done: int = 0
 ) -> int:
-    """Return the smallest number of steps in which a run takes at least a number of samples.
+    """Return the smallest number of steps of a run that trains on at least `samples` samples.
 
     Args:
-        samples: Samples to take after the steps that are done. May be negative: the run has taken more.
+        samples: Samples to train on after the completed steps; negative if the run has trained on too many.
         global_size: Batch size in samples after the ramp.
         ramp_from: Batch size of the first step; 0 without a ramp.
         ramp_steps: Number of steps of the ramp.
-        steps_done: Number of steps that are done; they count for the result and for the ramp.
+        steps_done: Number of completed steps, which are part of the result and of the ramp.
     """
     step, done = steps_done, 0
     while ramp_from and step < ramp_steps:
@@ -42,7 +42,7 @@ def steps_for_samples(
 
 @dataclass(frozen=True)
 class CompletedWork:
-    """Work that a resumed run has done.
+    """Steps and samples that a resumed run has completed.
 
     Attributes:
         steps: Number of steps.
@@ -55,12 +55,12 @@ class CompletedWork:
     sequence: int = 0
 
     def samples_of_length(self, sequence: int) -> int:
-        """Return the number of sequences of another length that have as many tokens as the samples."""
+        """Return the number of sequences of `sequence` tokens that equal the completed samples in tokens."""
         return self.samples * (self.sequence or sequence) // sequence
 
 
 def add_steps(tables: Mapping[str, dict[str, Any]], completed: CompletedWork = CompletedWork()) -> bool:
-    """Add run.steps to tables that have run.tokens instead. Return True if they have."""
+    """Compute run.steps from run.tokens in place. Return True if there was run.tokens without run.steps."""
     run, batch = tables["run"], tables["batch"]
     sizes = [run.get("tokens"), batch.get("sequence"), batch.get("global_size")]
     sizes += [batch.get("ramp_from", 1) or 1, batch.get("ramp_steps", 1) or 1]
@@ -75,13 +75,13 @@ def add_steps(tables: Mapping[str, dict[str, Any]], completed: CompletedWork = C
 
 
 def steps_of_epochs(epochs: float, sequences: int, batch: Batch, completed: CompletedWork) -> int:
-    """Return the smallest number of steps in which a run takes all sequences a number of times."""
+    """Return the smallest number of steps in which a run passes `epochs` times over all sequences."""
     samples = ceil(Fraction(str(epochs)) * sequences) - completed.samples_of_length(batch.sequence)
     return steps_for_samples(samples, batch.global_size, batch.ramp_from, batch.ramp_steps, completed.steps)
 
 
 def is_epoch_count(value: object) -> bool:
-    """Return True for a positive finite number. The validation reports other values."""
+    """Return True if `value` is a positive finite number. The validation reports other values."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return number and isfinite(value) and value > 0  # type: ignore[arg-type, operator]
 

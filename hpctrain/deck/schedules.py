@@ -1,13 +1,13 @@
 """The names of pipeline schedules."""
 
 ONE_CHUNK = ("naive", "gpipe", "1f1b", "zb-h1", "zb-h2")
-"""Of one part of the model on each stage."""
+"""Schedules with one part of the model on each stage."""
 
 V_SHAPED = ("zb-v", "v-half", "v-min", "dualpipe-v")
-"""Of two, down the stages and up again."""
+"""Schedules with two parts on each stage, in a V: forward order down the stages, then up again."""
 
 TWO_CHUNKS = ("interleaved", *V_SHAPED)
-"""Of two, or more."""
+"""Schedules with two or more parts on each stage."""
 
 NAMES = (*ONE_CHUNK, *TWO_CHUNKS)
-"""All; other schedules are in files."""
+"""Names of all built-in schedules; users can give others as files."""

@@ -56,27 +56,27 @@ class RunSection(Section):
     steps: int = key(
         "Optimizer steps of the whole run.",
         unit="steps",
-        derived="what run.tokens or run.epochs take, else required",
+        derived="from run.tokens or run.epochs, else required",
         ge=1,
     )
     tokens: Whole | None = key(
-        "Instead of steps, tokens of the whole run: 1e9 has the fewest steps that take so many.",
+        "Instead of steps, number of training tokens, such as 1e9; the last step may exceed it.",
         None,
         unit="tokens",
-        derived="none: run.steps",
+        derived="none: run.steps is used",
         ge=1,
         le=10**18,
     )
     epochs: float | None = key(
-        "Instead of steps, times through the data, which is counted: it becomes run.steps.",
+        "Instead of steps, number of passes over the training data, from which run.steps is computed.",
         None,
-        derived="none: run.steps",
+        derived="none: run.steps is used",
         gt=0,
     )
     seed: int = key("Seed of initial parameters, sample order and dropout.", 1234, ge=0, lt=2**63)
-    log_every: int = key("A line in the log every so many steps.", 10, unit="steps", ge=1)
+    log_every: int = key("Number of steps between two lines of the log.", 10, unit="steps", ge=1)
     evaluate_every: int = key(
-        "Loss on the held-out part, and on sets [[evaluation]], every so many steps; 0: only at the end.",
+        "Steps between evaluations on the held-out part and the sets of [[evaluation]]; 0: only at the end.",
         0,
         unit="steps",
         ge=0,
@@ -85,26 +85,25 @@ class RunSection(Section):
         "Held-out sequences of one evaluation, at most.", 64, unit="sequences", ge=1
     )
     patience: int = key(
-        "The run ends after so many evaluations without a lower loss of what checkpoint.keep_best "
-        "names; 0: not.",
+        "Early stopping: evaluations without a lower loss on the set of checkpoint.keep_best; 0: never stop.",
         0,
         ge=0,
     )
     noise_scale_steps: int = key(
-        "Steps over which the gradient noise scale, a batch worth its tokens, is averaged; 0: not measured.",
+        "Steps over which the gradient noise scale (critical batch size) is averaged; 0: it is not measured.",
         0,
         unit="steps",
         ge=0,
     )
     time_limit: Duration | None = key(
-        "Before the run has taken this long it stops in good order, to be resumed; Slurm's limit counts too.",
+        "Time after which the run writes a checkpoint and stops; a time limit of Slurm applies too.",
         None,
         unit="seconds",
         derived="none",
         gt=0,
     )
     time_margin: Duration | None = key(
-        "Kept free before the time limit, besides the time of a step and a checkpoint.",
+        "Reserve before the time limit, in addition to the time of a step and of a checkpoint.",
         None,
         unit="seconds",
         derived="1 min, at most a tenth of the limit",
@@ -112,10 +111,11 @@ class RunSection(Section):
     )
     threads: int = key("Threads of each rank for computing on the CPU.", 1, ge=1, le=_MOST_THREADS)
     device: Literal["auto", "cpu", "cuda"] = key(
-        "Where to compute; auto: on GPUs where every rank has one.", "auto"
+        "Device that computes; auto: GPUs if every rank has one, else the CPU.", "auto"
     )
     trace: bool = key(
-        "Record what every rank does when, into trace.json with each checkpoint; `hpctrain plot` draws it.",
+        "Record a timeline of every rank, written to trace.json with each checkpoint and drawn by "
+        "`hpctrain plot`.",
         False,
     )
     trace_steps: int = key(
@@ -126,23 +126,43 @@ class RunSection(Section):
 class ExpertsTable(Section):
     """Mixtures of experts: a router sends each token to some of the experts of a block."""
 
-    count: int = key("Experts of a mixture.", ge=1, le=_MOST_EXPERTS)
-    per_token: int = key("Experts that each token goes to.", 2, ge=1, le=_MOST_EXPERTS)
+    count: int = key("Number of experts of a mixture.", ge=1, le=_MOST_EXPERTS)
+    per_token: int = key("Number of experts that each token is routed to (top-k).", 2, ge=1, le=_MOST_EXPERTS)
     mlp: int = key("Inner width of an expert.", derived="model.mlp", ge=1, le=4 * _LARGEST)
-    shared: int = key("Experts that every token goes to besides.", 0, ge=0, le=_MOST_EXPERTS)
-    every: int = key("Every so many-th block is a mixture.", 1, unit="blocks", ge=1, le=_MOST_LAYERS)
-    dense_first: int = key("First blocks that are dense.", 0, unit="blocks", ge=0, le=_MOST_LAYERS)
+    shared: int = key(
+        "Number of shared experts, which process every token in addition to its routed experts.",
+        0,
+        ge=0,
+        le=_MOST_EXPERTS,
+    )
+    every: int = key(
+        "Distance of the mixtures in blocks: 1 makes every block a mixture, 2 every second one.",
+        1,
+        unit="blocks",
+        ge=1,
+        le=_MOST_LAYERS,
+    )
+    dense_first: int = key(
+        "Number of blocks at the start of the model that are dense.", 0, unit="blocks", ge=0, le=_MOST_LAYERS
+    )
     router: Literal["softmax", "sigmoid"] = key(
-        "What makes probabilities of a router's logits: among experts, or of each by itself.", "softmax"
+        "Function that turns the router's logits into probabilities: softmax over experts, or sigmoid "
+        "of each one.",
+        "softmax",
     )
-    router_normalize: bool = key("Whether the weights of a token's experts add up to one.", True)
-    router_scale: float = key("Factor of these weights.", 1.0, gt=0)
+    router_normalize: bool = key(
+        "Whether the weights of a token's experts are normalized to a sum of 1.", True
+    )
+    router_scale: float = key("Factor by which these weights are multiplied.", 1.0, gt=0)
     router_groups: int = key(
-        "Groups of experts, of which the router chooses first, by the sum of each one's best two.", 1, ge=1
+        "Groups of experts; the router first selects groups, by the sum of their two highest scores "
+        "(DeepSeek-V3).",
+        1,
+        ge=1,
     )
-    router_groups_per_token: int = key("Groups that each token's experts may come from.", 1, ge=1)
+    router_groups_per_token: int = key("Number of groups that the router selects for each token.", 1, ge=1)
     router_dtype: Literal["fp32", "compute"] = key(
-        "Format of the router's product; compute: that of precision.compute.", "fp32"
+        "Number format of the router's matrix product; compute: the format of precision.compute.", "fp32"
     )
     router_z_loss: float = key(
         "Weight of the squared log-partition function of the router in the loss (ST-MoE); 0: none.",
@@ -151,27 +171,33 @@ class ExpertsTable(Section):
         le=1,
     )
     balance: Literal["loss", "bias", "none"] = key(
-        "What evens the experts' load out: a loss, or a bias of the choice (DeepSeek-V3).", "loss"
+        "Load balancing of experts: an auxiliary loss, a bias on the router's scores (DeepSeek-V3), or none.",
+        "loss",
     )
     balance_loss: float = key(
-        "Weight of the balance loss: experts x sum of share of tokens x mean probability.",
+        "Weight of the load balancing loss: experts x sum of (share of tokens x mean probability).",
         derived='0.01 with balance = "loss", else 0',
         ge=0,
         le=1000,
     )
     balance_over: Literal["micro_batch", "sequence", "step"] = key(
-        "Over which tokens shares are counted for it; step: those of the step before.", "micro_batch"
+        "Tokens over which the load balancing loss counts each expert's share; step: those of the "
+        "previous step.",
+        "micro_batch",
     )
-    balance_rate: float = key("By how much a step changes the bias of an expert.", 0.001, ge=0, le=1)
+    balance_rate: float = key(
+        'Amount by which a step changes the bias of an expert (balance = "bias").', 0.001, ge=0, le=1
+    )
     capacity: float | None = key(
-        "Tokens that an expert takes of a micro-batch, over an even share; the last ones are dropped.",
+        "Capacity factor: an expert takes this many times its even share of a micro-batch and drops the "
+        "rest.",
         None,
-        derived="none: all",
+        derived="none: no token is dropped",
         gt=0,
         le=_MOST_EXPERTS,
     )
     record_routing: int = key(
-        "First samples of the run, whose experts go into routing.h5, which other runs can follow.",
+        "Number of first samples whose routing is recorded in routing.h5, which other runs can replay.",
         0,
         unit="samples",
         ge=0,
@@ -180,13 +206,14 @@ class ExpertsTable(Section):
 
 
 class Model(Section):
-    """The transformer: a preset, which keys change, or family, layers, hidden and heads; or a module."""
+    """The model: a preset with changes, a transformer by family, layers, hidden and heads, or a module."""
 
     preset: PresetName | None = key(
-        "A published shape, whose values fill the keys not given.", None, derived="none"
+        "Published model whose sizes are the defaults of the keys that are not given.", None, derived="none"
     )
     source: PathText | None = key(
-        "Start from the weights of a Hugging Face folder or checkpoint, whose sizes fill keys not given.",
+        "Hugging Face folder or checkpoint with the initial weights; its sizes are defaults of keys not "
+        "given.",
         None,
         alias="from",
         derived="none: random weights",
@@ -238,13 +265,14 @@ class Model(Section):
         le=_LARGEST,
     )
     tied: bool = key(
-        "Whether output and input embedding are one.", derived="true (gpt2), false (llama, reward models)"
+        "Whether the output layer and the input embedding share their weights.",
+        derived="true (gpt2), false (llama, reward models)",
     )
     frozen: tuple[str, ...] = key(
         'Parameters that are not trained, by name; * stands for any text: ["blocks.0.*"].', (), strict=False
     )
     adapters: Adapters | None = table(
-        "Low-rank matrices beside those of blocks, which are trained alone (LoRA).",
+        "Low-rank adapters (LoRA) of the matrices of blocks; only the adapters are trained.",
         derived="none: all parameters are trained",
     )
     experts: ExpertsTable | None = table(
@@ -260,18 +288,21 @@ class Model(Section):
         le=100,
     )
     parametrization: Literal["standard", "mup"] = key(
-        "What the width changes; mup: so much that the rate that is best at base_width is best at any width.",
+        "mup (muP): initialization and rates scale so that the best learning rate is the same for every "
+        "width.",
         "standard",
     )
     base_width: int | None = key(
-        "Width at which mup changes nothing, and for which learning_rate.peak is the rate of all tensors.",
+        "Width of the mup base model, for which learning_rate.peak was tuned; mup changes nothing at "
+        "this width.",
         None,
         derived="required by mup",
         ge=1,
         le=_LARGEST,
     )
     base_head_size: int | None = key(
-        "Features of a head there: this model's where it has more heads, fewer where they are wider.",
+        "Head size of the mup base model: head_size if wider models have more heads, less if heads get "
+        "wider.",
         None,
         derived="required by mup at another width, else head_size",
         ge=1,
@@ -279,44 +310,47 @@ class Model(Section):
     )
 
     module: PathText | None = key(
-        'A module of your own instead: "FILE.py:FUNCTION", relative to the deck, or "PACKAGE:FUNCTION".',
+        'Instead of a transformer, your own module: "FILE.py:FUNCTION", relative to the deck, or '
+        '"PACKAGE:FUNCTION".',
         None,
         derived="none: a transformer of these sizes",
         min_length=3,
     )
     arguments: dict[str, Any] | None = key(
-        "What the function is called with, a table: [model.arguments].", None, derived="nothing"
+        "Table of keyword arguments for that function: [model.arguments].", None, derived="nothing"
     )
     miniature: dict[str, Any] | None = key(
-        "Other arguments for `check` and --verify-layout, which compute it on one rank, too, in fp64.",
+        "Arguments that make a small module, for `check` and --verify-layout, which compute it in fp64 too.",
         None,
-        derived="those of a run",
+        derived="model.arguments",
     )
     blocks: str | None = key(
-        'Its layers in a row, gathered (layout.zero = 3) and computed again one by one: "layers.*".',
+        "Consecutive layers of the module, the units of recomputation, gathering (ZeRO-3) and stages: "
+        '"layers.*".',
         None,
-        derived="none: all of it at once",
+        derived="none: the whole module",
         min_length=1,
     )
     loss: PathText | None = key(
-        "What makes its loss, named as module is: of outputs and batch a sum and a count.",
+        "Loss function of the module, named like model.module: outputs and batch give a loss sum and a "
+        "count.",
         None,
-        derived="next-token cross-entropy of its logits",
+        derived="next-token cross-entropy of the logits",
         min_length=3,
     )
     initial: PathText | None = key(
-        "What changes the initial values of the module that it is called with, named as module is.",
+        "Function that initializes the module, which is its argument; named like model.module.",
         None,
-        derived="those that the module gives itself",
+        derived="the initialization of the module",
         min_length=3,
     )
     buffers: Literal["first", "average"] | None = key(
-        "Whose its buffers are after a step, of data ranks: the first one's, or their mean.",
+        "Buffers of the module after a step: those of the first data rank, or the mean over data ranks.",
         None,
-        derived="required where it has any to keep",
+        derived="required if the module has persistent buffers",
     )
     plan: dict[str, Any] | Literal["its own"] | None = key(
-        'How tensor ranks split it: a table of patterns ("layers.*.q_proj" = "column"), or "its own".',
+        'Tensor parallelism of the module: a table of patterns ("layers.*.q_proj" = "column"), or "its own".',
         None,
         derived="required with layout.tensor above 1",
     )
@@ -335,41 +369,47 @@ class Data(Section):
         min_length=1,
     )
     mixture: Annotated[tuple[dict[str, Any], ...], Field(strict=False)] | None = key(
-        "Instead, several in shares: tables [[data.mixture]] with tokens (as above), weight, perhaps name.",
+        "Instead of tokens, a weighted mixture: tables [[data.mixture]] with tokens, weight and, "
+        "optionally, name.",
         None,
         derived="none: data.tokens alone",
     )
     dataset: PathText | None = key(
-        "Instead, samples for a module of your own: what makes the dataset, named as model.module is.",
+        "Instead of tokens, a dataset for your own module: function that makes it, named like model.module.",
         None,
         derived="none: a token file",
         min_length=3,
     )
     arguments: dict[str, Any] | None = key(
-        "What that is called with, a table: [data.arguments].", None, derived="nothing"
+        "Table of keyword arguments for the function of data.dataset: [data.arguments].",
+        None,
+        derived="nothing",
     )
     collate: PathText | None = key(
-        "What makes a batch of a list of its items, named as model.module is: a dict of arrays [b, ...].",
+        "Function that collates a list of items into a dict of arrays [b, ...]; named like model.module.",
         None,
-        derived="none: items of one shape are stacked",
+        derived="none: items of equal shape are stacked",
         min_length=3,
     )
-    workers: int = key("Processes of each rank that load its items ahead; 0: the rank does.", 0, ge=0, le=256)
+    workers: int = key(
+        "Loader processes of each rank, which prefetch items; 0: the rank itself loads them.", 0, ge=0, le=256
+    )
     inputs: tuple[str, ...] | None = key(
-        "Names in a batch that the module is called with, in this order where it does not take them by name.",
+        "Batch entries passed to the module: by name, or in this order if its arguments have other names.",
         None,
-        derived='all that it takes by name, but "targets" and "labels"',
+        derived='all of its arguments by name, except "targets" and "labels"',
         strict=False,
     )
     other_tokenizer: bool = key(
-        "Take tokens of another tokenizer than that of the weights that a run starts or goes on from.", False
+        "Allow training data of another tokenizer than that of the initial weights or the checkpoint.", False
     )
     document_mask: bool = key(
-        "Whether documents in a sequence do not see each other, and none predicts what comes behind its end.",
+        "Whether attention stays within a document, and the last token of a document has no target.",
         False,
     )
     pack: bool = key(
-        "Whether several conversations share a sequence, each by itself; else each has one.", True
+        "Whether to pack several conversations into a sequence, masked from each other; false: one each.",
+        True,
     )
     validation: float = key("Share of the sequences held out for evaluation.", 0.01, ge=0, lt=1)
 
@@ -382,7 +422,7 @@ class DilocoTable(Section):
 
 
 class LocalStepsTable(Section):
-    """Replicas that make several steps by themselves between two synchronizations."""
+    """Replicas that make several steps independently between two synchronizations (Local SGD, DiLoCo)."""
 
     replicas: int = key("Number of replicas, which are groups of data ranks with the same layout.", 1, ge=1)
     steps: int = key("Steps of each replica between two synchronizations.", 1, unit="steps", ge=1)
@@ -416,21 +456,27 @@ class LocalStepsTable(Section):
 class Layout(Section):
     """Distribution of the work over ranks: ranks = pipeline x data x context x tensor.
 
-    Experts fold the same ranks in their own way: pipeline x expert data x expert x expert_tensor.
-    `layout = "auto"`, in place of the section, has all of it chosen.
+    Expert layers use the same ranks with other axes: pipeline x expert data x expert x expert_tensor.
+    `layout = "auto"` in place of the section lets hpctrain choose all of these keys.
     """
 
     auto: bool = key(
-        "Whether keys that are not given, micro_size and recompute too, are chosen: the quickest that fits.",
+        "Whether hpctrain chooses the keys that are not given, micro_size and recompute: the fastest "
+        "that fits.",
         False,
     )
     data: int | None = key(
-        "Copies that train on different sequences.", None, unit="ranks", derived="fills the rest", ge=1
+        "Data-parallel copies of the model, which train on different sequences.",
+        None,
+        unit="ranks",
+        derived="all remaining ranks",
+        ge=1,
     )
     tensor: int = key("Ranks that split each layer's weights.", 1, unit="ranks", ge=1)
     context: int = key("Ranks that split each sequence.", 1, unit="ranks", ge=1)
     expert: int = key(
-        "Ranks over which the experts are spread: ranks of a stage, which the other axes use too.",
+        "Ranks of a stage over which the experts are distributed; data, context and tensor use the same "
+        "ranks.",
         1,
         unit="ranks",
         ge=1,
@@ -443,35 +489,41 @@ class Layout(Section):
         "Pipeline schedule: a name of `hpctrain schedule`, or the file of one.", "1f1b", min_length=1
     )
     chunks: int = key(
-        "Parts of the model that each stage holds.", derived="2 where the schedule needs two, else 1", ge=1
+        "Parts of the model (virtual stages) that each stage holds.",
+        derived="2 where the schedule needs two, else 1",
+        ge=1,
     )
     split: Annotated[tuple[int, ...], Field(strict=False)] | Literal["balanced"] | None = key(
         'Layers of each part of the model, first to last; "balanced": by the measured time of each kind.',
         None,
-        derived="the heaviest stage is lightest by FLOPs",
+        derived="the split with the fewest FLOPs on the stage with the most",
     )
     zero: int = key(
-        "What is cut over the data and context ranks: 1 optimizer state, 2 gradients too, 3 parameters too.",
+        "State sharded over data and context ranks (ZeRO): 1 optimizer state, 2 gradients too, 3 "
+        "parameters too.",
         0,
         ge=0,
         le=3,
     )
     zero_group: int | Literal["node"] | None = key(
-        'Ranks over which layout.zero cuts, copied across; "node": those of a node.',
+        'Ranks over which layout.zero shards, replicated between such groups; "node": the ranks of a node.',
         None,
         unit="ranks",
         derived="all data x context ranks",
     )
     sequence_parallel: bool = key("Whether norms and residuals are split over the tensor ranks too.", False)
     context_form: Literal["ring", "all_to_all"] = key(
-        "How context ranks attend: keys and values travel a ring, or heads are exchanged for sequence.",
+        "Attention of context ranks: keys and values pass around a ring, or an all-to-all swaps "
+        "sequence for heads.",
         "ring",
     )
     chosen: tuple[str, ...] = key(
-        "Keys that auto chose for a run, which --set layout=auto leaves open again.", (), strict=False
+        "Keys that auto chose for a run (written by hpctrain); --set layout=auto chooses them again.",
+        (),
+        strict=False,
     )
     local_steps: LocalStepsTable | None = table(
-        "Replicas that train by themselves for some steps and then exchange weights (Local SGD, DiLoCo).",
+        "Replicas that train independently for some steps and then exchange weights (Local SGD, DiLoCo).",
         derived="none: gradients are summed over all data ranks in every step",
     )
 
@@ -490,52 +542,63 @@ class Memory(Section):
     """Recomputation and offload of activations, parameters and optimizer state."""
 
     recompute: int | Literal["none", "full", "selective", "sqrt"] = key(
-        "What backward computes again: blocks (full), attention (selective), pieces of N or sqrt(L) blocks.",
+        "Activation recomputation: every block (full), attention (selective), or groups of N or sqrt(L) "
+        "blocks.",
         "none",
         unit="blocks",
     )
     activations: Literal["keep", "host", "disk"] = key(
-        "Where what blocks save waits for backward: host memory is for GPUs, disk means offload_dir.", "keep"
+        "Place of saved activations until backward: kept on the device, host memory (GPUs only) or "
+        "offload_dir.",
+        "keep",
     )
     activation_format: Literal["exact", "bf16", "int8"] = key(
-        "How it is kept: bf16 and int8, with a scale for every 256 elements, make gradients approximate.",
+        "Format of saved activations; bf16 and int8 (a scale for every 256 elements) approximate gradients.",
         "exact",
     )
     keep_gathered: int = key(
-        "Blocks of each stage that stay gathered through a step (layout.zero = 3).", 0, unit="blocks", ge=0
+        "Blocks of each stage whose parameters stay gathered for a whole step (layout.zero = 3).",
+        0,
+        unit="blocks",
+        ge=0,
     )
     accumulate: Literal["whole", "sliced"] = key(
-        "Gradients between micro-batches (zero = 2, 3): sliced: less memory, more traffic, other rounding.",
+        "Gradient accumulation (zero = 2, 3); sliced: less memory, more communication, different rounding.",
         "whole",
     )
     optimizer: Literal["device", "host", "disk"] = key(
-        "Where master weights and moments live: with host (GPUs only) and disk the CPU does the update.",
+        "Place of master weights and moments; with host (GPUs only) and disk the CPU computes the update.",
         "device",
     )
     parameters: Literal["device", "host", "disk"] = key(
-        "Where this rank's slices of the parameters live (layout.zero = 3).", "device"
+        "Place of each rank's slices of the parameters (layout.zero = 3).", "device"
     )
     offload_dir: PathText | None = key(
-        "Folder on a fast disk, for what lives there; its files go with the run.",
+        "Folder on a fast disk for all that is offloaded to disk; the files are deleted when the run ends.",
         None,
         derived="<run.dir>/offload",
         min_length=1,
     )
     offload_buffer: Bytes = key(
-        "Memory for optimizer state on its way from and to the disk.", 256_000_000, unit="bytes", ge=4096
+        "Size of the buffer through which optimizer state is read from and written to the disk.",
+        256_000_000,
+        unit="bytes",
+        ge=4096,
     )
 
 
 class Batch(Section):
-    """Size of a step."""
+    """Sizes of batches and sequences."""
 
     global_size: int = key("Sequences of one optimizer step, over all ranks.", unit="sequences", ge=1)
-    micro_size: int = key("Sequences that a rank computes at a time.", 1, unit="sequences", ge=1)
+    micro_size: int = key(
+        "Sequences of a micro-batch, which a rank computes at a time.", 1, unit="sequences", ge=1
+    )
     sequence: int = key(
         "Length of a sequence.", unit="tokens", derived="the preset's, else required", ge=1, le=_LONGEST
     )
     ramp_from: int = key(
-        "Batch of the first step, growing by as many at a time to global_size; 0: no ramp.",
+        "Batch size of the first step, and the increment by which it grows to global_size; 0: no ramp.",
         0,
         unit="sequences",
         ge=0,
@@ -546,19 +609,22 @@ class Batch(Section):
 class CheckpointSection(Section):
     """Checkpoints that a run writes."""
 
-    every: int = key("A checkpoint every so many steps; 0: only at the end.", 0, unit="steps", ge=0)
-    keep: int = key("Newest good checkpoints that are kept.", 2, ge=1)
+    every: int = key("Steps between checkpoints; 0: only at the end.", 0, unit="steps", ge=0)
+    keep: int = key("Number of newest valid checkpoints that are kept.", 2, ge=1)
     keep_every: int = key(
-        "Checkpoints of steps that are multiples of this stay for good; 0: none.", 0, unit="steps", ge=0
+        "Checkpoints of steps that are multiples of this number are never deleted; 0: none.",
+        0,
+        unit="steps",
+        ge=0,
     )
     keep_best: str | None = key(
-        'The set ("validation" is one) of which the checkpoint with the lowest loss stays, linked as "best".',
+        'Evaluation set, such as "validation", whose checkpoint of lowest loss is kept and linked as "best".',
         None,
         derived="none",
         min_length=1,
     )
     memory_every: int = key(
-        "A copy of the state in memory every so many steps, for going back without the disk; 0: none.",
+        "Steps between copies of the state in memory, from which a run recovers without the disk; 0: none.",
         0,
         unit="steps",
         ge=0,
@@ -567,32 +633,33 @@ class CheckpointSection(Section):
         "Whether training waits while a checkpoint is written, or goes on.", "collective"
     )
     buffer: Bytes = key(
-        "Memory of a rank for what is being saved; in background mode it holds what changes meanwhile.",
+        "Memory of each rank for the data being saved; in background mode, for tensors that training "
+        "changes.",
         256 << 20,
         unit="bytes",
         ge=1000,
     )
     mirror: bool = key(
-        "Whether a neighbour node has in memory what a rank would write, to go on from if a node is lost.",
+        "Whether each rank's state is copied to the memory of a neighbor node, to recover if a node is lost.",
         False,
     )
-    mirror_every: int = key("With mirror, that is renewed every so many steps.", 10, unit="steps", ge=1)
+    mirror_every: int = key("Steps between two updates of that copy.", 10, unit="steps", ge=1)
 
 
 class Stability(Section):
-    """Checks that the ranks agree and go on."""
+    """Detection of hangs, divergence, loss spikes and silent data corruption, and recovery from them."""
 
     hang_seconds: Duration = key(
-        "After so long without any sign of life the job reports where each rank is and ends; 0: never.",
+        "Time without progress after which the job reports what each rank was doing and ends; 0: never.",
         600.0,
         unit="seconds",
         ge=0,
     )
     check_parameters: bool = key(
-        "Whether to compare the initial parameters of all copies before training.", True
+        "Whether to compare the initial parameters of all data-parallel copies before training.", True
     )
     straggler_factor: float = key(
-        "Ranks that compute this many times as long as the median are named; 0: none (none over NCCL).",
+        "Ranks that compute this many times longer than the median are reported; 0: none (none with NCCL).",
         1.5,
         ge=0,
     )
@@ -600,21 +667,27 @@ class Stability(Section):
         "Weight of the squared log-partition function in the loss (PaLM); 0: none.", 0.0, ge=0, le=1
     )
     spike: Literal["off", "skip", "rollback"] = key(
-        "What a step is for whose loss or gradient norm is far above: an update left out, or a way back.",
+        "Reaction to a spike of loss or gradient norm: skip the update, or roll back to an earlier "
+        "checkpoint.",
         "off",
     )
     spike_window: int = key(
-        "Last steps by whose median and deviation spikes are told, once they are behind the warm-up.",
+        "Number of last steps (after the warm-up) whose median and deviation define a spike.",
         128,
         unit="steps",
         ge=8,
         le=100_000,
     )
-    spike_factor: float = key("Deviations above the median that make a spike.", 6.0, gt=1)
+    spike_factor: float = key("A spike is this many deviations above the median.", 6.0, gt=1)
     spike_back: int = key(
-        "Steps that a rollback goes back at least; samples since are left out.", 100, unit="steps", ge=1
+        "Lowest number of steps that a rollback goes back; the samples of these steps are skipped.",
+        100,
+        unit="steps",
+        ge=1,
     )
-    spike_most: int = key("Spikes of a run; with one more it stops, to be looked at.", 20, ge=1)
+    spike_most: int = key(
+        "Highest number of spikes of a run; with one more it stops, for you to examine it.", 20, ge=1
+    )
     max_skipped_steps: int = key(
         "Consecutive steps without an update, or all steps of a run, that end it with an error (0: never).",
         50,
@@ -622,44 +695,44 @@ class Stability(Section):
         ge=0,
     )
     corruption: Literal["off", "cheap", "full"] = key(
-        "Look for silent faults: in memory, copies, sums over ranks; full: products and all messages, too.",
+        "Detection of silent data corruption; cheap: memory, copies, sums; full: matrix products and "
+        "messages too.",
         "off",
     )
     corruption_every: int = key(
-        "Copies of the same on several ranks are compared every so many steps.", 10, unit="steps", ge=1
+        "Steps between comparisons of data that several ranks hold copies of.", 10, unit="steps", ge=1
     )
     verify_layout: bool = key(
-        "Whether to compare one tiny step of this layout with one rank's, before training.", False
+        "Whether to verify this layout before training: one small step must equal that of a single rank.",
+        False,
     )
 
 
 class Machine(Section):
-    """Properties of the machine, and how its processors are used."""
+    """Properties of the machine, and the use of its processors."""
 
     peak_flops: float | None = key(
-        "Floating-point rate of one rank that counts as 100% MFU.",
+        "Peak floating-point rate of one rank, which counts as 100% MFU.",
         None,
         unit="FLOP/s",
         derived="measured",
         gt=0,
     )
     rates: PathText | None = key(
-        "A machine's rates, by which seconds are planned: a published name, or a file of "
-        "`hpctrain calibrate`.",
+        "Machine model for predicted times: a built-in name, or a file that `hpctrain calibrate` wrote.",
         None,
-        derived="no seconds are planned",
+        derived="none: times are not predicted",
         min_length=1,
     )
     bind: bool = key(
-        "Whether each rank takes its share of the node's cores, where the launcher has not bound it.", False
+        "Whether to bind each rank to its share of the node's cores, if the launcher has not bound it.", False
     )
     products: Literal["auto", "library", "onednn", "fp32", "fp32-onednn"] = key(
-        "What multiplies on a CPU: the quickest as measured, torch's choice, oneDNN (fp32), or either "
-        "by way of fp32.",
+        "Matrix multiplication on CPUs: the fastest measured, torch's, oneDNN's, or either with fp32 inputs.",
         "auto",
     )
     compile: bool = key(
-        "Whether a CPU computes attention, activations, norms and losses by functions compiled at the start.",
+        "Whether attention, activations, norms and losses run on CPUs as functions compiled at the start.",
         False,
     )
     ranks_per_node: int | None = key(
@@ -669,17 +742,17 @@ class Machine(Section):
         "GPUs that `hpctrain job` asks for on a node.", None, unit="GPUs", derived="none", ge=0
     )
     memory: Bytes | None = key(
-        "Memory of a node, into which a run has to fit; `hpctrain job` asks for so much.",
+        "Memory of a node, which limits a run; `hpctrain job` requests this amount.",
         None,
         unit="bytes",
-        derived="what a run finds; for a job, what `hpctrain plan` predicts, and a quarter more",
+        derived="detected by a run; for a job, 1.25 times the prediction of `hpctrain plan`",
         ge=1,
     )
     gpu_memory: Bytes | None = key(
-        "Memory of a GPU, into which the ranks that use it have to fit.",
+        "Memory of a GPU, which limits the ranks that share it.",
         None,
         unit="bytes",
-        derived="what a run finds",
+        derived="detected by a run",
         ge=1,
     )
 

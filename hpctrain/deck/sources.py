@@ -1,4 +1,4 @@
-"""Places in which the keys of a deck were given, and how messages show keys and values."""
+"""Places in which the keys of a deck were given, and the form of keys and values in messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LONGEST_SHOWN = 200
 
 
 class ApiArgument(str):
-    """Value that a call of the Python API puts above a deck, in the form of `--set`.
+    """Value with which a call of the Python API overrides a key of a deck, in the form of `--set`.
 
     Attributes:
         name: Name of the argument of the call, which messages show.
@@ -76,7 +76,7 @@ class Sources:
         name: Name of the deck's file.
         places: Place of each key by its full name, such as "batch.micro_size".
         defaulted: Keys that were not given, and whose default depends on other keys.
-        trusted_code: Code of the deck that may be called; None if the user passed the deck, so that all may.
+        trusted_code: Code of the deck that may be called; None if all may, since the user passed the deck.
     """
 
     name: str = field(default="deck", compare=False)
@@ -87,7 +87,7 @@ class Sources:
     def __reduce__(
         self,
     ) -> tuple[type[Sources], tuple[str, dict[str, Place], frozenset[str], frozenset[CodeEntry] | None]]:
-        """Return what copies and pickles consist of: everything but the places."""
+        """Return the arguments of a copy or a pickle, which has everything except the places."""
         return Sources, (self.name, {}, self.defaulted, self.trusted_code)
 
     def place(self, key: str) -> Place:
@@ -99,7 +99,7 @@ class Sources:
 
         Args:
             key: Full name of the key.
-            value: Its value, which is shown if the place does not tell what was written.
+            value: Its value, which the message shows if the place does not have the written value.
             problem: End of the sentence.
         """
         place = self.place(key)

@@ -36,11 +36,11 @@ from hpctrain.files import is_unfit
 SourceReader = Callable[[str], Mapping[str, object]]
 """Function that takes the value of `model.from` and returns the keys that its model determines, by full name.
 
-If it has a method `sequences`, that returns the number of sequences in an epoch of a deck, for run.epochs.
+Its optional method `sequences` returns the number of sequences in an epoch of a deck, for run.epochs.
 """
 
 _SHAPE = ("family", "layers", "hidden", "heads")
-"""Keys of [model] that a preset gives."""
+"""Keys of [model] that describe a transformer, and that every preset has."""
 
 
 class DeckValidator:
@@ -49,9 +49,9 @@ class DeckValidator:
     Args:
         deck_input: Keys of the deck; its values and places are changed.
         readable: True if all files could be read; otherwise missing keys are not reported.
-        read_source: Reader of the model that `model.from` names; None to take that key as it is.
+        read_source: Reader of the model that `model.from` names; None to read no model.
         for_search: True to ignore problems of keys that a search chooses.
-        completed: Work that the run has done before.
+        completed: Work that the resumed run has completed.
     """
 
     def __init__(
@@ -72,11 +72,11 @@ class DeckValidator:
     def validate(self, ranks: int | None) -> Deck | None:
         """Return the deck if it is valid.
 
-        Otherwise at least one problem is added. Keys with problems get substitutes, so that relations between
-        the others can be checked, and the result is that deck or None.
+        Otherwise at least one problem is added to the DeckInput. The result is then None, or a deck in which
+        substitutes replace the wrong keys, so that relations between the others could be checked.
 
         Args:
-            ranks: Number of ranks that the deck is checked against; None if it is not known.
+            ranks: Number of ranks of the run, for checks of the layout; None if it is not known.
         """
         model = self.deck_input.values.get("model")
         model = model if isinstance(model, dict) else {}
@@ -116,7 +116,7 @@ class DeckValidator:
         )
 
     def _are_stored(self, keys: set[str]) -> bool:
-        """Return True if all of these keys are as a run stored them."""
+        """Return True if the keys have the values that a run stored, without includes and overrides."""
         places = [self.places.get(key) for key in keys]
         return not self.deck_input.includes and all(each is None or each.override is None for each in places)
 
@@ -139,7 +139,7 @@ class DeckValidator:
             self.deck_input.add_problem(place, f"{place.prefix}: model.from: {problem}", file_missing=missing)
 
     def _count_epochs(self, tables: Tables) -> None:
-        """Replace run.epochs by run.steps in the tables; 1 step if something else is wrong."""
+        """Replace run.epochs by run.steps in the tables, with 1 step if another key is wrong."""
         run, place = tables["run"], self.places["run.epochs"]
         epochs = run.pop("epochs")
         run["steps"] = 1
@@ -166,7 +166,7 @@ class DeckValidator:
             self.deck_input.add_problem(place, sentence, file_missing=missing)
 
     def _rename_keys(self, model: Mapping[str, object]) -> None:
-        """Give old keys their new names, and report those that have no effect."""
+        """Rename keys of older versions to their present names, and report those that have no effect."""
         preset = PRESETS.get(name) if isinstance(name := model.get("preset"), str) else None
         brought = () if preset is None else [f"model.{key}" for key in preset.model_keys()]
 
@@ -182,7 +182,7 @@ class DeckValidator:
                 self.deck_input.renamed.append(renamed)
 
     def _complete_choices(self, tables: Tables) -> set[str]:
-        """Let a table select itself if the key that selects it is not given. Return contradictory keys."""
+        """Set keys that select a table and are not given, if a table is given. Return contradictory keys."""
         bad: set[str] = set()
         for path, kind in schema_tables().items():
             table = look_up(tables, path)
@@ -203,7 +203,7 @@ class DeckValidator:
         return bad
 
     def _known_tables(self) -> tuple[Tables, set[str]]:
-        """Return the sections and keys that exist, and the keys of sections whose value is not a table."""
+        """Return the known sections and keys of the deck, and all keys of sections that are not tables."""
         tables: Tables = {section: {} for section in sections()}
         bad: set[str] = set()
         for section, table in self.deck_input.values.items():
@@ -231,7 +231,7 @@ class DeckValidator:
         return tables, bad
 
     def _known_keys(self, path: str, table: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the keys of a table that exist, and report the others."""
+        """Return the known keys of a table, and report the others."""
         known: dict[str, Any] = {}
         for key, value in table.items():
             full = f"{path}.{key}"
@@ -244,7 +244,7 @@ class DeckValidator:
         return known
 
     def _build(self, tables: Tables) -> tuple[Deck | None, dict[str, str]]:
-        """Return the deck, or else pydantic's type of error, such as "missing", of each wrong key."""
+        """Return the deck if it is valid, and pydantic's error type, such as "missing", of each wrong key."""
         resolved = deepcopy(tables)
         places = dict(self.places)
         filled = fill(resolved, self.deck_input.name, self.source, self.completed)
@@ -262,7 +262,7 @@ class DeckValidator:
             return None, {_key_at(fault["loc"]): fault["type"] for fault in error.errors()}
 
     def _report(self, tables: Tables, wrong: Mapping[str, str], silent: set[str]) -> None:
-        """Report each wrong key, except for those that are wrong because of another problem."""
+        """Report each wrong key, except for those that are wrong only because of another problem."""
         has_model = any(name in tables["model"] for name in ("preset", "from", *_SHAPE))
         if not has_model and self.readable and "model.family" in wrong and "model.family" not in silent:
             sentence = "name a published shape, or give model.family, layers, hidden and heads"
@@ -289,7 +289,7 @@ class DeckValidator:
             self._report_key(key, value, f"must be {expected_value(field)}{value_hint(value, field)}")
 
     def _report_required_key(self, tables: Tables, key: str, field: FieldInfo, has_model: bool) -> None:
-        """Report that a required key is missing, and which other keys would replace it."""
+        """Report that a required key is missing, and name the keys that could be given instead."""
         table, expected = key.rpartition(".")[0], expected_value(field)
         if not extra(field, "derived"):
             meaning = str(field.description).rstrip(".")
@@ -301,7 +301,7 @@ class DeckValidator:
             self._report_missing(table, key, f"{expected}, or give model.preset")
 
     def _refuse_idle_preset(self, keys: set[str]) -> None:
-        """Report a preset of `--set` for a deck that has all sizes, such as a resolved deck."""
+        """Report a preset in `--set` that has no effect, since the deck has all sizes already."""
         place = self.places.get("model.preset")
         if place is None or place.override is None or not {f"model.{name}" for name in _SHAPE} <= keys:
             return
@@ -310,7 +310,7 @@ class DeckValidator:
         self.deck_input.report(place, sentence)
 
     def _substitute(self, tables: Tables, explicit_keys: set[str], bad: set[str]) -> Deck | None:
-        """Return a deck with substitutes for bad keys, on which relations of the other keys can be checked.
+        """Return a deck with substitutes for bad keys, so that relations of the other keys can be checked.
 
         Keys whose defaults follow from bad keys are added to `bad`.
         """

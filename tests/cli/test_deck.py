@@ -30,7 +30,7 @@ def test_the_resolved_deck_is_printed(path: str) -> None:
     result = CliRunner().invoke(command, [path, "--set", "layout.tensor=2", "--ranks", "8"])
     assert result.exit_code == 0
     assert "\nhidden = 768\n" in result.output
-    assert "\n# data: fills the rest: 4 on 8 ranks\n" in result.output
+    assert "\n# data: all remaining ranks: 4 on 8 ranks\n" in result.output
     assert parse_deck(result.output) == parse_deck(DECK, ["layout.tensor=2", "run.title=small"])
 
 
@@ -86,14 +86,14 @@ def test_the_ranks_that_a_launcher_started_are_checked(path: str, monkeypatch: p
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "3")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
     assert isinstance(CliRunner().invoke(command, [path]).exception, HpctrainError)
-    assert "fills the rest: 4 on 4 ranks" in CliRunner().invoke(command, [path, "--ranks", "4"]).output
+    assert "all remaining ranks: 4 on 4 ranks" in CliRunner().invoke(command, [path, "--ranks", "4"]).output
 
 
 def test_one_rank_prints(path: str, launch: Launch) -> None:
     done = launch(2, "-m", "hpctrain", "deck", path)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("[layout]") == 1
-    assert "\n# data: fills the rest: 2 on 2 ranks\n" in done.stdout
+    assert "\n# data: all remaining ranks: 2 on 2 ranks\n" in done.stdout
 
 
 def test_one_rank_tells_what_is_wrong(path: str, launch: Launch) -> None:

@@ -61,7 +61,7 @@ def test_all_keys_that_name_code_are_listed() -> None:
         f"{section}.{name}"
         for section in sections()
         for name, field in fields(section).items()
-        if any(word in str(field.description) for word in ("FILE.py", "named as model.module is"))
+        if any(word in str(field.description) for word in ("FILE.py", "named like model.module"))
     }
     assert keys | {"model.loss", "model.initial"} == set(CODE_KEYS)
 

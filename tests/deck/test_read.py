@@ -54,7 +54,7 @@ def test_resolved_text_shows_every_key_and_parses_back() -> None:
         for name in (name for name, field in fields(section).items() if not chosen_by(field)):
             assert f"\n{name} = " in part or f"\n# {name}: " in part or f"\n# {name} = " in part
     assert parse_deck(text, name="other.toml") == deck
-    assert "\n# data: fills the rest: 4 on 4 ranks\n" in deck_text(deck, 4)
+    assert "\n# data: all remaining ranks: 4 on 4 ranks\n" in deck_text(deck, 4)
     assert "policy" not in deck_text(parse_deck(SMALL))
 
 

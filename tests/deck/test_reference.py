@@ -51,7 +51,7 @@ def test_some_rows() -> None:
     assert 'compute "fp32", "bf16", "fp16" or "fp32"' in rows
     assert "bucket_bytes size above 0, such as 25000000 25000000 (25 MB) bytes" in rows
     assert "dropout number from 0 to below 1 0.0" in rows
-    assert "data whole number of at least 1 fills the rest ranks" in rows
+    assert "data whole number of at least 1 all remaining ranks ranks" in rows
 
 
 @pytest.mark.parametrize("section", sections())
