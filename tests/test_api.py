@@ -161,7 +161,7 @@ WRONG = {
     "lambda": ('run("deck.toml", build=lambda: Mlp())', "build: <function <lambda>", "at the top of a file"),
     "name": ('run("deck.toml", los=loss)', "los: nothing of that name is taken", "blocks, loss, initial"),
     "deck": ('run("dekc.toml", **MINE)', "dekc.toml", "hpctrain: error"),
-    "ended": ('World.start().finish(); run("deck.toml", **MINE)', "MPI was ended", "before that"),
+    "ended": ('World.start().finish(); run("deck.toml", **MINE)', "MPI is already finalized", "before that"),
     "value": ('run("deck.toml", **MINE, changes={"batch.micro_size": 0})', "=0: must", "at least 1"),
 }  # fmt: skip
 

@@ -1,8 +1,8 @@
 """Comparison of the calls of a group's ranks, which reports a difference before the ranks hang.
 
-`CallChecks.check_group` gives a Group a CallComparer. Groups of the same ranks share one sequence of
-comparisons, so that a call of the wrong group is found, too. A started operation is compared when it is first
-tested or waited for, since a rank may start operations of several groups in an order of its own.
+`CallChecks.check_group` gives a Group a CallComparer. Groups of the same ranks exchange descriptions of calls
+over one communicator, so that a call of the wrong group is found, too. For a started operation, the exchange
+is non-blocking: the handle of the operation first waits for it, and raises the error if calls differ.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class CallChecks:
     """Comparers of this rank's groups.
 
     Attributes:
-        communicators: Communicator for comparisons by the ranks of the world that compare.
+        communicators: Communicator for comparisons of each set of ranks, by these ranks of the world.
     """
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class MpiCallComparer:
         sent, expected = _decode(buffer), _describe_payload(call)
         if sent != expected:
             raise MismatchError(
-                f"the ranks disagree in what they send: rank {self.ranks[call.peer]} sends {sent}, but rank "
+                f"the ranks make different calls: rank {self.ranks[call.peer]} sends {sent}, but rank "
                 f"{self.ranks[self.communicator.rank]} receives {expected} (receive {call.number} from "
                 f"it in {call.group.name})"
             )
@@ -110,7 +110,7 @@ class MpiCallComparer:
             f"{name_ranks(ranks)} call{'s' if len(ranks) == 1 else ''} {description}"
             for description, ranks in callers.items()
         ]
-        raise MismatchError(f"the ranks disagree in what they call: {'; '.join(calls)}")
+        raise MismatchError(f"the ranks make different calls: {'; '.join(calls)}")
 
 
 def _describe_collective(call: Call) -> str:

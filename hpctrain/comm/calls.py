@@ -23,7 +23,7 @@ RECENT_CALLS = 32
 """Number of calls that a log keeps."""
 
 PAYLOAD_FACTORS = {"all_reduce": 2, "recv": 0}
-"""How often closed forms count the tensor of an operation, if not once. Messages count at the sender."""
+"""Payload of an operation divided by its `bytes`; 1 for all others. Messages count at the sender."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,22 +35,24 @@ class Call:
         tensor: Contiguous tensor that this rank gives, or None. Not held after the operation is complete.
         output: Contiguous tensor that it receives into, or None; the same as `tensor` for in-place
             operations.
-        blocking: True if the result must be there when the call returns.
+        blocking: True if the transport must complete the operation before `Transport.run` returns.
         reduction: How numbers are reduced; None if the operation does not reduce.
         start: Time when the call began, in seconds of `perf_counter`.
-        bytes: Size of the whole tensor over all ranks, in bytes; by default that of this rank's tensor.
+        bytes: Size in bytes of the tensor that holds the data of all ranks, such as the output of an
+            all-gather; by default the size of this rank's tensor.
         root: Rank of the group that is the root, or -1.
         peer: Rank of the group that a message goes to or comes from, or -1.
         tag: Tag of the message.
-        counts: Elements of each rank's piece; None if all pieces have the same size.
-        receive_counts: Elements that come from each rank in an all-to-all of uneven pieces, otherwise None.
+        counts: Number of elements of each rank's piece; None if all pieces have the same size.
+        receive_counts: In an all-to-all of uneven pieces, the number of elements from each rank; otherwise
+            None.
         file: Path of the file that all ranks open or close in this call, or "".
         error: Reason why that failed on this rank, or "".
         dtype: Type of the tensor; None if there is none.
         payload: Bytes that the ledger counts; without this rank's own piece in an all-to-all of uneven
             pieces.
-        on_host: True if the tensor is in host memory, or if there is none.
-        group: Log of the group, once the call has entered it.
+        on_host: True if the tensor is in CPU memory, or if there is none.
+        group: Log of the group; set by `GroupCalls.enter`.
         number: Number of the call among the collective calls of the group, or among the messages to or from
             the peer, from 1.
     """
@@ -88,7 +90,7 @@ class Call:
 
     @property
     def memory(self) -> Tensor | None:
-        """Tensor that this rank gives, or, if it gives none, the tensor that it receives into."""
+        """Input `tensor` of this rank; if it has none, its `output`; None if it has neither."""
         return self.output if self.tensor is None else self.tensor
 
     def with_memory(self, tensor: Tensor | None, output: Tensor | None) -> Call:
@@ -109,7 +111,7 @@ class CallHistory:
         current: Call that the rank starts or waits for now; None while it computes.
         waiting_since: Time since when it waits for a call that it started earlier, in seconds of
             `perf_counter`.
-        signs_of_life: Number that grows with every sign of life other than calls.
+        signs_of_life: Counter of signs of life other than calls, such as a new phase; the watchdog reads it.
         recent: Last calls, oldest first.
         groups: Logs of all groups.
     """
@@ -123,9 +125,10 @@ class CallHistory:
         self._indices: defaultdict[tuple[str, tuple[int, ...]], Iterator[int]] = defaultdict(count)
 
     def group(self, name: str, ranks: tuple[int, ...]) -> GroupCalls:
-        """Return the log of a new group.
+        """Make the log of a new group, and return it. Local.
 
-        Groups with the same name and ranks are numbered. All ranks must make them in the same order.
+        Groups with the same name and ranks get the numbers 0, 1, ... in the order in which they are made,
+        which must be the same on all ranks.
 
         Args:
             name: Name of the group's axes.
@@ -144,7 +147,7 @@ class GroupCalls:
         name: Name of the group's axes.
         ranks: Ranks of the world that it consists of.
         copy: Number of this group among those with the same name and ranks, from 0.
-        entered: Number of collective calls that this rank has come to.
+        entered: Number of collective calls of the group that this rank has begun.
         sent: Number of messages to each rank of the group.
         received: Number of messages from each rank of the group that this rank has begun to receive.
     """
@@ -156,7 +159,7 @@ class GroupCalls:
         self.received: dict[int, int] = {}
 
     def enter(self, call: Call) -> None:
-        """Record that this rank has come to an operation, and number it."""
+        """Record that this rank begins a call: set its number and its group, and make it the current call."""
         call.group = self
         peer = call.peer
         if peer < 0:
@@ -169,5 +172,5 @@ class GroupCalls:
         calls.recent.append(call)
 
     def leave(self) -> None:
-        """Record that this rank has started an operation, or completed it."""
+        """Record that this rank is no longer inside a call: it has started the operation, or completed it."""
         self.calls.current = None

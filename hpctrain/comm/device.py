@@ -22,7 +22,10 @@ def on_host(device: torch.device) -> bool:
 
 
 def device_kind(name: str) -> torch.device:
-    """Return a CPU or GPU for a value of `run.device`; "auto" stands for a CPU before a run has chosen."""
+    """Return the type of device of a value of `run.device`: a CPU, or a GPU without a number.
+
+    "auto" gives a CPU; a run that uses GPUs has already replaced it.
+    """
     return torch.device("cuda" if name.startswith("cuda") else "cpu")
 
 
@@ -79,12 +82,12 @@ def synchronize(device: torch.device) -> None:
 
 
 def gpu_name(device: torch.device) -> str | None:
-    """Return the product name of a GPU; None for a CPU."""
+    """Return the product name of a GPU, such as "NVIDIA H100"; None for a CPU."""
     return None if on_host(device) else torch.cuda.get_device_name(device)
 
 
 def gpu_identity(device: torch.device) -> str | None:
-    """Return the unique identifier of a GPU; None for a CPU."""
+    """Return the UUID of a GPU, by which ranks find out whether they share it; None for a CPU."""
     return None if on_host(device) else str(torch.cuda.get_device_properties(device).uuid)
 
 
@@ -153,7 +156,11 @@ class StreamWork:
         self._event.synchronize()
 
     def deliver(self, memory: Tensor) -> Tensor:
-        """Return a tensor of `SideStream.copy_to_device`, after making the current stream wait for it."""
+        """Make the current stream wait for the work, and return `memory`, which that stream may then use.
+
+        Args:
+            memory: Tensor that `SideStream.copy_to_device` has returned together with this handle.
+        """
         self.wait()
         memory.record_stream(torch.cuda.current_stream())
         return memory
@@ -189,7 +196,7 @@ class SideStream:
         return memory, StreamWork(stream.record_event())
 
     def precede(self) -> None:
-        """Make the current stream wait for all work of this stream."""
+        """Make the current stream wait for all work that was started on this stream so far."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 

@@ -1,12 +1,14 @@
-"""Group of ranks, the only way to communicate.
+"""Group of ranks, through which all packages communicate.
 
-Tensors are split and joined along dim 0. `sizes` are the numbers of rows of each rank, the same list on all
-ranks; they may differ and be zero, and are equal if `sizes` is None. Tensors that are changed in place, and
-every `output`, must be contiguous; other inputs are copied if they are not. In a group of one rank an
-operation moves nothing: without an `output` it returns its input.
+Operations that split or join tensors do so along dim 0; a row is one index of it. `sizes[r]` is the number of
+rows of rank r, and all ranks pass the same list. Sizes may differ and may be 0; None means that all ranks
+have equally many rows. Tensors that are changed in place, and every `output`, must be contiguous. Other
+inputs are copied if they are not. In a group of one rank, an operation without an `output` returns its input.
 
 All ranks of a group call its collective operations in the same order. `start_x` starts the operation x and
-returns its handle; `x` returns the result.
+returns a `Work`. Until its `wait` has returned, or its `test` has returned True, do not change the tensors
+that were passed, and do not read what the operation writes. `x` starts and waits, and returns the result. It
+calls `start_x` with `blocking=True`: the transport may then complete the operation before it returns.
 """
 
 from __future__ import annotations
@@ -65,13 +67,19 @@ class ObjectCommunicator(Protocol):
 
 
 class CallComparer(Protocol):
-    """Interface of what compares the calls of a group's ranks before they run."""
+    """Interface of an object that compares the calls of all ranks of a group before they run."""
 
     def run(self, call: Call, transport: Transport) -> TransportWork | None:
-        """Run the call on the transport once all ranks make the same call; like `Transport.run`."""
+        """Run the call on the transport if all ranks make the same call. Return what `Transport.run` returns.
+
+        Collective, as the call. For a started call, the handle compares before the caller may use the result.
+        """
 
     def agree(self, call: Call) -> None:
-        """Return when all ranks make the same call, which no transport runs."""
+        """Compare a call that no transport runs, such as one on Python objects. Collective.
+
+        Returns once all ranks are known to make the same call; otherwise it raises an error.
+        """
 
 
 class GroupTransports(NamedTuple):
@@ -97,15 +105,16 @@ class Group:
         transports: Means by which they communicate.
         device: Device on which `empty` allocates tensors.
         ledger: Ledger of this rank.
-        in_flight: Set of all operations that this rank has started, in all groups.
-        root_world_ranks: Ranks in the world of all processes, if the group's world is a part of that one.
-            Hang reports use them.
+        in_flight: Set of the started operations of this rank that are not complete, shared by all its groups.
+        root_world_ranks: The same ranks as numbered in the world of all processes, for hang reports; None if
+            that is the group's own world.
 
     Attributes:
         name: Names of the axes in one string.
         rank: Number of this rank in the group.
         size: Number of ranks.
-        computes_on: Device that computes; differs from `device` only in plans, whose tensors have no memory.
+        computes_on: Device that computes. In plans it differs from `device`, which is torch's meta device
+            there.
         calls: Log of the group's calls on this rank.
         comparer: If it is not None, it compares the calls of all ranks before they run.
     """
@@ -160,7 +169,11 @@ class Group:
     def start_all_reduce(
         self, tensor: Tensor, reduction: Reduction = "sum", blocking: bool = False
     ) -> Work[Tensor]:
-        """Reduce `tensor` over the ranks in place on all of them; the result is `tensor`. Collective."""
+        """Start to reduce `tensor` over the ranks, in place on all of them. Collective.
+
+        Returns:
+            Handle whose result is `tensor`, which may be read once the handle is complete.
+        """
         assert tensor.is_contiguous()
         if self.size == 1:
             return Work(tensor)
@@ -169,7 +182,11 @@ class Group:
     def start_reduce(
         self, tensor: Tensor, root: int = 0, reduction: Reduction = "sum", blocking: bool = False
     ) -> Work[Tensor]:
-        """Reduce `tensor` over the ranks in place on `root`; other ranks keep their tensor. Collective."""
+        """Start to reduce `tensor` over the ranks, in place on `root`. Collective.
+
+        Returns:
+            Handle whose result is `tensor`; on ranks other than `root` it has not changed.
+        """
         assert tensor.is_contiguous()
         if self.size == 1:
             return Work(tensor)
@@ -184,14 +201,14 @@ class Group:
         reduction: Reduction = "sum",
         blocking: bool = False,
     ) -> Work[Tensor]:
-        """Reduce over the ranks, and leave each rank its rows of the result. Collective.
+        """Start to reduce `tensor` over the ranks; each rank gets its own rows of the result. Collective.
 
         Args:
             tensor: Tensor with the rows of all ranks. Rows other than those of `output` are not changed.
             output: Tensor for this rank's rows, or None to allocate one. It may be these rows of `tensor`.
             sizes: Number of rows of each rank; equal if None.
             reduction: "sum", "max" or "min".
-            blocking: True to return only when the operation is complete.
+            blocking: True if the caller waits for the handle at once.
 
         Returns:
             Handle whose result is `output`.
@@ -210,7 +227,11 @@ class Group:
     # Movement
 
     def start_broadcast(self, tensor: Tensor, root: int = 0, blocking: bool = False) -> Work[Tensor]:
-        """Copy the tensor of `root` into that of every other rank; the result is `tensor`. Collective."""
+        """Start to copy the tensor of `root` into that of every other rank. Collective.
+
+        Returns:
+            Handle whose result is `tensor`.
+        """
         assert tensor.is_contiguous()
         if self.size == 1:
             return Work(tensor)
@@ -220,9 +241,12 @@ class Group:
     def start_all_gather(
         self, tensor: Tensor, output: Tensor | None = None, sizes: Sizes = None, blocking: bool = False
     ) -> Work[Tensor]:
-        """Gather the tensors of all ranks along dim 0 on all ranks. Collective.
+        """Start to gather the tensors of all ranks along dim 0 on all ranks. Collective.
 
-        The result is `output`, or a new tensor. `tensor` may be this rank's rows of `output`.
+        `tensor` may be this rank's rows of `output`.
+
+        Returns:
+            Handle whose result is `output`, or a new tensor if that is None.
         """
         if self.size == 1:
             return Work(_copy(tensor, output))
@@ -240,7 +264,12 @@ class Group:
         sizes: Sizes = None,
         blocking: bool = False,
     ) -> Work[Tensor | None]:
-        """Gather the tensors of all ranks along dim 0 on `root`; elsewhere the result is None. Collective."""
+        """Start to gather the tensors of all ranks along dim 0 on `root`. Collective.
+
+        Returns:
+            Handle whose result is `output`, or a new tensor if that is None; on other ranks than `root`,
+            None.
+        """
         if self.size == 1:
             return Work(_copy(tensor, output))
         start = perf_counter()
@@ -258,14 +287,17 @@ class Group:
         sizes: Sizes = None,
         blocking: bool = False,
     ) -> Work[Tensor]:
-        """Give each rank its rows of root's `tensor`; the result is `output`. Collective.
+        """Start to send each rank its rows of root's `tensor`. Collective.
 
         Args:
             tensor: Tensor with the rows of all ranks; only `root` needs it.
             output: Tensor for this rank's rows.
-            root: Rank that gives the rows.
+            root: Rank that sends the rows.
             sizes: Number of rows of each rank; equal if None.
-            blocking: True to return only when the operation is complete.
+            blocking: True if the caller waits for the handle at once.
+
+        Returns:
+            Handle whose result is `output`.
         """
         assert output.is_contiguous()
         assert self.rank != root or tensor is not None
@@ -289,7 +321,7 @@ class Group:
         receive_sizes: Sizes = None,
         blocking: bool = False,
     ) -> Work[Tensor]:
-        """Send piece r of `tensor` to rank r, and receive a piece from each rank. Collective.
+        """Start to send piece r of `tensor` to rank r, and to receive a piece from each rank. Collective.
 
         Args:
             tensor: Tensor with the pieces for all ranks, in rank order.
@@ -297,7 +329,7 @@ class Group:
             send_sizes: Number of rows for each rank; equal if None.
             receive_sizes: Number of rows from each rank. Either both lists are given or none of them; they
                 differ from rank to rank.
-            blocking: True to return only when the operation is complete.
+            blocking: True if the caller waits for the handle at once.
 
         Returns:
             Handle whose result holds the pieces from all ranks, in rank order.
@@ -312,25 +344,36 @@ class Group:
         rows = self._rows_per_rank(tensor) * self.size if receive_sizes is None else sum(receive_sizes)
         output = _output(output, tensor, rows)
         call = Call("all_to_all", tensor, output, blocking, start=start, counts=sent, receive_counts=received)
-        if sent is not None:  # rows of its own stay where they are
+        if sent is not None:  # the rows that this rank sends to itself are no payload
             call.payload -= sent[self.rank] * tensor.itemsize
         return self._run(call, output)
 
     def start_send(
         self, tensor: Tensor, destination: int, tag: int = 0, blocking: bool = False
     ) -> Work[None]:
-        """Send a tensor to the rank `destination` of the group, with a tag below 16384. Local."""
+        """Start to send a tensor to the rank `destination` of the group. Local.
+
+        The tag is a number below 16384; the receiver must pass the same one. `tensor` must not change until
+        the handle is complete.
+        """
         start = perf_counter()
         tensor = tensor.contiguous()
         return self._run(Call("send", tensor, None, blocking, start=start, peer=destination, tag=tag), None)
 
     def start_recv(self, tensor: Tensor, source: int, tag: int = 0, blocking: bool = False) -> Work[Tensor]:
-        """Receive from the rank `source` of the group into all of `tensor`, which is the result. Local."""
+        """Start to receive a tensor of the same size from rank `source` of the group into `tensor`. Local.
+
+        Returns:
+            Handle whose result is `tensor`.
+        """
         assert tensor.is_contiguous()
         return self._run(Call("recv", None, tensor, blocking, peer=source, tag=tag), tensor)
 
     def start_barrier(self, blocking: bool = False) -> Work[None]:
-        """Wait until every rank of the group has come to this call; GPU streams go on. Collective."""
+        """Start a barrier; its handle is complete once every rank has called this. Collective.
+
+        Only the hosts wait for each other. Work on GPU streams goes on.
+        """
         if self.size == 1:
             return Work(None)
         return self._run(Call("barrier", blocking=blocking), None)
@@ -369,7 +412,9 @@ class Group:
 
     @contextmanager
     def watched_call(self, operation: str, file: Path) -> Iterator[None]:
-        """Record a collective call of a library in the block, so that hang reports name it. Collective.
+        """Record that the block makes a collective call of a library, so that a hang report can name it.
+
+        Collective: all ranks of the group enter the block with the same operation. HDF5 and MPI files use it.
 
         Args:
             operation: Name of the operation, such as "open_file".

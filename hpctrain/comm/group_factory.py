@@ -20,6 +20,7 @@ from hpctrain.comm.work import StartedWork
 from hpctrain.host.mpi_library import MPI
 
 Nodes = tuple[int, ...]
+"""Node of each rank of the world of all processes."""
 
 
 class TransportDecorator(ABC):
@@ -40,8 +41,9 @@ class TransportDecorator(ABC):
 
         Args:
             transports: Transports for host memory and for the accelerator.
-            communicator: Communicator of the group. Other calls use it, so messages need a duplicate of it.
-            ranks: Ranks of the group in the whole world; at least two.
+            communicator: Communicator of the group. The group's own calls use it, so a decorator that sends
+                messages must duplicate it.
+            ranks: Ranks of the group in the world of all processes; at least two.
             scratch: Memory that reductions may receive into.
         """
 
@@ -60,7 +62,7 @@ class GroupFactory:
             is none.
 
     Attributes:
-        ranks: Rank, in the world of all processes, of each rank of this world.
+        ranks: For each rank of this world, its rank in the world of all processes.
         scratch: Memory that reductions receive into.
         memories: All memories of nodes that were opened.
         checks: Comparison of calls in groups that are made from now on; None if calls are not compared.
@@ -77,13 +79,16 @@ class GroupFactory:
         self.checks: CallChecks | None = None
         self.link: EmulatedLink | None = None if parent is None else parent.link
         self.decorator: TransportDecorator | None = None
-        # By the nodes of all ranks, since emulated nodes may change.
+        # Keyed by the node of each rank, since the emulation of nodes may be switched on and off.
         self._memory_of: dict[Nodes, NodeMemory | str] = {} if parent is None else dict(parent._memory_of)
         self._in_flight: set[StartedWork[Any]] = set() if parent is None else parent._in_flight
 
     @property
     def memory(self) -> NodeMemory | str | None:
-        """Memory of this node, or the reason why there is none; None before `open_memory`."""
+        """Shared memory of this node, or the reason why it has none; None before `open_memory`.
+
+        It is that of the present nodes: when emulated nodes change, `open_memory` must be called again.
+        """
         return self._memory_of.get(self.topology.nodes)
 
     def open_memory(self, communicator: MPI.Intracomm) -> str:

@@ -21,16 +21,17 @@ def _ignore(_: str) -> None:
 
 
 class HangSettings:
-    """Settings of the watchdog. Any thread may read and change them.
+    """Settings of the watchdog of this process. Any thread may read and change them.
 
     Attributes:
         seconds: Seconds without a sign of life of any rank after which the job ends; 0 turns this off.
         folder: Folder, visible to all ranks, into which each rank writes its report of a hang. None if the
             watchdog uses a folder of its own.
-        on_hang: Function that is called with one sentence on the rank that ends the job.
+        on_hang: Function that the rank that ends the job calls with a one-sentence diagnosis.
         training: True during training steps. Then processor time is not a sign of life, and a job of one rank
             is watched, too.
-        waits_outside: True while this rank waits for a person or another program, which may take any time.
+        waits_outside: True while this rank waits for a person or another program. It never counts as hanging
+            then.
         watched: True while a watchdog uses these settings.
         changed: Event that wakes the watchdog so that it uses new settings at once.
     """
@@ -75,7 +76,7 @@ class HangSettings:
 
     @contextmanager
     def allow_silence(self) -> Iterator[None]:
-        """Allow this rank to be silent in the block, in which it waits for a person or another program."""
+        """Exempt this rank from the time limit in the block, while it waits for a person or a program."""
         self.waits_outside = True
         try:
             yield

@@ -1,4 +1,4 @@
-"""Ledger of what every group sent, in which phase of the step, and how long it took."""
+"""Ledger of the payload and the time of this rank's calls, by group, operation and phase of the step."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class LedgerEntry:
         operation: Name of the operation, such as "all_reduce".
         phase: Phase of the step.
         calls: Number of calls.
-        bytes: Payload as the closed forms count it: an all-reduce twice its tensor, all others the whole
-            tensor once.
-        seconds: Time that this rank spent inside the calls, which is starting and waiting.
+        bytes: Payload: for an all-reduce twice the size of its tensor, for all others the size of the tensor
+            that holds the data of all ranks. It does not depend on the transport.
+        seconds: Time that this rank spent inside the calls: starting them, testing them and waiting for them.
     """
 
     axis: str
@@ -43,7 +43,7 @@ class Ledger:
         timeline: If it is not None, each call of a group and each phase is also recorded there.
         calls: Log of the last calls of this rank. `reset` does not clear it.
         phase_seconds: Time of this rank in each phase that has ended.
-        call_seconds: Time inside calls in each phase, whenever these were started.
+        call_seconds: Time inside calls by the phase in which it passed; a call may have started in another.
         recompute_seconds: Time inside `recomputing`, without that inside calls.
     """
 
@@ -61,7 +61,7 @@ class Ledger:
     def phase(self) -> str:
         """Current phase: forward, backward, synchronize, step, evaluation, checkpoint or other.
 
-        Setting it ends the phase before, and is a sign of life.
+        Setting it ends the previous phase, and tells the watchdog that this rank makes progress.
         """
         return self._phase
 
@@ -79,7 +79,10 @@ class Ledger:
 
     @property
     def activity(self) -> str:
-        """Current work of the verb, in words that follow "while". Setting it is a sign of life."""
+        """Current work of the verb, in words that follow "while", such as "starting".
+
+        Setting it tells the watchdog that this rank makes progress.
+        """
         return self._activity
 
     @activity.setter

@@ -1,9 +1,9 @@
 """Messages between ranks with different roles, which a rank receives from whoever sends first.
 
 A message is a header of numbers, and perhaps tensors whose shapes the receiver derives from the numbers.
-Messages of one rank to another arrive in order. They belong to a Group of their own, so that the ledger
-counts them on the sender. A rank that waits for a message gives no sign of life: if all ranks wait, the
-watchdog ends the run, and as long as one of them computes, it does not.
+Messages of one rank to another arrive in order. A mailbox has a Group of its own, whose entry in the ledger
+counts the messages on the sender. Waiting for a message is no sign of life for the watchdog. So it ends the
+run if all ranks wait, but not while one of them still computes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hpctrain.host.mpi_library import MPI, communicator_of
 LONGEST_PAUSE = 0.5e-3
 """Longest time between two polls, in seconds."""
 
-_NUMBERS, _TENSORS = 0, 1  # tags of messages
+_NUMBERS, _TENSORS = 0, 1  # message tags of headers and of tensors
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Mailbox:
         """Let sends make progress, and return True if all data has left the memory of this rank. Local.
 
         Args:
-            receiver: Rank whose messages are meant; None for all ranks.
+            receiver: Rank of the group to which the sends go; None for the sends to all ranks.
         """
         for rank in self._sending if receiver is None else (receiver,):
             self._sending[rank] = [work for work in self._sending[rank] if not work.test()]

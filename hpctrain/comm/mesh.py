@@ -25,7 +25,9 @@ JOINED_OF_EXPERTS = ("expert", "expert_tensor")
 
 
 class GroupSource(ABC):
-    """Groups of one rank of a mesh: along its axes, parts of these, and their peers.
+    """Source of the groups that one rank of a mesh belongs to: along axes, and parts of such groups.
+
+    `Mesh` makes groups of running ranks, `PlannedMesh` groups of ranks that do not exist.
 
     Attributes:
         rank: Rank of the world.
@@ -48,17 +50,26 @@ class GroupSource(ABC):
         """Make a group of these ranks. Collective over the group `parent`; None stands for all ranks."""
 
     def part(self, axis: str, size: int) -> Group:
-        """Return this rank's group of `size` neighbours along an axis. Collective over the axis."""
+        """Divide the ranks along an axis into groups of `size` consecutive ranks. Return this rank's group.
+
+        Collective over the ranks along the axis.
+        """
         along = self.group(axis)
         assert along.size % size == 0, (axis, along.size, size)
         first = along.rank // size * size
         return self._make_group((axis,), along.ranks[first : first + size], along)
 
     def cut(self, group: Group, size: int, across: str = "replicas") -> tuple[Group, Group]:
-        """Split a group into parts of `size` neighbours. Collective over the group.
+        """Split a group into parts of `size` consecutive ranks. Collective over the group.
+
+        Args:
+            group: Group that this rank belongs to.
+            size: Number of ranks of each part.
+            across: Name of the axis of the second result.
 
         Returns:
-            This rank's part, and the group of its peers in all parts, along an axis with the name `across`.
+            The part that this rank belongs to, and the group of the ranks that have the same number in their
+            part.
         """
         first = group.rank // size * size
         part = self._make_group(group.axes, group.ranks[first : first + size], group)
@@ -66,10 +77,13 @@ class GroupSource(ABC):
 
 
 class Mesh(GroupSource):
-    """Ranks of the world as an array with named axes. Neighbours along the tensor axis share a node.
+    """Ranks of the world as an array with named axes, of which "tensor" varies fastest.
+
+    Consecutive ranks differ along the tensor axis first. So if the size of that axis divides the number of
+    ranks per node, all ranks along it share a node.
 
     A model with experts has a second array of the same ranks, along EXPERT_AXES. Its last axis is
-    "expert_tensor", so that ranks that split one expert share a node, too. The constructor is collective: it
+    "expert_tensor", so the same holds for ranks that split one expert. The constructor is collective: it
     makes the communicators of all groups.
 
     Args:
@@ -150,7 +164,10 @@ def choose_transport(world: World, requested: str) -> str:
     obstacle = world.share_memory() if name == "shared" else ""
     if obstacle and requested == "auto":
         if world.rank == 0:
-            logging.getLogger("hpctrain").warning("the ranks of a node send messages: %s", obstacle)
+            logging.getLogger("hpctrain").warning(
+                "the ranks of a node do not share memory, and communicate by MPI messages instead: %s",
+                obstacle,
+            )
         name = "mpi"
     with world.agreement():
         obstacles = [*TRANSPORTS[name].obstacles(gpus)]
@@ -169,8 +186,8 @@ def rank_count(sizes: Mapping[str, int]) -> int:
 def expert_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
     """Return the number of ranks along each of EXPERT_AXES.
 
-    "expert_data" is what the other axes leave of a pipeline stage. Without experts in `sizes` it is the whole
-    stage.
+    The size of "expert_data" is the number of ranks of a pipeline stage divided by the sizes of "expert" and
+    "expert_tensor". Without experts in `sizes`, these are 1, and "expert_data" is the whole stage.
     """
     split = {axis: sizes.get(axis, 1) for axis in ("expert", "expert_tensor")}
     stage_ranks = rank_count(sizes) // sizes["pipeline"]

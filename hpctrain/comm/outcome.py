@@ -34,7 +34,12 @@ def describe_os_error(error: OSError) -> str:
 
 
 def error_reason(error: BaseException) -> str:
-    """Return why a call of the system, of HDF5 or of MPI failed, without HDF5's own terms."""
+    """Return the reason of an error of the operating system, HDF5 or MPI, in words that users understand.
+
+    Most reasons are what the library or system reports. HDF5's messages are replaced by a predicate whose
+    subject is the file, such as "it is truncated", because they consist of terms of its programming
+    interface.
+    """
     whole = str(error.args[0] if isinstance(error, KeyError) and error.args else error).strip()
     text = whole.split("\n")[0]
     mpi_message = _MPI.search(text)
@@ -76,10 +81,10 @@ def with_final_name(temporary: Path, path: Path) -> Iterator[None]:
 
 
 def to_hpctrain_error(error: HpctrainError | OSError) -> HpctrainError:
-    """Return the HpctrainError that reports an error.
+    """Return an error as an HpctrainError, which the caller reports.
 
-    An OSError becomes an InputOutputError. A BrokenPipeError becomes an error without a message, since the
-    reader of stdout has ended.
+    An HpctrainError is returned as it is. An OSError becomes an InputOutputError. A BrokenPipeError becomes
+    an error without a message, since the program that reads stdout has ended.
 
     Raises:
         MemoryError: The system had no memory, which is not the fault of a file.

@@ -25,7 +25,7 @@ SHARED_MEMORY = Path("/dev/shm")
 """Folder of the node's shared memory, in which Open MPI keeps file pointers that ranks share."""
 
 MIN_FREE_PAGES = 64
-"""Number of free pages below which shared memory counts as full. Each rank needs one per open file."""
+"""Number of free pages below which SHARED_MEMORY counts as full. Each rank needs one page per open file."""
 
 WITHOUT_SHARED_MEMORY = "OMPI_MCA_sharedfp=^sm"
 """Setting of an environment variable with which Open MPI opens files without using SHARED_MEMORY."""
@@ -71,7 +71,7 @@ def _open_and_close(path: Path, world: World) -> str:
 
 @contextmanager
 def _naming_rank(rank: int) -> Iterator[None]:
-    """Raise an OSError of the block as an InputOutputError that names this rank."""
+    """Turn an OSError that the block raises into an InputOutputError whose message names this rank."""
     try:
         yield
     except OSError as error:
@@ -87,9 +87,9 @@ def open_on_all_ranks(path: Path, group: Group) -> Iterator[FileID]:
     Opening and closing are collective. So a rank that raises an error inside the block must also leave the
     block.
 
-    HDF5 writes the unchanged headers again when it closes the file. If the disk refuses this write on one
-    rank, the other ranks wait forever. Therefore MPI's file descriptors are redirected to memory before the
-    file is closed.
+    When HDF5 closes the file, it writes the headers again, which have not changed. If this write fails on one
+    rank, such as on a full disk, the other ranks wait forever. So before the file is closed, MPI's file
+    descriptors are redirected to a file in memory, which receives that write.
 
     Args:
         path: The file, with all its datasets.
@@ -159,6 +159,6 @@ def _is_full() -> bool:
 
 def _remedy(problem: str) -> str:
     return (
-        f"{SHARED_MEMORY} {problem} on this node: mount it writable and with free space, or set "
+        f"{SHARED_MEMORY} {problem} on this node: make it writable and free space in it, or set "
         f"{WITHOUT_SHARED_MEMORY} in the environment of all ranks"
     )

@@ -31,7 +31,7 @@ CallObserver = Callable[[Call, Traffic], "TransportWork | None"]
 
 
 ReductionBytes = Callable[[int, int, int, bool], int]
-"""Function of the arguments of `Transport.scratch_bytes` and, before the last one, the number of ranks."""
+"""Function of (elements, itemsize, ranks, scattered) that returns what `Transport.scratch_bytes` returns."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class PlannedCalls:
     """Behavior of the calls of planned groups.
 
     Attributes:
-        observer: Function that receives each call; None if nobody does.
-        echo: True if groups have host memory and each call copies what the rank gives into its output.
+        observer: Function that is called with each call; None for none.
+        echo: True if tensors are in CPU memory and each call copies the rank's input into its output.
         reduction_bytes: Function that returns the host memory of reductions under a TransportDecorator.
     """
 
@@ -159,10 +159,10 @@ class PlannedMesh(GroupSource):
     Args:
         sizes: Number of ranks along each of AXES, and along those of experts if there are any.
         stage: Pipeline stage of the rank.
-        ranks_per_node: Number of neighbouring ranks that share a node.
+        ranks_per_node: Number of consecutive ranks that share a node.
         device: Device that the ranks would compute on.
-        place: Number of the rank among the ranks of its stage.
-        transport: Name of the transport that they would use.
+        place: Number of the rank among the ranks of its pipeline stage, from 0.
+        transport: Name of the transport that the ranks would use, as in the deck.
         calls: Behavior of the calls of its groups.
     """
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hpctrain.comm.group import Group
 
 SCHEDULE, EVALUATION, PHASES = "schedule", "evaluation", "phases"
-"""Rows of a timeline that are no groups: actions of training and of evaluation, and phases of the ledger."""
+"""Rows other than groups: actions of the pipeline in training and in evaluation, and phases of the ledger."""
 
 _EXCHANGES = 20
 """Messages that two ranks exchange to compare their clocks."""
@@ -64,7 +64,7 @@ class Timeline:
 
     Args:
         steps: Number of steps that are kept.
-        most: Maximum number of spans of a step. Actions of training are recorded beyond it.
+        most: Maximum number of spans of a step. Beyond it, only actions of training are recorded.
     """
 
     def __init__(self, steps: int, most: int) -> None:
@@ -95,7 +95,13 @@ class Timeline:
         return span
 
     def action(self, name: str, start: float, training: bool) -> None:
-        """Add an action of a pipeline schedule that ends now."""
+        """Add an action of a pipeline schedule that ends now.
+
+        Args:
+            name: Name of the action.
+            start: Time of its start, in seconds of `perf_counter`.
+            training: True if it belongs to training, False if it belongs to evaluation.
+        """
         self.record(SCHEDULE if training else EVALUATION, name, start, perf_counter())
 
     def spans(self) -> Iterator[tuple[int, TimelineSpan]]:
@@ -112,7 +118,7 @@ def lanes(spans: list[TimelineSpan]) -> list[int]:
     """Assign each span of a row to a lane in which no two spans overlap.
 
     Returns:
-        Lane of each span, from 0. Lane 0 is enough if spans never overlap.
+        Lane of each span, in the order of `spans`. Lanes are numbered from 0, and as few as possible.
     """
     order = sorted(range(len(spans)), key=lambda index: (spans[index].start, spans[index].end))
     lane_ends: list[float] = []

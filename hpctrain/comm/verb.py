@@ -18,7 +18,10 @@ from hpctrain.errors import HpctrainError
 from hpctrain.host.launcher import launched_rank
 from hpctrain.host.mpi_library import MPI, finalizes_between_nodes, start_mpi
 
-ENDED = "MPI was ended in this process (World.finish()): start runs and load models before that"
+ENDED = (
+    "MPI is already finalized in this process (World.finish()), and it cannot start again: start runs and "
+    "load models before that, or in a new process"
+)
 
 
 def run_verb(verb: Callable[[World], int | None], device: str = "auto") -> NoReturn:

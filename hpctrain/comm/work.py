@@ -1,8 +1,9 @@
 """Handles of operations that a Group has started.
 
-Started operations make progress while this rank tests or waits for any of them, in whatever order. They make
-no progress while it computes or is in a blocking call: if one rank waits for an operation before a blocking
-call, all other ranks must do so, too. Only messages make progress in blocking calls, as those of MPI do.
+A started operation takes its next step only while its rank tests it or waits for any started operation. It
+takes none while the rank computes or is in a blocking call. So if one rank waits for an operation before a
+blocking call, all other ranks of the operation must do so, too. Messages that MPI already has may arrive at
+any time.
 """
 
 from __future__ import annotations
@@ -43,15 +44,15 @@ class Work(Generic[Result]):
         return True
 
     def proceed(self) -> None:
-        """Start the next operation of a SequentialWork; do nothing for other operations."""
+        """Wait for the current operation of a SequentialWork and start the next. Other classes do nothing."""
 
 
 class SequentialWork(Work[Result]):
     """Operations of which each needs the result of the one before.
 
-    All ranks of a group must start operations in the same order. So only `proceed` and `wait`, which ranks
-    call at the same points of the program, start the next operation; `test` lets the current one make
-    progress.
+    All ranks of a group must start operations in the same order. So only `proceed` and `wait` start the next
+    operation; all ranks must call them at the same points of the program. `test` lets the current operation
+    make progress, and starts nothing, so ranks may call it at any time.
 
     Args:
         steps: Iterator that starts the operations and yields their handles. The first one is started at once.

@@ -1,4 +1,4 @@
-"""World: this process's place among the ranks, made once by a verb and never at import."""
+"""World: rank, node and device of this process, and the group of all ranks. Verbs make it, imports do not."""
 
 from __future__ import annotations
 
@@ -44,26 +44,35 @@ SECONDS_FOR_OUTPUT = 0.2
 class World:
     """Position of this process among all ranks, and the group of all ranks.
 
-    Verbs call `start`. The constructor takes MPI as it is and installs no handlers. It is collective.
+    Verbs call `start`, which initializes MPI and installs handlers for uncaught exceptions. The constructor
+    does not: MPI must be running. It is collective over the communicator.
+
+    A verb ends its world with these methods, in this order. `finish` calls `conclude` and `finalize`.
+
+    | method | called by | what it does |
+    |---|---|---|
+    | `conclude` | all ranks | Waits for all, prints their error messages, returns the exit code of all. |
+    | `finalize` | all ranks, after `conclude` | Closes the memory of nodes and finalizes MPI. |
+    | `release` | any rank, after `conclude`, instead of `finalize` | Closes that memory; MPI keeps running. |
 
     Args:
         communicator: Communicator of all ranks.
-        parent: World that this one is a part of, whose ledger and settings it uses; None if there is none.
+        parent: World that this one is a part of (`part`), whose ledger and settings it uses; None for others.
 
     Attributes:
-        rank: Rank of this process.
-        size: Number of ranks.
+        rank: Rank of this process in this world.
+        size: Number of ranks of this world.
         node: Number of this rank's node. Nodes are numbered by their lowest rank.
         nodes: Number of nodes.
         local_rank: Number of this rank among the ranks of its node.
         local_size: Number of ranks of this node.
         device: Device that this rank computes on.
-        topology: Nodes of all ranks, which groups use.
-        ledger: Ledger of this rank.
+        topology: Node of each rank as groups use it; differs from `node` while smaller nodes are emulated.
+        ledger: Payload and time of the calls of this rank.
         hang: Settings of the watchdog.
-        groups: Factory of groups.
-        everyone: Group of all ranks.
-        removed_segments: Shared memory of dead jobs that this rank has removed at the start.
+        groups: Factory that makes the groups of this world.
+        everyone: Group of all ranks of this world.
+        removed_segments: Files in /dev/shm that killed jobs had left and that `start` has removed.
         planned_bytes: Memory that this rank will use according to its plan, in bytes; 0 without a plan.
     """
 
@@ -108,8 +117,8 @@ class World:
         Args:
             device: "auto" (the local rank's GPU if there is one, otherwise the CPU), "cpu", "cuda" or
                 "cuda:N".
-            begin: Function that is called with the new World before anything else can fail; it may
-                communicate.
+            begin: Function that is called with the new World as soon as it exists, before the remaining
+                checks. `run_verb` starts the watchdog in it. It may communicate.
 
         Raises:
             HpctrainError: Launcher and MPI contradict each other, or there is no such device.
@@ -144,10 +153,11 @@ class World:
         self.everyone.device = self.device
 
     def compare_calls(self, enabled: bool) -> None:
-        """Set whether ranks compare their collective calls, in `everyone` and in groups that are made later.
+        """Switch the comparison of calls between ranks on or off. Collective.
 
-        Collective. If calls differ, the ranks of the group raise a MismatchError; for messages, the receiver
-        does.
+        While it is on, each call is compared before it runs: if the ranks of a group make different calls,
+        they raise a MismatchError; for messages, only the receiver does. The switch acts on `everyone` and on
+        groups that are made later. Other groups that exist already stay as they are.
         """
         if not enabled:
             self.groups.checks = None
@@ -190,18 +200,22 @@ class World:
         self.everyone.host, self.everyone.accelerator = transports
 
     def alone(self) -> World:
-        """Return a World of this rank alone, on the same device, with a ledger of its own. Local."""
+        """Return a new World of size 1 whose only rank is this process. Local.
+
+        It has the same device, and a ledger of its own.
+        """
         world = World(MPI.COMM_SELF)
         world.device = world.everyone.device = self.device
         return world
 
     def part(self, ranks: Sequence[int]) -> World:
-        """Return a World of some ranks, which uses the ledger of this one.
+        """Return a new World of some ranks of this one. It uses the ledger and settings of this world.
 
-        Collective over this world: each other rank makes the part that it belongs to.
+        Collective over this world: each rank calls this with the ranks of its own part, and parts do not
+        overlap.
 
         Args:
-            ranks: Ranks of this world, in rising order, with this one among them.
+            ranks: Ranks of this world that form the part, in rising order; this rank is among them.
         """
         assert self.rank in ranks, (self.rank, ranks)
         communicator = self.communicator.Split(min(ranks), self.rank)
@@ -241,7 +255,8 @@ class World:
     ) -> Group:
         """Make a group of some ranks.
 
-        Collective over `among`: each other rank makes the group that it belongs to.
+        Collective over `among`: each rank calls this with the ranks of its own group, and groups do not
+        overlap.
 
         Args:
             axes: Names of its axes.
@@ -292,7 +307,7 @@ class World:
             raise self._agreed from error
 
     def finish(self, code: int = 0, problems: Sequence[str] = (), agreed: bool = True) -> int:
-        """Print error messages, finalize MPI, and return the exit code of all ranks. Collective.
+        """Call `conclude` and `finalize`: report errors, finalize MPI, and return the exit code. Collective.
 
         Args:
             code: Exit code of this rank. The result is that of the lowest rank that failed.
@@ -303,9 +318,12 @@ class World:
         return self.finalize(self.conclude(code, problems, agreed))
 
     def conclude(self, code: int = 0, problems: Sequence[str] = (), agreed: bool = True) -> int:
-        """Do what `finish` does, with the same arguments, but leave MPI running. Collective."""
+        """Wait for all ranks, print error messages on rank 0, and return the exit code of all ranks.
+
+        Collective. MPI keeps running. The arguments are those of `finish`.
+        """
         self.ledger.activity = "ending"
-        self._agreements.enter(Call("end"))  # the watchdog names ranks that do not come
+        self._agreements.enter(Call("end"))  # a hang report names the ranks that do not reach this call
         arrived = self._control.Ibarrier()
         deadline = None if agreed else time.monotonic() + GRACE_SECONDS
         pause = 1e-5
@@ -325,7 +343,10 @@ class World:
         return code
 
     def finalize(self, code: int) -> int:
-        """Finalize MPI, after `conclude`, and return the exit code. Collective."""
+        """Close the memory of nodes, finalize MPI, and return `code`. Call it after `conclude`. Collective.
+
+        If MPI_Finalize of this library is not reliable between nodes, this ends the processes instead.
+        """
         # Launchers may end the other ranks when one has left, which must not change their exit codes.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self._control.Barrier()
@@ -337,7 +358,7 @@ class World:
         return code
 
     def release(self) -> None:
-        """Release memory after `conclude`, and leave MPI running. Local.
+        """Close the memory of nodes after `conclude`, in a script that goes on using MPI. Local.
 
         In a job of several ranks, an uncaught exception still ends all of them. Otherwise they would wait for
         the failed rank when MPI is finalized.
@@ -384,16 +405,16 @@ class World:
 
     def _describe_out_of_memory(self, error: BaseException) -> str:
         used, where = used_bytes(self.device), "" if on_host(self.device) else f" on {self.device}"
-        plan = f", of {format_bytes(self.planned_bytes)} by the plan" if self.planned_bytes else ""
+        plan = f" (planned: {format_bytes(self.planned_bytes)})" if self.planned_bytes else ""
         why = " ".join(str(error).split()) or type(error).__name__
         return (
-            f"rank {self.rank} of {self.size} on {self.hostname} ran out of memory: it held "
-            f"{format_bytes(used)}{where}{plan}, and got no more ({why[:300]}); fewer ranks on a node, or "
-            "what `hpctrain plan` advises, would leave room"
+            f"rank {self.rank} of {self.size} on {self.hostname} ran out of memory: it used "
+            f"{format_bytes(used)}{where}{plan}, and an allocation failed ({why[:300]}); start fewer ranks "
+            "per node, or follow the advice of `hpctrain plan`"
         )
 
     def is_agreed(self, error: HpctrainError) -> bool:
-        """Return True if all ranks raise this error, which came from `agreement`."""
+        """Return True if `agreement` has raised this very error, so that all ranks have it. Local."""
         return error is self._agreed
 
     def _on_exception(

@@ -50,7 +50,7 @@ def test_ranks_are_mapped_and_printed_once(launch: Launch, tmp_path: Path) -> No
     room = {"OMPI_MCA_osc_sm_backing_directory": str(tmp_path / "nowhere")}
     done = launch(2, "-m", "hpctrain", "doctor", **room)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 ranks see each other's" in done.stdout
+    assert "2 ranks see each other's memory" in done.stdout
     assert done.stdout.count("2 ranks on 1 node") == 1
     assert "written and read back by all ranks" in done.stdout
     assert done.stdout.count("A run can start here.") == 1

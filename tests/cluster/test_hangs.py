@@ -54,7 +54,7 @@ def test_a_rank_that_hangs_is_named_and_the_job_goes_on_without_the_hang(
         "slurm-srun.sh", 3, "time.sleep(1000)", "stability.hang_seconds=4", "checkpoint.every=2"
     )
     assert "error: rank 3 on n2 never entered all_reduce " in output
-    assert "error: rank 3 on n2 is in no operation of a group, at " in output
+    assert "error: rank 3 on n2 is in no communication call, at " in output
     assert "astray.py:12 in changed" in output
     assert "exit code 70: queued again" in output
     assert "in changed" in (project / "runs/steady/hang.3.txt").read_text()
@@ -69,7 +69,7 @@ def test_ranks_that_call_different_operations_are_named_before_the_hang(
     _, output = astray(
         "slurm-mpirun.sh", 2, "group.barrier()", "communication.check=true", "stability.hang_seconds=0"
     )
-    named = "hpctrain: error: the ranks disagree in what they call: ranks 0-1, 3 call all_reduce "
+    named = "hpctrain: error: the ranks make different calls: ranks 0-1, 3 call all_reduce "
     assert output.count(named) == 1
     assert "; rank 2 calls barrier " in output
     assert "Traceback" not in output

@@ -1,4 +1,4 @@
-"""Ranks that disagree in what they call are named before they hang; ranks that agree notice nothing."""
+"""Ranks that make different calls are named before they hang; others notice nothing."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_difference_is_named_on_all_ranks(checked: World, case: str) -> None:
     figures = {"n": 2, "all": 16 * group.size}
     agreeing = name_ranks(range(last)) + (" call" if last > 1 else " calls")
     assert caught.value.problems == (
-        f"the ranks disagree in what they call: {agreeing} {words.format(**figures)}; "
+        f"the ranks make different calls: {agreeing} {words.format(**figures)}; "
         f"rank {last} calls {others.format(**figures)}",
     )
     assert caught.value.exit_code == 70
@@ -108,7 +108,7 @@ def test_a_call_of_another_group_of_the_same_ranks_is_named(checked: World) -> N
 def test_a_message_of_another_size_is_named_by_its_receiver(checked: World, started: bool) -> None:
     group = checked.everyone
     sentence = (
-        "the ranks disagree in what they send: rank 0 sends 16 bytes of float32, "
+        "the ranks make different calls: rank 0 sends 16 bytes of float32, "
         "but rank 1 receives 40 bytes of float32 (receive 2 from it in world)"
     )
     if group.rank == 0:

@@ -168,6 +168,6 @@ def test_memory_that_ends_all_the_same_is_one_sentence(deck: Path, launch: Launc
     assert done.returncode == 70, done.stderr
     assert "Traceback" not in done.stderr
     rank, size = (1, 2) if ranks else (0, 1)
-    assert done.stderr.count("ran out of memory: it held ") == 1
+    assert done.stderr.count("ran out of memory: it used ") == 1
     assert f"rank {rank} of {size} on " in done.stderr
-    assert " by the plan, and got no more (" in done.stderr
+    assert " (planned: " in done.stderr and ", and an allocation failed (" in done.stderr

@@ -94,17 +94,18 @@ class HangReport:
     """Position of one rank in the program when the job hangs.
 
     Attributes:
-        token: Identity of the job, which distinguishes it from earlier jobs in the same folder.
-        rank: The rank in the world.
-        hostname: Its node.
-        silent: Seconds without a sign of life.
-        phase: Its activity, in words that follow "while".
-        where: File, line and function that its main thread executes.
-        current: The call of a group that it is in, or None.
-        recent: Its last calls, oldest first.
-        groups: Counts of its calls, by group.
-        sleeps: True if its main thread sleeps in the kernel, as while a file system does not answer; False if
-            it uses the processor, as MPI does while it waits for other ranks.
+        token: Text that is the same on all ranks of the job, and differs from that of earlier jobs in the
+            folder.
+        rank: Rank in the world.
+        hostname: Host name of the rank's node.
+        silent: Seconds since the rank's last sign of life.
+        phase: Activity of the rank, in words that follow "while".
+        where: File, line and function that the rank's main thread executes.
+        current: Call of a group that the rank is in, or None.
+        recent: Last calls of the rank, oldest first.
+        groups: Number of calls of the rank, by group.
+        sleeps: True if the rank's main thread sleeps in the kernel, as while a file system does not answer;
+            False if it uses the processor, as MPI does while it waits for other ranks.
     """
 
     token: str
@@ -122,7 +123,7 @@ class HangReport:
     def state(self) -> str:
         """Call that the rank is in, and its position in the program, in words that follow "is"."""
         if self.current is None:
-            return f"in no operation of a group, at {self.where}"
+            return f"in no communication call, at {self.where}"
         return f"in {self.current} for {self.current.seconds:.1f} s, at {self.where}"
 
     def entered(self, key: GroupKey) -> int:
@@ -130,7 +131,12 @@ class HangReport:
         return next((group.entered for group in self.groups if group.key == key), 0)
 
     def called(self, key: GroupKey, number: int) -> CallNote | None:
-        """Return the collective call of this number in a group; None if it is not among the last calls."""
+        """Return this rank's collective call with a number in a group; None if it is not in `recent`.
+
+        Args:
+            key: The group.
+            number: Number of the call among the collective calls of the group, from 1.
+        """
         here = (note for note in self.recent if note.group == key and note.number == number and note.peer < 0)
         return next(here, None)
 
@@ -277,7 +283,7 @@ def _disagreements(reports: Mapping[int, HangReport]) -> Iterator[str]:
                 calls.setdefault((note.operation, size, note.dtype), (note, []))[1].append(rank)
         if len(calls) > 1:
             texts = [f"{name_ranks(ranks)} called {note}" for note, ranks in calls.values()]
-            yield f"the ranks disagree in what they call: {'; '.join(texts)}"
+            yield f"the ranks make different calls: {'; '.join(texts)}"
 
 
 def _failed(reports: Mapping[int, HangReport]) -> Iterator[str]:
@@ -303,7 +309,7 @@ def _blocked(reports: Mapping[int, HangReport]) -> Iterator[str]:
             waits = "waits" if len(blocked) == 1 else "wait"
             yield f"{_on_nodes(blocked, reports)} {waits} for the file system in {call}"
         else:
-            yield f"{call} returns on no rank, as if MPI had failed in it on one of them"
+            yield f"{call} has not returned on any rank; MPI has probably failed in it on one of them"
 
 
 def _absent(reports: Mapping[int, HangReport]) -> Iterator[str]:
@@ -335,8 +341,9 @@ def _messages(reports: Mapping[int, HangReport]) -> Iterator[str]:
             there = next((group for group in peer.groups if group.key == note.group), None) if peer else None
             sending = note.operation == "send"
             done = 0 if there is None else (there.received if sending else there.sent).get(rank, 0)
-            verb = "received" if sending else "sent"
-            answer = "does not answer" if peer is None else f"has {verb} {done} in all"
+            messages = f"{done} message{'s' * (done != 1)}"
+            has = f"has received {messages} from it" if sending else f"has sent {messages} to it"
+            answer = "does not answer" if peer is None else f"{has} in total"
             yield f"rank {rank} waits for {note.seconds:.1f} s in {note}; rank {note.peer} {answer}"
 
 

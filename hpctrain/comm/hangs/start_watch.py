@@ -1,7 +1,8 @@
 """Watch over the start of MPI and of the World, when there is no watchdog yet.
 
-Until all ranks have met, nothing is known about the other ranks but what the launcher and the kernel tell. So
-this module finds the ranks of this node among the child processes of the launcher.
+Before MPI runs, ranks cannot exchange messages. Their only information about each other comes from the
+launcher's environment variables and from the kernel. So this module finds the ranks of this node among the
+child processes of the launcher.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ _SECONDS_FOR_LOWEST = 10.0
 
 @contextmanager
 def watch_start(seconds: float) -> Iterator[None]:
-    """End the job with exit code 70 if the block, in which all ranks meet, does not end.
+    """End the job with exit code 70 if the block, in which the ranks start MPI together, takes too long.
 
-    A start may take long, since importing modules from a busy file system does. So the job ends after
-    `seconds` only if a rank of this node is stopped, and otherwise after `LONG_START_SECONDS` or later.
+    A start may be slow, for example because modules are imported from a busy file system. So the job ends
+    after `seconds` only if a process of this node is stopped, and otherwise after LONG_START_SECONDS, or
+    after `seconds` if that is longer.
 
     Args:
         seconds: Time limit; 0 turns this off.
@@ -81,7 +83,7 @@ def describe_start(stopped: frozenset[int], seconds: float, rank: int) -> list[s
         rank: Rank of this process.
     """
     host = socket.gethostname()
-    first = f"the run hangs while starting: not all ranks have come to the start of MPI for {seconds:.0f} s"
+    first = f"the run hangs while starting: not all ranks have reached MPI_Init after {seconds:.0f} s"
     if not stopped:
         return [first, f"rank {rank} on {host} waits for the others; no rank of this node is stopped"]
     one = len(stopped) == 1

@@ -9,8 +9,8 @@ reading a checkpoint or compiling may take any time. A rank that waits for a dis
 
 A rank without a sign of life for `HangSettings.seconds` writes its position in the program into
 `hang.<rank>.txt` and creates the file REPORT_REQUEST, which asks the other ranks to do the same. A rank that
-still makes progress removes the request, and the job continues: the other ranks only wait for it. If no rank
-does so, rank 0, or else the lowest rank that has written a report, prints a diagnosis and ends the job. The
+still makes progress removes the request, and the job continues, since the other ranks only wait for that one.
+If the request remains, the lowest rank that has written a report prints a diagnosis and ends the job. The
 reports stay in the folder. All of this works without MPI, since MPI itself may hang.
 """
 
@@ -89,12 +89,12 @@ class Watchdog:
 
     @property
     def pause(self) -> float:
-        """Seconds between two checks."""
+        """Seconds between two checks: a twentieth of the time limit, but between 0.05 and 10."""
         return min(10.0, max(0.05, self.settings.seconds / 20)) if self.settings.seconds > 0 else 10.0
 
     @property
     def grace(self) -> float:
-        """Seconds within which the reports of the other ranks must be visible on this node."""
+        """Seconds that this rank waits for the reports of the other ranks before it decides without them."""
         if self.grace_seconds is not None:
             return self.grace_seconds
         return min(60.0, max(3.0, self.settings.seconds / 5))
@@ -163,7 +163,7 @@ class Watchdog:
         return newest, calls.current, calls.signs_of_life
 
     def _patience(self) -> float:
-        """Return the seconds for which this rank may give no sign of life where it is now."""
+        """Return the seconds without a sign of life after which this rank, as it is now, reports a hang."""
         ledger = self.world.ledger
         current = ledger.calls.current
         opens_file = current is not None and current.file != ""
@@ -173,7 +173,11 @@ class Watchdog:
         return self.settings.seconds
 
     def _is_excused(self) -> bool:
-        """Return True if silence of this rank is no hang now: it computes, or waits for something outside."""
+        """Return True if this rank needs to give no sign of life now.
+
+        That is so if the watchdog is turned off or has no folder, while the rank waits for a person or
+        another program, and outside of training steps if the rank uses the processor or is the only one.
+        """
         settings = self.settings
         if settings.seconds <= 0 or self.folder is None or settings.waits_outside:
             return True
@@ -227,7 +231,7 @@ class Watchdog:
             self._write_request(self._token)
         except OSError as error:
             why = describe_os_error(error)
-            sentence = f"rank {report.rank} is silent and cannot report it: {why}; it is {report.state}"
+            sentence = f"rank {report.rank} hangs and cannot write its report: {why}; it is {report.state}"
             _print_sentence(report.rank, sentence)
             return False
         return True
@@ -387,9 +391,11 @@ def _state_of(process: int) -> tuple[str, float]:
 
 
 def _shared_folder(world: World, name: str) -> Path | None:
-    """Return a folder whose parent all nodes share. Collective.
+    """Return the path of a folder `name` inside a folder that all nodes see. Collective.
 
-    If neither the user's cache nor the current folder is shared, print a warning and return None.
+    The candidates are the user's cache and the current folder: rank 0 creates a file there, and all ranks
+    must see it within a few seconds. If no candidate is shared, rank 0 prints a warning, and the result is
+    None.
     """
     for parent in (user_cache(), Path.cwd()):
         chosen = Path(world.everyone.broadcast_object(str(parent)))
@@ -417,7 +423,10 @@ def _shared_folder(world: World, name: str) -> Path | None:
 
 
 def _exit_after(seconds: float) -> threading.Timer:
-    """Start a timer that ends this process, and thus the job, after `seconds` unless it is cancelled."""
+    """Start a timer that ends this process with exit code 70 after `seconds`, unless it is cancelled.
+
+    The launcher then ends the other ranks.
+    """
     timer = threading.Timer(seconds, os._exit, (EXIT_INTERNAL,))
     timer.name, timer.daemon = f"{THREAD}'s timer", True
     timer.start()

@@ -21,17 +21,17 @@ GpuNames = Sequence[str | None]
 """Name of each rank's GPU, which is unique in the job; None for a rank on a CPU."""
 
 TransportPair = tuple[Transport, Transport]
-"""Transports for host memory and for GPU memory."""
+"""Transport of tensors in CPU memory, and transport of tensors in GPU memory."""
 
 
 class TransportSetting(NamedTuple):
-    """Parts from which a transport is made.
+    """Arguments of the functions that make the transports of a group.
 
     Attributes:
         communicator: Communicator of the group.
         nodes: Node of each rank of the group.
         scratch: Memory that reductions receive into.
-        memory: Memory of this rank's node; None if ranks do not share memory.
+        memory: Shared memory of this rank's node; None if its ranks do not share memory.
     """
 
     communicator: MPI.Intracomm
@@ -46,8 +46,9 @@ class TransportChoice(NamedTuple):
     Attributes:
         make: Function that makes both transports of a group. Collective over the group.
         suits: Function that returns True if "auto" may choose this entry; the first such entry is chosen.
-        obstacles: Function that returns why this rank cannot use it, as predicates of error messages.
-        on_host: True if a call takes the host's time until it is complete.
+        obstacles: Function that returns the reasons why the ranks cannot use this transport, each with a
+            remedy; an empty list if they can.
+        on_host: True if the CPU carries out the calls, so that they take its time. False if the GPU does.
     """
 
     make: Callable[[TransportSetting], TransportPair]
@@ -93,7 +94,7 @@ def _several_on_cpus(gpus: GpuNames) -> bool:
 def _shared_obstacles(gpus: GpuNames) -> list[str]:
     if set(gpus) == {None}:
         return []
-    return ['tensors of a GPU are not in the memory of a node; use "nccl", "mpi" or "auto"']
+    return ['it moves tensors in CPU memory only, but a rank computes on a GPU; use "nccl", "mpi" or "auto"']
 
 
 def _nccl_obstacles(gpus: GpuNames) -> list[str]:

@@ -3,12 +3,13 @@
 The delay is made in software. Results, calls and their order have the same bits as without it. Times, and
 metrics that are computed from them, are those of a network that does not exist; a run marks them as emulated.
 
-Each rank has a link that carries bytes out and in at the same time, at full speed in each direction. If nodes
-are emulated (`communication.ranks_per_node`), each node has one link, of which every rank has an equal share,
-and transfers inside a node take no extra time. A transfer starts when all participating ranks have come to
-the call (a message: when it is sent) and when the rank's earlier transfers have passed. It ends when its
-`Traffic` has passed the link and each of its rounds has taken the latency. A started transfer continues while
-the rank computes. Only tensors are delayed, not small Python values, parallel files or comparisons of calls.
+Each rank has a link that sends and receives at the same time, at full speed in each direction. If nodes are
+emulated (`communication.ranks_per_node`), the link of a rank is its equal share of the link of its node, and
+transfers inside a node are not delayed. A transfer starts once all ranks of the group have made the call (for
+a message, once it is sent) and the rank's earlier transfers in that direction are over. It takes the time for
+its bytes (`Traffic`) at the speed of the link, plus the latency for each of its rounds. A started transfer
+continues while the rank computes. Only tensors are delayed, not small Python values, parallel files or
+comparisons of calls.
 
 The ranks exchange the times at which they came to a call, so their clocks must be the same: one machine.
 """
@@ -54,7 +55,9 @@ class EmulatedLink:
         self._free_to_send = self._free_to_receive = float("-inf")
 
     def reserve(self, traffic: Traffic, start: float) -> float:
-        """Let a transfer pass the link. Return the time at which it ends, in seconds of `clock`.
+        """Queue a transfer on the link behind earlier ones, and return the time at which it ends.
+
+        It does not wait. The time is in seconds of `clock`.
 
         Args:
             traffic: Bytes and rounds of the transfer.

@@ -1,16 +1,18 @@
-"""Transport among ranks of several nodes, with equally many neighbouring ranks on each node.
+"""Transport among ranks of several nodes, with equally many consecutive ranks on each node.
 
-In a sum each rank of a node carries one slice. It adds what the ranks of its node have of the slice, from
-their memory, to the partial sum that came from the node before, and sends that to its peer on the next node.
-So sums are added in rank order, with the bits of `reduction`; partial sums of half types travel in fp32. The
-last node has the results. It sends them back through the nodes if all ranks need all of them, otherwise to
-their owners. All of this happens piece by piece, so that nodes add and links transfer at the same time. Each
-byte of a node crosses its link once in each direction.
+For a sum the tensor is divided into slices, one for each rank of a node. The peers of a rank are the ranks
+with the same number on other nodes; they handle the same slice. A rank adds its node's inputs of the slice,
+which it reads from their memory, to the partial sum from the previous node, and sends the result to its peer
+on the next node. So sums are added in rank order, with the bits of `reduction`; partial sums of half types
+travel in fp32. The last node has the results. It sends them back through the nodes if all ranks need all of
+them, otherwise to their owners. All of this happens piece by piece, so that nodes add and links transfer at
+the same time. Each byte of a node crosses its link once in each direction.
 
-In an all-gather the peer on each other node receives a rank's bytes, and its node reads them there.
+In an all-gather a rank sends its bytes to its peer on each other node, and the other ranks of that node copy
+them from the peer's memory.
 
-MPI runs all other calls: small ones, sums of which nodes would send more in this way than by messages from
-each rank to each, and messages between nodes.
+MPI runs all other calls: small ones, messages between nodes, and sums for which a node would send more bytes
+in this way than if each rank exchanged messages with each other rank.
 """
 
 from __future__ import annotations
@@ -54,9 +56,9 @@ class HierarchicalTransport(Transport):
         local_size: Number of ranks of the group on each node.
 
     Attributes:
-        least_bytes: Size from which on calls cross links once.
-        piece_bytes: Bytes that are sent at a time.
-        links: Transports to other ranks.
+        least_bytes: Smallest call, in bytes, that uses the algorithms above and not MPI.
+        piece_bytes: Bytes of a slice that are added and sent at a time.
+        links: Transports to the ranks of this node and to the peers on other nodes.
     """
 
     least_bytes, piece_bytes = SHARED_BYTES, PIECE_BYTES
@@ -167,9 +169,13 @@ def scratch_bytes(elements: int, itemsize: int, nodes: int, local_size: int, sca
 
 
 def _sends_less(is_scattered: bool, is_wide: bool, nodes: int, local_size: int) -> bool:
-    """Return True if a node sends no more of a sum in this way than by messages from each rank to each.
+    """Return True if a node sends at most as many bytes as with messages between all pairs of ranks.
 
-    Partial sums of `is_wide` types take twice the bytes.
+    Args:
+        is_scattered: True for a reduce-scatter, False for an all-reduce.
+        is_wide: True for sums of 16-bit types, whose partial sums travel in fp32 and have twice the bytes.
+        nodes: Number of nodes.
+        local_size: Number of ranks on each node.
     """
     forward = 2 if is_wide else 1
     backward = 1 if nodes > 2 and not is_scattered else 0  # with two nodes each one sends in one direction

@@ -1,8 +1,8 @@
-"""Sums and gathers over several nodes in which each rank carries one slice between nodes.
+"""Sums and gathers over several nodes in which each rank sends one slice of the tensor between nodes.
 
-`HierarchicalTransport` explains the algorithm. An operation consists of rounds; in each round every rank of a
-node handles a piece of its own slice. The ranks of a node see the tensor itself, or copies of it round by
-round.
+`hierarchical.py` explains the algorithm. An operation consists of rounds. In each round, every rank of a node
+handles a piece of its own slice. The other ranks of the node read and write the tensor itself if it is in
+memory that they see, otherwise copies of the pieces of a few rounds.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ class NodeLinks:
 
     Args:
         local: Transport among the ranks of this node.
-        across: Transport among the ranks with the same place on all nodes.
+        across: Transport among the peers: the ranks with the same local rank on all nodes.
 
     Attributes:
         memory: Memory of this node.
         node: Number of this node in the group.
         nodes: Number of nodes.
-        place: Number of this rank among the ranks of its node.
+        place: Local rank of this rank: its number among the ranks of its node in the group.
         local_size: Number of ranks on each node.
-        neighbors: Places of the other ranks of this node.
+        neighbors: Local ranks of the other ranks of this node.
     """
 
     def __init__(self, local: SharedTransport, across: MpiTransport) -> None:
@@ -70,12 +70,12 @@ def piece_elements(piece_bytes: int, itemsize: int, local_size: int) -> int:
 
 @dataclass(frozen=True)
 class PieceRound:
-    """A piece of the slice of each rank of the node.
+    """One round of an operation, with the piece that each rank of the node handles in it.
 
     Attributes:
-        pieces: Range of each piece in the tensor.
-        owner: Node that the result belongs to; -1 if it belongs to all nodes.
-        first: Index of the first element of each piece in its slice.
+        pieces: Range in the tensor of the piece of each local rank.
+        owner: Node whose ranks get the result; -1 if all ranks get it.
+        first: Number of elements of each slice that earlier rounds handle.
     """
 
     pieces: Sequence[ElementRange]
@@ -130,7 +130,7 @@ class InternodeOperation:
 
     @property
     def is_copy(self) -> bool:
-        """True if the other ranks of the node see copies of the tensor."""
+        """True if the other ranks of the node read and write copies of the pieces, not the tensor itself."""
         return self._staging is not None
 
     def piece_length(self, index: int) -> int:
@@ -172,11 +172,14 @@ class InternodeOperation:
         return self._message(target, node, self.tag, sends=False)
 
     def invite(self, node: int) -> None:
-        """Tell the peer on another node that this rank is ready to receive."""
+        """Tell the peer on another node that this rank has posted a receive for its next message.
+
+        Without an invitation a peer sends nothing, so no large message arrives before its memory is known.
+        """
         self._sends.append(self._message(_SIGNAL, node, self._invitation_tag, sends=True))
 
     def until_invited(self, node: int) -> MpiRequests:
-        """Return a handle that is complete when the peer on another node has invited this rank once more."""
+        """Return a handle that is complete when the next invitation from the peer on a node has arrived."""
         return self._message(torch.empty_like(_SIGNAL), node, self._invitation_tag, sends=False)
 
     def _message(self, part: Tensor, node: int, tag: int, sends: bool) -> MpiRequests:
@@ -409,7 +412,10 @@ class InternodeGather(InternodeOperation):
                 self.send(self.local_piece(index), node)
 
     def _publish(self, arriving: dict[int, MpiRequests]) -> Steps:
-        """Let the other ranks of the node see the pieces that arrive."""
+        """Tell the other ranks of the node when each piece has arrived and can be read.
+
+        If they do not see the tensor, the piece is first copied to memory that they see.
+        """
         for index in range(len(self.rounds)):
             yield arriving.pop(index, None)
             if self.is_copy:

@@ -45,9 +45,13 @@ MPI_TYPES: Mapping[torch.dtype, MPI.Datatype] = {
     torch.float8_e5m2: MPI.UINT8_T,
 }
 NUMBERS: Mapping[Reduction, MPI.Op] = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
+"""MPI operation of each reduction of numbers."""
+
 TRUTHS: Mapping[Reduction, MPI.Op] = {"sum": MPI.BOR, "max": MPI.BOR, "min": MPI.BAND}
+"""MPI operation of each reduction of bool tensors."""
 
 SHORT = frozenset({torch.int8, torch.uint8, torch.int16, torch.uint16})
+"""Integers whose sums MPI does not compute: torch lets them wrap, but Open MPI may saturate them."""
 
 # Sizes up to which MPI's own sum of two ranks is faster than ours, which has the same bits.
 BLOCKING_SUM_BYTES = 16 * 1024 * 1024
@@ -191,7 +195,7 @@ class MpiTransport(Transport):
         plain = self._mpi_operation(tensor, reduction, BLOCKING_SUM_BYTES if blocking else STARTED_SUM_BYTES)
         if plain is None:
             return run_steps(rank_order.all_reduce(self, flat_view(tensor), reduction, blocking), blocking)
-        if blocking and tensor.numel() <= self.limit:  # the shortest way, for small ones
+        if blocking and tensor.numel() <= self.limit:  # `_issue` would cost noticeable time for small tensors
             self.communicator.Allreduce(MPI.IN_PLACE, buffer_of(tensor), plain)
             return None
         return self._issue(

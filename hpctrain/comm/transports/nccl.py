@@ -8,10 +8,11 @@ NCCL itself reduces integers, bool, and sums of fp32 and fp64. These sums are in
 algorithm, which is the same in all runs with the same layout and sizes. `reduction` does half types and
 maxima of floats, in which NCCL loses NaN.
 
-NCCL knows no tags, and the operations of one communicator follow each other. A message that waits for its
-peer would delay all others. So started messages between neighbours in the ring of ranks have a communicator
-and a stream for each pair and direction. There they match in their order. They occupy the GPU as soon as they
-are started, so a receive should be started when it is needed next.
+NCCL has no tags, and runs the operations of one communicator one after another. So a message whose peer is
+not ready would delay all later operations. Therefore, started messages between ranks r and r + 1 (and between
+the last rank and rank 0) have a communicator and a stream of their own for each pair and direction. On it,
+sends and receives match in the order in which they are started. A started receive occupies the GPU until the
+message arrives, so start it only shortly before its data is needed.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class NcclTransport(Transport):
 
     Args:
         communicator: MPI communicator of the group, for NCCL's unique ids.
-        scratch: Not used on a GPU.
+        scratch: Allocator of temporary tensors of reductions. Those in GPU memory come from torch's own
+            allocator.
     """
 
     def __init__(self, communicator: MPI.Intracomm, scratch: ReductionScratch) -> None:

@@ -1,15 +1,17 @@
-"""Memory of each rank that the other ranks of its node can read and write.
+"""Shared memory of a node: each rank allocates some, and all ranks of the node can read and write all of it.
 
 Each rank has one anonymous file (memfd_create(2)), and all ranks of the node map all of these files. Unused
 parts take no memory. A rank gets more memory without the others, and nothing is left when the processes end,
 however they do. The size of /dev/shm, which is often 64 MiB in containers, is no limit.
 
-Ranks see each other's writes in the order of their calls of `fence`. It is the fence of MPI-3 shared windows
-(MPI_Win_sync), which processors with weak memory ordering need. It does not depend on a particular memory. So
-each rank has a window of its own, which MPI makes without other ranks and without memory in /dev/shm.
+`fence` is a memory barrier: writes before a rank's `fence` become visible before its writes after it.
+Processors with weak memory ordering need it. It is MPI_Win_sync, which orders accesses to all memory, not
+only to its window. So each rank has a small window of its own, which MPI makes without other ranks and
+without memory in /dev/shm.
 
-Common memory is part of the file of one rank that several ranks use. Its owner takes it back when all users
-have written into it that they no longer use it.
+Common memory is memory in the file of one rank, its owner, that several ranks use as the same tensor. Each
+user has a word beside it, and sets that when it no longer uses the memory. The owner frees the memory when
+all are set.
 """
 
 from __future__ import annotations
@@ -85,7 +87,7 @@ class NodeMemory:
         self._window = MPI.Win.Allocate_shared(_FENCE_BYTES, 1, comm=MPI.COMM_SELF)
         self._window.Lock_all(MPI.MODE_NOCHECK)
         self.fence = self._window.Sync
-        # Nothing ever comes from this rank itself. Where MPI found a message, it would make no progress.
+        # A probe lets MPI make progress only if it finds no message. On COMM_SELF there never is one.
         self.progress: Callable[[], object] = MPI.COMM_SELF.Iprobe
         self._maps: dict[int, mmap.mmap] = {}
         self._addresses: dict[int, int] = {}
@@ -162,9 +164,11 @@ class NodeMemory:
         return begin
 
     def take_common(self, size: int, users: int) -> MemoryLocation | None:
-        """Allocate zeros in this rank's file as common memory of `users` ranks; None if that fails.
+        """Allocate zeros in this rank's file as common memory of `users` ranks. Only the owner calls this.
 
-        Each user then calls `common_tensor`.
+        Returns:
+            Location that the owner sends to all users, each of which passes it to `common_tensor`; None if
+            there is not enough memory.
         """
         length = _pages(size)
         begin = self.take(length + 8 * users)
@@ -244,14 +248,14 @@ class NodeMemory:
         )
 
     def words(self, location: MemoryLocation, count: int) -> memoryview:
-        """Return so many 64-bit integers at a location. Each one is read and written atomically."""
+        """Return a view of `count` 64-bit integers at a location. Each one is read and written atomically."""
         return memoryview(self._maps[location.owner])[location.offset : location.offset + 8 * count].cast("q")
 
     def foreign_bytes(self) -> int:
         """Return the bytes that the system counts as resident in this process but that belong to other ranks.
 
-        They are the pages of other ranks' files that this process has used. Common memory belongs to its
-        users in equal parts, whoever owns it.
+        They are the pages of other ranks' files that this process has accessed. Common memory is divided
+        equally among its users, whichever rank owns it.
         """
         self._collect()
         in_common = sum(
@@ -328,10 +332,10 @@ def examine_node_memory(world: MPI.Intracomm) -> list[DoctorFinding]:
     if memory is None:
         return []
     if isinstance(memory, str):
-        remedy = "ranks of a node send each other messages instead, which takes longer"
+        remedy = "the ranks of a node communicate by MPI messages instead, which takes longer"
         return [DoctorFinding("memory of a node", f"not shared: {memory}", remedy)]
     memory.close()
-    return [DoctorFinding("memory of a node", f"{size} ranks see each other's")]
+    return [DoctorFinding("memory of a node", f"{size} ranks see each other's memory")]
 
 
 def _pages(size: int) -> int:

@@ -1,4 +1,4 @@
-"""Messages between two ranks of a node: MPI carries where the data is, and the receiver copies it from there.
+"""Messages between two ranks of a node: MPI sends the location of the data, and the receiver copies the data.
 
 If the system does not allow processes to read each other's memory, as in most containers, a large MPI message
 waits until its sender is in MPI again, while the sender computes. Here the sender copies the data to memory
@@ -21,7 +21,9 @@ from hpctrain.host.mpi_library import MPI
 
 _HEADER_BYTES = 64  # bytes of a cache line, which hold the counter of a buffer
 _SPARE_BUFFERS = 4  # unused buffers that are kept for later messages
-_NOTE_WORDS = 5
+_NOTE_WORDS = (
+    5  # owner and offset of the data, owner and offset of the buffer, number of the buffer's message
+)
 
 
 class MessageBuffer:

@@ -18,7 +18,7 @@ from hpctrain.comm.transports.transport import wait_until
 from hpctrain.host.mpi_library import MPI
 
 SLOTS = 32
-"""Number of operations of a group that may be in flight at the same time."""
+"""Number of operations of a group that may be in flight at once. The next one first waits for the oldest."""
 
 _ROUND_BITS = 20
 """Low bits of a count, which are the rounds of the current operation. The high bits count operations."""
@@ -27,21 +27,23 @@ ROUNDS = (1 << _ROUND_BITS) - 1
 """Number that is larger than the rounds of any operation."""
 
 _LINE = 8  # words of 64 bits in a cache line
-_TESTS_BEFORE_HELP = 8  # unsuccessful tests after which each further one lets MPI messages make progress
+_TESTS_BEFORE_HELP = 8  # after so many unsuccessful tests, each further one also calls `NodeMemory.progress`
 _READY, _FINISHED, _LOCATION, _OFFSETS = 0, _LINE, 2 * _LINE, 3 * _LINE
 
 
 class PieceLayout(NamedTuple):
-    """Location of the pieces of an operation in a rank's memory, one piece for each rank.
+    """Addresses of the pieces of a rank's tensor, one piece for each rank of the group to read.
 
-    A piece is read in rounds. Round i starts (i mod `turns`) * `stride` bytes after the start of the piece.
+    A piece is read in rounds. The data of round i starts (i mod `turns`) * `stride` bytes after the start of
+    the piece. So if the tensor is copied through a smaller buffer, later rounds reuse the memory of earlier
+    ones.
 
     Attributes:
         location: Location to which the offsets are relative.
-        elements: Elements of a piece in one round.
-        stride: Bytes between two rounds of a piece.
-        turns: Number of rounds for which there is memory.
-        offsets: Offset of the piece for each rank, in bytes.
+        elements: Number of elements of a piece in one round.
+        stride: Distance in bytes between the data of consecutive rounds.
+        turns: Number of rounds after which memory is reused; ROUNDS if it is not.
+        offsets: Offset in bytes of the piece for each rank.
     """
 
     location: MemoryLocation

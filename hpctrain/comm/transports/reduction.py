@@ -21,10 +21,10 @@ from hpctrain.comm.calls import Reduction
 from hpctrain.comm.transports.transport import ElementRange, Steps, TransportWork, ranges_of_ranks
 
 SMALL_BYTES = 32 * 1024
-"""Bytes that a rank receives in all, up to which every rank receives everything."""
+"""Largest size of all ranks' tensors together, in bytes, for which every rank receives them all and adds."""
 
 ROUND_BYTES = 8 * 1024 * 1024
-"""Bytes that a rank receives in one round on the host. Two rounds are in flight."""
+"""Bytes that a rank receives in one round in CPU memory. Two rounds are in flight."""
 
 DEVICE_ROUND_BYTES = 64 * 1024 * 1024
 """The same on a GPU."""
@@ -39,6 +39,7 @@ FUNCTIONS: Mapping[Reduction, Callable[..., Tensor]] = {
 }
 
 HALVES = frozenset({torch.float16, torch.bfloat16})
+"""Floating-point types of 16 bits, also called half types. They are added in fp32."""
 
 SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 """Signed type of each unsigned one. torch cannot add unsigned numbers; signed sums have the same bits."""
@@ -76,16 +77,17 @@ class ReductionScratch:
         return block.view(like.dtype)
 
     def give(self, tensor: Tensor) -> None:
-        """Return a tensor that `take` gave."""
+        """Give a tensor that `take` has returned back, so that later operations can borrow its memory."""
         if tensor.is_cpu:
             insort(self._free, self._borrowed.pop(tensor.data_ptr()), key=Tensor.numel)
 
 
 class PieceMover(Protocol):
-    """Data movement from which reductions are built.
+    """Interface of the data movement from which reductions are built.
 
-    Ranks may start `exchange` and `share` at different times, between other operations. `collect` is the
-    first operation of a reduction, and all ranks start it in the order of the program.
+    `collect` is a collective operation that all ranks start in the order of the program, since it is the
+    first step of a reduction. `exchange` and `share` are later steps, which ranks start at different times,
+    with other operations in between. Their messages are therefore matched by the tag of the reduction.
     """
 
     rank: int
@@ -108,7 +110,7 @@ class PieceMover(Protocol):
     def share(
         self, tensor: Tensor, ranges: Sequence[ElementRange], tag: int, blocking: bool
     ) -> TransportWork | None:
-        """Gather the consecutive ranges of `tensor` from their ranks, in place."""
+        """Gather `tensor` in place on all ranks. Rank r has its `ranges[r]`; the ranges are consecutive."""
 
     def next_tag(self) -> int:
         """Return the message tag of the next operation, which is the same on all ranks."""
@@ -137,7 +139,10 @@ def reduce_scatter(
     reduction: Reduction,
     blocking: bool,
 ) -> Steps:
-    """Reduce `tensor`, and leave this rank its `counts[rank]` elements in `output`, which may alias them."""
+    """Reduce `tensor`, and write the `counts[rank]` elements of this rank into `output`.
+
+    `output` may be these elements of `tensor` itself.
+    """
     elements, size = tensor.numel(), mover.size
     ranges = ranges_of_ranks(counts, tensor, size)
     if elements * tensor.itemsize * size <= SMALL_BYTES:
@@ -226,10 +231,11 @@ def reduce_parts(parts: Sequence[Tensor], output: Tensor, reduction: Reduction, 
     """Reduce the parts, in their order, into `output`.
 
     Args:
-        parts: Flat tensors of equal length. All but number `output_part` may be overwritten.
-        output: Flat tensor; may be the memory of `parts[output_part]`.
+        parts: Flat tensors of equal length, one per rank. All but `parts[output_part]` may be overwritten.
+        output: Flat tensor for the result. It may share memory with `parts[output_part]`, and with no other
+            part.
         reduction: "sum", "max" or "min".
-        output_part: Number of the part that `output` may alias.
+        output_part: Index of the part that may share memory with `output`.
     """
     elements = output.numel()
     if elements <= BLOCK or not output.is_cpu:
@@ -255,7 +261,7 @@ def reduce_block(
         parts: Flat tensors of equal length. Without `spare`, `parts[0]` may be overwritten.
         output: Flat tensor; may be the memory of `parts[output_part]`, and of no other part.
         reduction: "sum", "max" or "min".
-        output_part: Number of the part that `output` may alias.
+        output_part: Index of the part that may share memory with `output`.
         spare: Memory for intermediate results with the dtype of `output` and at least its length. With it,
             only `output` is overwritten. It is not for unsigned types of 16 bits or more.
     """

@@ -1,8 +1,9 @@
 """Transport among ranks of one node, which read and write each other's memory.
 
-Other ranks read a tensor from `empty` where it is. Any other tensor is copied, round by round, through memory
-that they see. The owner of each piece adds in rank order, as in `reduction`, so that both transports give the
-same bits. Small blocking operations are `SmallOperations`; all other small ones are left to MPI.
+Other ranks read a tensor that `empty` has allocated directly. Any other tensor is copied, round by round,
+through memory that they see. The owner of each piece adds in rank order, as in `reduction`, so that this
+transport and `MpiTransport` give the same bits. Small blocking sums and all-gathers are run by
+`SmallOperations`, all other small operations by MPI.
 """
 
 from __future__ import annotations
@@ -42,22 +43,22 @@ from hpctrain.comm.transports.transport import (
 )
 
 SHARED_BYTES = 256 * 1024
-"""Size from which on sums go through shared memory. MPI's own small messages take less time."""
+"""Smallest sum, in bytes, through shared memory in rounds. MPI and SmallOperations are faster for less."""
 
 MOVED_BYTES = 4 << 20
-"""The same for operations that do not add; MPI copies small tensors as fast."""
+"""Smallest call of MOVEMENTS, in bytes, through shared memory. Below it, MPI is as fast."""
 
 PAIR_BYTES = 8 * 1024
-"""Size below which sums of two ranks are MPI's own. MPI's sums of more ranks take several steps."""
+"""Smallest sum of two ranks, in bytes, for SmallOperations. For more ranks, MPI is slower at any size."""
 
 MESSAGE_BYTES = 16 * 1024
-"""Size from which on messages go through shared memory. MPI sends shorter ones without the sender's help."""
+"""Smallest message, in bytes, through shared memory. Shorter ones arrive even while the sender computes."""
 
 MESSAGE_MOST_BYTES = 64 << 20
-"""Size above which messages are MPI's, since a copy would take too much memory."""
+"""Largest message, in bytes, through shared memory. The copy of a larger one would take too much memory."""
 
 VISIBLE_BYTES = 64 * 1024
-"""Size from which on `empty` returns memory that other ranks see; it is allocated in pages."""
+"""Smallest tensor, in bytes, that `empty` allocates in shared memory, which consists of whole pages."""
 
 ROUND_BYTES = 4 << 20
 """Bytes of a tensor that are copied in one round."""
@@ -75,18 +76,19 @@ class SharedTransport(Transport):
     """Transport among ranks that see each other's memory. The constructor is collective.
 
     Args:
-        mpi: Transport that runs all other calls.
-        memory: Memory of the node.
+        mpi: Transport among the same ranks, which runs all calls that do not use shared memory.
+        memory: Shared memory of the node.
 
     Attributes:
-        users: Ranks of the group in the world.
-        least_bytes: Size from which on sums go through memory.
-        least_moved_bytes: The same for operations that do not add.
-        least_message_bytes: The same for messages.
-        least_visible_bytes: Size from which on `empty` returns memory that other ranks see.
-        round_bytes: Bytes that are copied or added before other ranks learn of it.
-        least_small_bytes: Size from which on small sums are `SmallOperations`.
-        most_small_bytes: Size up to which blocking operations are `SmallOperations`.
+        users: For each rank of the group, its rank in the world of all processes.
+        least_bytes: Value of SHARED_BYTES (tests set others, as for the next four).
+        least_moved_bytes: Value of MOVED_BYTES.
+        least_message_bytes: Value of MESSAGE_BYTES.
+        least_visible_bytes: Value of VISIBLE_BYTES.
+        round_bytes: Value of ROUND_BYTES. Ranks report progress after each round.
+        least_small_bytes: Smallest sum, in bytes, that SmallOperations run.
+        most_small_bytes: Largest blocking operation, in bytes, that they run; -1 if there is no memory for
+            them.
     """
 
     least_bytes, least_moved_bytes, least_message_bytes = SHARED_BYTES, MOVED_BYTES, MESSAGE_BYTES
@@ -182,7 +184,7 @@ class SharedTransport(Transport):
         return True
 
     def takes_message(self, call: Call) -> bool:
-        """Return True if a call is a message of a suitable size; the same on sender and receiver."""
+        """Return True if a call is a message that uses shared memory; the same on sender and receiver."""
         return call.operation in MESSAGES and self.least_message_bytes <= call.bytes <= MESSAGE_MOST_BYTES
 
     def _uses_memory(self, call: Call) -> bool:

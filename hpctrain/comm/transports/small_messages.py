@@ -4,8 +4,9 @@ Each rank copies its tensor to memory that all ranks read, and increments its co
 counters of all others, it takes what it needs. Every rank adds for itself, in rank order, with the bits of
 `reduction`.
 
-There are two copies of the memory, used alternately. A rank that comes to an operation has seen in the one
-before that all ranks were there, so nobody reads the copy of the operation before that one any more.
+Consecutive operations use two copies of the memory alternately. When a rank begins operation n, it has seen
+all counters of operation n - 1, so all ranks have finished operation n - 2. It may therefore overwrite the
+copy that operation n - 2 has used.
 """
 
 from __future__ import annotations

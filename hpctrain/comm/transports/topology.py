@@ -39,7 +39,7 @@ class Topology:
 
     @property
     def ranks_per_node(self) -> int:
-        """Mean number of ranks per node, of emulated nodes the largest one."""
+        """Ranks per node: the emulated number, or the mean over the nodes of the machine, rounded down."""
         return self.per_node or max(1, len(self.nodes) // len(set(self.nodes)))
 
 

@@ -10,16 +10,17 @@ ranks on nodes of their own it is, in each direction if nothing else is said:
     broadcast                S             log2 N rounds: out at the root, in at other ranks
     gather, scatter          S (N-1)/N     1 round at the root; other ranks move their own piece
     reduce                   2 S (N-1)/N   2 rounds: in at the root; other ranks send S
-    send, recv               S             out without waiting; in with 1 round
+    send, recv               S             the sender sends S in 0 rounds; the receiver gets it in 1 round
     barrier                  nothing       log2 N rounds
 
 Traffic to ranks of the same node is not counted. If each byte crosses links once (`hierarchical`), a rank of
 N nodes with L ranks each has the following traffic; sums of half types count as fp32 on their way:
 
-    all_reduce       S/L to the next node, except from the last; as much back, except from the first;
-                     N-1 rounds forward, and one for each node on the way back
-    reduce_scatter   S/L to the next node; from the last one S/L (N-1)/N to the others; N-1 rounds, 1 back
-    all_gather       S/L (N-1)/N   1 round
+    all_reduce       forward: S/L to the next node, except on the last node; N-1 rounds
+                     back: S/L to the previous node, except on the first; 1 round per node from the last one
+    reduce_scatter   forward: S/L to the next node, except on the last node; N-1 rounds
+                     back: on the last node S/L (N-1)/N to the other nodes; 1 round on these
+    all_gather       S/L (N-1)/N; 1 round
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Interface of transports, which run the calls of a Group on flat memory, and the handles of what they start.
 
-Shapes, default arguments and the ledger are the Group's part. A transport sees contiguous tensors; counts and
-offsets are elements. Operations that consist of several messages are written as generators: they yield each
-TransportWork that they start, and go on when it is complete (`Steps`).
+The Group handles shapes, default arguments and the ledger. A transport gets contiguous tensors and treats
+them as flat; its counts and offsets are numbers of elements. Operations that consist of several messages are
+written as generators: they yield each TransportWork that they start, and go on when it is complete (`Steps`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ ElementRange = tuple[int, int]
 """Index of the first element, and number of elements."""
 
 Steps = Iterator["TransportWork | None"]
-"""Operations that are started one after another; None stands for one that is already complete."""
+"""Generator that starts operations and yields the handle of each. Resume it only when that is complete.
+
+None stands for an operation that is already complete.
+"""
 
 
 class Transport(ABC):
@@ -39,15 +42,14 @@ class Transport(ABC):
 
     @abstractmethod
     def run(self, call: Call) -> TransportWork | None:
-        """Run a call of a Group. Collective, or local for messages, as in the Group.
+        """Run or start a call of a Group. Collective; "send" and "recv" are local.
 
-        If `call.tensor` or `call.output` holds the pieces of all ranks, the other one may be this rank's
-        piece in it. For bool, sum and max are "or", min is "and".
+        One of `call.tensor` and `call.output` may be this rank's piece of the other one, without a copy. For
+        bool, "sum" and "max" mean "or", and "min" means "and".
 
         Returns:
-            None if the call is blocking: the result is there (on a GPU: it is ordered before all later work
-            of the current stream). Otherwise the handle of the started operation, which keeps the memory
-            alive.
+            None if the call is blocking. Then the result can be used; on a GPU, by later work of the current
+            stream. Otherwise the handle of the started operation, which keeps the memory alive.
         """
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -67,15 +69,22 @@ class Transport(ABC):
         return None
 
     def crosses_links_once(self, call: Call) -> bool:  # noqa: ARG002
-        """Return True if the ranks of a node send each byte of this call to another node only once."""
+        """Return True if the ranks of a node share the traffic of this call with other nodes.
+
+        Then each byte passes the link of a node once per direction, and not once for each rank of the node.
+        """
         return False
 
     def adds_at_owner(self, call: Call) -> bool:  # noqa: ARG002
-        """Return True if in this all-reduce rank r adds piece r of `reduction.equal_counts` for all ranks."""
+        """Return True if in this all-reduce each piece is added by one rank for all ranks.
+
+        The pieces are those of `reduction.equal_counts`, and rank r adds piece r. Otherwise each rank adds
+        all pieces, or the order of additions is unknown.
+        """
         return False
 
     def scratch_bytes(self, elements: int, itemsize: int, scattered: bool = False) -> int:  # noqa: ARG002
-        """Return the host memory, in bytes, that a started sum allocates and keeps for later sums.
+        """Return the CPU memory, in bytes, that a started sum allocates and keeps allocated for later sums.
 
         Args:
             elements: Number of elements of the tensor that each rank gives.
@@ -231,11 +240,13 @@ def ranges_of_ranks(counts: Sequence[int] | None, tensor: Tensor, size: int) -> 
 
 
 def pairwise_ranges(call: Call, size: int) -> tuple[Tensor, list[ElementRange], Tensor, list[ElementRange]]:
-    """Return what each pair of ranks exchanges in a call that moves pieces without reducing them.
+    """Return the ranges that this rank exchanges with each other rank in a call without a reduction.
+
+    It serves gathers, scatters and all-to-alls, not broadcasts.
 
     Returns:
-        The tensor that this rank sends from, the range of it that each rank gets, the tensor that it receives
-        into, and the range of that which each rank fills.
+        The tensor that this rank sends from, the range of it for each receiving rank, the tensor that it
+        receives into, and the range of it for each sending rank. Ranges without elements are not sent.
     """
     source, target = call.memory, call.tensor if call.output is None else call.output
     assert source is not None and target is not None

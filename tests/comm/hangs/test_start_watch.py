@@ -46,7 +46,7 @@ def test_a_rank_that_is_stopped_at_its_start_is_named(launch: Launch, tmp_path: 
 def test_several_stopped_ranks_are_named_and_a_start_without_any_is_told() -> None:
     assert " on " in describe_start(frozenset({3, 1}), 9.0, 0)[1]
     assert describe_start(frozenset({3, 1}), 9.0, 0)[1].startswith("ranks 1, 3 on ")
-    assert describe_start(frozenset(), 600.0, 2)[0].endswith("to the start of MPI for 600 s")
+    assert describe_start(frozenset(), 600.0, 2)[0].endswith("have reached MPI_Init after 600 s")
     assert describe_start(frozenset(), 600.0, 2)[1].startswith("rank 2 on ")
 
 

@@ -101,7 +101,7 @@ def test_a_rank_that_sleeps_in_a_collective_is_named(hang: Callable[..., tuple[s
         and "in which rank 0 has waited for" in line
         for line in sentences
     ), errors
-    assert "is in no operation of a group, at" in errors
+    assert "is in no communication call, at" in errors
     assert "program.py:17 in fall_asleep" in errors
     status = json.loads((folder / "status.json").read_text())
     assert status["state"] == "failed"
@@ -123,7 +123,7 @@ def test_a_rank_that_sleeps_in_a_collective_is_named(hang: Callable[..., tuple[s
 
 def test_different_operations_are_both_named(hang: Callable[..., tuple[str, Path]]) -> None:
     errors, _ = hang("start_all_reduce", 1, "meet_instead")
-    assert "error: the ranks disagree in what they call: rank 0 called all_reduce " in errors
+    assert "error: the ranks make different calls: rank 0 called all_reduce " in errors
     assert "; rank 1 called barrier " in errors
 
 
@@ -131,7 +131,7 @@ def test_with_the_check_they_are_named_before_the_hang(hang: Callable[..., tuple
     errors, folder = hang(
         "start_all_reduce", 1, "meet_instead", "communication.check=true", "stability.hang_seconds=0"
     )
-    named = "hpctrain: error: the ranks disagree in what they call: rank 0 calls all_reduce "
+    named = "hpctrain: error: the ranks make different calls: rank 0 calls all_reduce "
     assert errors.count(named) == 1
     assert "; rank 1 calls barrier " in errors
     assert "Traceback" not in errors
@@ -149,7 +149,7 @@ def test_a_stopped_rank_does_not_answer(hang: Callable[..., tuple[str, Path]]) -
 def test_a_missing_message_is_named_with_its_sender(hang: Callable[..., tuple[str, Path]]) -> None:
     errors, _ = hang("start_send", 0, "fall_asleep", "layout.pipeline=2")
     found = re.search(
-        r"rank 1 waits .* in recv (\d+) from rank 0 of pipeline; .*; rank 0 has sent (\d+) in", errors
+        r"rank 1 waits .* in recv (\d+) from rank 0 of pipeline; .*; rank 0 has sent (\d+) message", errors
     )
     assert found, errors
     assert int(found[1]) == int(found[2]) + 1
@@ -291,7 +291,7 @@ def test_the_rank_at_the_end_of_a_chain_comes_first() -> None:
         "rank 1 on node0 never entered all_reduce 5 of data (ranks 0-1; 40 bytes of float32), "
         "in which rank 0 has waited for 7.0 s",
     ]
-    assert lines[2] == "rank 3 on node1 is in no operation of a group, at line 3"
+    assert lines[2] == "rank 3 on node1 is in no communication call, at line 3"
     assert len(lines) == 6
 
 

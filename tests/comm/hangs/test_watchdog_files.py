@@ -92,7 +92,8 @@ def test_a_call_that_failed_on_one_rank_explains_why_the_others_wait() -> None:
 
 def test_a_call_that_returns_on_no_rank_is_named() -> None:
     assert diagnose({rank: report(rank, OPEN) for rank in (0, 1)}, 2)[0] == (
-        "open_file 7 of world (ranks 0-1; a.h5) returns on no rank, as if MPI had failed in it on one of them"
+        "open_file 7 of world (ranks 0-1; a.h5) has not returned on any rank; MPI has probably failed in it "
+        "on one of them"
     )
 
 
