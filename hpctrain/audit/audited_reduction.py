@@ -74,7 +74,10 @@ class AuditedReduction:
             yield from self._to_all()
 
     def _of_everything(self) -> Steps:
-        """Gather all inputs on each rank, and add those elements that the rank needs."""
+        """Gather the whole inputs of all ranks on each rank, which adds the elements that it needs itself.
+
+        This is for tensors of at most SMALL_BYTES over all ranks.
+        """
         tensor = self.tensor
         parts = tensor.new_empty((self.size, tensor.numel()))
         call = Call("all_gather", tensor, parts.view(-1), self.call.blocking, bytes=parts.nbytes)
@@ -89,7 +92,10 @@ class AuditedReduction:
         self._add(parts[:, begin : begin + count].unbind(), self.output)
 
     def _to_all(self) -> Steps:
-        """Add a piece of every round on each rank, and send it to all ranks, or to the root."""
+        """Run an all_reduce or a reduce: each rank adds its piece of every round, and sends the sums on.
+
+        The sums go to all ranks, or to the root of a reduce.
+        """
         root, size, rank = self.call.root, self.size, self.rank
         rounds = self.tensor.split(size * piece_elements(self.tensor, size))
         longest = equal_counts(rounds[0].numel(), size)[0]
@@ -136,9 +142,10 @@ class AuditedReduction:
         return Call("gather", sums, output, blocking, bytes=block.nbytes, root=root, counts=counts)
 
     def _to_owners(self) -> Steps:
-        """Add its own piece on each rank.
+        """Run a reduce_scatter: each rank receives its piece from all ranks, and adds it.
 
-        If there are several rounds, the data of a round is first copied into contiguous memory.
+        If there are several rounds, the data that this rank sends in a round is first copied into contiguous
+        memory.
         """
         size, rank, tensor = self.size, self.rank, self.tensor
         assert self.output is not None
@@ -177,9 +184,9 @@ class AuditedReduction:
         first, second = (torch.zeros_like(self.record.recomputed) for _ in range(2))
         whole, operation = output, self.reduction
         flipped = operation != "sum" and output.dtype in SIGNED
-        if (
-            flipped
-        ):  # torch compares signed integers only, which order as unsigned ones with flipped first bits
+        # torch does not compare unsigned integers of 16 bits or more. Signed integers are in the same order
+        # if their first bits are flipped.
+        if flipped:
             whole = output.view(SIGNED[output.dtype])
             parts = [_flip_first_bit(part.view(whole.dtype)) for part in parts]
         step = BLOCK if whole.is_cpu else max(1, len(whole))
@@ -196,7 +203,7 @@ class AuditedReduction:
         return first
 
     def _take(self, elements: int) -> Tensor:
-        """Return memory for what this rank receives."""
+        """Borrow memory for `elements` elements that this rank receives; `_give` gives it back."""
         return self.scratch.take(elements, self.tensor)[:elements]
 
     def _give(self, memory: Tensor) -> None:

@@ -4,8 +4,8 @@ Without `full`, the inner transport runs all calls, and sums over ranks are chec
 With `full`, checksums of all data are compared (`transfer_check.py`). Sums are then not left to the inner
 transport: it moves the inputs, so that they can be checked, and this rank adds them in rank order twice
 (`audited_reduction.py`). Sums of transports with another order, such as NCCL with more than two ranks, are
-checked as without `full`. A message between two ranks is followed by its checksum; its ranks wait for the GPU
-until the checksum is there.
+checked as without `full`. A message between two ranks is followed by its checksum. For a tensor on a GPU,
+sender and receiver each wait until the GPU has computed the checksum.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from hpctrain.host.mpi_library import MPI
 
 
 class AuditChannel:
-    """State that the transports of one group share for the audit: communicator, logs, and order of starts.
+    """State that both transports of a group, for CPU and for GPU memory, share for the audit.
 
     Args:
         communicator: Communicator of the ranks of the group, for nothing but the audit.

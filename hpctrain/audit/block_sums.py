@@ -1,21 +1,25 @@
 """Sums of blocks of a tensor, and bounds of their rounding error.
 
-A sum over ranks is right only if the block sums of all inputs add up to the block sum of the result. The
-allowed difference is a proven bound. Let u be half the epsilon of a format, R the number of ranks, and A the
-sum over ranks of the absolute values in a block of n elements. The addition of R numbers in any order has an
-error of at most (R - 1) u A, where u is that of the format in which transports add. For 16-bit formats that
-is fp32, and the last rounding adds u A of their own format. The block sums themselves have an error of at
-most c A for the inputs and c A for the result, where c is
+A block sum is the sum of the n elements of one block of a tensor. A sum over ranks can only be right if the
+block sums of all inputs add up to the block sum of the result, except for rounding errors. The allowed
+difference is a proven bound of these. R is the number of ranks. A is the sum of the absolute values of the
+elements of the block in the inputs of all ranks. u is half the epsilon of a floating-point format. The bound
+has these terms:
+
+The sum over ranks has an error of at most (R - 1) u A in any order of additions, with the u of the format in
+which transports add. For 16-bit types this is fp32; the final rounding adds u A with the u of the type
+itself. The block sums have an error of at most c A for the inputs and another c A for the result, where c is
 
 - n 2^-53 for fp64, in which all tensors smaller than a block are added,
 - 8 2^-24 + n 2^-53 for fp32, which is added in columns of 8 in fp32, and these in fp64,
 - n 2^-24 for 16-bit formats, which are added in fp32.
 
-A processor may treat numbers below the smallest normal one as zero, which adds 2 R + 1 of these per element.
-The last rounding of 16-bit formats adds half of their smallest number. The bounds are 10% larger than this,
-which covers terms of second order. For large blocks of fp32, A is estimated from the sum of squares Q as
-sqrt(n Q), plus n times the root of the smallest normal number for elements whose squares vanish. If Q
-overflows, the block is not checked.
+A processor may treat numbers below the smallest normal number as zero. This adds 2 R + 1 times that number
+per element. The final rounding to a 16-bit type adds half of the smallest number of the type per element. The
+bounds are 10% larger than the sum of these terms, which covers products of errors. For full blocks of fp32, A
+is not computed but replaced by an upper bound: sqrt(n Q), where Q is the sum of squares, plus n times the
+square root of the smallest normal number, for elements whose squares are too small to count. If Q overflows,
+the block is not checked.
 """
 
 from __future__ import annotations
@@ -34,9 +38,9 @@ from hpctrain.comm.transports.transport import ElementRange
 _WORD = 4
 _CHUNK_ELEMENTS = 1 << 18  # fits into the second-level cache of a processor
 
-BLOCK, HALVES_BLOCK = 1 << 18, 1 << 13
-MOST_BLOCKS = 1024  # per span
-COLUMN = 8
+BLOCK, HALVES_BLOCK = 1 << 18, 1 << 13  # elements of a block; of 16-bit types
+MOST_BLOCKS = 1024  # blocks of the data of one rank; larger tensors have larger blocks
+COLUMN = 8  # elements that are added in fp32 before fp64 is used
 
 _FP32, _FP64 = 2.0**-24, 2.0**-53
 _TINY = torch.finfo(torch.float32).tiny
@@ -47,8 +51,8 @@ def word_sums_by_rank(values: Tensor, spans: Sequence[ElementRange], rank: int) 
 
     Args:
         values: Flat tensor.
-        spans: First element and number of elements for each rank.
-        rank: This rank, whose own data moves nowhere and has the checksum 0.
+        spans: For each rank, the first element and the number of elements of the data that it gets or gives.
+        rank: This rank. Its own data is not sent, and its checksum is 0.
 
     Returns:
         An int32 tensor `[ranks]` on the device of `values`.
@@ -134,6 +138,7 @@ def absolute_sum(values: Tensor) -> Tensor:
 
 
 def _of_floats(rows: Tensor, sums: Tensor, bits: Tensor, is_input: bool) -> None:
+    """Compute `block_sums` of full fp32 blocks `rows` into `sums` and `bits`."""
     block = rows.shape[1]
     ones = rows.new_ones(COLUMN)
     columns, squares = rows.new_empty(block // COLUMN), rows.new_empty(len(rows))
@@ -149,6 +154,7 @@ def _of_floats(rows: Tensor, sums: Tensor, bits: Tensor, is_input: bool) -> None
 
 
 def _of_halves(rows: Tensor, sums: Tensor, bits: Tensor, is_input: bool) -> None:
+    """Compute `block_sums` of full blocks `rows` of a 16-bit type into `sums` and `bits`."""
     block = rows.shape[1]
     several = max(1, _CHUNK_ELEMENTS // block)
     for first in range(0, len(rows), several):

@@ -22,7 +22,7 @@ from hpctrain.host.mpi_library import MPI
 from hpctrain.units import format_bytes
 
 UNSETTLED = 4096
-"""Number of calls after which the ranks of a group exchange their records even if nobody asks for faults."""
+"""Number of calls after which ranks exchange their records even without a call of `collect_faults`."""
 
 
 class CallRecord:
@@ -89,10 +89,13 @@ class AuditLog(ABC, Generic[AnyRecord]):
 
     @abstractmethod
     def width(self, record: AnyRecord) -> int:
-        """Return the number of int64 values that a rank sends to each rank about a record."""
+        """Return the number of int64 values that each rank sends to each other rank about a record.
+
+        It is the same on all ranks, and known before the call is complete.
+        """
 
     def open(self, record: AnyRecord) -> None:
-        """Add the record of a call that starts now."""
+        """Add the record of a call that starts now. If there are many, exchange the earlier ones first."""
         self._since += 1
         if self._since > UNSETTLED:
             self.start_exchange()

@@ -21,9 +21,10 @@ class DetectedFault:
     Attributes:
         kind: What was found.
         name: Name of the tensor, or of the operation and its group.
-        phase: Phase of the ledger in which it happened.
-        ranks: Ranks of the world of which one has the fault; usually one, and both if two ranks disagree.
-        detail: Predicate of a sentence about the fault.
+        phase: Phase of the step (`Ledger.phase`) in which the checked values were computed or sent.
+        ranks: Ranks of the world of which at least one is faulty. Usually it is one; if the values of two
+            ranks differ and nothing shows which one is wrong, both.
+        detail: End of the sentence that begins with `name`.
     """
 
     kind: FaultKind

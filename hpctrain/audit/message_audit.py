@@ -18,7 +18,7 @@ from hpctrain.comm.world import World
 from hpctrain.host.mpi_library import MPI
 
 Depth = Literal["cheap", "full"]
-"""What is checked: sums over ranks alone, or every tensor that moves."""
+"""What is checked: only sums over ranks ("cheap"), or also every tensor that ranks send ("full")."""
 
 
 class MessageAudit(TransportDecorator):
@@ -27,7 +27,7 @@ class MessageAudit(TransportDecorator):
     Attributes:
         depth: What is checked.
         ledger: Ledger of the world, whose phase each fault names.
-        faults: FaultCollector that this rank has found since the last `collect_faults`.
+        faults: Collector of the faults that this rank has found since the last `collect_faults`.
         logs: Logs of the checked groups.
     """
 

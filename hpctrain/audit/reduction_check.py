@@ -34,10 +34,11 @@ from hpctrain.comm.transports.mpi import flat_view
 from hpctrain.comm.transports.reduction import equal_counts
 from hpctrain.comm.transports.transport import ElementRange, Steps, Transport, ranges_of_ranks
 
-_HEAD = 2  # values per record of several blocks: checksum of the result, and 1 if it has NaN
-_EACH = 3  # values per block: sum and bound of the input, sum of the result
+# A record of several blocks has _HEAD values, and _EACH values per block; a record of one block has _SMALL.
+_HEAD = 2  # checksum of the result, and 1 if the result has NaN
+_EACH = 3  # sum of the input, bound of its absolute sum, and sum of the result
+_SMALL = 4  # checksum of the result, and the three values of the block
 _DIFFER = "the copies of the result differ"
-_SMALL = 4  # values per record of one block: checksum of the result, and those of the block
 
 
 class ReductionRecord(CallRecord):
@@ -48,7 +49,7 @@ class ReductionRecord(CallRecord):
 
     Attributes:
         has_checked_sum: True if the call is a sum whose block sums can be checked.
-        adds_at_owner: True if one rank adds each element for all ranks.
+        adds_at_owner: True if each element is added by one rank, its owner, for all ranks.
         spans: First element and number of elements of each rank; empty if the tensor is one block.
         bits: Checksum of the result.
     """
@@ -143,7 +144,7 @@ class ReductionLog(AuditLog[ReductionRecord]):
         return [next(packed) if record.is_one_block else self._blocks(record) for record in records]
 
     def _blocks(self, record: ReductionRecord) -> Tensor:
-        """Return the rows of a record: the blocks of each span for the rank after the one of the span."""
+        """Return the values of a record for each rank: rank r gets and compares the blocks of rank r - 1."""
         row = torch.zeros((self.size, self.width(record)), dtype=torch.int64)
         row[:, 0] = record.bits
         if _floats(record):

@@ -1,9 +1,10 @@
 """Order in which operations of several steps start their parts.
 
-All ranks of a group must start the calls of its transport in one order. But a started operation of several
-steps goes on whenever its rank waits for it or tests it, which each rank does at other times. So an operation
-starts nothing before all earlier operations have started their last part. They need not be complete: a
-blocking call of another rank may be what they wait for.
+All ranks of a group must start the calls of its transport in the same order. An audited operation consists of
+several such calls, its parts, and starts the next one when its rank tests it or waits for it. Ranks do this
+at different times, so the parts of two operations in flight could start in different orders. Therefore, an
+operation starts its first part only after all earlier operations have started their last part. These need not
+be complete, since they may need a later blocking call of another rank for that.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ class OrderedOperation:
     """Operation that starts its parts after all earlier operations have started theirs.
 
     Attributes:
-        started: True once the operation has started its last part. Its steps set this.
+        started: True once the operation has started its last part. The generator of its steps sets this.
     """
 
     def __init__(self, order: StartOrder, steps: Callable[[OrderedOperation], Steps]) -> None:

@@ -33,12 +33,12 @@ _CHUNK_BYTES = 1 << 20
 
 
 class NoAnswerError(Exception):
-    """A child process gave no answer.
+    """A child process gave no answer to a request.
 
     Attributes:
-        problem: Predicate of an error message whose subject is the work of the child, such as "takes longer
-            than 30 s".
-        number: The caller's number of the request that has no answer.
+        problem: End of a sentence whose subject the caller puts in front: the name of what the child
+            computes, such as a reward. An example is "takes longer than 30 s".
+        number: Number that the caller passed to `ChildProcess.ask` with the request.
         signal: Number of the signal that ended the process, or 0.
     """
 
@@ -134,8 +134,9 @@ class ChildProcess:
         if not is_answer:
             start = line.splitlines(keepends=True)[0][:40].decode(errors="replace")
             raise ValueError(
-                f"writes {json.dumps(start)} to the file descriptor that hpctrain uses for answers; it may "
-                "write only to stdout, stderr and files that it has opened itself"
+                f"writes {json.dumps(start)} to a file descriptor that it has not opened, through which "
+                "hpctrain receives answers; it may write only to stdout, stderr and files that it has opened "
+                "itself"
             )
         self.request = None
         return answer["answer"]
@@ -196,7 +197,7 @@ def next_answer(children: Sequence[ChildProcess]) -> tuple[int, Any]:
                     return request.number, answer
                 if ended:
                     phrase, signal = child.wait_for_exit()
-                    raise NoAnswerError(f"loses its process, which {phrase}", request.number, signal)
+                    raise NoAnswerError(f"fails, since its process {phrase}", request.number, signal)
                 if request.seconds_left <= 0:
                     limit = format_seconds(request.seconds)
                     raise NoAnswerError(f"takes longer than {limit}", request.number)

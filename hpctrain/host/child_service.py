@@ -31,14 +31,14 @@ def serve(
     """Answer requests until the parent closes the socket or ends.
 
     Args:
-        number: File descriptor of the socket to the parent.
+        number: File descriptor of the socket to the parent, which `ChildProcess` passes on the command line.
         parent: Process id of the parent. This process ends when the parent ends.
         answer_first: Function that takes the first request. It returns the function that answers all further
             requests, and the answer to the first one.
         runs_user_code: True if code of users runs in this process. Such code may start processes; all of them
             are killed when this process ends.
     """
-    unblock_signals_of_children = ignore_rank_signals()
+    unblock_signals_of_children = ignore_rank_signals()  # called after the guard process has been forked
     if not (end_descendants_with_parent(parent) if runs_user_code else end_with_parent(parent)):
         return
     unblock_signals_of_children()

@@ -60,7 +60,7 @@ class RankPlacement:
     Attributes:
         rank: The rank.
         hostname: Name of its node.
-        node: Lowest rank of those that share memory with it, by which nodes are told apart.
+        node: Lowest rank on the same node, which identifies the node.
         local_rank: Its number among the ranks of its node.
         cores: Cores that it may use; empty if unknown.
         gpus: Number of GPUs that it sees.
@@ -80,9 +80,9 @@ class DoctorReport:
 
     Attributes:
         rank: This rank.
-        findings: Findings of rank 0, and problems that only other ranks have.
+        findings: Findings of rank 0, and problems that other ranks have and rank 0 has not.
         ranks: Placement of each rank.
-        coordinates: Coordinates of each rank on the mesh of a deck; empty without a deck.
+        coordinates: Coordinates of each rank in the mesh of the deck; empty if no deck is examined.
         world: Communicator of all ranks; None if MPI does not start.
     """
 
@@ -98,16 +98,16 @@ class DoctorReport:
 
     @property
     def fit(self) -> bool:
-        """True if a run can start."""
+        """True if no finding is fatal, so that a run can start."""
         return not any(finding.fatal for finding in self.findings)
 
 
 @contextmanager
 def examine_machine() -> Iterator[DoctorReport]:
-    """Start MPI if possible, examine the machine, yield the report, and end MPI.
+    """Start MPI if possible, examine the machine, yield the report, and finalize MPI after the block.
 
-    Collective over all ranks that the launcher has started. If the ranks wait for each other longer than
-    `SECONDS_UNTIL_HANG` during the examination, each prints its traceback and the process ends.
+    Collective over all ranks that the launcher has started. A rank whose examination takes longer than
+    SECONDS_UNTIL_HANG, as when it waits for another rank, prints its traceback and ends.
     """
     python = DoctorFinding("Python", f"{sys.version.split()[0]} ({sys.executable})")
     findings = [python, *_packages()]
@@ -251,7 +251,7 @@ def _thread_level(mpi: ModuleType) -> DoctorFinding:
 
 
 def _lost_ranks() -> DoctorFinding:
-    """Return whether this MPI supports ULFM, with which other programs survive the loss of ranks."""
+    """Return a finding about ULFM, the part of MPI with which programs can go on after the loss of ranks."""
     known = any(hasattr(ctypes.CDLL(library), "MPIX_Comm_shrink") for library in loaded_mpi_libraries())
     way = "runs do not use it: a lost rank ends the job, and `hpctrain resume` continues"
     return DoctorFinding("lost ranks", f"this MPI {'has' if known else 'lacks'} ULFM; {way}")
@@ -363,10 +363,10 @@ def _hdf5(world: MPI.Intracomm, nodes: int) -> list[DoctorFinding]:
 
 
 def _write_together(h5py: ModuleType, world: MPI.Intracomm, path: Path) -> str:
-    """Write the number of each rank into one file, and read the number of the next rank.
+    """Write the number of each rank into one file, and read the number of the next rank. Collective.
 
     Returns:
-        What went wrong, or "".
+        "", or a sentence if the number is wrong. Errors of HDF5 are raised.
     """
     with h5py.File(path, "w", driver="mpio", comm=world) as file:
         file.create_dataset("ranks", (world.size,), dtype="i8")[world.rank] = world.rank + 1

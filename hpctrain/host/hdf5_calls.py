@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 import h5py
-from h5py._objects import phil
+from h5py._objects import phil  # h5py's global lock
 
 from hpctrain.host.mpi_library import MPI
 

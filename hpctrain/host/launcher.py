@@ -11,9 +11,10 @@ LAUNCHERS = (
     ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", ""),
     ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_NODES"),
 )
-"""Variables of each launcher: number of processes, rank, rank on the node, and number of nodes.
+"""Environment variables of each launcher: number of processes, rank, local rank, and nodes ("" if none).
 
-An outer launcher often starts an inner one (Slurm starts Open MPI's daemons). The inner one comes first.
+Launchers may be nested: in a Slurm job, mpirun uses srun to start its daemons, and these start the ranks. So
+variables of both may be set. Those of the inner launcher, which has started the ranks, come first.
 """
 
 _PREFIXES = (
@@ -24,9 +25,9 @@ _PREFIXES = (
 
 
 def environment_without_rank(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for a process that a rank starts and that is no rank.
+    """Return the environment for a process that a rank starts and that must not take part in MPI.
 
-    Importing mpi4py there does not start MPI.
+    It has no variables of launchers, and a variable with which importing mpi4py does not start MPI.
     """
     kept = {name: value for name, value in environment.items() if not name.startswith(_PREFIXES)}
     return {**kept, "MPI4PY_RC_INITIALIZE": "0"}
@@ -74,6 +75,7 @@ def launcher_name(environment: Mapping[str, str]) -> str:
         return "mpirun of Open MPI"
     if "PALS_APID" in environment:
         return "PALS (Cray mpiexec)"
+    # Slurm gives batch scripts and interactive shells step ids from 4294967290; no srun has started them.
     if "SLURM_STEP_NUM_TASKS" in environment and not environment.get("SLURM_STEP_ID", "").startswith(
         "429496"
     ):

@@ -93,7 +93,10 @@ def describe_missing_pmix(environment: Mapping[str, str], vendor: str, libraries
 
 
 def loaded_mpi_libraries() -> list[str]:
-    """Return the files of the different MPI libraries that this process has loaded; [] if unknown."""
+    """Return the paths of the MPI libraries that this process has loaded; [] if the system does not tell.
+
+    More than one path means that mpi4py and another package were built with different MPI libraries.
+    """
     try:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

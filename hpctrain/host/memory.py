@@ -38,9 +38,10 @@ class MemoryLimit:
     """Memory limit that some processes of a node share.
 
     Attributes:
-        pool: Identity of the limit: "node", a cgroup, or a variable of Slurm.
+        pool: Identity of the limit: "node", a cgroup, or a variable of Slurm. Processes of a node with the
+            same pool share the limit.
         bytes: The limit in bytes.
-        text: Phrase that follows the size in messages, such as "of memory".
+        text: Phrase that follows the size in messages, such as "for this job (SLURM_MEM_PER_NODE)".
     """
 
     pool: str
@@ -62,8 +63,8 @@ def resident_bytes() -> int:
 def peak_rss_bytes() -> int:
     """Return the peak resident memory of this process in bytes.
 
-    The value comes from /proc if there is one. That of `getrusage` starts with the peak of the parent
-    process.
+    The value comes from /proc if there is one, otherwise from `getrusage`. The latter may be too large, since
+    Linux starts it with the peak of the parent process.
     """
     for peak in _sizes("self/status", "VmHWM"):
         return peak
@@ -74,9 +75,9 @@ def peak_rss_bytes() -> int:
 def keep_freed_memory() -> bool:
     """Make the C library keep freed memory, except blocks above 32 MB.
 
-    By default glibc returns the end of its heap to the system after every backward pass and takes it again
-    page by page, which costs a tenth of the time of a block. Nothing changes if the user has configured
-    malloc by environment variables, or with another C library.
+    By default glibc returns memory to the system after every backward pass and gets it again page by page,
+    which costs a tenth of the time of a transformer block. Nothing changes if the user has configured malloc
+    by environment variables, or if the C library is not glibc.
 
     Returns:
         True if freed memory is kept.

@@ -38,7 +38,7 @@ def start_mpi() -> None:
 
 
 def communicator_of(objects: object) -> MPI.Intracomm:
-    """Return the communicator of a Group with a real transport; such groups use MPI for Python objects."""
+    """Return `Group.objects` as an MPI communicator, which it is for all groups except planned ones."""
     assert isinstance(objects, MPI.Intracomm), objects
     return objects
 

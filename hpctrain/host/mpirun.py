@@ -19,10 +19,10 @@ _OPTIONS = {"open-mpi.org": ("--quiet", "--oversubscribe", "--bind-to", "none")}
 
 
 def restart_on_ranks(ranks: int | None, environment: Mapping[str, str] = os.environ) -> None:
-    """Replace this process by mpirun, which starts this command on several ranks.
+    """Replace this process by mpirun, which runs the same hpctrain command on several ranks.
 
-    Nothing happens if no number is given or a launcher has already started that many ranks. The program is
-    `mpirun`, or the command in the variable MPIRUN.
+    If `ranks` is None or a launcher has already started that many ranks, do nothing. The program is `mpirun`,
+    or the command in the environment variable MPIRUN.
 
     Args:
         ranks: Number of ranks; None if any number will do.

@@ -51,11 +51,11 @@ def end_with_parent(parent: int, by: signal.Signals = signal.SIGKILL) -> bool:
     """Make the kernel send this process a signal when its parent ends.
 
     Args:
-        parent: Process id of the parent.
+        parent: Process id that the parent had when it started this process.
         by: The signal.
 
     Returns:
-        True if the parent is still alive.
+        True if the parent is still alive. If it has ended before this call, no signal comes.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by, 0, 0, 0)
     return os.getppid() == parent
@@ -141,11 +141,12 @@ def descendants(process: int) -> Iterator[int]:
 def ignore_rank_signals() -> Callable[[], None]:
     """Make this process ignore the signals that are sent to ranks and to their process group.
 
-    Ignored signals would stay ignored in all processes that this one starts, but a pool of processes is ended
-    by SIGTERM, which may arrive as soon as a process exists.
+    Forked processes inherit this. But users' code may fork processes, such as a multiprocessing pool, which
+    are ended by SIGTERM, perhaps right after the fork. Such processes must get the original handlers back.
 
     Returns:
-        A function. After it is called, processes that this one forks no longer ignore the signals.
+        Function that arranges this: in processes forked after it has been called, the handlers are the
+        original ones. The signals are blocked during the fork, so that none is lost in between.
     """
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
     before = {each: signal.signal(each, lambda *_: None) for each in signals}
@@ -209,7 +210,10 @@ def kill_child(process: subprocess.Popen[bytes], runs_user_code: bool) -> None:
 
 
 def describe_exit(process: subprocess.Popen[bytes]) -> str:
-    """Wait a few seconds until a process has ended, and return a phrase that says how it ended."""
+    """Wait up to 5 s until a process has ended, and return how it ended, such as "was ended by signal 11".
+
+    The phrase follows a subject, such as "its process".
+    """
     try:
         code = process.wait(_SECONDS_TO_END)
     except subprocess.TimeoutExpired:

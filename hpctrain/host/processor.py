@@ -1,4 +1,4 @@
-"""Kind of the processor of this machine."""
+"""Name of this machine's processor, and a text that identifies how fast it multiplies matrices."""
 
 from __future__ import annotations
 

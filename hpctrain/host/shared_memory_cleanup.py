@@ -1,9 +1,10 @@
 """Removal of shared memory that a killed job has left on a node.
 
-Open MPI's ranks of a node communicate through files in /dev/shm. Its launcher removes them, unless it is
-killed, too. Such a file does not show which job made it. So each job writes the names of its files into a
-marker beside them, and its ranks hold a lock on the marker as long as they live. The next job removes the
-files of all markers whose lock is free.
+The ranks of a node communicate through files in /dev/shm ("segments") if MPI is Open MPI. Its launcher
+removes them, but not if it is killed as well. The name of a segment does not tell whether its job is alive.
+So each job writes the names of its segments into a file in the same folder, the marker, and its ranks hold a
+lock on that file as long as they live. The next job removes the segments of all markers that nobody has
+locked.
 """
 
 from __future__ import annotations

@@ -102,12 +102,12 @@ def test_what_a_function_prints_is_no_answer(capfd: pytest.CaptureFixture[str]) 
         ("raises", f"fails: KeyError: 'no such thing\\nhere' ({JUDGES}, line "),
         ("leaves", "fails: SystemExit: enough ("),
         ("out_of_memory", "fails: MemoryError ("),
-        ("exits", "loses its process, which ended by itself, with exit code 3, asked"),
+        ("exits", "fails, since its process ended by itself, with exit code 3, asked"),
         (
             "killed",
-            "loses its process, which was killed (signal 9), possibly because memory ran out: use fewer",
+            "fails, since its process was killed (signal 9), possibly because memory ran out: use fewer",
         ),
-        ("crashes", "loses its process, which was ended by signal 11, asked"),
+        ("crashes", "fails, since its process was ended by signal 11, asked"),
         ("hangs", "takes longer than 1 s, asked"),
         ("spins", "takes longer than 1 s, asked"),
         ("nan", "gives NaN, asked"),
@@ -117,15 +117,16 @@ def test_what_a_function_prints_is_no_answer(capfd: pytest.CaptureFixture[str]) 
         ("text", 'gives a str: "high", which is no number, asked'),
         (
             "writes_everywhere",
-            'writes "a line of a function\\n" to the file descriptor that hpctrain uses for answers; it may '
-            "write only to stdout, stderr and files that it has opened itself, asked",
+            'writes "a line of a function\\n" to a file descriptor that it has not opened, through '
+            "which hpctrain receives answers; it may write only to stdout, stderr and files "
+            "that it has opened itself, asked",
         ),
         (
             "writes_nested_lists",
-            f'writes "{"[" * 40}" to the file descriptor that hpctrain uses for answers; it',
+            f'writes "{"[" * 40}" to a file descriptor that it has not opened, through',
         ),
         ("writes_to_three", f"fails: OSError: [Errno 9] Bad file descriptor ({JUDGES}, line "),
-        ("closes_everything", "loses its process, which ended by itself, with exit code 0, asked"),
+        ("closes_everything", "fails, since its process ended by itself, with exit code 0, asked"),
         ("one_number", "gives a float, not a list with a number for each completion, asked"),
     ],
 )
@@ -182,7 +183,8 @@ def test_it_is_not_started_where_it_cannot_judge(tmp_path: Path) -> None:
             UsersReward(NamedCode(f"{own}:f")).start()
         assert what in str(raised.value) and len(raised.value.problems) == 1
     own.write_text("import os\nos._exit(5)\n")
-    with pytest.raises(UserCodeError, match=r"^own.py:f loses its process, .* code 5, while it is loaded$"):
+    told = r"^own.py:f fails, since its process .* code 5, while it is loaded$"
+    with pytest.raises(UserCodeError, match=told):
         UsersReward(NamedCode(f"{own}:f")).start()
 
 
@@ -298,7 +300,7 @@ def test_what_exits_leaves_nothing_that_it_started(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("CHILD", str(tmp_path / "child"))
     reward = UsersReward(NamedCode(f"{JUDGES}:starts_and_exits"), 20.0)
     told = sentence_of(reward, samples_of(["bad"]))
-    assert "loses its process, which ended by itself, with exit code 3, asked about" in told
+    assert "fails, since its process ended by itself, with exit code 3, asked about" in told
     assert gone(int((tmp_path / "child").read_text()))
 
 
