@@ -116,7 +116,7 @@ def test_state_is_a_row_and_a_column_of_each_matrix() -> None:
 def test_what_it_does_not_go_with() -> None:
     for key, sentence in {
         "communication.server=sync": "optimizer.name=adafactor: does not go with .*: servers cut matrices",
-        "optimizer.beta2=0.9": "optimizer.beta2=0.9: has no effect on optimizer.name",
+        "optimizer.beta2=0.9": "optimizer.beta2=0.9: has no effect with optimizer.name",
     }.items():
         with pytest.raises(HpctrainError, match=sentence) as error:
             parse_deck(DECK, [NAME, key])

@@ -66,9 +66,10 @@ sequence = 24
 peak = 1e-2
 warmup = 0
 decay = "constant"
+[optimizer]
+clip = 0.5
 [optimizer.adamw]
 epsilon = 1e-3
-clip = 0.5
 [communication]
 bucket_bytes = 20000
 [checkpoint]
