@@ -139,7 +139,7 @@ def _title(deck: Deck) -> Iterator[DeckProblem]:
 
 
 def _texts(deck: Deck) -> Iterator[DeckProblem]:
-    """Every text of the deck reaches a log, a terminal or a script."""
+    """Yield the problems of texts with control characters, which may reach a log, a terminal or a script."""
     for section in sections():
         for name in fields(section):
             key = f"{section}.{name}"
@@ -250,7 +250,7 @@ def _learning_rate(deck: Deck) -> Iterator[DeckProblem]:
         yield DeckProblem("learning_rate.floor", no_effect, ("learning_rate.decay",), no_effect=True)
     if not form.has_cooldown and rate.cooldown:
         yield DeckProblem("learning_rate.cooldown", no_effect, ("learning_rate.decay",), no_effect=True)
-    # Where there is no floor to reach either, it has been let stand from the beginning.
+    # With a decay that has neither an end nor a floor, decay_steps has always been accepted.
     if not form.ends and form.has_floor and "learning_rate.decay_steps" not in deck.sources.defaulted:
         yield DeckProblem("learning_rate.decay_steps", no_effect, ("learning_rate.decay",), no_effect=True)
 

@@ -27,7 +27,7 @@ def check_world(deck: Deck, ranks: int) -> None:
 
 
 def data_ranks(deck: Deck, ranks: int) -> int:
-    """Return the size of the data axis: ranks / (other axes). Raise the errors of `check_world`."""
+    """Return the size of the data axis, the ranks that other axes leave. Raise as `check_world` does."""
     check_world(deck, ranks)
     return (ranks - server_ranks(deck) - count_dedicated_ranks(deck)) // _model_ranks(deck)
 

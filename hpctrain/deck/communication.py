@@ -9,15 +9,15 @@ from hpctrain.units import Link, parse_link
 
 
 class _CompressionKeys(Section):
-    """Keys that all compressions have."""
+    """Keys of every gradient compression."""
 
     between: Literal["ranks", "nodes"] = key(
-        "nodes: sums are exact within a node, and compressed only between nodes.", "ranks"
+        "Scope of the compression; nodes: exact sums within a node, compression only between nodes.", "ranks"
     )
 
 
 class RoundedTable(_CompressionKeys):
-    """Gradients are sent in a smaller format."""
+    """Gradients are rounded to a smaller format before they are sent."""
 
     error_feedback: bool = key("Add rounding errors to the gradients of the next step.", True)
 
@@ -26,12 +26,12 @@ class SignTable(_CompressionKeys):
     """Compression to the signs of gradients, with a scale for each block."""
 
     error_feedback: bool = key(
-        "Add what signs lose to the gradients of the next step; false: a majority vote of signs.", True
+        "Add the compression error to the gradients of the next step; false: a majority vote of signs.", True
     )
 
 
 class OneBitTable(_CompressionKeys):
-    """1-bit Adam (arXiv 2102.02888): signs of the momentum are sent; what they lose is added later."""
+    """1-bit Adam (arXiv 2102.02888): signs of the momentum are sent, with error feedback."""
 
 
 class TopKTable(_CompressionKeys):
@@ -44,7 +44,7 @@ class PowerSgdTable(_CompressionKeys):
     """A matrix is sent as two factors of low rank (arXiv 1905.13727)."""
 
     rank: int = key("Number of columns of each factor.", 4, ge=1)
-    error_feedback: bool = key("Add what the factors lose to the gradients of the next step.", True)
+    error_feedback: bool = key("Add the compression error to the gradients of the next step.", True)
 
 
 CompressionTable = RoundedTable | SignTable | OneBitTable | TopKTable | PowerSgdTable
@@ -85,7 +85,7 @@ class Communication(Section):
         "auto",
     )
     bucket_bytes: Bytes = key(
-        "Gradients are synchronized in pieces of about this size.", 25_000_000, unit="bytes", ge=1
+        "Approximate size of the buckets in which gradients are synchronized.", 25_000_000, unit="bytes", ge=1
     )
     check: bool = key(
         "Debugging: ranks compare each collective call before they make it, and report a mismatch.",
@@ -114,11 +114,11 @@ class Communication(Section):
         unit="steps",
         ge=0,
     )
-    bf16: RoundedTable | None = table("Keys of sums in bfloat16.", chosen_by="compress")
-    int8: RoundedTable | None = table("Keys of sums in 8 bits.", chosen_by="compress")
-    sign: SignTable | None = table("Keys of sums of signs.", chosen_by="compress")
+    bf16: RoundedTable | None = table("Keys of gradient sums in bfloat16.", chosen_by="compress")
+    int8: RoundedTable | None = table("Keys of gradient sums in 8 bits.", chosen_by="compress")
+    sign: SignTable | None = table("Keys of gradient sums of signs.", chosen_by="compress")
     onebit: OneBitTable | None = table("Keys of 1-bit Adam.", chosen_by="compress")
-    topk: TopKTable | None = table("Keys of sums of the largest elements.", chosen_by="compress")
+    topk: TopKTable | None = table("Keys of gradient sums of the largest elements.", chosen_by="compress")
     powersgd: PowerSgdTable | None = table("Keys of PowerSGD.", chosen_by="compress")
     server: ServerTable | None = table(
         "Parameter servers: some ranks own the parameters, the others compute gradients.",

@@ -29,7 +29,7 @@ class LearningRateSection(Section):
     )
     decay: Decay = key(
         f"Form of the decay after the warm-up; {_FORMS}.",
-        derived='"cosine", with schedule-free "constant"',
+        derived='"cosine"; with schedule-free "constant"',
     )
     decay_steps: int = key(
         f"Steps after which the rate is at the floor and stays there ({_ENDING}).",

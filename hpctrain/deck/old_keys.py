@@ -17,7 +17,7 @@ from hpctrain.deck.schema import field_of, fields, tables
 from hpctrain.deck.sources import Place, toml_value
 
 NONE = "none"
-"""What a deck may write in place of a table that it does not have."""
+"""Value that a deck may give to a key of an optional table, to have no such table."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class OldKey:
 
     Attributes:
         name: Full name; a part in braces is the value of the key of that name in the table before it.
-        off: Value with which the optional table that now holds the key was not in use, if the key told that.
+        off: Value of the old key that switched the optional table of the new key off, if there was one.
         default: Default that the key had, if it differs from the one that it has now.
     """
 

@@ -34,7 +34,9 @@ class AdamMiniTable(_AdamKeys):
 class SgdTable(Section):
     """Stochastic gradient descent."""
 
-    momentum: float = key("Decay of the sum of gradients that parameters follow; 0: none.", 0.0, ge=0, lt=1)
+    momentum: float = key(
+        "Decay of the momentum, a running sum of gradients; 0: no momentum.", 0.0, ge=0, lt=1
+    )
     nesterov: bool = key("Use Nesterov's momentum, which looks one step ahead.", False)
 
 

@@ -109,7 +109,7 @@ def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
     if field.default is None:
-        return "keys of the table"
+        return "the defaults of its keys"
     size = f" ({format_bytes(field.default)})" if extra(field, "unit") == "bytes" else ""
     return toml_value(field.default) + size
 

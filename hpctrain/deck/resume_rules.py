@@ -18,7 +18,7 @@ Policy = Literal["free", "fresh optimizer", "refused"]
 PARAMETERS = "changes its parameters"
 FUNCTION = "changes what its parameters compute"
 
-_AT_THE_BEGINNING = "used only when a run begins"
+_AT_THE_BEGINNING = "used only at the beginning of a run"
 _OWN_RULES = "the rules of the keys in its table apply"
 _NEW_ORDER = "the order of the samples changes"
 
@@ -52,7 +52,7 @@ RESUME_RULES: Mapping[str, ResumeRule] = {
     **_rules("free", "run", "steps tokens epochs", "defaults that depend on it, such as decay_steps, change"),
     **_rules("free", "run", "seed", _NEW_ORDER),
     **_rules("free", "model", "preset", "the keys that it sets are compared"),
-    **_rules("refused", "model", "from", "has no effect on a run that resumes from its own weights"),
+    **_rules("refused", "model", "from", "a resumed run has weights of its own"),
     **_rules("refused", "model", "family layers hidden heads head_size key_value_heads mlp tied", PARAMETERS),
     **_rules("refused", "model", "query_key_norm vocabulary adapters", PARAMETERS),
     **_rules("refused", "model.adapters", "rank targets", PARAMETERS),
@@ -74,11 +74,11 @@ RESUME_RULES: Mapping[str, ResumeRule] = {
     **_rules("free", "model", "miniature blocks loss buffers plan"),
     **_rules("free", "data", "tokens mixture dataset arguments validation pack", _NEW_ORDER),
     **_rules("free", "data", "collate workers inputs other_tokenizer document_mask"),
-    **_rules("refused", "objective", "kind", "if it needs another head or model; else free"),
-    **_rules("refused", "objective", "beta", "if it was 0, so that there is no reference; else free"),
+    **_rules("refused", "objective", "kind", "if it needs another head or a further model; else free"),
+    **_rules("refused", "objective", "beta", "if it was 0, since the run has no reference model; else free"),
     **_rules("free", "objective", "loss smoothing margin centering"),
     **_rules("free", "policy", "reward weights answer seconds processes tokens stops temperature samples"),
-    **_rules("refused", "policy", "rollout epochs", "in the middle of a rollout of the new size; else free"),
+    **_rules("refused", "policy", "rollout epochs", "if a rollout of the new size has begun; else free"),
     **_rules("free", "policy", "clip_low clip_high kl mean scale whiten gamma gae_lambda"),
     **_rules("free", "policy", "value_clip reference critic_ranks reference_ranks reward_ranks shown"),
     **_rules("free", "policy", "critic", _OWN_RULES),

@@ -37,7 +37,7 @@ else:
 
 _USUAL_ACTIVATIONS = ", ".join(f'"{name}" ({family})' for family, name in DEFAULT_ACTIVATIONS.items())
 
-_LARGEST = 10_000_000  # of a model's sizes: beyond any model, and small enough to search for divisors
+_LARGEST = 10_000_000  # size of a model: beyond any model, and small enough to search for divisors
 _LONGEST = 1_000_000_000
 _MOST_LAYERS = 10_000
 _MOST_THREADS = 4096
@@ -52,7 +52,9 @@ class RunSection(Section):
         derived="the deck's file name",
         min_length=1,
     )
-    dir: PathText = key("Folder of the run; made if it is not there.", derived="runs/<title>", min_length=1)
+    dir: PathText = key(
+        "Folder of the run, which is created if it does not exist.", derived="runs/<title>", min_length=1
+    )
     steps: int = key(
         "Optimizer steps of the whole run.",
         unit="steps",
@@ -82,7 +84,7 @@ class RunSection(Section):
         ge=0,
     )
     evaluate_sequences: int = key(
-        "Held-out sequences of one evaluation, at most.", 64, unit="sequences", ge=1
+        "Highest number of held-out sequences of one evaluation.", 64, unit="sequences", ge=1
     )
     patience: int = key(
         "Early stopping: evaluations without a lower loss on the set of checkpoint.keep_best; 0: never stop.",
@@ -109,7 +111,7 @@ class RunSection(Section):
         derived="1 min, at most a tenth of the limit",
         ge=0,
     )
-    threads: int = key("Threads of each rank for computing on the CPU.", 1, ge=1, le=_MOST_THREADS)
+    threads: int = key("Number of CPU threads of each rank.", 1, ge=1, le=_MOST_THREADS)
     device: Literal["auto", "cpu", "cuda"] = key(
         "Device that computes; auto: GPUs if every rank has one, else the CPU.", "auto"
     )
@@ -118,9 +120,7 @@ class RunSection(Section):
         "`hpctrain plot`.",
         False,
     )
-    trace_steps: int = key(
-        "Steps that a trace holds: the newest, so that it does not grow with the run.", 3, unit="steps", ge=1
-    )
+    trace_steps: int = key("Number of newest steps that a trace contains.", 3, unit="steps", ge=1)
 
 
 class ExpertsTable(Section):
@@ -223,21 +223,26 @@ class Model(Section):
         "gpt2: learned positions, LayerNorm, biases; llama: RoPE, RMSNorm, no biases.",
         derived="the preset's, else required",
     )
-    layers: int = key("Transformer layers.", derived="the preset's, else required", ge=1, le=_MOST_LAYERS)
+    layers: int = key(
+        "Number of transformer layers.", derived="the preset's, else required", ge=1, le=_MOST_LAYERS
+    )
     hidden: int = key(
         "Width of the residual stream.", derived="the preset's, else required", ge=1, le=_LARGEST
     )
     heads: int = key(
-        "Attention heads; must divide hidden.", derived="the preset's, else required", ge=1, le=_LARGEST
+        "Number of attention heads, which must divide hidden.",
+        derived="the preset's, else required",
+        ge=1,
+        le=_LARGEST,
     )
     head_size: int = key(
-        "Features of one attention head; where it is given, heads need not divide hidden.",
+        "Width of one attention head; if it is given, heads need not divide hidden.",
         derived="hidden / heads",
         ge=1,
         le=_LARGEST,
     )
     key_value_heads: int = key(
-        "Heads of keys and values, each shared by heads/key_value_heads query heads.",
+        "Number of key/value heads (GQA), each shared by heads / key_value_heads query heads.",
         derived="heads",
         ge=1,
         le=_LARGEST,
@@ -280,7 +285,7 @@ class Model(Section):
     )
     dropout: float = key("Share of activations dropped in training.", 0.0, ge=0, lt=1)
     rope_base: float = key("Base of the rotary position angles (llama).", 10000.0, gt=0)
-    norm_epsilon: float = key("Added to the variance in norms.", 1e-5, gt=0)
+    norm_epsilon: float = key("Number that norms add to the variance.", 1e-5, gt=0)
     initial_std: float = key(
         "Standard deviation of initial weights; residual outputs divide it by sqrt(2 layers).",
         0.02,
@@ -667,12 +672,11 @@ class Stability(Section):
         "Weight of the squared log-partition function in the loss (PaLM); 0: none.", 0.0, ge=0, le=1
     )
     spike: Literal["off", "skip", "rollback"] = key(
-        "Reaction to a spike of loss or gradient norm: skip the update, or roll back to an earlier "
-        "checkpoint.",
+        "Reaction to a spike of loss or gradient norm: skip the update, or roll back to an earlier state.",
         "off",
     )
     spike_window: int = key(
-        "Number of last steps (after the warm-up) whose median and deviation define a spike.",
+        "Number of last steps whose median and deviation define a spike; detection begins after the warm-up.",
         128,
         unit="steps",
         ge=8,

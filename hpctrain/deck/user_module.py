@@ -14,10 +14,10 @@ MODULE_KEYS = (*_OWN, "frozen", "vocabulary", "from")
 """Keys of [model] that a deck with a module may have."""
 
 ONLY_OF_MODULES = _OWN
-"""Those of them that only a deck with a module may have."""
+"""Keys of `MODULE_KEYS` that only a deck with a module may have."""
 
 TARGETS = "module", "loss", "initial"
-"""Those of them that name a function or class."""
+"""Keys of `MODULE_KEYS` that name a function or class."""
 
 STAND_INS: Mapping[str, Any] = {"family": "gpt2", "layers": 1, "hidden": 2, "heads": 1}
 """Values of keys that a transformer requires and that are not read for a deck with a module."""
