@@ -78,6 +78,10 @@ class SilentFaultError(HpctrainError):
 
 
 def describe_fault(fault: DetectedFault) -> str:
-    """Return the sentence about a fault for logs and error messages."""
+    """Return a fault in words for logs and error messages.
+
+    An example is "silent fault on rank 1: all_reduce of data call 5, 4.1 kB of float32: the sum is wrong
+    (message, backward)".
+    """
     where = name_ranks(fault.ranks)
     return f"silent fault on {where}: {fault.name} {fault.detail} ({fault.kind}, {fault.phase})"

@@ -42,7 +42,7 @@ class Call:
             all-gather; by default the size of this rank's tensor.
         root: Rank of the group that is the root, or -1.
         peer: Rank of the group that a message goes to or comes from, or -1.
-        tag: Tag of the message.
+        tag: Tag of the message, which is the same on the sender and the receiver.
         counts: Number of elements of each rank's piece; None if all pieces have the same size.
         receive_counts: In an all-to-all of uneven pieces, the number of elements from each rank; otherwise
             None.

@@ -150,7 +150,7 @@ class Group:
 
     @property
     def sharers(self) -> int:
-        """Number of ranks, including this one, that get the same memory from `common_zeros`."""
+        """Number of ranks, including this one, that share memory of `common_zeros`; 1 if there is none."""
         return self._device_transport.sharers
 
     def common_zeros(self, length: int, dtype: torch.dtype) -> Tensor | None:

@@ -64,7 +64,7 @@ class GroupFactory:
     Attributes:
         ranks: For each rank of this world, its rank in the world of all processes.
         scratch: Memory that reductions receive into.
-        memories: All memories of nodes that were opened.
+        memories: Shared memory of this node, once for each division into nodes for which it was opened.
         checks: Comparison of calls in groups that are made from now on; None if calls are not compared.
         link: Emulated link of this rank, which groups that are made from now on use; None if none is
             emulated.

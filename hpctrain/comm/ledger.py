@@ -24,7 +24,8 @@ class LedgerEntry:
         phase: Phase of the step.
         calls: Number of calls.
         bytes: Payload: for an all-reduce twice the size of its tensor, for all others the size of the tensor
-            that holds the data of all ranks. It does not depend on the transport.
+            that holds the data of all ranks. Messages count at the sender only. It does not depend on the
+            transport.
         seconds: Time that this rank spent inside the calls: starting them, testing them and waiting for them.
     """
 

@@ -416,8 +416,8 @@ def _shared_folder(world: World, name: str) -> Path | None:
             return chosen / name
     if world.rank == 0:
         print_error(
-            "warning: the nodes share neither the user's cache folder nor the current folder; a job that "
-            "hangs is ended and diagnosed only once its run folder is known"
+            "warning: the nodes share neither the user's cache folder nor the current folder; until the "
+            "run folder is known, a job that hangs is not ended"
         )
     return None
 

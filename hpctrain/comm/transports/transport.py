@@ -78,8 +78,8 @@ class Transport(ABC):
     def adds_at_owner(self, call: Call) -> bool:  # noqa: ARG002
         """Return True if in this all-reduce each piece is added by one rank for all ranks.
 
-        The pieces are those of `reduction.equal_counts`, and rank r adds piece r. Otherwise each rank adds
-        all pieces, or the order of additions is unknown.
+        The pieces are those of `reduction.equal_counts`, and rank r adds piece r. Otherwise
+        several ranks add each piece, or it is unknown which one does.
         """
         return False
 

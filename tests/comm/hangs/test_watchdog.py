@@ -110,7 +110,7 @@ def test_a_rank_that_sleeps_in_a_collective_is_named(hang: Callable[..., tuple[s
     assert "never entered all_reduce" in log
     stuck, waiting = ((folder / f"hang.{rank}.txt").read_text() for rank in (1, 0))
     assert "in fall_asleep" in stuck
-    assert "it is in no operation" in stuck
+    assert "it is in no communication call" in stuck
     assert "it is in all_reduce" in waiting
     assert "stack of MainThread" in waiting
     assert "stack of watchdog" not in waiting
