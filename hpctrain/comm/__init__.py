@@ -1,1 +1,1 @@
-"""Ranks, the mesh they form, and the groups through which tensors travel."""
+"""Ranks, the mesh that they form, and the groups through which they exchange tensors."""

@@ -372,7 +372,7 @@ class Group:
     def start_barrier(self, blocking: bool = False) -> Work[None]:
         """Start a barrier; its handle is complete once every rank has called this. Collective.
 
-        Only the hosts wait for each other. Work on GPU streams goes on.
+        Only the CPUs wait for each other, not the work on GPU streams.
         """
         if self.size == 1:
             return Work(None)

@@ -11,7 +11,7 @@ its bytes (`Traffic`) at the speed of the link, plus the latency for each of its
 continues while the rank computes. Only tensors are delayed, not small Python values, parallel files or
 comparisons of calls.
 
-The ranks exchange the times at which they came to a call, so their clocks must be the same: one machine.
+The ranks exchange the times at which they made a call, so all ranks must be on one machine, with one clock.
 """
 
 from __future__ import annotations

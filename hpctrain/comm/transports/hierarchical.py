@@ -4,7 +4,7 @@ For a sum the tensor is divided into slices, one for each rank of a node. The pe
 with the same number on other nodes; they handle the same slice. A rank adds its node's inputs of the slice,
 which it reads from their memory, to the partial sum from the previous node, and sends the result to its peer
 on the next node. So sums are added in rank order, with the bits of `reduction`; partial sums of half types
-travel in fp32. The last node has the results. It sends them back through the nodes if all ranks need all of
+are sent in fp32. The last node has the results. It sends them back through the nodes if all ranks need all of
 them, otherwise to their owners. All of this happens piece by piece, so that nodes add and links transfer at
 the same time. Each byte of a node crosses its link once in each direction.
 
@@ -173,7 +173,7 @@ def _sends_less(is_scattered: bool, is_wide: bool, nodes: int, local_size: int) 
 
     Args:
         is_scattered: True for a reduce-scatter, False for an all-reduce.
-        is_wide: True for sums of 16-bit types, whose partial sums travel in fp32 and have twice the bytes.
+        is_wide: True for sums of 16-bit types, whose partial sums are sent in fp32 and have twice the bytes.
         nodes: Number of nodes.
         local_size: Number of ranks on each node.
     """

@@ -1,6 +1,6 @@
 """Transport over host memory by MPI through mpi4py.
 
-MPI gets tensors as addresses, without a copy. Half types travel as 16-bit integers, bool and fp8 as bytes.
+MPI gets tensors as addresses, without a copy. Half types are sent as 16-bit integers, bool and fp8 as bytes.
 MPI itself reduces where every order of addition has the same bits: integers, bool, and small sums of two
 ranks in fp32 and fp64. `reduction` does everything else, also sums of short integers, which Open MPI would
 saturate.

@@ -1,4 +1,4 @@
-"""Transport among GPUs by NCCL through nccl4py; unique ids travel over MPI.
+"""Transport among GPUs by NCCL through nccl4py; unique ids are exchanged over MPI.
 
 All operations are ordered on streams, and the host never waits. A blocking call runs on the current stream.
 Another one runs on a side stream, which first waits for the current stream. Waiting for the handle makes the
@@ -92,7 +92,7 @@ class NcclTransport(Transport):
     def _channel(self, sender: int, receiver: int, device: torch.device) -> NcclChannel:
         """Return the channel of started messages between two ranks. The first call is collective.
 
-        Ranks that are no neighbours in the ring use the communicator of all ranks.
+        Ranks that are not next to each other in the ring use the communicator of all ranks.
         """
         channel_of_all = NcclChannel(self._nccl(), self._side, receiver if sender == self.rank else sender)
         if not self._channels:

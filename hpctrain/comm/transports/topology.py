@@ -44,7 +44,9 @@ class Topology:
 
 
 def ranks_per_node_of(nodes: Sequence[int]) -> int:
-    """Return the ranks per node of a group; 0 if nodes differ or their ranks are not neighbours.
+    """Return the number of ranks per node of a group; 0 if nodes have unequal numbers or mixed ranks.
+
+    Each node must have equally many ranks of the group, and these must be consecutive.
 
     Args:
         nodes: Node of each rank of the group.
