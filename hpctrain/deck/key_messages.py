@@ -35,7 +35,8 @@ def expected_value(field: FieldInfo) -> str:
         return "tables in a row, such as [[evaluation]]"
     if get_origin(kind) is tuple:
         words = {str: "texts in quotes", int: "whole numbers", float: "numbers"}
-        items = words.get(get_args(kind)[0], "tables")
+        item = get_args(kind)[0]
+        items = words.get(get_args(item)[0] if get_origin(item) is Annotated else item, "tables")
         return either([f"a list of {items}", *map(toml_value, _choices(field))])
     if extra(field, "unit") == "bytes":
         return 'a size above 0, such as 25000000 or "25 MB"'

@@ -154,3 +154,11 @@ def test_a_list_of_whole_numbers_or_a_word() -> None:
     meant = 'did you mean "balanced"?'
     assert problems(SMALL, "layout.split=balance") == [f"--set layout.split=balance: {message} ({meant})"]
     assert problems(SMALL, "layout.split=[1, 1.5]") == [f"--set layout.split=[1, 1.5]: {message}"]
+
+
+@pytest.mark.parametrize(
+    ("key", "items"),
+    [("policy.stops", "texts in quotes"), ("policy.weights", "numbers"), ("data.mixture", "tables")],
+)
+def test_a_list_is_described_by_its_items(key: str, items: str) -> None:
+    assert problems(SMALL, f"{key}=3") == [f"--set {key}=3: must be a list of {items}"]
