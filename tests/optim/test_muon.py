@@ -202,7 +202,7 @@ def test_the_layout_check_sees_pieces_orthogonalized(
     verify_layout(deck, world, made)
     if key == "layout.zero=1":
         return
-    monkeypatch.setattr(own_blocks.CutBlock, "of", lambda *_: None)
+    monkeypatch.setattr(own_blocks.SplitMatrix, "of", lambda *_: None)
     with pytest.raises(LayoutError, match="in the second step"):
         verify_layout(deck, world, made)
 

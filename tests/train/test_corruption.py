@@ -257,7 +257,9 @@ def test_half_a_row_of_faults_swallows_no_later_one(world: World, tmp_path: Path
     way = SimpleNamespace(trainer=SimpleNamespace(world=world), reporter=reporter)
     fault = DetectedFault("copies", "bias", "step", (0,), "differs")
     for step in (3, 4):
-        healing.Healing(cast(WayBack, way), tmp_path)._note(SilentFaultError(step, [fault], kept=True))
+        healing.Healing(cast(WayBack, way), tmp_path)._note(
+            SilentFaultError(step, [fault], state_unchanged=True)
+        )
         with (tmp_path / "faults.jsonl").open("a") as file:
             file.write('{"time": "2026-')
     assert told["silent_faults"] == 1

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from hpctrain.comm.world import World
 from hpctrain.data.order import SampleOrder
+from hpctrain.deck.optimizer import AdamWTable
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import toml_value
@@ -164,8 +165,9 @@ def plain_loop(
         {"params": [p for p in trained if p.dim() > 1], "weight_decay": deck.optimizer.weight_decay},
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
-    keys, size, micro = deck.optimizer, deck.batch.global_size, deck.batch.micro_size
-    optimizer = torch.optim.AdamW(groups, betas=(keys.beta1, keys.beta2), eps=keys.epsilon)
+    rule, size, micro = deck.optimizer.rule, deck.batch.global_size, deck.batch.micro_size
+    assert isinstance(rule, AdamWTable)
+    optimizer = torch.optim.AdamW(groups, betas=(rule.beta1, rule.beta2), eps=rule.epsilon)
     held_out = int(deck.data.validation * len(dataset))
     order = SampleOrder(len(dataset) - held_out, deck.run.seed)
     figures = []
@@ -191,7 +193,7 @@ def plain_loop(
         for parameter in trained:
             parameter.grad = torch.zeros_like(parameter)
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(trained, keys.clip)
+        norm = torch.nn.utils.clip_grad_norm_(trained, deck.optimizer.clip)
         for group in optimizer.param_groups:
             group["lr"] = training.engine.learning_rate.at(step, size)
         optimizer.step()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hpctrain.comm.world import World
+from hpctrain.deck.optimizer import AdamWTable
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
@@ -127,7 +128,9 @@ def plain_loop(
         {"params": [p for p in trained if p.dim() > 1], "weight_decay": keys.weight_decay},
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, betas=(keys.beta1, keys.beta2), eps=keys.epsilon)
+    rule = keys.rule
+    assert isinstance(rule, AdamWTable)
+    optimizer = torch.optim.AdamW(groups, betas=(rule.beta1, rule.beta2), eps=rule.epsilon)
     figures = []
     for step in range(steps):
         read = list(training.step.batches.step(step * batch, batch, 0, 1, micro))
