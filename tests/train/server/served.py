@@ -37,8 +37,7 @@ def served(world: World, deck: Deck, masked: float = 0.2) -> ServedTrainer:
 
 def plain(deck: Deck) -> Deck:
     """The same deck without servers."""
-    keys = {"server": "none", "server_ranks": 1, "staleness": 1, "staleness_correction": "none"}
-    return deck.with_keys(communication=keys)
+    return deck.with_keys(communication={"server": None})
 
 
 def values(training: ServedTrainer) -> dict[str, Tensor]:
