@@ -232,7 +232,8 @@ def test_cut_or_in_files_or_evaluated_the_updates_are_the_same_bits(
 def test_a_layout_is_verified(world: World, name: str) -> None:
     """By one that keeps as much state, where rounding alone would make steps of its own."""
     deck = small_deck(f"optimizer.name={name}", "layout.tensor=2", "layout.sequence_parallel=true")
-    standing = RULES[miniature(deck).optimizer.name](deck), RULES[name](deck)
+    small = miniature(deck)
+    standing = RULES[small.optimizer.name](small), RULES[name](deck)
     for kind in (MatrixRules, Averaged):
         assert len({isinstance(rule, kind) for rule in standing}) == 1
     assert verify_layout(deck, world, make_mesh(deck, world))
