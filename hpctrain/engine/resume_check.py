@@ -127,12 +127,16 @@ def _model_problems(deck: Deck, trained_deck: Deck, path: Path) -> Iterator[str]
 
 
 def _compared_keys(deck: Deck, trained_deck: Deck) -> Iterator[str]:
-    """Yield the refused keys that are compared by value; a nested table counts as one value."""
+    """Yield the refused keys that are compared by value. Tables in both decks are compared key by key."""
+    decks = deck, trained_deck
+    have_experts = None not in [each.value("model.experts.count") for each in decks]
+    have_adapters = None not in [each.value("model.adapters") for each in decks]
     for key in keys_of_policy("refused"):
-        of_experts = key.startswith("model.experts.") and key != "model.experts.count"
-        if of_experts and None in {each.value("model.experts.count") for each in (deck, trained_deck)}:
+        if key.startswith("model.experts.") and key != "model.experts.count" and not have_experts:
             continue
-        if not key.startswith("model.adapters.") and key not in _PROGRESS_KEYS:
+        if key.startswith("model.adapters") and (key == "model.adapters") == have_adapters:
+            continue
+        if key not in _PROGRESS_KEYS:
             yield key
 
 

@@ -181,7 +181,7 @@ def test_a_file_that_does_not_fit_is_refused(world: World, train: Train, mpi_tmp
             train("other", key, replayed=given)
         assert raised.value.exit_code == 2
         assert not (mpi_tmp_path / "other").exists()
-    dense = ("model.experts.count=none", "model.experts.mlp=48", "model.experts.record_routing=0")
+    dense = ("model.experts=none",)
     with pytest.raises(HpctrainError, match="the model has no experts to choose"):
         train("other", *dense, replayed=given)
     with pytest.raises(InputOutputError, match=r"absent.h5: cannot be read: No such file"):

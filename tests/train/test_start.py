@@ -165,7 +165,8 @@ def test_a_run_starts_from_a_model_and_is_resumed_without_it(world: World, mpi_t
     ):
         resume(world, run, ["model.from=x"])
     with pytest.raises(
-        HpctrainError, match=r"--set model.experts.count=4: .* was trained with 0, .* can start .*model. from"
+        HpctrainError,
+        match=r"--set model.experts.count=4: .* was trained without it, .* can start .*from",
     ) as no:
         resume(world, run, ["model.experts.count=4", "run.steps=2"])
     assert no.value.exit_code == 2 and len(no.value.problems) == 1

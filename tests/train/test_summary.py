@@ -70,7 +70,7 @@ def test_one_node_that_compresses_nothing_is_said(
 
     def said() -> bool:
         lines = introduction(deck, trainer(world, deck).engine, open_corpus(deck, world), 1e9, TrainState())
-        return any(line.startswith("communication.compress_between") for line in lines)
+        return any(line.startswith("communication.powersgd.between") for line in lines)
 
     assert said()
     monkeypatch.setattr(Mesh, "nodes", lambda _, group: list(group.ranks))
