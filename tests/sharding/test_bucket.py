@@ -125,7 +125,7 @@ def test_several_nodes_have_parameters_in_common_each(
     world: World, keys: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once on each node, but for slices of ZeRO-3; small ones, too, that else are each rank's own."""
-    monkeypatch.setattr(HierarchicalTransport, "least", 1)
+    monkeypatch.setattr(HierarchicalTransport, "least_bytes", 1)
     nodes = ("communication.transport=shared", f"communication.ranks_per_node={world.size // 2}")
     training, told, flats = trained(world, *keys, *nodes)
     sharers = 1 if "layout.zero=3" in keys else world.size // 2

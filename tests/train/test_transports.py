@@ -80,12 +80,12 @@ def test_nodes_and_messages_train_alike(world: World, name: str, monkeypatch: py
 
 def all_through_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of this small model, too, in rounds of a few rows."""
-    monkeypatch.setattr(SharedTransport, "least", 1)
-    monkeypatch.setattr(SharedTransport, "least_moved", 1)
-    monkeypatch.setattr(SharedTransport, "least_sent", 1)
-    monkeypatch.setattr(SharedTransport, "seen", 1)
+    monkeypatch.setattr(SharedTransport, "least_bytes", 1)
+    monkeypatch.setattr(SharedTransport, "least_moved_bytes", 1)
+    monkeypatch.setattr(SharedTransport, "least_message_bytes", 1)
+    monkeypatch.setattr(SharedTransport, "least_visible_bytes", 1)
     monkeypatch.setattr(SharedTransport, "round_bytes", 2000)
-    monkeypatch.setattr(HierarchicalTransport, "least", 1)
+    monkeypatch.setattr(HierarchicalTransport, "least_bytes", 1)
     monkeypatch.setattr(HierarchicalTransport, "piece_bytes", 2000)
 
 
