@@ -14,12 +14,12 @@ from statistics import median
 import torch
 
 from hpctrain.bench.timing import seconds_of, write_json
-from hpctrain.comm.device import gpu_name, synchronize, used_bytes
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.planned import planned_group
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Machine
 from hpctrain.errors import HpctrainError
+from hpctrain.host.device import gpu_name, synchronize, used_bytes
 from hpctrain.parallel.fp8.formats import E4M3, E5M2
 from hpctrain.parallel.fp8.found import native
 from hpctrain.parallel.fp8.multiply import multiplied

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from hpctrain.checkpoint.layout import TensorRange
-from hpctrain.comm.device import on_host
 from hpctrain.comm.world import World
+from hpctrain.host.device import on_host
 
 
 class TorchCheckpoint:

@@ -23,7 +23,6 @@ from hpctrain.bench.timing import with_vocabulary, write_json
 from hpctrain.bench.train_table import Setting, TrainingFigures, agrees, figure_lines, most_of_a_node
 from hpctrain.bench.turns import TimedVariant, VariantTimes, take_turns
 from hpctrain.checkpoint.exchange.source import settled_keys
-from hpctrain.comm.device import on_host, peak_bytes
 from hpctrain.comm.mesh import Mesh, sizes_text
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches
@@ -34,6 +33,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import build_engine, make_mesh
 from hpctrain.engine.sizes import expert_sizes, on_one_rank
 from hpctrain.errors import HpctrainError
+from hpctrain.host.device import on_host, peak_bytes
 from hpctrain.host.memory import peak_proportional_bytes
 from hpctrain.host.processor import processor_name
 from hpctrain.memory.live import LiveActivations

@@ -23,8 +23,8 @@ from hpctrain.checkpoint import checksum
 from hpctrain.checkpoint.checkpoint_index import StoredTensor
 from hpctrain.checkpoint.checksum import Sums, Words
 from hpctrain.checkpoint.layout import Runs, TensorBox, TensorRange, rectangles_of, runs
-from hpctrain.comm.device import on_host
 from hpctrain.errors import InputOutputError
+from hpctrain.host.device import on_host
 
 BUFFER_BYTES = 16 << 20
 # Runs shorter than this are read together with what lies between them.

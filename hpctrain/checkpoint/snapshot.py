@@ -16,7 +16,7 @@ import torch
 
 from hpctrain.checkpoint.checksum import Words
 from hpctrain.checkpoint.draft import DraftBox
-from hpctrain.comm.device import empty_host_tensor
+from hpctrain.host.device import empty_host_tensor
 
 _ALIGNMENT = 64
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpctrain.comm.device import empty_host_tensor, synchronize_stream
+from hpctrain.host.device import empty_host_tensor, synchronize_stream
 from hpctrain.memory.scratch import to_fill, to_read
 from hpctrain.sharding.fingerprint import fingerprint
 from hpctrain.sharding.state import StateTensor

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.calls import Call, Reduction
-from hpctrain.comm.device import on_host
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.outcome import error_reason
 from hpctrain.comm.transports.transport import Transport, TransportWork
 from hpctrain.comm.work import Result, StartedWork, Work
+from hpctrain.host.device import on_host
 
 Arguments = ParamSpec("Arguments")
 Sizes = Sequence[int] | None

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from itertools import product
 from math import prod
 
-from hpctrain.comm.device import gpu_identity
 from hpctrain.comm.group import Group
 from hpctrain.comm.transports.choose import TRANSPORTS
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
+from hpctrain.host.device import gpu_identity
 
 AXES = ("pipeline", "data", "context", "tensor")
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpctrain.comm.calls import Call
-from hpctrain.comm.device import on_host
 from hpctrain.comm.group import Group, GroupTransports
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.mesh import GroupSource, rank_count, ranks_along
@@ -22,6 +21,7 @@ from hpctrain.comm.transports.shared import SHARED_BYTES
 from hpctrain.comm.transports.topology import ranks_per_node_of
 from hpctrain.comm.transports.traffic import Traffic, traffic_of
 from hpctrain.comm.transports.transport import Transport, TransportWork
+from hpctrain.host.device import on_host
 
 META = torch.device("meta")
 HOST = torch.device("cpu")

@@ -18,7 +18,6 @@ import torch
 
 from hpctrain.comm.call_check import CallChecks
 from hpctrain.comm.calls import Call
-from hpctrain.comm.device import choose_device, gpu_count, on_host, peak_bytes, prepare_device, used_bytes
 from hpctrain.comm.group import Group
 from hpctrain.comm.group_factory import GroupFactory, TransportDecorator
 from hpctrain.comm.hang_settings import HangSettings
@@ -27,6 +26,7 @@ from hpctrain.comm.outcome import combine_errors, flush_output, print_error, pri
 from hpctrain.comm.transports.emulated import EmulatedLink
 from hpctrain.comm.transports.topology import Topology
 from hpctrain.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, HpctrainError, UserCodeError
+from hpctrain.host.device import choose_device, gpu_count, on_host, peak_bytes, prepare_device, used_bytes
 from hpctrain.host.launcher import find_contradictions
 from hpctrain.host.launcher_checks import check_contradictions, check_launcher
 from hpctrain.host.memory import is_out_of_memory

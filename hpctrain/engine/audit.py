@@ -8,8 +8,8 @@ from importlib.resources import as_file, files
 
 import torch
 
-from hpctrain.comm.device import on_host
 from hpctrain.comm.world import World
+from hpctrain.host.device import on_host
 from hpctrain.parallel.audit_kernels import AuditKernels, CompiledAuditKernels, ErrorBounds
 from hpctrain.parallel.compiler import CompilerError, compile_library, try_library
 from hpctrain.parallel.layer_context import LayerContext

@@ -12,13 +12,13 @@ from zlib import crc32
 
 import torch
 
-from hpctrain.comm.device import on_host
 from hpctrain.deck.check import check_deck
 from hpctrain.deck.runtime_choices import RuntimeChoices
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.functions import functions_before
 from hpctrain.engine.sizes import micro_batches
 from hpctrain.errors import InputOutputError
+from hpctrain.host.device import on_host
 from hpctrain.model.precision import Precision
 from hpctrain.parallel.kernel_times import MatmulPass
 from hpctrain.parallel.kernels import KERNELS, LIBRARY, KernelTable, MatmulKernel, Matrix, Pass, kernel_named

@@ -10,10 +10,10 @@ from zlib import crc32
 
 import torch
 
-from hpctrain.comm.device import on_host
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
+from hpctrain.host.device import on_host
 from hpctrain.parallel.compiler import CompilerError, compile_library, try_library
 from hpctrain.parallel.functions import TORCH, CompiledFunctions, LayerFunctions, agrees
 from hpctrain.parallel.library import open_library

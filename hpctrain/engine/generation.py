@@ -6,7 +6,6 @@ from math import gcd
 
 import torch
 
-from hpctrain.comm.device import on_host
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.planned import META, PlannedMesh
 from hpctrain.comm.world import World
@@ -16,6 +15,7 @@ from hpctrain.engine.functions import planned_functions, with_functions
 from hpctrain.engine.sizes import expert_sizes
 from hpctrain.engine.stage import Stage, build_stage, make_groups
 from hpctrain.errors import HpctrainError
+from hpctrain.host.device import on_host
 from hpctrain.model.build import build_parts
 from hpctrain.model.part import LayerRange
 from hpctrain.model.shape import ModelShape

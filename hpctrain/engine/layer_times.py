@@ -11,13 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hpctrain.comm.device import synchronize
 from hpctrain.comm.group import Group
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.data.batches import MicroBatch
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.stage import build_stage
+from hpctrain.host.device import synchronize
 from hpctrain.model.architecture import Architecture
 from hpctrain.model.build import build_parts, initialize_parts, layer_kinds
 from hpctrain.model.part import Layer, LayerRange, ModelPart

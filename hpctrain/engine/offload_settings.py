@@ -10,12 +10,12 @@ from pathlib import Path
 
 import torch
 
-from hpctrain.comm.device import choose_device, empty_host_tensor, gpu_count, on_host
 from hpctrain.comm.world import World
 from hpctrain.deck.check import NO_HOST
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.rules import RULES
 from hpctrain.errors import HpctrainError
+from hpctrain.host.device import choose_device, empty_host_tensor, gpu_count, on_host
 from hpctrain.memory.offload_folder import check_room
 from hpctrain.memory.scratch import Flat, ScratchFile, ScratchFiles, ScratchTensor
 from hpctrain.optim.blocks import MatrixOptimizer

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import ceil
 
-from hpctrain.comm.device import on_host
 from hpctrain.comm.world import World
 from hpctrain.deck.check import NO_HOST_ACTIVATIONS
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.offload_settings import open_scratch
 from hpctrain.errors import HpctrainError
+from hpctrain.host.device import on_host
 from hpctrain.memory.activations import ActivationStore
 from hpctrain.memory.offload_store import DiskOffloadStore, HostOffloadStore
 from hpctrain.memory.recompute import Recompute

@@ -15,7 +15,6 @@ from hpctrain.checkpoint.checkpoint_index import examine
 from hpctrain.checkpoint.entries import model_entries, resumed_entries
 from hpctrain.checkpoint.finite import nonfinite_sentence, nonfinite_weight
 from hpctrain.checkpoint.read import load
-from hpctrain.comm.device import on_host
 from hpctrain.comm.group import Group
 from hpctrain.comm.planned import META, PlannedMesh
 from hpctrain.deck.check_local_steps import in_replicas
@@ -26,6 +25,7 @@ from hpctrain.engine.nodes import NodeMesh, cut_by_node, ranks_of_node
 from hpctrain.engine.offload_settings import OffloadSettings, make_optimizer, planned_offload
 from hpctrain.engine.rules import RULES
 from hpctrain.errors import HpctrainError
+from hpctrain.host.device import on_host
 from hpctrain.memory.recompute import Recompute
 from hpctrain.model.architecture import Architecture
 from hpctrain.model.build import build_parts

@@ -17,7 +17,6 @@ from typing_extensions import Unpack
 
 from hpctrain.checkpoint.read import read_state
 from hpctrain.checkpoint.stored_deck import stored_deck
-from hpctrain.comm.device import on_host
 from hpctrain.comm.verb import require_running, single_world
 from hpctrain.comm.world import World
 from hpctrain.data.tokenizer import Tokenizer
@@ -26,6 +25,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.files import path_of
 from hpctrain.generate.sampling import Sampling
 from hpctrain.generate.text import TextModel, load_part, split_deck, stored_tokenizer
+from hpctrain.host.device import on_host
 from hpctrain.host.memory import obtainable_bytes
 from hpctrain.model.part import ModelPart, logits_of
 from hpctrain.text import kind_of, nearest, text_problem

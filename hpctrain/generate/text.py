@@ -18,7 +18,6 @@ import torch
 from hpctrain.checkpoint.read import read_state
 from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.checkpoint.stored_tokenizer import tokenizer_of_state
-from hpctrain.comm.device import on_host
 from hpctrain.comm.world import World
 from hpctrain.data.chat_rows import Conversation
 from hpctrain.data.chat_template import ChatTemplate
@@ -34,6 +33,7 @@ from hpctrain.generate.passes import CachedPasses, can_cache, least_rows
 from hpctrain.generate.prompts import Prompt, PromptOptions
 from hpctrain.generate.sampling import KeyedSampler, Sampling
 from hpctrain.generate.stopping import Continuation
+from hpctrain.host.device import on_host
 from hpctrain.host.memory import available_bytes, resident_bytes
 from hpctrain.memory.cached_texts import CachePlan
 from hpctrain.model.build import bare_model

@@ -8,7 +8,7 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
-from hpctrain.comm.device import SideStream, StreamWork, empty_host_tensor, on_host
+from hpctrain.host.device import SideStream, StreamWork, empty_host_tensor, on_host
 from hpctrain.memory.scratch import ScratchFile, ScratchFiles, Transfer
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hpctrain.comm.device import on_host
 from hpctrain.errors import InputOutputError
+from hpctrain.host.device import on_host
 from hpctrain.memory.offload_folder import FILE_NAME, delete_offload_folder, delete_scratch, make_scratch
 from hpctrain.units import format_bytes
 

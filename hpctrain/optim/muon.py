@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hpctrain.comm.device import on_host
+from hpctrain.host.device import on_host
 from hpctrain.optim.optimizer import ElementBatch
 from hpctrain.parallel.shard import Shard, UpdateBlock
 from hpctrain.sharding.state import MASTER

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpctrain.comm.device import on_host
 from hpctrain.comm.group import Group
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.work import Work
 from hpctrain.data.batches import MicroBatch
+from hpctrain.host.device import on_host
 from hpctrain.model.inputs import AuxiliaryLosses, ModelInputs
 from hpctrain.model.part import ModelPart
 from hpctrain.model.routing_choices import RoutingChoices

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from hpctrain.checkpoint.names import present_checkpoints
 from hpctrain.checkpoint.read import read_state
-from hpctrain.comm.device import device_kind
 from hpctrain.comm.planned import PlannedMesh
 from hpctrain.deck.objective import POLICIES
 from hpctrain.deck.rank_partition import CRITIC, POLICY, REFERENCE, REWARD, RankPartition
@@ -33,6 +32,7 @@ from hpctrain.engine.shown import build_shown_stage
 from hpctrain.engine.sizes import axis_sizes, micro_batches
 from hpctrain.engine.stage import Stage, plan_stage
 from hpctrain.errors import HpctrainError
+from hpctrain.host.device import device_kind
 from hpctrain.memory.accounts import MemoryAccount
 from hpctrain.memory.cached_texts import CachePlan
 from hpctrain.model.build import architecture_of

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hpctrain.comm.device import on_host
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine, arrange, assemble
 from hpctrain.engine.kernels import choose_kernels
 from hpctrain.engine.model_placement import ModelPlacement
 from hpctrain.engine.place import with_split
+from hpctrain.host.device import on_host
 from hpctrain.plan.companions import plan_run_memory
 from hpctrain.plan.engine import build_within_memory
 from hpctrain.plan.libraries import library_bytes

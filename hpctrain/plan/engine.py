@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hpctrain.comm.device import on_host
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.deck.read import changed_deck
@@ -12,6 +11,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine, arrange, assemble
 from hpctrain.engine.kernels import choose_kernels
 from hpctrain.engine.place import with_split
+from hpctrain.host.device import on_host
 from hpctrain.model.build import architecture_of
 from hpctrain.model.count import count
 from hpctrain.plan.companions import plan_run_memory

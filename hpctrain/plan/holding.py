@@ -9,9 +9,9 @@ from functools import cached_property
 from itertools import accumulate
 from math import inf
 
-from hpctrain.comm.device import device_kind, on_host
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.kernels import with_kept_kernels
+from hpctrain.host.device import device_kind, on_host
 from hpctrain.host.memory import MemoryLimit, shared_resident_bytes
 from hpctrain.pipeline.action import Schedule
 from hpctrain.plan.companions import plan_run_memory

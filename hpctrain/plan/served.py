@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from hpctrain.comm.device import device_kind, on_host
 from hpctrain.comm.planned import PlannedMesh
 from hpctrain.comm.transports.traffic import Traffic
 from hpctrain.comm.world import World
@@ -16,6 +15,7 @@ from hpctrain.engine.kernels import choose_kernels
 from hpctrain.engine.server_roles import ServerRoles, build_worker_stage, serving
 from hpctrain.engine.sizes import micro_batches
 from hpctrain.engine.stage import plan_stage
+from hpctrain.host.device import device_kind, on_host
 from hpctrain.memory.accounts import MemoryAccount
 from hpctrain.model.count import count
 from hpctrain.model.precision import Precision

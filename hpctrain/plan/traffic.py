@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 
 from hpctrain.comm.calls import Call
-from hpctrain.comm.device import device_kind, on_host
 from hpctrain.comm.group import Group
 from hpctrain.comm.planned import META, PlannedCalls, PlannedMesh
 from hpctrain.comm.transports.traffic import Traffic, traffic_of
@@ -26,6 +25,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.place import placed_by_flops
 from hpctrain.engine.sizes import axis_sizes, micro_batches
 from hpctrain.engine.stage import TrainedStage, plan_stage
+from hpctrain.host.device import device_kind, on_host
 from hpctrain.memory.saved import part_bytes
 from hpctrain.model.architecture import Architecture
 from hpctrain.model.build import architecture_of, layer_kinds

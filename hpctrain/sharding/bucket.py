@@ -19,9 +19,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from hpctrain.comm.device import empty_host_tensor, on_host
 from hpctrain.comm.group import Group
 from hpctrain.comm.work import Work
+from hpctrain.host.device import empty_host_tensor, on_host
 from hpctrain.memory.accounts import storage_bytes
 from hpctrain.memory.scratch import Flat, ScratchTensor, Transfer
 from hpctrain.parallel.shard import Parameter

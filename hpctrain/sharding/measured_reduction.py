@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from hpctrain.comm.device import on_host
 from hpctrain.comm.work import Work
+from hpctrain.host.device import on_host
 from hpctrain.parallel.shard import Parameter
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.reducer import GradientReduction

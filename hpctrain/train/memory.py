@@ -10,12 +10,12 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from hpctrain.comm.device import on_host
 from hpctrain.comm.world import World
 from hpctrain.engine.build import Engine
 from hpctrain.engine.stage import Stage
 from hpctrain.errors import failing_as
 from hpctrain.files import write_text
+from hpctrain.host.device import on_host
 from hpctrain.memory.accounts import MemoryAccount
 from hpctrain.memory.live import ActivationKeeper, LiveActivations
 from hpctrain.memory.recompute import Recompute

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from math import fsum
 from typing import TYPE_CHECKING, TypeVar
 
-from hpctrain.comm.device import on_host
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
+from hpctrain.host.device import on_host
 from hpctrain.plan.time.machine_rates import MachineRates
 from hpctrain.plan.time.measured import MeasuredStep, StepRecord, mean, middle, told_apart
 from hpctrain.plan.time.rates import deck_rates

@@ -14,7 +14,6 @@ from typing import TextIO
 import torch
 
 from hpctrain.checkpoint.exchange.source import settled_keys
-from hpctrain.comm.device import on_host
 from hpctrain.comm.hangs.watchdog import REPORT_REQUEST
 from hpctrain.comm.world import World
 from hpctrain.deck.read import changed_deck, deck_text, read_deck
@@ -23,6 +22,7 @@ from hpctrain.deck.toml import DECK_BYTES
 from hpctrain.engine.sizes import crosses
 from hpctrain.errors import HpctrainError
 from hpctrain.files import read_bytes, write_text
+from hpctrain.host.device import on_host
 from hpctrain.host.launcher import core_warning
 from hpctrain.watch.dashboards import require_packages
 from hpctrain.watch.folder import take_folder

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
-from hpctrain.comm.device import gpu_name, on_host, reset_peak, synchronize
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.files import parse_json, read_text
+from hpctrain.host.device import gpu_name, on_host, reset_peak, synchronize
 from hpctrain.host.processor import processor_name
 from hpctrain.model.precision import Precision
 

@@ -1,6 +1,6 @@
 """The World's place, its device, and agreement on errors.
 
-Tests of comm/world.py, comm/device.py, host/launcher.py and host/launcher_checks.py.
+Tests of comm/world.py, host/device.py, host/launcher.py and host/launcher_checks.py.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hpctrain.comm.device import choose_device
 from hpctrain.comm.outcome import combine_errors
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.host import mpi_library as library
+from hpctrain.host.device import choose_device
 from hpctrain.host.launcher import find_contradictions
 from hpctrain.host.launcher_checks import check_launcher
 

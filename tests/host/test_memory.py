@@ -168,7 +168,7 @@ def test_shared_memory_counts_by_its_share_and_code_does_not_count(tmp_path: Pat
 
 _FAULTS = """
 import resource, torch
-from hpctrain.comm.device import prepare_device
+from hpctrain.host.device import prepare_device
 prepare_device(torch.device("cpu"))
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

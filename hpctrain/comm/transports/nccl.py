@@ -25,7 +25,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpctrain.comm.calls import Call, Reduction
-from hpctrain.comm.device import SideStream, current_stream
 from hpctrain.comm.transports import reduction
 from hpctrain.comm.transports.reduction import ReductionScratch
 from hpctrain.comm.transports.transport import (
@@ -35,6 +34,7 @@ from hpctrain.comm.transports.transport import (
     pairwise_ranges,
     run_steps,
 )
+from hpctrain.host.device import SideStream, current_stream
 
 if TYPE_CHECKING:
     from hpctrain.host.mpi_library import MPI

@@ -10,8 +10,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpctrain.comm.calls import Call
-from hpctrain.comm.device import empty_host_tensor, synchronize_stream
 from hpctrain.comm.transports.transport import Steps, Transport, TransportWork, run_steps
+from hpctrain.host.device import empty_host_tensor, synchronize_stream
 
 
 class StagedTransport(Transport):

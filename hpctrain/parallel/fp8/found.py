@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hpctrain.comm.device import choose_device, gpu_count
+from hpctrain.host.device import choose_device, gpu_count
 from hpctrain.host.doctor import DoctorFinding
 from hpctrain.parallel.fp8.multiply import has_native
 from hpctrain.parallel.fp8.recipes import RECIPES, ScalingRecipe

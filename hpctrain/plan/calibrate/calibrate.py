@@ -10,11 +10,11 @@ from time import perf_counter
 
 import torch
 
-from hpctrain.comm.device import gpu_name, on_host
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.files import require_writable
+from hpctrain.host.device import gpu_name, on_host
 from hpctrain.host.processor import processor_name
 from hpctrain.parallel.vocabulary import logits_of_chunk
 from hpctrain.plan.calibrate.clock import Clock

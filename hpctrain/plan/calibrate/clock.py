@@ -8,9 +8,9 @@ from time import perf_counter
 
 import torch
 
-from hpctrain.comm.device import synchronize
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
+from hpctrain.host.device import synchronize
 
 _LEAST, _MOST = 3, 50
 

@@ -8,10 +8,10 @@ from typing import get_args
 
 import torch
 
-from hpctrain.comm.device import gpu_memory_bytes, on_host
 from hpctrain.comm.group import Group
 from hpctrain.comm.mesh import choose_transport
 from hpctrain.comm.world import World
+from hpctrain.host.device import gpu_memory_bytes, on_host
 from hpctrain.host.memory import available_bytes
 from hpctrain.plan.calibrate.clock import Clock
 from hpctrain.plan.calibrate.fit import fit_link

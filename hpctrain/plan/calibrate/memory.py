@@ -6,8 +6,8 @@ import os
 
 import torch
 
-from hpctrain.comm.device import gpu_memory_bytes, on_host
 from hpctrain.comm.world import World
+from hpctrain.host.device import gpu_memory_bytes, on_host
 from hpctrain.host.memory import memory_limits
 from hpctrain.plan.calibrate.clock import Clock
 

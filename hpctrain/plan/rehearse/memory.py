@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hpctrain.comm.device import on_host
+from hpctrain.host.device import on_host
 from hpctrain.memory.saved import PartBytes, part_bytes
 from hpctrain.pipeline.action import Action
 from hpctrain.plan.activations import activation_peak

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from hpctrain.comm.device import device_kind, on_host
 from hpctrain.comm.planned import META
 from hpctrain.data.batches import MicroBatch
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.stage import plan_stage
+from hpctrain.host.device import device_kind, on_host
 from hpctrain.model.count import count
 from hpctrain.model.shape import ModelShape
 from hpctrain.objective.choose import make_objective

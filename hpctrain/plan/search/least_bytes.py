@@ -10,12 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, lcm
 
-from hpctrain.comm.device import device_kind, matmul_workspace_bytes, on_host
 from hpctrain.comm.planned import META, PlannedMesh
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.functions import planned_functions
 from hpctrain.engine.rules import RULES
 from hpctrain.engine.stage import make_groups
+from hpctrain.host.device import device_kind, matmul_workspace_bytes, on_host
 from hpctrain.memory.recompute import Recompute, segment_size
 from hpctrain.memory.saved import PartBytes, part_bytes
 from hpctrain.model.build import build_parts

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpctrain.comm.device import on_host
 from hpctrain.comm.group import Group
 from hpctrain.comm.work import SequentialWork, Work
 from hpctrain.deck.communication import RoundedTable
 from hpctrain.deck.schema import Deck
+from hpctrain.host.device import on_host
 from hpctrain.memory.compress import BLOCK
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.compression.blocks import CompressionBlocks, Span, put, take

@@ -139,7 +139,7 @@ def _gpus(device: str) -> list[str]:
     """Names of the GPUs that runs may use, as CUDA_VISIBLE_DEVICES has them."""
     if device == "cpu":
         return []
-    from hpctrain.comm.device import gpu_count
+    from hpctrain.host.device import gpu_count
 
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     return given.split(",") if given else [str(number) for number in range(gpu_count())]

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hpctrain.comm.device import gpu_identity, gpu_name, on_host
+from hpctrain.host.device import gpu_identity, gpu_name, on_host
 from hpctrain.parallel.kernel_times import candidates
 from hpctrain.parallel.kernels import LIBRARY, MatmulKernel, Pass
 from hpctrain.watch.stress.difference import difference

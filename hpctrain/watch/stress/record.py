@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpctrain.comm.device import on_host, synchronize
+from hpctrain.host.device import on_host, synchronize
 
 MOST_WRONG = 3
 """So many of a rank's results of one test and round that came out wrong are told; the rest are counted."""

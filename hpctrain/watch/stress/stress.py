@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from hpctrain.comm.device import gpu_count, gpu_name, on_host, reset_peak
 from hpctrain.comm.world import World
 from hpctrain.errors import EXIT_DIFFERENT, EXIT_INTERRUPTED
+from hpctrain.host.device import gpu_count, gpu_name, on_host, reset_peak
 from hpctrain.host.doctor import DoctorFinding
 from hpctrain.host.processor import processor_name
 from hpctrain.text import counted

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.comm.device import device_kind
 from hpctrain.comm.planned import PlannedMesh
 from hpctrain.engine.place import placed_by_flops
 from hpctrain.engine.sizes import axis_sizes
 from hpctrain.engine.stage import plan_stage
 from hpctrain.errors import HpctrainError
+from hpctrain.host.device import device_kind
 from hpctrain.memory.saved import part_bytes
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.activation_sizes import total
