@@ -17,7 +17,6 @@ from hpctrain.audit.bits import word_sum
 from hpctrain.audit.start_order import OrderedOperation
 from hpctrain.audit.transfer_check import TransferRecord, run_transfer
 from hpctrain.comm.calls import Call
-from hpctrain.comm.transports.mpi import flat_view
 from hpctrain.comm.transports.reduction import (
     BLOCK,
     ROUND_BYTES,
@@ -34,6 +33,7 @@ from hpctrain.comm.transports.transport import (
     Steps,
     Transport,
     TransportWork,
+    flat_view,
     ranges_of_ranks,
 )
 

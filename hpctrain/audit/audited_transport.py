@@ -26,7 +26,7 @@ from hpctrain.audit.start_order import OrderedOperation, StartOrder
 from hpctrain.audit.transfer_check import TransferLog, TransferRecord, changed_message_fault, run_transfer
 from hpctrain.comm.calls import Call
 from hpctrain.comm.ledger import Ledger
-from hpctrain.comm.transports.mpi import MpiRequests, flat_view
+from hpctrain.comm.transports.mpi import MpiRequests
 from hpctrain.comm.transports.reduction import ReductionScratch
 from hpctrain.comm.transports.transport import (
     SteppedWork,
@@ -34,6 +34,7 @@ from hpctrain.comm.transports.transport import (
     Transport,
     TransportWork,
     WrappedTransport,
+    flat_view,
     run_steps,
 )
 from hpctrain.host.mpi_library import MPI

@@ -30,9 +30,8 @@ from hpctrain.audit.block_sums import (
 )
 from hpctrain.audit.call_log import AuditLog, CallRecord
 from hpctrain.comm.calls import Call
-from hpctrain.comm.transports.mpi import flat_view
 from hpctrain.comm.transports.reduction import equal_counts
-from hpctrain.comm.transports.transport import ElementRange, Steps, Transport, ranges_of_ranks
+from hpctrain.comm.transports.transport import ElementRange, Steps, Transport, flat_view, ranges_of_ranks
 
 # A record of several blocks has _HEAD values, and _EACH values per block; a record of one block has _SMALL.
 _HEAD = 2  # checksum of the result, and 1 if the result has NaN

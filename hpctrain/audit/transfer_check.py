@@ -13,8 +13,7 @@ from hpctrain.audit.call_log import AuditLog, CallRecord
 from hpctrain.audit.detected_fault import DetectedFault
 from hpctrain.comm.calls import Call
 from hpctrain.comm.outcome import name_ranks
-from hpctrain.comm.transports.mpi import flat_view
-from hpctrain.comm.transports.transport import ElementRange, Steps, Transport, pairwise_ranges
+from hpctrain.comm.transports.transport import Steps, Transport, flat_view, pairwise_ranges
 
 
 class TransferRecord(CallRecord):
@@ -87,20 +86,9 @@ def run_transfer(call: Call, inner: Transport, record: TransferRecord, sent: Ten
         record: Record to which the checksums are added.
         sent: Checksum of the data for each rank, int32 `[ranks]`, if it is already known.
     """
-    source, sends, target, receives = _spans(call, inner.size)
+    source, sends, target, receives = pairwise_ranges(call, inner.size)
     if sent is None:
         sent = word_sums_by_rank(flat_view(source), sends, inner.rank)
     record.sent = record.sent + sent
     yield inner.run(call)
     record.received = record.received + word_sums_by_rank(flat_view(target), receives, inner.rank)
-
-
-def _spans(call: Call, size: int) -> tuple[Tensor, list[ElementRange], Tensor, list[ElementRange]]:
-    """Return the result of `pairwise_ranges`, which does not know broadcasts, for any call."""
-    if call.operation != "broadcast":
-        return pairwise_ranges(call, size)
-    tensor, is_root = call.memory, call.tensor is not None
-    assert tensor is not None
-    sends = [(0, tensor.numel() if is_root else 0)] * size
-    receives = [(0, 0 if is_root or peer != call.root else tensor.numel()) for peer in range(size)]
-    return tensor, sends, tensor, receives

@@ -110,7 +110,7 @@ class EmulatedTransport(WrappedTransport):
     ) -> None:
         super().__init__(inner)
         self.communicator, self.link, self.nodes = communicator, link, nodes
-        self._sent_times: list[tuple[MPI.Request, array[float]]] = []
+        self._sent_times: list[MpiRequests] = []
 
     @override
     def run(self, call: Call) -> TransportWork | None:
@@ -133,10 +133,8 @@ class EmulatedTransport(WrappedTransport):
             there.
         """
         if call.operation == "send":
-            self._sent_times = [each for each in self._sent_times if not each[0].Test()]
-            self._sent_times.append(
-                (self.communicator.Isend([arrival, MPI.DOUBLE], call.peer, call.tag), arrival)
-            )
+            sent = MpiRequests([self.communicator.Isend([arrival, MPI.DOUBLE], call.peer, call.tag)])
+            self._sent_times = [*(each for each in self._sent_times if not each.test()), sent]
             return arrival, None
         if call.operation == "recv":
             times = array("d", [0.0])

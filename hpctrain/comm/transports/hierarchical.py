@@ -31,13 +31,18 @@ from hpctrain.comm.transports.internode import (
     NodeLinks,
     piece_elements,
 )
-from hpctrain.comm.transports.mpi import MpiTransport, flat_view
+from hpctrain.comm.transports.mpi import MpiTransport
 from hpctrain.comm.transports.mpi import scratch_bytes as mpi_scratch_bytes
 from hpctrain.comm.transports.node_memory import NodeMemory
 from hpctrain.comm.transports.node_messages import NodeMessages
 from hpctrain.comm.transports.reduction import HALVES
 from hpctrain.comm.transports.shared import REDUCTIONS, SHARED_BYTES, SharedTransport, memory_barrier
-from hpctrain.comm.transports.transport import Steps, Transport, TransportWork, ranges_of_ranks, run_steps
+from hpctrain.comm.transports.transport import (
+    Steps,
+    Transport,
+    TransportWork,
+    run_steps,
+)
 from hpctrain.host.mpi_library import MPI
 
 MESSAGE_BYTES = 60 * 1024
@@ -82,8 +87,11 @@ class HierarchicalTransport(Transport):
             return run_steps(memory_barrier(self.links.memory, self.mpi, call), call.blocking)
         if not self.crosses_links_once(call):
             return self.mpi.run(call)
-        steps = self._reduce(call) if call.operation in REDUCTIONS else self._gather(call)
-        return local.start(steps, call.blocking)
+        return local.start(self._steps(call), call.blocking)
+
+    def _steps(self, call: Call) -> Steps:
+        operation = InternodeSum if call.operation in REDUCTIONS else InternodeGather
+        yield from operation(self.links, self.piece_bytes, call).steps()
 
     @override
     def crosses_links_once(self, call: Call) -> bool:
@@ -109,23 +117,6 @@ class HierarchicalTransport(Transport):
         if elements * itemsize < self.least_bytes:
             return self.mpi.scratch_bytes(elements, itemsize, scattered)
         return scratch_bytes(elements, itemsize, self.links.nodes, self.links.local_size, scattered)
-
-    def _reduce(self, call: Call) -> Steps:
-        tensor, output, reduction = call.tensor, call.output, call.reduction
-        assert tensor is not None and output is not None and reduction is not None
-        parts = None if call.operation == "all_reduce" else flat_view(output)
-        operation = InternodeSum(
-            self.links, self.piece_bytes, flat_view(tensor), parts, call.counts, reduction
-        )
-        yield from operation.steps()
-
-    def _gather(self, call: Call) -> Steps:
-        assert call.tensor is not None and call.output is not None
-        source, target = flat_view(call.tensor).view(torch.uint8), flat_view(call.output).view(torch.uint8)
-        size = call.output.itemsize
-        ranges = ranges_of_ranks(call.counts, call.output, self.size)
-        byte_ranges = [(begin * size, count * size) for begin, count in ranges]
-        yield from InternodeGather(self.links, self.piece_bytes, source, target, byte_ranges).steps()
 
 
 def is_hierarchical(call: Call, nodes: int, local_size: int, least_bytes: int = SHARED_BYTES) -> bool:

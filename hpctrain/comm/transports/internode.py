@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hpctrain.comm.calls import Reduction
+from hpctrain.comm.calls import Call, Reduction
 from hpctrain.comm.transports.mpi import MpiRequests, MpiTransport
 from hpctrain.comm.transports.node_memory import MemoryLocation
 from hpctrain.comm.transports.progress_counters import ROUNDS, PieceLayout
@@ -31,6 +31,7 @@ from hpctrain.comm.transports.transport import (
     ParallelWork,
     SteppedWork,
     Steps,
+    flat_view,
     ranges_of_ranks,
 )
 
@@ -183,10 +184,7 @@ class InternodeOperation:
         return self._message(torch.empty_like(_SIGNAL), node, self._invitation_tag, sends=False)
 
     def _message(self, part: Tensor, node: int, tag: int, sends: bool) -> MpiRequests:
-        data, nothing = part.view(torch.uint8), [(0, 0)] * self.links.nodes
-        ranges = [(0, len(data)) if other == node else (0, 0) for other in range(len(nothing))]
-        sent, received = (ranges, nothing) if sends else (nothing, ranges)
-        return self.links.across.exchange(data, sent, data, received, tag)
+        return self.links.across.start_message(part.view(torch.uint8), node, tag, sends)
 
     def finish(self) -> Steps:
         """Wait until no rank needs this rank's memory or messages any more."""
@@ -203,34 +201,28 @@ class InternodeSum(InternodeOperation):
     Args:
         links: Transports to other ranks.
         piece_bytes: Size of a piece.
-        tensor: Flat tensor that is reduced.
+        call: An all_reduce or reduce_scatter.
+
+    Attributes:
         output: Flat tensor for this rank's elements; None if all ranks get all of them in `tensor`.
-        counts: Number of elements of each rank of the group; equal if None.
-        reduction: "sum", "max" or "min".
     """
 
-    def __init__(
-        self,
-        links: NodeLinks,
-        piece_bytes: int,
-        tensor: Tensor,
-        output: Tensor | None,
-        counts: Sequence[int] | None,
-        reduction: Reduction,
-    ) -> None:
-        local_size, nodes = links.local_size, links.nodes
+    def __init__(self, links: NodeLinks, piece_bytes: int, call: Call) -> None:
+        local_size, nodes, tensor = links.local_size, links.nodes, flat_view(call.tensor)
+        assert call.reduction is not None
+        output = flat_view(call.output) if call.operation == "reduce_scatter" else None
         elements = piece_elements(piece_bytes, tensor.itemsize, local_size)
         if output is None:
             slices = ranges_of_ranks(equal_counts(tensor.numel(), local_size), tensor, local_size)
             rounds = list(rounds_of(slices, elements))
         else:
-            ranges = ranges_of_ranks(counts, tensor, local_size * nodes)
+            ranges = ranges_of_ranks(call.counts, tensor, local_size * nodes)
             of_node = [ranges[node * local_size : (node + 1) * local_size] for node in range(nodes)]
             rounds = [each for node in range(nodes) for each in rounds_of(of_node[node], elements, node)]
         super().__init__(links, piece_bytes, tensor, rounds)
-        self.output, self.reduction = output, reduction
+        self.output, self.reduction = output, call.reduction
         self.node, self.last = links.node, nodes - 1
-        is_wide = reduction == "sum" and tensor.dtype in HALVES
+        is_wide = call.reduction == "sum" and tensor.dtype in HALVES
         self.dtype = torch.float32 if is_wide else tensor.dtype
         self._partial_sums: Sequence[Tensor] = ()
         self._added_rounds = 0
@@ -359,20 +351,15 @@ class InternodeGather(InternodeOperation):
     Args:
         links: Transports to other ranks.
         piece_bytes: Size of a piece.
-        tensor: This rank's bytes.
-        output: Bytes of all ranks.
-        ranges: Range of each rank of the group in `output`.
+        call: An all_gather.
     """
 
-    def __init__(
-        self,
-        links: NodeLinks,
-        piece_bytes: int,
-        tensor: Tensor,
-        output: Tensor,
-        ranges: Sequence[ElementRange],
-    ) -> None:
+    def __init__(self, links: NodeLinks, piece_bytes: int, call: Call) -> None:
         local_size, nodes, node = links.local_size, links.nodes, links.node
+        tensor, output = (flat_view(each).view(torch.uint8) for each in (call.tensor, call.output))
+        itemsize = 1 if call.output is None else call.output.itemsize
+        counts = call.counts and [count * itemsize for count in call.counts]
+        ranges = ranges_of_ranks(counts, output, local_size * nodes)
         elements = piece_elements(piece_bytes, 1, local_size)
         # This node's own bytes come first, then those of the next nodes.
         order = [(node + step) % nodes for step in range(nodes)]

@@ -15,12 +15,17 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpctrain.comm.calls import Call, Reduction
-from hpctrain.comm.transports import reduction as rank_order
-from hpctrain.comm.transports.reduction import ReductionScratch
+from hpctrain.comm.transports.reduction import (
+    SMALL_BYTES,
+    ReductionScratch,
+    reduce_in_rank_order,
+    reduction_scratch_bytes,
+)
 from hpctrain.comm.transports.transport import (
     ElementRange,
     Transport,
     TransportWork,
+    flat_view,
     offsets_of,
     pairwise_ranges,
     run_steps,
@@ -53,11 +58,15 @@ TRUTHS: Mapping[Reduction, MPI.Op] = {"sum": MPI.BOR, "max": MPI.BOR, "min": MPI
 SHORT = frozenset({torch.int8, torch.uint8, torch.int16, torch.uint16})
 """Integers whose sums MPI does not compute: torch lets them wrap, but Open MPI may saturate them."""
 
-# Sizes up to which MPI's own sum of two ranks is faster than ours, which has the same bits.
-BLOCKING_SUM_BYTES = 16 * 1024 * 1024
-STARTED_SUM_BYTES = 512 * 1024
-SCATTERED_SUM_BYTES = 64 * 1024
-REDUCED_SUM_BYTES = 32 * 1024 * 1024
+SUM_BYTES: Mapping[str, tuple[int, int]] = {
+    "all_reduce": (512 * 1024, 16 << 20),
+    "reduce": (512 * 1024, 32 << 20),
+    "reduce_scatter": (64 * 1024, 64 * 1024),
+}
+"""Sizes of started and of blocking sums up to which MPI adds two ranks faster than `reduction`.
+
+The sums have the same bits.
+"""
 
 MESSAGE_LIMIT = 2**31 - 1
 """Largest number of elements of one MPI message."""
@@ -92,11 +101,6 @@ def buffer_of(tensor: Tensor) -> Buffer:
     return address(tensor.data_ptr(), tensor.nbytes), tensor.numel(), MPI_TYPES[tensor.dtype]
 
 
-def flat_view(tensor: Tensor) -> Tensor:
-    """Return a flat view of a contiguous tensor that autograd does not track."""
-    return tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().view(-1)
-
-
 def split_buffer(tensor: Tensor, counts: Sequence[int] | None, size: int) -> Buffer:
     """Return the MPI buffer of a contiguous tensor that consists of a piece for each rank.
 
@@ -125,8 +129,9 @@ class MpiTransport(Transport):
         self.limit = limit
         self._operations = 0
 
-    def _messages(self, tensor: Tensor) -> list[Buffer]:
-        """Return the buffers of a tensor, split into messages within the limit."""
+    def _messages(self, tensor: Tensor | None) -> list[Buffer]:
+        """Return the buffers of a tensor, which must not be None, split into messages within the limit."""
+        assert tensor is not None
         count = tensor.numel()
         return [buffer_of(tensor)] if count <= self.limit else self._range_messages(tensor, 0, count)
 
@@ -143,18 +148,10 @@ class MpiTransport(Transport):
         return parts
 
     @override
-    def run(self, call: Call) -> TransportWork | None:
-        work: TransportWork | None = getattr(self, f"_{call.operation}")(call)
-        return work
-
-    @override
     def adds_at_owner(self, call: Call) -> bool:
-        assert call.tensor is not None and call.reduction is not None
-        most_bytes = BLOCKING_SUM_BYTES if call.blocking else STARTED_SUM_BYTES
-        return (
-            call.tensor.nbytes * self.size > rank_order.SMALL_BYTES
-            and self._mpi_operation(call.tensor, call.reduction, most_bytes) is None
-        )
+        assert call.tensor is not None
+        is_large = call.tensor.nbytes * self.size > SMALL_BYTES
+        return is_large and self._mpi_operation(call) is None
 
     @override
     def scratch_bytes(self, elements: int, itemsize: int, scattered: bool = False) -> int:
@@ -172,65 +169,58 @@ class MpiTransport(Transport):
 
     # Reductions
 
-    def _mpi_operation(self, tensor: Tensor, reduction: Reduction, most_bytes: int) -> MPI.Op | None:
-        """Return the MPI operation if its result does not depend on the order, otherwise None.
-
-        Args:
-            tensor: Tensor that is reduced.
-            reduction: "sum", "max" or "min".
-            most_bytes: Size up to which MPI's own sum of two ranks is faster.
-        """
-        dtype = tensor.dtype
-        if not dtype.is_floating_point:
-            if reduction == "sum" and dtype in SHORT:
-                return None
-            return TRUTHS[reduction] if dtype == torch.bool else NUMBERS[reduction]
-        if self.size == 2 and reduction == "sum" and tensor.itemsize >= 4 and tensor.nbytes <= most_bytes:
-            return MPI.SUM
-        return None
-
-    def _all_reduce(self, call: Call) -> TransportWork | None:
-        tensor, reduction, blocking = call.tensor, call.reduction, call.blocking
+    def _mpi_operation(self, call: Call) -> MPI.Op | None:
+        """Return the MPI operation if MPI reduces, otherwise None."""
+        tensor, reduction = call.tensor, call.reduction
         assert tensor is not None and reduction is not None
-        plain = self._mpi_operation(tensor, reduction, BLOCKING_SUM_BYTES if blocking else STARTED_SUM_BYTES)
+        if not tensor.is_floating_point():
+            if reduction == "sum" and tensor.dtype in SHORT:
+                return None
+            return TRUTHS[reduction] if tensor.dtype == torch.bool else NUMBERS[reduction]
+        is_plain_sum = self.size == 2 and reduction == "sum" and tensor.itemsize >= 4
+        return MPI.SUM if is_plain_sum and tensor.nbytes <= SUM_BYTES[call.operation][call.blocking] else None
+
+    def _reduce_in_rank_order(self, call: Call) -> TransportWork | None:
+        return run_steps(reduce_in_rank_order(self, call), call.blocking)
+
+    def all_reduce(self, call: Call) -> TransportWork | None:
+        """Reduce `call.tensor` in place on all ranks."""
+        tensor, plain = call.tensor, self._mpi_operation(call)
+        assert tensor is not None
         if plain is None:
-            return run_steps(rank_order.all_reduce(self, flat_view(tensor), reduction, blocking), blocking)
-        if blocking and tensor.numel() <= self.limit:  # `_issue` would cost noticeable time for small tensors
+            return self._reduce_in_rank_order(call)
+        if call.blocking and tensor.numel() <= self.limit:  # `_issue` takes longer than a small reduction
             self.communicator.Allreduce(MPI.IN_PLACE, buffer_of(tensor), plain)
             return None
-        return self._issue(
-            call, "Allreduce", *((MPI.IN_PLACE, part, plain) for part in self._messages(tensor))
-        )
+        messages = self._messages(tensor)
+        return self._issue(call, "Allreduce", *((MPI.IN_PLACE, part, plain) for part in messages))
 
-    def _reduce(self, call: Call) -> TransportWork | None:
-        tensor, reduction, blocking, root = call.tensor, call.reduction, call.blocking, call.root
-        assert tensor is not None and reduction is not None
-        plain = self._mpi_operation(tensor, reduction, REDUCED_SUM_BYTES if blocking else STARTED_SUM_BYTES)
+    def reduce(self, call: Call) -> TransportWork | None:
+        """Reduce `call.tensor` in place on the rank `call.root`."""
+        plain = self._mpi_operation(call)
         if plain is None:
-            return run_steps(rank_order.reduce(self, flat_view(tensor), root, reduction, blocking), blocking)
-        parts = self._messages(tensor)
-        if self.rank == root:
-            return self._issue(call, "Reduce", *((MPI.IN_PLACE, part, plain, root) for part in parts))
-        return self._issue(call, "Reduce", *((part, None, plain, root) for part in parts))
+            return self._reduce_in_rank_order(call)
+        parts, options = self._messages(call.tensor), (plain, call.root)
+        if self.rank == call.root:
+            return self._issue(call, "Reduce", *((MPI.IN_PLACE, part, *options) for part in parts))
+        return self._issue(call, "Reduce", *((part, None, *options) for part in parts))
 
-    def _reduce_scatter(self, call: Call) -> TransportWork | None:
-        tensor, output, reduction, counts = call.tensor, call.output, call.reduction, call.counts
-        assert tensor is not None and output is not None and reduction is not None
-        plain = self._mpi_operation(tensor, reduction, SCATTERED_SUM_BYTES)
+    def reduce_scatter(self, call: Call) -> TransportWork | None:
+        """Reduce `call.tensor`, and write this rank's elements into `call.output`."""
+        tensor, output, plain = call.tensor, call.output, self._mpi_operation(call)
+        assert tensor is not None and output is not None
         if plain is None or tensor.numel() > self.limit or _overlap(output, tensor):
-            steps = rank_order.reduce_scatter(
-                self, flat_view(tensor), flat_view(output), counts, reduction, call.blocking
-            )
-            return run_steps(steps, call.blocking)
-        if counts is not None:
-            return self._issue(call, "Reduce_scatter", (buffer_of(tensor), buffer_of(output), counts, plain))
+            return self._reduce_in_rank_order(call)
+        if call.counts is not None:
+            arguments = buffer_of(tensor), buffer_of(output), call.counts, plain
+            return self._issue(call, "Reduce_scatter", arguments)
         source = split_buffer(tensor, None, self.size)
         return self._issue(call, "Reduce_scatter_block", (source, buffer_of(output), plain))
 
     # Movement
 
-    def _broadcast(self, call: Call) -> TransportWork | None:
-        assert call.memory is not None
+    def broadcast(self, call: Call) -> TransportWork | None:
+        """Copy the tensor of `call.root` into the output of every other rank."""
         return self._issue(call, "Bcast", *((part, call.root) for part in self._messages(call.memory)))
 
     def _move_pieces(self, call: Call) -> TransportWork | None:
@@ -246,31 +236,29 @@ class MpiTransport(Transport):
         root = () if call.operation == "all_gather" else (call.root,)
         return self._issue(call, name, (many, one, *root) if is_scatter else (one, many, *root))
 
-    _all_gather = _gather = _scatter = _move_pieces
+    all_gather = gather = scatter = _move_pieces
 
-    def _all_to_all(self, call: Call) -> TransportWork | None:
+    def all_to_all(self, call: Call) -> TransportWork | None:
+        """Send a piece of `call.tensor` to each rank, and receive the pieces of `call.output`."""
         tensor, output = call.tensor, call.output
         assert tensor is not None and output is not None
         # Totals of uneven pieces differ between ranks, so that ranks could not agree on MPI's function.
         if call.counts is not None or tensor.numel() > self.limit:
             return self._move_pairwise(call)
-        return self._issue(
-            call, "Alltoall", (split_buffer(tensor, None, self.size), split_buffer(output, None, self.size))
-        )
+        buffers = [split_buffer(each, None, self.size) for each in (tensor, output)]
+        return self._issue(call, "Alltoall", buffers)
 
-    def _send(self, call: Call) -> TransportWork | None:
-        assert call.tensor is not None and 0 <= call.tag < USER_TAGS, call.tag
-        return self._issue(
-            call, "Send", *((part, call.peer, call.tag) for part in self._messages(call.tensor))
-        )
+    def _message(self, call: Call) -> TransportWork | None:
+        """Send or receive a message."""
+        assert 0 <= call.tag < USER_TAGS, call.tag
+        messages = self._messages(call.memory)
+        name = call.operation.capitalize()
+        return self._issue(call, name, *((part, call.peer, call.tag) for part in messages))
 
-    def _recv(self, call: Call) -> TransportWork | None:
-        assert call.output is not None and 0 <= call.tag < USER_TAGS, call.tag
-        return self._issue(
-            call, "Recv", *((part, call.peer, call.tag) for part in self._messages(call.output))
-        )
+    send = recv = _message
 
-    def _barrier(self, call: Call) -> TransportWork | None:
+    def barrier(self, call: Call) -> TransportWork | None:
+        """Complete once every rank has made the call."""
         return self._issue(call, "Barrier", ())
 
     def _move_pairwise(self, call: Call) -> TransportWork | None:
@@ -286,6 +274,18 @@ class MpiTransport(Transport):
         """Return the message tag of the next operation, which is the same on all ranks."""
         self._operations += 1
         return USER_TAGS + self._operations % USER_TAGS
+
+    def start_message(self, tensor: Tensor, peer: int, tag: int, sends: bool) -> MpiRequests:
+        """Start to send or to receive a contiguous tensor. Local.
+
+        Args:
+            tensor: Tensor that is sent or received into.
+            peer: Rank to or from which the message goes.
+            tag: Tag that `next_tag` has returned on both ranks.
+            sends: True if this rank sends, False if it receives.
+        """
+        start = self.communicator.Isend if sends else self.communicator.Irecv
+        return MpiRequests([start(part, peer, tag) for part in self._messages(tensor)], tensor)
 
     def collect(self, tensor: Tensor, output: Tensor, blocking: bool) -> TransportWork | None:
         """Gather pieces of equal size from all ranks into `output`."""
@@ -340,10 +340,10 @@ def scratch_bytes(elements: int, itemsize: int, size: int, scattered: bool = Fal
 
     MPI's own sums need none. The other arguments are those of `Transport.scratch_bytes`.
     """
-    most_bytes = SCATTERED_SUM_BYTES if scattered else STARTED_SUM_BYTES
+    most_bytes, _ = SUM_BYTES["reduce_scatter" if scattered else "all_reduce"]
     if size == 1 or (size == 2 and itemsize >= 4 and elements * itemsize <= most_bytes):
         return 0
-    return rank_order.scratch_bytes(elements, itemsize, size)
+    return reduction_scratch_bytes(elements, itemsize, size)
 
 
 def _overlap(piece: Tensor, tensor: Tensor) -> bool:

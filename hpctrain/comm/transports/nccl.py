@@ -149,7 +149,7 @@ class NcclTransport(Transport):
         assert tensor is not None and kind is not None
         flat, operator = tensor.detach().view(-1), self._operator(tensor.dtype, kind)
         if operator is None:
-            run_steps(reduction.all_reduce(self, flat, kind, True), True)
+            run_steps(reduction.reduce_in_rank_order(self, call), True)
         elif flat.numel():
             self._nccl().allreduce(flat, flat, operator, stream=current_stream())
 
@@ -158,7 +158,7 @@ class NcclTransport(Transport):
         assert tensor is not None and kind is not None
         flat, operator = tensor.detach().view(-1), self._operator(tensor.dtype, kind)
         if operator is None:
-            run_steps(reduction.reduce(self, flat, root, kind, True), True)
+            run_steps(reduction.reduce_in_rank_order(self, call), True)
         elif flat.numel():
             target = flat if self.rank == root else None
             self._nccl().reduce(flat, target, operator, root, stream=current_stream())
@@ -169,7 +169,7 @@ class NcclTransport(Transport):
         flat, mine = tensor.detach().view(-1), output.detach().view(-1)
         operator = self._operator(tensor.dtype, kind) if counts is None else None
         if operator is None:
-            run_steps(reduction.reduce_scatter(self, flat, mine, counts, kind, True), True)
+            run_steps(reduction.reduce_in_rank_order(self, call), True)
         elif flat.numel():
             self._nccl().reduce_scatter(flat, mine, operator, stream=current_stream())
 

@@ -13,17 +13,15 @@ from array import array
 import torch
 
 from hpctrain.comm.calls import Call
-from hpctrain.comm.transports.mpi import MpiRequests, address, flat_view
+from hpctrain.comm.transports.mpi import MpiRequests
 from hpctrain.comm.transports.node_memory import MemoryLocation, NodeMemory
 from hpctrain.comm.transports.progress_counters import CounterWork
-from hpctrain.comm.transports.transport import Steps, TransportWork, run_steps
+from hpctrain.comm.transports.transport import Steps, TransportWork, flat_view, run_steps
 from hpctrain.host.mpi_library import MPI
 
 _HEADER_BYTES = 64  # bytes of a cache line, which hold the counter of a buffer
 _SPARE_BUFFERS = 4  # unused buffers that are kept for later messages
-_NOTE_WORDS = (
-    5  # owner and offset of the data, owner and offset of the buffer, number of the buffer's message
-)
+_NOTE_WORDS = 5  # owner and offset of the data and of the buffer, number of the buffer's message
 
 
 class MessageBuffer:
@@ -84,7 +82,7 @@ class NodeMessages:
         buffer.sent += 1
         note = array("q", [*location, *buffer.location, buffer.sent])
         memory.fence()
-        yield _NoteRequest(self._communicator.Isend(_mpi_buffer(note), call.peer, call.tag), note)
+        yield MpiRequests([self._communicator.Isend([note, MPI.INT64_T], call.peer, call.tag)])
         if not copied:
             yield buffer.until_received(memory)
 
@@ -92,7 +90,7 @@ class NodeMessages:
         output, memory = call.output, self._memory
         assert output is not None
         note = array("q", [0] * _NOTE_WORDS)
-        yield _NoteRequest(self._communicator.Irecv(_mpi_buffer(note), call.peer, call.tag), note)
+        yield MpiRequests([self._communicator.Irecv([note, MPI.INT64_T], call.peer, call.tag)])
         memory.fence()
         owner, offset, buffer_owner, buffer_offset, number = note
         data = memory.tensor_at(MemoryLocation(owner, offset), output.nbytes, torch.uint8)
@@ -112,18 +110,3 @@ class NodeMessages:
             buffers.remove(buffer)
         buffers.append(MessageBuffer(self._memory, size))
         return buffers[-1]
-
-
-class _NoteRequest(MpiRequests):
-    """Request for one note, which it keeps alive."""
-
-    __slots__ = ("_note",)
-
-    def __init__(self, request: MPI.Request, note: array[int]) -> None:
-        super().__init__([request])
-        self._note = note
-
-
-def _mpi_buffer(note: array[int]) -> tuple[MPI.buffer, int, MPI.Datatype]:
-    begin, count = note.buffer_info()
-    return address(begin, count * note.itemsize), count, MPI.INT64_T

@@ -5,7 +5,7 @@ number of ranks and version. Here each element has one owner, which receives it 
 reduce-scatter) and adds in rank order. Half types are added in fp32 and rounded once at the end. An
 all-reduce then gathers the sums. In a small one every rank receives everything instead, in one message.
 
-The functions take flat tensors. They are generators of the operations that they start (see `Steps`).
+`reduce_in_rank_order` is the entry. What moves the data is a `PieceMover`, such as `MpiTransport`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hpctrain.comm.calls import Reduction
-from hpctrain.comm.transports.transport import ElementRange, Steps, TransportWork, ranges_of_ranks
+from hpctrain.comm.calls import Call, Reduction
+from hpctrain.comm.transports.transport import (
+    ElementRange,
+    Steps,
+    TransportWork,
+    flat_view,
+    ranges_of_ranks,
+)
 
 SMALL_BYTES = 32 * 1024
 """Largest size of all ranks' tensors together, in bytes, for which every rank receives them all and adds."""
@@ -116,59 +122,44 @@ class PieceMover(Protocol):
         """Return the message tag of the next operation, which is the same on all ranks."""
 
 
-def all_reduce(mover: PieceMover, tensor: Tensor, reduction: Reduction, blocking: bool) -> Steps:
-    """Reduce `tensor` in place on every rank."""
-    elements, size = tensor.numel(), mover.size
-    if elements * tensor.itemsize * size <= SMALL_BYTES:
-        parts = tensor.new_empty((size, elements))
-        yield mover.collect(tensor, parts, blocking)
-        reduce_parts(parts.unbind(), tensor, reduction, mover.rank)
-        return
-    ranges = ranges_of_ranks(equal_counts(elements, size), tensor, size)
-    begin, count = ranges[mover.rank]
-    tag = mover.next_tag()
-    yield from _scatter_sums(mover, tensor, tensor[begin : begin + count], ranges, reduction, tag)
-    yield mover.share(tensor, ranges, tag, blocking)
+def reduce_in_rank_order(mover: PieceMover, call: Call) -> Steps:
+    """Run an all_reduce, a reduce or a reduce_scatter by `mover`. Collective over its ranks.
 
-
-def reduce_scatter(
-    mover: PieceMover,
-    tensor: Tensor,
-    output: Tensor,
-    counts: Sequence[int] | None,
-    reduction: Reduction,
-    blocking: bool,
-) -> Steps:
-    """Reduce `tensor`, and write the `counts[rank]` elements of this rank into `output`.
-
-    `output` may be these elements of `tensor` itself.
+    The output of a reduce_scatter may be this rank's elements of the tensor. A reduce does not change the
+    tensors of other ranks than the root.
     """
-    elements, size = tensor.numel(), mover.size
-    ranges = ranges_of_ranks(counts, tensor, size)
-    if elements * tensor.itemsize * size <= SMALL_BYTES:
-        begin, count = ranges[mover.rank]
-        parts = tensor.new_empty((size, elements))
-        yield mover.collect(tensor, parts, blocking)
-        reduce_parts(parts[:, begin : begin + count].unbind(), output, reduction, mover.rank)
-        return
-    yield from _scatter_sums(mover, tensor, output, ranges, reduction, mover.next_tag())
-
-
-def reduce(mover: PieceMover, tensor: Tensor, root: int, reduction: Reduction, blocking: bool) -> Steps:
-    """Reduce into the `tensor` of `root`; those of other ranks are not changed."""
-    elements, size, rank = tensor.numel(), mover.size, mover.rank
-    if elements * tensor.itemsize * size <= SMALL_BYTES:
-        parts = tensor.new_empty((size, elements))
-        yield mover.collect(tensor, parts, blocking)
-        if rank == root:
-            reduce_parts(parts.unbind(), tensor, reduction, rank)
+    tensor, reduction, rank, size = flat_view(call.tensor), call.reduction, mover.rank, mover.size
+    assert reduction is not None
+    is_scattered = call.operation == "reduce_scatter"
+    output = flat_view(call.output) if is_scattered else tensor
+    if tensor.nbytes * size <= SMALL_BYTES:
+        parts = tensor.new_empty((size, len(tensor)))
+        yield mover.collect(tensor, parts, call.blocking)
+        if is_scattered:
+            begin, count = ranges_of_ranks(call.counts, tensor, size)[rank]
+            parts = parts[:, begin : begin + count]
+        if call.root in (-1, rank):
+            reduce_parts(parts.unbind(), output, reduction, rank)
         return
     tag = mover.next_tag()
-    stride = size * _round_elements(tensor)
+    if call.operation == "reduce":
+        yield from _reduce_to_root(mover, tensor, call.root, reduction, tag)
+        return
+    counts = call.counts if is_scattered else equal_counts(len(tensor), size)
+    ranges = ranges_of_ranks(counts, tensor, size)
+    begin, count = ranges[rank]
+    sums = output if is_scattered else tensor[begin : begin + count]
+    yield from _scatter_sums(mover, tensor, sums, ranges, reduction, tag)
+    if not is_scattered:
+        yield mover.share(tensor, ranges, tag, call.blocking)
+
+
+def _reduce_to_root(mover: PieceMover, tensor: Tensor, root: int, reduction: Reduction, tag: int) -> Steps:
+    """Reduce into the `tensor` of `root`, in blocks of which each rank reduces a piece and sends it there."""
+    size, rank = mover.size, mover.rank
     nothing = [(0, 0)] * size
-    for first in range(0, elements, stride):
-        block = tensor[first : first + stride]
-        ranges = ranges_of_ranks(equal_counts(block.numel(), size), block, size)
+    for block in tensor.split(size * _round_elements(tensor)):
+        ranges = ranges_of_ranks(equal_counts(len(block), size), block, size)
         begin, count = ranges[rank]
         if rank == root:
             yield from _scatter_sums(mover, block, block[begin : begin + count], ranges, reduction, tag)
@@ -292,7 +283,7 @@ def equal_counts(elements: int, size: int) -> list[int]:
     return [share + (rank < rest) for rank in range(size)]
 
 
-def scratch_bytes(elements: int, itemsize: int, size: int) -> int:
+def reduction_scratch_bytes(elements: int, itemsize: int, size: int) -> int:
     """Return the host memory, in bytes, that a sum of so many elements over `size` ranks takes and keeps."""
     if elements * itemsize * size <= SMALL_BYTES:
         return 0

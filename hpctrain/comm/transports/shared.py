@@ -15,7 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpctrain.comm.calls import Call, Reduction
-from hpctrain.comm.transports.mpi import MpiTransport, flat_view
+from hpctrain.comm.transports.mpi import MpiTransport
 from hpctrain.comm.transports.node_memory import MemoryLocation, NodeMemory
 from hpctrain.comm.transports.node_messages import NodeMessages
 from hpctrain.comm.transports.progress_counters import (
@@ -37,6 +37,7 @@ from hpctrain.comm.transports.transport import (
     Steps,
     Transport,
     TransportWork,
+    flat_view,
     pairwise_ranges,
     ranges_of_ranks,
     run_steps,
@@ -251,8 +252,7 @@ class SharedTransport(Transport):
     # Movement
 
     def _move(self, call: Call) -> Steps:
-        source_tensor, sends, target_tensor, receives = _byte_ranges(call, self.size)
-        source, target = _as_bytes(source_tensor), _as_bytes(target_tensor)
+        source, sends, target, receives = _byte_ranges(call, self.size)
         (begin, count), (position, _) = sends[self.rank], receives[self.rank]
         if count and source.data_ptr() + begin != target.data_ptr() + position:
             target[position : position + count].copy_(source[begin : begin + count])
@@ -400,23 +400,16 @@ def memory_barrier(memory: NodeMemory, mpi: MpiTransport, call: Call) -> Steps:
     memory.fence()
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return flat_view(tensor).view(torch.uint8)
-
-
 def _byte_ranges(call: Call, size: int) -> tuple[Tensor, list[ElementRange], Tensor, list[ElementRange]]:
-    """Return `pairwise_ranges` in bytes, also of a broadcast."""
-    if call.operation == "broadcast":
-        tensor = call.memory
-        assert tensor is not None
-        source = target = tensor
-        is_root = call.tensor is not None
-        sends = [(0, tensor.numel() if is_root else 0)] * size
-        receives = [(0, 0 if is_root or peer != call.root else tensor.numel()) for peer in range(size)]
-    else:
-        source, sends, target, receives = pairwise_ranges(call, size)
+    """Return `pairwise_ranges` in bytes, with flat tensors of bytes."""
+    source, sends, target, receives = pairwise_ranges(call, size)
 
     def in_bytes(ranges: Sequence[ElementRange], itemsize: int) -> list[ElementRange]:
         return [(begin * itemsize, count * itemsize) for begin, count in ranges]
 
-    return source, in_bytes(sends, source.itemsize), target, in_bytes(receives, target.itemsize)
+    return (
+        flat_view(source).view(torch.uint8),
+        in_bytes(sends, source.itemsize),
+        flat_view(target).view(torch.uint8),
+        in_bytes(receives, target.itemsize),
+    )

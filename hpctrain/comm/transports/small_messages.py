@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.calls import Call
-from hpctrain.comm.transports.mpi import flat_view
 from hpctrain.comm.transports.node_memory import MemoryLocation, NodeMemory
 from hpctrain.comm.transports.reduction import reduce_block
+from hpctrain.comm.transports.transport import flat_view
 from hpctrain.host.mpi_library import MPI
 
 SMALL_OPERATION_BYTES = 256 * 1024

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Protocol
@@ -30,8 +29,13 @@ None stands for an operation that is already complete.
 """
 
 
-class Transport(ABC):
-    """Runs calls among the `size` ranks of a group, of which this process is `rank`."""
+class Transport:
+    """Runs calls among the `size` ranks of a group, of which this process is `rank`.
+
+    A transport that carries out operations itself has a method for each of them, with the name of the
+    operation and the arguments and result of `run`: all_reduce, reduce, reduce_scatter, all_gather, gather,
+    scatter, all_to_all, broadcast, send, recv and barrier. Others override `run` and use such a transport.
+    """
 
     rank: int
     size: int
@@ -40,7 +44,6 @@ class Transport(ABC):
     sums_in_rank_order = True
     """True if sums have the bits of an addition in rank order."""
 
-    @abstractmethod
     def run(self, call: Call) -> TransportWork | None:
         """Run or start a call of a Group. Collective; "send" and "recv" are local.
 
@@ -51,6 +54,8 @@ class Transport(ABC):
             None if the call is blocking. Then the result can be used; on a GPU, by later work of the current
             stream. Otherwise the handle of the started operation, which keeps the memory alive.
         """
+        work: TransportWork | None = getattr(self, call.operation)(call)
+        return work
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return uninitialized memory that this transport can use without a copy, if there is such memory."""
@@ -226,6 +231,12 @@ def run_steps(steps: Steps, blocking: bool) -> TransportWork | None:
     return None
 
 
+def flat_view(tensor: Tensor | None) -> Tensor:
+    """Return a flat view, which autograd does not track, of a contiguous tensor, which must not be None."""
+    assert tensor is not None
+    return tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().view(-1)
+
+
 def offsets_of(counts: Sequence[int]) -> list[int]:
     """Return the offset of each rank's elements if `counts[rank]` elements of each rank follow each other."""
     return list(accumulate(counts, initial=0))[:-1]
@@ -240,9 +251,7 @@ def ranges_of_ranks(counts: Sequence[int] | None, tensor: Tensor, size: int) -> 
 
 
 def pairwise_ranges(call: Call, size: int) -> tuple[Tensor, list[ElementRange], Tensor, list[ElementRange]]:
-    """Return the ranges that this rank exchanges with each other rank in a call without a reduction.
-
-    It serves gathers, scatters and all-to-alls, not broadcasts.
+    """Return the ranges that this rank exchanges with each rank in a call without a reduction.
 
     Returns:
         The tensor that this rank sends from, the range of it for each receiving rank, the tensor that it
@@ -250,15 +259,22 @@ def pairwise_ranges(call: Call, size: int) -> tuple[Tensor, list[ElementRange], 
     """
     source, target = call.memory, call.tensor if call.output is None else call.output
     assert source is not None and target is not None
+    nothing = [(0, 0)] * size
 
-    def local_tensor(tensor: Tensor) -> list[ElementRange]:
+    def to_root(tensor: Tensor) -> list[ElementRange]:
         return [(0, tensor.numel() if call.root in (peer, -1) else 0) for peer in range(size)]
 
     def pieces(tensor: Tensor | None, counts: Sequence[int] | None) -> list[ElementRange]:
-        return [(0, 0)] * size if tensor is None else ranges_of_ranks(counts, tensor, size)
+        return nothing if tensor is None else ranges_of_ranks(counts, tensor, size)
 
-    is_gather = call.operation in {"all_gather", "gather"}
-    sends = local_tensor(source) if is_gather else pieces(call.tensor, call.counts)
-    is_scatter = call.operation == "scatter"
-    receives = local_tensor(target) if is_scatter else pieces(call.output, call.receive_counts or call.counts)
-    return source, sends, target, receives
+    match call.operation:
+        case "broadcast" if call.output is None:
+            return source, [(0, source.numel())] * size, target, nothing
+        case "broadcast":
+            return source, nothing, target, to_root(target)
+        case "all_gather" | "gather":
+            return source, to_root(source), target, pieces(call.output, call.counts)
+        case "scatter":
+            return source, pieces(call.tensor, call.counts), target, to_root(target)
+    received = pieces(call.output, call.receive_counts)
+    return source, pieces(call.tensor, call.counts), target, received

@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from hpctrain.comm.calls import Call
 from hpctrain.comm.group import Group
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.transports.hierarchical import PIECE_BYTES, HierarchicalTransport
-from hpctrain.comm.transports.mpi import MpiTransport
+from hpctrain.comm.transports.mpi import MpiRequests, MpiTransport
 from hpctrain.comm.transports.node_memory import MemoryLocation
 from hpctrain.comm.transports.reduction import ReductionScratch
 from hpctrain.comm.transports.shared import SharedTransport
@@ -135,15 +134,14 @@ def test_links_carry_what_is_planned(
     assert isinstance(transport, HierarchicalTransport)
     monkeypatch.setattr(transport, "piece_bytes", 4000)
     links, moved = transport.links, [0, 0]
-    exchange = MpiTransport.exchange
+    start_message = MpiTransport.start_message
 
-    def counted(across: MpiTransport, *arguments: Any) -> Any:
-        if across is links.across and arguments[0].numel() > 1:
-            for index, spans in enumerate((arguments[1], arguments[3])):
-                moved[index] += sum(count for _, count in spans) * arguments[0].itemsize
-        return exchange(across, *arguments)
+    def counted(across: MpiTransport, tensor: torch.Tensor, peer: int, tag: int, sends: bool) -> MpiRequests:
+        if across is links.across and tensor.numel() > 1:
+            moved[0 if sends else 1] += tensor.nbytes
+        return start_message(across, tensor, peer, tag, sends)
 
-    monkeypatch.setattr(MpiTransport, "exchange", counted)
+    monkeypatch.setattr(MpiTransport, "start_message", counted)
     call = call_of(operation, group, dtype, 5000)
     nodes = [rank // links.local_size for rank in range(group.size)]
     if not transport.crosses_links_once(call):
