@@ -68,8 +68,8 @@ memory = "32 GB"
 """
 
 LLAMA = ("model.family=llama", "model.key_value_heads=2", "model.mlp=48")
-MIXTURE = (*LLAMA, "model.experts=4", "model.expert_mlp=32")
-MUON = ("optimizer.name=muon", 'optimizer.matrices=["blocks.*"]')
+MIXTURE = (*LLAMA, "model.experts.count=4", "model.experts.mlp=32")
+MUON = ("optimizer.name=muon", 'optimizer.muon.matrices=["blocks.*"]')
 FOUR_LAYERS = "model.layers=4"
 TENSOR, SEQUENCE = "layout.tensor=2", "layout.sequence_parallel=true"
 RING, ALL_TO_ALL = (("layout.context=2", f"layout.context_form={form}") for form in ("ring", "all_to_all"))
@@ -136,7 +136,7 @@ FEATURES: list[tuple[str, int, tuple[str, ...]]] = [
     ("mixture, experts", 2, (*MIXTURE, "layout.expert=2")),
     ("mixture, tensor", 2, (*MIXTURE, TENSOR, SEQUENCE)),
     ("mixture, experts, pipeline", 4, (*MIXTURE, "layout.expert=2", PIPELINE)),
-    ("mixture, shared", 2, (*MIXTURE, "model.shared_experts=1", "layout.zero=2")),
+    ("mixture, shared", 2, (*MIXTURE, "model.experts.shared=1", "layout.zero=2")),
     ("muon", 2, MUON),
     ("muon, tensor", 2, (*MUON, TENSOR)),
     ("muon, zero 3", 2, (*MUON, "layout.zero=3")),

@@ -45,7 +45,7 @@ def test_forms_train_on_the_same_tokens(world: World, mpi_tmp_path: Path) -> Non
 
 
 def test_every_form_is_a_deck() -> None:
-    deck = small_deck("communication.compress=sign", "communication.error_feedback=false")
+    deck = small_deck("communication.compress=sign", "communication.sign.error_feedback=false")
     forms = dict(other_forms(deck, 2))
     assert list(forms)[:2] == ["exact", "bf16"]
     made = {name: small_deck(*changes) for name, changes in forms.items()}

@@ -87,7 +87,7 @@ def test_values_do_not_follow_the_width_where_updates_are_of_blocks(world: World
     ("keys", "sentence"),
     [
         (
-            ("optimizer.name=muon", 'optimizer.matrices=["blocks.*","head.weight"]'),
+            ("optimizer.name=muon", 'optimizer.muon.matrices=["blocks.*","head.weight"]'),
             "names head.weight, of whose",
         ),
         ((*LLAMA, "optimizer.name=sgd", "model.query_key_norm=head"), '("all" or "none" would do)'),

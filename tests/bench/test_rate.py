@@ -34,7 +34,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.report.rate import picture
 from tests.engines import reference, small_deck, trainer
 
-SGD = ("optimizer.name=sgd", "optimizer.momentum=0", "optimizer.weight_decay=0", "optimizer.clip=1e9")
+SGD = ("optimizer.name=sgd", "optimizer.sgd.momentum=0", "optimizer.weight_decay=0", "optimizer.clip=1e9")
 
 
 def test_updates_have_the_rates_that_are_told(world: World) -> None:
@@ -190,7 +190,7 @@ def test_a_deck_is_tried_and_nothing_is_left(
         and f"--set learning_rate.peak={figures['suggestion']:.2g}" in shown
     )
     with pytest.raises(HpctrainError, match=r"communication\.server"):
-        bench_rate(world, Path("deck.toml"), ["communication.server=sync"], wish, None, None)
+        bench_rate(world, Path("deck.toml"), ["communication.server.mode=sync"], wish, None, None)
     with pytest.raises(HpctrainError, match=r"^--figure validation: goes by evaluations, but nothing is"):
         bench_rate(
             world, Path("deck.toml"), ["data.validation=0"], RateBenchOptions(figure="validation"), None, None

@@ -227,7 +227,7 @@ def test_submitting(
 
 
 def test_a_file_that_is_there_is_replaced_by_force_alone(deck: Path, tmp_path: Path) -> None:
-    asked = (deck, "--ranks-per-node", 2, "--set", 'machine.memory_per_node="8 GB"', "--output", "my job.sh")
+    asked = (deck, "--ranks-per-node", 2, "--set", 'machine.memory="8 GB"', "--output", "my job.sh")
     result = job(*asked)
     assert result.exit_code == 0, result.output
     assert (result.stdout, result.stderr) == ("", "my job.sh: written; submit it by `sbatch 'my job.sh'`\n")

@@ -148,7 +148,7 @@ def test_programmes_that_do_not_fit_are_no_user_s_mistake(
 
 
 def test_steps_with_servers_are_not_rehearsed(deck: Path) -> None:
-    result = plan(deck, "--ranks", 3, "--set", "communication.server=sync", "--rehearse")
+    result = plan(deck, "--ranks", 3, "--set", "communication.server.mode=sync", "--rehearse")
     assert isinstance(result.exception, HpctrainError) and result.exception.exit_code == EXIT_USER
     assert "a step with servers is not rehearsed" in result.exception.problems[0]
 

@@ -32,8 +32,12 @@ from tests.cluster.cluster import ROOT, Cluster, missing
 RANKS = 2
 FORMS = {
     "exact": (),
-    "powersgd": ("communication.compress=powersgd", "communication.rank=4"),
-    "diloco": ("layout.replicas=2", "communication.local_steps=20", "communication.outer=diloco"),
+    "powersgd": ("communication.compress=powersgd", "communication.powersgd.rank=4"),
+    "diloco": (
+        "layout.local_steps.replicas=2",
+        "layout.local_steps.steps=20",
+        "layout.local_steps.outer=diloco",
+    ),
 }
 BATCH = ("batch.global_size=4", "batch.micro_size=2", "run.evaluate_sequences=2")
 HEAD = ("form", "payload a step", "step", "over the link", "planned", "off", "at MPI's speed", "off")

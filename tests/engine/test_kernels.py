@@ -132,7 +132,7 @@ def test_servers_store_what_workers_compute_with(
 ) -> None:
     monkeypatch.setattr(module, "write_cache", lambda *_: None)  # either role might read the other's
     measuring.seconds = QUICK_FORWARD if world.rank else {}
-    engine, _ = build_role_within_memory(small_deck("communication.server=sync"), world, lambda: None)
+    engine, _ = build_role_within_memory(small_deck("communication.server.mode=sync"), world, lambda: None)
     kernels = engine.groups.kernels
     assert {name for key, name in kernels.record.items() if key.startswith("forward")} == {"onednn"}
     assert {kernel.name for (kind, *_), kernel in kernels.chosen.items() if kind == "forward"} == {"onednn"}

@@ -212,9 +212,9 @@ def test_a_stage_without_a_piece_of_a_fragment_synchronizes_the_others(world: Wo
     """Of two fragments each with a block, the stage of the head has pieces of the first one alone."""
     keys = (
         "layout.pipeline=2",
-        "layout.replicas=2",
-        "communication.local_steps=2",
-        "communication.fragments=2",
+        "layout.local_steps.replicas=2",
+        "layout.local_steps.steps=2",
+        "layout.local_steps.fragments=2",
     )
     one, other = (
         trainer(world, small_deck(*keys, f"layout.split={s}")).train(4) for s in ("[2, 0]", "[0, 2]")

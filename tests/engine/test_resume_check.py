@@ -66,8 +66,8 @@ CHANGES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "objective.beta": (PPO, (*PPO, "objective.beta=0.1")),
     "batch.sequence": ((), ("batch.sequence=12",)),
     "communication.warmup": (
-        ("layout.replicas=2", "communication.local_steps=4"),
-        ("layout.replicas=2", "communication.local_steps=4", "communication.warmup=8"),
+        ("layout.local_steps.replicas=2", "layout.local_steps.steps=4"),
+        ("layout.local_steps.replicas=2", "layout.local_steps.steps=4", "communication.warmup=8"),
     ),
 }
 
@@ -190,7 +190,9 @@ def test_diverged_replicas_cannot_warm_up() -> None:
     """Their optimizer states differ, so summed gradients would not make the replicas equal again."""
 
     def deck(warmup: int, *keys: str, replicas: int = 2) -> Deck:
-        replica_keys = (f"layout.replicas={replicas}", "communication.local_steps=4") if replicas > 1 else ()
+        replica_keys = (
+            (f"layout.local_steps.replicas={replicas}", "layout.local_steps.steps=4") if replicas > 1 else ()
+        )
         return small_deck(*replica_keys, f"communication.warmup={warmup}" if warmup else "run.seed=1", *keys)
 
     for after, before, updates in (
@@ -208,9 +210,9 @@ def test_diverged_replicas_cannot_warm_up() -> None:
 
 RESTART = "optimizer.restart=true"
 LION, SGD, MOMENTUM = "optimizer.name=lion", "optimizer.name=sgd", "optimizer.momentum=0.9"
-MUON, BOTH = "optimizer.name=muon", 'optimizer.matrices=["blocks.*", "*embedding*"]'
+MUON, BOTH = "optimizer.name=muon", 'optimizer.muon.matrices=["blocks.*", "*embedding*"]'
 TOP_K, ONE_BIT = "communication.compress=topk", "communication.compress=onebit"
-WARMUP, REPLICAS = "communication.warmup=3", ("layout.replicas=2", "communication.local_steps=4")
+WARMUP, REPLICAS = "communication.warmup=3", ("layout.local_steps.replicas=2", "layout.local_steps.steps=4")
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,7 @@ def test_the_model_computes_as_on_one_rank(world: World, family: tuple[str, ...]
 
 @pytest.mark.mpi(min_size=2, max_size=2)
 def test_replicas_apart_have_no_model_in_common(world: World) -> None:
-    keys = ("layout.replicas=2", "communication.outer=diloco", "communication.local_steps=2")
+    keys = ("layout.local_steps.replicas=2", "layout.local_steps.outer=diloco", "layout.local_steps.steps=2")
     engine = trainer(world, small_deck(*keys)).engine
     _, target = generation_stage(small_deck(), world, 1)
     with pytest.raises(HpctrainError, match="no weights in common"):

@@ -159,7 +159,7 @@ def test_what_is_legal_stays_one_word(kind: str) -> None:
 def test_replicas_that_are_left_fit_fewer_nodes() -> None:
     """Three nodes do not divide the batch; with a replica on each they go on with a replica's own."""
     wish, batch = JobOptions(scheduler="slurm", nodes=(1, 4), ranks_per_node=1), "batch.global_size=16"
-    replicas = ("layout.replicas=4", "communication.local_steps=10")
+    replicas = ("layout.local_steps.replicas=4", "layout.local_steps.steps=10")
     assert plan_job(write_deck("plain"), [batch], wish).fitting == (1, 2, 4)
     assert plan_job(write_deck("plain"), [batch, *replicas], wish).fitting == (1, 2, 3, 4)
 

@@ -110,7 +110,9 @@ def test_what_muon_leaves_to_adamw_has_the_rates_of_that(world: World) -> None:
     """All but attention, of a mixture four times as wide; steps of 0.2 sqrt(width) are half as large. A norm
     that is named stays AdamW's.
     """
-    deck = small_deck(*EXPERTS, *MUP, "optimizer.name=muon", 'optimizer.matrices=["blocks.*.attention*"]')
+    deck = small_deck(
+        *EXPERTS, *MUP, "optimizer.name=muon", 'optimizer.muon.matrices=["blocks.*.attention*"]'
+    )
     for parameter in parameter_list(build_engine(deck, world, make_mesh(deck, world)).model):
         name = parameter.shard.name
         hidden = parameter.dim() > 1 and name.startswith("blocks")
@@ -254,7 +256,7 @@ def test_a_run_goes_on_in_the_same_parametrization_alone() -> None:
         (MUP[:2], "(4 if wider models have more heads, 1 if theirs are wider)"),
         ((MUP[0], "model.base_width=32", MUP[2]), "must be 4, model.head_size, at model.base_width"),
         (
-            (*MUP, "optimizer.name=muon", 'optimizer.matrices=["*"]'),
+            (*MUP, "optimizer.name=muon", 'optimizer.muon.matrices=["*"]'),
             "names embedding.tokens.weight, of whose",
         ),
         ((*MUP, *LLAMA, "optimizer.name=sgd", "model.query_key_norm=head"), '("all" or "none" would do)'),

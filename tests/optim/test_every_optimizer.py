@@ -40,15 +40,15 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "adam-mini": ("optimizer.epsilon=1e-3",),
     "adamw": ("optimizer.epsilon=1e-3",),
     "lion": ("learning_rate.peak=1e-3", "optimizer.weight_decay=0.5"),
-    "muon": ("optimizer.newton_schulz=fp32",),
+    "muon": ("optimizer.muon.newton_schulz=fp32",),
     "schedule-free": ("optimizer.epsilon=1e-3", "optimizer.weight_decay=0.5"),
     "sgd": ("optimizer.momentum=0.9", "learning_rate.peak=0.1"),
 }
 """By which rounding stays what it is, as far as it can."""
 
 OTHERS = {
-    "adafactor with means": ("optimizer.name=adafactor", "optimizer.beta1=0.9"),
-    "sgd with nesterov": ("optimizer.name=sgd", "optimizer.momentum=0.9", "optimizer.nesterov=true"),
+    "adafactor with means": ("optimizer.name=adafactor", "optimizer.adafactor.beta1=0.9"),
+    "sgd with nesterov": ("optimizer.name=sgd", "optimizer.sgd.momentum=0.9", "optimizer.sgd.nesterov=true"),
     "sgd without momentum": ("optimizer.name=sgd",),
 }
 """Those that have other state, or other steps, by keys of their own."""
@@ -243,12 +243,12 @@ def test_a_layout_is_verified(world: World, name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_replicas_have_state_of_their_own_and_meet(world: World, name: str) -> None:
     """Or are refused."""
-    keys = (*keys_of(name), "layout.replicas=2")
+    keys = (*keys_of(name), "layout.local_steps.replicas=2")
     if isinstance(RULES[name](small_deck(*keys_of(name))), Averaged):
         with pytest.raises(HpctrainError, match="does not work with local steps"):
             small_deck(*keys)
         return
-    training = trainer(world, small_deck(*keys, "communication.local_steps=2"))
+    training = trainer(world, small_deck(*keys, "layout.local_steps.steps=2"))
     training.train(2)
     optimizer = training.engine.optimizer
     for master in optimizer.masters:

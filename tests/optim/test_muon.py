@@ -123,7 +123,7 @@ LAYOUTS: dict[int, list[tuple[str, ...]]] = {
         ("layout.zero=2", "memory.accumulate=sliced"),
         ("layout.zero=3",),
         ("layout.tensor=2", "layout.sequence_parallel=true"),
-        ("layout.tensor=2", "model.key_value_heads=1", "optimizer.newton_schulz=fp32"),
+        ("layout.tensor=2", "model.key_value_heads=1", "optimizer.muon.newton_schulz=fp32"),
         ("layout.pipeline=2", "model.tied=true"),
         ("layout.context=2", "layout.zero=1", 'model.frozen=["blocks.1.attention.*"]'),
         (*EXPERTS, "layout.expert=2", "layout.zero=1"),
@@ -179,7 +179,7 @@ def test_every_layout_has_the_bits_of_one_rank(world: World, number: int) -> Non
 @pytest.mark.parametrize("key", ["layout.zero=1", "layout.pipeline=2"])
 def test_a_run_goes_on_in_another_layout(world: World, mpi_tmp_path: Path, key: str) -> None:
     """The next steps of one rank after a checkpoint of this layout are this layout's."""
-    keys = (*LLAMA, *MUON, f"run.dir={mpi_tmp_path}", "optimizer.newton_schulz=fp32")
+    keys = (*LLAMA, *MUON, f"run.dir={mpi_tmp_path}", "optimizer.muon.newton_schulz=fp32")
     deck = small_deck(*keys, key)
     training = trainer(world, deck)
     training.train(2)
@@ -222,7 +222,7 @@ def test_the_layout_check_sees_pieces_orthogonalized(
 def test_patterns_that_cannot_be_are_refused_by_a_run_and_beforehand(
     world: World, pattern: str, sentence: str
 ) -> None:
-    deck = small_deck(*LLAMA, *MUON, f"optimizer.matrices={pattern}")
+    deck = small_deck(*LLAMA, *MUON, f"optimizer.muon.matrices={pattern}")
     with pytest.raises(HpctrainError) as raised:
         trainer(world, deck)
     assert sentence in str(raised.value)

@@ -358,7 +358,7 @@ def test_states_of_fp32_are_16_bytes_a_parameter() -> None:
         (4, 2, ("layout.zero=2", "layout.zero_group=2"), 2),
         (4, 3, ("layout.zero=2", "layout.zero_group=2"), 1),
         (6, 4, ("layout.zero=2", "layout.zero_group=3", "batch.global_size=12"), 1),
-        (4, 3, ("layout.zero=1", "layout.replicas=2"), 1),
+        (4, 3, ("layout.zero=1", "layout.local_steps.replicas=2"), 1),
         (4, 3, ("layout.zero=2", "layout.tensor=2"), 1),
         (6, 3, ("layout.zero=3", "layout.pipeline=3"), 1),
     ],
@@ -411,7 +411,7 @@ def test_slices_within_nodes_need_to_know_nodes() -> None:
         plan_memory(deck, 8, VOCABULARY)
     assert plan_memory(deck, 8, VOCABULARY, ranks_per_node=4).zero_group == 4
     assert plan_memory(deck, 8, VOCABULARY, ranks_per_node=8).zero_group == 8
-    keys = ("communication.compress=powersgd", "communication.compress_between=nodes")
+    keys = ("communication.compress=powersgd", "communication.powersgd.between=nodes")
     deck = small_deck("batch.global_size=16", *keys)
     with pytest.raises(HpctrainError, match="--ranks-per-node"):
         plan_memory(deck, 8, VOCABULARY)

@@ -121,8 +121,12 @@ def test_every_form_of_sums_sends_what_was_planned(world: World) -> None:
 
 LOCAL = {
     "average": ("layout.zero=1",),
-    "diloco": ("communication.outer_format=int8",),
-    "streaming": ("communication.outer=diloco", "communication.fragments=2", "communication.delay=1"),
+    "diloco": ("layout.local_steps.format=int8",),
+    "streaming": (
+        "layout.local_steps.outer=diloco",
+        "layout.local_steps.fragments=2",
+        "layout.local_steps.delay=1",
+    ),
 }
 
 
@@ -132,8 +136,8 @@ def test_replicas_send_what_was_planned(world: World, form: str) -> None:
     """The mean over the steps between two meetings, where they meet at all."""
     if world.size == 3:
         pytest.skip("two replicas are to be alike")
-    keys = ("layout.replicas=2", "communication.local_steps=4", *LOCAL[form])
-    outer = () if form == "streaming" else (f"communication.outer={form}",)
+    keys = ("layout.local_steps.replicas=2", "layout.local_steps.steps=4", *LOCAL[form])
+    outer = () if form == "streaming" else (f"layout.local_steps.outer={form}",)
     deck = small_deck(*keys, *outer)
     planned, told = plan_traffic(deck, world.size, VOCABULARY).stages[0].payload(), sent(world, deck, 4)
     # What figures of outer steps add to those that all ranks sum is left out.

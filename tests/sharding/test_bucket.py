@@ -23,7 +23,7 @@ pytestmark = pytest.mark.mpi(min_size=2)
 SIZES = ("model.layers=3", "batch.global_size=8", "batch.micro_size=1", "batch.sequence=16")
 FREE = ("optimizer.name=schedule-free",)
 MIXTURE = (*LLAMA, "model.experts.count=4", "model.experts.per_token=2")
-REPLICAS = ("layout.replicas=2", "communication.local_steps=2")
+REPLICAS = ("layout.local_steps.replicas=2", "layout.local_steps.steps=2")
 CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "fp32": (2, ("layout.zero=2",)),
     "averaged": (2, ("layout.zero=1", *FREE)),
@@ -45,7 +45,7 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "blocks": (2, ("layout.zero=3", "optimizer.name=muon")),
     "tied ends": (4, ("layout.zero=1", "layout.pipeline=2", "layout.schedule=zb-h1", "model.tied=true")),
     "replicas": (4, ("layout.zero=1", *REPLICAS)),
-    "replicas, gathered": (4, ("layout.zero=3", *REPLICAS, "communication.delay=1")),
+    "replicas, gathered": (4, ("layout.zero=3", *REPLICAS, "layout.local_steps.delay=1")),
     "experts apart": (4, ("layout.zero=2", "layout.expert=2", *MIXTURE)),
     "parts": (4, ("layout.zero=3", "layout.zero_group=2")),
 }

@@ -43,7 +43,7 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
         "split backward": ("layout.pipeline=2", "layout.schedule=zb-h1", "memory.recompute=full"),
         "hybrid": ("layout.zero_group=2", "layout.context=2"),
         "tensor": ("layout.tensor=2", "layout.sequence_parallel=true", *RAGGED),
-        "replicas": ("layout.replicas=2", "communication.local_steps=2"),
+        "replicas": ("layout.local_steps.replicas=2", "layout.local_steps.steps=2"),
     },
 }
 RECIPES = ("tensor", "delayed")

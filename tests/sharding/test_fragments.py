@@ -32,7 +32,11 @@ def test_fragments_take_turns() -> None:
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_every_trained_element_is_in_one_fragment(world: World, count: int) -> None:
     """Blocks go by their numbers, in every stage of a pipeline, whatever ZeRO cuts."""
-    keys = ["communication.outer=diloco", "communication.local_steps=4", f"communication.fragments={count}"]
+    keys = [
+        "layout.local_steps.outer=diloco",
+        "layout.local_steps.steps=4",
+        f"layout.local_steps.fragments={count}",
+    ]
     keys += ["model.layers=4", 'model.frozen=["blocks.1.*"]', "batch.global_size=16"]
     keys += {1: [], 2: ["layout.zero=1"], 4: ["layout.pipeline=2", "layout.zero=1"]}.get(world.size, [])
     engine = trainer(world, small_deck(*keys)).engine

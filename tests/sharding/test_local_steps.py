@@ -23,9 +23,9 @@ from hpctrain.train.verify import LayoutError, verify_layout
 from tests.engines import LLAMA, Trainer, small_deck, trainer
 from tests.sharding.replicas import Expected, outer_of, singles
 
-REPLICAS = "layout.replicas=2"
+REPLICAS = "layout.local_steps.replicas=2"
 CLIP = "optimizer.clip=0.1"
-DILOCO = ("communication.outer=diloco", REPLICAS, CLIP)
+DILOCO = ("layout.local_steps.outer=diloco", REPLICAS, CLIP)
 CALM = "optimizer.epsilon=1e-3"
 """With less AdamW makes steps of an element whose gradient is hardly more than rounding."""
 

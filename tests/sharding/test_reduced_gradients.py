@@ -19,7 +19,11 @@ LAYOUTS = {
     "zero-1": ("layout.zero=1", "precision.compute=bf16"),
     "sliced": ("layout.zero=2", "memory.accumulate=sliced"),
     "zero-3": ("layout.zero=3",),
-    "replicas": ("layout.replicas=2", "communication.local_steps=3", "communication.outer=diloco"),
+    "replicas": (
+        "layout.local_steps.replicas=2",
+        "layout.local_steps.steps=3",
+        "layout.local_steps.outer=diloco",
+    ),
     "pipeline": ("layout.pipeline=2",),
 }
 

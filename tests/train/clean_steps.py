@@ -32,7 +32,7 @@ LAYOUTS: Mapping[str, tuple[str, ...]] = {
     "zero-2": ("layout.zero=2", "memory.accumulate=sliced", "batch.micro_size=1", "optimizer.name=lion"),
     "zero-3": ("layout.zero=3", "communication.transport=mpi", "learning_rate.peak=0.3"),
     "tensor": ("layout.tensor=2", "layout.sequence_parallel=true", "learning_rate.peak=0.1"),
-    "muon": ("layout.tensor=2", "optimizer.name=muon", 'optimizer.matrices=["blocks.*"]'),
+    "muon": ("layout.tensor=2", "optimizer.name=muon", 'optimizer.muon.matrices=["blocks.*"]'),
     "pipeline": ("layout.pipeline=2", "model.layers=2", "layout.schedule=zb-h1", "model.tied=true"),
     "chunks": ("layout.pipeline=2", "layout.chunks=2", "layout.schedule=interleaved", "model.layers=4"),
     "context": ("layout.context=2", "layout.zero=1", "model.family=gpt2", "model.heads=4"),

@@ -53,7 +53,11 @@ LAYOUTS: Mapping[str, tuple[str, ...]] = {
     "tensor": ("layout.tensor=2", "layout.sequence_parallel=true", "optimizer.name=muon"),
     "pipeline": ("layout.pipeline=2", "layout.schedule=zb-h1", "precision.compute=fp16"),
     "experts": ("model.experts.count=4", "model.experts.balance=bias", "layout.expert=2", "layout.zero=2"),
-    "replicas": ("layout.replicas=2", "communication.local_steps=3", "communication.outer=diloco"),
+    "replicas": (
+        "layout.local_steps.replicas=2",
+        "layout.local_steps.steps=3",
+        "layout.local_steps.outer=diloco",
+    ),
     "compressed": ("communication.compress=topk", "optimizer.name=lion"),
     "fp8": ("precision.compute=fp8", "layout.zero=1"),
 }
@@ -68,7 +72,7 @@ CHEAP = ("stability.corruption=cheap", "stability.corruption_every=3", "checkpoi
 
 
 def keys_of(layout: str) -> tuple[str, ...]:
-    muon = ('optimizer.matrices=["blocks.*"]',) if "optimizer.name=muon" in LAYOUTS[layout] else ()
+    muon = ('optimizer.muon.matrices=["blocks.*"]',) if "optimizer.name=muon" in LAYOUTS[layout] else ()
     return (*SHORT, *LAYOUTS[layout], *muon)
 
 
@@ -198,8 +202,16 @@ KEPT_BESIDE: Mapping[str, tuple[str, ...]] = {
     "fp8/weights": ("precision.compute=fp8", "layout.zero=1"),
     "fp8/inputs": ("precision.compute=fp8", "layout.tensor=2", "layout.sequence_parallel=true"),
     "reducer/q": ("communication.compress=powersgd",),
-    "model": ("layout.replicas=2", "communication.local_steps=3", "communication.outer=diloco"),
-    "outer/momentum": ("layout.replicas=2", "communication.local_steps=3", "communication.outer=diloco"),
+    "model": (
+        "layout.local_steps.replicas=2",
+        "layout.local_steps.steps=3",
+        "layout.local_steps.outer=diloco",
+    ),
+    "outer/momentum": (
+        "layout.local_steps.replicas=2",
+        "layout.local_steps.steps=3",
+        "layout.local_steps.outer=diloco",
+    ),
 }
 """Keys with which ranks have state of a kind in common, besides parameters and what their update needs."""
 

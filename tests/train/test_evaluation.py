@@ -190,7 +190,7 @@ def test_servers_keep_the_best_too(world: World, mpi_tmp_path: Path, monkeypatch
     scripted(monkeypatch, {1: 5.0, 2: 4.0, 3: 3.9, 4: 4.1, 5: 3.0, 6: 3.5, 7: 3.4, 8: 3.3})
     folder, deck = mpi_tmp_path / "run", write_deck(world, mpi_tmp_path)
     keys = [f"run.dir={folder}", "checkpoint.keep_best=validation", "learning_rate.decay=constant"]
-    keys += ["communication.server=sync", "communication.server_ranks=1", "batch.micro_size=2"]
+    keys += ["communication.server.mode=sync", "communication.server.ranks=1", "batch.micro_size=2"]
     assert run_deck(world, deck, [*keys, "run.steps=4"]) == 0
     if world.rank == 0:
         assert best_of(folder) == "step-00000003.h5"

@@ -86,9 +86,9 @@ CASES: Mapping[str, tuple[str, ...]] = {
     "tensor": (*FROM_MEMORY, "layout.tensor=2", "layout.sequence_parallel=true"),
     "replicas": (
         *FROM_MEMORY,
-        "layout.replicas=2",
-        "communication.local_steps=3",
-        "communication.outer=diloco",
+        "layout.local_steps.replicas=2",
+        "layout.local_steps.steps=3",
+        "layout.local_steps.outer=diloco",
     ),
     "fp16": (*FROM_MEMORY, "precision.compute=fp16"),
     "compressed": (*FROM_MEMORY, "communication.compress=topk"),

@@ -31,8 +31,12 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     ),
     "dropout": ("model.dropout=0.2", "memory.recompute=full"),
     "fp8": ("precision.compute=fp8",),
-    "replicas": ("layout.replicas=2", "communication.local_steps=4"),
-    "diloco": ("layout.replicas=2", "communication.local_steps=2", "communication.outer=diloco"),
+    "replicas": ("layout.local_steps.replicas=2", "layout.local_steps.steps=4"),
+    "diloco": (
+        "layout.local_steps.replicas=2",
+        "layout.local_steps.steps=2",
+        "layout.local_steps.outer=diloco",
+    ),
 }
 
 

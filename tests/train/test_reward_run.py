@@ -157,7 +157,7 @@ _FIGURES = ("loss", "margin", "chosen", "rejected")
 def test_a_run_goes_on_in_another_layout(world: World, folder: Path) -> None:
     keys = ["run.evaluate_every=0", "run.steps=4", "learning_rate.decay_steps=8"]
     # Adam moves what has next to no gradient by the sign of rounding, which another layout has otherwise.
-    keys += ["optimizer.name=sgd", "optimizer.momentum=0.9", "learning_rate.peak=0.05"]
+    keys += ["optimizer.name=sgd", "optimizer.sgd.momentum=0.9", "learning_rate.peak=0.05"]
     run_deck(world, folder / "deck.toml", [*keys, "run.steps=8", f"run.dir={folder}/whole"])
     expected = read_metrics(folder / "whole" / "metrics.jsonl")
     layouts = [("layout.pipeline=2",), ("layout.tensor=2", "layout.sequence_parallel=true")]

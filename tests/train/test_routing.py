@@ -214,5 +214,5 @@ def test_the_file_that_a_run_follows_is_not_deleted_by_it(
 
 
 def test_a_dense_model_has_nothing_to_record() -> None:
-    with pytest.raises(HpctrainError, match=r"model.record_routing.*has no effect without \[model.experts\]"):
-        parse_deck(DECK.format(tokens="none"), ["model.record_routing=1"])
+    with pytest.raises(HpctrainError, match=r"model.experts.count is missing"):
+        parse_deck(DECK.format(tokens="none"), ["model.experts.record_routing=1"])

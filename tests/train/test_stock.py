@@ -54,8 +54,8 @@ def test_pipeline_stages_of_tensor_ranks(world: World, kind: str) -> None:
 def test_whole_matrices_are_updated_on_stages(world: World, name: str) -> None:
     changes = [f"optimizer.name={name}"]
     if name == "muon":
-        changes += ["optimizer.matrices=['transformer.h.*.weight']", "optimizer.epsilon="]
-        changes += ["optimizer.newton_schulz=fp32", "optimizer.newton_schulz_steps=1"]
+        changes += ["optimizer.muon.matrices=['transformer.h.*.weight']", "optimizer.epsilon="]
+        changes += ["optimizer.muon.newton_schulz=fp32", "optimizer.muon.newton_schulz_steps=1"]
     deck = deck_of("gpt2", *changes, "layout.pipeline=2")
 
     def alone() -> list[list[float]]:

@@ -65,7 +65,7 @@ def test_one_node_that_compresses_nothing_is_said(
     if world.rank == 0:
         (mpi_tmp_path / "a.txt").write_text("a" * 3200)
     prepare(world, mpi_tmp_path / "tokens.h5", [str(mpi_tmp_path / "a.txt")])
-    keys = ("communication.compress=powersgd", "communication.compress_between=nodes")
+    keys = ("communication.compress=powersgd", "communication.powersgd.between=nodes")
     deck = small_deck(f"data.tokens={mpi_tmp_path}/tokens.h5", "model.vocabulary=257", *keys)
 
     def said() -> bool:
@@ -85,7 +85,7 @@ def test_steps_after_the_last_meeting_are_said(
     if world.rank == 0:
         (mpi_tmp_path / "a.txt").write_text("a" * 3200)
     prepare(world, mpi_tmp_path / "tokens.h5", [str(mpi_tmp_path / "a.txt")])
-    keys = ("layout.replicas=2", "communication.local_steps=4", f"run.steps={steps}")
+    keys = ("layout.local_steps.replicas=2", "layout.local_steps.steps=4", f"run.steps={steps}")
     deck = small_deck(f"data.tokens={mpi_tmp_path}/tokens.h5", "model.vocabulary=257", *keys)
     lines = introduction(deck, trainer(world, deck).engine, open_corpus(deck, world), 1e9, TrainState())
     told = [line for line in lines if line.startswith("2 replicas of 1 rank meet every 4 steps (average)")]

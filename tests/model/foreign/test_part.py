@@ -232,12 +232,12 @@ def test_a_module_without_blocks_takes_the_steps_too(world: World) -> None:
 
 
 CHANGES = {
-    "sgd": ("optimizer.epsilon=", "optimizer.name=sgd", "optimizer.momentum=0.9", "layout.zero=3"),
+    "sgd": ("optimizer.epsilon=", "optimizer.name=sgd", "optimizer.sgd.momentum=0.9", "layout.zero=3"),
     "lion": ("optimizer.epsilon=", "optimizer.name=lion", "learning_rate.peak=1e-4", "layout.zero=1"),
     "schedule-free": ("optimizer.name=schedule-free", "learning_rate.decay=constant", "layout.zero=2"),
     "muon": (
-        *("optimizer.epsilon=", "optimizer.name=muon", "optimizer.matrices=['layers.*.weight']"),
-        *("optimizer.newton_schulz=fp32", "optimizer.newton_schulz_steps=1", "layout.zero=3"),
+        *("optimizer.epsilon=", "optimizer.name=muon", "optimizer.muon.matrices=['layers.*.weight']"),
+        *("optimizer.muon.newton_schulz=fp32", "optimizer.muon.newton_schulz_steps=1", "layout.zero=3"),
     ),
     # Without the bias of keys, whose gradient is rounding, of which it makes as much as of any other.
     "adafactor": (

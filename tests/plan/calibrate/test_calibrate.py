@@ -148,7 +148,7 @@ def test_over_slow_links_no_larger_messages_are_measured(world: World) -> None:
         ("layout.data=4", "layout.zero=1", "layout.zero_group=2"),
         ("layout.pipeline=2", "layout.schedule=interleaved", "layout.chunks=2", "layout.split=[0, 1, 1, 0]"),
         ("layout.pipeline=2", "layout.schedule=none.txt"),
-        ("communication.server=sync",),
+        ("communication.server.mode=sync",),
         ("run.noise_scale_steps=2",),
         ("batch.ramp_from=6", "batch.ramp_steps=2"),
         (*LLAMA, "model.experts.count=4", "layout.tensor=4", "layout.expert=2", "layout.expert_tensor=4"),

@@ -91,7 +91,7 @@ LAYOUTS: dict[int, list[tuple[str, ...]]] = {
         ("layout.pipeline=2", "layout.schedule=zb-h1", "batch.global_size=16", "batch.micro_size=1"),
         ("layout.pipeline=2", 'model.frozen=["embedding.*", "blocks.0.*"]'),
         ("communication.compress=powersgd",),
-        ("layout.replicas=2", "communication.local_steps=2", "communication.outer=diloco"),
+        ("layout.local_steps.replicas=2", "layout.local_steps.steps=2", "layout.local_steps.outer=diloco"),
         ("optimizer.name=muon", "layout.zero=3"),
         ("optimizer.name=muon", "model.layers=3"),
         ("optimizer.name=muon", "layout.tensor=2", "model.layers=3"),

@@ -159,7 +159,11 @@ def test_choices_that_do_not_go_with_what_is_given_are_refused(path: Path) -> No
         (["machine.rates="], 16, ("needs machine.rates", "calibrate")),
         (["machine.memory=3.2 GB", *NARROW], 16, ("no layout fits into memory", "lacks", "3.2 GB")),
         ([], 13, ("no layout has 13 ranks", "8 or 16 ranks would")),
-        (["layout.replicas=2", "communication.local_steps=2"], 16, ("where all ranks train as one",)),
+        (
+            ["layout.local_steps.replicas=2", "layout.local_steps.steps=2"],
+            16,
+            ("where all ranks train as one",),
+        ),
     ],
 )
 def test_impossible_wishes(path: Path, overrides: list[str], ranks: int, words: tuple[str, ...]) -> None:

@@ -92,4 +92,4 @@ def test_what_cannot_be_planned_by_is_a_problem_of_the_deck(
 def test_steps_with_servers_are_not_planned() -> None:
     text = DECK.format(rates="selene-2021", compute="bf16").replace("tensor = 2", "tensor = 1")
     with pytest.raises(HpctrainError, match=r"machine\.rates = .*: has no effect with communication\.server"):
-        parse_deck(text, ["communication.server=sync"])
+        parse_deck(text, ["communication.server.mode=sync"])

@@ -294,7 +294,7 @@ def test_what_is_not_in_the_seconds_is_said() -> None:
     assert step.untold == ("communication.compress = int8", "memory.activation_format = bf16")
     assert "communication.compress = int8, memory.activation_format = bf16" in time_lines(step, machine)[-1]
     assert plan_step(small_deck(), 2, deck.model.vocabulary, machine).untold == ()
-    served = small_deck("communication.server=sync")
+    served = small_deck("communication.server.mode=sync")
     with pytest.raises(HpctrainError, match=r"communication\.server.*leave --machine out"):
         plan_step(served, 2, deck.model.vocabulary, machine)
 

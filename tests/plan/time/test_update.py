@@ -56,7 +56,7 @@ def test_what_was_measured_of_adamw_scales() -> None:
 def test_muon_multiplies_as_often_as_its_iterations_do() -> None:
     """Of its matrices' products alone: without saturation, FLOPs at the peak's share."""
     flat = FILE.replace("saturation = 100.0", "saturation = 0.0")
-    deck = small_deck("optimizer.name=muon", "optimizer.newton_schulz=fp32", *LLAMA)
+    deck = small_deck("optimizer.name=muon", "optimizer.muon.newton_schulz=fp32", *LLAMA)
     muon = UpdateNumbers.of(deck).muon
     assert muon is not None
     with FlopCounterMode(display=False) as counter:
@@ -68,8 +68,8 @@ def test_muon_multiplies_as_often_as_its_iterations_do() -> None:
             flat,
             1,
             "optimizer.name=muon",
-            "optimizer.newton_schulz=fp32",
-            f"optimizer.newton_schulz_steps={n}",
+            "optimizer.muon.newton_schulz=fp32",
+            f"optimizer.muon.newton_schulz_steps={n}",
         )
         for n in (5, 10)
     )

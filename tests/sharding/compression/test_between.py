@@ -27,7 +27,7 @@ from hpctrain.sharding.state import state_bytes
 from hpctrain.sharding.synchronize import check_replicas
 from tests.engines import Trainer, small_deck, trainer
 
-POWER = ("communication.compress=powersgd", "communication.rank=2")
+POWER = ("communication.compress=powersgd", "communication.powersgd.rank=2")
 NODES = (*POWER, "communication.compress_between=nodes")
 STEPS = 4
 

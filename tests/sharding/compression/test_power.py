@@ -284,7 +284,7 @@ def test_the_ledger_counts_factors_and_vectors(world: World) -> None:
     assert sum(summation.messages) == factors + 12 + 37
 
 
-POWER = ("communication.compress=powersgd", "communication.rank=2")
+POWER = ("communication.compress=powersgd", "communication.powersgd.rank=2")
 EXPERTS = (*LLAMA, "model.experts.count=4", "model.experts.per_token=2", "model.experts.mlp=24")
 
 
@@ -321,7 +321,7 @@ def test_slices_train_as_whole_sums_do(world: World, keys: tuple[str, ...]) -> N
 
 @pytest.mark.mpi(min_size=2, max_size=2)
 def test_columns_that_do_not_pay_leave_the_exact_sums(world: World) -> None:
-    _, losses = run(world, "communication.compress=powersgd", "communication.rank=32")
+    _, losses = run(world, "communication.compress=powersgd", "communication.powersgd.rank=32")
     assert losses == run(world)[1]
 
 

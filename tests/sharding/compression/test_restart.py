@@ -31,14 +31,14 @@ NEEDED = {"onebit": ("communication.warmup=1", "optimizer.clip=0")}
 FORMS = {name: (f"communication.compress={name}", *NEEDED.get(name, ())) for name in NAMES}
 """All that there are and differ, with what some cannot do without."""
 
-SGD = ("optimizer.name=sgd", "optimizer.momentum=0.9")
+SGD = ("optimizer.name=sgd", "optimizer.sgd.momentum=0.9")
 RESIDUAL = "reducer/residual"
-BETWEEN = ("communication.compress=powersgd", "communication.compress_between=nodes")
+BETWEEN = ("communication.compress=powersgd", "communication.powersgd.between=nodes")
 LAYOUTS: dict[str, tuple[str, ...]] = {
     **FORMS,
     "slices": ("communication.compress=powersgd", "layout.zero=1", "precision.compute=bf16"),
     "between": (*BETWEEN, "layout.zero=1"),
-    "replicas": (*FORMS["powersgd"], "layout.replicas=2", "communication.local_steps=2"),
+    "replicas": (*FORMS["powersgd"], "layout.local_steps.replicas=2", "layout.local_steps.steps=2"),
 }
 
 

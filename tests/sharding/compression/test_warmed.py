@@ -24,14 +24,14 @@ FORMS: dict[str, tuple[str, ...]] = {
     "bf16": ("communication.compress=bf16",),
     "int8": ("communication.compress=int8",),
     "sign": ("communication.compress=sign",),
-    "vote": ("communication.compress=sign", "communication.error_feedback=false"),
+    "vote": ("communication.compress=sign", "communication.sign.error_feedback=false"),
     "onebit": ("communication.compress=onebit",),
-    "topk": ("communication.compress=topk", "communication.ratio=0.1"),
+    "topk": ("communication.compress=topk", "communication.topk.ratio=0.1"),
     "dgc": (
         "communication.compress=topk",
-        "communication.ratio=0.1",
+        "communication.topk.ratio=0.1",
         "optimizer.name=sgd",
-        "optimizer.momentum=0.9",
+        "optimizer.sgd.momentum=0.9",
     ),
 }
 
@@ -55,9 +55,9 @@ def same(one: Trainer, other: Trainer) -> bool:
 
 @pytest.mark.mpi(min_size=2, max_size=2)
 def test_all_elements_are_the_exact_sum(world: World) -> None:
-    for more in ((), ("optimizer.name=sgd", "optimizer.momentum=0.9")):
+    for more in ((), ("optimizer.name=sgd", "optimizer.sgd.momentum=0.9")):
         exact = made(world, more)
-        every = made(world, [*more, "communication.compress=topk", "communication.ratio=1.0"])
+        every = made(world, [*more, "communication.compress=topk", "communication.topk.ratio=1.0"])
         assert [step.loss for step in every.train(3)] == [step.loss for step in exact.train(3)]
         assert same(exact, every)
 

@@ -60,7 +60,7 @@ def faults() -> list[LayoutFault]:
         ),
         fault(
             "momentum of one rank",
-            ("optimizer.name=sgd", "optimizer.momentum=0.9", "layout.zero=1"),
+            ("optimizer.name=sgd", "optimizer.sgd.momentum=0.9", "layout.zero=1"),
             scaled_state(SGD, "momentum", 0.5, in_last_update),
         ),
         fault(

@@ -21,7 +21,11 @@ UNTIED = ("model.tied=false",)
 
 def served_deck(mode: str, servers: int = 1, *overrides: str) -> Deck:
     """The small deck with servers, of 12 sequences a step, which two and three workers share."""
-    keys = (f"communication.server={mode}", f"communication.server_ranks={servers}", "batch.global_size=12")
+    keys = (
+        f"communication.server.mode={mode}",
+        f"communication.server.ranks={servers}",
+        "batch.global_size=12",
+    )
     return small_deck(*keys, *overrides)
 
 

@@ -98,7 +98,7 @@ def test_one_worker_and_a_server_are_a_run_of_one_rank(world: World, mpi_tmp_pat
         # Each goes on from the other's.
         assert resume(world.alone(), served, [*without, "run.steps=8"]) == 0
     world.everyone.barrier()
-    more = ["communication.server=async", "run.steps=8", f"run.dir={back}"]
+    more = ["communication.server.mode=async", "run.steps=8", f"run.dir={back}"]
     assert resume(world, alone / "checkpoints" / "step-00000006.h5", more) == 0
     if world.rank == 0:
         assert rows(served)[6:] == rows(back)
@@ -112,7 +112,7 @@ def test_a_run_stops_in_good_order_and_goes_on(
     """A signal that comes to the last worker alone, amid a long stretch of steps."""
     path, run = deck_file(world, mpi_tmp_path, mode), mpi_tmp_path / "run"
     keys = [f"run.dir={run}", "run.steps=40", "run.evaluate_every=0", "checkpoint.every=0"]
-    keys += ["communication.server_ranks=2" if mode == "stale" else "communication.server_ranks=1"]
+    keys += ["communication.server.ranks=2" if mode == "stale" else "communication.server.ranks=1"]
     reading = Batches.step
 
     def warned(batches: Batches, first: int, *others: int) -> Iterator[MicroBatch]:
@@ -179,7 +179,7 @@ def test_what_goes_in_step_can_be_replayed(world: World, mpi_tmp_path: Path) -> 
     assert replay(world, four, None, [], None, said.append) == 0
     assert world.rank or "come out again, bit for bit" in said[-1]
     with pytest.raises(HpctrainError, match="in an order that no other run has"):
-        replay(world, four, None, ["communication.server=async"], None, said.append)
+        replay(world, four, None, ["communication.server.mode=async"], None, said.append)
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)

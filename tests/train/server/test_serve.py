@@ -51,7 +51,7 @@ def test_nobody_is_further_ahead_than_the_distance(world: World, monkeypatch: py
     distance = 2
     chance = Random(world.rank)
     slowly(monkeypatch, lambda: chance.choice((0.0, 0.0, 0.02)))
-    training = served(world, served_deck("stale", 1, f"communication.staleness={distance}"))
+    training = served(world, served_deck("stale", 1, f"communication.server.staleness={distance}"))
     begun: list[tuple[float, int]] = []
     done: list[tuple[float, int]] = []
     if training.worker is not None:
@@ -131,8 +131,8 @@ def test_stale_pushes_are_corrected_as_the_papers_say(
     A push that is a part of an update has a part of the step's mean: the mean over its share is that over
     the part that its tokens are of all. The last worker begins when the two others have pushed three times.
     """
-    keys = [f"communication.staleness_correction={correction}", *SGD, "model.layers=1"]
-    keys += ["communication.compensation=500.0"] if correction == "compensate" else []
+    keys = [f"communication.server.correction={correction}", *SGD, "model.layers=1"]
+    keys += ["communication.server.compensation=500.0"] if correction == "compensate" else []
     six_pushed = mpi_tmp_path / "six"
 
     def until_six() -> float:
@@ -142,7 +142,7 @@ def test_stale_pushes_are_corrected_as_the_papers_say(
         return 0.0
 
     slowly(monkeypatch, until_six)
-    keys += ["communication.staleness=2"] if mode == "stale" else []
+    keys += ["communication.server.staleness=2"] if mode == "stale" else []
     training = served(world, served_deck(mode, 1, *keys))
     server = training.server
     seen: list[int] = []
@@ -226,7 +226,7 @@ def test_what_is_not_finite_is_skipped_and_counted(
 @pytest.mark.mpi(min_size=4, max_size=4)
 def test_no_correction_makes_a_push_infinite(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a gradient of 1e18 the square times how far the weights have moved is beyond fp32."""
-    keys = ("communication.staleness_correction=compensate", "communication.compensation=1e6")
+    keys = ("communication.server.correction=compensate", "communication.server.compensation=1e6")
     training = served(world, served_deck("async", 1, *keys))
     training.train_step()
     if training.worker is not None:

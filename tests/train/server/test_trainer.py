@@ -62,7 +62,7 @@ def test_in_step_servers_train_as_plain_data_parallel_ranks(
 
 @pytest.mark.mpi(min_size=4, max_size=4)
 def test_a_distance_of_no_step_is_in_step(world: World) -> None:
-    check_as_plain(world, "stale", 2, 2, "communication.staleness=0")
+    check_as_plain(world, "stale", 2, 2, "communication.server.staleness=0")
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
