@@ -17,7 +17,7 @@ from hpctrain.bench.timing import seconds_of, write_json
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.planned import planned_group
 from hpctrain.comm.world import World
-from hpctrain.deck.schema import Machine
+from hpctrain.deck.sections.machine import Machine
 from hpctrain.errors import HpctrainError
 from hpctrain.host.device import gpu_name, synchronize, used_bytes
 from hpctrain.parallel.fp8.formats import E4M3, E5M2

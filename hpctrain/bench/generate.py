@@ -20,9 +20,9 @@ from hpctrain.bench.timing import slowest, with_vocabulary, write_json
 from hpctrain.checkpoint.exchange.source import settled_keys
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
-from hpctrain.deck.objective import OF_SCORES
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sections.objective import OF_SCORES
 from hpctrain.engine.build import build_engine, make_mesh
 from hpctrain.engine.functions import with_functions
 from hpctrain.engine.sizes import on_one_rank

@@ -26,10 +26,10 @@ from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches
 from hpctrain.data.synthetic import SyntheticSource
-from hpctrain.deck.check_parametrization import parametrization_problems
-from hpctrain.deck.objective import OF_SCORES, POLICIES
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sections.model import parametrization_problems
+from hpctrain.deck.sections.objective import OF_SCORES, POLICIES
 from hpctrain.engine.build import build_engine
 from hpctrain.engine.corpus import open_corpus, settle_vocabulary
 from hpctrain.engine.sizes import on_one_rank

@@ -22,9 +22,9 @@ from typing_extensions import override
 from hpctrain.bench.timing import write_json
 from hpctrain.checkpoint.exchange.source import settled_keys
 from hpctrain.comm.world import World
-from hpctrain.deck.metric_names import TRAINING_LOSS, MetricName, parse_metric_name
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sections.evaluation import TRAINING_LOSS, MetricName, parse_metric_name
 from hpctrain.engine.corpus import Corpus, open_corpus, settle_vocabulary
 from hpctrain.engine.functions import with_functions
 from hpctrain.engine.held_out import open_held_out

@@ -16,8 +16,8 @@ from hpctrain.bench.torch_model import TorchModel, loss_of
 from hpctrain.bench.torch_module import TorchModule
 from hpctrain.data.batches import Batches, MicroBatch
 from hpctrain.data.synthetic import SyntheticSource
-from hpctrain.deck.optimizer import AdamWTable
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sections.optimizer import AdamWTable
 from hpctrain.model.build import architecture_of
 from hpctrain.model.foreign.architecture import ModuleArchitecture
 from hpctrain.model.initialize import deviation, fill_normal

@@ -27,9 +27,9 @@ from hpctrain.comm.mesh import Mesh, sizes_text
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches
 from hpctrain.data.synthetic import SyntheticSource
-from hpctrain.deck.objective import POLICIES
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sections.objective import POLICIES
 from hpctrain.engine.build import build_engine, make_mesh
 from hpctrain.engine.sizes import expert_sizes, on_one_rank
 from hpctrain.errors import HpctrainError

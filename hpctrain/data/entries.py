@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hpctrain.data.shards import Tokens, open_tokens, paths_of, raise_together, require_one_tokenizer
-from hpctrain.deck.data_mixture import DatasetEntry, entries_of, tokens_key
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sections.mixture import DatasetEntry, entries_of, tokens_key
 from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError
 from hpctrain.files import identity

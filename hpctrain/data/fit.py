@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from hpctrain.data.contents import CHAT, PREFERENCES, PROMPTS, TEXT_KIND
 from hpctrain.data.packing import Packing
 from hpctrain.data.shards import Tokens, title_of
-from hpctrain.deck.data_mixture import entries_of
-from hpctrain.deck.objective import POLICIES
-from hpctrain.deck.objective import PREFERENCES as OF_PAIRS
 from hpctrain.deck.problem import DeckProblem
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sections.mixture import entries_of
+from hpctrain.deck.sections.objective import POLICIES
+from hpctrain.deck.sections.objective import PREFERENCES as OF_PAIRS
 from hpctrain.text import counted
 
 

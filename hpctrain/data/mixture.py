@@ -22,9 +22,9 @@ from hpctrain.data.interleave import Interleaving
 from hpctrain.data.order import Integers, PairedOrder, SampleOrder
 from hpctrain.data.shards import Tokens, common_fingerprint, paths_of, title_of
 from hpctrain.data.tokens import TokenFile
-from hpctrain.deck.data_mixture import DatasetEntry, entries_of
-from hpctrain.deck.policy import answers_to_each, largest_sample
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sections.mixture import DatasetEntry, entries_of
+from hpctrain.deck.sections.policy import answers_to_each, largest_sample
 from hpctrain.text import counted
 from hpctrain.units import format_count
 

@@ -9,19 +9,19 @@ from pathlib import PurePath
 from typing import TypeGuard
 
 from hpctrain.deck.activations import ACTIVATIONS, DEFAULT_ACTIVATIONS
-from hpctrain.deck.data_mixture import fill_mixture
-from hpctrain.deck.dataset import fill_dataset
 from hpctrain.deck.decays import ENDLESS, WITH_COOLDOWN
 from hpctrain.deck.nested import Tables, look_up, remove, table_in
-from hpctrain.deck.objective import OF_SCORES
 from hpctrain.deck.old_keys import NONE
-from hpctrain.deck.optimizer import MuonTable
-from hpctrain.deck.policy import fill_policy, fill_rewards
 from hpctrain.deck.presets import PRESETS, Preset
 from hpctrain.deck.run_length import CompletedWork, add_steps
 from hpctrain.deck.schedules import TWO_CHUNKS
 from hpctrain.deck.schema import tables as schema_tables
-from hpctrain.deck.user_module import fill_module
+from hpctrain.deck.sections.data import fill_dataset
+from hpctrain.deck.sections.mixture import fill_mixture
+from hpctrain.deck.sections.module import fill_module
+from hpctrain.deck.sections.objective import OF_SCORES
+from hpctrain.deck.sections.optimizer import MuonTable
+from hpctrain.deck.sections.policy import fill_policy, fill_rewards
 
 
 def find_preset(tables: Tables) -> Preset | None:

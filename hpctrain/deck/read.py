@@ -14,13 +14,12 @@ from pathlib import Path
 
 from pydantic.fields import FieldInfo
 
-from hpctrain.deck.check_world import data_ranks
+from hpctrain.deck.check import data_ranks
 from hpctrain.deck.code import CodeEntry, CodeTrust, Overrides, code_entries
 from hpctrain.deck.deck_input import DeckInput
 from hpctrain.deck.defaults import is_default
 from hpctrain.deck.key import chosen_by, extra, table_of
 from hpctrain.deck.nested import Tables, leaf_names, look_up, remove
-from hpctrain.deck.objective import POLICIES
 from hpctrain.deck.old_keys import NONE, rename_keys
 from hpctrain.deck.presets import PRESETS
 from hpctrain.deck.problem import DeckProblem
@@ -28,9 +27,10 @@ from hpctrain.deck.rows import located
 from hpctrain.deck.run_length import CompletedWork
 from hpctrain.deck.schema import Deck, fields, sections
 from hpctrain.deck.schema import tables as schema_tables
+from hpctrain.deck.sections.module import is_in_resolved_deck
+from hpctrain.deck.sections.objective import POLICIES
 from hpctrain.deck.sources import Place, toml_value
 from hpctrain.deck.toml import is_utf8
-from hpctrain.deck.user_module import is_in_resolved_deck
 from hpctrain.deck.validate import DeckValidator, SourceReader
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.host.launcher import launched_rank

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hpctrain.deck.check_local_steps import fitting_replicas, in_replicas
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sections.local_steps import fitting_replicas, in_replicas
 from hpctrain.text import counted
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil, isfinite
 from typing import Any, TypeGuard
 
-from hpctrain.deck.problem import DeckProblem
-from hpctrain.deck.schema import Batch, Deck
+from hpctrain.deck.sections.batch import Batch
 
 LENGTHS = ("steps", "tokens", "epochs")
 """Keys of [run] that give the length. A deck has one of them; `--set` may replace it by another one."""
@@ -84,20 +83,6 @@ def is_epoch_count(value: object) -> bool:
     """Return True if `value` is a positive finite number. The validation reports other values."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return number and isfinite(value) and value > 0  # type: ignore[arg-type, operator]
-
-
-def length_problems(deck: Deck) -> Iterator[DeckProblem]:
-    """Yield the problems of the keys that give the length of the run."""
-    run = deck.run
-    given = [f"run.{name}" for name in ("tokens", "epochs") if getattr(run, name) is not None]
-    if "run.steps" in deck.sources.places and not deck.sources.place("run.steps").note:
-        given.insert(0, "run.steps")
-    for key in given[1:]:
-        sentence = f"gives the length of the run, as {given[0]} does (leave one of them out)"
-        yield DeckProblem(key, sentence, (given[0],))
-    if run.tokens is not None and deck.data.dataset is not None:
-        sentence = "counts tokens, and a dataset that you bring has samples (run.steps would do)"
-        yield DeckProblem("run.tokens", sentence, ("data.dataset",))
 
 
 def _is_integer(value: object) -> TypeGuard[float]:

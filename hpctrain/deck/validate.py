@@ -11,16 +11,13 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from hpctrain.deck.check import check_deck, source_problems
-from hpctrain.deck.check_world import world_problems
+from hpctrain.deck.check import check_deck, world_problems
 from hpctrain.deck.deck_input import DeckInput
 from hpctrain.deck.defaults import fill, find_preset
 from hpctrain.deck.key import extra, table_of
 from hpctrain.deck.key_messages import expected_value, unknown_key, unknown_section, value_hint, value_type
 from hpctrain.deck.nested import Tables, leaf_names, look_up, remove, table_in
-from hpctrain.deck.objective import POLICIES
 from hpctrain.deck.old_keys import rename_keys
-from hpctrain.deck.policy import steps_of_rollout
 from hpctrain.deck.presets import PRESETS
 from hpctrain.deck.problem import DeckProblem
 from hpctrain.deck.rows import located, wrong_rows
@@ -28,8 +25,11 @@ from hpctrain.deck.run_length import LENGTHS, CompletedWork, is_epoch_count, ste
 from hpctrain.deck.schema import Deck, field_of, fields, sections
 from hpctrain.deck.schema import tables as schema_tables
 from hpctrain.deck.search_keys import is_left_to_search
+from hpctrain.deck.sections.model import source_problems
+from hpctrain.deck.sections.module import config_arguments
+from hpctrain.deck.sections.objective import POLICIES
+from hpctrain.deck.sections.policy import steps_of_rollout
 from hpctrain.deck.sources import Place, Sources, clipped, toml_value
-from hpctrain.deck.user_module import config_arguments
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.files import is_unfit
 

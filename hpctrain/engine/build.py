@@ -10,8 +10,8 @@ import torch
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.planned import PlannedMesh
 from hpctrain.comm.world import World
-from hpctrain.deck.rank_partition import require_undivided
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sections.rank_partition import require_undivided
 from hpctrain.engine.audit import audited
 from hpctrain.engine.kernels import choose_kernels
 from hpctrain.engine.offload_settings import OffloadSettings, open_offload

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hpctrain.deck.objective import POLICIES
-from hpctrain.deck.policy import PATTERN
-from hpctrain.deck.rank_partition import CRITIC, REFERENCE, RankPartition, dedicated_ranks, undivided
 from hpctrain.deck.read import changed_deck
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sections.objective import POLICIES
+from hpctrain.deck.sections.policy import PATTERN
+from hpctrain.deck.sections.rank_partition import CRITIC, REFERENCE, RankPartition, dedicated_ranks, undivided
 from hpctrain.errors import HpctrainError
 
 COPY = "writing copy"

@@ -14,8 +14,9 @@ from hpctrain.data.loader import DatasetSource
 from hpctrain.data.mixture import SplitDatasets
 from hpctrain.data.shards import Tokens
 from hpctrain.data.worker_pool import WorkerPool
-from hpctrain.deck.check_world import batch_sizes, data_ranks
+from hpctrain.deck.check import data_ranks
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sections.batch import batch_sizes
 from hpctrain.errors import HpctrainError
 
 

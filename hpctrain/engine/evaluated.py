@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoint.stored_deck import require_trusted, stored_deck
-from hpctrain.deck.check_world import check_world, world_problems
+from hpctrain.deck.check import check_world, world_problems
 from hpctrain.deck.code import trust_of
-from hpctrain.deck.objective import OF_SCORES, REFERRED
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sections.objective import OF_SCORES, REFERRED
 from hpctrain.engine.resume_check import require_same_model
 from hpctrain.engine.sizes import on_one_rank
 from hpctrain.errors import HpctrainError

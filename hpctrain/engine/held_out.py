@@ -18,11 +18,11 @@ from hpctrain.data.text_bytes import token_bytes
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.data.tokenizer_difference import tokenizer_difference
 from hpctrain.data.tokens import TokenFile
-from hpctrain.deck.evaluation import VALIDATION, EvaluationSet
-from hpctrain.deck.objective import LANGUAGE
 from hpctrain.deck.problem import DeckProblem
 from hpctrain.deck.rows import row_problem
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sections.evaluation import VALIDATION, EvaluationSet
+from hpctrain.deck.sections.objective import LANGUAGE
 from hpctrain.engine.corpus import Corpus, require_alike
 from hpctrain.errors import HpctrainError
 from hpctrain.text import counted

@@ -1,4 +1,4 @@
-"""What a rank is in a run whose models may have ranks of their own (`deck/rank_partition.py`)."""
+"""What a rank is in a run whose models may have ranks of their own (`deck/sections/rank_partition.py`)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 from hpctrain.comm.mesh import Mesh, sizes_text
 from hpctrain.comm.world import World
-from hpctrain.deck.check_world import check_world
-from hpctrain.deck.rank_partition import RankPartition, undivided
+from hpctrain.deck.check import check_world
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sections.rank_partition import RankPartition, undivided
 from hpctrain.engine.build import choose_link, make_mesh
 from hpctrain.engine.shown import build_shown_stage
 from hpctrain.engine.sizes import axis_sizes, on_one_rank

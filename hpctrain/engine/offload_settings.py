@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from hpctrain.comm.world import World
-from hpctrain.deck.check import NO_HOST
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sections.memory import NO_HOST
 from hpctrain.engine.rules import RULES
 from hpctrain.errors import HpctrainError
 from hpctrain.host.device import choose_device, empty_host_tensor, gpu_count, on_host

@@ -12,10 +12,10 @@ from itertools import chain, groupby
 
 from torch import Tensor
 
-from hpctrain.deck.adapters import Adapters, targeted
-from hpctrain.deck.optimizer import MuonTable
 from hpctrain.deck.problem import DeckProblem
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sections.adapters import Adapters, targeted
+from hpctrain.deck.sections.optimizer import MuonTable
 from hpctrain.deck.sources import toml_value
 from hpctrain.engine.rules import RULES
 from hpctrain.errors import HpctrainError

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from math import ceil
 
 from hpctrain.comm.world import World
-from hpctrain.deck.check import NO_HOST_ACTIVATIONS
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sections.memory import NO_HOST_ACTIVATIONS
 from hpctrain.engine.offload_settings import open_scratch
 from hpctrain.errors import HpctrainError
 from hpctrain.host.device import on_host

@@ -10,12 +10,12 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePath
 
-from hpctrain.deck.check_local_steps import in_replicas
 from hpctrain.deck.code import is_file_target
-from hpctrain.deck.objective import OF_SCORES, POLICIES, REFERRED
-from hpctrain.deck.optimizer import MuonTable
 from hpctrain.deck.resume_rules import FUNCTION, PARAMETERS, RESUME_RULES, keys_of_policy
 from hpctrain.deck.schema import Deck, field_of
+from hpctrain.deck.sections.local_steps import in_replicas
+from hpctrain.deck.sections.objective import OF_SCORES, POLICIES, REFERRED
+from hpctrain.deck.sections.optimizer import MuonTable
 from hpctrain.deck.sources import clipped, toml_value
 from hpctrain.engine.companions import critic_deck
 from hpctrain.engine.rules import RULES

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from hpctrain.deck.optimizer import (
+from hpctrain.deck.schema import Deck
+from hpctrain.deck.sections.optimizer import (
     AdafactorTable,
     AdamMiniTable,
     AdamWTable,
@@ -15,7 +16,6 @@ from hpctrain.deck.optimizer import (
     ScheduleFreeTable,
     SgdTable,
 )
-from hpctrain.deck.schema import Deck
 from hpctrain.optim.adafactor import Adafactor
 from hpctrain.optim.adam_mini import AdamMini
 from hpctrain.optim.adamw import AdamW

@@ -15,8 +15,8 @@ from typing_extensions import override
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.work import Work
 from hpctrain.comm.world import World
-from hpctrain.deck.check_server import server_ranks
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sections.server import server_ranks
 from hpctrain.engine.build import choose_link
 from hpctrain.engine.offload_settings import OffloadSettings
 from hpctrain.engine.rules import RULES

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hpctrain.comm.mesh import AXES
-from hpctrain.deck.check_world import data_ranks
+from hpctrain.deck.check import data_ranks
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 

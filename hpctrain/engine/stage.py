@@ -17,8 +17,8 @@ from hpctrain.checkpoint.finite import nonfinite_sentence, nonfinite_weight
 from hpctrain.checkpoint.read import load
 from hpctrain.comm.group import Group
 from hpctrain.comm.planned import META, PlannedMesh
-from hpctrain.deck.check_local_steps import in_replicas
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sections.local_steps import in_replicas
 from hpctrain.engine.deck_kernels import kernels_of
 from hpctrain.engine.functions import functions_of, planned_functions
 from hpctrain.engine.nodes import NodeMesh, cut_by_node, ranks_of_node

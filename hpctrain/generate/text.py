@@ -23,8 +23,9 @@ from hpctrain.data.chat_rows import Conversation
 from hpctrain.data.chat_template import ChatTemplate
 from hpctrain.data.chat_tokens import ChatTokenizer
 from hpctrain.data.tokenizer import Tokenizer
-from hpctrain.deck.objective import OF_SCORES
-from hpctrain.deck.schema import Deck, Machine
+from hpctrain.deck.schema import Deck
+from hpctrain.deck.sections.machine import Machine
+from hpctrain.deck.sections.objective import OF_SCORES
 from hpctrain.engine.generation import generation_deck, generation_stage
 from hpctrain.engine.stage import load_parameters
 from hpctrain.errors import HpctrainError, InputOutputError

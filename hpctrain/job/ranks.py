@@ -10,11 +10,11 @@ from pathlib import Path
 from types import MappingProxyType
 
 from hpctrain.checkpoint.exchange.source import settled_keys
-from hpctrain.deck.check_world import check_world, world_problems
-from hpctrain.deck.data_mixture import tokens_exist
+from hpctrain.deck.check import check_world, world_problems
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.replicas import initial_replicas, with_ranks
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sections.mixture import tokens_exist
 from hpctrain.errors import HpctrainError
 from hpctrain.job.job_options import JobOptions, Launcher
 from hpctrain.job.words import word_problems

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from textwrap import indent
 
-from hpctrain.deck.check_world import data_ranks
+from hpctrain.deck.check import data_ranks
 from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError
 from hpctrain.job.job_options import Scheduler

@@ -8,10 +8,11 @@ from typing import Any, Literal
 from typing_extensions import override
 
 from hpctrain.deck.activations import DEFAULT_ACTIVATIONS
-from hpctrain.deck.adapters import Adapters
-from hpctrain.deck.objective import OF_SCORES
 from hpctrain.deck.presets import EXPERT_KEYS, PresetSizes
-from hpctrain.deck.schema import Deck, ExpertsTable
+from hpctrain.deck.schema import Deck
+from hpctrain.deck.sections.adapters import Adapters
+from hpctrain.deck.sections.experts import ExpertsTable
+from hpctrain.deck.sections.objective import OF_SCORES
 from hpctrain.errors import HpctrainError
 from hpctrain.model.architecture import Architecture
 from hpctrain.model.width_scaling import STANDARD, WidthScaling

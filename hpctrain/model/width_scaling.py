@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import sqrt
 
-from hpctrain.deck.optimizer import MuonTable
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sections.optimizer import MuonTable
 from hpctrain.model.part import ModelPart, parameter_list
 from hpctrain.parallel.shard import Initial
 

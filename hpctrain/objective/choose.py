@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from hpctrain.data.dataset import dataset_of
-from hpctrain.deck.objective import POLICIES
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sections.objective import POLICIES
 from hpctrain.errors import HpctrainError
 from hpctrain.model.foreign.arguments import ANSWERS
 from hpctrain.objective.dpo import DirectPreference

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hpctrain.deck.adapters import Adapters
+from hpctrain.deck.sections.adapters import Adapters
 from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage
 from hpctrain.parallel.kernels import KernelTable
 from hpctrain.parallel.layer_context import LayerContext

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from hpctrain.comm.group import Group
-from hpctrain.deck.adapters import Adapters
+from hpctrain.deck.sections.adapters import Adapters
 from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage, total
 from hpctrain.parallel.adapter import AdaptedMatrix, LayerAdapters
 from hpctrain.parallel.applied import applied

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import get_args
 
-from hpctrain.deck.check_world import data_ranks
-from hpctrain.deck.communication import Communication, ServerTable
-from hpctrain.deck.schema import Deck, LocalStepsTable
+from hpctrain.deck.check import data_ranks
+from hpctrain.deck.schema import Deck
+from hpctrain.deck.sections.communication import Communication
+from hpctrain.deck.sections.local_steps import LocalStepsTable
+from hpctrain.deck.sections.server import ServerTable
 from hpctrain.deck.sources import toml_value
 
 LOCAL_STEPS = 20

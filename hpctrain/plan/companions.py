@@ -14,9 +14,9 @@ from pathlib import Path
 from hpctrain.checkpoint.names import present_checkpoints
 from hpctrain.checkpoint.read import read_state
 from hpctrain.comm.planned import PlannedMesh
-from hpctrain.deck.objective import POLICIES
-from hpctrain.deck.rank_partition import CRITIC, POLICY, REFERENCE, REWARD, RankPartition
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sections.objective import POLICIES
+from hpctrain.deck.sections.rank_partition import CRITIC, POLICY, REFERENCE, REWARD, RankPartition
 from hpctrain.engine.companions import (
     COPY,
     critic_deck,

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
-from hpctrain.deck.check_server import server_ranks
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sections.server import server_ranks
 from hpctrain.errors import HpctrainError
 from hpctrain.plan.links import LinkedStep, break_even, linked_step, measured_step
 from hpctrain.plan.served import plan_served_traffic

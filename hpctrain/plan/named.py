@@ -11,12 +11,12 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.deck.check_world import data_ranks, world_problems
-from hpctrain.deck.data_mixture import tokens_exist
-from hpctrain.deck.objective import POLICIES
+from hpctrain.deck.check import data_ranks, world_problems
 from hpctrain.deck.problem import DeckProblem
 from hpctrain.deck.schedules import NAMES
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sections.mixture import tokens_exist
+from hpctrain.deck.sections.objective import POLICIES
 from hpctrain.errors import HpctrainError
 
 if TYPE_CHECKING:

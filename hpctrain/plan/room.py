@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from hpctrain.comm.world import World
-from hpctrain.deck.schema import Machine
+from hpctrain.deck.sections.machine import Machine
 from hpctrain.errors import HpctrainError
 from hpctrain.host.device import gpu_memory_bytes, on_host
 from hpctrain.host.memory import (

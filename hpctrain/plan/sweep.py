@@ -11,9 +11,9 @@ from typing import Any
 
 from hpctrain.checkpoint.exchange.source import settled_keys
 from hpctrain.data.entries import vocabulary_of
-from hpctrain.deck.data_mixture import token_names
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sections.mixture import token_names
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.plan.holding import Holding
 from hpctrain.plan.libraries import library_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import starmap
 
 from hpctrain.comm.mesh import rank_count, sizes_text
-from hpctrain.deck.objective import POLICIES
+from hpctrain.deck.sections.objective import POLICIES
 from hpctrain.engine.companions import is_checkpoint, texts_at_a_time
 from hpctrain.engine.deck_kernels import introduce_kernels, kernels_of
 from hpctrain.host.device import device_kind

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from math import isfinite, log
 from statistics import fmean
 
-from hpctrain.deck.rank_partition import CRITIC
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sections.rank_partition import CRITIC
 from hpctrain.text import counted
 from hpctrain.train.hook import Hook, StepDone
 

@@ -14,10 +14,10 @@ from hpctrain.data.batches import Batches
 from hpctrain.data.conversations import PromptSequences
 from hpctrain.data.order import SampleOrder
 from hpctrain.data.tokenizer import Tokenizer
-from hpctrain.deck.policy import CALLS_AT_ONCE
-from hpctrain.deck.rank_partition import CRITIC, POLICY, REWARD
-from hpctrain.deck.rank_partition import REFERENCE as REFERENCE_MODEL
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sections.policy import CALLS_AT_ONCE
+from hpctrain.deck.sections.rank_partition import CRITIC, POLICY, REWARD
+from hpctrain.deck.sections.rank_partition import REFERENCE as REFERENCE_MODEL
 from hpctrain.engine.model_placement import ModelPlacement
 from hpctrain.generate.sampling import Sampling
 from hpctrain.objective.dpo import REFERENCE

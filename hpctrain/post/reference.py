@@ -20,8 +20,8 @@ from hpctrain.checkpoint.stored_deck import deck_state
 from hpctrain.checkpoint.write import save
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches
-from hpctrain.deck.rank_partition import REFERENCE
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sections.rank_partition import REFERENCE
 from hpctrain.engine.build import Engine
 from hpctrain.engine.companions import reference_deck, shares_reference
 from hpctrain.engine.model_placement import ModelPlacement

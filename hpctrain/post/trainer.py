@@ -23,10 +23,10 @@ from hpctrain.data.conversations import PromptSequences
 from hpctrain.data.order import SampleOrder
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.deck.code import NamedCode
-from hpctrain.deck.objective import POLICIES
-from hpctrain.deck.policy import weights_of
-from hpctrain.deck.rank_partition import CRITIC, POLICY, REWARD
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sections.objective import POLICIES
+from hpctrain.deck.sections.policy import weights_of
+from hpctrain.deck.sections.rank_partition import CRITIC, POLICY, REWARD
 from hpctrain.engine.build import Engine, build_engine
 from hpctrain.engine.companions import critic_deck, is_checkpoint, texts_at_a_time, writes_itself
 from hpctrain.engine.generation import generation_stage

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from hpctrain.comm.world import World
 from hpctrain.data.tokenizer import Tokenizer
-from hpctrain.deck.schema import Machine
+from hpctrain.deck.sections.machine import Machine
 from hpctrain.engine.companions import TEXTS_AT_A_TIME
 from hpctrain.errors import HpctrainError
 from hpctrain.generate.continuing import GeneratedText, continue_texts

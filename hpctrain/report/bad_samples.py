@@ -17,8 +17,8 @@ from hpctrain.data.fit import split_samples
 from hpctrain.data.mixture import SplitDatasets
 from hpctrain.data.order import Integers, SampleOrder
 from hpctrain.deck.code import CodeTrust
-from hpctrain.deck.objective import POLICIES
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sections.objective import POLICIES
 from hpctrain.errors import HpctrainError
 from hpctrain.optim.spikes import Spike, recorded_spikes
 from hpctrain.report.terminal import fit

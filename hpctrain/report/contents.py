@@ -11,9 +11,9 @@ from typing import Any
 from hpctrain.checkpoint.checkpoint_index import VERSION, CheckpointIndex, StoredTensor
 from hpctrain.checkpoint.provenance import HistorySegment, RecordedLoss, history, losses
 from hpctrain.checkpoint.stored_deck import stored_deck
-from hpctrain.deck.objective import OF_SCORES
 from hpctrain.deck.schema import Deck
-from hpctrain.deck.user_module import model_keys
+from hpctrain.deck.sections.module import model_keys
+from hpctrain.deck.sections.objective import OF_SCORES
 from hpctrain.errors import HpctrainError
 from hpctrain.report.terminal import columns, fit
 from hpctrain.text import counted, escaped, fitted, table

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpctrain.deck.schema import Batch
+from hpctrain.deck.sections.batch import Batch
 
 
 def batch_at(batch: Batch, step: int) -> int:

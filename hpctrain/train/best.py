@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from hpctrain.checkpoint.names import BEST
-from hpctrain.deck.check_evaluation import watched_set
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sections.evaluation import watched_set
 from hpctrain.text import counted
 
 RECORD = BEST

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from hpctrain.checkpoint.checkpoint_index import CheckpointIndex
 from hpctrain.checkpoint.fingerprint import file_fingerprints
 from hpctrain.comm.world import World
-from hpctrain.deck.objective import POLICIES
+from hpctrain.deck.sections.objective import POLICIES
 from hpctrain.errors import HpctrainError
 from hpctrain.sharding.sketch import Fingerprint
 from hpctrain.sharding.state import MODEL

@@ -14,7 +14,7 @@ from pathlib import Path
 from hpctrain.checkpoint.provenance import RecordedLoss
 from hpctrain.checkpoint.stored_deck import require_trusted, stored_deck
 from hpctrain.comm.world import World
-from hpctrain.deck.check_world import check_world, world_problems
+from hpctrain.deck.check import check_world, world_problems
 from hpctrain.deck.code import CodeTrust
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.deck_kernels import as_before, computed_by

@@ -22,8 +22,8 @@ from hpctrain.data.batches import Batches
 from hpctrain.data.sample_window import SampleWindow
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.data.tokens import TokenFile
-from hpctrain.deck.objective import PREFERENCES, REFERRED
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sections.objective import PREFERENCES, REFERRED
 from hpctrain.engine.corpus import require_alike
 from hpctrain.engine.evaluated import evaluated_deck
 from hpctrain.engine.held_out import HeldOut, batches_of, counted_out, unfit

@@ -14,10 +14,11 @@ from math import lcm
 from torch import nn
 
 from hpctrain.comm.mesh import Mesh
-from hpctrain.deck.adapters import Adapters
-from hpctrain.deck.check_local_steps import in_replicas
-from hpctrain.deck.communication import PowerSgdTable, RoundedTable, SignTable, TopKTable
-from hpctrain.deck.optimizer import (
+from hpctrain.deck.schema import Deck
+from hpctrain.deck.sections.adapters import Adapters
+from hpctrain.deck.sections.communication import PowerSgdTable, RoundedTable, SignTable, TopKTable
+from hpctrain.deck.sections.local_steps import LocalStepsTable, in_replicas
+from hpctrain.deck.sections.optimizer import (
     AdafactorTable,
     AdamMiniTable,
     AdamWTable,
@@ -27,7 +28,6 @@ from hpctrain.deck.optimizer import (
     ScheduleFreeTable,
     SgdTable,
 )
-from hpctrain.deck.schema import Deck, LocalStepsTable
 from hpctrain.engine.patterns import check_patterns
 from hpctrain.engine.place import pipeline_form, split_by_flops
 from hpctrain.errors import HpctrainError

@@ -18,8 +18,8 @@ from hpctrain.data.contents import TEXT_KIND
 from hpctrain.data.shards import Tokens, title_of
 from hpctrain.data.tokenizer_difference import tokenizer_difference
 from hpctrain.data.tokenizer_settings import TokenizerSettings
-from hpctrain.deck.data_mixture import token_names
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sections.mixture import token_names
 from hpctrain.deck.sources import toml_value
 from hpctrain.engine.corpus import Corpus
 from hpctrain.errors import HpctrainError, InputOutputError

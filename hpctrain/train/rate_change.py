@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from hpctrain.deck.decays import ENDLESS, WITH_COOLDOWN
-from hpctrain.deck.learning_rate import LearningRateSection
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sections.learning_rate import LearningRateSection
 from hpctrain.deck.sources import toml_value
 from hpctrain.optim.schedule import LearningRate
 from hpctrain.train.batch_size import batch_at

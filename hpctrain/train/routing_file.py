@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.comm.outcome import error_reason
-from hpctrain.deck.check_mixture import RECORDED_BYTES
+from hpctrain.deck.sections.experts import RECORDED_BYTES
 from hpctrain.errors import HpctrainError, InputOutputError, failing_as
 from hpctrain.files import open_regular, synchronize
 from hpctrain.hdf5 import DAMAGE, CheckedFile, open_checked

@@ -19,11 +19,11 @@ from hpctrain.checkpoint.stored_deck import require_trusted, stored_deck
 from hpctrain.checkpoint.verify import verify
 from hpctrain.comm.parallel_files import require_parallel_files
 from hpctrain.comm.world import World
-from hpctrain.deck.check_world import check_world
+from hpctrain.deck.check import check_world
 from hpctrain.deck.code import trust_of
-from hpctrain.deck.objective import REFERRED
 from hpctrain.deck.replicas import initial_replicas, with_ranks
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sections.objective import REFERRED
 from hpctrain.engine.corpus import Corpus, open_corpus, settle_vocabulary
 from hpctrain.engine.deck_kernels import as_before
 from hpctrain.engine.functions import with_functions

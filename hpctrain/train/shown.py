@@ -11,7 +11,8 @@ import torch
 
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
-from hpctrain.deck.schema import Deck, Machine
+from hpctrain.deck.schema import Deck
+from hpctrain.deck.sections.machine import Machine
 from hpctrain.engine.build import Engine, arrange, assemble, make_mesh
 from hpctrain.engine.shown import InferenceOptimizer, build_initial_stage, build_shown_stage
 from hpctrain.engine.stage import TrainedStage, load_parameters

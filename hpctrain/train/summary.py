@@ -7,10 +7,10 @@ from pathlib import Path
 from hpctrain.comm.mesh import sizes_text
 from hpctrain.data.mixture import material_of, mixture_lines
 from hpctrain.data.shards import title_of
-from hpctrain.deck.data_mixture import token_names
 from hpctrain.deck.decays import ENDLESS
-from hpctrain.deck.objective import POLICIES
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sections.mixture import token_names
+from hpctrain.deck.sections.objective import POLICIES
 from hpctrain.deck.sources import toml_value
 from hpctrain.engine.build import Engine
 from hpctrain.engine.corpus import Corpus

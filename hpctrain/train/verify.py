@@ -38,8 +38,8 @@ from hpctrain.data.batches import Batches
 from hpctrain.data.dataset import dataset_of
 from hpctrain.data.loader import DatasetSource
 from hpctrain.data.synthetic import SyntheticSource
-from hpctrain.deck.check_local_steps import in_replicas
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sections.local_steps import in_replicas
 from hpctrain.engine.build import Engine, build_engine
 from hpctrain.engine.sizes import on_one_rank
 from hpctrain.errors import EXIT_INTERNAL, HpctrainError

@@ -16,8 +16,8 @@ from typing import TextIO
 
 from hpctrain.checkpoint.mirror_folder import read_token
 from hpctrain.checkpoint.names import checkpoints
-from hpctrain.deck.data_mixture import token_files
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sections.mixture import token_files
 from hpctrain.errors import HpctrainError
 from hpctrain.files import delete_folder, files_named, naming, open_regular, read_text
 from hpctrain.text import command, command_line

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from hpctrain.deck.evaluation import VALIDATION
+from hpctrain.deck.sections.evaluation import VALIDATION
 from hpctrain.errors import HpctrainError, failing_as
 from hpctrain.files import strict_json, synchronize
 from hpctrain.report.rows import Row, scan_metrics

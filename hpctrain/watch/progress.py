@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Literal, TextIO
 
-from hpctrain.deck.evaluation import VALIDATION
+from hpctrain.deck.sections.evaluation import VALIDATION
 from hpctrain.report.terminal import DEFAULT_COLUMNS, Terminal, bar_console, columns, find_terminal, fit
 from hpctrain.units import format_count, format_seconds
 from hpctrain.watch.evaluated import evaluation_words, notable_words

@@ -1,6 +1,7 @@
 """What a deck says that cannot be: layouts, ranks, sizes.
 
-Tests of deck/check_layout.py and deck/check_world.py beside deck/check.py.
+Tests of deck/sections/batch.py, deck/sections/layout.py, deck/sections/memory.py, deck/sections/run.py and
+deck/sections/stability.py beside deck/check.py.
 """
 
 from __future__ import annotations
@@ -9,11 +10,10 @@ import re
 
 import pytest
 
-from hpctrain.deck.check import check_deck
-from hpctrain.deck.check_world import check_world, data_ranks
-from hpctrain.deck.optimizer import UPDATES_MATRICES, LionTable
+from hpctrain.deck.check import check_deck, check_world, data_ranks
 from hpctrain.deck.problem import divisors, nearest_numbers
 from hpctrain.deck.read import deck_text, parse_deck
+from hpctrain.deck.sections.optimizer import UPDATES_MATRICES, LionTable
 from hpctrain.errors import HpctrainError
 
 DECK = """\

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from hpctrain.deck.code import resolve_target
-from hpctrain.deck.data_mixture import names_of
 from hpctrain.deck.read import parse_deck, read_deck
 from hpctrain.deck.schema import fields
+from hpctrain.deck.sections.mixture import names_of
 from hpctrain.errors import EXIT_USER, HpctrainError, InputOutputError
 from tests.deck.small_text import SMALL, changed, problems
 

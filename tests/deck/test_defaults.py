@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 
 from hpctrain.deck.code import CodeTrust, Overrides
-from hpctrain.deck.optimizer import AdafactorTable, AdamWTable, LionTable, ScheduleFreeTable
 from hpctrain.deck.read import deck_text, parse_deck, parse_stored_deck
+from hpctrain.deck.sections.optimizer import AdafactorTable, AdamWTable, LionTable, ScheduleFreeTable
 from tests.deck.small_text import SMALL
 
 

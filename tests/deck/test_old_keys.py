@@ -1,6 +1,6 @@
 """Tables that a key selects, and decks that have keys by their old names.
 
-Tests of deck/old_keys.py, deck/migrate.py and deck/optimizer.py.
+Tests of deck/old_keys.py, deck/migrate.py and deck/sections/optimizer.py.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import pytest
 
 from hpctrain.deck.migrate import migrated_text
 from hpctrain.deck.old_keys import OLD_KEYS, new_names
-from hpctrain.deck.optimizer import AdamWTable, LionTable, MuonTable, SgdTable
 from hpctrain.deck.read import deck_text, parse_deck
 from hpctrain.deck.schema import Deck, field_of
+from hpctrain.deck.sections.optimizer import AdamWTable, LionTable, MuonTable, SgdTable
 from hpctrain.errors import HpctrainError
 
 SMALL = """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpctrain.deck.check_world import check_world
+from hpctrain.deck.check import check_world
 from hpctrain.deck.replicas import initial_replicas, with_ranks
 from tests.engines import small_deck
 

@@ -1,6 +1,6 @@
 """Adapters are trained alone, and alike on every layout.
 
-Tests of parallel/adapter.py, deck/adapters.py and deck/check_adapters.py.
+Tests of parallel/adapter.py and deck/sections/adapters.py.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from hpctrain.checkpoint.entries import training_entries
 from hpctrain.checkpoint.write import save
 from hpctrain.comm.planned import PlannedMesh
 from hpctrain.comm.world import World
-from hpctrain.deck.optimizer import OptimizerSection
+from hpctrain.deck.sections.optimizer import OptimizerSection
 from hpctrain.engine.rules import RULES
 from hpctrain.engine.sizes import axis_sizes
 from hpctrain.engine.stage import (

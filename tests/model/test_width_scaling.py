@@ -1,6 +1,6 @@
 """muP: multipliers, deviations and rates in closed form, a model of plain torch that has them, and layouts.
 
-deck/check_parametrization.py, too.
+deck/sections/model.py, too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hpctrain.comm.world import World
-from hpctrain.deck.check_parametrization import SCALED, parametrization_problems
+from hpctrain.deck.sections.model import SCALED, parametrization_problems
 from hpctrain.engine.build import build_engine, make_mesh
 from hpctrain.engine.resume_check import require_same_model
 from hpctrain.errors import HpctrainError

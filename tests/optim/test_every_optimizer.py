@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.world import World
-from hpctrain.deck.optimizer import UPDATES_MATRICES
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sections.optimizer import UPDATES_MATRICES
 from hpctrain.engine.build import make_mesh
 from hpctrain.engine.rules import RULES
 from hpctrain.engine.sizes import on_one_rank

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from hpctrain.deck.precision import LARGEST_LOSS_SCALE, SMALLEST_LOSS_SCALE
+from hpctrain.deck.sections.precision import LARGEST_LOSS_SCALE, SMALLEST_LOSS_SCALE
 from hpctrain.optim.loss_scale import LossScale
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from hpctrain.comm.transports.traffic import Traffic
 from hpctrain.comm.world import World
-from hpctrain.deck.communication import Communication
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sections.communication import Communication
 from hpctrain.plan.traffic import Moved, plan_traffic
 from tests.engines import LLAMA, small_deck, trainer
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from hpctrain.comm.world import World
 from hpctrain.data.prepare_rows import prepare_rows
-from hpctrain.deck.rank_partition import CRITIC
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sections.rank_partition import CRITIC
 from hpctrain.engine.build import Engine, _initialize, arrange, assemble, build_engine, make_mesh
 from hpctrain.engine.corpus import open_corpus, settle_vocabulary
 from hpctrain.engine.functions import with_functions

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from hpctrain.bench.torch_model import TorchModel
 from hpctrain.comm.world import World
 from hpctrain.data.order import SampleOrder
-from hpctrain.deck.policy import steps_of_rollout
-from hpctrain.deck.rank_partition import CRITIC
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sections.policy import steps_of_rollout
+from hpctrain.deck.sections.rank_partition import CRITIC
 from hpctrain.engine.build import Engine
 from hpctrain.engine.sizes import on_one_rank
 from hpctrain.post.rollout import Answer

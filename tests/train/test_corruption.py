@@ -1,7 +1,7 @@
 """Silent faults in memory: each is found and located, and healed so that nothing is left of it.
 
 Tests of train/corruption.py, train/healing.py, train/way_back.py, sharding/resting_state.py,
-sharding/fingerprint.py, train/counters.py and deck/check_stability.py.
+sharding/fingerprint.py, train/counters.py and deck/sections/stability.py.
 """
 
 from __future__ import annotations

@@ -18,9 +18,9 @@ from torch.nn import functional
 
 from hpctrain.comm.world import World
 from hpctrain.data.order import SampleOrder
-from hpctrain.deck.optimizer import AdamWTable
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sections.optimizer import AdamWTable
 from hpctrain.deck.sources import toml_value
 from hpctrain.engine.build import build_engine, make_mesh
 from hpctrain.engine.corpus import open_corpus, settle_vocabulary

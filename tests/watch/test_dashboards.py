@@ -1,7 +1,7 @@
 """Tables, event files and services beside metrics.jsonl, whole and broken; no bit of a run hangs on them.
 
 Tests of watch/dashboards.py, watch/csv_file.py, watch/event_file.py, watch/service.py,
-watch/service_process.py, watch/scalars.py and deck/report.py.
+watch/service_process.py, watch/scalars.py and deck/sections/report.py.
 """
 
 from __future__ import annotations

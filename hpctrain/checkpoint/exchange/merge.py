@@ -13,7 +13,7 @@ from hpctrain.checkpoint import checksum
 from hpctrain.checkpoint.checkpoint_index import CheckpointIndex, StoredTensor
 from hpctrain.checkpoint.extract import ReadRequest, TensorSource
 from hpctrain.checkpoint.layout import TensorRange
-from hpctrain.deck.adapters import Adapters
+from hpctrain.deck.sections.adapters import Adapters
 from hpctrain.errors import InputOutputError
 from hpctrain.parallel.shard import Shard
 from hpctrain.sharding.state import MASTER, MODEL

@@ -26,7 +26,7 @@ from hpctrain.checkpoint.exchange.source import stored_shape, tensor_shapes
 from hpctrain.checkpoint.extract import TensorSource, opened
 from hpctrain.comm.outcome import with_final_name
 from hpctrain.comm.world import World
-from hpctrain.deck.adapters import Adapters
+from hpctrain.deck.sections.adapters import Adapters
 from hpctrain.errors import HpctrainError
 from hpctrain.files import delete_folder, files_named, synchronize
 from hpctrain.text import counted

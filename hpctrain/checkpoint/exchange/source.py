@@ -37,8 +37,8 @@ from hpctrain.checkpoint.stored_tokenizer import TOKENIZER, tokenizer_state
 from hpctrain.comm.world import World
 from hpctrain.data.epochs import EpochReader
 from hpctrain.data.tokenizer_settings import TokenizerSettings
-from hpctrain.deck.adapters import Adapters
 from hpctrain.deck.presets import EXPERT_KEYS
+from hpctrain.deck.sections.adapters import Adapters
 from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError, require_exists
 from hpctrain.model.build import bare_model

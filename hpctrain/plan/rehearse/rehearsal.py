@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 
-from hpctrain.deck.rank_partition import require_undivided
+from hpctrain.deck.sections.rank_partition import require_undivided
 from hpctrain.errors import EXIT_DONE, EXIT_INTERNAL, EXIT_USER, HpctrainError
 from hpctrain.plan.deck import DeckPlan
 from hpctrain.plan.rehearse.fault import RehearsalFault

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from hpctrain.checkpoint.exchange.source import settled_keys
 from hpctrain.data.entries import vocabulary_of
-from hpctrain.deck.check import check_deck
-from hpctrain.deck.check_world import world_problems
+from hpctrain.deck.check import check_deck, world_problems
 from hpctrain.deck.read import deck_text, read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.search_keys import SEARCH_KEYS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from hpctrain.deck.check_world import world_problems
+from hpctrain.deck.check import world_problems
 from hpctrain.pipeline.v_schedule import LIMITS
 from hpctrain.plan.search.form import Form
 from hpctrain.plan.search.least_bytes import PartKept

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import ceil
 
-from hpctrain.deck.check_layout import layout_problems
 from hpctrain.deck.problem import DeckProblem
 from hpctrain.deck.schedules import NAMES
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sections.layout import layout_problems
 from hpctrain.engine.place import split_by_flops
 from hpctrain.errors import HpctrainError
 from hpctrain.model.shape import ModelShape

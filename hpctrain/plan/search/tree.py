@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from hpctrain.deck.check_layout import layout_problems
-from hpctrain.deck.check_world import world_problems
+from hpctrain.deck.check import world_problems
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sections.layout import layout_problems
 from hpctrain.engine.place import placed_by_flops
 from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.action import Schedule, accumulation

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from hpctrain.comm.group import Group
 from hpctrain.comm.work import SequentialWork, Work
-from hpctrain.deck.communication import RoundedTable
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sections.communication import RoundedTable
 from hpctrain.host.device import on_host
 from hpctrain.memory.compress import BLOCK
 from hpctrain.sharding.bucket import Bucket

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hpctrain.deck.communication import SignTable
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sections.communication import SignTable
 from hpctrain.memory.compress import BLOCK
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.compression.codecs import Sign, of_signs, signed, signs

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.work import SequentialWork, Work
-from hpctrain.deck.optimizer import AdamWTable
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sections.optimizer import AdamWTable
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.compression.codecs import Sign
 from hpctrain.sharding.compression.compressed_reduction import CompressedReduction

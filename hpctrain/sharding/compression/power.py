@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from hpctrain.comm.work import SequentialWork, Work
-from hpctrain.deck.communication import PowerSgdTable
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sections.communication import PowerSgdTable
 from hpctrain.host.device import on_host
 from hpctrain.model.initialize import fill_normal
 from hpctrain.parallel.shard import Shard

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.work import SequentialWork, Work
-from hpctrain.deck.communication import TopKTable
-from hpctrain.deck.optimizer import SgdTable
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sections.communication import TopKTable
+from hpctrain.deck.sections.optimizer import SgdTable
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.reducer import ExactReduction, GradientReduction
 from hpctrain.sharding.state import StateTensor, state_of_ranks

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from torch import Tensor
 
 from hpctrain.comm.work import Work
-from hpctrain.deck.communication import OneBitTable, TopKTable
-from hpctrain.deck.optimizer import SgdTable
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sections.communication import OneBitTable, TopKTable
+from hpctrain.deck.sections.optimizer import SgdTable
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.compression.between import between_nodes
 from hpctrain.sharding.reducer import ExactReduction, GradientReduction

@@ -16,8 +16,8 @@ from typing_extensions import override
 from hpctrain.comm.mailbox import Mailbox
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches
-from hpctrain.deck.objective import LANGUAGE
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sections.objective import LANGUAGE
 from hpctrain.engine.build import Engine, make_mesh
 from hpctrain.engine.server_roles import ServerRoles
 from hpctrain.errors import HpctrainError

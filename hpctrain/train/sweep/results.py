@@ -8,8 +8,7 @@ from math import isfinite, nan
 
 import numpy as np
 
-from hpctrain.deck.evaluation import VALIDATION
-from hpctrain.deck.metric_names import MetricName, parse_metric_name
+from hpctrain.deck.sections.evaluation import VALIDATION, MetricName, parse_metric_name
 from hpctrain.errors import EXIT_AGAIN, EXIT_DONE, HpctrainError
 from hpctrain.report.series import metrics
 from hpctrain.report.swept import SweptRun

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hpctrain.comm.world import World
-from hpctrain.deck.optimizer import AdamWTable
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sections.optimizer import AdamWTable
 from hpctrain.errors import HpctrainError
 from hpctrain.model.foreign.arguments import call_of
 from hpctrain.model.inputs import ModelInputs

@@ -8,8 +8,7 @@ from functools import cached_property
 from itertools import product
 from typing import NamedTuple
 
-from hpctrain.deck.check import check_deck
-from hpctrain.deck.check_world import world_problems
+from hpctrain.deck.check import check_deck, world_problems
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.search_keys import SEARCH_KEYS
 from hpctrain.engine.place import placed_by_flops

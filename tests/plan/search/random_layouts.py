@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from random import Random
 
-from hpctrain.deck.check import check_deck
-from hpctrain.deck.check_world import world_problems
+from hpctrain.deck.check import check_deck, world_problems
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError

@@ -14,7 +14,7 @@ from torch import Tensor
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.planned import PlannedMesh
 from hpctrain.comm.world import World
-from hpctrain.deck.communication import Communication
+from hpctrain.deck.sections.communication import Communication
 from hpctrain.engine.sizes import axis_sizes
 from hpctrain.engine.stage import plan_stage
 from hpctrain.memory.scratch import to_fill, to_read

@@ -1,0 +1,120 @@
+"""The section [data], the keys of a user's own dataset, and their checks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+
+from hpctrain.deck.code import is_target, resolve_target
+from hpctrain.deck.key import PathText, Section, key
+from hpctrain.deck.problem import DeckProblem
+
+if TYPE_CHECKING:
+    from hpctrain.deck.schema import Deck
+
+
+class Data(Section):
+    """Training data."""
+
+    tokens: PathText | Annotated[tuple[PathText, ...], Field(strict=False)] = key(
+        "Token file of `hpctrain prepare`, or several as one: a list, or a pattern such as *.h5.",
+        min_length=1,
+    )
+    mixture: Annotated[tuple[dict[str, Any], ...], Field(strict=False)] | None = key(
+        "Instead of tokens, a weighted mixture: tables [[data.mixture]] with tokens, weight and, "
+        "optionally, name.",
+        None,
+        derived="none: data.tokens alone",
+    )
+    dataset: PathText | None = key(
+        "Instead of tokens, a dataset for your own module: function that makes it, named like model.module.",
+        None,
+        derived="none: a token file",
+        min_length=3,
+    )
+    arguments: dict[str, Any] | None = key(
+        "Table of keyword arguments for the function of data.dataset: [data.arguments].",
+        None,
+        derived="nothing",
+    )
+    collate: PathText | None = key(
+        "Function that collates a list of items into a dict of arrays [b, ...]; named like model.module.",
+        None,
+        derived="none: items of equal shape are stacked",
+        min_length=3,
+    )
+    workers: int = key(
+        "Loader processes of each rank, which prefetch items; 0: the rank itself loads them.", 0, ge=0, le=256
+    )
+    inputs: tuple[str, ...] | None = key(
+        "Batch entries passed to the module: by name, or in this order if its arguments have other names.",
+        None,
+        derived='all of its arguments by name, except "targets" and "labels"',
+        strict=False,
+    )
+    other_tokenizer: bool = key(
+        "Allow training data of another tokenizer than that of the initial weights or the checkpoint.", False
+    )
+    document_mask: bool = key(
+        "Whether attention stays within a document, and the last token of a document has no target.",
+        False,
+    )
+    pack: bool = key(
+        "Whether to pack several conversations into a sequence, masked from each other; false: one each.",
+        True,
+    )
+    validation: float = key("Share of the sequences held out for evaluation.", 0.01, ge=0, lt=1)
+
+
+ONLY_OF_DATASETS = ("dataset", "arguments", "collate", "workers", "inputs")
+"""Keys of [data] that only a deck with a dataset may have."""
+
+
+STAND_INS: Mapping[str, Any] = {"data.tokens": "none", "batch.sequence": 1, "model.vocabulary": 2}
+"""Placeholder values of keys about token files, which a deck with a dataset does not use.
+
+A sample counts as a sequence of one token.
+"""
+
+
+_WITH = ("data.dataset",)
+
+
+def fill_dataset(tables: Mapping[str, dict[str, Any]], deck_name: str) -> None:
+    """Resolve the functions of a dataset in the tables of a deck, and set the placeholders, in place."""
+    data = tables["data"]
+    for name in ("dataset", "collate"):
+        if isinstance(data.get(name), str):
+            data[name] = resolve_target(data[name], deck_name)
+    for full, value in STAND_INS.items():
+        section, _, name = full.partition(".")
+        tables[section].setdefault(name, value)
+
+
+def dataset_problems(deck: Deck) -> Iterator[DeckProblem]:
+    """Yield the problems of keys about a dataset, which is not loaded."""
+    if deck.data.dataset is None:
+        usual = {name: field.default for name, field in Data.model_fields.items()}
+        for name in ONLY_OF_DATASETS:
+            if getattr(deck.data, name) != usual[name]:
+                sentence = "is of a dataset that you bring, and data.dataset names none"
+                yield DeckProblem(f"data.{name}", sentence, _WITH)
+        return
+    for name in ("dataset", "collate"):
+        if not is_target(getattr(deck.data, name)):
+            yield DeckProblem(f"data.{name}", 'must be "FILE.py:FUNCTION" or "PACKAGE:FUNCTION"')
+    if deck.model.module is None:
+        sentence = "feeds modules that you bring (model.module); our own families read token files"
+        yield DeckProblem("data.dataset", sentence, ("model.module",))
+    why = {
+        "data.tokens": "names a token file beside data.dataset, which is trained on (one of both has to go)",
+        "data.other_tokenizer": "is of token files (leave it out with data.dataset)",
+        "batch.sequence": "is of token files; of a dataset samples are counted (leave it out)",
+        "model.vocabulary": "is of token files (leave it out with data.dataset)",
+    }
+    for full, sentence in why.items():
+        given = deck.sources.places.get(full)
+        if given is not None and not given.note:
+            yield DeckProblem(full, sentence, _WITH)

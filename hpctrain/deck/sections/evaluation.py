@@ -1,0 +1,184 @@
+"""The section [[evaluation]]: evaluation sets apart from the training data, their metrics and their checks.
+
+A deck file has a table `[[evaluation]]` for each set; `Deck` holds all of them in the key `evaluation.sets`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
+
+from hpctrain.deck.key import PathText, Section, key
+from hpctrain.deck.problem import DeckProblem
+from hpctrain.deck.sources import toml_value
+from hpctrain.errors import HpctrainError
+from hpctrain.text import control_problem, either, nearest
+
+if TYPE_CHECKING:
+    from hpctrain.deck.schema import Deck
+
+VALIDATION = "validation"
+"""Name of the set that is the held-out part of the training data."""
+
+
+class EvaluationSet(Section):
+    """One evaluation set: a table [[evaluation]]."""
+
+    name: str = key(
+        'Name in log, metrics and checkpoint.keep_best, of letters, digits, ".", "_" and "-".',
+        min_length=1,
+    )
+    tokens: PathText = key(
+        "Token file of `hpctrain prepare`, with the same tokenizer as data.tokens.", min_length=1
+    )
+    sequences: int | None = key(
+        "Highest number of sequences of one evaluation, which are the first ones of the file.",
+        None,
+        unit="sequences",
+        derived="run.evaluate_sequences",
+        ge=1,
+    )
+
+
+class EvaluationSection(Section):
+    """Evaluation sets apart from the training data, each a table [[evaluation]]: name, tokens, sequences."""
+
+    sets: Annotated[tuple[EvaluationSet, ...], Field(strict=False)] = key(
+        "All evaluation sets, evaluated together with the held-out part (run.evaluate_every) and at the end.",
+        (),
+    )
+
+
+_SETS = "evaluation.sets"
+
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+NOTHING_EVALUATED = (
+    "goes by evaluations, but nothing is evaluated (data.validation = 0.01 would be, or sets [[evaluation]])"
+)
+"""Message about a key that names an evaluation set of a deck without any."""
+
+
+def set_names(deck: Deck) -> list[str]:
+    """Return the names of the deck's evaluation sets, the held-out share first."""
+    return [VALIDATION] * bool(deck.data.validation) + [each.name for each in deck.evaluation.sets]
+
+
+def watched_set(deck: Deck) -> str:
+    """Return the evaluation set whose lowest loss counts; "" if there is none."""
+    return deck.checkpoint.keep_best or next(iter(set_names(deck)), "")
+
+
+def evaluation_problems(deck: Deck) -> Iterator[DeckProblem]:
+    """Yield the problems of the evaluation sets of a deck. Token files are not read."""
+    run, names = deck.run, set_names(deck)
+    if run.evaluate_every and not names:
+        sentence = "evaluates on held-out sequences, but data.validation = 0 holds none out"
+        would = f"{sentence} (0.01 would, or [[evaluation]]; or leave the key out)"
+        yield DeckProblem("run.evaluate_every", would, ("data.validation", _SETS), for_new_decks=True)
+    yield from _sets(deck)
+    yield from _followed(deck, names)
+
+
+def _sets(deck: Deck) -> Iterator[DeckProblem]:
+    sets = deck.evaluation.sets
+    if sets and deck.data.dataset is not None:
+        sentence = "are of token files, but data.dataset brings samples (data.validation holds some out)"
+        yield DeckProblem(_SETS, sentence, ("data.dataset",))
+    times = Counter(each.name for each in sets)
+    told: set[str] = set()
+    for number, each in enumerate(sets):
+        at = (number, "name")
+        if not _NAME.fullmatch(each.name):
+            sentence = 'is no name of a set: it may have letters, digits, ".", "_" and "-" in it, 64 at most'
+            yield DeckProblem(_SETS, sentence, row=at)
+        elif each.name == VALIDATION:
+            sentence = "is the share that data.validation holds out: a set has another name"
+            yield DeckProblem(_SETS, sentence, row=at)
+        elif each.name in told and (count := times.pop(each.name, 0)):
+            yield DeckProblem(_SETS, f"{count} sets are called so: each has a name of its own", row=at)
+        told.add(each.name)
+        if problem := control_problem(each.tokens):
+            yield DeckProblem(_SETS, problem, row=(number, "tokens"))
+
+
+def _followed(deck: Deck, names: list[str]) -> Iterator[DeckProblem]:
+    """Yield the problems of keys that depend on losses of evaluation sets."""
+    best, others = deck.checkpoint.keep_best, ("run.evaluate_every", "data.validation", _SETS)
+    asked = {"checkpoint.keep_best": best is not None, "run.patience": deck.run.patience > 0}
+    for name in (name for name, wanted in asked.items() if wanted):
+        if not names:
+            yield DeckProblem(name, NOTHING_EVALUATED, others)
+        elif not deck.run.evaluate_every:
+            sentence = "compares evaluations, but there is one alone, at the end (run.evaluate_every = 100"
+            yield DeckProblem(name, f"{sentence} makes more)", others)
+    if best is not None and names and best not in names:
+        yield DeckProblem("checkpoint.keep_best", unknown_set(best, names), others)
+
+
+def unknown_set(name: str, names: list[str]) -> str:
+    """Return the message about a name that is not the name of an evaluation set."""
+    near = nearest(name, names)
+    would = f"did you mean {toml_value(near)}?" if near else f"{either(list(map(toml_value, names)))} is"
+    return f"names no set that is evaluated ({would})"
+
+
+TRAINING_LOSS = "loss"
+"""Name of the training loss."""
+
+
+_KINDS = ("perplexity", "bits_per_byte")
+
+
+@dataclass(frozen=True)
+class MetricName:
+    """Name of a metric of training or of an evaluation set.
+
+    Attributes:
+        evaluation_set: Name of the set; "" for training.
+        kind: "loss", "perplexity" or "bits_per_byte".
+    """
+
+    evaluation_set: str = ""
+    kind: str = "loss"
+
+    @property
+    def title(self) -> str:
+        """Name in tables, such as "val bits/byte"."""
+        return f"{self.evaluation_set} {self.kind.replace('_per_', '/')}".strip()
+
+
+def parse_metric_name(deck: Deck, name: str) -> MetricName:
+    """Return the metric that the value of the option `--figure` names.
+
+    Args:
+        deck: Deck of the run, with its evaluation sets.
+        name: "loss" for the training loss, the name of a set for its loss, or that name with "/perplexity" or
+            "/bits_per_byte".
+
+    Raises:
+        HpctrainError: A run of the deck has no such metric.
+    """
+    names = set_names(deck)
+    set_name, slash, kind = name.partition("/")
+    if set_name in names and not slash:
+        return MetricName(set_name)
+    if set_name in names and kind in _KINDS:
+        if deck.model.loss is None and deck.data.dataset is None:
+            return MetricName(set_name, kind)
+        raise HpctrainError(f"--figure {name}: exists only for text ({set_name} would do, which is its loss)")
+    if name == TRAINING_LOSS:
+        return MetricName()
+    if not names:
+        raise HpctrainError(f"--figure {name}: {NOTHING_EVALUATED}")
+    if set_name in names:
+        known = f"{set_name}, {' or '.join(f'{set_name}/{each}' for each in _KINDS)}"
+        raise HpctrainError(f"--figure {name}: is not a metric of an evaluation ({known} would do)")
+    raise HpctrainError(f"--figure {name}: {unknown_set(set_name, names)}")

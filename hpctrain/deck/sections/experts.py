@@ -1,0 +1,297 @@
+"""The table [model.experts], mixtures of experts, and the checks of its keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import gcd
+from typing import TYPE_CHECKING, Literal
+
+from hpctrain.deck.key import Section, key
+from hpctrain.deck.problem import DeckProblem, divisors, must_divide, nearest_numbers
+from hpctrain.text import counted, either
+from hpctrain.units import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from hpctrain.deck.schema import Deck
+
+LARGEST_SIZE = 10_000_000  # size of a model: beyond any model, and small enough to search for divisors
+MOST_LAYERS = 10_000
+_MOST_EXPERTS = 100_000
+
+
+class ExpertsTable(Section):
+    """Mixtures of experts: a router sends each token to some of the experts of a block."""
+
+    count: int = key("Number of experts of a mixture.", ge=1, le=_MOST_EXPERTS)
+    per_token: int = key("Number of experts that each token is routed to (top-k).", 2, ge=1, le=_MOST_EXPERTS)
+    mlp: int = key("Inner width of an expert.", derived="model.mlp", ge=1, le=4 * LARGEST_SIZE)
+    shared: int = key(
+        "Number of shared experts, which process every token in addition to its routed experts.",
+        0,
+        ge=0,
+        le=_MOST_EXPERTS,
+    )
+    every: int = key(
+        "Distance of the mixtures in blocks: 1 makes every block a mixture, 2 every second one.",
+        1,
+        unit="blocks",
+        ge=1,
+        le=MOST_LAYERS,
+    )
+    dense_first: int = key(
+        "Number of blocks at the start of the model that are dense.", 0, unit="blocks", ge=0, le=MOST_LAYERS
+    )
+    router: Literal["softmax", "sigmoid"] = key(
+        "Function that turns the router's logits into probabilities: softmax over experts, or sigmoid "
+        "of each one.",
+        "softmax",
+    )
+    router_normalize: bool = key(
+        "Whether the weights of a token's experts are normalized to a sum of 1.", True
+    )
+    router_scale: float = key("Factor by which these weights are multiplied.", 1.0, gt=0)
+    router_groups: int = key(
+        "Groups of experts; the router first selects groups, by the sum of their two highest scores "
+        "(DeepSeek-V3).",
+        1,
+        ge=1,
+    )
+    router_groups_per_token: int = key("Number of groups that the router selects for each token.", 1, ge=1)
+    router_dtype: Literal["fp32", "compute"] = key(
+        "Number format of the router's matrix product; compute: the format of precision.compute.", "fp32"
+    )
+    router_z_loss: float = key(
+        "Weight of the squared log-partition function of the router in the loss (ST-MoE); 0: none.",
+        0.0,
+        ge=0,
+        le=1,
+    )
+    balance: Literal["loss", "bias", "none"] = key(
+        "Load balancing of experts: an auxiliary loss, a bias on the router's scores (DeepSeek-V3), or none.",
+        "loss",
+    )
+    balance_loss: float = key(
+        "Weight of the load balancing loss: experts x sum of (share of tokens x mean probability).",
+        derived='0.01 with balance = "loss", else 0',
+        ge=0,
+        le=1000,
+    )
+    balance_over: Literal["micro_batch", "sequence", "step"] = key(
+        "Tokens over which the load balancing loss counts each expert's share; step: those of the "
+        "previous step.",
+        "micro_batch",
+    )
+    balance_rate: float = key(
+        'Amount by which a step changes the bias of an expert (balance = "bias").', 0.001, ge=0, le=1
+    )
+    capacity: float | None = key(
+        "Capacity factor: an expert takes this many times its even share of a micro-batch and drops the "
+        "rest.",
+        None,
+        derived="none: no token is dropped",
+        gt=0,
+        le=_MOST_EXPERTS,
+    )
+    record_routing: int = key(
+        "Number of first samples whose routing is recorded in routing.h5, which other runs can replay.",
+        0,
+        unit="samples",
+        ge=0,
+        le=1 << 20,
+    )
+
+
+RECORDED_BYTES = 1 << 30
+"""Highest number of bytes of the routing that a run records."""
+
+
+def mixture_problems(deck: Deck) -> list[DeckProblem]:
+    """Return the problems of the mixtures of a deck, among them keys that have no effect."""
+    if deck.model.experts is None:
+        return []
+    return [
+        *_blocks(deck),
+        *_choice(deck),
+        *_router_groups(deck),
+        *_balance(deck),
+        *_capacity(deck),
+        *_recorded(deck),
+    ]
+
+
+def expert_layout_problems(deck: Deck) -> list[DeckProblem]:
+    """Return the problems of the layout of experts that do not depend on the number of ranks."""
+    model, layout, experts = deck.model, deck.layout, deck.model.experts
+    problems = []
+    for axis, does in (("expert", "spreads experts over ranks"), ("expert_tensor", "splits experts")):
+        if getattr(layout, axis) > 1 and experts is None:
+            sentence = f"{does}, but the model has none (leave the key out, or add [model.experts])"
+            problems.append(DeckProblem(f"layout.{axis}", sentence, ("model.experts.count",)))
+    if experts is None:
+        return problems
+    if experts.count % layout.expert:
+        sentence = must_divide("model.experts.count", experts.count, layout.expert)
+        problems.append(DeckProblem("layout.expert", sentence, ("model.experts.count",)))
+    if experts.mlp % layout.expert_tensor:
+        sentence = must_divide("model.experts.mlp", experts.mlp, layout.expert_tensor)
+        problems.append(DeckProblem("layout.expert_tensor", sentence, ("model.experts.mlp",)))
+    shared = experts.shared * experts.mlp
+    if shared % layout.tensor:
+        made = f"model.experts.shared x model.experts.mlp = {experts.shared} x {experts.mlp}"
+        fitting = nearest_numbers(layout.tensor, divisors(gcd(shared, model.heads)))
+        sentence = f"must divide {made} = {shared} ({either(fitting)} would)"
+        others = ("model.experts.shared", "model.experts.mlp", "model.heads")
+        problems.append(DeckProblem("layout.tensor", sentence, others))
+    return problems
+
+
+def expert_world_problems(deck: Deck, of_stage: int) -> Iterator[DeckProblem]:
+    """Yield the problems of experts on the `of_stage` ranks of a pipeline stage."""
+    layout, experts = deck.layout, deck.model.experts
+    if experts is None:
+        return
+    expert, split = layout.expert, layout.expert_tensor
+    among = f"the {counted(of_stage, 'rank')} of a pipeline stage"
+    axes = ("layout.data", "layout.tensor", "layout.context", "layout.pipeline")
+    if of_stage % (expert * split):
+        if of_stage % split:
+            would = nearest_numbers(split, divisors(gcd(of_stage, experts.mlp)))
+            sentence = f"must divide {among} ({either(would)} would)"
+            yield DeckProblem("layout.expert_tensor", sentence, ("model.experts.mlp", *axes))
+            return
+        would = nearest_numbers(expert, divisors(gcd(of_stage // split, experts.count)))
+        over = f" / layout.expert_tensor = {of_stage} / {split} = {of_stage // split}" if split > 1 else ""
+        sentence = f"must divide {among}{over} ({either(would)} would)"
+        yield DeckProblem("layout.expert", sentence, ("layout.expert_tensor", "model.experts.count", *axes))
+        return
+    copies, group = of_stage // (expert * split), layout.zero_group
+    if layout.zero and isinstance(group, int) and group > 0 and copies % group:
+        these = either(nearest_numbers(group, divisors(gcd(copies, of_stage // layout.tensor))))
+        holders = f"the {counted(copies, 'rank')} that hold the same experts"
+        sentence = f"must divide {holders}, over which it cuts these ({these} would)"
+        yield DeckProblem("layout.zero_group", sentence, ("layout.expert", "layout.expert_tensor", *axes))
+
+
+def dense_blocks(deck: Deck) -> bool:
+    """Return True if some blocks of the model are dense."""
+    experts = deck.model.experts
+    return experts is None or experts.dense_first > 0 or experts.every > 1
+
+
+def _blocks(deck: Deck) -> Iterator[DeckProblem]:
+    model, experts = deck.model, deck.model.experts
+    assert experts is not None
+    if model.family != "llama":
+        sentence = f'needs model.family = "llama", not "{model.family}": experts have no biases'
+        yield DeckProblem("model.experts.count", sentence, ("model.family",))
+    last = model.layers // experts.every * experts.every - 1
+    if last < 0:
+        sentence = f"leaves no block that is a mixture: must be from 1 to model.layers = {model.layers}"
+        yield DeckProblem("model.experts.every", sentence, ("model.layers", "model.experts.count"))
+    elif experts.dense_first > last:
+        sentence = f"leaves no block that is a mixture: must be from 0 to {last}"
+        others = ("model.layers", "model.experts.every", "model.experts.count")
+        yield DeckProblem("model.experts.dense_first", sentence, others)
+
+
+def _choice(deck: Deck) -> Iterator[DeckProblem]:
+    experts = deck.model.experts
+    assert experts is not None
+    if experts.per_token > experts.count:
+        sentence = f"must be from 1 to model.experts.count = {experts.count}"
+        yield DeckProblem("model.experts.per_token", sentence, ("model.experts.count",))
+    elif experts.per_token == 1 and experts.router_normalize:
+        sentence = (
+            "makes the weight of a token's only expert 1, so that the router "
+            "learns nothing from the loss (false would do)"
+        )
+        yield DeckProblem(
+            "model.experts.router_normalize", sentence, ("model.experts.per_token",), for_new_decks=True
+        )
+
+
+def _router_groups(deck: Deck) -> Iterator[DeckProblem]:
+    experts = deck.model.experts
+    assert experts is not None
+    groups, chosen = experts.router_groups, experts.router_groups_per_token
+    if experts.count % groups:
+        sentence = must_divide("model.experts.count", experts.count, groups)
+        yield DeckProblem("model.experts.router_groups", sentence, ("model.experts.count",))
+    elif chosen > groups:
+        sentence = f"must be from 1 to model.experts.router_groups = {groups}"
+        yield DeckProblem("model.experts.router_groups_per_token", sentence, ("model.experts.router_groups",))
+    elif experts.count >= experts.per_token > chosen * (experts.count // groups):
+        size = experts.count // groups
+        least = -(-experts.per_token // size)
+        sentence = (
+            f"leaves {chosen * size} of {experts.count} experts to choose from, but a token goes to "
+            f"model.experts.per_token = {experts.per_token} (from {least} to {groups} would do)"
+        )
+        others = ("model.experts.router_groups", "model.experts.count", "model.experts.per_token")
+        yield DeckProblem("model.experts.router_groups_per_token", sentence, others)
+
+
+def _balance(deck: Deck) -> Iterator[DeckProblem]:
+    experts = deck.model.experts
+    assert experts is not None
+    given = f'model.experts.balance = "{experts.balance}"'
+    if experts.balance == "none" and experts.balance_loss:
+        sentence = f'contradicts {given} (leave it out, or balance = "loss" or "bias" would do)'
+        yield DeckProblem("model.experts.balance_loss", sentence, ("model.experts.balance",))
+    elif (
+        not experts.balance_loss and experts.balance_over != ExpertsTable.model_fields["balance_over"].default
+    ):
+        sentence = (
+            "has no effect with model.experts.balance_loss = 0 (leave it out, or give a weight above 0)"
+        )
+        yield DeckProblem(
+            "model.experts.balance_over",
+            sentence,
+            ("model.experts.balance", "model.experts.balance_loss"),
+            no_effect=True,
+        )
+    if (
+        experts.balance != "bias"
+        and experts.balance_rate != ExpertsTable.model_fields["balance_rate"].default
+    ):
+        sentence = f'has no effect with {given}: it is that of balance = "bias" (leave it out)'
+        yield DeckProblem("model.experts.balance_rate", sentence, ("model.experts.balance",), no_effect=True)
+
+
+def _capacity(deck: Deck) -> Iterator[DeckProblem]:
+    """Yield the problem of a capacity that leaves no token of a micro-batch to an expert."""
+    batch, experts = deck.batch, deck.model.experts
+    assert experts is not None
+    if experts.capacity is None:
+        return
+    tokens = batch.micro_size * batch.sequence
+    share = tokens * experts.per_token / experts.count
+    if experts.capacity * share < 1:
+        sentence = (
+            f"lets an expert take {experts.capacity * share:.2g} of the {format_count(tokens)} tokens of a "
+            f"micro-batch, less than one token needs (at least {_at_least(1 / share)} would do)"
+        )
+        others = ("model.experts.count", "model.experts.per_token", "batch.micro_size", "batch.sequence")
+        yield DeckProblem("model.experts.capacity", sentence, others)
+
+
+def _recorded(deck: Deck) -> Iterator[DeckProblem]:
+    """Yield the problem of recorded routing that does not fit into memory, or into its file."""
+    model, sequence, experts = deck.model, deck.batch.sequence, deck.model.experts
+    assert experts is not None
+    mixtures = sum(block % experts.every == 0 for block in range(experts.dense_first + 1, model.layers + 1))
+    of_sample = 4 * max(1, mixtures) * sequence * experts.per_token
+    if experts.record_routing * of_sample > RECORDED_BYTES:
+        sentence = (
+            f"would take {format_bytes(experts.record_routing * of_sample)} on rank 0, more than the "
+            f"{format_bytes(RECORDED_BYTES)} that such a file may have "
+            f"({RECORDED_BYTES // of_sample} samples would do)"
+        )
+        others = ("model.layers", "model.experts.per_token", "batch.sequence")
+        yield DeckProblem("model.experts.record_routing", sentence, others)
+
+
+def _at_least(number: float) -> str:
+    """Return the shortest decimal text of a number that is at least `number`."""
+    digits = next(digits for digits in range(2, 18) if float(f"{number:.{digits}g}") >= number)
+    return f"{number:.{digits}g}"

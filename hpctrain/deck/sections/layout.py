@@ -1,0 +1,248 @@
+"""The section [layout], and the checks of its keys that do not depend on the number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from hpctrain.deck.key import PathText, Section, key, table
+from hpctrain.deck.problem import DeckProblem, divisors, multiples, nearest_numbers
+from hpctrain.deck.schedules import ONE_CHUNK, TWO_CHUNKS, V_SHAPED
+from hpctrain.deck.sections.experts import dense_blocks, expert_layout_problems
+from hpctrain.deck.sections.local_steps import LocalStepsTable
+from hpctrain.text import either
+
+if TYPE_CHECKING:
+    from hpctrain.deck.schema import Deck
+
+
+class Layout(Section):
+    """Distribution of the work over ranks: ranks = pipeline x data x context x tensor.
+
+    Expert layers use the same ranks with other axes: pipeline x expert data x expert x expert_tensor.
+    `layout = "auto"` in place of the section lets hpctrain choose all of these keys.
+    """
+
+    auto: bool = key(
+        "Whether hpctrain chooses the keys that are not given, micro_size and recompute: the fastest "
+        "that fits.",
+        False,
+    )
+    data: int | None = key(
+        "Data-parallel copies of the model, which train on different sequences.",
+        None,
+        unit="ranks",
+        derived="all remaining ranks",
+        ge=1,
+    )
+    tensor: int = key("Ranks that split each layer's weights.", 1, unit="ranks", ge=1)
+    context: int = key("Ranks that split each sequence.", 1, unit="ranks", ge=1)
+    expert: int = key(
+        "Ranks of a stage over which the experts are distributed; data, context and tensor use the same "
+        "ranks.",
+        1,
+        unit="ranks",
+        ge=1,
+    )
+    expert_tensor: int = key("Ranks that split each expert's weights.", 1, unit="ranks", ge=1)
+    pipeline: int = key(
+        "Stages that split the layers, each of them one rank or more.", 1, unit="stages", ge=1
+    )
+    schedule: PathText = key(
+        "Pipeline schedule: a name of `hpctrain schedule`, or the file of one.", "1f1b", min_length=1
+    )
+    chunks: int = key(
+        "Parts of the model (virtual stages) that each stage holds.",
+        derived="2 where the schedule needs two, else 1",
+        ge=1,
+    )
+    split: Annotated[tuple[int, ...], Field(strict=False)] | Literal["balanced"] | None = key(
+        'Layers of each part of the model, first to last; "balanced": by the measured time of each kind.',
+        None,
+        derived="the split with the fewest FLOPs on the stage with the most",
+    )
+    zero: int = key(
+        "State sharded over data and context ranks (ZeRO): 1 optimizer state, 2 gradients too, 3 "
+        "parameters too.",
+        0,
+        ge=0,
+        le=3,
+    )
+    zero_group: int | Literal["node"] | None = key(
+        'Ranks over which layout.zero shards, replicated between such groups; "node": the ranks of a node.',
+        None,
+        unit="ranks",
+        derived="all data x context ranks",
+    )
+    sequence_parallel: bool = key("Whether norms and residuals are split over the tensor ranks too.", False)
+    context_form: Literal["ring", "all_to_all"] = key(
+        "Attention of context ranks: keys and values pass around a ring, or an all-to-all swaps "
+        "sequence for heads.",
+        "ring",
+    )
+    chosen: tuple[str, ...] = key(
+        "Keys that auto chose for a run (written by hpctrain); --set layout=auto chooses them again.",
+        (),
+        strict=False,
+    )
+    local_steps: LocalStepsTable | None = table(
+        "Replicas that train independently for some steps and then exchange weights (Local SGD, DiLoCo).",
+        derived="none: gradients are summed over all data ranks in every step",
+    )
+
+    @property
+    def replicas(self) -> int:
+        """Number of replicas that train by themselves; 1 without local steps."""
+        return 1 if self.local_steps is None else self.local_steps.replicas
+
+    @property
+    def steps_between_syncs(self) -> int:
+        """Number of steps between two synchronizations of replicas; 1 without local steps."""
+        return 1 if self.local_steps is None else self.local_steps.steps
+
+
+def layout_problems(deck: Deck) -> list[DeckProblem]:
+    """Return the problems of the layout of a deck with its model."""
+    return [*_tensor(deck), *_context(deck), *_pipeline(deck), *expert_layout_problems(deck)]
+
+
+def _tensor(deck: Deck) -> Iterator[DeckProblem]:
+    model, layout = deck.model, deck.layout
+    tensor = layout.tensor
+    length = deck.batch.sequence // layout.context
+    split_sequence = layout.sequence_parallel and deck.batch.sequence % layout.context == 0
+
+    demands: dict[str, Callable[[int], bool]] = {
+        "model.heads": lambda ranks: model.heads % ranks == 0,
+        "model.key_value_heads": lambda ranks: _shares(model.key_value_heads, ranks),
+        "model.mlp": lambda ranks: not dense_blocks(deck) or model.mlp % ranks == 0,
+        "batch.sequence": lambda ranks: not split_sequence or length % ranks == 0,
+    }
+    fitting = [ranks for ranks in divisors(model.heads) if all(fits(ranks) for fits in demands.values())]
+    would = nearest_numbers(tensor, fitting)
+
+    def problem(demand: str, name: str, candidates: Iterable[int]) -> DeckProblem:
+        """Return the problem of layout.tensor with near sizes that fit, and other keys that exclude more."""
+        near = nearest_numbers(tensor, candidates)
+        limits = []
+        for other, fits in demands.items():
+            if other != name and near != would and not all(fits(ranks) for ranks in near):
+                limits.append(f"{other} = {deck.value(other)}")
+                near = [ranks for ranks in near if fits(ranks)]
+        given = f", given {' and '.join(limits)}" if limits else ""
+        others = ("layout.context", "layout.sequence_parallel", *demands)
+        return DeckProblem("layout.tensor", f"{demand} ({either(would)} would{given})", others)
+
+    for name, size in (("model.heads", model.heads), ("model.mlp", model.mlp)):
+        if size % tensor and not demands[name](tensor):
+            yield problem(f"must divide {name} = {size}", name, divisors(size))
+    if model.heads % tensor == 0 and not _shares(model.key_value_heads, tensor):
+        asked = f"must divide model.key_value_heads = {model.key_value_heads} or be a multiple of it"
+        shared = [ranks for ranks in divisors(model.heads) if _shares(model.key_value_heads, ranks)]
+        yield problem(asked, "model.key_value_heads", shared)
+    if layout.sequence_parallel and tensor == 1:
+        sentence = "splits the sequence over the tensor ranks and so needs layout.tensor of at least 2, not 1"
+        yield DeckProblem("layout.sequence_parallel", sentence, ("layout.tensor",))
+    elif split_sequence and length % tensor and not model.heads % tensor:
+        unit = layout.context * tensor
+        yield DeckProblem(
+            "batch.sequence",
+            f"must be a multiple of layout.context x layout.tensor = {layout.context} x {tensor} = {unit} "
+            f"under layout.sequence_parallel ({multiples(deck.batch.sequence, unit)} would)",
+            ("layout.tensor", "layout.context", "layout.sequence_parallel"),
+        )
+
+
+def _context(deck: Deck) -> Iterator[DeckProblem]:
+    model, layout, sequence = deck.model, deck.layout, deck.batch.sequence
+    context, tensor = layout.context, layout.tensor
+    if context == 1:
+        return
+    ring = layout.context_form == "ring"
+    heads, shared = model.heads // tensor, max(1, model.key_value_heads // tensor)
+    if not ring and model.heads % tensor == 0 and not _exchanges(heads, shared, context):
+        fitting = [ranks for ranks in divisors(heads) if _exchanges(heads, shared, ranks)]
+        would = either(nearest_numbers(context, [ranks for ranks in fitting if sequence % ranks == 0]))
+        also = "" if heads % context else f", and divide or be a multiple of its {shared} key/value heads"
+        demand = f'must divide the heads of a tensor rank, {heads}{also}, in the form "all_to_all"'
+        sentence = f'{demand} ({would} would; the form "ring" does not ask for it)'
+        others = ("layout.tensor", "model.heads", "model.key_value_heads", "batch.sequence")
+        yield DeckProblem("layout.context", sentence, ("layout.context_form", *others))
+        return
+    unit = 2 * context if ring else context
+    if sequence % unit:
+        pieces = f"layout.context = {unit}"
+        if ring:
+            pieces = f"2 x {pieces}, an early and a late piece for each context rank"
+        sentence = f"must be a multiple of {pieces} ({multiples(sequence, unit)} would)"
+        yield DeckProblem("batch.sequence", sentence, ("layout.context", "layout.context_form"))
+
+
+def _exchanges(heads: int, shared: int, ranks: int) -> bool:
+    """Return True if context ranks can exchange these numbers of heads and of key/value heads."""
+    return heads % ranks == 0 and _shares(shared, ranks)
+
+
+def _pipeline(deck: Deck) -> Iterator[DeckProblem]:
+    layout, layers = deck.layout, deck.model.layers
+    parts = layout.pipeline * layout.chunks
+    made = f"layout.pipeline x layout.chunks = {layout.pipeline} x {layout.chunks}"
+    most = layers + (
+        2 if parts > 2 else 1
+    )  # the first part may have only the embedding, the last one only the output layer
+    if parts > most:
+        least = 2 if layout.schedule in TWO_CHUNKS else 1
+        fewer = most // layout.chunks
+        chunks = most // layout.pipeline
+        hint = f"layout.pipeline = {fewer}" if fewer >= least else f"layout.chunks = {chunks}"
+        would = f" ({hint} would do)" if max(fewer, chunks) >= least else ""
+        sentence = f"{made} needs {max(1, parts - 2)} layers or more, but model.layers = {layers}{would}"
+        yield DeckProblem("layout.pipeline", sentence, ("layout.chunks", "model.layers"))
+    yield from schedule_problems(deck)
+    if layout.split is not None and layout.split != "balanced":
+        inner, least = layout.split[1:-1] if parts > 1 else layout.split, min(layout.split, default=0)
+        if len(layout.split) != parts or least < 0 or 0 in inner:
+            ends = ", or 0 for the first, which embeds, and the last, which predicts" if parts > 1 else ""
+            sentence = f"must have a number of at least 1 for each of the {parts} parts of {made}{ends}"
+            yield DeckProblem("layout.split", sentence, ("layout.pipeline", "layout.chunks"))
+        elif sum(layout.split) != layers:
+            sentence = f"adds up to {sum(layout.split)}, not model.layers = {layers}"
+            yield DeckProblem("layout.split", sentence, ("model.layers",))
+
+
+def schedule_problems(deck: Deck) -> Iterator[DeckProblem]:
+    """Yield the problems of stages and chunks of a schedule, which do not depend on the model."""
+    layout = deck.layout
+    if layout.schedule in TWO_CHUNKS and (layout.chunks < 2 or layout.pipeline < 2):
+        key = "layout.chunks" if layout.chunks < 2 else "layout.pipeline"
+        exactly = key == "layout.chunks" and layout.schedule != "interleaved"
+        sentence = f'must be 2{"" if exactly else " or more"} with layout.schedule = "{layout.schedule}"'
+        yield DeckProblem(key, sentence, ("layout.schedule",))
+    elif layout.schedule in V_SHAPED and layout.chunks != 2:
+        sentence = f'must be 2 with layout.schedule = "{layout.schedule}"'
+        yield DeckProblem("layout.chunks", sentence, ("layout.schedule",))
+    elif layout.schedule in ONE_CHUNK and layout.chunks > 1:
+        sentence = f'must be 1 with layout.schedule = "{layout.schedule}" ("interleaved" takes more)'
+        yield DeckProblem("layout.chunks", sentence, ("layout.schedule",))
+    elif layout.chunks > 1 and layout.pipeline < 2:
+        yield DeckProblem("layout.chunks", "must be 1 on a single stage", ("layout.pipeline",))
+
+
+def zero_problems(deck: Deck) -> Iterator[DeckProblem]:
+    """Yield the problems of ZeRO, which do not depend on the model."""
+    zero, memory, group = deck.layout.zero, deck.memory, deck.layout.zero_group
+    if isinstance(group, int) and group < 1:
+        yield DeckProblem("layout.zero_group", 'must be a number of ranks, 1 or more, or "node"')
+    elif group is not None and not zero:
+        yield DeckProblem("layout.zero_group", "needs layout.zero of 1, 2 or 3, not 0", ("layout.zero",))
+    if memory.keep_gathered and zero != 3:
+        yield DeckProblem("memory.keep_gathered", f"needs layout.zero = 3, not {zero}", ("layout.zero",))
+    if memory.accumulate == "sliced" and zero < 2:
+        yield DeckProblem("memory.accumulate", f"needs layout.zero of 2 or 3, not {zero}", ("layout.zero",))
+
+
+def _shares(heads: int, ranks: int) -> bool:
+    """Return True if each rank has whole key/value heads, or if each head is shared by equally many ranks."""
+    return heads % ranks == 0 or ranks % heads == 0

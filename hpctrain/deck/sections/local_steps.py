@@ -1,0 +1,119 @@
+"""The table [layout.local_steps], replicas that train independently for some steps, and its checks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import gcd
+from typing import TYPE_CHECKING, Literal
+
+from hpctrain.deck.key import Section, key, table
+from hpctrain.deck.problem import DeckProblem, divisors, nearest_numbers
+from hpctrain.text import counted, either
+
+if TYPE_CHECKING:
+    from hpctrain.deck.schema import Deck
+
+
+class DilocoTable(Section):
+    """DiLoCo (arXiv 2311.08105): an outer optimizer with Nesterov momentum."""
+
+    learning_rate: float = key("Learning rate of the outer step.", 0.7, gt=0, le=1000)
+    momentum: float = key("Momentum of the outer step.", 0.9, ge=0, lt=1)
+
+
+class LocalStepsTable(Section):
+    """Replicas that make several steps independently between two synchronizations (Local SGD, DiLoCo)."""
+
+    replicas: int = key("Number of replicas, which are groups of data ranks with the same layout.", 1, ge=1)
+    steps: int = key("Steps of each replica between two synchronizations.", 1, unit="steps", ge=1)
+    outer: Literal["average", "diloco"] = key(
+        "Outer step of a synchronization: the mean of weights, or DiLoCo's step towards it.",
+        "average",
+    )
+    fragments: int = key(
+        "Parts of the model, made of alternate blocks, that are synchronized in different steps.", 1, ge=1
+    )
+    delay: int = key(
+        "Steps that replicas make while a synchronization is in flight; then it takes effect.",
+        0,
+        unit="steps",
+        ge=0,
+    )
+    blend: float = key(
+        "Share of a replica's own weights that it keeps at a synchronization.", 0.0, ge=0, le=1
+    )
+    format: Literal["fp32", "bf16", "int8", "int4"] = key(
+        "Format of the weight differences that are sent; int8 and int4 have a scale for every 256.", "fp32"
+    )
+    diloco: DilocoTable | None = table("Keys of the outer optimizer.", chosen_by="outer")
+
+    @property
+    def differ(self) -> bool:
+        """True if there is an outer model: several replicas, or one with outer steps."""
+        return self.replicas > 1 or self.diloco is not None
+
+
+_REPLICAS, _STEPS = "layout.local_steps.replicas", "layout.local_steps.steps"
+
+
+def in_replicas(deck: Deck) -> bool:
+    """Return True if there is an outer model: replicas diverge, or the only one makes outer steps."""
+    return deck.layout.local_steps is not None and deck.layout.local_steps.differ
+
+
+def local_step_problems(deck: Deck) -> Iterator[DeckProblem]:
+    """Yield the problems of local steps that do not depend on the number of ranks."""
+    keys, layout = deck.layout.local_steps, deck.layout
+    if keys is None:
+        return
+    if not keys.differ:
+        sentence = f"has no effect with {_REPLICAS} = 1: there is no other replica (leave it out)"
+        yield DeckProblem("layout.local_steps", sentence, (_REPLICAS,), no_effect=True)
+    given = f"layout.local_steps.replicas = {keys.replicas}"
+    if keys.replicas > 1 and layout.zero_group is not None:
+        sentence = f"cannot be with {given}: layout.zero cuts within each replica"
+        yield DeckProblem("layout.zero_group", f"{sentence} (leave it out)", (_REPLICAS,))
+    if keys.replicas > 1 and deck.communication.compresses_between_nodes:
+        sentence = f'cannot be with {given}: sums are compressed within each ("ranks" would do)'
+        yield DeckProblem(f"communication.{deck.communication.compress}.between", sentence, (_REPLICAS,))
+    if keys.fragments > min(deck.model.layers, keys.steps):
+        limits = f"model.layers = {deck.model.layers}", f"{_STEPS} = {keys.steps}"
+        limit, why = (
+            (limits[0], "each has a block or more")
+            if deck.model.layers < keys.steps
+            else (limits[1], "each has a step of its own")
+        )
+        sentence = f"must be at most {limit}: {why}"
+        yield DeckProblem("layout.local_steps.fragments", sentence, ("model.layers", _STEPS))
+    if keys.delay >= keys.steps and keys.delay:
+        sentence = f"must be below {_STEPS} = {keys.steps}: what is under way arrives before the next is sent"
+        yield DeckProblem("layout.local_steps.delay", sentence, (_STEPS,))
+
+
+def replica_world_problems(deck: Deck, data: int, of_stage: int) -> Iterator[DeckProblem]:
+    """Yield the problems of replicas on `data` data ranks, with `of_stage` ranks in a pipeline stage."""
+    replicas, fitting = deck.layout.replicas, fitting_replicas(deck, data, of_stage)
+    if fitting and replicas not in fitting:
+        would = either(nearest_numbers(replicas, fitting))
+        whole = "context and expert groups" if deck.model.experts else "context groups"
+        sentence = f"must divide the {counted(data, 'data rank')} into replicas with whole {whole}"
+        axes = ("layout.data", "layout.context", "layout.tensor", "layout.expert", "layout.expert_tensor")
+        yield DeckProblem(_REPLICAS, f"{sentence} ({would} would)", axes)
+    elif replicas > 1 and deck.communication.compress != "none" and data * deck.layout.context == replicas:
+        form = (
+            f'sums gradients within a replica, and each of the {replicas} has one data rank ("none" would do)'
+        )
+        yield DeckProblem("communication.compress", form, (_REPLICAS, "layout.data", "layout.context"))
+
+
+def fitting_replicas(deck: Deck, data: int, of_stage: int) -> list[int]:
+    """Return the possible numbers of replicas in ascending order; none if the experts do not fit the ranks.
+
+    Args:
+        deck: The deck.
+        data: Number of data ranks.
+        of_stage: Number of ranks of a pipeline stage.
+    """
+    layout = deck.layout
+    experts = layout.expert * layout.expert_tensor if deck.model.experts else 1
+    return [] if of_stage % experts else divisors(gcd(data, of_stage // experts))

@@ -1,0 +1,316 @@
+"""The section [model], and the checks of its keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, Literal
+
+from hpctrain.deck.activations import ACTIVATIONS, DEFAULT_ACTIVATIONS, GATED
+from hpctrain.deck.key import PathText, Section, key, table
+from hpctrain.deck.presets import PresetName
+from hpctrain.deck.problem import DeckProblem, divisors, must_divide, nearest_numbers
+from hpctrain.deck.sections.adapters import Adapters
+from hpctrain.deck.sections.experts import LARGEST_SIZE, MOST_LAYERS, ExpertsTable
+from hpctrain.deck.sections.objective import OF_SCORES
+from hpctrain.deck.sections.optimizer import MuonTable
+from hpctrain.deck.sources import toml_value
+from hpctrain.text import either
+
+if TYPE_CHECKING:
+    from hpctrain.deck.schema import Deck
+
+if TYPE_CHECKING:
+    ActivationName = str
+else:
+    ActivationName = Literal[tuple(ACTIVATIONS)]
+
+
+_USUAL_ACTIVATIONS = ", ".join(f'"{name}" ({family})' for family, name in DEFAULT_ACTIVATIONS.items())
+
+
+class Model(Section):
+    """The model: a preset with changes, a transformer by family, layers, hidden and heads, or a module."""
+
+    preset: PresetName | None = key(
+        "Published model whose sizes are the defaults of the keys that are not given.", None, derived="none"
+    )
+    source: PathText | None = key(
+        "Hugging Face folder or checkpoint with the initial weights; its sizes are defaults of keys not "
+        "given.",
+        None,
+        alias="from",
+        derived="none: random weights",
+        min_length=1,
+    )
+    family: Literal["gpt2", "llama"] = key(
+        "gpt2: learned positions, LayerNorm, biases; llama: RoPE, RMSNorm, no biases.",
+        derived="the preset's, else required",
+    )
+    layers: int = key(
+        "Number of transformer layers.", derived="the preset's, else required", ge=1, le=MOST_LAYERS
+    )
+    hidden: int = key(
+        "Width of the residual stream.", derived="the preset's, else required", ge=1, le=LARGEST_SIZE
+    )
+    heads: int = key(
+        "Number of attention heads, which must divide hidden.",
+        derived="the preset's, else required",
+        ge=1,
+        le=LARGEST_SIZE,
+    )
+    head_size: int = key(
+        "Width of one attention head; if it is given, heads need not divide hidden.",
+        derived="hidden / heads",
+        ge=1,
+        le=LARGEST_SIZE,
+    )
+    key_value_heads: int = key(
+        "Number of key/value heads (GQA), each shared by heads / key_value_heads query heads.",
+        derived="heads",
+        ge=1,
+        le=LARGEST_SIZE,
+    )
+    query_key_norm: Literal["none", "head", "all"] = key(
+        "RMSNorm of queries and keys before rotation (llama): none, over each head, over all heads together.",
+        "none",
+    )
+    activation: ActivationName = key(
+        f"Activation of the feed-forward part; with a gate: {', '.join(GATED)}.",
+        derived=_USUAL_ACTIVATIONS,
+    )
+    mlp: int = key(
+        "Inner width of the feed-forward part.",
+        derived="4 hidden; with a gate 8/3 hidden up to a multiple of 256",
+        ge=1,
+        le=4 * LARGEST_SIZE,
+    )
+    vocabulary: int | None = key(
+        "Size of the vocabulary, at least that of the token file.",
+        None,
+        unit="tokens",
+        derived="the token file's",
+        ge=2,
+        le=LARGEST_SIZE,
+    )
+    tied: bool = key(
+        "Whether the output layer and the input embedding share their weights.",
+        derived="true (gpt2), false (llama, reward models)",
+    )
+    frozen: tuple[str, ...] = key(
+        'Parameters that are not trained, by name; * stands for any text: ["blocks.0.*"].', (), strict=False
+    )
+    adapters: Adapters | None = table(
+        "Low-rank adapters (LoRA) of the matrices of blocks; only the adapters are trained.",
+        derived="none: all parameters are trained",
+    )
+    experts: ExpertsTable | None = table(
+        "Mixture of experts in place of feed-forward layers.", derived="none: all blocks are dense"
+    )
+    dropout: float = key("Share of activations dropped in training.", 0.0, ge=0, lt=1)
+    rope_base: float = key("Base of the rotary position angles (llama).", 10000.0, gt=0)
+    norm_epsilon: float = key("Number that norms add to the variance.", 1e-5, gt=0)
+    initial_std: float = key(
+        "Standard deviation of initial weights; residual outputs divide it by sqrt(2 layers).",
+        0.02,
+        gt=0,
+        le=100,
+    )
+    parametrization: Literal["standard", "mup"] = key(
+        "mup (muP): initialization and rates scale so that the best learning rate is the same for every "
+        "width.",
+        "standard",
+    )
+    base_width: int | None = key(
+        "Width of the mup base model, for which learning_rate.peak was tuned; mup changes nothing at "
+        "this width.",
+        None,
+        derived="required by mup",
+        ge=1,
+        le=LARGEST_SIZE,
+    )
+    base_head_size: int | None = key(
+        "Head size of the mup base model: head_size if wider models have more heads, less if heads get "
+        "wider.",
+        None,
+        derived="required by mup at another width, else head_size",
+        ge=1,
+        le=LARGEST_SIZE,
+    )
+
+    module: PathText | None = key(
+        'Instead of a transformer, your own module: "FILE.py:FUNCTION", relative to the deck, or '
+        '"PACKAGE:FUNCTION".',
+        None,
+        derived="none: a transformer of these sizes",
+        min_length=3,
+    )
+    arguments: dict[str, Any] | None = key(
+        "Table of keyword arguments for that function: [model.arguments].", None, derived="nothing"
+    )
+    miniature: dict[str, Any] | None = key(
+        "Arguments that make a small module, for `check` and --verify-layout, which compute it in fp64 too.",
+        None,
+        derived="model.arguments",
+    )
+    blocks: str | None = key(
+        "Consecutive layers of the module, the units of recomputation, gathering (ZeRO-3) and stages: "
+        '"layers.*".',
+        None,
+        derived="none: the whole module",
+        min_length=1,
+    )
+    loss: PathText | None = key(
+        "Loss function of the module, named like model.module: outputs and batch give a loss sum and a "
+        "count.",
+        None,
+        derived="next-token cross-entropy of the logits",
+        min_length=3,
+    )
+    initial: PathText | None = key(
+        "Function that initializes the module, which is its argument; named like model.module.",
+        None,
+        derived="the initialization of the module",
+        min_length=3,
+    )
+    buffers: Literal["first", "average"] | None = key(
+        "Buffers of the module after a step: those of the first data rank, or the mean over data ranks.",
+        None,
+        derived="required if the module has persistent buffers",
+    )
+    plan: dict[str, Any] | Literal["its own"] | None = key(
+        'Tensor parallelism of the module: a table of patterns ("layers.*.q_proj" = "column"), or "its own".',
+        None,
+        derived="required with layout.tensor above 1",
+    )
+
+    @property
+    def freezes(self) -> bool:
+        """True if some parameters are not trained."""
+        return bool(self.frozen) or self.adapters is not None
+
+
+def source_problems(deck: Deck, source: Mapping[str, object]) -> list[DeckProblem]:
+    """Return the problems of keys that contradict the model of `model.from`, which has the keys `source`.
+
+    The vocabulary may be larger. With learned positions the sequence may be shorter, otherwise it is free.
+    """
+    name = f"model.from = {toml_value(deck.model.source)}"
+    problems = []
+    for full, own in source.items():
+        value = deck.value(full)
+        if full == "model.vocabulary":
+            if isinstance(value, int) and isinstance(own, int) and value < own:
+                sentence = f"is smaller than the {own} of {name}, whose vocabulary can only grow"
+                problems.append(DeckProblem(full, sentence))
+        elif full == "batch.sequence":
+            if deck.model.family == "gpt2" and isinstance(own, int) and deck.batch.sequence > own:
+                sentence = f"is longer than the {own} learned positions of {name}"
+                problems.append(DeckProblem(full, sentence, ("model.family",)))
+        elif value != own and not (full == "model.tied" and deck.objective.kind in OF_SCORES):
+            sentence = f"contradicts {name}, whose model has {toml_value(own)} (leave the key out)"
+            problems.append(DeckProblem(full, sentence))
+    if source and deck.model.parametrization == "mup" and "model.parametrization" not in source:
+        sentence = f'contradicts {name}, whose model is of the "standard" one (leave the key out)'
+        problems.append(DeckProblem("model.parametrization", sentence))
+    if source and deck.model.experts and "model.experts.count" not in source:
+        problems += _upcycling(deck, name)
+    return problems
+
+
+def _upcycling(deck: Deck, name: str) -> Iterator[DeckProblem]:
+    """Yield the problems of a mixture that starts from a dense model, whose function it must keep."""
+    model, experts = deck.model, deck.model.experts
+    assert experts is not None
+    begin = f"as the experts begin as copies of the feed-forward parts of {name}, a dense model"
+    if experts.mlp != model.mlp:
+        sentence = f"must be model.mlp = {model.mlp}, {begin}"
+        yield DeckProblem("model.experts.mlp", sentence, ("model.mlp", "model.experts.count"))
+    if not experts.router_normalize:
+        sentence = f"must be true, {begin}: their weights have to add up to one"
+        yield DeckProblem("model.experts.router_normalize", sentence, ("model.experts.count",))
+    if experts.router_scale != 1:
+        sentence = f"must be 1, {begin}: their weights have to add up to one"
+        yield DeckProblem("model.experts.router_scale", sentence, ("model.experts.count",))
+    if experts.shared:
+        sentence = f"must be 0, {begin}, to which shared ones would add"
+        yield DeckProblem("model.experts.shared", sentence, ("model.experts.count",))
+
+
+def model_problems(deck: Deck) -> Iterator[DeckProblem]:
+    """Yield the problems of the sizes of a transformer, and of keys of another family."""
+    model, heads_divide = deck.model, "model.head_size" in deck.sources.defaulted
+    if not heads_divide and model.family == "llama" and model.head_size % 2:
+        sentence = f"must be even for rotary positions ({model.head_size + 1} would)"
+        yield DeckProblem("model.head_size", sentence, ("model.family",))
+    elif heads_divide and model.hidden % model.heads:
+        sentence = must_divide("model.hidden", model.hidden, model.heads)
+        yield DeckProblem("model.heads", sentence, ("model.hidden",))
+    elif heads_divide and model.family == "llama" and model.hidden // model.heads % 2:
+        even = [heads for heads in divisors(model.hidden) if model.hidden // heads % 2 == 0]
+        would = f" ({either(nearest_numbers(model.heads, even))} heads would)" if even else ""
+        yield DeckProblem(
+            "model.heads",
+            f"must leave an even size of each head for rotary positions, but model.hidden / model.heads = "
+            f"{model.hidden} / {model.heads} = {model.hidden // model.heads}{would}",
+            ("model.hidden", "model.family"),
+        )
+    if model.heads % model.key_value_heads:
+        sentence = must_divide("model.heads", model.heads, model.key_value_heads)
+        yield DeckProblem("model.key_value_heads", sentence, ("model.heads",))
+    if model.family == "gpt2" and model.rope_base != type(model).model_fields["rope_base"].default:
+        sentence = 'has no effect on model.family = "gpt2", whose positions are learned (leave it out)'
+        yield DeckProblem("model.rope_base", sentence, ("model.family",))
+    if model.family == "gpt2" and model.query_key_norm != "none":
+        sentence = 'is for model.family = "llama", not "gpt2" ("none" would do)'
+        yield DeckProblem("model.query_key_norm", sentence, ("model.family",))
+
+
+SCALED = ("adafactor", "adam-mini", "adamw", "lion", "muon", "schedule-free", "sgd")
+"""Optimizers whose learning rates have a known dependence on the width."""
+
+
+def parametrization_problems(deck: Deck) -> Iterator[DeckProblem]:
+    """Yield the problems of muP: a model that cannot be scaled in width, and keys without effect."""
+    model, optimizer = deck.model, deck.optimizer.name
+    by = ("model.parametrization",)
+    if model.parametrization == "standard":
+        for name in ("base_width", "base_head_size"):
+            if getattr(model, name) is not None:
+                sentence = 'has no effect without model.parametrization = "mup" (leave it out)'
+                yield DeckProblem(f"model.{name}", sentence, by, no_effect=True)
+        return
+    if model.base_width is None:
+        sentence = (
+            "is relative to the width at which learning_rate.peak was found, and needs it as "
+            f"model.base_width (at {model.hidden}, model.hidden, it changes nothing yet)"
+        )
+        yield DeckProblem("model.parametrization", sentence, ("model.base_width",))
+    elif model.base_head_size is None:
+        narrower = max(1, round(model.head_size * model.base_width / model.hidden))
+        sentence = (
+            "needs the size of a head there as model.base_head_size "
+            f"({model.head_size} if wider models have more heads, {narrower} if theirs are wider)"
+        )
+        yield DeckProblem("model.base_width", sentence, ("model.base_head_size",))
+    elif model.base_width == model.hidden and model.base_head_size != model.head_size:
+        sentence = f"must be {model.head_size}, model.head_size, at model.base_width = model.hidden"
+        yield DeckProblem("model.base_head_size", sentence, ("model.base_width", "model.head_size"))
+    if optimizer not in SCALED:
+        known = either([f'"{name}"' for name in SCALED])
+        sentence = (
+            f'has no known rule for rates by width, for model.parametrization = "mup" ({known} would do)'
+        )
+        yield DeckProblem("optimizer.name", sentence, by)
+    if isinstance(rule := deck.optimizer.rule, MuonTable):
+        for name in ("embedding.tokens.weight", "embedding.positions.weight", "head.weight", "score.weight"):
+            if any(fnmatchcase(name, pattern) for pattern in rule.matrices):
+                sentence = f'names {name}, of whose rate with model.parametrization = "mup" no rule is known'
+                yield DeckProblem("optimizer.muon.matrices", sentence, by)
+                break
+    if optimizer == "sgd" and model.query_key_norm == "head":
+        sentence = (
+            'has no known rule for rates of optimizer.name = "sgd" with model.parametrization = "mup" '
+            '("all" or "none" would do)'
+        )
+        yield DeckProblem("model.query_key_norm", sentence, (*by, "optimizer.name"))

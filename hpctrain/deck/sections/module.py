@@ -1,0 +1,218 @@
+"""Keys of [model] for a module of the user's own (`model.module`), and their checks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from itertools import starmap
+from typing import TYPE_CHECKING, Any
+
+from hpctrain.deck.code import is_target, resolve_target
+from hpctrain.deck.key import expand_user_path, name_of
+from hpctrain.deck.problem import DeckProblem, multiples
+from hpctrain.deck.sections.layout import schedule_problems
+from hpctrain.deck.sections.model import Model
+from hpctrain.deck.sections.optimizer import UPDATES_MATRICES
+from hpctrain.text import either
+
+if TYPE_CHECKING:
+    from hpctrain.deck.schema import Deck
+
+_OWN = ("module", "arguments", "miniature", "blocks", "loss", "initial", "buffers", "plan")
+
+
+MODULE_KEYS = (*_OWN, "frozen", "vocabulary", "from")
+"""Keys of [model] that a deck with a module may have."""
+
+
+ONLY_OF_MODULES = _OWN
+"""Keys of `MODULE_KEYS` that only a deck with a module may have."""
+
+
+TARGETS = "module", "loss", "initial"
+"""Keys of `MODULE_KEYS` that name a function or class."""
+
+
+STAND_INS: Mapping[str, Any] = {"family": "gpt2", "layers": 1, "hidden": 2, "heads": 1}
+"""Values of keys that a transformer requires and that are not read for a deck with a module."""
+
+
+def fill_module(model: dict[str, Any], deck_name: str) -> None:
+    """Complete the table `model` of a deck with a module in place."""
+    for name in TARGETS:
+        if isinstance(model.get(name), str):
+            model[name] = resolve_target(model[name], deck_name)
+    for name, value in STAND_INS.items():
+        model.setdefault(name, value)
+
+
+def config_arguments(model: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the arguments of a class of `transformers` whose configuration `model.from` contains.
+
+    Args:
+        model: Table `model` of a deck.
+
+    Returns:
+        The folder that contains `config.json`, as the argument `config`. None if the deck gives arguments, if
+        its module is not a class of `transformers`, or if there is no such file.
+    """
+    target, source = model.get("module"), model.get("from")
+    if model.get("arguments") is not None or not isinstance(target, str) or not isinstance(source, str):
+        return None
+    if target.partition(":")[0].partition(".")[0] != "transformers":
+        return None
+    folder = os.path.abspath(expand_user_path(source))  # noqa: PTH100
+    return {"config": folder} if os.path.isfile(os.path.join(folder, "config.json")) else None  # noqa: PTH113, PTH118
+
+
+def is_in_resolved_deck(
+    key: str,
+    has_module: bool,
+    has_dataset: bool = False,
+    has_mixture: bool = False,
+    has_policy: bool = True,
+) -> bool:
+    """Return True if a resolved deck shows a key.
+
+    Args:
+        key: Full name of the key.
+        has_module: True if the deck has `model.module`.
+        has_dataset: True if it has `data.dataset`.
+        has_mixture: True if it has `data.mixture`.
+        has_policy: True if its objective trains a policy.
+    """
+    if (has_mixture and key == "data.tokens") or (key.startswith("policy.") and not has_policy):
+        return False
+    section, _, name = key.partition(".")
+    if has_dataset and key in {"data.tokens", "data.other_tokenizer", "batch.sequence", "model.vocabulary"}:
+        return False
+    return section != "model" or not has_module or name in MODULE_KEYS
+
+
+def model_keys(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of [model] that have an effect, with their values."""
+    has_module = model["module"] is not None
+    return {name: value for name, value in model.items() if is_in_resolved_deck(f"model.{name}", has_module)}
+
+
+_WITH = ("model.module",)
+
+
+_RANKS = {
+    "context": "is supported only by the attention of built-in models",
+    "expert": "distributes experts of built-in models only",
+    "expert_tensor": "splits experts of built-in models only",
+}
+
+
+_DEFAULTS = {
+    "layout.auto": "knows the costs of built-in models only",
+    "memory.activations": "offloads activations of built-in models only",
+    "memory.activation_format": "compresses activations of built-in models only",
+    "memory.accumulate": "requires that every micro-batch of a step uses all parameters",
+    "layout.local_steps": "supports built-in models only",
+    "communication.server": "supports built-in models only",
+    "communication.compress": "supports built-in models only",
+    "run.noise_scale_steps": "supports built-in models only",
+    "data.document_mask": "masks the attention of built-in models only",
+    "machine.compile": "compiles functions of built-in models only",
+    "machine.rates": "predicts times of built-in models only",
+}
+"""Keys that must have their defaults with a module, and the reason."""
+
+
+def module_problems(deck: Deck) -> Iterator[DeckProblem]:
+    """Yield the problems of a deck with a module of the user, which is not loaded."""
+    assert deck.model.module is not None
+    for key in TARGETS:
+        if not is_target(getattr(deck.model, key)):
+            yield DeckProblem(f"model.{key}", 'must be "FILE.py:FUNCTION" or "PACKAGE:FUNCTION"')
+    for name in starmap(name_of, Model.model_fields.items()):
+        given = deck.sources.places.get(f"model.{name}")
+        if name not in MODULE_KEYS and given is not None and not given.note:
+            yield DeckProblem(
+                f"model.{name}",
+                "describes a built-in transformer (leave it out; a module has model.arguments)",
+            )
+    for name, why in _RANKS.items():
+        if getattr(deck.layout, name) != 1:
+            yield DeckProblem(f"layout.{name}", f"{why} (1 would do with model.module)", _WITH)
+    yield from _pipeline(deck)
+    for key, why in _DEFAULTS.items():
+        section, _, name = key.partition(".")
+        table = getattr(deck, section)
+        usual = type(table).model_fields[name].default
+        if getattr(table, name) != usual:
+            yield DeckProblem(key, f"{why}, and does not work with model.module (leave it out)", _WITH)
+    yield from _tensor(deck)
+    yield from _in_blocks(deck)
+    recompute = deck.memory.recompute
+    if recompute not in {"none", "full"}:
+        sentence = 'is for built-in models; a module can recompute whole blocks only ("full" would do)'
+        yield DeckProblem("memory.recompute", sentence, _WITH)
+    elif recompute == "full" and deck.model.blocks is None:
+        sentence = 'computes blocks again, and model.blocks does not say which those are ("layers.*")'
+        yield DeckProblem("memory.recompute", sentence, ("model.blocks", *_WITH))
+    if deck.precision.compute == "fp8":
+        sentence = 'works in layers of built-in models only ("bf16" would do with model.module)'
+        yield DeckProblem("precision.compute", sentence, _WITH)
+
+
+def _in_blocks(deck: Deck) -> Iterator[DeckProblem]:
+    """Yield the problem of an optimizer of whole matrices, which tensor parallelism may split."""
+    if deck.optimizer.name in UPDATES_MATRICES and deck.layout.tensor > 1:
+        would = either([f'"{name}"' for name in ("adamw", "sgd", "lion", "schedule-free")])
+        sentence = f"updates whole matrices, which a plan may have cut in parts ({would} would do)"
+        yield DeckProblem("optimizer.name", sentence, ("layout.tensor", *_WITH))
+
+
+def _tensor(deck: Deck) -> Iterator[DeckProblem]:
+    """Yield the problems of tensor parallelism that do not depend on the module."""
+    tensor, sequence = deck.layout.tensor, deck.batch.sequence
+    if tensor > 1 and deck.model.plan is None:
+        sentence = (
+            'splits a module by a plan (model.plan would say how; models of transformers have "its own")'
+        )
+        yield DeckProblem("layout.tensor", sentence, ("model.plan", *_WITH))
+    if deck.layout.sequence_parallel and tensor == 1:
+        sentence = "splits the sequence over the tensor ranks and so needs layout.tensor of at least 2, not 1"
+        yield DeckProblem("layout.sequence_parallel", sentence, ("layout.tensor",))
+    elif deck.layout.sequence_parallel and deck.data.dataset is not None:
+        sentence = "cuts the sequences of token files, and samples of a dataset have none that is known"
+        yield DeckProblem("layout.sequence_parallel", sentence, ("data.dataset",))
+    elif deck.layout.sequence_parallel and sequence % tensor:
+        sentence = (
+            f"must be a multiple of layout.tensor = {tensor} under layout.sequence_parallel "
+            f"({multiples(sequence, tensor)} would)"
+        )
+        yield DeckProblem("batch.sequence", sentence, ("layout.tensor", "layout.sequence_parallel"))
+
+
+def _pipeline(deck: Deck) -> Iterator[DeckProblem]:
+    """Yield the problems of pipeline stages that do not depend on the module."""
+    layout = deck.layout
+    if layout.pipeline > 1 and deck.model.blocks is None:
+        sentence = 'cuts a module between blocks, and model.blocks does not say which those are ("layers.*")'
+        yield DeckProblem("layout.pipeline", sentence, ("model.blocks", *_WITH))
+    if layout.pipeline > 1 and layout.sequence_parallel:
+        sentence = "gives stages of a module pieces of the sequence, which do not pass between them yet"
+        yield DeckProblem("layout.sequence_parallel", sentence, ("layout.pipeline", *_WITH))
+    if isinstance(layout.split, tuple):
+        parts = layout.pipeline * layout.chunks
+        if len(layout.split) != parts or min(layout.split) < 0 or 0 in layout.split[:-1]:
+            made = f"layout.pipeline x layout.chunks = {layout.pipeline} x {layout.chunks}"
+            sentence = (
+                f"must have a number of at least 1 for each of the {parts} parts of {made}, or 0 for the "
+                "last one of a module, which has what comes after its blocks"
+            )
+            yield DeckProblem("layout.split", sentence, ("layout.pipeline", "layout.chunks", *_WITH))
+    yield from schedule_problems(deck)
+
+
+def without_module(deck: Deck) -> Iterator[DeckProblem]:
+    """Yield the problems of keys of modules in a deck without a module."""
+    for name in ONLY_OF_MODULES:
+        if getattr(deck.model, name) is not None:
+            yield DeckProblem(
+                f"model.{name}", "is a key of your own modules, but model.module is not given", _WITH
+            )

@@ -1,0 +1,372 @@
+"""The section [policy]: reinforcement learning from rewards of generated answers, and its checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
+
+from hpctrain.deck.code import is_file_target, is_target, resolve_target
+from hpctrain.deck.key import Duration, PathText, Section, key
+from hpctrain.deck.problem import DeckProblem, multiples
+from hpctrain.deck.sections.objective import POLICIES
+from hpctrain.deck.sections.rank_partition import (
+    CRITIC,
+    POLICY,
+    RANK_KEYS,
+    REFERENCE,
+    REWARD,
+    RankPartition,
+    RankRange,
+    dedicated_ranks,
+)
+from hpctrain.deck.sources import toml_value
+from hpctrain.text import counted
+
+if TYPE_CHECKING:
+    from hpctrain.deck.schema import Deck
+
+CALLS_AT_ONCE = 4
+"""Number of calls of a reward function by a process after which its rank reports progress."""
+
+
+PATTERN = "regular-expression:"
+"""Prefix of a reward that is a regular expression."""
+
+
+Texts = Annotated[tuple[PathText, ...], Field(strict=False)]
+
+
+Numbers = Annotated[tuple[float, ...], Field(strict=False)]
+
+
+class PolicySection(Section):
+    """Answers to prompts, their rewards, and the policy gradient (ppo, grpo)."""
+
+    reward: Texts = key(
+        "Rewards: exact-match, regular-expression:PATTERN, FILE.py:function, or the checkpoint of a "
+        "reward model.",
+        (),
+    )
+    weights: Numbers = key("Weight of each of these rewards in their sum.", (), derived="all 1")
+    answer: str = key(
+        "Key of a row of the data under which the correct answer, or a list of them, is.",
+        "answer",
+        min_length=1,
+    )
+    seconds: Duration = key(
+        "Longest time of one call of a reward function.", 30.0, unit="seconds", gt=0, le=86400
+    )
+    processes: int = key("Processes of each rank that call reward functions.", 1, ge=1, le=256)
+    tokens: int = key(
+        "Highest number of tokens of an answer; prompts have the rest of batch.sequence.", 128, ge=1
+    )
+    stops: Texts = key(
+        "Stop strings: an answer ends before the first one, or at the end-of-document token.", ()
+    )
+    temperature: float = key(
+        "Sampling temperature; logits are divided by it in generation and in training.",
+        1.0,
+        ge=0.01,
+        le=100,
+    )
+    samples: int | None = key(
+        "Number of answers to each prompt (group size).", None, derived="8 for grpo, 1 for ppo", ge=1
+    )
+    rollout: int | None = key(
+        "Number of answers of a rollout, which are generated together and then trained on.",
+        None,
+        unit="sequences",
+        derived="batch.global_size",
+        ge=1,
+    )
+    epochs: int = key("Number of times that each answer of a rollout is trained on.", 1, ge=1, le=1000)
+    clip_low: float = key(
+        "Lower clip range: the probability ratio of a token is clipped at 1 - clip_low.", 0.2, gt=0, lt=1
+    )
+    clip_high: float | None = key(
+        "Upper clip range: the probability ratio of a token is clipped at 1 + clip_high.",
+        None,
+        derived="policy.clip_low",
+        gt=0,
+        le=100,
+    )
+    kl: Literal["k1", "k3"] | None = key(
+        "Estimator of the KL divergence from the reference; k1: log ratio; k3: never negative, less "
+        "variance.",
+        None,
+        derived="k1 (in the reward) for ppo, k3 (in the loss) for grpo",
+    )
+    mean: Literal["tokens", "answers", "constant"] | None = key(
+        "Mean of the loss: over all tokens, of each answer's mean, or of each answer's sum / policy.tokens.",
+        None,
+        derived="tokens for ppo, answers for grpo",
+    )
+    scale: bool = key("Whether a group's rewards are divided by their standard deviation (grpo).", True)
+    whiten: bool = key(
+        "Whether advantages of a rollout are normalized to mean 0 and standard deviation 1 (ppo).", True
+    )
+    gamma: float = key("Discount factor of rewards for each token (ppo).", 1.0, gt=0, le=1)
+    gae_lambda: float = key(
+        "Lambda of generalized advantage estimation: 0 looks one token ahead, 1 to the end (ppo).",
+        0.95,
+        ge=0,
+        le=1,
+    )
+    value_clip: float = key("Clip range of the critic's values in a rollout (ppo).", 0.2, gt=0, le=1000)
+    critic: Texts = key(
+        "Keys of the critic that differ from the policy's, written as for --set: "
+        "learning_rate.peak=1e-5 (ppo).",
+        (),
+    )
+    reference: Texts = key(
+        "Keys of the reference that differ from the policy's, written as for --set: layout.tensor=2.", ()
+    )
+    critic_ranks: RankRange = key(
+        'Separate ranks of the critic, such as "4-7"; "policy": the ranks of the policy (ppo).',
+        "policy",
+        unit="ranks",
+    )
+    reference_ranks: RankRange = key(
+        'Separate ranks of the reference; "policy": the ranks of the policy.', "policy", unit="ranks"
+    )
+    reward_ranks: RankRange = key(
+        'Separate ranks of the reward models; "policy": the ranks of the policy.', "policy", unit="ranks"
+    )
+    shown: int = key(
+        "Number of answers of each rollout and evaluation that are written to samples.jsonl.",
+        4,
+        ge=0,
+        le=10000,
+    )
+
+
+_OF_PPO = ("whiten", "gamma", "gae_lambda", "value_clip", "critic")
+
+
+def fill_rewards(policy: dict[str, Any], deck_name: str) -> None:
+    """Make paths of files with reward functions absolute in place."""
+    given = policy.get("reward")
+    if isinstance(given, list | tuple) and all(isinstance(each, str) for each in given):
+        policy["reward"] = [resolve_target(each, deck_name) if _is_in_file(each) else each for each in given]
+
+
+def _is_in_file(reward: str) -> bool:
+    """Return True if a reward is a function in a file; a pattern may look like one."""
+    return not reward.startswith(PATTERN) and is_target(reward) and is_file_target(reward)
+
+
+def _reads_texts(reward: str) -> bool:
+    """Return True if a reward is computed from texts, not by a reward model."""
+    return reward == "exact-match" or reward.startswith(PATTERN) or is_target(reward)
+
+
+def fill_policy(tables: dict[str, dict[str, Any]], default: Callable[[str, str, object], None]) -> None:
+    """Set the defaults that depend on other keys."""
+    kind = tables["objective"].get("kind")
+    if kind not in POLICIES:
+        return
+    grpo, batch = kind == "grpo", tables["batch"].get("global_size")
+    default("policy", "samples", 8 if grpo else 1)
+    default("policy", "kl", "k3" if grpo else "k1")
+    default("policy", "mean", "answers" if grpo else "tokens")
+    default("policy", "clip_high", tables["policy"].get("clip_low", 0.2))
+    if isinstance(batch, int):
+        default("policy", "rollout", batch)
+
+
+def steps_of_rollout(deck: Deck) -> int:
+    """Return the number of optimizer steps on one rollout."""
+    rollout = deck.policy.rollout or deck.batch.global_size
+    return rollout * deck.policy.epochs // deck.batch.global_size
+
+
+def largest_sample(deck: Deck) -> int:
+    """Return the largest number of tokens in a sample: a prompt must leave space for its answer."""
+    own = deck.policy.tokens if deck.objective.kind in POLICIES else 0
+    return max(1, deck.batch.sequence - own)
+
+
+def answers_to_each(deck: Deck) -> int:
+    """Return the number of sequences that an epoch trains on for each sample of the data."""
+    return (deck.policy.samples or 1) * deck.policy.epochs if deck.objective.kind in POLICIES else 1
+
+
+def policy_problems(deck: Deck) -> Iterator[DeckProblem]:
+    """Yield the problems of a deck with [policy], among them keys that have no effect."""
+    keys, kind = deck.policy, deck.objective.kind
+    if kind not in POLICIES:
+        for name, field in PolicySection.model_fields.items():
+            if getattr(keys, name) != field.default:
+                sentence = (
+                    f'is for objective.kind = "ppo" or "grpo", which is {toml_value(kind)} (leave it out)'
+                )
+                yield DeckProblem(f"policy.{name}", sentence, ("objective.kind",))
+        return
+    if not keys.reward:
+        yield DeckProblem("policy.reward", 'must name what rewards answers ("exact-match" would do)')
+    if len(set(keys.reward)) < len(keys.reward):
+        yield DeckProblem("policy.reward", "names one twice (policy.weights says how much it counts)")
+    if keys.weights and len(keys.weights) != len(keys.reward):
+        sentence = f"must have a weight for each of the {len(keys.reward)} rewards (left out, all are 1)"
+        yield DeckProblem("policy.weights", sentence, ("policy.reward",))
+    if keys.tokens >= deck.batch.sequence:
+        sentence = f"leaves no room for prompts in batch.sequence = {deck.batch.sequence}"
+        yield DeckProblem("policy.tokens", sentence, ("batch.sequence",))
+    hang = deck.stability.hang_seconds
+    if hang and CALLS_AT_ONCE * keys.seconds > hang:
+        sentence = (
+            f"is more than a {CALLS_AT_ONCE}th of stability.hang_seconds = {hang:g}, after which a run that "
+            f"waits so long for calls counts as hung ({hang / CALLS_AT_ONCE:g} would do)"
+        )
+        yield DeckProblem("policy.seconds", sentence, ("stability.hang_seconds",))
+    if not all(keys.stops):
+        yield DeckProblem(
+            "policy.stops", "has an empty text, which would end every answer at once (leave it out)"
+        )
+    yield from _sizes(deck)
+    yield from _excluded_keys(deck)
+    judged_by_models = not all(map(_reads_texts, keys.reward))
+    yield from division_problems(deck, judged_by_models, referred=deck.objective.beta > 0)
+    if kind == "grpo":
+        for name in _OF_PPO:
+            if getattr(keys, name) != PolicySection.model_fields[name].default:
+                sentence = 'is for objective.kind = "ppo", which has a critic (leave it out)'
+                yield DeckProblem(f"policy.{name}", sentence, ("objective.kind",))
+    elif not keys.scale:
+        yield DeckProblem(
+            "policy.scale", 'is for objective.kind = "grpo" (leave it out)', ("objective.kind",)
+        )
+    if keys.reference and not deck.objective.beta:
+        sentence = "is never asked, since objective.beta = 0 (leave it out)"
+        yield DeckProblem("policy.reference", sentence, ("objective.beta",))
+
+
+def _sizes(deck: Deck) -> Iterator[DeckProblem]:
+    keys, batch = deck.policy, deck.batch.global_size
+    samples, rollout = keys.samples or 1, keys.rollout or batch
+    if samples == 1 and deck.objective.kind == "grpo":
+        sentence = (
+            'leaves an answer nothing to be compared with (2 or more would do, or objective.kind = "ppo")'
+        )
+        yield DeckProblem("policy.samples", sentence, ("objective.kind",))
+    if rollout % samples:
+        sentence = (
+            f"must be whole groups of policy.samples = {samples} ({multiples(rollout, samples)} would do)"
+        )
+        yield DeckProblem("policy.rollout", sentence, ("policy.samples",))
+    if rollout % batch:
+        sentence = (
+            f"must be whole steps of batch.global_size = {batch} ({multiples(rollout, batch)} would do)"
+        )
+        yield DeckProblem("policy.rollout", sentence, ("batch.global_size",))
+        return
+    steps = steps_of_rollout(deck)
+    every = {
+        "run.steps": deck.run.steps,
+        "checkpoint.every": deck.checkpoint.every,
+        "checkpoint.memory_every": deck.checkpoint.memory_every,
+        "run.evaluate_every": deck.run.evaluate_every,
+    }
+    for name, value in every.items():
+        if value % steps:
+            sentence = (
+                f"must be whole rollouts of {steps} steps (policy.rollout * policy.epochs / "
+                f"batch.global_size; {multiples(value, steps)} would do)"
+            )
+            yield DeckProblem(name, sentence, ("policy.rollout", "policy.epochs", "batch.global_size"))
+
+
+def _excluded_keys(deck: Deck) -> Iterator[DeckProblem]:
+    """Yield the problems of keys that are impossible with answers that the model generates."""
+    for name in ("model.module", "model.loss", "data.dataset", "data.mixture", "run.tokens"):
+        if deck.value(name) is not None:
+            sentence = f"{name} is not for a model that learns from what it writes itself (leave it out)"
+            yield DeckProblem("objective.kind", sentence, (name,))
+    wrong = {
+        "communication.server": deck.communication.server is not None,
+        "layout.local_steps": deck.layout.replicas > 1,
+        "batch.ramp_from": deck.batch.ramp_from > 0,
+        "model.dropout": deck.model.dropout > 0,
+        "stability.z_loss": deck.stability.z_loss > 0,
+        "evaluation.sets": bool(deck.evaluation.sets),
+        "checkpoint.mirror": deck.checkpoint.mirror,
+    }
+    for name, given in wrong.items():
+        if given:
+            sentence = f"{name} is not for a model that learns from what it writes itself (leave it out)"
+            yield DeckProblem("objective.kind", sentence, (name,))
+    if deck.model.experts is not None and deck.model.experts.capacity is not None:
+        sentence = "has experts with a capacity, which drop tokens by what is beside them (leave it out)"
+        yield DeckProblem("objective.kind", sentence, ("model.experts.capacity",))
+
+
+def weights_of(keys: PolicySection) -> tuple[float, ...]:
+    """Return the weight of each reward."""
+    return keys.weights or (1.0,) * len(keys.reward)
+
+
+def world_division_problems(deck: Deck, ranks: int) -> Iterator[DeckProblem]:
+    """Yield problems of dedicated ranks in a run of `ranks` ranks: missing ones, or none for the policy."""
+    for model, own in dedicated_ranks(deck).items():
+        if own[-1] >= ranks:
+            there = f"there {'is' if ranks == 1 else 'are'} {counted(ranks, 'rank')}, from 0 on"
+            sentence = f'names rank {own[-1]}, but {there} ("{POLICY}" would have the policy\'s)'
+            yield DeckProblem(f"policy.{RANK_KEYS[model]}", sentence)
+    if dedicated_ranks(deck) and not RankPartition.of(deck, ranks).policy:
+        first, *further = (f"policy.{RANK_KEYS[model]}" for model in dedicated_ranks(deck))
+        yield DeckProblem(first, f"leaves none of {counted(ranks, 'rank')} for the policy", tuple(further))
+
+
+_ALONE: tuple[tuple[str, object, str], ...] = (
+    ("checkpoint.memory_every", 0, "nothing goes back to copies"),
+    ("model.experts.record_routing", 0, "it notes choices of all ranks"),
+    ("run.trace", False, "it shows steps that all ranks make together"),
+    ("stability.corruption", "off", "it compares steps that all ranks make together"),
+    ("stability.verify_layout", False, "it compares a step that all ranks make together"),
+)
+"""Keys with the only value that dedicated ranks allow, and the reason why others are refused."""
+
+
+def division_problems(deck: Deck, judged_by_models: bool, referred: bool) -> Iterator[DeckProblem]:
+    """Yield the problems of dedicated ranks, and of keys that exclude them, if a deck trains with rewards.
+
+    Args:
+        deck: The deck.
+        judged_by_models: True if reward models compute some of the rewards.
+        referred: True if the loss depends on a reference model.
+    """
+    own = dedicated_ranks(deck)
+    for model, ranks in own.items():
+        name = f"policy.{RANK_KEYS[model]}"
+        if 0 in ranks:
+            yield DeckProblem(name, "names rank 0, which has the policy (the last ranks would do)")
+    vain = {
+        CRITIC: (
+            deck.objective.kind == "ppo",
+            "objective.kind",
+            'is for objective.kind = "ppo", which has a critic',
+        ),
+        REFERENCE: (referred, "objective.beta", "has no effect with objective.beta = 0"),
+        REWARD: (judged_by_models, "policy.reward", "has no effect without the checkpoint of a reward model"),
+    }
+    for model, (used, other, sentence) in vain.items():
+        if model in own and not used:
+            yield DeckProblem(f"policy.{RANK_KEYS[model]}", f"{sentence} (leave it out)", (other,))
+    if not own:
+        return
+    keys = tuple(f"policy.{RANK_KEYS[model]}" for model in own)
+    for name, value, why in _ALONE:
+        if deck.value(name) not in {None, value}:
+            sentence = f"does not go with {keys[0]}: {why} ({toml_value(value)} would do)"
+            yield DeckProblem(name, sentence, keys)
+    if deck.layout.auto:
+        sentence = f"does not go with {keys[0]}: ranks are not chosen for several models (leave it out)"
+        yield DeckProblem("layout.auto", sentence, keys)
+    if deck.stability.spike == "rollback":
+        sentence = f'does not go with {keys[0]}: nothing goes back to copies ("skip" would do)'
+        yield DeckProblem("stability.spike", sentence, keys)
+    if deck.machine.rates is not None:
+        sentence = f"has no effect with {keys[0]}, whose steps are not planned (leave it out)"
+        yield DeckProblem("machine.rates", sentence, keys, no_effect=True)

@@ -1,0 +1,185 @@
+"""The section [precision]: number formats and matrix products in 8 bits, and their checks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
+
+from hpctrain.deck.key import Section, key
+from hpctrain.deck.problem import DeckProblem, multiples
+from hpctrain.deck.sections.experts import dense_blocks
+
+if TYPE_CHECKING:
+    from hpctrain.deck.schema import Deck
+
+_LONGEST_HISTORY = 100_000
+
+
+SMALLEST_LOSS_SCALE, LARGEST_LOSS_SCALE = 2.0**-14, 2.0**24
+"""Bounds of the loss scale."""
+
+
+class PrecisionSection(Section):
+    """Number formats. Master weights and moments are always fp32."""
+
+    compute: Literal["fp32", "bf16", "fp16", "fp8"] = key(
+        "Format of weights and activations; fp8: bf16, with linear layers (not experts) multiplying in "
+        "8 bits.",
+        "fp32",
+    )
+    gradients: Literal["fp32", "compute"] = key(
+        "Format of gradient buffers; compute: the format of precision.compute, half the memory and "
+        "communication.",
+        "fp32",
+    )
+    fp8: Literal["tensor", "delayed", "row", "block", "mx"] = key(
+        "Scaling granularity: a tensor (delayed: from maxima of earlier steps), a row, or blocks of a row.",
+        "delayed",
+    )
+    fp8_history: int = key(
+        "Number of earlier steps whose largest maximum gives the scale (delayed).",
+        16,
+        unit="steps",
+        ge=1,
+        le=_LONGEST_HISTORY,
+    )
+    fp8_gradients: Literal["e5m2", "e4m3"] = key(
+        "8-bit format of the gradients of layer outputs; inputs and weights are in E4M3.", "e5m2"
+    )
+    fp8_exclude: tuple[str, ...] = key(
+        'Layers, by name, that multiply in bf16, as embedding and output layer always do: ["blocks.0.*"].',
+        (),
+        strict=False,
+    )
+    fp8_watch: int = key(
+        "Steps between metrics of the 8-bit quantization error and the scales; 0: none.",
+        0,
+        unit="steps",
+        ge=0,
+    )
+    fp8_messages: bool = key(
+        "Whether sequence_parallel sends inputs (tensor, delayed: gradients too) in 8 bits; results are "
+        "the same.",
+        False,
+    )
+    fp8_gather: bool = key(
+        "Whether zero = 3 gathers weights in 8 bits (tensor, delayed); results are the same.", False
+    )
+    initial_loss_scale: float = key(
+        "Initial loss scale; all loss scales are from 2^-14 to 2^24 (fp16 only).",
+        65536.0,
+        ge=SMALLEST_LOSS_SCALE,
+        le=LARGEST_LOSS_SCALE,
+    )
+    loss_scale_window: int = key(
+        "Steps without overflow after which the loss scale doubles (fp16 only).", 1000, unit="steps", ge=1
+    )
+
+    @property
+    def words(self) -> str:
+        """Format of computation, with the scaling of fp8, such as `bf16` or `fp8 (delayed)`."""
+        return f"fp8 ({self.fp8})" if self.compute == "fp8" else self.compute
+
+
+_COMPUTE, _RECIPE = ("precision.compute",), ("precision.fp8",)
+
+
+_OF_FP16 = ("initial_loss_scale", "loss_scale_window")
+
+
+_OF_FP8 = ("fp8", "fp8_history", "fp8_gradients", "fp8_exclude", "fp8_messages", "fp8_gather", "fp8_watch")
+
+
+ONE_SCALE = ("tensor", "delayed")
+"""Recipes in which a matrix has a single scale."""
+
+
+BLOCK_SIZES = {"block": 128, "mx": 32}
+"""Number of elements with a common scale in recipes that scale blocks along a dimension."""
+
+
+def precision_problems(deck: Deck) -> Iterator[DeckProblem]:
+    """Yield the problems of the number formats of a deck, among them keys that have no effect."""
+    keys, server = deck.precision, deck.communication.server
+    said = f'precision.compute = "{keys.compute}"'
+    if keys.compute != "fp16":
+        yield from _in_vain(keys, _OF_FP16, said, _COMPUTE)
+    if keys.compute != "fp8":
+        yield from _in_vain(keys, _OF_FP8, said, _COMPUTE)
+        return
+    if keys.fp8_messages and not deck.layout.sequence_parallel:
+        sentence = "has no effect without layout.sequence_parallel = true (leave it out)"
+        yield DeckProblem("precision.fp8_messages", sentence, ("layout.sequence_parallel",), no_effect=True)
+    if keys.fp8_gather and deck.layout.zero != 3:
+        sentence = "has no effect without layout.zero = 3 (leave it out)"
+        yield DeckProblem("precision.fp8_gather", sentence, ("layout.zero",), no_effect=True)
+    elif keys.fp8_gather and keys.fp8 not in ONE_SCALE:
+        sentence = (
+            f'does not go with precision.fp8 = "{keys.fp8}": slices divide elements with a common scale, and '
+            'the transposed matrix has other scales ("tensor" and "delayed" have one scale a matrix)'
+        )
+        yield DeckProblem("precision.fp8_gather", sentence, (*_COMPUTE, *_RECIPE, "layout.zero"))
+    if keys.fp8 != "delayed":
+        yield from _in_vain(keys, ("fp8_history",), f'precision.fp8 = "{keys.fp8}"', _RECIPE)
+    elif server is not None:
+        sentence = (
+            f'does not go with communication.server.mode = "{server.mode}": its scales follow steps '
+            'that all ranks make together ("tensor", "row", "block" or "mx" would do)'
+        )
+        yield DeckProblem("precision.fp8", sentence, (*_COMPUTE, "communication.server"))
+    if keys.fp8_watch and server is not None:
+        sentence = (
+            f'must be 0 with communication.server.mode = "{server.mode}": workers make steps by '
+            "themselves, and nobody has the counts of all"
+        )
+        yield DeckProblem("precision.fp8_watch", sentence, ("communication.server",))
+    if keys.fp8 in BLOCK_SIZES:
+        yield from _cuts_within_blocks(deck, BLOCK_SIZES[keys.fp8])
+
+
+def _in_vain(
+    keys: PrecisionSection, names: tuple[str, ...], said: str, other_keys: tuple[str, ...]
+) -> Iterator[DeckProblem]:
+    """Yield the problems of keys that are given and have no effect."""
+    for name in names:
+        if getattr(keys, name) != PrecisionSection.model_fields[name].default:
+            sentence = f"has no effect with {said} (leave it out)"
+            yield DeckProblem(f"precision.{name}", sentence, other_keys, no_effect=True)
+
+
+def _cuts_within_blocks(deck: Deck, block: int) -> Iterator[DeckProblem]:
+    """Yield the problems of a layout that divides a block of elements with one scale between ranks.
+
+    Scales, and losses with them, would depend on the layout.
+    """
+    model, layout, batch = deck.model, deck.layout, deck.batch
+    tensor, context = layout.tensor, layout.context
+    recipe = f'precision.fp8 = "{deck.precision.fp8}", whose scales are of blocks of {block}'
+    sizes = {
+        "model.heads x model.head_size": model.heads * model.head_size,
+        "model.key_value_heads x model.head_size": model.key_value_heads * model.head_size,
+    }
+    sizes |= {"model.mlp": model.mlp} if dense_blocks(deck) else {}
+    if model.experts is not None and model.experts.shared:
+        sizes["model.experts.shared x model.experts.mlp"] = model.experts.shared * model.experts.mlp
+    for name, size in sizes.items():
+        unit = block * tensor
+        if tensor > 1 and size % unit:
+            sentence = (
+                f"cuts {name} = {size}, which must be a multiple of {block} x layout.tensor = {unit} with "
+                f'{recipe} ({multiples(size, unit)} would; "tensor", "delayed" and "row" do not ask '
+                "for it)"
+            )
+            others = (*_COMPUTE, *_RECIPE, *name.split(" x "))
+            yield DeckProblem("layout.tensor", sentence, others)
+    pieces = 2 * context if layout.context_form == "ring" else context
+    unit = block * pieces
+    tokens = batch.micro_size * batch.sequence
+    if context > 1 and tokens % unit:
+        sentence = (
+            f"cuts batch.micro_size x batch.sequence = {tokens} into {pieces} pieces, each of which must be "
+            f'a multiple of {block} with {recipe} ({multiples(tokens, unit)} in all would; "tensor", '
+            '"delayed" and "row" do not ask for it)'
+        )
+        others = (*_COMPUTE, *_RECIPE, "batch.micro_size", "batch.sequence", "layout.context_form")
+        yield DeckProblem("layout.context", sentence, others)

@@ -1,0 +1,131 @@
+"""Assignment of ranks to the models of a run that trains with rewards.
+
+A model may have dedicated ranks. All other ranks, rank 0 among them, hold the policy and the other models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+from pydantic import AfterValidator, BeforeValidator
+
+from hpctrain.deck.sections.objective import POLICIES
+from hpctrain.errors import HpctrainError
+
+if TYPE_CHECKING:
+    from hpctrain.deck.schema import Deck
+
+POLICY, CRITIC, REFERENCE, REWARD = "policy", "critic", "reference", "reward"
+
+
+RANK_KEYS = {CRITIC: "critic_ranks", REFERENCE: "reference_ranks", REWARD: "reward_ranks"}
+
+
+def _named(text: str) -> str:
+    if text != POLICY and _range(text) is None:
+        raise ValueError
+    return text
+
+
+def _range(text: str) -> range | None:
+    """Return the ranks that a text such as "4-7" names; None if it is wrong."""
+    first, dash, last = text.partition("-")
+    if not all(each.isascii() and each.isdecimal() and len(each) < 8 for each in (first, last or "0")):
+        return None
+    found = range(int(first), int(last if dash else first) + 1) if last or not dash else range(0)
+    return found if len(found) else None
+
+
+RankRange = Annotated[
+    str,
+    BeforeValidator(lambda value: str(value) if type(value) is int else value),
+    AfterValidator(_named),
+]
+"""Dedicated ranks, such as "4-7" or 4, or "policy" for the ranks of the policy."""
+
+
+class SharedRanks(NamedTuple):
+    """Ranks that hold the same models of a run."""
+
+    models: tuple[str, ...]
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RankPartition:
+    """Assignment of ranks to the models of a run that trains with rewards.
+
+    Attributes:
+        own: Dedicated ranks of each model that has any.
+        ranks: Number of ranks of the run, dedicated ones included.
+    """
+
+    own: Mapping[str, range]
+    ranks: int
+
+    @staticmethod
+    def of(deck: Deck, ranks: int) -> RankPartition:
+        """Return the partition that a deck makes of `ranks` ranks, among which its dedicated ranks are."""
+        return RankPartition(dedicated_ranks(deck), ranks)
+
+    @property
+    def policy(self) -> tuple[int, ...]:
+        """Ranks that hold the policy."""
+        return tuple(rank for rank in range(self.ranks) if not any(rank in own for own in self.own.values()))
+
+    @property
+    def other_ranks(self) -> tuple[int, ...]:
+        """Ranks that do not hold the policy."""
+        return tuple(sorted({rank for own in self.own.values() for rank in own}))
+
+    def of_model(self, model: str) -> Sequence[int]:
+        """Return the ranks that hold a model."""
+        return self.own.get(model, self.policy)
+
+    @property
+    def parties(self) -> list[SharedRanks]:
+        """Sets of ranks, each with the models that all of its ranks hold.
+
+        The first set holds the policy and all models without dedicated ranks, even if the run does not use
+        these models. The other sets are ordered by their lowest rank.
+        """
+        beside = tuple(model for model in RANK_KEYS if model not in self.own)
+        found: dict[tuple[str, ...], tuple[int, ...]] = {}
+        for rank in self.other_ranks:
+            models = tuple(model for model, own in self.own.items() if rank in own)
+            found[models] = (*found.get(models, ()), rank)
+        return [SharedRanks((POLICY, *beside), self.policy), *(SharedRanks(*each) for each in found.items())]
+
+    def party(self, rank: int) -> int:
+        """Return the index of the set in `parties` that contains a rank."""
+        return next(number for number, each in enumerate(self.parties) if rank in each.ranks)
+
+
+def dedicated_ranks(deck: Deck) -> dict[str, range]:
+    """Return the dedicated ranks of each model; empty if the deck does not train with rewards."""
+    if deck.objective.kind not in POLICIES:
+        return {}
+    found = {model: _range(getattr(deck.policy, name)) for model, name in RANK_KEYS.items()}
+    return {model: ranks for model, ranks in found.items() if ranks is not None}
+
+
+def undivided(deck: Deck) -> Deck:
+    """Return the deck without dedicated ranks, so that all ranks hold all models."""
+    return deck.with_keys(policy=dict.fromkeys(RANK_KEYS.values(), POLICY))
+
+
+def require_undivided(deck: Deck, why: str) -> None:
+    """Raise HpctrainError if models have dedicated ranks; `why` is the reason that the message gives."""
+    apart = [
+        deck.problem(f"policy.{RANK_KEYS[model]}", f'{why} ("{POLICY}" would do here)')
+        for model in dedicated_ranks(deck)
+    ]
+    if apart:
+        raise HpctrainError(apart)
+
+
+def count_dedicated_ranks(deck: Deck) -> int:
+    """Return the number of ranks that do not hold the policy."""
+    return len(RankPartition(dedicated_ranks(deck), 0).other_ranks)

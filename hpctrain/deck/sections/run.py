@@ -1,0 +1,204 @@
+"""The section [run], and the checks of its keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
+
+from hpctrain.deck.key import Duration, PathText, Section, Whole, key
+from hpctrain.deck.problem import DeckProblem
+from hpctrain.deck.sections.local_steps import in_replicas
+from hpctrain.deck.sections.machine import MOST_THREADS
+from hpctrain.deck.sources import toml_value
+
+if TYPE_CHECKING:
+    from hpctrain.deck.schema import Deck
+
+
+class RunSection(Section):
+    """The run as a whole."""
+
+    title: str = key(
+        "Name of the run, for its folder, jobs and plots; without slashes and double dots.",
+        derived="the deck's file name",
+        min_length=1,
+    )
+    dir: PathText = key(
+        "Folder of the run, which is created if it does not exist.", derived="runs/<title>", min_length=1
+    )
+    steps: int = key(
+        "Optimizer steps of the whole run.",
+        unit="steps",
+        derived="from run.tokens or run.epochs, else required",
+        ge=1,
+    )
+    tokens: Whole | None = key(
+        "Instead of steps, number of training tokens, such as 1e9; the last step may exceed it.",
+        None,
+        unit="tokens",
+        derived="none: run.steps is used",
+        ge=1,
+        le=10**18,
+    )
+    epochs: float | None = key(
+        "Instead of steps, number of passes over the training data, from which run.steps is computed.",
+        None,
+        derived="none: run.steps is used",
+        gt=0,
+    )
+    seed: int = key("Seed of initial parameters, sample order and dropout.", 1234, ge=0, lt=2**63)
+    log_every: int = key("Number of steps between two lines of the log.", 10, unit="steps", ge=1)
+    evaluate_every: int = key(
+        "Steps between evaluations on the held-out part and the sets of [[evaluation]]; 0: only at the end.",
+        0,
+        unit="steps",
+        ge=0,
+    )
+    evaluate_sequences: int = key(
+        "Highest number of held-out sequences of one evaluation.", 64, unit="sequences", ge=1
+    )
+    patience: int = key(
+        "Early stopping: evaluations without a lower loss on the set of checkpoint.keep_best; 0: never stop.",
+        0,
+        ge=0,
+    )
+    noise_scale_steps: int = key(
+        "Steps over which the gradient noise scale (critical batch size) is averaged; 0: it is not measured.",
+        0,
+        unit="steps",
+        ge=0,
+    )
+    time_limit: Duration | None = key(
+        "Time after which the run writes a checkpoint and stops; a time limit of Slurm applies too.",
+        None,
+        unit="seconds",
+        derived="none",
+        gt=0,
+    )
+    time_margin: Duration | None = key(
+        "Reserve before the time limit, in addition to the time of a step and of a checkpoint.",
+        None,
+        unit="seconds",
+        derived="1 min, at most a tenth of the limit",
+        ge=0,
+    )
+    threads: int = key("Number of CPU threads of each rank.", 1, ge=1, le=MOST_THREADS)
+    device: Literal["auto", "cpu", "cuda"] = key(
+        "Device that computes; auto: GPUs if every rank has one, else the CPU.", "auto"
+    )
+    trace: bool = key(
+        "Record a timeline of every rank, written to trace.json with each checkpoint and drawn by "
+        "`hpctrain plot`.",
+        False,
+    )
+    trace_steps: int = key("Number of newest steps that a trace contains.", 3, unit="steps", ge=1)
+
+
+_TITLE_BYTES = 200  # names of files may have 255 bytes, and some consist of the title and more
+
+
+def title_problems(deck: Deck) -> Iterator[DeckProblem]:
+    """Yield the problems of a title, which must be usable as the name of a folder, a file and a job."""
+    title, why = deck.run.title, ""
+    if "/" in title or title == "." or ".." in title:
+        why = 'names a folder, so it must not be "." or contain "/" or ".."'
+    elif len(title.encode("utf-8", "replace")) > _TITLE_BYTES:
+        why = f"names a folder, so it must have {_TITLE_BYTES} bytes at most"
+    elif not title.strip():
+        why = "names a folder, so it must be more than blanks"
+    if why:
+        yield DeckProblem("run.title", why, for_new_decks=True)
+
+
+def run_problems(deck: Deck) -> Iterator[DeckProblem]:
+    """Yield the problems of the time limit, the transport, stragglers and mirrored checkpoints."""
+    run, limit, margin = deck.run, deck.run.time_limit, deck.run.time_margin
+    if limit is not None and margin is not None and margin >= limit:
+        sentence = f"must be less than run.time_limit = {toml_value(limit)}"
+        yield DeckProblem("run.time_margin", sentence, ("run.time_limit",))
+    if 0 < deck.stability.straggler_factor <= 1:
+        sentence = "must be above 1, or 0 to name no rank: half of all ranks take longer than the median"
+        yield DeckProblem("stability.straggler_factor", sentence)
+    if deck.communication.transport == "nccl" and run.device == "cpu":
+        sentence = 'works between GPUs only, but run.device = "cpu" ("auto" or "mpi" would do)'
+        yield DeckProblem("communication.transport", sentence, ("run.device",))
+    transport = deck.communication.transport
+    nodes = deck.communication.ranks_per_node
+    delayed = {"auto", "mpi", "shared"} if nodes else {"auto", "mpi"}
+    if deck.communication.emulate is not None and transport not in delayed:
+        sentence = f'delays what the host sends, but communication.transport = "{transport}" ("mpi" would do)'
+        yield DeckProblem("communication.emulate", sentence, ("communication.transport",))
+    if nodes and transport == "nccl":
+        sentence = 'is for what hosts send, but communication.transport = "nccl" (leave it out)'
+        yield DeckProblem("communication.ranks_per_node", sentence, ("communication.transport",))
+    kept = deck.checkpoint
+    if not kept.mirror and kept.mirror_every != type(kept).model_fields["mirror_every"].default:
+        sentence = "has no effect without checkpoint.mirror = true (leave it out)"
+        yield DeckProblem("checkpoint.mirror_every", sentence, ("checkpoint.mirror",), no_effect=True)
+
+
+def length_problems(deck: Deck) -> Iterator[DeckProblem]:
+    """Yield the problems of the keys that give the length of the run."""
+    run = deck.run
+    given = [f"run.{name}" for name in ("tokens", "epochs") if getattr(run, name) is not None]
+    if "run.steps" in deck.sources.places and not deck.sources.place("run.steps").note:
+        given.insert(0, "run.steps")
+    for name in given[1:]:
+        sentence = f"gives the length of the run, as {given[0]} does (leave one of them out)"
+        yield DeckProblem(name, sentence, (given[0],))
+    if run.tokens is not None and deck.data.dataset is not None:
+        sentence = "counts tokens, and a dataset that you bring has samples (run.steps would do)"
+        yield DeckProblem("run.tokens", sentence, ("data.dataset",))
+
+
+_NOISE_SCALE = "run.noise_scale_steps"
+
+
+_NOT_MEANS = frozenset({"sign", "onebit", "topk", "powersgd"})
+"""Compressions whose sums differ from the gradient sums of the step by more than rounding."""
+
+
+def noise_scale_problems(deck: Deck) -> Iterator[DeckProblem]:
+    """Yield the problems of the noise scale that do not depend on the number of ranks."""
+    if not deck.run.noise_scale_steps:
+        return
+    layout, keys = deck.layout, deck.communication
+
+    def problem(why: str, *excluding: str) -> DeckProblem:
+        given = " and ".join(f"{other} = {toml_value(deck.value(other))}" for other in excluding)
+        return DeckProblem(_NOISE_SCALE, f"cannot be with {given}, {why} (0 would do)", excluding)
+
+    if keys.server is not None:
+        yield problem("whose workers do not make steps together", "communication.server.mode")
+        return
+    if in_replicas(deck):
+        key = "layout.local_steps." + ("replicas" if layout.replicas > 1 else "outer")
+        yield problem("as gradients are not summed over all data ranks then", key)
+    if keys.compress in _NOT_MEANS:
+        yield problem("which makes other sums than those of all gradients", "communication.compress")
+    if deck.memory.accumulate == "sliced":
+        yield problem("as no rank has the gradients of all its tokens then", "memory.accumulate")
+    if layout.context > 1:
+        yield problem("whose ranks have gradients of parts of the same sequences", "layout.context")
+    if deck.model.experts:
+        for name in ("expert", "expert_tensor", "tensor"):
+            if getattr(layout, name) > 1:
+                why = "with which experts' gradients are those of several ranks' tokens"
+                yield problem(why, f"layout.{name}", "model.experts.count")
+                break
+
+
+def noise_scale_world_problems(deck: Deck, data: int) -> Iterator[DeckProblem]:
+    """Yield the problems of the noise scale on `data` data ranks."""
+    layout, batch = deck.layout, deck.batch
+    if not deck.run.noise_scale_steps or data > 1:
+        return
+    if layout.tensor > 1 or layout.pipeline > 1:
+        sentence = "compares data ranks with all of them together, but there is one (0 would do)"
+        yield DeckProblem(_NOISE_SCALE, sentence, ("layout.data", "layout.tensor", "layout.pipeline"))
+    elif batch.global_size <= batch.micro_size:
+        sentence = (
+            "compares a rank's first micro-batch with all of its step, but there is one (0, a smaller "
+            "batch.micro_size or more ranks would do)"
+        )
+        yield DeckProblem(_NOISE_SCALE, sentence, ("layout.data", "batch.global_size", "batch.micro_size"))

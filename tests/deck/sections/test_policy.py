@@ -1,0 +1,274 @@
+"""What a deck may say of policies: defaults that follow other keys, paths, and everything that will not do.
+
+Tests of deck/sections/policy.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpctrain.deck.read import deck_text, parse_deck, read_deck
+from hpctrain.deck.sections.objective import POLICIES
+from hpctrain.deck.sections.policy import (
+    PolicySection,
+    answers_to_each,
+    largest_sample,
+    policy_problems,
+    steps_of_rollout,
+    weights_of,
+)
+from tests.deck.small_text import SMALL, problems
+
+REWARDED = 'reward = ["exact-match"]\ntokens = 16\n'
+WHOLE = "[checkpoint]\nevery = 0\n"
+
+
+def text(kind: str, policy: str = "", more: str = WHOLE) -> str:
+    """A deck that learns from rewards."""
+    return f'{SMALL}\n[objective]\nkind = "{kind}"\n[policy]\n{REWARDED}{policy}\n{more}'
+
+
+def test_defaults_follow_the_kind() -> None:
+    ppo, grpo = (parse_deck(text(kind)).policy for kind in POLICIES)
+    assert (ppo.samples, ppo.kl, ppo.mean, ppo.rollout, ppo.clip_high) == (1, "k1", "tokens", 8, 0.2)
+    assert (grpo.samples, grpo.kl, grpo.mean, grpo.rollout, grpo.clip_high) == (8, "k3", "answers", 8, 0.2)
+    assert ppo.whiten and grpo.scale
+    assert (ppo.gamma, ppo.gae_lambda, ppo.value_clip) == (1.0, 0.95, 0.2)
+
+
+def test_defaults_follow_other_keys() -> None:
+    deck = parse_deck(text("ppo", "clip_low = 0.1"), ["batch.global_size=16"])
+    assert (deck.policy.rollout, deck.policy.clip_high) == (16, 0.1)
+    given = 'samples = 4\nrollout = 16\nclip_high = 0.3\nkl = "k1"\nmean = "constant"\nepochs = 3'
+    deck = parse_deck(text("grpo", given), ["run.steps=12"])
+    keys = deck.policy
+    assert (keys.samples, keys.rollout, keys.clip_high, keys.kl, keys.mean) == (4, 16, 0.3, "k1", "constant")
+    assert steps_of_rollout(deck) == 16 * 3 // 8
+    assert largest_sample(deck) == 64 - 16
+    assert answers_to_each(deck) == 4 * 3
+    assert parse_deck(deck_text(deck)) == deck
+
+
+def test_other_kinds_have_no_policy() -> None:
+    deck = parse_deck(SMALL)
+    assert (deck.policy.samples, deck.policy.rollout, deck.policy.kl, deck.policy.mean) == (None,) * 4
+    assert (largest_sample(deck), answers_to_each(deck)) == (64, 1)
+    assert "[policy]" not in deck_text(deck) or parse_deck(deck_text(deck)) == deck
+
+
+def test_each_reward_has_a_weight() -> None:
+    several = 'reward = ["exact-match", "regular-expression:b"]\ntokens = 16\n'
+    deck = parse_deck(text("ppo").replace(REWARDED, several))
+    assert weights_of(deck.policy) == (1.0, 1.0)
+    deck = parse_deck(text("ppo", "weights = [2.0, -0.5]").replace(REWARDED, several))
+    assert weights_of(deck.policy) == (2.0, -0.5)
+
+
+def test_a_reward_is_named_once() -> None:
+    twice = text("grpo").replace('["exact-match"]', '["exact-match", "exact-match"]')
+    assert any("names one twice" in each for each in problems(twice))
+
+
+def test_a_call_is_no_hang() -> None:
+    told = "policy.seconds = 200.0: is more than a 4th of stability.hang_seconds = 600"
+    assert any(told in each for each in problems(text("grpo", "seconds = 200.0")))
+    for hang in ("0", "800"):
+        parse_deck(text("grpo", "seconds = 200.0"), [f"stability.hang_seconds={hang}"])
+
+
+def test_functions_are_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    home = tmp_path / "decks"
+    home.mkdir()
+    named = [
+        "own.py:polite",
+        "regular-expression:a/b.py:c",
+        "exact-match",
+        f"{tmp_path}/there.py:x",
+        "package:f",
+    ]
+    listed = ", ".join(f'"{each}"' for each in named)
+    (home / "deck.toml").write_text(text("ppo").replace('["exact-match"]', f"[{listed}]"))
+    found = read_deck(Path("decks/deck.toml")).policy.reward
+    assert found == (f"{home}/own.py:polite", *named[1:])
+
+
+VAIN = {
+    "temperature": "0.5",
+    "reward": '["exact-match"]',
+    "weights": "[1.0]",
+    "answer": '"right"',
+    "seconds": "3.0",
+    "processes": "2",
+    "tokens": "16",
+    "stops": '["b"]',
+    "samples": "2",
+    "rollout": "16",
+    "epochs": "2",
+    "clip_low": "0.1",
+    "clip_high": "0.3",
+    "kl": '"k1"',
+    "mean": '"tokens"',
+    "scale": "false",
+    "whiten": "false",
+    "gamma": "0.9",
+    "gae_lambda": "0.9",
+    "value_clip": "0.1",
+    "critic": '["learning_rate.peak=1"]',
+    "reference": '["layout.zero=0"]',
+    "critic_ranks": '"1"',
+    "reference_ranks": '"1"',
+    "reward_ranks": '"1"',
+    "shown": "1",
+}
+
+
+def test_keys_given_in_vain() -> None:
+    assert VAIN.keys() == PolicySection.model_fields.keys()
+    for kind in ("next-token", "dpo"):
+        for name, value in VAIN.items():
+            told = problems(
+                f'{SMALL}micro_size = 2\n[objective]\nkind = "{kind}"\n[policy]\n{name} = {value}\n'
+            )
+            why = f': is for objective.kind = "ppo" or "grpo", which is "{kind}" (leave it out)'
+            assert len(told) == 1, told
+            assert f"policy.{name} = " in told[0]
+            assert told[0].endswith(why)
+
+
+ONLY_PPO = ("whiten", "gamma", "gae_lambda", "value_clip", "critic")
+
+
+@pytest.mark.parametrize("name", ONLY_PPO)
+def test_groups_have_no_critic(name: str) -> None:
+    (told,) = problems(text("grpo", f"{name} = {VAIN[name]}"))
+    assert f"policy.{name} = " in told
+    assert told.endswith(': is for objective.kind = "ppo", which has a critic (leave it out)')
+    assert parse_deck(text("ppo", f"{name} = {VAIN[name]}"))
+
+
+WRONG = {
+    "no reward": (
+        "ppo",
+        "",
+        'policy.reward = [] (default): must name what rewards answers ("exact-match" would do)',
+    ),
+    "weights": ("ppo", "weights = [1.0, 2.0]", "must have a weight for each of the 1 rewards (left out, all"),
+    "no room": ("ppo", "", "policy.tokens = 64: leaves no room for prompts in batch.sequence = 64"),
+    "stop": ("ppo", 'stops = ["b", ""]', "has an empty text, which would end every answer at once (leave"),
+    "scale": ("ppo", "scale = false", 'policy.scale = false: is for objective.kind = "grpo" (leave it out)'),
+    "alone": (
+        "grpo",
+        "samples = 1",
+        "policy.samples = 1: leaves an answer nothing to be compared with (2 or more would do, or",
+    ),
+    "groups": (
+        "grpo",
+        "samples = 3",
+        "policy.rollout = 8 (default): must be whole groups of policy.samples = 3 (6 or 9 would do)",
+    ),
+    "steps": (
+        "ppo",
+        "rollout = 12",
+        "policy.rollout = 12: must be whole steps of batch.global_size = 8 (8 or 16 would do)",
+    ),
+    "run": (
+        "ppo",
+        "rollout = 24",
+        "run.steps = 20: must be whole rollouts of 3 steps (policy.rollout * policy.epochs / "
+        "batch.global_size; 18 or 21 would do)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_will_not_do(name: str) -> None:
+    kind, policy, wanted = WRONG[name]
+    given = text(kind, policy)
+    if name == "no reward":
+        given = given.replace('reward = ["exact-match"]\n', "")
+    if name == "no room":
+        given = given.replace("tokens = 16", "tokens = 64")
+    (told,) = problems(given)
+    assert wanted in told
+
+
+EVERY = {
+    "checkpoint.every": "[checkpoint]\nevery = 4\n",
+    "checkpoint.memory_every": "[checkpoint]\nevery = 0\nmemory_every = 4\n",
+    "run.evaluate_every": WHOLE,
+}
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_what_is_between_rollouts_comes_with_whole_ones(name: str) -> None:
+    given = text("ppo", "rollout = 24", EVERY[name]).replace("steps = 20", "steps = 21")
+    if name == "run.evaluate_every":
+        given = given.replace("steps = 21", "steps = 21\nevaluate_every = 4")
+    (told,) = problems(given)
+    assert f"{name} = 4: must be whole rollouts of 3 steps" in told
+    assert told.endswith("3 or 6 would do)")
+    assert parse_deck(given.replace("every = 4", "every = 6"))
+
+
+def test_what_is_never_asked() -> None:
+    reference = 'reference = ["layout.zero=0"]'
+    assert parse_deck(text("ppo", reference))
+    (told,) = problems(text("ppo", reference).replace('kind = "ppo"', 'kind = "ppo"\nbeta = 0'))
+    assert told.endswith(": is never asked, since objective.beta = 0 (leave it out)")
+    for kind in POLICIES:
+        assert parse_deck(text(kind).replace(f'"{kind}"', f'"{kind}"\nbeta = 0')).objective.beta == 0
+
+
+# Each with what it needs besides.
+OTHERS = {
+    "model.module": ["model.module=torch.nn:Linear"],
+    "model.loss": ["model.loss=x.py:f"],
+    "data.dataset": ["data.dataset=x.py:f"],
+    "data.mixture": ["data.mixture=[{tokens='a.h5', weight=1}]"],
+    "run.tokens": ["run.tokens=100000"],
+    "communication.server": ["communication.server=async"],
+    "layout.local_steps": ["layout.replicas=2"],
+    "model.dropout": ["model.dropout=0.1"],
+    "batch.ramp_from": ["batch.ramp_from=4", "batch.ramp_steps=4"],
+    "stability.z_loss": ["stability.z_loss=1e-4"],
+    "evaluation.sets": [],
+    "checkpoint.mirror": ["checkpoint.mirror=true"],
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_does_not_go_with_answers_of_its_own(name: str) -> None:
+    books = '[[evaluation]]\nname = "books"\ntokens = "b.h5"\n'
+    more = WHOLE + (books if name == "evaluation.sets" else "")
+    told = problems(text("grpo", more=more), *OTHERS[name])
+    wanted = f'objective.kind = "grpo": {name} is not for a model that learns from what it writes itself'
+    assert any(wanted in each and each.endswith("(leave it out)") for each in told), told
+
+
+def test_epochs_are_not_counted() -> None:
+    given = text("ppo", "rollout = 24").replace("steps = 20", "epochs = 2")
+    (told,) = problems(given)
+    wanted = "run.epochs = 2: counts sequences of token files, and these are prompts (run.steps would do)"
+    assert told.endswith(wanted)
+
+
+def test_experts_that_drop_tokens() -> None:
+    mixture = ["model.family=llama", "model.experts.count=4", "model.experts.mlp=64"]
+    assert parse_deck(text("grpo"), mixture)
+    told = problems(text("grpo"), *mixture, "model.experts.capacity=1.5")
+    wanted = "has experts with a capacity, which drop tokens by what is beside them (leave it out)"
+    assert any(each.endswith(wanted) for each in told), told
+
+
+def test_all_at_once() -> None:
+    wrong = 'weights = [1.0, 2.0]\nstops = [""]\nsamples = 3\ngamma = 0.9'
+    told = problems(text("grpo", wrong))
+    assert len(told) == 4, told
+
+
+def test_a_deck_that_will_do_has_no_problem() -> None:
+    for kind in POLICIES:
+        assert list(policy_problems(parse_deck(text(kind)))) == []
