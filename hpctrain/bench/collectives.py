@@ -17,7 +17,8 @@ from hpctrain.bench.peers import OPERATIONS, Once, gloo_call, group_call, plain_
 from hpctrain.bench.timing import write_json
 from hpctrain.comm.group import Group
 from hpctrain.comm.mesh import choose_transport
-from hpctrain.comm.transports.shared import SMALL_OPERATIONS, SharedTransport
+from hpctrain.comm.transports.shared import SharedTransport
+from hpctrain.comm.transports.small_messages import SMALL_OPERATIONS
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.report.terminal import stderr_console, stdout_console

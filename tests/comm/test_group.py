@@ -39,7 +39,8 @@ def shared(world: World) -> Transport:
     if world.size == 1:
         return host
     made = SharedTransport(host, world.groups.memory)
-    made.least_bytes, made.least_moved_bytes, made.round_bytes, made.most_small_bytes = 1, 1, 4096, -1
+    made.least_bytes, made.least_moved_bytes, made.round_bytes = 1, 1, 4096
+    made.small_operations.most_bytes = -1
     return made
 
 

@@ -55,6 +55,24 @@ class MemoryLocation(NamedTuple):
     offset: int
 
 
+class MemoryIdentity(NamedTuple):
+    """Data by which other ranks of the node find the memory of a rank.
+
+    Attributes:
+        rank: The rank in the world.
+        process: Its process id.
+        file: Its file descriptor of the memory.
+        probe: Offset in the memory of a random number, which shows that it is the right one.
+        number: That number.
+    """
+
+    rank: int
+    process: int
+    file: int
+    probe: int
+    number: int
+
+
 class _CommonMemory(NamedTuple):
     """Common memory that this rank uses: its size, its users, and whether it is in this rank's file."""
 
@@ -74,8 +92,7 @@ class NodeMemory:
         fence: Function that orders this rank's reads and writes of the memory.
         progress: Function that lets this rank's MPI messages make progress. Ranks call it while they wait,
             since others may wait for these messages.
-        free_counters: Rows of counters that ended groups have left, by their length (`ProgressCounters`).
-        free_small_operations: Memory that ended groups have left, by their ranks (`open_small_operations`).
+        reusable: Offsets of memory of `reuse` that nobody uses now, by its key.
         message_buffers: Buffers of the messages of all groups (`NodeMessages`).
         free_staging: Memory through which operations copy tensors, and that none uses now.
     """
@@ -97,8 +114,7 @@ class NodeMemory:
         self._common: dict[int, _CommonMemory] = {}  # by address
         self._unused: deque[tuple[int, memoryview, int]] = deque()
         self._owned: list[tuple[int, int, memoryview]] = []  # first byte, length, which users have ended
-        self.free_counters: dict[int, list[tuple[int, int]]] = {}
-        self.free_small_operations: dict[tuple[int, ...], list[int]] = {}
+        self.reusable: dict[tuple[object, ...], list[int]] = {}
         self.message_buffers: list[MessageBuffer] = []
         self.free_staging: list[Tensor] = []
 
@@ -107,26 +123,34 @@ class NodeMemory:
         """Ranks of the world whose memory this rank sees, including itself."""
         return frozenset(self._maps)
 
-    def identity(self) -> tuple[int, int, int]:
-        """Return the arguments of `open` on other ranks: rank, process id and file descriptor."""
-        return self.rank, os.getpid(), self._file
+    def identity(self) -> MemoryIdentity:
+        """Write a random number into this memory, and return what other ranks pass to `open`.
 
-    def open(self, rank: int, process: int, file: int) -> None:
+        Raises:
+            MemoryError: The system has no memory left.
+        """
+        probe, number = self.take(8), secrets.randbits(_PROBE_BITS)
+        if probe is None:
+            raise MemoryError("the system has no memory left")
+        self.words(MemoryLocation(self.rank, probe), 1)[0] = number
+        self.fence()
+        return MemoryIdentity(self.rank, os.getpid(), self._file, probe, number)
+
+    def open(self, peer: MemoryIdentity) -> None:
         """Map the memory of another rank.
-
-        Args:
-            rank: The rank in the world.
-            process: Its process id.
-            file: Its file descriptor of the memory.
 
         Raises:
             OSError: The memory cannot be opened, for example that of another container.
+            ValueError: The process is another one, which has the same number in another container.
         """
-        descriptor = os.open(Path("/proc", str(process), "fd", str(file)), os.O_RDWR | os.O_CLOEXEC)
+        descriptor = os.open(Path("/proc", str(peer.process), "fd", str(peer.file)), os.O_RDWR | os.O_CLOEXEC)
         try:
-            self._map(rank, descriptor)
+            self._map(peer.rank, descriptor)
         finally:
             os.close(descriptor)
+        self.fence()
+        if self.words(MemoryLocation(peer.rank, peer.probe), 1)[0] != peer.number:
+            raise ValueError("it is the memory of another process")
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
         """Return uninitialized memory that the peers see as long as the tensor exists; None if that fails."""
@@ -162,6 +186,20 @@ class NodeMemory:
             self._release(begin, length)
             return None
         return begin
+
+    def reuse(self, key: tuple[object, ...], size: int, user: object) -> int | None:
+        """Allocate memory in this rank's file that `user` has as long as it exists.
+
+        It is what an earlier user with this key has left, with its contents, or else new zeros.
+
+        Returns:
+            Offset of the first byte; None if there is not enough memory.
+        """
+        free = self.reusable.setdefault(key, [])
+        offset = free.pop() if free else self.take(size)
+        if offset is not None:
+            weakref.finalize(user, free.append, offset).atexit = False
+        return offset
 
     def take_common(self, size: int, users: int) -> MemoryLocation | None:
         """Allocate zeros in this rank's file as common memory of `users` ranks. Only the owner calls this.
@@ -292,28 +330,25 @@ def open_node_memory(node: MPI.Intracomm, rank: int) -> NodeMemory | str:
         return f"{sys.platform} does not have memfd_create"
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     file_bytes = _pages(min(max(node.allgather(total)), _ADDRESS_SPACE // node.size))
-    memory, failure = None, ""
+    memory = identity = None
+    failure = ""
     try:
         memory = NodeMemory(rank, file_bytes)
-    except (OSError, ValueError, MPI.Exception) as error:
+        identity = memory.identity()
+    except (OSError, ValueError, MemoryError, MPI.Exception) as error:
         failure = f"rank {rank} cannot create shared memory: {error}"
-    identities = node.allgather(None if memory is None else memory.identity())
-    if memory is not None:
-        failure = _open_peers(memory, [each for each in identities if each is not None])
+    for peer in node.allgather(identity):
+        if memory is not None and peer is not None and peer.rank != rank and not failure:
+            try:
+                memory.open(peer)
+            except (OSError, ValueError) as error:
+                failure = f"rank {rank} cannot open the memory of rank {peer.rank}: {error}"
     failures: list[str] = [each for each in node.allgather(failure) if each]
     if memory is not None and not failures:
-        probe, number = memory.take(8), secrets.randbits(_PROBE_BITS)
-        if probe is not None:
-            memory.words(MemoryLocation(rank, probe), 1)[0] = number
-        memory.fence()
-        probes = node.allgather((probe, number))
-        memory.fence()
-        failures = [each for each in node.allgather(_find_invisible(memory, identities, probes)) if each]
-    if memory is None or failures:
-        if memory is not None:
-            memory.close()
-        return failures[0]
-    return memory
+        return memory
+    if memory is not None:
+        memory.close()
+    return failures[0]
 
 
 def examine_node_memory(world: MPI.Intracomm) -> list[DoctorFinding]:
@@ -340,32 +375,3 @@ def examine_node_memory(world: MPI.Intracomm) -> list[DoctorFinding]:
 
 def _pages(size: int) -> int:
     return max(1, -(-size // mmap.PAGESIZE)) * mmap.PAGESIZE
-
-
-def _open_peers(memory: NodeMemory, identities: Sequence[tuple[int, int, int]]) -> str:
-    """Open the memory of all ranks. Return a sentence that says why that failed, or ""."""
-    for rank, process, file in identities:
-        try:
-            if rank != memory.rank:
-                memory.open(rank, process, file)
-        except (OSError, ValueError) as error:
-            return f"rank {memory.rank} cannot open the memory of rank {rank}: {error}"
-    return ""
-
-
-def _find_invisible(
-    memory: NodeMemory,
-    identities: Sequence[tuple[int, int, int] | None],
-    probes: Sequence[tuple[int | None, int]],
-) -> str:
-    """Return a sentence about the first rank whose random number is not in its memory, or "".
-
-    Process ids of another container may stand for other processes here, which may have such memory, too.
-    """
-    for identity, (probe, number) in zip(identities, probes, strict=True):
-        assert identity is not None
-        if probe is None:
-            return f"rank {identity[0]} cannot create shared memory"
-        if memory.words(MemoryLocation(identity[0], probe), 1)[0] != number:
-            return f"rank {memory.rank} does not see the memory of rank {identity[0]}"
-    return ""

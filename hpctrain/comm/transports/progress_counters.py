@@ -8,7 +8,6 @@ late sees at least the value that it waits for, and a later group may use the ro
 
 from __future__ import annotations
 
-import weakref
 from array import array
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -112,34 +111,29 @@ class ProgressCounters:
         self.rank, self.size = communicator.rank, communicator.size
         self.memory = memory
         self._slot_words = _OFFSETS + -(-self.size // _LINE) * _LINE
-        count = self._slot_words * SLOTS
-        free = memory.free_counters.setdefault(count, [])
-        offset, first = free.pop() if free else (memory.take(8 * count), 0)
+        count = _LINE + self._slot_words * SLOTS
+        offset = memory.reuse(("counters", count), 8 * count, self)
         if offset is None:
             raise MemoryError("no memory of the node is left for the counters of its ranks")
-        self._operations = [first]
+        # The first word of a row counts its operations. The first one of a group uses the first slot.
+        self._count = memory.words(MemoryLocation(memory.rank, offset), 1)
+        self._count[0] = first = -(-self._count[0] // SLOTS) * SLOTS
         rows = communicator.allgather((memory.rank, offset, first))
         self._rows = [memory.words(MemoryLocation(owner, start), count) for owner, start, _ in rows]
         self._ahead = [first_of_rank - first for _, _, first_of_rank in rows]
-        weakref.finalize(self, _release, free, offset, self._operations).atexit = False
 
     @property
     def next_slot(self) -> int:
         """Number of the slot of the next operation, which an operation SLOTS before it has used."""
-        return (self._operations[0] + 1) % SLOTS
+        return (self._count[0] + 1) % SLOTS
 
     def open(self) -> OperationCounters:
         """Return the counters of the next operation, which must be the next one on all ranks."""
-        begin = self.next_slot * self._slot_words
-        self._operations[0] = number = self._operations[0] + 1
+        begin = _LINE + self.next_slot * self._slot_words
+        self._count[0] = number = self._count[0] + 1
         slots = [row[begin : begin + self._slot_words] for row in self._rows]
         bases = [(number + ahead) << _ROUND_BITS for ahead in self._ahead]
         return OperationCounters(self.rank, slots, bases, self.memory)
-
-
-def _release(free: list[tuple[int, int]], offset: int, operations: list[int]) -> None:
-    """Leave a row to a later group, whose first operation uses the first slot as on all other ranks."""
-    free.append((offset, -(-operations[0] // SLOTS) * SLOTS))
 
 
 class OperationCounters:

@@ -26,11 +26,7 @@ from hpctrain.comm.transports.progress_counters import (
     ProgressCounters,
 )
 from hpctrain.comm.transports.reduction import BLOCK, equal_counts, reduce_block
-from hpctrain.comm.transports.small_messages import (
-    SmallOperations,
-    open_small_operations,
-    small_operation_bytes,
-)
+from hpctrain.comm.transports.small_messages import SmallOperations
 from hpctrain.comm.transports.transport import (
     ElementRange,
     SteppedWork,
@@ -48,9 +44,6 @@ SHARED_BYTES = 256 * 1024
 
 MOVED_BYTES = 4 << 20
 """Smallest call of MOVEMENTS, in bytes, through shared memory. Below it, MPI is as fast."""
-
-PAIR_BYTES = 8 * 1024
-"""Smallest sum of two ranks, in bytes, for SmallOperations. For more ranks, MPI is slower at any size."""
 
 MESSAGE_BYTES = 16 * 1024
 """Smallest message, in bytes, through shared memory. Shorter ones arrive even while the sender computes."""
@@ -70,7 +63,6 @@ STAGED_ROUNDS = 2
 REDUCTIONS = frozenset({"all_reduce", "reduce_scatter"})
 MESSAGES = frozenset({"send", "recv"})
 MOVEMENTS = frozenset({"all_gather", "gather", "scatter", "all_to_all", "broadcast"})
-SMALL_OPERATIONS = frozenset({"all_reduce", "reduce_scatter", "all_gather"})
 
 
 class SharedTransport(Transport):
@@ -82,14 +74,12 @@ class SharedTransport(Transport):
 
     Attributes:
         users: For each rank of the group, its rank in the world of all processes.
+        small_operations: Operations on small tensors.
         least_bytes: Value of SHARED_BYTES (tests set others, as for the next four).
         least_moved_bytes: Value of MOVED_BYTES.
         least_message_bytes: Value of MESSAGE_BYTES.
         least_visible_bytes: Value of VISIBLE_BYTES.
         round_bytes: Value of ROUND_BYTES. Ranks report progress after each round.
-        least_small_bytes: Smallest sum, in bytes, that SmallOperations run.
-        most_small_bytes: Largest blocking operation, in bytes, that they run; -1 if there is no memory for
-            them.
     """
 
     least_bytes, least_moved_bytes, least_message_bytes = SHARED_BYTES, MOVED_BYTES, MESSAGE_BYTES
@@ -102,11 +92,9 @@ class SharedTransport(Transport):
         self.users: tuple[int, ...] = tuple(mpi.communicator.allgather(memory.rank))
         self.counters = ProgressCounters(mpi.communicator, memory)
         self.messages = NodeMessages(mpi.communicator, memory)
+        self.small_operations = SmallOperations(mpi.communicator, memory, self.users)
         self._common_bytes = [0] * self.size  # bytes of common memory that each rank owns
         self._peers = [(self.rank + step) % self.size for step in range(1, self.size)]
-        self.least_small_bytes = PAIR_BYTES if self.size == 2 else 0
-        self.most_small_bytes = small_operation_bytes(self.size)
-        self._small_operations: SmallOperations | None = None
         self._in_flight: list[SteppedWork | None] = [None] * SLOTS
 
     @override
@@ -116,7 +104,7 @@ class SharedTransport(Transport):
         common = call.output if call.operation == "all_gather" else None
         if common is not None and self.memory.is_common(common, self.users):
             return self.start(self._gather_common(call, common), call.blocking)
-        if call.blocking and call.bytes <= self.most_small_bytes and self._run_small(call):
+        if self.small_operations.run(call):
             return None
         if not self._uses_memory(call):
             return self.mpi.run(call)
@@ -164,25 +152,9 @@ class SharedTransport(Transport):
 
     @override
     def adds_at_owner(self, call: Call) -> bool:
-        if call.blocking and call.bytes <= self.most_small_bytes:
+        if call.blocking and call.bytes <= self.small_operations.most_bytes:
             return False
         return self._uses_memory(call) or self.mpi.adds_at_owner(call)
-
-    def _run_small(self, call: Call) -> bool:
-        """Run a call if it is one of SmallOperations and there is memory for it. Otherwise return False."""
-        operation, dtype = call.operation, call.dtype
-        if operation not in SMALL_OPERATIONS or dtype is None:
-            return False
-        is_large_enough = dtype.is_floating_point and call.bytes >= self.least_small_bytes
-        if operation in REDUCTIONS and not is_large_enough:
-            return False
-        if self._small_operations is None:
-            self._small_operations = open_small_operations(self.mpi.communicator, self.memory)
-            if self._small_operations is None:
-                self.most_small_bytes = -1
-                return False
-        self._small_operations.run(call)
-        return True
 
     def takes_message(self, call: Call) -> bool:
         """Return True if a call is a message that uses shared memory; the same on sender and receiver."""

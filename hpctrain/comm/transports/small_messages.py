@@ -11,10 +11,7 @@ copy that operation n - 2 has used.
 
 from __future__ import annotations
 
-import os
-import time
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from ctypes import memmove
 from mmap import PAGESIZE
 
@@ -23,70 +20,81 @@ from torch import Tensor
 
 from hpctrain.comm.calls import Call
 from hpctrain.comm.transports.node_memory import MemoryLocation, NodeMemory
+from hpctrain.comm.transports.progress_counters import CounterWork
 from hpctrain.comm.transports.reduction import reduce_block
 from hpctrain.comm.transports.transport import flat_view
 from hpctrain.host.mpi_library import MPI
 
+SMALL_OPERATIONS = frozenset({"all_reduce", "reduce_scatter", "all_gather"})
+
 SMALL_OPERATION_BYTES = 256 * 1024
 """Bytes of all ranks' tensors together, which fit in a processor's cache and are read by every rank."""
+
+PAIR_BYTES = 8 * 1024
+"""Smallest sum of two ranks, in bytes, for SmallOperations. For more ranks, MPI is slower at any size."""
 
 _ALIGNMENT = 64
 _COPIES = 2
 _CACHED_VIEWS = 64  # shapes of tensors for which views of the copies are kept
-_SPINS, _YIELDS = 100, 10_000  # tests after which a waiting rank yields the core, and sleeps
-_SLEEP = 50e-6
 
 
 class SmallOperations:
-    """Blocking operations of a group on tensors of at most `most` bytes.
+    """Blocking operations of a group on small tensors. The constructor is local.
 
     Args:
-        rank: This rank in the group.
-        copies: For each of the two copies, the memory of each rank.
-        counts: For each rank its counter, and the value that it had before the first operation.
-        fence: Function that orders this rank's reads and writes of memory.
-        progress: Function that lets other operations of this rank make progress while it waits.
+        communicator: Communicator of the group.
+        memory: Memory of the node, to which all ranks belong.
+        users: For each rank of the group, its rank in the world of all processes.
+
+    Attributes:
+        least_bytes: Smallest sum, in bytes, that is run.
+        most_bytes: Largest operation, in bytes, that is run; -1 if a rank cannot get memory for it.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        copies: Sequence[Sequence[Tensor]],
-        counts: Sequence[tuple[memoryview, int]],
-        fence: Callable[[], None],
-        progress: Callable[[], object],
-    ) -> None:
-        self.rank, self.size, self.most = rank, len(counts), copies[0][0].numel()
-        self._copies, self._fence, self._progress = copies, fence, progress
-        self._addresses = [[memory.data_ptr() for memory in copy] for copy in copies]
-        self._counter, self._initial_count = counts[rank]
-        self._peer_counts = [each for peer, each in enumerate(counts) if peer != rank]
+    def __init__(self, communicator: MPI.Intracomm, memory: NodeMemory, users: tuple[int, ...]) -> None:
+        self.rank, self.size, self.users = communicator.rank, communicator.size, users
+        self.least_bytes = PAIR_BYTES if self.size == 2 else 0
+        self.most_bytes = small_operation_bytes(self.size)
+        self._communicator, self._memory = communicator, memory
+        self._copies: list[list[Tensor]] = []  # for each copy, the memory of each rank
+        self._addresses: list[list[int]] = []
+        self._counts: list[tuple[memoryview, int]] = []  # each rank's counter, and its first value
         self._views: dict[tuple[int, int, int, torch.dtype], list[Tensor]] = {}
         self._operations = 0
 
-    def run(self, call: Call) -> None:
-        """Run an all_reduce, reduce_scatter or all_gather. Collective."""
-        tensor, output = call.tensor, call.output
+    def run(self, call: Call) -> bool:
+        """Run a call if it is small and blocking. Otherwise return False. Collective, as the call.
+
+        The first call that it runs allocates memory; it returns False if a rank cannot get any.
+        """
+        if not call.blocking or call.bytes > self.most_bytes or call.operation not in SMALL_OPERATIONS:
+            return False
+        tensor, output, reduction = call.tensor, call.output, call.reduction
         assert tensor is not None and output is not None
+        if reduction is not None and (not tensor.is_floating_point() or call.bytes < self.least_bytes):
+            return False
+        if not self._copies and not self._open():
+            return False
         self._operations = number = self._operations + 1
         copy = number % _COPIES
         memmove(self._addresses[copy][self.rank], tensor.data_ptr(), tensor.nbytes)
-        self._fence()
-        self._counter[0] = self._initial_count + number
-        for counter, initial in self._peer_counts:
+        self._memory.fence()
+        counter, initial = self._counts[self.rank]
+        counter[0] = initial + number
+        for counter, initial in self._counts:
             if counter[0] < initial + number:
-                self._wait(counter, initial + number)
-        self._fence()
-        if call.operation == "all_gather":
+                CounterWork([(counter, 0, initial + number)], self._memory).wait()
+        self._memory.fence()
+        if reduction is None:
             self._gather(copy, tensor, output, call.counts)
-            return
-        assert call.reduction is not None
+            return True
         begin, length = 0, output.numel()
         if call.operation == "reduce_scatter":
             begin = self.rank * length if call.counts is None else sum(call.counts[: self.rank])
         # All parts are copies, so that intermediate sums may lie in the output.
         parts = self._parts(copy, begin, length, tensor.dtype)
-        reduce_block(parts, flat_view(output), call.reduction, 0)
+        reduce_block(parts, flat_view(output), reduction, 0)
+        return True
 
     def _gather(self, copy: int, tensor: Tensor, output: Tensor, counts: Sequence[int] | None) -> None:
         address, itemsize, share = output.data_ptr(), tensor.itemsize, tensor.nbytes
@@ -107,53 +115,24 @@ class SmallOperations:
             parts = self._views[key] = [memory[first:last].view(dtype) for memory in self._copies[copy]]
         return parts
 
-    def _wait(self, counter: memoryview, value: int) -> None:
-        tests = 0
-        while counter[0] < value:
-            tests += 1
-            if tests > _SPINS:
-                self._progress()
-                if tests > _YIELDS:
-                    time.sleep(_SLEEP)
-                else:
-                    os.sched_yield()
+    def _open(self) -> bool:
+        """Allocate the memory. Collective. Return False on all ranks if a rank cannot get any."""
+        memory, most = self._memory, small_operation_bytes(self.size)
+        # A later group of the same ranks may use the memory and continues the count.
+        offset = memory.reuse(("small operations", *self.users), PAGESIZE + _COPIES * most, self)
+        own = None if offset is None else MemoryLocation(memory.rank, offset)
+        locations = self._communicator.allgather(own and (own, memory.words(own, 1)[0]))
+        if None in locations:
+            self.most_bytes = -1
+            return False
+        self._counts = [(memory.words(location, 1), count) for location, count in locations]
+        for start in range(PAGESIZE, PAGESIZE + _COPIES * most, most):
+            places = [MemoryLocation(owner, begin + start) for (owner, begin), _ in locations]
+            self._copies.append([memory.tensor_at(place, most, torch.uint8) for place in places])
+        self._addresses = [[each.data_ptr() for each in copy] for copy in self._copies]
+        return True
 
 
 def small_operation_bytes(size: int) -> int:
     """Return the largest tensor of each rank, in bytes, for SmallOperations of `size` ranks."""
     return SMALL_OPERATION_BYTES // size // _ALIGNMENT * _ALIGNMENT
-
-
-def open_small_operations(communicator: MPI.Intracomm, memory: NodeMemory) -> SmallOperations | None:
-    """Allocate the memory for SmallOperations of a group whose ranks share a node. Collective.
-
-    Returns:
-        None on all ranks if a rank cannot get memory.
-    """
-    ranks = tuple(communicator.allgather(memory.rank))
-    free = memory.free_small_operations.setdefault(ranks, [])
-    most = small_operation_bytes(len(ranks))
-    offset = free.pop() if free else memory.take(PAGESIZE + _COPIES * most)
-    location = None
-    if offset is not None:
-        location = offset, memory.words(MemoryLocation(memory.rank, offset), 1)[0]
-    gathered = communicator.allgather(location)
-    locations = [each for each in gathered if each is not None]
-    if len(locations) < len(gathered):
-        if offset is not None:
-            free.append(offset)
-        return None
-    owned = list(zip(ranks, locations, strict=True))
-    copies = [
-        [
-            memory.tensor_at(MemoryLocation(owner, start + PAGESIZE + copy * most), most, torch.uint8)
-            for owner, (start, _) in owned
-        ]
-        for copy in range(_COPIES)
-    ]
-    counts = [(memory.words(MemoryLocation(owner, start), 1), count) for owner, (start, count) in owned]
-    operations = SmallOperations(communicator.rank, copies, counts, memory.fence, memory.progress)
-    # A later group of the same ranks may use the memory and continues the count.
-    assert offset is not None
-    weakref.finalize(operations, free.append, offset).atexit = False
-    return operations

@@ -42,7 +42,7 @@ def groups(world: World) -> tuple[Group, Group]:
     shared = own.host
     assert isinstance(shared, SharedTransport)
     shared.least_bytes = shared.least_moved_bytes = shared.least_visible_bytes = 1
-    shared.least_small_bytes = 0
+    shared.small_operations.least_bytes = 0
     return own, Mesh(world, {"data": world.size}, "mpi").group("data")
 
 
@@ -150,7 +150,7 @@ def test_random_sequences_are_those_of_messages(groups: tuple[Group, Group]) -> 
     for seed in range(SEQUENCES.get(groups[0].size, 30)):
         draw = random.Random(seed)
         shared.round_bytes = draw.choice((1000, 30000, 1 << 22))
-        shared.most_small_bytes = draw.choice((0, small_operation_bytes(shared.size)))
+        shared.small_operations.most_bytes = draw.choice((0, small_operation_bytes(shared.size)))
         Random(seed, groups).run()
 
 
@@ -193,7 +193,7 @@ def test_who_waits_helps_its_messages_along(
     group = Mesh(World(world.communicator.Dup()), {"data": world.size}, "shared").group("data")
     memory, tensor, seen = memory_of(group), torch.ones(100 if waits == "inline" else 1 << 18), True
     assert isinstance(group.host, SharedTransport)
-    group.host.least_small_bytes = 0
+    group.host.small_operations.least_bytes = 0
     own = memory.take(8) if world.rank == 0 else None
     word, progress = memory.words(MemoryLocation(0, world.everyone.broadcast_object(own)), 1), memory.progress
 
@@ -235,16 +235,16 @@ def test_boards_serve_one_group_after_the_other(world: World, inline: bool) -> N
         group = Mesh(world, {"data": world.size}, "shared").group("data")
         assert isinstance(group.host, SharedTransport)
         memory = memory_of(group)
-        group.host.least_bytes, group.host.least_small_bytes = 1, 0
+        group.host.least_bytes, group.host.small_operations.least_bytes = 1, 0
         if not inline:
-            group.host.most_small_bytes = -1
+            group.host.small_operations.most_bytes = -1
         for again in range(number + 1):
             tensor = torch.full((10,), float(group.rank * number + again))
             group.all_reduce(tensor)
             assert float(tensor[3]) == number * sum(range(group.size)) + group.size * again
         del group
         gc.collect()
-        kept.add(len(memory.free_small_operations.get(tuple(range(world.size)), ())))
+        kept.add(len(memory.reusable.get(("small operations", *range(world.size)), ())))
     assert len(kept) == 1 and (kept != {0} or not inline)
 
 
@@ -321,10 +321,9 @@ def test_memory_of_another_process_is_not_taken_for_a_rank_s(
     fresh: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where ranks are in containers of their own, numbers of processes mean others."""
-    told = NodeMemory.identity
-    monkeypatch.setattr(NodeMemory, "identity", lambda memory: (memory.rank, os.getpid(), told(memory)[2]))
-    monkeypatch.setattr(NodeMemory, "open", lambda memory, rank, _, __: memory._map(rank, memory._file))
-    assert "does not see the memory of rank" in fresh.share_memory()
+    map_file = NodeMemory._map
+    monkeypatch.setattr(NodeMemory, "_map", lambda memory, rank, _: map_file(memory, rank, memory._file))
+    assert "cannot open the memory of rank 1: it is the memory of another process" in fresh.share_memory()
 
 
 def test_where_one_rank_has_no_room_for_what_is_small_messages_are_sent(
@@ -332,24 +331,25 @@ def test_where_one_rank_has_no_room_for_what_is_small_messages_are_sent(
 ) -> None:
     group = Mesh(world, {"data": world.size}, "shared").group("data")
     assert isinstance(group.host, SharedTransport)
-    group.host.least_small_bytes = 0
+    group.host.small_operations.least_bytes = 0
     memory = memory_of(group)
-    kept = memory.free_small_operations.pop(tuple(range(world.size)), [])
+    key = ("small operations", *range(world.size))
+    kept = memory.reusable.pop(key, [])
     if group.rank == 1:
         monkeypatch.setattr(memory, "take", lambda _: None)
     for _ in range(2):
         tensor = torch.full((100,), float(group.rank))
         group.all_reduce(tensor)
         assert float(tensor[-1]) == sum(range(group.size))
-    assert group.host.most_small_bytes < 0
-    memory.free_small_operations[tuple(range(world.size))] += kept
+    assert group.host.small_operations.most_bytes < 0
+    memory.reusable[key] += kept
 
 
 def test_small_operations_wait_for_late_ranks(groups: tuple[Group, Group]) -> None:
     """A rank comes late to one, and early to the next ones: it finds each one's own numbers."""
     group = groups[0]
     assert isinstance(group.host, SharedTransport)
-    group.host.most_small_bytes = small_operation_bytes(group.size)
+    group.host.small_operations.most_bytes = small_operation_bytes(group.size)
     for number in range(3 * group.size):
         if number % group.size == group.rank:
             time.sleep(0.02)
