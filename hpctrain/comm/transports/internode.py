@@ -7,24 +7,18 @@ memory that they see, otherwise copies of the pieces of a few rounds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hpctrain.comm.calls import Call, Reduction
 from hpctrain.comm.transports.mpi import MpiRequests, MpiTransport
-from hpctrain.comm.transports.node_memory import MemoryLocation
-from hpctrain.comm.transports.progress_counters import ROUNDS, PieceLayout
+from hpctrain.comm.transports.node_operation import NodeOperation, rounds_of
+from hpctrain.comm.transports.progress_counters import ROUND_BYTES, STAGED_ROUNDS
 from hpctrain.comm.transports.reduction import BLOCK, FUNCTIONS, HALVES, equal_counts
-from hpctrain.comm.transports.shared import (
-    ROUND_BYTES,
-    STAGED_ROUNDS,
-    SharedTransport,
-    take_staging,
-)
+from hpctrain.comm.transports.shared import SharedTransport
 from hpctrain.comm.transports.transport import (
     ConditionWork,
     ElementRange,
@@ -54,14 +48,12 @@ class NodeLinks:
         nodes: Number of nodes.
         place: Local rank of this rank: its number among the ranks of its node in the group.
         local_size: Number of ranks on each node.
-        neighbors: Local ranks of the other ranks of this node.
     """
 
     def __init__(self, local: SharedTransport, across: MpiTransport) -> None:
         self.local, self.across, self.memory = local, across, local.memory
         self.node, self.nodes = across.rank, across.size
         self.place, self.local_size = local.rank, local.size
-        self.neighbors = [place for place in range(local.size) if place != local.rank]
 
 
 def piece_elements(piece_bytes: int, itemsize: int, local_size: int) -> int:
@@ -69,98 +61,34 @@ def piece_elements(piece_bytes: int, itemsize: int, local_size: int) -> int:
     return max(1, min(piece_bytes, ROUND_BYTES // local_size) // itemsize)
 
 
-@dataclass(frozen=True)
-class PieceRound:
-    """One round of an operation, with the piece that each rank of the node handles in it.
-
-    Attributes:
-        pieces: Range in the tensor of the piece of each local rank.
-        owner: Node whose ranks get the result; -1 if all ranks get it.
-        first: Number of elements of each slice that earlier rounds handle.
-    """
-
-    pieces: Sequence[ElementRange]
-    owner: int = -1
-    first: int = 0
-
-
-def rounds_of(slices: Sequence[ElementRange], elements: int, owner: int = -1) -> Iterator[PieceRound]:
-    """Yield the rounds in which slices are handled in pieces of so many elements."""
-    for first in range(0, max(count for _, count in slices), elements):
-        pieces = [(begin + first, max(0, min(elements, count - first))) for begin, count in slices]
-        yield PieceRound(pieces, owner, first)
-
-
-class InternodeOperation:
+class InternodeOperation(NodeOperation):
     """Operation over several nodes on one tensor.
-
-    The other ranks of the node see the tensor, or copies of STAGED_ROUNDS rounds of it.
 
     Args:
         links: Transports to other ranks.
         piece_bytes: Size of a piece.
         tensor: Flat tensor.
-        rounds: All rounds, the same on all ranks of the node.
+        slices: For each node whose ranks get a result, in the order in which they are handled, the range of
+            the tensor that each rank of this node handles; node -1 stands for all nodes.
     """
 
     def __init__(
-        self, links: NodeLinks, piece_bytes: int, tensor: Tensor, rounds: Sequence[PieceRound]
+        self,
+        links: NodeLinks,
+        piece_bytes: int,
+        tensor: Tensor,
+        slices: Mapping[int, Sequence[ElementRange]],
     ) -> None:
-        self.links, self.tensor, self.rounds = links, tensor, rounds
-        self.counters = links.local.counters.open()
-        self.place, self.neighbors = links.place, links.neighbors
-        self.elements = piece_elements(piece_bytes, tensor.itemsize, links.local_size)
+        elements = piece_elements(piece_bytes, tensor.itemsize, links.local_size)
+        rounds = [each for owner, ranges in slices.items() for each in rounds_of(ranges, elements, owner)]
+        super().__init__(links.local.counters, tensor, rounds, elements)
+        self.links = links
         self.tag, self._invitation_tag = links.across.next_tag(), links.across.next_tag()
-        assert len(rounds) < ROUNDS, (tensor.shape, len(rounds))
-        memory, itemsize = links.memory, tensor.itemsize
-        location = memory.find(tensor) if rounds else MemoryLocation(memory.rank, 0)
-        self._staging = None
-        self._staged: Sequence[Tensor] = ()
-        self._layouts: dict[int, PieceLayout] = {}
         self._sends: list[MpiRequests] = []
-        offsets, stride, turns = [0] * links.local_size, 0, ROUNDS
-        if location is None:
-            self._staging = take_staging(memory)
-            location = memory.find(self._staging)
-            assert location is not None
-            stride, turns = self._staging.nbytes // STAGED_ROUNDS, STAGED_ROUNDS
-            staging = self._staging.view(tensor.dtype)
-            self._staged = staging.split(len(staging) // STAGED_ROUNDS)
-            offsets = [peer * self.elements * itemsize for peer in range(links.local_size)]
-        self.counters.set_layout(PieceLayout(location, self.elements, stride, turns, offsets))
-
-    @property
-    def is_copy(self) -> bool:
-        """True if the other ranks of the node read and write copies of the pieces, not the tensor itself."""
-        return self._staging is not None
 
     def piece_length(self, index: int) -> int:
         """Return the number of elements of this rank's piece in a round."""
-        return self.rounds[index].pieces[self.place][1]
-
-    def piece(self, index: int, owner: int) -> Tensor:
-        """Return the piece of a local rank in this rank's tensor."""
-        begin, length = self.rounds[index].pieces[owner]
-        return self.tensor[begin : begin + length]
-
-    def local_piece(self, index: int) -> Tensor:
-        """Return this rank's piece in its own tensor."""
-        return self.piece(index, self.place)
-
-    def staged_piece(self, index: int, owner: int) -> Tensor:
-        """Return the memory for a copy of the piece of a local rank, which other ranks see."""
-        start = owner * self.elements
-        return self._staged[index % STAGED_ROUNDS][start : start + self.rounds[index].pieces[owner][1]]
-
-    def location_at(self, peer: int, index: int, owner: int) -> MemoryLocation:
-        """Return where the piece of the local rank `owner` is in the tensor of the local rank `peer`."""
-        layout = self._layouts.get(peer)
-        if layout is None:
-            layout = self._layouts[peer] = self.counters.layout_of(peer)
-        if layout.turns != ROUNDS:
-            return layout.at(owner, index)
-        begin = self.rounds[index].pieces[owner][0]
-        return MemoryLocation(layout.location.owner, layout.location.offset + begin * self.tensor.itemsize)
+        return self.rounds[index].pieces[self.rank][1]
 
     def send(self, part: Tensor, node: int) -> MpiRequests:
         """Start to send to the peer on another node, which must have invited it."""
@@ -186,13 +114,10 @@ class InternodeOperation:
     def _message(self, part: Tensor, node: int, tag: int, sends: bool) -> MpiRequests:
         return self.links.across.start_message(part.view(torch.uint8), node, tag, sends)
 
+    @override
     def finish(self) -> Steps:
-        """Wait until no rank needs this rank's memory or messages any more."""
-        self.counters.set_finished()
-        yield self.counters.until_finished(self.neighbors)
+        yield from super().finish()
         yield from self._sends
-        if self._staging is not None:
-            self.links.memory.free_staging.append(self._staging)
 
 
 class InternodeSum(InternodeOperation):
@@ -211,15 +136,12 @@ class InternodeSum(InternodeOperation):
         local_size, nodes, tensor = links.local_size, links.nodes, flat_view(call.tensor)
         assert call.reduction is not None
         output = flat_view(call.output) if call.operation == "reduce_scatter" else None
-        elements = piece_elements(piece_bytes, tensor.itemsize, local_size)
         if output is None:
-            slices = ranges_of_ranks(equal_counts(tensor.numel(), local_size), tensor, local_size)
-            rounds = list(rounds_of(slices, elements))
+            slices = {-1: ranges_of_ranks(equal_counts(len(tensor), local_size), tensor, local_size)}
         else:
             ranges = ranges_of_ranks(call.counts, tensor, local_size * nodes)
-            of_node = [ranges[node * local_size : (node + 1) * local_size] for node in range(nodes)]
-            rounds = [each for node in range(nodes) for each in rounds_of(of_node[node], elements, node)]
-        super().__init__(links, piece_bytes, tensor, rounds)
+            slices = {node: ranges[node * local_size :][:local_size] for node in range(nodes)}
+        super().__init__(links, piece_bytes, tensor, slices)
         self.output, self.reduction = output, call.reduction
         self.node, self.last = links.node, nodes - 1
         is_wide = call.reduction == "sum" and tensor.dtype in HALVES
@@ -237,12 +159,8 @@ class InternodeSum(InternodeOperation):
         memory = scratch.take(pieces * size, torch.empty(0, dtype=self.dtype)) if size else None
         if memory is not None:
             self._partial_sums = memory[: pieces * size].split(size)
-        if self.is_copy:
-            for index in range(min(STAGED_ROUNDS, len(self.rounds))):
-                self._copy_round(index)
-        else:
-            self.counters.set_ready(len(self.rounds))
-        parts = self._add_rounds(), self._receive_results(), self._reuse_copies()
+        self.publish()
+        parts = self._add_rounds(), self._receive_results(), self._reuse_all_copies()
         yield ParallelWork([SteppedWork(part) for part in parts])
         yield from self.finish()
         if memory is not None:
@@ -260,8 +178,8 @@ class InternodeSum(InternodeOperation):
                     arriving[posted] = self.receive(self._partial_sum(posted), self.node - 1)
                     self.invite(self.node - 1)
                 posted += 1
-            yield self.counters.until_ready(self.neighbors, index + 1)
-            if each.pieces[self.place][1]:
+            yield self.until_ready(index)
+            if each.pieces[self.rank][1]:
                 if self.node:
                     yield arriving.pop(index)
                 else:
@@ -273,12 +191,8 @@ class InternodeSum(InternodeOperation):
             self._added_rounds = index + 1
 
     def _add_round(self, index: int) -> None:
-        owner, own, partial_sum = self.rounds[index].owner, self.local_piece(index), self._partial_sum(index)
-        memory = self.links.memory
-        locations = {peer: self.location_at(peer, index, self.place) for peer in self.neighbors}
-        peers = {peer: memory.tensor_at(at, len(own), own.dtype) for peer, at in locations.items()}
-        parts = [peers.get(peer, own) for peer in range(self.links.local_size)]
-        target = None
+        partial_sum, parts = self._partial_sum(index), self.pieces_of_ranks(index)
+        owner, own, target = self.rounds[index].owner, parts[self.rank], None
         if self.node == self.last:
             target = own if self.output is None else self._result(index)
         _add_parts(parts, partial_sum, target, self.reduction, is_first=self.node == 0)
@@ -298,7 +212,7 @@ class InternodeSum(InternodeOperation):
         """On all nodes but the last one, receive the results and send them to the node before."""
         for index in range(len(self.rounds) if self.node < self.last else 0):
             if self.output is None or self.rounds[index].owner == self.node:
-                yield ConditionWork(partial(self._is_added, index))
+                yield self._until_added(index)
                 yield self._results.pop(index, None)
             if self.output is None:
                 if self.piece_length(index):
@@ -307,30 +221,18 @@ class InternodeSum(InternodeOperation):
                         self.send(self.local_piece(index), self.node - 1)
                 self.counters.set_finished(index + 1)
 
-    def _is_added(self, index: int) -> bool:
-        return self._added_rounds > index
+    def _until_added(self, index: int) -> ConditionWork:
+        return ConditionWork(lambda: self._added_rounds > index)
 
-    def _reuse_copies(self) -> Steps:
-        """Copy results back, and copy a later round into the memory, when all have finished a round."""
+    def _reuse_all_copies(self) -> Steps:
         for index in range(len(self.rounds) if self.is_copy else 0):
-            yield self.counters.until_finished(self.neighbors, index + 1)
-            if self.output is None:
-                for peer in self.neighbors:
-                    self.piece(index, peer).copy_(self.staged_piece(index, peer))
-            if index + STAGED_ROUNDS < len(self.rounds):
-                self._copy_round(index + STAGED_ROUNDS)
-
-    def _copy_round(self, index: int) -> None:
-        for peer in self.neighbors:
-            self.staged_piece(index, peer).copy_(self.piece(index, peer))
-        self.counters.set_ready(index + 1)
+            yield from self.reuse_copies(index, copy_back=self.output is None)
 
     def _write_to_neighbors(self, index: int) -> None:
         """Write the results of this rank's piece into the tensors of the other ranks of the node."""
-        own = self.local_piece(index)
-        for peer in self.neighbors:
-            location = self.location_at(peer, index, self.place)
-            self.links.memory.tensor_at(location, len(own), own.dtype).copy_(own)
+        parts = self.pieces_of_ranks(index)
+        for peer in self.peers:
+            parts[peer].copy_(parts[self.rank])
 
     def _partial_sum(self, index: int) -> Tensor:
         return self._partial_sums[index % PIECES_IN_FLIGHT][: self.piece_length(index)]
@@ -356,20 +258,15 @@ class InternodeGather(InternodeOperation):
 
     def __init__(self, links: NodeLinks, piece_bytes: int, call: Call) -> None:
         local_size, nodes, node = links.local_size, links.nodes, links.node
-        tensor, output = (flat_view(each).view(torch.uint8) for each in (call.tensor, call.output))
-        itemsize = 1 if call.output is None else call.output.itemsize
-        counts = call.counts and [count * itemsize for count in call.counts]
+        tensor, output = flat_view(call.tensor), flat_view(call.output)
+        counts = call.counts and [count * output.itemsize for count in call.counts]
+        tensor, output = tensor.view(torch.uint8), output.view(torch.uint8)
         ranges = ranges_of_ranks(counts, output, local_size * nodes)
-        elements = piece_elements(piece_bytes, 1, local_size)
         # This node's own bytes come first, then those of the next nodes.
         order = [(node + step) % nodes for step in range(nodes)]
-        rounds = [
-            each
-            for other in order
-            for each in rounds_of(ranges[other * local_size : (other + 1) * local_size], elements, other)
-        ]
-        super().__init__(links, piece_bytes, output, rounds)
-        begin, count = ranges[node * local_size + links.place]
+        slices = {other: ranges[other * local_size :][:local_size] for other in order}
+        super().__init__(links, piece_bytes, output, slices)
+        begin, count = ranges[node * local_size + self.rank]
         source = output[begin : begin + count]
         if count and tensor.data_ptr() != source.data_ptr():
             source.copy_(tensor)
@@ -381,13 +278,13 @@ class InternodeGather(InternodeOperation):
         arriving = {
             index: self.receive(self.local_piece(index), each.owner)
             for index, each in enumerate(self.rounds)
-            if each.owner != links.node and each.pieces[self.place][1]
+            if each.owner != links.node and each.pieces[self.rank][1]
         }
         nodes = [(links.node - step) % links.nodes for step in range(1, links.nodes)]
         for node in nodes:
             self.invite(node)
         parts = [self._send_to(node) for node in nodes]
-        parts += [self._publish(arriving), self._read_neighbors(), self._reuse_copies()]
+        parts += [self._publish_arriving(arriving), self._read_neighbors(), self._free_copies()]
         yield ParallelWork([SteppedWork(part) for part in parts])
         yield from self.finish()
 
@@ -395,10 +292,10 @@ class InternodeGather(InternodeOperation):
         """Send this rank's bytes to its peer on another node."""
         yield self.until_invited(node)
         for index, each in enumerate(self.rounds):
-            if each.owner == self.links.node and each.pieces[self.place][1]:
+            if each.owner == self.links.node and each.pieces[self.rank][1]:
                 self.send(self.local_piece(index), node)
 
-    def _publish(self, arriving: dict[int, MpiRequests]) -> Steps:
+    def _publish_arriving(self, arriving: dict[int, MpiRequests]) -> Steps:
         """Tell the other ranks of the node when each piece has arrived and can be read.
 
         If they do not see the tensor, the piece is first copied to memory that they see.
@@ -406,28 +303,28 @@ class InternodeGather(InternodeOperation):
         for index in range(len(self.rounds)):
             yield arriving.pop(index, None)
             if self.is_copy:
-                yield ConditionWork(partial(self._is_free, index))
-                self.staged_piece(index, self.place).copy_(self.local_piece(index))
+                yield self._until_free(index)
+                self.staged_piece(index, self.rank).copy_(self.local_piece(index))
             self.counters.set_ready(index + 1)
 
-    def _is_free(self, index: int) -> bool:
-        return index < self._free_rounds
+    def _until_free(self, index: int) -> ConditionWork:
+        return ConditionWork(lambda: self._free_rounds > index)
 
     def _read_neighbors(self) -> Steps:
         """Copy the pieces of the other ranks of the node, unless they are in the same memory."""
-        memory = self.links.memory
+        memory = self.memory
         for index in range(len(self.rounds)):
-            yield self.counters.until_ready(self.neighbors, index + 1)
-            for peer in self.neighbors:
+            yield self.until_ready(index)
+            for peer in self.peers:
                 part, location = self.piece(index, peer), self.location_at(peer, index, peer)
                 if len(part) and memory.find(part) != location:
                     part.copy_(memory.tensor_at(location, len(part), part.dtype))
             self.counters.set_finished(index + 1)
 
-    def _reuse_copies(self) -> Steps:
+    def _free_copies(self) -> Steps:
         """Mark the memory of a round as free when all have finished it."""
         for index in range(len(self.rounds) if self.is_copy else 0):
-            yield self.counters.until_finished(self.neighbors, index + 1)
+            yield self.counters.until_finished(self.peers, index + 1)
             self._free_rounds = index + 1 + STAGED_ROUNDS
 
 

@@ -25,36 +25,37 @@ _ROUND_BITS = 20
 ROUNDS = (1 << _ROUND_BITS) - 1
 """Number that is larger than the rounds of any operation."""
 
+ROUND_BYTES = 4 << 20
+"""Bytes of a tensor that are copied in one round."""
+
+STAGED_ROUNDS = 2
+"""Rounds for which a rank has memory through which it copies."""
+
 _LINE = 8  # words of 64 bits in a cache line
 _TESTS_BEFORE_HELP = 8  # after so many unsuccessful tests, each further one also calls `NodeMemory.progress`
 _READY, _FINISHED, _LOCATION, _OFFSETS = 0, _LINE, 2 * _LINE, 3 * _LINE
 
 
 class PieceLayout(NamedTuple):
-    """Addresses of the pieces of a rank's tensor, one piece for each rank of the group to read.
-
-    A piece is read in rounds. The data of round i starts (i mod `turns`) * `stride` bytes after the start of
-    the piece. So if the tensor is copied through a smaller buffer, later rounds reuse the memory of earlier
-    ones.
+    """Addresses of the pieces of a rank's tensor, one piece for each rank of the group.
 
     Attributes:
         location: Location to which the offsets are relative.
         elements: Number of elements of a piece in one round.
-        stride: Distance in bytes between the data of consecutive rounds.
-        turns: Number of rounds after which memory is reused; ROUNDS if it is not.
-        offsets: Offset in bytes of the piece for each rank.
+        is_copy: True if pieces are copied round by round. The copy of round i starts (i mod STAGED_ROUNDS) *
+            ROUND_BYTES bytes after that of the first one.
+        offsets: Offset in bytes of the piece of the first round for each rank.
     """
 
     location: MemoryLocation
     elements: int
-    stride: int
-    turns: int
+    is_copy: bool
     offsets: Sequence[int]
 
     def at(self, rank: int, index: int) -> MemoryLocation:
-        """Return where round number `index` of the piece for a rank starts."""
-        offset = self.location.offset + self.offsets[rank] + index % self.turns * self.stride
-        return MemoryLocation(self.location.owner, offset)
+        """Return where the piece for a rank in a round starts; round 0 if pieces are not copied."""
+        later = index % STAGED_ROUNDS * ROUND_BYTES if self.is_copy else 0
+        return MemoryLocation(self.location.owner, self.location.offset + self.offsets[rank] + later)
 
 
 class CounterWork:
@@ -158,16 +159,15 @@ class OperationCounters:
         Call it before the first `set_ready`, which makes it visible to the other ranks.
         """
         slot = self._slot
-        numbers = [*layout.location, layout.elements, layout.stride, layout.turns]
-        slot[_LOCATION : _LOCATION + 5] = array("q", numbers)
+        slot[_LOCATION : _LOCATION + 4] = array("q", [*layout.location, layout.elements, layout.is_copy])
         slot[_OFFSETS : _OFFSETS + len(layout.offsets)] = array("q", layout.offsets)
 
     def layout_of(self, rank: int) -> PieceLayout:
         """Return where the pieces of a rank are. A round of that rank must be ready."""
         slot = self._slots[rank]
-        owner, offset, elements, stride, turns = slot[_LOCATION : _LOCATION + 5]
+        owner, offset, elements, is_copy = slot[_LOCATION : _LOCATION + 4]
         offsets = slot[_OFFSETS : _OFFSETS + len(self._slots)].tolist()
-        return PieceLayout(MemoryLocation(owner, offset), elements, stride, turns, offsets)
+        return PieceLayout(MemoryLocation(owner, offset), elements, bool(is_copy), offsets)
 
     def set_ready(self, rounds: int) -> None:
         """Tell the other ranks that so many rounds of this rank's pieces are ready for them."""

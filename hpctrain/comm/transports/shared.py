@@ -8,7 +8,7 @@ transport and `MpiTransport` give the same bits. Small blocking sums and all-gat
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,13 +16,14 @@ from typing_extensions import override
 
 from hpctrain.comm.calls import Call, Reduction
 from hpctrain.comm.transports.mpi import MpiTransport
-from hpctrain.comm.transports.node_memory import MemoryLocation, NodeMemory
+from hpctrain.comm.transports.node_memory import NodeMemory
 from hpctrain.comm.transports.node_messages import NodeMessages
+from hpctrain.comm.transports.node_operation import NodeOperation, rounds_of
 from hpctrain.comm.transports.progress_counters import (
+    ROUND_BYTES,
     ROUNDS,
     SLOTS,
-    OperationCounters,
-    PieceLayout,
+    STAGED_ROUNDS,
     ProgressCounters,
 )
 from hpctrain.comm.transports.reduction import BLOCK, equal_counts, reduce_block
@@ -53,12 +54,6 @@ MESSAGE_MOST_BYTES = 64 << 20
 
 VISIBLE_BYTES = 64 * 1024
 """Smallest tensor, in bytes, that `empty` allocates in shared memory, which consists of whole pages."""
-
-ROUND_BYTES = 4 << 20
-"""Bytes of a tensor that are copied in one round."""
-
-STAGED_ROUNDS = 2
-"""Rounds for which a rank has memory through which it copies."""
 
 REDUCTIONS = frozenset({"all_reduce", "reduce_scatter"})
 MESSAGES = frozenset({"send", "recv"})
@@ -174,48 +169,33 @@ class SharedTransport(Transport):
     # Sums
 
     def _reduce(self, call: Call) -> Steps:
-        assert call.tensor is not None and call.reduction is not None
-        tensor, output = flat_view(call.tensor), None
+        assert call.reduction is not None
+        tensor, output, counts = flat_view(call.tensor), None, call.counts
         if call.operation == "all_reduce":
-            counts: Sequence[int] | None = equal_counts(tensor.numel(), self.size)
+            counts = equal_counts(len(tensor), self.size)
         else:
-            assert call.output is not None
-            counts, output = call.counts, flat_view(call.output)
-        ranges = ranges_of_ranks(counts, tensor, self.size)
-        published = self._publish(tensor, ranges, in_rounds=True)
-        counters, (begin, count) = published.counters, ranges[self.rank]
-        for index in range(published.rounds):
-            yield counters.until_ready(self._peers, index + 1)
-            first = index * published.elements
-            length = min(published.elements, count - first)
-            if length > 0:
-                own = tensor[begin + first : begin + first + length]
-                target = own if output is None else output[first : first + length]
-                locations = [counters.layout_of(peer).at(self.rank, index) for peer in self._peers]
-                peers = [self.memory.tensor_at(location, length, own.dtype) for location in locations]
-                self._add(own, peers, target, call.reduction, write_to_peers=output is None)
-            counters.set_finished(index + 1)
-            if published.is_copy:
-                yield counters.until_finished(self._peers, index + 1)
-                if output is None:
-                    published.copy_back(index)
-                published.copy_round(index + STAGED_ROUNDS)
-        counters.set_finished()
-        yield counters.until_finished(self._peers)
-        published.close()
+            output = flat_view(call.output)
+        elements = max(1, self.round_bytes // tensor.itemsize // self.size)
+        rounds = list(rounds_of(ranges_of_ranks(counts, tensor, self.size), elements))
+        operation = NodeOperation(self.counters, tensor, rounds, elements)
+        operation.publish()
+        for index, (pieces, _, first) in enumerate(rounds):
+            yield operation.until_ready(index)
+            length = pieces[self.rank][1]
+            if length:
+                parts = operation.pieces_of_ranks(index)
+                target = parts[self.rank] if output is None else output[first : first + length]
+                self._add(parts, target, call.reduction, write_to_peers=output is None)
+            operation.counters.set_finished(index + 1)
+            if operation.is_copy:
+                yield from operation.reuse_copies(index, copy_back=output is None)
+        yield from operation.finish()
 
     def _add(
-        self,
-        local_piece: Tensor,
-        peers: Sequence[Tensor],
-        target: Tensor,
-        reduction: Reduction,
-        write_to_peers: bool,
+        self, parts: Sequence[Tensor], target: Tensor, reduction: Reduction, write_to_peers: bool
     ) -> None:
-        """Reduce the ranks' pieces in rank order into `target`, and write it over the peers' if asked."""
-        parts = [local_piece, *peers]
-        parts = [parts[(rank - self.rank) % self.size] for rank in range(self.size)]
-        spare = local_piece.new_empty(min(BLOCK, len(local_piece))) if self.rank > 1 else None
+        """Reduce the ranks' parts in rank order into `target`, and write it over the peers' if asked."""
+        spare = target.new_empty(min(BLOCK, len(target))) if self.rank > 1 else None
         for *blocks, result in zip(*(part.split(BLOCK) for part in (*parts, target)), strict=True):
             reduce_block(blocks, result, reduction, self.rank, spare)
             for rank in self._peers if write_to_peers else ():
@@ -228,14 +208,19 @@ class SharedTransport(Transport):
         (begin, count), (position, _) = sends[self.rank], receives[self.rank]
         if count and source.data_ptr() + begin != target.data_ptr() + position:
             target[position : position + count].copy_(source[begin : begin + count])
-        published = self._publish(source, sends, in_rounds=False)
-        counters = published.counters
+        elements = max(1, *(count for _, count in sends))
+        if self.memory.find(source) is None:
+            elements = max(1, self.round_bytes // (1 if len(set(sends)) == 1 else self.size))
+        rounds = list(rounds_of(sends, elements))
+        operation = NodeOperation(self.counters, source, rounds, elements)
+        operation.publish()
+        counters = operation.counters
         remaining = {peer: receives[peer] for peer in self._peers if receives[peer][1]}
         index = 0
-        while remaining or index < published.rounds:
+        while remaining or index < len(rounds):
             yield counters.until_ready(remaining, index + 1)
             for peer, (start, length) in list(remaining.items()):
-                layout = counters.layout_of(peer)
+                layout = operation.layout_of(peer)
                 first = index * layout.elements
                 last = min(first + layout.elements, length)
                 part, location = target[start + first : start + last], layout.at(self.rank, index)
@@ -245,12 +230,9 @@ class SharedTransport(Transport):
                     del remaining[peer]
             index += 1
             counters.set_finished(index if remaining else ROUNDS)
-            if published.is_copy and index + 1 < published.rounds:
-                yield counters.until_finished(self._peers, index)
-                published.copy_round(index + 1)
-        counters.set_finished()
-        yield counters.until_finished(self._peers)
-        published.close()
+            if operation.is_copy and index - 1 + STAGED_ROUNDS < len(rounds):
+                yield from operation.reuse_copies(index - 1, copy_back=False)
+        yield from operation.finish()
 
     def _gather_common(self, call: Call, common: Tensor) -> Steps:
         """Write this rank's piece into common memory, and wait until all ranks have written theirs."""
@@ -262,107 +244,6 @@ class SharedTransport(Transport):
         counters = self.counters.open()
         counters.set_finished()
         yield counters.until_finished(self._peers)
-
-    def _publish(self, tensor: Tensor, ranges: Sequence[ElementRange], in_rounds: bool) -> _PublishedTensor:
-        counters = self.counters.open()
-        return _PublishedTensor(counters, self.memory, self.rank, tensor, ranges, self.round_bytes, in_rounds)
-
-
-class _PublishedTensor:
-    """Ranges of a tensor, one for each rank, that the other ranks of the node can read.
-
-    They read the tensor itself if it is in memory that they see, otherwise copies of it, round by round. The
-    first rounds are ready when the constructor returns. There is no copy of this rank's own range.
-
-    Args:
-        counters: Counters of the operation.
-        memory: Memory of the node.
-        rank: This rank in the group.
-        tensor: Flat tensor.
-        ranges: Range of the tensor for each rank.
-        round_bytes: Bytes of the tensor in one round.
-        in_rounds: True if the tensor itself is read in rounds, too; otherwise it is one round.
-    """
-
-    def __init__(
-        self,
-        counters: OperationCounters,
-        memory: NodeMemory,
-        rank: int,
-        tensor: Tensor,
-        ranges: Sequence[ElementRange],
-        round_bytes: int,
-        in_rounds: bool,
-    ) -> None:
-        self.counters, self._memory = counters, memory
-        self._tensor, itemsize, size = tensor, tensor.itemsize, len(ranges)
-        same_range, longest = len(set(ranges)) == 1, max(count for _, count in ranges)
-        location = memory.find(tensor) if longest else MemoryLocation(memory.rank, 0)
-        self.is_copy = location is None
-        self.elements = max(1, round_bytes // itemsize // (1 if same_range else size))
-        if not (self.is_copy or in_rounds):
-            self.elements = max(1, longest)
-        self.rounds = -(-longest // self.elements)
-        assert self.rounds < ROUNDS, (tensor.shape, self.rounds)
-        self._staging: Tensor | None = None
-        if location is None:
-            self._staging = take_staging(memory)
-            location = memory.find(self._staging)
-            assert location is not None
-            offsets = [0 if same_range else peer * self.elements for peer in range(size)]
-            stride, turns = self._staging.nbytes // STAGED_ROUNDS, STAGED_ROUNDS
-            staging = self._staging.view(tensor.dtype)
-            self._staged = staging.split(len(staging) // STAGED_ROUNDS)
-            peers = [peer for peer in range(size) if peer != rank]
-            self._copied = [(ranges[peer], offsets[peer]) for peer in (peers[:1] if same_range else peers)]
-        else:
-            offsets, stride, turns = [begin for begin, _ in ranges], self.elements * itemsize, ROUNDS
-        byte_offsets = [offset * itemsize for offset in offsets]
-        counters.set_layout(PieceLayout(location, self.elements, stride, turns, byte_offsets))
-        if not self.is_copy:
-            counters.set_ready(self.rounds)
-        for index in range(min(STAGED_ROUNDS, self.rounds) if self.is_copy else 0):
-            self.copy_round(index)
-
-    def copy_round(self, index: int) -> None:
-        """Copy a round, if there is one, to memory that the others see and whose last round is finished."""
-        if index < self.rounds:
-            for part, copied in self._pairs(index):
-                copied.copy_(part)
-            self.counters.set_ready(index + 1)
-
-    def copy_back(self, index: int) -> None:
-        """Copy what the others have written into a round back into the tensor."""
-        for part, copied in self._pairs(index):
-            part.copy_(copied)
-
-    def close(self) -> None:
-        """Release the memory, after all ranks have finished."""
-        if self._staging is not None:
-            self._memory.free_staging.append(self._staging)
-
-    def _pairs(self, index: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the parts of the tensor in a round, each with its copy."""
-        first = index * self.elements
-        for (begin, count), start in self._copied:
-            length = min(self.elements, count - first)
-            if length > 0:
-                part = self._tensor[begin + first : begin + first + length]
-                yield part, self._staged[index % STAGED_ROUNDS][start : start + length]
-
-
-def take_staging(memory: NodeMemory) -> Tensor:
-    """Return memory for STAGED_ROUNDS rounds. The caller appends it to `memory.free_staging` afterwards.
-
-    Raises:
-        MemoryError: The system has no memory left.
-    """
-    if memory.free_staging:
-        return memory.free_staging.pop()
-    staging = memory.empty((STAGED_ROUNDS * ROUND_BYTES,), torch.uint8)
-    if staging is None:
-        raise MemoryError("the node has no memory left to copy through")
-    return staging
 
 
 def memory_barrier(memory: NodeMemory, mpi: MpiTransport, call: Call) -> Steps:

@@ -1,7 +1,8 @@
 """What goes through the memory of a node is, to the bit, what messages bring.
 
-Tests of comm/transports/shared.py, comm/transports/progress_counters.py, comm/transports/small_messages.py
-and comm/transports/node_memory.py; tests/comm/test_group.py has every primitive, type and form.
+Tests of comm/transports/shared.py, comm/transports/node_operation.py, comm/transports/progress_counters.py,
+comm/transports/small_messages.py and comm/transports/node_memory.py; tests/comm/test_group.py has every
+primitive, type and form.
 """
 
 from __future__ import annotations
