@@ -17,8 +17,8 @@ import torch
 from hpctrain.bench.peer_process import without_launcher
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
+from hpctrain.host.commands import module_command
 from hpctrain.host.mpi_library import MPI
-from hpctrain.host.python_command import module_command
 
 if TYPE_CHECKING:
     from hpctrain.bench.train import TrainingBenchOptions

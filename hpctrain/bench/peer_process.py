@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.bench.rivals import RIVALS
 from hpctrain.errors import EXIT_INTERNAL, HpctrainError
-from hpctrain.host.python_command import module_command
+from hpctrain.host.commands import module_command
 
 if TYPE_CHECKING:
     from hpctrain.comm.world import World

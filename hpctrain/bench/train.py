@@ -33,9 +33,8 @@ from hpctrain.deck.sections.objective import POLICIES
 from hpctrain.engine.build import build_engine, make_mesh
 from hpctrain.engine.sizes import expert_sizes, on_one_rank
 from hpctrain.errors import HpctrainError
-from hpctrain.host.device import on_host, peak_bytes
+from hpctrain.host.device import on_host, peak_bytes, processor_name
 from hpctrain.host.memory import peak_proportional_bytes
-from hpctrain.host.processor import processor_name
 from hpctrain.memory.live import LiveActivations
 from hpctrain.memory.saved import gpt_activation_bytes
 from hpctrain.model.build import architecture_of

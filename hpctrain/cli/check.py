@@ -31,7 +31,7 @@ def command(deck: Path, overrides: tuple[str, ...], ranks: int | None) -> None:
     other number of ranks would go with.
     """
     from hpctrain.comm.verb import run_verb
-    from hpctrain.host.mpirun import restart_on_ranks
+    from hpctrain.host.commands import restart_on_ranks
     from hpctrain.train.check import check
 
     restart_on_ranks(ranks)

@@ -27,8 +27,7 @@ from hpctrain.comm.transports.emulated import EmulatedLink
 from hpctrain.comm.transports.topology import Topology
 from hpctrain.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, HpctrainError, UserCodeError
 from hpctrain.host.device import choose_device, gpu_count, on_host, peak_bytes, prepare_device, used_bytes
-from hpctrain.host.launcher import find_contradictions
-from hpctrain.host.launcher_checks import check_contradictions, check_launcher
+from hpctrain.host.launcher import check_launched_size, find_contradictions
 from hpctrain.host.memory import is_out_of_memory
 from hpctrain.host.mpi_library import MPI, communicator_of, finalizes_between_nodes, start_mpi
 from hpctrain.host.shared_memory_cleanup import SegmentMarker, mark_segments, remove_stale_segments
@@ -125,11 +124,16 @@ class World:
         """
         if not MPI.Is_initialized():
             start_mpi()
-        check_launcher(os.environ, MPI.COMM_WORLD.size, MPI.get_vendor()[0])
+        check_launched_size(os.environ, MPI.COMM_WORLD.size, MPI.get_vendor()[0])
         world = cls(MPI.COMM_WORLD)
         begin(world)
         contradictions = find_contradictions(os.environ, world.rank, world.local_rank, world.nodes)
-        check_contradictions([each for rank in world._control.allgather(contradictions) for each in rank])
+        for each in world._control.allgather(contradictions):
+            if each:
+                raise HpctrainError(
+                    f"the launcher's variables contradict MPI ({each[0]}): start all ranks with one "
+                    "launcher, and do not set or export its variables yourself"
+                )
         world.use_device(device)
         world._remove_stale_segments()
         sys.excepthook = world._on_exception

@@ -29,7 +29,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace, pass_eval_context
 
 from hpctrain.data.template_limits import MAX_CHARACTERS
-from hpctrain.host import child_service
+from hpctrain.host.child_process import Answer, answer_requests
 from hpctrain.units import format_bytes
 
 _Result = TypeVar("_Result")
@@ -39,9 +39,9 @@ _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 
 def serve(number: int, parent: int) -> None:
-    """Answer requests of the rank until it closes the socket; see `child_service.serve`."""
+    """Answer requests of the rank until it closes the socket; see `answer_requests`."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    child_service.serve(number, parent, _prepare, runs_user_code=False)
+    answer_requests(number, parent, _prepare, runs_user_code=False)
 
 
 class TemplateProblemError(Exception):
@@ -51,7 +51,7 @@ class TemplateProblemError(Exception):
     """
 
 
-def _prepare(work: Mapping[str, Any]) -> tuple[child_service.Answer, dict[str, str]]:
+def _prepare(work: Mapping[str, Any]) -> tuple[Answer, dict[str, str]]:
     """Set the limits, parse the template, and return the function that renders requests, with an answer."""
     limits = Limits(work["processor_seconds"], work["memory_bytes"])
     resource.setrlimit(resource.RLIMIT_AS, (limits.memory_bytes, limits.memory_bytes))

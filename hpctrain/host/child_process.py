@@ -1,25 +1,39 @@
 """Child processes that answer requests of a rank within a time limit.
 
-Requests and answers are lines of JSON on a socket. `host/child_service.py` is the child's side. A child that
-does not answer in time is killed together with all processes that it has started; the same happens when the
-rank ends. If anything other than an answer arrives on the socket, `next_answer` raises an error.
+Requests and answers are lines of JSON on a socket. `ChildProcess` is the rank's side, and `answer_requests`
+the child's. A child that does not answer in time is killed together with all processes that it has started;
+the same happens when the rank ends. If anything other than an answer arrives on the socket, `next_answer`
+raises an error.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import resource
 import selectors
 import socket
 import subprocess
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hpctrain.files import parse_json
-from hpctrain.host.process_lifetime import describe_exit, has_ended, kill_child, start_child, wait_for_end
+from hpctrain.host.process_lifetime import (
+    describe_exit,
+    end_descendants_with_parent,
+    end_with_parent,
+    has_ended,
+    ignore_rank_signals,
+    kill_child,
+    start_child,
+    wait_for_end,
+)
 from hpctrain.units import format_bytes, format_seconds
 
 MAX_ANSWER_BYTES = 1 << 28
@@ -68,9 +82,9 @@ class ChildProcess:
     """A Python process that is started by this one and ends with it.
 
     Args:
-        module: Name of a module with a function `serve(socket_number, parent)` that calls
-            `child_service.serve`.
-        runs_user_code: True if the child runs code of users; the same value as `child_service.serve` gets.
+        module: Name of a module with a function `answer_requests(socket_number, parent)` that calls
+            `answer_requests`.
+        runs_user_code: True if the child runs code of users; the same value as `answer_requests` gets.
     """
 
     def __init__(self, module: str, runs_user_code: bool) -> None:
@@ -201,3 +215,69 @@ def next_answer(children: Sequence[ChildProcess]) -> tuple[int, Any]:
                 if request.seconds_left <= 0:
                     limit = format_seconds(request.seconds)
                     raise NoAnswerError(f"takes longer than {limit}", request.number)
+
+
+Answer = Callable[[Any], Any]
+"""Function that takes a request and returns its answer."""
+
+_OOM_SCORE_ADJ = "1000"
+"""Highest priority for the kernel's out-of-memory killer, so that it kills this process and not the rank."""
+
+_HIGH_DESCRIPTOR = 512
+"""Lowest file descriptor of the socket. Users' code is unlikely to write to such a high one by mistake."""
+
+
+def answer_requests(
+    number: int, parent: int, answer_first: Callable[[Any], tuple[Answer, Any]], runs_user_code: bool
+) -> None:
+    """Answer requests until the parent closes the socket or ends.
+
+    Args:
+        number: File descriptor of the socket to the parent, which `ChildProcess` passes on the command line.
+        parent: Process id of the parent. This process ends when the parent ends.
+        answer_first: Function that takes the first request. It returns the function that answers all further
+            requests, and the answer to the first one.
+        runs_user_code: True if code of users runs in this process. Such code may start processes; all of them
+            are killed when this process ends.
+    """
+    unblock_signals_of_children = ignore_rank_signals()  # called after the guard process has been forked
+    if not (end_descendants_with_parent(parent) if runs_user_code else end_with_parent(parent)):
+        return
+    unblock_signals_of_children()
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE_ADJ, encoding="ascii")
+    channel = _move_to_high_descriptor(number)
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr
+    with suppress(MemoryError):  # the parent reports the missing answer
+        _answer_lines(channel, answer_first)
+
+
+def _answer_lines(channel: socket.socket, answer_first: Callable[[Any], tuple[Answer, Any]]) -> None:
+    process, answer = os.getpid(), None
+    for line in channel.makefile("rb"):
+        try:
+            message = json.loads(line)
+        except ValueError:
+            return  # the user's code has read a part of this line from the socket
+        if answer is None:
+            answer, result = answer_first(message["request"])
+        else:
+            result = answer(message["request"])
+        with suppress(OSError, ValueError):  # the user's code may have closed stderr
+            sys.stderr.flush()
+        if os.getpid() != process:
+            os._exit(0)  # the user's code has forked and returned in the new process, too
+        try:
+            channel.sendall(json.dumps({"serial": message["serial"], "answer": result}).encode() + b"\n")
+        except OSError:
+            return  # the parent has closed the socket
+
+
+def _move_to_high_descriptor(number: int) -> socket.socket:
+    """Move the socket to a high file descriptor that child processes do not inherit."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = _HIGH_DESCRIPTOR if limit == resource.RLIM_INFINITY else min(_HIGH_DESCRIPTOR, limit - 16)
+    descriptor = fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, lowest)
+    os.close(number)
+    return socket.socket(fileno=descriptor)

@@ -24,8 +24,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from hpctrain.host.launcher import find_contradictions, launched_rank, launched_size, launcher_name
-from hpctrain.host.launcher_checks import describe_missing_pmix, loaded_mpi_libraries
+from hpctrain.host.launcher import (
+    describe_missing_pmix,
+    find_contradictions,
+    launched_rank,
+    launched_size,
+    launcher_name,
+    loaded_mpi_libraries,
+)
 from hpctrain.text import ranges
 
 if TYPE_CHECKING:

@@ -1,9 +1,16 @@
-"""Information about this process from the environment variables of its launcher."""
+"""Environment variables by which mpirun or srun tell a process its rank, and checks that MPI agrees.
+
+This module does not import mpi4py.
+"""
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
+from hpctrain.errors import HpctrainError
 from hpctrain.text import counted
 
 LAUNCHERS = (
@@ -23,6 +30,45 @@ _PREFIXES = (
 )
 """Prefixes of the variables that tell a process which rank it is."""
 
+_MPI_LIBRARY = re.compile(r"/(libmpi|libmpich|libmpi_cray|libmpi_[a-z]+_mpich)\.so[.0-9]*$")
+"""File names of MPI libraries."""
+
+_COMPONENTS_FOR_SLURM = ("mca_pmix_s1", "mca_pmix_s2")
+"""Components of Open MPI 4 that find the ranks by Slurm's own interfaces, without PMIx."""
+
+
+def launcher_name(environment: Mapping[str, str]) -> str:
+    """Return the name of the launcher for messages, such as "srun (Slurm)"."""
+    if "OMPI_COMM_WORLD_SIZE" in environment:
+        return "mpirun of Open MPI"
+    if "PALS_APID" in environment:
+        return "PALS (Cray mpiexec)"
+    # Slurm gives batch scripts and interactive shells step ids from 4294967290; no srun has started them.
+    is_shell = environment.get("SLURM_STEP_ID", "").startswith("429496")
+    if "SLURM_STEP_NUM_TASKS" in environment and not is_shell:
+        return "srun (Slurm)"
+    if "PMI_SIZE" in environment or "PMI_RANK" in environment:
+        return "mpiexec (Hydra, of MPICH or Intel MPI)"
+    if "PMIX_RANK" in environment:
+        return "a PMIx launcher"
+    return "none (one process)"
+
+
+def launcher_variables(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the names of the inner launcher's variables, as in LAUNCHERS; () without a launcher."""
+    return next((names for names in LAUNCHERS if environment.get(names[0], "").isdigit()), ())
+
+
+def launched_size(environment: Mapping[str, str]) -> int:
+    """Return the number of processes that the launcher has started; 1 without a launcher."""
+    return next((int(environment[name]) for name in launcher_variables(environment)[:1]), 1)
+
+
+def launched_rank(environment: Mapping[str, str]) -> int:
+    """Return the rank of this process according to the launcher; 0 without a launcher."""
+    values = (environment.get(name, "") for _, name, *_ in LAUNCHERS)
+    return next((int(value) for value in values if value.isdigit()), 0)
+
 
 def environment_without_rank(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment for a process that a rank starts and that must not take part in MPI.
@@ -33,13 +79,30 @@ def environment_without_rank(environment: Mapping[str, str]) -> dict[str, str]:
     return {**kept, "MPI4PY_RC_INITIALIZE": "0"}
 
 
-def launcher_variables(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the names of the inner launcher's variables, as in LAUNCHERS; () without a launcher."""
-    return next((names for names in LAUNCHERS if environment.get(names[0], "").isdigit()), ())
+def check_launched_size(environment: Mapping[str, str], size: int, vendor: str) -> None:
+    """Check that the launcher has started as many processes as MPI sees. Local.
+
+    Otherwise every process would be a world of its own.
+
+    Args:
+        environment: Environment variables of this process.
+        size: Size of the world.
+        vendor: Vendor of the MPI library, as mpi4py names it.
+
+    Raises:
+        HpctrainError: The numbers differ.
+    """
+    for name in launcher_variables(environment)[:1]:
+        if int(environment[name]) != size:
+            raise HpctrainError(
+                f"the launcher started {environment[name]} processes ({name}), but MPI sees a world of "
+                f"{size}: mpi4py is built against another MPI ({vendor}) than the launcher's; "
+                "use that MPI's own mpirun, or srun with the matching --mpi"
+            )
 
 
 def find_contradictions(environment: Mapping[str, str], rank: int, local_rank: int, nodes: int) -> list[str]:
-    """Return statements of the launcher's variables that contradict MPI.
+    """Return statements of the launcher's variables that contradict MPI. Local.
 
     Only the variables of the inner launcher are compared, since they describe this process. An example is
     "SLURM_PROCID = 3, but MPI's rank is 1".
@@ -58,37 +121,56 @@ def find_contradictions(environment: Mapping[str, str], rank: int, local_rank: i
     ]
 
 
-def launched_size(environment: Mapping[str, str]) -> int:
-    """Return the number of processes that the launcher has started; 1 without a launcher."""
-    return next((int(environment[name]) for name in launcher_variables(environment)[:1]), 1)
+def describe_missing_pmix(environment: Mapping[str, str], vendor: str, libraries: Sequence[str]) -> str:
+    """Return an error message if srun started ranks without PMIx and this MPI needs it; "" otherwise.
+
+    Open MPI would end each rank at its start, with a page of text. Other MPIs start as worlds of one rank,
+    which `check_launched_size` finds.
+
+    Args:
+        environment: Environment variables of this process.
+        vendor: Vendor of the MPI library, as mpi4py names it.
+        libraries: Files of the MPI library.
+    """
+    by_srun = launcher_name(environment) == "srun (Slurm)" and "SLURM_STEPID" in environment
+    if not by_srun or vendor != "Open MPI" or "PMIX_RANK" in environment or _supports_slurm(libraries):
+        return ""
+    count = environment["SLURM_STEP_NUM_TASKS"]
+    return (
+        f"srun started {count} rank{'s' * (count != '1')} without PMIx, which Open MPI needs to join them: "
+        "use srun --mpi=pmix, or mpirun (srun --mpi=list shows what this Slurm supports)"
+    )
 
 
-def launched_rank(environment: Mapping[str, str]) -> int:
-    """Return the rank of this process according to the launcher; 0 without a launcher."""
-    values = (environment.get(name, "") for _, name, *_ in LAUNCHERS)
-    return next((int(value) for value in values if value.isdigit()), 0)
+def _supports_slurm(libraries: Sequence[str]) -> bool:
+    """Return True if an MPI library has a component for Slurm's interfaces, or if this is unknown."""
+    import ctypes
+
+    for library in libraries:
+        folder = Path(library).parent
+        if any(next(folder.glob(f"openmpi*/**/{name}.*"), None) for name in _COMPONENTS_FOR_SLURM):
+            return True
+        loaded = ctypes.CDLL(library)
+        if any(hasattr(loaded, f"{name}_component") for name in _COMPONENTS_FOR_SLURM):
+            return True
+    return not libraries
 
 
-def launcher_name(environment: Mapping[str, str]) -> str:
-    """Return the name of the launcher for messages, such as "srun (Slurm)"."""
-    if "OMPI_COMM_WORLD_SIZE" in environment:
-        return "mpirun of Open MPI"
-    if "PALS_APID" in environment:
-        return "PALS (Cray mpiexec)"
-    # Slurm gives batch scripts and interactive shells step ids from 4294967290; no srun has started them.
-    if "SLURM_STEP_NUM_TASKS" in environment and not environment.get("SLURM_STEP_ID", "").startswith(
-        "429496"
-    ):
-        return "srun (Slurm)"
-    if "PMI_SIZE" in environment or "PMI_RANK" in environment:
-        return "mpiexec (Hydra, of MPICH or Intel MPI)"
-    if "PMIX_RANK" in environment:
-        return "a PMIx launcher"
-    return "none (one process)"
+def loaded_mpi_libraries() -> list[str]:
+    """Return the paths of the MPI libraries that this process has loaded; [] if the system does not tell.
+
+    More than one path means that mpi4py and another package were built with different MPI libraries.
+    """
+    try:
+        lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    paths = {os.path.realpath(line[line.index("/") :]) for line in lines if "/" in line and ".so" in line}
+    return sorted(path for path in paths if _MPI_LIBRARY.search(path))
 
 
 def core_warning(threads: int, ranks: Sequence[tuple[object, Sequence[int]]]) -> str:
-    """Return a warning if ranks have fewer cores than threads; "" otherwise.
+    """Return a warning if ranks have fewer cores than threads; "" otherwise. Local.
 
     Args:
         threads: Number of threads with which each rank computes.

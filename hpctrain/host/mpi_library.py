@@ -8,7 +8,8 @@ import os
 
 import mpi4py
 
-from hpctrain.host.launcher_checks import check_srun
+from hpctrain.errors import HpctrainError
+from hpctrain.host.launcher import describe_missing_pmix, loaded_mpi_libraries
 
 mpi4py.rc.initialize = False
 mpi4py.rc.finalize = False
@@ -27,7 +28,9 @@ def start_mpi() -> None:
     Raises:
         HpctrainError: srun has started ranks that this MPI cannot join.
     """
-    check_srun(os.environ, MPI.get_vendor()[0])
+    problem = describe_missing_pmix(os.environ, MPI.get_vendor()[0], loaded_mpi_libraries())
+    if problem:
+        raise HpctrainError(problem)
     start = getattr(ctypes.CDLL(MPI.__file__), "MPI_Init_thread", None)
     if start is None:  # mpi4py loads MPI by itself
         MPI.Init_thread(MPI.THREAD_MULTIPLE)

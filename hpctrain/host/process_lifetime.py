@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from hpctrain.host.commands import code_command
 from hpctrain.host.launcher import environment_without_rank
-from hpctrain.host.python_command import code_command
 
 _START = "import json; sys.path[:] = json.loads(sys.argv[1]); "
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # options of prctl(2)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from hpctrain.host.device import choose_device, gpu_count, on_host
+from hpctrain.host.device import choose_device, gpu_count, on_host, processor_name
 from hpctrain.host.doctor import DoctorFinding
-from hpctrain.host.processor import processor_name
 from hpctrain.parallel.kernel_times import MatmulPass, measure, quickest
 from hpctrain.parallel.kernels import Pass
 

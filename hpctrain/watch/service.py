@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from hpctrain.host.python_command import code_command
+from hpctrain.host.commands import code_command
 from hpctrain.report.rows import Row
 from hpctrain.text import escaped
 from hpctrain.watch.scalars import scalars

@@ -1,6 +1,6 @@
 """The World's place, its device, and agreement on errors.
 
-Tests of comm/world.py, host/device.py, host/launcher.py and host/launcher_checks.py.
+Tests of comm/world.py, host/device.py and host/launcher.py.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.host import mpi_library as library
 from hpctrain.host.device import choose_device
-from hpctrain.host.launcher import find_contradictions
-from hpctrain.host.launcher_checks import check_launcher
+from hpctrain.host.launcher import check_launched_size, find_contradictions
 
 
 def fail(here: bool, error: Exception) -> None:
@@ -102,11 +101,11 @@ def test_too_many_problems_are_cut() -> None:
 )
 def test_silent_singletons_are_refused(environment: dict[str, str], size: int, good: bool) -> None:
     if good:
-        check_launcher(environment, size, "Open MPI")
+        check_launched_size(environment, size, "Open MPI")
     else:
         count = next(iter(environment.values()))
         with pytest.raises(HpctrainError, match=f"started {count} processes"):
-            check_launcher(environment, size, "Open MPI")
+            check_launched_size(environment, size, "Open MPI")
 
 
 @pytest.mark.parametrize(

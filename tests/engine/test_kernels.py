@@ -1,5 +1,5 @@
 """The choice of kernels: the same on all ranks, kept, stored, taken over; what it computes. Also of
-`engine/deck_kernels.py` and `host/processor.py`.
+`engine/deck_kernels.py` and `host/device.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hpctrain.engine.build import arrange, make_mesh
 from hpctrain.engine.deck_kernels import as_before
 from hpctrain.engine.kernels import cache_file, choose_kernels, read_cache, with_kept_kernels, write_cache
 from hpctrain.errors import HpctrainError, InputOutputError
-from hpctrain.host.processor import processor_identity, processor_name
+from hpctrain.host.device import processor_identity, processor_name
 from hpctrain.parallel.copies import copied_bytes
 from hpctrain.parallel.kernel_times import MEASUREMENT, MatmulPass
 from hpctrain.parallel.kernels import KERNELS, KernelTable, OneDnn

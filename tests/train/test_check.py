@@ -14,8 +14,8 @@ from click.testing import CliRunner
 from hpctrain.cli.check import command
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
+from hpctrain.host.commands import restart_on_ranks
 from hpctrain.host.launcher import LAUNCHERS
-from hpctrain.host.mpirun import restart_on_ranks
 from hpctrain.parallel.linear import ColumnLinear, RowLinear
 from hpctrain.train.check import check
 

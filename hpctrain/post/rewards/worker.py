@@ -22,7 +22,7 @@ from hpctrain.deck.code import NamedCode
 from hpctrain.deck.sources import clipped
 from hpctrain.deck.user_code import import_function
 from hpctrain.errors import HpctrainError
-from hpctrain.host import child_service
+from hpctrain.host.child_process import Answer, answer_requests
 from hpctrain.post.rewards.reward import answers_of, is_exact_match
 from hpctrain.text import counted, either, kind_of
 
@@ -48,10 +48,10 @@ class _UnfitError(Exception):
 
 def serve(number: int, parent: int) -> None:
     """Judge until nobody asks any more."""
-    child_service.serve(number, parent, _ready, runs_user_code=True)
+    answer_requests(number, parent, _ready, runs_user_code=True)
 
 
-def _ready(work: Mapping[str, Any]) -> tuple[child_service.Answer, dict[str, Any]]:
+def _ready(work: Mapping[str, Any]) -> tuple[Answer, dict[str, Any]]:
     """Return the function that answers for the work, and what is wrong with it, if anything is."""
     judge: Judge = len
     problem = {}

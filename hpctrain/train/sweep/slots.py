@@ -13,8 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 from hpctrain.errors import EXIT_AGAIN, EXIT_DONE, HpctrainError, failing_as
-from hpctrain.host.mpirun import mpirun_command
-from hpctrain.host.python_command import module_command
+from hpctrain.host.commands import module_command, mpirun_command
 from hpctrain.text import counted
 from hpctrain.train.sweep.variants import SweepVariant
 

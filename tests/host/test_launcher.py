@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.host.launcher_checks import describe_missing_pmix
+from hpctrain.host.launcher import describe_missing_pmix
 
 STEP = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_ID": "0", "SLURM_STEPID": "0"}
 BATCH = {"SLURM_STEP_ID": "4294967291", "SLURM_STEPID": "4294967291"}

@@ -1,4 +1,9 @@
-"""Restart of a command on several ranks of this machine by mpirun."""
+"""Command lines that start another Python interpreter, or ranks.
+
+`python -c` and `python -m` search the current folder first, so a user's `json.py` or `random.py` would hide
+the module of the standard library. The commands of this module do not search it. They import the same
+hpctrain as this process, even if it is not installed.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +14,31 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from hpctrain.errors import HpctrainError
 from hpctrain.host.launcher import launched_size, launcher_name
-from hpctrain.host.python_command import module_command
 
-_OPTIONS = {"open-mpi.org": ("--quiet", "--oversubscribe", "--bind-to", "none")}
-"""Options for more ranks than cores, by a part of the output of `mpirun --version`."""
+_ROOT = str(Path(__file__).resolve().parents[2])
+
+_WITHOUT_CURRENT_FOLDER = "import sys; sys.path[:] = [folder for folder in sys.path if folder]; "
+"""Code that must run before the first import of a file. It imports only `sys`, which is built in."""
+
+_RUN_MODULE = "from runpy import run_module; run_module({module!r}, run_name='__main__', alter_sys=True)"
+
+_OPEN_MPI_OPTIONS = ("--quiet", "--oversubscribe", "--bind-to", "none")
+"""Options of Open MPI's mpirun for more ranks than cores."""
+
+
+def code_command(code: str, arguments: Sequence[str] = ()) -> list[str]:
+    """Return the command that runs Python code with `arguments` as `sys.argv[1:]`."""
+    return [sys.executable, "-c", _WITHOUT_CURRENT_FOLDER + code, *arguments]
+
+
+def module_command(module: str = "hpctrain", arguments: Sequence[str] = ()) -> list[str]:
+    """Return the command that runs a module of hpctrain with `arguments`, as `python -m` does."""
+    add_root = f"sys.path += [] if {_ROOT!r} in sys.path else [{_ROOT!r}]; "
+    return code_command(add_root + _RUN_MODULE.format(module=module), arguments)
 
 
 def restart_on_ranks(ranks: int | None, environment: Mapping[str, str] = os.environ) -> None:
@@ -52,9 +75,9 @@ def restart_on_ranks(ranks: int | None, environment: Mapping[str, str] = os.envi
 
 
 def mpirun_command(environment: Mapping[str, str]) -> Sequence[str] | None:
-    """Return the words of the command that starts ranks, up to the number of ranks.
+    """Return the words of the command that starts ranks, up to the option for their number.
 
-    None if there is no such program.
+    It is $MPIRUN, or mpirun with options for more ranks than cores; None if there is no such program.
     """
     program, *options = shlex.split(environment.get("MPIRUN", "")) or ["mpirun"]
     path = shutil.which(program, path=environment.get("PATH"))
@@ -64,5 +87,5 @@ def mpirun_command(environment: Mapping[str, str]) -> Sequence[str] | None:
         version_command = [path, "--version"]
         with suppress(OSError, subprocess.TimeoutExpired):  # without an answer no options are added
             done = subprocess.run(version_command, capture_output=True, text=True, check=False, timeout=60)
-            options = [word for name, words in _OPTIONS.items() if name in done.stdout for word in words]
+            options = [*_OPEN_MPI_OPTIONS] if "open-mpi.org" in done.stdout else []
     return [path, *options]

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.host.python_command import code_command, module_command
+from hpctrain.host.commands import code_command, module_command
 from hpctrain.watch import service
 from tests.launch import clean_environment
 
 PACKAGE = Path(service.__file__).parents[1]
 NAMES = ("json", "runpy", "random", "statistics", "hpctrain", "numpy", "click")
-ISOLATED = {"host/python_command.py", "parallel/compiler.py"}
+ISOLATED = {"host/commands.py", "parallel/compiler.py"}
 """Files that may start Python by themselves; the second one does so with `-I`."""
 
 
