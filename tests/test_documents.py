@@ -17,7 +17,7 @@ from hpctrain.api import DeckDefaults
 from hpctrain.cli.main import command as hpctrain_command
 from hpctrain.deck.python_tables import tables_to_toml
 from hpctrain.deck.read import parse_deck
-from hpctrain.deck.resume_rules import RESUME_RULES
+from hpctrain.deck.resume_rules import resume_rules
 from hpctrain.deck.toml import parse_toml
 from tests.test_readme import DOCUMENTS, ROOT
 
@@ -98,7 +98,7 @@ def test_commands_and_options_exist(path: Path) -> None:
         options, _, _ = command.make_parser(inner).parse_args([word for word in rest if word != "..."])
         for argument in options.get("overrides", []):
             key = argument.partition("=")[0].strip()
-            known = key in RESUME_RULES or any(key.startswith(f"{table}.") for table in TABLES)
+            known = key in resume_rules() or any(key.startswith(f"{table}.") for table in TABLES)
             assert known or key in {"KEY", "layout", *OPTIONS_WITHOUT_KEY}, argument
 
 

@@ -12,7 +12,7 @@ from hpctrain.deck.activations import ACTIVATIONS, DEFAULT_ACTIVATIONS
 from hpctrain.deck.decays import ENDLESS, WITH_COOLDOWN
 from hpctrain.deck.nested import Tables, look_up, remove, table_in
 from hpctrain.deck.old_keys import NONE
-from hpctrain.deck.presets import PRESETS, Preset
+from hpctrain.deck.presets import preset_named
 from hpctrain.deck.run_length import CompletedWork, add_steps
 from hpctrain.deck.schedules import TWO_CHUNKS
 from hpctrain.deck.schema import tables as schema_tables
@@ -22,12 +22,6 @@ from hpctrain.deck.sections.module import fill_module
 from hpctrain.deck.sections.objective import OF_SCORES
 from hpctrain.deck.sections.optimizer import MuonTable
 from hpctrain.deck.sections.policy import fill_policy, fill_rewards
-
-
-def find_preset(tables: Tables) -> Preset | None:
-    """Return the preset that model.preset names; None if no preset has that name."""
-    name = tables["model"].get("preset")
-    return PRESETS.get(name) if isinstance(name, str) else None
 
 
 @dataclass(frozen=True)
@@ -62,7 +56,7 @@ def fill(
     """
     batch = tables["batch"]
     filled = Filled(set(), set(), set())
-    preset = find_preset(tables)
+    preset = preset_named(tables["model"].get("preset"))
     if preset is not None:
         model = tables["model"]
         # A default that follows from another key follows from the deck's value of it, not from the preset's.
@@ -70,13 +64,13 @@ def fill(
         scored = _of_scores(tables)
         values = {
             name: value
-            for name, value in preset.model_keys().items()
+            for name, value in preset.model.items()
             if follows.get(name) not in model and (name, scored) != ("tied", True)
         }
-        own, preset_experts = model.get("experts", {}), values.get("experts")
-        if isinstance(preset_experts, dict) and isinstance(own, dict):
+        own = model.get("experts", {})
+        if preset.experts and isinstance(own, dict):
             given = {"hidden", "mlp"} & model.keys()
-            experts = {name: value for name, value in preset_experts.items() if name != "mlp" or not given}
+            experts = {name: value for name, value in preset.experts.items() if name != "mlp" or not given}
             filled.preset.update(f"model.experts.{name}" for name in experts if name not in own)
             model = {**model, "experts": {**experts, **own}}
         filled.preset.update(f"model.{name}" for name in values if name not in model)

@@ -21,7 +21,7 @@ from hpctrain.deck.defaults import is_default
 from hpctrain.deck.key import chosen_by, extra, table_of
 from hpctrain.deck.nested import Tables, leaf_names, look_up, remove
 from hpctrain.deck.old_keys import NONE, rename_keys
-from hpctrain.deck.presets import PRESETS
+from hpctrain.deck.presets import presets
 from hpctrain.deck.problem import DeckProblem
 from hpctrain.deck.rows import located
 from hpctrain.deck.run_length import CompletedWork
@@ -279,8 +279,7 @@ def deck_text(deck: Deck, ranks: int | None = None) -> str:
 
 def _rename_stored_keys(deck_input: DeckInput) -> None:
     """Give old keys of a stored deck their new names, and remove those that have no effect."""
-    for _ in rename_keys(deck_input.values, deck_input.places, lambda _: False):
-        pass
+    rename_keys(deck_input.values, deck_input.places, lambda _: False)
     deck_input.renamed.clear()
 
 
@@ -297,7 +296,7 @@ def _remove_defaults(deck_input: DeckInput) -> None:
 
 def _has_experts(deck: Deck) -> bool:
     """Return True if the preset of a deck is a mixture of experts."""
-    return deck.model.preset is not None and PRESETS[deck.model.preset].experts > 0
+    return deck.model.preset is not None and bool(presets()[deck.model.preset].experts)
 
 
 def _validated(

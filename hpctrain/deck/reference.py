@@ -10,8 +10,8 @@ from pydantic.fields import FieldInfo
 
 from hpctrain.deck.key import extra
 from hpctrain.deck.key_messages import expected_value, row_section, unknown_section, value_type
-from hpctrain.deck.presets import PRESETS
-from hpctrain.deck.resume_rules import RESUME_RULES
+from hpctrain.deck.presets import presets
+from hpctrain.deck.resume_rules import resume_rules
 from hpctrain.deck.schema import fields, sections, tables
 from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError
@@ -76,7 +76,7 @@ def _section_table(section: str, keys: Mapping[str, FieldInfo]) -> Iterator[str]
     for key, field in keys.items():
         yield from _row((key, _type(key, field), _default(field), extra(field, "unit")))
         yield from _indented(field.description or "", _WIDTH)
-        yield from _indented(RESUME_RULES[f"{section}.{key}"].sentence, _WIDTH)
+        yield from _indented(resume_rules()[f"{section}.{key}"].sentence, _WIDTH)
 
 
 def _section_list(section: str, keys: Mapping[str, FieldInfo], width: int) -> Iterator[str]:
@@ -84,7 +84,7 @@ def _section_list(section: str, keys: Mapping[str, FieldInfo], width: int) -> It
         yield f"  {key}"
         unit, default = extra(field, "unit"), _default(field)
         facts = [_type(key, field), default if default == "required" else f"default: {default}"]
-        rule = RESUME_RULES[f"{section}.{key}"].sentence
+        rule = resume_rules()[f"{section}.{key}"].sentence
         for text in ("; ".join(facts + ([f"in {unit}"] if unit else [])), field.description or "", rule):
             yield from _indented(text, width)
 
@@ -118,7 +118,10 @@ def _presets(width: int, as_table: bool) -> list[str]:
     heading = "Presets  The keys of [model], and batch.sequence, that model.preset fills."
     lines = [*_wrapped(heading, width, 2), ""]
     columns = (*_PRESET_KEYS, "sequence")
-    rows = [[name, *(str(getattr(preset, key)) for key in columns)] for name, preset in PRESETS.items()]
+    rows = [
+        [name, *(str(preset.model[key]) for key in _PRESET_KEYS), str(preset.sequence)]
+        for name, preset in presets().items()
+    ]
     if as_table:
         lines += ["  " + line for line in table([["preset", *columns], *rows], gap=" ")]
     else:
@@ -126,14 +129,13 @@ def _presets(width: int, as_table: bool) -> list[str]:
             facts = ", ".join(f"{key} {value}" for key, value in zip(columns, values, strict=True))
             lines += _wrapped(f"  {name}: {facts}", width, 6)
     lines.append("")
-    for name, preset in PRESETS.items():
-        if preset.experts:
-            chosen = f"each token goes to {preset.experts_per_token}"
-            told = f"{name}: {preset.experts} experts of expert_mlp {preset.expert_mlp}, {chosen}."
-            lines += _wrapped(told, width, 4)
+    for name, preset in presets().items():
+        if experts := preset.experts:
+            sizes = f"{name}: {experts['count']} experts of mlp {experts['mlp']}"
+            lines += _wrapped(f"{sizes}, each token goes to {experts['per_token']}.", width, 4)
     lines.append("")
-    for source in dict.fromkeys(preset.source for preset in PRESETS.values()):
-        names = [name for name, preset in PRESETS.items() if preset.source == source]
+    for source in dict.fromkeys(preset.source for preset in presets().values()):
+        names = [name for name, preset in presets().items() if preset.source == source]
         lines += _wrapped(f"{', '.join(names)}: {source}.", width, 4)
     return lines
 

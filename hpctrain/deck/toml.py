@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from hpctrain.deck.sources import clipped
@@ -13,6 +15,8 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+_PACKAGE = Path(__file__).parent
 
 DECK_BYTES = 256 << 10
 """Largest size of a deck's file."""
@@ -75,6 +79,17 @@ def parse_argument(text: str) -> object:
     except (ValueError, OverflowError, RecursionError):
         return text
     return parsed["value"] if set(parsed) == {"value"} else text
+
+
+@cache
+def read_data_file(name: str) -> dict[str, Any]:
+    """Return the content of a TOML file in this package, which is read once per process.
+
+    Args:
+        name: Path of the file relative to the package, such as "presets.toml".
+    """
+    content: dict[str, Any] = tomllib.loads((_PACKAGE / name).read_text(encoding="utf-8"))
+    return content
 
 
 def is_utf8(text: str) -> bool:

@@ -13,12 +13,12 @@ from pydantic.fields import FieldInfo
 
 from hpctrain.deck.check import check_deck, world_problems
 from hpctrain.deck.deck_input import DeckInput
-from hpctrain.deck.defaults import fill, find_preset
+from hpctrain.deck.defaults import fill
 from hpctrain.deck.key import extra, table_of
 from hpctrain.deck.key_messages import expected_value, unknown_key, unknown_section, value_hint, value_type
 from hpctrain.deck.nested import Tables, leaf_names, look_up, remove, table_in
 from hpctrain.deck.old_keys import rename_keys
-from hpctrain.deck.presets import PRESETS
+from hpctrain.deck.presets import preset_named
 from hpctrain.deck.problem import DeckProblem
 from hpctrain.deck.rows import located, wrong_rows
 from hpctrain.deck.run_length import LENGTHS, CompletedWork, is_epoch_count, steps_of_epochs
@@ -167,8 +167,8 @@ class DeckValidator:
 
     def _rename_keys(self, model: Mapping[str, object]) -> None:
         """Rename keys of older versions to their present names, and report those that have no effect."""
-        preset = PRESETS.get(name) if isinstance(name := model.get("preset"), str) else None
-        brought = () if preset is None else [f"model.{key}" for key in preset.model_keys()]
+        preset = preset_named(model.get("preset"))
+        brought = ("model.experts",) if preset is not None and preset.experts else ()
 
         def has_table(table: str) -> bool:
             return any(f"{name}.".startswith(f"{table}.") for name in (*brought, *self.source))
@@ -267,7 +267,7 @@ class DeckValidator:
         if not has_model and self.readable and "model.family" in wrong and "model.family" not in silent:
             sentence = "name a published shape, or give model.family, layers, hidden and heads"
             self._report_missing("model", "model.preset", sentence)
-        unknown_preset = "preset" in tables["model"] and find_preset(tables) is None
+        unknown_preset = "preset" in tables["model"] and preset_named(tables["model"]["preset"]) is None
         is_known = not unknown_preset and "model.from" not in wrong
         for key, error in wrong.items():
             field = field_of(key)

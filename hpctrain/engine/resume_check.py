@@ -1,6 +1,6 @@
 """Comparison of the deck of a resumed run with the deck that its checkpoint was trained with.
 
-The table in `deck/resume_rules.py` contains the policy of each key. A key with the policy "refused" is an
+The file `deck/resume_rules.toml` has the policy of each key. A key with the policy "refused" is an
 error if its value differs. For the keys in `_CHECKS` a function decides instead whether two values differ.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePath
 
 from hpctrain.deck.code import is_file_target
-from hpctrain.deck.resume_rules import FUNCTION, PARAMETERS, RESUME_RULES, keys_of_policy
+from hpctrain.deck.resume_rules import FUNCTION, PARAMETERS, keys_of_policy, resume_rules
 from hpctrain.deck.schema import Deck, field_of
 from hpctrain.deck.sections.local_steps import in_replicas
 from hpctrain.deck.sections.objective import OF_SCORES, POLICIES, REFERRED
@@ -114,7 +114,7 @@ def _model_problems(deck: Deck, trained_deck: Deck, path: Path) -> Iterator[str]
     for key in given or changed:
         old = trained_deck.value(key)
         was = "without it" if old is None else f"with {clipped(toml_value(old))}"
-        rule = RESUME_RULES[key]
+        rule = resume_rules()[key]
         reason = rule.note.partition(";")[0]
         if reason not in {FUNCTION, PARAMETERS}:
             reason = _REASONS[key]

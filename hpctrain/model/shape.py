@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from typing_extensions import override
 
 from hpctrain.deck.activations import DEFAULT_ACTIVATIONS
-from hpctrain.deck.presets import EXPERT_KEYS, PresetSizes
+from hpctrain.deck.presets import Family
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.adapters import Adapters
 from hpctrain.deck.sections.experts import ExpertsTable
@@ -24,8 +25,24 @@ Recomputed = int | Literal["none", "full", "selective", "sqrt"]
 """What backward computes again; a number is that of blocks of which only the first one's input is kept."""
 
 
+EXPERT_KEYS: Mapping[str, str] = {
+    "experts": "count",
+    "experts_per_token": "per_token",
+    "expert_mlp": "mlp",
+    "shared_experts": "shared",
+    "expert_every": "every",
+    "dense_first": "dense_first",
+    "router": "router",
+    "router_normalize": "router_normalize",
+    "router_scale": "router_scale",
+    "router_groups": "router_groups",
+    "router_groups_per_token": "router_groups_per_token",
+}
+"""Sizes of a shape that describe mixtures -> keys of [model.experts]."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class ModelShape(PresetSizes, Architecture):
+class ModelShape(Architecture):
     """The sizes that fix a decoder-only transformer.
 
     `gpt2`: learned positions, LayerNorm, biases. `llama`: RoPE, RMSNorm, no biases. An `activation` of ""
@@ -35,6 +52,26 @@ class ModelShape(PresetSizes, Architecture):
     With `adapters` nothing else is trained, but for such a head.
     """
 
+    family: Family
+    layers: int
+    hidden: int
+    heads: int
+    key_value_heads: int
+    mlp: int
+    vocabulary: int
+    head_size: int = 0
+    query_key_norm: Literal["none", "head", "all"] = "none"
+    experts: int = 0
+    experts_per_token: int = 2
+    expert_mlp: int = 0
+    shared_experts: int = 0
+    expert_every: int = 1
+    dense_first: int = 0
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    router_normalize: bool = True
+    router_scale: float = 1.0
+    router_groups: int = 1
+    router_groups_per_token: int = 1
     sequence: int
     tied: bool
     activation: str = ""

@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as some
 
-from hpctrain.deck.presets import PRESETS
+from hpctrain.deck.presets import presets
 from hpctrain.deck.schema import fields, sections
 
 Tables = dict[str, dict[str, str]]
@@ -22,7 +22,19 @@ RIGHT: Tables = {
 }
 
 KEYS = [(section, key) for section in sections() for key in fields(section)]
-WORDS = ["none", "full", "balanced", "disk", "fp16", "node", "zb-v", "interleaved", "llama", "cuda", *PRESETS]
+WORDS = [
+    "none",
+    "full",
+    "balanced",
+    "disk",
+    "fp16",
+    "node",
+    "zb-v",
+    "interleaved",
+    "llama",
+    "cuda",
+    *presets(),
+]
 SIZES = [
     "1e400 GB",
     "9" * 400 + " MB",

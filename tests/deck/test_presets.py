@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
-from hpctrain.deck.presets import PRESETS, Preset, PresetName
+from hpctrain.deck.presets import Preset, PresetName, presets
 from hpctrain.deck.read import parse_deck
 from hpctrain.model.count import count
 from hpctrain.model.shape import ModelShape
@@ -12,8 +14,8 @@ from hpctrain.model.shape import ModelShape
 
 def gpt2_parameters(preset: Preset) -> float:
     """The design's formula (Narayanan 2021), plus the final LayerNorm that it leaves out."""
-    layers, hidden = preset.layers, preset.hidden
-    vectors = (preset.vocabulary + preset.sequence) / (12 * layers * hidden)
+    layers, hidden = preset.model["layers"], preset.model["hidden"]
+    vectors = (preset.model["vocabulary"] + preset.sequence) / (12 * layers * hidden)
     return 12 * layers * hidden**2 * (1 + 13 / (12 * hidden) + vectors) + 2 * hidden
 
 
@@ -21,15 +23,17 @@ def llama_parameters(preset: Preset, chosen: int | None = None) -> int:
     """Embedding, head, final norm; per layer q, k, v, output, gate, up, down and two norms; or a router and
     experts, all or those that are `chosen`.
     """
-    hidden, experts = preset.hidden, preset.experts if chosen is None else chosen
-    size = preset.head_size or hidden // preset.heads
-    queries, keys = size * preset.heads, size * preset.key_value_heads
-    norms = {"none": 0, "head": 2 * size, "all": queries + keys}[preset.query_key_norm]
-    expanded = 3 * hidden * preset.mlp
+    model, hidden = preset.model, preset.model["hidden"]
+    size = model.get("head_size", hidden // model["heads"])
+    queries, keys = size * model["heads"], size * model["key_value_heads"]
+    norms = {"none": 0, "head": 2 * size, "all": queries + keys}[model.get("query_key_norm", "none")]
+    expanded = 3 * hidden * model["mlp"]
     if preset.experts:
-        expanded = 3 * hidden * preset.expert_mlp * experts + hidden * preset.experts
+        count = preset.experts["count"]
+        expert = 3 * hidden * preset.experts["mlp"]
+        expanded = expert * (count if chosen is None else chosen) + hidden * count
     layer = 2 * hidden * (queries + keys) + expanded + 2 * hidden + norms
-    return 2 * preset.vocabulary * hidden + preset.layers * layer + hidden
+    return int(2 * model["vocabulary"] * hidden + model["layers"] * layer + hidden)
 
 
 @pytest.mark.parametrize(
@@ -47,8 +51,8 @@ def llama_parameters(preset: Preset, chosen: int | None = None) -> int:
     ],
 )
 def test_parameters_are_those_published(name: PresetName, count: int) -> None:
-    preset = PRESETS[name]
-    parameters = gpt2_parameters(preset) if preset.family == "gpt2" else llama_parameters(preset)
+    preset = presets()[name]
+    parameters = gpt2_parameters(preset) if preset.model["family"] == "gpt2" else llama_parameters(preset)
     assert parameters == pytest.approx(count, rel=1e-12)
 
 
@@ -57,9 +61,9 @@ def test_parameters_are_those_published(name: PresetName, count: int) -> None:
     [("mixtral-8x7b", 46.7, 12.9), ("qwen3-30b-a3b", 30.5, 3.3), ("olmoe-1b-7b", 6.9, 1.3)],
 )
 def test_mixtures_have_the_billions_that_are_published(name: PresetName, total: float, active: float) -> None:
-    preset = PRESETS[name]
+    preset = presets()[name]
     assert llama_parameters(preset) / 1e9 == pytest.approx(total, abs=0.05)
-    assert llama_parameters(preset, preset.experts_per_token) / 1e9 == pytest.approx(active, abs=0.06)
+    assert llama_parameters(preset, preset.experts["per_token"]) / 1e9 == pytest.approx(active, abs=0.06)
 
 
 def test_a_preset_of_a_mixture_without_experts_is_dense() -> None:
@@ -70,38 +74,40 @@ def test_a_preset_of_a_mixture_without_experts_is_dense() -> None:
     assert (deck.model.experts, deck.model.mlp, deck.model.head_size) == (None, 6144, 128)
 
 
-@pytest.mark.parametrize("name", [name for name in PRESETS if name.startswith("megatron")])
+@pytest.mark.parametrize("name", [name for name in presets() if name.startswith("megatron")])
 def test_megatron_rows_have_the_billions_of_their_names(name: PresetName) -> None:
     billions = float(name.removeprefix("megatron-").removesuffix("b"))
-    preset = PRESETS[name]
+    preset = presets()[name]
     assert gpt2_parameters(preset) / 1e9 == pytest.approx(billions, abs=0.051 if billions < 1000 else 0.5)
-    assert (preset.sequence, preset.vocabulary) == (2048, 51200)
+    assert (preset.sequence, preset.model["vocabulary"]) == (2048, 51200)
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", presets())
 def test_the_model_counts_the_same_parameters(name: str) -> None:
-    preset = {**PRESETS}[name]  # type: ignore[index]
+    preset = presets()[name]
     deck = parse_deck(
         f'[run]\nsteps = 1\n[model]\npreset = "{name}"\n[data]\ntokens = "t.h5"\n[batch]\nglobal_size = 1\n'
     )
-    parameters = gpt2_parameters(preset) if preset.family == "gpt2" else llama_parameters(preset)
-    counted = count(ModelShape.of(deck, preset.vocabulary))
+    parameters = gpt2_parameters(preset) if preset.model["family"] == "gpt2" else llama_parameters(preset)
+    counted = count(ModelShape.of(deck, preset.model["vocabulary"]))
     assert counted.parameters == pytest.approx(parameters, rel=1e-12)
-    active = llama_parameters(preset, preset.experts_per_token) if preset.experts else parameters
+    active = llama_parameters(preset, preset.experts["per_token"]) if preset.experts else parameters
     assert counted.active_parameters == pytest.approx(active, rel=1e-12)
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", presets())
 def test_a_preset_fills_the_model_and_the_sequence(name: PresetName) -> None:
     deck = parse_deck(
         f'[run]\nsteps = 1\n[model]\npreset = "{name}"\n[data]\ntokens = "t.h5"\n[batch]\nglobal_size = 1\n'
     )
-    preset = PRESETS[name]
+    preset = presets()[name]
     assert deck.batch.sequence == preset.sequence
-    tables = deck.model.model_dump()
-    for key, value in preset.model_keys().items():
-        own = tables[key]
-        assert {name: own[name] for name in value} == value if isinstance(value, dict) else own == value
+    assert {key: deck.value(f"model.{key}") for key in preset.model} == preset.model
+    assert {key: deck.value(f"model.experts.{key}") for key in preset.experts} == preset.experts
+
+
+def test_the_schema_has_the_names_of_the_file() -> None:
+    assert get_args(PresetName) == tuple(presets())
 
 
 def test_keys_beside_a_preset_win_and_others_follow_them() -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.deck.key import extra
-from hpctrain.deck.presets import PRESETS
+from hpctrain.deck.presets import presets
 from hpctrain.deck.reference import reference_text
 from hpctrain.deck.schema import fields, sections
 from hpctrain.errors import HpctrainError
@@ -24,8 +24,8 @@ def test_every_key_stands_in_its_section_with_its_help() -> None:
             assert " ".join(field.description.split()) in flat, name
             rows = [row for row in part.splitlines() if row.startswith(f"  {name} ")]
             assert rows[0].rstrip().endswith(extra(field, "unit")), name
-    assert all(f"\n  {name} " in text for name in PRESETS)
-    assert "mixtral-8x7b: 8 experts of expert_mlp 14336, each token goes to 2." in flat
+    assert all(f"\n  {name} " in text for name in presets())
+    assert "mixtral-8x7b: 8 experts of mlp 14336, each token goes to 2." in flat
 
 
 def test_a_hundred_columns_are_enough() -> None:
@@ -42,7 +42,7 @@ def test_fewer_columns_do_as_well(width: int) -> None:
         for name, field in fields(section).items():
             assert f"\n  {name}\n" in text
             assert " ".join((field.description or "").split()) in flat
-    assert all(f"\n  {name}: family" in text for name in PRESETS)
+    assert all(f"\n  {name}: family" in text for name in presets())
 
 
 def test_some_rows() -> None:

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from hpctrain.deck.key_messages import row_section
 from hpctrain.deck.reference import reference_text
-from hpctrain.deck.resume_rules import RESUME_RULES, keys_of_policy
+from hpctrain.deck.resume_rules import keys_of_policy, resume_rules
 from hpctrain.deck.schema import fields, sections, tables
+from hpctrain.deck.toml import read_data_file
 
 
 def schema_keys() -> Iterator[str]:
@@ -19,19 +20,14 @@ def schema_keys() -> Iterator[str]:
 
 
 def test_table_has_exactly_the_keys_of_the_schema() -> None:
-    assert sorted(RESUME_RULES) == sorted(schema_keys())
+    assert sorted(resume_rules()) == sorted(schema_keys())
 
 
 def test_each_key_has_one_rule() -> None:
-    """A key in two lines of the table would silently get the rule of the last one."""
-    from pathlib import Path
-
-    import hpctrain.deck.resume_rules
-
-    source = Path(hpctrain.deck.resume_rules.__file__).read_text()
-    lines = [line for line in source.splitlines() if line.strip().startswith("**_rules(")]
-    names = [line.split('"')[3] + "." + name for line in lines for name in line.split('"')[5].split()]
-    assert len(names) == len(set(names)) == len(RESUME_RULES)
+    """A key in two lines of a table would silently get the rule of the last one."""
+    tables = read_data_file("resume_rules.toml")
+    names = [f"{table}.{name}" for table, rows in tables.items() for row in rows for name in row.split()]
+    assert len(names) == len(set(names)) == len(resume_rules())
 
 
 def test_reference_contains_the_rule_of_each_key() -> None:
@@ -39,8 +35,8 @@ def test_reference_contains_the_rule_of_each_key() -> None:
         lines = reference_text(section).splitlines()
         text = " ".join(" ".join(lines).split())
         for name in fields(section):
-            assert RESUME_RULES[f"{section}.{name}"].sentence in text, name
-        assert text.count("Resume: ") == sum(key.startswith(f"{section}.") for key in RESUME_RULES)
+            assert resume_rules()[f"{section}.{name}"].sentence in text, name
+        assert text.count("Resume: ") == sum(key.startswith(f"{section}.") for key in resume_rules())
 
 
 def test_keys_with_a_fresh_optimizer() -> None:

@@ -7,11 +7,10 @@ from typing import Any
 
 from hpctrain.checkpoint.exchange.architectures import ARCHITECTURES, SCORED, HuggingFaceArchitecture
 from hpctrain.deck.activations import ACTIVATIONS, imported_activation
-from hpctrain.deck.presets import EXPERT_KEYS
 from hpctrain.deck.schema import fields
 from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError
-from hpctrain.model.shape import ModelShape
+from hpctrain.model.shape import EXPERT_KEYS, ModelShape
 from hpctrain.text import either
 
 Config = Mapping[str, Any]

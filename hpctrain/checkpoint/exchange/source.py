@@ -37,13 +37,12 @@ from hpctrain.checkpoint.stored_tokenizer import TOKENIZER, tokenizer_state
 from hpctrain.comm.world import World
 from hpctrain.data.epochs import EpochReader
 from hpctrain.data.tokenizer_settings import TokenizerSettings
-from hpctrain.deck.presets import EXPERT_KEYS
 from hpctrain.deck.sections.adapters import Adapters
 from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError, require_exists
 from hpctrain.model.build import bare_model
 from hpctrain.model.part import parameter_list
-from hpctrain.model.shape import Head, ModelShape
+from hpctrain.model.shape import EXPERT_KEYS, Head, ModelShape
 from hpctrain.model.width_scaling import STANDARD
 from hpctrain.parallel.adapter import is_adapter
 from hpctrain.parallel.scalar_head import NAME as SCORE

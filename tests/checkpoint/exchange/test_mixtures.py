@@ -5,7 +5,6 @@ Tests of checkpoint/exchange/architectures.py, and of what the other files besid
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.checkpoint.write import save
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
-from hpctrain.deck.presets import PRESETS
+from hpctrain.deck.presets import presets
 from hpctrain.deck.read import deck_text, parse_deck
 from hpctrain.engine.build import build_engine, make_mesh
 from hpctrain.engine.stage import build_stage, load_parameters, make_groups
@@ -323,18 +322,12 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def flat(keys: dict[str, object]) -> Iterator[tuple[str, object]]:
-    for key, value in keys.items():
-        if isinstance(value, dict):
-            yield from ((f"{key}.{own}", each) for own, each in value.items())
-        else:
-            yield key, value
-
-
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configs_are_the_presets(name: str) -> None:
     shape = shape_of(PUBLISHED[name], "config.json")
-    keys = {f"model.{key}": value for key, value in flat({**PRESETS}[name].model_keys())}  # type: ignore[index]
+    preset = presets()[name]
+    keys = {f"model.{key}": value for key, value in preset.model.items()}
+    keys |= {f"model.experts.{key}": value for key, value in preset.experts.items()}
     settled = {f"model.{key}": value for key, value in model_keys(shape).items()}
     assert {key: settled[key] for key in keys} == keys
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.deck.check import world_problems
-from hpctrain.deck.old_keys import OLD_KEYS
+from hpctrain.deck.old_keys import old_keys
 from hpctrain.deck.read import parse_deck
 from hpctrain.errors import HpctrainError
 
@@ -195,7 +195,7 @@ def test_keys_of_mixtures_need_experts(name: str) -> None:
 
 
 def test_every_key_of_mixtures_is_among_those() -> None:
-    names = {key.rpartition(".")[2] for key in OLD_KEYS if key.startswith("model.")} - {"experts"}
+    names = {key.rpartition(".")[2] for key in old_keys() if key.startswith("model.")} - {"experts"}
     assert names == set(VALUES)
 
 
