@@ -6,7 +6,6 @@ Such a file describes neither the model nor the data, which the deck needs in ad
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Set
-from pathlib import Path
 
 from hpctrain.deck.convert.option_values import UnsupportedOptionError, choice, integer, number
 from hpctrain.deck.convert.rule_table import Conversion, RuleTable, SourceOptions, apply_rules, load_table
@@ -26,7 +25,7 @@ _DECAYS = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": 
 
 def deepspeed_table() -> RuleTable:
     """Load the table of rules for DeepSpeed."""
-    return load_table(Path(__file__).with_name("deepspeed.toml"), "DeepSpeed", _FUNCTIONS)
+    return load_table("deepspeed.toml", "DeepSpeed", globals())
 
 
 def convert_configuration(configuration: Mapping[str, object]) -> Conversion:
@@ -34,11 +33,11 @@ def convert_configuration(configuration: Mapping[str, object]) -> Conversion:
     table = deepspeed_table()
     settings = dict(_flatten(configuration, table.tables))
     automatic = sorted(name for name, value in settings.items() if value == "auto")
-    options = SourceOptions(
-        {name: value for name, value in settings.items() if name not in automatic},
-        {name: value for name, value in _defaults(table.defaults, settings).items() if name not in automatic},
-    )
-    result = apply_rules(options, table)
+    defaults = table.defaults(settings)
+    for name in automatic:
+        settings.pop(name)
+        defaults.pop(name, None)
+    result = apply_rules(SourceOptions(settings, defaults), table)
     for name in automatic:
         result.report(
             name, "auto", "is filled in by the program that starts DeepSpeed (Trainer): set it in the deck"
@@ -63,27 +62,6 @@ def _flatten(
             yield from _flatten(value, unconverted, f"{prefix}{name}.", depth + 1)
         elif value is not None:
             yield f"{prefix}{name}", value
-
-
-def _defaults(fixed: Mapping[str, object], settings: Mapping[str, object]) -> dict[str, object]:
-    """Return the defaults that DeepSpeed uses with the optimizer and the scheduler of a configuration."""
-    optimizer = str(settings.get("optimizer.type")).lower()
-    scheduler = str(settings.get("scheduler.type"))
-    defaults = dict(fixed)
-    if "adam" in optimizer:
-        defaults |= {"optimizer.params.betas": [0.9, 0.999], "optimizer.params.lr": 1e-3}
-    if optimizer == "onebitadam":
-        defaults |= {"optimizer.params.freeze_step": 100_000}
-    if "optimizer.type" in settings:
-        defaults |= {"optimizer.params.weight_decay": 0.0}
-    if scheduler.startswith("Warmup"):
-        defaults |= {"scheduler.params.warmup_num_steps": 1000, "scheduler.params.warmup_type": "log"}
-        cosine = scheduler == "WarmupCosineLR"
-        final, peak = {"scheduler.params.cos_min_ratio": 1e-4}, {"scheduler.params.warmup_max_lr": 1e-3}
-        defaults |= final if cosine else peak
-    elif "optimizer.type" in settings and "scheduler.type" not in settings:
-        defaults |= {"scheduler.type": "constant"}
-    return defaults
 
 
 def _accumulation(value: object, options: SourceOptions) -> None:
@@ -145,11 +123,6 @@ def _initial_scale(value: object, _: SourceOptions) -> float:
     return float(2 ** integer(value))
 
 
-def _loss_scale(value: object, _: SourceOptions) -> None:
-    if number(value):
-        raise UnsupportedOptionError("the loss scale is always dynamic")
-
-
 def _gradients(value: object, options: SourceOptions) -> object:
     compute = "bf16" if options.is_on("bf16.enabled") else "fp16"
     return choice(value, {"fp32": "fp32", compute: "compute"})
@@ -160,25 +133,5 @@ def _recomputed_blocks(value: object, _: SourceOptions) -> object:
     return (blocks if blocks > 1 else "full") if blocks > 0 else None
 
 
-def _total_steps(value: object, _: SourceOptions) -> tuple[int, int]:
-    return integer(value), integer(value)
-
-
 def _context_ranks(value: object, _: SourceOptions) -> object:
     return (integer(value), "all_to_all") if integer(value) > 1 else None
-
-
-_FUNCTIONS = (
-    _accumulation,
-    _optimizer,
-    _betas,
-    _optimizer_rate,
-    _schedule,
-    _initial_scale,
-    _loss_scale,
-    _gradients,
-    _recomputed_blocks,
-    _total_steps,
-    _context_ranks,
-)
-"""Conversions that rows of the table name, without the underscore."""

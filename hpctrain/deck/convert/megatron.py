@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 from hpctrain.deck.activations import DEFAULT_ACTIVATIONS
-from hpctrain.deck.convert.option_values import UnsupportedOptionError, choice, integer, number, switch
+from hpctrain.deck.convert.option_values import UnsupportedOptionError, integer, number, switch
 from hpctrain.deck.convert.rule_table import Conversion, RuleTable, SourceOptions, apply_rules, load_table
 from hpctrain.deck.convert.shell_script import parse_arguments
 
 _LAYER_LIST = re.compile(r"\(?\[0\]\*(\d+)\+\[1\]\*(\d+)\)?")
-_LARGEST_SCALE = 1 << 24
 _LLAMA_ONLY = ("model.rope_base", "model.query_key_norm")
 _BALANCE_OVER = {"aux_loss": "micro_batch", "seq_aux_loss": "sequence"}
 
 
 def megatron_table() -> RuleTable:
     """Load the table of rules for Megatron-LM."""
-    return load_table(Path(__file__).with_name("megatron.toml"), "Megatron-LM", _FUNCTIONS)
+    return load_table("megatron.toml", "Megatron-LM", globals())
 
 
 def convert_script(script: str) -> Conversion:
     """Convert the arguments that a script or a file contains."""
     table = megatron_table()
-    options = SourceOptions(parse_arguments(script), table.defaults)
+    explicit = parse_arguments(script)
+    options = SourceOptions(explicit, table.defaults(explicit))
     hidden = options.read("--hidden-size", integer)
     if "--ffn-hidden-size" not in options and hidden:
         inner = int(4 * hidden * 2 / 3 / 64) * 64 if options.is_on("--swiglu") else 4 * hidden
@@ -64,7 +63,7 @@ def _add_family(options: SourceOptions, result: Conversion) -> None:
             result.keys.pop(key, None)
 
 
-# Conversions that depend on several options. Those that return a tuple set several keys.
+# Conversions that rows of megatron.toml name. Those that return a tuple set several keys.
 
 
 def _floor(value: object, options: SourceOptions) -> float:
@@ -90,11 +89,6 @@ def _warmup_of_fraction(value: object, options: SourceOptions) -> int:
     if not steps:
         raise UnsupportedOptionError("becomes a number of steps, and --train-iters is missing")
     return int(number(value) * steps)
-
-
-def _cooldown_form(value: object, _: SourceOptions) -> None:
-    if value != "linear":
-        raise UnsupportedOptionError("the cooldown of a deck is linear")
 
 
 def _stage_layers(value: object, options: SourceOptions) -> object:
@@ -145,25 +139,9 @@ def _half_precision(value: object, options: SourceOptions, dtype: str, fp32_grad
     return "fp32" if fp32_gradients else "compute", None if "--fp8-format" in options else dtype
 
 
-def _initial_scale(value: object, _: SourceOptions) -> float:
-    if number(value) > _LARGEST_SCALE:
-        raise UnsupportedOptionError(f"exceeds {_LARGEST_SCALE}, the largest initial loss scale of a deck")
-    return number(value)
-
-
 def _attention_dropout(value: object, options: SourceOptions) -> None:
     if number(value) != options.read("--hidden-dropout", number):
         raise UnsupportedOptionError("must equal --hidden-dropout: a deck has one probability, model.dropout")
-
-
-def _router_normalize(value: object, options: SourceOptions) -> object:
-    sigmoid = options.get("--moe-router-score-function") == "sigmoid"  # whose weights are always normalized
-    return False if switch(value) and not sigmoid else None
-
-
-def _dropped_tokens(value: object, _: SourceOptions) -> None:
-    if value != "position":
-        raise UnsupportedOptionError("experts of a deck drop the last tokens, not the least probable ones")
 
 
 def _shared_experts(value: object, options: SourceOptions) -> int:
@@ -217,97 +195,3 @@ def _evaluated_sequences(value: object, options: SourceOptions) -> int | None:
     if "--eval-iters" not in options:
         return None
     raise UnsupportedOptionError("becomes a number of sequences, and --global-batch-size is missing")
-
-
-def _sequence_parallel(value: object, options: SourceOptions) -> object:
-    size = "--tensor-model-parallel-size"
-    one_rank = size not in options or options.read(size, integer) == 1
-    return True if switch(value) and not one_rank else None
-
-
-def _document_mask(value: object, options: SourceOptions) -> None:
-    if switch(value) and not options.is_on("--reset-attention-mask"):
-        raise UnsupportedOptionError(
-            "belongs to data.document_mask, which masks attention, but --reset-attention-mask is missing"
-        )
-
-
-def _fp8_format(value: object, _: SourceOptions) -> tuple[str, object]:
-    return "fp8", choice(value, {"hybrid": "e5m2", "e4m3": "e4m3"})
-
-
-# Conditions under which Megatron-LM uses an option.
-
-
-def _is_adam(options: SourceOptions) -> bool:
-    return options.get("--optimizer") in {None, "adam"}
-
-
-def _is_sgd(options: SourceOptions) -> bool:
-    return options.get("--optimizer") == "sgd"
-
-
-def _is_wsd(options: SourceOptions) -> bool:
-    return str(options.get("--lr-decay-style")).lower() == "wsd"
-
-
-def _decays(options: SourceOptions) -> bool:
-    return options.get("--lr-decay-style") != "constant"
-
-
-def _warms_up_by_steps(options: SourceOptions) -> bool:
-    others = {"--lr-warmup-fraction", "--lr-warmup-samples"}
-    return "--lr-warmup-iters" in options or not any(name in options for name in others)
-
-
-def _has_query_groups(options: SourceOptions) -> bool:
-    return options.is_on("--group-query-attention")
-
-
-def _has_capacity(options: SourceOptions) -> bool:
-    return "--moe-expert-capacity-factor" in options
-
-
-def _has_balance_loss(options: SourceOptions) -> bool:
-    return "--num-experts" in options and options.get("--moe-router-load-balancing-type") != "none"
-
-
-def _has_no_strategy(options: SourceOptions) -> bool:
-    return "--data-parallel-sharding-strategy" not in options
-
-
-_FUNCTIONS = (
-    _floor,
-    _steps_of_samples,
-    _warmup_of_fraction,
-    _cooldown_form,
-    _stage_layers,
-    _virtual_stages,
-    _ramp,
-    _recompute,
-    _bf16,
-    _fp16,
-    _initial_scale,
-    _attention_dropout,
-    _router_normalize,
-    _dropped_tokens,
-    _shared_experts,
-    _dense_first,
-    _experts,
-    _balance,
-    _validation,
-    _evaluated_sequences,
-    _sequence_parallel,
-    _document_mask,
-    _fp8_format,
-    _is_adam,
-    _is_sgd,
-    _is_wsd,
-    _decays,
-    _warms_up_by_steps,
-    _has_query_groups,
-    _has_capacity,
-    _has_balance_loss,
-    _has_no_strategy,
-)
-"""Conversions and conditions that rows of the table name, without the underscore."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import isfinite
 
 from hpctrain.text import either
@@ -103,3 +103,13 @@ def _unknown(value: object) -> str:
 def is_switched(value: object, on: bool) -> bool:
     """Return True if a flag has the state `on`, as a boolean or as text."""
     return value is on or str(value).lower() == str(on).lower()
+
+
+CONVERSIONS: Mapping[str, Callable[[object], object]] = {
+    function.__name__: function
+    for function in (
+        *(bool, str, text, number, integer, integer_above_0, integer_above_1),
+        *(minutes, fp32_bytes, inverted_flag),
+    )
+}
+"""Conversions that rows of all tables may name."""

@@ -6,33 +6,25 @@ and what the user is told if no key expresses it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
 from hpctrain.deck.convert.option_values import (
+    CONVERSIONS,
     UnsupportedOptionError,
     choice,
-    fp32_bytes,
-    integer,
-    integer_above_0,
-    integer_above_1,
-    inverted_flag,
     is_switched,
-    minutes,
-    number,
     switch,
-    text,
 )
 from hpctrain.deck.key_messages import expected_value
 from hpctrain.deck.schema import field_of
 from hpctrain.deck.sources import clipped
-from hpctrain.deck.toml import parse_toml
+from hpctrain.deck.toml import read_data_file
 
 _Converted = TypeVar("_Converted")
 
@@ -76,22 +68,48 @@ OptionConversion = Callable[[object, SourceOptions], object]
 
 
 @dataclass(frozen=True)
+class Condition:
+    """Condition on the values of options.
+
+    Attributes:
+        required: Values of options that must all be there: a value, or a list of values of which one is.
+            They are compared in lower case. "*" stands for any value, and "" for an option that has none.
+        excluded: Values of which none may be there, in the same form.
+    """
+
+    required: Mapping[str, object] = field(default_factory=dict)
+    excluded: Mapping[str, object] = field(default_factory=dict)
+
+    def holds(self, options: SourceOptions) -> bool:
+        """Return True if the condition holds for the given options and the defaults of the others."""
+
+        def has(name: str, expected: object) -> bool:
+            own = options.get(name)
+            texts = [str(each).lower() for each in (expected if isinstance(expected, list) else [expected])]
+            return (own is not None and "*" in texts) or str("" if own is None else own).lower() in texts
+
+        return all(has(*each) for each in self.required.items()) and not any(
+            has(*each) for each in self.excluded.items()
+        )
+
+
+@dataclass(frozen=True)
 class Rule:
     """Conversion of one option.
 
     Attributes:
         keys: Deck keys that the option sets, with "{optimizer}" for the name of the deck's optimizer, whose
             table contains the key. An option without keys needs none, or has no counterpart.
-        convert: Function of the option's value and of all options. It returns the value of the key, or a
-            tuple with the values of several keys; None stands for a key that is not set. It raises
+        convert: Function of the option's value and of all options. It returns the value of all keys, or a
+            tuple or list with the value of each; None stands for a key that is not set. It raises
             UnsupportedOptionError if no key expresses the value.
-        condition: Function of all options. The option has no effect in the other trainer if it returns False.
+        condition: Condition under which the option has an effect in the other trainer.
         note: What the user has to do in addition, with "{value}" for the value of the option.
     """
 
     keys: tuple[str, ...]
     convert: OptionConversion
-    condition: Callable[[SourceOptions], bool] | None = None
+    condition: Condition = field(default_factory=Condition)
     note: str = ""
 
     def apply(self, value: object, options: SourceOptions) -> dict[str, object]:
@@ -100,11 +118,11 @@ class Rule:
         Raises:
             UnsupportedOptionError: No deck key expresses the value.
         """
-        if self.condition is not None and not self.condition(options):
+        if not self.condition.holds(options):
             return {}
         converted = self.convert(value, options)
-        values = converted if isinstance(converted, tuple) else (converted,)
-        return {key: each for key, each in zip(self.keys, values, strict=False) if each is not None}
+        values = converted if isinstance(converted, tuple | list) else [converted] * len(self.keys)
+        return {key: each for key, each in zip(self.keys, values, strict=True) if each is not None}
 
 
 @dataclass
@@ -189,21 +207,6 @@ def _require_valid(keys: Mapping[str, object], optimizer: str) -> None:
             ) from None
 
 
-_CONVERSIONS: Mapping[str, Callable[[object], object]] = {
-    "bool": bool,
-    "fp32_bytes": fp32_bytes,
-    "integer": integer,
-    "integer_above_0": integer_above_0,
-    "integer_above_1": integer_above_1,
-    "inverted_flag": inverted_flag,
-    "minutes": minutes,
-    "number": number,
-    "str": str,
-    "text": text,
-}
-"""Conversions that rows of all tables may name."""
-
-
 @dataclass(frozen=True)
 class RuleTable:
     """Content of a table of rules.
@@ -211,40 +214,55 @@ class RuleTable:
     Attributes:
         program: Name of the other trainer.
         rules: Rule of each option by name.
-        defaults: Defaults of the other trainer by option.
+        conditional_defaults: Defaults of the other trainer by option, each group with its condition.
         tables: Names of tables whose settings are not converted.
     """
 
     program: str
     rules: Mapping[str, Rule]
-    defaults: Mapping[str, object]
+    conditional_defaults: Sequence[tuple[Condition, Mapping[str, object]]]
     tables: frozenset[str]
 
+    def defaults(self, explicit: Mapping[str, object]) -> dict[str, object]:
+        """Return the values that the other trainer uses for options beside those that the user set."""
+        options, defaults = SourceOptions(explicit, {}), dict[str, object]()
+        for condition, values in self.conditional_defaults:
+            if condition.holds(options):
+                defaults |= values
+        return defaults
 
-def load_table(path: Path, program: str, functions: Iterable[Callable[..., Any]]) -> RuleTable:
-    """Load the rules in a TOML file; README.md explains its rows.
+
+def load_table(name: str, program: str, functions: Mapping[str, Callable[..., Any]]) -> RuleTable:
+    """Load the rules in a TOML file of this package; README.md explains its rows.
 
     Args:
-        path: Path of the file.
+        name: Name of the file.
         program: Name of the other trainer.
-        functions: Conversions and conditions that rows name. Conversions take the value and all options.
+        functions: Conversions that rows name, with an underscore before their names. They take the value of
+            the option and all options.
     """
-    content = parse_toml(path.read_text(encoding="utf-8"))[0]
-    by_name = {function.__name__.removeprefix("_"): function for function in functions}
-    rules = {name: _rule(row, by_name) for name, row in content["options"].items()}
+    content = read_data_file(f"convert/{name}")
+    rules = {option: _rule(row, functions) for option, row in content["options"].items()}
     tables = content.get("tables", {})
-    rules |= {name: Rule((), partial(_refuse, reason=reason)) for name, reason in tables.items()}
-    for group in content.get("unsupported", []):
-        rules |= dict.fromkeys(group["options"].split(), Rule((), partial(_refuse, reason=group["reason"])))
+    refused = [
+        *tables.items(),
+        *((group["options"], group["reason"]) for group in content.get("unsupported", [])),
+    ]
+    for options, reason in refused:
+        rules |= dict.fromkeys(options.split(), Rule((), partial(_refuse, reason=reason)))
     rules |= dict.fromkeys(content["unneeded"]["options"].split(), Rule((), lambda *_: None))
-    return RuleTable(program, rules, content["defaults"], frozenset(tables))
+    defaults = [(_condition(group), group["values"]) for group in content["defaults"]]
+    return RuleTable(program, rules, defaults, frozenset(tables))
 
 
 def _rule(row: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]]) -> Rule:
     """Return the rule that a row of the table `options` describes."""
     keys = row.get("keys") or ([row["key"]] if "key" in row else [])
-    condition = functions[row["if"]] if "if" in row else None
-    return Rule(tuple(keys), _conversion(row, functions), condition, row.get("note", ""))
+    return Rule(tuple(keys), _conversion(row, functions), _condition(row), row.get("note", ""))
+
+
+def _condition(row: Mapping[str, Any]) -> Condition:
+    return Condition(row.get("if", {}), row.get("unless", {}))
 
 
 def _conversion(row: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]]) -> OptionConversion:
@@ -261,8 +279,8 @@ def _conversion(row: Mapping[str, Any], functions: Mapping[str, Callable[..., An
             return lambda *_: constant
         case _:
             name = row.get("as") or row.get("check") or "integer"
-            simple = _CONVERSIONS.get(name)
-            return functions[name] if simple is None else lambda value, _: simple(value)
+            simple = CONVERSIONS.get(name)
+            return functions[f"_{name}"] if simple is None else lambda value, _: simple(value)
 
 
 def _refuse(value: object, _: SourceOptions, reason: str) -> None:
