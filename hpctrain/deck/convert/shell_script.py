@@ -23,6 +23,20 @@ _NOT_A_VALUE = re.compile(r"\$.*(?:ARGS|@)|\.py$")
 
 _BLANKS = " \t\r"
 _OPERATORS = "\n;&|<>"
+_GAP = re.compile(r"[ \t\r]+(?:#[^\n]*)?|#[^\n]*")
+_GAP_IN_LIST = re.compile(r"[ \t\r\n;&|<>]+(?:#[^\n]*)?|#[^\n]*")
+"""Blanks and then one comment, where a word could begin: "#" counts as a comment with or without a blank."""
+
+_PIECE = re.compile(
+    r"""
+    \\(?P<escaped>.?) | '(?P<literal>[^']*)' | "(?P<quoted>(?:[^"\\]|\\.)*)" | `(?P<command>(?:[^`\\]|\\.)*)`
+    | (?P<dollar>\$) | ['"`] | (?P<plain>.)
+    """,
+    re.DOTALL | re.VERBOSE,
+)
+"""Piece of a word. A quote that nothing closes is left out."""
+
+_QUOTED_PIECE = re.compile(r"\\([\"\\$`])|.", re.DOTALL)
 _OPENING = frozenset({"if", "case", "for", "while", "until"})
 _CLOSING = frozenset({"fi", "esac", "done"})
 _LARGEST = 1 << 63
@@ -61,8 +75,8 @@ class _ScriptReader:
     def read(self, script: str) -> None:
         """Read a text: assign its variables and record its arguments."""
         text = _ScriptText(script.replace("\\\r\n", " ").replace("\\\n", " "), self._expand)
-        while not text.at_end:
-            if text.skip_blanks_and_comment():
+        while text.current:
+            if text.match(_GAP):
                 continue
             if text.current in _OPERATORS:
                 text.position += 1
@@ -74,11 +88,11 @@ class _ScriptReader:
 
     def _assign(self, text: _ScriptText, name: str, appends: bool) -> None:
         """Read the value of a variable, which may be a list in parentheses."""
-        if not text.at_end and text.current == "(":
+        if text.current == "(":
             text.position += 1
             words = list(text.words_until_parenthesis())
-        else:
-            words = [] if text.at_end or text.current in _BLANKS + _OPERATORS else [text.word()]
+        else:  # the empty text at the end counts as an operator
+            words = [] if text.current in _BLANKS + _OPERATORS else [text.word()]
         arguments = any("--" in word for word in words)
         if arguments:
             for word in words:
@@ -157,39 +171,21 @@ class _ScriptText:
         self._expand = expand
 
     @property
-    def at_end(self) -> bool:
-        """True if nothing is left."""
-        return self.position >= len(self.text)
-
-    @property
     def current(self) -> str:
-        """The next character."""
-        return self.text[self.position]
+        """The next character; "" at the end."""
+        return self.text[self.position : self.position + 1]
 
     def match(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
         """Return the match of `pattern` at the current position, and go behind it; None if there is none."""
-        found = pattern.match(self.text, self.position)
-        if found:
-            self.position = found.end()
-        return found
-
-    def skip_blanks_and_comment(self, blanks: str = _BLANKS) -> bool:
-        """Go past blanks and then one comment, up to the line end. Return True if anything was skipped.
-
-        Call it only where a word could begin: "#" counts as a comment there, with or without a blank before.
-        """
-        before = self.position
-        while not self.at_end and self.current in blanks:
-            self.position += 1
-        if not self.at_end and self.current == "#":
-            end = self.text.find("\n", self.position)
-            self.position = len(self.text) if end < 0 else end
-        return self.position > before
+        match = pattern.match(self.text, self.position)
+        if match:
+            self.position = match.end()
+        return match
 
     def words_until_parenthesis(self) -> Iterator[str]:
         """Yield the words of a list, to behind its closing parenthesis."""
-        while not self.at_end:
-            if self.skip_blanks_and_comment(_BLANKS + "\n;&|<>"):
+        while self.current:
+            if self.match(_GAP_IN_LIST):
                 continue
             if self.current == ")":
                 self.position += 1
@@ -203,82 +199,51 @@ class _ScriptText:
         """
         parts: list[str] = []
         open_parentheses = 0
-        while not self.at_end and self.current not in _BLANKS + _OPERATORS:
-            character = self.current
-            if character == ")" and not open_parentheses and parts:
+        while self.current and self.current not in _BLANKS + _OPERATORS:
+            if self.current == ")" and not open_parentheses and parts:
                 break
-            open_parentheses += (character == "(") - (character == ")" and open_parentheses > 0)
-            self.position += 1
-            if character == "\\":
-                parts.append(self._take(1))
-            elif character == "'":
-                parts.append(self._until("'"))
-            elif character == '"':
-                parts.append(_expanded(self._until('"'), self._expand))
-            elif character == "`":
-                parts.append(f"$({self._until('`')})")
-            elif character == "$":
-                parts.append(_dollar(self, self._expand))
-            else:
-                parts.append(character)
+            piece = self.match(_PIECE)
+            assert piece is not None
+            open_parentheses += (piece[0] == "(") - (piece[0] == ")" and open_parentheses > 0)
+            match piece.lastgroup:
+                case "quoted":
+                    parts.append(_expanded(piece["quoted"], self._expand))
+                case "command":
+                    parts.append(f"$({piece['command']})")
+                case "dollar":
+                    parts.append(self.expression())
+                case str(name):
+                    parts.append(piece[name])
         return "".join(parts)
 
-    def _take(self, count: int) -> str:
-        """Return the next `count` characters and go behind them."""
-        taken = self.text[self.position : self.position + count]
-        self.position += count
-        return taken
+    def expression(self) -> str:
+        """Return the value of the expression behind a dollar sign, and go behind it."""
+        if self.current == "(":
+            inner = self._nested("(", ")")
+            return self._expand(f"({inner})") if inner.startswith("(") else f"$({inner})"
+        if self.current == "{":
+            return self._expand(self._nested("{", "}"))
+        name = self.match(_VARIABLE)
+        return self._expand(name[0]) if name else "$"
 
-    def _until(self, quote: str) -> str:
-        """Return the text before the closing quote and go behind it; nothing if no quote closes it."""
-        end = self.position
-        while end < len(self.text) and self.text[end] != quote:
-            end += 2 if self.text[end] == "\\" and quote != "'" else 1
-        if end >= len(self.text):
-            return ""
-        inner = self.text[self.position : end]
-        self.position = end + 1
-        return inner
-
-    def nested(self, opening: str, closing: str) -> str:
-        """Return the text up to the closing bracket of one that is open already, and go behind it."""
-        depth, end = 1, self.position
-        while end < len(self.text) and depth:
-            depth += (self.text[end] == opening) - (self.text[end] == closing)
-            end += 1
-        inner = self.text[self.position : end - 1 if not depth else end]
-        self.position = end
-        return inner
+    def _nested(self, opening: str, closing: str) -> str:
+        """Return the text in brackets, of which the first comes next, and go behind them."""
+        start, depth = self.position + 1, 0
+        while self.current:
+            depth += (self.current == opening) - (self.current == closing)
+            self.position += 1
+            if not depth:
+                return self.text[start : self.position - 1]
+        return self.text[start:]
 
 
 def _expanded(text: str, expand: Callable[[str], str]) -> str:
     """Return a text in double quotes with its variables expanded."""
     source = _ScriptText(text, expand)
     parts: list[str] = []
-    while not source.at_end:
-        character = source.current
-        source.position += 1
-        following = source.text[source.position : source.position + 1]
-        if character == "\\" and following in {'"', "\\", "$", "`"}:
-            parts.append(following)
-            source.position += 1
-        else:
-            parts.append(_dollar(source, expand) if character == "$" else character)
+    while piece := source.match(_QUOTED_PIECE):
+        parts.append(piece[1] or (source.expression() if piece[0] == "$" else piece[0]))
     return "".join(parts)
-
-
-def _dollar(source: _ScriptText, expand: Callable[[str], str]) -> str:
-    """Return the value of the expression behind a dollar sign, and go behind it."""
-    if source.text.startswith("((", source.position):
-        source.position += 1
-        return expand(f"({source.nested('(', ')')})")
-    for opening, closing in ("()", "{}"):
-        if source.text.startswith(opening, source.position):
-            source.position += 1
-            inner = source.nested(opening, closing)
-            return expand(inner) if opening == "{" else f"$({inner})"
-    name = source.match(_VARIABLE)
-    return expand(name[0]) if name else "$"
 
 
 _ARITHMETIC: Mapping[type[ast.operator], Callable[[int, int], int]] = MappingProxyType(
