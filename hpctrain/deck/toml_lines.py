@@ -32,9 +32,16 @@ _BLANK = re.compile(r"(?:[ \t\r\n]|#[^\n]*)*")
 _SPACE = re.compile(r"[ \t]*")
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _SCALAR = re.compile(r"[^,\]}#\r\n]*")
-_QUOTES = ('"""', "'''", '"', "'")
+# The last quotes of a string of several lines may have up to two further quotes before them.
+_STRING = re.compile(
+    r'''"""(?P<basic_lines>(?:[^"\\]|\\.|""?(?!"))*"{0,2})"""'''
+    r"""|'''(?P<literal_lines>(?:[^']|''?(?!'))*'{0,2})'''"""
+    r'|"(?P<basic>(?:[^"\\\n]|\\.)*)"'
+    r"|'(?P<literal>[^'\n]*)'",
+    re.DOTALL,
+)
 _ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)
-_INTEGER = re.compile(r"([+-]?)(0[xX][0-9a-fA-F_]+|0[oO][0-7_]+|0[bB][01_]+|[0-9_]+)")
+_INTEGER = re.compile(r"[+-]?(?:0x[0-9a-f]+|0o[0-7]+|0b[01]+|[0-9]+)")
 _LETTERS = {"b": "\b", "t": "\t", "n": "\n", "f": "\f", "r": "\r"}
 
 
@@ -205,22 +212,12 @@ class _Scanner:
         self.at += 1
 
     def _string(self) -> str:
-        quote = next((quote for quote in _QUOTES if self.text.startswith(quote, self.at)), None)
-        if quote is None:
+        match = _STRING.match(self.text, self.at)
+        if match is None:
             raise ValueError(f"line {self._line()}: a key or a string was expected")
-        start = self.at + len(quote)
-        end = start
-        while not self.text.startswith(quote, end):
-            if end >= len(self.text):
-                raise ValueError(f"line {self._line()}: a string does not end")
-            end += 2 if quote[0] == '"' and self.text[end] == "\\" else 1
-        if len(quote) == 3:  # up to two quotes may stand right before the closing three
-            while self.text.startswith(quote, end + 1):
-                end += 1
-        self.at = end + len(quote)
-        inner = self.text[start:end]
-        if quote[0] == '"':
-            inner = _ESCAPE.sub(_unescape, inner)
+        self.at = match.end()
+        kind = str(match.lastgroup)
+        inner = _ESCAPE.sub(_unescape, match[kind]) if kind.startswith("basic") else match[kind]
         if len(inner) > LONGEST_TEXT:
             raise self._bound_error(f"text of {len(inner)} characters, more than {LONGEST_TEXT}")
         return inner
@@ -249,16 +246,15 @@ class _Scanner:
 
 def fits_64_bits(scalar: str) -> bool:
     """Return False for an integer in TOML notation that needs more than 64 bits; True for other text."""
-    match = _INTEGER.fullmatch(scalar)
-    digits = match[2].replace("_", "") if match else ""
-    if match is None or not digits:
+    digits = scalar.replace("_", "").lower()
+    if _INTEGER.fullmatch(digits) is None:
         return True
-    base = {"0x": 16, "0o": 8, "0b": 2}.get(digits[:2].lower(), 10)
-    digits = digits[2 if base != 10 else 0 :].lstrip("0")
-    if len(digits) > _MOST_DIGITS:
+    if len(digits.lstrip("+-0xob")) > _MOST_DIGITS:
         return False
-    number = int(digits or "0", base)
-    return number < 1 << 63 or (match[1] == "-" and number == 1 << 63)
+    try:
+        return -(1 << 63) <= int(digits, 0) < 1 << 63
+    except ValueError:
+        return True  # "007" is an integer in Python no more than in TOML
 
 
 def _unescape(match: re.Match[str]) -> str:
