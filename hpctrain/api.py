@@ -31,10 +31,10 @@ from hpctrain.comm.outcome import print_problems
 from hpctrain.comm.verb import ENDED, run_verb_of_script
 from hpctrain.comm.world import World
 from hpctrain.deck.code import CodeTrust, Overrides
-from hpctrain.deck.python_tables import tables_to_toml, toml_compatible
-from hpctrain.deck.read import deck_text, parse_deck, read_deck
+from hpctrain.deck.read import parse_deck, read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import ApiArgument, toml_value
+from hpctrain.deck.toml_text import deck_text, tables_to_toml, toml_compatible
 from hpctrain.deck.user_code import is_loaded_file
 from hpctrain.errors import EXIT_DIFFERENT, EXIT_DONE, HpctrainError, failing_as
 from hpctrain.files import check_output, path_of, write_text

@@ -15,10 +15,10 @@ import pytest
 
 from hpctrain.api import DeckDefaults
 from hpctrain.cli.main import command as hpctrain_command
-from hpctrain.deck.python_tables import tables_to_toml
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.resume_rules import resume_rules
 from hpctrain.deck.toml import parse_toml
+from hpctrain.deck.toml_text import tables_to_toml
 from tests.test_readme import DOCUMENTS, ROOT
 
 BASE: dict[str, dict[str, Any]] = {

@@ -1,6 +1,6 @@
 """`import hpctrain`: its names, a run that a script makes, and the scripts of inputs/ that look at it.
 
-Tests of deck/python_tables.py beside tests/deck/test_python_tables.py.
+Tests of deck/toml_text.py beside tests/deck/test_toml_text.py.
 """
 
 from __future__ import annotations

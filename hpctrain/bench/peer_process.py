@@ -55,7 +55,7 @@ class PeerProcess:
     """
 
     def __init__(self, name: str, deck: Deck, world: World, split: Sequence[int]) -> None:
-        from hpctrain.deck.read import deck_text
+        from hpctrain.deck.toml_text import deck_text
 
         self.name = name
         place = {"RANK": world.rank, "WORLD_SIZE": world.size, "LOCAL_RANK": world.local_rank}

@@ -10,8 +10,9 @@ from typing import Any
 
 from hpctrain.data.epochs import EpochReader
 from hpctrain.deck.code import CodeTrust, Overrides
-from hpctrain.deck.read import deck_text, parse_stored_deck
+from hpctrain.deck.read import parse_stored_deck
 from hpctrain.deck.schema import Deck, require_trusted_code
+from hpctrain.deck.toml_text import deck_text
 from hpctrain.errors import HpctrainError
 from hpctrain.host.launcher import launched_rank
 

@@ -51,8 +51,9 @@ def command(
 
     Under mpirun or srun the deck is checked against the number of started ranks, and rank 0 prints.
     """
-    from hpctrain.deck.read import deck_text, read_deck
+    from hpctrain.deck.read import read_deck
     from hpctrain.deck.reference import reference_text
+    from hpctrain.deck.toml_text import deck_text
     from hpctrain.host.launcher import launched_rank, launched_size
     from hpctrain.plan.named import named_problems
 

@@ -11,11 +11,11 @@ from typing import Any
 from hpctrain.deck.code import CodeEntry
 from hpctrain.deck.key import expand_user_path
 from hpctrain.deck.key_messages import accepts_list, unknown_key, unknown_section, value_type
-from hpctrain.deck.nested import look_up
+from hpctrain.deck.nested import look_up, remove
 from hpctrain.deck.old_keys import RenamedKey, current_field, new_names, renamed_word
 from hpctrain.deck.run_length import LENGTHS
 from hpctrain.deck.schema import sections, tables
-from hpctrain.deck.sources import Place, clipped, toml_value
+from hpctrain.deck.sources import Place, Sources, clipped, toml_value
 from hpctrain.deck.toml import DECK_BYTES, TomlError, parse_argument, parse_toml
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.files import is_unfit, read_text
@@ -66,6 +66,21 @@ class DeckInput:
     def report(self, place: Place, sentence: str) -> None:
         """Add a problem whose message consists of a place and a sentence."""
         self.add_problem(place, f"{place.prefix}: {sentence}")
+
+    def report_key(self, key: str, value: object, sentence: str) -> None:
+        """Add a problem of the value of a key."""
+        self.add_problem(self.sources.place(key), self.sources.sentence(key, value, sentence))
+
+    def report_error(self, place: Place, error: HpctrainError, subject: str = "") -> None:
+        """Add the problems of an error, each after its subject, such as "deck.toml:4: model.from: "."""
+        for problem in error.problems:
+            missing = isinstance(error, InputOutputError)
+            self.add_problem(place, f"{subject}{problem}", file_missing=missing)
+
+    @property
+    def sources(self) -> Sources:
+        """Places of the keys, which forms messages about keys."""
+        return Sources(self.name, self.places)
 
     def raise_problems(self) -> None:
         """Raise all problems found so far as one error; do nothing if there are none.
@@ -199,7 +214,7 @@ class DeckInput:
         """Put the keys of a table into `below`, the values of that table so far."""
         for choice in tables()[path].choices() if path in tables() else ():
             if choice in table:
-                self._drop_choice(path, below, choice, table[choice])
+                self._drop_choice(path, choice, table[choice])
         for key, value in table.items():
             full = f"{path}.{key}"
             self.places[full] = place(full, value)
@@ -213,19 +228,21 @@ class DeckInput:
                 self._remove_places(full)
                 below[key] = now
 
-    def _drop_choice(self, path: str, table: dict[str, Any], choice: str, value: object) -> None:
-        """Remove the tables that a key of `table` selected before it got another value."""
-        for name in tables()[path].choices()[choice]:
-            if name == value or self._is_overridden(f"{path}.{name}"):
-                continue
-            if table.pop(name, None) is not None:
-                self._remove_places(f"{path}.{name}")
-                self.places.pop(f"{path}.{name}", None)
+    def _drop_choice(self, path: str, choice: str, value: object) -> None:
+        """Remove the tables that key `choice` of table `path` selected before it got another value.
 
-    def _is_overridden(self, path: str) -> bool:
-        """Return True if a `--set` argument gives a key of a table."""
-        keys = (key for key in self.places if key.startswith(f"{path}."))
-        return any(self.places[key].override is not None for key in keys)
+        Tables of which a `--set` argument gives a key stay.
+        """
+        for table in (f"{path}.{name}" for name in tables()[path].choices()[choice] if name != value):
+            places = (place for key, place in self.places.items() if key.startswith(f"{table}."))
+            if all(place.override is None for place in places):
+                self.remove(table)
+
+    def remove(self, path: str) -> None:
+        """Remove a key, or a table with all its keys, if it is there."""
+        remove(self.values, path)
+        self.places.pop(path, None)
+        self._remove_places(path)
 
     def _remove_places(self, path: str) -> None:
         """Remove the places of all keys in a table."""
@@ -266,7 +283,7 @@ class DeckInput:
         full = f"{path}.{key}"
         field = current_field(full)
         if not text and (field is not None or path != section):
-            self._remove(full)
+            self._unset(full)
             return
         try:
             value = parse_argument(text)
@@ -280,7 +297,7 @@ class DeckInput:
         if section == "run":
             self._replace_length({key: value})
         if full in tables() and isinstance(value, dict):
-            self._remove(full)
+            self._unset(full)
         self._merge(path, table, {key: value}, lambda _, value: replace(place, value=value))
 
     def _table_of(self, section: str, key: str, place: Place) -> tuple[str, dict[str, Any], str]:
@@ -296,39 +313,28 @@ class DeckInput:
             path, rest = full, inner
             self.places.setdefault(path, place)
 
-    def _remove(self, key: str) -> None:
-        """Remove a key and the tables that it selects."""
+    def _unset(self, key: str) -> None:
+        """Remove a key by its old or present name, and the tables that it selects."""
         for full in (key, *new_names(key)):
             path, _, name = full.rpartition(".")
-            table = look_up(self.values, path)
-            if isinstance(table, dict):
-                table.pop(name, None)
-                self.places.pop(full, None)
-                self._remove_places(full)
-                if path in tables() and name in tables()[path].choices():
-                    self._drop_choice(path, table, name, None)
+            self.remove(full)
+            if path in tables() and name in tables()[path].choices():
+                self._drop_choice(path, name, None)
 
     def _replace_length(self, keys: Mapping[str, object]) -> None:
         """Remove the length of the run that another file gave if these keys of [run] give it."""
-        run = self.values.get("run")
-        if not isinstance(run, dict) or not any(name in keys for name in LENGTHS):
-            return
-        for name in LENGTHS:
-            place = self.places.get(f"run.{name}")
-            if name not in keys and place is not None and place.override is None:
-                run.pop(name, None)
-                del self.places[f"run.{name}"]
+        if any(name in keys for name in LENGTHS):
+            for key in (f"run.{name}" for name in LENGTHS if name not in keys):
+                if key in self.places and self.places[key].override is None:
+                    self.remove(key)
 
     def _remove_chosen_keys(self) -> None:
         """Remove the keys that a search chose for an earlier run (layout.chosen)."""
-        layout = self.values.get("layout")
-        chosen = layout.pop("chosen", []) if isinstance(layout, dict) else []
-        for full in chosen if isinstance(chosen, list) else []:
-            section, _, name = str(full).partition(".")
-            table = self.values.get(section)
-            if isinstance(table, dict) and self.places.get(str(full), Place("")).override is None:
-                table.pop(name, None)
-                self.places.pop(str(full), None)
+        chosen = look_up(self.values, "layout.chosen")
+        remove(self.values, "layout.chosen")
+        for key in map(str, chosen) if isinstance(chosen, list) else ():
+            if "." in key and self.places.get(key, Place("")).override is None:
+                self.remove(key)
 
 
 def section_of_value(section: str, value: object) -> object:

@@ -10,11 +10,13 @@ from typing import TypeGuard
 
 from hpctrain.deck.activations import ACTIVATIONS, DEFAULT_ACTIVATIONS
 from hpctrain.deck.decays import ENDLESS, WITH_COOLDOWN
+from hpctrain.deck.key import chosen_by
 from hpctrain.deck.nested import Tables, look_up, remove, table_in
 from hpctrain.deck.old_keys import NONE
 from hpctrain.deck.presets import preset_named
 from hpctrain.deck.run_length import CompletedWork, add_steps
 from hpctrain.deck.schedules import TWO_CHUNKS
+from hpctrain.deck.schema import field_of
 from hpctrain.deck.schema import tables as schema_tables
 from hpctrain.deck.sections.data import fill_dataset
 from hpctrain.deck.sections.mixture import fill_mixture
@@ -99,10 +101,10 @@ def fill(
 
 
 def _select_tables(tables: Tables) -> None:
-    """Add the defaults of keys that select a table, and the selected tables. Remove "none" tables."""
+    """Add defaults of keys that select tables, and the selected tables. Remove optional "none" tables."""
     for name, kind in schema_tables().items():
         table = look_up(tables, name)
-        if table == NONE:
+        if table == NONE and (field := field_of(name)) is not None and not chosen_by(field):
             remove(tables, name)
         for choice, names in kind.choices().items() if isinstance(table, dict) else ():
             if not (field := kind.model_fields[choice]).is_required():

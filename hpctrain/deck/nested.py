@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from hpctrain.deck.schema import tables
+
 Tables = dict[str, dict[str, Any]]
 """Sections of a deck by name, as TOML has them."""
 
 
-def look_up(tables: Mapping[str, Any], key: str, default: Any = None) -> Any:
+def look_up(values: Mapping[str, Any], key: str, default: Any = None) -> Any:
     """Return the value of a key, or the default if the key or a table that it is in is missing."""
-    found: Any = tables
+    found: Any = values
     for part in key.split("."):
         if not isinstance(found, Mapping) or part not in found:
             return default
@@ -19,28 +21,33 @@ def look_up(tables: Mapping[str, Any], key: str, default: Any = None) -> Any:
     return found
 
 
-def table_in(tables: dict[str, Any], name: str) -> dict[str, Any]:
+def table_in(values: dict[str, Any], name: str) -> dict[str, Any]:
     """Return a table by its full name, after creating it, and those that it is in, where it is missing."""
-    table = tables
+    table = values
     for part in name.split("."):
         inner = table.get(part)
         table[part] = table = inner if isinstance(inner, dict) else {}
     return table
 
 
-def remove(tables: Mapping[str, Any], key: str) -> None:
+def remove(values: Mapping[str, Any], key: str) -> None:
     """Remove a key if it is there."""
     path, _, name = key.rpartition(".")
-    table = look_up(tables, path)
+    table = look_up(values, path)
     if isinstance(table, dict):
         table.pop(name, None)
 
 
-def leaf_names(tables: Mapping[str, Any], known: Mapping[str, object], path: str = "") -> Iterator[str]:
-    """Yield the full names of all keys of tables in order. Only tables whose name is `known` are entered."""
-    for name, value in tables.items():
+def leaf_names(values: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    """Yield the full names of all keys of a table in order; those of the schema's tables in it one by one.
+
+    Args:
+        values: The table.
+        path: Its full name; "" for the whole deck.
+    """
+    for name, value in values.items():
         full = f"{path}.{name}".lstrip(".")
-        if full in known and isinstance(value, dict):
-            yield from leaf_names(value, known, full)
+        if full in tables() and isinstance(value, dict):
+            yield from leaf_names(value, full)
         else:
             yield full

@@ -1,4 +1,4 @@
-"""Reading of decks: from TOML text and `--set` arguments to a validated Deck, and back to text.
+"""Reading of decks: from TOML text and `--set` arguments to a validated Deck.
 
 All problems of a deck are reported in one error. Each names the file and line, or the `--set` argument, that
 it comes from. All functions are local calls.
@@ -12,27 +12,20 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
-from pydantic.fields import FieldInfo
-
-from hpctrain.deck.check import data_ranks
 from hpctrain.deck.code import CodeEntry, CodeTrust, Overrides, code_entries
 from hpctrain.deck.deck_input import DeckInput
 from hpctrain.deck.defaults import is_default
-from hpctrain.deck.key import chosen_by, extra, table_of
-from hpctrain.deck.nested import Tables, leaf_names, look_up, remove
-from hpctrain.deck.old_keys import NONE, rename_keys
-from hpctrain.deck.presets import presets
+from hpctrain.deck.nested import Tables, leaf_names
+from hpctrain.deck.old_keys import rename_keys
 from hpctrain.deck.problem import DeckProblem
 from hpctrain.deck.rows import located
 from hpctrain.deck.run_length import CompletedWork
-from hpctrain.deck.schema import Deck, fields, sections
-from hpctrain.deck.schema import tables as schema_tables
-from hpctrain.deck.sections.module import is_in_resolved_deck
-from hpctrain.deck.sections.objective import POLICIES
-from hpctrain.deck.sources import Place, toml_value
+from hpctrain.deck.schema import Deck, sections
+from hpctrain.deck.sources import Place
 from hpctrain.deck.toml import is_utf8
+from hpctrain.deck.toml_text import deck_text
 from hpctrain.deck.validate import DeckValidator, SourceReader
-from hpctrain.errors import HpctrainError, InputOutputError
+from hpctrain.errors import HpctrainError
 from hpctrain.host.launcher import launched_rank
 
 FileCheck = Callable[[Deck, int | None], Iterable[DeckProblem]]
@@ -217,66 +210,6 @@ def _trusted_code(deck_input: DeckInput, overrides: Sequence[str], trust: CodeTr
     return code_entries(from_user.values, deck_input.name) | trust.entries | stored
 
 
-def deck_text(deck: Deck, ranks: int | None = None) -> str:
-    """Return the resolved deck as TOML with all sections and keys. Parsing it returns an equal deck.
-
-    Keys without a value are comments that tell what replaces it. Keys whose defaults depend on other keys are
-    comments as well, so that they follow other values of those keys when the text is parsed.
-
-    Args:
-        deck: The deck.
-        ranks: Number of ranks, which must fit the deck, for the comment about layout.data; None to omit it.
-    """
-    has = (
-        deck.model.module is not None,
-        deck.data.dataset is not None,
-        deck.data.mixture is not None,
-        deck.objective.kind in POLICIES,
-    )
-    shown_keys = {
-        full
-        for table in schema_tables()
-        for name in fields(table)
-        if is_in_resolved_deck(full := f"{table}.{name}", *has)
-    }
-    values: Tables = deck.model_dump(by_alias=True, exclude_none=True)
-    for full in [*leaf_names(values, schema_tables())]:
-        if full not in shown_keys:
-            remove(values, full)
-    # The steps of run.tokens depend on the work that a run has done, too.
-    following = {
-        key
-        for key in deck.sources.defaulted & shown_keys
-        if look_up(values, key) is not None and (key == "run.steps" or is_default(values, key))
-    }
-
-    def line(full: str, field: FieldInfo) -> str:
-        name = full.rpartition(".")[2]
-        instead, value = extra(field, "derived"), look_up(values, full)
-        if ranks is not None and full == "layout.data":
-            instead += f": {data_ranks(deck, ranks)} on {ranks} ranks"
-        if value is None and full == "model.experts" and _has_experts(deck):
-            return f'{name} = "{NONE}"'
-        text = f"# {name}: {instead}" if value is None else f"{name} = {toml_value(value)}"
-        return f"# {text}  # {instead}" if full in following else text
-
-    lines: list[str] = []
-    for table in schema_tables():
-        if "." in table and look_up(values, table) is None:
-            continue
-        keys = {f"{table}.{name}": field for name, field in fields(table).items()}
-        own = {
-            full: field
-            for full, field in keys.items()
-            if full in shown_keys
-            and not chosen_by(field)
-            and (table_of(field) is None or look_up(values, full) is None)
-        }
-        if own:
-            lines += ["", f"[{table}]", *(line(full, field) for full, field in own.items())]
-    return "\n".join(lines[1:]) + "\n"
-
-
 def _rename_stored_keys(deck_input: DeckInput) -> None:
     """Give old keys of a stored deck their new names, and remove those that have no effect."""
     rename_keys(deck_input.values, deck_input.places, lambda _: False)
@@ -289,14 +222,8 @@ def _remove_defaults(deck_input: DeckInput) -> None:
         section: dict(table) if isinstance(table := deck_input.values.get(section), dict) else {}
         for section in sections()
     }
-    for key in [key for key in leaf_names(values, schema_tables()) if is_default(values, key)]:
-        remove(deck_input.values, key)
-        deck_input.places.pop(key, None)
-
-
-def _has_experts(deck: Deck) -> bool:
-    """Return True if the preset of a deck is a mixture of experts."""
-    return deck.model.preset is not None and bool(presets()[deck.model.preset].experts)
+    for key in [key for key in leaf_names(values) if is_default(values, key)]:
+        deck_input.remove(key)
 
 
 def _validated(
@@ -318,9 +245,7 @@ def _validated(
             for problem in check_files(deck, ranks):
                 deck_input.add_problem(*located(deck, problem))
         except HpctrainError as error:
-            for sentence in error.problems:
-                missing = isinstance(error, InputOutputError)
-                deck_input.add_problem(Place(deck_input.name), sentence, file_missing=missing)
+            deck_input.report_error(Place(deck_input.name), error)
     deck_input.raise_problems()
     assert deck is not None
     if launched_rank(os.environ) == 0:

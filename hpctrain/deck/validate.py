@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal, get_args, get_origin
 
@@ -18,7 +18,7 @@ from hpctrain.deck.key import extra, table_of
 from hpctrain.deck.key_messages import expected_value, unknown_key, unknown_section, value_hint, value_type
 from hpctrain.deck.nested import Tables, leaf_names, look_up, remove, table_in
 from hpctrain.deck.old_keys import rename_keys
-from hpctrain.deck.presets import preset_named
+from hpctrain.deck.presets import Preset, preset_named
 from hpctrain.deck.problem import DeckProblem
 from hpctrain.deck.rows import located, wrong_rows
 from hpctrain.deck.run_length import LENGTHS, CompletedWork, is_epoch_count, steps_of_epochs
@@ -30,7 +30,7 @@ from hpctrain.deck.sections.module import config_arguments
 from hpctrain.deck.sections.objective import POLICIES
 from hpctrain.deck.sections.policy import steps_of_rollout
 from hpctrain.deck.sources import Place, Sources, clipped, toml_value
-from hpctrain.errors import HpctrainError, InputOutputError
+from hpctrain.errors import HpctrainError
 from hpctrain.files import is_unfit
 
 SourceReader = Callable[[str], Mapping[str, object]]
@@ -43,31 +43,30 @@ _SHAPE = ("family", "layers", "hidden", "heads")
 """Keys of [model] that describe a transformer, and that every preset has."""
 
 
+@dataclass
 class DeckValidator:
     """Validator that turns a DeckInput into a Deck and adds all problems to the DeckInput.
 
-    Args:
+    Attributes:
         deck_input: Keys of the deck; its values and places are changed.
         readable: True if all files could be read; otherwise missing keys are not reported.
         read_source: Reader of the model that `model.from` names; None to read no model.
         for_search: True to ignore problems of keys that a search chooses.
         completed: Work that the resumed run has completed.
+        source: Keys that the model in `model.from` determines.
     """
 
-    def __init__(
-        self,
-        deck_input: DeckInput,
-        readable: bool,
-        read_source: SourceReader | None,
-        for_search: bool,
-        completed: CompletedWork,
-    ) -> None:
-        self.deck_input, self.completed = deck_input, completed
-        self.for_search = for_search
-        self.places = deck_input.places
-        self.readable = readable
-        self.read_source = read_source
-        self.source: Mapping[str, object] = {}
+    deck_input: DeckInput
+    readable: bool
+    read_source: SourceReader | None
+    for_search: bool
+    completed: CompletedWork
+    source: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def places(self) -> dict[str, Place]:
+        """Place of each section and key."""
+        return self.deck_input.places
 
     def validate(self, ranks: int | None) -> Deck | None:
         """Return the deck if it is valid.
@@ -78,11 +77,10 @@ class DeckValidator:
         Args:
             ranks: Number of ranks of the run, for checks of the layout; None if it is not known.
         """
-        model = self.deck_input.values.get("model")
-        model = model if isinstance(model, dict) else {}
-        if model.get("module") is None:
-            self._read_source(model.get("from"))
-        self._rename_keys(model)
+        values = self.deck_input.values
+        if look_up(values, "model.module") is None:
+            self._read_source(look_up(values, "model.from"))
+        self._rename_keys(preset_named(look_up(values, "model.preset")))
         tables, bad = self._known_tables()
         bad |= self._complete_choices(tables)
         if self.deck_input.trusted_code is None and (arguments := config_arguments(tables["model"])):
@@ -91,7 +89,7 @@ class DeckValidator:
             self.places["model.arguments"] = place
         if not {"steps", "tokens"} & tables["run"].keys() and is_epoch_count(tables["run"].get("epochs")):
             self._count_epochs(tables)
-        explicit_keys = {*leaf_names(tables, schema_tables())}
+        explicit_keys = {*leaf_names(tables)}
         self._refuse_idle_preset(explicit_keys)
         deck, wrong = self._build(tables)
         self._report(tables, wrong, bad)
@@ -125,18 +123,16 @@ class DeckValidator:
         if self.read_source is None or not isinstance(path, str) or not path:
             return
         place = self.places["model.from"]
+        subject = f"{place.prefix}: model.from: "
         try:
             self.source = self.read_source(path)
         except HpctrainError as error:
-            problems, missing = error.problems, isinstance(error, InputOutputError)
+            self.readable = False
+            self.deck_input.report_error(place, error, subject)
         except OSError as error:
-            problems = (f"{clipped(path)}: cannot be read: {(error.strerror or str(error)).lower()}",)
-            missing = not is_unfit(error)
-        else:
-            return
-        self.readable = False
-        for problem in problems:
-            self.deck_input.add_problem(place, f"{place.prefix}: model.from: {problem}", file_missing=missing)
+            self.readable = False
+            reason = f"{clipped(path)}: cannot be read: {(error.strerror or str(error)).lower()}"
+            self.deck_input.add_problem(place, f"{subject}{reason}", file_missing=not is_unfit(error))
 
     def _count_epochs(self, tables: Tables) -> None:
         """Replace run.epochs by run.steps in the tables, with 1 step if another key is wrong."""
@@ -147,27 +143,24 @@ class DeckValidator:
         deck, _ = self._build(tables)
         if deck is None or not self.readable:
             return
-        problems: Sequence[str] = ()
-        sequences, missing = getattr(self.read_source, "sequences", None), False
+        subject = f"run.epochs = {toml_value(epochs)}: "
+        sequences = getattr(self.read_source, "sequences", None)
         if deck.objective.kind in POLICIES:
             run["steps"] = steps_of_rollout(deck)
-            problems = ["counts sequences of token files, and these are prompts (run.steps would do)"]
+            reason = "counts sequences of token files, and these are prompts (run.steps would do)"
+            self.deck_input.report(place, subject + reason)
         elif deck.data.dataset is not None or sequences is None:
-            problems = ["counts the sequences of token files, which cannot be done here (run.steps would do)"]
+            reason = "counts the sequences of token files, which cannot be done here (run.steps would do)"
+            self.deck_input.report(place, subject + reason)
         else:
             try:
                 count = sequences(deck)
-            except HpctrainError as error:
-                problems, missing = error.problems, isinstance(error, InputOutputError)
-            else:
                 run["steps"] = steps_of_epochs(epochs, count, deck.batch, self.completed) if count else 1
-        for problem in problems:
-            sentence = f"{place.prefix}: run.epochs = {toml_value(epochs)}: {problem}"
-            self.deck_input.add_problem(place, sentence, file_missing=missing)
+            except HpctrainError as error:
+                self.deck_input.report_error(place, error, f"{place.prefix}: {subject}")
 
-    def _rename_keys(self, model: Mapping[str, object]) -> None:
+    def _rename_keys(self, preset: Preset | None) -> None:
         """Rename keys of older versions to their present names, and report those that have no effect."""
-        preset = preset_named(model.get("preset"))
         brought = ("model.experts",) if preset is not None and preset.experts else ()
 
         def has_table(table: str) -> bool:
@@ -196,7 +189,7 @@ class DeckValidator:
                     place, other = self.places[f"{path}.{name}"], self.places[key]
                     subject = "" if place.override else f" [{path}.{name}]"
                     means = f'is for {key} = "{name}", but {other.prefix} has {toml_value(table[choice])}'
-                    bad |= {key, *leaf_names({name: table.pop(name)}, schema_tables(), path)}
+                    bad |= {key, *leaf_names({name: table.pop(name)}, path)}
                     self.deck_input.add_problem(
                         place, f"{place.prefix}:{subject} {means} (leave one of them out)"
                     )
@@ -240,7 +233,7 @@ class DeckValidator:
             elif key in fields(path):
                 known[key] = value
             else:
-                self._report_key(full, value, unknown_key(path, key))
+                self.deck_input.report_key(full, value, unknown_key(path, key))
         return known
 
     def _build(self, tables: Tables) -> tuple[Deck | None, dict[str, str]]:
@@ -282,11 +275,13 @@ class DeckValidator:
         value = look_up(tables, key, absent := object())
         if value is absent:
             return
-        problems = list(wrong_rows(key, field, value, Sources(self.deck_input.name, self.places)))
+        problems = list(wrong_rows(key, field, value, self.deck_input.sources))
         for place, sentence in problems:
             self.deck_input.add_problem(place, sentence)
         if not problems:
-            self._report_key(key, value, f"must be {expected_value(field)}{value_hint(value, field)}")
+            self.deck_input.report_key(
+                key, value, f"must be {expected_value(field)}{value_hint(value, field)}"
+            )
 
     def _report_required_key(self, tables: Tables, key: str, field: FieldInfo, has_model: bool) -> None:
         """Report that a required key is missing, and name the keys that could be given instead."""
@@ -316,6 +311,9 @@ class DeckValidator:
         """
         tables = deepcopy(tables)
         for key in bad:
+            path, _, name = key.rpartition(".")
+            for selected in schema_tables()[path].choices().get(name, ()):
+                remove(tables, f"{path}.{selected}")
             remove(tables, key)
         if "preset" in tables["model"] and any(key.startswith("model.") for key in bad):
             bad |= {key for key in _keys_of("model") if key not in explicit_keys}
@@ -330,10 +328,6 @@ class DeckValidator:
             else:
                 remove(tables, full)
         return deck or self._build(tables)[0]
-
-    def _report_key(self, key: str, value: object, sentence: str) -> None:
-        sources = Sources(self.deck_input.name, self.places)
-        self.deck_input.add_problem(sources.place(key), sources.sentence(key, value, sentence))
 
     def _report_missing(self, section: str, key: str, sentence: str) -> None:
         place = self.places.get(section, Place(self.deck_input.name))

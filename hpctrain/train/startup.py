@@ -16,9 +16,10 @@ import torch
 from hpctrain.checkpoint.exchange.source import settled_keys
 from hpctrain.comm.hangs.watchdog import REPORT_REQUEST
 from hpctrain.comm.world import World
-from hpctrain.deck.read import changed_deck, deck_text, read_deck
+from hpctrain.deck.read import changed_deck, read_deck
 from hpctrain.deck.schema import Deck, require_trusted_code
 from hpctrain.deck.toml import DECK_BYTES
+from hpctrain.deck.toml_text import deck_text
 from hpctrain.engine.sizes import crosses
 from hpctrain.errors import HpctrainError
 from hpctrain.files import read_bytes, write_text

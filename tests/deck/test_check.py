@@ -12,8 +12,9 @@ import pytest
 
 from hpctrain.deck.check import check_deck, check_world, data_ranks
 from hpctrain.deck.problem import divisors, nearest_numbers
-from hpctrain.deck.read import deck_text, parse_deck
+from hpctrain.deck.read import parse_deck
 from hpctrain.deck.sections.optimizer import UPDATES_MATRICES, LionTable
+from hpctrain.deck.toml_text import deck_text
 from hpctrain.errors import HpctrainError
 
 DECK = """\

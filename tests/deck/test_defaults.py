@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 
 from hpctrain.deck.code import CodeTrust, Overrides
-from hpctrain.deck.read import deck_text, parse_deck, parse_stored_deck
+from hpctrain.deck.read import parse_deck, parse_stored_deck
 from hpctrain.deck.sections.optimizer import AdafactorTable, AdamWTable, LionTable, ScheduleFreeTable
+from hpctrain.deck.toml_text import deck_text
 from tests.deck.small_text import SMALL
 
 

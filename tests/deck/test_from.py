@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from hpctrain.deck.code import CodeTrust, Overrides
-from hpctrain.deck.read import deck_text, parse_deck, read_deck
+from hpctrain.deck.read import parse_deck, read_deck
 from hpctrain.deck.reference import reference_text
+from hpctrain.deck.toml_text import deck_text
 from hpctrain.errors import HpctrainError, InputOutputError
 
 DECK = """\

@@ -11,9 +11,10 @@ import pytest
 
 from hpctrain.deck.migrate import migrated_text
 from hpctrain.deck.old_keys import new_names, old_keys
-from hpctrain.deck.read import deck_text, parse_deck
+from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck, field_of
 from hpctrain.deck.sections.optimizer import AdamWTable, LionTable, MuonTable, SgdTable
+from hpctrain.deck.toml_text import deck_text
 from hpctrain.errors import HpctrainError
 
 SMALL = """
@@ -66,6 +67,19 @@ def test_a_table_that_is_not_selected_is_a_contradiction() -> None:
     assert problems('[optimizer]\nname = "sgd"\n', "optimizer.muon.momentum=0.5") == [
         '--set optimizer.muon.momentum=0.5: is for optimizer.name = "muon", but deck.toml:15 has "sgd" '
         "(leave one of them out)"
+    ]
+
+
+def test_problems_of_two_tables_are_reported_together() -> None:
+    """The word "none" stands for an absent table only where no key selects the table."""
+    assert problems("[optimizer.lion]\nbeta = 0.5\n[optimizer.adafactor]\nbeta3 = 1\n") == [
+        "deck.toml:15: optimizer.lion.beta = 0.5: unknown key (did you mean optimizer.lion.beta1?)",
+        'deck.toml:16: [optimizer.adafactor] is for optimizer.name = "adafactor", but deck.toml:14 has "lion" '
+        "(leave one of them out)",
+        "deck.toml:17: optimizer.adafactor.beta3 = 1: unknown key (did you mean optimizer.adafactor.beta1?)",
+    ]
+    assert problems("", "optimizer.muon=none") == [
+        "--set optimizer.muon=none: must be a table of its own, not text"
     ]
 
 

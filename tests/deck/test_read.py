@@ -15,8 +15,9 @@ from hypothesis import strategies as some
 from pydantic import ValidationError
 
 from hpctrain.deck.key import chosen_by
-from hpctrain.deck.read import deck_text, parse_deck
+from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck, fields, sections
+from hpctrain.deck.toml_text import deck_text
 from hpctrain.text import control_problem
 from tests.deck.small_text import SMALL, changed, problems
 

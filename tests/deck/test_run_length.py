@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from hpctrain.deck.read import deck_text, parse_deck, read_deck
+from hpctrain.deck.read import parse_deck, read_deck
 from hpctrain.deck.run_length import steps_for_samples
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.toml_text import deck_text
 from hpctrain.train.batch_size import batch_at, samples_of
 from tests.deck.small_text import SMALL, changed, problems
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from hpctrain.comm.world import World
-from hpctrain.deck.read import deck_text, parse_deck
+from hpctrain.deck.read import parse_deck
+from hpctrain.deck.toml_text import deck_text
 from hpctrain.engine.build import build_engine, make_mesh
 from hpctrain.engine.patterns import check_patterns
 from hpctrain.errors import HpctrainError

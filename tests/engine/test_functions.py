@@ -13,9 +13,10 @@ from torch import Tensor
 from hpctrain.checkpoint.read import read_state
 from hpctrain.comm.world import World
 from hpctrain.data.prepare import prepare
-from hpctrain.deck.read import deck_text, parse_deck
+from hpctrain.deck.read import parse_deck
 from hpctrain.deck.runtime_choices import RuntimeChoices
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.toml_text import deck_text
 from hpctrain.engine import functions as module
 from hpctrain.engine.build import make_mesh
 from hpctrain.engine.deck_kernels import as_before

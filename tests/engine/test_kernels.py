@@ -18,8 +18,8 @@ from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches
 from hpctrain.data.prepare import prepare
 from hpctrain.data.synthetic import SyntheticSource
-from hpctrain.deck.read import deck_text
 from hpctrain.deck.runtime_choices import RuntimeChoices
+from hpctrain.deck.toml_text import deck_text
 from hpctrain.engine import kernels as module
 from hpctrain.engine.build import arrange, make_mesh
 from hpctrain.engine.deck_kernels import as_before

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.deck.read import deck_text, parse_deck
+from hpctrain.deck.read import parse_deck
 from hpctrain.deck.resume_rules import keys_of_policy
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.toml_text import deck_text
 from hpctrain.engine.resume_check import (
     keep_vocabulary,
     replaced_optimizer_state,

@@ -14,7 +14,7 @@ from hpctrain.checkpoint.entries import training_entries
 from hpctrain.checkpoint.write import save
 from hpctrain.comm.world import World
 from hpctrain.data.tokenizer import Tokenizer
-from hpctrain.deck.read import deck_text
+from hpctrain.deck.toml_text import deck_text
 from hpctrain.engine.build import build_engine, make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.generate.prompts import PromptOptions

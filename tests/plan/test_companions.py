@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.comm.world import World
-from hpctrain.deck.read import deck_text
+from hpctrain.deck.toml_text import deck_text
 from hpctrain.engine.build import make_mesh
 from hpctrain.engine.companions import CRITIC, REFERENCE, TEXTS_AT_A_TIME, texts_at_a_time
 from hpctrain.errors import HpctrainError

@@ -20,7 +20,7 @@ from hpctrain.checkpoint.provenance import Provenance
 from hpctrain.checkpoint.write import save
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
-from hpctrain.deck.read import deck_text
+from hpctrain.deck.toml_text import deck_text
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.parallel.shard import Shard
 from hpctrain.report.inspect import InspectOptions, inspect

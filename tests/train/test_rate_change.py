@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.deck.read import deck_text, parse_deck
+from hpctrain.deck.read import parse_deck
+from hpctrain.deck.toml_text import deck_text
 from hpctrain.train.rate_change import rate_change
 from tests.engines import small_deck
 

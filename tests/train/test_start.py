@@ -19,7 +19,8 @@ from hpctrain.checkpoint.write import save
 from hpctrain.comm.world import World
 from hpctrain.data.prepare import prepare
 from hpctrain.data.tokenizer import Tokenizer
-from hpctrain.deck.read import deck_text, parse_deck
+from hpctrain.deck.read import parse_deck
+from hpctrain.deck.toml_text import deck_text
 from hpctrain.engine.build import Engine, build_engine, make_mesh
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.plan.deck import plan_deck

@@ -19,8 +19,9 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.deck.read import deck_text, parse_deck
+from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.toml_text import deck_text
 from hpctrain.errors import HpctrainError
 from hpctrain.watch.folder import (
     clear_folder,

@@ -11,9 +11,10 @@ from pathlib import Path
 from hpctrain.checkpoint.exchange.source import settled_keys
 from hpctrain.data.entries import vocabulary_of
 from hpctrain.deck.check import check_deck, world_problems
-from hpctrain.deck.read import deck_text, read_deck
+from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.search_keys import SEARCH_KEYS
+from hpctrain.deck.toml_text import deck_text
 from hpctrain.errors import HpctrainError
 from hpctrain.plan.holding import Holding
 from hpctrain.plan.named import named_problems

@@ -28,9 +28,9 @@ from hpctrain.checkpoint.write import save
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.data.tokenizer import Tokenizer
-from hpctrain.deck.read import deck_text
 from hpctrain.deck.sections.model import source_problems
 from hpctrain.deck.sources import toml_value
+from hpctrain.deck.toml_text import deck_text
 from hpctrain.engine.build import build_engine, make_mesh
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.model.part import logits_of

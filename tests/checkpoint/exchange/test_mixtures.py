@@ -24,7 +24,8 @@ from hpctrain.checkpoint.write import save
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.deck.presets import presets
-from hpctrain.deck.read import deck_text, parse_deck
+from hpctrain.deck.read import parse_deck
+from hpctrain.deck.toml_text import deck_text
 from hpctrain.engine.build import build_engine, make_mesh
 from hpctrain.engine.stage import build_stage, load_parameters, make_groups
 from hpctrain.errors import HpctrainError, InputOutputError

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.deck.read import deck_text, parse_deck
+from hpctrain.deck.read import parse_deck
 from hpctrain.deck.reference import reference_text
 from hpctrain.deck.rows import row_problem
 from hpctrain.deck.sections.evaluation import EvaluationSet
+from hpctrain.deck.toml_text import deck_text
 from hpctrain.errors import HpctrainError
 from tests.deck.small_text import SMALL
 

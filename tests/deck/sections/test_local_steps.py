@@ -8,7 +8,8 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.deck.check import check_world
-from hpctrain.deck.read import deck_text, parse_deck
+from hpctrain.deck.read import parse_deck
+from hpctrain.deck.toml_text import deck_text
 from hpctrain.errors import HpctrainError
 from tests.engines import DECK, LLAMA
 

@@ -6,8 +6,9 @@ from fractions import Fraction
 
 import pytest
 
-from hpctrain.deck.read import deck_text, parse_deck
+from hpctrain.deck.read import parse_deck
 from hpctrain.deck.sections.mixture import entries_of, token_names
+from hpctrain.deck.toml_text import deck_text
 from tests.deck.small_text import SMALL, changed, problems
 
 MIXTURE = """

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.deck.read import deck_text, parse_deck, read_deck
+from hpctrain.deck.read import parse_deck, read_deck
+from hpctrain.deck.toml_text import deck_text
 from hpctrain.errors import HpctrainError
 
 DECK = """

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.deck.read import deck_text, parse_deck
+from hpctrain.deck.read import parse_deck
+from hpctrain.deck.toml_text import deck_text
 from hpctrain.model.shape import ModelShape
 from tests.deck.small_text import SMALL, changed, problems
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.deck.read import deck_text, parse_deck, read_deck
+from hpctrain.deck.read import parse_deck, read_deck
 from hpctrain.deck.sections.objective import POLICIES
 from hpctrain.deck.sections.policy import (
     PolicySection,
@@ -19,6 +19,7 @@ from hpctrain.deck.sections.policy import (
     steps_of_rollout,
     weights_of,
 )
+from hpctrain.deck.toml_text import deck_text
 from tests.deck.small_text import SMALL, problems
 
 REWARDED = 'reward = ["exact-match"]\ntokens = 16\n'

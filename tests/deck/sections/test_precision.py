@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.deck.read import deck_text, parse_deck
+from hpctrain.deck.read import parse_deck
 from hpctrain.deck.sections.precision import BLOCK_SIZES
+from hpctrain.deck.toml_text import deck_text
 from hpctrain.errors import HpctrainError
 from hpctrain.parallel.fp8.recipes import GRADIENT_FORMS, RECIPES
 from tests.deck.test_check import DECK, problems

@@ -1,4 +1,4 @@
-"""Tests of deck/python_tables.py: a deck of dictionaries equals the same deck in a file."""
+"""Tests of deck/toml_text.py: a deck of dictionaries equals the same deck in a file."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpctrain.deck.python_tables import tables_to_toml
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.toml import parse_toml
+from hpctrain.deck.toml_text import tables_to_toml
 from hpctrain.errors import HpctrainError
 from tests.engines import DECK
 

@@ -1,0 +1,162 @@
+"""TOML text of resolved decks, and of decks that a Python program passes as dictionaries."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from pydantic.fields import FieldInfo
+
+from hpctrain.deck.check import data_ranks
+from hpctrain.deck.defaults import is_default
+from hpctrain.deck.key import chosen_by, extra, table_of
+from hpctrain.deck.nested import Tables, leaf_names, look_up, remove
+from hpctrain.deck.old_keys import NONE
+from hpctrain.deck.presets import preset_named
+from hpctrain.deck.schema import Deck, fields, tables
+from hpctrain.deck.sections.module import is_in_resolved_deck
+from hpctrain.deck.sections.objective import POLICIES
+from hpctrain.deck.sources import toml_key, toml_value
+from hpctrain.errors import HpctrainError
+from hpctrain.text import kind_of
+
+
+def deck_text(deck: Deck, ranks: int | None = None) -> str:
+    """Return the resolved deck as TOML with all sections and keys. Parsing it returns an equal deck.
+
+    Keys without a value are comments that tell what replaces it. Keys whose defaults depend on other keys are
+    comments as well, so that they follow other values of those keys when the text is parsed.
+
+    Args:
+        deck: The deck.
+        ranks: Number of ranks, which must fit the deck, for the comment about layout.data; None to omit it.
+    """
+    values: Tables = deck.model_dump(by_alias=True, exclude_none=True)
+    has = (
+        deck.model.module is not None,
+        deck.data.dataset is not None,
+        deck.data.mixture is not None,
+        deck.objective.kind in POLICIES,
+    )
+    for key in [key for key in leaf_names(values) if not is_in_resolved_deck(key, *has)]:
+        remove(values, key)
+    # The steps of run.tokens depend on the work that a run has done, too.
+    following = {
+        key
+        for key in deck.sources.defaulted
+        if look_up(values, key) is not None and (key == "run.steps" or is_default(values, key))
+    }
+
+    def line(key: str, field: FieldInfo) -> str:
+        name = key.rpartition(".")[2]
+        instead, value = extra(field, "derived"), look_up(values, key)
+        if ranks is not None and key == "layout.data":
+            instead += f": {data_ranks(deck, ranks)} on {ranks} ranks"
+        if value is not None:
+            text = f"{name} = {toml_value(value)}"
+            return f"# {text}  # {instead}" if key in following else text
+        preset = preset_named(deck.model.preset) if key == "model.experts" else None
+        return f'{name} = "{NONE}"' if preset is not None and preset.experts else f"# {name}: {instead}"
+
+    lines: list[str] = []
+    for table in tables():
+        if "." in table and look_up(values, table) is None:
+            continue
+        own = [
+            line(key, field)
+            for name, field in fields(table).items()
+            if is_in_resolved_deck(key := f"{table}.{name}", *has)
+            and not chosen_by(field)
+            and (table_of(field) is None or look_up(values, key) is None)
+        ]
+        if own:
+            lines += ["", f"[{table}]", *own]
+    return "\n".join(lines[1:]) + "\n"
+
+
+def toml_compatible(name: str, value: object) -> Any:
+    """Return a value with the types of TOML: paths become text, tuples lists, and NumPy scalars numbers.
+
+    Args:
+        name: Name of the value, with which messages begin.
+        value: The value; None stands for a key that the deck does not have, and is returned as it is.
+
+    Raises:
+        HpctrainError: TOML has no such type.
+    """
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: _compatible_item(f"{name}.{key}", each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_compatible_item(name, each) for each in value]
+    if isinstance(value, np.generic):
+        return toml_compatible(name, value.item())
+    raise HpctrainError(
+        f"{name}: {kind_of(value)} cannot be a value of a deck (use text, numbers, booleans, lists of these, "
+        "or dicts with names)"
+    )
+
+
+def _compatible_item(name: str, value: object) -> Any:
+    if value is None:
+        raise HpctrainError(f"{name}: None cannot be a value of a deck (leave it out)")
+    return toml_compatible(name, value)
+
+
+def tables_to_toml(deck: Mapping[str, object]) -> str:
+    """Return a deck as TOML text.
+
+    Args:
+        deck: Sections with their keys, {"run": {"steps": 10}}, or full names of keys, {"run.steps": 10}, or
+            both. A key whose value is None is left out.
+
+    Raises:
+        HpctrainError: A name or value cannot be in a deck.
+    """
+    if not all(isinstance(name, str) for name in deck):
+        raise HpctrainError(
+            'the deck: must have names of sections or keys that are text, such as {"run": {"steps": 10}}'
+        )
+    return "\n".join([*_top_level_lines(deck), *_section_lines(deck)]) + "\n"
+
+
+def _top_level_lines(deck: Mapping[str, object]) -> Iterator[str]:
+    """Yield the lines that precede all sections: `include`, and sections that are a word."""
+    for name, value in deck.items():
+        if "." not in name and value is not None and not _is_section(value):
+            yield f"{toml_key(name)} = {toml_value(toml_compatible(name, value))}"
+
+
+def _section_lines(deck: Mapping[str, object]) -> Iterator[str]:
+    sections: dict[str, dict[str, object]] = {}
+    for name, value in deck.items():
+        section, dot, key = name.partition(".")
+        if dot:
+            sections.setdefault(section, {})[key] = toml_compatible(name, value)
+        elif isinstance(value, Mapping):
+            keys = {key: toml_compatible(f"{name}.{key}", each) for key, each in value.items()}
+            sections.setdefault(name, {}).update(keys)
+        elif _is_section(value):
+            assert isinstance(value, Sequence)
+            for row in value:
+                yield from ("", f"[[{toml_key(name)}]]", *_key_lines(toml_compatible(name, row)))
+    for name, keys in sections.items():
+        yield from ("", f"[{toml_key(name)}]", *_key_lines(keys))
+
+
+def _key_lines(keys: Mapping[str, object]) -> Iterator[str]:
+    for key, value in keys.items():
+        if value is not None:
+            yield f"{toml_key(key)} = {toml_value(value)}"
+
+
+def _is_section(value: object) -> bool:
+    """Return True for a table, or for a list of tables."""
+    if isinstance(value, Mapping):
+        return True
+    return isinstance(value, list | tuple) and bool(value) and all(isinstance(row, Mapping) for row in value)
