@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Annotated, Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
@@ -18,6 +17,7 @@ from hpctrain.deck.convert.option_values import (
     CONVERSIONS,
     UnsupportedOptionError,
     choice,
+    integer,
     is_switched,
     switch,
 )
@@ -63,34 +63,19 @@ class SourceOptions:
             return None
 
 
-OptionConversion = Callable[[object, SourceOptions], object]
-"""Function of the value of an option and of all options."""
+def _holds(row: Mapping[str, Any], options: SourceOptions) -> bool:
+    """Return True if the condition of a row holds: the values of options in its entries `if` and `unless`.
 
-
-@dataclass(frozen=True)
-class Condition:
-    """Condition on the values of options.
-
-    Attributes:
-        required: Values of options that must all be there: a value, or a list of values of which one is.
-            They are compared in lower case. "*" stands for any value, and "" for an option that has none.
-        excluded: Values of which none may be there, in the same form.
+    Values are compared in lower case. A list has several, "*" is any value, and "" no value.
     """
 
-    required: Mapping[str, object] = field(default_factory=dict)
-    excluded: Mapping[str, object] = field(default_factory=dict)
+    def has(name: str, expected: object) -> bool:
+        own = options.get(name)
+        texts = [str(each).lower() for each in (expected if isinstance(expected, list) else [expected])]
+        return (own is not None and "*" in texts) or str("" if own is None else own).lower() in texts
 
-    def holds(self, options: SourceOptions) -> bool:
-        """Return True if the condition holds for the given options and the defaults of the others."""
-
-        def has(name: str, expected: object) -> bool:
-            own = options.get(name)
-            texts = [str(each).lower() for each in (expected if isinstance(expected, list) else [expected])]
-            return (own is not None and "*" in texts) or str("" if own is None else own).lower() in texts
-
-        return all(has(*each) for each in self.required.items()) and not any(
-            has(*each) for each in self.excluded.items()
-        )
+    required, excluded = row.get("if", {}), row.get("unless", {})
+    return all(has(*each) for each in required.items()) and not any(has(*each) for each in excluded.items())
 
 
 @dataclass(frozen=True)
@@ -98,19 +83,17 @@ class Rule:
     """Conversion of one option.
 
     Attributes:
-        keys: Deck keys that the option sets, with "{optimizer}" for the name of the deck's optimizer, whose
-            table contains the key. An option without keys needs none, or has no counterpart.
-        convert: Function of the option's value and of all options. It returns the value of all keys, or a
-            tuple or list with the value of each; None stands for a key that is not set. It raises
-            UnsupportedOptionError if no key expresses the value.
-        condition: Condition under which the option has an effect in the other trainer.
-        note: What the user has to do in addition, with "{value}" for the value of the option.
+        row: Row of the table, whose entries README.md explains.
+        functions: Functions that the entries `as` and `check` name, with an underscore before their names.
     """
 
-    keys: tuple[str, ...]
-    convert: OptionConversion
-    condition: Condition = field(default_factory=Condition)
-    note: str = ""
+    row: Mapping[str, Any]
+    functions: Mapping[str, Callable[[object, SourceOptions], object]]
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Deck keys that the option sets, with "{optimizer}" for the name of the deck's optimizer."""
+        return tuple(self.row.get("keys") or ([self.row["key"]] if "key" in self.row else []))
 
     def apply(self, value: object, options: SourceOptions) -> dict[str, object]:
         """Return the values of the deck keys that the option sets.
@@ -118,11 +101,31 @@ class Rule:
         Raises:
             UnsupportedOptionError: No deck key expresses the value.
         """
-        if not self.condition.holds(options):
-            return {}
-        converted = self.convert(value, options)
+        converted = self._converted(value, options) if _holds(self.row, options) else None
         values = converted if isinstance(converted, tuple | list) else [converted] * len(self.keys)
         return {key: each for key, each in zip(self.keys, values, strict=True) if each is not None}
+
+    def _converted(self, value: object, options: SourceOptions) -> object:
+        """Return the value of all keys, or a value for each; None stands for a key that is not set."""
+        match self.row:
+            case {"unsupported": reason}:
+                if not is_switched(value, on=False):
+                    raise UnsupportedOptionError(reason)
+            case {"expects": values, "refusal": refusal}:
+                if value not in values and str(value) not in map(str, values):
+                    raise UnsupportedOptionError(refusal)
+            case {"choices": choices}:
+                return choice(value, choices)
+            case {"value": constant}:
+                return constant if switch(value) else None
+            case {"always": constant}:
+                return constant
+            case {"as": name} | {"check": name}:
+                simple = CONVERSIONS.get(name)
+                return self.functions[f"_{name}"](value, options) if simple is None else simple(value)
+            case {"key": _} | {"keys": _}:
+                return integer(value)
+        return None
 
 
 @dataclass
@@ -170,8 +173,8 @@ def apply_rules(options: SourceOptions, table: RuleTable) -> Conversion:
             continue
         if explicit and not keys:
             result.unneeded.append(name)
-        if rules[name].note:
-            result.report(name, value, rules[name].note.format(value=value))
+        if note := rules[name].row.get("note"):
+            result.report(name, value, note.format(value=value))
         for key, converted in keys.items():
             if not explicit and key not in result.keys:  # explicit options come first
                 result.defaults.add(key)
@@ -214,82 +217,35 @@ class RuleTable:
     Attributes:
         program: Name of the other trainer.
         rules: Rule of each option by name.
-        conditional_defaults: Defaults of the other trainer by option, each group with its condition.
+        defaults: Groups of defaults of the other trainer, with `values` by option and a condition.
         tables: Names of tables whose settings are not converted.
     """
 
     program: str
     rules: Mapping[str, Rule]
-    conditional_defaults: Sequence[tuple[Condition, Mapping[str, object]]]
+    defaults: Sequence[Mapping[str, Any]]
     tables: frozenset[str]
 
-    def defaults(self, explicit: Mapping[str, object]) -> dict[str, object]:
+    def defaults_beside(self, explicit: Mapping[str, object]) -> dict[str, object]:
         """Return the values that the other trainer uses for options beside those that the user set."""
-        options, defaults = SourceOptions(explicit, {}), dict[str, object]()
-        for condition, values in self.conditional_defaults:
-            if condition.holds(options):
-                defaults |= values
-        return defaults
+        options = SourceOptions(explicit, {})
+        groups = [group["values"] for group in self.defaults if _holds(group, options)]
+        return {name: value for values in groups for name, value in values.items()}
 
 
-def load_table(name: str, program: str, functions: Mapping[str, Callable[..., Any]]) -> RuleTable:
+def load_table(name: str, program: str, functions: Mapping[str, Any]) -> RuleTable:
     """Load the rules in a TOML file of this package; README.md explains its rows.
 
     Args:
         name: Name of the file.
         program: Name of the other trainer.
-        functions: Conversions that rows name, with an underscore before their names. They take the value of
-            the option and all options.
+        functions: Names of the module whose functions rows name.
     """
     content = read_data_file(f"convert/{name}")
-    rules = {option: _rule(row, functions) for option, row in content["options"].items()}
     tables = content.get("tables", {})
-    refused = [
-        *tables.items(),
-        *((group["options"], group["reason"]) for group in content.get("unsupported", [])),
-    ]
-    for options, reason in refused:
-        rules |= dict.fromkeys(options.split(), Rule((), partial(_refuse, reason=reason)))
-    rules |= dict.fromkeys(content["unneeded"]["options"].split(), Rule((), lambda *_: None))
-    defaults = [(_condition(group), group["values"]) for group in content["defaults"]]
-    return RuleTable(program, rules, defaults, frozenset(tables))
-
-
-def _rule(row: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]]) -> Rule:
-    """Return the rule that a row of the table `options` describes."""
-    keys = row.get("keys") or ([row["key"]] if "key" in row else [])
-    return Rule(tuple(keys), _conversion(row, functions), _condition(row), row.get("note", ""))
-
-
-def _condition(row: Mapping[str, Any]) -> Condition:
-    return Condition(row.get("if", {}), row.get("unless", {}))
-
-
-def _conversion(row: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]]) -> OptionConversion:
-    match row:
-        case {"unsupported": reason}:
-            return partial(_refuse, reason=reason)
-        case {"expects": values, "refusal": refusal}:
-            return partial(_expect, values=values, refusal=refusal)
-        case {"choices": choices}:
-            return lambda value, _: choice(value, choices)
-        case {"value": constant}:
-            return lambda value, _: constant if switch(value) else None
-        case {"always": constant}:
-            return lambda *_: constant
-        case _:
-            name = row.get("as") or row.get("check") or "integer"
-            simple = CONVERSIONS.get(name)
-            return functions[f"_{name}"] if simple is None else lambda value, _: simple(value)
-
-
-def _refuse(value: object, _: SourceOptions, reason: str) -> None:
-    """Raise UnsupportedOptionError unless an option is switched off."""
-    if not is_switched(value, on=False):
-        raise UnsupportedOptionError(reason)
-
-
-def _expect(value: object, _: SourceOptions, values: Sequence[object], refusal: str) -> None:
-    """Raise UnsupportedOptionError unless an option has one of some values."""
-    if value not in values and str(value) not in map(str, values):
-        raise UnsupportedOptionError(refusal)
+    rows = content["options"] | {option: {"unsupported": reason} for option, reason in tables.items()}
+    for group in content.get("unsupported", []):
+        rows |= {option: {"unsupported": group["reason"]} for option in group["options"].split()}
+    rows |= {option: {} for option in content["unneeded"]["options"].split()}
+    rules = {option: Rule(row, functions) for option, row in rows.items()}
+    return RuleTable(program, rules, content["defaults"], frozenset(tables))

@@ -359,7 +359,7 @@ def test_every_key_exists() -> None:
     assert {key for key in made if field_of(key) is None} == set()
     assert len(made) > 60
     table = megatron_table()
-    assert {name for _, values in table.conditional_defaults for name in values} <= table.rules.keys()
+    assert {name for group in table.defaults for name in group["values"]} <= table.rules.keys()
 
 
 def test_sequence_parallelism_needs_several_tensor_ranks() -> None:
