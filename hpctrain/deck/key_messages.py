@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import isfinite
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
@@ -35,8 +35,7 @@ def expected_value(field: FieldInfo) -> str:
         return "tables in a row, such as [[evaluation]]"
     if get_origin(kind) is tuple:
         words = {str: "texts in quotes", int: "whole numbers", float: "numbers"}
-        item = get_args(kind)[0]
-        items = words.get(get_args(item)[0] if get_origin(item) is Annotated else item, "tables")
+        items = words.get(_unconstrained(get_args(kind)[0]), "tables")
         return either([f"a list of {items}", *map(toml_value, _choices(field))])
     if extra(field, "unit") == "bytes":
         return 'a size above 0, such as 25000000 or "25 MB"'
@@ -46,19 +45,25 @@ def expected_value(field: FieldInfo) -> str:
     return either([number, *map(toml_value, _choices(field))])
 
 
+def _types(field: FieldInfo) -> list[Any]:
+    """Return the types of values that a key allows, without None and without constraints."""
+    is_union = get_origin(field.annotation) in {Union, UnionType}
+    kinds = get_args(field.annotation) if is_union else (field.annotation,)
+    return [_unconstrained(kind) for kind in kinds if kind is not NoneType]
+
+
+def _unconstrained(kind: Any) -> Any:
+    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
+
+
 def value_type(field: FieldInfo) -> Any:
-    """Return the type of a key without None and without constraints."""
-    if get_origin(field.annotation) in {Union, UnionType}:
-        kind = next(kind for kind in get_args(field.annotation) if kind is not type(None))
-        return get_args(kind)[0] if get_origin(kind) is Annotated else kind
-    return field.annotation
+    """Return the first type of values that a key allows, without constraints."""
+    return _types(field)[0]
 
 
 def accepts_list(field: FieldInfo) -> bool:
     """Return True if a key allows a text or a list of texts."""
-    kinds = get_args(field.annotation) if get_origin(field.annotation) in {Union, UnionType} else ()
-    plain = {get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in kinds}
-    return str in plain and any(get_origin(kind) is tuple for kind in plain)
+    return str in _types(field) and any(get_origin(kind) is tuple for kind in _types(field))
 
 
 def row_section(field: FieldInfo) -> type[Section] | None:
@@ -70,9 +75,7 @@ def row_section(field: FieldInfo) -> type[Section] | None:
 
 def _choices(field: FieldInfo) -> list[str]:
     """Return the fixed words that a key allows, perhaps among other values."""
-    annotation = field.annotation
-    kinds = get_args(annotation) if get_origin(annotation) in {Union, UnionType} else (annotation,)
-    return [str(word) for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
+    return [str(word) for kind in _types(field) if get_origin(kind) is Literal for word in get_args(kind)]
 
 
 def value_hint(value: object, field: FieldInfo) -> str:

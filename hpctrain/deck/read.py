@@ -15,7 +15,7 @@ from pathlib import Path
 from hpctrain.deck.code import CodeEntry, CodeTrust, Overrides, code_entries
 from hpctrain.deck.deck_input import DeckInput
 from hpctrain.deck.defaults import is_default
-from hpctrain.deck.nested import Tables, leaf_names
+from hpctrain.deck.nested import Tables, leaf_names, look_up
 from hpctrain.deck.old_keys import rename_keys
 from hpctrain.deck.problem import DeckProblem
 from hpctrain.deck.rows import located
@@ -89,7 +89,9 @@ def parse_deck(
     deck_input.read_text(text, Path(name), name)
     if not includes:
         _rename_stored_keys(deck_input)
-    return _with_trust(deck_input, overrides, ranks, read_source, completed)
+    if isinstance(overrides, Overrides):
+        deck_input.trusted_code = _trusted_code(deck_input, overrides, overrides.trust)
+    return _validated(deck_input, overrides, ranks, read_source, completed=completed)
 
 
 def parse_stored_deck(
@@ -119,21 +121,8 @@ def parse_stored_deck(
     _rename_stored_keys(deck_input)
     if defaults_written:
         _remove_defaults(deck_input)
-    return _with_trust(deck_input, overrides, None, read_source, completed)
-
-
-def _with_trust(
-    deck_input: DeckInput,
-    overrides: Sequence[str],
-    ranks: int | None,
-    read_source: SourceReader | None,
-    completed: tuple[int, int],
-) -> Deck:
-    sequence = deck_input.values.get("batch", {}).get("sequence")
-    work = CompletedWork(*completed, sequence if isinstance(sequence, int) else 0)
-    if isinstance(overrides, Overrides):
-        deck_input.trusted_code = _trusted_code(deck_input, overrides, overrides.trust)
-    return _validated(deck_input, overrides, ranks, read_source, completed=work)
+    deck_input.trusted_code = _trusted_code(deck_input, overrides, overrides.trust)
+    return _validated(deck_input, overrides, None, read_source, completed=completed)
 
 
 def read_stored_deck(path: Path, trust: CodeTrust, read_source: SourceReader | None = None) -> Deck:
@@ -233,13 +222,15 @@ def _validated(
     read_source: SourceReader | None,
     check_files: FileCheck | None = None,
     for_search: bool = False,
-    completed: CompletedWork = CompletedWork(),  # noqa: B008
+    completed: tuple[int, int] = (0, 0),
 ) -> Deck:
     """Return the deck of the keys in `deck_input`, or raise all problems as one error."""
     readable = not deck_input.problems
+    sequence = look_up(deck_input.values, "batch.sequence")
+    work = CompletedWork(*completed, sequence if isinstance(sequence, int) else 0)
     for argument in overrides:
         deck_input.apply_override(argument)
-    deck = DeckValidator(deck_input, readable, read_source, for_search, completed).validate(ranks)
+    deck = DeckValidator(deck_input, readable, read_source, for_search, work).validate(ranks)
     if deck is not None and check_files is not None and not deck_input.problems:
         try:
             for problem in check_files(deck, ranks):

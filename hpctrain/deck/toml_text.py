@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from pydantic.fields import FieldInfo
 
 from hpctrain.deck.check import data_ranks
@@ -94,7 +94,8 @@ def toml_compatible(name: str, value: object) -> Any:
         return {key: _compatible_item(f"{name}.{key}", each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_compatible_item(name, each) for each in value]
-    if isinstance(value, np.generic):
+    numpy = sys.modules.get("numpy")  # whoever has such a value has imported it
+    if numpy is not None and isinstance(value, numpy.generic):
         return toml_compatible(name, value.item())
     raise HpctrainError(
         f"{name}: {kind_of(value)} cannot be a value of a deck (use text, numbers, booleans, lists of these, "

@@ -8,7 +8,7 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from inspect import isclass, isroutine, signature
 from pathlib import Path
@@ -21,15 +21,6 @@ from hpctrain.errors import HpctrainError, UserCodeError
 from hpctrain.text import nearest
 
 _HPCTRAIN = str(Path(__file__).resolve().parents[1])
-_TORCH = find_spec("torch")  # not imported, since processes that only evaluate texts do without it
-_NOT_USER_CODE = (
-    *(_HPCTRAIN, str(Path(importlib.__file__).parent), "<frozen"),
-    *(() if _TORCH is None or _TORCH.origin is None else (str(Path(_TORCH.origin).parent),)),
-)
-
-_STANDARD = tuple({Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")})
-"""Folders of Python's standard library. Installed packages may be in their subfolders."""
-
 _STANDARD_REFUSAL = (
     "is part of Python's standard library or of hpctrain, neither of which has models, datasets or losses; "
     "name a function or class in your own file or in an installed package"
@@ -40,6 +31,22 @@ _WITH_FRAMES = 2
 
 _PREFIX = "hpctrain_module_"
 """Prefix of the names of modules that are loaded from files."""
+
+
+@cache
+def _library_places() -> tuple[str, ...]:
+    """Return the beginnings of names of files with code of hpctrain, torch and Python's import system."""
+    torch = find_spec("torch")  # not imported, since processes that only evaluate texts do without it
+    folders = [_HPCTRAIN, str(Path(importlib.__file__).parent), "<frozen"]
+    if torch is not None and torch.origin is not None:
+        folders.append(str(Path(torch.origin).parent))
+    return tuple(folders)
+
+
+@cache
+def _standard_folders() -> frozenset[Path]:
+    """Return the folders of Python's standard library. Installed packages may be in their subfolders."""
+    return frozenset(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib"))
 
 
 @contextmanager
@@ -69,7 +76,7 @@ def run_user_code(activity: str) -> Iterator[None]:
         if (torch := sys.modules.get("torch")) is not None and isinstance(error, torch.OutOfMemoryError):
             raise
         every = traceback.extract_tb(error.__traceback__)
-        frames = [frame for frame in every if not frame.filename.startswith(_NOT_USER_CODE)]
+        frames = [frame for frame in every if not frame.filename.startswith(_library_places())]
         misfit = isinstance(error, TypeError | ValueError | OverflowError) and len(every) <= _WITH_FRAMES
         if every[-1].filename.startswith(_HPCTRAIN) and not misfit:
             raise
@@ -149,7 +156,7 @@ def _is_standard_file(path: Path) -> bool:
     file = path.resolve()
     installed = {"site-packages", "dist-packages"} & set(file.parts)
     return file.is_relative_to(_HPCTRAIN) or (
-        not installed and any(file.is_relative_to(folder) for folder in _STANDARD)
+        not installed and any(file.is_relative_to(folder) for folder in _standard_folders())
     )
 
 

@@ -74,8 +74,8 @@ def test_problems_of_two_tables_are_reported_together() -> None:
     """The word "none" stands for an absent table only where no key selects the table."""
     assert problems("[optimizer.lion]\nbeta = 0.5\n[optimizer.adafactor]\nbeta3 = 1\n") == [
         "deck.toml:15: optimizer.lion.beta = 0.5: unknown key (did you mean optimizer.lion.beta1?)",
-        'deck.toml:16: [optimizer.adafactor] is for optimizer.name = "adafactor", but deck.toml:14 has "lion" '
-        "(leave one of them out)",
+        'deck.toml:16: [optimizer.adafactor] is for optimizer.name = "adafactor", but deck.toml:14 has '
+        '"lion" (leave one of them out)',
         "deck.toml:17: optimizer.adafactor.beta3 = 1: unknown key (did you mean optimizer.adafactor.beta1?)",
     ]
     assert problems("", "optimizer.muon=none") == [
