@@ -23,7 +23,7 @@ def convert_script(script: str) -> Conversion:
     """Convert the arguments that a script or a file contains."""
     table = megatron_table()
     explicit = parse_arguments(script)
-    options = SourceOptions(explicit, table.defaults_beside(explicit))
+    options = SourceOptions(explicit, table.defaults_for(explicit))
     hidden = options.read("--hidden-size", integer)
     if "--ffn-hidden-size" not in options and hidden:
         inner = int(4 * hidden * 2 / 3 / 64) * 64 if options.is_on("--swiglu") else 4 * hidden

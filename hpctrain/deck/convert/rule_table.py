@@ -226,8 +226,8 @@ class RuleTable:
     defaults: Sequence[Mapping[str, Any]]
     tables: frozenset[str]
 
-    def defaults_beside(self, explicit: Mapping[str, object]) -> dict[str, object]:
-        """Return the values that the other trainer uses for options beside those that the user set."""
+    def defaults_for(self, explicit: Mapping[str, object]) -> dict[str, object]:
+        """Return the values that the other trainer uses for options that the user did not set."""
         options = SourceOptions(explicit, {})
         groups = [group["values"] for group in self.defaults if _holds(group, options)]
         return {name: value for values in groups for name, value in values.items()}
