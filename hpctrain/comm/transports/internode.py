@@ -57,7 +57,7 @@ class NodeLinks:
 
 
 def piece_elements(piece_bytes: int, itemsize: int, local_size: int) -> int:
-    """Return the elements of a piece, of which the memory for copies must hold one per rank of the node."""
+    """Return the largest number of elements of a piece. The copy of a round holds a piece per rank."""
     return max(1, min(piece_bytes, ROUND_BYTES // local_size) // itemsize)
 
 
@@ -91,17 +91,17 @@ class InternodeOperation(NodeOperation):
         return self.rounds[index].pieces[self.rank][1]
 
     def send(self, part: Tensor, node: int) -> MpiRequests:
-        """Start to send to the peer on another node, which must have invited it."""
+        """Start to send a tensor to the peer on another node, which must have invited it. Local."""
         sent = self._message(part, node, self.tag, sends=True)
         self._sends = [*(each for each in self._sends if not each.test()), sent]
         return sent
 
     def receive(self, target: Tensor, node: int) -> MpiRequests:
-        """Start to receive from the peer on another node."""
+        """Start to receive into `target` from the peer on another node. Local."""
         return self._message(target, node, self.tag, sends=False)
 
     def invite(self, node: int) -> None:
-        """Tell the peer on another node that this rank has posted a receive for its next message.
+        """Tell the peer on another node that this rank has posted a receive for its next message. Local.
 
         Without an invitation a peer sends nothing, so no large message arrives before its memory is known.
         """
@@ -152,7 +152,7 @@ class InternodeSum(InternodeOperation):
         self._results: dict[int, MpiRequests] = {}
 
     def steps(self) -> Steps:
-        """Run the operation."""
+        """Return the steps of the operation, which all ranks of the group run."""
         size = max((length for each in self.rounds for _, length in each.pieces), default=0)
         pieces = min(PIECES_IN_FLIGHT, len(self.rounds))
         scratch = self.links.across.scratch
@@ -273,7 +273,7 @@ class InternodeGather(InternodeOperation):
         self._free_rounds = STAGED_ROUNDS
 
     def steps(self) -> Steps:
-        """Run the operation."""
+        """Return the steps of the operation, which all ranks of the group run."""
         links = self.links
         arriving = {
             index: self.receive(self.local_piece(index), each.owner)

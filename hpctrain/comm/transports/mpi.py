@@ -23,6 +23,7 @@ from hpctrain.comm.transports.reduction import (
 )
 from hpctrain.comm.transports.transport import (
     ElementRange,
+    PieceExchange,
     Transport,
     TransportWork,
     flat_view,
@@ -97,7 +98,7 @@ class MpiRequests:
 
 
 def buffer_of(tensor: Tensor) -> Buffer:
-    """Return the MPI buffer of a whole contiguous tensor."""
+    """Return the MPI buffer of a whole contiguous tensor, which must outlive it. Local."""
     return address(tensor.data_ptr(), tensor.nbytes), tensor.numel(), MPI_TYPES[tensor.dtype]
 
 
@@ -184,7 +185,7 @@ class MpiTransport(Transport):
         return run_steps(reduce_in_rank_order(self, call), call.blocking)
 
     def all_reduce(self, call: Call) -> TransportWork | None:
-        """Reduce `call.tensor` in place on all ranks."""
+        """Reduce `call.tensor` in place on all ranks. Collective; returns what `Transport.run` does."""
         tensor, plain = call.tensor, self._mpi_operation(call)
         assert tensor is not None
         if plain is None:
@@ -196,7 +197,7 @@ class MpiTransport(Transport):
         return self._issue(call, "Allreduce", *((MPI.IN_PLACE, part, plain) for part in messages))
 
     def reduce(self, call: Call) -> TransportWork | None:
-        """Reduce `call.tensor` in place on the rank `call.root`."""
+        """Reduce `call.tensor` in place on the rank `call.root`. Collective; returns what `run` does."""
         plain = self._mpi_operation(call)
         if plain is None:
             return self._reduce_in_rank_order(call)
@@ -206,7 +207,10 @@ class MpiTransport(Transport):
         return self._issue(call, "Reduce", *((part, None, *options) for part in parts))
 
     def reduce_scatter(self, call: Call) -> TransportWork | None:
-        """Reduce `call.tensor`, and write this rank's elements into `call.output`."""
+        """Reduce `call.tensor`, and write this rank's elements into `call.output`.
+
+        Collective; returns what `run` does.
+        """
         tensor, output, plain = call.tensor, call.output, self._mpi_operation(call)
         assert tensor is not None and output is not None
         if plain is None or tensor.numel() > self.limit or _overlap(output, tensor):
@@ -220,11 +224,14 @@ class MpiTransport(Transport):
     # Movement
 
     def broadcast(self, call: Call) -> TransportWork | None:
-        """Copy the tensor of `call.root` into the output of every other rank."""
+        """Copy the tensor of `call.root` into the output of every other rank.
+
+        Collective; returns what `run` does.
+        """
         return self._issue(call, "Bcast", *((part, call.root) for part in self._messages(call.memory)))
 
     def _move_pieces(self, call: Call) -> TransportWork | None:
-        """Gather the ranks' pieces into one tensor, or scatter them from one."""
+        """Gather the ranks' pieces into one tensor, or scatter them from one. Collective."""
         is_scatter = call.operation == "scatter"
         piece, pieces = (call.output, call.tensor) if is_scatter else (call.tensor, call.output)
         assert piece is not None
@@ -239,7 +246,10 @@ class MpiTransport(Transport):
     all_gather = gather = scatter = _move_pieces
 
     def all_to_all(self, call: Call) -> TransportWork | None:
-        """Send a piece of `call.tensor` to each rank, and receive the pieces of `call.output`."""
+        """Send a piece of `call.tensor` to each rank, and receive the pieces of `call.output`.
+
+        Collective; returns what `run` does.
+        """
         tensor, output = call.tensor, call.output
         assert tensor is not None and output is not None
         # Totals of uneven pieces differ between ranks, so that ranks could not agree on MPI's function.
@@ -249,7 +259,7 @@ class MpiTransport(Transport):
         return self._issue(call, "Alltoall", buffers)
 
     def _message(self, call: Call) -> TransportWork | None:
-        """Send or receive a message."""
+        """Send or receive a message. Local."""
         assert 0 <= call.tag < USER_TAGS, call.tag
         messages = self._messages(call.memory)
         name = call.operation.capitalize()
@@ -258,11 +268,11 @@ class MpiTransport(Transport):
     send = recv = _message
 
     def barrier(self, call: Call) -> TransportWork | None:
-        """Complete once every rank has made the call."""
+        """Wait until every rank has made the call. Collective; returns what `run` does."""
         return self._issue(call, "Barrier", ())
 
     def _move_pairwise(self, call: Call) -> TransportWork | None:
-        requests = self.exchange(*pairwise_ranges(call, self.size), self.next_tag())
+        requests = self.exchange(pairwise_ranges(call, self.size), self.next_tag())
         if not call.blocking:
             return requests
         requests.wait()
@@ -271,7 +281,7 @@ class MpiTransport(Transport):
     # PieceMover
 
     def next_tag(self) -> int:
-        """Return the message tag of the next operation, which is the same on all ranks."""
+        """Return the message tag of the next operation, for `exchange` and `share`. All ranks call this."""
         self._operations += 1
         return USER_TAGS + self._operations % USER_TAGS
 
@@ -288,21 +298,15 @@ class MpiTransport(Transport):
         return MpiRequests([start(part, peer, tag) for part in self._messages(tensor)], tensor)
 
     def collect(self, tensor: Tensor, output: Tensor, blocking: bool) -> TransportWork | None:
-        """Gather pieces of equal size from all ranks into `output`."""
+        """Gather pieces of equal size from all ranks into `output`, as `PieceMover` says. Collective."""
         return self._move_pieces(Call("all_gather", tensor, output, blocking=blocking, start=0.0))
 
-    def exchange(
-        self,
-        source: Tensor,
-        sends: Sequence[ElementRange],
-        target: Tensor,
-        receives: Sequence[ElementRange],
-        tag: int,
-    ) -> MpiRequests:
-        """Send one range of `source` to each rank, and receive one range of `target` from each rank.
+    def exchange(self, pieces: PieceExchange, tag: int) -> MpiRequests:
+        """Start to send a piece to each rank, and to receive a piece from each rank. Collective.
 
         Each pair of ranks exchanges messages, so that ranks need not start their operations in one order.
         """
+        source, sends, target, receives = pieces
         requests = []
         for step in range(1, self.size):
             peer = (self.rank - step) % self.size
@@ -325,18 +329,19 @@ class MpiTransport(Transport):
         return MpiRequests(requests, source, target)
 
     def share(
-        self, tensor: Tensor, ranges: Sequence[ElementRange], tag: int, blocking: bool
+        self, tensor: Tensor, ranges: list[ElementRange], tag: int, blocking: bool
     ) -> TransportWork | None:
-        """Gather the consecutive ranges of `tensor` from their ranks, in place."""
+        """Gather the consecutive ranges of `tensor` from their ranks, in place. Collective."""
         if blocking and tensor.numel() <= self.limit:
             counts = [count for _, count in ranges]
             self.communicator.Allgatherv(MPI.IN_PLACE, split_buffer(tensor, counts, self.size))
             return None
-        return self.exchange(tensor, [ranges[self.rank]] * self.size, tensor, ranges, tag)
+        sends = [ranges[self.rank]] * self.size
+        return self.exchange(PieceExchange(tensor, sends, tensor, ranges), tag)
 
 
 def scratch_bytes(elements: int, itemsize: int, size: int, scattered: bool = False) -> int:
-    """Return the host memory, in bytes, that a started sum over `size` ranks takes and keeps.
+    """Return the host memory, in bytes, that a started sum over `size` ranks takes and keeps. Local.
 
     MPI's own sums need none. The other arguments are those of `Transport.scratch_bytes`.
     """

@@ -29,6 +29,7 @@ from hpctrain.comm.transports import reduction
 from hpctrain.comm.transports.reduction import ReductionScratch
 from hpctrain.comm.transports.transport import (
     ElementRange,
+    PieceExchange,
     Transport,
     TransportWork,
     pairwise_ranges,
@@ -189,7 +190,7 @@ class NcclTransport(Transport):
             self._move_pairwise(call)
 
     def _move_pairwise(self, call: Call) -> None:
-        self.exchange(*pairwise_ranges(call, self.size), 0)
+        self.exchange(pairwise_ranges(call, self.size), 0)
 
     _gather = _scatter = _all_to_all = _move_pairwise
 
@@ -215,15 +216,9 @@ class NcclTransport(Transport):
             self._nccl().allgather(_bytes(tensor), _bytes(output), stream=current_stream())
         return None
 
-    def exchange(
-        self,
-        source: Tensor,
-        sends: Sequence[ElementRange],
-        target: Tensor,
-        receives: Sequence[ElementRange],
-        tag: int,  # noqa: ARG002
-    ) -> TransportWork | None:
-        """Send one range of `source` to each rank, and receive one range of `target` from each rank."""
+    def exchange(self, pieces: PieceExchange, tag: int) -> TransportWork | None:  # noqa: ARG002
+        """Send a piece to each rank, and receive a piece from each rank."""
+        source, sends, target, receives = pieces
         sent, received = source.detach().view(-1), target.detach().view(-1)
         (begin, count), (position, _) = sends[self.rank], receives[self.rank]
         own, there = sent[begin : begin + count], received[position : position + count]
@@ -243,13 +238,13 @@ class NcclTransport(Transport):
         return None
 
     def share(
-        self, tensor: Tensor, ranges: Sequence[ElementRange], tag: int, blocking: bool
+        self, tensor: Tensor, ranges: list[ElementRange], tag: int, blocking: bool
     ) -> TransportWork | None:
         """Gather the consecutive ranges of `tensor` from their ranks, in place."""
         begin, count = ranges[self.rank]
         if all(each[1] == count for each in ranges):
             return self.collect(tensor[begin : begin + count], tensor, blocking)
-        return self.exchange(tensor, [(begin, count)] * self.size, tensor, ranges, tag)
+        return self.exchange(PieceExchange(tensor, [(begin, count)] * self.size, tensor, ranges), tag)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

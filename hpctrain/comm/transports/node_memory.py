@@ -188,9 +188,10 @@ class NodeMemory:
         return begin
 
     def reuse(self, key: tuple[object, ...], size: int, user: object) -> int | None:
-        """Allocate memory in this rank's file that `user` has as long as it exists.
+        """Allocate memory in this rank's file for the object `user`, as long as that exists.
 
-        It is what an earlier user with this key has left, with its contents, or else new zeros.
+        If an earlier user with this key no longer exists, its memory is returned with its contents. Otherwise
+        the memory consists of zeros.
 
         Returns:
             Offset of the first byte; None if there is not enough memory.

@@ -65,7 +65,7 @@ class NodeMessages:
         self._communicator, self._memory = communicator, memory
 
     def run(self, call: Call) -> TransportWork | None:
-        """Run a "send" or "recv" call, as `Transport.run` does."""
+        """Run or start a "send" or "recv" call, as `Transport.run` does. Local."""
         steps = self._send(call) if call.operation == "send" else self._receive(call)
         return run_steps(steps, call.blocking)
 

@@ -35,7 +35,13 @@ class PieceRound(NamedTuple):
 
 
 def rounds_of(slices: Sequence[ElementRange], elements: int, owner: int = -1) -> Iterator[PieceRound]:
-    """Yield the rounds in which slices, one for each rank, are handled in pieces of so many elements."""
+    """Yield the rounds in which slices are handled in pieces of so many elements. Local.
+
+    Args:
+        slices: Range of a tensor for each rank of the node.
+        elements: Largest number of elements of a piece.
+        owner: Node whose ranks get the result; -1 if all ranks get it.
+    """
     for first in range(0, max(count for _, count in slices), elements):
         pieces = [(begin + first, max(0, min(elements, count - first))) for begin, count in slices]
         yield PieceRound(pieces, owner, first)
@@ -134,14 +140,14 @@ class NodeOperation:
         return self.counters.until_ready(self.peers, index + 1)
 
     def publish(self) -> None:
-        """Tell the other ranks that they can use the first rounds if these are copied, otherwise all."""
+        """Let the other ranks use the first STAGED_ROUNDS rounds if they are copied, otherwise all. Local."""
         for index in range(STAGED_ROUNDS if self.is_copy else 0):
             self._copy_round(index)
         if not self.is_copy:
             self.counters.set_ready(len(self.rounds))
 
     def reuse_copies(self, index: int, copy_back: bool) -> Steps:
-        """Wait until all have finished a round that is copied, and copy a later one into its memory.
+        """Return the steps that wait until all have finished a round, and copy a later one into its memory.
 
         Args:
             index: Index of the round.
@@ -159,7 +165,7 @@ class NodeOperation:
             self.counters.set_ready(index + 1)
 
     def finish(self) -> Steps:
-        """Wait until no rank needs this rank's tensor or its copies any more."""
+        """Return the steps that wait until no rank needs this rank's tensor or its copies any more."""
         self.counters.set_finished()
         yield self.counters.until_finished(self.peers)
         if self.is_copy:

@@ -129,7 +129,7 @@ class ProgressCounters:
         return (self._count[0] + 1) % SLOTS
 
     def open(self) -> OperationCounters:
-        """Return the counters of the next operation, which must be the next one on all ranks."""
+        """Return the counters of the next operation. All ranks call this in the same order of operations."""
         begin = _LINE + self.next_slot * self._slot_words
         self._count[0] = number = self._count[0] + 1
         slots = [row[begin : begin + self._slot_words] for row in self._rows]

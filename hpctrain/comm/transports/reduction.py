@@ -20,6 +20,7 @@ from torch import Tensor
 from hpctrain.comm.calls import Call, Reduction
 from hpctrain.comm.transports.transport import (
     ElementRange,
+    PieceExchange,
     Steps,
     TransportWork,
     flat_view,
@@ -65,7 +66,10 @@ class ReductionScratch:
         self.bytes = self.peak_bytes = 0
 
     def take(self, elements: int, like: Tensor) -> Tensor:
-        """Borrow a flat tensor with at least so many elements, with the dtype and device of `like`."""
+        """Borrow a flat tensor with at least so many elements, with the dtype and device of `like`. Local.
+
+        Its values are arbitrary. The caller passes it to `give` afterwards.
+        """
         if not like.is_cpu:
             return torch.empty(elements, dtype=like.dtype, device=like.device)
         needed = elements * like.itemsize
@@ -101,29 +105,40 @@ class PieceMover(Protocol):
     scratch: ReductionScratch
 
     def collect(self, tensor: Tensor, output: Tensor, blocking: bool) -> TransportWork | None:
-        """Gather pieces of equal size from all ranks into `output`."""
+        """Gather pieces of equal size from all ranks into `output`. Collective.
 
-    def exchange(
-        self,
-        source: Tensor,
-        sends: Sequence[ElementRange],
-        target: Tensor,
-        receives: Sequence[ElementRange],
-        tag: int,
-    ) -> TransportWork | None:
-        """Send one range of `source` to each rank, and receive one range of `target` from each rank."""
+        Returns:
+            Handle of the operation; None if it is complete, as it always is if `blocking`.
+        """
+
+    def exchange(self, pieces: PieceExchange, tag: int) -> TransportWork | None:
+        """Start to send a piece to each rank, and to receive a piece from each rank. Collective.
+
+        Returns:
+            Handle of the operation; None if it is complete.
+        """
 
     def share(
-        self, tensor: Tensor, ranges: Sequence[ElementRange], tag: int, blocking: bool
+        self, tensor: Tensor, ranges: list[ElementRange], tag: int, blocking: bool
     ) -> TransportWork | None:
-        """Gather `tensor` in place on all ranks. Rank r has its `ranges[r]`; the ranges are consecutive."""
+        """Gather `tensor` in place on all ranks. Collective.
+
+        Args:
+            tensor: Flat tensor.
+            ranges: For each rank the range of `tensor` that it has; they follow each other.
+            tag: Tag of the operation.
+            blocking: True if the caller waits at once.
+
+        Returns:
+            Handle of the operation; None if it is complete.
+        """
 
     def next_tag(self) -> int:
-        """Return the message tag of the next operation, which is the same on all ranks."""
+        """Return the message tag of the next operation, for `exchange` and `share`. All ranks call this."""
 
 
 def reduce_in_rank_order(mover: PieceMover, call: Call) -> Steps:
-    """Run an all_reduce, a reduce or a reduce_scatter by `mover`. Collective over its ranks.
+    """Return the steps of an all_reduce, a reduce or a reduce_scatter. Collective over the ranks of `mover`.
 
     The output of a reduce_scatter may be this rank's elements of the tensor. A reduce does not change the
     tensors of other ranks than the root.
@@ -164,13 +179,13 @@ def _reduce_to_root(mover: PieceMover, tensor: Tensor, root: int, reduction: Red
         if rank == root:
             yield from _scatter_sums(mover, block, block[begin : begin + count], ranges, reduction, tag)
             ranges[root] = (0, 0)
-            yield mover.exchange(block, nothing, block, ranges, tag)
+            yield mover.exchange(PieceExchange(block, nothing, block, ranges), tag)
         else:
             piece = mover.scratch.take(count, tensor)
             yield from _scatter_sums(mover, block, piece, ranges, reduction, tag)
             sends = list(nothing)
             sends[root] = (0, count)
-            yield mover.exchange(piece, sends, block, nothing, tag)
+            yield mover.exchange(PieceExchange(piece, sends, block, nothing), tag)
             mover.scratch.give(piece)
 
 
@@ -200,7 +215,7 @@ def _scatter_sums(
         base = index % 2 * (size - 1) * piece
         receives = [(base + slot * piece, lengths[rank]) for slot in slots]
         sends[rank] = receives[rank] = (0, 0)
-        return mover.exchange(tensor, sends, buffers, receives, tag)
+        return mover.exchange(PieceExchange(tensor, sends, buffers, receives), tag)
 
     begin, count = ranges[rank]
     next_work = start_round(0) if rounds else None
@@ -284,7 +299,7 @@ def equal_counts(elements: int, size: int) -> list[int]:
 
 
 def reduction_scratch_bytes(elements: int, itemsize: int, size: int) -> int:
-    """Return the host memory, in bytes, that a sum of so many elements over `size` ranks takes and keeps."""
+    """Return the host memory, in bytes, that a sum of so many elements over `size` ranks keeps. Local."""
     if elements * itemsize * size <= SMALL_BYTES:
         return 0
     share = -(-elements // size)

@@ -30,6 +30,7 @@ from hpctrain.comm.transports.reduction import BLOCK, equal_counts, reduce_block
 from hpctrain.comm.transports.small_messages import SmallOperations
 from hpctrain.comm.transports.transport import (
     ElementRange,
+    PieceExchange,
     SteppedWork,
     Steps,
     Transport,
@@ -109,7 +110,7 @@ class SharedTransport(Transport):
         return self.start(steps, call.blocking)
 
     def start(self, steps: Steps, blocking: bool) -> TransportWork | None:
-        """Run or start the steps of an operation that opens counters, as `run_steps` does.
+        """Run or start the steps of an operation that opens counters, as `run_steps` does. Collective.
 
         It first waits for the operation that has used the same slot before.
         """
@@ -204,7 +205,7 @@ class SharedTransport(Transport):
     # Movement
 
     def _move(self, call: Call) -> Steps:
-        source, sends, target, receives = _byte_ranges(call, self.size)
+        source, sends, target, receives = _bytewise_ranges(call, self.size)
         (begin, count), (position, _) = sends[self.rank], receives[self.rank]
         if count and source.data_ptr() + begin != target.data_ptr() + position:
             target[position : position + count].copy_(source[begin : begin + count])
@@ -247,20 +248,20 @@ class SharedTransport(Transport):
 
 
 def memory_barrier(memory: NodeMemory, mpi: MpiTransport, call: Call) -> Steps:
-    """Run a barrier that also orders reads and writes of shared memory."""
+    """Return the steps of a barrier that also orders reads and writes of shared memory. Collective."""
     memory.fence()
     yield mpi.run(call)
     memory.fence()
 
 
-def _byte_ranges(call: Call, size: int) -> tuple[Tensor, list[ElementRange], Tensor, list[ElementRange]]:
+def _bytewise_ranges(call: Call, size: int) -> PieceExchange:
     """Return `pairwise_ranges` in bytes, with flat tensors of bytes."""
     source, sends, target, receives = pairwise_ranges(call, size)
 
     def in_bytes(ranges: Sequence[ElementRange], itemsize: int) -> list[ElementRange]:
         return [(begin * itemsize, count * itemsize) for begin, count in ranges]
 
-    return (
+    return PieceExchange(
         flat_view(source).view(torch.uint8),
         in_bytes(sends, source.itemsize),
         flat_view(target).view(torch.uint8),

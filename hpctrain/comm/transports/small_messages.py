@@ -134,5 +134,5 @@ class SmallOperations:
 
 
 def small_operation_bytes(size: int) -> int:
-    """Return the largest tensor of each rank, in bytes, for SmallOperations of `size` ranks."""
+    """Return the largest tensor of each rank, in bytes, that SmallOperations of `size` ranks take. Local."""
     return SMALL_OPERATION_BYTES // size // _ALIGNMENT * _ALIGNMENT

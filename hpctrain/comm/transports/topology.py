@@ -23,7 +23,7 @@ class Topology:
         self.per_node: int | None = None
 
     def emulate(self, per_node: int | None) -> None:
-        """Divide each node of the machine into nodes of so many ranks; None ends the emulation."""
+        """Divide each node of the machine into nodes of so many ranks; None ends the emulation. Local."""
         self.per_node = per_node
         if per_node is None:
             self.nodes = self.machine

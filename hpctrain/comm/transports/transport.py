@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -222,7 +222,10 @@ def wait_until(
 
 
 def run_steps(steps: Steps, blocking: bool) -> TransportWork | None:
-    """Run all steps and return None. If not `blocking`, start the first and return a handle of all."""
+    """Run all steps and return None. If not `blocking`, start the first step and return a handle of all.
+
+    It is collective if the steps are.
+    """
     if not blocking:
         return SteppedWork(steps)
     for work in steps:
@@ -238,7 +241,7 @@ def flat_view(tensor: Tensor | None) -> Tensor:
 
 
 def offsets_of(counts: Sequence[int]) -> list[int]:
-    """Return the offset of each rank's elements if `counts[rank]` elements of each rank follow each other."""
+    """Return each rank's first index if the ranks' `counts[rank]` elements follow each other."""
     return list(accumulate(counts, initial=0))[:-1]
 
 
@@ -250,13 +253,24 @@ def ranges_of_ranks(counts: Sequence[int] | None, tensor: Tensor, size: int) -> 
     return list(zip(offsets_of(counts), counts, strict=True))
 
 
-def pairwise_ranges(call: Call, size: int) -> tuple[Tensor, list[ElementRange], Tensor, list[ElementRange]]:
-    """Return the ranges that this rank exchanges with each rank in a call without a reduction.
+class PieceExchange(NamedTuple):
+    """Pieces that a rank exchanges with each rank of a group. Ranges without elements are not sent.
 
-    Returns:
-        The tensor that this rank sends from, the range of it for each receiving rank, the tensor that it
-        receives into, and the range of it for each sending rank. Ranges without elements are not sent.
+    Attributes:
+        source: Contiguous tensor that this rank sends from.
+        sends: For each receiving rank, the range of `source` that it gets.
+        target: Contiguous tensor that this rank receives into.
+        receives: For each sending rank, the range of `target` that it fills.
     """
+
+    source: Tensor
+    sends: list[ElementRange]
+    target: Tensor
+    receives: list[ElementRange]
+
+
+def pairwise_ranges(call: Call, size: int) -> PieceExchange:
+    """Return what this rank exchanges with each of `size` ranks in a call without a reduction. Local."""
     source, target = call.memory, call.tensor if call.output is None else call.output
     assert source is not None and target is not None
     nothing = [(0, 0)] * size
@@ -269,12 +283,12 @@ def pairwise_ranges(call: Call, size: int) -> tuple[Tensor, list[ElementRange], 
 
     match call.operation:
         case "broadcast" if call.output is None:
-            return source, [(0, source.numel())] * size, target, nothing
+            return PieceExchange(source, [(0, source.numel())] * size, target, nothing)
         case "broadcast":
-            return source, nothing, target, to_root(target)
+            return PieceExchange(source, nothing, target, to_root(target))
         case "all_gather" | "gather":
-            return source, to_root(source), target, pieces(call.output, call.counts)
+            return PieceExchange(source, to_root(source), target, pieces(call.output, call.counts))
         case "scatter":
-            return source, pieces(call.tensor, call.counts), target, to_root(target)
+            return PieceExchange(source, pieces(call.tensor, call.counts), target, to_root(target))
     received = pieces(call.output, call.receive_counts)
-    return source, pieces(call.tensor, call.counts), target, received
+    return PieceExchange(source, pieces(call.tensor, call.counts), target, received)
