@@ -1,4 +1,4 @@
-"""Random calls of all operations of a Group, the same for any Group of so many ranks; and bits that flip."""
+"""Random calls of a Group, the same for all groups of one size, and a transport that flips a bit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROWS = (0, 1, 7, 60, 1000, 9000, 70_000)
 
 
 def values(rank: int, seed: int, count: int, dtype: torch.dtype, kind: str) -> Tensor:
-    """What a rank brings; any rank can compute it."""
+    """Return the input of a rank, which any rank can compute."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     if dtype == torch.bool:
         return torch.rand(count, generator=generator) < 0.5
@@ -62,8 +62,9 @@ KINDS = ("normal", "wide", "large", "small", "cancelling", "sparse", "zeros", "e
 
 @dataclass
 class RandomCalls:
-    """Calls drawn from a seed, of `operations` and `dtypes`; a part of them started, and waited for later in
-    another order on each rank.
+    """Random calls of a seed, with `operations` and `dtypes`.
+
+    Some of them are only started, and completed later in an order that differs between ranks.
     """
 
     group: Group
@@ -78,12 +79,12 @@ class RandomCalls:
 
     def __post_init__(self) -> None:
         self.draw = random.Random(self.seed)
-        self.own = random.Random(f"{self.seed} {self.group.rank}")
+        self.rank_draw = random.Random(f"{self.seed} {self.group.rank}")
         self.works: list[tuple[int, Work[Any]]] = []
         self.unsigned: set[int] = set()  # the larger one of 0 and -0 is either, as they lie in memory
 
     def make(self, count: int) -> list[Tensor | None]:
-        """So many calls; what each gave, None where it gives nothing."""
+        """Make so many calls. Return the result of each; None for a call without a result."""
         for _ in range(count):
             self.one()
             if self.draw.random() < 0.2:
@@ -95,15 +96,15 @@ class RandomCalls:
         return self.results
 
     def wait(self) -> None:
-        """Complete what is started, in an order of this rank's own."""
-        self.own.shuffle(self.works)
+        """Complete the started calls, in a random order that differs between ranks."""
+        self.rank_draw.shuffle(self.works)
         for place, work in self.works:
             work.test()
             self.results[place] = work.wait()
         self.works.clear()
 
     def one(self) -> None:
-        """One call."""
+        """Make one call."""
         draw, group = self.draw, self.group
         operation, dtype = draw.choice(self.operations), draw.choice(self.dtypes)
         kind, seed = draw.choice(self.kinds), draw.randrange(10**6)
@@ -113,37 +114,37 @@ class RandomCalls:
         shift, later = draw.randrange(3), draw.random() < self.started
         rank, size = group.rank, group.size
 
-        def mine(count: int, of: int = rank) -> Tensor:
+        def rank_input(count: int, of: int = rank) -> Tensor:
             made = values(of, seed, count + shift, dtype, kind)
             return made[shift:]  # not where words begin
 
         given = None if even else sizes
         work: Work[Any]
         if operation == "all_reduce":
-            work = group.start_all_reduce(mine(rows), how, blocking=not later)
+            work = group.start_all_reduce(rank_input(rows), how, blocking=not later)
         elif operation == "reduce":
-            work = group.start_reduce(mine(rows), root, how, blocking=not later)
+            work = group.start_reduce(rank_input(rows), root, how, blocking=not later)
         elif operation == "reduce_scatter":
-            whole = mine(sum(sizes))
+            whole = rank_input(sum(sizes))
             work = group.start_reduce_scatter(whole, None, given, how, blocking=not later)
         elif operation == "broadcast":
-            work = group.start_broadcast(mine(rows), root, blocking=not later)
+            work = group.start_broadcast(rank_input(rows), root, blocking=not later)
         elif operation == "all_gather":
-            work = group.start_all_gather(mine(sizes[rank]), None, given, blocking=not later)
+            work = group.start_all_gather(rank_input(sizes[rank]), None, given, blocking=not later)
         elif operation == "gather":
-            work = group.start_gather(mine(sizes[rank]), root, None, given, blocking=not later)
+            work = group.start_gather(rank_input(sizes[rank]), root, None, given, blocking=not later)
         elif operation == "scatter":
-            tensor = mine(sum(sizes)) if rank == root else None
-            output = mine(sizes[rank])
+            tensor = rank_input(sum(sizes)) if rank == root else None
+            output = rank_input(sizes[rank])
             work = group.start_scatter(tensor, output, root, given, blocking=not later)
         elif operation == "all_to_all":
             table = [sizes[each:] + sizes[:each] for each in range(size)]
             sends, receives = (None, None) if even else (table[rank], [each[rank] for each in table])
-            work = group.start_all_to_all(mine(sum(sizes)), None, sends, receives, blocking=not later)
+            work = group.start_all_to_all(rank_input(sum(sizes)), None, sends, receives, blocking=not later)
         elif operation == "send":
             tag = draw.randrange(3)
-            sent = group.start_send(mine(rows), (rank + 1) % size, tag)
-            work = group.start_recv(mine(rows).clone(), (rank - 1) % size, tag)
+            sent = group.start_send(rank_input(rows), (rank + 1) % size, tag)
+            work = group.start_recv(rank_input(rows).clone(), (rank - 1) % size, tag)
             self.works.append((len(self.results), sent))
             self.results.append(None)
             later = True
@@ -158,10 +159,11 @@ class RandomCalls:
 
 @dataclass
 class Flip:
-    """A bit that changes: of what comes to `rank` in the `number`-th call that brings it something, or, if
-    `given`, of what it gives, where no check sees that any more.
+    """Bit that changes in a call.
 
-    Once it is `done`, `call` says in which of all reductions, -1 in none, and `delta` by how much.
+    It changes in the output of `rank` in the `number`-th call that fills one, or, if `given`, in an input of
+    a reduction after all checks of it. Once it has changed, `done` is the name of the operation, `call` the
+    number of the reduction (-1 if it is none), and `delta` the difference of the value.
     """
 
     rank: int
@@ -174,7 +176,7 @@ class Flip:
     delta: float = 0.0
 
     def of(self, tensor: Tensor, span: ElementRange) -> None:
-        """Change a random bit of a flat span."""
+        """Change a random bit in a range of a flat tensor."""
         draw = random.Random(self.seed)
         place = span[0] + draw.randrange(span[1])
         before = float(tensor[place])
@@ -185,7 +187,10 @@ class Flip:
 
 
 class FlippingTransport(Transport):
-    """Another one's calls, one with a bit wrong; `absolutes` are sums of what reductions are of."""
+    """Transport that flips a bit in one call of the transport `inner`.
+
+    `absolutes` has the sum of the absolute values of each reduction's input.
+    """
 
     def __init__(self, inner: Transport, flip: Flip) -> None:
         self.inner, self.flip = inner, flip
@@ -193,11 +198,11 @@ class FlippingTransport(Transport):
         self.absolutes: list[float] = []
 
     def run(self, call: Call) -> TransportWork | None:
-        """See Transport."""
+        """Run a call on the inner transport, and flip the bit if it is due."""
         return run_steps(self._steps(call, call.tensor, call.output), call.blocking)
 
     def adds_at_owner(self, call: Call) -> bool:
-        """See Transport."""
+        """Return what the inner transport returns."""
         return self.inner.adds_at_owner(call)
 
     def _steps(self, call: Call, tensor: Tensor | None, output: Tensor | None) -> Steps:
@@ -229,7 +234,7 @@ class FlippingTransport(Transport):
         return flip.number < 0
 
     def _arriving(self, call: Call) -> list[ElementRange]:
-        """Where something comes to from others."""
+        """Return the ranges of the output that other ranks fill."""
         if call.output is None or not call.output.numel():
             return []
         if call.reduction is not None or call.operation in {"recv", "broadcast"}:

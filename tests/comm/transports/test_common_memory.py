@@ -1,4 +1,4 @@
-"""Memory that several ranks of a node have in common: one, while any of them uses it, and counted once.
+"""Common memory of ranks of a node exists as long as any of them uses it, and is counted once.
 
 Tests of comm/transports/node_memory.py and comm/transports/shared.py.
 """
@@ -38,13 +38,13 @@ def memory_of(group: Group) -> NodeMemory:
 
 
 def pages_of_node(group: Group) -> int:
-    """Bytes that the files of all ranks really have, by the system's count. Collective."""
-    for _ in range(2):  # first all say what they do not use, then owners take it back
+    """Return the bytes that the system has allocated for the files of all ranks. Collective."""
+    for _ in range(2):  # users first mark unused memory, then owners free it
         gc.collect()
         memory_of(group)._collect()
         group.barrier()
-    mine = os.fstat(memory_of(group)._file).st_blocks * 512
-    return sum(group.all_gather_object(mine))
+    local_bytes = os.fstat(memory_of(group)._file).st_blocks * 512
+    return sum(group.all_gather_object(local_bytes))
 
 
 def test_it_is_one_memory_of_pages_that_are_there_once(group: Group) -> None:
@@ -68,8 +68,8 @@ def test_it_is_one_memory_of_pages_that_are_there_once(group: Group) -> None:
     assert once <= pages_of_node(group) - before < once + group.size * 3 * 4096
 
 
-def test_it_is_given_back_when_all_are_done_with_it(group: Group) -> None:
-    """Whoever goes on reads what was there, though its owner has let it go and asks for more."""
+def test_memory_is_freed_after_its_last_user(group: Group) -> None:
+    """A user keeps the contents after the owner has deleted its tensor and allocated others."""
     before = pages_of_node(group)
     flat = group.common_zeros(LENGTH, torch.float32)
     assert flat is not None
@@ -112,19 +112,19 @@ def rss() -> int:
 
 
 @pytest.mark.parametrize("bytes_", [7, 900_000])
-def test_what_ranks_write_others_read_after_they_gather(
+def test_gathered_pieces_are_visible_to_all_ranks(
     group: Group, bytes_: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pieces of any length, by ranks that come late; nobody writes before the others have read."""
+    """Pieces have any length, ranks may be late, and no rank writes before the others have read."""
     assert isinstance(group.host, SharedTransport)
     sent, mpi = list[str](), group.host.mpi
     run = mpi.run
 
-    def noted(call: Call) -> TransportWork | None:
+    def run_recorded(call: Call) -> TransportWork | None:
         sent.append(call.operation)
         return run(call)
 
-    monkeypatch.setattr(mpi, "run", noted)
+    monkeypatch.setattr(mpi, "run", run_recorded)
     draw = random.Random(bytes_)
     sizes = [draw.randrange(bytes_) for _ in range(group.size)]
     sizes[0] += 1
@@ -149,8 +149,8 @@ def test_what_ranks_write_others_read_after_they_gather(
     assert set(sent) == {"barrier"}
 
 
-def test_without_room_there_is_none(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank that has no more is enough."""
+def test_without_memory_there_is_no_common_tensor(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank without free memory is enough."""
     monkeypatch.setattr(memory_of(group), "take", lambda _: None)
     assert group.common_zeros(LENGTH, torch.float32) is None
 

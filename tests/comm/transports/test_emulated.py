@@ -1,4 +1,4 @@
-"""Calls over an emulated link: the time they take by a clock of the test's own, and the bits they leave."""
+"""Tests of the times and results of calls over an emulated link, with a clock that the test controls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LINK = Link(1000.0, 0.5)
 
 
 class Clock:
-    """Time that passes when somebody sleeps, or the test says so."""
+    """Clock that advances only when a rank sleeps or the test sets it."""
 
     def __init__(self, now: float = 0.0) -> None:
         self.now = now
@@ -35,7 +35,7 @@ class Clock:
 
 
 def slow_group(world: World, clock: Clock) -> Group:
-    """All ranks, over a link of the clock's time."""
+    """Return a group of all ranks over an emulated link with this clock."""
     inner = MpiTransport(world.communicator.Dup(), ReductionScratch())
     slow = EmulatedTransport(inner, world.communicator.Dup(), EmulatedLink(LINK, clock, clock.sleep))
     ranks = tuple(range(world.size))
@@ -60,7 +60,7 @@ def test_each_direction_takes_one_after_the_other() -> None:
 
 @pytest.mark.mpi(min_size=2, max_size=2)
 def test_a_call_moves_once_all_are_there_and_takes_its_time(world: World) -> None:
-    """Of 2000 bytes a half goes out and in, twice, and the second round waits for the first."""
+    """An all-reduce of 2000 bytes sends and receives 1000 bytes in each of two rounds."""
     clock = Clock(3.0 * world.rank)
     group = slow_group(world, clock)
     values = torch.arange(500.0) + world.rank
@@ -95,7 +95,7 @@ def test_what_is_started_moves_while_the_rank_computes(world: World) -> None:
 
 @pytest.mark.mpi(min_size=2, max_size=2)
 def test_a_message_counts_from_when_it_is_sent(world: World) -> None:
-    """However early its receiver waits; the sender has it off its hands when its bytes are out."""
+    """The receiver may wait earlier. The send is complete when its bytes have left the link."""
     clock = Clock(5.0 * world.rank)
     group = slow_group(world, clock)
     if world.rank == 0:
@@ -128,7 +128,7 @@ def test_no_bit_of_a_run_changes(world: World, layout: str) -> None:
 
 @pytest.mark.mpi(min_size=4, max_size=4)
 def test_of_emulated_nodes_each_has_a_link(world: World) -> None:
-    """Its ranks have an even share each; what stays inside takes no time, what crosses once its own."""
+    """Ranks of a node have equal shares of its link, and transfers inside the node take no time."""
     clock = Clock()
     own = World(world.communicator.Dup())
     own.emulate_nodes(2)
@@ -171,7 +171,7 @@ def test_a_link_is_for_one_machine(world: World) -> None:
 
 
 @pytest.mark.parametrize("text", ["100", "100 Mb/s", "fast", "1 bit/s", "1 Gbit/s, 2 min"])
-def test_what_is_no_link_is_told(text: str) -> None:
+def test_invalid_links_are_refused(text: str) -> None:
     with pytest.raises(HpctrainError, match=r"communication.emulate=.*must be a link of at least 1 kbit/s"):
         small_deck(f"communication.emulate={text}")
 

@@ -1,4 +1,4 @@
-"""Groups of several nodes, whose ranks share memory inside these, bring to the bit what messages bring.
+"""Groups of several nodes whose ranks share memory give the same bits as groups that use MPI.
 
 Tests of comm/transports/hierarchical.py, comm/transports/internode.py and comm/transports/topology.py, on
 emulated nodes.
@@ -27,11 +27,11 @@ from hpctrain.comm.world import World
 from tests.comm.transports.test_shared import Random, rough
 
 SEQUENCES = {4: 300}
-"""By ranks; of others fewer."""
+"""Number of sequences by number of ranks; other numbers of ranks run fewer."""
 
 
 def on_nodes(world: World, per_node: int, transport: str = "shared") -> Group:
-    """All ranks, on nodes of so many, over a transport."""
+    """Return a group of all ranks on emulated nodes of `per_node` ranks."""
     own = World(world.communicator.Dup())
     own.emulate_nodes(per_node)
     return Mesh(own, {"data": own.size}, transport).group("data")
@@ -39,7 +39,7 @@ def on_nodes(world: World, per_node: int, transport: str = "shared") -> Group:
 
 @pytest.fixture(scope="module", params=[2, 4])
 def groups(world: World, request: pytest.FixtureRequest) -> tuple[Group, Group]:
-    """All ranks, by nodes and by messages; whatever is not empty crosses links once."""
+    """Return groups of all ranks over HierarchicalTransport, for tensors of any size, and over MPI."""
     if world.size <= request.param:
         pytest.skip("one node")
     nodes = on_nodes(world, request.param)
@@ -50,7 +50,7 @@ def groups(world: World, request: pytest.FixtureRequest) -> tuple[Group, Group]:
 
 @pytest.fixture(autouse=True)
 def together(world: World) -> Iterator[None]:
-    """No rank goes on to another test while others still look at its memory."""
+    """Let no rank begin another test while others still read its memory."""
     yield
     world.everyone.barrier()
 
@@ -65,8 +65,8 @@ def test_random_sequences_are_those_of_messages(groups: tuple[Group, Group]) -> 
 
 
 @pytest.mark.mpi(min_size=4, max_size=4)
-@pytest.mark.parametrize("waits", ["on boards", "inline", "until it is taken"])
-def test_messages_to_other_nodes_go_on_while_a_rank_waits_in_its_own(world: World, waits: str) -> None:
+@pytest.mark.parametrize("waits", ["for counters", "for a small sum", "for a receiver"])
+def test_messages_to_other_nodes_proceed_while_a_rank_waits_in_its_node(world: World, waits: str) -> None:
     """A large one, without which a rank of the other node lets that one not come who is waited for.
 
     Where ranks may read each other's memory, as within one machine, MPI needs no sender for it.
@@ -76,10 +76,10 @@ def test_messages_to_other_nodes_go_on_while_a_rank_waits_in_its_own(world: Worl
     own.emulate_nodes(2)
     near = Mesh(own, {"data": 2, "tensor": 2}, "shared").group("tensor")
     large, word, came = torch.arange(1 << 20), torch.ones(1), True
-    sums = torch.ones(1000 if waits == "inline" else 1 << 18)
+    sums = torch.ones(1000 if waits == "for a small sum" else 1 << 18)
 
     def meet() -> None:
-        if waits != "until it is taken":
+        if waits != "for a receiver":
             near.all_reduce(sums)
         elif near.rank == 0:
             near.send(near.empty(sums.shape, sums.dtype).fill_(1.0), 1)
@@ -109,7 +109,7 @@ def test_messages_to_other_nodes_go_on_while_a_rank_waits_in_its_own(world: Worl
 
 
 def call_of(operation: str, group: Group, dtype: torch.dtype, elements: int) -> Call:
-    """A call of this rank on rough numbers, uneven where pieces may be."""
+    """Return a call of this rank on random numbers, with pieces of different sizes if it has pieces."""
     sizes = [elements + 7 * rank for rank in range(group.size)]
     own, whole = sizes[group.rank], sum(sizes)
     if operation == "all_reduce":
@@ -128,7 +128,7 @@ def call_of(operation: str, group: Group, dtype: torch.dtype, elements: int) -> 
 def test_links_carry_what_is_planned(
     groups: tuple[Group, Group], operation: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each byte of what a node's ranks have together once each way, halves that are added as fp32."""
+    """A node sends each byte once in each direction. Partial sums of half types are sent in fp32."""
     group = groups[0]
     transport = group.host
     assert isinstance(transport, HierarchicalTransport)
@@ -166,11 +166,11 @@ def test_memory_for_pieces_is_what_is_planned(
     taken: list[int] = []
     take = ReductionScratch.take
 
-    def noted(scratch: ReductionScratch, count: int, like: torch.Tensor) -> torch.Tensor:
+    def take_recorded(scratch: ReductionScratch, count: int, like: torch.Tensor) -> torch.Tensor:
         taken.append(1 << (count * like.itemsize - 1).bit_length())
         return take(scratch, count, like)
 
-    monkeypatch.setattr(ReductionScratch, "take", noted)
+    monkeypatch.setattr(ReductionScratch, "take", take_recorded)
     tensor = torch.ones(elements, dtype=torch.float32 if scattered else torch.bfloat16)
     if scattered:
         groups[0].reduce_scatter(tensor)
@@ -189,10 +189,10 @@ def test_memory_is_that_of_the_node(groups: tuple[Group, Group]) -> None:
 
 
 @pytest.mark.mpi(min_size=4)
-def test_what_a_node_has_once_is_gathered_into_it_once(
+def test_gather_into_shared_memory_copies_nothing(
     groups: tuple[Group, Group], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each rank's rows come to the memory of each node's first rank: none of it copies anything."""
+    """The rows of all ranks are gathered in memory of each node's first rank, without a copy."""
     group = groups[0]
     transport = group.host
     assert isinstance(transport, HierarchicalTransport)
@@ -212,7 +212,7 @@ def test_what_a_node_has_once_is_gathered_into_it_once(
 
 @pytest.mark.mpi(min_size=4, max_size=4)
 def test_groups_go_by_nodes(world: World) -> None:
-    """Inside a node through memory, of one rank a node by messages, of several of each by both."""
+    """Groups use shared memory in a node, MPI with one rank per node, and both otherwise."""
     own = World(world.communicator.Dup())
     own.emulate_nodes(2)
     mesh = Mesh(own, {"data": 2, "tensor": 2}, "shared")

@@ -1,4 +1,4 @@
-"""The NCCL transport: with real GPUs where they are, and its logic over a stand-in of nccl4py made of MPI."""
+"""Tests of the NCCL transport with GPUs if there are any, otherwise over a substitute of nccl4py by MPI."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from hpctrain.comm.world import World
 pytestmark = pytest.mark.mpi
 
 SHARED = "NCCL_MULTI_RANK_GPU_ENABLE"
-"""What NCCL 2.30 lets several ranks share a GPU by."""
+"""Environment variable with which NCCL 2.30 lets several ranks share a GPU."""
 
 
 class Communicator:
-    """The used part of nccl4py's Communicator, on host memory, of some ranks of a transport."""
+    """Substitute of nccl4py's Communicator in host memory, for some ranks of a transport."""
 
     def __init__(self, host: Transport, ranks: Sequence[int], pending: list[Any]) -> None:
         self.host, self.rank, self.pending = host, host.rank, pending
@@ -55,7 +55,7 @@ class Communicator:
         self.host.run(Call("all_gather", source, target))
 
     def connect(self, peer: int) -> int:
-        """The rank of a peer. The first message of two ranks waits until both start it, as over NCCL."""
+        """Return the rank of a peer. The first message of two ranks waits until both start it, as in NCCL."""
         peer = self.ranks[peer]
         if not self.connected:
             self.connected, here = True, torch.zeros(1)
@@ -76,7 +76,7 @@ class Communicator:
 
 
 class Stream:
-    """What stands for a SideStream: what is started there is waited for."""
+    """Substitute of a SideStream, which returns the handles of the MPI messages."""
 
     def start(self, action: Callable[[], object], _: Sequence[Tensor | None]) -> SteppedWork:
         action()
@@ -84,7 +84,7 @@ class Stream:
         return SteppedWork(iter(started))
 
     def precede(self) -> None:
-        """Nothing is left."""
+        """Return at once, since no operation is in flight."""
 
 
 pending: list[Any] = []
@@ -92,7 +92,7 @@ pending: list[Any] = []
 
 @pytest.fixture
 def group(world: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
-    """The group of all ranks over the transport under test."""
+    """Return the group of all ranks over the NCCL transport."""
     whole, ordinary = world.everyone, world.everyone.host
     if world.device.type == "cuda":
         if world.local_size > torch.cuda.device_count() and os.environ.get(SHARED) != "1":
@@ -113,7 +113,7 @@ def group(world: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
     joined: list[Any] = []
 
     def join(ranks: Sequence[int], identity: UUID) -> Communicator:
-        """All ranks of a communicator have the same identity for it, and it is of no other."""
+        """Return a communicator, whose identity no other communicator has."""
         assert identity not in joined
         joined.append(identity)
         return Communicator(ordinary, ranks, pending)
@@ -145,8 +145,8 @@ def test_reductions(group: Group, dtype: torch.dtype) -> None:
             expected = stacked.amax(0) if operation == "max" or dtype == torch.bool else stacked.sum(0)
             tolerance = {torch.float32: 1e-5, torch.bfloat16: 1e-2}.get(dtype, 0.0)
 
-            def close(result: Tensor, wanted: Tensor, atol: float = tolerance) -> None:
-                torch.testing.assert_close(result.double(), wanted, atol=atol, rtol=atol)
+            def close(result: Tensor, reference: Tensor, atol: float = tolerance) -> None:
+                torch.testing.assert_close(result.double(), reference, atol=atol, rtol=atol)
 
             close(group.all_reduce(inputs[rank].clone(), operation), expected)
             reduced = group.reduce(inputs[rank].clone(), size - 1, operation)
@@ -175,8 +175,8 @@ def test_movement(group: Group, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-def test_messages_of_each_direction_wait_for_no_others(group: Group) -> None:
-    """Receives come long after all is sent, and those from the next rank first."""
+def test_messages_of_each_direction_are_independent(group: Group) -> None:
+    """Ranks receive after all messages were sent, and those from the next rank first."""
     size, rank = group.size, group.rank
 
     def targets(sender: int) -> list[int]:

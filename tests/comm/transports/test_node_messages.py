@@ -1,4 +1,7 @@
-"""What ranks of a node send each other is what MPI would bring, and needs no sender that waits for it."""
+"""Messages within a node arrive as with MPI, also while the sender computes.
+
+Tests of comm/transports/node_messages.py.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ TYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4
 
 @pytest.fixture(scope="module", params=["a node", "nodes of two"])
 def group(world: World, request: pytest.FixtureRequest) -> Group:
-    """All ranks; whatever is not empty goes through memory, if both its ranks are on one node."""
+    """Return a group of all ranks in which messages of any size within a node use shared memory."""
     own = World(world.communicator.Dup())
     if request.param == "nodes of two":
         if world.size < 4:
@@ -38,7 +41,7 @@ def group(world: World, request: pytest.FixtureRequest) -> Group:
 
 
 def inside_of(group: Group) -> SharedTransport:
-    """What a node's ranks communicate by."""
+    """Return the transport among the ranks of this node."""
     host = group.host.links.local if isinstance(group.host, HierarchicalTransport) else group.host
     assert isinstance(host, SharedTransport)
     return host
@@ -97,8 +100,8 @@ def test_random_messages_arrive_in_the_order_of_their_tags(group: Group, seed: i
     group.barrier()
 
 
-def test_one_that_was_copied_is_its_sender_s_at_once(group: Group) -> None:
-    """Before anybody takes it; what others see is so when it was taken."""
+def test_senders_may_change_copied_tensors_at_once(group: Group) -> None:
+    """A tensor in shared memory is not copied, and may change only after it was received."""
     copied, seen = torch.full((1000,), 1.0), memory_of(group).empty((1000,), torch.float32)
     assert seen is not None
     seen.fill_(2.0)
@@ -116,8 +119,8 @@ def test_one_that_was_copied_is_its_sender_s_at_once(group: Group) -> None:
         assert [float(group.recv(torch.empty(1000), 0).sum()) for _ in range(2)] == [1000.0, 2000.0]
 
 
-def test_blocks_serve_again(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as are under way at once; what nobody uses is given back, but for some."""
+def test_buffers_are_reused(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sender has a buffer per message in flight and keeps only some of them afterwards."""
     memory = memory_of(group)
     memory.message_buffers.clear()
     monkeypatch.setattr(module, "_SPARE_BUFFERS", 2)
@@ -147,7 +150,7 @@ def test_blocks_serve_again(group: Group, monkeypatch: pytest.MonkeyPatch) -> No
         assert all(block.free for block in memory.message_buffers)
 
 
-def test_without_room_it_is_said(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_memory_is_an_error(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = memory_of(group)
     memory.message_buffers.clear()
     monkeypatch.setattr(memory, "take", lambda _: None)
@@ -157,7 +160,7 @@ def test_without_room_it_is_said(group: Group, monkeypatch: pytest.MonkeyPatch) 
     group.barrier()
 
 
-def test_short_and_very_long_ones_are_left_to_mpi(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_and_very_long_messages_use_mpi(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     group = Mesh(world, {"data": world.size}, "shared").group("data")
     assert isinstance(group.host, SharedTransport)
     memory = memory_of(group)

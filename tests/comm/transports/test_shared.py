@@ -1,4 +1,4 @@
-"""What goes through the memory of a node is, to the bit, what messages bring.
+"""Operations through the memory of a node give the same bits as MPI.
 
 Tests of comm/transports/shared.py, comm/transports/node_operation.py, comm/transports/progress_counters.py,
 comm/transports/small_messages.py and comm/transports/node_memory.py; tests/comm/test_group.py has every
@@ -33,12 +33,12 @@ pytestmark = pytest.mark.mpi(min_size=2)
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 ALL = (*FLOATS, torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn)
 SEQUENCES = {2: 100, 4: 1000}
-"""By ranks; of others fewer."""
+"""Number of sequences by number of ranks; other numbers of ranks run fewer."""
 
 
 @pytest.fixture(scope="module")
 def groups(world: World) -> tuple[Group, Group]:
-    """All ranks, over memory and over messages; whatever is not empty goes through memory."""
+    """Return groups of all ranks over shared memory, for tensors of any size, and over MPI."""
     own = Mesh(world, {"data": world.size}, "shared").group("data")
     shared = own.host
     assert isinstance(shared, SharedTransport)
@@ -53,7 +53,7 @@ def memory_of(group: Group) -> NodeMemory:
 
 
 def rough(rank: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
-    """What a rank brings; sums of three or more depend on their order."""
+    """Return the input of a rank. Sums of three or more of them depend on their order."""
     generator = torch.Generator().manual_seed(31 * seed + rank)
     if dtype == torch.bool:
         return torch.rand(shape, generator=generator) < 0.5
@@ -62,7 +62,7 @@ def rough(rank: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> T
 
 
 class Random:
-    """A sequence of operations that all ranks draw alike, each done over memory and over messages."""
+    """Random sequence of operations, the same on all ranks, each over shared memory and over MPI."""
 
     def __init__(self, seed: int, groups: tuple[Group, Group]) -> None:
         self.draw = random.Random(seed)
@@ -70,7 +70,7 @@ class Random:
         self.rank, self.size = groups[0].rank, groups[0].size
 
     def run(self) -> None:
-        """Start some of them before others are waited for, and come late to some."""
+        """Run the sequence, with several operations in flight and ranks that begin some of them late."""
         waiting: list[tuple[list[Work[Tensor]] | None, list[Tensor]]] = []
         for number in range(self.draw.randint(1, 4)):
             late = self.draw.randrange(10 * self.size)
@@ -84,7 +84,7 @@ class Random:
         self.compare(waiting)
 
     def compare(self, waiting: list[tuple[list[Work[Tensor]] | None, list[Tensor]]]) -> None:
-        """The results of both, and what should not have changed."""
+        """Compare the results of both groups, and the inputs, which must not have changed."""
         for works, tensors in waiting:
             results = [work.wait() for work in works or ()]
             for ours, theirs in ((results[:1], results[1:]), (tensors[::2], tensors[1::2])):
@@ -155,7 +155,7 @@ def test_random_sequences_are_those_of_messages(groups: tuple[Group, Group]) -> 
         Random(seed, groups).run()
 
 
-def test_more_operations_than_slots_may_be_under_way(groups: tuple[Group, Group]) -> None:
+def test_more_operations_than_slots_may_be_in_flight(groups: tuple[Group, Group]) -> None:
     group = groups[0]
     tensors = [torch.full((100,), float(group.rank + number)) for number in range(2 * SLOTS + 3)]
     works = [group.start_all_reduce(tensor) for tensor in tensors]
@@ -167,13 +167,13 @@ def test_more_operations_than_slots_may_be_under_way(groups: tuple[Group, Group]
     ]
 
 
-def test_what_is_one_memory_is_not_moved(
+def test_gather_within_one_memory_copies_nothing(
     groups: tuple[Group, Group], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each rank's rows of the first one's memory are gathered: there is nothing to copy."""
+    """The pieces of all ranks are rows of one tensor in the memory of rank 0."""
     group = groups[0]
     memory = memory_of(group)
-    rows = 1 << 20  # not inline
+    rows = 1 << 20  # too large for SmallOperations
     made = memory.empty((group.size, rows), torch.float32) if group.rank == 0 else None
     place = group.broadcast_object(None if made is None else memory.find(made))
     common = memory.tensor_at(MemoryLocation(*place), rows * group.size, torch.float32).view(group.size, rows)
@@ -186,13 +186,17 @@ def test_what_is_one_memory_is_not_moved(
     group.barrier()
 
 
-@pytest.mark.parametrize("waits", ["on boards", "inline", "until it is taken", "for one of two"])
-def test_who_waits_helps_its_messages_along(
+@pytest.mark.parametrize("waits", ["for counters", "for a small sum", "for a receiver", "for one of two"])
+def test_waiting_ranks_let_their_messages_proceed(
     world: World, monkeypatch: pytest.MonkeyPatch, waits: str
 ) -> None:
-    """The others come when they have seen it do so."""
+    """The other ranks join only after rank 0 has let MPI make progress."""
     group = Mesh(World(world.communicator.Dup()), {"data": world.size}, "shared").group("data")
-    memory, tensor, seen = memory_of(group), torch.ones(100 if waits == "inline" else 1 << 18), True
+    memory, tensor, seen = (
+        memory_of(group),
+        torch.ones(100 if waits == "for a small sum" else 1 << 18),
+        True,
+    )
     assert isinstance(group.host, SharedTransport)
     group.host.small_operations.least_bytes = 0
     own = memory.take(8) if world.rank == 0 else None
@@ -218,7 +222,7 @@ def test_who_waits_helps_its_messages_along(
         works = [group.start_all_reduce(each) for each in (tensor, tensor.clone())]
         works[1].wait()
         works[0].wait()
-    elif waits != "until it is taken":
+    elif waits != "for a receiver":
         group.all_reduce(tensor)
     elif world.rank == 0:
         group.send(group.empty(tensor.shape, tensor.dtype).fill_(1.0), 1)
@@ -227,9 +231,9 @@ def test_who_waits_helps_its_messages_along(
     assert all(world.everyone.all_gather_object(seen))
 
 
-@pytest.mark.parametrize("inline", [False, True])
-def test_boards_serve_one_group_after_the_other(world: World, inline: bool) -> None:
-    """Numbers of operations go on, so that nobody takes those of an earlier group for its own."""
+@pytest.mark.parametrize("small", [False, True])
+def test_later_groups_reuse_counters(world: World, small: bool) -> None:
+    """Counts of operations continue, so that no rank mistakes those of an earlier group for its own."""
     gc.collect()
     kept = set()
     for number in range(5):
@@ -237,7 +241,7 @@ def test_boards_serve_one_group_after_the_other(world: World, inline: bool) -> N
         assert isinstance(group.host, SharedTransport)
         memory = memory_of(group)
         group.host.least_bytes, group.host.small_operations.least_bytes = 1, 0
-        if not inline:
+        if not small:
             group.host.small_operations.most_bytes = -1
         for again in range(number + 1):
             tensor = torch.full((10,), float(group.rank * number + again))
@@ -246,10 +250,10 @@ def test_boards_serve_one_group_after_the_other(world: World, inline: bool) -> N
         del group
         gc.collect()
         kept.add(len(memory.reusable.get(("small operations", *range(world.size)), ())))
-    assert len(kept) == 1 and (kept != {0} or not inline)
+    assert len(kept) == 1 and (kept != {0} or not small)
 
 
-def test_memory_is_given_back_and_used_again(world: World) -> None:
+def test_memory_is_freed_and_reused(world: World) -> None:
     memory = NodeMemory(world.rank, 1 << 20)
     first, second = (memory.empty((3, 5000), torch.float32) for _ in range(2))
     assert first is not None and second is not None
@@ -272,13 +276,13 @@ def test_memory_is_given_back_and_used_again(world: World) -> None:
     memory.close()
 
 
-def test_memory_of_others_does_not_count_as_held(groups: tuple[Group, Group]) -> None:
+def test_memory_of_other_ranks_is_foreign(groups: tuple[Group, Group]) -> None:
     group, size = groups[0], 1 << 24
     memory = memory_of(group)
     own = memory.empty((size,), torch.uint8)
     assert own is not None
     own.fill_(1)
-    for _ in range(2):  # what other tests have left is given back first, by all
+    for _ in range(2):  # first all ranks free what other tests have left
         gc.collect()
         before = memory.foreign_bytes()
         group.barrier()
@@ -291,7 +295,7 @@ def test_memory_of_others_does_not_count_as_held(groups: tuple[Group, Group]) ->
 
 @pytest.fixture
 def fresh(world: World) -> World:
-    """A world that has not opened memory yet."""
+    """Return a world that has not opened shared memory."""
     return World(world.communicator.Dup())
 
 
@@ -305,10 +309,10 @@ def refuse(function: Callable[..., object], when: bool) -> Callable[..., object]
 
 
 @pytest.mark.parametrize("what", ["memfd_create", "open"])
-def test_without_shared_memory_messages_are_sent(
+def test_without_shared_memory_mpi_is_used(
     fresh: World, what: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One rank that cannot is enough, and all learn why."""
+    """If one rank cannot share memory, all ranks use MPI and get the reason."""
     with monkeypatch.context() as patched:
         patched.setattr(os, what, refuse(getattr(os, what), fresh.rank == 1))
         with caplog.at_level(logging.WARNING):
@@ -318,16 +322,14 @@ def test_without_shared_memory_messages_are_sent(
         choose_transport(fresh, "shared")
 
 
-def test_memory_of_another_process_is_not_taken_for_a_rank_s(
-    fresh: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where ranks are in containers of their own, numbers of processes mean others."""
+def test_memory_of_another_process_is_recognized(fresh: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks in different containers may have the same process ids."""
     map_file = NodeMemory._map
     monkeypatch.setattr(NodeMemory, "_map", lambda memory, rank, _: map_file(memory, rank, memory._file))
     assert "cannot open the memory of rank 1: it is the memory of another process" in fresh.share_memory()
 
 
-def test_where_one_rank_has_no_room_for_what_is_small_messages_are_sent(
+def test_small_operations_use_mpi_if_one_rank_has_no_memory(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = Mesh(world, {"data": world.size}, "shared").group("data")
@@ -347,7 +349,7 @@ def test_where_one_rank_has_no_room_for_what_is_small_messages_are_sent(
 
 
 def test_small_operations_wait_for_late_ranks(groups: tuple[Group, Group]) -> None:
-    """A rank comes late to one, and early to the next ones: it finds each one's own numbers."""
+    """Another rank is late each time, and all ranks wait for its values."""
     group = groups[0]
     assert isinstance(group.host, SharedTransport)
     group.host.small_operations.most_bytes = small_operation_bytes(group.size)
@@ -361,7 +363,7 @@ def test_small_operations_wait_for_late_ranks(groups: tuple[Group, Group]) -> No
         assert parts.view(group.size, -1)[:, -1].tolist() == [number + rank for rank in range(group.size)]
 
 
-def test_without_room_tensors_are_the_process_s_own(
+def test_without_memory_tensors_are_private(
     groups: tuple[Group, Group], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = groups[0]
@@ -376,6 +378,6 @@ def test_without_room_tensors_are_the_process_s_own(
 
 @pytest.fixture(autouse=True)
 def together(world: World) -> Iterator[None]:
-    """No rank goes on to another test while others still look at its memory."""
+    """Let no rank begin another test while others still read its memory."""
     yield
     world.everyone.barrier()

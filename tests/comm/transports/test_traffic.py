@@ -1,4 +1,4 @@
-"""What calls move over a link, against the messages that `pairwise_ranges` makes of them and closed forms."""
+"""Tests of the traffic of calls, compared with the messages of `pairwise_ranges` and with formulas."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ UNEVEN = [3, 0, 5, 2]
 
 
 def pieces(operation: str, rank: int, counts: list[int] | None) -> Call:
-    """A call that moves pieces of fp32, of `counts` elements of each rank, or of 6."""
+    """Return a call that moves pieces of fp32 with `counts` elements of each rank, or 6 elements."""
     own, every = (
         torch.zeros(6 if counts is None else counts[rank]),
         torch.zeros(6 * SIZE if counts is None else 10),
@@ -65,8 +65,8 @@ def test_ranks_of_a_node_pass_no_link_to_each_other() -> None:
     assert traffic_of(receive, 0, SIZE, nodes) == Traffic(0, 32, 1)
 
 
-def test_what_crosses_once_goes_from_node_to_node_and_back() -> None:
-    """Of three nodes of two ranks each carries half; halves as fp32 on their way to the sum."""
+def test_hierarchical_traffic_goes_from_node_to_node_and_back() -> None:
+    """Two ranks per node send half of the tensor each. Half types count as fp32 on the way forward."""
     nodes = [0, 0, 1, 1, 2, 2]
 
     def of_nodes(call: Call) -> list[Traffic]:
