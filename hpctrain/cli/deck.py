@@ -76,7 +76,7 @@ def command(
     elif deck is None:
         raise click.UsageError("give a DECK, --from or --reference")
     elif migrate:
-        from hpctrain.deck.migrate import migrated_text
+        from hpctrain.deck.reading.migrate import migrated_text
 
         if overrides:
             raise click.UsageError("--migrate prints a deck as it is written: leave out --set")

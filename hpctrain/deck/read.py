@@ -13,18 +13,18 @@ from functools import cache
 from pathlib import Path
 
 from hpctrain.deck.code import CodeEntry, CodeTrust, Overrides, code_entries
-from hpctrain.deck.deck_input import DeckInput
-from hpctrain.deck.defaults import is_default
-from hpctrain.deck.nested import Tables, leaf_names, look_up
-from hpctrain.deck.old_keys import rename_keys
 from hpctrain.deck.problem import DeckProblem
+from hpctrain.deck.reading.deck_input import DeckInput
+from hpctrain.deck.reading.defaults import is_default
+from hpctrain.deck.reading.nested import Tables, leaf_names, look_up
+from hpctrain.deck.reading.old_keys import rename_keys
+from hpctrain.deck.reading.validate import DeckValidator, SourceReader
 from hpctrain.deck.rows import located
 from hpctrain.deck.run_length import CompletedWork
 from hpctrain.deck.schema import Deck, sections
 from hpctrain.deck.sources import Place
 from hpctrain.deck.toml import is_utf8
 from hpctrain.deck.toml_text import deck_text
-from hpctrain.deck.validate import DeckValidator, SourceReader
 from hpctrain.errors import HpctrainError
 from hpctrain.host.launcher import launched_rank
 

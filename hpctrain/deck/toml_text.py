@@ -10,11 +10,11 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from hpctrain.deck.check import data_ranks
-from hpctrain.deck.defaults import is_default
 from hpctrain.deck.key import chosen_by, extra, table_of
-from hpctrain.deck.nested import Tables, leaf_names, look_up, remove
-from hpctrain.deck.old_keys import NONE
 from hpctrain.deck.presets import preset_named
+from hpctrain.deck.reading.defaults import is_default
+from hpctrain.deck.reading.nested import Tables, leaf_names, look_up, remove
+from hpctrain.deck.reading.old_keys import NONE
 from hpctrain.deck.schema import Deck, fields, tables
 from hpctrain.deck.sections.module import is_in_resolved_deck
 from hpctrain.deck.sections.objective import POLICIES

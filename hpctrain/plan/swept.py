@@ -13,7 +13,7 @@ from pydantic import ValidationError, create_model
 
 from hpctrain.deck.key import Section, name_of
 from hpctrain.deck.key_messages import expected_value, unknown_key, unknown_section, value_hint, value_type
-from hpctrain.deck.old_keys import current_field
+from hpctrain.deck.reading.old_keys import current_field
 from hpctrain.deck.schema import sections, tables
 from hpctrain.deck.sources import clipped
 from hpctrain.deck.toml import TomlError, parse_argument

@@ -1,6 +1,6 @@
 """Decks are read, validated and written.
 
-Tests of deck/read.py, deck/validate.py, deck/schema.py and deck/sources.py.
+Tests of deck/read.py, deck/reading/validate.py, deck/schema.py and deck/sources.py.
 """
 
 from __future__ import annotations

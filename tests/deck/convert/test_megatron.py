@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hpctrain.deck.convert.megatron import convert_script, megatron_table
 from hpctrain.deck.convert.option_values import integer
 from hpctrain.deck.convert.shell_script import parse_arguments
-from hpctrain.deck.old_keys import new_names
+from hpctrain.deck.reading.old_keys import new_names
 from hpctrain.deck.schema import field_of
 
 SCRIPT = """#!/bin/bash

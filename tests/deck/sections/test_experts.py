@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.deck.check import world_problems
-from hpctrain.deck.old_keys import old_keys
 from hpctrain.deck.read import parse_deck
+from hpctrain.deck.reading.old_keys import old_keys
 from hpctrain.errors import HpctrainError
 
 DECK = """\

@@ -1,7 +1,7 @@
 """From a deck's file to the layouts that fit, and decks that leave theirs open.
 
 Tests of plan/holding.py, plan/search/deck.py, plan/search/options.py, plan/search/words.py,
-plan/search/phrases.py and plan/search/candidate.py, and of the way there in deck/deck_input.py.
+plan/search/phrases.py and plan/search/candidate.py, and of the way there in deck/reading/deck_input.py.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ from typing import TypeGuard
 from hpctrain.deck.activations import ACTIVATIONS, DEFAULT_ACTIVATIONS
 from hpctrain.deck.decays import ENDLESS, WITH_COOLDOWN
 from hpctrain.deck.key import chosen_by
-from hpctrain.deck.nested import Tables, look_up, remove, table_in
-from hpctrain.deck.old_keys import NONE
 from hpctrain.deck.presets import preset_named
+from hpctrain.deck.reading.nested import Tables, look_up, remove, table_in
+from hpctrain.deck.reading.old_keys import NONE
 from hpctrain.deck.run_length import CompletedWork, add_steps
 from hpctrain.deck.schedules import TWO_CHUNKS
 from hpctrain.deck.schema import field_of

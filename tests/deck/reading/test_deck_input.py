@@ -1,4 +1,4 @@
-"""Tests of deck/deck_input.py: files, included files and `--set` arguments are combined."""
+"""Tests of deck/reading/deck_input.py: files, included files and `--set` arguments are combined."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Tables that a key selects, and decks that have keys by their old names.
 
-Tests of deck/old_keys.py, deck/migrate.py and deck/sections/optimizer.py.
+Tests of deck/reading/old_keys.py, deck/reading/migrate.py and deck/sections/optimizer.py.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.deck.migrate import migrated_text
-from hpctrain.deck.old_keys import new_names, old_keys
 from hpctrain.deck.read import parse_deck
+from hpctrain.deck.reading.migrate import migrated_text
+from hpctrain.deck.reading.old_keys import new_names, old_keys
 from hpctrain.deck.schema import Deck, field_of
 from hpctrain.deck.sections.optimizer import AdamWTable, LionTable, MuonTable, SgdTable
 from hpctrain.deck.toml_text import deck_text

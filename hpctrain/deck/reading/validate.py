@@ -12,14 +12,14 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from hpctrain.deck.check import check_deck, world_problems
-from hpctrain.deck.deck_input import DeckInput
-from hpctrain.deck.defaults import fill
 from hpctrain.deck.key import extra, table_of
 from hpctrain.deck.key_messages import expected_value, unknown_key, unknown_section, value_hint, value_type
-from hpctrain.deck.nested import Tables, leaf_names, look_up, remove, table_in
-from hpctrain.deck.old_keys import rename_keys
 from hpctrain.deck.presets import Preset, preset_named
 from hpctrain.deck.problem import DeckProblem
+from hpctrain.deck.reading.deck_input import DeckInput
+from hpctrain.deck.reading.defaults import fill
+from hpctrain.deck.reading.nested import Tables, leaf_names, look_up, remove, table_in
+from hpctrain.deck.reading.old_keys import rename_keys
 from hpctrain.deck.rows import located, wrong_rows
 from hpctrain.deck.run_length import LENGTHS, CompletedWork, is_epoch_count, steps_of_epochs
 from hpctrain.deck.schema import Deck, field_of, fields, sections

@@ -11,8 +11,8 @@ from typing import Any
 from hpctrain.deck.code import CodeEntry
 from hpctrain.deck.key import expand_user_path
 from hpctrain.deck.key_messages import accepts_list, unknown_key, unknown_section, value_type
-from hpctrain.deck.nested import look_up, remove
-from hpctrain.deck.old_keys import RenamedKey, current_field, new_names, renamed_word
+from hpctrain.deck.reading.nested import look_up, remove
+from hpctrain.deck.reading.old_keys import RenamedKey, current_field, new_names, renamed_word
 from hpctrain.deck.run_length import LENGTHS
 from hpctrain.deck.schema import sections, tables
 from hpctrain.deck.sources import Place, Sources, clipped, toml_value

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from hpctrain.deck.key import chosen_by
-from hpctrain.deck.nested import look_up, table_in
+from hpctrain.deck.reading.nested import look_up, table_in
 from hpctrain.deck.schema import field_of, fields, tables
 from hpctrain.deck.sources import Place, toml_value
 from hpctrain.deck.toml import read_data_file

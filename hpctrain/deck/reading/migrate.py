@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hpctrain.deck.deck_input import DeckInput
-from hpctrain.deck.old_keys import NONE, RenamedKey, rename_keys
+from hpctrain.deck.reading.deck_input import DeckInput
+from hpctrain.deck.reading.old_keys import NONE, RenamedKey, rename_keys
 from hpctrain.deck.schema import tables
 from hpctrain.deck.toml import TomlError, parse_toml
 from hpctrain.errors import HpctrainError
