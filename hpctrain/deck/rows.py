@@ -23,7 +23,14 @@ def wrong_rows(key: str, field: FieldInfo, value: object, sources: Sources) -> I
         return
     for number, table in enumerate(value):
         if isinstance(table, dict):
-            yield from _wrong_keys(key, number, row, table, sources)
+            for name, sentence in _wrong_keys(row, table):
+                place = _place_of_row(sources, key, number, name)
+                if name in table:
+                    yield place, _message(place, key, name, table[name], sentence)
+                else:
+                    section = key.partition(".")[0]
+                    missing = f"{section}.{name} is missing in table {number + 1}"
+                    yield place, f"{place.prefix}: {missing}: {sentence}"
 
 
 def located(deck: Deck, problem: DeckProblem) -> tuple[Place, str]:
@@ -31,7 +38,7 @@ def located(deck: Deck, problem: DeckProblem) -> tuple[Place, str]:
     if problem.row is None:
         return deck.sources.place(problem.key), deck.problem(problem.key, problem.sentence)
     return (
-        place_of_row(deck.sources, problem.key, *problem.row),
+        _place_of_row(deck.sources, problem.key, *problem.row),
         row_problem(deck, problem.key, *problem.row, problem.sentence),
     )
 
@@ -39,48 +46,37 @@ def located(deck: Deck, problem: DeckProblem) -> tuple[Place, str]:
 def row_problem(deck: Deck, key: str, number: int, name: str, sentence: str) -> str:
     """Return the message about key `name` in table `number`, counted from 0, of a list of tables."""
     value = getattr(deck.value(key)[number], name)  # type: ignore[index]
-    place = place_of_row(deck.sources, key, number, name)
-    return _said(place, key.partition(".")[0], name, value, sentence)
+    return _message(_place_of_row(deck.sources, key, number, name), key, name, value, sentence)
 
 
-def place_of_row(sources: Sources, key: str, number: int | None, name: str) -> Place:
+def _place_of_row(sources: Sources, key: str, number: int, name: str) -> Place:
     """Return the place of key `name` in table `number` of a list; if unknown, of the table or the list."""
-    section = key.partition(".")[0]
-    names = (
-        (f"{section}.{number}.{name}", f"{section}.{number}") if number is not None else (f"{key}.{name}",)
+    row = f"{key.partition('.')[0]}.{number}"
+    return next(
+        (sources.places[each] for each in (f"{row}.{name}", row) if each in sources.places),
+        sources.place(key),
     )
-    return next((sources.places[each] for each in names if each in sources.places), sources.place(key))
 
 
-def _wrong_keys(
-    key: str, number: int | None, row: type[Section], table: dict[str, Any], sources: Sources
-) -> Iterator[tuple[Place, str]]:
+def _wrong_keys(row: type[Section], table: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield each wrong or missing key of a table with the end of a sentence about it."""
+    faults: dict[str, str] = {}
     try:
         row.model_validate(table)
     except ValidationError as error:
         faults = {str(fault["loc"][0]): fault["type"] for fault in error.errors()}
-    else:
-        return
-    shown = key if number is None else key.partition(".")[0]
     for name, kind in faults.items():
-        place = place_of_row(sources, key, number, name)
         if kind == "extra_forbidden":
             near = nearest(name, row.model_fields)
             hint = f"did you mean {near}?" if near else f"it has {', '.join(row.model_fields)}"
-            yield place, _said(place, shown, name, table[name], f"unknown key ({hint})")
+            yield name, f"unknown key ({hint})"
         elif kind == "missing":
-            of_row = "" if number is None else f" in table {number + 1}"
-            yield (
-                place,
-                f"{place.prefix}: {shown}.{name} is missing{of_row}: "
-                f"{expected_value(row.model_fields[name])}",
-            )
+            yield name, expected_value(row.model_fields[name])
         else:
             field = row.model_fields[name]
-            sentence = f"must be {expected_value(field)}{value_hint(table[name], field)}"
-            yield place, _said(place, shown, name, table[name], sentence)
+            yield name, f"must be {expected_value(field)}{value_hint(table[name], field)}"
 
 
-def _said(place: Place, table: str, name: str, value: object, sentence: str) -> str:
-    shown = f"{table}.{clipped(name)} = {clipped(toml_value(value))}"
+def _message(place: Place, key: str, name: str, value: object, sentence: str) -> str:
+    shown = f"{key.partition('.')[0]}.{clipped(name)} = {clipped(toml_value(value))}"
     return f"{place.prefix}: {shown}: {sentence}"

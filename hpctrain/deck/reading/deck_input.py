@@ -11,7 +11,7 @@ from typing import Any
 from hpctrain.deck.code import CodeEntry
 from hpctrain.deck.key import expand_user_path
 from hpctrain.deck.key_messages import accepts_list, unknown_key, unknown_section, value_type
-from hpctrain.deck.reading.nested import look_up, remove
+from hpctrain.deck.reading.nested import look_up, remove, table_in
 from hpctrain.deck.reading.old_keys import RenamedKey, current_field, new_names, renamed_word
 from hpctrain.deck.run_length import LENGTHS
 from hpctrain.deck.schema import sections, tables
@@ -279,7 +279,12 @@ class DeckInput:
 
     def _override_key(self, section: str, key: str, text: str, place: Place) -> None:
         """Set a key, whose name may contain names of tables, to the value in a text, or remove it."""
-        path, table, key = self._table_of(section, key, place)
+        path = section
+        self.places.setdefault(path, place)
+        while "." in key and (inner := f"{path}.{key.partition('.')[0]}") in tables():
+            path, key = inner, key.partition(".")[2]
+            self.places.setdefault(path, place)
+        table = table_in(self.values, path)
         full = f"{path}.{key}"
         field = current_field(full)
         if not text and (field is not None or path != section):
@@ -299,19 +304,6 @@ class DeckInput:
         if full in tables() and isinstance(value, dict):
             self._unset(full)
         self._merge(path, table, {key: value}, lambda _, value: replace(place, value=value))
-
-    def _table_of(self, section: str, key: str, place: Place) -> tuple[str, dict[str, Any], str]:
-        """Return the full name of the innermost table that a dotted key names, its values, and the rest."""
-        path, table, rest = "", self.values, f"{section}.{key}"
-        while True:
-            name, dot, inner = rest.partition(".")
-            full = f"{path}.{name}".lstrip(".")
-            if not dot or (path and full not in tables()):
-                return path, table, rest
-            below = table.get(name)
-            table[name] = table = below if isinstance(below, dict) else {}
-            path, rest = full, inner
-            self.places.setdefault(path, place)
 
     def _unset(self, key: str) -> None:
         """Remove a key by its old or present name, and the tables that it selects."""

@@ -200,27 +200,25 @@ class DeckValidator:
         tables: Tables = {section: {} for section in sections()}
         bad: set[str] = set()
         for section, table in self.deck_input.values.items():
-            place = self.places.get(section, Place(self.deck_input.name))
-            if not isinstance(table, dict):
-                if section in tables:
-                    bad |= {f"{section}.{key}" for key in fields(section)}
-                    sentence = f"must be a section: [{section}] on a line of its own, with its keys below"
-                    sentence += ', or layout = "auto", which chooses a layout' * (section == "layout")
-                else:
-                    sentence = unknown_key("", section)
-                shown = f"{clipped(section)} = {clipped(toml_value(table))}"
-                self.deck_input.report(place, f"{shown}: {sentence}")
-            elif section not in tables:
-                first = next(
-                    (self.places[f"{section}.{key}"] for key in table if f"{section}.{key}" in self.places),
-                    place,
-                )
-                named_at = place if section in self.places else first
-                named = "" if named_at.override else f" [{clipped(section)}]:"
-                sentence = unknown_section(section, list(table))
-                self.deck_input.add_problem(named_at, f"{named_at.prefix}:{named} {sentence}")
-            else:
+            if isinstance(table, dict) and section in tables:
                 tables[section] = self._known_keys(section, table)
+                continue
+            keys = (f"{section}.{key}" for key in table) if isinstance(table, dict) else ()
+            place = next(
+                (self.places[key] for key in (section, *keys) if key in self.places),
+                Place(self.deck_input.name),
+            )
+            subject = f"{clipped(section)} = {clipped(toml_value(table))}: "
+            if isinstance(table, dict):
+                subject = "" if place.override else f"[{clipped(section)}]: "
+                sentence = unknown_section(section, list(table))
+            elif section in tables:
+                bad |= {f"{section}.{key}" for key in fields(section)}
+                sentence = f"must be a section: [{section}] on a line of its own, with its keys below"
+                sentence += ', or layout = "auto", which chooses a layout' * (section == "layout")
+            else:
+                sentence = unknown_key("", section)
+            self.deck_input.report(place, subject + sentence)
         return tables, bad
 
     def _known_keys(self, path: str, table: Mapping[str, Any]) -> dict[str, Any]:
