@@ -12,11 +12,11 @@ from hpctrain.deck.activations import ACTIVATIONS, DEFAULT_ACTIVATIONS
 from hpctrain.deck.decays import ENDLESS, WITH_COOLDOWN
 from hpctrain.deck.key import chosen_by
 from hpctrain.deck.presets import preset_named
-from hpctrain.deck.reading.nested import Tables, look_up, remove, table_in
+from hpctrain.deck.reading.nested import Tables, choices_in, look_up, remove, table_in
 from hpctrain.deck.reading.old_keys import NONE
 from hpctrain.deck.run_length import CompletedWork, add_steps
 from hpctrain.deck.schedules import TWO_CHUNKS
-from hpctrain.deck.schema import field_of
+from hpctrain.deck.schema import field_of, fields
 from hpctrain.deck.schema import tables as schema_tables
 from hpctrain.deck.sections.data import fill_dataset
 from hpctrain.deck.sections.mixture import fill_mixture
@@ -102,15 +102,14 @@ def fill(
 
 def _select_tables(tables: Tables) -> None:
     """Add defaults of keys that select tables, and the selected tables. Remove optional "none" tables."""
-    for name, kind in schema_tables().items():
-        table = look_up(tables, name)
-        if table == NONE and (field := field_of(name)) is not None and not chosen_by(field):
+    for name in schema_tables():
+        if look_up(tables, name) == NONE and (field := field_of(name)) and not chosen_by(field):
             remove(tables, name)
-        for choice, names in kind.choices().items() if isinstance(table, dict) else ():
-            if not (field := kind.model_fields[choice]).is_required():
-                table.setdefault(choice, field.default)
-            if isinstance(value := table.get(choice), str) and value in names:
-                table.setdefault(value, {})
+    for path, table, choice, names in choices_in(tables):
+        if not (field := fields(path)[choice]).is_required():
+            table.setdefault(choice, field.default)
+        if isinstance(value := table.get(choice), str) and value in names:
+            table.setdefault(value, {})
 
 
 def is_default(tables: Tables, key: str) -> bool:

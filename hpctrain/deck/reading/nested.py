@@ -51,3 +51,15 @@ def leaf_names(values: Mapping[str, Any], path: str = "") -> Iterator[str]:
             yield from leaf_names(value, full)
         else:
             yield full
+
+
+def choices_in(values: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any], str, Mapping[str, str]]]:
+    """Yield each key that selects a table, for all tables of the schema that a deck has.
+
+    Each item has the full name of the table with the key, its values, the name of the key, and the names of
+    the tables that it selects.
+    """
+    for path, kind in tables().items():
+        if isinstance(table := look_up(values, path), dict):
+            for choice, names in kind.choices().items():
+                yield path, table, choice, names

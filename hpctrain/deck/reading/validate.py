@@ -18,7 +18,7 @@ from hpctrain.deck.presets import Preset, preset_named
 from hpctrain.deck.problem import DeckProblem
 from hpctrain.deck.reading.deck_input import DeckInput
 from hpctrain.deck.reading.defaults import fill
-from hpctrain.deck.reading.nested import Tables, leaf_names, look_up, remove, table_in
+from hpctrain.deck.reading.nested import Tables, choices_in, leaf_names, look_up, remove, table_in
 from hpctrain.deck.reading.old_keys import rename_keys
 from hpctrain.deck.rows import located, wrong_rows
 from hpctrain.deck.run_length import LENGTHS, CompletedWork, is_epoch_count, steps_of_epochs
@@ -177,22 +177,18 @@ class DeckValidator:
     def _complete_choices(self, tables: Tables) -> set[str]:
         """Set keys that select a table and are not given, if a table is given. Return contradictory keys."""
         bad: set[str] = set()
-        for path, kind in schema_tables().items():
-            table = look_up(tables, path)
-            for choice, names in kind.choices().items() if isinstance(table, dict) else ():
-                key, given = f"{path}.{choice}", [name for name in table if name in names]
-                if given and choice not in table:
-                    place = self.places[f"{path}.{given[0]}"]
-                    table[choice] = given[0]
-                    self.places[key] = replace(place, value=None, note=f"from [{path}.{given[0]}]")
-                for name in (name for name in given if name != table[choice]):
-                    place, other = self.places[f"{path}.{name}"], self.places[key]
-                    subject = "" if place.override else f" [{path}.{name}]"
-                    means = f'is for {key} = "{name}", but {other.prefix} has {toml_value(table[choice])}'
-                    bad |= {key, *leaf_names({name: table.pop(name)}, path)}
-                    self.deck_input.add_problem(
-                        place, f"{place.prefix}:{subject} {means} (leave one of them out)"
-                    )
+        for path, table, choice, names in choices_in(tables):
+            key, given = f"{path}.{choice}", [name for name in table if name in names]
+            if given and choice not in table:
+                place = self.places[f"{path}.{given[0]}"]
+                table[choice] = given[0]
+                self.places[key] = replace(place, value=None, note=f"from [{path}.{given[0]}]")
+            for name in (name for name in given if name != table[choice]):
+                place, other = self.places[f"{path}.{name}"], self.places[key]
+                subject = "" if place.override else f"[{path}.{name}] "
+                means = f'is for {key} = "{name}", but {other.prefix} has {toml_value(table[choice])}'
+                bad |= {key, *leaf_names({name: table.pop(name)}, path)}
+                self.deck_input.report(place, f"{subject}{means} (leave one of them out)")
         return bad
 
     def _known_tables(self) -> tuple[Tables, set[str]]:
