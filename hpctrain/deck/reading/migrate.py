@@ -27,14 +27,10 @@ def migrated_text(path: Path) -> str:
     written = DeckInput(str(path))
     written.read_file(path, str(path))
     written.raise_problems()
-    words = [each for each in written.renamed if each.place.file == str(path)]
-    keys = [
-        each
-        for each in rename_keys(written.values, written.places, lambda table: table == "model.experts")
-        if each.place.file == str(path)
-    ]
+    keys = rename_keys(written.values, written.places, lambda table: table == "model.experts")
+    own = [each for each in [*written.renamed, *keys] if each.place.file == str(path)]
     text = _Text(path.read_text(encoding="utf-8").split("\n"))
-    for renamed in sorted([*words, *keys], key=lambda each: each.place.line or 0, reverse=True):
+    for renamed in sorted(own, key=lambda each: each.place.line or 0, reverse=True):
         text.move(renamed)
     return text.joined()
 
@@ -82,19 +78,13 @@ class _Text:
     def joined(self) -> str:
         """Return the text with each new table behind its section, without sections that became empty."""
         for table in (name for name in tables() if name in self.moved):
-            headers = [(at, match[1]) for at, line in enumerate(self.lines) if (match := _HEADER.match(line))]
-            own = next((at for at, name in headers if name == table), None)
-            if own is not None:
-                self.lines[own + 1 : own + 1] = self.moved[table]
+            headers = self._headers()
+            if table in headers:
+                self.lines[headers[table] + 1 : headers[table] + 1] = self.moved[table]
                 continue
-            outer = table.rpartition(".")[0]
-            section = table.partition(".")[0]
-            among = [at for at, name in headers if name == outer] or [
-                at for at, name in headers if name == section
-            ]
-            end = len(self.lines)
-            if among:
-                end = next((at for at, _ in headers if at > among[-1]), end)
+            outer, section = table.rpartition(".")[0], table.partition(".")[0]
+            before = headers.get(outer, headers.get(section, len(self.lines)))
+            end = next((at for at in headers.values() if at > before), len(self.lines))
             while end and not self.lines[end - 1].strip():
                 end -= 1
             after = [""] if end < len(self.lines) and self.lines[end].strip() else []
@@ -103,11 +93,13 @@ class _Text:
             self._remove_empty(section)
         return "\n".join(self.lines).rstrip("\n") + "\n"
 
+    def _headers(self) -> dict[str, int]:
+        """Return the index of the line of each table's header, in order."""
+        return {match[1]: at for at, line in enumerate(self.lines) if (match := _HEADER.match(line))}
+
     def _remove_empty(self, section: str) -> None:
         """Remove the header of a section that has no line below it any more."""
-        at = next(
-            (at for at, line in enumerate(self.lines) if _HEADER.match(line) and f"[{section}]" in line), None
-        )
+        at = self._headers().get(section)
         if at is None:
             return
         end = at + 1

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from hpctrain.deck.convert import deepspeed
 from hpctrain.deck.convert.deepspeed import convert_configuration, deepspeed_table
+from hpctrain.deck.convert.option_values import CONVERSIONS
 from hpctrain.deck.schema import field_of
 
 Table = dict[str, object]
@@ -201,6 +203,8 @@ def test_every_key_exists() -> None:
     assert len(made) > 25
     table = deepspeed_table()
     assert {name for group in table.defaults for name in group["values"]} <= table.rules.keys()
+    functions = {rule.row.get("as", rule.row.get("check", "integer")) for rule in table.rules.values()}
+    assert all(name in CONVERSIONS or f"_{name}" in vars(deepspeed) for name in functions)
 
 
 def test_values_out_of_range_are_reported() -> None:

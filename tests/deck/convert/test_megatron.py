@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpctrain.deck.convert import megatron
 from hpctrain.deck.convert.megatron import convert_script, megatron_table
-from hpctrain.deck.convert.option_values import integer
+from hpctrain.deck.convert.option_values import CONVERSIONS, integer
 from hpctrain.deck.convert.shell_script import parse_arguments
 from hpctrain.deck.reading.old_keys import new_names
 from hpctrain.deck.schema import field_of
@@ -360,6 +361,8 @@ def test_every_key_exists() -> None:
     assert len(made) > 60
     table = megatron_table()
     assert {name for group in table.defaults for name in group["values"]} <= table.rules.keys()
+    functions = {rule.row.get("as", rule.row.get("check", "integer")) for rule in table.rules.values()}
+    assert all(name in CONVERSIONS or f"_{name}" in vars(megatron) for name in functions)
 
 
 def test_sequence_parallelism_needs_several_tensor_ranks() -> None:
