@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.deck.read import parse_deck, read_deck
-from hpctrain.deck.toml_lines import DEEPEST, MOST_KEYS, MOST_VALUES, fits_64_bits
+from hpctrain.deck.toml import DEEPEST, MOST_KEYS, MOST_VALUES, fits_64_bits
 from hpctrain.errors import HpctrainError, InputOutputError
 from tests.deck.any_deck import RIGHT
 
