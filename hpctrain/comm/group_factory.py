@@ -15,9 +15,9 @@ from hpctrain.comm.transports.choose import TRANSPORTS, TransportPair, Transport
 from hpctrain.comm.transports.emulated import EmulatedLink, EmulatedTransport
 from hpctrain.comm.transports.node_memory import NodeMemory, open_node_memory
 from hpctrain.comm.transports.reduction import ReductionScratch
-from hpctrain.comm.transports.topology import Topology
 from hpctrain.comm.work import StartedWork
 from hpctrain.host.mpi_library import MPI
+from hpctrain.host.topology import Topology
 
 Nodes = tuple[int, ...]
 """Node of each rank of the world of all processes."""

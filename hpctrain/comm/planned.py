@@ -18,10 +18,10 @@ from hpctrain.comm.transports import hierarchical
 from hpctrain.comm.transports.hierarchical import is_common, is_hierarchical
 from hpctrain.comm.transports.mpi import scratch_bytes
 from hpctrain.comm.transports.shared import SHARED_BYTES
-from hpctrain.comm.transports.topology import ranks_per_node_of
 from hpctrain.comm.transports.traffic import Traffic, traffic_of
 from hpctrain.comm.transports.transport import Transport, TransportWork
 from hpctrain.host.device import on_host
+from hpctrain.host.topology import ranks_per_node_of
 
 META = torch.device("meta")
 HOST = torch.device("cpu")

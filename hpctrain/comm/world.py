@@ -24,13 +24,13 @@ from hpctrain.comm.hang_settings import HangSettings
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.outcome import combine_errors, flush_output, print_error, print_problems, to_hpctrain_error
 from hpctrain.comm.transports.emulated import EmulatedLink
-from hpctrain.comm.transports.topology import Topology
 from hpctrain.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, HpctrainError, UserCodeError
 from hpctrain.host.device import choose_device, gpu_count, on_host, peak_bytes, prepare_device, used_bytes
 from hpctrain.host.launcher import check_launched_size, find_contradictions
 from hpctrain.host.memory import is_out_of_memory
 from hpctrain.host.mpi_library import MPI, communicator_of, finalizes_between_nodes, start_mpi
 from hpctrain.host.shared_memory_cleanup import SegmentMarker, mark_segments, remove_stale_segments
+from hpctrain.host.topology import Topology
 from hpctrain.units import Link, format_bytes
 
 GRACE_SECONDS = 5.0

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 from hpctrain.comm.group import Group
-from hpctrain.comm.transports.topology import ranks_per_node_of
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
+from hpctrain.host.topology import ranks_per_node_of
 from hpctrain.sharding.replication import OTHER_TOKENS, MeshQueries, NodePeers
 
 

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hpctrain.comm.mesh import AXES, coordinates, sizes_text
-from hpctrain.comm.transports.topology import Topology, ranks_per_node_of
 from hpctrain.deck.read import read_deck
 from hpctrain.engine.sizes import axis_sizes, crosses
 from hpctrain.errors import HpctrainError
 from hpctrain.host.doctor import DoctorFinding, DoctorReport
 from hpctrain.host.launcher import core_warning
+from hpctrain.host.topology import Topology, ranks_per_node_of
 from hpctrain.text import counted
 
 

@@ -12,7 +12,6 @@ from hpctrain.checkpoint.mirror import COPIES
 from hpctrain.checkpoint.snapshots import copies_held
 from hpctrain.comm.mesh import rank_count
 from hpctrain.comm.planned import PlannedCalls, PlannedMesh, ReductionBytes
-from hpctrain.comm.transports.topology import ranks_per_node_of
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.place import placed_by_flops
 from hpctrain.engine.rules import RULES
@@ -20,6 +19,7 @@ from hpctrain.engine.sizes import axis_sizes, micro_batches
 from hpctrain.engine.stage import TrainedStage, build_trained_stage, plan_stage
 from hpctrain.errors import HpctrainError
 from hpctrain.host.device import device_kind, matmul_workspace_bytes, on_host
+from hpctrain.host.topology import ranks_per_node_of
 from hpctrain.memory.accounts import MemoryAccount
 from hpctrain.memory.saved import PartBytes, part_bytes
 from hpctrain.model.build import architecture_of, layer_kinds

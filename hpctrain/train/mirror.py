@@ -10,10 +10,10 @@ from pathlib import Path
 from hpctrain.checkpoint.entries import training_entries
 from hpctrain.checkpoint.mirror import Mirror
 from hpctrain.checkpoint.mirror_folder import sweep_mirrors, write_token
-from hpctrain.comm.transports.topology import Topology
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
+from hpctrain.host.topology import Topology
 from hpctrain.text import counted
 from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.control import StepDecision

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from hpctrain.comm.transports.topology import Topology
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.host.doctor import DoctorReport, RankPlacement
 from hpctrain.host.launcher import core_warning
+from hpctrain.host.topology import Topology
 from hpctrain.plan.coordinates import map_deck
 from hpctrain.train import startup
 from hpctrain.train.startup import (

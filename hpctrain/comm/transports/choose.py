@@ -13,9 +13,9 @@ from hpctrain.comm.transports.node_memory import NodeMemory
 from hpctrain.comm.transports.reduction import ReductionScratch
 from hpctrain.comm.transports.shared import SharedTransport
 from hpctrain.comm.transports.staged import StagedTransport
-from hpctrain.comm.transports.topology import ranks_per_node_of
 from hpctrain.comm.transports.transport import Transport
 from hpctrain.host.mpi_library import MPI
+from hpctrain.host.topology import ranks_per_node_of
 
 GpuNames = Sequence[str | None]
 """Name of each rank's GPU, which is unique in the job; None for a rank on a CPU."""

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 
 from hpctrain.comm.mesh import coordinates, expert_sizes, rank_count
-from hpctrain.comm.transports.topology import ranks_per_node_of
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.place import placed_by_flops
 from hpctrain.engine.sizes import axis_sizes, micro_batches
 from hpctrain.engine.stage import TrainedStage
 from hpctrain.host.device import device_kind
+from hpctrain.host.topology import ranks_per_node_of
 from hpctrain.model.build import bare_model
 from hpctrain.model.part import blocks_of
 from hpctrain.model.shape import ModelShape

@@ -1,6 +1,6 @@
 """Groups of several nodes whose ranks share memory give the same bits as groups that use MPI.
 
-Tests of comm/transports/hierarchical.py, comm/transports/internode.py and comm/transports/topology.py, on
+Tests of comm/transports/hierarchical.py, comm/transports/internode.py and host/topology.py, on
 emulated nodes.
 """
 
@@ -21,9 +21,9 @@ from hpctrain.comm.transports.mpi import MpiRequests, MpiTransport
 from hpctrain.comm.transports.node_memory import MemoryLocation
 from hpctrain.comm.transports.reduction import ReductionScratch
 from hpctrain.comm.transports.shared import SharedTransport
-from hpctrain.comm.transports.topology import Topology, ranks_per_node_of
 from hpctrain.comm.transports.traffic import traffic_of
 from hpctrain.comm.world import World
+from hpctrain.host.topology import Topology, ranks_per_node_of
 from tests.comm.transports.test_shared import Random, rough
 
 SEQUENCES = {4: 300}
