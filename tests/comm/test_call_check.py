@@ -11,8 +11,7 @@ from hpctrain.comm.call_check import MismatchError, MpiCallComparer
 from hpctrain.comm.group import Group
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.outcome import name_ranks
-from hpctrain.comm.transports.mpi import MpiTransport
-from hpctrain.comm.transports.staged import StagedTransport
+from hpctrain.comm.transports.mpi import MpiTransport, StagedTransport
 from hpctrain.comm.world import World
 from hpctrain.host.mpi_library import MPI
 

@@ -8,11 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from hpctrain.comm.transports.hierarchical import HierarchicalTransport
-from hpctrain.comm.transports.mpi import MpiTransport
+from hpctrain.comm.transports.mpi import MpiTransport, StagedTransport
 from hpctrain.comm.transports.node_memory import NodeMemory
 from hpctrain.comm.transports.reduction import ReductionScratch
 from hpctrain.comm.transports.shared import SharedTransport
-from hpctrain.comm.transports.staged import StagedTransport
 from hpctrain.comm.transports.transport import Transport
 from hpctrain.host.mpi_library import MPI
 from hpctrain.host.topology import ranks_per_node_of

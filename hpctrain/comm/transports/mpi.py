@@ -1,4 +1,4 @@
-"""Transport over host memory by MPI through mpi4py.
+"""Transports by MPI through mpi4py: of tensors in host memory, and of GPU tensors by copies there.
 
 MPI gets tensors as addresses, without a copy. Half types are sent as 16-bit integers, bool and fp8 as bytes.
 MPI itself reduces where every order of addition has the same bits: integers, bool, and small sums of two
@@ -24,6 +24,7 @@ from hpctrain.comm.transports.reduction import (
 from hpctrain.comm.transports.transport import (
     ElementRange,
     PieceExchange,
+    Steps,
     Transport,
     TransportWork,
     flat_view,
@@ -31,6 +32,7 @@ from hpctrain.comm.transports.transport import (
     pairwise_ranges,
     run_steps,
 )
+from hpctrain.host.device import empty_host_tensor, synchronize_stream
 from hpctrain.host.mpi_library import MPI
 
 MPI_TYPES: Mapping[torch.dtype, MPI.Datatype] = {
@@ -340,6 +342,35 @@ class MpiTransport(Transport):
         return self.exchange(PieceExchange(tensor, sends, tensor, ranges), tag)
 
 
+class StagedTransport(Transport):
+    """Transport of GPU tensors by copies in pinned host memory, which the transport `inner` moves.
+
+    It is used if ranks share a GPU, or if there is no NCCL. MPI never sees device memory: a CUDA-aware MPI
+    beside NCCL can deadlock. A call waits until its input is on the host. Results are copied back in the
+    order of the current stream.
+    """
+
+    def __init__(self, inner: Transport) -> None:
+        self.inner = inner
+        self.rank, self.size = inner.rank, inner.size
+
+    @override
+    def run(self, call: Call) -> TransportWork | None:
+        return run_steps(self._steps(call), call.blocking)
+
+    def _steps(self, call: Call) -> Steps:
+        tensor, output = call.tensor, call.output
+        source = target = None
+        if tensor is not None:
+            source = _empty_on_host(tensor).copy_(tensor.detach(), non_blocking=True)
+            synchronize_stream(tensor.device)
+        if output is not None:
+            target = source if output is tensor else _empty_on_host(output)
+        yield self.inner.run(call.with_memory(source, target))
+        if output is not None and target is not None:
+            output.detach().copy_(target, non_blocking=True)
+
+
 def scratch_bytes(elements: int, itemsize: int, size: int, scattered: bool = False) -> int:
     """Return the host memory, in bytes, that a started sum over `size` ranks takes and keeps. Local.
 
@@ -357,3 +388,7 @@ def _overlap(piece: Tensor, tensor: Tensor) -> bool:
         return piece.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
     begin = tensor.data_ptr()
     return begin <= piece.data_ptr() < begin + tensor.nbytes
+
+
+def _empty_on_host(tensor: Tensor) -> Tensor:
+    return empty_host_tensor(tensor.shape, tensor.dtype, tensor.device)

@@ -118,11 +118,6 @@ class NodeMemory:
         self.message_buffers: list[MessageBuffer] = []
         self.free_staging: list[Tensor] = []
 
-    @property
-    def peers(self) -> frozenset[int]:
-        """Ranks of the world whose memory this rank sees, including itself."""
-        return frozenset(self._maps)
-
     def identity(self) -> MemoryIdentity:
         """Write a random number into this memory, and return what other ranks pass to `open`.
 
