@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from pydantic.fields import FieldInfo
 
@@ -123,17 +123,8 @@ def tables_to_toml(deck: Mapping[str, object]) -> str:
         raise HpctrainError(
             'the deck: must have names of sections or keys that are text, such as {"run": {"steps": 10}}'
         )
-    return "\n".join([*_top_level_lines(deck), *_section_lines(deck)]) + "\n"
-
-
-def _top_level_lines(deck: Mapping[str, object]) -> Iterator[str]:
-    """Yield the lines that precede all sections: `include`, and sections that are a word."""
-    for name, value in deck.items():
-        if "." not in name and value is not None and not _is_section(value):
-            yield f"{toml_key(name)} = {toml_value(toml_compatible(name, value))}"
-
-
-def _section_lines(deck: Mapping[str, object]) -> Iterator[str]:
+    top: list[str] = []  # include, and sections that are a word
+    rows: list[str] = []
     sections: dict[str, dict[str, object]] = {}
     for name, value in deck.items():
         section, dot, key = name.partition(".")
@@ -142,12 +133,14 @@ def _section_lines(deck: Mapping[str, object]) -> Iterator[str]:
         elif isinstance(value, Mapping):
             keys = {key: toml_compatible(f"{name}.{key}", each) for key, each in value.items()}
             sections.setdefault(name, {}).update(keys)
-        elif _is_section(value):
-            assert isinstance(value, Sequence)
+        elif _is_list_of_tables(value):
             for row in value:
-                yield from ("", f"[[{toml_key(name)}]]", *_key_lines(toml_compatible(name, row)))
+                rows += ["", f"[[{toml_key(name)}]]", *_key_lines(toml_compatible(name, row))]
+        else:
+            top += _key_lines({name: toml_compatible(name, value)})
     for name, keys in sections.items():
-        yield from ("", f"[{toml_key(name)}]", *_key_lines(keys))
+        rows += ["", f"[{toml_key(name)}]", *_key_lines(keys)]
+    return "\n".join([*top, *rows]) + "\n"
 
 
 def _key_lines(keys: Mapping[str, object]) -> Iterator[str]:
@@ -156,8 +149,5 @@ def _key_lines(keys: Mapping[str, object]) -> Iterator[str]:
             yield f"{toml_key(key)} = {toml_value(value)}"
 
 
-def _is_section(value: object) -> bool:
-    """Return True for a table, or for a list of tables."""
-    if isinstance(value, Mapping):
-        return True
+def _is_list_of_tables(value: object) -> TypeGuard[Sequence[Mapping[str, object]]]:
     return isinstance(value, list | tuple) and bool(value) and all(isinstance(row, Mapping) for row in value)
