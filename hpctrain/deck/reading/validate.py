@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from hpctrain.deck.check import check_deck, world_problems
 from hpctrain.deck.key import extra, table_of
 from hpctrain.deck.key_messages import expected_value, unknown_key, unknown_section, value_hint, value_type
-from hpctrain.deck.presets import Preset, preset_named
+from hpctrain.deck.presets import preset_named
 from hpctrain.deck.problem import DeckProblem
 from hpctrain.deck.reading.deck_input import DeckInput
 from hpctrain.deck.reading.defaults import fill
@@ -77,18 +77,12 @@ class DeckValidator:
         Args:
             ranks: Number of ranks of the run, for checks of the layout; None if it is not known.
         """
-        values = self.deck_input.values
-        if look_up(values, "model.module") is None:
-            self._read_source(look_up(values, "model.from"))
-        self._rename_keys(preset_named(look_up(values, "model.preset")))
+        self._read_source()
+        self._rename_keys()
         tables, bad = self._known_tables()
         bad |= self._complete_choices(tables)
-        if self.deck_input.trusted_code is None and (arguments := config_arguments(tables["model"])):
-            tables["model"]["arguments"] = arguments
-            place = replace(self.places["model.from"], value=None, note="from model.from")
-            self.places["model.arguments"] = place
-        if not {"steps", "tokens"} & tables["run"].keys() and is_epoch_count(tables["run"].get("epochs")):
-            self._count_epochs(tables)
+        self._add_config_arguments(tables["model"])
+        self._count_epochs(tables)
         explicit_keys = {*leaf_names(tables)}
         self._refuse_idle_preset(explicit_keys)
         deck, wrong = self._build(tables)
@@ -97,30 +91,14 @@ class DeckValidator:
             bad |= set(wrong)
             deck = self._substitute(tables, explicit_keys, bad)
         if deck is not None and self.readable:
-            problems = [*check_deck(deck, ranks), *source_problems(deck, self.source)]
-            problems += [] if ranks is None or deck.layout.auto else world_problems(deck, ranks)
-            for problem in problems:
-                if not bad & {problem.key, *problem.others} and not self._is_ignored(problem, deck):
-                    self.deck_input.add_problem(*located(deck, problem))
+            self._check(deck, ranks, bad)
         return deck
 
-    def _is_ignored(self, problem: DeckProblem, deck: Deck) -> bool:
-        """Return True if a problem matters only for new decks, or only after a search."""
-        keys = {problem.key, *problem.others}
-        if (self.for_search or deck.layout.auto) and is_left_to_search(self.places, keys):
-            return True
-        return (problem.for_new_decks and self._are_stored(keys)) or (
-            problem.no_effect and self._are_stored({problem.key})
-        )
-
-    def _are_stored(self, keys: set[str]) -> bool:
-        """Return True if the keys have the values that a run stored, without includes and overrides."""
-        places = [self.places.get(key) for key in keys]
-        return not self.deck_input.includes and all(each is None or each.override is None for each in places)
-
-    def _read_source(self, path: object) -> None:
+    def _read_source(self) -> None:
         """Read the keys that the model in model.from determines. Another check reports a wrong type."""
-        if self.read_source is None or not isinstance(path, str) or not path:
+        path = look_up(self.deck_input.values, "model.from")
+        has_module = look_up(self.deck_input.values, "model.module") is not None
+        if self.read_source is None or has_module or not isinstance(path, str) or not path:
             return
         place = self.places["model.from"]
         subject = f"{place.prefix}: model.from: "
@@ -134,33 +112,9 @@ class DeckValidator:
             reason = f"{clipped(path)}: cannot be read: {(error.strerror or str(error)).lower()}"
             self.deck_input.add_problem(place, f"{subject}{reason}", file_missing=not is_unfit(error))
 
-    def _count_epochs(self, tables: Tables) -> None:
-        """Replace run.epochs by run.steps in the tables, with 1 step if another key is wrong."""
-        run, place = tables["run"], self.places["run.epochs"]
-        epochs = run.pop("epochs")
-        run["steps"] = 1
-        self.places["run.steps"] = replace(place, value=None, note="from run.epochs")
-        deck, _ = self._build(tables)
-        if deck is None or not self.readable:
-            return
-        subject = f"run.epochs = {toml_value(epochs)}: "
-        sequences = getattr(self.read_source, "sequences", None)
-        if deck.objective.kind in POLICIES:
-            run["steps"] = steps_of_rollout(deck)
-            reason = "counts sequences of token files, and these are prompts (run.steps would do)"
-            self.deck_input.report(place, subject + reason)
-        elif deck.data.dataset is not None or sequences is None:
-            reason = "counts the sequences of token files, which cannot be done here (run.steps would do)"
-            self.deck_input.report(place, subject + reason)
-        else:
-            try:
-                count = sequences(deck)
-                run["steps"] = steps_of_epochs(epochs, count, deck.batch, self.completed) if count else 1
-            except HpctrainError as error:
-                self.deck_input.report_error(place, error, f"{place.prefix}: {subject}")
-
-    def _rename_keys(self, preset: Preset | None) -> None:
+    def _rename_keys(self) -> None:
         """Rename keys of older versions to their present names, and report those that have no effect."""
+        preset = preset_named(look_up(self.deck_input.values, "model.preset"))
         brought = ("model.experts",) if preset is not None and preset.experts else ()
 
         def has_table(table: str) -> bool:
@@ -173,23 +127,6 @@ class DeckValidator:
                 self.deck_input.add_problem(renamed.place, sentence)
             else:
                 self.deck_input.renamed.append(renamed)
-
-    def _complete_choices(self, tables: Tables) -> set[str]:
-        """Set keys that select a table and are not given, if a table is given. Return contradictory keys."""
-        bad: set[str] = set()
-        for path, table, choice, names in choices_in(tables):
-            key, given = f"{path}.{choice}", [name for name in table if name in names]
-            if given and choice not in table:
-                place = self.places[f"{path}.{given[0]}"]
-                table[choice] = given[0]
-                self.places[key] = replace(place, value=None, note=f"from [{path}.{given[0]}]")
-            for name in (name for name in given if name != table[choice]):
-                place, other = self.places[f"{path}.{name}"], self.places[key]
-                subject = "" if place.override else f"[{path}.{name}] "
-                means = f'is for {key} = "{name}", but {other.prefix} has {toml_value(table[choice])}'
-                bad |= {key, *leaf_names({name: table.pop(name)}, path)}
-                self.deck_input.report(place, f"{subject}{means} (leave one of them out)")
-        return bad
 
     def _known_tables(self) -> tuple[Tables, set[str]]:
         """Return the known sections and keys of the deck, and all keys of sections that are not tables."""
@@ -229,6 +166,66 @@ class DeckValidator:
             else:
                 self.deck_input.report_key(full, value, unknown_key(path, key))
         return known
+
+    def _complete_choices(self, tables: Tables) -> set[str]:
+        """Set keys that select a table and are not given, if a table is given. Return contradictory keys."""
+        bad: set[str] = set()
+        for path, table, choice, names in choices_in(tables):
+            key, given = f"{path}.{choice}", [name for name in table if name in names]
+            if given and choice not in table:
+                place = self.places[f"{path}.{given[0]}"]
+                table[choice] = given[0]
+                self.places[key] = replace(place, value=None, note=f"from [{path}.{given[0]}]")
+            for name in (name for name in given if name != table[choice]):
+                place, other = self.places[f"{path}.{name}"], self.places[key]
+                subject = "" if place.override else f"[{path}.{name}] "
+                means = f'is for {key} = "{name}", but {other.prefix} has {toml_value(table[choice])}'
+                bad |= {key, *leaf_names({name: table.pop(name)}, path)}
+                self.deck_input.report(place, f"{subject}{means} (leave one of them out)")
+        return bad
+
+    def _add_config_arguments(self, model: dict[str, Any]) -> None:
+        """Add the arguments of a class of `transformers` to [model] if model.from determines them."""
+        if self.deck_input.trusted_code is None and (arguments := config_arguments(model)):
+            model["arguments"] = arguments
+            place = replace(self.places["model.from"], value=None, note="from model.from")
+            self.places["model.arguments"] = place
+
+    def _count_epochs(self, tables: Tables) -> None:
+        """Replace a valid run.epochs by run.steps in the tables, with 1 step if another key is wrong."""
+        run = tables["run"]
+        if {"steps", "tokens"} & run.keys() or not is_epoch_count(run.get("epochs")):
+            return
+        place, epochs = self.places["run.epochs"], run.pop("epochs")
+        run["steps"] = 1
+        self.places["run.steps"] = replace(place, value=None, note="from run.epochs")
+        deck, _ = self._build(tables)
+        if deck is None or not self.readable:
+            return
+        subject = f"run.epochs = {toml_value(epochs)}: "
+        sequences = getattr(self.read_source, "sequences", None)
+        if deck.objective.kind in POLICIES:
+            run["steps"] = steps_of_rollout(deck)
+            reason = "counts sequences of token files, and these are prompts (run.steps would do)"
+            self.deck_input.report(place, subject + reason)
+        elif deck.data.dataset is not None or sequences is None:
+            reason = "counts the sequences of token files, which cannot be done here (run.steps would do)"
+            self.deck_input.report(place, subject + reason)
+        else:
+            try:
+                count = sequences(deck)
+                run["steps"] = steps_of_epochs(epochs, count, deck.batch, self.completed) if count else 1
+            except HpctrainError as error:
+                self.deck_input.report_error(place, error, f"{place.prefix}: {subject}")
+
+    def _refuse_idle_preset(self, keys: set[str]) -> None:
+        """Report a preset in `--set` that has no effect, since the deck has all sizes already."""
+        place = self.places.get("model.preset")
+        if place is None or place.override is None or not {f"model.{name}" for name in _SHAPE} <= keys:
+            return
+        layers = self.places["model.layers"].prefix
+        sentence = f"would not change the model, whose family, layers, hidden and heads are given ({layers})"
+        self.deck_input.report(place, sentence)
 
     def _build(self, tables: Tables) -> tuple[Deck | None, dict[str, str]]:
         """Return the deck if it is valid, and pydantic's error type, such as "missing", of each wrong key."""
@@ -289,14 +286,9 @@ class DeckValidator:
         elif has_model and key in {"batch.sequence", *(f"model.{name}" for name in _SHAPE)}:
             self._report_missing(table, key, f"{expected}, or give model.preset")
 
-    def _refuse_idle_preset(self, keys: set[str]) -> None:
-        """Report a preset in `--set` that has no effect, since the deck has all sizes already."""
-        place = self.places.get("model.preset")
-        if place is None or place.override is None or not {f"model.{name}" for name in _SHAPE} <= keys:
-            return
-        layers = self.places["model.layers"].prefix
-        sentence = f"would not change the model, whose family, layers, hidden and heads are given ({layers})"
-        self.deck_input.report(place, sentence)
+    def _report_missing(self, section: str, key: str, sentence: str) -> None:
+        place = self.places.get(section, Place(self.deck_input.name))
+        self.deck_input.report(place, f"{key} is missing: {sentence}")
 
     def _substitute(self, tables: Tables, explicit_keys: set[str], bad: set[str]) -> Deck | None:
         """Return a deck with substitutes for bad keys, so that relations of the other keys can be checked.
@@ -323,9 +315,27 @@ class DeckValidator:
                 remove(tables, full)
         return deck or self._build(tables)[0]
 
-    def _report_missing(self, section: str, key: str, sentence: str) -> None:
-        place = self.places.get(section, Place(self.deck_input.name))
-        self.deck_input.report(place, f"{key} is missing: {sentence}")
+    def _check(self, deck: Deck, ranks: int | None, bad: set[str]) -> None:
+        """Report the problems of relations between keys, except for those that concern bad keys."""
+        problems = [*check_deck(deck, ranks), *source_problems(deck, self.source)]
+        problems += [] if ranks is None or deck.layout.auto else world_problems(deck, ranks)
+        for problem in problems:
+            if not bad & {problem.key, *problem.others} and not self._is_ignored(problem, deck):
+                self.deck_input.add_problem(*located(deck, problem))
+
+    def _is_ignored(self, problem: DeckProblem, deck: Deck) -> bool:
+        """Return True if a problem matters only for new decks, or only after a search."""
+        keys = {problem.key, *problem.others}
+        if (self.for_search or deck.layout.auto) and is_left_to_search(self.places, keys):
+            return True
+        return (problem.for_new_decks and self._are_stored(keys)) or (
+            problem.no_effect and self._are_stored({problem.key})
+        )
+
+    def _are_stored(self, keys: set[str]) -> bool:
+        """Return True if the keys have the values that a run stored, without includes and overrides."""
+        places = [self.places.get(key) for key in keys]
+        return not self.deck_input.includes and all(each is None or each.override is None for each in places)
 
 
 def _key_at(location: tuple[int | str, ...]) -> str:
