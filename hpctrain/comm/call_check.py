@@ -41,11 +41,11 @@ class CallChecks:
             return
         if group.ranks not in self.communicators:
             self.communicators[group.ranks] = communicator_of(group.objects).Dup()
-        group.comparer = MpiCallComparer(self.communicators[group.ranks], group.ranks)
+        group.comparer = CallComparer(self.communicators[group.ranks], group.ranks)
 
 
-class MpiCallComparer:
-    """CallComparer that exchanges descriptions of calls over a communicator of its own.
+class CallComparer:
+    """Comparison of the calls of a group's ranks before they run, over a communicator of its own.
 
     Args:
         communicator: Communicator that nothing else uses.
@@ -57,7 +57,9 @@ class MpiCallComparer:
         self._sent: list[tuple[MPI.Request, bytearray]] = []
 
     def run(self, call: Call, transport: Transport) -> TransportWork | None:
-        """Run a call on the transport once all ranks make the same call; like `Transport.run`.
+        """Run a call on the transport once all ranks make the same call. Return what `Transport.run` returns.
+
+        Collective if the call is.
 
         Raises:
             MismatchError: They do not. For a started call, its handle raises the error. For a message, only
@@ -73,7 +75,7 @@ class MpiCallComparer:
         return None if work is None else SteppedWork(iter((comparison, work)))
 
     def agree(self, call: Call) -> None:
-        """Return when all ranks make the same call, which no transport runs.
+        """Return when all ranks make the same call, which no transport runs. Collective.
 
         Raises:
             MismatchError: They do not.

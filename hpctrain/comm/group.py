@@ -19,7 +19,7 @@ from functools import wraps
 from math import prod
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol
+from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, Protocol
 
 import torch
 from torch import Tensor
@@ -27,9 +27,12 @@ from torch import Tensor
 from hpctrain.comm.calls import Call, Reduction
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.outcome import error_reason
-from hpctrain.comm.transports.transport import Transport, TransportWork
+from hpctrain.comm.transports.transport import Transport
 from hpctrain.comm.work import Result, StartedWork, Work
 from hpctrain.host.device import on_host
+
+if TYPE_CHECKING:
+    from hpctrain.comm.call_check import CallComparer
 
 Arguments = ParamSpec("Arguments")
 Sizes = Sequence[int] | None
@@ -64,22 +67,6 @@ class ObjectCommunicator(Protocol):
 
     def bcast(self, value: Any, root: int, /) -> Any:
         """Return the object of the rank `root`. Collective."""
-
-
-class CallComparer(Protocol):
-    """Interface of an object that compares the calls of all ranks of a group before they run."""
-
-    def run(self, call: Call, transport: Transport) -> TransportWork | None:
-        """Run the call on the transport if all ranks make the same call. Return what `Transport.run` returns.
-
-        Collective, as the call. For a started call, the handle compares before the caller may use the result.
-        """
-
-    def agree(self, call: Call) -> None:
-        """Compare a call that no transport runs, such as one on Python objects. Collective.
-
-        Returns once all ranks are known to make the same call; otherwise it raises an error.
-        """
 
 
 class GroupTransports(NamedTuple):

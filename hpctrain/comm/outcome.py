@@ -94,10 +94,15 @@ def to_hpctrain_error(error: HpctrainError | OSError) -> HpctrainError:
     if error.errno == errno.ENOMEM:
         raise MemoryError(describe_os_error(error)) from error
     if isinstance(error, BrokenPipeError):
-        silent = HpctrainError([])
-        silent.exit_code = EXIT_UNREAD
-        return silent
+        return silent_error(EXIT_UNREAD)
     return InputOutputError(describe_os_error(error))
+
+
+def silent_error(code: int) -> HpctrainError:
+    """Return an error with this exit code and no message."""
+    error = HpctrainError([])
+    error.exit_code = code
+    return error
 
 
 def combine_errors(failures: Sequence[tuple[int, Sequence[str]]]) -> HpctrainError:

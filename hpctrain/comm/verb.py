@@ -7,16 +7,16 @@ import os
 import sys
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from hpctrain.comm.hang_settings import default_seconds
 from hpctrain.comm.hangs.start_watch import watch_start
 from hpctrain.comm.hangs.watchdog import Watchdog
-from hpctrain.comm.outcome import print_problems, to_hpctrain_error
+from hpctrain.comm.outcome import print_problems, silent_error, to_hpctrain_error
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.host.launcher import launched_rank
-from hpctrain.host.mpi_library import MPI, finalizes_between_nodes, start_mpi
+from hpctrain.host.mpi_library import MPI, start_mpi
 
 ENDED = (
     "MPI is already finalized in this process (World.finish()), and it cannot start again: start runs and "
@@ -40,10 +40,7 @@ def run_verb(verb: Callable[[World], int | None], device: str = "auto") -> NoRet
         verb: Function of the World whose result is the exit code; None means 0.
         device: Device, as `World.start` takes it.
     """
-    with ExitStack() as stack:
-        outcome = _outcome(verb, device, stack)
-        code = outcome.world.finish(outcome.code, outcome.problems, outcome.agreed)
-    sys.exit(code)
+    sys.exit(_run(verb, device))
 
 
 def run_verb_of_script(verb: Callable[[World], int | None], expected: Collection[int]) -> int:
@@ -56,13 +53,9 @@ def run_verb_of_script(verb: Callable[[World], int | None], expected: Collection
         expected: Exit codes after which the script goes on. With any other code, the process leaves as
             `run_verb` does.
     """
-    with ExitStack() as stack:
-        outcome = _outcome(verb, "auto", stack)
-        world = outcome.world
-        code = world.conclude(outcome.code, outcome.problems, outcome.agreed)
-        if code not in expected or (world.nodes > 1 and not finalizes_between_nodes()):
-            sys.exit(world.finalize(code))
-    world.release()
+    code = _run(verb, "auto", expected)
+    if MPI.Is_finalized():
+        sys.exit(code)
     finalize_at_exit()
     return code
 
@@ -109,27 +102,31 @@ def _end() -> None:
         MPI.Finalize()
 
 
-class _Outcome(NamedTuple):
-    """Result of a verb.
+def _run(verb: Callable[[World], int | None], device: str, keep_mpi_after: Collection[int] = ()) -> int:
+    """Start the World and a watchdog, run the verb, and finish the World. Collective.
 
-    Attributes:
-        world: The world that it ran in.
-        code: Exit code of this rank.
-        problems: Error messages.
-        agreed: True if all ranks have the same messages.
+    Returns:
+        The exit code of all ranks.
     """
+    with ExitStack() as stack:
+        world = _start(device, stack)
+        code, error = 0, None
+        try:
+            code = verb(world) or 0
+        except (HpctrainError, OSError) as raised:
+            error = to_hpctrain_error(raised)
+        except SystemExit as leaving:
+            code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+            error = silent_error(code) if code else None
+        except BaseException as unexpected:  # noqa: BLE001  (an interrupt too must end the other ranks)
+            world.abort_with(unexpected)
+        return world.finish(code, error, keep_mpi_after)
 
-    world: World
-    code: int
-    problems: tuple[str, ...]
-    agreed: bool
 
-
-def _outcome(verb: Callable[[World], int | None], device: str, stack: ExitStack) -> _Outcome:
-    """Start the World, with a watchdog that stops with the stack, and run the verb."""
+def _start(device: str, stack: ExitStack) -> World:
+    """Start the World, with a watchdog that stops when the stack is closed. Collective."""
     try:
         seconds = default_seconds(os.environ)
-
         with ExitStack() as start:
 
             def watch(started: World) -> None:
@@ -138,25 +135,12 @@ def _outcome(verb: Callable[[World], int | None], device: str, stack: ExitStack)
                 start.close()
 
             start.enter_context(watch_start(seconds))
-            world = World.start(device, watch)
+            return World.start(device, watch)
     except HpctrainError as error:
-        leave_unstarted(error)
-    problems: tuple[str, ...] = ()
-    agreed = True
-    try:
-        code = verb(world) or 0
-    except (HpctrainError, OSError) as raised:
-        reported = to_hpctrain_error(raised)
-        code, problems, agreed = reported.exit_code, reported.problems, world.is_agreed(reported)
-    except SystemExit as leaving:
-        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
-        agreed = code == 0
-    except BaseException as error:  # noqa: BLE001  (an interrupt too must end the other ranks)
-        world.fail(error)
-    return _Outcome(world, code, problems, agreed)
+        _leave_unstarted(error)
 
 
-def leave_unstarted(error: HpctrainError) -> NoReturn:
+def _leave_unstarted(error: HpctrainError) -> NoReturn:
     """Print an error that was raised before there was a World, on one rank, and leave the process."""
     together = MPI.Is_initialized() and MPI.COMM_WORLD.size > 1
     if (MPI.COMM_WORLD.rank if together else launched_rank(os.environ)) == 0:

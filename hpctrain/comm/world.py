@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import NoReturn
@@ -46,13 +46,8 @@ class World:
     Verbs call `start`, which initializes MPI and installs handlers for uncaught exceptions. The constructor
     does not: MPI must be running. It is collective over the communicator.
 
-    A verb ends its world with these methods, in this order. `finish` calls `conclude` and `finalize`.
-
-    | method | called by | what it does |
-    |---|---|---|
-    | `conclude` | all ranks | Waits for all, prints their error messages, returns the exit code of all. |
-    | `finalize` | all ranks, after `conclude` | Closes the memory of nodes and finalizes MPI. |
-    | `release` | any rank, after `conclude`, instead of `finalize` | Closes that memory; MPI keeps running. |
+    A World ends in one of two ways: all ranks call `finish`, or one rank calls `abort` or `abort_with`, which
+    end the processes of all ranks at once. `run_verb` calls them; scripts of users call `finish`.
 
     Args:
         communicator: Communicator of all ranks.
@@ -104,7 +99,8 @@ class World:
         self._marker: SegmentMarker | None = None
         self.removed_segments: list[str] = []
         self.planned_bytes = 0
-        self.everyone = self._make_group(("world",), tuple(range(self.size)), communicator, "mpi")
+        everyone = tuple(range(self.size))
+        self.everyone: Group = self.groups.make(("world",), everyone, communicator, "mpi", self.device)
 
     @classmethod
     def start(cls, device: str = "auto", begin: Callable[[World], None] = lambda _: None) -> World:
@@ -174,7 +170,7 @@ class World:
         """Divide the ranks into nodes of so many ranks, for groups and shared memory that are made later."""
         self.topology.emulate(ranks)
 
-    def emulate(self, link: Link | None) -> None:
+    def emulate_link(self, link: Link | None) -> None:
         """Make transfers of `everyone`, and of groups that are made later, as slow as over a link.
 
         Collective. All ranks must be on one machine, since they compare their clocks.
@@ -184,11 +180,6 @@ class World:
         assert link is None or self.nodes == 1
         self.groups.link = None if link is None else EmulatedLink(link)
         self._remake_transports()
-
-    @property
-    def transport_decorator(self) -> TransportDecorator | None:
-        """Decorator of the transports of groups that are made later; None if there is none."""
-        return self.groups.decorator
 
     def decorate_transports(self, decorator: TransportDecorator | None) -> None:
         """Wrap the transports of `everyone`, and of groups that are made later. None ends this.
@@ -270,11 +261,6 @@ class World:
         """
         communicator = communicator_of((among or self.everyone).objects).Split(ranks[0], self.rank)
         assert isinstance(communicator, MPI.Intracomm)
-        return self._make_group(axes, ranks, communicator, transport)
-
-    def _make_group(
-        self, axes: tuple[str, ...], ranks: tuple[int, ...], communicator: MPI.Intracomm, transport: str
-    ) -> Group:
         return self.groups.make(axes, ranks, communicator, transport, self.device)
 
     @contextmanager
@@ -310,26 +296,53 @@ class World:
             self._agreed = combine_errors([each[:2] for each in reported])
             raise self._agreed from error
 
-    def finish(self, code: int = 0, problems: Sequence[str] = (), agreed: bool = True) -> int:
-        """Call `conclude` and `finalize`: report errors, finalize MPI, and return the exit code. Collective.
+    def is_agreed(self, error: HpctrainError) -> bool:
+        """Return True if `agreement` has raised this very error, so that all ranks have it. Local."""
+        return error is self._agreed
+
+    def finish(
+        self, code: int = 0, error: HpctrainError | None = None, keep_mpi_after: Collection[int] = ()
+    ) -> int:
+        """End the work of all ranks in good order, and return the exit code of all ranks. Collective.
+
+        Wait for all ranks, print their error messages on rank 0, close the memory of nodes, and finalize MPI.
+        If only this rank has the error and the other ranks do not come within seconds, abort the job. If
+        MPI_Finalize of this library is not reliable between nodes, end the processes instead of returning.
 
         Args:
-            code: Exit code of this rank. The result is that of the lowest rank that failed.
-            problems: Error messages of this rank, which rank 0 prints.
-            agreed: False if only this rank may have the error. Then it ends the job if the other ranks do not
-                come within seconds.
+            code: Exit code of this rank, if it has no error. The result is that of the lowest rank that
+                failed.
+            error: Error of this rank, whose exit code replaces `code`.
+            keep_mpi_after: Exit codes after which MPI keeps running, for scripts that go on. In a job of
+                several ranks, an uncaught exception then still ends all of them. Otherwise they would wait
+                for the failed rank when MPI is finalized.
         """
-        return self.finalize(self.conclude(code, problems, agreed))
+        code = self._await_all(code, error)
+        leaves_unfinalized = self.nodes > 1 and not finalizes_between_nodes()
+        keeps_mpi = code in keep_mpi_after and not leaves_unfinalized
+        if not keeps_mpi:
+            # Launchers may end the other ranks when one has left, which must not change their exit codes.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            self._control.Barrier()
+        if not keeps_mpi or self.size == 1:
+            sys.excepthook = sys.__excepthook__
+            threading.excepthook = threading.__excepthook__
+        if leaves_unfinalized:
+            self._leave_unfinalized(code)
+        self.groups.close_memories()
+        if not keeps_mpi:
+            MPI.Finalize()
+        return code
 
-    def conclude(self, code: int = 0, problems: Sequence[str] = (), agreed: bool = True) -> int:
-        """Wait for all ranks, print error messages on rank 0, and return the exit code of all ranks.
-
-        Collective. MPI keeps running. The arguments are those of `finish`.
-        """
+    def _await_all(self, code: int, error: HpctrainError | None) -> int:
+        """Wait for all ranks, print their error messages, and return the exit code of all. Collective."""
+        problems = () if error is None else tuple(error.problems)
+        code = code if error is None else error.exit_code
         self.ledger.activity = "ending"
         self._agreements.enter(Call("end"))  # a hang report names the ranks that do not reach this call
         arrived = self._control.Ibarrier()
-        deadline = None if agreed else time.monotonic() + GRACE_SECONDS
+        is_common = error is None or self.is_agreed(error)
+        deadline = None if is_common else time.monotonic() + GRACE_SECONDS
         pause = 1e-5
         while not arrived.Test():
             if deadline is not None and time.monotonic() > deadline:
@@ -337,7 +350,7 @@ class World:
                 self.abort(code)
             time.sleep(pause)
             pause = min(2 * pause, 0.01)
-        outcomes = self._control.allgather((code, tuple(problems)))
+        outcomes = self._control.allgather((code, problems))
         failed = [outcome for outcome in outcomes if outcome[0] != 0 or outcome[1]]
         if failed:
             code = failed[0][0]
@@ -345,35 +358,6 @@ class World:
                 print_problems(combine_errors(failed).problems)
         flush_output()
         return code
-
-    def finalize(self, code: int) -> int:
-        """Close the memory of nodes, finalize MPI, and return `code`. Call it after `conclude`. Collective.
-
-        If MPI_Finalize of this library is not reliable between nodes, this ends the processes instead.
-        """
-        # Launchers may end the other ranks when one has left, which must not change their exit codes.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        self._control.Barrier()
-        self._restore_hooks()
-        if self.nodes > 1 and not finalizes_between_nodes():
-            self._leave_unfinalized(code)
-        self.groups.close_memories()
-        MPI.Finalize()
-        return code
-
-    def release(self) -> None:
-        """Close the memory of nodes after `conclude`, in a script that goes on using MPI. Local.
-
-        In a job of several ranks, an uncaught exception still ends all of them. Otherwise they would wait for
-        the failed rank when MPI is finalized.
-        """
-        if self.size == 1:
-            self._restore_hooks()
-        self.groups.close_memories()
-
-    def _restore_hooks(self) -> None:
-        sys.excepthook = sys.__excepthook__
-        threading.excepthook = threading.__excepthook__
 
     def _leave_unfinalized(self, code: int) -> NoReturn:
         """End all ranks, which have nothing left to do, with this exit code and without finalizing MPI."""
@@ -386,7 +370,7 @@ class World:
         os._exit(code)
 
     def abort(self, code: int = EXIT_INTERNAL) -> NoReturn:
-        """End the job at once, on all ranks, with this exit code. Local."""
+        """End the job at once, on all ranks, with this exit code. Local: any rank, any thread."""
         flush_output()
         if self._marker is not None:
             self._marker.remove()
@@ -394,18 +378,26 @@ class World:
             self.communicator.Abort(code)
         os._exit(code)
 
-    def fail(self, error: BaseException) -> NoReturn:
-        """Print the traceback of an error (one line for interrupts and lack of memory), and abort the job."""
+    def abort_with(self, error: BaseException) -> NoReturn:
+        """Print an error that this rank did not expect, and abort the job. Local: any rank, any thread.
+
+        The exit code is that of an HpctrainError, 130 after an interrupt, and otherwise 70. Errors other than
+        these and lack of memory are printed with their traceback.
+        """
         rank = f"hpctrain: rank {self.rank} of {self.size} on {self.hostname}"
-        if isinstance(error, KeyboardInterrupt):
+        code = EXIT_INTERNAL
+        if isinstance(error, HpctrainError):
+            print_problems(error.problems)
+            code = error.exit_code
+        elif isinstance(error, KeyboardInterrupt):
             print_error(f"{rank}: interrupted")
-            self.abort(EXIT_INTERRUPTED)
-        if is_out_of_memory(error):
+            code = EXIT_INTERRUPTED
+        elif is_out_of_memory(error):
             print_problems([self._describe_out_of_memory(error)])
-            self.abort(EXIT_INTERNAL)
-        text = "".join(traceback.format_exception(error))
-        print_error(f"{rank}: uncaught exception, ending the job\n{text}".removesuffix("\n"))
-        self.abort(EXIT_INTERNAL)
+        else:
+            text = "".join(traceback.format_exception(error))
+            print_error(f"{rank}: uncaught exception, ending the job\n{text}".removesuffix("\n"))
+        self.abort(code)
 
     def _describe_out_of_memory(self, error: BaseException) -> str:
         used, where = used_bytes(self.device), "" if on_host(self.device) else f" on {self.device}"
@@ -417,18 +409,11 @@ class World:
             "per node, or follow the advice of `hpctrain plan`"
         )
 
-    def is_agreed(self, error: HpctrainError) -> bool:
-        """Return True if `agreement` has raised this very error, so that all ranks have it. Local."""
-        return error is self._agreed
-
     def _on_exception(
         self, _kind: type[BaseException], error: BaseException, _traceback: TracebackType | None
     ) -> None:
-        if isinstance(error, HpctrainError):
-            print_problems(error.problems)
-            self.abort(error.exit_code)
-        self.fail(error)
+        self.abort_with(error)
 
     def _on_thread_exception(self, arguments: threading.ExceptHookArgs) -> None:
         if arguments.exc_value is not None and not isinstance(arguments.exc_value, SystemExit):
-            self.fail(arguments.exc_value)
+            self.abort_with(arguments.exc_value)

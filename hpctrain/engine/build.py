@@ -142,7 +142,7 @@ def choose_link(deck: Deck, world: World) -> str:
         )
         raise HpctrainError(deck.problem("communication.emulate", sentence))
     world.emulate_nodes(keys.ranks_per_node)
-    world.emulate(keys.link)
+    world.emulate_link(keys.link)
     if deck.stability.corruption == "off":
         world.decorate_transports(None)
     else:

@@ -40,7 +40,7 @@ def groups(world: World, way: str, depth: Depth) -> tuple[Group, Group, MessageA
     if way == "nodes":
         own.emulate_nodes(2)
     if way == "slow":
-        own.emulate(Link(1e12, 0.0))
+        own.emulate_link(Link(1e12, 0.0))
     if way == "compared":
         own.compare_calls(True)
     transport = "mpi" if way in {"mpi", "staged"} else "shared"

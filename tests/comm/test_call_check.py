@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from hpctrain.comm.call_check import MismatchError, MpiCallComparer
+from hpctrain.comm.call_check import CallComparer, MismatchError
 from hpctrain.comm.group import Group
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.outcome import name_ranks
@@ -130,7 +130,7 @@ def test_started_operations_are_compared_and_done(checked: World) -> None:
 
 @pytest.mark.mpi(min_size=2)
 def test_nothing_is_between_a_group_and_its_transport_without_the_check(checked: World) -> None:
-    assert isinstance(checked.everyone.comparer, MpiCallComparer)
+    assert isinstance(checked.everyone.comparer, CallComparer)
     checked.compare_calls(False)
     fresh = checked.split(("fresh",), tuple(range(checked.size)), "mpi")
     for group in (checked.everyone, fresh):

@@ -110,7 +110,7 @@ def test_seconds_of_a_link_that_is_not_there_are_marked(
     folder, link = mpi_tmp_path / "run", "1 Gbit/s, 10 us"
     keys = ["run.steps=2", "run.evaluate_every=0", "checkpoint.every=0", f"communication.emulate={link}"]
     assert run_deck(world, deck_file, [f"run.dir={folder}", *keys]) == 0
-    world.emulate(None)
+    world.emulate_link(None)
     if world.rank == 0:
         rows = read_metrics(folder / "metrics.jsonl")
         assert [row["emulated_link"] for row in rows] == [link, link]

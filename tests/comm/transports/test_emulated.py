@@ -122,7 +122,7 @@ def test_no_bit_of_a_run_changes(world: World, layout: str) -> None:
     assert [step.figures for step in slow.train(2)] == [step.figures for step in plain.train(2)]
     values = plain.parameters()
     assert all(torch.equal(each, values[name]) for name, each in slow.parameters().items())
-    own.emulate(None)
+    own.emulate_link(None)
     assert isinstance(own.everyone.host, MpiTransport)
 
 
@@ -134,7 +134,7 @@ def test_of_emulated_nodes_each_has_a_link(world: World) -> None:
     own.emulate_nodes(2)
     link = small_deck("communication.emulate=16 kbit/s, 500 ms", "communication.ranks_per_node=2")
     assert link.communication.link == LINK
-    own.emulate(link.communication.link)
+    own.emulate_link(link.communication.link)
     made = Mesh(own, {"data": 2, "tensor": 2}, link.communication.wished_transport)
     everyone = Mesh(own, {"data": 4}, "shared").group("data")
     groups = {"inside": made.group("tensor"), "across": made.group("data"), "all": everyone}
