@@ -20,7 +20,7 @@ from hpctrain.comm.call_check import CallChecks
 from hpctrain.comm.calls import Call
 from hpctrain.comm.group import Group
 from hpctrain.comm.group_factory import GroupFactory, TransportDecorator
-from hpctrain.comm.hang_settings import HangSettings
+from hpctrain.comm.hangs.hang_settings import HangSettings
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.outcome import combine_errors, flush_output, print_error, print_problems, to_hpctrain_error
 from hpctrain.comm.transports.emulated import EmulatedLink

@@ -138,6 +138,22 @@ def descendants(process: int) -> Iterator[int]:
                 yield from descendants(child)
 
 
+def stat_fields(stat: Path) -> list[str]:
+    """Return what the kernel tells about a process or thread, from its state (a letter) on, as in proc(5).
+
+    Args:
+        stat: Path of the file, such as /proc/<pid>/stat.
+
+    Returns:
+        The fields after the name; none if the file cannot be read.
+    """
+    try:
+        text = stat.read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return []
+    return text.rpartition(")")[2].split()
+
+
 def ignore_rank_signals() -> Callable[[], None]:
     """Make this process ignore the signals that are sent to ranks and to their process group.
 

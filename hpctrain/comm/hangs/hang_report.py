@@ -19,6 +19,7 @@ from pydantic import TypeAdapter
 from hpctrain.comm.calls import Call, GroupCalls
 from hpctrain.comm.outcome import name_ranks
 from hpctrain.comm.world import World
+from hpctrain.host.process_lifetime import stat_fields
 
 LAST = 10
 """Number of calls that the text of a report shows."""
@@ -168,17 +169,8 @@ def take_report(world: World, token: str, silent: float) -> HangReport:
         note,
         tuple(_note(call, now - call.start) for call in list(calls.recent)),
         tuple(group for group in groups if group.entered or group.sent or group.received),
-        main_thread_state() in {"S", "D"},
+        stat_fields(Path(f"/proc/self/task/{os.getpid()}/stat"))[:1] in (["S"], ["D"]),
     )
-
-
-def main_thread_state() -> str:
-    """Return the state of the main thread as a letter of /proc/<pid>/stat; "" if the kernel does not tell."""
-    try:
-        stat = Path(f"/proc/self/task/{os.getpid()}/stat").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return ""
-    return stat.rpartition(")")[2].split()[0]
 
 
 def write_report(path: Path, report: HangReport, size: int) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from hpctrain.comm.outcome import name_ranks, print_error
 from hpctrain.errors import EXIT_INTERNAL
 from hpctrain.host.launcher import launched_rank, launched_size, launcher_variables
-from hpctrain.host.process_lifetime import descendants
+from hpctrain.host.process_lifetime import descendants, stat_fields
 
 PROCESSES = Path("/proc")
 """Folder in which the kernel describes processes."""
@@ -103,6 +103,6 @@ def rank_states(launcher: int) -> dict[int, str]:
             entries = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
             environment = dict(entry.split("=", 1) for entry in entries if "=" in entry)
             if launcher_variables(environment):
-                stat = (folder / "stat").read_text(encoding="ascii", errors="replace")
-                states.setdefault(launched_rank(environment), stat.rpartition(")")[2].split()[0])
+                for state in stat_fields(folder / "stat")[:1]:
+                    states.setdefault(launched_rank(environment), state)
     return states

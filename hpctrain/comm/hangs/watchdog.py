@@ -39,7 +39,7 @@ from hpctrain.comm.outcome import describe_os_error, print_error
 from hpctrain.comm.world import World
 from hpctrain.errors import EXIT_INTERNAL
 from hpctrain.files import user_cache
-from hpctrain.host.process_lifetime import descendants
+from hpctrain.host.process_lifetime import descendants, stat_fields
 
 REPORT_REQUEST = "hang.ask"
 """Name of the file by which a silent rank asks all other ranks for a report."""
@@ -379,15 +379,13 @@ def _state_of(process: int) -> tuple[str, float]:
 
     The seconds include those for which its main thread waited for a processor, as on a crowded node.
     """
-    try:
-        text = Path(f"/proc/{process}/stat").read_text(encoding="ascii", errors="replace")
-    except OSError:
+    fields = stat_fields(Path(f"/proc/{process}/stat"))
+    if not fields:
         return "", 0.0
-    state, *fields = text.rpartition(")")[2].split()
     waited = 0
     with contextlib.suppress(OSError, LookupError):  # the file is empty or absent in some kernels
         waited = int(Path(f"/proc/{process}/schedstat").read_text(encoding="ascii").split()[1])
-    return state, (int(fields[10]) + int(fields[11])) / _TICKS + waited / 1e9
+    return fields[0], (int(fields[11]) + int(fields[12])) / _TICKS + waited / 1e9
 
 
 def _shared_folder(world: World, name: str) -> Path | None:
@@ -456,8 +454,4 @@ def _disk_bytes() -> tuple[str, ...]:
 
 def _waits_for_disk() -> bool:
     """Return True if a thread of this process waits for a disk (kernel state D), as in a long fsync."""
-    for task in Path("/proc/self/task").glob("*/stat"):
-        with contextlib.suppress(OSError):
-            if task.read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[:1] == ["D"]:
-                return True
-    return False
+    return any(stat_fields(task)[:1] == ["D"] for task in Path("/proc/self/task").glob("*/stat"))

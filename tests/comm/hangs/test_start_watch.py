@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.comm.hang_settings import HANG_SECONDS_VARIABLE
 from hpctrain.comm.hangs import start_watch
+from hpctrain.comm.hangs.hang_settings import HANG_SECONDS_VARIABLE
 from hpctrain.comm.hangs.start_watch import describe_start, rank_states
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from hpctrain.comm.calls import Call
-from hpctrain.comm.hang_settings import HANG_SECONDS_VARIABLE
 from hpctrain.comm.hangs import watchdog
 from hpctrain.comm.hangs.hang_report import CallNote, GroupNote, HangReport, diagnose, take_report
+from hpctrain.comm.hangs.hang_settings import HANG_SECONDS_VARIABLE
 from hpctrain.comm.hangs.watchdog import Watchdog
 from hpctrain.comm.world import World
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.comm.hang_settings import HANG_SECONDS_VARIABLE, default_seconds
+from hpctrain.comm.hangs.hang_settings import HANG_SECONDS_VARIABLE, default_seconds
 from hpctrain.comm.world import World
 from hpctrain.data.prepare import prepare
 from hpctrain.errors import HpctrainError
