@@ -114,25 +114,6 @@ class Timeline:
         return sum(step.dropped for step in self.steps)
 
 
-def lanes(spans: list[TimelineSpan]) -> list[int]:
-    """Assign each span of a row to a lane in which no two spans overlap.
-
-    Returns:
-        Lane of each span, in the order of `spans`. Lanes are numbered from 0, and as few as possible.
-    """
-    order = sorted(range(len(spans)), key=lambda index: (spans[index].start, spans[index].end))
-    lane_ends: list[float] = []
-    lane_of = [0] * len(spans)
-    for index in order:
-        span = spans[index]
-        lane = next((lane for lane, end in enumerate(lane_ends) if end <= span.start), len(lane_ends))
-        if lane == len(lane_ends):
-            lane_ends.append(span.end)
-        lane_ends[lane] = span.end
-        lane_of[index] = lane
-    return lane_of
-
-
 def clock_offset(group: Group, node: int, clock: Callable[[], float] = perf_counter) -> float:
     """Return how far this rank's clock is ahead of the clock of the group's rank 0, in seconds. Collective.
 

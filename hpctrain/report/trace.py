@@ -13,7 +13,7 @@ import torch
 
 from hpctrain.comm.group import Group
 from hpctrain.comm.mesh import Mesh
-from hpctrain.comm.timeline import EVALUATION, PHASES, SCHEDULE, Timeline, TimelineSpan, clock_offset, lanes
+from hpctrain.comm.timeline import EVALUATION, PHASES, SCHEDULE, Timeline, TimelineSpan, clock_offset
 from hpctrain.errors import InputOutputError
 from hpctrain.pipeline.action import Schedule
 from hpctrain.report.recorded import RecordedStep, recorded_step
@@ -94,6 +94,25 @@ def rank_events(timeline: Timeline, mesh: Mesh, zero: float) -> Iterator[dict[st
         for (step, span), lane in zip(spans, taken, strict=True):
             yield _event(rank, thread + lane, step, span, zero)
         thread += max(taken, default=-1) + 1
+
+
+def lanes(spans: list[TimelineSpan]) -> list[int]:
+    """Assign each span of a row to a lane in which no two spans overlap.
+
+    Returns:
+        Lane of each span, in the order of `spans`. Lanes are numbered from 0, and as few as possible.
+    """
+    order = sorted(range(len(spans)), key=lambda index: (spans[index].start, spans[index].end))
+    lane_ends: list[float] = []
+    lane_of = [0] * len(spans)
+    for index in order:
+        span = spans[index]
+        lane = next((lane for lane, end in enumerate(lane_ends) if end <= span.start), len(lane_ends))
+        if lane == len(lane_ends):
+            lane_ends.append(span.end)
+        lane_ends[lane] = span.end
+        lane_of[index] = lane
+    return lane_of
 
 
 def _event(rank: int, thread: int, step: int, span: TimelineSpan, zero: float) -> dict[str, Any]:

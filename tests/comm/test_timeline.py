@@ -8,7 +8,7 @@ import torch
 from hpctrain.comm.calls import Call
 from hpctrain.comm.ledger import Ledger, LedgerEntry
 from hpctrain.comm.mesh import Mesh
-from hpctrain.comm.timeline import EVALUATION, PHASES, SCHEDULE, Timeline, TimelineSpan, clock_offset, lanes
+from hpctrain.comm.timeline import EVALUATION, PHASES, SCHEDULE, Timeline, TimelineSpan, clock_offset
 from hpctrain.comm.work import StartedWork
 from hpctrain.comm.world import World
 
@@ -89,14 +89,6 @@ def test_a_started_operation_lasts_until_it_is_seen_complete() -> None:
     assert work.test()
     work.wait()
     assert span.end == end, "it does not go on when it is over"
-
-
-def test_spans_under_way_at_once_get_lanes_of_their_own() -> None:
-    spans = [TimelineSpan("x", "", *ends) for ends in [(4, 5), (0, 3), (1, 2), (2, 6), (3, 4), (1, 1)]]
-    found = lanes(spans)
-    assert found == [0, 0, 1, 1, 0, 1]
-    assert lanes([TimelineSpan("x", "", 0, 9 - index) for index in range(3)]) == [2, 1, 0]
-    assert lanes([TimelineSpan("x", "", index, index + 1) for index in range(5)]) == [0] * 5
 
 
 @pytest.mark.mpi(min_size=2)

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from hpctrain.cli.plot import command as plot
 from hpctrain.comm.mesh import Mesh
-from hpctrain.comm.timeline import EVALUATION, SCHEDULE, Timeline
+from hpctrain.comm.timeline import EVALUATION, SCHEDULE, Timeline, TimelineSpan
 from hpctrain.comm.world import World
 from hpctrain.data.prepare import prepare
 from hpctrain.errors import InputOutputError
@@ -26,7 +26,7 @@ from hpctrain.report import trace
 from hpctrain.report.comparison import draw_comparison
 from hpctrain.report.plots import plot_runs
 from hpctrain.report.recorded import RecordedStep, read_trace
-from hpctrain.report.trace import write_trace
+from hpctrain.report.trace import lanes, write_trace
 from hpctrain.train.run import run_deck
 
 DECK = """
@@ -338,3 +338,11 @@ def test_a_run_records_nothing_unless_asked(
     overrides = ["run.trace=false", "run.steps=1"]
     assert run_deck(world, Path("traced.toml"), overrides) == 0
     assert not Path("runs/traced/trace.json").exists()
+
+
+def test_spans_under_way_at_once_get_lanes_of_their_own() -> None:
+    spans = [TimelineSpan("x", "", *ends) for ends in [(4, 5), (0, 3), (1, 2), (2, 6), (3, 4), (1, 1)]]
+    found = lanes(spans)
+    assert found == [0, 0, 1, 1, 0, 1]
+    assert lanes([TimelineSpan("x", "", 0, 9 - index) for index in range(3)]) == [2, 1, 0]
+    assert lanes([TimelineSpan("x", "", index, index + 1) for index in range(5)]) == [0] * 5
