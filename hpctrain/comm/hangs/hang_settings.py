@@ -16,10 +16,6 @@ HANG_SECONDS_VARIABLE = "HPCTRAIN_HANG_SECONDS"
 DEFAULT_SECONDS = 600.0
 
 
-def _ignore(_: str) -> None:
-    """Do nothing with the sentence about a hang."""
-
-
 class HangSettings:
     """Settings of the watchdog of this process. Any thread may read and change them.
 
@@ -27,7 +23,7 @@ class HangSettings:
         seconds: Seconds without a sign of life of any rank after which the job ends; 0 turns this off.
         folder: Folder, visible to all ranks, into which each rank writes its report of a hang. None if the
             watchdog uses a folder of its own.
-        on_hang: Function that the rank that ends the job calls with a one-sentence diagnosis.
+        on_hang: Function that the rank that ends the job calls with a one-sentence diagnosis; None for none.
         training: True during training steps. Then processor time is not a sign of life, and a job of one rank
             is watched, too.
         waits_outside: True while this rank waits for a person or another program. It never counts as hanging
@@ -39,7 +35,7 @@ class HangSettings:
     def __init__(self, seconds: float = DEFAULT_SECONDS) -> None:
         self.seconds = seconds
         self.folder: Path | None = None
-        self.on_hang: Callable[[str], None] = _ignore
+        self.on_hang: Callable[[str], None] | None = None
         self.training = False
         self.waits_outside = False
         self.watched = False
@@ -62,7 +58,7 @@ class HangSettings:
 
     def disable_on_hang(self) -> None:
         """Stop calling `on_hang`; reports are still written into the same folder."""
-        self.on_hang = _ignore
+        self.on_hang = None
 
     @contextmanager
     def training_steps(self) -> Iterator[None]:

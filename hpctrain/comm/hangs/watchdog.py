@@ -61,17 +61,14 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Watchdog:
-    """Thread that watches this rank between `start` and `stop`, with the settings in `World.hang`.
+    """Context manager whose thread watches this rank inside the block, with the settings in `World.hang`.
 
-    It is also a context manager, which calls `start` and `stop`. Entering it is collective.
-
-    Attributes:
-        grace_seconds: Replaces the computed `grace` if it is not None (for tests).
+    Entering it is collective: the ranks agree on a folder for reports. If another watchdog already runs, this
+    one does nothing. Leaving it is local.
     """
 
     def __init__(self, world: World) -> None:
         self.world, self.settings = world, world.hang
-        self.grace_seconds: float | None = None
         self._token = ""
         self._default_folder: Path | None = None
         self._over = False
@@ -81,33 +78,8 @@ class Watchdog:
         """Host name and process id of each rank."""
 
     def __enter__(self) -> Watchdog:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    @property
-    def pause(self) -> float:
-        """Seconds between two checks: a twentieth of the time limit, but between 0.05 and 10."""
-        return min(10.0, max(0.05, self.settings.seconds / 20)) if self.settings.seconds > 0 else 10.0
-
-    @property
-    def grace(self) -> float:
-        """Seconds that this rank waits for the reports of the other ranks before it decides without them."""
-        if self.grace_seconds is not None:
-            return self.grace_seconds
-        return min(60.0, max(3.0, self.settings.seconds / 5))
-
-    @property
-    def folder(self) -> Path | None:
-        """Folder for the reports, visible to all ranks; None if there is none yet."""
-        return self.settings.folder or self._default_folder
-
-    def start(self) -> None:
-        """Agree on a folder for reports and start the thread, unless another watchdog runs. Collective."""
         if self.settings.watched:
-            return
+            return self
         self.settings.watched = True
         everyone = self.world.everyone
         token = f"{time.time():.3f} {os.getpid()} {secrets.token_hex(8)}"
@@ -122,9 +94,9 @@ class Watchdog:
             self._default_folder = _shared_folder(self.world, name)
         self._thread = threading.Thread(target=self._watch, name=THREAD, daemon=True)
         self._thread.start()
+        return self
 
-    def stop(self) -> None:
-        """Stop the thread."""
+    def __exit__(self, *_: object) -> None:
         if self._thread is None:
             return
         self._over = True
@@ -132,6 +104,21 @@ class Watchdog:
         self._thread.join(self.grace)
         self.settings.watched = False
         self._remove_default_folder()
+
+    @property
+    def pause(self) -> float:
+        """Seconds between two checks: a twentieth of the time limit, but between 0.05 and 10."""
+        return min(10.0, max(0.05, self.settings.seconds / 20)) if self.settings.seconds > 0 else 10.0
+
+    @property
+    def grace(self) -> float:
+        """Seconds that this rank waits for the reports of the other ranks before it decides without them."""
+        return min(60.0, max(3.0, self.settings.seconds / 5))
+
+    @property
+    def folder(self) -> Path | None:
+        """Folder for the reports, visible to all ranks; None if there is none yet."""
+        return self.settings.folder or self._default_folder
 
     def _watch(self) -> None:
         signs: tuple[object, ...] = ()
@@ -266,7 +253,9 @@ class Watchdog:
         for line in (first, *why, f"stacks and last calls of each rank: {self.folder}/hang.<rank>.txt"):
             _print_sentence(self.world.rank, line)
         _exit_after(_ABORT_SECONDS)  # the main thread may hold a lock that MPI_Abort needs
-        self.settings.on_hang(f"hang: {why[0]} (while {activity})")
+        on_hang = self.settings.on_hang  # the main thread may set it to None at any time
+        if on_hang is not None:
+            on_hang(f"hang: {why[0]} (while {activity})")
         self.world.abort(EXIT_INTERNAL)
 
     def _reports(self, report: HangReport, late: bool) -> dict[int, HangReport]:

@@ -156,10 +156,12 @@ def test_a_missing_message_is_named_with_its_sender(hang: Callable[..., tuple[st
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_rank_that_works_excuses_those_that_wait(world: World, mpi_tmp_path: Path) -> None:
+def test_a_rank_that_works_excuses_those_that_wait(
+    world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     watch_training(world, mpi_tmp_path, 0.6)
     dog = Watchdog(world)
-    dog.grace_seconds = 0.5  # after which the waiting rank would end the job
+    monkeypatch.setattr(Watchdog, "grace", 0.5)  # after which the waiting rank would end the job
     with dog, world.hang.training_steps():
         if world.rank == 0:
             asked = False
@@ -177,11 +179,11 @@ def test_a_rank_that_works_excuses_those_that_wait(world: World, mpi_tmp_path: P
 @pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize("way", ["computes", "waits for a person", "has a child that computes"])
 def test_outside_of_steps_silent_work_excuses_those_that_wait(
-    world: World, mpi_tmp_path: Path, way: str
+    world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     watch_training(world, mpi_tmp_path, 0.4)
     dog = Watchdog(world)
-    dog.grace_seconds = 0.3
+    monkeypatch.setattr(Watchdog, "grace", 0.3)
     until = time.monotonic() + 1.2
     with dog:
         if world.rank == 0 and way == "computes":
@@ -234,7 +236,7 @@ def test_where_rank_0_is_stopped_the_lowest_rank_tells_of_all_that_answer(
     watch_training(own, tmp_path, 1.0, told.append)
     own.hang.training = True
     dog = Watchdog(own)
-    dog.grace_seconds = 0.0
+    monkeypatch.setattr(Watchdog, "grace", 0.0)
     for rank in (2, 3):
         write_report(tmp_path / f"hang.{rank}.txt", replace(report(rank, None), token=""), own.size)
     dog._report_hang(1.0)
