@@ -120,7 +120,7 @@ class AuditLog(ABC, Generic[AnyRecord]):
         self._exchange = MpiRequests([request], mine), received, list(records)
 
     def finish_exchange(self) -> None:
-        """Wait for the exchange, and compare the first records that are complete on all ranks.
+        """Wait for the exchange, and compare the first records that are complete on all ranks. Collective.
 
         The other records stay for the next exchange.
         """

@@ -84,6 +84,6 @@ def audit_messages(world: World, depth: Depth) -> MessageAudit:
 
 
 def message_audit_of(world: World) -> MessageAudit | None:
-    """Return the audit of the messages of a world; None if messages are not checked."""
+    """Return the audit of the messages of a world; None if messages are not checked. Local."""
     decorator = world.groups.decorator
     return decorator if isinstance(decorator, MessageAudit) else None

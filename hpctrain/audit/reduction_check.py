@@ -282,7 +282,7 @@ def _wrong_copies(bits: Sequence[int], blamed: Collection[int]) -> Sequence[int]
 
 
 def run_reduction(call: Call, inner: Transport, record: ReductionRecord) -> Steps:
-    """Run a reduction, and record its input and its result."""
+    """Run a reduction, and record its input and its result. Collective, as the call."""
     tensor, output = call.tensor, call.output
     assert tensor is not None
     record.record_input(flat_view(tensor))

@@ -52,7 +52,10 @@ class OrderedOperation:
 
 
 class StartOrder:
-    """Operations of one group that have not started all their parts, in the order of the program."""
+    """Operations of one group that have not started all their parts, in the order of the program.
+
+    Its methods are local, but the operations are collective.
+    """
 
     def __init__(self) -> None:
         self._waiting: deque[OrderedOperation] = deque()

@@ -78,7 +78,7 @@ def changed_message_fault(
 
 
 def run_transfer(call: Call, inner: Transport, record: TransferRecord, sent: Tensor | None = None) -> Steps:
-    """Run a call that moves tensors, and add its checksums to the record.
+    """Run a call that moves tensors, and add its checksums to the record. Collective, as the call.
 
     Args:
         call: The call.

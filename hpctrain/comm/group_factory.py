@@ -49,7 +49,7 @@ class TransportDecorator(ABC):
 
     @abstractmethod
     def for_part(self) -> TransportDecorator:
-        """Return the decorator of a world that consists of some ranks of this one."""
+        """Return the decorator of a world that consists of some ranks of this one. Local."""
 
 
 class GroupFactory:
@@ -107,7 +107,7 @@ class GroupFactory:
         return self.memory if isinstance(self.memory, str) else ""
 
     def close_memories(self) -> None:
-        """Close all memories of nodes, before MPI is finalized."""
+        """Close all memories of nodes, before MPI is finalized. Local."""
         for memory in self.memories:
             memory.close()
         self.memories.clear()

@@ -82,7 +82,7 @@ def single_world(device: str = "auto") -> World:
 
 
 def require_running() -> None:
-    """Check that groups can be used.
+    """Check that groups can be used. Local.
 
     Raises:
         HpctrainError: MPI was finalized.
@@ -92,7 +92,10 @@ def require_running() -> None:
 
 
 def finalize_at_exit() -> None:
-    """Finalize MPI when this process ends. Further calls have no effect."""
+    """Finalize MPI when this process ends. Local. Further calls have no effect.
+
+    MPI_Finalize is collective, so all ranks must end.
+    """
     atexit.unregister(_end)
     atexit.register(_end)
 

@@ -26,6 +26,8 @@ Result = TypeVar("Result", bound="Tensor | None")
 class Work(Generic[Result]):
     """Handle of an operation of a Group. This base class is one that is complete.
 
+    `test` is local. `wait` may return only after the other ranks of the operation have started it, too.
+
     Args:
         result: What `wait` returns.
     """

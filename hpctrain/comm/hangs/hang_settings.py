@@ -17,7 +17,7 @@ DEFAULT_SECONDS = 600.0
 
 
 class HangSettings:
-    """Settings of the watchdog of this process. Any thread may read and change them.
+    """Settings of the watchdog of this process. All methods are local, and any thread may call them.
 
     Attributes:
         seconds: Seconds without a sign of life of any rank after which the job ends; 0 turns this off.
@@ -52,7 +52,10 @@ class HangSettings:
         self.changed.set()
 
     def report_to(self, folder: Path, on_hang: Callable[[str], None]) -> None:
-        """Set the folder for reports, which all ranks must see, and the function that is called on a hang."""
+        """Set the folder for reports, which all ranks must see, and the function that is called on a hang.
+
+        All ranks set the same folder.
+        """
         self.folder, self.on_hang = folder, on_hang
         self.changed.set()
 
