@@ -26,8 +26,8 @@ from typing import Any, TypedDict
 from typing_extensions import Unpack
 
 from hpctrain.checkpoint.lazy import Checkpoint, open_checkpoint
+from hpctrain.comm.error_messages import print_problems
 from hpctrain.comm.hangs.watchdog import Watchdog
-from hpctrain.comm.outcome import print_problems
 from hpctrain.comm.verb import ENDED, run_verb_of_script
 from hpctrain.comm.world import World
 from hpctrain.deck.code import CodeTrust, Overrides

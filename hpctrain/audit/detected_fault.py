@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
-from hpctrain.comm.outcome import name_ranks
+from hpctrain.comm.error_messages import name_ranks
 from hpctrain.errors import EXIT_INTERNAL, HpctrainError
 
 FaultKind = Literal["memory", "message", "product", "copies", "micro-batch"]

@@ -12,7 +12,7 @@ from hpctrain.audit.block_sums import word_sums_by_rank
 from hpctrain.audit.call_log import AuditLog, CallRecord
 from hpctrain.audit.detected_fault import DetectedFault
 from hpctrain.comm.calls import Call
-from hpctrain.comm.outcome import name_ranks
+from hpctrain.comm.error_messages import name_ranks
 from hpctrain.comm.transports.transport import Steps, Transport, flat_view, pairwise_ranges
 
 

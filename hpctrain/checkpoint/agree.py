@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from hpctrain.comm.error_messages import combine_errors, to_hpctrain_error
 from hpctrain.comm.group import Group
-from hpctrain.comm.outcome import combine_errors, to_hpctrain_error
 from hpctrain.errors import HpctrainError
 
 # Problems told of one file; a wrong model or a dead disk would give thousands.

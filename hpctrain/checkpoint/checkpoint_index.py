@@ -19,8 +19,8 @@ from hpctrain.checkpoint.agree import together
 from hpctrain.checkpoint.checksum import PIECE, Sums, pieces
 from hpctrain.checkpoint.layout import STORED_AS, Index, row_major
 from hpctrain.checkpoint.stored_state import require_state
+from hpctrain.comm.error_messages import error_reason
 from hpctrain.comm.group import Group
-from hpctrain.comm.outcome import error_reason
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.files import open_regular, parse_json
 from hpctrain.hdf5 import DAMAGE, SIGNATURE, CheckedFile, LocalDataset, open_checked

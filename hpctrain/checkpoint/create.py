@@ -36,7 +36,7 @@ from hpctrain.checkpoint.checkpoint_index import (
 from hpctrain.checkpoint.checksum import Sums
 from hpctrain.checkpoint.layout import STORED_AS, Index
 from hpctrain.checkpoint.versions import library_versions
-from hpctrain.comm.outcome import error_reason
+from hpctrain.comm.error_messages import error_reason
 from hpctrain.errors import InputOutputError
 from hpctrain.files import delete_files, files_named
 from hpctrain.hdf5 import open_for_writing

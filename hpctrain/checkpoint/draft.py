@@ -26,8 +26,8 @@ from hpctrain.checkpoint.extract import opened
 from hpctrain.checkpoint.layout import TensorBox, TensorRange, rectangles_of
 from hpctrain.checkpoint.verify import damage
 from hpctrain.checkpoint.writeback import start_writing
+from hpctrain.comm.error_messages import error_reason, with_final_name
 from hpctrain.comm.group import Group
-from hpctrain.comm.outcome import error_reason, with_final_name
 from hpctrain.errors import InputOutputError
 from hpctrain.files import naming, synchronize
 

@@ -13,7 +13,7 @@ import click
 from typing_extensions import override
 
 from hpctrain import __version__
-from hpctrain.comm.outcome import flush_output, print_problems, to_hpctrain_error
+from hpctrain.comm.error_messages import flush_output, print_problems, to_hpctrain_error
 from hpctrain.errors import EXIT_INTERRUPTED, HpctrainError
 from hpctrain.host.launcher import launched_rank, launched_size
 from hpctrain.text import nearest

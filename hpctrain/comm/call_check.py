@@ -8,8 +8,8 @@ is non-blocking: the handle of the operation first waits for it, and raises the 
 from __future__ import annotations
 
 from hpctrain.comm.calls import Call
+from hpctrain.comm.error_messages import name_ranks
 from hpctrain.comm.group import Group
-from hpctrain.comm.outcome import name_ranks
 from hpctrain.comm.transports.mpi import MpiRequests
 from hpctrain.comm.transports.transport import SteppedWork, Steps, Transport, TransportWork, run_steps
 from hpctrain.errors import EXIT_INTERNAL, HpctrainError

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.calls import Call, Reduction
+from hpctrain.comm.error_messages import error_reason
 from hpctrain.comm.ledger import Ledger
-from hpctrain.comm.outcome import error_reason
 from hpctrain.comm.transports.transport import Transport
 from hpctrain.comm.work import Result, StartedWork, Work
 from hpctrain.host.device import on_host

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.comm.outcome import error_reason
+from hpctrain.comm.error_messages import error_reason
 from hpctrain.errors import InputOutputError
 from hpctrain.files import descriptor_of
 from hpctrain.host.hdf5_calls import close_file, open_file

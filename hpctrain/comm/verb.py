@@ -9,10 +9,10 @@ from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from typing import NoReturn
 
+from hpctrain.comm.error_messages import print_problems, silent_error, to_hpctrain_error
 from hpctrain.comm.hangs.hang_settings import default_seconds
 from hpctrain.comm.hangs.start_watch import watch_start
 from hpctrain.comm.hangs.watchdog import Watchdog
-from hpctrain.comm.outcome import print_problems, silent_error, to_hpctrain_error
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.host.launcher import launched_rank

@@ -18,11 +18,17 @@ import torch
 
 from hpctrain.comm.call_check import CallChecks
 from hpctrain.comm.calls import Call
+from hpctrain.comm.error_messages import (
+    combine_errors,
+    flush_output,
+    print_error,
+    print_problems,
+    to_hpctrain_error,
+)
 from hpctrain.comm.group import Group
 from hpctrain.comm.group_factory import GroupFactory, TransportDecorator
 from hpctrain.comm.hangs.hang_settings import HangSettings
 from hpctrain.comm.ledger import Ledger
-from hpctrain.comm.outcome import combine_errors, flush_output, print_error, print_problems, to_hpctrain_error
 from hpctrain.comm.transports.emulated import EmulatedLink
 from hpctrain.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, HpctrainError, UserCodeError
 from hpctrain.host.device import choose_device, gpu_count, on_host, peak_bytes, prepare_device, used_bytes

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from hpctrain.comm.outcome import error_reason
+from hpctrain.comm.error_messages import error_reason
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.data.tokens import token_type
 from hpctrain.errors import HpctrainError, InputOutputError

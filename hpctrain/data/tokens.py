@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from hpctrain.comm.outcome import error_reason
+from hpctrain.comm.error_messages import error_reason
 from hpctrain.data.contents import CONTENTS_VERSION, PROMPTS, Contents
 from hpctrain.data.stored import CHECKSUM, TEXT, PiecedArray, StoredArray, require_range
 from hpctrain.data.tokenizer import BYTES, Tokenizer

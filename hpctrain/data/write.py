@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 import hpctrain
-from hpctrain.comm.outcome import error_reason, with_final_name
+from hpctrain.comm.error_messages import error_reason, with_final_name
 from hpctrain.comm.parallel_files import open_on_all_ranks
 from hpctrain.data.contents import Contents
 from hpctrain.data.shard_files import TokenSlice

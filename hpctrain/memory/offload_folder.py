@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from errno import EACCES, ENOTDIR
 from pathlib import Path
 
-from hpctrain.comm.outcome import describe_os_error
+from hpctrain.comm.error_messages import describe_os_error
 from hpctrain.errors import HpctrainError
 from hpctrain.files import delete_folder, files_named
 from hpctrain.units import format_bytes

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.audit.detected_fault import DetectedFault, SilentFaultError, describe_fault
-from hpctrain.comm.outcome import name_ranks
+from hpctrain.comm.error_messages import name_ranks
 from hpctrain.errors import failing_as
 from hpctrain.files import add_lines, strict_json
 from hpctrain.report.marks import FAULTS_FILE

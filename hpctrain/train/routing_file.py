@@ -21,7 +21,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.comm.outcome import error_reason
+from hpctrain.comm.error_messages import error_reason
 from hpctrain.deck.sections.experts import RECORDED_BYTES
 from hpctrain.errors import HpctrainError, InputOutputError, failing_as
 from hpctrain.files import open_regular, synchronize

@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.comm.outcome import print_error
+from hpctrain.comm.error_messages import print_error
 from hpctrain.errors import HpctrainError
 from hpctrain.watch.run_files import MARKER
 from hpctrain.watch.status import STATUS_FILE

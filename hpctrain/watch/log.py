@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from hpctrain.comm.outcome import print_error
+from hpctrain.comm.error_messages import print_error
 from hpctrain.errors import failing_as
 from hpctrain.text import escaped
 

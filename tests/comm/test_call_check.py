@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from hpctrain.comm.call_check import CallComparer, MismatchError
+from hpctrain.comm.error_messages import name_ranks
 from hpctrain.comm.group import Group
 from hpctrain.comm.mesh import Mesh
-from hpctrain.comm.outcome import name_ranks
 from hpctrain.comm.transports.mpi import MpiTransport, StagedTransport
 from hpctrain.comm.world import World
 from hpctrain.host.mpi_library import MPI

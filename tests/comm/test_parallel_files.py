@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from hpctrain.comm import parallel_files
-from hpctrain.comm.outcome import error_reason
+from hpctrain.comm.error_messages import error_reason
 from hpctrain.comm.parallel_files import descriptors_of, open_on_all_ranks, require_parallel_files
 from hpctrain.comm.world import World
 from hpctrain.errors import InputOutputError

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpctrain.comm.outcome import to_hpctrain_error
+from hpctrain.comm.error_messages import to_hpctrain_error
 from hpctrain.host import memory as host_memory
 from hpctrain.host.memory import MemoryLimit, is_out_of_memory, memory_limits, obtainable_bytes
 

@@ -45,7 +45,7 @@ from hpctrain.checkpoint.layout import Index, TensorRange, rectangles
 from hpctrain.checkpoint.stored_deck import deck_state
 from hpctrain.checkpoint.stored_tokenizer import stored_settings, tokenizer_of_state, tokenizer_state
 from hpctrain.checkpoint.write import save
-from hpctrain.comm.outcome import with_final_name
+from hpctrain.comm.error_messages import with_final_name
 from hpctrain.comm.world import World
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck

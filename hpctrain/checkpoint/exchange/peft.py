@@ -24,7 +24,7 @@ from hpctrain.checkpoint.exchange.names import Counterpart, counterparts
 from hpctrain.checkpoint.exchange.safetensors_folder import NewTensor, new_file, write_text
 from hpctrain.checkpoint.exchange.source import stored_shape, tensor_shapes
 from hpctrain.checkpoint.extract import TensorSource, opened
-from hpctrain.comm.outcome import with_final_name
+from hpctrain.comm.error_messages import with_final_name
 from hpctrain.comm.world import World
 from hpctrain.deck.sections.adapters import Adapters
 from hpctrain.errors import HpctrainError

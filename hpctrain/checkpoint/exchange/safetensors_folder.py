@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hpctrain.checkpoint.finite import NonFiniteWeight, nonfinite_element, nonfinite_sentence
-from hpctrain.comm.outcome import describe_os_error
+from hpctrain.comm.error_messages import describe_os_error
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.files import JSON_BYTES, open_regular, parse_json, read_text, synchronize
 

@@ -17,7 +17,7 @@ from types import FrameType
 from pydantic import TypeAdapter
 
 from hpctrain.comm.calls import Call, GroupCalls
-from hpctrain.comm.outcome import name_ranks
+from hpctrain.comm.error_messages import name_ranks
 from hpctrain.comm.world import World
 from hpctrain.host.process_lifetime import stat_fields
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from hpctrain.comm.outcome import name_ranks, print_error
+from hpctrain.comm.error_messages import name_ranks, print_error
 from hpctrain.errors import EXIT_INTERNAL
 from hpctrain.host.launcher import launched_rank, launched_size, launcher_variables
 from hpctrain.host.process_lifetime import descendants, stat_fields

@@ -27,6 +27,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import NoReturn
 
+from hpctrain.comm.error_messages import describe_os_error, print_error
 from hpctrain.comm.hangs.hang_report import (
     THREAD,
     HangReport,
@@ -35,7 +36,6 @@ from hpctrain.comm.hangs.hang_report import (
     take_report,
     write_report,
 )
-from hpctrain.comm.outcome import describe_os_error, print_error
 from hpctrain.comm.world import World
 from hpctrain.errors import EXIT_INTERNAL
 from hpctrain.files import user_cache

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from hpctrain.comm.error_messages import to_hpctrain_error
 from hpctrain.comm.mailbox import Mailbox
-from hpctrain.comm.outcome import to_hpctrain_error
 from hpctrain.data.batches import Batches, MicroBatch
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine

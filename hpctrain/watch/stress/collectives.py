@@ -9,9 +9,9 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from hpctrain.comm.error_messages import name_ranks
 from hpctrain.comm.group import Group
 from hpctrain.comm.mesh import choose_transport
-from hpctrain.comm.outcome import name_ranks
 from hpctrain.comm.world import World
 from hpctrain.host.device import synchronize
 from hpctrain.watch.stress.difference import difference

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpctrain.comm.outcome import error_reason
+from hpctrain.comm.error_messages import error_reason
 from hpctrain.files import descriptor_of
 from hpctrain.units import format_bytes
 from hpctrain.watch.stress.difference import difference

@@ -6,7 +6,7 @@ from pathlib import Path
 import h5py
 import pytest
 
-from hpctrain.comm.outcome import describe_os_error, error_reason, with_final_name
+from hpctrain.comm.error_messages import describe_os_error, error_reason, with_final_name
 from hpctrain.errors import HpctrainError, InputOutputError
 
 
