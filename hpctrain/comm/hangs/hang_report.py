@@ -13,13 +13,16 @@ from functools import cache
 from pathlib import Path
 from time import perf_counter
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter
 
 from hpctrain.comm.calls import Call, GroupCalls
 from hpctrain.comm.error_messages import name_ranks
-from hpctrain.comm.world import World
 from hpctrain.host.process_lifetime import stat_fields
+
+if TYPE_CHECKING:
+    from hpctrain.comm.world import World
 
 LAST = 10
 """Number of calls that the text of a report shows."""

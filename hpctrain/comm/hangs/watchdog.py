@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from hpctrain.comm.error_messages import describe_os_error, print_error
 from hpctrain.comm.hangs.hang_report import (
@@ -36,10 +36,12 @@ from hpctrain.comm.hangs.hang_report import (
     take_report,
     write_report,
 )
-from hpctrain.comm.world import World
 from hpctrain.errors import EXIT_INTERNAL
 from hpctrain.files import user_cache
 from hpctrain.host.process_lifetime import descendants, stat_fields
+
+if TYPE_CHECKING:
+    from hpctrain.comm.world import World
 
 REPORT_REQUEST = "hang.ask"
 """Name of the file by which a silent rank asks all other ranks for a report."""
