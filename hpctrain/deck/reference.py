@@ -8,9 +8,11 @@ from typing import Literal, get_origin
 
 from pydantic.fields import FieldInfo
 
+from hpctrain.deck.check import RELATIONS, TRANSFORMER_RELATIONS
 from hpctrain.deck.key import extra
 from hpctrain.deck.key_messages import expected_value, row_section, unknown_section, value_type
 from hpctrain.deck.presets import presets
+from hpctrain.deck.relations import relations_text
 from hpctrain.deck.resume_rules import resume_rules
 from hpctrain.deck.schema import fields, sections, tables
 from hpctrain.deck.sources import toml_value
@@ -75,8 +77,8 @@ def _section_table(section: str, keys: Mapping[str, FieldInfo]) -> Iterator[str]
     yield from _row(("key", "type", "default", "unit"))
     for key, field in keys.items():
         yield from _row((key, _type(key, field), _default(field), extra(field, "unit")))
-        yield from _indented(field.description or "", _WIDTH)
-        yield from _indented(resume_rules()[f"{section}.{key}"].sentence, _WIDTH)
+        for text in _sentences(f"{section}.{key}", field):
+            yield from _indented(text, _WIDTH)
 
 
 def _section_list(section: str, keys: Mapping[str, FieldInfo], width: int) -> Iterator[str]:
@@ -84,9 +86,15 @@ def _section_list(section: str, keys: Mapping[str, FieldInfo], width: int) -> It
         yield f"  {key}"
         unit, default = extra(field, "unit"), _default(field)
         facts = [_type(key, field), default if default == "required" else f"default: {default}"]
-        rule = resume_rules()[f"{section}.{key}"].sentence
-        for text in ("; ".join(facts + ([f"in {unit}"] if unit else [])), field.description or "", rule):
+        facts += [f"in {unit}"] if unit else []
+        for text in ("; ".join(facts), *_sentences(f"{section}.{key}", field)):
             yield from _indented(text, width)
+
+
+def _sentences(key: str, field: FieldInfo) -> list[str]:
+    """Return the help of a key, its relations to other keys, and what happens if it changes."""
+    relations = relations_text(key, RELATIONS + TRANSFORMER_RELATIONS)
+    return [field.description or "", relations, resume_rules()[key].sentence]
 
 
 def _indented(text: str, width: int) -> list[str]:

@@ -16,7 +16,7 @@ from hpctrain.data.shards import Tokens
 from hpctrain.data.worker_pool import WorkerPool
 from hpctrain.deck.check import data_ranks
 from hpctrain.deck.schema import Deck
-from hpctrain.deck.sections.batch import batch_sizes
+from hpctrain.deck.sections.batch import batch_size_problems
 from hpctrain.errors import HpctrainError
 
 
@@ -104,7 +104,7 @@ def _open_dataset(deck: Deck, world: World) -> Corpus:
             # What passes between stages has one shape.
             taken = min(deck.run.evaluate_sequences, validation.count)
             sizes = {"run.evaluate_sequences": taken}
-            problems = batch_sizes(deck.batch.micro_size, data_ranks(deck, world.size), sizes)
+            problems = batch_size_problems(deck, data_ranks(deck, world.size), sizes)
             raised = [
                 deck.problem(
                     each.key, f"with {validation.count} held out makes {taken} samples, but {each.sentence}"

@@ -1,7 +1,8 @@
 """What a deck says that cannot be: layouts, ranks, sizes.
 
-Tests of deck/sections/batch.py, deck/sections/layout.py, deck/sections/memory.py, deck/sections/run.py and
-deck/sections/stability.py beside deck/check.py.
+Tests of deck/check.py and of deck/sections/batch.py, deck/sections/layout.py,
+deck/sections/learning_rate.py, deck/sections/memory.py, deck/sections/run.py and
+deck/sections/stability.py.
 """
 
 from __future__ import annotations
@@ -84,15 +85,19 @@ def test_what_fits(overrides: list[str]) -> None:
         (
             ["memory.activations=host", "run.device=cpu"],
             [
-                "memory.activations=host: is for GPUs; on the CPU they are in host memory anyway "
-                '("keep" or "disk" would do)'
+                (
+                    'memory.activations=host: conflicts with run.device = "cpu": its memory is the '
+                    'host\'s ("keep" or "disk" would do)'
+                )
             ],
         ),
         (
             ["memory.activation_format=bf16", "precision.compute=bf16"],
             [
-                'memory.activation_format=bf16: saves nothing with precision.compute = "bf16", of 16 bits as '
-                'well ("exact" or "int8" would do)'
+                (
+                    'memory.activation_format=bf16: conflicts with precision.compute = "bf16": '
+                    'activations have 16 bits already ("exact" or "int8" would do)'
+                )
             ],
         ),
         (
@@ -127,7 +132,7 @@ def test_what_fits(overrides: list[str]) -> None:
         ),
         (
             ["model.family=gpt2", "model.key_value_heads=8", "model.query_key_norm=head"],
-            ['model.query_key_norm=head: is for model.family = "llama", not "gpt2" ("none" would do)'],
+            ['model.query_key_norm=head: requires model.family = "llama", but it is "gpt2"'],
         ),
         (
             ["model.key_value_heads=3"],
@@ -135,10 +140,7 @@ def test_what_fits(overrides: list[str]) -> None:
         ),
         (
             ["model.family=gpt2", "model.rope_base=500"],
-            [
-                'model.rope_base=500: has no effect on model.family = "gpt2", whose positions are learned '
-                "(leave it out)"
-            ],
+            ['model.rope_base=500: requires model.family = "llama", but it is "gpt2"'],
         ),
         (
             ["layout.tensor=3"],
@@ -170,19 +172,19 @@ def test_what_fits(overrides: list[str]) -> None:
                 '(1, 2, 4 or 8 would; the form "ring" does not ask for it)'
             ],
         ),
-        (["layout.zero_group=2"], ["layout.zero_group=2: needs layout.zero of 1, 2 or 3, not 0"]),
+        (["layout.zero_group=2"], ["layout.zero_group=2: requires layout.zero = 1, 2 or 3, but it is 0"]),
         (
             ["layout.zero_group=0", "layout.zero=1"],
             ['layout.zero_group=0: must be a number of ranks, 1 or more, or "node"'],
         ),
-        (["memory.keep_gathered=1"], ["memory.keep_gathered=1: needs layout.zero = 3, not 0"]),
-        (["memory.accumulate=sliced"], ["memory.accumulate=sliced: needs layout.zero of 2 or 3, not 0"]),
+        (["memory.keep_gathered=1"], ["memory.keep_gathered=1: requires layout.zero = 3, but it is 0"]),
+        (
+            ["memory.accumulate=sliced"],
+            ["memory.accumulate=sliced: requires layout.zero = 2 or 3, but it is 0"],
+        ),
         (
             ["layout.sequence_parallel=true"],
-            [
-                "layout.sequence_parallel=true: splits the sequence over the tensor ranks and so needs "
-                "layout.tensor of at least 2, not 1"
-            ],
+            ["layout.sequence_parallel=true: requires layout.tensor above 1, but it is 1"],
         ),
         (
             ["layout.sequence_parallel=true", "layout.tensor=4", "batch.sequence=66"],
@@ -242,7 +244,7 @@ def test_what_fits(overrides: list[str]) -> None:
         (
             ["batch.ramp_from=16", "batch.ramp_steps=30"],
             [
-                "batch.ramp_from=16: must be at most batch.global_size = 8, to which it grows",
+                ("batch.ramp_from=16: must be at most batch.global_size = 8: the batch grows to that size"),
             ],
         ),
         (
@@ -272,8 +274,8 @@ def test_what_fits(overrides: list[str]) -> None:
             (
                 [f"optimizer.{name}.nesterov=true", f"optimizer.{name}.momentum=0"],
                 [
-                    f"optimizer.{name}.nesterov=true: looks ahead by the momentum, and needs "
-                    f"optimizer.{name}.momentum above 0 (or false)"
+                    f"optimizer.{name}.nesterov=true: requires optimizer.{name}.momentum above 0, "
+                    "but it is 0.0"
                 ],
             )
             for name in ("sgd", "muon")
@@ -287,8 +289,8 @@ def test_what_fits(overrides: list[str]) -> None:
                     "layout.zero=3",
                 ],
                 [
-                    f"memory.{key}=disk: is for state that is kept by element, but {name} updates parameters "
-                    'in blocks ("device" would do)'
+                    f'memory.{key}=disk: conflicts with optimizer.name = "{name}": it updates '
+                    'whole matrices, but offloaded state is updated element by element ("device" would do)'
                     for key in ("optimizer", "parameters")
                 ],
             )
@@ -297,8 +299,10 @@ def test_what_fits(overrides: list[str]) -> None:
         (
             ["optimizer.name=muon", "memory.parameters=disk", "layout.zero=3"],
             [
-                "memory.parameters=disk: is for state that is kept by element, but muon updates parameters "
-                'in blocks ("device" would do)'
+                (
+                    'memory.parameters=disk: conflicts with optimizer.name = "muon": it updates whole '
+                    'matrices, but offloaded state is updated element by element ("device" would do)'
+                )
             ],
         ),
         (
@@ -309,8 +313,8 @@ def test_what_fits(overrides: list[str]) -> None:
             ["optimizer.name=sgd", "optimizer.beta2=0.99"],
             ['optimizer.beta2=0.99: has no effect with optimizer.name = "sgd" (leave it out)'],
         ),
-        (["batch.ramp_from=4"], ["batch.ramp_from=4: needs batch.ramp_steps of at least 1"]),
-        (["batch.ramp_steps=4"], ["batch.ramp_steps=4: needs batch.ramp_from of at least 1"]),
+        (["batch.ramp_from=4"], ["batch.ramp_from=4: requires batch.ramp_steps above 0, but it is 0"]),
+        (["batch.ramp_steps=4"], ["batch.ramp_steps=4: requires batch.ramp_from above 0, but it is 0"]),
         (
             ["learning_rate.warmup=15", "learning_rate.decay_steps=10"],
             ["learning_rate.warmup=15: must be at most learning_rate.decay_steps = 10"],
@@ -324,7 +328,7 @@ def test_what_fits(overrides: list[str]) -> None:
         ),
         (
             ["learning_rate.cooldown=5"],
-            ['learning_rate.cooldown=5: has no effect with learning_rate.decay = "cosine" (leave it out)'],
+            [('learning_rate.cooldown=5: has no effect without learning_rate.decay = "wsd" (leave it out)')],
         ),
         (
             ["optimizer.name=schedule-free", "learning_rate.floor=0.5"],
@@ -333,16 +337,18 @@ def test_what_fits(overrides: list[str]) -> None:
         (
             ["learning_rate.decay=inverse-sqrt", "learning_rate.decay_steps=20", "learning_rate.cooldown=5"],
             [
-                f'learning_rate.{key}: has no effect with learning_rate.decay = "inverse-sqrt" (leave it out)'
-                for key in ("decay_steps=20", "cooldown=5")
+                'learning_rate.decay_steps=20: has no effect with learning_rate.decay = "inverse-sqrt" '
+                "(leave it out)",
+                'learning_rate.cooldown=5: has no effect without learning_rate.decay = "wsd" (leave it out)',
             ],
         ),
         (
             ["communication.transport=nccl", "run.device=cpu"],
             [
-                'communication.transport=nccl: works between GPUs only, but run.device = "cpu" ("auto" '
-                'or "mpi" '
-                "would do)"
+                (
+                    'communication.transport=nccl: conflicts with run.device = "cpu": it connects GPUs '
+                    '("auto", "shared" or "mpi" would do)'
+                )
             ],
         ),
     ],

@@ -114,7 +114,7 @@ def test_times_of_a_run() -> None:
         '--set run.time_margin=-1: must be a time of at least 0, such as 3000 or "50 min"',
     ]
     assert problems(SMALL, "run.time_limit=50 s", "run.time_margin=1 min") == [
-        "--set run.time_margin=1 min: must be less than run.time_limit = 50.0"
+        "--set run.time_margin=1 min: must be below run.time_limit = 50.0"
     ]
 
 
@@ -168,17 +168,15 @@ sequence = 64
         'deck.toml:2: run.steps = "many": must be a whole number of at least 1, not text',
         "deck.toml:7: model.heads = 7: must divide model.hidden = 64 (1, 2, 4 or 8 would)",
         "deck.toml:9: layout.tensr = 2: unknown key (did you mean layout.tensor?)",
-        "deck.toml:11: layout.sequence_parallel = true: splits the sequence over the tensor ranks and so "
-        "needs "
-        "layout.tensor of at least 2, not 1",
+        ("deck.toml:11: layout.sequence_parallel = true: requires layout.tensor above 1, but it is 1"),
         "deck.toml:13: batch.global_size = 9: must be a multiple of batch.micro_size x data ranks = 2 x "
         "1 = 2 "
         "(8 or 10 would)",
         "deck.toml: data.tokens is missing: text in quotes, not empty, or a list of such (token file of "
         "`hpctrain prepare`, or several as one: a list, or a pattern such as *.h5)",
+        "--set batch.ramp_from=3: requires batch.ramp_steps above 0, but it is 0",
         "--set batch.ramp_from=3: must be a multiple of batch.micro_size x data ranks = 2 x 1 = 2 (2 or "
         "4 would)",
-        "--set batch.ramp_from=3: needs batch.ramp_steps of at least 1",
         "--set optimizer.clip=x: must be a number of at least 0, not text",
     ]
 

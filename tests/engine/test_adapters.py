@@ -127,10 +127,13 @@ def test_a_deck_has_them_in_a_table() -> None:
             "model.adapters.ranks = 1: unknown key (did you mean model.adapters.rank?)",
         ),
         ("[model.adapters]\ntargets = []", "model.adapters.targets = []: must be a list of texts"),
-        ('[model.adapters]\n[optimizer]\nname = "muon"', "cannot update adapters"),
-        ('[model.adapters]\n[precision]\ncompute = "fp8"', "does not support matrices that have adapters"),
-        ('[model.adapters]\n[communication]\nserver = "async"', "leave it out with model.adapters"),
-        ('[model.adapters]\n[memory]\noptimizer = "disk"', '"device" would do with model.adapters'),
+        ('[model.adapters]\n[optimizer]\nname = "muon"', "it cannot update them"),
+        ('[model.adapters]\n[precision]\ncompute = "fp8"', "matrices with adapters need 16 bits"),
+        ('[model.adapters]\n[communication]\nserver = "async"', "leave [communication.server] out"),
+        (
+            '[model.adapters]\n[memory]\noptimizer = "disk"',
+            'the state of adapters is small ("device" would do)',
+        ),
     ],
 )
 def test_what_will_not_do(keys: str, told: str) -> None:

@@ -294,9 +294,9 @@ def test_what_leaves_the_bits_says_so(
 @pytest.mark.mpi(max_size=1)
 def test_gpus_and_other_decks_are_refused(world: World) -> None:
     for keys, sentence in (
-        (("precision.compute=fp16",), "its functions are of fp32 and bf16"),
-        (("run.threads=2",), "its functions have one thread a rank"),
-        (("run.device=cuda",), 'has no effect with run.device = "cuda"'),
+        (("precision.compute=fp16",), "compiled functions compute in fp32 or bf16"),
+        (("run.threads=2",), "compiled functions have one thread for each rank"),
+        (("run.device=cuda",), 'has no effect without run.device = "auto" or "cpu"'),
     ):
         with pytest.raises(HpctrainError, match=sentence):
             small_deck(COMPILE, *keys)

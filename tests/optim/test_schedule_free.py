@@ -142,11 +142,14 @@ def test_a_run_that_is_resumed_or_replayed_is_the_one_that_went_on(
     [
         (
             ["learning_rate.decay=linear"],
-            r'learning_rate.decay=linear: must be "constant" with optimizer.name',
+            r"learning_rate.decay=linear: conflicts with optimizer.name",
         ),
-        (["layout.local_steps.replicas=2"], "optimizer.name=schedule-free: does not work with local steps"),
-        (["layout.local_steps.outer=diloco"], "optimizer.name=schedule-free: does not work with local steps"),
-        (["communication.server.mode=sync"], "optimizer.name=schedule-free: does not work with servers"),
+        (["layout.local_steps.replicas=2"], "optimizer.name=schedule-free: conflicts with local steps"),
+        (["layout.local_steps.outer=diloco"], "optimizer.name=schedule-free: conflicts with local steps"),
+        (
+            ["communication.server.mode=sync"],
+            r"optimizer.name=schedule-free: conflicts with \[communication.server\]",
+        ),
         (["optimizer.momentum=0.9"], "optimizer.momentum=0.9: has no effect with optimizer.name"),
     ],
 )

@@ -496,9 +496,9 @@ def test_what_a_deck_cannot_have(tmp_path: Path) -> None:
         back: "has nothing to go back to, without checkpoint.every or checkpoint.memory_every",
         f"{skip} stability.spike_window=200": "is no shorter than the run, of run.steps = 120",
         f"{back} checkpoint.every=20": "is further back than the oldest of 2 checkpoints",
-        "stability.spike_factor=9.0": 'has no effect with stability.spike = "off"',
-        f"{skip} stability.spike_window=9 stability.spike_back=9": 'with stability.spike = "skip"',
-        "stability.corruption_every=9": 'has no effect with stability.corruption = "off"',
+        "stability.spike_factor=9.0": 'has no effect without stability.spike = "skip" or "rollback"',
+        f"{skip} stability.spike_window=9 stability.spike_back=9": 'without stability.spike = "rollback"',
+        "stability.corruption_every=9": 'has no effect without stability.corruption = "cheap" or "full"',
     }
     for keys, words in cases.items():
         with pytest.raises(HpctrainError) as raised:

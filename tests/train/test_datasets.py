@@ -175,7 +175,7 @@ WRONG = {
     "sequence": (("batch.sequence=7",), 2, ["is of token files; of a dataset samples are counted"]),
     "own families": (
         ("model.module=", "model.preset=gpt2-124m"), 2,
-        ["feeds modules that you bring (model.module); our own families read token files"],
+        ["requires model.module, which is not given: built-in models read token files"],
     ),
     "one sample": (("data.arguments={count=1}",), 2, ["mine.py:Noisy has 1 sample, which data.validation"]),
 }  # fmt: skip

@@ -141,7 +141,7 @@ def test_what_is_refused_at_the_start(world: World, folder: Path) -> None:
     prepare_rows(world, folder / "wrong.h5", [source], kind="preferences", template="raw")
     with pytest.raises(HpctrainError, match=r'wrong.h5: pair 1 has margin = "large": must be a number'):
         run_deck(world, folder / "deck.toml", [f"data.tokens={folder}/wrong.h5"])
-    with pytest.raises(HpctrainError, match=r"objective.kind = .* model.module is not for pairs of answers"):
+    with pytest.raises(HpctrainError, match=r"objective.kind = .*: conflicts with model.module = "):
         run_deck(world, folder / "deck.toml", ["model.module=x.py:X"])
     run_deck(world, folder / "deck.toml", ["run.steps=1", "run.evaluate_every=0"])
     with pytest.raises(HpctrainError, match=r'=next-token: .* was trained with "reward", and another'):

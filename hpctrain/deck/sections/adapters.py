@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from hpctrain.deck.key import Section, key
-from hpctrain.deck.problem import DeckProblem
-from hpctrain.text import either
+from hpctrain.deck.relations import (
+    GIVEN,
+    Conflicts,
+    OtherThan,
+    Relations,
+)
 
 if TYPE_CHECKING:
-    from hpctrain.deck.schema import Deck
+    pass
 
 _MOST_RANK = 65536
 
@@ -47,39 +50,30 @@ def targeted(pattern: str, name: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 
-OPTIMIZERS = ("adamw", "sgd", "lion")
-"""Optimizers that can update adapters."""
-
-
 _ADAPTERS = "model.adapters"
+_SMALL = "the state of adapters is small"
 
-
-def adapter_problems(deck: Deck) -> Iterator[DeckProblem]:
-    """Yield the problems of keys that are impossible with adapters."""
-    if deck.model.adapters is None:
-        return
-    with_them, memory = "with model.adapters", deck.memory
-    if deck.model.frozen:
-        sentence = f"has no effect {with_them}, since only adapters are trained (leave it out)"
-        yield DeckProblem("model.frozen", sentence, (_ADAPTERS,))
-    if deck.model.parametrization == "mup":
-        sentence = f'has no known rule for the learning rates of adapters ("standard" would do {with_them})'
-        yield DeckProblem("model.parametrization", sentence, (_ADAPTERS,))
-    if deck.precision.compute == "fp8":
-        sentence = f'does not support matrices that have adapters ("bf16" would do {with_them})'
-        yield DeckProblem("precision.compute", sentence, (_ADAPTERS,))
-    if deck.optimizer.name not in OPTIMIZERS:
-        would = either([f'"{name}"' for name in OPTIMIZERS])
-        yield DeckProblem(
-            "optimizer.name", f"cannot update adapters ({would} would do {with_them})", (_ADAPTERS,)
-        )
-    for name in ("optimizer", "parameters"):
-        if getattr(memory, name) != "device":
-            sentence = f'would offload state that adapters keep small ("device" would do {with_them})'
-            yield DeckProblem(f"memory.{name}", sentence, (_ADAPTERS,))
-    if deck.layout.replicas > 1:
-        sentence = f"would exchange untrained parameters, too (1 would do {with_them})"
-        yield DeckProblem("layout.local_steps.replicas", sentence, (_ADAPTERS,))
-    if deck.communication.server is not None:
-        sentence = f"is for updates of all parameters (leave it out {with_them})"
-        yield DeckProblem("communication.server.mode", sentence, (_ADAPTERS,))
+RELATIONS: Relations = (
+    Conflicts("model.frozen", _ADAPTERS, because="only adapters are trained"),
+    Conflicts("model.parametrization", _ADAPTERS, because="no rule for rates of adapters is known"),
+    Conflicts("precision.compute", _ADAPTERS, ("fp8",), GIVEN, because="matrices with adapters need 16 bits"),
+    Conflicts(
+        "optimizer.name",
+        _ADAPTERS,
+        OtherThan("adamw", "sgd", "lion"),
+        GIVEN,
+        because="it cannot update them",
+    ),
+    Conflicts("memory.optimizer", _ADAPTERS, because=_SMALL),
+    Conflicts("memory.parameters", _ADAPTERS, because=_SMALL),
+    Conflicts("layout.local_steps.replicas", _ADAPTERS, because="replicas exchange all parameters"),
+    Conflicts(
+        "communication.server.mode",
+        _ADAPTERS,
+        GIVEN,
+        GIVEN,
+        because="servers update all parameters",
+        hint="leave [communication.server] out",
+    ),
+)
+"""Relations of keys of all sections with adapters, which only transformers have."""

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from hpctrain.deck.key import Section, key
 from hpctrain.deck.problem import DeckProblem, multiples
+from hpctrain.deck.relations import (
+    Above,
+    AtMost,
+    Relations,
+    Requires,
+)
 
 if TYPE_CHECKING:
     from hpctrain.deck.schema import Deck
@@ -33,35 +39,34 @@ class Batch(Section):
     ramp_steps: int = key("Steps over which the batch grows.", 0, unit="steps", ge=0)
 
 
-def batch_problems(deck: Deck, ranks: int | None) -> Iterator[DeckProblem]:
-    """Yield the problems of the ramp and, if `ranks` is None, of the batch sizes."""
-    batch = deck.batch
-    sizes = {"batch.global_size": batch.global_size, "batch.ramp_from": batch.ramp_from}
-    if ranks is None:
-        yield from batch_sizes(batch.micro_size, deck.layout.data or 1, sizes)
-    if batch.ramp_from > batch.global_size:
-        sentence = f"must be at most batch.global_size = {batch.global_size}, to which it grows"
-        yield DeckProblem("batch.ramp_from", sentence, ("batch.global_size",))
-    if batch.ramp_from and not batch.ramp_steps:
-        yield DeckProblem("batch.ramp_from", "needs batch.ramp_steps of at least 1", ("batch.ramp_steps",))
-    if batch.ramp_steps and not batch.ramp_from:
-        yield DeckProblem("batch.ramp_steps", "needs batch.ramp_from of at least 1", ("batch.ramp_from",))
-
-
 MOST_MICRO_BATCHES = 65_536  # micro-batches of a rank in one step: a schedule lists the actions of each
-
-
 MOST_PASSES = 1 << 20  # passes of micro-batches through the parts of a model in one schedule
 
+RELATIONS: Relations = (
+    AtMost("batch.ramp_from", "batch.global_size", because="the batch grows to that size"),
+    Requires("batch.ramp_from", "batch.ramp_steps", Above(0)),
+    Requires("batch.ramp_steps", "batch.ramp_from", Above(0)),
+)
 
-def batch_sizes(micro_size: int, data: int, sizes: dict[str, int]) -> Iterator[DeckProblem]:
-    """Yield the problems of batch sizes, by name, that do not divide into micro-batches on the data ranks."""
-    unit = micro_size * data
+
+def batch_size_problems(
+    deck: Deck, data: int, sizes: Mapping[str, int] | None = None
+) -> Iterator[DeckProblem]:
+    """Yield the problems of batch sizes that do not divide into micro-batches on `data` data ranks.
+
+    Args:
+        deck: The deck.
+        data: Number of data ranks.
+        sizes: Sizes by the full names of their keys; None for those of the section [batch].
+    """
+    batch = deck.batch
+    unit = batch.micro_size * data
+    sizes = sizes or {"batch.global_size": batch.global_size, "batch.ramp_from": batch.ramp_from}
     for name, size in sizes.items():
         if size % unit:
             yield DeckProblem(
                 name,
-                f"must be a multiple of batch.micro_size x data ranks = {micro_size} x {data} = {unit} "
+                f"must be a multiple of batch.micro_size x data ranks = {batch.micro_size} x {data} = {unit} "
                 f"({multiples(size, unit)} would)",
                 ("batch.micro_size", "layout.data"),
             )

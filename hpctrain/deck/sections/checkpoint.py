@@ -5,6 +5,11 @@ from __future__ import annotations
 from typing import Literal
 
 from hpctrain.deck.key import Bytes, Section, key
+from hpctrain.deck.relations import (
+    Conflicts,
+    HasEffectWith,
+    Relations,
+)
 
 
 class CheckpointSection(Section):
@@ -45,3 +50,11 @@ class CheckpointSection(Section):
         False,
     )
     mirror_every: int = key("Steps between two updates of that copy.", 10, unit="steps", ge=1)
+
+
+RELATIONS: Relations = (
+    HasEffectWith("checkpoint.mirror_every", "checkpoint.mirror", (True,)),
+    Conflicts("checkpoint.mode", "communication.server.mode", because="servers write while workers wait"),
+    Conflicts("checkpoint.memory_every", "communication.server.mode", because="no rank has all of the state"),
+    Conflicts("checkpoint.mirror", "communication.server.mode", because="workers make steps by themselves"),
+)

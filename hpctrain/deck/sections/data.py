@@ -10,6 +10,12 @@ from pydantic import Field
 from hpctrain.deck.code import is_target, resolve_target
 from hpctrain.deck.key import PathText, Section, key
 from hpctrain.deck.problem import DeckProblem
+from hpctrain.deck.relations import (
+    GIVEN,
+    Conflicts,
+    Relations,
+    Requires,
+)
 
 if TYPE_CHECKING:
     from hpctrain.deck.schema import Deck
@@ -68,18 +74,20 @@ class Data(Section):
     validation: float = key("Share of the sequences held out for evaluation.", 0.01, ge=0, lt=1)
 
 
-ONLY_OF_DATASETS = ("dataset", "arguments", "collate", "workers", "inputs")
-"""Keys of [data] that only a deck with a dataset may have."""
-
-
 STAND_INS: Mapping[str, Any] = {"data.tokens": "none", "batch.sequence": 1, "model.vocabulary": 2}
 """Placeholder values of keys about token files, which a deck with a dataset does not use.
 
 A sample counts as a sequence of one token.
 """
 
-
-_WITH = ("data.dataset",)
+RELATIONS: Relations = (
+    *(
+        Requires(f"data.{name}", "data.dataset", GIVEN)
+        for name in ("arguments", "collate", "workers", "inputs")
+    ),
+    Requires("data.dataset", "model.module", GIVEN, because="built-in models read token files"),
+    Conflicts("data.document_mask", "model.module", because="only attention of built-in models is masked"),
+)
 
 
 def fill_dataset(tables: Mapping[str, dict[str, Any]], deck_name: str) -> None:
@@ -96,18 +104,10 @@ def fill_dataset(tables: Mapping[str, dict[str, Any]], deck_name: str) -> None:
 def dataset_problems(deck: Deck) -> Iterator[DeckProblem]:
     """Yield the problems of keys about a dataset, which is not loaded."""
     if deck.data.dataset is None:
-        usual = {name: field.default for name, field in Data.model_fields.items()}
-        for name in ONLY_OF_DATASETS:
-            if getattr(deck.data, name) != usual[name]:
-                sentence = "is of a dataset that you bring, and data.dataset names none"
-                yield DeckProblem(f"data.{name}", sentence, _WITH)
         return
     for name in ("dataset", "collate"):
         if not is_target(getattr(deck.data, name)):
             yield DeckProblem(f"data.{name}", 'must be "FILE.py:FUNCTION" or "PACKAGE:FUNCTION"')
-    if deck.model.module is None:
-        sentence = "feeds modules that you bring (model.module); our own families read token files"
-        yield DeckProblem("data.dataset", sentence, ("model.module",))
     why = {
         "data.tokens": "names a token file beside data.dataset, which is trained on (one of both has to go)",
         "data.other_tokenizer": "is of token files (leave it out with data.dataset)",
@@ -117,4 +117,4 @@ def dataset_problems(deck: Deck) -> Iterator[DeckProblem]:
     for full, sentence in why.items():
         given = deck.sources.places.get(full)
         if given is not None and not given.note:
-            yield DeckProblem(full, sentence, _WITH)
+            yield DeckProblem(full, sentence, ("data.dataset",))

@@ -15,6 +15,10 @@ from pydantic import Field
 
 from hpctrain.deck.key import PathText, Section, key
 from hpctrain.deck.problem import DeckProblem
+from hpctrain.deck.relations import (
+    Conflicts,
+    Relations,
+)
 from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError
 from hpctrain.text import control_problem, either, nearest
@@ -55,9 +59,11 @@ class EvaluationSection(Section):
 
 
 _SETS = "evaluation.sets"
-
-
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+RELATIONS: Relations = (
+    Conflicts(_SETS, "data.dataset", because="they are token files", hint="data.validation would do"),
+)
 
 
 NOTHING_EVALUATED = (
@@ -89,9 +95,6 @@ def evaluation_problems(deck: Deck) -> Iterator[DeckProblem]:
 
 def _sets(deck: Deck) -> Iterator[DeckProblem]:
     sets = deck.evaluation.sets
-    if sets and deck.data.dataset is not None:
-        sentence = "are of token files, but data.dataset brings samples (data.validation holds some out)"
-        yield DeckProblem(_SETS, sentence, ("data.dataset",))
     times = Counter(each.name for each in sets)
     told: set[str] = set()
     for number, each in enumerate(sets):

@@ -8,6 +8,13 @@ from typing import TYPE_CHECKING, Literal
 
 from hpctrain.deck.key import Section, key
 from hpctrain.deck.problem import DeckProblem, divisors, must_divide, nearest_numbers
+from hpctrain.deck.relations import (
+    AtMost,
+    Conflicts,
+    HasEffectWith,
+    Relations,
+    Requires,
+)
 from hpctrain.text import counted, either
 from hpctrain.units import format_bytes, format_count
 
@@ -105,44 +112,45 @@ RECORDED_BYTES = 1 << 30
 """Highest number of bytes of the routing that a run records."""
 
 
-def mixture_problems(deck: Deck) -> list[DeckProblem]:
-    """Return the problems of the mixtures of a deck, among them keys that have no effect."""
-    if deck.model.experts is None:
-        return []
-    return [
-        *_blocks(deck),
-        *_choice(deck),
-        *_router_groups(deck),
-        *_balance(deck),
-        *_capacity(deck),
-        *_recorded(deck),
-    ]
+_COUNT, _BALANCE = "model.experts.count", "model.experts.balance"
+
+RELATIONS: Relations = (
+    Requires(_COUNT, "model.family", ("llama",), because="experts have no biases"),
+    AtMost("model.experts.per_token", _COUNT),
+    Conflicts(
+        "model.experts.router_normalize",
+        "model.experts.per_token",
+        (True,),
+        (1,),
+        because="the weight of a token's only expert is 1, and the router learns nothing from the loss",
+        for_new_decks=True,
+    ),
+    Conflicts("model.experts.balance_loss", _BALANCE, None, ("none",)),
+    HasEffectWith("model.experts.balance_rate", _BALANCE, ("bias",)),
+)
+"""Relations of keys that only transformers have."""
 
 
-def expert_layout_problems(deck: Deck) -> list[DeckProblem]:
-    """Return the problems of the layout of experts that do not depend on the number of ranks."""
-    model, layout, experts = deck.model, deck.layout, deck.model.experts
-    problems = []
-    for axis, does in (("expert", "spreads experts over ranks"), ("expert_tensor", "splits experts")):
-        if getattr(layout, axis) > 1 and experts is None:
-            sentence = f"{does}, but the model has none (leave the key out, or add [model.experts])"
-            problems.append(DeckProblem(f"layout.{axis}", sentence, ("model.experts.count",)))
-    if experts is None:
-        return problems
-    if experts.count % layout.expert:
-        sentence = must_divide("model.experts.count", experts.count, layout.expert)
-        problems.append(DeckProblem("layout.expert", sentence, ("model.experts.count",)))
-    if experts.mlp % layout.expert_tensor:
-        sentence = must_divide("model.experts.mlp", experts.mlp, layout.expert_tensor)
-        problems.append(DeckProblem("layout.expert_tensor", sentence, ("model.experts.mlp",)))
-    shared = experts.shared * experts.mlp
-    if shared % layout.tensor:
+def mixture_problems(deck: Deck) -> Iterator[DeckProblem]:
+    """Yield the problems of the mixtures of a deck, among them keys that have no effect."""
+    experts = deck.model.experts
+    if experts is not None:
+        yield from _blocks(deck, experts)
+        yield from _router_groups(experts)
+        yield from _balance(experts)
+        yield from _capacity(deck, experts)
+        yield from _recorded(deck, experts)
+
+
+def expert_layout_problems(deck: Deck) -> Iterator[DeckProblem]:
+    """Yield the problem of shared experts that the tensor ranks cannot split."""
+    layout, experts = deck.layout, deck.model.experts
+    if experts is not None and (shared := experts.shared * experts.mlp) % layout.tensor:
         made = f"model.experts.shared x model.experts.mlp = {experts.shared} x {experts.mlp}"
-        fitting = nearest_numbers(layout.tensor, divisors(gcd(shared, model.heads)))
+        fitting = nearest_numbers(layout.tensor, divisors(gcd(shared, deck.model.heads)))
         sentence = f"must divide {made} = {shared} ({either(fitting)} would)"
         others = ("model.experts.shared", "model.experts.mlp", "model.heads")
-        problems.append(DeckProblem("layout.tensor", sentence, others))
-    return problems
+        yield DeckProblem("layout.tensor", sentence, others)
 
 
 def expert_world_problems(deck: Deck, of_stage: int) -> Iterator[DeckProblem]:
@@ -178,47 +186,25 @@ def dense_blocks(deck: Deck) -> bool:
     return experts is None or experts.dense_first > 0 or experts.every > 1
 
 
-def _blocks(deck: Deck) -> Iterator[DeckProblem]:
-    model, experts = deck.model, deck.model.experts
-    assert experts is not None
-    if model.family != "llama":
-        sentence = f'needs model.family = "llama", not "{model.family}": experts have no biases'
-        yield DeckProblem("model.experts.count", sentence, ("model.family",))
-    last = model.layers // experts.every * experts.every - 1
+def _blocks(deck: Deck, experts: ExpertsTable) -> Iterator[DeckProblem]:
+    layers = deck.model.layers
+    last = layers // experts.every * experts.every - 1
     if last < 0:
-        sentence = f"leaves no block that is a mixture: must be from 1 to model.layers = {model.layers}"
-        yield DeckProblem("model.experts.every", sentence, ("model.layers", "model.experts.count"))
+        sentence = f"leaves no block that is a mixture: must be from 1 to model.layers = {layers}"
+        yield DeckProblem("model.experts.every", sentence, ("model.layers", _COUNT))
     elif experts.dense_first > last:
         sentence = f"leaves no block that is a mixture: must be from 0 to {last}"
-        others = ("model.layers", "model.experts.every", "model.experts.count")
+        others = ("model.layers", "model.experts.every", _COUNT)
         yield DeckProblem("model.experts.dense_first", sentence, others)
 
 
-def _choice(deck: Deck) -> Iterator[DeckProblem]:
-    experts = deck.model.experts
-    assert experts is not None
-    if experts.per_token > experts.count:
-        sentence = f"must be from 1 to model.experts.count = {experts.count}"
-        yield DeckProblem("model.experts.per_token", sentence, ("model.experts.count",))
-    elif experts.per_token == 1 and experts.router_normalize:
-        sentence = (
-            "makes the weight of a token's only expert 1, so that the router "
-            "learns nothing from the loss (false would do)"
-        )
-        yield DeckProblem(
-            "model.experts.router_normalize", sentence, ("model.experts.per_token",), for_new_decks=True
-        )
-
-
-def _router_groups(deck: Deck) -> Iterator[DeckProblem]:
-    experts = deck.model.experts
-    assert experts is not None
+def _router_groups(experts: ExpertsTable) -> Iterator[DeckProblem]:
     groups, chosen = experts.router_groups, experts.router_groups_per_token
     if experts.count % groups:
-        sentence = must_divide("model.experts.count", experts.count, groups)
-        yield DeckProblem("model.experts.router_groups", sentence, ("model.experts.count",))
+        sentence = must_divide(_COUNT, experts.count, groups)
+        yield DeckProblem("model.experts.router_groups", sentence, (_COUNT,))
     elif chosen > groups:
-        sentence = f"must be from 1 to model.experts.router_groups = {groups}"
+        sentence = f"must be at most model.experts.router_groups = {groups}"
         yield DeckProblem("model.experts.router_groups_per_token", sentence, ("model.experts.router_groups",))
     elif experts.count >= experts.per_token > chosen * (experts.count // groups):
         size = experts.count // groups
@@ -227,60 +213,38 @@ def _router_groups(deck: Deck) -> Iterator[DeckProblem]:
             f"leaves {chosen * size} of {experts.count} experts to choose from, but a token goes to "
             f"model.experts.per_token = {experts.per_token} (from {least} to {groups} would do)"
         )
-        others = ("model.experts.router_groups", "model.experts.count", "model.experts.per_token")
+        others = ("model.experts.router_groups", _COUNT, "model.experts.per_token")
         yield DeckProblem("model.experts.router_groups_per_token", sentence, others)
 
 
-def _balance(deck: Deck) -> Iterator[DeckProblem]:
-    experts = deck.model.experts
-    assert experts is not None
-    given = f'model.experts.balance = "{experts.balance}"'
-    if experts.balance == "none" and experts.balance_loss:
-        sentence = f'contradicts {given} (leave it out, or balance = "loss" or "bias" would do)'
-        yield DeckProblem("model.experts.balance_loss", sentence, ("model.experts.balance",))
-    elif (
-        not experts.balance_loss and experts.balance_over != ExpertsTable.model_fields["balance_over"].default
-    ):
-        sentence = (
-            "has no effect with model.experts.balance_loss = 0 (leave it out, or give a weight above 0)"
-        )
-        yield DeckProblem(
-            "model.experts.balance_over",
-            sentence,
-            ("model.experts.balance", "model.experts.balance_loss"),
-            no_effect=True,
-        )
-    if (
-        experts.balance != "bias"
-        and experts.balance_rate != ExpertsTable.model_fields["balance_rate"].default
-    ):
-        sentence = f'has no effect with {given}: it is that of balance = "bias" (leave it out)'
-        yield DeckProblem("model.experts.balance_rate", sentence, ("model.experts.balance",), no_effect=True)
+def _balance(experts: ExpertsTable) -> Iterator[DeckProblem]:
+    usual = ExpertsTable.model_fields["balance_over"].default
+    if not experts.balance_loss and experts.balance_over != usual:
+        loss = "model.experts.balance_loss"
+        sentence = f"has no effect with {loss} = 0 (leave it out, or give a weight above 0)"
+        yield DeckProblem("model.experts.balance_over", sentence, (_BALANCE, loss), no_effect=True)
 
 
-def _capacity(deck: Deck) -> Iterator[DeckProblem]:
+def _capacity(deck: Deck, experts: ExpertsTable) -> Iterator[DeckProblem]:
     """Yield the problem of a capacity that leaves no token of a micro-batch to an expert."""
-    batch, experts = deck.batch, deck.model.experts
-    assert experts is not None
     if experts.capacity is None:
         return
-    tokens = batch.micro_size * batch.sequence
+    tokens = deck.batch.micro_size * deck.batch.sequence
     share = tokens * experts.per_token / experts.count
     if experts.capacity * share < 1:
         sentence = (
             f"lets an expert take {experts.capacity * share:.2g} of the {format_count(tokens)} tokens of a "
             f"micro-batch, less than one token needs (at least {_at_least(1 / share)} would do)"
         )
-        others = ("model.experts.count", "model.experts.per_token", "batch.micro_size", "batch.sequence")
+        others = (_COUNT, "model.experts.per_token", "batch.micro_size", "batch.sequence")
         yield DeckProblem("model.experts.capacity", sentence, others)
 
 
-def _recorded(deck: Deck) -> Iterator[DeckProblem]:
+def _recorded(deck: Deck, experts: ExpertsTable) -> Iterator[DeckProblem]:
     """Yield the problem of recorded routing that does not fit into memory, or into its file."""
-    model, sequence, experts = deck.model, deck.batch.sequence, deck.model.experts
-    assert experts is not None
-    mixtures = sum(block % experts.every == 0 for block in range(experts.dense_first + 1, model.layers + 1))
-    of_sample = 4 * max(1, mixtures) * sequence * experts.per_token
+    layers = deck.model.layers
+    mixtures = sum(block % experts.every == 0 for block in range(experts.dense_first + 1, layers + 1))
+    of_sample = 4 * max(1, mixtures) * deck.batch.sequence * experts.per_token
     if experts.record_routing * of_sample > RECORDED_BYTES:
         sentence = (
             f"would take {format_bytes(experts.record_routing * of_sample)} on rank 0, more than the "

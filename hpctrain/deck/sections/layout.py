@@ -9,10 +9,21 @@ from pydantic import Field
 
 from hpctrain.deck.key import PathText, Section, key, table
 from hpctrain.deck.problem import DeckProblem, divisors, multiples, nearest_numbers
+from hpctrain.deck.relations import (
+    GIVEN,
+    Above,
+    Conflicts,
+    Divides,
+    OtherThan,
+    Relations,
+    Requires,
+    relation_problems,
+)
 from hpctrain.deck.schedules import ONE_CHUNK, TWO_CHUNKS, V_SHAPED
 from hpctrain.deck.sections.experts import dense_blocks, expert_layout_problems
 from hpctrain.deck.sections.local_steps import LocalStepsTable
-from hpctrain.text import either
+from hpctrain.deck.sections.rank_partition import count_dedicated_ranks
+from hpctrain.text import counted, either
 
 if TYPE_CHECKING:
     from hpctrain.deck.schema import Deck
@@ -103,8 +114,67 @@ class Layout(Section):
         return 1 if self.local_steps is None else self.local_steps.steps
 
 
+_MODULE, _SERVER, _COMPRESS = "model.module", "communication.server.mode", "communication.compress"
+_COUNT = "model.experts.count"
+_WHOLE_MODEL = "a worker is one rank, which has the whole model"
+_BUILT_IN_EXPERTS = "only experts of built-in models are distributed"
+
+_SHAPE_RELATIONS: Relations = (
+    Requires("layout.sequence_parallel", "layout.tensor", Above(1)),
+    (
+        Conflicts("layout.expert", _MODULE, because=_BUILT_IN_EXPERTS),
+        Requires("layout.expert", _COUNT, GIVEN),
+        Divides("layout.expert", _COUNT),
+    ),
+    (
+        Conflicts("layout.expert_tensor", _MODULE, because=_BUILT_IN_EXPERTS),
+        Requires("layout.expert_tensor", _COUNT, GIVEN),
+        Divides("layout.expert_tensor", "model.experts.mlp"),
+    ),
+)
+"""Relations that the model and the layout of ranks must fulfill, as `layout_problems` checks."""
+
+RELATIONS: Relations = (
+    *_SHAPE_RELATIONS,
+    Conflicts("layout.auto", _MODULE, because="only costs of built-in models are known"),
+    Conflicts("layout.tensor", _SERVER, because=_WHOLE_MODEL),
+    Conflicts("layout.pipeline", _SERVER, because=_WHOLE_MODEL),
+    Conflicts("layout.context", _SERVER, because=_WHOLE_MODEL),
+    Conflicts("layout.context", _MODULE, because="only the attention of built-in models splits sequences"),
+    Conflicts("layout.zero", _SERVER, because="each server already has a shard of all state"),
+    Conflicts(
+        "layout.zero_group",
+        "layout.local_steps.replicas",
+        because="layout.zero shards within each replica",
+    ),
+    (
+        Conflicts(
+            "layout.zero",
+            _COMPRESS,
+            (2, 3),
+            OtherThan("none"),
+            because="each rank needs complete gradients to keep what it does not send",
+            hint="0 or 1 would do",
+        ),
+        Conflicts(
+            "layout.zero_group",
+            _COMPRESS,
+            because="gradients would be summed exactly between groups",
+            also=("layout.zero",),
+        ),
+    ),
+    Conflicts("layout.local_steps", _SERVER, because="workers have no weights of their own for local steps"),
+    Conflicts("layout.local_steps", _MODULE, because="only replicas of built-in models are synchronized"),
+)
+
+
 def layout_problems(deck: Deck) -> list[DeckProblem]:
-    """Return the problems of the layout of a deck with its model."""
+    """Return the problems of the layout of a deck with its transformer."""
+    return [*relation_problems(deck, _SHAPE_RELATIONS), *transformer_layout_problems(deck)]
+
+
+def transformer_layout_problems(deck: Deck) -> list[DeckProblem]:
+    """Return the problems of `layout_problems` that are not in `RELATIONS`."""
     return [*_tensor(deck), *_context(deck), *_pipeline(deck), *expert_layout_problems(deck)]
 
 
@@ -142,10 +212,7 @@ def _tensor(deck: Deck) -> Iterator[DeckProblem]:
         asked = f"must divide model.key_value_heads = {model.key_value_heads} or be a multiple of it"
         shared = [ranks for ranks in divisors(model.heads) if _shares(model.key_value_heads, ranks)]
         yield problem(asked, "model.key_value_heads", shared)
-    if layout.sequence_parallel and tensor == 1:
-        sentence = "splits the sequence over the tensor ranks and so needs layout.tensor of at least 2, not 1"
-        yield DeckProblem("layout.sequence_parallel", sentence, ("layout.tensor",))
-    elif split_sequence and length % tensor and not model.heads % tensor:
+    if split_sequence and length % tensor and not model.heads % tensor:
         unit = layout.context * tensor
         yield DeckProblem(
             "batch.sequence",
@@ -231,18 +298,60 @@ def schedule_problems(deck: Deck) -> Iterator[DeckProblem]:
 
 
 def zero_problems(deck: Deck) -> Iterator[DeckProblem]:
-    """Yield the problems of ZeRO, which do not depend on the model."""
-    zero, memory, group = deck.layout.zero, deck.memory, deck.layout.zero_group
+    """Yield the problem of the size of groups of ZeRO, which does not depend on the model."""
+    group = deck.layout.zero_group
     if isinstance(group, int) and group < 1:
         yield DeckProblem("layout.zero_group", 'must be a number of ranks, 1 or more, or "node"')
-    elif group is not None and not zero:
-        yield DeckProblem("layout.zero_group", "needs layout.zero of 1, 2 or 3, not 0", ("layout.zero",))
-    if memory.keep_gathered and zero != 3:
-        yield DeckProblem("memory.keep_gathered", f"needs layout.zero = 3, not {zero}", ("layout.zero",))
-    if memory.accumulate == "sliced" and zero < 2:
-        yield DeckProblem("memory.accumulate", f"needs layout.zero of 2 or 3, not {zero}", ("layout.zero",))
+    elif group is not None and not deck.layout.zero:
+        yield DeckProblem(
+            "layout.zero_group", "requires layout.zero = 1, 2 or 3, but it is 0", ("layout.zero",)
+        )
 
 
 def _shares(heads: int, ranks: int) -> bool:
     """Return True if each rank has whole key/value heads, or if each head is shared by equally many ranks."""
     return heads % ranks == 0 or ranks % heads == 0
+
+
+def model_ranks(deck: Deck) -> int:
+    """Return the number of ranks that hold one copy of the model."""
+    return deck.layout.pipeline * deck.layout.tensor * deck.layout.context
+
+
+def axis_problems(deck: Deck, ranks: int) -> list[DeckProblem]:
+    """Return the problem of axes that do not divide `ranks` ranks, which servers and other models left."""
+    layout = deck.layout
+    names = ["pipeline", "tensor", "context"] if layout.pipeline > 1 else ["tensor", "context"]
+    keys = tuple(f"layout.{name}" for name in names)
+    product = f"{' x '.join(keys)} = {' x '.join(str(getattr(layout, name)) for name in names)}"
+    if ranks % model_ranks(deck):
+        wrong = next((f"layout.{name}" for name in names if getattr(layout, name) > 1), keys[0])
+        would = f"{multiples(ranks, model_ranks(deck))} ranks would fit"
+        of = "ranks of the policy" if count_dedicated_ranks(deck) else "ranks"
+        return [DeckProblem(wrong, f"{product} must divide the number of {of}, {ranks} ({would})", keys)]
+    data = ranks // model_ranks(deck)
+    if layout.data is not None and layout.data != data:
+        made = f"{counted(ranks, 'rank')} with {product} make {counted(data, 'data rank')}"
+        would = f"leave the key out, or start {counted(layout.data * model_ranks(deck), 'rank')}"
+        return [DeckProblem("layout.data", f"{made} ({would})", keys)]
+    return []
+
+
+def zero_group_problems(deck: Deck, data: int) -> Iterator[DeckProblem]:
+    """Yield the problem of groups that `data` data ranks with their context ranks cannot form."""
+    layout = deck.layout
+    ranks = max(1, data * layout.context // layout.replicas)
+    among = counted(ranks, "data x context rank") + " of a replica" * (layout.replicas > 1)
+    size = max(1, layout.zero_group) if isinstance(layout.zero_group, int) else ranks
+    if ranks % size:
+        would = f"{either(nearest_numbers(size, divisors(ranks)))} would"
+        sentence = f"must divide the {among} ({would})"
+        yield DeckProblem("layout.zero_group", sentence, ("layout.data", "layout.context"))
+    elif layout.zero == 3 and size == 1:
+        name, others = ("layout.zero_group", ("layout.zero",)) if layout.zero_group else ("layout.zero", ())
+        yield DeckProblem(
+            name,
+            "cuts parameters over a single rank, but needs two or more; layout.zero of 0, 1 or 2 would do "
+            f"(there {'is' if ranks == 1 else 'are'} {among})",
+            others,
+        )

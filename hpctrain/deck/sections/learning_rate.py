@@ -8,6 +8,12 @@ from typing import TYPE_CHECKING, Literal
 from hpctrain.deck.decays import DECAYS, ENDLESS, WITH_COOLDOWN
 from hpctrain.deck.key import Section, key
 from hpctrain.deck.problem import DeckProblem
+from hpctrain.deck.relations import (
+    Conflicts,
+    HasEffectWith,
+    OtherThan,
+    Relations,
+)
 
 if TYPE_CHECKING:
     from hpctrain.deck.schema import Deck
@@ -64,10 +70,26 @@ class LearningRateSection(Section):
     )
 
 
+RELATIONS: Relations = (
+    HasEffectWith(
+        "learning_rate.floor",
+        "learning_rate.decay",
+        tuple(name for name, form in DECAYS.items() if form.has_floor),
+    ),
+    HasEffectWith("learning_rate.cooldown", "learning_rate.decay", WITH_COOLDOWN),
+    Conflicts(
+        "learning_rate.decay",
+        "optimizer.name",
+        OtherThan("constant"),
+        ("schedule-free",),
+        because="its average of the weights replaces a decay",
+    ),
+)
+
+
 def learning_rate_problems(deck: Deck) -> Iterator[DeckProblem]:
-    """Yield the problems of the form of the decay with its steps, among them keys that have no effect."""
+    """Yield the problems of steps of the decay that do not fit each other, or that its form does not use."""
     rate, others = deck.learning_rate, ("learning_rate.decay", "learning_rate.decay_steps", "run.steps")
-    no_effect = f'has no effect with learning_rate.decay = "{rate.decay}" (leave it out)'
     form = DECAYS[rate.decay]
     # A warm-up or ramp longer than the run is no mistake: a trial run stops early.
     if form.ends and rate.warmup > rate.decay_steps:
@@ -79,10 +101,7 @@ def learning_rate_problems(deck: Deck) -> Iterator[DeckProblem]:
             f"leaves of learning_rate.decay_steps = {rate.decay_steps}"
         )
         yield DeckProblem("learning_rate.cooldown", sentence, ("learning_rate.warmup", *others))
-    if not form.has_floor and rate.floor != type(rate).model_fields["floor"].default:
-        yield DeckProblem("learning_rate.floor", no_effect, ("learning_rate.decay",), no_effect=True)
-    if not form.has_cooldown and rate.cooldown:
-        yield DeckProblem("learning_rate.cooldown", no_effect, ("learning_rate.decay",), no_effect=True)
     # With a decay that has neither an end nor a floor, decay_steps has always been accepted.
     if not form.ends and form.has_floor and "learning_rate.decay_steps" not in deck.sources.defaulted:
-        yield DeckProblem("learning_rate.decay_steps", no_effect, ("learning_rate.decay",), no_effect=True)
+        sentence = f'has no effect with learning_rate.decay = "{rate.decay}" (leave it out)'
+        yield DeckProblem("learning_rate.decay_steps", sentence, ("learning_rate.decay",), no_effect=True)

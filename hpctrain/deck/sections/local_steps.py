@@ -8,6 +8,10 @@ from typing import TYPE_CHECKING, Literal
 
 from hpctrain.deck.key import Section, key, table
 from hpctrain.deck.problem import DeckProblem, divisors, nearest_numbers
+from hpctrain.deck.relations import (
+    AtMost,
+    Relations,
+)
 from hpctrain.text import counted, either
 
 if TYPE_CHECKING:
@@ -55,6 +59,15 @@ class LocalStepsTable(Section):
 
 _REPLICAS, _STEPS = "layout.local_steps.replicas", "layout.local_steps.steps"
 
+RELATIONS: Relations = (
+    AtMost(
+        "layout.local_steps.delay",
+        _STEPS,
+        below=True,
+        because="a synchronization takes effect before the next one starts",
+    ),
+)
+
 
 def in_replicas(deck: Deck) -> bool:
     """Return True if there is an outer model: replicas diverge, or the only one makes outer steps."""
@@ -63,31 +76,19 @@ def in_replicas(deck: Deck) -> bool:
 
 def local_step_problems(deck: Deck) -> Iterator[DeckProblem]:
     """Yield the problems of local steps that do not depend on the number of ranks."""
-    keys, layout = deck.layout.local_steps, deck.layout
+    keys, layers = deck.layout.local_steps, deck.model.layers
     if keys is None:
         return
     if not keys.differ:
         sentence = f"has no effect with {_REPLICAS} = 1: there is no other replica (leave it out)"
         yield DeckProblem("layout.local_steps", sentence, (_REPLICAS,), no_effect=True)
-    given = f"layout.local_steps.replicas = {keys.replicas}"
-    if keys.replicas > 1 and layout.zero_group is not None:
-        sentence = f"cannot be with {given}: layout.zero cuts within each replica"
-        yield DeckProblem("layout.zero_group", f"{sentence} (leave it out)", (_REPLICAS,))
-    if keys.replicas > 1 and deck.communication.compresses_between_nodes:
-        sentence = f'cannot be with {given}: sums are compressed within each ("ranks" would do)'
-        yield DeckProblem(f"communication.{deck.communication.compress}.between", sentence, (_REPLICAS,))
-    if keys.fragments > min(deck.model.layers, keys.steps):
-        limits = f"model.layers = {deck.model.layers}", f"{_STEPS} = {keys.steps}"
-        limit, why = (
-            (limits[0], "each has a block or more")
-            if deck.model.layers < keys.steps
-            else (limits[1], "each has a step of its own")
+    if keys.fragments > min(layers, keys.steps):
+        limit = f"model.layers = {layers}: each has a block or more"
+        if layers >= keys.steps:
+            limit = f"{_STEPS} = {keys.steps}: each has a step of its own"
+        yield DeckProblem(
+            "layout.local_steps.fragments", f"must be at most {limit}", ("model.layers", _STEPS)
         )
-        sentence = f"must be at most {limit}: {why}"
-        yield DeckProblem("layout.local_steps.fragments", sentence, ("model.layers", _STEPS))
-    if keys.delay >= keys.steps and keys.delay:
-        sentence = f"must be below {_STEPS} = {keys.steps}: what is under way arrives before the next is sent"
-        yield DeckProblem("layout.local_steps.delay", sentence, (_STEPS,))
 
 
 def replica_world_problems(deck: Deck, data: int, of_stage: int) -> Iterator[DeckProblem]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
 from hpctrain.deck.key import Bytes, PathText, Section, key
-from hpctrain.deck.problem import DeckProblem
-from hpctrain.text import either
+from hpctrain.deck.relations import (
+    Conflicts,
+    HasEffectWith,
+    OtherThan,
+    Relations,
+)
 
 if TYPE_CHECKING:
-    from hpctrain.deck.schema import Deck
+    pass
 
 MOST_THREADS = 4096
 
@@ -64,34 +67,31 @@ class Machine(Section):
     )
 
 
-KERNEL_FORMATS = {"onednn": ("fp32",), "fp32": ("bf16", "fp16"), "fp32-onednn": ("bf16", "fp16")}
-"""Formats that a value of `machine.products` supports, if it does not support all."""
-
-
-def product_problems(deck: Deck) -> Iterator[DeckProblem]:
-    """Yield the problem of a kernel that does not multiply matrices of the deck's format."""
-    products, compute = deck.machine.products, deck.precision.compute
-    if compute not in KERNEL_FORMATS.get(products, (compute,)):
-        own = either([f'"{name}"' for name, of in KERNEL_FORMATS.items() if compute in of] + ['"auto"'])
-        formats = either([f'"{name}"' for name in KERNEL_FORMATS[products]])
-        own_format = f'precision.compute = "{compute}"'
-        sentence = (
-            f"multiplies matrices of precision.compute = {formats}, not those of {own_format} ({own} would)"
-        )
-        yield DeckProblem("machine.products", sentence, ("precision.compute",))
-
-
-def compile_problems(deck: Deck) -> Iterator[DeckProblem]:
-    """Yield the problem of compiled functions that the deck does not compute."""
-    if not deck.machine.compile:
-        return
-    if deck.precision.compute == "fp16":
-        sentence = 'does not go with precision.compute = "fp16": its functions are of fp32 and bf16'
-        sentence += " (leave it out)"
-        yield DeckProblem("machine.compile", sentence, ("precision.compute",))
-    if deck.run.threads > 1:
-        sentence = f"does not go with run.threads = {deck.run.threads}: its functions have one thread a rank"
-        yield DeckProblem("machine.compile", f"{sentence} (more ranks would do)", ("run.threads",))
-    if deck.run.device.startswith("cuda"):
-        sentence = f'has no effect with run.device = "{deck.run.device}" (leave it out)'
-        yield DeckProblem("machine.compile", sentence, ("run.device",), no_effect=True)
+RELATIONS: Relations = (
+    Conflicts(
+        "machine.products",
+        "precision.compute",
+        ("onednn",),
+        OtherThan("fp32"),
+        because="it multiplies matrices of fp32",
+    ),
+    Conflicts(
+        "machine.products",
+        "precision.compute",
+        ("fp32", "fp32-onednn"),
+        OtherThan("bf16", "fp16"),
+        because="it multiplies matrices of bf16 or fp16",
+    ),
+    Conflicts(
+        "machine.compile",
+        "precision.compute",
+        None,
+        ("fp16",),
+        because="compiled functions compute in fp32 or bf16",
+    ),
+    Conflicts("machine.compile", "run.threads", because="compiled functions have one thread for each rank"),
+    HasEffectWith("machine.compile", "run.device", ("auto", "cpu")),
+    Conflicts("machine.compile", "model.module", because="only functions of built-in models are compiled"),
+    Conflicts("machine.rates", "model.module", because="only times of built-in models are predicted"),
+    HasEffectWith("machine.rates", "communication.server.mode", (None,), because="its steps are not planned"),
+)

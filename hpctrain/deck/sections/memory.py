@@ -7,6 +7,12 @@ from typing import TYPE_CHECKING, Literal
 
 from hpctrain.deck.key import Bytes, PathText, Section, key
 from hpctrain.deck.problem import DeckProblem
+from hpctrain.deck.relations import (
+    Conflicts,
+    OtherThan,
+    Relations,
+    Requires,
+)
 from hpctrain.deck.sections.optimizer import UPDATES_MATRICES
 
 if TYPE_CHECKING:
@@ -63,14 +69,51 @@ class Memory(Section):
 
 
 NO_HOST = 'is for GPUs; on the CPU the device is the host ("device" or "disk" would do)'
-
-
 NO_HOST_ACTIVATIONS = 'is for GPUs; on the CPU they are in host memory anyway ("keep" or "disk" would do)'
+
+_OPTIMIZER, _PARAMETERS = "memory.optimizer", "memory.parameters"
+_BY_MATRIX = "it updates whole matrices, but offloaded state is updated element by element"
+_TOGETHER = "all ranks would have to use offloaded state together"
+_BUILT_IN = "only activations of built-in models are offloaded or compressed"
+
+RELATIONS: Relations = (
+    Conflicts("memory.activations", "run.device", ("host",), ("cpu",), because="its memory is the host's"),
+    Conflicts("memory.activations", "model.module", because=_BUILT_IN),
+    Conflicts(
+        "memory.activation_format",
+        "precision.compute",
+        ("bf16",),
+        OtherThan("fp32"),
+        because="activations have 16 bits already",
+    ),
+    Conflicts("memory.activation_format", "model.module", because=_BUILT_IN),
+    Requires("memory.keep_gathered", "layout.zero", (3,)),
+    Requires("memory.accumulate", "layout.zero", (2, 3)),
+    Conflicts("memory.accumulate", "model.module", because="each micro-batch must use all parameters"),
+    Conflicts(_OPTIMIZER, "run.device", ("host",), ("cpu",), because="its memory is the host's"),
+    Conflicts(_OPTIMIZER, "optimizer.name", None, UPDATES_MATRICES, because=_BY_MATRIX),
+    Conflicts(_OPTIMIZER, "communication.server.mode", because=_TOGETHER),
+    Conflicts(_PARAMETERS, "run.device", ("host",), ("cpu",), because="its memory is the host's"),
+    Conflicts(_PARAMETERS, "communication.server.mode", because=_TOGETHER),
+    Requires(_PARAMETERS, "layout.zero", (3,), because="only ZeRO-3 gathers parameters when they are needed"),
+    (
+        Conflicts(_PARAMETERS, "optimizer.name", None, UPDATES_MATRICES, because=_BY_MATRIX),
+        Requires(_PARAMETERS, _OPTIMIZER, ("host", "disk"), because="parameters are updated where they are"),
+    ),
+)
 
 
 def recompute_problems(deck: Deck) -> Iterator[DeckProblem]:
-    """Yield the problem of a group of recomputed blocks that is longer than the longest part of the model."""
+    """Yield the problem of recomputed blocks that the model, or the module of the user, does not have."""
     layout, recompute = deck.layout, deck.memory.recompute
+    if deck.model.module is not None:
+        if recompute not in {"none", "full"}:
+            sentence = 'is for built-in models; a module can recompute whole blocks only ("full" would do)'
+            yield DeckProblem("memory.recompute", sentence, ("model.module",))
+        elif recompute == "full" and deck.model.blocks is None:
+            sentence = 'requires model.blocks, which names the blocks of a module ("layers.*")'
+            yield DeckProblem("memory.recompute", sentence, ("model.blocks", "model.module"))
+        return
     longest = deck.model.layers - max(0, layout.pipeline * layout.chunks - 2)
     if isinstance(layout.split, tuple):
         longest = max(layout.split, default=1)
@@ -81,31 +124,3 @@ def recompute_problems(deck: Deck) -> Iterator[DeckProblem]:
             '("full", "sqrt", "selective" and "none" would do, too)',
             ("model.layers", "layout.pipeline", "layout.chunks", "layout.split"),
         )
-
-
-def memory_problems(deck: Deck) -> Iterator[DeckProblem]:
-    """Yield the problems of offloaded state and activations with other keys."""
-    memory = deck.memory
-    if memory.parameters != "device" and deck.layout.zero < 3:
-        sentence = (
-            f"needs layout.zero = 3, which gathers parameters when they are needed, not {deck.layout.zero}"
-        )
-        yield DeckProblem("memory.parameters", sentence, ("layout.zero",))
-    in_blocks = deck.optimizer.name in UPDATES_MATRICES
-    for name in ("optimizer", "parameters"):
-        if in_blocks and getattr(memory, name) != "device":
-            updates = f'{deck.optimizer.name} updates parameters in blocks ("device" would do)'
-            sentence = f"is for state that is kept by element, but {updates}"
-            yield DeckProblem(f"memory.{name}", sentence, ("optimizer.name",))
-    if memory.parameters != "device" and memory.optimizer == "device" and not in_blocks:
-        sentence = 'needs memory.optimizer = "host" or "disk": the update is where the parameters are'
-        yield DeckProblem("memory.parameters", sentence, ("memory.optimizer",))
-    if memory.activations == "host" and deck.run.device == "cpu":
-        yield DeckProblem("memory.activations", NO_HOST_ACTIVATIONS, ("run.device",))
-    if memory.activation_format == "bf16" and deck.precision.compute != "fp32":
-        nothing = f'saves nothing with precision.compute = "{deck.precision.compute}", of 16 bits as well'
-        sentence = f'{nothing} ("exact" or "int8" would do)'
-        yield DeckProblem("memory.activation_format", sentence, ("precision.compute",))
-    for name in ("optimizer", "parameters"):
-        if getattr(memory, name) == "host" and deck.run.device == "cpu":
-            yield DeckProblem(f"memory.{name}", NO_HOST, ("run.device",))

@@ -10,6 +10,14 @@ from hpctrain.deck.activations import ACTIVATIONS, DEFAULT_ACTIVATIONS, GATED
 from hpctrain.deck.key import PathText, Section, key, table
 from hpctrain.deck.presets import PresetName
 from hpctrain.deck.problem import DeckProblem, divisors, must_divide, nearest_numbers
+from hpctrain.deck.relations import (
+    GIVEN,
+    Conflicts,
+    Divides,
+    HasEffectWith,
+    Relations,
+    Requires,
+)
 from hpctrain.deck.sections.adapters import Adapters
 from hpctrain.deck.sections.experts import LARGEST_SIZE, MOST_LAYERS, ExpertsTable
 from hpctrain.deck.sections.objective import OF_SCORES
@@ -237,8 +245,33 @@ def _upcycling(deck: Deck, name: str) -> Iterator[DeckProblem]:
         yield DeckProblem("model.experts.shared", sentence, ("model.experts.count",))
 
 
-def model_problems(deck: Deck) -> Iterator[DeckProblem]:
-    """Yield the problems of the sizes of a transformer, and of keys of another family."""
+RELATIONS: Relations = (
+    *(
+        Requires(f"model.{name}", "model.module", GIVEN)
+        for name in ("arguments", "miniature", "blocks", "loss", "initial", "buffers", "plan")
+    ),
+    Conflicts(
+        "model.experts",
+        "communication.server.mode",
+        because="experts are balanced by statistics of steps that all ranks make together",
+    ),
+)
+
+TRANSFORMER_RELATIONS: Relations = (
+    Divides("model.key_value_heads", "model.heads"),
+    Requires("model.rope_base", "model.family", ("llama",)),
+    Requires("model.query_key_norm", "model.family", ("llama",)),
+    Conflicts(
+        "model.tied", "objective.kind", (True,), OF_SCORES, because="a reward model has its own output row"
+    ),
+    HasEffectWith("model.base_width", "model.parametrization", ("mup",)),
+    HasEffectWith("model.base_head_size", "model.parametrization", ("mup",)),
+)
+"""Relations of keys that a user's own module does not have."""
+
+
+def head_problems(deck: Deck) -> Iterator[DeckProblem]:
+    """Yield the problem of a number or a size of attention heads that does not fit the other sizes."""
     model, heads_divide = deck.model, "model.head_size" in deck.sources.defaulted
     if not heads_divide and model.family == "llama" and model.head_size % 2:
         sentence = f"must be even for rotary positions ({model.head_size + 1} would)"
@@ -255,15 +288,6 @@ def model_problems(deck: Deck) -> Iterator[DeckProblem]:
             f"{model.hidden} / {model.heads} = {model.hidden // model.heads}{would}",
             ("model.hidden", "model.family"),
         )
-    if model.heads % model.key_value_heads:
-        sentence = must_divide("model.heads", model.heads, model.key_value_heads)
-        yield DeckProblem("model.key_value_heads", sentence, ("model.heads",))
-    if model.family == "gpt2" and model.rope_base != type(model).model_fields["rope_base"].default:
-        sentence = 'has no effect on model.family = "gpt2", whose positions are learned (leave it out)'
-        yield DeckProblem("model.rope_base", sentence, ("model.family",))
-    if model.family == "gpt2" and model.query_key_norm != "none":
-        sentence = 'is for model.family = "llama", not "gpt2" ("none" would do)'
-        yield DeckProblem("model.query_key_norm", sentence, ("model.family",))
 
 
 SCALED = ("adafactor", "adam-mini", "adamw", "lion", "muon", "schedule-free", "sgd")
@@ -271,14 +295,10 @@ SCALED = ("adafactor", "adam-mini", "adamw", "lion", "muon", "schedule-free", "s
 
 
 def parametrization_problems(deck: Deck) -> Iterator[DeckProblem]:
-    """Yield the problems of muP: a model that cannot be scaled in width, and keys without effect."""
+    """Yield the problems of muP: sizes of the base model, and matrices without a known rule."""
     model, optimizer = deck.model, deck.optimizer.name
     by = ("model.parametrization",)
     if model.parametrization == "standard":
-        for name in ("base_width", "base_head_size"):
-            if getattr(model, name) is not None:
-                sentence = 'has no effect without model.parametrization = "mup" (leave it out)'
-                yield DeckProblem(f"model.{name}", sentence, by, no_effect=True)
         return
     if model.base_width is None:
         sentence = (

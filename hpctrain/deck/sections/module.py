@@ -12,8 +12,6 @@ from hpctrain.deck.key import expand_user_path, name_of
 from hpctrain.deck.problem import DeckProblem, multiples
 from hpctrain.deck.sections.layout import schedule_problems
 from hpctrain.deck.sections.model import Model
-from hpctrain.deck.sections.optimizer import UPDATES_MATRICES
-from hpctrain.text import either
 
 if TYPE_CHECKING:
     from hpctrain.deck.schema import Deck
@@ -23,10 +21,6 @@ _OWN = ("module", "arguments", "miniature", "blocks", "loss", "initial", "buffer
 
 MODULE_KEYS = (*_OWN, "frozen", "vocabulary", "from")
 """Keys of [model] that a deck with a module may have."""
-
-
-ONLY_OF_MODULES = _OWN
-"""Keys of `MODULE_KEYS` that only a deck with a module may have."""
 
 
 TARGETS = "module", "loss", "initial"
@@ -98,32 +92,8 @@ def model_keys(model: Mapping[str, Any]) -> dict[str, Any]:
 _WITH = ("model.module",)
 
 
-_RANKS = {
-    "context": "is supported only by the attention of built-in models",
-    "expert": "distributes experts of built-in models only",
-    "expert_tensor": "splits experts of built-in models only",
-}
-
-
-_DEFAULTS = {
-    "layout.auto": "knows the costs of built-in models only",
-    "memory.activations": "offloads activations of built-in models only",
-    "memory.activation_format": "compresses activations of built-in models only",
-    "memory.accumulate": "requires that every micro-batch of a step uses all parameters",
-    "layout.local_steps": "supports built-in models only",
-    "communication.server": "supports built-in models only",
-    "communication.compress": "supports built-in models only",
-    "run.noise_scale_steps": "supports built-in models only",
-    "data.document_mask": "masks the attention of built-in models only",
-    "machine.compile": "compiles functions of built-in models only",
-    "machine.rates": "predicts times of built-in models only",
-}
-"""Keys that must have their defaults with a module, and the reason."""
-
-
 def module_problems(deck: Deck) -> Iterator[DeckProblem]:
     """Yield the problems of a deck with a module of the user, which is not loaded."""
-    assert deck.model.module is not None
     for key in TARGETS:
         if not is_target(getattr(deck.model, key)):
             yield DeckProblem(f"model.{key}", 'must be "FILE.py:FUNCTION" or "PACKAGE:FUNCTION"')
@@ -134,36 +104,8 @@ def module_problems(deck: Deck) -> Iterator[DeckProblem]:
                 f"model.{name}",
                 "describes a built-in transformer (leave it out; a module has model.arguments)",
             )
-    for name, why in _RANKS.items():
-        if getattr(deck.layout, name) != 1:
-            yield DeckProblem(f"layout.{name}", f"{why} (1 would do with model.module)", _WITH)
     yield from _pipeline(deck)
-    for key, why in _DEFAULTS.items():
-        section, _, name = key.partition(".")
-        table = getattr(deck, section)
-        usual = type(table).model_fields[name].default
-        if getattr(table, name) != usual:
-            yield DeckProblem(key, f"{why}, and does not work with model.module (leave it out)", _WITH)
     yield from _tensor(deck)
-    yield from _in_blocks(deck)
-    recompute = deck.memory.recompute
-    if recompute not in {"none", "full"}:
-        sentence = 'is for built-in models; a module can recompute whole blocks only ("full" would do)'
-        yield DeckProblem("memory.recompute", sentence, _WITH)
-    elif recompute == "full" and deck.model.blocks is None:
-        sentence = 'computes blocks again, and model.blocks does not say which those are ("layers.*")'
-        yield DeckProblem("memory.recompute", sentence, ("model.blocks", *_WITH))
-    if deck.precision.compute == "fp8":
-        sentence = 'works in layers of built-in models only ("bf16" would do with model.module)'
-        yield DeckProblem("precision.compute", sentence, _WITH)
-
-
-def _in_blocks(deck: Deck) -> Iterator[DeckProblem]:
-    """Yield the problem of an optimizer of whole matrices, which tensor parallelism may split."""
-    if deck.optimizer.name in UPDATES_MATRICES and deck.layout.tensor > 1:
-        would = either([f'"{name}"' for name in ("adamw", "sgd", "lion", "schedule-free")])
-        sentence = f"updates whole matrices, which a plan may have cut in parts ({would} would do)"
-        yield DeckProblem("optimizer.name", sentence, ("layout.tensor", *_WITH))
 
 
 def _tensor(deck: Deck) -> Iterator[DeckProblem]:
@@ -174,13 +116,12 @@ def _tensor(deck: Deck) -> Iterator[DeckProblem]:
             'splits a module by a plan (model.plan would say how; models of transformers have "its own")'
         )
         yield DeckProblem("layout.tensor", sentence, ("model.plan", *_WITH))
-    if deck.layout.sequence_parallel and tensor == 1:
-        sentence = "splits the sequence over the tensor ranks and so needs layout.tensor of at least 2, not 1"
-        yield DeckProblem("layout.sequence_parallel", sentence, ("layout.tensor",))
-    elif deck.layout.sequence_parallel and deck.data.dataset is not None:
+    if tensor == 1 or not deck.layout.sequence_parallel:
+        return
+    if deck.data.dataset is not None:
         sentence = "cuts the sequences of token files, and samples of a dataset have none that is known"
         yield DeckProblem("layout.sequence_parallel", sentence, ("data.dataset",))
-    elif deck.layout.sequence_parallel and sequence % tensor:
+    elif sequence % tensor:
         sentence = (
             f"must be a multiple of layout.tensor = {tensor} under layout.sequence_parallel "
             f"({multiples(sequence, tensor)} would)"
@@ -207,12 +148,3 @@ def _pipeline(deck: Deck) -> Iterator[DeckProblem]:
             )
             yield DeckProblem("layout.split", sentence, ("layout.pipeline", "layout.chunks", *_WITH))
     yield from schedule_problems(deck)
-
-
-def without_module(deck: Deck) -> Iterator[DeckProblem]:
-    """Yield the problems of keys of modules in a deck without a module."""
-    for name in ONLY_OF_MODULES:
-        if getattr(deck.model, name) is not None:
-            yield DeckProblem(
-                f"model.{name}", "is a key of your own modules, but model.module is not given", _WITH
-            )

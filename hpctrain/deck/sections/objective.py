@@ -7,7 +7,11 @@ from typing import TYPE_CHECKING, Literal
 
 from hpctrain.deck.key import Section, key
 from hpctrain.deck.problem import DeckProblem, multiples
-from hpctrain.deck.sources import toml_value
+from hpctrain.deck.relations import (
+    Conflicts,
+    Relations,
+    Requires,
+)
 
 if TYPE_CHECKING:
     from hpctrain.deck.schema import Deck
@@ -32,7 +36,7 @@ OF_SCORES = ("reward",)
 """Kinds whose model outputs one score for each token instead of logits."""
 
 
-_OWN = {"dpo": ("beta", "loss", "smoothing"), "reward": ("margin", "centering")}
+_KIND = "objective.kind"
 
 
 class ObjectiveSection(Section):
@@ -75,45 +79,70 @@ class ObjectiveSection(Section):
     )
 
 
-def _differs(keys: ObjectiveSection, name: str) -> bool:
-    return bool(getattr(keys, name) != ObjectiveSection.model_fields[name].default)
+RELATIONS: Relations = (
+    Requires("objective.beta", _KIND, (*REFERRED, *POLICIES)),
+    Conflicts("objective.beta", _KIND, (0.0,), REFERRED, because="it must be above 0", hint="0.1 would do"),
+    Requires("objective.loss", _KIND, ("dpo",)),
+    Requires("objective.smoothing", _KIND, ("dpo",)),
+    Requires("objective.margin", _KIND, ("reward",)),
+    Requires("objective.centering", _KIND, ("reward",)),
+    *(
+        Conflicts(
+            _KIND,
+            name,
+            PREFERENCES,
+            because="a transformer learns from pairs of answers in one token file",
+            hint=f"leave {name} out",
+        )
+        for name in ("model.module", "model.loss", "data.dataset", "data.mixture")
+    ),
+    Conflicts(
+        _KIND,
+        "communication.server",
+        PREFERENCES,
+        because="workers compute next-token losses only",
+        hint="leave [communication.server] out",
+    ),
+    Conflicts(_KIND, "stability.z_loss", PREFERENCES, hint="leave stability.z_loss out"),
+    *(
+        Conflicts(
+            _KIND, name, POLICIES, because="the model learns from its own answers", hint=f"leave {name} out"
+        )
+        for name in (
+            *("model.module", "model.loss", "data.dataset", "data.mixture", "run.tokens"),
+            *("communication.server", "batch.ramp_from", "model.dropout", "stability.z_loss"),
+            *("evaluation.sets", "checkpoint.mirror"),
+        )
+    ),
+    Conflicts(
+        _KIND,
+        "model.experts.capacity",
+        POLICIES,
+        because="experts drop tokens that depend on the other sequences of a micro-batch",
+        hint="leave model.experts.capacity out",
+    ),
+)
 
 
 def objective_problems(deck: Deck) -> Iterator[DeckProblem]:
-    """Yield the problems of a deck with its objective, among them keys that have no effect."""
-    keys, kind = deck.objective, deck.objective.kind
-    for other, names in _OWN.items():
-        for name in names:
-            taken = kind in POLICIES and name == "beta"
-            if kind != other and not taken and _differs(keys, name):
-                sentence = f'is for objective.kind = "{other}", which is {toml_value(kind)} (leave it out)'
-                yield DeckProblem(f"objective.{name}", sentence, ("objective.kind",))
-    if kind not in PREFERENCES:
+    """Yield the problems of pairs of answers, and of replicas of a policy."""
+    keys, batch = deck.objective, deck.batch
+    if keys.kind in POLICIES and deck.layout.replicas > 1:
+        sentence = "conflicts with [layout.local_steps]: the model learns from its own answers"
+        sentence += " (leave layout.local_steps out)"
+        yield DeckProblem(_KIND, sentence, ("layout.local_steps",))
+    if keys.kind not in PREFERENCES:
         return
-    if kind in REFERRED and not keys.beta:
-        yield DeckProblem("objective.beta", 'must be above 0 for "dpo" (0.1 would do)', ("objective.kind",))
-    if kind in OF_SCORES and deck.model.module is None and deck.model.tied:
-        sentence = f"must be false for objective.kind = {toml_value(kind)}, whose head is a row of its own"
-        yield DeckProblem("model.tied", f"{sentence} (leave it out)", ("objective.kind",))
     if keys.loss == "ipo" and keys.smoothing:
-        sentence = 'is for objective.loss = "sigmoid" ("ipo" knows no labels that are wrong; leave it out)'
+        sentence = 'requires objective.loss = "sigmoid", but it is "ipo" (leave it out)'
         yield DeckProblem("objective.smoothing", sentence, ("objective.loss",))
-    for name in ("model.module", "model.loss", "data.dataset", "data.mixture"):
-        if deck.value(name) is not None:
-            sentence = (
-                "is not for pairs of answers, which a transformer learns from one token file (leave it out)"
-            )
-            yield DeckProblem("objective.kind", f"{name} {sentence}", (name,))
-    if deck.communication.server is not None:
-        sentence = "is not for servers and workers (leave [communication.server] out)"
-        yield DeckProblem("objective.kind", sentence, ("communication.server",))
-    if deck.stability.z_loss:
-        sentence = 'has no z-loss: stability.z_loss is for "next-token" (leave it out)'
-        yield DeckProblem("objective.kind", sentence, ("stability.z_loss",))
-    even = {"batch.micro_size": deck.batch.micro_size, "batch.global_size": deck.batch.global_size}
-    even["batch.ramp_from"] = deck.batch.ramp_from
-    even["run.evaluate_sequences"] = deck.run.evaluate_sequences
+    even = {
+        "batch.micro_size": batch.micro_size,
+        "batch.global_size": batch.global_size,
+        "batch.ramp_from": batch.ramp_from,
+        "run.evaluate_sequences": deck.run.evaluate_sequences,
+    }
     for name, size in even.items():
         if size % 2:
             sentence = f"must be even: a pair of answers is two sequences ({multiples(size, 2)} would do)"
-            yield DeckProblem(name, sentence, ("objective.kind",))
+            yield DeckProblem(name, sentence, (_KIND,))

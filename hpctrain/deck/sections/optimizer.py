@@ -7,6 +7,15 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from hpctrain.deck.key import Section, key, table
 from hpctrain.deck.problem import DeckProblem
+from hpctrain.deck.relations import (
+    GIVEN,
+    Above,
+    Conflicts,
+    OtherThan,
+    Relations,
+    Requires,
+)
+from hpctrain.text import either
 
 if TYPE_CHECKING:
     from hpctrain.deck.schema import Deck
@@ -131,30 +140,46 @@ class OptimizerSection(Section):
         return cast("OptimizerTable", self.selected("name"))
 
 
+_NAME, _SERVER, _COMPRESS = "optimizer.name", "communication.server.mode", "communication.compress"
+
+RELATIONS: Relations = (
+    Conflicts(_NAME, _SERVER, UPDATES_MATRICES, GIVEN, because="servers divide matrices"),
+    Conflicts(
+        _NAME,
+        "communication.server",
+        ("schedule-free",),
+        GIVEN,
+        because="workers would not evaluate the average of the weights",
+    ),
+    Conflicts(
+        _NAME,
+        _COMPRESS,
+        OtherThan("adamw"),
+        ("onebit",),
+        because="it sends the momentum of Adam",
+    ),
+    Requires("optimizer.sgd.nesterov", "optimizer.sgd.momentum", Above(0)),
+    Requires("optimizer.muon.nesterov", "optimizer.muon.momentum", Above(0)),
+    Conflicts(
+        "optimizer.sgd.nesterov",
+        _COMPRESS,
+        None,
+        ("topk",),
+        because="it requires the same momentum on all ranks, but each rank has its own until it sends it",
+    ),
+)
+
+
 def optimizer_problems(deck: Deck) -> Iterator[DeckProblem]:
-    """Yield what is wrong with the optimizer of a deck."""
-    name, rule = deck.optimizer.name, deck.optimizer.rule
+    """Yield the problems of an optimizer that the layout or the model does not allow."""
+    name, rule, local_steps = deck.optimizer.name, deck.optimizer.rule, deck.layout.local_steps
     if isinstance(rule, MuonTable) and not rule.matrices:
         sentence = 'must name the matrices that Muon updates (["blocks.*"] would do)'
         yield DeckProblem("optimizer.muon.matrices", sentence)
-    if isinstance(rule, SgdTable | MuonTable) and rule.nesterov and not rule.momentum:
-        momentum = f"optimizer.{name}.momentum"
-        sentence = f"looks ahead by the momentum, and needs {momentum} above 0 (or false)"
-        yield DeckProblem(f"optimizer.{name}.nesterov", sentence, (momentum,))
-    if isinstance(rule, ScheduleFreeTable):
-        yield from _averaged(deck)
-
-
-def _averaged(deck: Deck) -> Iterator[DeckProblem]:
-    """Yield the problems of schedule-free AdamW, whose model is an average of the weights."""
-    name = f'optimizer.name = "{deck.optimizer.name}"'
-    if deck.learning_rate.decay != "constant":
-        sentence = f'must be "constant" with {name}, whose average of the weights replaces a decay'
-        yield DeckProblem("learning_rate.decay", sentence, ("optimizer.name",))
-    local_steps = deck.layout.local_steps
-    if local_steps is not None and local_steps.differ:
-        sentence = "does not work with local steps, since each replica would have an average of its own"
-        yield DeckProblem("optimizer.name", f'{sentence} ("adamw" would do)', ("layout.local_steps",))
-    if deck.communication.server is not None:
-        sentence = "does not work with servers, since workers would not evaluate the average of the weights"
-        yield DeckProblem("optimizer.name", f'{sentence} ("adamw" would do)', ("communication.server",))
+    if name == "schedule-free" and local_steps is not None and local_steps.differ:
+        sentence = 'conflicts with local steps: each replica would have its own average ("adamw" would do)'
+        yield DeckProblem(_NAME, sentence, ("layout.local_steps",))
+    if name in UPDATES_MATRICES and deck.layout.tensor > 1 and deck.model.module is not None:
+        would = either([f'"{each}"' for each in ("adamw", "sgd", "lion", "schedule-free")])
+        sentence = f"updates whole matrices, which the plan of a module may have split ({would} would do)"
+        yield DeckProblem(_NAME, sentence, ("layout.tensor", "model.module"))

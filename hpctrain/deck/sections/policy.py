@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
@@ -10,6 +10,12 @@ from pydantic import Field
 from hpctrain.deck.code import is_file_target, is_target, resolve_target
 from hpctrain.deck.key import Duration, PathText, Section, key
 from hpctrain.deck.problem import DeckProblem, multiples
+from hpctrain.deck.relations import (
+    Above,
+    Relation,
+    Relations,
+    Requires,
+)
 from hpctrain.deck.sections.objective import POLICIES
 from hpctrain.deck.sections.rank_partition import (
     CRITIC,
@@ -142,7 +148,25 @@ class PolicySection(Section):
     )
 
 
-_OF_PPO = ("whiten", "gamma", "gae_lambda", "value_clip", "critic")
+_KIND = "objective.kind"
+
+_FURTHER_RELATIONS: Mapping[str, Relation] = {
+    **{
+        f"policy.{name}": Requires(f"policy.{name}", _KIND, ("ppo",))
+        for name in ("whiten", "gamma", "gae_lambda", "value_clip", "critic")
+    },
+    "policy.scale": Requires("policy.scale", _KIND, ("grpo",)),
+    "policy.reference": Requires("policy.reference", "objective.beta", Above(0)),
+}
+"""Relations of keys that hold in addition if the objective trains a policy."""
+
+RELATIONS: Relations = tuple(
+    (
+        Requires(name, _KIND, POLICIES),
+        *((_FURTHER_RELATIONS[name],) if name in _FURTHER_RELATIONS else ()),
+    )
+    for name in (f"policy.{each}" for each in PolicySection.model_fields)
+)
 
 
 def fill_rewards(policy: dict[str, Any], deck_name: str) -> None:
@@ -194,15 +218,9 @@ def answers_to_each(deck: Deck) -> int:
 
 
 def policy_problems(deck: Deck) -> Iterator[DeckProblem]:
-    """Yield the problems of a deck with [policy], among them keys that have no effect."""
-    keys, kind = deck.policy, deck.objective.kind
-    if kind not in POLICIES:
-        for name, field in PolicySection.model_fields.items():
-            if getattr(keys, name) != field.default:
-                sentence = (
-                    f'is for objective.kind = "ppo" or "grpo", which is {toml_value(kind)} (leave it out)'
-                )
-                yield DeckProblem(f"policy.{name}", sentence, ("objective.kind",))
+    """Yield the problems of rewards, sizes of rollouts and dedicated ranks, if a deck trains a policy."""
+    keys = deck.policy
+    if deck.objective.kind not in POLICIES:
         return
     if not keys.reward:
         yield DeckProblem("policy.reward", 'must name what rewards answers ("exact-match" would do)')
@@ -226,21 +244,8 @@ def policy_problems(deck: Deck) -> Iterator[DeckProblem]:
             "policy.stops", "has an empty text, which would end every answer at once (leave it out)"
         )
     yield from _sizes(deck)
-    yield from _excluded_keys(deck)
     judged_by_models = not all(map(_reads_texts, keys.reward))
     yield from division_problems(deck, judged_by_models, referred=deck.objective.beta > 0)
-    if kind == "grpo":
-        for name in _OF_PPO:
-            if getattr(keys, name) != PolicySection.model_fields[name].default:
-                sentence = 'is for objective.kind = "ppo", which has a critic (leave it out)'
-                yield DeckProblem(f"policy.{name}", sentence, ("objective.kind",))
-    elif not keys.scale:
-        yield DeckProblem(
-            "policy.scale", 'is for objective.kind = "grpo" (leave it out)', ("objective.kind",)
-        )
-    if keys.reference and not deck.objective.beta:
-        sentence = "is never asked, since objective.beta = 0 (leave it out)"
-        yield DeckProblem("policy.reference", sentence, ("objective.beta",))
 
 
 def _sizes(deck: Deck) -> Iterator[DeckProblem]:
@@ -276,30 +281,6 @@ def _sizes(deck: Deck) -> Iterator[DeckProblem]:
                 f"batch.global_size; {multiples(value, steps)} would do)"
             )
             yield DeckProblem(name, sentence, ("policy.rollout", "policy.epochs", "batch.global_size"))
-
-
-def _excluded_keys(deck: Deck) -> Iterator[DeckProblem]:
-    """Yield the problems of keys that are impossible with answers that the model generates."""
-    for name in ("model.module", "model.loss", "data.dataset", "data.mixture", "run.tokens"):
-        if deck.value(name) is not None:
-            sentence = f"{name} is not for a model that learns from what it writes itself (leave it out)"
-            yield DeckProblem("objective.kind", sentence, (name,))
-    wrong = {
-        "communication.server": deck.communication.server is not None,
-        "layout.local_steps": deck.layout.replicas > 1,
-        "batch.ramp_from": deck.batch.ramp_from > 0,
-        "model.dropout": deck.model.dropout > 0,
-        "stability.z_loss": deck.stability.z_loss > 0,
-        "evaluation.sets": bool(deck.evaluation.sets),
-        "checkpoint.mirror": deck.checkpoint.mirror,
-    }
-    for name, given in wrong.items():
-        if given:
-            sentence = f"{name} is not for a model that learns from what it writes itself (leave it out)"
-            yield DeckProblem("objective.kind", sentence, (name,))
-    if deck.model.experts is not None and deck.model.experts.capacity is not None:
-        sentence = "has experts with a capacity, which drop tokens by what is beside them (leave it out)"
-        yield DeckProblem("objective.kind", sentence, ("model.experts.capacity",))
 
 
 def weights_of(keys: PolicySection) -> tuple[float, ...]:

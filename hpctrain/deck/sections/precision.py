@@ -7,6 +7,12 @@ from typing import TYPE_CHECKING, Literal
 
 from hpctrain.deck.key import Section, key
 from hpctrain.deck.problem import DeckProblem, multiples
+from hpctrain.deck.relations import (
+    GIVEN,
+    Conflicts,
+    HasEffectWith,
+    Relations,
+)
 from hpctrain.deck.sections.experts import dense_blocks
 
 if TYPE_CHECKING:
@@ -81,70 +87,70 @@ class PrecisionSection(Section):
         return f"fp8 ({self.fp8})" if self.compute == "fp8" else self.compute
 
 
-_COMPUTE, _RECIPE = ("precision.compute",), ("precision.fp8",)
-
-
-_OF_FP16 = ("initial_loss_scale", "loss_scale_window")
-
-
-_OF_FP8 = ("fp8", "fp8_history", "fp8_gradients", "fp8_exclude", "fp8_messages", "fp8_gather", "fp8_watch")
-
-
-ONE_SCALE = ("tensor", "delayed")
-"""Recipes in which a matrix has a single scale."""
-
-
 BLOCK_SIZES = {"block": 128, "mx": 32}
 """Number of elements with a common scale in recipes that scale blocks along a dimension."""
 
+_COMPUTE, _RECIPE, _SERVER = "precision.compute", "precision.fp8", "communication.server.mode"
+
+
+def _of_fp8(name: str) -> HasEffectWith:
+    return HasEffectWith(f"precision.{name}", _COMPUTE, ("fp8",))
+
+
+RELATIONS: Relations = (
+    Conflicts(_COMPUTE, "model.module", ("fp8",), because="only built-in models multiply in 8 bits"),
+    Conflicts(
+        _COMPUTE,
+        _SERVER,
+        ("fp16",),
+        GIVEN,
+        because="its loss scale requires common steps",
+    ),
+    HasEffectWith("precision.initial_loss_scale", _COMPUTE, ("fp16",)),
+    HasEffectWith("precision.loss_scale_window", _COMPUTE, ("fp16",)),
+    _of_fp8("fp8"),
+    _of_fp8("fp8_gradients"),
+    _of_fp8("fp8_exclude"),
+    (_of_fp8("fp8_history"), HasEffectWith("precision.fp8_history", _RECIPE, ("delayed",))),
+    (
+        _of_fp8("fp8_messages"),
+        HasEffectWith("precision.fp8_messages", "layout.sequence_parallel", (True,)),
+    ),
+    (
+        _of_fp8("fp8_gather"),
+        HasEffectWith("precision.fp8_gather", "layout.zero", (3,)),
+        Conflicts(
+            "precision.fp8_gather",
+            _RECIPE,
+            None,
+            ("row", "block", "mx"),
+            because="ranks divide elements with a common scale, and transposed matrices have other scales",
+            also=(_COMPUTE, "layout.zero"),
+        ),
+    ),
+    (
+        _of_fp8("fp8_watch"),
+        Conflicts(
+            "precision.fp8_watch",
+            "communication.server",
+            because="workers make steps by themselves, and no rank has the counts of all",
+        ),
+    ),
+)
+
 
 def precision_problems(deck: Deck) -> Iterator[DeckProblem]:
-    """Yield the problems of the number formats of a deck, among them keys that have no effect."""
-    keys, server = deck.precision, deck.communication.server
-    said = f'precision.compute = "{keys.compute}"'
-    if keys.compute != "fp16":
-        yield from _in_vain(keys, _OF_FP16, said, _COMPUTE)
-    if keys.compute != "fp8":
-        yield from _in_vain(keys, _OF_FP8, said, _COMPUTE)
+    """Yield the problems of scales in 8 bits that the layout, or steps of single workers, do not allow."""
+    if deck.precision.compute != "fp8":
         return
-    if keys.fp8_messages and not deck.layout.sequence_parallel:
-        sentence = "has no effect without layout.sequence_parallel = true (leave it out)"
-        yield DeckProblem("precision.fp8_messages", sentence, ("layout.sequence_parallel",), no_effect=True)
-    if keys.fp8_gather and deck.layout.zero != 3:
-        sentence = "has no effect without layout.zero = 3 (leave it out)"
-        yield DeckProblem("precision.fp8_gather", sentence, ("layout.zero",), no_effect=True)
-    elif keys.fp8_gather and keys.fp8 not in ONE_SCALE:
+    if deck.precision.fp8 == "delayed" and deck.communication.server is not None:
         sentence = (
-            f'does not go with precision.fp8 = "{keys.fp8}": slices divide elements with a common scale, and '
-            'the transposed matrix has other scales ("tensor" and "delayed" have one scale a matrix)'
-        )
-        yield DeckProblem("precision.fp8_gather", sentence, (*_COMPUTE, *_RECIPE, "layout.zero"))
-    if keys.fp8 != "delayed":
-        yield from _in_vain(keys, ("fp8_history",), f'precision.fp8 = "{keys.fp8}"', _RECIPE)
-    elif server is not None:
-        sentence = (
-            f'does not go with communication.server.mode = "{server.mode}": its scales follow steps '
+            f'conflicts with {_SERVER} = "{deck.communication.server.mode}": its scales follow steps '
             'that all ranks make together ("tensor", "row", "block" or "mx" would do)'
         )
-        yield DeckProblem("precision.fp8", sentence, (*_COMPUTE, "communication.server"))
-    if keys.fp8_watch and server is not None:
-        sentence = (
-            f'must be 0 with communication.server.mode = "{server.mode}": workers make steps by '
-            "themselves, and nobody has the counts of all"
-        )
-        yield DeckProblem("precision.fp8_watch", sentence, ("communication.server",))
-    if keys.fp8 in BLOCK_SIZES:
-        yield from _cuts_within_blocks(deck, BLOCK_SIZES[keys.fp8])
-
-
-def _in_vain(
-    keys: PrecisionSection, names: tuple[str, ...], said: str, other_keys: tuple[str, ...]
-) -> Iterator[DeckProblem]:
-    """Yield the problems of keys that are given and have no effect."""
-    for name in names:
-        if getattr(keys, name) != PrecisionSection.model_fields[name].default:
-            sentence = f"has no effect with {said} (leave it out)"
-            yield DeckProblem(f"precision.{name}", sentence, other_keys, no_effect=True)
+        yield DeckProblem(_RECIPE, sentence, (_COMPUTE, "communication.server"))
+    if deck.precision.fp8 in BLOCK_SIZES:
+        yield from _cuts_within_blocks(deck, BLOCK_SIZES[deck.precision.fp8])
 
 
 def _cuts_within_blocks(deck: Deck, block: int) -> Iterator[DeckProblem]:
@@ -170,7 +176,7 @@ def _cuts_within_blocks(deck: Deck, block: int) -> Iterator[DeckProblem]:
                 f'{recipe} ({multiples(size, unit)} would; "tensor", "delayed" and "row" do not ask '
                 "for it)"
             )
-            others = (*_COMPUTE, *_RECIPE, *name.split(" x "))
+            others = (_COMPUTE, _RECIPE, *name.split(" x "))
             yield DeckProblem("layout.tensor", sentence, others)
     pieces = 2 * context if layout.context_form == "ring" else context
     unit = block * pieces
@@ -181,5 +187,5 @@ def _cuts_within_blocks(deck: Deck, block: int) -> Iterator[DeckProblem]:
             f'a multiple of {block} with {recipe} ({multiples(tokens, unit)} in all would; "tensor", '
             '"delayed" and "row" do not ask for it)'
         )
-        others = (*_COMPUTE, *_RECIPE, "batch.micro_size", "batch.sequence", "layout.context_form")
+        others = (_COMPUTE, _RECIPE, "batch.micro_size", "batch.sequence", "layout.context_form")
         yield DeckProblem("layout.context", sentence, others)

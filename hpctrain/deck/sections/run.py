@@ -7,6 +7,11 @@ from typing import TYPE_CHECKING, Literal
 
 from hpctrain.deck.key import Duration, PathText, Section, Whole, key
 from hpctrain.deck.problem import DeckProblem
+from hpctrain.deck.relations import (
+    AtMost,
+    Conflicts,
+    Relations,
+)
 from hpctrain.deck.sections.local_steps import in_replicas
 from hpctrain.deck.sections.machine import MOST_THREADS
 from hpctrain.deck.sources import toml_value
@@ -95,6 +100,21 @@ class RunSection(Section):
 
 
 _TITLE_BYTES = 200  # names of files may have 255 bytes, and some consist of the title and more
+_NOISE_SCALE, _MODULE = "run.noise_scale_steps", "model.module"
+_NOT_MEANS = frozenset({"sign", "onebit", "topk", "powersgd"})
+"""Compressions whose sums differ from the gradient sums of the step by more than rounding."""
+
+RELATIONS: Relations = (
+    AtMost("run.time_margin", "run.time_limit", below=True),
+    Conflicts(
+        "run.tokens",
+        "data.dataset",
+        because="the samples of a dataset have no tokens",
+        hint="run.steps would do",
+    ),
+    Conflicts(_NOISE_SCALE, _MODULE, because="it is measured for built-in models only"),
+    Conflicts("run.trace", "communication.server.mode", because="it shows steps of all ranks together"),
+)
 
 
 def title_problems(deck: Deck) -> Iterator[DeckProblem]:
@@ -110,35 +130,8 @@ def title_problems(deck: Deck) -> Iterator[DeckProblem]:
         yield DeckProblem("run.title", why, for_new_decks=True)
 
 
-def run_problems(deck: Deck) -> Iterator[DeckProblem]:
-    """Yield the problems of the time limit, the transport, stragglers and mirrored checkpoints."""
-    run, limit, margin = deck.run, deck.run.time_limit, deck.run.time_margin
-    if limit is not None and margin is not None and margin >= limit:
-        sentence = f"must be less than run.time_limit = {toml_value(limit)}"
-        yield DeckProblem("run.time_margin", sentence, ("run.time_limit",))
-    if 0 < deck.stability.straggler_factor <= 1:
-        sentence = "must be above 1, or 0 to name no rank: half of all ranks take longer than the median"
-        yield DeckProblem("stability.straggler_factor", sentence)
-    if deck.communication.transport == "nccl" and run.device == "cpu":
-        sentence = 'works between GPUs only, but run.device = "cpu" ("auto" or "mpi" would do)'
-        yield DeckProblem("communication.transport", sentence, ("run.device",))
-    transport = deck.communication.transport
-    nodes = deck.communication.ranks_per_node
-    delayed = {"auto", "mpi", "shared"} if nodes else {"auto", "mpi"}
-    if deck.communication.emulate is not None and transport not in delayed:
-        sentence = f'delays what the host sends, but communication.transport = "{transport}" ("mpi" would do)'
-        yield DeckProblem("communication.emulate", sentence, ("communication.transport",))
-    if nodes and transport == "nccl":
-        sentence = 'is for what hosts send, but communication.transport = "nccl" (leave it out)'
-        yield DeckProblem("communication.ranks_per_node", sentence, ("communication.transport",))
-    kept = deck.checkpoint
-    if not kept.mirror and kept.mirror_every != type(kept).model_fields["mirror_every"].default:
-        sentence = "has no effect without checkpoint.mirror = true (leave it out)"
-        yield DeckProblem("checkpoint.mirror_every", sentence, ("checkpoint.mirror",), no_effect=True)
-
-
 def length_problems(deck: Deck) -> Iterator[DeckProblem]:
-    """Yield the problems of the keys that give the length of the run."""
+    """Yield the problems of several keys that give the length of the run."""
     run = deck.run
     given = [f"run.{name}" for name in ("tokens", "epochs") if getattr(run, name) is not None]
     if "run.steps" in deck.sources.places and not deck.sources.place("run.steps").note:
@@ -146,16 +139,6 @@ def length_problems(deck: Deck) -> Iterator[DeckProblem]:
     for name in given[1:]:
         sentence = f"gives the length of the run, as {given[0]} does (leave one of them out)"
         yield DeckProblem(name, sentence, (given[0],))
-    if run.tokens is not None and deck.data.dataset is not None:
-        sentence = "counts tokens, and a dataset that you bring has samples (run.steps would do)"
-        yield DeckProblem("run.tokens", sentence, ("data.dataset",))
-
-
-_NOISE_SCALE = "run.noise_scale_steps"
-
-
-_NOT_MEANS = frozenset({"sign", "onebit", "topk", "powersgd"})
-"""Compressions whose sums differ from the gradient sums of the step by more than rounding."""
 
 
 def noise_scale_problems(deck: Deck) -> Iterator[DeckProblem]:
@@ -164,26 +147,26 @@ def noise_scale_problems(deck: Deck) -> Iterator[DeckProblem]:
         return
     layout, keys = deck.layout, deck.communication
 
-    def problem(why: str, *excluding: str) -> DeckProblem:
-        given = " and ".join(f"{other} = {toml_value(deck.value(other))}" for other in excluding)
-        return DeckProblem(_NOISE_SCALE, f"cannot be with {given}, {why} (0 would do)", excluding)
+    def problem(why: str, *conflicting: str) -> DeckProblem:
+        given = " and ".join(f"{name} = {toml_value(deck.value(name))}" for name in conflicting)
+        return DeckProblem(_NOISE_SCALE, f"conflicts with {given}, {why} (0 would do)", conflicting)
 
     if keys.server is not None:
         yield problem("whose workers do not make steps together", "communication.server.mode")
         return
     if in_replicas(deck):
-        key = "layout.local_steps." + ("replicas" if layout.replicas > 1 else "outer")
-        yield problem("as gradients are not summed over all data ranks then", key)
+        name = "layout.local_steps." + ("replicas" if layout.replicas > 1 else "outer")
+        yield problem("with which gradients are not summed over all data ranks", name)
     if keys.compress in _NOT_MEANS:
-        yield problem("which makes other sums than those of all gradients", "communication.compress")
+        yield problem("which changes the sums of gradients", "communication.compress")
     if deck.memory.accumulate == "sliced":
-        yield problem("as no rank has the gradients of all its tokens then", "memory.accumulate")
+        yield problem("with which no rank has the gradients of all its tokens", "memory.accumulate")
     if layout.context > 1:
         yield problem("whose ranks have gradients of parts of the same sequences", "layout.context")
     if deck.model.experts:
         for name in ("expert", "expert_tensor", "tensor"):
             if getattr(layout, name) > 1:
-                why = "with which experts' gradients are those of several ranks' tokens"
+                why = "with which gradients of experts are of tokens of several ranks"
                 yield problem(why, f"layout.{name}", "model.experts.count")
                 break
 

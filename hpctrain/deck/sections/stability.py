@@ -7,6 +7,11 @@ from typing import TYPE_CHECKING, Literal
 
 from hpctrain.deck.key import Duration, Section, key
 from hpctrain.deck.problem import DeckProblem
+from hpctrain.deck.relations import (
+    Conflicts,
+    HasEffectWith,
+    Relations,
+)
 
 if TYPE_CHECKING:
     from hpctrain.deck.schema import Deck
@@ -75,16 +80,32 @@ class Stability(Section):
 
 _SPIKE = "stability.spike"
 
+RELATIONS: Relations = (
+    HasEffectWith("stability.corruption_every", "stability.corruption", ("cheap", "full")),
+    HasEffectWith("stability.spike_window", _SPIKE, ("skip", "rollback")),
+    HasEffectWith("stability.spike_factor", _SPIKE, ("skip", "rollback")),
+    HasEffectWith("stability.spike_most", _SPIKE, ("skip", "rollback")),
+    HasEffectWith("stability.spike_back", _SPIKE, ("rollback",)),
+    Conflicts("stability.corruption", "communication.server.mode", because="state of servers is not checked"),
+    Conflicts(
+        _SPIKE,
+        "communication.server.mode",
+        because="servers update with each gradient",
+    ),
+    Conflicts(
+        "stability.verify_layout",
+        "communication.server.mode",
+        because="it compares steps of all ranks together",
+    ),
+)
+
 
 def stability_problems(deck: Deck) -> Iterator[DeckProblem]:
-    """Yield the problems of the reaction of a deck to spikes."""
+    """Yield the problems of reports of slow ranks, and of the reaction to spikes."""
     keys, checkpoint, steps = deck.stability, deck.checkpoint, deck.run.steps
-    if keys.corruption == "off" and keys.corruption_every != _default("corruption_every"):
-        sentence = 'has no effect with stability.corruption = "off" (leave it out)'
-        yield DeckProblem("stability.corruption_every", sentence, ("stability.corruption",), no_effect=True)
-    for name in _in_vain(keys):
-        sentence = f'has no effect with {_SPIKE} = "{keys.spike}" (leave it out)'
-        yield DeckProblem(f"stability.{name}", sentence, (_SPIKE,), no_effect=True)
+    if 0 < keys.straggler_factor <= 1:
+        sentence = "must be above 1, or 0 to name no rank: half of all ranks take longer than the median"
+        yield DeckProblem("stability.straggler_factor", sentence)
     if keys.spike == "off":
         return
     judged = steps - deck.learning_rate.warmup
@@ -110,19 +131,3 @@ def stability_problems(deck: Deck) -> Iterator[DeckProblem]:
             )
             others = ("checkpoint.keep", "checkpoint.every", "checkpoint.memory_every")
             yield DeckProblem("stability.spike_back", sentence, others)
-
-
-def _in_vain(keys: Stability) -> Iterator[str]:
-    """Yield the names of keys that differ from their defaults and have no effect."""
-    looked_at = {
-        "off": (),
-        "skip": ("spike_window", "spike_factor", "spike_most"),
-        "rollback": ("spike_window", "spike_factor", "spike_most", "spike_back"),
-    }[keys.spike]
-    for name in ("spike_window", "spike_factor", "spike_back", "spike_most"):
-        if name not in looked_at and getattr(keys, name) != _default(name):
-            yield name
-
-
-def _default(name: str) -> object:
-    return Stability.model_fields[name].default

@@ -177,9 +177,11 @@ def test_invalid_links_are_refused(text: str) -> None:
 
 
 def test_nccl_is_not_delayed() -> None:
-    with pytest.raises(HpctrainError, match=r"communication.emulate.*delays what the host sends"):
+    with pytest.raises(HpctrainError, match=r"communication.emulate.*delays messages of hosts"):
         small_deck("communication.emulate=1 Gbit/s", "communication.transport=shared")
-    with pytest.raises(HpctrainError, match=r"communication.ranks_per_node.*is for what hosts send"):
+    with pytest.raises(
+        HpctrainError, match=r"communication.ranks_per_node.*only messages of hosts are emulated"
+    ):
         small_deck("communication.ranks_per_node=2", "communication.transport=nccl")
-    with pytest.raises(HpctrainError, match=r"communication.emulate.*delays what the host sends"):
+    with pytest.raises(HpctrainError, match=r"communication.emulate.*delays messages of hosts"):
         small_deck("communication.emulate=1 Gbit/s", "communication.transport=nccl")

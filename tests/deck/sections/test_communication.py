@@ -57,13 +57,17 @@ def test_compression_that_can_be(overrides: list[str]) -> None:
         ),
         (
             ["communication.compress=int8", "layout.zero=2"],
-            "layout.zero=2: shards gradients, but communication.compress = "
-            '"int8" needs complete gradients on each rank to keep what it does not send (0 or 1 would do)',
+            (
+                'layout.zero=2: conflicts with communication.compress = "int8": each rank needs '
+                "complete gradients to keep what it does not send (0 or 1 would do)"
+            ),
         ),
         (
             ["communication.compress=int8", "layout.zero=1", "layout.zero_group=2"],
-            "layout.zero_group=2: needs a second, exact sum between groups, which "
-            'communication.compress = "int8" excludes (leave it out)',
+            (
+                'layout.zero_group=2: conflicts with communication.compress = "int8": gradients '
+                "would be summed exactly between groups (leave it out)"
+            ),
         ),
         (
             [*TOP_K, "communication.error_feedback=false"],
@@ -72,24 +76,33 @@ def test_compression_that_can_be(overrides: list[str]) -> None:
         ),
         (
             [*TOP_K, "optimizer.name=sgd", "optimizer.momentum=0.9", "optimizer.nesterov=true"],
-            "optimizer.nesterov=true: needs the same momentum on all ranks, but with "
-            'communication.compress = "topk" each rank has its own until it sends it (false would do)',
+            (
+                'optimizer.nesterov=true: conflicts with communication.compress = "topk": it '
+                "requires the same momentum on all ranks, but each rank has its own until it sends "
+                "it (false would do)"
+            ),
         ),
         (
             [ONE_BIT[0], "communication.warmup=0"],
-            'communication.warmup=0: must be 1 or more with communication.compress = "onebit": exact steps '
-            "at the start determine the step size of each element for the rest of the run (a tenth of "
-            "run.steps or more would do)",
+            (
+                'communication.warmup=0: conflicts with communication.compress = "onebit": exact '
+                "steps at the start determine the step size of each element for the rest of the "
+                "run (a tenth of run.steps or more would do)"
+            ),
         ),
         (
             [*ONE_BIT, "optimizer.name=lion"],
-            'optimizer.name=lion: must be "adamw" with communication.compress = "onebit", which sends '
-            "the momentum of Adam in one bit per element",
+            (
+                'optimizer.name=lion: conflicts with communication.compress = "onebit": it sends '
+                'the momentum of Adam ("adamw" would do)'
+            ),
         ),
         (
             [*ONE_BIT, "optimizer.name=sgd"],
-            'optimizer.name=sgd: must be "adamw" with communication.compress = "onebit", which sends '
-            "the momentum of Adam in one bit per element",
+            (
+                'optimizer.name=sgd: conflicts with communication.compress = "onebit": it sends '
+                'the momentum of Adam ("adamw" would do)'
+            ),
         ),
     ],
 )

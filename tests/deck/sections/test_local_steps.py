@@ -41,7 +41,10 @@ def problems(*overrides: str, ranks: int | None = None) -> list[str]:
         ),
         (
             ["replicas=2", "layout.zero=1", "layout.zero_group=2"],
-            "layout.zero_group=2: cannot be with layout.local_steps.replicas = 2",
+            (
+                "layout.zero_group=2: conflicts with layout.local_steps.replicas = 2: layout.zero "
+                "shards within each replica (leave it out)"
+            ),
         ),
         (
             ["replicas=2", "local_steps=9", "fragments=3"],
@@ -53,11 +56,17 @@ def problems(*overrides: str, ranks: int | None = None) -> list[str]:
         ),
         (
             ["replicas=2", "compress=int8", "compress_between=nodes"],
-            "communication.compress_between=nodes: cannot be with layout.local_steps.replicas = 2",
+            (
+                "communication.compress_between=nodes: conflicts with layout.local_steps.replicas "
+                '= 2: sums are compressed within each replica ("ranks" would do)'
+            ),
         ),
         (
             ["replicas=2", "local_steps=3", "delay=3"],
-            "communication.delay=3: must be below layout.local_steps.steps = 3: what is under way arrives",
+            (
+                "communication.delay=3: must be below layout.local_steps.steps = 3: a "
+                "synchronization takes effect before the next one starts"
+            ),
         ),
     ],
 )

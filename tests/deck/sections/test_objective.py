@@ -21,39 +21,57 @@ def test_kinds() -> None:
     [
         (
             "beta = 0.3",
-            'objective.beta = 0.3: is for objective.kind = "dpo", which is "next-token" (leave it out)',
+            (
+                'objective.beta = 0.3: requires objective.kind = "dpo", "ppo" or "grpo", but it is '
+                '"next-token"'
+            ),
         ),
         (
             'loss = "ipo"',
-            'objective.loss = "ipo": is for objective.kind = "dpo", which is "next-token" (leave',
+            'objective.loss = "ipo": requires objective.kind = "dpo", but it is "next-token"',
         ),
-        ('kind = "dpo"\nbeta = 0', 'objective.beta = 0: must be above 0 for "dpo" (0.1 would do)'),
+        (
+            'kind = "dpo"\nbeta = 0',
+            ('objective.beta = 0: conflicts with objective.kind = "dpo": it must be above 0 (0.1 would do)'),
+        ),
         ('kind = "dpo"\nsmoothing = 0.5', "objective.smoothing = 0.5: must be"),
         (
             'kind = "dpo"\nloss = "ipo"\nsmoothing = 0.1',
-            'objective.smoothing = 0.1: is for objective.loss = "sigmoid"',
+            (
+                'objective.smoothing = 0.1: requires objective.loss = "sigmoid", but it is "ipo" '
+                "(leave it out)"
+            ),
         ),
-        ("centering = 0.01", 'objective.centering = 0.01: is for objective.kind = "reward", which is "next'),
+        (
+            "centering = 0.01",
+            'objective.centering = 0.01: requires objective.kind = "reward", but it is "next-token"',
+        ),
         (
             'kind = "dpo"\nmargin = 0.5',
-            'objective.margin = 0.5: is for objective.kind = "reward", which is "dpo',
+            'objective.margin = 0.5: requires objective.kind = "reward", but it is "dpo"',
         ),
         (
             'kind = "reward"\nbeta = 0.3',
-            'objective.beta = 0.3: is for objective.kind = "dpo", which is "reward',
+            ('objective.beta = 0.3: requires objective.kind = "dpo", "ppo" or "grpo", but it is "reward"'),
         ),
         ('kind = "reward"\nmargin = "big"', 'objective.margin = "big": must be a number'),
         (
             'kind = "reward"\n[stability]\nz_loss = 1e-4',
-            'objective.kind = "reward": has no z-loss: stability.z_loss is for "next-token" (leave it out)',
+            (
+                'objective.kind = "reward": conflicts with stability.z_loss = 0.0001 (leave '
+                "stability.z_loss out)"
+            ),
         ),
         (
             'kind = "dpo"\n[stability]\nz_loss = 1e-4',
-            'objective.kind = "dpo": has no z-loss: stability.z_loss is for "next-token" (leave it out)',
+            ('objective.kind = "dpo": conflicts with stability.z_loss = 0.0001 (leave stability.z_loss out)'),
         ),
         (
             'kind = "dpo"\n[communication]\nserver = "async"',
-            'objective.kind = "dpo": is not for servers and workers',
+            (
+                'objective.kind = "dpo": conflicts with [communication.server]: workers compute '
+                "next-token losses only"
+            ),
         ),
     ],
 )
@@ -85,4 +103,7 @@ def test_a_reward_model_has_a_head_of_its_own() -> None:
         "[model]", "[model]\ntied = true"
     )
     (told,) = problems(f'{own}\n[objective]\nkind = "reward"\n')
-    assert 'model.tied = true: must be false for objective.kind = "reward", whose head is' in told
+    assert (
+        'model.tied = true: conflicts with objective.kind = "reward": a reward model has '
+        "its own output row (leave it out)"
+    ) in told

@@ -133,7 +133,7 @@ def test_keys_given_in_vain() -> None:
             told = problems(
                 f'{SMALL}micro_size = 2\n[objective]\nkind = "{kind}"\n[policy]\n{name} = {value}\n'
             )
-            why = f': is for objective.kind = "ppo" or "grpo", which is "{kind}" (leave it out)'
+            why = f': requires objective.kind = "ppo" or "grpo", but it is "{kind}"'
             assert len(told) == 1, told
             assert f"policy.{name} = " in told[0]
             assert told[0].endswith(why)
@@ -146,7 +146,7 @@ ONLY_PPO = ("whiten", "gamma", "gae_lambda", "value_clip", "critic")
 def test_groups_have_no_critic(name: str) -> None:
     (told,) = problems(text("grpo", f"{name} = {VAIN[name]}"))
     assert f"policy.{name} = " in told
-    assert told.endswith(': is for objective.kind = "ppo", which has a critic (leave it out)')
+    assert told.endswith(': requires objective.kind = "ppo", but it is "grpo"')
     assert parse_deck(text("ppo", f"{name} = {VAIN[name]}"))
 
 
@@ -159,7 +159,11 @@ WRONG = {
     "weights": ("ppo", "weights = [1.0, 2.0]", "must have a weight for each of the 1 rewards (left out, all"),
     "no room": ("ppo", "", "policy.tokens = 64: leaves no room for prompts in batch.sequence = 64"),
     "stop": ("ppo", 'stops = ["b", ""]', "has an empty text, which would end every answer at once (leave"),
-    "scale": ("ppo", "scale = false", 'policy.scale = false: is for objective.kind = "grpo" (leave it out)'),
+    "scale": (
+        "ppo",
+        "scale = false",
+        'policy.scale = false: requires objective.kind = "grpo", but it is "ppo"',
+    ),
     "alone": (
         "grpo",
         "samples = 1",
@@ -218,7 +222,7 @@ def test_what_is_never_asked() -> None:
     reference = 'reference = ["layout.zero=0"]'
     assert parse_deck(text("ppo", reference))
     (told,) = problems(text("ppo", reference).replace('kind = "ppo"', 'kind = "ppo"\nbeta = 0'))
-    assert told.endswith(": is never asked, since objective.beta = 0 (leave it out)")
+    assert told.endswith(": requires objective.beta above 0, but it is 0.0")
     for kind in POLICIES:
         assert parse_deck(text(kind).replace(f'"{kind}"', f'"{kind}"\nbeta = 0')).objective.beta == 0
 
@@ -245,8 +249,12 @@ def test_what_does_not_go_with_answers_of_its_own(name: str) -> None:
     books = '[[evaluation]]\nname = "books"\ntokens = "b.h5"\n'
     more = WHOLE + (books if name == "evaluation.sets" else "")
     told = problems(text("grpo", more=more), *OTHERS[name])
-    wanted = f'objective.kind = "grpo": {name} is not for a model that learns from what it writes itself'
-    assert any(wanted in each and each.endswith("(leave it out)") for each in told), told
+    assert any(
+        'objective.kind = "grpo": conflicts with ' in each
+        and name in each
+        and each.endswith(f"the model learns from its own answers (leave {name} out)")
+        for each in told
+    ), told
 
 
 def test_epochs_are_not_counted() -> None:
@@ -260,7 +268,10 @@ def test_experts_that_drop_tokens() -> None:
     mixture = ["model.family=llama", "model.experts.count=4", "model.experts.mlp=64"]
     assert parse_deck(text("grpo"), mixture)
     told = problems(text("grpo"), *mixture, "model.experts.capacity=1.5")
-    wanted = "has experts with a capacity, which drop tokens by what is beside them (leave it out)"
+    wanted = (
+        "conflicts with model.experts.capacity = 1.5: experts drop tokens that depend on "
+        "the other sequences of a micro-batch (leave model.experts.capacity out)"
+    )
     assert any(each.endswith(wanted) for each in told), told
 
 

@@ -40,29 +40,33 @@ def test_products_in_8_bits_that_can_be(overrides: list[str]) -> None:
     [
         (
             ["precision.fp8=row"],
-            'precision.fp8=row: has no effect with precision.compute = "fp32" (leave it out)',
+            'precision.fp8=row: has no effect without precision.compute = "fp8" (leave it out)',
         ),
         (
             ["precision.compute=bf16", "precision.fp8_history=4"],
-            'precision.fp8_history=4: has no effect with precision.compute = "bf16" (leave it out)',
+            ('precision.fp8_history=4: has no effect without precision.compute = "fp8" (leave it out)'),
         ),
         (
             ["machine.products=onednn", "precision.compute=bf16"],
-            'machine.products=onednn: multiplies matrices of precision.compute = "fp32", not those of '
-            'precision.compute = "bf16" ("fp32", "fp32-onednn" or "auto" would)',
+            (
+                'machine.products=onednn: conflicts with precision.compute = "bf16": it multiplies '
+                'matrices of fp32 ("auto", "library", "fp32" or "fp32-onednn" would do)'
+            ),
         ),
         (
             ["machine.products=fp32"],
-            'machine.products=fp32: multiplies matrices of precision.compute = "bf16" or "fp16", not those '
-            'of precision.compute = "fp32" ("onednn" or "auto" would)',
+            (
+                'machine.products=fp32: conflicts with precision.compute = "fp32": it multiplies '
+                'matrices of bf16 or fp16 ("auto", "library" or "onednn" would do)'
+            ),
         ),
         (
             ["precision.fp8_gradients=e4m3"],
-            'precision.fp8_gradients=e4m3: has no effect with precision.compute = "fp32" (leave it out)',
+            ('precision.fp8_gradients=e4m3: has no effect without precision.compute = "fp8" (leave it out)'),
         ),
         (
             ["precision.fp8_messages=true"],
-            'precision.fp8_messages=true: has no effect with precision.compute = "fp32" (leave it out)',
+            ('precision.fp8_messages=true: has no effect without precision.compute = "fp8" (leave it out)'),
         ),
         (
             [*FP8, "precision.fp8_messages=true", "layout.tensor=2"],
@@ -71,7 +75,7 @@ def test_products_in_8_bits_that_can_be(overrides: list[str]) -> None:
         ),
         (
             ["precision.fp8_gather=true", "layout.zero=3"],
-            'precision.fp8_gather=true: has no effect with precision.compute = "fp32" (leave it out)',
+            ('precision.fp8_gather=true: has no effect without precision.compute = "fp8" (leave it out)'),
         ),
         (
             [*FP8, "precision.fp8_gather=true", "layout.zero=2"],
@@ -79,39 +83,55 @@ def test_products_in_8_bits_that_can_be(overrides: list[str]) -> None:
         ),
         (
             [*FP8, "precision.fp8_gather=true", "layout.zero=3", "precision.fp8=mx"],
-            'precision.fp8_gather=true: does not go with precision.fp8 = "mx": slices divide elements '
-            "with a common scale, and the transposed matrix has other scales "
-            '("tensor" and "delayed" have one scale a matrix)',
+            (
+                'precision.fp8_gather=true: conflicts with precision.fp8 = "mx": ranks divide '
+                "elements with a common scale, and transposed matrices have other scales (false "
+                "would do)"
+            ),
         ),
         (
             ['precision.fp8_exclude=["head"]'],
-            'precision.fp8_exclude=["head"]: has no effect with precision.compute = "fp32" (leave it out)',
+            (
+                'precision.fp8_exclude=["head"]: has no effect without precision.compute = "fp8" '
+                "(leave it out)"
+            ),
         ),
         (
             ["precision.fp8_watch=4"],
-            'precision.fp8_watch=4: has no effect with precision.compute = "fp32" (leave it out)',
+            'precision.fp8_watch=4: has no effect without precision.compute = "fp8" (leave it out)',
         ),
         (
             [*FP8, "precision.fp8=row", "precision.fp8_watch=4", "communication.server=sync"],
-            'precision.fp8_watch=4: must be 0 with communication.server.mode = "sync": workers make steps by '
-            "themselves, and nobody has the counts of all",
+            (
+                "precision.fp8_watch=4: conflicts with [communication.server]: workers make steps "
+                "by themselves, and no rank has the counts of all (0 would do)"
+            ),
         ),
         (
             [*FP8, "precision.fp8=block", "precision.fp8_history=4"],
-            'precision.fp8_history=4: has no effect with precision.fp8 = "block" (leave it out)',
+            ('precision.fp8_history=4: has no effect without precision.fp8 = "delayed" (leave it out)'),
         ),
         (
             ["precision.compute=bf16", "precision.initial_loss_scale=1024"],
-            'precision.initial_loss_scale=1024: has no effect with precision.compute = "bf16" (leave it out)',
+            (
+                "precision.initial_loss_scale=1024: has no effect without precision.compute = "
+                '"fp16" (leave it out)'
+            ),
         ),
         (
             [*FP8, "precision.loss_scale_window=10"],
-            'precision.loss_scale_window=10: has no effect with precision.compute = "fp8" (leave it out)',
+            (
+                'precision.loss_scale_window=10: has no effect without precision.compute = "fp16" '
+                "(leave it out)"
+            ),
         ),
         (
             [*FP8, "precision.fp8=delayed", "communication.server=async"],
-            'precision.fp8=delayed: does not go with communication.server.mode = "async": its scales '
-            'follow steps that all ranks make together ("tensor", "row", "block" or "mx" would do)',
+            (
+                'precision.fp8=delayed: conflicts with communication.server.mode = "async": its '
+                'scales follow steps that all ranks make together ("tensor", "row", "block" or '
+                '"mx" would do)'
+            ),
         ),
         (
             [*FP8, *WIDE, "precision.fp8=block", "layout.tensor=8"],

@@ -96,7 +96,10 @@ def test_servers_take_ranks_besides() -> None:
     """Which no policy has: that is told even where none is left."""
     keys = ["communication.server=async"]
     for ranks in (4, 5):
-        with pytest.raises(HpctrainError, match=r"communication\.server is not for a model that learns from"):
+        with pytest.raises(
+            HpctrainError,
+            match=r"conflicts with \[communication\.server\]: the model learns from its own answers",
+        ):
             parse_deck(text("ppo", 'critic_ranks = "1-3"\n'), keys, ranks=ranks)
 
 

@@ -33,19 +33,19 @@ def test_what_can_be_measured(overrides: list[str]) -> None:
         ),
         (
             ["layout.replicas=2"],
-            "layout.local_steps.replicas = 2, as gradients are not summed over all data ranks then",
+            "layout.local_steps.replicas = 2, with which gradients are not summed over all data ranks",
         ),
         (
             ["communication.outer=diloco"],
-            'layout.local_steps.outer = "diloco", as gradients are not summed over all data ranks then',
+            'layout.local_steps.outer = "diloco", with which gradients are not summed over all data ranks',
         ),
         (
             ["communication.compress=sign"],
-            'communication.compress = "sign", which makes other sums than those of all gradients',
+            'communication.compress = "sign", which changes the sums of gradients',
         ),
         (
             ["layout.zero=2", "memory.accumulate=sliced"],
-            'memory.accumulate = "sliced", as no rank has the gradients of all its tokens then',
+            'memory.accumulate = "sliced", with which no rank has the gradients of all its tokens',
         ),
         (
             ["layout.context=2"],
@@ -53,20 +53,18 @@ def test_what_can_be_measured(overrides: list[str]) -> None:
         ),
         (
             [*MIXTURE, "layout.expert=2"],
-            "layout.expert = 2 and model.experts.count = 4, with which experts' gradients are those "
-            "of several "
-            "ranks' tokens",
+            "layout.expert = 2 and model.experts.count = 4, with which gradients of experts are of "
+            "tokens of several ranks",
         ),
         (
             [*MIXTURE, "layout.tensor=2"],
-            "layout.tensor = 2 and model.experts.count = 4, with which experts' gradients are those "
-            "of several "
-            "ranks' tokens",
+            "layout.tensor = 2 and model.experts.count = 4, with which gradients of experts are of "
+            "tokens of several ranks",
         ),
     ],
 )
 def test_what_cannot_be_measured_is_told(overrides: list[str], told: str) -> None:
-    assert problems(ON, *overrides) == [f"{ON}: cannot be with {told} (0 would do)"]
+    assert problems(ON, *overrides) == [f"{ON}: conflicts with {told} (0 would do)"]
     parse_deck(DECK, overrides)
 
 

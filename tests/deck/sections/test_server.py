@@ -18,10 +18,10 @@ SCALE = "communication.staleness_correction=scale"
         (["communication.server_ranks=2"], "has no effect without [communication.server]"),
         (["communication.staleness=3"], "has no effect without [communication.server]"),
         ([SCALE], "has no effect without [communication.server]"),
-        ([SERVER, "communication.staleness=3"], 'is for communication.server.mode = "stale", not "async"'),
+        ([SERVER, "communication.staleness=3"], 'has no effect without communication.server.mode = "stale"'),
         (
             ["communication.server=sync", SCALE],
-            'has no effect with communication.server.mode = "sync", where nothing is stale',
+            'has no effect without communication.server.mode = "async" or "stale": nothing is stale',
         ),
         (
             ["communication.server=stale", "communication.staleness=0", SCALE],
@@ -29,7 +29,7 @@ SCALE = "communication.staleness_correction=scale"
         ),
         (
             [SERVER, "communication.compensation=0.5"],
-            'is for communication.server.correction = "compensate"',
+            'has no effect without communication.server.correction = "compensate"',
         ),
         (
             [SERVER, "communication.compress=sign"],
@@ -44,7 +44,7 @@ SCALE = "communication.staleness_correction=scale"
         ([SERVER, "checkpoint.mode=background"], '("collective" would do)'),
         ([SERVER, "run.trace=true"], "(false would do)"),
         ([SERVER, "stability.verify_layout=true"], "(false would do)"),
-        ([SERVER, "precision.compute=fp16"], '("bf16" or "fp32" would do)'),
+        ([SERVER, "precision.compute=fp16"], '("fp32", "bf16" or "fp8" would do)'),
     ],
 )
 def test_one_sentence_says_what_is_wrong(keys: list[str], sentence: str) -> None:
