@@ -193,7 +193,7 @@ def test_a_fault_of_one_rank_is_everyones(world: World, mpi_tmp_path: Path, faul
 
 @pytest.mark.mpi(min_size=1, max_size=2)
 def test_what_cannot_be_is_told_before_anything_starts(world: World, mpi_tmp_path: Path) -> None:
-    with pytest.raises(HpctrainError, match=r"memory.optimizer=host: conflicts with run.device") as caught:
+    with pytest.raises(HpctrainError, match=r"memory.optimizer=host: is for GPUs") as caught:
         trainer(world, small_deck("memory.optimizer=host"))
     assert caught.value.exit_code == EXIT_USER
     if world.rank == 0:
