@@ -6,12 +6,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from hpctrain.deck.key import Section, key
-from hpctrain.deck.relations import (
-    GIVEN,
-    Conflicts,
-    OtherThan,
-    Relations,
-)
+from hpctrain.deck.relations import GIVEN, Conflicts, OtherThan, Relations
 
 if TYPE_CHECKING:
     pass
@@ -58,11 +53,7 @@ RELATIONS: Relations = (
     Conflicts("model.parametrization", _ADAPTERS, because="no rule for rates of adapters is known"),
     Conflicts("precision.compute", _ADAPTERS, ("fp8",), GIVEN, because="matrices with adapters need 16 bits"),
     Conflicts(
-        "optimizer.name",
-        _ADAPTERS,
-        OtherThan("adamw", "sgd", "lion"),
-        GIVEN,
-        because="it cannot update them",
+        "optimizer.name", _ADAPTERS, OtherThan("adamw", "sgd", "lion"), GIVEN, because="it cannot update them"
     ),
     Conflicts("memory.optimizer", _ADAPTERS, because=_SMALL),
     Conflicts("memory.parameters", _ADAPTERS, because=_SMALL),

@@ -7,12 +7,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.deck.key import Section, key
 from hpctrain.deck.problem import DeckProblem, multiples
-from hpctrain.deck.relations import (
-    Above,
-    AtMost,
-    Relations,
-    Requires,
-)
+from hpctrain.deck.relations import Above, AtMost, Relations, Requires
 
 if TYPE_CHECKING:
     from hpctrain.deck.schema import Deck

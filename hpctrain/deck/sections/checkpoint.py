@@ -5,11 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from hpctrain.deck.key import Bytes, Section, key
-from hpctrain.deck.relations import (
-    Conflicts,
-    HasEffectWith,
-    Relations,
-)
+from hpctrain.deck.relations import Conflicts, HasEffectWith, Relations
 
 
 class CheckpointSection(Section):

@@ -7,10 +7,7 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from hpctrain.deck.key import Bytes, LinkText, Section, key, table
 from hpctrain.deck.problem import DeckProblem
-from hpctrain.deck.relations import (
-    Conflicts,
-    Relations,
-)
+from hpctrain.deck.relations import Conflicts, Relations
 from hpctrain.deck.sections.local_steps import in_replicas
 from hpctrain.deck.sections.server import ServerTable
 from hpctrain.units import Link, parse_link
@@ -73,8 +70,7 @@ class Communication(Section):
         "Approximate size of the buckets in which gradients are synchronized.", 25_000_000, unit="bytes", ge=1
     )
     check: bool = key(
-        "Debugging: ranks compare each collective call before they make it, and report a mismatch.",
-        False,
+        "Debugging: ranks compare each collective call before they make it, and report a mismatch.", False
     )
     emulate: LinkText | None = key(
         "Emulation of a slow network between the ranks of one machine, for experiments: '100 Mbit/s, 20 ms'.",
@@ -90,8 +86,7 @@ class Communication(Section):
         ge=1,
     )
     compress: Literal["none", "bf16", "int8", "sign", "onebit", "topk", "powersgd"] = key(
-        "Compression of gradient sums (layout.zero 0 or 1); its keys are in the table of its name.",
-        "none",
+        "Compression of gradient sums (layout.zero 0 or 1); its keys are in the table of its name.", "none"
     )
     warmup: int = key(
         "First steps, in which gradients are summed exactly over all data ranks, across replicas too.",

@@ -10,12 +10,7 @@ from pydantic import Field
 from hpctrain.deck.code import is_target, resolve_target
 from hpctrain.deck.key import PathText, Section, key
 from hpctrain.deck.problem import DeckProblem
-from hpctrain.deck.relations import (
-    GIVEN,
-    Conflicts,
-    Relations,
-    Requires,
-)
+from hpctrain.deck.relations import GIVEN, Conflicts, Relations, Requires
 
 if TYPE_CHECKING:
     from hpctrain.deck.schema import Deck
@@ -64,8 +59,7 @@ class Data(Section):
         "Allow training data of another tokenizer than that of the initial weights or the checkpoint.", False
     )
     document_mask: bool = key(
-        "Whether attention stays within a document, and the last token of a document has no target.",
-        False,
+        "Whether attention stays within a document, and the last token of a document has no target.", False
     )
     pack: bool = key(
         "Whether to pack several conversations into a sequence, masked from each other; false: one each.",

@@ -15,10 +15,7 @@ from pydantic import Field
 
 from hpctrain.deck.key import PathText, Section, key
 from hpctrain.deck.problem import DeckProblem
-from hpctrain.deck.relations import (
-    Conflicts,
-    Relations,
-)
+from hpctrain.deck.relations import Conflicts, Relations
 from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError
 from hpctrain.text import control_problem, either, nearest
@@ -34,8 +31,7 @@ class EvaluationSet(Section):
     """One evaluation set: a table [[evaluation]]."""
 
     name: str = key(
-        'Name in log, metrics and checkpoint.keep_best, of letters, digits, ".", "_" and "-".',
-        min_length=1,
+        'Name in log, metrics and checkpoint.keep_best, of letters, digits, ".", "_" and "-".', min_length=1
     )
     tokens: PathText = key(
         "Token file of `hpctrain prepare`, with the same tokenizer as data.tokens.", min_length=1

@@ -8,13 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from hpctrain.deck.key import Section, key
 from hpctrain.deck.problem import DeckProblem, divisors, must_divide, nearest_numbers
-from hpctrain.deck.relations import (
-    AtMost,
-    Conflicts,
-    HasEffectWith,
-    Relations,
-    Requires,
-)
+from hpctrain.deck.relations import AtMost, Conflicts, HasEffectWith, Relations, Requires
 from hpctrain.text import counted, either
 from hpctrain.units import format_bytes, format_count
 

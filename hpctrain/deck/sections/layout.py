@@ -143,9 +143,7 @@ RELATIONS: Relations = (
     Conflicts("layout.context", _MODULE, because="only the attention of built-in models splits sequences"),
     Conflicts("layout.zero", _SERVER, because="each server already has a shard of all state"),
     Conflicts(
-        "layout.zero_group",
-        "layout.local_steps.replicas",
-        because="layout.zero shards within each replica",
+        "layout.zero_group", "layout.local_steps.replicas", because="layout.zero shards within each replica"
     ),
     (
         Conflicts(

@@ -8,12 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from hpctrain.deck.decays import DECAYS, ENDLESS, WITH_COOLDOWN
 from hpctrain.deck.key import Section, key
 from hpctrain.deck.problem import DeckProblem
-from hpctrain.deck.relations import (
-    Conflicts,
-    HasEffectWith,
-    OtherThan,
-    Relations,
-)
+from hpctrain.deck.relations import Conflicts, HasEffectWith, OtherThan, Relations
 
 if TYPE_CHECKING:
     from hpctrain.deck.schema import Deck
@@ -44,8 +39,7 @@ class LearningRateSection(Section):
         ge=0,
     )
     decay: Decay = key(
-        f"Form of the decay after the warm-up; {_FORMS}.",
-        derived='"cosine"; with schedule-free "constant"',
+        f"Form of the decay after the warm-up; {_FORMS}.", derived='"cosine"; with schedule-free "constant"'
     )
     decay_steps: int = key(
         f"Steps after which the rate is at the floor and stays there ({_ENDING}).",

@@ -8,10 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from hpctrain.deck.key import Section, key, table
 from hpctrain.deck.problem import DeckProblem, divisors, nearest_numbers
-from hpctrain.deck.relations import (
-    AtMost,
-    Relations,
-)
+from hpctrain.deck.relations import AtMost, Relations
 from hpctrain.text import counted, either
 
 if TYPE_CHECKING:
@@ -31,8 +28,7 @@ class LocalStepsTable(Section):
     replicas: int = key("Number of replicas, which are groups of data ranks with the same layout.", 1, ge=1)
     steps: int = key("Steps of each replica between two synchronizations.", 1, unit="steps", ge=1)
     outer: Literal["average", "diloco"] = key(
-        "Outer step of a synchronization: the mean of weights, or DiLoCo's step towards it.",
-        "average",
+        "Outer step of a synchronization: the mean of weights, or DiLoCo's step towards it.", "average"
     )
     fragments: int = key(
         "Parts of the model, made of alternate blocks, that are synchronized in different steps.", 1, ge=1

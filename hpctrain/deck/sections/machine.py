@@ -5,12 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from hpctrain.deck.key import Bytes, PathText, Section, key
-from hpctrain.deck.relations import (
-    Conflicts,
-    HasEffectWith,
-    OtherThan,
-    Relations,
-)
+from hpctrain.deck.relations import Conflicts, HasEffectWith, OtherThan, Relations
 
 if TYPE_CHECKING:
     pass

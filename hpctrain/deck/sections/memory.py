@@ -7,12 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from hpctrain.deck.key import Bytes, PathText, Section, key
 from hpctrain.deck.problem import DeckProblem
-from hpctrain.deck.relations import (
-    Conflicts,
-    OtherThan,
-    Relations,
-    Requires,
-)
+from hpctrain.deck.relations import Conflicts, OtherThan, Relations, Requires
 from hpctrain.deck.sections.optimizer import UPDATES_MATRICES
 
 if TYPE_CHECKING:

@@ -10,14 +10,7 @@ from hpctrain.deck.activations import ACTIVATIONS, DEFAULT_ACTIVATIONS, GATED
 from hpctrain.deck.key import PathText, Section, key, table
 from hpctrain.deck.presets import PresetName
 from hpctrain.deck.problem import DeckProblem, divisors, must_divide, nearest_numbers
-from hpctrain.deck.relations import (
-    GIVEN,
-    Conflicts,
-    Divides,
-    HasEffectWith,
-    Relations,
-    Requires,
-)
+from hpctrain.deck.relations import GIVEN, Conflicts, Divides, HasEffectWith, Relations, Requires
 from hpctrain.deck.sections.adapters import Adapters
 from hpctrain.deck.sections.experts import LARGEST_SIZE, MOST_LAYERS, ExpertsTable
 from hpctrain.deck.sections.objective import OF_SCORES
@@ -84,8 +77,7 @@ class Model(Section):
         "none",
     )
     activation: ActivationName = key(
-        f"Activation of the feed-forward part; with a gate: {', '.join(GATED)}.",
-        derived=_USUAL_ACTIVATIONS,
+        f"Activation of the feed-forward part; with a gate: {', '.join(GATED)}.", derived=_USUAL_ACTIVATIONS
     )
     mlp: int = key(
         "Inner width of the feed-forward part.",

@@ -60,11 +60,7 @@ def config_arguments(model: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def is_in_resolved_deck(
-    key: str,
-    has_module: bool,
-    has_dataset: bool = False,
-    has_mixture: bool = False,
-    has_policy: bool = True,
+    key: str, has_module: bool, has_dataset: bool = False, has_mixture: bool = False, has_policy: bool = True
 ) -> bool:
     """Return True if a resolved deck shows a key.
 

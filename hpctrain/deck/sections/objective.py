@@ -7,11 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from hpctrain.deck.key import Section, key
 from hpctrain.deck.problem import DeckProblem, multiples
-from hpctrain.deck.relations import (
-    Conflicts,
-    Relations,
-    Requires,
-)
+from hpctrain.deck.relations import Conflicts, Relations, Requires
 
 if TYPE_CHECKING:
     from hpctrain.deck.schema import Deck

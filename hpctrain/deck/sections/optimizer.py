@@ -7,14 +7,7 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from hpctrain.deck.key import Section, key, table
 from hpctrain.deck.problem import DeckProblem
-from hpctrain.deck.relations import (
-    GIVEN,
-    Above,
-    Conflicts,
-    OtherThan,
-    Relations,
-    Requires,
-)
+from hpctrain.deck.relations import GIVEN, Above, Conflicts, OtherThan, Relations, Requires
 from hpctrain.text import either
 
 if TYPE_CHECKING:
@@ -82,9 +75,7 @@ class MuonTable(_AdamKeys):
         "Use Nesterov's momentum, which looks one step ahead.", derived="true if momentum is above 0"
     )
     matrices: tuple[str, ...] = key(
-        "Name patterns of parameters; Muon updates the matrices among them.",
-        ("blocks.*",),
-        strict=False,
+        "Name patterns of parameters; Muon updates the matrices among them.", ("blocks.*",), strict=False
     )
     match: Literal["original", "adamw-rms"] = key(
         "Size of updates of n x m matrices: 0.2 sqrt(max(n, m)), as AdamW; original: sqrt(max(1, n / m)).",
@@ -151,13 +142,7 @@ RELATIONS: Relations = (
         GIVEN,
         because="workers would not evaluate the average of the weights",
     ),
-    Conflicts(
-        _NAME,
-        _COMPRESS,
-        OtherThan("adamw"),
-        ("onebit",),
-        because="it sends the momentum of Adam",
-    ),
+    Conflicts(_NAME, _COMPRESS, OtherThan("adamw"), ("onebit",), because="it sends the momentum of Adam"),
     Requires("optimizer.sgd.nesterov", "optimizer.sgd.momentum", Above(0)),
     Requires("optimizer.muon.nesterov", "optimizer.muon.momentum", Above(0)),
     Conflicts(

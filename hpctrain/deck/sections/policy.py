@@ -10,12 +10,7 @@ from pydantic import Field
 from hpctrain.deck.code import is_file_target, is_target, resolve_target
 from hpctrain.deck.key import Duration, PathText, Section, key
 from hpctrain.deck.problem import DeckProblem, multiples
-from hpctrain.deck.relations import (
-    Above,
-    Relation,
-    Relations,
-    Requires,
-)
+from hpctrain.deck.relations import Above, Relation, Relations, Requires
 from hpctrain.deck.sections.objective import POLICIES
 from hpctrain.deck.sections.rank_partition import (
     CRITIC,
@@ -72,10 +67,7 @@ class PolicySection(Section):
         "Stop strings: an answer ends before the first one, or at the end-of-document token.", ()
     )
     temperature: float = key(
-        "Sampling temperature; logits are divided by it in generation and in training.",
-        1.0,
-        ge=0.01,
-        le=100,
+        "Sampling temperature; logits are divided by it in generation and in training.", 1.0, ge=0.01, le=100
     )
     samples: int | None = key(
         "Number of answers to each prompt (group size).", None, derived="8 for grpo, 1 for ppo", ge=1
@@ -161,10 +153,7 @@ _FURTHER_RELATIONS: Mapping[str, Relation] = {
 """Relations of keys that hold in addition if the objective trains a policy."""
 
 RELATIONS: Relations = tuple(
-    (
-        Requires(name, _KIND, POLICIES),
-        *((_FURTHER_RELATIONS[name],) if name in _FURTHER_RELATIONS else ()),
-    )
+    (Requires(name, _KIND, POLICIES), *((_FURTHER_RELATIONS[name],) if name in _FURTHER_RELATIONS else ()))
     for name in (f"policy.{each}" for each in PolicySection.model_fields)
 )
 

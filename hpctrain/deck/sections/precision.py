@@ -7,12 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from hpctrain.deck.key import Section, key
 from hpctrain.deck.problem import DeckProblem, multiples
-from hpctrain.deck.relations import (
-    GIVEN,
-    Conflicts,
-    HasEffectWith,
-    Relations,
-)
+from hpctrain.deck.relations import GIVEN, Conflicts, HasEffectWith, Relations
 from hpctrain.deck.sections.experts import dense_blocks
 
 if TYPE_CHECKING:
@@ -99,23 +94,14 @@ def _of_fp8(name: str) -> HasEffectWith:
 
 RELATIONS: Relations = (
     Conflicts(_COMPUTE, "model.module", ("fp8",), because="only built-in models multiply in 8 bits"),
-    Conflicts(
-        _COMPUTE,
-        _SERVER,
-        ("fp16",),
-        GIVEN,
-        because="its loss scale requires common steps",
-    ),
+    Conflicts(_COMPUTE, _SERVER, ("fp16",), GIVEN, because="its loss scale requires common steps"),
     HasEffectWith("precision.initial_loss_scale", _COMPUTE, ("fp16",)),
     HasEffectWith("precision.loss_scale_window", _COMPUTE, ("fp16",)),
     _of_fp8("fp8"),
     _of_fp8("fp8_gradients"),
     _of_fp8("fp8_exclude"),
     (_of_fp8("fp8_history"), HasEffectWith("precision.fp8_history", _RECIPE, ("delayed",))),
-    (
-        _of_fp8("fp8_messages"),
-        HasEffectWith("precision.fp8_messages", "layout.sequence_parallel", (True,)),
-    ),
+    (_of_fp8("fp8_messages"), HasEffectWith("precision.fp8_messages", "layout.sequence_parallel", (True,))),
     (
         _of_fp8("fp8_gather"),
         HasEffectWith("precision.fp8_gather", "layout.zero", (3,)),

@@ -39,9 +39,7 @@ def _range(text: str) -> range | None:
 
 
 RankRange = Annotated[
-    str,
-    BeforeValidator(lambda value: str(value) if type(value) is int else value),
-    AfterValidator(_named),
+    str, BeforeValidator(lambda value: str(value) if type(value) is int else value), AfterValidator(_named)
 ]
 """Dedicated ranks, such as "4-7" or 4, or "policy" for the ranks of the policy."""
 

@@ -7,11 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from hpctrain.deck.key import Duration, PathText, Section, Whole, key
 from hpctrain.deck.problem import DeckProblem
-from hpctrain.deck.relations import (
-    AtMost,
-    Conflicts,
-    Relations,
-)
+from hpctrain.deck.relations import AtMost, Conflicts, Relations
 from hpctrain.deck.sections.local_steps import in_replicas
 from hpctrain.deck.sections.machine import MOST_THREADS
 from hpctrain.deck.sources import toml_value

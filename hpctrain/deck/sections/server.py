@@ -7,10 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from hpctrain.deck.key import Section, key
 from hpctrain.deck.problem import DeckProblem
-from hpctrain.deck.relations import (
-    HasEffectWith,
-    Relations,
-)
+from hpctrain.deck.relations import HasEffectWith, Relations
 from hpctrain.deck.sections.rank_partition import count_dedicated_ranks
 from hpctrain.text import counted
 

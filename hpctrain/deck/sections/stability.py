@@ -7,11 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from hpctrain.deck.key import Duration, Section, key
 from hpctrain.deck.problem import DeckProblem
-from hpctrain.deck.relations import (
-    Conflicts,
-    HasEffectWith,
-    Relations,
-)
+from hpctrain.deck.relations import Conflicts, HasEffectWith, Relations
 
 if TYPE_CHECKING:
     from hpctrain.deck.schema import Deck
@@ -87,11 +83,7 @@ RELATIONS: Relations = (
     HasEffectWith("stability.spike_most", _SPIKE, ("skip", "rollback")),
     HasEffectWith("stability.spike_back", _SPIKE, ("rollback",)),
     Conflicts("stability.corruption", "communication.server.mode", because="state of servers is not checked"),
-    Conflicts(
-        _SPIKE,
-        "communication.server.mode",
-        because="servers update with each gradient",
-    ),
+    Conflicts(_SPIKE, "communication.server.mode", because="servers update with each gradient"),
     Conflicts(
         "stability.verify_layout",
         "communication.server.mode",
