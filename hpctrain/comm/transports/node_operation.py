@@ -129,7 +129,10 @@ class NodeOperation:
         return MemoryLocation(layout.location.owner, layout.location.offset + begin * self.tensor.itemsize)
 
     def pieces_of_ranks(self, index: int) -> list[Tensor]:
-        """Return this rank's piece in the tensor of each rank, by rank, as `location_at` finds it."""
+        """Return this rank's piece in the tensor of each rank, or in its copy, in the order of the ranks.
+
+        All ranks must have the same rounds, and this round must be ready on all of them.
+        """
         own, take = self.local_piece(index), self.memory.tensor_at
         locations = [self.location_at(peer, index, self.rank) for peer in self.peers]
         pieces = [take(location, len(own), own.dtype) for location in locations]

@@ -35,6 +35,7 @@ PAIR_BYTES = 8 * 1024
 
 _ALIGNMENT = 64
 _COPIES = 2
+_SPINS = 100  # tests of a counter before a waiting rank lets its MPI messages make progress
 _CACHED_VIEWS = 64  # shapes of tensors for which views of the copies are kept
 
 
@@ -82,7 +83,10 @@ class SmallOperations:
         counter, initial = self._counts[self.rank]
         counter[0] = initial + number
         for counter, initial in self._counts:
-            if counter[0] < initial + number:
+            for _ in range(_SPINS):
+                if counter[0] >= initial + number:
+                    break
+            else:
                 CounterWork([(counter, 0, initial + number)], self._memory).wait()
         self._memory.fence()
         if reduction is None:
