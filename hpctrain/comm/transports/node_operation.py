@@ -42,7 +42,11 @@ def rounds_of(slices: Sequence[ElementRange], elements: int, owner: int = -1) ->
         elements: Largest number of elements of a piece.
         owner: Node whose ranks get the result; -1 if all ranks get it.
     """
-    for first in range(0, max(count for _, count in slices), elements):
+    longest = max(count for _, count in slices)
+    if 0 < longest <= elements:
+        yield PieceRound(slices, owner)
+        return
+    for first in range(0, longest, elements):
         pieces = [(begin + first, max(0, min(elements, count - first))) for begin, count in slices]
         yield PieceRound(pieces, owner, first)
 
@@ -75,7 +79,7 @@ class NodeOperation:
         assert len(rounds) < ROUNDS, (tensor.shape, len(rounds))
         self.memory, self.rank, size = counters.memory, counters.rank, counters.size
         self.counters = counters.open()
-        self.peers = [peer for peer in range(size) if peer != self.rank]
+        self.peers = counters.peers
         self.tensor, self.rounds, self.elements = tensor, rounds, elements
         self._layouts: dict[int, PieceLayout] = {}
         pieces = rounds[0].pieces if rounds else [(0, 0)] * size

@@ -111,6 +111,7 @@ class ProgressCounters:
     def __init__(self, communicator: MPI.Intracomm, memory: NodeMemory) -> None:
         self.rank, self.size = communicator.rank, communicator.size
         self.memory = memory
+        self.peers = [peer for peer in range(self.size) if peer != self.rank]
         self._slot_words = _OFFSETS + -(-self.size // _LINE) * _LINE
         count = _LINE + self._slot_words * SLOTS
         offset = memory.reuse(("counters", count), 8 * count, self)
