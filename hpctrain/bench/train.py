@@ -47,7 +47,7 @@ from hpctrain.plan.engine import build_within_memory
 from hpctrain.report.terminal import stdout_console
 from hpctrain.train.trainer import Trainer
 from hpctrain.units import format_bytes
-from hpctrain.watch.machine import measure_gemm_flops
+from hpctrain.watch.peak_flops import measure_gemm_flops
 
 OWN = "deck"
 

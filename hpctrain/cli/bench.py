@@ -187,7 +187,7 @@ def checkpoint(
     deck: Path, overrides: tuple[str, ...], path: Path | None, against: str | None, **wish: Any
 ) -> None:
     """Time saving and loading DECK's state beside plain files written and read by as many ranks."""
-    from hpctrain.bench.checkpoint import CheckpointBenchOptions, bench_checkpoint
+    from hpctrain.bench.checkpoint_speed import CheckpointBenchOptions, bench_checkpoint
 
     wished = CheckpointBenchOptions(dcp=against == "dcp", **wish)
     run_bench(lambda world: bench_checkpoint(world, deck, overrides, wished, path), path)
@@ -215,7 +215,7 @@ def communication(
     path: Path | None,
 ) -> None:
     """Train DECK by each form of communication: bytes sent, validation loss beside that of exact sums."""
-    from hpctrain.bench.communication import bench_communication
+    from hpctrain.bench.communication_forms import bench_communication
 
     run_bench(lambda world: bench_communication(world, deck, overrides, only, variants, path), path)
 

@@ -39,7 +39,7 @@ from hpctrain.model.build import architecture_of
 from hpctrain.parallel.copies import planned_copies
 from hpctrain.pipeline.action import Schedule
 from hpctrain.plan.memory import MemoryPlan, StageMemory, plan_memory
-from hpctrain.plan.model import rehearse_forward
+from hpctrain.plan.step_on_meta import rehearse_forward
 from hpctrain.sharding.bucket import pool_bytes, value_bytes
 
 REWARD_MODELS = "reward model"

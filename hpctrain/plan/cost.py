@@ -27,7 +27,7 @@ from hpctrain.model.part import LayerRange
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.shard import Parameter
 from hpctrain.pipeline.action import accumulation
-from hpctrain.plan.model import rehearse
+from hpctrain.plan.step_on_meta import rehearse
 from hpctrain.plan.traffic import PlannedWeights, steady
 
 PARAMETERS = 40_000_000

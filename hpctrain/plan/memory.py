@@ -30,7 +30,7 @@ from hpctrain.pipeline.action import Schedule, accumulation
 from hpctrain.pipeline.execute import receives_ahead
 from hpctrain.pipeline.split import spans_of
 from hpctrain.plan.activations import activation_peak, packing_bytes
-from hpctrain.plan.model import rehearse
+from hpctrain.plan.step_on_meta import rehearse
 from hpctrain.sharding.bucket import gradient_bytes, pool_bytes, value_bytes
 from hpctrain.sharding.state import MODEL, state_bytes
 

@@ -12,7 +12,7 @@ from hpctrain.comm.planned import META
 from hpctrain.model.inputs import ModelInputs
 from hpctrain.model.part import ModelPart, parameter_list
 from hpctrain.objective.objective import Losses
-from hpctrain.plan.model import add
+from hpctrain.plan.step_on_meta import add
 
 
 @dataclass

@@ -39,8 +39,8 @@ from hpctrain.parallel.context import context_positions
 from hpctrain.pipeline.action import Action, Schedule
 from hpctrain.pipeline.execute import Executor, PreparedBatch
 from hpctrain.pipeline.split import spans_of
-from hpctrain.plan.model import rehearse
 from hpctrain.plan.silent import SilentPart
+from hpctrain.plan.step_on_meta import rehearse
 
 LAYERS = frozenset({"tensor", "context", "pipeline", "expert", "expert_tensor", "context x tensor"})
 """Axes along which layers and stages of the pipeline talk, in every micro-batch."""

@@ -65,8 +65,8 @@ from hpctrain.train.verify import verify_layout
 from hpctrain.train.watchers import EightBitWatch, Evaluation, SlowRanks, StepReport, TraceRecorder
 from hpctrain.train.way_back import WayBack
 from hpctrain.watch.folder import clear_folder, clear_other_folder, refuse_other_folder, replaces
-from hpctrain.watch.machine import PeakFlops
 from hpctrain.watch.newest import find_checkpoint
+from hpctrain.watch.peak_flops import PeakFlops
 from hpctrain.watch.reporter import Reporter
 from hpctrain.watch.statuses import is_done
 

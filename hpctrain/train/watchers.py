@@ -27,8 +27,8 @@ from hpctrain.train.summary import outcome
 from hpctrain.train.time_limit import Pace
 from hpctrain.train.trainer import Trainer
 from hpctrain.watch.folder import way_on
-from hpctrain.watch.machine import PeakFlops
 from hpctrain.watch.metrics import StepMetrics
+from hpctrain.watch.peak_flops import PeakFlops
 from hpctrain.watch.reporter import Reporter
 from hpctrain.watch.stragglers import TimeComparison
 

@@ -12,8 +12,8 @@ from hpctrain.comm.world import World
 from hpctrain.deck.read import parse_deck
 from hpctrain.report.rows import read_metrics
 from hpctrain.train.run import resume, run_deck
-from hpctrain.watch import machine
-from hpctrain.watch.machine import PeakFlops, measure_gemm_flops
+from hpctrain.watch import peak_flops as machine
+from hpctrain.watch.peak_flops import PeakFlops, measure_gemm_flops
 from tests.train.test_run import DECK, deck_file
 
 __all__ = ["deck_file"]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from hpctrain.bench.checkpoint import CheckpointBenchOptions, bench_checkpoint
+from hpctrain.bench.checkpoint_speed import CheckpointBenchOptions, bench_checkpoint
 from hpctrain.bench.files import PeakMemory, read_plainly, write_plainly
 from hpctrain.bench.peers import start_gloo, stop_gloo
 from hpctrain.bench.torch_checkpoint import TorchCheckpoint

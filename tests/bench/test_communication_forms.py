@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.bench.communication import FormFigures, bench_communication, rows
+from hpctrain.bench.communication_forms import FormFigures, bench_communication, rows
 from hpctrain.comm.world import World
 from hpctrain.deck.read import parse_deck
 from hpctrain.errors import HpctrainError
