@@ -59,7 +59,10 @@ def check_output(path: Path, replace: bool) -> None:
 
 
 def identity(path: str | Path) -> object:
-    """Return a key that all names and links of one file share: device and inode, or else the real path."""
+    """Return a hashable key that is equal for all names and links of one file or folder.
+
+    The key is the device and inode, or the real path if the file cannot be examined, as when it is missing.
+    """
     try:
         status = os.stat(path)  # noqa: PTH116 - a name as it is written
     except OSError:
@@ -94,10 +97,11 @@ def require_writable(path: Path) -> None:
 
 
 def open_regular(path: str | Path) -> BinaryIO:
-    """Open a regular file for reading, without waiting.
+    """Open a regular file for reading, without waiting. The caller closes it.
 
     Raises:
-        OSError: The path is not a regular file but a folder, a pipe or a device, or is not a valid name.
+        OSError: The path is not a regular file but a folder, a pipe or a device, is not a valid name, or
+            cannot be opened.
     """
     try:
         # To open a pipe would wait for its writer, to open a tape would move it.
@@ -161,7 +165,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def finite(value: Any) -> Any:
-    """Return a value with None for each infinite or NaN float, also inside lists and dicts."""
+    """Return a copy of a value with None for each infinite or NaN float, also inside lists and dicts."""
     if isinstance(value, list):
         return [finite(each) for each in value]
     if isinstance(value, dict):
@@ -193,7 +197,11 @@ def add_lines(descriptor: int, lines: Iterable[str]) -> None:
 
 
 def is_unfit(error: OSError) -> bool:
-    """Return True if the path can never be read as a file, as opposed to a missing file or a failed read."""
+    """Return True if a file cannot be read because of what it is, not because it is missing or a read failed.
+
+    This is so for a file that is not regular or is too large, and for a name that is not valid or too long. A
+    folder does not count.
+    """
     return error.errno in {errno.EINVAL, errno.EFBIG, errno.ENAMETOOLONG}
 
 
@@ -219,7 +227,11 @@ def naming(path: str | Path) -> Iterator[None]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file in UTF-8. Raises OSError with its name."""
+    """Write a text file in UTF-8. An existing file is overwritten in place, and nothing is flushed.
+
+    Raises:
+        OSError: The file cannot be written. The error names it.
+    """
     with naming(path):
         path.write_text(text, encoding="utf-8")
 
@@ -259,7 +271,18 @@ def delete_files(folder: Path, ours: Callable[[os.DirEntry[str]], bool]) -> list
 
 
 def delete_folder(folder: Path, ours: Callable[[os.DirEntry[str]], bool]) -> list[str]:
-    """Delete files as `delete_files` does, and then the folder if it is empty. Return the remaining names."""
+    """Delete files as `delete_files` does, and then the folder if it is empty.
+
+    Args:
+        folder: The folder.
+        ours: Test that is True for an entry that is deleted.
+
+    Returns:
+        The sorted names of the entries that remain; [] if the folder itself was deleted.
+
+    Raises:
+        OSError: The path is not a folder, or an entry or the folder cannot be deleted.
+    """
     rest = delete_files(folder, ours)
     if not rest:
         folder.rmdir()
@@ -274,7 +297,10 @@ def _require_regular(status: os.stat_result, path: str | Path) -> None:
 
 
 def user_cache() -> Path:
-    """Return the folder for cached data of hpctrain: `hpctrain` in the user's cache folder (XDG)."""
+    """Return the folder for cached data of hpctrain: `hpctrain` in the user's cache folder (XDG).
+
+    The folder is not made, and may be missing.
+    """
     setting = os.environ.get("XDG_CACHE_HOME", "")
     folder = Path(setting) if setting.startswith("/") else Path(os.environ.get("HOME", "")) / ".cache"
     return folder / "hpctrain"

@@ -66,7 +66,9 @@ class LocalDataset:
         return prod(self.shape)
 
     def read(self, max_bytes: int) -> NDArray[Any]:
-        """Return all elements, which must be numbers or text of fixed length.
+        """Return all elements, which must be numbers or text of fixed length, in a new array.
+
+        The file must still be open.
 
         Args:
             max_bytes: Largest size of the elements in bytes.
@@ -173,7 +175,9 @@ def _is_local(identifier: h5py.h5d.DatasetID) -> bool:
 
 @contextmanager
 def open_checked(path: Path) -> Iterator[CheckedFile]:
-    """Open an HDF5 file for reading. Raises one of `DAMAGE` if it is damaged or has unsupported contents.
+    """Open an HDF5 file for reading, and yield a CheckedFile that is closed at the end of the block.
+
+    Raises one of `DAMAGE` if it cannot be read, is damaged or has unsupported contents.
 
     The file is not locked, since some file systems do not support locks. It is not needed either: a file gets
     its final name only when it is complete, and does not change after that.
@@ -189,7 +193,8 @@ def open_for_writing(path: Path, mode: Literal["w", "r+"], **options: Any) -> It
     """Open an HDF5 file for writing by one process. Use it for headers and small datasets only.
 
     If a write of HDF5 itself fails, HDF5 crashes, at once or when the process ends. Therefore HDF5 writes
-    into memory here, and the pages are written to the file after HDF5 has closed it.
+    into memory here, and the pages are written to the file at the end of the block. If the block raises, they
+    are not written; with "w" the file is then empty.
 
     Args:
         path: The file.
@@ -281,7 +286,7 @@ class _PagesInMemory:
 
 
 def format_of(path: Path) -> str | None:
-    """Return the attribute `format` of an HDF5 file; None for any other file."""
+    """Return the attribute `format` of an HDF5 file; None for any other file or one that cannot be read."""
     try:
         with open_regular(path) as stream:
             if stream.read(len(SIGNATURE)) != SIGNATURE:

@@ -143,7 +143,7 @@ def parse_link(text: str) -> Link:
 
 
 def format_rate(bytes_per_second: float) -> str:
-    """Return a speed in bits per second: "100 Mbit/s", "1.25 Gbit/s"."""
+    """Return a speed, which is given in bytes per second, in bits per second: "100 Mbit/s", "1.25 Gbit/s"."""
     number, name = _scaled(8 * bytes_per_second, 1000, ("bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s"))
     return f"{number} {name}"
 

@@ -117,12 +117,17 @@ def is_target(target: str | None) -> bool:
 
 
 def is_file_target(target: str) -> bool:
-    """Return True for "FILE.py:FUNCTION", and False for "PACKAGE:FUNCTION"."""
+    """Return True if a target has the form "FILE.py:FUNCTION", and False for any other text."""
     return target.rpartition(":")[0].endswith(".py")
 
 
 def resolve_target(target: str, deck_name: str) -> str:
-    """Return a target with an absolute path of its file, which a deck names relative to its own folder."""
+    """Return a target with an absolute path of its file; "PACKAGE:FUNCTION" is returned as it is.
+
+    Args:
+        target: The target, such as "~/train.py:build".
+        deck_name: Path of the deck, to whose folder the path of the file is relative.
+    """
     if not is_file_target(target):
         return target
     return os.path.abspath(os.path.join(os.path.dirname(deck_name), expand_user_path(target)))  # noqa: PTH100, PTH118, PTH120

@@ -90,16 +90,22 @@ class Section(BaseModel):
         return found
 
     def selected(self, choice: str) -> Section | None:
-        """Return the table that the value of a key selects; None if that value has no table."""
+        """Return the table that the value of a key selects; None if that value has no table.
+
+        Args:
+            choice: Name of the key, one of `choices()`.
+        """
         attribute = self.choices()[choice].get(getattr(self, choice))
         return None if attribute is None else getattr(self, attribute)
 
     def with_values(self, values: Mapping[str, object]) -> Self:
-        """Return a copy with other values of attributes. Neither names nor values are checked.
+        """Return a copy in which some keys have other values. Neither names nor values are checked.
 
-        A dotted name ("table.key") is a key of a table. It is left out if the copy does not have that table.
-        If a key that selects tables gets a value, the table of that value stays as it is, or is made with its
-        defaults, and the other tables of the key become None.
+        Args:
+            values: Values by name: of an attribute, or "table.key" for a key of a table. The latter is left
+                out if the copy does not have that table. The value of a key that selects tables also decides
+                which tables the copy has: the selected one, kept or made with its defaults; the others are
+                None.
         """
         changed = {name: value for name, value in values.items() if "." not in name}
         for choice, tables in self.choices().items():
@@ -120,7 +126,15 @@ class Section(BaseModel):
         return self.model_copy(update=changed)
 
     def selecting(self, choice: str, name: str, table: Section | None, **keys: object) -> Self:
-        """Return a copy in which a key selects another table, with other values of further keys unchecked."""
+        """Return a copy in which the key `choice` has the value `name`. Neither names nor values are checked.
+
+        Args:
+            choice: Name of a key that selects tables.
+            name: Its new value.
+            table: Table that this value selects, which is not made here; None for a value without a table.
+                The other tables of the key become None.
+            keys: New values of further attributes.
+        """
         tables = {own: table if each == name else None for each, own in self.choices()[choice].items()}
         return self.model_copy(update={choice: name, **tables, **keys})
 

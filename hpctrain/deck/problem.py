@@ -38,16 +38,22 @@ def divisors(number: int) -> list[int]:
 
 
 def nearest_numbers(number: int, candidates: Iterable[int], count: int = 4) -> list[int]:
-    """Return the `count` candidates that are nearest to a number in ascending order."""
+    """Return the candidates that are nearest to a number, at most `count`, in ascending order."""
     return sorted(sorted(candidates, key=lambda candidate: (abs(candidate - number), candidate))[:count])
 
 
 def multiples(number: int, unit: int) -> str:
-    """Return the positive multiples of `unit` next to a number in words, such as "8 or 16"."""
+    """Return in words the largest positive multiple of `unit` up to `number`, and the next one: "8 or 16"."""
     below = number // unit * unit
     return either([size for size in (below, below + unit) if size])
 
 
 def must_divide(key: str, size: int, number: int) -> str:
-    """Return the end of a sentence: a number must divide the value of `key`, with near numbers that do."""
+    """Return the end of a sentence: a number must divide the value of `key`, with near numbers that do.
+
+    Args:
+        key: Full name of the key.
+        size: Its value.
+        number: The number that does not divide it.
+    """
     return f"must divide {key} = {size} ({either(nearest_numbers(number, divisors(size)))} would)"

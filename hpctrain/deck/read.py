@@ -167,9 +167,9 @@ def changed_deck(
     read_source: SourceReader | None = None,
     from_user: bool = False,
 ) -> Deck:
-    """Return a deck with other values of keys, which is validated anew.
+    """Return a deck with other values of keys, which is validated anew. `deck` itself is not changed.
 
-    Code that the deck may not call stays so.
+    Code that the deck may not call stays so. The result has no runtime choices.
 
     Args:
         deck: The deck to change.

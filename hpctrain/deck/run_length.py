@@ -54,12 +54,23 @@ class CompletedWork:
     sequence: int = 0
 
     def samples_of_length(self, sequence: int) -> int:
-        """Return the number of sequences of `sequence` tokens that equal the completed samples in tokens."""
+        """Return the number of sequences of `sequence` tokens in the completed samples, rounded down.
+
+        If the length of these samples is not known, it is taken to be `sequence`.
+        """
         return self.samples * (self.sequence or sequence) // sequence
 
 
 def add_steps(tables: Mapping[str, dict[str, Any]], completed: CompletedWork = CompletedWork()) -> bool:
-    """Compute run.steps from run.tokens in place. Return True if there was run.tokens without run.steps."""
+    """Set run.steps from run.tokens in place, and return True; otherwise change nothing and return False.
+
+    Nothing is changed if run.steps is given, or if run.tokens or a key of [batch] on which the steps depend
+    is missing or is not a positive whole number.
+
+    Args:
+        tables: Sections of the deck by name.
+        completed: Work that the resumed run has completed, which counts as part of run.tokens and run.steps.
+    """
     run, batch = tables["run"], tables["batch"]
     sizes = [run.get("tokens"), batch.get("sequence"), batch.get("global_size")]
     sizes += [batch.get("ramp_from", 1) or 1, batch.get("ramp_steps", 1) or 1]
@@ -74,7 +85,14 @@ def add_steps(tables: Mapping[str, dict[str, Any]], completed: CompletedWork = C
 
 
 def steps_of_epochs(epochs: float, sequences: int, batch: Batch, completed: CompletedWork) -> int:
-    """Return the smallest number of steps in which a run passes `epochs` times over all sequences."""
+    """Return the smallest number of steps in which a run passes `epochs` times over all sequences.
+
+    Args:
+        epochs: Positive number of epochs of the whole run.
+        sequences: Number of sequences in an epoch.
+        batch: Section with the batch sizes.
+        completed: Work that the resumed run has completed; its steps are part of the result.
+    """
     samples = ceil(Fraction(str(epochs)) * sequences) - completed.samples_of_length(batch.sequence)
     return steps_for_samples(samples, batch.global_size, batch.ramp_from, batch.ramp_steps, completed.steps)
 

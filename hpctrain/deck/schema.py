@@ -104,7 +104,11 @@ class Deck(Section):
         return code_entries(sections, self.sources.name) - trusted
 
     def with_runtime_choices(self, choices: RuntimeChoices) -> Deck:
-        """Return the deck with other choices that depend on measurements."""
+        """Return a copy of the deck whose `runtime_choices` are replaced by `choices`, all of them.
+
+        The keys stay the same, and the copy equals the deck. To change single choices, pass
+        `replace(deck.runtime_choices, ...)`.
+        """
         changed = self.model_copy()
         changed._runtime_choices = choices
         return changed
@@ -112,7 +116,11 @@ class Deck(Section):
     def value(self, name: str) -> object:
         """Return the value of a key by its full name, such as "optimizer.muon.momentum".
 
-        A key of a table that the deck does not have is None.
+        The result is None if the deck does not have the table of the key, and the Section if the name is a
+        table's.
+
+        Raises:
+            KeyError: The schema has no such key.
         """
         value: object = self
         for part in name.split("."):
@@ -125,7 +133,14 @@ class Deck(Section):
         return value
 
     def with_keys(self, **sections: Mapping[str, object] | Section) -> Deck:
-        """Return the deck with other values of keys, or other sections; nothing is checked."""
+        """Return a copy of the deck with other values of keys, or other sections. Nothing is checked.
+
+        Sources and runtime choices stay, and no other keys follow the new values.
+
+        Args:
+            sections: By the name of the section, values of its keys as in `Section.with_values`, or a new
+                section.
+        """
         changed = {
             name: keys if isinstance(keys, Section) else getattr(self, name).with_values(keys)
             for name, keys in sections.items()
@@ -165,7 +180,11 @@ def tables() -> Mapping[str, type[Section]]:
 
 @cache
 def fields(table: str) -> Mapping[str, FieldInfo]:
-    """Return the keys of a table, such as "optimizer" or "optimizer.muon", by their names in the deck."""
+    """Return the keys of a table, such as "optimizer" or "optimizer.muon", by their names in the deck.
+
+    Raises:
+        KeyError: The schema has no such table.
+    """
     kind = tables()[table]
     return MappingProxyType({name_of(each, field): field for each, field in kind.model_fields.items()})
 

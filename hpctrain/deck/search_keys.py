@@ -28,6 +28,11 @@ SEARCH_KEYS = (
 
 
 def is_left_to_search(places: Mapping[str, Place], keys: Iterable[str]) -> bool:
-    """Return True if a search chooses any of these keys, because the deck does not give it."""
+    """Return True if at least one of `keys` is among SEARCH_KEYS and the deck does not give it.
+
+    Args:
+        places: Places of the deck's keys by full name. A place with a note does not count as given.
+        keys: Full names of keys.
+    """
     given = {key for key, place in places.items() if not place.note}
     return not given.issuperset(set(keys) & set(SEARCH_KEYS))

@@ -112,12 +112,15 @@ class Sources:
 
 
 def clipped(text: str) -> str:
-    """Return a text, or its beginning if it is too long for a message."""
+    """Return a text; if it has more than LONGEST_SHOWN characters, its beginning followed by "..."."""
     return text if len(text) <= LONGEST_SHOWN else f"{text[: LONGEST_SHOWN - 3]}..."
 
 
 def toml_value(value: object) -> str:
-    """Return a value in TOML notation on one line."""
+    """Return a value in TOML notation on one line.
+
+    Values of types that TOML does not have, such as None, are returned as `str` writes them.
+    """
     match value:
         case bool():
             return "true" if value else "false"

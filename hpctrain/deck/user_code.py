@@ -89,12 +89,16 @@ def run_user_code(activity: str) -> Iterator[None]:
 
 
 def import_function(code: NamedCode) -> Callable[..., Any]:
-    """Import the function or class that a deck names. Its module is loaded once per process.
+    """Import the function or class that a deck names. Local.
+
+    Its module is loaded once per process, which runs its code, and the folder of a file is added to
+    `sys.path`.
 
     Raises:
         UntrustedCodeError: Only a stored deck names it.
-        HpctrainError: There is no such file or name, it fails to load, or it is part of Python's standard
-            library or of hpctrain.
+        UserCodeError: Its module fails to load.
+        HpctrainError: There is no such file or name, or it is part of Python's standard library or of
+            hpctrain.
     """
     code.require_trusted()
     target = code.target

@@ -26,7 +26,7 @@ _WIDTH = 100
 
 
 def converted_deck(source: str) -> str:
-    """Convert a DeepSpeed configuration or Megatron-LM arguments to a deck.
+    """Convert a DeepSpeed configuration or Megatron-LM arguments to a deck. Local; the deck is not checked.
 
     Args:
         source: Path of the JSON file, or of a shell script or text file with arguments. If it starts
@@ -37,8 +37,8 @@ def converted_deck(source: str) -> str:
         keys that the source does not set stand as comments in their sections.
 
     Raises:
-        HpctrainError: The source is neither of the two.
-        InputOutputError: The file cannot be read.
+        HpctrainError: The source is empty, is not UTF-8 text, or is neither of the two.
+        InputOutputError: The file cannot be read, or is larger than FILE_BYTES.
     """
     if not source.strip():
         raise HpctrainError('--from: requires a file, such as ds_config.json or "run.sh" with its arguments')

@@ -29,7 +29,11 @@ def deepspeed_table() -> RuleTable:
 
 
 def convert_configuration(configuration: Mapping[str, object]) -> Conversion:
-    """Convert the content of a DeepSpeed configuration."""
+    """Convert the content of a DeepSpeed configuration, which is not changed.
+
+    Settings that no deck key expresses raise no error. The Conversion lists them as unsupported with a
+    reason, among them all settings whose value is "auto".
+    """
     table = deepspeed_table()
     settings = dict(_flatten(configuration, table.tables))
     automatic = sorted(name for name, value in settings.items() if value == "auto")

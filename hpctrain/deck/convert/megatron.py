@@ -20,7 +20,14 @@ def megatron_table() -> RuleTable:
 
 
 def convert_script(script: str) -> Conversion:
-    """Convert the arguments that a script or a file contains."""
+    """Convert the arguments that the text of a script or of a file of arguments contains.
+
+    Arguments that no deck key expresses raise no error. The Conversion lists them as unsupported with a
+    reason.
+
+    Args:
+        script: The text, not the path of a file.
+    """
     table = megatron_table()
     explicit = parse_arguments(script)
     options = SourceOptions(explicit, table.defaults_for(explicit))

@@ -17,7 +17,11 @@ class UnsupportedOptionError(Exception):
 
 
 def number(value: object) -> float:
-    """Return a finite number, given as a number or as text."""
+    """Return a finite number, given as a number or as text; booleans are refused.
+
+    Raises:
+        UnsupportedOptionError: The value is no finite number, or is a shell variable that is not set.
+    """
     if isinstance(value, str | int | float) and not isinstance(value, bool):
         try:
             converted = float(value)
@@ -45,34 +49,42 @@ def integer(value: object) -> int:
 
 
 def integer_above_0(value: object) -> int | None:
-    """Return a positive integer, or None, which sets no key."""
+    """Return an integer if it is above 0, otherwise None, which sets no key. Raises as `integer`."""
     return integer(value) if integer(value) > 0 else None
 
 
 def integer_above_1(value: object) -> int | None:
-    """Return an integer above 1, or None, which sets no key."""
+    """Return an integer if it is above 1, otherwise None, which sets no key. Raises as `integer`."""
     return integer(value) if integer(value) > 1 else None
 
 
 def minutes(value: object) -> str:
-    """Return a time in minutes as a deck writes it."""
+    """Return a whole number of minutes as a deck writes it, such as "90 min". Raises as `integer`."""
     return f"{integer(value)} min"
 
 
 def fp32_bytes(value: object) -> int:
-    """Return the bytes of a number of fp32 elements."""
+    """Return the size in bytes of `value` fp32 elements, which have 4 bytes each. Raises as `integer`."""
     return 4 * integer(value)
 
 
 def text(value: object) -> str:
-    """Return text without shell variables."""
+    """Return `value` unchanged if it is text that is not empty and has no shell variable.
+
+    Raises:
+        UnsupportedOptionError: It is not text, is empty, or contains a dollar sign.
+    """
     if not isinstance(value, str) or not value or "$" in value:
         raise UnsupportedOptionError(_unknown(value) or "is not text")
     return value
 
 
 def switch(value: object) -> bool:
-    """Return True or False for a flag."""
+    """Return the state of a flag, which is given as a boolean or as "true" or "false" in any case.
+
+    Raises:
+        UnsupportedOptionError: The value is something else, such as 1 or None.
+    """
     for on in (True, False):
         if is_switched(value, on):
             return on
@@ -80,12 +92,21 @@ def switch(value: object) -> bool:
 
 
 def inverted_flag(value: object) -> bool:
-    """Return False for a flag that is set."""
+    """Return False for a flag that is set, and True for one that is not. Raises as `switch`."""
     return not switch(value)
 
 
 def choice(value: object, choices: Mapping[str, object], refusal: str = "") -> object:
-    """Return the deck's value for one of the other trainer's, whose names are compared in lower case."""
+    """Return the deck's value for one of the other trainer's values.
+
+    Args:
+        value: Value of the other trainer, which is compared as text in lower case.
+        choices: Values of the deck by those of the other trainer in lower case.
+        refusal: Message of the error; "" for a message that lists the choices.
+
+    Raises:
+        UnsupportedOptionError: The value is not among the choices.
+    """
     name = str(value).lower()
     if name not in choices:
         names = either([f'"{name}"' for name in choices])
@@ -101,7 +122,7 @@ def _unknown(value: object) -> str:
 
 
 def is_switched(value: object, on: bool) -> bool:
-    """Return True if a flag has the state `on`, as a boolean or as text."""
+    """Return True if a flag has the state `on`, as a boolean or as "true" or "false" in any case."""
     return value is on or str(value).lower() == str(on).lower()
 
 

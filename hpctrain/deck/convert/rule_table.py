@@ -34,10 +34,13 @@ _OPTIMIZER = "optimizer.name"
 class SourceOptions:
     """Options of another trainer with their values.
 
+    `name in options` is True if the user set the option; defaults do not count.
+
     Args:
         explicit: Options that the user set, by the names of the other trainer. Values are text, numbers,
             booleans, or lists of these.
-        defaults: Values that the other trainer uses for options that are not given.
+        defaults: Values that the other trainer uses for options that are not given. Those of options that the
+            user set are ignored.
     """
 
     def __init__(self, explicit: Mapping[str, object], defaults: Mapping[str, object]) -> None:
@@ -52,11 +55,18 @@ class SourceOptions:
         return self.explicit.get(name, self.defaults.get(name))
 
     def is_on(self, name: str) -> bool:
-        """Return True if a flag is set."""
+        """Return True if the value of a flag, or its default, is True or the text "true" in any case."""
         return is_switched(self.get(name), on=True)
 
     def read(self, name: str, convert: Callable[[object], _Converted]) -> _Converted | None:
-        """Return the converted value of an option; None if it has no value or cannot be converted."""
+        """Return the converted value of an option or of its default; None if it cannot be converted.
+
+        The result is None, too, if the option has neither a value nor a default.
+
+        Args:
+            name: Name of the option.
+            convert: Conversion that raises UnsupportedOptionError for a wrong value, and for None.
+        """
         try:
             return convert(self.get(name))
         except UnsupportedOptionError:
@@ -96,7 +106,14 @@ class Rule:
         return tuple(self.row.get("keys") or ([self.row["key"]] if "key" in self.row else []))
 
     def apply(self, value: object, options: SourceOptions) -> dict[str, object]:
-        """Return the values of the deck keys that the option sets.
+        """Return the values of the deck keys that the option sets, by their names in `keys`.
+
+        Keys that the value does not set are left out. The result is empty if the option needs no key, or if
+        the condition of the row does not hold.
+
+        Args:
+            value: Value of the option, given by the user or by default.
+            options: All options, on which the condition and the conversion may depend.
 
         Raises:
             UnsupportedOptionError: No deck key expresses the value.
@@ -147,16 +164,26 @@ class Conversion:
     unneeded: list[str] = field(default_factory=list)
 
     def report(self, name: str, value: object, reason: str) -> None:
-        """Record why an option is not expressed by keys, or only in part."""
+        """Record in `unsupported` why an option is not expressed by keys, or only in part.
+
+        Args:
+            name: Name of the option.
+            value: Its value, which is shown after the name; True for a flag, of which only the name is shown.
+            reason: End of a sentence about the option. It replaces an earlier reason for the same value.
+        """
         self.unsupported[name if value is True else f"{name} = {clipped(str(value))}"] = reason
 
 
 def apply_rules(options: SourceOptions, table: RuleTable) -> Conversion:
     """Convert all options of a program, and its defaults for those that are not given.
 
+    What cannot be converted raises no error: the Conversion lists it as unsupported, with a reason. If two
+    options set the same key, the first keeps it, explicit options come before defaults, and a contradiction
+    between explicit ones is reported.
+
     Args:
-        options: Options of the program.
-        table: Its rules. Options without a rule are reported as unknown.
+        options: Options of the program; they are not changed.
+        table: Its rules. An option without a rule is reported as unknown.
     """
     result, rules = Conversion(table.program), table.rules
     optimizer = _optimizer_name(options, rules)
@@ -227,7 +254,13 @@ class RuleTable:
     tables: frozenset[str]
 
     def defaults_for(self, explicit: Mapping[str, object]) -> dict[str, object]:
-        """Return the values that the other trainer uses for options that the user did not set."""
+        """Return the defaults of the other trainer by option, from all groups whose condition holds.
+
+        The result may contain options that the user set, which `SourceOptions` then ignores.
+
+        Args:
+            explicit: Options that the user set, on which the conditions depend.
+        """
         options = SourceOptions(explicit, {})
         groups = [group["values"] for group in self.defaults if _holds(group, options)]
         return {name: value for values in groups for name, value in values.items()}
@@ -239,7 +272,8 @@ def load_table(name: str, program: str, functions: Mapping[str, Any]) -> RuleTab
     Args:
         name: Name of the file.
         program: Name of the other trainer.
-        functions: Names of the module whose functions rows name.
+        functions: Functions by name, such as the globals of a module. Rows name them without the underscore
+            with which their names begin.
     """
     content = read_data_file(f"convert/{name}")
     tables = content.get("tables", {})

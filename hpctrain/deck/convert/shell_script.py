@@ -44,14 +44,15 @@ _LARGEST = 1 << 63
 
 
 def parse_arguments(script: str) -> dict[str, object]:
-    """Return the arguments that a text contains.
+    """Return the arguments that a text contains. Nothing is executed, and no error is raised.
 
     Args:
         script: Text of a shell script, or of a file of arguments.
 
     Returns:
-        The value of each argument as text, or True for a flag without a value. The last one counts where an
-        argument occurs more than once. Variables that the script sets are expanded; others stay ("$NODES").
+        The value of each argument as text, or True for a flag without a value, by a name with hyphens, such
+        as "--num-layers". Several values are joined by blanks. The last one counts where an argument occurs
+        more than once. Variables that the script sets are expanded; others stay ("$NODES").
     """
     reader = _ScriptReader()
     reader.read(script)
@@ -73,7 +74,10 @@ class _ScriptReader:
         """Number of conditions and loops around the current command."""
 
     def read(self, script: str) -> None:
-        """Read a text: assign its variables and record its arguments."""
+        """Read the text of a script: update the variables and `arguments`.
+
+        Earlier ones are kept, and the last occurrence of an argument counts. Calls may be nested.
+        """
         text = _ScriptText(script.replace("\\\r\n", " ").replace("\\\n", " "), self._expand)
         while text.current:
             if text.match(_GAP):
@@ -193,9 +197,12 @@ class _ScriptText:
             yield self.word()
 
     def word(self) -> str:
-        """Return the next word, without its quotes, its variables expanded.
+        """Return the word at the position, without quotes and with its variables expanded, and go behind it.
 
-        Parentheses inside a word are part of it, as in `([0]*1+[1]*23)`; one that closes a list ends it.
+        The word ends at a blank, a newline, one of `;&|<>`, the end of the text, or the parenthesis that
+        closes a list. Parentheses that it opens itself are part of it, as in `([0]*1+[1]*23)`. Variables that
+        the script does not set stay ("$NODES"). The result is "" if no word begins here; blanks are not
+        skipped.
         """
         parts: list[str] = []
         open_parentheses = 0

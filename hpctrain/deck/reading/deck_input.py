@@ -59,20 +59,38 @@ class DeckInput:
         self.renamed: list[RenamedKey] = []
 
     def add_problem(self, place: Place, text: str, *, file_missing: bool = False) -> None:
-        """Add the message of a problem; `file_missing` is True if a file cannot be read."""
+        """Add a problem to `problems`. Nothing is raised before `raise_problems` is called.
+
+        Args:
+            place: Place by which the problems are sorted.
+            text: The whole message, which also names the place.
+            file_missing: True if the problem is a file that cannot be read.
+        """
         self.problems.append((place, text))
         self.only_files_missing &= file_missing
 
     def report(self, place: Place, sentence: str) -> None:
-        """Add a problem whose message consists of a place and a sentence."""
+        """Add a problem whose message consists of the place, a colon and the sentence."""
         self.add_problem(place, f"{place.prefix}: {sentence}")
 
     def report_key(self, key: str, value: object, sentence: str) -> None:
-        """Add a problem of the value of a key."""
+        """Add a problem of the value of a key.
+
+        Args:
+            key: Full name of the key.
+            value: Value that the message shows if the place does not have the written value.
+            sentence: End of a sentence that begins with the key and its value.
+        """
         self.add_problem(self.sources.place(key), self.sources.sentence(key, value, sentence))
 
     def report_error(self, place: Place, error: HpctrainError, subject: str = "") -> None:
-        """Add the problems of an error, each after its subject, such as "deck.toml:4: model.from: "."""
+        """Add each problem of an error.
+
+        Args:
+            place: Place by which the problems are sorted.
+            error: The error.
+            subject: Beginning of the messages, such as "deck.toml:4: model.from: ".
+        """
         for problem in error.problems:
             missing = isinstance(error, InputOutputError)
             self.add_problem(place, f"{subject}{problem}", file_missing=missing)
@@ -110,13 +128,16 @@ class DeckInput:
     def read_file(
         self, path: Path, name: str, chain: tuple[Path, ...] = (), include_place: Place | None = None
     ) -> None:
-        """Add the keys of a file, which take precedence over those so far.
+        """Add the keys of a file and of the files that it includes, whose problems are added and not raised.
+
+        These keys take precedence over those so far, and keys of a file over those of the files that it
+        includes.
 
         Args:
             path: Path of the file.
             name: Its name in messages.
-            chain: Files that include it, the outermost first.
-            include_place: Place of the `include` in the last of them.
+            chain: Paths of the files that include it, the outermost first.
+            include_place: Place of the `include` in the last of them; None for the deck itself.
         """
         try:
             text = read_text(path, DECK_BYTES)
@@ -138,9 +159,15 @@ class DeckInput:
             self.read_text(text, path, name, chain)
 
     def read_text(self, text: str, path: Path, name: str, chain: tuple[Path, ...] = ()) -> None:
-        """Add the keys of a text, which take precedence over those of the files that it includes.
+        """Add the keys of a text and of the files that it includes; their problems are added and not raised.
 
-        Arguments are as for `read_file`; the text need not be in a file.
+        A text that is not TOML adds a problem and no keys.
+
+        Args:
+            text: The text, which need not be in a file.
+            path: Path to whose folder the names of included files are relative.
+            name: Name of the text in messages.
+            chain: Paths of the files that include it, the outermost first.
         """
         self.files.append(name)
         try:
@@ -239,7 +266,11 @@ class DeckInput:
                 self.remove(table)
 
     def remove(self, path: str) -> None:
-        """Remove a key, or a table with all its keys, if it is there."""
+        """Remove a key, or a table in a section, with its values and places; do nothing if it is missing.
+
+        Args:
+            path: Full name, such as "optimizer.muon". The values of a whole section are not removed.
+        """
         remove(self.values, path)
         self.places.pop(path, None)
         self._remove_places(path)
@@ -250,7 +281,12 @@ class DeckInput:
             del self.places[key]
 
     def apply_override(self, argument: str) -> None:
-        """Apply a `--set` argument, section.key=value; without a value the key is removed."""
+        """Apply a `--set` argument to the keys so far; problems are added and not raised.
+
+        Args:
+            argument: "section.key=value", "section.key=", which removes the key so that it gets its default,
+                or a word or list for a section, such as "layout=auto".
+        """
         self.arguments.append(argument)
         name, equals, text = argument.partition("=")
         section, dot, key = name.strip().partition(".")

@@ -46,14 +46,15 @@ def fill(
     source: Mapping[str, object],
     completed: CompletedWork = CompletedWork(),  # noqa: B008
 ) -> Filled:
-    """Add all defaults that depend on other keys to the tables in place.
+    """Add all defaults that depend on other keys to the tables in place, and return which keys were added.
 
-    A default is left out if the keys that it depends on are missing or have a wrong type.
+    A default is left out if the keys that it depends on are missing or have a wrong type. Names of files with
+    the user's functions become absolute, and tables with the value "none" are removed.
 
     Args:
-        tables: Sections of the deck.
+        tables: Sections of the deck; all of them must be there.
         deck_name: Name of the deck's file.
-        source: Keys that the model in `model.from` determines.
+        source: Keys that the model in `model.from` determines, by full name.
         completed: Work that the resumed run has completed.
     """
     batch = tables["batch"]
@@ -113,7 +114,10 @@ def _select_tables(tables: Tables) -> None:
 
 
 def is_default(tables: Tables, key: str) -> bool:
-    """Return True if a key has the value that its default would have with the other keys."""
+    """Return True if a key has the value that it would get from other keys if it were missing.
+
+    The result is False for keys whose default does not depend on other keys. The tables are not changed.
+    """
     without = deepcopy(tables)
     remove(without, key)
     followed = fill(without, "", {}).others

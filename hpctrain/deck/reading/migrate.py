@@ -19,10 +19,12 @@ _KEY = re.compile(r"(\s*)([\w.\-]+)(\s*=)")
 def migrated_text(path: Path) -> str:
     """Return the text of a deck's file with present names of keys; all other lines stay as they are.
 
-    Keys whose old form has no effect are left out. Files that the deck includes are not changed.
+    Keys whose old form has no effect are left out. Nothing is written, and files that the deck includes keep
+    their old keys.
 
     Raises:
-        HpctrainError: The file cannot be read, or an old key stands in an inline table.
+        HpctrainError: The deck cannot be parsed, or an old key stands in an inline table.
+        InputOutputError: The file, or one that it includes, cannot be read.
     """
     written = DeckInput(str(path))
     written.read_file(path, str(path))

@@ -12,7 +12,7 @@ Tables = dict[str, dict[str, Any]]
 
 
 def look_up(values: Mapping[str, Any], key: str, default: Any = None) -> Any:
-    """Return the value of a key, or the default if the key or a table that it is in is missing."""
+    """Return the value of a key by its full name; the default if the key, or its table, is missing."""
     found: Any = values
     for part in key.split("."):
         if not isinstance(found, Mapping) or part not in found:
@@ -22,7 +22,11 @@ def look_up(values: Mapping[str, Any], key: str, default: Any = None) -> Any:
 
 
 def table_in(values: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return a table by its full name, after creating it, and those that it is in, where it is missing."""
+    """Return the table of a full name itself, not a copy.
+
+    The table and those that it is in are added to `values` where they are missing. A value that is not a
+    table is replaced by an empty one.
+    """
     table = values
     for part in name.split("."):
         inner = table.get(part)
@@ -31,7 +35,7 @@ def table_in(values: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def remove(values: Mapping[str, Any], key: str) -> None:
-    """Remove a key if it is there."""
+    """Remove a key or a table by its full name, in place; do nothing if it is missing or a section."""
     path, _, name = key.rpartition(".")
     table = look_up(values, path)
     if isinstance(table, dict):
@@ -56,8 +60,8 @@ def leaf_names(values: Mapping[str, Any], path: str = "") -> Iterator[str]:
 def choices_in(values: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any], str, Mapping[str, str]]]:
     """Yield each key that selects a table, for all tables of the schema that a deck has.
 
-    Each item has the full name of the table with the key, its values, the name of the key, and the names of
-    the tables that it selects.
+    Each item has the full name of the table with the key, this table itself (changes of it change `values`),
+    the name of the key, and the tables that it selects, as `Section.choices` has them.
     """
     for path, kind in tables().items():
         if isinstance(table := look_up(values, path), dict):

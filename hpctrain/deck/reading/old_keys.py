@@ -23,7 +23,11 @@ NONE = "none"
 
 
 def old_keys() -> Mapping[str, str]:
-    """Return the present full name of each old key; "{name}" in it is the value of the key `name`."""
+    """Return the full name that each old key has now, by its old full name. Do not change the mapping.
+
+    "{name}" in a present name stands for the value of the key `name` of the same table: "optimizer.beta1" is
+    now "optimizer.{name}.beta1", such as "optimizer.adamw.beta1".
+    """
     names: Mapping[str, str] = read_data_file("old_keys.toml")["names"]
     return names
 
@@ -35,13 +39,16 @@ def _off_values() -> Mapping[str, object]:
 
 
 def current_field(key: str) -> FieldInfo | None:
-    """Return the field of a key by its present or an old name; None if there never was such a key."""
+    """Return the field of a key by its present or an old full name; None if there never was such a key.
+
+    For an old key with several possible new names, this is the field of the first.
+    """
     names = new_names(key)
     return field_of(names[0] if names else key)
 
 
 def new_names(key: str) -> list[str]:
-    """Return all names that an old key may have now, depending on choices; none if it is no old key."""
+    """Return all full names that an old key may have now, depending on choices; empty if it is no old key."""
     path, brace, rest = old_keys().get(key, "").partition(".{")
     if not brace:
         return [path] if path else []
@@ -81,12 +88,15 @@ class RenamedKey:
 def rename_keys(
     values: dict[str, Any], places: dict[str, Place], has_table: Callable[[str], bool]
 ) -> list[RenamedKey]:
-    """Move the values of old keys to their new names, in place, and return what was moved or dropped.
+    """Move the values and places of old keys to their new names, in place; return what was moved or dropped.
+
+    No problem is reported: the caller looks at `problem` of each result.
 
     Args:
         values: Sections of a deck by name, as a file gives them.
         places: Places of its keys by full name.
-        has_table: Tells whether the preset or source of the model brings an optional table.
+        has_table: Function that takes the full name of an optional table, and returns True if the preset or
+            source of the model brings it.
     """
     written = {}
     for key in old_keys():
@@ -121,9 +131,16 @@ def rename_keys(
 
 
 def renamed_word(key: str, value: object, place: Place) -> tuple[object, RenamedKey | None]:
-    """Return the table that a value stands for which the name of a table had when it was a key with values.
+    """Return what replaces the value of a key that is a table now, but was a key with values before.
 
-    Any other value is returned as it is, with None.
+    Args:
+        key: Full name of the key.
+        value: Its value as written.
+        place: Place where it was written.
+
+    Returns:
+        The table, or "none" for the value that switched it off, and the RenamedKey. For all other keys and
+        values, `value` itself and None.
     """
     if key not in old_keys() or key not in tables() or isinstance(value, dict) or value == NONE:
         return value, None

@@ -69,13 +69,15 @@ class DeckValidator:
         return self.deck_input.places
 
     def validate(self, ranks: int | None) -> Deck | None:
-        """Return the deck if it is valid.
+        """Check the DeckInput, and return its deck. Local.
 
-        Otherwise at least one problem is added to the DeckInput. The result is then None, or a deck in which
-        substitutes replace the wrong keys, so that relations between the others could be checked.
+        Adds all problems to the DeckInput, changes its values and places (such as the names of old keys), and
+        may read the model that `model.from` names. If there are problems, the result is of no use: it is
+        None, or a deck in which substitutes replace wrong keys, which was made only to check the other keys.
 
         Args:
-            ranks: Number of ranks of the run, for checks of the layout; None if it is not known.
+            ranks: Number of ranks of the run; None if it is not known. Then what depends on it is not
+                checked.
         """
         self._read_source()
         self._rename_keys()

@@ -68,7 +68,12 @@ def batch_size_problems(
 
 
 def micro_batch_problems(deck: Deck, data: int) -> Iterator[DeckProblem]:
-    """Yield the problem of more micro-batches in a step, on `data` data ranks, than a schedule can list."""
+    """Yield a problem if a step has more micro-batches than a schedule can list; at most one.
+
+    Args:
+        deck: The deck.
+        data: Number of data ranks, by which the global batch is divided.
+    """
     batch, parts = deck.batch, deck.layout.pipeline * deck.layout.chunks
     unit, most = batch.micro_size * data, min(MOST_MICRO_BATCHES, MOST_PASSES // parts)
     if batch.global_size > most * unit:
