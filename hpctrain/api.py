@@ -124,7 +124,9 @@ def run(
         **defaults: Keys that replace those of the deck, see `DeckDefaults`.
 
     Raises:
-        HpctrainError: The run failed, and the caller passed a world. All ranks raise it.
+        HpctrainError: The run failed, and the caller passed a world; all ranks raise it. With or without a
+            world, it is also raised if an argument has a wrong type, or if another run calls this by
+            importing the script for its functions.
     """
     source = _source(deck)
 
@@ -149,11 +151,13 @@ def make_deck(
     Args:
         base: File of a deck, or its sections: {"run": {"steps": 10}}.
         ranks: Number of ranks for which the deck is checked; None if it is not known yet.
-        file: File to which the deck is written, for `hpctrain run`, `plan` and `job`.
+        file: File to which the deck is written, for `hpctrain run`, `plan` and `job`. It is replaced if it
+            exists, and each rank that calls this writes it. None to write no file.
         **defaults: Keys that replace those of `base`, see `DeckDefaults`.
 
     Raises:
         HpctrainError: The deck is not valid. The error lists all its problems.
+        InputOutputError: The deck cannot be read, or the file cannot be written.
     """
     from hpctrain.checkpoint.exchange.source import settled_keys
 

@@ -123,16 +123,28 @@ def check_world(deck: Deck, ranks: int) -> None:
 
 
 def data_ranks(deck: Deck, ranks: int) -> int:
-    """Return the size of the data axis, the ranks that other axes leave. Raise as `check_world` does."""
+    """Return the size of the data axis, the ranks that other axes leave. Local.
+
+    Args:
+        deck: The deck.
+        ranks: Number of ranks of the run, parameter servers and dedicated ranks included.
+
+    Raises:
+        HpctrainError: The deck has problems on this number of ranks, as for `check_world`.
+    """
     check_world(deck, ranks)
     reserved = server.server_ranks(deck) + count_dedicated_ranks(deck)
     return (ranks - reserved) // layout.model_ranks(deck)
 
 
 def world_problems(deck: Deck, ranks: int) -> list[DeckProblem]:
-    """Return the problems of a deck on a number of ranks.
+    """Return the problems of a deck that depend on the number of ranks; empty if it fits.
 
     The message about a layout that was chosen for another number of ranks says how to choose a new one.
+
+    Args:
+        deck: The deck.
+        ranks: Number of ranks of the run, parameter servers and dedicated ranks included.
     """
     return [_with_choice(deck, problem) for problem in _world_problems(deck, ranks)]
 

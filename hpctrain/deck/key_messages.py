@@ -67,7 +67,7 @@ def accepts_list(field: FieldInfo) -> bool:
 
 
 def row_section(field: FieldInfo) -> type[Section] | None:
-    """Return the class of each table of a key that holds a list of tables; None for other keys."""
+    """Return the class of the tables in a list of tables that a key holds; None for other keys."""
     kind = value_type(field)
     row = get_args(kind)[0] if get_origin(kind) is tuple else None
     return row if isinstance(row, type) and issubclass(row, Section) else None
@@ -79,7 +79,10 @@ def _choices(field: FieldInfo) -> list[str]:
 
 
 def value_hint(value: object, field: FieldInfo) -> str:
-    """Return the end of a message about a wrong value: how it is wrong, or which word was meant; else ""."""
+    """Return what follows "must be ..." in a message about a wrong value; "" if there is nothing to add.
+
+    It tells how the value is wrong (", not a number") or which word was meant (" (did you mean ...?)").
+    """
     kind, choices = value_type(field), _choices(field)
     if choices and (get_origin(kind) is Literal or isinstance(value, str)):
         near = nearest(str(value).lower(), choices)
@@ -106,7 +109,7 @@ def value_hint(value: object, field: FieldInfo) -> str:
 
 
 def unknown_key(table: str, name: str) -> str:
-    """Return the message about a key that does not exist.
+    """Return the end of a message about a key that does not exist: "unknown key (did you mean ...?)".
 
     Args:
         table: Full name of the table in which it was given; "" for the top of the deck.
@@ -130,7 +133,12 @@ def unknown_key(table: str, name: str) -> str:
 
 
 def unknown_section(section: str, names: list[str]) -> str:
-    """Return the message about a section that does not exist and was given keys with these names."""
+    """Return the end of a message about a section that does not exist.
+
+    Args:
+        section: Its name.
+        names: Names of the keys that were given in it, by which the message may name the right section.
+    """
     near = nearest(section, sections())
     if near:
         return f"unknown section (did you mean [{near}]?)"

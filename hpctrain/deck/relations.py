@@ -258,7 +258,12 @@ def flattened(relations: Relations) -> Iterator[Relation]:
 
 
 def relations_text(key: str, relations: Relations) -> str:
-    """Return the relations of a key as one sentence for the reference; "" if it has none."""
+    """Return the relations of a key as one sentence for the reference; "" if it has none.
+
+    Args:
+        key: Full name of the key.
+        relations: Relations of all keys; those whose `key` is another one are left out.
+    """
     objects: dict[str, list[str]] = {}  # what follows "conflicts with", or whole phrases
     for phrase in dict.fromkeys(each.phrase for each in flattened(relations) if each.key == key):
         head, verb, rest = phrase.rpartition("conflicts with ")

@@ -31,7 +31,10 @@ def deck_text(deck: Deck, ranks: int | None = None) -> str:
 
     Args:
         deck: The deck.
-        ranks: Number of ranks, which must fit the deck, for the comment about layout.data; None to omit it.
+        ranks: Number of ranks, for the comment about layout.data; None to omit it.
+
+    Raises:
+        HpctrainError: The deck has problems on this number of ranks.
     """
     values: Tables = deck.model_dump(by_alias=True, exclude_none=True)
     has = (

@@ -216,7 +216,7 @@ def _import(name: str) -> ModuleType:
 
 
 def call_function(function: Callable[..., Any], arguments: Mapping[str, Any], short: str, table: str) -> Any:
-    """Call a user's function with arguments of a deck, and return its result.
+    """Call a user's function with arguments of a deck, and return its result. Local.
 
     Args:
         function: The function or class.
@@ -225,7 +225,8 @@ def call_function(function: Callable[..., Any], arguments: Mapping[str, Any], sh
         table: Table of the deck that holds the arguments, such as "model.arguments".
 
     Raises:
-        HpctrainError: The arguments do not fit the function, or it fails.
+        UserCodeError: The function fails.
+        HpctrainError: The arguments do not fit its signature.
     """
     with suppress(ValueError):  # some built-in functions have no signature
         parameters = signature(function)

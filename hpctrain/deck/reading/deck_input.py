@@ -366,9 +366,12 @@ class DeckInput:
 
 
 def section_of_value(section: str, value: object) -> object:
-    """Return the table for a section that was given as another value, such as `layout = "auto"`.
+    """Return the table that a value stands for, if it was given in place of a whole section.
 
-    Lists of tables such as [[evaluation]] become a table, too. Other values are returned as they are.
+    Args:
+        section: Name of the section.
+        value: Its value: "auto" for layout becomes {"auto": True}, and a list or "" for evaluation becomes
+            {"sets": [...]}. All others are returned as they are.
     """
     if section == "evaluation" and (isinstance(value, list) or value == ""):
         return {"sets": value or []}

@@ -41,7 +41,7 @@ class Adapters(Section):
 
 
 def targeted(pattern: str, name: str) -> bool:
-    """Return True if a pattern matches the name of a layer, or the end of its name."""
+    """Return True if a shell pattern matches the name of a layer, or the end of it after a dot."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 

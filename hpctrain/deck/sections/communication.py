@@ -117,12 +117,12 @@ class Communication(Section):
 
     @property
     def wished_transport(self) -> str:
-        """Requested transport of tensors; "mpi" if a link between ranks is emulated."""
+        """Transport of tensors that the deck requests; "mpi" if it emulates links of ranks, not of nodes."""
         return self.transport if self.emulate is None or self.ranks_per_node else "mpi"
 
     @property
     def link(self) -> Link | None:
-        """Emulated link of each rank: an even share of that of its node; None without emulation."""
+        """Emulated link of each rank, with an even share of its node's bandwidth; None without emulation."""
         if self.emulate is None:
             return None
         link = parse_link(self.emulate)

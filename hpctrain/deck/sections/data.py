@@ -85,7 +85,12 @@ RELATIONS: Relations = (
 
 
 def fill_dataset(tables: Mapping[str, dict[str, Any]], deck_name: str) -> None:
-    """Resolve the functions of a dataset in the tables of a deck, and set the placeholders, in place."""
+    """Make the files of a dataset's functions absolute, and set placeholders for missing keys, in place.
+
+    Args:
+        tables: Sections of a deck with `data.dataset`.
+        deck_name: Path of the deck, to whose folder the files are relative.
+    """
     data = tables["data"]
     for name in ("dataset", "collate"):
         if isinstance(data.get(name), str):

@@ -74,7 +74,10 @@ def set_names(deck: Deck) -> list[str]:
 
 
 def watched_set(deck: Deck) -> str:
-    """Return the evaluation set whose lowest loss counts; "" if there is none."""
+    """Return the name of the evaluation set whose lowest loss counts; "" if the deck has no such set.
+
+    It is the set of `checkpoint.keep_best`, or otherwise the first of `set_names`.
+    """
     return deck.checkpoint.keep_best or next(iter(set_names(deck)), "")
 
 
@@ -123,7 +126,12 @@ def _followed(deck: Deck, names: list[str]) -> Iterator[DeckProblem]:
 
 
 def unknown_set(name: str, names: list[str]) -> str:
-    """Return the message about a name that is not the name of an evaluation set."""
+    """Return the end of a message about a name that is not the name of an evaluation set.
+
+    Args:
+        name: The wrong name.
+        names: Names of all evaluation sets.
+    """
     near = nearest(name, names)
     would = f"did you mean {toml_value(near)}?" if near else f"{either(list(map(toml_value, names)))} is"
     return f"names no set that is evaluated ({would})"

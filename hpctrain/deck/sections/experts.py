@@ -175,7 +175,7 @@ def expert_world_problems(deck: Deck, of_stage: int) -> Iterator[DeckProblem]:
 
 
 def dense_blocks(deck: Deck) -> bool:
-    """Return True if some blocks of the model are dense."""
+    """Return True if some blocks of the model are dense; also if it has no experts, so that all are."""
     experts = deck.model.experts
     return experts is None or experts.dense_first > 0 or experts.every > 1
 

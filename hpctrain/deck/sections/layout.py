@@ -317,7 +317,12 @@ def model_ranks(deck: Deck) -> int:
 
 
 def axis_problems(deck: Deck, ranks: int) -> list[DeckProblem]:
-    """Return the problem of axes that do not divide `ranks` ranks, which servers and other models left."""
+    """Return the problem of axes that do not fit the number of ranks; at most one, and none if they fit.
+
+    Args:
+        deck: The deck.
+        ranks: Number of ranks that parameter servers and dedicated ranks of other models leave.
+    """
     layout = deck.layout
     names = ["pipeline", "tensor", "context"] if layout.pipeline > 1 else ["tensor", "context"]
     keys = tuple(f"layout.{name}" for name in names)

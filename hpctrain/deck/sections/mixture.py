@@ -56,7 +56,7 @@ class DatasetEntry:
 
 
 def names_of(tokens: object) -> tuple[str, ...]:
-    """Return the names and patterns of token files in the value of a key, which is a text or a list."""
+    """Return the names and patterns of token files in a key's value, a text or a list, with "~" expanded."""
     names: Iterable[str] = (tokens,) if isinstance(tokens, str) else tokens  # type: ignore[assignment]
     return tuple(map(expand_user_path, names))
 
@@ -81,12 +81,15 @@ def token_names(deck: Deck) -> tuple[str, ...]:
 
 
 def token_files(deck: Deck) -> list[str]:
-    """Return the existing token files of a deck, and the names of those that do not exist."""
+    """Return the paths of all token files of a deck, with patterns expanded. Local.
+
+    A name or pattern for which there is no file is returned as it is. The files of a pattern have no order.
+    """
     return [file for name in token_names(deck) for file in glob(name) or [name]]  # noqa: PTH207
 
 
 def tokens_exist(deck: Deck) -> bool:
-    """Return True if all token files of a deck exist; otherwise they may still be prepared."""
+    """Return True if each name and pattern of token files of a deck has a file, or if it has none. Local."""
     return all(os.path.lexists(name) or glob(name) for name in token_names(deck))  # noqa: PTH207
 
 
@@ -98,7 +101,7 @@ def tokens_key(deck: Deck, entry: DatasetEntry) -> str:
 
 
 def fill_mixture(tables: Mapping[str, dict[str, Any]]) -> None:
-    """Set the placeholder of data.tokens in the tables of a deck with a mixture, in place."""
+    """Set the placeholder of data.tokens, if that is missing, in the tables of a deck with a mixture."""
     tables["data"].setdefault("tokens", STAND_IN)
 
 

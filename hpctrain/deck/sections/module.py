@@ -32,7 +32,12 @@ STAND_INS: Mapping[str, Any] = {"family": "gpt2", "layers": 1, "hidden": 2, "hea
 
 
 def fill_module(model: dict[str, Any], deck_name: str) -> None:
-    """Complete the table `model` of a deck with a module in place."""
+    """Make the files of a module's functions absolute, and set placeholders for missing keys, in place.
+
+    Args:
+        model: Table [model] of a deck with `model.module`.
+        deck_name: Path of the deck, to whose folder the files are relative.
+    """
     for name in TARGETS:
         if isinstance(model.get(name), str):
             model[name] = resolve_target(model[name], deck_name)
@@ -80,7 +85,11 @@ def is_in_resolved_deck(
 
 
 def model_keys(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of [model] that have an effect, with their values."""
+    """Return the keys of [model] that have an effect, with their values.
+
+    Args:
+        model: All keys of the section by name, `module` among them.
+    """
     has_module = model["module"] is not None
     return {name: value for name, value in model.items() if is_in_resolved_deck(f"model.{name}", has_module)}
 

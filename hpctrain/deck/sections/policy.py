@@ -159,7 +159,12 @@ RELATIONS: Relations = tuple(
 
 
 def fill_rewards(policy: dict[str, Any], deck_name: str) -> None:
-    """Make paths of files with reward functions absolute in place."""
+    """Make paths of files with reward functions absolute, in place.
+
+    Args:
+        policy: Table [policy] of a deck.
+        deck_name: Path of the deck, to whose folder the files are relative.
+    """
     given = policy.get("reward")
     if isinstance(given, list | tuple) and all(isinstance(each, str) for each in given):
         policy["reward"] = [resolve_target(each, deck_name) if _is_in_file(each) else each for each in given]
@@ -176,7 +181,13 @@ def _reads_texts(reward: str) -> bool:
 
 
 def fill_policy(tables: dict[str, dict[str, Any]], default: Callable[[str, str, object], None]) -> None:
-    """Set the defaults that depend on other keys."""
+    """Set the defaults of [policy] that depend on other keys, if the deck trains a policy.
+
+    Args:
+        tables: Sections of the deck.
+        default: Function that takes the name of a table, the name of a key in it and a value, and sets the
+            key if it is missing.
+    """
     kind = tables["objective"].get("kind")
     if kind not in POLICIES:
         return
@@ -190,19 +201,25 @@ def fill_policy(tables: dict[str, dict[str, Any]], default: Callable[[str, str, 
 
 
 def steps_of_rollout(deck: Deck) -> int:
-    """Return the number of optimizer steps on one rollout."""
+    """Return the number of optimizer steps on one rollout, in all of its epochs together."""
     rollout = deck.policy.rollout or deck.batch.global_size
     return rollout * deck.policy.epochs // deck.batch.global_size
 
 
 def largest_sample(deck: Deck) -> int:
-    """Return the largest number of tokens in a sample: a prompt must leave space for its answer."""
+    """Return the largest number of tokens in a sample of the data, at least 1.
+
+    A sample of a deck that trains a policy is a prompt, which must leave space for an answer.
+    """
     own = deck.policy.tokens if deck.objective.kind in POLICIES else 0
     return max(1, deck.batch.sequence - own)
 
 
 def answers_to_each(deck: Deck) -> int:
-    """Return the number of sequences that an epoch trains on for each sample of the data."""
+    """Return the number of sequences that a run trains on for each sample of the data.
+
+    It is policy.samples x policy.epochs, and 1 if the deck does not train a policy.
+    """
     return (deck.policy.samples or 1) * deck.policy.epochs if deck.objective.kind in POLICIES else 1
 
 
@@ -273,7 +290,7 @@ def _sizes(deck: Deck) -> Iterator[DeckProblem]:
 
 
 def weights_of(keys: PolicySection) -> tuple[float, ...]:
-    """Return the weight of each reward."""
+    """Return the weight of each reward, in the order of policy.reward; 1 for all if the deck gives none."""
     return keys.weights or (1.0,) * len(keys.reward)
 
 

@@ -45,7 +45,12 @@ RankRange = Annotated[
 
 
 class SharedRanks(NamedTuple):
-    """Ranks that hold the same models of a run."""
+    """Ranks that hold the same models of a run.
+
+    Attributes:
+        models: Names of these models, such as `POLICY`.
+        ranks: Numbers of the ranks in ascending order.
+    """
 
     models: tuple[str, ...]
     ranks: tuple[int, ...]
@@ -65,7 +70,12 @@ class RankPartition:
 
     @staticmethod
     def of(deck: Deck, ranks: int) -> RankPartition:
-        """Return the partition that a deck makes of `ranks` ranks, among which its dedicated ranks are."""
+        """Return the partition that a deck makes of a number of ranks.
+
+        Args:
+            deck: The deck, whose dedicated ranks should be below `ranks`; this is not checked.
+            ranks: Number of ranks of the run, dedicated ones included.
+        """
         return RankPartition(dedicated_ranks(deck), ranks)
 
     @property
@@ -79,7 +89,11 @@ class RankPartition:
         return tuple(sorted({rank for own in self.own.values() for rank in own}))
 
     def of_model(self, model: str) -> Sequence[int]:
-        """Return the ranks that hold a model."""
+        """Return the ranks that hold a model in ascending order: its dedicated ranks, or those of the policy.
+
+        Args:
+            model: Name of the model: `POLICY`, `CRITIC`, `REFERENCE` or `REWARD`.
+        """
         return self.own.get(model, self.policy)
 
     @property
@@ -97,12 +111,15 @@ class RankPartition:
         return [SharedRanks((POLICY, *beside), self.policy), *(SharedRanks(*each) for each in found.items())]
 
     def party(self, rank: int) -> int:
-        """Return the index of the set in `parties` that contains a rank."""
+        """Return the index of the set in `parties` that contains a rank, which must be one of the run."""
         return next(number for number, each in enumerate(self.parties) if rank in each.ranks)
 
 
 def dedicated_ranks(deck: Deck) -> dict[str, range]:
-    """Return the dedicated ranks of each model; empty if the deck does not train with rewards."""
+    """Return the dedicated ranks of each model that has any, by the name of the model.
+
+    The result is empty if the deck does not train with rewards.
+    """
     if deck.objective.kind not in POLICIES:
         return {}
     found = {model: _range(getattr(deck.policy, name)) for model, name in RANK_KEYS.items()}
@@ -110,12 +127,17 @@ def dedicated_ranks(deck: Deck) -> dict[str, range]:
 
 
 def undivided(deck: Deck) -> Deck:
-    """Return the deck without dedicated ranks, so that all ranks hold all models."""
+    """Return a copy of the deck without dedicated ranks, so that all ranks hold all models."""
     return deck.with_keys(policy=dict.fromkeys(RANK_KEYS.values(), POLICY))
 
 
 def require_undivided(deck: Deck, why: str) -> None:
-    """Raise HpctrainError if models have dedicated ranks; `why` is the reason that the message gives."""
+    """Raise HpctrainError if models have dedicated ranks. Local.
+
+    Args:
+        deck: The deck.
+        why: Reason that the message gives, as the end of a sentence about a key such as policy.critic_ranks.
+    """
     apart = [
         deck.problem(f"policy.{RANK_KEYS[model]}", f'{why} ("{POLICY}" would do here)')
         for model in dedicated_ranks(deck)
@@ -125,5 +147,5 @@ def require_undivided(deck: Deck, why: str) -> None:
 
 
 def count_dedicated_ranks(deck: Deck) -> int:
-    """Return the number of ranks that do not hold the policy."""
+    """Return the number of ranks that do not hold the policy; 0 if no model has dedicated ranks."""
     return len(RankPartition(dedicated_ranks(deck), 0).other_ranks)
