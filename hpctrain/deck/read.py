@@ -74,7 +74,8 @@ def parse_deck(
 
     Args:
         text: Text of the deck.
-        overrides: `--set` arguments. `Overrides` also tell which code a stored deck may call.
+        overrides: `--set` arguments. `Overrides` also tell which code a stored deck may call; with any other
+            sequence, the deck may call all code that it names.
         name: Name of the deck in messages, to whose folder included files are relative.
         ranks: Number of ranks that the deck is checked against; None if it is not known.
         read_source: Reader of the model that `model.from` names; None to take that key as it is.
@@ -84,6 +85,7 @@ def parse_deck(
 
     Raises:
         HpctrainError: The deck has problems; all are reported.
+        InputOutputError: The only problems are files that cannot be read.
     """
     deck_input = DeckInput(name, includes)
     deck_input.read_text(text, Path(name), name)

@@ -41,7 +41,12 @@ def with_ranks(deck: Deck, before: Deck, ranks_before: int, ranks: int) -> tuple
 def initial_replicas(deck: Deck, ranks: int) -> tuple[Deck, str]:
     """Return the deck of a new run with the largest number of replicas that its ranks allow, and a message.
 
-    The number is at most that of the deck. The message is "" if the number does not change.
+    The number is at most that of the deck. The message is "" if the number does not change. A deck without
+    local steps, or whose axes do not fit the ranks, is returned as it is.
+
+    Args:
+        deck: The deck, which is not changed.
+        ranks: Number of ranks of the run.
     """
     model_ranks = deck.layout.pipeline * deck.layout.tensor * deck.layout.context
     if not may_part(deck) or ranks % model_ranks:

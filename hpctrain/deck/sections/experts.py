@@ -137,7 +137,7 @@ def mixture_problems(deck: Deck) -> Iterator[DeckProblem]:
 
 
 def expert_layout_problems(deck: Deck) -> Iterator[DeckProblem]:
-    """Yield the problem of shared experts that the tensor ranks cannot split."""
+    """Yield the problem of shared experts that the tensor ranks cannot split; at most one."""
     layout, experts = deck.layout, deck.model.experts
     if experts is not None and (shared := experts.shared * experts.mlp) % layout.tensor:
         made = f"model.experts.shared x model.experts.mlp = {experts.shared} x {experts.mlp}"
@@ -148,7 +148,14 @@ def expert_layout_problems(deck: Deck) -> Iterator[DeckProblem]:
 
 
 def expert_world_problems(deck: Deck, of_stage: int) -> Iterator[DeckProblem]:
-    """Yield the problems of experts on the `of_stage` ranks of a pipeline stage."""
+    """Yield the problem of expert axes that do not fit the ranks of a pipeline stage; at most one.
+
+    The problem may also be a group of ZeRO that does not divide the ranks with the same experts.
+
+    Args:
+        deck: The deck; there are none if its model has no experts.
+        of_stage: Number of ranks of a pipeline stage.
+    """
     layout, experts = deck.layout, deck.model.experts
     if experts is None:
         return

@@ -341,7 +341,12 @@ def axis_problems(deck: Deck, ranks: int) -> list[DeckProblem]:
 
 
 def zero_group_problems(deck: Deck, data: int) -> Iterator[DeckProblem]:
-    """Yield the problem of groups that `data` data ranks with their context ranks cannot form."""
+    """Yield the problem of groups of ZeRO that the ranks cannot form; at most one.
+
+    Args:
+        deck: The deck.
+        data: Number of data ranks. With their context ranks they form the groups.
+    """
     layout = deck.layout
     ranks = max(1, data * layout.context // layout.replicas)
     among = counted(ranks, "data x context rank") + " of a replica" * (layout.replicas > 1)

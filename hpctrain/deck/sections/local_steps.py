@@ -88,7 +88,15 @@ def local_step_problems(deck: Deck) -> Iterator[DeckProblem]:
 
 
 def replica_world_problems(deck: Deck, data: int, of_stage: int) -> Iterator[DeckProblem]:
-    """Yield the problems of replicas on `data` data ranks, with `of_stage` ranks in a pipeline stage."""
+    """Yield the problem of replicas that the ranks cannot form; at most one.
+
+    Replicas of a single data rank also conflict with the compression of gradients.
+
+    Args:
+        deck: The deck.
+        data: Number of data ranks.
+        of_stage: Number of ranks of a pipeline stage.
+    """
     replicas, fitting = deck.layout.replicas, fitting_replicas(deck, data, of_stage)
     if fitting and replicas not in fitting:
         would = either(nearest_numbers(replicas, fitting))

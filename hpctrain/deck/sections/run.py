@@ -168,7 +168,12 @@ def noise_scale_problems(deck: Deck) -> Iterator[DeckProblem]:
 
 
 def noise_scale_world_problems(deck: Deck, data: int) -> Iterator[DeckProblem]:
-    """Yield the problems of the noise scale on `data` data ranks."""
+    """Yield the problem of a noise scale that cannot be measured on a single data rank; at most one.
+
+    Args:
+        deck: The deck.
+        data: Number of data ranks.
+    """
     layout, batch = deck.layout, deck.batch
     if not deck.run.noise_scale_steps or data > 1:
         return
