@@ -165,7 +165,10 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def finite(value: Any) -> Any:
-    """Return a copy of a value with None for each infinite or NaN float, also inside lists and dicts."""
+    """Return a copy of a value with None for each infinite or NaN float, also inside lists and dicts.
+
+    Tuples and other objects are returned as they are.
+    """
     if isinstance(value, list):
         return [finite(each) for each in value]
     if isinstance(value, dict):

@@ -44,7 +44,7 @@ _LARGEST = 1 << 63
 
 
 def parse_arguments(script: str) -> dict[str, object]:
-    """Return the arguments that a text contains. Nothing is executed, and no error is raised.
+    """Return the arguments that a text contains. Nothing is executed.
 
     Args:
         script: Text of a shell script, or of a file of arguments.
