@@ -169,16 +169,17 @@ def _of_halves(rows: Tensor, sums: Tensor, bits: Tensor, is_input: bool) -> None
 
 @lru_cache(256)
 def rounding_bounds(size: int, elements: int, block: int, dtype: torch.dtype) -> tuple[float, float]:
-    """Return how far the block sums of a correct sum over ranks may differ.
+    """Return `factor` and `constant` of the rounding error that is allowed for the sum of a block.
+
+    The sum of a correct result's block differs from the sum of the inputs' blocks by at most
+    `factor * absolute + constant`, where `absolute` is the sum of the absolute values of all these inputs.
+    Floating-point formats only.
 
     Args:
-        size: Number of ranks.
-        elements: Number of elements of this block.
+        size: Number of ranks over which the tensor is summed.
+        elements: Number of elements of this block; the last block has fewer than `block`.
         block: Number of elements of a full block.
         dtype: Format of the elements.
-
-    Returns:
-        A factor of the sum of absolute values, and a constant. The allowed difference is their sum.
     """
     info = torch.finfo(dtype)
     adds = _FP64 if dtype == torch.float64 else _FP32

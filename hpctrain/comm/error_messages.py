@@ -81,7 +81,7 @@ def with_final_name(temporary: Path, path: Path) -> Iterator[None]:
 
 
 def to_hpctrain_error(error: HpctrainError | OSError) -> HpctrainError:
-    """Return an error as an HpctrainError, which the caller reports.
+    """Return an error as an HpctrainError, for the caller to raise or print.
 
     An HpctrainError is returned as it is. An OSError becomes an InputOutputError. A BrokenPipeError becomes
     an error without a message, since the program that reads stdout has ended.

@@ -41,7 +41,10 @@ Sizes = Sequence[int] | None
 def blocking_form(
     start: Callable[Concatenate[Group, Arguments], Work[Result]],
 ) -> Callable[Concatenate[Group, Arguments], Result]:
-    """Return the method that performs what the method `start` starts, and returns its result."""
+    """Return the method that calls the method `start` with `blocking=True`, waits, and returns the result.
+
+    Its docstring is that of `start`.
+    """
 
     @wraps(start)
     def run(group: Group, /, *arguments: Arguments.args, **options: Arguments.kwargs) -> Result:
@@ -85,6 +88,9 @@ class GroupTransports(NamedTuple):
 
 class Group:
     """Ranks along one axis of the mesh, or along several joined axes, in the mesh's order.
+
+    `start_x` starts the operation x and returns a `Work`. `x` takes the same arguments, but waits, and
+    returns the result of the handle. Ranks as arguments (`root`, `source`) are numbers in this group.
 
     Args:
         axes: Names of the axes.
@@ -158,6 +164,11 @@ class Group:
     ) -> Work[Tensor]:
         """Start to reduce `tensor` over the ranks, in place on all of them. Collective.
 
+        Args:
+            tensor: Contiguous tensor, of the same shape and dtype on all ranks.
+            reduction: "sum", "max" or "min".
+            blocking: True if the caller waits for the handle at once.
+
         Returns:
             Handle whose result is `tensor`, which may be read once the handle is complete.
         """
@@ -170,6 +181,12 @@ class Group:
         self, tensor: Tensor, root: int = 0, reduction: Reduction = "sum", blocking: bool = False
     ) -> Work[Tensor]:
         """Start to reduce `tensor` over the ranks, in place on `root`. Collective.
+
+        Args:
+            tensor: Contiguous tensor, of the same shape and dtype on all ranks; overwritten on `root` only.
+            root: Number of the rank in this group that gets the result.
+            reduction: "sum", "max" or "min".
+            blocking: True if the caller waits for the handle at once.
 
         Returns:
             Handle whose result is `tensor`; on ranks other than `root` it has not changed.
@@ -216,8 +233,13 @@ class Group:
     def start_broadcast(self, tensor: Tensor, root: int = 0, blocking: bool = False) -> Work[Tensor]:
         """Start to copy the tensor of `root` into that of every other rank. Collective.
 
+        Args:
+            tensor: Contiguous tensor, of the same shape and dtype on all ranks; overwritten except on `root`.
+            root: Number of the sending rank in this group.
+            blocking: True if the caller waits for the handle at once.
+
         Returns:
-            Handle whose result is `tensor`.
+            Handle whose result is `tensor`, which may be read once the handle is complete.
         """
         assert tensor.is_contiguous()
         if self.size == 1:
@@ -230,7 +252,11 @@ class Group:
     ) -> Work[Tensor]:
         """Start to gather the tensors of all ranks along dim 0 on all ranks. Collective.
 
-        `tensor` may be this rank's rows of `output`.
+        Args:
+            tensor: Rows of this rank. They may be this rank's rows of `output`.
+            output: Contiguous tensor for the rows of all ranks, in rank order, or None to allocate one.
+            sizes: Number of rows of each rank, the same list on all ranks; equal if None.
+            blocking: True if the caller waits for the handle at once.
 
         Returns:
             Handle whose result is `output`, or a new tensor if that is None.
@@ -252,6 +278,14 @@ class Group:
         blocking: bool = False,
     ) -> Work[Tensor | None]:
         """Start to gather the tensors of all ranks along dim 0 on `root`. Collective.
+
+        Args:
+            tensor: Rows of this rank.
+            root: Number of the rank in this group that gets the rows of all ranks.
+            output: Contiguous tensor for these rows, in rank order, or None to allocate one; only `root` uses
+                it.
+            sizes: Number of rows of each rank, the same list on all ranks; equal if None.
+            blocking: True if the caller waits for the handle at once.
 
         Returns:
             Handle whose result is `output`, or a new tensor if that is None; on other ranks than `root`,
@@ -277,14 +311,14 @@ class Group:
         """Start to send each rank its rows of root's `tensor`. Collective.
 
         Args:
-            tensor: Tensor with the rows of all ranks; only `root` needs it.
-            output: Tensor for this rank's rows.
-            root: Rank that sends the rows.
-            sizes: Number of rows of each rank; equal if None.
+            tensor: Rows of all ranks, in rank order; only `root` needs it, the others may pass None.
+            output: Contiguous tensor for this rank's rows, of the same dtype.
+            root: Number of the sending rank in this group.
+            sizes: Number of rows of each rank, the same list on all ranks; equal if None.
             blocking: True if the caller waits for the handle at once.
 
         Returns:
-            Handle whose result is `output`.
+            Handle whose result is `output`, which may be read once the handle is complete.
         """
         assert output.is_contiguous()
         assert self.rank != root or tensor is not None
@@ -340,18 +374,27 @@ class Group:
     ) -> Work[None]:
         """Start to send a tensor to the rank `destination` of the group. Local.
 
-        The tag is a number below 16384; the receiver must pass the same one. `tensor` must not change until
-        the handle is complete.
+        Args:
+            tensor: The tensor; it must not change until the handle is complete.
+            destination: Number of the receiving rank in this group. It must call `recv` or `start_recv`.
+            tag: Number from 0 to 16383; the receiver must pass the same one.
+            blocking: True if the caller waits for the handle at once.
         """
         start = perf_counter()
         tensor = tensor.contiguous()
         return self._run(Call("send", tensor, None, blocking, start=start, peer=destination, tag=tag), None)
 
     def start_recv(self, tensor: Tensor, source: int, tag: int = 0, blocking: bool = False) -> Work[Tensor]:
-        """Start to receive a tensor of the same size from rank `source` of the group into `tensor`. Local.
+        """Start to receive a tensor from the rank `source` of the group into `tensor`. Local.
+
+        Args:
+            tensor: Contiguous tensor, with as many elements and the same dtype as the tensor that is sent.
+            source: Number of the sending rank in this group.
+            tag: Tag that the sender passes.
+            blocking: True if the caller waits for the handle at once.
 
         Returns:
-            Handle whose result is `tensor`.
+            Handle whose result is `tensor`, which may be read once the handle is complete.
         """
         assert tensor.is_contiguous()
         return self._run(Call("recv", None, tensor, blocking, peer=source, tag=tag), tensor)
@@ -380,7 +423,10 @@ class Group:
     # Small values
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Return a small value of every rank, in rank order. Collective. The ledger does not count it."""
+        """Return the values of all ranks, in rank order. Collective; waits. The ledger does not count it.
+
+        A value is a small Python object that can be pickled.
+        """
         if self.size == 1:
             return [value]
         self._enter_object_call(Call("all_gather_object"))
@@ -389,7 +435,10 @@ class Group:
         return values
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        """Return the small value of `root`. Collective. The ledger does not count it."""
+        """Return the `value` of `root`; those of other ranks are ignored. Collective; waits.
+
+        A value is a small Python object that can be pickled. The ledger does not count the call.
+        """
         if self.size == 1:
             return value
         self._enter_object_call(Call("broadcast_object", root=root))

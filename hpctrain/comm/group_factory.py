@@ -92,10 +92,13 @@ class GroupFactory:
         return self._memory_of.get(self.topology.nodes)
 
     def open_memory(self, communicator: MPI.Intracomm) -> str:
-        """Let the ranks of each node see each other's memory. Collective over the communicator of the world.
+        """Open memory that the ranks of each node share. Collective over the communicator of the world.
+
+        Groups that are made later use it. Only the first call for the present nodes tries to
+        open any.
 
         Returns:
-            The reason why this node has no such memory, or "".
+            "" if this node has such memory, otherwise the reason why not, which may differ from node to node.
         """
         nodes, rank = self.topology.nodes, self.ranks[communicator.rank]
         if nodes not in self._memory_of:

@@ -43,7 +43,7 @@ class Ledger:
     Attributes:
         timeline: If it is not None, each call of a group and each phase is also recorded there.
         calls: Log of the last calls of this rank. `reset` does not clear it.
-        phase_seconds: Time of this rank in each phase that has ended.
+        phase_seconds: Time of this rank in each phase that has ended, in seconds.
         call_seconds: Time inside calls by the phase in which it passed; a call may have started in another.
         recompute_seconds: Time inside `recomputing`, without that inside calls.
     """

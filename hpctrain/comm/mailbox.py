@@ -44,7 +44,8 @@ class MailboxHeader:
 class Mailbox:
     """Messages between this rank and the others of a group that nothing else uses.
 
-    Sends are non-blocking: tensors must not change until `sends_complete` returns True.
+    Sends are non-blocking: tensors must not change until `sends_complete` returns True. The constructor is
+    local. It switches off the comparison of calls for the group.
 
     Attributes:
         received_bytes: Number of received bytes. The ledger counts sent bytes only.
@@ -75,7 +76,12 @@ class Mailbox:
         self.send_tensors(receiver, *tensors)
 
     def send_tensors(self, receiver: int, *tensors: Tensor) -> None:
-        """Start to send tensors that the receiver expects. Local. Empty tensors are not sent."""
+        """Start to send tensors that the receiver expects, in this order. Local. Empty tensors are not sent.
+
+        Args:
+            receiver: Rank of the group.
+            tensors: Tensors, which must not change until `sends_complete(receiver)` returns True.
+        """
         self.sends_complete(receiver)
         sending = [self.group.start_send(each, receiver, _TENSORS) for each in tensors if each.numel()]
         self._sending[receiver] += sending
@@ -100,7 +106,12 @@ class Mailbox:
             works.clear()
 
     def poll(self) -> MailboxHeader | None:
-        """Return the header of the next message of any rank; None if none has arrived. Local."""
+        """Receive the header of the next message of any rank, if one has arrived. Local; does not wait.
+
+        Returns:
+            Sender and numbers of the header; None if none has arrived. The caller receives the message's
+            tensors with `receive_tensor` before it receives the next header of that sender.
+        """
         status = MPI.Status()
         if not self._communicator.Iprobe(MPI.ANY_SOURCE, _NUMBERS, status):
             return None
@@ -110,7 +121,7 @@ class Mailbox:
         return MailboxHeader(sender, tuple(self.group.recv(numbers, sender, _NUMBERS).tolist()))
 
     def wait_for_header(self, meanwhile: Callable[[], object] = lambda: None) -> MailboxHeader:
-        """Wait for the next message of any rank, and return its header. Local.
+        """Wait for the next message of any rank, and return its header. Local. Sends make progress meanwhile.
 
         Args:
             meanwhile: Function that is called again and again during the wait.
@@ -134,6 +145,9 @@ class Mailbox:
         return header
 
     def receive_tensor(self, sender: int, tensor: Tensor) -> Tensor:
-        """Receive the next tensor of a message of `sender` into `tensor`, and return `tensor`. Local."""
+        """Wait for the next tensor of `sender`, receive it into `tensor`, and return `tensor`. Local.
+
+        An empty tensor is returned at once, since it is not sent.
+        """
         self.received_bytes += tensor.nbytes
         return self.group.recv(tensor, sender, _TENSORS) if tensor.numel() else tensor

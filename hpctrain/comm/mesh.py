@@ -50,9 +50,13 @@ class GroupSource(ABC):
         """Make a group of these ranks. Collective over the group `parent`; None stands for all ranks."""
 
     def part(self, axis: str, size: int) -> Group:
-        """Divide the ranks along an axis into groups of `size` consecutive ranks. Return this rank's group.
+        """Make groups of `size` consecutive ranks along an axis. Return that of this rank.
 
-        Collective over the ranks along the axis.
+        Collective over the ranks along the axis. Each call makes new groups.
+
+        Args:
+            axis: Name of the axis.
+            size: Number of ranks of each group, which divides the number of ranks along the axis.
         """
         along = self.group(axis)
         assert along.size % size == 0, (axis, along.size, size)
@@ -60,11 +64,13 @@ class GroupSource(ABC):
         return self._make_group((axis,), along.ranks[first : first + size], along)
 
     def cut(self, group: Group, size: int, across: str = "replicas") -> tuple[Group, Group]:
-        """Split a group into parts of `size` consecutive ranks. Collective over the group.
+        """Make groups of parts of a group, and groups across these parts. Collective over the group.
+
+        The group itself stays as it is.
 
         Args:
             group: Group that this rank belongs to.
-            size: Number of ranks of each part.
+            size: Number of consecutive ranks of each part, which divides the size of the group.
             across: Name of the axis of the second result.
 
         Returns:
@@ -118,11 +124,14 @@ class Mesh(GroupSource):
         self._groups[JOINED_OF_EXPERTS] = joined
 
     def size(self, axis: str) -> int:
-        """Return the number of ranks along one axis."""
+        """Return the number of ranks along one of AXES or EXPERT_AXES. Local."""
         return self.sizes[axis] if axis in self.sizes else expert_sizes(self.sizes)[axis]
 
     def coordinate(self, axis: str) -> int:
-        """Return this rank's coordinate along one axis."""
+        """Return this rank's coordinate along one axis, from 0. Local.
+
+        The axis "expert_data" is only known in a mesh with experts.
+        """
         return self._coordinates[axis] if axis in self._coordinates else self._groups[axis,].rank
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -147,6 +156,9 @@ class Mesh(GroupSource):
 
 def choose_transport(world: World, requested: str) -> str:
     """Return the name of the transport for tensors. Collective.
+
+    For "shared", this also opens the memory that the ranks of a node share. If that fails and `requested` is
+    "auto", the result is "mpi", and rank 0 logs a warning.
 
     Args:
         world: The world.

@@ -30,7 +30,8 @@ class TimelineSpan:
         start: Time of the start.
         end: Time of the end; for a started operation, when this rank saw that it was complete.
         bytes: Payload of a call.
-        call_seconds: Part of the time that the rank spent in calls: starting, testing and waiting.
+        call_seconds: Part of the time that the rank spent in the call: starting, testing and waiting. For
+            actions and phases, the whole time.
     """
 
     row: str

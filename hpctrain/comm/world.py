@@ -173,7 +173,10 @@ class World:
             self.groups.checks.check_group(self.everyone)
 
     def emulate_nodes(self, ranks: int | None) -> None:
-        """Divide the ranks into nodes of so many ranks, for groups and shared memory that are made later."""
+        """Divide each node into nodes of `ranks` ranks, for groups and memory that are made later. Local.
+
+        All ranks must pass the same number. None ends the emulation.
+        """
         self.topology.emulate(ranks)
 
     def emulate_link(self, link: Link | None) -> None:
@@ -228,16 +231,20 @@ class World:
         return world
 
     def share_memory(self) -> str:
-        """Let the ranks of each node see each other's memory, in groups that are made later. Collective.
+        """Open memory that the ranks of each node share. Collective.
+
+        Groups that are made later with the transport "shared" use it, if they have several ranks on a node,
+        and equally many on each. Groups that exist do not change. A repeated call opens nothing, unless
+        `emulate_nodes` has changed the nodes since.
 
         Returns:
-            The reason why they cannot, or ""; the same on all ranks.
+            "" if all nodes have such memory, otherwise the reason why one does not; the same on all ranks.
         """
         reason = self.groups.open_memory(self.communicator)
         return next((each for each in self._control.allgather(reason) if each), "")
 
     def nodes_of(self, ranks: Sequence[int]) -> list[int]:
-        """Return the node of each of these ranks of this world, as groups use them."""
+        """Return the node of each of these ranks of this world, as groups use them. Local."""
         return [self.topology.nodes[self.groups.ranks[rank]] for rank in ranks]
 
     @property

@@ -82,8 +82,7 @@ class ChildProcess:
     """A Python process that is started by this one and ends with it.
 
     Args:
-        module: Name of a module with a function `answer_requests(socket_number, parent)` that calls
-            `answer_requests`.
+        module: Name of a module with a function `serve(socket_number, parent)` that calls `answer_requests`.
         runs_user_code: True if the child runs code of users; the same value as `answer_requests` gets.
     """
 
@@ -98,7 +97,7 @@ class ChildProcess:
             self.process = start_child(code, child_end.fileno(), subprocess.DEVNULL, new_session=True)
 
     def ask(self, message: object, seconds: float, number: int = 0) -> None:
-        """Send a request.
+        """Send a request; `next_answer` returns its answer. The previous request must have been answered.
 
         If the process has ended, this does not raise an error; the next call of `next_answer` does.
 
@@ -166,10 +165,13 @@ class ChildProcess:
         self.channel.close()
 
     def wait_for_exit(self) -> tuple[str, int]:
-        """Wait until the process has ended, for 2 s at most, and kill all processes that it has started.
+        """Wait for the process to end, and then kill the processes that it has started. Local.
+
+        If it has not ended after 2 s, nothing is killed, and this waits up to 5 s more. `close` kills all.
 
         Returns:
-            A phrase that says how the process ended, and the number of the signal that ended it or 0.
+            A phrase that follows "its process", such as "was ended by signal 11" ("does not answer" if it has
+            not ended), and the number of the signal that ended it, otherwise 0.
         """
         wait_for_end(self.process, _SECONDS_TO_END)
         if self.has_ended():
@@ -179,10 +181,12 @@ class ChildProcess:
 
 
 def next_answer(children: Sequence[ChildProcess]) -> tuple[int, Any]:
-    """Wait for the next answer of any child process that has an open request.
+    """Wait for the next answer of any child process that has an open request; at least one must have one.
+
+    After an error, the caller closes the child process, which this does not do.
 
     Returns:
-        The caller's number of the request, and its answer.
+        The caller's number of the request, and its answer, which must not be None (null in JSON).
 
     Raises:
         NoAnswerError: A process ended, exceeded its time limit, or sent something other than an answer.

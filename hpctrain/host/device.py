@@ -40,15 +40,17 @@ def gpu_count() -> int:
 
 
 def choose_device(name: str, local_rank: int, count: int) -> torch.device:
-    """Return the device of a rank.
+    """Return the device of a rank, without selecting it. Local.
 
     Args:
-        name: Value of `run.device`.
+        name: "cpu"; "cuda", which gives the GPUs of the node to its ranks in turn, so that ranks share GPUs
+            if there are fewer of them; "auto", which is "cuda" if there is a GPU, otherwise "cpu"; or
+            "cuda:N", the same GPU for all ranks, which decks cannot name.
         local_rank: Number of the rank among the ranks of its node.
-        count: Number of GPUs of the node.
+        count: Number of GPUs that this process sees.
 
     Raises:
-        HpctrainError: The name is wrong, or there is no such GPU.
+        HpctrainError: The name is none of these, or there is no such GPU.
     """
     if name == "cpu" or (name == "auto" and count == 0):
         return torch.device("cpu")
@@ -102,24 +104,27 @@ def matmul_workspace_bytes(device: torch.device) -> int:
 
 
 def used_bytes(device: torch.device) -> int:
-    """Return the bytes that this process uses in the device's memory."""
+    """Return the memory that this process uses, in bytes.
+
+    On a CPU this is its resident memory, on a GPU the memory of its tensors, without what torch keeps unused.
+    """
     return resident_bytes() if on_host(device) else torch.cuda.memory_allocated(device)
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the largest number of bytes that this process has used in the device's memory."""
+    """Return the peak of `used_bytes` since the process started, or on a GPU since the last `reset_peak`."""
     return peak_rss_bytes() if on_host(device) else torch.cuda.max_memory_allocated(device)
 
 
 def reset_peak(device: torch.device) -> None:
-    """Reset `peak_bytes` of a GPU, and release its unused memory to other processes."""
+    """Reset `peak_bytes` of a GPU, and release its unused memory to other processes; do nothing on a CPU."""
     if not on_host(device):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def gpu_memory_bytes(device: torch.device) -> int | None:
-    """Return the size of a GPU's memory; None if this process sees no GPU."""
+    """Return the size of a GPU's whole memory in bytes, used or not; None if this process sees no GPU."""
     return torch.cuda.get_device_properties(device).total_memory if torch.cuda.is_available() else None
 
 
@@ -138,7 +143,7 @@ def synchronize_stream(device: torch.device) -> None:
 
 
 def current_stream() -> int:
-    """Return the handle of the current stream, as GPU libraries take it."""
+    """Return the handle of the current stream of the current GPU, a pointer as GPU libraries take it."""
     return torch.cuda.current_stream().cuda_stream
 
 
@@ -149,7 +154,7 @@ class StreamWork:
         self._event = event
 
     def wait(self) -> None:
-        """Make the current stream wait for the work."""
+        """Make the current stream wait for the work. The host does not wait; `synchronize` makes it do so."""
         torch.cuda.current_stream().wait_event(self._event)
 
     def test(self) -> bool:
@@ -194,7 +199,15 @@ class SideStream:
         return StreamWork(stream.record_event())
 
     def copy_to_device(self, host: Tensor, device: torch.device) -> tuple[Tensor, StreamWork]:
-        """Start to copy a host tensor to the GPU, without waiting for the current stream."""
+        """Start to copy a host tensor to the GPU, without waiting for the current stream.
+
+        Args:
+            host: Host tensor, best pinned; it must not change until the copy is complete.
+            device: The GPU.
+
+        Returns:
+            New GPU tensor, and the handle of the copy. Pass the tensor to `deliver` of the handle before use.
+        """
         stream = self._make()
         with torch.cuda.stream(stream):
             memory = torch.empty_like(host, device=device).copy_(host, non_blocking=True)

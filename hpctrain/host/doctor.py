@@ -99,7 +99,11 @@ class DoctorReport:
     world: MPI.Intracomm | None = None
 
     def add(self, findings: list[DoctorFinding]) -> None:
-        """Add the findings of each rank. Collective."""
+        """Append to `findings` those of rank 0, and problems that only other ranks have. Collective.
+
+        Args:
+            findings: Findings of this rank.
+        """
         self.findings += _merge(self.world.allgather(findings) if self.world is not None else [findings])
 
     @property

@@ -132,10 +132,13 @@ def peak_proportional_bytes() -> int:
 
 
 def memory_limits(environment: Mapping[str, str]) -> list[MemoryLimit]:
-    """Return the memory limits that this process shares with others of its node.
+    """Return the memory limits that this process shares with others of its node. Local.
 
     These are the memory of the node, the limits of all cgroups that this process is in, and what Slurm
-    has allocated to the job.
+    has allocated to the job on this node. Limits that the system does not tell are left out.
+
+    Args:
+        environment: Environment variables, of which those of Slurm are read.
     """
     limits = [MemoryLimit("node", total, "of memory") for total in _sizes("meminfo", "MemTotal")]
     limits += [MemoryLimit(f"cgroup {name}", size, f"for the cgroup {name}") for name, size, _ in _cgroups()]

@@ -42,11 +42,11 @@ class HangSettings:
         self.changed = threading.Event()
 
     def set_limit(self, seconds: float) -> None:
-        """Set the time limit.
+        """Set the time limit, which holds at once: the watchdog is woken. Local.
 
         Args:
-            seconds: Seconds without a sign of life after which the job ends, the same on all ranks; 0 turns
-                the watchdog off.
+            seconds: Seconds without a sign of life of any rank after which the job ends; 0 turns the watchdog
+                off. All ranks must set the same.
         """
         self.seconds = seconds
         self.changed.set()

@@ -95,7 +95,14 @@ def describe_start(stopped: frozenset[int], seconds: float, rank: int) -> list[s
 
 
 def rank_states(launcher: int) -> dict[int, str]:
-    """Return the state of each rank that a launcher process has started, as a letter of /proc/<pid>/stat."""
+    """Return the state of the processes of ranks on this node, by the number of the rank in the job. Local.
+
+    A state is a letter of /proc/<pid>/stat, such as "T" for a stopped process. Without /proc the result is
+    empty.
+
+    Args:
+        launcher: Id of the process whose descendants are searched, such as the parent of a rank.
+    """
     states: dict[int, str] = {}
     for process in descendants(launcher):
         with suppress(OSError, ValueError):

@@ -164,7 +164,10 @@ class OperationCounters:
         slot[_OFFSETS : _OFFSETS + len(layout.offsets)] = array("q", layout.offsets)
 
     def layout_of(self, rank: int) -> PieceLayout:
-        """Return where the pieces of a rank are. A round of that rank must be ready."""
+        """Return where the pieces of a rank of the group are, as it wrote with `set_layout`.
+
+        Wait for `until_ready` of a round of that rank first; before, the result is meaningless.
+        """
         slot = self._slots[rank]
         owner, offset, elements, is_copy = slot[_LOCATION : _LOCATION + 4]
         offsets = slot[_OFFSETS : _OFFSETS + len(self._slots)].tolist()

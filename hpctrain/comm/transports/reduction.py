@@ -299,7 +299,15 @@ def equal_counts(elements: int, size: int) -> list[int]:
 
 
 def reduction_scratch_bytes(elements: int, itemsize: int, size: int) -> int:
-    """Return the host memory, in bytes, that a sum of so many elements over `size` ranks keeps. Local."""
+    """Return the host memory, in bytes, that a sum takes on each rank and keeps for later sums. Local.
+
+    It is a power of two; 0 for a sum that is so small that every rank receives all inputs.
+
+    Args:
+        elements: Number of elements of the tensor of each rank.
+        itemsize: Bytes of an element.
+        size: Number of ranks, at least 2.
+    """
     if elements * itemsize * size <= SMALL_BYTES:
         return 0
     share = -(-elements // size)

@@ -192,7 +192,7 @@ class ParallelWork:
         self._parts = parts
 
     def test(self) -> bool:
-        """Let each operation make progress. Return True if all are complete."""
+        """Let each operation progress as far as it can without waiting. Return True if all are complete."""
         complete = [part.test() for part in self._parts]
         return all(complete)
 
