@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from hpctrain.deck.problem import DeckProblem
 from hpctrain.deck.relations import Relations, relation_problems
-from hpctrain.deck.schema import Deck, fields, sections
+from hpctrain.deck.schema import Deck, fields, tables
 from hpctrain.deck.sections import (
     adapters,
     batch,
@@ -105,9 +105,9 @@ def _transformer_problems(deck: Deck) -> list[DeckProblem]:
 
 def _texts(deck: Deck) -> Iterator[DeckProblem]:
     """Yield the problems of texts with control characters, which may reach a log, a terminal or a script."""
-    for section in sections():
-        for name in fields(section):
-            key = f"{section}.{name}"
+    for table in tables():
+        for name in fields(table):
+            key = f"{table}.{name}"
             value = deck.value(key)
             texts = value if isinstance(value, tuple) else (value,)
             problem = control_problem("".join(text for text in texts if isinstance(text, str)))

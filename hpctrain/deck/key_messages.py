@@ -101,7 +101,9 @@ def value_hint(value: object, field: FieldInfo) -> str:
         case list():
             return "" if get_origin(kind) is tuple or accepts_list(field) else ", not a list"
         case dict():
-            return ", not a section"
+            return ", not a table"
+        case float() if not isfinite(value):
+            return ", and finite"
         case str() | int() | float():
             return ""
         case _:

@@ -47,6 +47,8 @@ class Place:
         override: The `--set` argument that gave the key; None if the file did.
         value: Value that was written there.
         note: How a key that was not written got its value, such as "from the preset"; "" if it was written.
+        order: Number of the file or the `--set` argument in the order in which they are applied: the key with
+            the larger one takes precedence.
     """
 
     file: str
@@ -54,6 +56,7 @@ class Place:
     override: str | None = None
     value: object = None
     note: str = ""
+    order: int = field(default=0, compare=False)
 
     @property
     def prefix(self) -> str:
@@ -63,6 +66,11 @@ class Place:
         if self.override is not None:
             return f"--set {clipped(self.override)}"
         return self.file if self.line is None else f"{self.file}:{self.line}"
+
+    @property
+    def line_text(self) -> str:
+        """End of a phrase that names the line, such as " on line 14"; "" if it is not known."""
+        return "" if self.line is None else f" on line {self.line}"
 
 
 @dataclass(frozen=True)

@@ -525,6 +525,8 @@ def test_texts_have_no_control_characters(key: str, character: str) -> None:
     assert all(problem.isprintable() for problem in told)
     (told_of_list,) = problems(f'model.frozen=["blocks.*", "a\\u{ord(character):04X}"]')
     assert "has a control character" in told_of_list
+    (told_of_table,) = problems(f'model.adapters.targets=["a\\u{ord(character):04X}"]')
+    assert "has a control character" in told_of_table
 
 
 def test_what_was_chosen_for_other_ranks() -> None:

@@ -103,12 +103,12 @@ from tests.deck.small_text import SMALL, changed, problems
         (
             "tensor = 1",
             "[model.dropout]\nx = 1",
-            "deck.toml:14: model.dropout = {x = 1}: must be a number from 0 to below 1, not a section",
+            "deck.toml:14: model.dropout = {x = 1}: must be a number from 0 to below 1, not a table",
         ),
         (
             "[layout]",
             "[optimizer]\nclip = inf\n[layout]",
-            "deck.toml:14: optimizer.clip = inf: must be a number of at least 0",
+            "deck.toml:14: optimizer.clip = inf: must be a number of at least 0, and finite",
         ),
         (
             "[layout]",

@@ -12,7 +12,7 @@ from hpctrain.deck.code import CodeEntry
 from hpctrain.deck.key import expand_user_path
 from hpctrain.deck.key_messages import accepts_list, unknown_key, unknown_section, value_type
 from hpctrain.deck.reading.nested import look_up, remove, table_in
-from hpctrain.deck.reading.old_keys import RenamedKey, current_field, new_names, renamed_word
+from hpctrain.deck.reading.old_keys import RenamedKey, current_field, new_names, old_names, renamed_word
 from hpctrain.deck.run_length import LENGTHS
 from hpctrain.deck.schema import sections, tables
 from hpctrain.deck.sources import Place, Sources, clipped, toml_value
@@ -57,6 +57,7 @@ class DeckInput:
         self.too_many_files = False
         self.trusted_code: frozenset[CodeEntry] | None = None
         self.renamed: list[RenamedKey] = []
+        self._order = 0  # of the file or argument that is being applied
 
     def add_problem(self, place: Place, text: str, *, file_missing: bool = False) -> None:
         """Add a problem to `problems`. Nothing is raised before `raise_problems` is called.
@@ -188,6 +189,7 @@ class DeckInput:
             bases = []
         for base in bases:
             self._include(base, path, name, chain, include_place)
+        self._order += 1
         for section, table in values.items():
             self._add_section(section, table, name, lines)
 
@@ -209,7 +211,7 @@ class DeckInput:
         self, section: str, table: object, name: str, lines: Mapping[tuple[str, ...], int]
     ) -> None:
         """Add the keys of a section of the file `name`, whose keys have these `lines`."""
-        self.places[section] = Place(name, lines.get((section,)), value=table)
+        self.places[section] = Place(name, lines.get((section,)), value=table, order=self._order)
         written, table = table, section_of_value(section, table)
         if not isinstance(table, dict):
             self.values[section] = table
@@ -221,9 +223,8 @@ class DeckInput:
         def place(path: str, value: object) -> Place:
             parts = path.split(".")
             known = (line for end in range(len(parts), 1, -1) if (line := lines.get(tuple(parts[:end]))))
-            return Place(
-                name, next(known, lines.get((section,)) if written is not table else None), value=value
-            )
+            line = next(known, lines.get((section,)) if written is not table else None)
+            return Place(name, line, value=value, order=self._order)
 
         self.values[section] = below = below if isinstance(below, dict) else {}
         self._merge(section, below, table, place)
@@ -288,9 +289,10 @@ class DeckInput:
                 or a word or list for a section, such as "layout=auto".
         """
         self.arguments.append(argument)
+        self._order += 1
         name, equals, text = argument.partition("=")
         section, dot, key = name.strip().partition(".")
-        place = Place(self.name, override=argument)
+        place = Place(self.name, override=argument, order=self._order)
         if not equals or not section or (dot and not key):
             self.report(place, "must be written as section.key=value, such as batch.micro_size=4")
         elif section == "include":
@@ -315,17 +317,18 @@ class DeckInput:
 
     def _override_key(self, section: str, key: str, text: str, place: Place) -> None:
         """Set a key, whose name may contain names of tables, to the value in a text, or remove it."""
-        path = section
-        self.places.setdefault(path, place)
+        full, path = f"{section}.{key}", section
+        paths = [path]
         while "." in key and (inner := f"{path}.{key.partition('.')[0]}") in tables():
             path, key = inner, key.partition(".")[2]
-            self.places.setdefault(path, place)
-        table = table_in(self.values, path)
-        full = f"{path}.{key}"
+            paths.append(path)
         field = current_field(full)
         if not text and (field is not None or path != section):
             self._unset(full)
             return
+        for each in paths:
+            self.places.setdefault(each, place)
+        table = table_in(self.values, path)
         try:
             value = parse_argument(text)
         except TomlError as error:
@@ -342,8 +345,8 @@ class DeckInput:
         self._merge(path, table, {key: value}, lambda _, value: replace(place, value=value))
 
     def _unset(self, key: str) -> None:
-        """Remove a key by its old or present name, and the tables that it selects."""
-        for full in (key, *new_names(key)):
+        """Remove a key or a table by its old or present name, with the tables that the key selects."""
+        for full in (key, *new_names(key), *old_names(key, self.values)):
             path, _, name = full.rpartition(".")
             self.remove(full)
             if path in tables() and name in tables()[path].choices():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from hpctrain.deck.reading.deck_input import DeckInput
 from hpctrain.deck.reading.old_keys import NONE, RenamedKey, rename_keys
@@ -13,7 +14,7 @@ from hpctrain.deck.toml import TomlError, parse_toml
 from hpctrain.errors import HpctrainError
 
 _HEADER = re.compile(r"\s*\[\s*([^\[\]]+?)\s*\]\s*(#.*)?$")
-_KEY = re.compile(r"(\s*)([\w.\-]+)(\s*=)")
+_KEY = re.compile(r"(\s*)[\"']?([\w.\-]+)[\"']?(\s*=)")
 
 
 def migrated_text(path: Path) -> str:
@@ -23,18 +24,41 @@ def migrated_text(path: Path) -> str:
     their old keys.
 
     Raises:
-        HpctrainError: The deck cannot be parsed, or an old key stands in an inline table.
+        HpctrainError: The deck cannot be parsed, an old key has no effect or contradicts another one, an old
+            key stands in an inline table, or the result would not have the values of the deck.
         InputOutputError: The file, or one that it includes, cannot be read.
     """
-    written = DeckInput(str(path))
-    written.read_file(path, str(path))
-    written.raise_problems()
-    keys = rename_keys(written.values, written.places, lambda table: table == "model.experts")
-    own = [each for each in [*written.renamed, *keys] if each.place.file == str(path)]
-    text = _Text(path.read_text(encoding="utf-8").split("\n"))
+    original = path.read_text(encoding="utf-8-sig")
+    values, renamed_keys = _present_values(original, path)
+    own = [each for each in renamed_keys if each.place.file == str(path)]
+    text = _Text(original.split("\n"))
     for renamed in sorted(own, key=lambda each: each.place.line or 0, reverse=True):
         text.move(renamed)
-    return text.joined()
+    migrated = text.joined()
+    try:
+        same = _present_values(migrated, path)[0] == values
+    except HpctrainError:
+        same = False
+    if not same:
+        raise HpctrainError(
+            [f"{path}: the deck would change if its keys were renamed line by line; rename these by hand:"]
+            + [each.warning for each in own]
+        )
+    return migrated
+
+
+def _present_values(text: str, path: Path) -> tuple[dict[str, Any], list[RenamedKey]]:
+    """Return the values of a deck by present names, without sections that are empty, and its old keys."""
+    written = DeckInput(str(path))
+    written.read_text(text, path, str(path))
+    written.raise_problems()
+    keys = rename_keys(written.values, written.places, lambda table: table == "model.experts")
+    for each in keys:
+        if each.problem:
+            written.add_problem(each.place, f"{each.place.prefix}: {each.old}: {each.problem}")
+    written.raise_problems()
+    values = {name: table for name, table in written.values.items() if table != {}}
+    return values, [*written.renamed, *keys]
 
 
 @dataclass
@@ -87,6 +111,8 @@ class _Text:
             outer, section = table.rpartition(".")[0], table.partition(".")[0]
             before = headers.get(outer, headers.get(section, len(self.lines)))
             end = next((at for at in headers.values() if at > before), len(self.lines))
+            while end < len(self.lines) and self.lines[end - 1].lstrip().startswith("#"):
+                end -= 1
             while end and not self.lines[end - 1].strip():
                 end -= 1
             after = [""] if end < len(self.lines) and self.lines[end].strip() else []

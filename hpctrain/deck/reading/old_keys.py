@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from pydantic.fields import FieldInfo
 
@@ -57,6 +57,21 @@ def new_names(key: str) -> list[str]:
     return [name for name in names if field_of(name) is not None]
 
 
+def old_names(key: str, values: Mapping[str, Any]) -> list[str]:
+    """Return the old keys that a deck with these values would have now as a key, or as keys of a table.
+
+    Args:
+        key: Present full name of the key or of the table.
+        values: Sections of the deck by name.
+    """
+    return [
+        old
+        for old in old_keys()
+        for name in new_names(old)
+        if f"{name}.".startswith(f"{key}.") and not _preventing_key(name, values, lambda _: True)
+    ]
+
+
 @dataclass(frozen=True)
 class RenamedKey:
     """One old key that a deck has.
@@ -66,7 +81,10 @@ class RenamedKey:
         new: Its new name; "" if it has no effect and was dropped.
         place: Where it was written.
         value: Its value.
-        problem: End of a sentence if it has no effect and another value than its default; else "".
+        problem: End of a sentence if it has no effect and another value than its default, or if the same file
+            contradicts it; else "".
+        replaced: True if a later file or `--set` argument has the key by its present name, or has "none" for
+            its table.
     """
 
     old: str
@@ -74,12 +92,13 @@ class RenamedKey:
     place: Place
     value: object
     problem: str = ""
+    replaced: bool = False
 
     @property
     def warning(self) -> str:
         """One line that names the new key."""
-        now = f"is now {self.new}"
-        if not self.new:
+        now = f"is now {self.new or new_names(self.old)[0]}"
+        if not self.new and not self.replaced:
             homes = dict.fromkeys(f"[{name.rpartition('.')[0]}]" for name in new_names(self.old))
             now = f"is now a key of {' and '.join(homes)}, and has no effect here"
         return f"{self.place.prefix}: {self.old} {now}"
@@ -113,20 +132,33 @@ def rename_keys(
     renamed = []
     for key, value in written.items():
         place, names = places.pop(key), new_names(key)
+        closed = next((table for table in _optional_tables(names[0]) if look_up(values, table) == NONE), "")
+        closing = places.get(closed, place)
+        if closed and closing.order > place.order:
+            renamed.append(RenamedKey(key, "", place, value, replaced=True))
+            continue
         preventing = [
             _preventing_key(name, values, lambda table: table in switched_on or has_table(table))
             for name in names
         ]
         new, problem = next((name for name, key in zip(names, preventing, strict=True) if not key), ""), ""
-        if new:
-            _put(values, places, new, value, place)
+        replaced = False
+        if closed and closing.order == place.order and value != off.get(key, _default(names[0])):
+            new, problem = "", f'has no effect with {closed} = "{NONE}" (leave one of them out)'
+        elif new:
+            second = places.get(new)
+            replaced = look_up(values, new) is not None and second is not None and second.order >= place.order
+            if replaced and second is not None and second.order == place.order and second.value != value:
+                problem = f"is given again as {new}{second.line_text} (leave one of them out)"
+            elif not replaced:
+                _put(values, places, new, value, place)
         elif key in off and value == off[key]:
             optional = _optional_tables(names[0])[0]
             if has_table(optional) and look_up(values, optional) is None:
                 _put(values, places, optional, NONE, place)
-        elif value != _default(names[0]):
+        elif value != _default(names[0]) and not _has_wrong_choice(values, preventing[-1]):
             problem = f"has no effect {_condition(values, preventing[-1])} (leave it out)"
-        renamed.append(RenamedKey(key, new, place, value, problem))
+        renamed.append(RenamedKey(key, new, place, value, problem, replaced))
     return renamed
 
 
@@ -161,6 +193,17 @@ def _preventing_key(name: str, values: Mapping[str, Any], has_table: Callable[[s
     return ""
 
 
+def is_choice(key: str, value: object) -> bool:
+    """Return True if a value is one of the words that a key which selects tables may have."""
+    field = field_of(key)
+    return field is not None and value in get_args(field.annotation)
+
+
+def _has_wrong_choice(values: Mapping[str, Any], key: str) -> bool:
+    """Return True if a key that selects tables has a wrong value, which is reported by itself."""
+    return key not in tables() and not is_choice(key, _chosen(values, key))
+
+
 def _condition(values: Mapping[str, Any], key: str) -> str:
     """Return a choice with its value, or an absent table, as a message names it."""
     if key in tables():
@@ -193,11 +236,8 @@ def _optional_tables(key: str) -> list[str]:
 
 
 def _put(values: dict[str, Any], places: dict[str, Place], key: str, value: object, place: Place) -> None:
-    """Write a value under its new name, unless a `--set` argument or the same file has it there."""
+    """Write a value and its place under the present name of its key."""
     path, _, name = key.rpartition(".")
-    table = table_in(values, path)
-    known = places.get(key)
-    if name not in table or (place.override is not None and (known is None or known.override is None)):
-        table[name], places[key] = value, place
-        for above in _tables_above(key):
-            places.setdefault(above, place)
+    table_in(values, path)[name], places[key] = value, place
+    for above in _tables_above(key):
+        places.setdefault(above, place)

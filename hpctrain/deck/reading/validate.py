@@ -19,7 +19,7 @@ from hpctrain.deck.problem import DeckProblem
 from hpctrain.deck.reading.deck_input import DeckInput
 from hpctrain.deck.reading.defaults import fill
 from hpctrain.deck.reading.nested import Tables, choices_in, leaf_names, look_up, remove, table_in
-from hpctrain.deck.reading.old_keys import rename_keys
+from hpctrain.deck.reading.old_keys import is_choice, rename_keys
 from hpctrain.deck.rows import located, wrong_rows
 from hpctrain.deck.run_length import LENGTHS, CompletedWork, is_epoch_count, steps_of_epochs
 from hpctrain.deck.schema import Deck, field_of, fields, sections
@@ -179,6 +179,9 @@ class DeckValidator:
                 table[choice] = given[0]
                 self.places[key] = replace(place, value=None, note=f"from [{path}.{given[0]}]")
             for name in (name for name in given if name != table[choice]):
+                if not is_choice(key, table[choice]):  # which is reported as a wrong value
+                    bad |= {key, *leaf_names({name: table.pop(name)}, path)}
+                    continue
                 place, other = self.places[f"{path}.{name}"], self.places[key]
                 subject = "" if place.override else f"[{path}.{name}] "
                 means = f'is for {key} = "{name}", but {other.prefix} has {toml_value(table[choice])}'

@@ -76,7 +76,7 @@ def local_step_problems(deck: Deck) -> Iterator[DeckProblem]:
     if keys is None:
         return
     if not keys.differ:
-        sentence = f"has no effect with {_REPLICAS} = 1: there is no other replica (leave it out)"
+        sentence = f"has no effect with {_REPLICAS} = 1 (set that to 2 or more, or leave the table out)"
         yield DeckProblem("layout.local_steps", sentence, (_REPLICAS,), no_effect=True)
     if keys.fragments > min(layers, keys.steps):
         limit = f"model.layers = {layers}: each has a block or more"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.deck.read import parse_deck
+from hpctrain.deck.read import parse_deck, read_deck
 from hpctrain.deck.reading.migrate import migrated_text
 from hpctrain.deck.reading.old_keys import new_names, old_keys
 from hpctrain.deck.schema import Deck, field_of
@@ -208,3 +208,108 @@ def test_each_old_key_has_a_new_one() -> None:
     for key in old_keys():
         assert new_names(key), key
         assert all(field_of(name) is not None for name in new_names(key)), key
+
+
+OLD_SGD = '[optimizer]\nname = "sgd"\nmomentum = 0.9\n'
+OLD_REPLICAS = "[layout]\nreplicas = 2\n[communication]\nlocal_steps = 4\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "key", "value"),
+    [
+        (
+            OLD_SGD,
+            ("optimizer.sgd.momentum=0.4", "optimizer.momentum=0.3"),
+            "optimizer.sgd.momentum",
+            0.3,
+        ),
+        (OLD_SGD, ("optimizer.sgd.momentum=",), "optimizer.sgd.momentum", 0.0),
+        (OLD_SGD.replace("sgd", "muon"), ("optimizer.muon=",), "optimizer.muon.momentum", 0.95),
+        (OLD_REPLICAS, ("layout.local_steps=none",), "layout.local_steps", None),
+        (OLD_REPLICAS, ("layout.local_steps=",), "layout.local_steps", None),
+        (
+            '[communication]\nserver = "async"\nserver_ranks = 2\n',
+            ("communication.server=none",),
+            "communication.server",
+            None,
+        ),
+    ],
+)
+def test_the_last_of_an_old_and_a_present_name_counts(
+    text: str, overrides: tuple[str, ...], key: str, value: object
+) -> None:
+    assert read(text, *overrides).value(key) == value
+
+
+def test_a_deck_takes_precedence_over_an_included_one_with_present_names(tmp_path: Path) -> None:
+    (tmp_path / "base.toml").write_text(
+        f'{SMALL}[optimizer]\nname = "sgd"\n[optimizer.sgd]\nmomentum = 0.9\n'
+    )
+    (tmp_path / "deck.toml").write_text('include = "base.toml"\n[optimizer]\nmomentum = 0.5\n')
+    assert read_deck(tmp_path / "deck.toml").value("optimizer.sgd.momentum") == 0.5
+    (tmp_path / "base.toml").write_text(SMALL + OLD_REPLICAS)
+    (tmp_path / "deck.toml").write_text('include = "base.toml"\n[layout]\nlocal_steps = "none"\n')
+    assert read_deck(tmp_path / "deck.toml").layout.local_steps is None
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (
+            f"{OLD_SGD}[optimizer.sgd]\nmomentum = 0.8\n",
+            "deck.toml:16: optimizer.momentum = 0.9: is given again as optimizer.sgd.momentum on line 18 "
+            "(leave one of them out)",
+        ),
+        (
+            OLD_REPLICAS.replace("[comm", 'local_steps = "none"\n[comm').replace("local_steps = 4\n", ""),
+            'deck.toml:15: layout.replicas = 2: has no effect with layout.local_steps = "none" '
+            "(leave one of them out)",
+        ),
+    ],
+)
+def test_a_file_cannot_give_a_key_by_both_names(text: str, problem: str) -> None:
+    assert problems(text) == [problem]
+
+
+@pytest.mark.parametrize(
+    ("key", "chosen"),
+    [("optimizer.lion.beta1", "optimizer.name"), ("communication.topk.ratio", "communication.compress")],
+)
+def test_a_reset_does_not_choose_a_table(key: str, chosen: str) -> None:
+    assert read("", f"{key}=").value(chosen) == read("").value(chosen)
+
+
+@pytest.mark.parametrize("name", ['"sgdd"', "3"])
+def test_a_wrong_choice_is_the_only_problem(name: str) -> None:
+    for more in ("momentum = 0.4\n", "[optimizer.muon]\n"):
+        (problem,) = problems(f"[optimizer]\nname = {name}\n{more}")
+        assert problem.startswith("deck.toml:15: optimizer.name")
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (
+            '[optimizer]\nname = "muon"\nmuon.match = "original"\nmomentum = 0.4\n',
+            "deck.toml:17: optimizer.momentum is now optimizer.muon.momentum",
+        ),
+        ("[optimizer]\nmomentum = 0.4\n", "has no effect with optimizer.name"),
+        (f"{OLD_SGD}[optimizer.sgd]\nmomentum = 0.8\n", "is given again"),
+    ],
+)
+def test_a_deck_that_would_change_is_not_migrated(text: str, problem: str, tmp_path: Path) -> None:
+    path = tmp_path / "deck.toml"
+    path.write_text(SMALL + text)
+    with pytest.raises(HpctrainError) as raised:
+        migrated_text(path)
+    assert problem in raised.value.problems[-1]
+
+
+def test_comments_of_other_sections_and_quoted_keys_stay_in_place(tmp_path: Path) -> None:
+    path = tmp_path / "deck.toml"
+    path.write_text(
+        f"{SMALL}[optimizer]\nname = 'sgd'\n'momentum' = 0.9\n\n# often\n[checkpoint]\nevery = 3\n"
+    )
+    assert migrated_text(path).endswith(
+        "[optimizer.sgd]\nmomentum = 0.9\n\n# often\n[checkpoint]\nevery = 3\n"
+    )

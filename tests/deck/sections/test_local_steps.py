@@ -126,5 +126,5 @@ def test_a_stored_deck_may_have_one_replica_left() -> None:
     left = parse_deck(text, includes=False)
     assert left.layout.steps_between_syncs == 5
     check_world(left, 1)
-    with pytest.raises(HpctrainError, match="there is no other replica"):
+    with pytest.raises(HpctrainError, match="set that to 2 or more"):
         parse_deck(text)
