@@ -36,6 +36,6 @@ def word_sum(values: Tensor) -> Tensor:
 
 
 def majority(copies: Tensor) -> Tensor:
-    """Return the bitwise majority of three copies that are stacked along dim 1."""
+    """Return the bitwise majority of three copies of integers, `[n, 3, ...]`, as a new tensor `[n, ...]`."""
     one, two, three = copies.unbind(1)
     return (one & two) | (one & three) | (two & three)

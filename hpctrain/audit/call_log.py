@@ -95,7 +95,11 @@ class AuditLog(ABC, Generic[AnyRecord]):
         """
 
     def open(self, record: AnyRecord) -> None:
-        """Add the record of a call that starts now. If there are many, exchange the earlier ones first."""
+        """Add the record of a call that starts now.
+
+        All ranks of the group call this for the same calls in the same order. Once in UNSETTLED calls it
+        exchanges the earlier records, for which it may wait for other ranks.
+        """
         self._since += 1
         if self._since > UNSETTLED:
             self.start_exchange()

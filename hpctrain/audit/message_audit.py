@@ -71,10 +71,11 @@ class MessageAudit(TransportDecorator):
 def audit_messages(world: World, depth: Depth) -> MessageAudit:
     """Check the messages of `world.everyone` and of all groups of this world that are made later.
 
-    Collective. If messages are already checked in this depth, nothing changes.
+    Collective. Other groups that exist already stay as they are. If messages are already checked in this
+    depth, nothing changes.
 
     Returns:
-        The audit, whose `collect_faults` reports faults.
+        The audit, whose `collect_faults` reports faults; the present one if nothing changes.
     """
     audit = message_audit_of(world)
     if audit is None or audit.depth != depth:

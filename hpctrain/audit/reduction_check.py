@@ -282,7 +282,10 @@ def _wrong_copies(bits: Sequence[int], blamed: Collection[int]) -> Sequence[int]
 
 
 def run_reduction(call: Call, inner: Transport, record: ReductionRecord) -> Steps:
-    """Run a reduction, and record its input and its result. Collective, as the call."""
+    """Return the steps that run a reduction, and record its input and its result. Collective, as the call.
+
+    Nothing runs before the first step is taken.
+    """
     tensor, output = call.tensor, call.output
     assert tensor is not None
     record.record_input(flat_view(tensor))

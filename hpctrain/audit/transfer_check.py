@@ -78,13 +78,15 @@ def changed_message_fault(
 
 
 def run_transfer(call: Call, inner: Transport, record: TransferRecord, sent: Tensor | None = None) -> Steps:
-    """Run a call that moves tensors, and add its checksums to the record. Collective, as the call.
+    """Return the steps that run a call that moves tensors, and then add its checksums to the record.
+
+    Collective, as the call. Nothing runs before the first step is taken.
 
     Args:
         call: The call.
         inner: Transport that runs it.
         record: Record to which the checksums are added.
-        sent: Checksum of the data for each rank, int32 `[ranks]`, if it is already known.
+        sent: Checksum of the data for each rank, int32 `[ranks]`; None to compute it.
     """
     source, sends, target, receives = pairwise_ranges(call, inner.size)
     if sent is None:

@@ -124,7 +124,10 @@ class Ledger:
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:
-        """Count the time of the block as recomputation; the time of calls in it still counts as calls."""
+        """Add the time of the block, without that inside calls, to `recompute_seconds`.
+
+        The phase must not change in the block. If the block raises an error, nothing is added.
+        """
         start, calls_before = perf_counter(), self.call_seconds.get(self._phase, 0.0)
         yield
         in_calls = self.call_seconds.get(self._phase, 0.0) - calls_before
@@ -157,6 +160,6 @@ class Ledger:
         self._phase_start = perf_counter()
 
     def write(self, path: str | Path) -> None:
-        """Write the rows to a file as a JSON list of objects."""
+        """Write the rows of this rank to a file as a JSON list of objects."""
         text = json.dumps([asdict(row) for row in self.rows()], indent=1)
         write_text(Path(path), text + "\n")

@@ -84,7 +84,18 @@ class Timeline:
         self._current = None
 
     def record(self, row: str, name: str, start: float, end: float, bytes: int = 0) -> TimelineSpan | None:  # noqa: A002
-        """Add a span. Return it, so that a later end can be entered; None if it is not recorded."""
+        """Add a span of the current step. Return it, so that a later end can be entered.
+
+        Args:
+            row: Name of a group, or one of SCHEDULE, EVALUATION and PHASES.
+            name: Name of the operation, action or phase.
+            start: Time of the start, in seconds of `perf_counter`.
+            end: Time of the end so far.
+            bytes: Payload of a call.
+
+        Returns:
+            The span; None if it is not recorded, since there is no current step or it has too many spans.
+        """
         current = self._current
         if current is None:
             return None

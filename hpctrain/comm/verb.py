@@ -52,6 +52,9 @@ def run_verb_of_script(verb: Callable[[World], int | None], expected: Collection
         verb: Function of the World whose result is the exit code; None means 0.
         expected: Exit codes after which the script goes on. With any other code, the process leaves as
             `run_verb` does.
+
+    Raises:
+        SystemExit: The exit code is not among the expected ones.
     """
     code = _run(verb, "auto", expected)
     if MPI.Is_finalized():

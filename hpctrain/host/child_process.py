@@ -159,7 +159,7 @@ class ChildProcess:
         return has_ended(self.process)
 
     def close(self) -> None:
-        """Kill the process and all processes that it has started."""
+        """Kill the process and all processes that it has started, wait for its end, and close the socket."""
         kill_child(self.process, self._runs_user_code)
         self.process.wait()
         self.channel.close()

@@ -116,8 +116,9 @@ class DoctorReport:
 def examine_machine() -> Iterator[DoctorReport]:
     """Start MPI if possible, examine the machine, yield the report, and finalize MPI after the block.
 
-    Collective over all ranks that the launcher has started. A rank whose examination takes longer than
-    SECONDS_UNTIL_HANG, as when it waits for another rank, prints its traceback and ends.
+    Collective over all ranks that the launcher has started. If the block raises an error, MPI is not
+    finalized. A rank whose examination takes longer than SECONDS_UNTIL_HANG, as when it waits for another
+    rank, prints its traceback and ends.
     """
     python = DoctorFinding("Python", f"{sys.version.split()[0]} ({sys.executable})")
     findings = [python, *_packages()]

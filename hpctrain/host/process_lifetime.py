@@ -209,10 +209,12 @@ def wait_for_end(process: subprocess.Popen[bytes], seconds: float) -> None:
 def kill_child(process: subprocess.Popen[bytes], runs_user_code: bool) -> None:
     """Kill a process that has its own session, and all processes that it has started.
 
+    This does not reap the process, which may end only after the return.
+
     Args:
-        process: The process. This function does not wait for it.
+        process: The process. If it has been reaped, nothing is killed.
         runs_user_code: True if the process has called `end_descendants_with_parent`. Then its guard process
-            is asked to end first, since it also finds processes in other sessions.
+            is asked to end first, for which this waits up to 5 s. It also finds processes in other sessions.
     """
     if process.returncode is not None:
         return

@@ -205,7 +205,12 @@ def write_report(path: Path, report: HangReport, size: int) -> None:
 
 
 def read_report(path: Path, token: str) -> HangReport | None:
-    """Return the report of another rank of this job; None if there is none."""
+    """Return the report of another rank; None if there is none that is complete and of this job.
+
+    Args:
+        path: File of the report.
+        token: Identity of this job.
+    """
     try:
         report = _report_type().validate_json(path.read_text(encoding="utf-8").rstrip().rpartition("\n")[2])
     except (OSError, ValueError):
