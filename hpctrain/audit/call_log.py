@@ -41,7 +41,12 @@ class CallRecord:
         self.phase, self.complete = phase, False
 
     def fault(self, ranks: Sequence[int], detail: str) -> DetectedFault:
-        """Return a fault of the call at these ranks of the world."""
+        """Return a new fault of this call. Nothing is collected.
+
+        Args:
+            ranks: Ranks of the world of which at least one is faulty.
+            detail: What was found, in words.
+        """
         kind = str(self.dtype).removeprefix("torch.")
         what = f"call {self.number}, {format_bytes(self.bytes)} of {kind}: {detail}"
         return DetectedFault(
@@ -106,7 +111,10 @@ class AuditLog(ABC, Generic[AnyRecord]):
         self._records.append(record)
 
     def start_exchange(self) -> None:
-        """Start the exchange of all records, after the end of the exchange before. Collective."""
+        """Start the exchange of all records. Collective.
+
+        If an earlier exchange is not finished, this first waits for it, and compares its records.
+        """
         self.finish_exchange()
         self._since, records = 0, self._records
         if not records:

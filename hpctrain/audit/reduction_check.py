@@ -111,7 +111,12 @@ class ReductionRecord(CallRecord):
                 values[: len(sums), :2] = sums
 
     def record_result(self, tensor: Tensor | None, rank: int) -> None:
-        """Add up the blocks of the result, which is None if this rank has none."""
+        """Add up the blocks of the result. Call `record_input` before.
+
+        Args:
+            tensor: Flat result of this rank; None if it has none.
+            rank: This rank in the group.
+        """
         if self.is_one_block:
             whole = self.operation == "all_reduce" and tensor is not None
             bits = word_sum(tensor) if whole and tensor is not None else self.numbers[0].new_zeros(())

@@ -221,7 +221,7 @@ def read_report(path: Path, token: str) -> HangReport | None:
 def diagnose(
     reports: Mapping[int, HangReport], size: int, stopped: Collection[int] = frozenset()
 ) -> list[str]:
-    """Return sentences that say why the job hangs.
+    """Return sentences that say why the job hangs: first any causes, then where each rank is.
 
     Args:
         reports: Reports by rank; ranks that could not write one are missing.

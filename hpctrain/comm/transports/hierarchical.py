@@ -138,10 +138,15 @@ def is_hierarchical(call: Call, nodes: int, local_size: int, least_bytes: int = 
 
 
 def is_common(length: int, dtype: torch.dtype, least_bytes: int = SHARED_BYTES) -> bool:
-    """Return True if the ranks of a node can have so many elements in common memory.
+    """Return True if a tensor is so large that the ranks of a node may have it in common memory. Local.
 
     Smaller tensors are gathered by MPI, which needs a separate output on each rank, since it may use the
     output for intermediate data.
+
+    Args:
+        length: Number of elements.
+        dtype: Their type.
+        least_bytes: Smallest size, in bytes, of a tensor in common memory.
     """
     return length * dtype.itemsize >= least_bytes
 

@@ -333,7 +333,7 @@ class MpiTransport(Transport):
     def share(
         self, tensor: Tensor, ranges: list[ElementRange], tag: int, blocking: bool
     ) -> TransportWork | None:
-        """Gather the consecutive ranges of `tensor` from their ranks, in place. Collective."""
+        """Gather the ranges of `tensor` from their ranks, in place on all ranks. Collective."""
         if blocking and tensor.numel() <= self.limit:
             counts = [count for _, count in ranges]
             self.communicator.Allgatherv(MPI.IN_PLACE, split_buffer(tensor, counts, self.size))

@@ -207,17 +207,23 @@ class NcclTransport(Transport):
     # PieceMover: all operations are ordered on the stream, so there are no handles
 
     def next_tag(self) -> int:
-        """Return the message tag of the next operation, which is the same on all ranks."""
+        """Return 0: NCCL orders messages by the stream, and needs no tags."""
         return 0
 
     def collect(self, tensor: Tensor, output: Tensor, blocking: bool) -> TransportWork | None:  # noqa: ARG002
-        """Gather pieces of equal size from all ranks into `output`."""
+        """Queue a gather of pieces of equal size into `output` on the current stream. Collective.
+
+        The result is None, since later work of that stream can use `output`. The host does not wait.
+        """
         if output.numel():
             self._nccl().allgather(_bytes(tensor), _bytes(output), stream=current_stream())
         return None
 
     def exchange(self, pieces: PieceExchange, tag: int) -> TransportWork | None:  # noqa: ARG002
-        """Send a piece to each rank, and receive a piece from each rank."""
+        """Queue the exchange of a piece with each rank on the current stream. Collective.
+
+        The result is None, since later work of that stream can use the target. The host does not wait.
+        """
         source, sends, target, receives = pieces
         sent, received = source.detach().view(-1), target.detach().view(-1)
         (begin, count), (position, _) = sends[self.rank], receives[self.rank]
@@ -240,7 +246,10 @@ class NcclTransport(Transport):
     def share(
         self, tensor: Tensor, ranges: list[ElementRange], tag: int, blocking: bool
     ) -> TransportWork | None:
-        """Gather the consecutive ranges of `tensor` from their ranks, in place."""
+        """Queue a gather of the ranges of `tensor`, in place, on the current stream. Collective.
+
+        The result is None, since later work of that stream can use `tensor`. The host does not wait.
+        """
         begin, count = ranges[self.rank]
         if all(each[1] == count for each in ranges):
             return self.collect(tensor[begin : begin + count], tensor, blocking)

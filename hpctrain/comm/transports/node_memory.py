@@ -188,6 +188,11 @@ class NodeMemory:
         If an earlier user with this key no longer exists, its memory is returned with its contents. Otherwise
         the memory consists of zeros.
 
+        Args:
+            key: Key of users that may follow each other. All of them must pass the same `size`.
+            size: Size of the memory in bytes.
+            user: Object that can have weak references.
+
         Returns:
             Offset of the first byte; None if there is not enough memory.
         """
