@@ -103,7 +103,9 @@ class AuditLog(ABC, Generic[AnyRecord]):
         """Add the record of a call that starts now.
 
         All ranks of the group call this for the same calls in the same order. Once in UNSETTLED calls it
-        exchanges the earlier records, for which it may wait for other ranks.
+        starts an exchange of the earlier records. Before that it waits for the previous exchange, if one is
+        not finished, and compares its records. Differences do not raise an error: they are collected in
+        `faults`.
         """
         self._since += 1
         if self._since > UNSETTLED:

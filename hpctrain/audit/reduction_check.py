@@ -100,7 +100,13 @@ class ReductionRecord(CallRecord):
         return [self.root] if self.operation == "reduce" else range(self.size)
 
     def record_input(self, tensor: Tensor) -> None:
-        """Add up the blocks of the input of this rank."""
+        """Add up the blocks of the input of this rank, and keep the sums in place of earlier ones. Local.
+
+        Call this before the reduction, which may overwrite its input.
+
+        Args:
+            tensor: Flat input of this rank.
+        """
         if self.is_one_block:
             zero = torch.zeros((), dtype=torch.float64, device=tensor.device)
             self.numbers = [exact_sum(tensor), absolute_sum(tensor)] if self.has_checked_sum else [zero, zero]

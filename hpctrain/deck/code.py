@@ -134,13 +134,15 @@ def resolve_target(target: str, deck_name: str) -> str:
 
 
 def code_entries(tables: Mapping[str, object], deck_name: str) -> frozenset[CodeEntry]:
-    """Return all code that a deck names.
+    """Return all code that a deck names, without reading or importing it.
 
-    Values of a wrong type are skipped, since the validation of the deck reports them.
+    Besides functions and classes, these are arguments that let a library download code and run it. Values of
+    a wrong type are skipped, since the validation of the deck reports them.
 
     Args:
         tables: Sections of the deck, by name.
-        deck_name: Path of the deck, to which paths of files are relative.
+        deck_name: Path of the deck, to whose folder paths of files are relative; in the result they are
+            absolute.
     """
     names = set[CodeEntry]()
     for key in CODE_KEYS:

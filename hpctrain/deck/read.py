@@ -104,14 +104,17 @@ def parse_stored_deck(
     completed: tuple[int, int],
     defaults_written: bool,
 ) -> Deck:
-    """Parse and validate the deck of a checkpoint.
+    """Parse and validate the deck of a checkpoint, without checks that depend on the number of ranks.
+
+    Old keys in the text get their new names without a warning. Code that the deck may not call is no problem
+    here: it is in `untrusted_code` of the result.
 
     Args:
         text: Text of the deck.
         overrides: `--set` arguments, and which code the deck may call.
-        name: Name of the deck in messages.
+        name: Name of the deck in messages, to whose folder paths of code are relative.
         read_source: Reader of the model that `model.from` names.
-        completed: Steps and samples that the run has done.
+        completed: Steps and samples that the run has done, for a length in tokens or epochs.
         defaults_written: True if the text does not tell defaults from other keys. Keys with values that they
             would get from other keys then count as defaults.
 

@@ -116,11 +116,11 @@ class Deck(Section):
     def value(self, name: str) -> object:
         """Return the value of a key by its full name, such as "optimizer.muon.momentum".
 
-        The result is None if the deck does not have the table of the key, and the Section if the name is a
-        table's.
+        The result is the Section if the name is a table's. It is None if the deck does not have the table of
+        the key; then the rest of the name is not checked.
 
         Raises:
-            KeyError: The schema has no such key.
+            KeyError: A table that the deck has, or the deck itself, has no such key.
         """
         value: object = self
         for part in name.split("."):
@@ -190,6 +190,9 @@ def fields(table: str) -> Mapping[str, FieldInfo]:
 
 
 def field_of(key: str) -> FieldInfo | None:
-    """Return the field of a key by its full name; None if no table has it."""
+    """Return the field of a key, or of a table in a section, by its full name; None if there is none.
+
+    A section, such as "model", has no field.
+    """
     table, _, name = key.rpartition(".")
     return fields(table).get(name) if table in tables() else None

@@ -109,11 +109,11 @@ def rename_keys(
 ) -> list[RenamedKey]:
     """Move the values and places of old keys to their new names, in place; return what was moved or dropped.
 
-    No problem is reported: the caller looks at `problem` of each result.
+    No problem is reported: the caller looks at `problem` of each result, which is "" if there is none.
 
     Args:
-        values: Sections of a deck by name, as a file gives them.
-        places: Places of its keys by full name.
+        values: Sections of a deck by name, before their validation.
+        places: Places of its keys by full name; each old key in `values` has one.
         has_table: Function that takes the full name of an optional table, and returns True if the preset or
             source of the model brings it.
     """
