@@ -37,7 +37,7 @@ def convert_configuration(configuration: Mapping[str, object]) -> Conversion:
     table = deepspeed_table()
     settings = dict(_flatten(configuration, table.tables))
     automatic = sorted(name for name, value in settings.items() if value == "auto")
-    defaults = table.defaults_for(settings)
+    defaults = table.applicable_defaults(settings)
     for name in automatic:
         settings.pop(name)
         defaults.pop(name, None)

@@ -30,7 +30,7 @@ def convert_script(script: str) -> Conversion:
     """
     table = megatron_table()
     explicit = parse_arguments(script)
-    options = SourceOptions(explicit, table.defaults_for(explicit))
+    options = SourceOptions(explicit, table.applicable_defaults(explicit))
     hidden = options.read("--hidden-size", integer)
     if "--ffn-hidden-size" not in options and hidden:
         inner = int(4 * hidden * 2 / 3 / 64) * 64 if options.is_on("--swiglu") else 4 * hidden

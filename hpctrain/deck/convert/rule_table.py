@@ -253,7 +253,7 @@ class RuleTable:
     defaults: Sequence[Mapping[str, Any]]
     tables: frozenset[str]
 
-    def defaults_for(self, explicit: Mapping[str, object]) -> dict[str, object]:
+    def applicable_defaults(self, explicit: Mapping[str, object]) -> dict[str, object]:
         """Return the defaults of the other trainer by option, from all groups whose condition holds.
 
         The result may contain options that the user set, which `SourceOptions` then ignores.
