@@ -7,7 +7,7 @@ from hpctrain.deck.sections.local_steps import fitting_replicas, in_replicas
 from hpctrain.text import counted
 
 
-def may_part(deck: Deck) -> bool:
+def may_diverge(deck: Deck) -> bool:
     """Return True if a deck has local steps, so that replicas may diverge, even if only one is left."""
     return deck.layout.local_steps is not None and (in_replicas(deck) or deck.layout.steps_between_syncs > 1)
 
@@ -25,7 +25,7 @@ def with_ranks(deck: Deck, before: Deck, ranks_before: int, ranks: int) -> tuple
         ranks: Number of ranks of the continued run.
     """
     of_replica, rest = divmod(ranks_before, before.layout.replicas)
-    if rest or not (may_part(deck) and may_part(before)):
+    if rest or not (may_diverge(deck) and may_diverge(before)):
         return deck, ""
     replicas, rest = divmod(ranks, of_replica)
     if rest or not replicas:
@@ -49,7 +49,7 @@ def initial_replicas(deck: Deck, ranks: int) -> tuple[Deck, str]:
         ranks: Number of ranks of the run.
     """
     model_ranks = deck.layout.pipeline * deck.layout.tensor * deck.layout.context
-    if not may_part(deck) or ranks % model_ranks:
+    if not may_diverge(deck) or ranks % model_ranks:
         return deck, ""
     fitting = fitting_replicas(deck, ranks // model_ranks, ranks // deck.layout.pipeline)
     return _with(deck, max((each for each in fitting if each <= deck.layout.replicas), default=1), ranks)
