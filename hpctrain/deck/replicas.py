@@ -12,7 +12,7 @@ def may_diverge(deck: Deck) -> bool:
     return deck.layout.local_steps is not None and (in_replicas(deck) or deck.layout.steps_between_syncs > 1)
 
 
-def with_ranks(deck: Deck, before: Deck, ranks_before: int, ranks: int) -> tuple[Deck, str]:
+def fit_continued_replicas(deck: Deck, before: Deck, ranks_before: int, ranks: int) -> tuple[Deck, str]:
     """Return the deck of a continued run with the number of replicas that its ranks form, and a message.
 
     A replica keeps its number of ranks. If the ranks do not form whole replicas, the deck is not changed,

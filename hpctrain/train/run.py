@@ -21,7 +21,7 @@ from hpctrain.comm.parallel_files import require_parallel_files
 from hpctrain.comm.world import World
 from hpctrain.deck.check import check_world
 from hpctrain.deck.code import trust_of
-from hpctrain.deck.replicas import initial_replicas, with_ranks
+from hpctrain.deck.replicas import fit_continued_replicas, initial_replicas
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.objective import REFERRED
 from hpctrain.engine.corpus import Corpus, open_corpus, settle_vocabulary
@@ -512,7 +512,7 @@ def _go_on(
         step = int(state.get("step", 0))
         makes, ranks = "", int(state.get("ranks", world.size))
         if follows:
-            deck, makes = with_ranks(deck, before, ranks, world.size)
+            deck, makes = fit_continued_replicas(deck, before, ranks, world.size)
         require_resumable(deck, before, path, int(state.get("updates", step)), int(state.get("samples", 0)))
         deck = keep_vocabulary(deck, before)
         if deck.run.steps < step:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hpctrain.deck.check import check_world
-from hpctrain.deck.replicas import initial_replicas, with_ranks
+from hpctrain.deck.replicas import fit_continued_replicas, initial_replicas
 from tests.engines import small_deck
 
 KEYS = ("layout.replicas=4", "communication.local_steps=10", "batch.global_size=48")
@@ -11,30 +11,30 @@ KEYS = ("layout.replicas=4", "communication.local_steps=10", "batch.global_size=
 
 def test_a_replica_keeps_its_ranks() -> None:
     deck = small_deck(*KEYS, "layout.tensor=2", "layout.data=4")
-    three, sentence = with_ranks(deck, deck, 8, 6)
+    three, sentence = fit_continued_replicas(deck, deck, 8, 6)
     assert (three.layout.replicas, three.layout.data, three.batch.global_size) == (3, 3, 48)
     begun = "6 ranks make 3 replicas, where layout.local_steps.replicas was 4; "
     assert sentence == begun + "each goes on from the outer model, with the optimizer state of one of the 4"
     check_world(three, 6)
-    one, _ = with_ranks(three, three, 6, 2)
+    one, _ = fit_continued_replicas(three, three, 6, 2)
     assert one.layout.replicas == 1
-    more, _ = with_ranks(one, one, 2, 12)
+    more, _ = fit_continued_replicas(one, one, 2, 12)
     assert (more.layout.replicas, more.batch.global_size) == (6, 48)
     check_world(more, 12)
     # The user's own deck, from which the run once began, follows what the run has become.
-    assert with_ranks(deck, three, 6, 6)[0].layout.replicas == 3
-    assert with_ranks(deck, three, 6, 8) == (deck, "")
+    assert fit_continued_replicas(deck, three, 6, 6)[0].layout.replicas == 3
+    assert fit_continued_replicas(deck, three, 6, 8) == (deck, "")
 
 
 def test_a_batch_that_does_not_divide_stays_for_each() -> None:
     deck = small_deck(*KEYS, "batch.global_size=16", "batch.ramp_from=8", "batch.ramp_steps=5")
-    three, sentence = with_ranks(deck, deck, 4, 3)
+    three, sentence = fit_continued_replicas(deck, deck, 4, 3)
     assert (three.batch.global_size, three.batch.ramp_from) == (12, 6)
     ramp = "; batch.ramp_from becomes 6, as much for each as before; each goes on from"
     assert f"; batch.global_size becomes 12, as much for each as before{ramp}" in sentence
     small = ("batch.global_size=12", "batch.ramp_from=3", "batch.ramp_steps=5", "batch.micro_size=1")
     deck = small_deck("layout.replicas=3", "communication.local_steps=4", *small)
-    two, sentence = with_ranks(deck, deck, 3, 2)
+    two, sentence = fit_continued_replicas(deck, deck, 3, 2)
     assert (two.batch.global_size, two.batch.ramp_from) == (12, 2)
     assert "global_size" not in sentence
     check_world(three, 3)
@@ -42,9 +42,9 @@ def test_a_batch_that_does_not_divide_stays_for_each() -> None:
 
 def test_what_makes_no_whole_replicas_is_left_to_checks() -> None:
     deck = small_deck(*KEYS, "layout.tensor=2")
-    assert with_ranks(deck, deck, 8, 5) == (deck, "")
+    assert fit_continued_replicas(deck, deck, 8, 5) == (deck, "")
     plain = small_deck()
-    assert with_ranks(plain, plain, 2, 1) == (plain, "")
+    assert fit_continued_replicas(plain, plain, 2, 1) == (plain, "")
     assert initial_replicas(plain, 3) == (plain, "")
 
 
