@@ -38,7 +38,7 @@ def fit_continued_replicas(deck: Deck, before: Deck, ranks_before: int, ranks: i
     return deck, sentence
 
 
-def initial_replicas(deck: Deck, ranks: int) -> tuple[Deck, str]:
+def fit_initial_replicas(deck: Deck, ranks: int) -> tuple[Deck, str]:
     """Return the deck of a new run with the largest number of replicas that its ranks allow, and a message.
 
     The number is at most that of the deck. The message is "" if the number does not change. A deck without

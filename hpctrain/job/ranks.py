@@ -12,7 +12,7 @@ from types import MappingProxyType
 from hpctrain.checkpoint.exchange.source import settled_keys
 from hpctrain.deck.check import check_world, world_problems
 from hpctrain.deck.read import read_deck
-from hpctrain.deck.replicas import fit_continued_replicas, initial_replicas
+from hpctrain.deck.replicas import fit_continued_replicas, fit_initial_replicas
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.mixture import tokens_exist
 from hpctrain.errors import HpctrainError
@@ -113,7 +113,7 @@ def plan_job(path: Path, overrides: Sequence[str], wish: JobOptions) -> Job:
 
 def _fits(deck: Deck, most: int, ranks: int) -> bool:
     """Whether a run of the deck that has begun on `most` ranks goes on with so many, and could begin so."""
-    decks = fit_continued_replicas(deck, deck, most, ranks)[0], initial_replicas(deck, ranks)[0]
+    decks = fit_continued_replicas(deck, deck, most, ranks)[0], fit_initial_replicas(deck, ranks)[0]
     return not any(world_problems(each, ranks) for each in decks)
 
 

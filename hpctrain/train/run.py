@@ -21,7 +21,7 @@ from hpctrain.comm.parallel_files import require_parallel_files
 from hpctrain.comm.world import World
 from hpctrain.deck.check import check_world
 from hpctrain.deck.code import trust_of
-from hpctrain.deck.replicas import fit_continued_replicas, initial_replicas
+from hpctrain.deck.replicas import fit_continued_replicas, fit_initial_replicas
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.objective import REFERRED
 from hpctrain.engine.corpus import Corpus, open_corpus, settle_vocabulary
@@ -442,7 +442,7 @@ def run_deck(
             begun = again and bool(checkpoints(folder / "checkpoints"))
             makes = ""
             if again and not begun:
-                deck, makes = initial_replicas(deck, world.size)
+                deck, makes = fit_initial_replicas(deck, world.size)
                 check_world(deck, world.size)
         if any(world.everyone.all_gather_object(begun)):
             checkpoint = find_checkpoint(world, folder)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hpctrain.deck.check import check_world
-from hpctrain.deck.replicas import fit_continued_replicas, initial_replicas
+from hpctrain.deck.replicas import fit_continued_replicas, fit_initial_replicas
 from tests.engines import small_deck
 
 KEYS = ("layout.replicas=4", "communication.local_steps=10", "batch.global_size=48")
@@ -45,15 +45,15 @@ def test_what_makes_no_whole_replicas_is_left_to_checks() -> None:
     assert fit_continued_replicas(deck, deck, 8, 5) == (deck, "")
     plain = small_deck()
     assert fit_continued_replicas(plain, plain, 2, 1) == (plain, "")
-    assert initial_replicas(plain, 3) == (plain, "")
+    assert fit_initial_replicas(plain, 3) == (plain, "")
 
 
 def test_a_run_begins_with_what_the_ranks_can_be_cut_into() -> None:
     deck = small_deck(*KEYS)
-    assert initial_replicas(deck, 8) == (deck, "")
-    three, sentence = initial_replicas(deck, 3)
+    assert fit_initial_replicas(deck, 8) == (deck, "")
+    three, sentence = fit_initial_replicas(deck, 3)
     assert (
         three.layout.replicas == 3
         and sentence == "3 ranks make 3 replicas, where layout.local_steps.replicas was 4"
     )
-    assert initial_replicas(deck, 6)[0].layout.replicas == 3
+    assert fit_initial_replicas(deck, 6)[0].layout.replicas == 3
