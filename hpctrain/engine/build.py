@@ -149,7 +149,7 @@ def choose_link(deck: Deck, world: World) -> str:
         from hpctrain.audit.message_audit import audit_messages
 
         audit_messages(world, deck.stability.corruption)
-    return keys.wished_transport
+    return keys.requested_transport
 
 
 def arrange(deck: Deck, world: World, mesh: Mesh) -> EngineLayout:

@@ -165,7 +165,7 @@ def _shown(deck: Deck, ranks: int, vocabulary: int, ranks_per_node: int) -> list
     placement = placed_by_flops(deck, architecture, sizes["data"])
     schedule = placement.schedule_of(micro_batches(deck, sizes["data"]))
     there = deck.memory.parameters == "device"
-    transport = deck.communication.wished_transport if there else "mpi"  # ranks have files of their own
+    transport = deck.communication.requested_transport if there else "mpi"  # ranks have files of their own
     stages = []
     for number in range(schedule.stage_count):
         mesh = PlannedMesh(sizes, number, ranks_per_node, device=device, transport=transport)

@@ -174,7 +174,7 @@ def plan_memory(
     device = device_kind(deck.run.device)
     _, *kinds, _ = layer_kinds(architecture)
     on_node = ranks_per_node or deck.machine.ranks_per_node or deck.machine.gpus_per_node
-    per_node, transport = on_node or ranks, deck.communication.wished_transport
+    per_node, transport = on_node or ranks, deck.communication.requested_transport
 
     def planned_mesh(number: int, place: int = 0) -> PlannedMesh:
         audited: ReductionBytes | None = None

@@ -116,7 +116,7 @@ class Communication(Section):
         return self.compression is not None and self.compression.between == "nodes"
 
     @property
-    def wished_transport(self) -> str:
+    def requested_transport(self) -> str:
         """Transport of tensors that the deck requests; "mpi" if it emulates links of ranks, not of nodes."""
         return self.transport if self.emulate is None or self.ranks_per_node else "mpi"
 

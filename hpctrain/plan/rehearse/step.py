@@ -55,7 +55,7 @@ class RankStep:
         self.recall = recall
         self.deck, self.shape, self.sizes = deck, shape, sizes
         device = device_kind(deck.run.device)
-        transport = deck.communication.wished_transport if on_host(device) else "nccl"
+        transport = deck.communication.requested_transport if on_host(device) else "nccl"
         self._mesh_of = sizes, ranks_per_node, device, place, transport
         self.recorder = recorder = Recorder(BalancedLoads.of_deck(deck, shape).of if shape.experts else None)
         self.mesh = self._mesh(number)

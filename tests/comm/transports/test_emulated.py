@@ -135,7 +135,7 @@ def test_of_emulated_nodes_each_has_a_link(world: World) -> None:
     link = small_deck("communication.emulate=16 kbit/s, 500 ms", "communication.ranks_per_node=2")
     assert link.communication.link == LINK
     own.emulate_link(link.communication.link)
-    made = Mesh(own, {"data": 2, "tensor": 2}, link.communication.wished_transport)
+    made = Mesh(own, {"data": 2, "tensor": 2}, link.communication.requested_transport)
     everyone = Mesh(own, {"data": 4}, "shared").group("data")
     groups = {"inside": made.group("tensor"), "across": made.group("data"), "all": everyone}
     took = {}
