@@ -86,7 +86,7 @@ class OuterChoice(NamedTuple):
     def of(deck: Deck) -> OuterChoice:
         """The deck's."""
         steps = deck.layout.local_steps
-        return OUTERS["every_step" if steps is None or not steps.differ else steps.outer]
+        return OUTERS["every_step" if steps is None or not steps.has_outer_model else steps.outer]
 
 
 def make_local_steps(deck: Deck, stage: Stage) -> LocalSteps:

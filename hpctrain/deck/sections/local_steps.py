@@ -48,7 +48,7 @@ class LocalStepsTable(Section):
     diloco: DilocoTable | None = table("Keys of the outer optimizer.", chosen_by="outer")
 
     @property
-    def differ(self) -> bool:
+    def has_outer_model(self) -> bool:
         """True if there is an outer model: several replicas, or one with outer steps."""
         return self.replicas > 1 or self.diloco is not None
 
@@ -67,7 +67,7 @@ RELATIONS: Relations = (
 
 def in_replicas(deck: Deck) -> bool:
     """Return True if there is an outer model: replicas diverge, or the only one makes outer steps."""
-    return deck.layout.local_steps is not None and deck.layout.local_steps.differ
+    return deck.layout.local_steps is not None and deck.layout.local_steps.has_outer_model
 
 
 def local_step_problems(deck: Deck) -> Iterator[DeckProblem]:
@@ -75,7 +75,7 @@ def local_step_problems(deck: Deck) -> Iterator[DeckProblem]:
     keys, layers = deck.layout.local_steps, deck.model.layers
     if keys is None:
         return
-    if not keys.differ:
+    if not keys.has_outer_model:
         sentence = f"has no effect with {_REPLICAS} = 1 (set that to 2 or more, or leave the table out)"
         yield DeckProblem("layout.local_steps", sentence, (_REPLICAS,), no_effect=True)
     if keys.fragments > min(layers, keys.steps):

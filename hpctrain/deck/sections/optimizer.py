@@ -161,7 +161,7 @@ def optimizer_problems(deck: Deck) -> Iterator[DeckProblem]:
     if isinstance(rule, MuonTable) and not rule.matrices:
         sentence = 'must name the matrices that Muon updates (["blocks.*"] would do)'
         yield DeckProblem("optimizer.muon.matrices", sentence)
-    if name == "schedule-free" and local_steps is not None and local_steps.differ:
+    if name == "schedule-free" and local_steps is not None and local_steps.has_outer_model:
         sentence = 'conflicts with local steps: each replica would have its own average ("adamw" would do)'
         yield DeckProblem(_NAME, sentence, ("layout.local_steps",))
     if name in UPDATES_MATRICES and deck.layout.tensor > 1 and deck.model.module is not None:
