@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from hpctrain.deck.schema import Deck
-from hpctrain.deck.sections.local_steps import fitting_replicas, in_replicas
+from hpctrain.deck.sections.local_steps import fitting_replicas, has_outer_model
 from hpctrain.text import counted
 
 
 def may_diverge(deck: Deck) -> bool:
     """Return True if a deck has local steps, so that replicas may diverge, even if only one is left."""
-    return deck.layout.local_steps is not None and (in_replicas(deck) or deck.layout.steps_between_syncs > 1)
+    return deck.layout.local_steps is not None and (
+        has_outer_model(deck) or deck.layout.steps_between_syncs > 1
+    )
 
 
 def fit_continued_replicas(deck: Deck, before: Deck, ranks_before: int, ranks: int) -> tuple[Deck, str]:

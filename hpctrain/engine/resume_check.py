@@ -13,7 +13,7 @@ from pathlib import Path, PurePath
 from hpctrain.deck.code import is_file_target
 from hpctrain.deck.resume_rules import FUNCTION, PARAMETERS, keys_of_policy, resume_rules
 from hpctrain.deck.schema import Deck, field_of
-from hpctrain.deck.sections.local_steps import in_replicas
+from hpctrain.deck.sections.local_steps import has_outer_model
 from hpctrain.deck.sections.objective import OF_SCORES, POLICIES, REFERRED
 from hpctrain.deck.sections.optimizer import MuonTable
 from hpctrain.deck.sources import clipped, toml_value
@@ -270,7 +270,7 @@ def _optimizer_problems(deck: Deck, trained_deck: Deck, path: Path) -> list[str]
     if not deck.optimizer.restart:
         remedy = "optimizer.restart = true begins with new state"
         return [deck.problem(key, f"{path} holds {stored} to continue with ({remedy})")]
-    if deck.communication.warmup and (momentum_given_after(deck) or in_replicas(deck)):
+    if deck.communication.warmup and (momentum_given_after(deck) or has_outer_model(deck)):
         sentence = (
             "counts the updates of the whole run, but with optimizer.restart the optimizer counts from 0; "
             f'start a new run from its weights with [model] from = "{path}"'

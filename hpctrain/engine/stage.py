@@ -18,7 +18,7 @@ from hpctrain.checkpoint.read import load
 from hpctrain.comm.group import Group
 from hpctrain.comm.planned import META, PlannedMesh
 from hpctrain.deck.schema import Deck
-from hpctrain.deck.sections.local_steps import in_replicas
+from hpctrain.deck.sections.local_steps import has_outer_model
 from hpctrain.engine.deck_kernels import kernels_of
 from hpctrain.engine.functions import functions_of, planned_functions
 from hpctrain.engine.nodes import NodeMesh, cut_by_node, ranks_of_node
@@ -183,7 +183,7 @@ def make_replications(deck: Deck, mesh: NodeMesh) -> Replications:
     apart = OuterChoice.of(deck).apart
 
     def shard(everyone: Group) -> ZeroSharding:
-        parted = in_replicas(deck)
+        parted = has_outer_model(deck)
         size = everyone.size // deck.layout.replicas if parted else zero_group_size(deck, mesh, everyone)
         # Of experts that no other rank of the group has, nothing is to be cut, or to be gathered.
         whole = size == 1 and everyone is not dense and deck.memory.parameters == "device"

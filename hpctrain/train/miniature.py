@@ -17,7 +17,7 @@ from hpctrain.comm.mesh import Mesh
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.adapters import Adapters
 from hpctrain.deck.sections.communication import PowerSgdTable, RoundedTable, SignTable, TopKTable
-from hpctrain.deck.sections.local_steps import LocalStepsTable, in_replicas
+from hpctrain.deck.sections.local_steps import LocalStepsTable, has_outer_model
 from hpctrain.deck.sections.optimizer import (
     AdafactorTable,
     AdamMiniTable,
@@ -139,7 +139,7 @@ def has_residuals(deck: Deck) -> bool:
     Then the compressed sum and the residuals of all ranks together are the exact sum.
     """
     form = deck.communication.compression
-    if form is None or form.between == "nodes" or deck.model.module is not None or in_replicas(deck):
+    if form is None or form.between == "nodes" or deck.model.module is not None or has_outer_model(deck):
         return False
     if isinstance(form, TopKTable):
         _, rule = _smooth_rule(deck.optimizer.rule)

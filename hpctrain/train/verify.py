@@ -39,7 +39,7 @@ from hpctrain.data.dataset import dataset_of
 from hpctrain.data.loader import DatasetSource
 from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.deck.schema import Deck
-from hpctrain.deck.sections.local_steps import in_replicas
+from hpctrain.deck.sections.local_steps import has_outer_model
 from hpctrain.engine.build import Engine, build_engine
 from hpctrain.engine.sizes import on_one_rank
 from hpctrain.errors import EXIT_INTERNAL, HpctrainError
@@ -189,7 +189,7 @@ def compare_miniature(
         with world.agreement():
             quantized = with_fp8_products(deck, small)
         found += _renamed(compare(quantized, world, mesh, longest), "with products in 8 bits")
-    if in_replicas(deck) and deck.model.module is None:
+    if has_outer_model(deck) and deck.model.module is None:
         replicas, one_rank = with_outer_steps(deck, small)
         found += _renamed(compare(replicas, world, mesh, longest, one_rank), "with outer steps")
     return small, probe_module(small, world), found

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, cast
 from hpctrain.deck.key import Bytes, LinkText, Section, key, table
 from hpctrain.deck.problem import DeckProblem
 from hpctrain.deck.relations import Conflicts, Relations
-from hpctrain.deck.sections.local_steps import in_replicas
+from hpctrain.deck.sections.local_steps import has_outer_model
 from hpctrain.deck.sections.server import ServerTable
 from hpctrain.units import Link, parse_link
 
@@ -172,7 +172,7 @@ def communication_problems(deck: Deck) -> Iterator[DeckProblem]:
         yield DeckProblem("communication.emulate", f'{sentence} ("mpi" would do)', others)
     form = keys.compression
     is_exact = form is None or (isinstance(form, TopKTable) and form.ratio == 1)
-    if keys.warmup and is_exact and not in_replicas(deck):
+    if keys.warmup and is_exact and not has_outer_model(deck):
         why = "communication.topk.ratio = 1" if form else f'{_COMPRESS} = "{keys.compress}"'
         sentence = f"has no effect with {why} (leave it out)"
         yield DeckProblem("communication.warmup", sentence, (_COMPRESS,), no_effect=True)

@@ -65,7 +65,7 @@ RELATIONS: Relations = (
 )
 
 
-def in_replicas(deck: Deck) -> bool:
+def has_outer_model(deck: Deck) -> bool:
     """Return True if there is an outer model: replicas diverge, or the only one makes outer steps."""
     return deck.layout.local_steps is not None and deck.layout.local_steps.has_outer_model
 

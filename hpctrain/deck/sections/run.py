@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from hpctrain.deck.key import Duration, PathText, Section, Whole, key
 from hpctrain.deck.problem import DeckProblem
 from hpctrain.deck.relations import AtMost, Conflicts, Relations
-from hpctrain.deck.sections.local_steps import in_replicas
+from hpctrain.deck.sections.local_steps import has_outer_model
 from hpctrain.deck.sections.machine import MOST_THREADS
 from hpctrain.deck.sources import toml_value
 
@@ -150,7 +150,7 @@ def noise_scale_problems(deck: Deck) -> Iterator[DeckProblem]:
     if keys.server is not None:
         yield problem("whose workers do not make steps together", "communication.server.mode")
         return
-    if in_replicas(deck):
+    if has_outer_model(deck):
         name = "layout.local_steps." + ("replicas" if layout.replicas > 1 else "outer")
         yield problem("with which gradients are not summed over all data ranks", name)
     if keys.compress in _NOT_MEANS:
