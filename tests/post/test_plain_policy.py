@@ -20,7 +20,7 @@ from hpctrain.bench.torch_model import TorchModel
 from hpctrain.comm.world import World
 from hpctrain.data.order import SampleOrder
 from hpctrain.deck.schema import Deck
-from hpctrain.deck.sections.policy import steps_of_rollout
+from hpctrain.deck.sections.policy import steps_per_rollout
 from hpctrain.deck.sections.rank_partition import CRITIC
 from hpctrain.engine.build import Engine
 from hpctrain.engine.sizes import on_one_rank
@@ -298,7 +298,7 @@ def expected(world: World, deck: Deck) -> Expected:
     known = look(deck, answers, policy, reference, critic)
     order = SampleOrder(len(known), deck.run.seed)
     batch, taken, steps = deck.batch.global_size, list[int](), []
-    for first in range(0, steps_of_rollout(deck) * batch, batch):
+    for first in range(0, steps_per_rollout(deck) * batch, batch):
         rows = order.at(np.arange(first, first + batch)).tolist()
         taken += rows
         some = [known[row] for row in rows]

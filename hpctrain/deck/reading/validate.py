@@ -28,7 +28,7 @@ from hpctrain.deck.search_keys import is_left_to_search
 from hpctrain.deck.sections.model import source_problems
 from hpctrain.deck.sections.module import config_arguments
 from hpctrain.deck.sections.objective import POLICIES
-from hpctrain.deck.sections.policy import steps_of_rollout
+from hpctrain.deck.sections.policy import steps_per_rollout
 from hpctrain.deck.sources import Place, Sources, clipped, toml_value
 from hpctrain.errors import HpctrainError
 from hpctrain.files import is_unfit
@@ -210,7 +210,7 @@ class DeckValidator:
         subject = f"run.epochs = {toml_value(epochs)}: "
         sequences = getattr(self.read_source, "sequences", None)
         if deck.objective.kind in POLICIES:
-            run["steps"] = steps_of_rollout(deck)
+            run["steps"] = steps_per_rollout(deck)
             reason = "counts sequences of token files, and these are prompts (run.steps would do)"
             self.deck_input.report(place, subject + reason)
         elif deck.data.dataset is not None or sequences is None:

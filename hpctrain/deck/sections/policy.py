@@ -200,7 +200,7 @@ def fill_policy(tables: dict[str, dict[str, Any]], default: Callable[[str, str, 
         default("policy", "rollout", batch)
 
 
-def steps_of_rollout(deck: Deck) -> int:
+def steps_per_rollout(deck: Deck) -> int:
     """Return the number of optimizer steps on one rollout, in all of its epochs together."""
     rollout = deck.policy.rollout or deck.batch.global_size
     return rollout * deck.policy.epochs // deck.batch.global_size
@@ -273,7 +273,7 @@ def _sizes(deck: Deck) -> Iterator[DeckProblem]:
         )
         yield DeckProblem("policy.rollout", sentence, ("batch.global_size",))
         return
-    steps = steps_of_rollout(deck)
+    steps = steps_per_rollout(deck)
     every = {
         "run.steps": deck.run.steps,
         "checkpoint.every": deck.checkpoint.every,

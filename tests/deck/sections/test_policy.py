@@ -16,7 +16,7 @@ from hpctrain.deck.sections.policy import (
     answers_to_each,
     largest_sample,
     policy_problems,
-    steps_of_rollout,
+    steps_per_rollout,
     weights_of,
 )
 from hpctrain.deck.toml_text import deck_text
@@ -46,7 +46,7 @@ def test_defaults_follow_other_keys() -> None:
     deck = parse_deck(text("grpo", given), ["run.steps=12"])
     keys = deck.policy
     assert (keys.samples, keys.rollout, keys.clip_high, keys.kl, keys.mean) == (4, 16, 0.3, "k1", "constant")
-    assert steps_of_rollout(deck) == 16 * 3 // 8
+    assert steps_per_rollout(deck) == 16 * 3 // 8
     assert largest_sample(deck) == 64 - 16
     assert answers_to_each(deck) == 4 * 3
     assert parse_deck(deck_text(deck)) == deck
