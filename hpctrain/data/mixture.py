@@ -24,7 +24,7 @@ from hpctrain.data.shards import Tokens, common_fingerprint, paths_of, title_of
 from hpctrain.data.tokens import TokenFile
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.mixture import DatasetEntry, entries_of
-from hpctrain.deck.sections.policy import answers_to_each, largest_sample
+from hpctrain.deck.sections.policy import answers_to_each, max_sample_tokens
 from hpctrain.text import counted
 from hpctrain.units import format_count
 
@@ -153,7 +153,7 @@ class SplitDatasets:
     def of(deck: Deck, tokens: Sequence[Tokens]) -> SplitDatasets:
         """The tokens of each entry of a deck, in its splits."""
         entries = entries_of(deck)
-        length, fraction, seed = largest_sample(deck), deck.data.validation, deck.run.seed
+        length, fraction, seed = max_sample_tokens(deck), deck.data.validation, deck.run.seed
         mask, pack = masks_documents(deck, tokens), deck.data.pack
         margins = deck.objective.kind == "reward"
         train, held_out = (

@@ -206,7 +206,7 @@ def steps_per_rollout(deck: Deck) -> int:
     return rollout * deck.policy.epochs // deck.batch.global_size
 
 
-def largest_sample(deck: Deck) -> int:
+def max_sample_tokens(deck: Deck) -> int:
     """Return the largest number of tokens in a sample of the data, at least 1.
 
     A sample of a deck that trains a policy is a prompt, which must leave space for an answer.
