@@ -24,7 +24,7 @@ from hpctrain.data.shards import Tokens, common_fingerprint, paths_of, title_of
 from hpctrain.data.tokens import TokenFile
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.mixture import DatasetEntry, entries_of
-from hpctrain.deck.sections.policy import answers_to_each, max_sample_tokens
+from hpctrain.deck.sections.policy import max_sample_tokens, sequences_per_sample
 from hpctrain.text import counted
 from hpctrain.units import format_count
 
@@ -167,7 +167,7 @@ class SplitDatasets:
         )
         counts = tuple(source.count for source in train)
         if deck.data.mixture is None:
-            repeats = answers_to_each(deck)
+            repeats = sequences_per_sample(deck)
             of_train, of_validation = batches_of(train[0], seed, repeats), Batches(held_out[0], seed)
         else:
             of_train = Batches(Joined(train), seed, MixtureOrder(entries, counts, seed))

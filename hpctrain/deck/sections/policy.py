@@ -215,7 +215,7 @@ def max_sample_tokens(deck: Deck) -> int:
     return max(1, deck.batch.sequence - own)
 
 
-def answers_to_each(deck: Deck) -> int:
+def sequences_per_sample(deck: Deck) -> int:
     """Return the number of sequences that a run trains on for each sample of the data.
 
     It is policy.samples x policy.epochs, and 1 if the deck does not train a policy.

@@ -13,9 +13,9 @@ from hpctrain.deck.read import parse_deck, read_deck
 from hpctrain.deck.sections.objective import POLICIES
 from hpctrain.deck.sections.policy import (
     PolicySection,
-    answers_to_each,
     max_sample_tokens,
     policy_problems,
+    sequences_per_sample,
     steps_per_rollout,
     weights_of,
 )
@@ -48,14 +48,14 @@ def test_defaults_follow_other_keys() -> None:
     assert (keys.samples, keys.rollout, keys.clip_high, keys.kl, keys.mean) == (4, 16, 0.3, "k1", "constant")
     assert steps_per_rollout(deck) == 16 * 3 // 8
     assert max_sample_tokens(deck) == 64 - 16
-    assert answers_to_each(deck) == 4 * 3
+    assert sequences_per_sample(deck) == 4 * 3
     assert parse_deck(deck_text(deck)) == deck
 
 
 def test_other_kinds_have_no_policy() -> None:
     deck = parse_deck(SMALL)
     assert (deck.policy.samples, deck.policy.rollout, deck.policy.kl, deck.policy.mean) == (None,) * 4
-    assert (max_sample_tokens(deck), answers_to_each(deck)) == (64, 1)
+    assert (max_sample_tokens(deck), sequences_per_sample(deck)) == (64, 1)
     assert "[policy]" not in deck_text(deck) or parse_deck(deck_text(deck)) == deck
 
 
