@@ -25,7 +25,7 @@ from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.deck.code import NamedCode
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.objective import POLICIES
-from hpctrain.deck.sections.policy import weights_of
+from hpctrain.deck.sections.policy import reward_weights
 from hpctrain.deck.sections.rank_partition import CRITIC, POLICY, REWARD
 from hpctrain.engine.build import Engine, build_engine
 from hpctrain.engine.companions import critic_deck, is_checkpoint, texts_at_a_time, writes_itself
@@ -211,7 +211,7 @@ class PolicyTrainer(Trainer):
         where = deck.problem("policy.reward", "").rstrip(": ")
         world = self.seat.of_model(REWARD)
         with self.seat.agreement():
-            for name, weight in zip(keys.reward, weights_of(keys), strict=True):
+            for name, weight in zip(keys.reward, reward_weights(keys), strict=True):
                 if not is_checkpoint(name):
                     functions[deck.code(name)] = weight
                     continue

@@ -289,7 +289,7 @@ def _sizes(deck: Deck) -> Iterator[DeckProblem]:
             yield DeckProblem(name, sentence, ("policy.rollout", "policy.epochs", "batch.global_size"))
 
 
-def weights_of(keys: PolicySection) -> tuple[float, ...]:
+def reward_weights(keys: PolicySection) -> tuple[float, ...]:
     """Return the weight of each reward, in the order of policy.reward; 1 for all if the deck gives none."""
     return keys.weights or (1.0,) * len(keys.reward)
 

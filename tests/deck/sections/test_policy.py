@@ -15,9 +15,9 @@ from hpctrain.deck.sections.policy import (
     PolicySection,
     max_sample_tokens,
     policy_problems,
+    reward_weights,
     sequences_per_sample,
     steps_per_rollout,
-    weights_of,
 )
 from hpctrain.deck.toml_text import deck_text
 from tests.deck.small_text import SMALL, problems
@@ -62,9 +62,9 @@ def test_other_kinds_have_no_policy() -> None:
 def test_each_reward_has_a_weight() -> None:
     several = 'reward = ["exact-match", "regular-expression:b"]\ntokens = 16\n'
     deck = parse_deck(text("ppo").replace(REWARDED, several))
-    assert weights_of(deck.policy) == (1.0, 1.0)
+    assert reward_weights(deck.policy) == (1.0, 1.0)
     deck = parse_deck(text("ppo", "weights = [2.0, -0.5]").replace(REWARDED, several))
-    assert weights_of(deck.policy) == (2.0, -0.5)
+    assert reward_weights(deck.policy) == (2.0, -0.5)
 
 
 def test_a_reward_is_named_once() -> None:
