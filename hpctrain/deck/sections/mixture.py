@@ -55,7 +55,7 @@ class DatasetEntry:
     share: Fraction
 
 
-def names_of(tokens: object) -> tuple[str, ...]:
+def patterns_in_value(tokens: object) -> tuple[str, ...]:
     """Return the names and patterns of token files in a key's value, a text or a list, with "~" expanded."""
     names: Iterable[str] = (tokens,) if isinstance(tokens, str) else tokens  # type: ignore[assignment]
     return tuple(map(expand_user_path, names))
@@ -64,11 +64,11 @@ def names_of(tokens: object) -> tuple[str, ...]:
 def entries_of(deck: Deck) -> tuple[DatasetEntry, ...]:
     """Return the entries of a valid deck's mixture, or one entry with its token files if it has none."""
     if deck.data.mixture is None:
-        names = names_of(deck.data.tokens)
+        names = patterns_in_value(deck.data.tokens)
         return (DatasetEntry(PurePath(names[0]).stem, names, Fraction(1)),)
     shares = _shares(deck.data.mixture)
     return tuple(
-        DatasetEntry(_name(entry), names_of(entry["tokens"]), share)
+        DatasetEntry(_name(entry), patterns_in_value(entry["tokens"]), share)
         for entry, share in zip(deck.data.mixture, shares, strict=True)
     )
 
@@ -178,7 +178,7 @@ def _wrong_tokens(tokens: object) -> str:
 
 
 def _name(entry: Mapping[str, Any]) -> str:
-    return str(entry.get("name") or PurePath(names_of(entry["tokens"])[0]).stem)
+    return str(entry.get("name") or PurePath(patterns_in_value(entry["tokens"])[0]).stem)
 
 
 def _shares(entries: tuple[dict[str, Any], ...]) -> list[Fraction]:

@@ -9,7 +9,7 @@ import pytest
 from hpctrain.deck.code import resolve_target
 from hpctrain.deck.read import parse_deck, read_deck
 from hpctrain.deck.schema import fields
-from hpctrain.deck.sections.mixture import names_of
+from hpctrain.deck.sections.mixture import patterns_in_value
 from hpctrain.errors import EXIT_USER, HpctrainError, InputOutputError
 from tests.deck.small_text import SMALL, changed, problems
 
@@ -121,7 +121,10 @@ def test_the_home_folder_in_paths(folder: Path, monkeypatch: pytest.MonkeyPatch)
     found = deck.run.dir, deck.data.tokens, deck.model.source, deck.memory.offload_dir
     assert found == tuple(f"{folder}/{path}" for path in paths.values())
     deck = read_deck("a.toml", ['data.tokens=["~/a.h5", "b~.h5"]'])
-    assert (deck.data.tokens, names_of("~/c.h5")) == ((f"{folder}/a.h5", "b~.h5"), (f"{folder}/c.h5",))
+    assert (deck.data.tokens, patterns_in_value("~/c.h5")) == (
+        (f"{folder}/a.h5", "b~.h5"),
+        (f"{folder}/c.h5",),
+    )
     assert resolve_target("~/m.py:f", "x/deck.toml") == f"{folder}/m.py:f"
 
 
