@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hpctrain.data.shards import Tokens, open_tokens, paths_of, raise_together, require_one_tokenizer
 from hpctrain.deck.schema import Deck
-from hpctrain.deck.sections.mixture import DatasetEntry, entries_of, tokens_key
+from hpctrain.deck.sections.mixture import DatasetEntry, dataset_entries, tokens_key
 from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError
 from hpctrain.files import identity
@@ -21,7 +21,7 @@ def open_entries(deck: Deck) -> tuple[Tokens, ...]:
     """
     tokens: list[Tokens] = []
     problems: list[HpctrainError] = []
-    for entry in entries_of(deck):
+    for entry in dataset_entries(deck):
         try:
             tokens.append(open_tokens(entry.tokens, tokens_key(deck, entry)))
         except HpctrainError as error:
@@ -41,7 +41,7 @@ def _line_of_tokens(deck: Deck) -> str:
 
 def require_apart(deck: Deck, tokens: Sequence[Tokens]) -> None:
     """HpctrainError that names each file of more than one entry: its samples would come twice an epoch."""
-    entries = entries_of(deck)
+    entries = dataset_entries(deck)
     first: dict[object, DatasetEntry] = {}
     problems = []
     for entry, each in zip(entries, tokens, strict=True):

@@ -9,7 +9,7 @@ from hpctrain.data.packing import Packing
 from hpctrain.data.shards import Tokens, title_of
 from hpctrain.deck.problem import DeckProblem
 from hpctrain.deck.schema import Deck
-from hpctrain.deck.sections.mixture import entries_of
+from hpctrain.deck.sections.mixture import dataset_entries
 from hpctrain.deck.sections.objective import POLICIES
 from hpctrain.deck.sections.objective import PREFERENCES as OF_PAIRS
 from hpctrain.text import counted
@@ -42,7 +42,7 @@ def masks_documents(deck: Deck, tokens: Sequence[Tokens]) -> bool:
 def token_problems(deck: Deck, tokens: Sequence[Tokens]) -> Iterator[DeckProblem]:
     """Everything in the deck that does not fit the tokens of its entries."""
     mask = masks_documents(deck, tokens)
-    for entry, each in zip(entries_of(deck), tokens, strict=True):
+    for entry, each in zip(dataset_entries(deck), tokens, strict=True):
         yield from _problems(deck, each, title_of(entry.tokens), mask)
 
 

@@ -23,7 +23,7 @@ from hpctrain.data.order import Integers, PairedOrder, SampleOrder
 from hpctrain.data.shards import Tokens, common_fingerprint, paths_of, title_of
 from hpctrain.data.tokens import TokenFile
 from hpctrain.deck.schema import Deck
-from hpctrain.deck.sections.mixture import DatasetEntry, entries_of
+from hpctrain.deck.sections.mixture import DatasetEntry, dataset_entries
 from hpctrain.deck.sections.policy import max_sample_tokens, sequences_per_sample
 from hpctrain.text import counted
 from hpctrain.units import format_count
@@ -152,7 +152,7 @@ class SplitDatasets:
     @staticmethod
     def of(deck: Deck, tokens: Sequence[Tokens]) -> SplitDatasets:
         """The tokens of each entry of a deck, in its splits."""
-        entries = entries_of(deck)
+        entries = dataset_entries(deck)
         length, fraction, seed = max_sample_tokens(deck), deck.data.validation, deck.run.seed
         mask, pack = masks_documents(deck, tokens), deck.data.pack
         margins = deck.objective.kind == "reward"

@@ -61,7 +61,7 @@ def patterns_in_value(tokens: object) -> tuple[str, ...]:
     return tuple(map(expand_user_path, names))
 
 
-def entries_of(deck: Deck) -> tuple[DatasetEntry, ...]:
+def dataset_entries(deck: Deck) -> tuple[DatasetEntry, ...]:
     """Return the entries of a valid deck's mixture, or one entry with its token files if it has none."""
     if deck.data.mixture is None:
         names = patterns_in_value(deck.data.tokens)
@@ -77,7 +77,7 @@ def token_names(deck: Deck) -> tuple[str, ...]:
     """Return the names and patterns of all token files of a deck; empty if it has a dataset."""
     if deck.data.dataset is not None:
         return ()
-    return tuple(name for entry in entries_of(deck) for name in entry.tokens)
+    return tuple(name for entry in dataset_entries(deck) for name in entry.tokens)
 
 
 def token_files(deck: Deck) -> list[str]:

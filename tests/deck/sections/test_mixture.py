@@ -7,7 +7,7 @@ from fractions import Fraction
 import pytest
 
 from hpctrain.deck.read import parse_deck
-from hpctrain.deck.sections.mixture import entries_of, token_names
+from hpctrain.deck.sections.mixture import dataset_entries, token_names
 from hpctrain.deck.toml_text import deck_text
 from tests.deck.small_text import SMALL, changed, problems
 
@@ -29,21 +29,21 @@ def mixture(*entries: str) -> list[str]:
 
 def test_a_mixture_is_read_and_parses_back() -> None:
     deck = parse_deck(WITHOUT + MIXTURE)
-    web, books = entries_of(deck)
+    web, books = dataset_entries(deck)
     assert (web.name, web.tokens, web.share) == ("web", ("web.h5",), Fraction(7, 10))
     assert (books.name, books.tokens, books.share) == ("books", ("a.h5", "b/*.h5"), Fraction(3, 10))
     assert token_names(deck) == ("web.h5", "a.h5", "b/*.h5")
     text = deck_text(deck)
     assert "\ntokens = " not in text
-    assert entries_of(parse_deck(text, name="other.toml")) == (web, books)
+    assert dataset_entries(parse_deck(text, name="other.toml")) == (web, books)
     by_argument = 'data.mixture=[{tokens="web.h5", weight=1}, {tokens="x.h5", weight=1}]'
-    assert entries_of(parse_deck(SMALL, ["data.tokens=", by_argument]))[1].share == Fraction(1, 2)
+    assert dataset_entries(parse_deck(SMALL, ["data.tokens=", by_argument]))[1].share == Fraction(1, 2)
     assert parse_deck(text, ["data.mixture=", "data.tokens=t.h5"]).data.tokens == "t.h5"
 
 
 def test_tokens_are_one_or_a_list() -> None:
     listed = changed('tokens = "tokens.h5"', 'tokens = ["a.h5", "b.h5"]')
-    (entry,) = entries_of(parse_deck(listed))
+    (entry,) = dataset_entries(parse_deck(listed))
     assert (entry.name, entry.tokens, entry.share) == ("a", ("a.h5", "b.h5"), 1)
     assert parse_deck(deck_text(parse_deck(listed))).data.tokens == ("a.h5", "b.h5")
     assert parse_deck(SMALL, ['data.tokens=["a.h5", "b.h5"]']).data.tokens == ("a.h5", "b.h5")
