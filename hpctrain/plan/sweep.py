@@ -13,7 +13,7 @@ from hpctrain.checkpoint.exchange.source import settled_keys
 from hpctrain.data.entries import vocabulary_of
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
-from hpctrain.deck.sections.mixture import token_names
+from hpctrain.deck.sections.mixture import token_file_patterns
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.plan.holding import Holding
 from hpctrain.plan.libraries import library_bytes
@@ -184,7 +184,7 @@ class _Planner:
 
     def plan(self, deck: Deck, ranks: int) -> tuple[MemoryPlan, Room | None, StepPlan | None]:
         """Memory, whether it fits, and on a machine the step."""
-        tokens = token_names(deck)
+        tokens = token_file_patterns(deck)
         vocabulary = deck.model.vocabulary or self.vocabularies.get(tokens)
         if vocabulary is None:
             vocabulary = self.vocabularies[tokens] = vocabulary_of(deck)

@@ -19,7 +19,7 @@ from hpctrain.data.shards import Tokens, title_of
 from hpctrain.data.tokenizer_difference import tokenizer_difference
 from hpctrain.data.tokenizer_settings import TokenizerSettings
 from hpctrain.deck.schema import Deck
-from hpctrain.deck.sections.mixture import token_names
+from hpctrain.deck.sections.mixture import token_file_patterns
 from hpctrain.deck.sources import toml_value
 from hpctrain.engine.corpus import Corpus
 from hpctrain.errors import HpctrainError, InputOutputError
@@ -157,7 +157,7 @@ def corpus_key(deck: Deck) -> tuple[str, str]:
 
 
 def _compare_tokenizers(deck: Deck, file: Tokens, source: str, text: object, missing: str) -> list[str]:
-    title = title_of(token_names(deck))
+    title = title_of(token_file_patterns(deck))
     unknown = f"whether {title} has the tokenizer of {source} is not known"
     if not isinstance(text, str):
         return [f"{unknown}: {missing}"]
@@ -199,7 +199,7 @@ def _size(known: Mapping[str, Any]) -> str:
 def _title(deck: Deck) -> str:
     if deck.data.dataset is not None:
         return deck.data.dataset
-    return "data.mixture" if deck.data.mixture is not None else title_of(token_names(deck))
+    return "data.mixture" if deck.data.mixture is not None else title_of(token_file_patterns(deck))
 
 
 def _describe(corpus: Corpus) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from hpctrain.data.mixture import material_of, mixture_lines
 from hpctrain.data.shards import title_of
 from hpctrain.deck.decays import ENDLESS
 from hpctrain.deck.schema import Deck
-from hpctrain.deck.sections.mixture import token_names
+from hpctrain.deck.sections.mixture import token_file_patterns
 from hpctrain.deck.sections.objective import POLICIES
 from hpctrain.deck.sources import toml_value
 from hpctrain.engine.build import Engine
@@ -84,7 +84,7 @@ def introduction(
             "but slower than bf16"
         )
     if epochs >= MANY_EPOCHS and corpus.dataset is None and deck.objective.kind not in POLICIES:
-        title = "data.mixture" if deck.data.mixture is not None else title_of(token_names(deck))
+        title = "data.mixture" if deck.data.mixture is not None else title_of(token_file_patterns(deck))
         lines.append(
             f"{title} is small for this run: each of its {counted(sequences, 'sequence')} of "
             f"{deck.batch.sequence} tokens is trained on {epochs:,.0f} times, and would be learned by heart; "

@@ -73,7 +73,7 @@ def dataset_entries(deck: Deck) -> tuple[DatasetEntry, ...]:
     )
 
 
-def token_names(deck: Deck) -> tuple[str, ...]:
+def token_file_patterns(deck: Deck) -> tuple[str, ...]:
     """Return the names and patterns of all token files of a deck; empty if it has a dataset."""
     if deck.data.dataset is not None:
         return ()
@@ -85,12 +85,12 @@ def token_files(deck: Deck) -> list[str]:
 
     A name or pattern for which there is no file is returned as it is. The files of a pattern have no order.
     """
-    return [file for name in token_names(deck) for file in glob(name) or [name]]  # noqa: PTH207
+    return [file for name in token_file_patterns(deck) for file in glob(name) or [name]]  # noqa: PTH207
 
 
 def tokens_exist(deck: Deck) -> bool:
     """Return True if each name and pattern of token files of a deck has a file, or if it has none. Local."""
-    return all(os.path.lexists(name) or glob(name) for name in token_names(deck))  # noqa: PTH207
+    return all(os.path.lexists(name) or glob(name) for name in token_file_patterns(deck))  # noqa: PTH207
 
 
 def tokens_key(deck: Deck, entry: DatasetEntry) -> str:

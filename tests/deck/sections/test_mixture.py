@@ -7,7 +7,7 @@ from fractions import Fraction
 import pytest
 
 from hpctrain.deck.read import parse_deck
-from hpctrain.deck.sections.mixture import dataset_entries, token_names
+from hpctrain.deck.sections.mixture import dataset_entries, token_file_patterns
 from hpctrain.deck.toml_text import deck_text
 from tests.deck.small_text import SMALL, changed, problems
 
@@ -32,7 +32,7 @@ def test_a_mixture_is_read_and_parses_back() -> None:
     web, books = dataset_entries(deck)
     assert (web.name, web.tokens, web.share) == ("web", ("web.h5",), Fraction(7, 10))
     assert (books.name, books.tokens, books.share) == ("books", ("a.h5", "b/*.h5"), Fraction(3, 10))
-    assert token_names(deck) == ("web.h5", "a.h5", "b/*.h5")
+    assert token_file_patterns(deck) == ("web.h5", "a.h5", "b/*.h5")
     text = deck_text(deck)
     assert "\ntokens = " not in text
     assert dataset_entries(parse_deck(text, name="other.toml")) == (web, books)
