@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hpctrain.data.shards import Tokens, open_tokens, paths_of, raise_together, require_one_tokenizer
 from hpctrain.deck.schema import Deck
-from hpctrain.deck.sections.mixture import DatasetEntry, dataset_entries, tokens_key
+from hpctrain.deck.sections.mixture import DatasetEntry, dataset_entries, tokens_title
 from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError
 from hpctrain.files import identity
@@ -23,7 +23,7 @@ def open_entries(deck: Deck) -> tuple[Tokens, ...]:
     problems: list[HpctrainError] = []
     for entry in dataset_entries(deck):
         try:
-            tokens.append(open_tokens(entry.tokens, tokens_key(deck, entry)))
+            tokens.append(open_tokens(entry.tokens, tokens_title(deck, entry)))
         except HpctrainError as error:
             line = _line_of_tokens(deck)
             problems.append(type(error)([f"{line}{problem}" for problem in error.problems]))

@@ -93,7 +93,7 @@ def tokens_exist(deck: Deck) -> bool:
     return all(os.path.lexists(name) or glob(name) for name in token_file_patterns(deck))  # noqa: PTH207
 
 
-def tokens_key(deck: Deck, entry: DatasetEntry) -> str:
+def tokens_title(deck: Deck, entry: DatasetEntry) -> str:
     """Return the name by which messages call the token files of an entry."""
     if deck.data.mixture is None:
         return "data.tokens"
