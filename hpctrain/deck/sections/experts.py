@@ -181,7 +181,7 @@ def expert_world_problems(deck: Deck, of_stage: int) -> Iterator[DeckProblem]:
         yield DeckProblem("layout.zero_group", sentence, ("layout.expert", "layout.expert_tensor", *axes))
 
 
-def dense_blocks(deck: Deck) -> bool:
+def has_dense_blocks(deck: Deck) -> bool:
     """Return True if some blocks of the model are dense; also if it has no experts, so that all are."""
     experts = deck.model.experts
     return experts is None or experts.dense_first > 0 or experts.every > 1

@@ -20,7 +20,7 @@ from hpctrain.deck.relations import (
     relation_problems,
 )
 from hpctrain.deck.schedules import ONE_CHUNK, TWO_CHUNKS, V_SHAPED
-from hpctrain.deck.sections.experts import dense_blocks, expert_layout_problems
+from hpctrain.deck.sections.experts import expert_layout_problems, has_dense_blocks
 from hpctrain.deck.sections.local_steps import LocalStepsTable
 from hpctrain.deck.sections.rank_partition import count_dedicated_ranks
 from hpctrain.text import counted, either
@@ -185,7 +185,7 @@ def _tensor(deck: Deck) -> Iterator[DeckProblem]:
     demands: dict[str, Callable[[int], bool]] = {
         "model.heads": lambda ranks: model.heads % ranks == 0,
         "model.key_value_heads": lambda ranks: _shares(model.key_value_heads, ranks),
-        "model.mlp": lambda ranks: not dense_blocks(deck) or model.mlp % ranks == 0,
+        "model.mlp": lambda ranks: not has_dense_blocks(deck) or model.mlp % ranks == 0,
         "batch.sequence": lambda ranks: not split_sequence or length % ranks == 0,
     }
     fitting = [ranks for ranks in divisors(model.heads) if all(fits(ranks) for fits in demands.values())]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from hpctrain.deck.key import Section, key
 from hpctrain.deck.problem import DeckProblem, multiples
 from hpctrain.deck.relations import GIVEN, Conflicts, HasEffectWith, Relations
-from hpctrain.deck.sections.experts import dense_blocks
+from hpctrain.deck.sections.experts import has_dense_blocks
 
 if TYPE_CHECKING:
     from hpctrain.deck.schema import Deck
@@ -151,7 +151,7 @@ def _cuts_within_blocks(deck: Deck, block: int) -> Iterator[DeckProblem]:
         "model.heads x model.head_size": model.heads * model.head_size,
         "model.key_value_heads x model.head_size": model.key_value_heads * model.head_size,
     }
-    sizes |= {"model.mlp": model.mlp} if dense_blocks(deck) else {}
+    sizes |= {"model.mlp": model.mlp} if has_dense_blocks(deck) else {}
     if model.experts is not None and model.experts.shared:
         sizes["model.experts.shared x model.experts.mlp"] = model.experts.shared * model.experts.mlp
     for name, size in sizes.items():
