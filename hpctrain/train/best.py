@@ -8,7 +8,7 @@ from typing import Any
 
 from hpctrain.checkpoint.names import BEST
 from hpctrain.deck.schema import Deck
-from hpctrain.deck.sections.evaluation import watched_set
+from hpctrain.deck.sections.evaluation import monitored_set
 from hpctrain.text import counted
 
 RECORD = BEST
@@ -26,7 +26,7 @@ class BestSoFar:
     """
 
     def __init__(self, deck: Deck) -> None:
-        self.of, self.patience = watched_set(deck), deck.run.patience
+        self.of, self.patience = monitored_set(deck), deck.run.patience
         self.keeps = deck.checkpoint.keep_best is not None
         self.begin()
 

@@ -73,7 +73,7 @@ def set_names(deck: Deck) -> list[str]:
     return [VALIDATION] * bool(deck.data.validation) + [each.name for each in deck.evaluation.sets]
 
 
-def watched_set(deck: Deck) -> str:
+def monitored_set(deck: Deck) -> str:
     """Return the name of the evaluation set whose lowest loss counts; "" if the deck has no such set.
 
     It is the set of `checkpoint.keep_best`, or otherwise the first of `set_names`.
