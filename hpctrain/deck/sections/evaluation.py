@@ -68,7 +68,7 @@ NOTHING_EVALUATED = (
 """Message about a key that names an evaluation set of a deck without any."""
 
 
-def set_names(deck: Deck) -> list[str]:
+def evaluation_set_names(deck: Deck) -> list[str]:
     """Return the names of the deck's evaluation sets, the held-out share first."""
     return [VALIDATION] * bool(deck.data.validation) + [each.name for each in deck.evaluation.sets]
 
@@ -76,14 +76,14 @@ def set_names(deck: Deck) -> list[str]:
 def monitored_set(deck: Deck) -> str:
     """Return the name of the evaluation set whose lowest loss counts; "" if the deck has no such set.
 
-    It is the set of `checkpoint.keep_best`, or otherwise the first of `set_names`.
+    It is the set of `checkpoint.keep_best`, or otherwise the first of `evaluation_set_names`.
     """
-    return deck.checkpoint.keep_best or next(iter(set_names(deck)), "")
+    return deck.checkpoint.keep_best or next(iter(evaluation_set_names(deck)), "")
 
 
 def evaluation_problems(deck: Deck) -> Iterator[DeckProblem]:
     """Yield the problems of the evaluation sets of a deck. Token files are not read."""
-    run, names = deck.run, set_names(deck)
+    run, names = deck.run, evaluation_set_names(deck)
     if run.evaluate_every and not names:
         sentence = "evaluates on held-out sequences, but data.validation = 0 holds none out"
         would = f"{sentence} (0.01 would, or [[evaluation]]; or leave the key out)"
@@ -173,7 +173,7 @@ def parse_metric_name(deck: Deck, name: str) -> MetricName:
     Raises:
         HpctrainError: A run of the deck has no such metric.
     """
-    names = set_names(deck)
+    names = evaluation_set_names(deck)
     set_name, slash, kind = name.partition("/")
     if set_name in names and not slash:
         return MetricName(set_name)
