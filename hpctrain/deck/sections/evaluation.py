@@ -122,10 +122,10 @@ def _followed(deck: Deck, names: list[str]) -> Iterator[DeckProblem]:
             sentence = "compares evaluations, but there is one alone, at the end (run.evaluate_every = 100"
             yield DeckProblem(name, f"{sentence} makes more)", others)
     if best is not None and names and best not in names:
-        yield DeckProblem("checkpoint.keep_best", unknown_set(best, names), others)
+        yield DeckProblem("checkpoint.keep_best", unknown_set_message(best, names), others)
 
 
-def unknown_set(name: str, names: list[str]) -> str:
+def unknown_set_message(name: str, names: list[str]) -> str:
     """Return the end of a message about a name that is not the name of an evaluation set.
 
     Args:
@@ -188,4 +188,4 @@ def parse_metric_name(deck: Deck, name: str) -> MetricName:
     if set_name in names:
         known = f"{set_name}, {' or '.join(f'{set_name}/{each}' for each in _KINDS)}"
         raise HpctrainError(f"--figure {name}: is not a metric of an evaluation ({known} would do)")
-    raise HpctrainError(f"--figure {name}: {unknown_set(set_name, names)}")
+    raise HpctrainError(f"--figure {name}: {unknown_set_message(set_name, names)}")
