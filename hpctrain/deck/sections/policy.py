@@ -251,7 +251,7 @@ def policy_problems(deck: Deck) -> Iterator[DeckProblem]:
         )
     yield from _sizes(deck)
     judged_by_models = not all(map(_reads_texts, keys.reward))
-    yield from division_problems(deck, judged_by_models, referred=deck.objective.beta > 0)
+    yield from dedicated_rank_problems(deck, judged_by_models, referred=deck.objective.beta > 0)
 
 
 def _sizes(deck: Deck) -> Iterator[DeckProblem]:
@@ -316,7 +316,7 @@ _ALONE: tuple[tuple[str, object, str], ...] = (
 """Keys with the only value that dedicated ranks allow, and the reason why others are refused."""
 
 
-def division_problems(deck: Deck, judged_by_models: bool, referred: bool) -> Iterator[DeckProblem]:
+def dedicated_rank_problems(deck: Deck, judged_by_models: bool, referred: bool) -> Iterator[DeckProblem]:
     """Yield the problems of dedicated ranks, and of keys that exclude them, if a deck trains with rewards.
 
     Args:
