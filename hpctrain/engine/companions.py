@@ -11,7 +11,13 @@ from hpctrain.deck.read import changed_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.objective import POLICIES
 from hpctrain.deck.sections.policy import PATTERN
-from hpctrain.deck.sections.rank_partition import CRITIC, REFERENCE, RankPartition, dedicated_ranks, undivided
+from hpctrain.deck.sections.rank_partition import (
+    CRITIC,
+    REFERENCE,
+    RankPartition,
+    dedicated_ranks,
+    without_dedicated_ranks,
+)
 from hpctrain.errors import HpctrainError
 
 COPY = "writing copy"
@@ -41,7 +47,7 @@ def companion_deck(
     """The deck of a model on so many ranks, which have no other; with other values of keys, as `--set` has
     them, which `key` of the deck tells. HpctrainError with all that is wrong then, under that key.
     """
-    alone = undivided(deck)
+    alone = without_dedicated_ranks(deck)
     if not changes and not dedicated_ranks(deck):
         return deck
     for change in changes:

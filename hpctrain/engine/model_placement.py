@@ -11,7 +11,7 @@ from hpctrain.comm.mesh import Mesh, sizes_text
 from hpctrain.comm.world import World
 from hpctrain.deck.check import check_world
 from hpctrain.deck.schema import Deck
-from hpctrain.deck.sections.rank_partition import RankPartition, undivided
+from hpctrain.deck.sections.rank_partition import RankPartition, without_dedicated_ranks
 from hpctrain.engine.build import choose_link, make_mesh
 from hpctrain.engine.shown import build_shown_stage
 from hpctrain.engine.sizes import axis_sizes, on_one_rank
@@ -24,7 +24,7 @@ Found = TypeVar("Found")
 @dataclass(frozen=True)
 class ModelPlacement:
     """A rank's place among `whole`, the ranks of a run. `deck`, `world` and `mesh` are of ranks that have the
-    policy, or of all others, whose engine has no parts (`idle`). In an undivided run they are the run's. The
+    policy, or of all others, whose engine has no parts (`idle`). In an without_dedicated_ranks run they are the run's. The
     policy's pipeline has so many `stages`.
     """
 
@@ -90,7 +90,7 @@ def take_seat(deck: Deck, world: World) -> ModelPlacement:
         check_world(deck, world.size)
     transport, idle = choose_link(deck, world), world.rank in division.other_ranks
     part = world.part(division.other_ranks if idle else division.policy)
-    own = undivided(deck)
+    own = without_dedicated_ranks(deck)
     if idle:
         stability = {"check_parameters": False}
         own = on_one_rank(own).with_keys(memory={"activations": "keep"}, stability=stability)

@@ -126,7 +126,7 @@ def dedicated_ranks(deck: Deck) -> dict[str, range]:
     return {model: ranks for model, ranks in found.items() if ranks is not None}
 
 
-def undivided(deck: Deck) -> Deck:
+def without_dedicated_ranks(deck: Deck) -> Deck:
     """Return a copy of the deck without dedicated ranks, so that all ranks hold all models."""
     return deck.with_keys(policy=dict.fromkeys(RANK_KEYS.values(), POLICY))
 

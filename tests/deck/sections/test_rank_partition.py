@@ -14,7 +14,7 @@ from hpctrain.deck.sections.rank_partition import (
     RankPartition,
     SharedRanks,
     require_undivided,
-    undivided,
+    without_dedicated_ranks,
 )
 from hpctrain.errors import HpctrainError
 from tests.deck.sections.test_policy import text
@@ -39,7 +39,7 @@ def test_those_that_no_key_names_have_the_policy() -> None:
 def test_the_layout_is_that_of_the_others() -> None:
     deck = parse_deck(text("ppo", 'critic_ranks = "1-2"\n'))
     assert data_ranks(deck, 4) == 2
-    assert data_ranks(undivided(deck), 4) == 4
+    assert data_ranks(without_dedicated_ranks(deck), 4) == 4
     # A deck of another kind has kept the key, and no such models.
     assert data_ranks(deck.with_keys(objective={"kind": "next-token"}), 4) == 4
 
