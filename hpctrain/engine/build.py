@@ -11,7 +11,7 @@ from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.planned import PlannedMesh
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
-from hpctrain.deck.sections.rank_partition import require_undivided
+from hpctrain.deck.sections.rank_partition import require_no_dedicated_ranks
 from hpctrain.engine.audit import audited
 from hpctrain.engine.kernels import choose_kernels
 from hpctrain.engine.offload_settings import OffloadSettings, open_offload
@@ -126,7 +126,7 @@ def make_mesh(deck: Deck, world: World) -> Mesh:
     if deck.communication.server is not None:
         sentence = 'is for `hpctrain run` and `resume` ("none" would do here)'
         raise HpctrainError(deck.problem("communication.server.mode", sentence))
-    require_undivided(deck, "is for `hpctrain run` and `resume`")
+    require_no_dedicated_ranks(deck, "is for `hpctrain run` and `resume`")
     transport = choose_link(deck, world)
     return Mesh(world, axis_sizes(deck, world.size), transport=transport)
 

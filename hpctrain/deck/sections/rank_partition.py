@@ -131,7 +131,7 @@ def without_dedicated_ranks(deck: Deck) -> Deck:
     return deck.with_keys(policy=dict.fromkeys(RANK_KEYS.values(), POLICY))
 
 
-def require_undivided(deck: Deck, why: str) -> None:
+def require_no_dedicated_ranks(deck: Deck, why: str) -> None:
     """Raise HpctrainError if models have dedicated ranks. Local.
 
     Args:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 
-from hpctrain.deck.sections.rank_partition import require_undivided
+from hpctrain.deck.sections.rank_partition import require_no_dedicated_ranks
 from hpctrain.errors import EXIT_DONE, EXIT_INTERNAL, EXIT_USER, HpctrainError
 from hpctrain.plan.deck import DeckPlan
 from hpctrain.plan.rehearse.fault import RehearsalFault
@@ -71,7 +71,7 @@ def rehearse_deck(
     if deck.communication.server is not None:
         sentence = 'a step with servers is not rehearsed ("none" would do)'
         raise HpctrainError(deck.problem("communication.server.mode", sentence))
-    require_undivided(deck, "a step of several models is not rehearsed")
+    require_no_dedicated_ranks(deck, "a step of several models is not rehearsed")
     machine = deck.machine
     given = ranks_per_node or deck.communication.ranks_per_node
     per_node = given or machine.ranks_per_node or machine.gpus_per_node or plan.ranks

@@ -13,7 +13,7 @@ from hpctrain.deck.sections.rank_partition import (
     REWARD,
     RankPartition,
     SharedRanks,
-    require_undivided,
+    require_no_dedicated_ranks,
     without_dedicated_ranks,
 )
 from hpctrain.errors import HpctrainError
@@ -104,9 +104,11 @@ def test_servers_take_ranks_besides() -> None:
 
 
 def test_what_goes_with_one_model_alone() -> None:
-    require_undivided(parse_deck(text("ppo", "")), "is not for it")
+    require_no_dedicated_ranks(parse_deck(text("ppo", "")), "is not for it")
     with pytest.raises(HpctrainError) as caught:
-        require_undivided(parse_deck(text("ppo", "critic_ranks = 1\nreference_ranks = 2\n")), "is not for it")
+        require_no_dedicated_ranks(
+            parse_deck(text("ppo", "critic_ranks = 1\nreference_ranks = 2\n")), "is not for it"
+        )
     critic, reference = caught.value.problems
     assert 'policy.critic_ranks = 1: is not for it ("policy" would do here)' in critic
     assert "policy.reference_ranks = 2: is not for it" in reference
