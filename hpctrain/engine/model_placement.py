@@ -76,7 +76,7 @@ class ModelPlacement:
     def words(self) -> str:
         """Who has what."""
         text = f"{counted(self.whole.size, 'rank')} ({sizes_text(self.mesh.sizes)}"
-        parties = self.division.parties[1:]
+        parties = self.division.rank_sets[1:]
         others = [f"{' and '.join(each.models)} on {counted(len(each.ranks), 'other')}" for each in parties]
         return f"{'; '.join([text, *others])})"
 

@@ -86,7 +86,7 @@ def plan_run_memory(
         others[REFERENCE] = _Beside(REFERENCE, _shown(reference, there, vocabulary, per_node))
     if judges := _reward_models(deck, len(division.of_model(REWARD)), per_node):
         others[REWARD] = _Beside(REWARD_MODELS, judges)
-    first, *apart = division.parties
+    first, *apart = division.rank_sets
     beside = [others[model] for model in first.models if model in others]
     device, tensor = device_kind(deck.run.device), deck.layout.tensor
     model, stage = plan_generation_stage(deck, len(first.ranks), tensor, per_node, device)

@@ -97,7 +97,7 @@ class RankPartition:
         return self.own.get(model, self.policy)
 
     @property
-    def parties(self) -> list[SharedRanks]:
+    def rank_sets(self) -> list[SharedRanks]:
         """Sets of ranks, each with the models that all of its ranks hold.
 
         The first set holds the policy and all models without dedicated ranks, even if the run does not use
@@ -112,7 +112,7 @@ class RankPartition:
 
     def party(self, rank: int) -> int:
         """Return the index of the set in `parties` that contains a rank, which must be one of the run."""
-        return next(number for number, each in enumerate(self.parties) if rank in each.ranks)
+        return next(number for number, each in enumerate(self.rank_sets) if rank in each.ranks)
 
 
 def dedicated_ranks(deck: Deck) -> dict[str, range]:

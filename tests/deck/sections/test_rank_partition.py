@@ -28,7 +28,7 @@ def test_those_that_no_key_names_have_the_policy() -> None:
     assert list(division.of_model(CRITIC)) == [2, 3, 4]
     assert list(division.of_model(REFERENCE)) == [4]
     assert division.of_model(REWARD) == division.policy
-    assert division.parties == [
+    assert division.rank_sets == [
         SharedRanks((POLICY, REWARD), (0, 1, 5, 6, 7)),
         SharedRanks((CRITIC,), (2, 3)),
         SharedRanks((CRITIC, REFERENCE), (4,)),
