@@ -49,7 +49,7 @@ class ModelPlacement:
     @property
     def stage(self) -> int:
         """Which of the stages of a plan it is in: those of the policy's pipeline come first."""
-        party = self.division.party(self.whole.rank)
+        party = self.division.rank_set_index(self.whole.rank)
         return self.stages + party - 1 if party else self.mesh.coordinate("pipeline")
 
     def of_model(self, model: str) -> World | None:

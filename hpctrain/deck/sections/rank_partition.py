@@ -110,7 +110,7 @@ class RankPartition:
             found[models] = (*found.get(models, ()), rank)
         return [SharedRanks((POLICY, *beside), self.policy), *(SharedRanks(*each) for each in found.items())]
 
-    def party(self, rank: int) -> int:
+    def rank_set_index(self, rank: int) -> int:
         """Return the index of the set in `parties` that contains a rank, which must be one of the run."""
         return next(number for number, each in enumerate(self.rank_sets) if rank in each.ranks)
 

@@ -33,7 +33,7 @@ def test_those_that_no_key_names_have_the_policy() -> None:
         SharedRanks((CRITIC,), (2, 3)),
         SharedRanks((CRITIC, REFERENCE), (4,)),
     ]
-    assert [division.party(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 0, 0, 0]
+    assert [division.rank_set_index(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 0, 0, 0]
 
 
 def test_the_layout_is_that_of_the_others() -> None:
