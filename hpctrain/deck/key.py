@@ -149,7 +149,7 @@ class Section(BaseModel):
         return self
 
 
-def extra(field: FieldInfo, name: Literal["unit", "derived"]) -> str:
+def field_text(field: FieldInfo, name: Literal["unit", "derived"]) -> str:
     """Return the unit of a key, or the default that follows from other keys in words; "" if it has none."""
     stored = field.json_schema_extra
     return str(stored[name]) if isinstance(stored, dict) else ""

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from hpctrain.deck.key import Section, chosen_by, extra, table_of
+from hpctrain.deck.key import Section, chosen_by, field_text, table_of
 from hpctrain.deck.schema import fields, sections, tables
 from hpctrain.deck.sources import toml_value
 from hpctrain.text import either, nearest
@@ -21,9 +21,9 @@ def expected_value(field: FieldInfo) -> str:
         return either([toml_value(choice) for choice in get_args(kind)])
     if kind is bool:
         return "true or false"
-    if extra(field, "unit") == "bit/s":
+    if field_text(field, "unit") == "bit/s":
         return 'a link of at least 1 kbit/s, such as "100 Mbit/s, 20 ms"'
-    if kind is str and extra(field, "unit") == "ranks":
+    if kind is str and field_text(field, "unit") == "ranks":
         return 'ranks such as "4-7", or "policy"'
     if kind is str:
         return "text in quotes, not empty" + ", or a list of such" * accepts_list(field)
@@ -37,9 +37,9 @@ def expected_value(field: FieldInfo) -> str:
         words = {str: "texts in quotes", int: "whole numbers", float: "numbers"}
         items = words.get(_unconstrained(get_args(kind)[0]), "tables")
         return either([f"a list of {items}", *map(toml_value, _choices(field))])
-    if extra(field, "unit") == "bytes":
+    if field_text(field, "unit") == "bytes":
         return 'a size above 0, such as 25000000 or "25 MB"'
-    if extra(field, "unit") == "seconds":
+    if field_text(field, "unit") == "seconds":
         return f'a time{_bounds(field)}, such as 3000 or "50 min"'
     number = ("a whole number" if kind is int else "a number") + _bounds(field)
     return either([number, *map(toml_value, _choices(field))])
@@ -90,7 +90,7 @@ def value_hint(value: object, field: FieldInfo) -> str:
     match value:
         case bool():
             return f", not {toml_value(value)}"
-        case str() if kind is not str and extra(field, "unit") not in {"bytes", "seconds"}:
+        case str() if kind is not str and field_text(field, "unit") not in {"bytes", "seconds"}:
             return f", not text{_without_quotes(value)}"
         case int() | float() if kind is str:
             return ", not a number"

@@ -9,7 +9,7 @@ from typing import Literal, get_origin
 from pydantic.fields import FieldInfo
 
 from hpctrain.deck.check import RELATIONS, TRANSFORMER_RELATIONS
-from hpctrain.deck.key import extra
+from hpctrain.deck.key import field_text
 from hpctrain.deck.key_messages import expected_value, row_section, unknown_section, value_type
 from hpctrain.deck.presets import presets
 from hpctrain.deck.relations import relations_text
@@ -76,7 +76,7 @@ def _tables(section: str) -> Iterator[tuple[str, str, Mapping[str, FieldInfo]]]:
 def _section_table(section: str, keys: Mapping[str, FieldInfo]) -> Iterator[str]:
     yield from _row(("key", "type", "default", "unit"))
     for key, field in keys.items():
-        yield from _row((key, _type(key, field), _default(field), extra(field, "unit")))
+        yield from _row((key, _type(key, field), _default(field), field_text(field, "unit")))
         for text in _sentences(f"{section}.{key}", field):
             yield from _indented(text, _WIDTH)
 
@@ -84,7 +84,7 @@ def _section_table(section: str, keys: Mapping[str, FieldInfo]) -> Iterator[str]
 def _section_list(section: str, keys: Mapping[str, FieldInfo], width: int) -> Iterator[str]:
     for key, field in keys.items():
         yield f"  {key}"
-        unit, default = extra(field, "unit"), _default(field)
+        unit, default = field_text(field, "unit"), _default(field)
         facts = [_type(key, field), default if default == "required" else f"default: {default}"]
         facts += [f"in {unit}"] if unit else []
         for text in ("; ".join(facts), *_sentences(f"{section}.{key}", field)):
@@ -111,14 +111,14 @@ def _type(name: str, field: FieldInfo) -> str:
 
 
 def _default(field: FieldInfo) -> str:
-    derived = extra(field, "derived")
+    derived = field_text(field, "derived")
     if derived:
         return derived
     if field.is_required():
         return "required"
     if field.default is None:
         return "the defaults of its keys"
-    size = f" ({format_bytes(field.default)})" if extra(field, "unit") == "bytes" else ""
+    size = f" ({format_bytes(field.default)})" if field_text(field, "unit") == "bytes" else ""
     return toml_value(field.default) + size
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 from pydantic.fields import FieldInfo
 
 from hpctrain.deck.check import data_ranks
-from hpctrain.deck.key import chosen_by, extra, table_of
+from hpctrain.deck.key import chosen_by, field_text, table_of
 from hpctrain.deck.presets import preset_named
 from hpctrain.deck.reading.defaults import is_default
 from hpctrain.deck.reading.nested import Tables, leaf_names, look_up, remove
@@ -54,7 +54,7 @@ def deck_text(deck: Deck, ranks: int | None = None) -> str:
 
     def line(key: str, field: FieldInfo) -> str:
         name = key.rpartition(".")[2]
-        instead, value = extra(field, "derived"), look_up(values, key)
+        instead, value = field_text(field, "derived"), look_up(values, key)
         if ranks is not None and key == "layout.data":
             instead += f": {data_ranks(deck, ranks)} on {ranks} ranks"
         if value is not None:

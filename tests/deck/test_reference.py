@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.deck.key import extra
+from hpctrain.deck.key import field_text
 from hpctrain.deck.presets import presets
 from hpctrain.deck.reference import reference_text
 from hpctrain.deck.schema import fields, sections
@@ -23,7 +23,7 @@ def test_every_key_stands_in_its_section_with_its_help() -> None:
             assert len(field.description) <= 110, name
             assert " ".join(field.description.split()) in flat, name
             rows = [row for row in part.splitlines() if row.startswith(f"  {name} ")]
-            assert rows[0].rstrip().endswith(extra(field, "unit")), name
+            assert rows[0].rstrip().endswith(field_text(field, "unit")), name
     assert all(f"\n  {name} " in text for name in presets())
     assert "mixtral-8x7b: 8 experts of mlp 14336, each token goes to 2." in flat
 

@@ -12,7 +12,7 @@ from hpctrain.deck.convert.deepspeed import convert_configuration
 from hpctrain.deck.convert.megatron import convert_script
 from hpctrain.deck.convert.rule_table import Conversion
 from hpctrain.deck.convert.shell_script import parse_arguments
-from hpctrain.deck.key import extra
+from hpctrain.deck.key import field_text
 from hpctrain.deck.schema import fields, tables
 from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError, failing_as
@@ -99,7 +99,7 @@ def _rows(table: str, conversion: Conversion) -> Iterator[str]:
 
 
 def _is_required(description: FieldInfo) -> bool:
-    derived = extra(description, "derived")
+    derived = field_text(description, "derived")
     return derived.endswith("else required") or (description.is_required() and not derived)
 
 

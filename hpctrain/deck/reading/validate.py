@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from hpctrain.deck.check import check_deck, world_problems
-from hpctrain.deck.key import extra, table_of
+from hpctrain.deck.key import field_text, table_of
 from hpctrain.deck.key_messages import expected_value, unknown_key, unknown_section, value_hint, value_type
 from hpctrain.deck.presets import preset_named
 from hpctrain.deck.problem import DeckProblem
@@ -263,7 +263,7 @@ class DeckValidator:
             assert field is not None
             if error != "missing":
                 self._report_wrong_value(tables, key, field)
-            elif key not in silent and self.readable and (is_known or not extra(field, "derived")):
+            elif key not in silent and self.readable and (is_known or not field_text(field, "derived")):
                 self._report_required_key(tables, key, field, has_model)
 
     def _report_wrong_value(self, tables: Tables, key: str, field: FieldInfo) -> None:
@@ -282,7 +282,7 @@ class DeckValidator:
     def _report_required_key(self, tables: Tables, key: str, field: FieldInfo, has_model: bool) -> None:
         """Report that a required key is missing, and name the keys that could be given instead."""
         table, expected = key.rpartition(".")[0], expected_value(field)
-        if not extra(field, "derived"):
+        if not field_text(field, "derived"):
             meaning = str(field.description).rstrip(".")
             self._report_missing(table, key, f"{expected} ({meaning[0].lower()}{meaning[1:]})")
         elif key == "run.steps" and not any(name in tables["run"] for name in LENGTHS):
