@@ -65,7 +65,7 @@ def table(text: str, *, chosen_by: str = "", derived: str = "none", **field_argu
 
     Args:
         text: One line of help.
-        chosen_by: Key of the same section that has the name of this table as its value if, and only if, the
+        selecting_key: Key of the same section that has the name of this table as its value if, and only if, the
             deck has the table. "" for a table that a deck may have or not.
         derived: Description of what an absent table means.
         field_arguments: Further arguments of `pydantic.Field`, such as `alias`.
@@ -85,7 +85,7 @@ class Section(BaseModel):
         """Return the tables that a key selects: name of the key -> {name of the table: its attribute}."""
         found: dict[str, dict[str, str]] = {}
         for attribute, field in cls.model_fields.items():
-            if choice := chosen_by(field):
+            if choice := selecting_key(field):
                 found.setdefault(choice, {})[name_of(attribute, field)] = attribute
         return found
 
@@ -168,7 +168,7 @@ def table_of(field: FieldInfo) -> type[Section] | None:
     return kind if isinstance(kind, type) and issubclass(kind, Section) else None
 
 
-def chosen_by(field: FieldInfo) -> str:
+def selecting_key(field: FieldInfo) -> str:
     """Return the key of the same table whose value selects the table that this key holds; "" if none does."""
     stored = field.json_schema_extra
     return str(stored.get("chosen_by", "")) if isinstance(stored, dict) else ""

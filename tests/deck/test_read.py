@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as some
 from pydantic import ValidationError
 
-from hpctrain.deck.key import chosen_by
+from hpctrain.deck.key import selecting_key
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck, fields, sections
 from hpctrain.deck.toml_text import deck_text
@@ -52,7 +52,7 @@ def test_resolved_text_shows_every_key_and_parses_back() -> None:
     text = deck_text(deck)
     for section in sections():
         part = text[text.index(f"[{section}]\n") :].split("\n[", maxsplit=1)[0]
-        for name in (name for name, field in fields(section).items() if not chosen_by(field)):
+        for name in (name for name, field in fields(section).items() if not selecting_key(field)):
             assert f"\n{name} = " in part or f"\n# {name}: " in part or f"\n# {name} = " in part
     assert parse_deck(text, name="other.toml") == deck
     assert "\n# data: all remaining ranks: 4 on 4 ranks\n" in deck_text(deck, 4)

@@ -10,7 +10,7 @@ from typing import TypeGuard
 
 from hpctrain.deck.activations import ACTIVATIONS, DEFAULT_ACTIVATIONS
 from hpctrain.deck.decays import ENDLESS, WITH_COOLDOWN
-from hpctrain.deck.key import chosen_by
+from hpctrain.deck.key import selecting_key
 from hpctrain.deck.presets import preset_named
 from hpctrain.deck.reading.nested import Tables, choices_in, look_up, remove, table_in
 from hpctrain.deck.reading.old_keys import NONE
@@ -104,7 +104,7 @@ def fill(
 def _select_tables(tables: Tables) -> None:
     """Add defaults of keys that select tables, and the selected tables. Remove optional "none" tables."""
     for name in schema_tables():
-        if look_up(tables, name) == NONE and (field := field_of(name)) and not chosen_by(field):
+        if look_up(tables, name) == NONE and (field := field_of(name)) and not selecting_key(field):
             remove(tables, name)
     for path, table, choice, names in choices_in(tables):
         if not (field := fields(path)[choice]).is_required():

@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from pydantic.fields import FieldInfo
 
-from hpctrain.deck.key import chosen_by
+from hpctrain.deck.key import selecting_key
 from hpctrain.deck.reading.nested import look_up, table_in
 from hpctrain.deck.schema import field_of, fields, tables
 from hpctrain.deck.sources import Place, toml_value
@@ -185,7 +185,7 @@ def _preventing_key(name: str, values: Mapping[str, Any], has_table: Callable[[s
     """Return the choice, or the absent table, because of which a deck has no key `name`; "" if it has."""
     for table in _tables_above(name):
         path, _, own = table.rpartition(".")
-        choice = chosen_by(fields(path)[own])
+        choice = selecting_key(fields(path)[own])
         if choice and _chosen(values, f"{path}.{choice}") != own:
             return f"{path}.{choice}"
         if not choice and not has_table(table) and not isinstance(look_up(values, table), dict):
@@ -232,7 +232,7 @@ def _tables_above(key: str) -> Iterator[str]:
 
 def _optional_tables(key: str) -> list[str]:
     """Return those tables that a key is in and that no choice selects."""
-    return [table for table in _tables_above(key) if (field := field_of(table)) and not chosen_by(field)]
+    return [table for table in _tables_above(key) if (field := field_of(table)) and not selecting_key(field)]
 
 
 def _put(values: dict[str, Any], places: dict[str, Place], key: str, value: object, place: Place) -> None:
