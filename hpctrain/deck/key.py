@@ -60,7 +60,7 @@ def key(text: str, default: Any = ..., *, unit: str = "", derived: str = "", **b
     return Field(default, description=text, json_schema_extra={"unit": unit, "derived": derived}, **bounds)
 
 
-def table(text: str, *, chosen_by: str = "", derived: str = "none", **field_arguments: Any) -> Any:
+def table(text: str, *, selected_by: str = "", derived: str = "none", **field_arguments: Any) -> Any:
     """Declare a key that holds a table with keys of its own, or None.
 
     Args:
@@ -70,8 +70,8 @@ def table(text: str, *, chosen_by: str = "", derived: str = "none", **field_argu
         derived: Description of what an absent table means.
         field_arguments: Further arguments of `pydantic.Field`, such as `alias`.
     """
-    derived = "" if chosen_by else derived
-    stored: dict[str, JsonValue] = {"unit": "", "derived": derived, "chosen_by": chosen_by}
+    derived = "" if selected_by else derived
+    stored: dict[str, JsonValue] = {"unit": "", "derived": derived, "chosen_by": selected_by}
     return Field(None, description=text, json_schema_extra=stored, **field_arguments)
 
 

@@ -17,8 +17,8 @@ class TreeTable(Section):
 
 class Collective(Section):
     algorithm: Literal["ring", "tree", "direct"] = key("Algorithm.", "direct")
-    ring: RingTable | None = table("Keys of rings.", chosen_by="algorithm")
-    tree: TreeTable | None = table("Keys of trees.", chosen_by="algorithm")
+    ring: RingTable | None = table("Keys of rings.", selected_by="algorithm")
+    tree: TreeTable | None = table("Keys of trees.", selected_by="algorithm")
 
 
 def test_a_key_that_selects_another_table_gets_its_defaults() -> None:

@@ -94,12 +94,12 @@ class Communication(Section):
         unit="steps",
         ge=0,
     )
-    bf16: RoundedTable | None = table("Keys of gradient sums in bfloat16.", chosen_by="compress")
-    int8: RoundedTable | None = table("Keys of gradient sums in 8 bits.", chosen_by="compress")
-    sign: SignTable | None = table("Keys of gradient sums of signs.", chosen_by="compress")
-    onebit: OneBitTable | None = table("Keys of 1-bit Adam.", chosen_by="compress")
-    topk: TopKTable | None = table("Keys of gradient sums of the largest elements.", chosen_by="compress")
-    powersgd: PowerSgdTable | None = table("Keys of PowerSGD.", chosen_by="compress")
+    bf16: RoundedTable | None = table("Keys of gradient sums in bfloat16.", selected_by="compress")
+    int8: RoundedTable | None = table("Keys of gradient sums in 8 bits.", selected_by="compress")
+    sign: SignTable | None = table("Keys of gradient sums of signs.", selected_by="compress")
+    onebit: OneBitTable | None = table("Keys of 1-bit Adam.", selected_by="compress")
+    topk: TopKTable | None = table("Keys of gradient sums of the largest elements.", selected_by="compress")
+    powersgd: PowerSgdTable | None = table("Keys of PowerSGD.", selected_by="compress")
     server: ServerTable | None = table(
         "Parameter servers: some ranks own the parameters, the others compute gradients.",
         derived="none: all ranks train together",

@@ -45,7 +45,7 @@ class LocalStepsTable(Section):
     format: Literal["fp32", "bf16", "int8", "int4"] = key(
         "Format of the weight differences that are sent; int8 and int4 have a scale for every 256.", "fp32"
     )
-    diloco: DilocoTable | None = table("Keys of the outer optimizer.", chosen_by="outer")
+    diloco: DilocoTable | None = table("Keys of the outer optimizer.", selected_by="outer")
 
     @property
     def has_outer_model(self) -> bool:

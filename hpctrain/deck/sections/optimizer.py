@@ -115,15 +115,15 @@ class OptimizerSection(Section):
     restart: bool = key(
         "Initialize the optimizer state if the checkpoint has none for this optimizer.", False
     )
-    adamw: AdamWTable | None = table("Keys of AdamW.", chosen_by="name")
-    sgd: SgdTable | None = table("Keys of SGD.", chosen_by="name")
-    lion: LionTable | None = table("Keys of Lion.", chosen_by="name")
+    adamw: AdamWTable | None = table("Keys of AdamW.", selected_by="name")
+    sgd: SgdTable | None = table("Keys of SGD.", selected_by="name")
+    lion: LionTable | None = table("Keys of Lion.", selected_by="name")
     schedule_free: ScheduleFreeTable | None = table(
-        "Keys of schedule-free AdamW.", chosen_by="name", alias="schedule-free"
+        "Keys of schedule-free AdamW.", selected_by="name", alias="schedule-free"
     )
-    muon: MuonTable | None = table("Keys of Muon.", chosen_by="name")
-    adafactor: AdafactorTable | None = table("Keys of Adafactor.", chosen_by="name")
-    adam_mini: AdamMiniTable | None = table("Keys of Adam-mini.", chosen_by="name", alias="adam-mini")
+    muon: MuonTable | None = table("Keys of Muon.", selected_by="name")
+    adafactor: AdafactorTable | None = table("Keys of Adafactor.", selected_by="name")
+    adam_mini: AdamMiniTable | None = table("Keys of Adam-mini.", selected_by="name", alias="adam-mini")
 
     @property
     def rule(self) -> OptimizerTable:
