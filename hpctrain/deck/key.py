@@ -125,7 +125,7 @@ class Section(BaseModel):
                 changed[table] = current.with_values(own)
         return self.model_copy(update=changed)
 
-    def selecting(self, choice: str, name: str, table: Section | None, **keys: object) -> Self:
+    def with_selection(self, choice: str, name: str, table: Section | None, **keys: object) -> Self:
         """Return a copy in which the key `choice` has the value `name`. Neither names nor values are checked.
 
         Args:

@@ -169,11 +169,11 @@ def with_outer_steps(deck: Deck, small: Deck) -> tuple[Deck, Deck]:
     keys = deck.layout.local_steps
     assert keys is not None
     every_step = LocalStepsTable(replicas=keys.replicas)
-    plain = small.optimizer.selecting("name", "sgd", SgdTable(), weight_decay=0.0, clip=0.0)
+    plain = small.optimizer.with_selection("name", "sgd", SgdTable(), weight_decay=0.0, clip=0.0)
     replicas = small.with_keys(
         optimizer=plain,
         communication={"warmup": 0},
-        layout={"local_steps": every_step.selecting("outer", keys.outer, keys.diloco)},
+        layout={"local_steps": every_step.with_selection("outer", keys.outer, keys.diloco)},
     )
     if (outer := keys.diloco) is None:
         return replicas, replicas
@@ -201,7 +201,7 @@ def _smoothed(deck: Deck) -> Deck:
         layout={"split": None},
         batch={"micro_size": MICRO_SIZE, "ramp_from": 0},
         precision={"compute": "fp32"},
-        optimizer=deck.optimizer.selecting("name", *_smooth_rule(deck.optimizer.rule), clip=_CLIP),
+        optimizer=deck.optimizer.with_selection("name", *_smooth_rule(deck.optimizer.rule), clip=_CLIP),
         learning_rate={"peak": _RATE, "warmup": 0, "decay": "constant", "reference_batch": 0},
         communication={
             "bucket_bytes": 4096,
