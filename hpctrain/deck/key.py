@@ -89,7 +89,7 @@ class Section(BaseModel):
                 found.setdefault(choice, {})[name_of(attribute, field)] = attribute
         return found
 
-    def selected(self, choice: str) -> Section | None:
+    def selected_table(self, choice: str) -> Section | None:
         """Return the table that the value of a key selects; None if that value has no table.
 
         Args:

@@ -108,7 +108,7 @@ class Communication(Section):
     @property
     def compression(self) -> CompressionTable | None:
         """The table of the compression of gradients; None if sums are exact."""
-        return cast("CompressionTable | None", self.selected("compress"))
+        return cast("CompressionTable | None", self.selected_table("compress"))
 
     @property
     def compresses_between_nodes(self) -> bool:

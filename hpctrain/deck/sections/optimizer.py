@@ -128,7 +128,7 @@ class OptimizerSection(Section):
     @property
     def rule(self) -> OptimizerTable:
         """The table of the chosen update rule, such as [optimizer.adamw], with its keys."""
-        return cast("OptimizerTable", self.selected("name"))
+        return cast("OptimizerTable", self.selected_table("name"))
 
 
 _NAME, _SERVER, _COMPRESS = "optimizer.name", "communication.server.mode", "communication.compress"
