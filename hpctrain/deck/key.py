@@ -86,7 +86,7 @@ class Section(BaseModel):
         found: dict[str, dict[str, str]] = {}
         for attribute, field in cls.model_fields.items():
             if choice := selecting_key(field):
-                found.setdefault(choice, {})[name_of(attribute, field)] = attribute
+                found.setdefault(choice, {})[key_name(attribute, field)] = attribute
         return found
 
     def selected_table(self, choice: str) -> Section | None:
@@ -155,7 +155,7 @@ def field_text(field: FieldInfo, name: Literal["unit", "derived"]) -> str:
     return str(stored[name]) if isinstance(stored, dict) else ""
 
 
-def name_of(attribute: str, field: FieldInfo) -> str:
+def key_name(attribute: str, field: FieldInfo) -> str:
     """Return the name in the deck of a key that is an attribute of its section."""
     return field.alias or attribute
 

@@ -15,7 +15,7 @@ from pydantic import BaseModel, PrivateAttr
 from pydantic.fields import FieldInfo
 
 from hpctrain.deck.code import CodeEntry, NamedCode, UntrustedCodeError, code_entries, refusal
-from hpctrain.deck.key import Section, name_of, table_of
+from hpctrain.deck.key import Section, key_name, table_of
 from hpctrain.deck.runtime_choices import RuntimeChoices
 from hpctrain.deck.sections.batch import Batch
 from hpctrain.deck.sections.checkpoint import CheckpointSection
@@ -128,7 +128,7 @@ class Deck(Section):
                 return None
             kind = type(value)
             assert issubclass(kind, BaseModel)
-            attributes = {name_of(each, field): each for each, field in kind.model_fields.items()}
+            attributes = {key_name(each, field): each for each, field in kind.model_fields.items()}
             value = getattr(value, attributes[part])
         return value
 
@@ -173,7 +173,7 @@ def tables() -> Mapping[str, type[Section]]:
         yield name, kind
         for attribute, field in kind.model_fields.items():
             if (inner := table_of(field)) is not None:
-                yield from within(f"{name}.{name_of(attribute, field)}", inner)
+                yield from within(f"{name}.{key_name(attribute, field)}", inner)
 
     return MappingProxyType(dict(each for name, kind in sections().items() for each in within(name, kind)))
 
@@ -186,7 +186,7 @@ def fields(table: str) -> Mapping[str, FieldInfo]:
         KeyError: The schema has no such table.
     """
     kind = tables()[table]
-    return MappingProxyType({name_of(each, field): field for each, field in kind.model_fields.items()})
+    return MappingProxyType({key_name(each, field): field for each, field in kind.model_fields.items()})
 
 
 def field_of(key: str) -> FieldInfo | None:

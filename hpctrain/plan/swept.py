@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError, create_model
 
-from hpctrain.deck.key import Section, name_of
+from hpctrain.deck.key import Section, key_name
 from hpctrain.deck.key_messages import expected_value, unknown_key, unknown_section, value_hint, value_type
 from hpctrain.deck.reading.old_keys import current_field
 from hpctrain.deck.schema import sections, tables
@@ -150,7 +150,7 @@ def _wrong(key: str, text: str) -> str:
     of_value: Any = field.annotation, deepcopy(field)
     model = create_model("Value", __base__=Section, value=of_value)
     try:
-        model.model_validate({name_of("value", field): value})
+        model.model_validate({key_name("value", field): value})
     except ValidationError:
         return f"must be {expected_value(field)}{value_hint(value, field)}"
     return ""

@@ -8,7 +8,7 @@ from itertools import starmap
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.deck.code import is_target, resolve_target
-from hpctrain.deck.key import expand_user_path, name_of
+from hpctrain.deck.key import expand_user_path, key_name
 from hpctrain.deck.problem import DeckProblem, multiples
 from hpctrain.deck.sections.layout import schedule_problems
 from hpctrain.deck.sections.model import Model
@@ -102,7 +102,7 @@ def module_problems(deck: Deck) -> Iterator[DeckProblem]:
     for key in TARGETS:
         if not is_target(getattr(deck.model, key)):
             yield DeckProblem(f"model.{key}", 'must be "FILE.py:FUNCTION" or "PACKAGE:FUNCTION"')
-    for name in starmap(name_of, Model.model_fields.items()):
+    for name in starmap(key_name, Model.model_fields.items()):
         given = deck.sources.places.get(f"model.{name}")
         if name not in MODULE_KEYS and given is not None and not given.note:
             yield DeckProblem(
