@@ -110,7 +110,7 @@ class Section(BaseModel):
         changed = {name: value for name, value in values.items() if "." not in name}
         for choice, tables in self.choices().items():
             for name, attribute in tables.items() if choice in values else ():
-                kind = table_of(type(self).model_fields[attribute])
+                kind = table_class(type(self).model_fields[attribute])
                 assert kind is not None
                 current = changed.get(attribute, getattr(self, attribute))
                 changed[attribute] = (current or kind()) if name == values[choice] else None
@@ -160,7 +160,7 @@ def key_name(attribute: str, field: FieldInfo) -> str:
     return field.alias or attribute
 
 
-def table_of(field: FieldInfo) -> type[Section] | None:
+def table_class(field: FieldInfo) -> type[Section] | None:
     """Return the class of the table that a key holds, such as that of [model.adapters]; None for a value."""
     is_union = get_origin(field.annotation) in {Union, UnionType}
     kinds = get_args(field.annotation) if is_union else (field.annotation,)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from hpctrain.deck.key import Section, field_text, selecting_key, table_of
+from hpctrain.deck.key import Section, field_text, selecting_key, table_class
 from hpctrain.deck.schema import fields, sections, tables
 from hpctrain.deck.sources import toml_value
 from hpctrain.text import either, nearest
@@ -29,7 +29,7 @@ def expected_value(field: FieldInfo) -> str:
         return "text in quotes, not empty" + ", or a list of such" * accepts_list(field)
     if get_origin(kind) is dict:
         return either(["a table of its own", *map(toml_value, _choices(field))])
-    if table_of(field) is not None:
+    if table_class(field) is not None:
         return "a table of its own" + ', or "none"' * (not selecting_key(field))
     if row_section(field) is not None:
         return "tables in a row, such as [[evaluation]]"

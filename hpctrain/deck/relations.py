@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar, cast, get_args, ge
 from pydantic.fields import FieldInfo
 from typing_extensions import override
 
-from hpctrain.deck.key import Section, key_name, table_of
+from hpctrain.deck.key import Section, key_name, table_class
 from hpctrain.deck.problem import DeckProblem, must_divide
 from hpctrain.deck.sources import clipped, toml_value
 from hpctrain.text import either
@@ -303,7 +303,7 @@ def _path(kind: type[Section], key: str) -> tuple[tuple[str, ...], FieldInfo]:
     for part in key.split("."):
         fields = {key_name(each, info): (each, info) for each, info in kind.model_fields.items()}
         attribute, info = fields[part]
-        path, kind = (*path, attribute), table_of(info) or kind
+        path, kind = (*path, attribute), table_class(info) or kind
     return path, info
 
 

@@ -15,7 +15,7 @@ from pydantic import BaseModel, PrivateAttr
 from pydantic.fields import FieldInfo
 
 from hpctrain.deck.code import CodeEntry, NamedCode, UntrustedCodeError, code_entries, refusal
-from hpctrain.deck.key import Section, key_name, table_of
+from hpctrain.deck.key import Section, key_name, table_class
 from hpctrain.deck.runtime_choices import RuntimeChoices
 from hpctrain.deck.sections.batch import Batch
 from hpctrain.deck.sections.checkpoint import CheckpointSection
@@ -172,7 +172,7 @@ def tables() -> Mapping[str, type[Section]]:
     def within(name: str, kind: type[Section]) -> Iterator[tuple[str, type[Section]]]:
         yield name, kind
         for attribute, field in kind.model_fields.items():
-            if (inner := table_of(field)) is not None:
+            if (inner := table_class(field)) is not None:
                 yield from within(f"{name}.{key_name(attribute, field)}", inner)
 
     return MappingProxyType(dict(each for name, kind in sections().items() for each in within(name, kind)))

@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 from pydantic.fields import FieldInfo
 
 from hpctrain.deck.check import data_ranks
-from hpctrain.deck.key import field_text, selecting_key, table_of
+from hpctrain.deck.key import field_text, selecting_key, table_class
 from hpctrain.deck.presets import preset_named
 from hpctrain.deck.reading.defaults import is_default
 from hpctrain.deck.reading.nested import Tables, leaf_names, look_up, remove
@@ -72,7 +72,7 @@ def deck_text(deck: Deck, ranks: int | None = None) -> str:
             for name, field in fields(table).items()
             if is_in_resolved_deck(key := f"{table}.{name}", *has)
             and not selecting_key(field)
-            and (table_of(field) is None or look_up(values, key) is None)
+            and (table_class(field) is None or look_up(values, key) is None)
         ]
         if own:
             lines += ["", f"[{table}]", *own]

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from hpctrain.deck.check import check_deck, world_problems
-from hpctrain.deck.key import field_text, table_of
+from hpctrain.deck.key import field_text, table_class
 from hpctrain.deck.key_messages import expected_value, unknown_key, unknown_section, value_hint, value_type
 from hpctrain.deck.presets import preset_named
 from hpctrain.deck.problem import DeckProblem
@@ -313,7 +313,7 @@ class DeckValidator:
         for full in wrong:
             path, _, name = full.rpartition(".")
             kind = value_type(fields(path)[name])
-            if table_of(fields(path)[name]) is None:
+            if table_class(fields(path)[name]) is None:
                 value = get_args(kind)[0] if get_origin(kind) is Literal else kind(1)
                 table_in(tables, path)[name] = value
             else:
