@@ -19,7 +19,7 @@ from hpctrain.deck.reading.defaults import is_default
 from hpctrain.deck.reading.nested import Tables, leaf_names, look_up
 from hpctrain.deck.reading.old_keys import rename_keys
 from hpctrain.deck.reading.validate import DeckValidator, SourceReader
-from hpctrain.deck.rows import located
+from hpctrain.deck.rows import place_and_message
 from hpctrain.deck.run_length import CompletedWork
 from hpctrain.deck.schema import Deck, sections
 from hpctrain.deck.sources import Place
@@ -239,7 +239,7 @@ def _validated(
     if deck is not None and check_files is not None and not deck_input.problems:
         try:
             for problem in check_files(deck, ranks):
-                deck_input.add_problem(*located(deck, problem))
+                deck_input.add_problem(*place_and_message(deck, problem))
         except HpctrainError as error:
             deck_input.report_error(Place(deck_input.name), error)
     deck_input.raise_problems()

@@ -33,7 +33,7 @@ def wrong_rows(key: str, field: FieldInfo, value: object, sources: Sources) -> I
                     yield place, f"{place.prefix}: {missing}: {sentence}"
 
 
-def located(deck: Deck, problem: DeckProblem) -> tuple[Place, str]:
+def place_and_message(deck: Deck, problem: DeckProblem) -> tuple[Place, str]:
     """Return the place of a problem and its whole message."""
     if problem.row is None:
         return deck.sources.place(problem.key), deck.problem(problem.key, problem.sentence)

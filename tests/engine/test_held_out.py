@@ -11,7 +11,7 @@ from hpctrain.comm.world import World
 from hpctrain.data.prepare import prepare
 from hpctrain.data.tokenizer import bytes_json
 from hpctrain.deck.read import parse_deck
-from hpctrain.deck.rows import located
+from hpctrain.deck.rows import place_and_message
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.corpus import open_corpus
 from hpctrain.engine.held_out import HeldOut, open_held_out
@@ -42,7 +42,7 @@ def opened(world: World, deck: Deck) -> tuple[HeldOut, ...]:
 
 def foreseen(deck: Deck) -> list[str]:
     """What `hpctrain deck` says of the files of a deck."""
-    return [located(deck, problem)[1] for problem in named_problems(deck)]
+    return [place_and_message(deck, problem)[1] for problem in named_problems(deck)]
 
 
 @pytest.mark.mpi(min_size=1, max_size=2)

@@ -20,7 +20,7 @@ from hpctrain.deck.reading.deck_input import DeckInput
 from hpctrain.deck.reading.defaults import fill
 from hpctrain.deck.reading.nested import Tables, choices_in, leaf_names, look_up, remove, table_in
 from hpctrain.deck.reading.old_keys import is_choice, rename_keys
-from hpctrain.deck.rows import located, wrong_rows
+from hpctrain.deck.rows import place_and_message, wrong_rows
 from hpctrain.deck.run_length import LENGTHS, CompletedWork, is_epoch_count, steps_of_epochs
 from hpctrain.deck.schema import Deck, field_of, fields, sections
 from hpctrain.deck.schema import tables as schema_tables
@@ -326,7 +326,7 @@ class DeckValidator:
         problems += [] if ranks is None or deck.layout.auto else world_problems(deck, ranks)
         for problem in problems:
             if not bad & {problem.key, *problem.others} and not self._is_ignored(problem, deck):
-                self.deck_input.add_problem(*located(deck, problem))
+                self.deck_input.add_problem(*place_and_message(deck, problem))
 
     def _is_ignored(self, problem: DeckProblem, deck: Deck) -> bool:
         """Return True if a problem matters only for new decks, or only after a search."""
