@@ -39,11 +39,11 @@ def place_and_message(deck: Deck, problem: DeckProblem) -> tuple[Place, str]:
         return deck.sources.place(problem.key), deck.problem(problem.key, problem.sentence)
     return (
         _place_of_row(deck.sources, problem.key, *problem.row),
-        row_problem(deck, problem.key, *problem.row, problem.sentence),
+        row_message(deck, problem.key, *problem.row, problem.sentence),
     )
 
 
-def row_problem(deck: Deck, key: str, number: int, name: str, sentence: str) -> str:
+def row_message(deck: Deck, key: str, number: int, name: str, sentence: str) -> str:
     """Return the message about key `name` in table `number`, counted from 0, of a list of tables."""
     value = getattr(deck.value(key)[number], name)  # type: ignore[index]
     return _message(_place_of_row(deck.sources, key, number, name), key, name, value, sentence)

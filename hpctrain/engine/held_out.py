@@ -19,7 +19,7 @@ from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.data.tokenizer_difference import tokenizer_difference
 from hpctrain.data.tokens import TokenFile
 from hpctrain.deck.problem import DeckProblem
-from hpctrain.deck.rows import row_problem
+from hpctrain.deck.rows import row_message
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.evaluation import VALIDATION, EvaluationSet
 from hpctrain.deck.sections.objective import LANGUAGE
@@ -72,7 +72,7 @@ def open_held_out(deck: Deck, world: World, corpus: Corpus) -> tuple[HeldOut, ..
         for number, each in enumerate(deck.evaluation.sets):
             file = open_set(each)
             wrong = list(unfit(deck, file, "" if corpus.file is None else corpus.file.tokenizer_text))
-            problems += [row_problem(deck, _SETS, number, "tokens", sentence) for sentence in wrong]
+            problems += [row_message(deck, _SETS, number, "tokens", sentence) for sentence in wrong]
             if not wrong:
                 sequences = each.sequences or deck.run.evaluate_sequences
                 found.append(HeldOut(each.name, batches_of(deck, file), sequences))

@@ -9,7 +9,7 @@ import pytest
 
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.reference import reference_text
-from hpctrain.deck.rows import row_problem
+from hpctrain.deck.rows import row_message
 from hpctrain.deck.sections.evaluation import EvaluationSet
 from hpctrain.deck.toml_text import deck_text
 from hpctrain.errors import HpctrainError
@@ -39,7 +39,7 @@ def test_tables_in_a_row_are_the_sets_of_a_deck() -> None:
     argument = 'evaluation=[{name = "code", tokens = "c.h5", sequences = 3}]'
     assert parse_deck(SMALL + BOOKS, [argument]).evaluation.sets == (code,)
     assert parse_deck(SMALL + BOOKS + CODE, ["evaluation="]).evaluation.sets == ()
-    assert row_problem(deck, "evaluation.sets", 1, "tokens", "is short") == (
+    assert row_message(deck, "evaluation.sets", 1, "tokens", "is short") == (
         f'deck.toml:{LINE + 5}: evaluation.tokens = "c.h5": is short'
     )
 
