@@ -16,7 +16,7 @@ from hpctrain.deck.sources import Place, Sources, clipped, toml_value
 from hpctrain.text import nearest
 
 
-def wrong_rows(key: str, field: FieldInfo, value: object, sources: Sources) -> Iterator[tuple[Place, str]]:
+def row_problems(key: str, field: FieldInfo, value: object, sources: Sources) -> Iterator[tuple[Place, str]]:
     """Yield place and message of each problem in the list of tables of a key; nothing for other keys."""
     row = row_section(field)
     if row is None or not isinstance(value, list):

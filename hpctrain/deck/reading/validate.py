@@ -20,7 +20,7 @@ from hpctrain.deck.reading.deck_input import DeckInput
 from hpctrain.deck.reading.defaults import fill
 from hpctrain.deck.reading.nested import Tables, choices_in, leaf_names, look_up, remove, table_in
 from hpctrain.deck.reading.old_keys import is_choice, rename_keys
-from hpctrain.deck.rows import place_and_message, wrong_rows
+from hpctrain.deck.rows import place_and_message, row_problems
 from hpctrain.deck.run_length import LENGTHS, CompletedWork, is_epoch_count, steps_of_epochs
 from hpctrain.deck.schema import Deck, field_of, fields, sections
 from hpctrain.deck.schema import tables as schema_tables
@@ -271,7 +271,7 @@ class DeckValidator:
         value = look_up(tables, key, absent := object())
         if value is absent:
             return
-        problems = list(wrong_rows(key, field, value, self.deck_input.sources))
+        problems = list(row_problems(key, field, value, self.deck_input.sources))
         for place, sentence in problems:
             self.deck_input.add_problem(place, sentence)
         if not problems:
