@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hpctrain.deck.problem import DeckProblem
 from hpctrain.deck.schema import Deck
-from hpctrain.deck.sections.adapters import Adapters, targeted
+from hpctrain.deck.sections.adapters import Adapters, matches_pattern
 from hpctrain.deck.sections.optimizer import MuonTable
 from hpctrain.deck.sources import toml_value
 from hpctrain.engine.rules import RULES
@@ -115,7 +115,7 @@ def _adapted(model: ModelPart, adapters: Adapters) -> Iterator[str]:
     weights = [weight.shard for layer in _linear(model) for weight in layer.weights]
     shapes = {shard.name.removesuffix(".weight"): shard.shape for shard in weights}
     for pattern in adapters.targets:
-        if not any(targeted(pattern, name) for name in shapes):
+        if not any(matches_pattern(pattern, name) for name in shapes):
             kinds = either(list(dict.fromkeys(name.rpartition(".")[2] for name in shapes)))
             yield f"targets: no matrix of a block is called {toml_value(pattern)} ({kinds} would do)"
     small = [name for name, shape in shapes.items() if adapters.adapts(name) and adapters.rank > min(shape)]

@@ -37,10 +37,10 @@ class Adapters(Section):
 
     def adapts(self, name: str) -> bool:
         """Return True if a layer, such as "blocks.0.attention.query", has an adapter."""
-        return any(targeted(pattern, name) for pattern in self.targets)
+        return any(matches_pattern(pattern, name) for pattern in self.targets)
 
 
-def targeted(pattern: str, name: str) -> bool:
+def matches_pattern(pattern: str, name: str) -> bool:
     """Return True if a shell pattern matches the name of a layer, or the end of it after a dot."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
