@@ -22,7 +22,7 @@ from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
-from hpctrain.deck.sections.objective import OF_SCORES
+from hpctrain.deck.sections.objective import SCORE_KINDS
 from hpctrain.engine.build import build_engine, make_mesh
 from hpctrain.engine.functions import with_functions
 from hpctrain.engine.sizes import on_one_rank
@@ -58,7 +58,7 @@ def bench_generate(
             raise HpctrainError(
                 f"{path}: only GPT-2 and Llama without experts are timed beside transformers'"
             )
-        if deck.objective.kind in OF_SCORES:
+        if deck.objective.kind in SCORE_KINDS:
             asked = 'has a head of scores, which writes nothing ("next-token" would do)'
             raise HpctrainError(deck.problem("objective.kind", asked))
         longest = tokens + tokens // 4 + 1

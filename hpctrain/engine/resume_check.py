@@ -14,7 +14,7 @@ from hpctrain.deck.code import is_file_target
 from hpctrain.deck.resume_rules import FUNCTION, PARAMETERS, keys_of_policy, resume_rules
 from hpctrain.deck.schema import Deck, field_of
 from hpctrain.deck.sections.local_steps import has_outer_model
-from hpctrain.deck.sections.objective import OF_SCORES, POLICIES, REFERRED
+from hpctrain.deck.sections.objective import POLICIES, REFERRED, SCORE_KINDS
 from hpctrain.deck.sections.optimizer import MuonTable
 from hpctrain.deck.sources import clipped, toml_value
 from hpctrain.engine.companions import critic_deck
@@ -185,7 +185,7 @@ def _objective_differs(deck: Deck, trained_deck: Deck, _key: str) -> bool:
     """Return True if the objective needs another head, or an additional model that the run does not have."""
 
     def head(each: Deck) -> bool:
-        return each.objective.kind in OF_SCORES
+        return each.objective.kind in SCORE_KINDS
 
     def extra_models(each: Deck) -> set[str]:
         kind = each.objective.kind

@@ -25,7 +25,7 @@ from hpctrain.data.chat_tokens import ChatTokenizer
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.machine import Machine
-from hpctrain.deck.sections.objective import OF_SCORES
+from hpctrain.deck.sections.objective import SCORE_KINDS
 from hpctrain.engine.generation import generation_deck, generation_stage
 from hpctrain.engine.stage import load_parameters
 from hpctrain.errors import HpctrainError, InputOutputError
@@ -304,7 +304,7 @@ def load_part(world: World, path: Path, deck: Deck) -> ModelPart:
 
 def require_logits(deck: Deck, path: Path) -> None:
     """HpctrainError where a checkpoint with this deck is of a model that predicts no tokens."""
-    if deck.objective.kind in OF_SCORES:
+    if deck.objective.kind in SCORE_KINDS:
         raise HpctrainError(
             f"{path}: is a reward model, which gives scores and writes no text (`hpctrain evaluate` tells "
             "how often it prefers what was preferred)"

@@ -13,7 +13,7 @@ from hpctrain.deck.presets import Family
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.adapters import Adapters
 from hpctrain.deck.sections.experts import ExpertsTable
-from hpctrain.deck.sections.objective import OF_SCORES
+from hpctrain.deck.sections.objective import SCORE_KINDS
 from hpctrain.errors import HpctrainError
 from hpctrain.model.architecture import Architecture
 from hpctrain.model.width_scaling import STANDARD, WidthScaling
@@ -111,7 +111,7 @@ class ModelShape(Architecture):
         settled: dict[str, Any] = {"vocabulary": vocabulary, "sequence": deck.batch.sequence}
         settled["parametrization"] = WidthScaling.of(deck)
         settled["packed"] = deck.data.document_mask
-        settled["head"] = "scalar" if deck.objective.kind in OF_SCORES else "vocabulary"
+        settled["head"] = "scalar" if deck.objective.kind in SCORE_KINDS else "vocabulary"
         settled["tied"] = deck.model.tied and settled["head"] == "vocabulary"
         settled |= _mixture(deck)
         names = {field.name for field in fields(ModelShape)} - settled.keys()

@@ -13,7 +13,7 @@ from hpctrain.checkpoint.provenance import HistorySegment, RecordedLoss, history
 from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.module import model_keys
-from hpctrain.deck.sections.objective import OF_SCORES
+from hpctrain.deck.sections.objective import SCORE_KINDS
 from hpctrain.errors import HpctrainError
 from hpctrain.report.terminal import columns, fit
 from hpctrain.text import counted, escaped, fitted, table
@@ -168,7 +168,7 @@ def _sentences(facts: Contents) -> Iterator[tuple[str, str]]:
             yield "", _mixture_text(model["experts"])
         vocabulary = f"vocabulary {model['vocabulary']}, " if model["vocabulary"] else ""
         head = f"{'tied' if model['tied'] else 'untied'} embeddings"
-        head = "a head of scores" if facts["objective"] in OF_SCORES else head
+        head = "a head of scores" if facts["objective"] in SCORE_KINDS else head
         yield "", f"feed-forward {model['mlp']}, {vocabulary}sequence {facts['sequence']}, {head}"
         yield "precision", facts["precision"]
     else:

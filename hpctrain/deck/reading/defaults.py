@@ -21,7 +21,7 @@ from hpctrain.deck.schema import tables as schema_tables
 from hpctrain.deck.sections.data import fill_dataset
 from hpctrain.deck.sections.mixture import fill_mixture
 from hpctrain.deck.sections.module import fill_module
-from hpctrain.deck.sections.objective import OF_SCORES
+from hpctrain.deck.sections.objective import SCORE_KINDS
 from hpctrain.deck.sections.optimizer import MuonTable
 from hpctrain.deck.sections.policy import fill_policy, fill_rewards
 
@@ -189,7 +189,7 @@ def _add_dependent_defaults(tables: Tables, filled: set[str], completed: Complet
 
 def _of_scores(tables: Tables) -> bool:
     """Return True if the model computes scores, so that its output layer is not tied to the embedding."""
-    return tables["objective"].get("kind") in OF_SCORES
+    return tables["objective"].get("kind") in SCORE_KINDS
 
 
 def _is_integer(value: object) -> TypeGuard[int]:

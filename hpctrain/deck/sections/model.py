@@ -13,7 +13,7 @@ from hpctrain.deck.problem import DeckProblem, divisors, must_divide, nearest_nu
 from hpctrain.deck.relations import GIVEN, Conflicts, Divides, HasEffectWith, Relations, Requires
 from hpctrain.deck.sections.adapters import Adapters
 from hpctrain.deck.sections.experts import LARGEST_SIZE, MOST_LAYERS, ExpertsTable
-from hpctrain.deck.sections.objective import OF_SCORES
+from hpctrain.deck.sections.objective import SCORE_KINDS
 from hpctrain.deck.sections.optimizer import MuonTable
 from hpctrain.deck.sources import toml_value
 from hpctrain.text import either
@@ -207,7 +207,7 @@ def source_problems(deck: Deck, source: Mapping[str, object]) -> list[DeckProble
             if deck.model.family == "gpt2" and isinstance(own, int) and deck.batch.sequence > own:
                 sentence = f"is longer than the {own} learned positions of {name}"
                 problems.append(DeckProblem(full, sentence, ("model.family",)))
-        elif value != own and not (full == "model.tied" and deck.objective.kind in OF_SCORES):
+        elif value != own and not (full == "model.tied" and deck.objective.kind in SCORE_KINDS):
             sentence = f"contradicts {name}, whose model has {toml_value(own)} (leave the key out)"
             problems.append(DeckProblem(full, sentence))
     if source and deck.model.parametrization == "mup" and "model.parametrization" not in source:
@@ -254,7 +254,7 @@ TRANSFORMER_RELATIONS: Relations = (
     Requires("model.rope_base", "model.family", ("llama",)),
     Requires("model.query_key_norm", "model.family", ("llama",)),
     Conflicts(
-        "model.tied", "objective.kind", (True,), OF_SCORES, because="a reward model has its own output row"
+        "model.tied", "objective.kind", (True,), SCORE_KINDS, because="a reward model has its own output row"
     ),
     HasEffectWith("model.base_width", "model.parametrization", ("mup",)),
     HasEffectWith("model.base_head_size", "model.parametrization", ("mup",)),

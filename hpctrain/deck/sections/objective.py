@@ -28,7 +28,7 @@ POLICIES = ("ppo", "grpo")
 """Kinds that learn from rewards of answers that the model generates."""
 
 
-OF_SCORES = ("reward",)
+SCORE_KINDS = ("reward",)
 """Kinds whose model outputs one score for each token instead of logits."""
 
 
