@@ -10,7 +10,7 @@ from hpctrain.checkpoint.stored_deck import require_trusted, stored_deck
 from hpctrain.deck.check import check_world, world_problems
 from hpctrain.deck.code import trust_of
 from hpctrain.deck.schema import Deck
-from hpctrain.deck.sections.objective import REFERRED, SCORE_KINDS
+from hpctrain.deck.sections.objective import REFERENCE_KINDS, SCORE_KINDS
 from hpctrain.engine.resume_check import require_same_model
 from hpctrain.engine.sizes import on_one_rank
 from hpctrain.errors import HpctrainError
@@ -41,7 +41,7 @@ def evaluated_deck(
         raise HpctrainError(
             f"{path}: was trained on data.dataset, not on tokens, of which files could be read"
         )
-    kept = (*SCORE_KINDS, *REFERRED) if pairs else SCORE_KINDS
+    kept = (*SCORE_KINDS, *REFERENCE_KINDS) if pairs else SCORE_KINDS
     # One step of every rank: the run's own batch does not matter here.
     batch = {"global_size": deck.batch.micro_size * ranks, "ramp_from": 0, "ramp_steps": 0}
     deck = deck.with_keys(

@@ -14,7 +14,7 @@ from hpctrain.deck.code import is_file_target
 from hpctrain.deck.resume_rules import FUNCTION, PARAMETERS, keys_of_policy, resume_rules
 from hpctrain.deck.schema import Deck, field_of
 from hpctrain.deck.sections.local_steps import has_outer_model
-from hpctrain.deck.sections.objective import POLICIES, REFERRED, SCORE_KINDS
+from hpctrain.deck.sections.objective import POLICIES, REFERENCE_KINDS, SCORE_KINDS
 from hpctrain.deck.sections.optimizer import MuonTable
 from hpctrain.deck.sources import clipped, toml_value
 from hpctrain.engine.companions import critic_deck
@@ -189,7 +189,7 @@ def _objective_differs(deck: Deck, trained_deck: Deck, _key: str) -> bool:
 
     def extra_models(each: Deck) -> set[str]:
         kind = each.objective.kind
-        references = {"answers"} if kind in REFERRED else set()
+        references = {"answers"} if kind in REFERENCE_KINDS else set()
         return references | ({"critic"} if kind == "ppo" else set()) | _policy_reference(each)
 
     return head(deck) != head(trained_deck) or not extra_models(deck) <= extra_models(trained_deck)

@@ -23,7 +23,7 @@ from hpctrain.data.sample_window import SampleWindow
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.data.tokens import TokenFile
 from hpctrain.deck.schema import Deck
-from hpctrain.deck.sections.objective import PREFERENCES, REFERRED
+from hpctrain.deck.sections.objective import PREFERENCES, REFERENCE_KINDS
 from hpctrain.engine.corpus import require_alike
 from hpctrain.engine.evaluated import evaluated_deck
 from hpctrain.engine.held_out import HeldOut, batches_of, counted_out, unfit
@@ -71,7 +71,7 @@ def evaluate(
         opened = [TokenFile(path, "--tokens") for path in files]
         pairs = [file for file in opened if file.kind == contents.PREFERENCES]
         deck = evaluated_deck(state, path, overrides, world.size, pairs=bool(pairs))
-        if deck.objective.kind in REFERRED and len(pairs) < len(opened):
+        if deck.objective.kind in REFERENCE_KINDS and len(pairs) < len(opened):
             raise HpctrainError(
                 f"{pairs[0].where}: holds preferences, whose loss is another than that of the other files "
                 "(evaluate them in a call of their own)"
@@ -86,7 +86,7 @@ def evaluate(
     world.use_device(deck.run.device)
     counted = [counted_out(deck, world, each, tokenizer) for each in sets]
     reference: Step | None = None
-    if deck.objective.kind in REFERRED:
+    if deck.objective.kind in REFERENCE_KINDS:
         begun = initial_engine(path, state, deck, world)
         reference = Step(begun, sets[0].batches, deck.batch.micro_size, 0.0, deck.run.seed)
     engine = shown_engine(path, deck, world)

@@ -23,7 +23,7 @@ from hpctrain.deck.check import check_world
 from hpctrain.deck.code import trust_of
 from hpctrain.deck.replicas import fit_continued_replicas, fit_initial_replicas
 from hpctrain.deck.schema import Deck
-from hpctrain.deck.sections.objective import REFERRED
+from hpctrain.deck.sections.objective import REFERENCE_KINDS
 from hpctrain.engine.corpus import Corpus, open_corpus, settle_vocabulary
 from hpctrain.engine.deck_kernels import as_before
 from hpctrain.engine.functions import with_functions
@@ -366,7 +366,7 @@ def open_run(
     try:
         trainer = make(TrainerParts(deck, engine, corpus, checkpoint, fill, seat))
         checkpoints.known = {**checkpoints.known, **trainer.known}
-        if deck.objective.kind in REFERRED:
+        if deck.objective.kind in REFERENCE_KINDS:
             held_out, known = refer(trainer.step, corpus, held_out, folder.path, checkpoint)
             checkpoints.known = {**checkpoints.known, **known}
     except BaseException:

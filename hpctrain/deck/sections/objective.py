@@ -20,7 +20,7 @@ PREFERENCES = ("dpo", "reward")
 """Kinds that learn from pairs of answers; a pair is two consecutive sequences."""
 
 
-REFERRED = ("dpo",)
+REFERENCE_KINDS = ("dpo",)
 """Kinds of `PREFERENCES` that compare with a reference: the model at the beginning of the run."""
 
 
@@ -76,8 +76,10 @@ class ObjectiveSection(Section):
 
 
 RELATIONS: Relations = (
-    Requires("objective.beta", _KIND, (*REFERRED, *POLICIES)),
-    Conflicts("objective.beta", _KIND, (0.0,), REFERRED, because="it must be above 0", hint="0.1 would do"),
+    Requires("objective.beta", _KIND, (*REFERENCE_KINDS, *POLICIES)),
+    Conflicts(
+        "objective.beta", _KIND, (0.0,), REFERENCE_KINDS, because="it must be above 0", hint="0.1 would do"
+    ),
     Requires("objective.loss", _KIND, ("dpo",)),
     Requires("objective.smoothing", _KIND, ("dpo",)),
     Requires("objective.margin", _KIND, ("reward",)),
