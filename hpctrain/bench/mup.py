@@ -29,7 +29,7 @@ from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.model import parametrization_problems
-from hpctrain.deck.sections.objective import POLICIES, SCORE_KINDS
+from hpctrain.deck.sections.objective import POLICY_KINDS, SCORE_KINDS
 from hpctrain.engine.build import build_engine
 from hpctrain.engine.corpus import open_corpus, settle_vocabulary
 from hpctrain.engine.sizes import on_one_rank
@@ -106,7 +106,7 @@ def bench_mup(
         if deck.model.source is not None:
             asked = "has no effect here: what is compared begins from new weights (leave it out)"
             raise HpctrainError(deck.problem("model.from", asked))
-        if deck.objective.kind in (*SCORE_KINDS, *POLICIES):
+        if deck.objective.kind in (*SCORE_KINDS, *POLICY_KINDS):
             asked = 'is not tried here, where logits of given texts are compared ("next-token" would do)'
             raise HpctrainError(deck.problem("objective.kind", asked))
         for width in (*wish.widths, *(wish.rate_widths if wish.rates else ())):

@@ -29,7 +29,7 @@ from hpctrain.data.batches import Batches
 from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
-from hpctrain.deck.sections.objective import POLICIES
+from hpctrain.deck.sections.objective import POLICY_KINDS
 from hpctrain.engine.build import build_engine, make_mesh
 from hpctrain.engine.sizes import expert_sizes, on_one_rank
 from hpctrain.errors import HpctrainError
@@ -158,7 +158,7 @@ def _require_tokens(deck: Deck) -> None:
     for key in ("data.dataset", "model.loss"):
         if deck.value(key) is not None:
             raise HpctrainError(deck.problem(key, "is not timed here: modules are, with the loss of tokens"))
-    if deck.objective.kind in POLICIES:
+    if deck.objective.kind in POLICY_KINDS:
         sentence = 'writes its answers first, which is not timed here ("next-token" would time its layers)'
         raise HpctrainError(deck.problem("objective.kind", sentence))
 

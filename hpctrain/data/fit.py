@@ -10,7 +10,7 @@ from hpctrain.data.shards import Tokens, title_of
 from hpctrain.deck.problem import DeckProblem
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.mixture import dataset_entries
-from hpctrain.deck.sections.objective import POLICIES
+from hpctrain.deck.sections.objective import POLICY_KINDS
 from hpctrain.deck.sections.objective import PREFERENCES as OF_PAIRS
 from hpctrain.text import counted
 
@@ -49,7 +49,11 @@ def token_problems(deck: Deck, tokens: Sequence[Tokens]) -> Iterator[DeckProblem
 def unfit_kind(deck: Deck, file: Tokens) -> str:
     """What keeps the deck's objective from learning of what a file holds, in words; "" where nothing does."""
     kind = deck.objective.kind
-    learned_from = {**dict.fromkeys(OF_PAIRS, PREFERENCES), **dict.fromkeys(POLICIES, PROMPTS), "sft": CHAT}
+    learned_from = {
+        **dict.fromkeys(OF_PAIRS, PREFERENCES),
+        **dict.fromkeys(POLICY_KINDS, PROMPTS),
+        "sft": CHAT,
+    }
     if (needed := learned_from.get(kind)) is not None:
         if file.kind == needed:
             return ""

@@ -27,7 +27,7 @@ from hpctrain.deck.sections.learning_rate import LearningRateSection
 from hpctrain.deck.sections.machine import Machine
 from hpctrain.deck.sections.memory import Memory
 from hpctrain.deck.sections.model import Model
-from hpctrain.deck.sections.objective import POLICIES, ObjectiveSection
+from hpctrain.deck.sections.objective import POLICY_KINDS, ObjectiveSection
 from hpctrain.deck.sections.optimizer import OptimizerSection
 from hpctrain.deck.sections.policy import PolicySection
 from hpctrain.deck.sections.precision import PrecisionSection
@@ -82,7 +82,7 @@ class Deck(Section):
 
         Rewards are left out if the objective uses none, for example if a policy is only evaluated.
         """
-        policy = ("policy",) if self.objective.kind in POLICIES else ()
+        policy = ("policy",) if self.objective.kind in POLICY_KINDS else ()
         return self._untrusted_in("model", "data", *policy)
 
     def code(self, target: str) -> NamedCode:

@@ -17,7 +17,7 @@ from hpctrain.deck.reading.nested import Tables, leaf_names, look_up, remove
 from hpctrain.deck.reading.old_keys import NONE
 from hpctrain.deck.schema import Deck, fields, tables
 from hpctrain.deck.sections.module import is_in_resolved_deck
-from hpctrain.deck.sections.objective import POLICIES
+from hpctrain.deck.sections.objective import POLICY_KINDS
 from hpctrain.deck.sources import toml_key, toml_value
 from hpctrain.errors import HpctrainError
 from hpctrain.text import kind_of
@@ -41,7 +41,7 @@ def deck_text(deck: Deck, ranks: int | None = None) -> str:
         deck.model.module is not None,
         deck.data.dataset is not None,
         deck.data.mixture is not None,
-        deck.objective.kind in POLICIES,
+        deck.objective.kind in POLICY_KINDS,
     )
     for key in [key for key in leaf_names(values) if not is_in_resolved_deck(key, *has)]:
         remove(values, key)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hpctrain.deck.read import changed_deck
 from hpctrain.deck.schema import Deck
-from hpctrain.deck.sections.objective import POLICIES
+from hpctrain.deck.sections.objective import POLICY_KINDS
 from hpctrain.deck.sections.policy import PATTERN
 from hpctrain.deck.sections.rank_partition import (
     CRITIC,
@@ -82,7 +82,7 @@ def critic_deck(deck: Deck, ranks: int | None) -> Deck | None:
 
 def reference_deck(deck: Deck, ranks: int | None) -> Deck | None:
     """Of the model that the run starts from, where something asks one of its own; errors as above."""
-    if deck.objective.kind not in POLICIES or not deck.objective.beta or shares_reference(deck):
+    if deck.objective.kind not in POLICY_KINDS or not deck.objective.beta or shares_reference(deck):
         return None
     own = companion_deck(
         deck, deck.policy.reference, _there(deck, ranks, REFERENCE), "policy.reference", _OF_REFERENCE
@@ -106,7 +106,7 @@ def _there(deck: Deck, ranks: int | None, model: str) -> int | None:
 
 def shares_reference(deck: Deck) -> bool:
     """Whether the reference is the policy itself with the adapters of its start: nothing else is trained."""
-    asked = deck.objective.kind in POLICIES and deck.objective.beta > 0
+    asked = deck.objective.kind in POLICY_KINDS and deck.objective.beta > 0
     own = deck.policy.reference or REFERENCE in dedicated_ranks(deck)
     return asked and deck.model.adapters is not None and not own
 

@@ -14,7 +14,7 @@ from hpctrain.deck.code import is_file_target
 from hpctrain.deck.resume_rules import FUNCTION, PARAMETERS, keys_of_policy, resume_rules
 from hpctrain.deck.schema import Deck, field_of
 from hpctrain.deck.sections.local_steps import has_outer_model
-from hpctrain.deck.sections.objective import POLICIES, REFERENCE_KINDS, SCORE_KINDS
+from hpctrain.deck.sections.objective import POLICY_KINDS, REFERENCE_KINDS, SCORE_KINDS
 from hpctrain.deck.sections.optimizer import MuonTable
 from hpctrain.deck.sources import clipped, toml_value
 from hpctrain.engine.companions import critic_deck
@@ -197,12 +197,12 @@ def _objective_differs(deck: Deck, trained_deck: Deck, _key: str) -> bool:
 
 def _reference_is_missing(deck: Deck, trained_deck: Deck, _key: str) -> bool:
     """Return True if the policy needs a reference model, and the run was trained without one."""
-    same = deck.objective.kind in POLICIES and trained_deck.objective.kind in POLICIES
+    same = deck.objective.kind in POLICY_KINDS and trained_deck.objective.kind in POLICY_KINDS
     return same and not _policy_reference(deck) <= _policy_reference(trained_deck)
 
 
 def _policy_reference(deck: Deck) -> set[str]:
-    return {"reference"} if deck.objective.kind in POLICIES and deck.objective.beta > 0 else set()
+    return {"reference"} if deck.objective.kind in POLICY_KINDS and deck.objective.beta > 0 else set()
 
 
 _CHECKS: Mapping[str, Callable[[Deck, Deck, str], bool]] = {
@@ -296,7 +296,7 @@ def _rollout_problems(deck: Deck, trained_deck: Deck, path: Path, samples: int) 
 
     The checkpoint must be between two rollouts of the new size: the run handles signals only there.
     """
-    if deck.objective.kind not in POLICIES:
+    if deck.objective.kind not in POLICY_KINDS:
         return []
     sizes = (each.policy.rollout or each.batch.global_size for each in (deck, trained_deck))
     size, old = (

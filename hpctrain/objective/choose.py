@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hpctrain.data.dataset import dataset_of
 from hpctrain.deck.schema import Deck
-from hpctrain.deck.sections.objective import POLICIES
+from hpctrain.deck.sections.objective import POLICY_KINDS
 from hpctrain.errors import HpctrainError
 from hpctrain.model.foreign.arguments import ANSWERS
 from hpctrain.objective.dpo import DirectPreference
@@ -32,7 +32,7 @@ def make_objective(deck: Deck) -> Objective:
         return DirectPreference(deck.objective.beta, deck.objective.loss, deck.objective.smoothing)
     if deck.objective.kind == "reward":
         return PairwiseReward(deck.objective.margin, deck.objective.centering)
-    if deck.objective.kind in POLICIES:
+    if deck.objective.kind in POLICY_KINDS:
         return _policy(deck)
     return NextToken(deck.stability.z_loss)
 

@@ -15,7 +15,7 @@ from hpctrain.checkpoint.names import present_checkpoints
 from hpctrain.checkpoint.read import read_state
 from hpctrain.comm.planned import PlannedMesh
 from hpctrain.deck.schema import Deck
-from hpctrain.deck.sections.objective import POLICIES
+from hpctrain.deck.sections.objective import POLICY_KINDS
 from hpctrain.deck.sections.rank_partition import CRITIC, POLICY, REFERENCE, REWARD, RankPartition
 from hpctrain.engine.companions import (
     COPY,
@@ -72,7 +72,7 @@ def plan_run_memory(
     policy, as roles. Reward models are among it where their checkpoints can be read.
     """
     plan = plan_memory(deck, ranks, vocabulary, libraries, ranks_per_node, split, schedule)
-    if deck.objective.kind not in POLICIES:
+    if deck.objective.kind not in POLICY_KINDS:
         return plan
     deck = deck.with_keys(model={"vocabulary": vocabulary})
     per_node = ranks_per_node or deck.machine.ranks_per_node or deck.machine.gpus_per_node or ranks

@@ -16,7 +16,7 @@ from hpctrain.deck.problem import DeckProblem
 from hpctrain.deck.schedules import NAMES
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.mixture import tokens_exist
-from hpctrain.deck.sections.objective import POLICIES
+from hpctrain.deck.sections.objective import POLICY_KINDS
 from hpctrain.errors import HpctrainError
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def named_problems(
         yield from _patterns(deck)
     if deck.layout.schedule not in NAMES:
         yield from _schedule(deck, ranks)
-    if deck.objective.kind in POLICIES and not deck.layout.auto:
+    if deck.objective.kind in POLICY_KINDS and not deck.layout.auto:
         yield from _companions(deck, ranks)
     if rates and deck.machine.rates is not None:
         yield from _rates(deck)

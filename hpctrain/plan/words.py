@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import starmap
 
 from hpctrain.comm.mesh import rank_count, sizes_text
-from hpctrain.deck.sections.objective import POLICIES
+from hpctrain.deck.sections.objective import POLICY_KINDS
 from hpctrain.engine.companions import is_checkpoint, texts_at_a_time
 from hpctrain.engine.deck_kernels import introduce_kernels, kernels_of
 from hpctrain.host.device import device_kind
@@ -166,7 +166,7 @@ def _in_common(memory: MemoryPlan) -> list[str]:
 def _beside(plan: DeckPlan) -> list[str]:
     """What a model that learns by rewards has beside it, and what of its run is not planned."""
     deck, stage = plan.deck, plan.memory.largest
-    if deck.objective.kind not in POLICIES:
+    if deck.objective.kind not in POLICY_KINDS:
         return []
     held = [f"{format_bytes(size)} a {name}'s" for name, size in stage.beside.items()]
     texts = texts_at_a_time(deck, rank_count(plan.memory.sizes) // deck.layout.tensor)

@@ -24,7 +24,7 @@ from hpctrain.data.order import SampleOrder
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.deck.code import NamedCode
 from hpctrain.deck.schema import Deck
-from hpctrain.deck.sections.objective import POLICIES
+from hpctrain.deck.sections.objective import POLICY_KINDS
 from hpctrain.deck.sections.policy import reward_weights
 from hpctrain.deck.sections.rank_partition import CRITIC, POLICY, REWARD
 from hpctrain.engine.build import Engine, build_engine
@@ -59,7 +59,7 @@ def make_trainer(beginning: TrainerParts) -> Trainer:
     """What trains a run of any deck. Collective; HpctrainError on all ranks where something that it needs, as
     a reward, is not to be had.
     """
-    if beginning.deck.objective.kind not in POLICIES:
+    if beginning.deck.objective.kind not in POLICY_KINDS:
         return training.make_trainer(beginning)
     return PolicyTrainer(beginning)
 

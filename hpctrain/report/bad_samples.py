@@ -18,7 +18,7 @@ from hpctrain.data.mixture import SplitDatasets
 from hpctrain.data.order import Integers, SampleOrder
 from hpctrain.deck.code import CodeTrust
 from hpctrain.deck.schema import Deck
-from hpctrain.deck.sections.objective import POLICIES
+from hpctrain.deck.sections.objective import POLICY_KINDS
 from hpctrain.errors import HpctrainError
 from hpctrain.optim.spikes import Spike, recorded_spikes
 from hpctrain.report.terminal import fit
@@ -65,7 +65,7 @@ class _Samples:
             self.tokenizer, batches = trained.tokens[0].tokenizer, trained.train
             assert isinstance(batches.source, SequenceSource) and batches.order is not None
             self.source, self.order = batches.source, batches.order
-            if deck.objective.kind in POLICIES:
+            if deck.objective.kind in POLICY_KINDS:
                 self.order = _PromptOrder.of(deck, batches.source.count)
         else:
             count, _ = split_samples(dataset_of(deck).count, deck.data.validation)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from hpctrain.checkpoint.checkpoint_index import CheckpointIndex
 from hpctrain.checkpoint.fingerprint import file_fingerprints
 from hpctrain.comm.world import World
-from hpctrain.deck.sections.objective import POLICIES
+from hpctrain.deck.sections.objective import POLICY_KINDS
 from hpctrain.errors import HpctrainError
 from hpctrain.sharding.sketch import Fingerprint
 from hpctrain.sharding.state import MODEL
@@ -60,7 +60,7 @@ def require_comparable(one: ComparedRun, other: ComparedRun) -> None:
         if run.deck.communication.server is not None:
             sentence = "is for runs that can be replayed (`--no-replay` compares what is recorded)"
             raise HpctrainError(run.deck.problem("communication.server.mode", sentence))
-        if run.deck.objective.kind in POLICIES:
+        if run.deck.objective.kind in POLICY_KINDS:
             sentence = (
                 "learns from what it writes itself, which no other run's steps can be replayed beside "
                 "(`--no-replay` compares what is recorded, `hpctrain replay` one run with itself)"

@@ -10,7 +10,7 @@ from hpctrain.data.shards import title_of
 from hpctrain.deck.decays import ENDLESS
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.mixture import token_file_patterns
-from hpctrain.deck.sections.objective import POLICIES
+from hpctrain.deck.sections.objective import POLICY_KINDS
 from hpctrain.deck.sources import toml_value
 from hpctrain.engine.build import Engine
 from hpctrain.engine.corpus import Corpus
@@ -83,7 +83,7 @@ def introduction(
             f"precision.fp8 = {toml_value(deck.precision.fp8)} is emulated on this device: the same numbers, "
             "but slower than bf16"
         )
-    if epochs >= MANY_EPOCHS and corpus.dataset is None and deck.objective.kind not in POLICIES:
+    if epochs >= MANY_EPOCHS and corpus.dataset is None and deck.objective.kind not in POLICY_KINDS:
         title = "data.mixture" if deck.data.mixture is not None else title_of(token_file_patterns(deck))
         lines.append(
             f"{title} is small for this run: each of its {counted(sequences, 'sequence')} of "

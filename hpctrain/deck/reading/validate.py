@@ -27,7 +27,7 @@ from hpctrain.deck.schema import tables as schema_tables
 from hpctrain.deck.search_keys import is_left_to_search
 from hpctrain.deck.sections.model import source_problems
 from hpctrain.deck.sections.module import config_arguments
-from hpctrain.deck.sections.objective import POLICIES
+from hpctrain.deck.sections.objective import POLICY_KINDS
 from hpctrain.deck.sections.policy import steps_per_rollout
 from hpctrain.deck.sources import Place, Sources, clipped, toml_value
 from hpctrain.errors import HpctrainError
@@ -209,7 +209,7 @@ class DeckValidator:
             return
         subject = f"run.epochs = {toml_value(epochs)}: "
         sequences = getattr(self.read_source, "sequences", None)
-        if deck.objective.kind in POLICIES:
+        if deck.objective.kind in POLICY_KINDS:
             run["steps"] = steps_per_rollout(deck)
             reason = "counts sequences of token files, and these are prompts (run.steps would do)"
             self.deck_input.report(place, subject + reason)

@@ -24,7 +24,7 @@ REFERENCE_KINDS = ("dpo",)
 """Kinds of `PREFERENCES` that compare with a reference: the model at the beginning of the run."""
 
 
-POLICIES = ("ppo", "grpo")
+POLICY_KINDS = ("ppo", "grpo")
 """Kinds that learn from rewards of answers that the model generates."""
 
 
@@ -76,7 +76,7 @@ class ObjectiveSection(Section):
 
 
 RELATIONS: Relations = (
-    Requires("objective.beta", _KIND, (*REFERENCE_KINDS, *POLICIES)),
+    Requires("objective.beta", _KIND, (*REFERENCE_KINDS, *POLICY_KINDS)),
     Conflicts(
         "objective.beta", _KIND, (0.0,), REFERENCE_KINDS, because="it must be above 0", hint="0.1 would do"
     ),
@@ -104,7 +104,11 @@ RELATIONS: Relations = (
     Conflicts(_KIND, "stability.z_loss", PREFERENCES, hint="leave stability.z_loss out"),
     *(
         Conflicts(
-            _KIND, name, POLICIES, because="the model learns from its own answers", hint=f"leave {name} out"
+            _KIND,
+            name,
+            POLICY_KINDS,
+            because="the model learns from its own answers",
+            hint=f"leave {name} out",
         )
         for name in (
             *("model.module", "model.loss", "data.dataset", "data.mixture", "run.tokens"),
@@ -115,7 +119,7 @@ RELATIONS: Relations = (
     Conflicts(
         _KIND,
         "model.experts.capacity",
-        POLICIES,
+        POLICY_KINDS,
         because="experts drop tokens that depend on the other sequences of a micro-batch",
         hint="leave model.experts.capacity out",
     ),
@@ -125,7 +129,7 @@ RELATIONS: Relations = (
 def objective_problems(deck: Deck) -> Iterator[DeckProblem]:
     """Yield the problems of pairs of answers, and of replicas of a policy."""
     keys, batch = deck.objective, deck.batch
-    if keys.kind in POLICIES and deck.layout.replicas > 1:
+    if keys.kind in POLICY_KINDS and deck.layout.replicas > 1:
         sentence = "conflicts with [layout.local_steps]: the model learns from its own answers"
         sentence += " (leave layout.local_steps out)"
         yield DeckProblem(_KIND, sentence, ("layout.local_steps",))

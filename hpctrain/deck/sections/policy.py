@@ -11,7 +11,7 @@ from hpctrain.deck.code import is_file_target, is_target, resolve_target
 from hpctrain.deck.key import Duration, PathText, Section, key
 from hpctrain.deck.problem import DeckProblem, multiples
 from hpctrain.deck.relations import Above, Relation, Relations, Requires
-from hpctrain.deck.sections.objective import POLICIES
+from hpctrain.deck.sections.objective import POLICY_KINDS
 from hpctrain.deck.sections.rank_partition import (
     CRITIC,
     POLICY,
@@ -153,7 +153,10 @@ _FURTHER_RELATIONS: Mapping[str, Relation] = {
 """Relations of keys that hold in addition if the objective trains a policy."""
 
 RELATIONS: Relations = tuple(
-    (Requires(name, _KIND, POLICIES), *((_FURTHER_RELATIONS[name],) if name in _FURTHER_RELATIONS else ()))
+    (
+        Requires(name, _KIND, POLICY_KINDS),
+        *((_FURTHER_RELATIONS[name],) if name in _FURTHER_RELATIONS else ()),
+    )
     for name in (f"policy.{each}" for each in PolicySection.model_fields)
 )
 
@@ -189,7 +192,7 @@ def fill_policy(tables: dict[str, dict[str, Any]], default: Callable[[str, str, 
             key if it is missing.
     """
     kind = tables["objective"].get("kind")
-    if kind not in POLICIES:
+    if kind not in POLICY_KINDS:
         return
     grpo, batch = kind == "grpo", tables["batch"].get("global_size")
     default("policy", "samples", 8 if grpo else 1)
@@ -211,7 +214,7 @@ def max_sample_tokens(deck: Deck) -> int:
 
     A sample of a deck that trains a policy is a prompt, which must leave space for an answer.
     """
-    own = deck.policy.tokens if deck.objective.kind in POLICIES else 0
+    own = deck.policy.tokens if deck.objective.kind in POLICY_KINDS else 0
     return max(1, deck.batch.sequence - own)
 
 
@@ -220,13 +223,13 @@ def sequences_per_sample(deck: Deck) -> int:
 
     It is policy.samples x policy.epochs, and 1 if the deck does not train a policy.
     """
-    return (deck.policy.samples or 1) * deck.policy.epochs if deck.objective.kind in POLICIES else 1
+    return (deck.policy.samples or 1) * deck.policy.epochs if deck.objective.kind in POLICY_KINDS else 1
 
 
 def policy_problems(deck: Deck) -> Iterator[DeckProblem]:
     """Yield the problems of rewards, sizes of rollouts and dedicated ranks, if a deck trains a policy."""
     keys = deck.policy
-    if deck.objective.kind not in POLICIES:
+    if deck.objective.kind not in POLICY_KINDS:
         return
     if not keys.reward:
         yield DeckProblem("policy.reward", 'must name what rewards answers ("exact-match" would do)')

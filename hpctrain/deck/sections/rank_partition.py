@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator
 
-from hpctrain.deck.sections.objective import POLICIES
+from hpctrain.deck.sections.objective import POLICY_KINDS
 from hpctrain.errors import HpctrainError
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def dedicated_ranks(deck: Deck) -> dict[str, range]:
 
     The result is empty if the deck does not train with rewards.
     """
-    if deck.objective.kind not in POLICIES:
+    if deck.objective.kind not in POLICY_KINDS:
         return {}
     found = {model: _range(getattr(deck.policy, name)) for model, name in RANK_KEYS.items()}
     return {model: ranks for model, ranks in found.items() if ranks is not None}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.deck.read import parse_deck, read_deck
-from hpctrain.deck.sections.objective import POLICIES
+from hpctrain.deck.sections.objective import POLICY_KINDS
 from hpctrain.deck.sections.policy import (
     PolicySection,
     max_sample_tokens,
@@ -32,7 +32,7 @@ def text(kind: str, policy: str = "", more: str = WHOLE) -> str:
 
 
 def test_defaults_follow_the_kind() -> None:
-    ppo, grpo = (parse_deck(text(kind)).policy for kind in POLICIES)
+    ppo, grpo = (parse_deck(text(kind)).policy for kind in POLICY_KINDS)
     assert (ppo.samples, ppo.kl, ppo.mean, ppo.rollout, ppo.clip_high) == (1, "k1", "tokens", 8, 0.2)
     assert (grpo.samples, grpo.kl, grpo.mean, grpo.rollout, grpo.clip_high) == (8, "k3", "answers", 8, 0.2)
     assert ppo.whiten and grpo.scale
@@ -223,7 +223,7 @@ def test_what_is_never_asked() -> None:
     assert parse_deck(text("ppo", reference))
     (told,) = problems(text("ppo", reference).replace('kind = "ppo"', 'kind = "ppo"\nbeta = 0'))
     assert told.endswith(": requires objective.beta above 0, but it is 0.0")
-    for kind in POLICIES:
+    for kind in POLICY_KINDS:
         assert parse_deck(text(kind).replace(f'"{kind}"', f'"{kind}"\nbeta = 0')).objective.beta == 0
 
 
@@ -282,5 +282,5 @@ def test_all_at_once() -> None:
 
 
 def test_a_deck_that_will_do_has_no_problem() -> None:
-    for kind in POLICIES:
+    for kind in POLICY_KINDS:
         assert list(policy_problems(parse_deck(text(kind)))) == []
