@@ -11,7 +11,7 @@ from hpctrain.deck.problem import DeckProblem
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.mixture import dataset_entries
 from hpctrain.deck.sections.objective import POLICY_KINDS
-from hpctrain.deck.sections.objective import PREFERENCES as OF_PAIRS
+from hpctrain.deck.sections.objective import PREFERENCE_KINDS as OF_PAIRS
 from hpctrain.text import counted
 
 

@@ -23,7 +23,7 @@ from hpctrain.data.sample_window import SampleWindow
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.data.tokens import TokenFile
 from hpctrain.deck.schema import Deck
-from hpctrain.deck.sections.objective import PREFERENCES, REFERENCE_KINDS
+from hpctrain.deck.sections.objective import PREFERENCE_KINDS, REFERENCE_KINDS
 from hpctrain.engine.corpus import require_alike
 from hpctrain.engine.evaluated import evaluated_deck
 from hpctrain.engine.held_out import HeldOut, batches_of, counted_out, unfit
@@ -77,7 +77,7 @@ def evaluate(
                 "(evaluate them in a call of their own)"
             )
         tokenizer = known_tokenizer(state, path)
-        if deck.objective.kind in PREFERENCES and sequences is not None and sequences % 2:
+        if deck.objective.kind in PREFERENCE_KINDS and sequences is not None and sequences % 2:
             raise HpctrainError(f"--sequences {sequences}: must be even, as a pair of answers is two of them")
         sets = _sets(deck, opened, sequences, tokenizer.text)
     require_alike(world, opened)
@@ -98,7 +98,7 @@ def evaluate(
         # A module's own loss may count nothing in a part.
         found = mean_figures(step, each, deck.model.loss is None, tell, reference)
         told = {"tokens": str(file), "sequences": each.sequences}
-        told |= {} if deck.objective.kind in PREFERENCES else {"predicted": each.tokens}
+        told |= {} if deck.objective.kind in PREFERENCE_KINDS else {"predicted": each.tokens}
         rows.append(told | each.figures(**found))
     if world.rank == 0:
         facts = {

@@ -16,12 +16,12 @@ LANGUAGE = ("next-token", "sft")
 """Kinds that predict the next token; their loss is in nats."""
 
 
-PREFERENCES = ("dpo", "reward")
+PREFERENCE_KINDS = ("dpo", "reward")
 """Kinds that learn from pairs of answers; a pair is two consecutive sequences."""
 
 
 REFERENCE_KINDS = ("dpo",)
-"""Kinds of `PREFERENCES` that compare with a reference: the model at the beginning of the run."""
+"""Kinds of `PREFERENCE_KINDS` that compare with a reference: the model at the beginning of the run."""
 
 
 POLICY_KINDS = ("ppo", "grpo")
@@ -88,7 +88,7 @@ RELATIONS: Relations = (
         Conflicts(
             _KIND,
             name,
-            PREFERENCES,
+            PREFERENCE_KINDS,
             because="a transformer learns from pairs of answers in one token file",
             hint=f"leave {name} out",
         )
@@ -97,11 +97,11 @@ RELATIONS: Relations = (
     Conflicts(
         _KIND,
         "communication.server",
-        PREFERENCES,
+        PREFERENCE_KINDS,
         because="workers compute next-token losses only",
         hint="leave [communication.server] out",
     ),
-    Conflicts(_KIND, "stability.z_loss", PREFERENCES, hint="leave stability.z_loss out"),
+    Conflicts(_KIND, "stability.z_loss", PREFERENCE_KINDS, hint="leave stability.z_loss out"),
     *(
         Conflicts(
             _KIND,
@@ -133,7 +133,7 @@ def objective_problems(deck: Deck) -> Iterator[DeckProblem]:
         sentence = "conflicts with [layout.local_steps]: the model learns from its own answers"
         sentence += " (leave layout.local_steps out)"
         yield DeckProblem(_KIND, sentence, ("layout.local_steps",))
-    if keys.kind not in PREFERENCES:
+    if keys.kind not in PREFERENCE_KINDS:
         return
     if keys.loss == "ipo" and keys.smoothing:
         sentence = 'requires objective.loss = "sigmoid", but it is "ipo" (leave it out)'
