@@ -22,7 +22,7 @@ from hpctrain.deck.problem import DeckProblem
 from hpctrain.deck.rows import row_message
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.evaluation import VALIDATION, EvaluationSet
-from hpctrain.deck.sections.objective import LANGUAGE
+from hpctrain.deck.sections.objective import LANGUAGE_KINDS
 from hpctrain.engine.corpus import Corpus, require_alike
 from hpctrain.errors import HpctrainError
 from hpctrain.text import counted
@@ -140,7 +140,7 @@ def counted_out(deck: Deck, world: World, held_out: HeldOut, tokenizer: Tokenize
 
     HpctrainError on all ranks where there is no token to be predicted.
     """
-    if deck.model.loss is not None or deck.objective.kind not in LANGUAGE:
+    if deck.model.loss is not None or deck.objective.kind not in LANGUAGE_KINDS:
         return held_out
     sizes, counts = token_bytes(tokenizer), torch.zeros(2, dtype=torch.int64)
     with world.agreement():

@@ -12,7 +12,7 @@ from hpctrain.deck.relations import Conflicts, Relations, Requires
 if TYPE_CHECKING:
     from hpctrain.deck.schema import Deck
 
-LANGUAGE = ("next-token", "sft")
+LANGUAGE_KINDS = ("next-token", "sft")
 """Kinds that predict the next token; their loss is in nats."""
 
 

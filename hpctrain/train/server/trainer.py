@@ -17,7 +17,7 @@ from hpctrain.comm.mailbox import Mailbox
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches
 from hpctrain.deck.schema import Deck
-from hpctrain.deck.sections.objective import LANGUAGE
+from hpctrain.deck.sections.objective import LANGUAGE_KINDS
 from hpctrain.engine.build import Engine, make_mesh
 from hpctrain.engine.server_roles import ServerRoles
 from hpctrain.errors import HpctrainError
@@ -188,7 +188,7 @@ def new_trainer(world: World, deck: Deck, batches: Batches) -> Trainer:
 
     HpctrainError on all ranks where its memory is not there, or the deck cannot be run here.
     """
-    if deck.objective.kind not in LANGUAGE:
+    if deck.objective.kind not in LANGUAGE_KINDS:
         sentence = "needs what a run computes at its start: it is for `hpctrain run` and `resume`"
         raise HpctrainError(deck.problem("objective.kind", sentence))
     if deck.communication.server is None:
