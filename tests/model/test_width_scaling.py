@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hpctrain.comm.world import World
-from hpctrain.deck.sections.model import SCALED, parametrization_problems
+from hpctrain.deck.sections.model import MUP_OPTIMIZERS, parametrization_problems
 from hpctrain.engine.build import build_engine, make_mesh
 from hpctrain.engine.resume_check import require_same_model
 from hpctrain.errors import HpctrainError
@@ -66,7 +66,7 @@ def test_what_a_width_changes_is_what_the_table_says(width: int) -> None:
 
 
 def test_every_optimizer_that_is_allowed_has_rates() -> None:
-    assert {*SCALED, "original", "adamw-rms"} == {*RATES, "muon"}
+    assert {*MUP_OPTIMIZERS, "original", "adamw-rms"} == {*RATES, "muon"}
 
 
 @pytest.mark.parametrize("optimizer", ["adafactor", "adam-mini"])

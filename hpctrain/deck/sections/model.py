@@ -282,7 +282,7 @@ def head_problems(deck: Deck) -> Iterator[DeckProblem]:
         )
 
 
-SCALED = ("adafactor", "adam-mini", "adamw", "lion", "muon", "schedule-free", "sgd")
+MUP_OPTIMIZERS = ("adafactor", "adam-mini", "adamw", "lion", "muon", "schedule-free", "sgd")
 """Optimizers whose learning rates have a known dependence on the width."""
 
 
@@ -308,8 +308,8 @@ def parametrization_problems(deck: Deck) -> Iterator[DeckProblem]:
     elif model.base_width == model.hidden and model.base_head_size != model.head_size:
         sentence = f"must be {model.head_size}, model.head_size, at model.base_width = model.hidden"
         yield DeckProblem("model.base_head_size", sentence, ("model.base_width", "model.head_size"))
-    if optimizer not in SCALED:
-        known = either([f'"{name}"' for name in SCALED])
+    if optimizer not in MUP_OPTIMIZERS:
+        known = either([f'"{name}"' for name in MUP_OPTIMIZERS])
         sentence = (
             f'has no known rule for rates by width, for model.parametrization = "mup" ({known} would do)'
         )
