@@ -68,7 +68,7 @@ class Data(Section):
     validation: float = key("Share of the sequences held out for evaluation.", 0.01, ge=0, lt=1)
 
 
-STAND_INS: Mapping[str, Any] = {"data.tokens": "none", "batch.sequence": 1, "model.vocabulary": 2}
+PLACEHOLDERS: Mapping[str, Any] = {"data.tokens": "none", "batch.sequence": 1, "model.vocabulary": 2}
 """Placeholder values of keys about token files, which a deck with a dataset does not use.
 
 A sample counts as a sequence of one token.
@@ -95,7 +95,7 @@ def fill_dataset(tables: Mapping[str, dict[str, Any]], deck_name: str) -> None:
     for name in ("dataset", "collate"):
         if isinstance(data.get(name), str):
             data[name] = resolve_target(data[name], deck_name)
-    for full, value in STAND_INS.items():
+    for full, value in PLACEHOLDERS.items():
         section, _, name = full.partition(".")
         tables[section].setdefault(name, value)
 
