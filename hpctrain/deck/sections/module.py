@@ -27,7 +27,7 @@ TARGETS = "module", "loss", "initial"
 """Keys of `MODULE_KEYS` that name a function or class."""
 
 
-STAND_INS: Mapping[str, Any] = {"family": "gpt2", "layers": 1, "hidden": 2, "heads": 1}
+PLACEHOLDERS: Mapping[str, Any] = {"family": "gpt2", "layers": 1, "hidden": 2, "heads": 1}
 """Values of keys that a transformer requires and that are not read for a deck with a module."""
 
 
@@ -41,7 +41,7 @@ def fill_module(model: dict[str, Any], deck_name: str) -> None:
     for name in TARGETS:
         if isinstance(model.get(name), str):
             model[name] = resolve_target(model[name], deck_name)
-    for name, value in STAND_INS.items():
+    for name, value in PLACEHOLDERS.items():
         model.setdefault(name, value)
 
 
