@@ -20,7 +20,7 @@ from hpctrain.text import control_problem, nearest
 if TYPE_CHECKING:
     from hpctrain.deck.schema import Deck
 
-STAND_IN = "none"
+PLACEHOLDER = "none"
 """Placeholder value of data.tokens in a deck with a mixture; it is not read."""
 
 
@@ -102,7 +102,7 @@ def tokens_title(deck: Deck, entry: DatasetEntry) -> str:
 
 def fill_mixture(tables: Mapping[str, dict[str, Any]]) -> None:
     """Set the placeholder of data.tokens, if that is missing, in the tables of a deck with a mixture."""
-    tables["data"].setdefault("tokens", STAND_IN)
+    tables["data"].setdefault("tokens", PLACEHOLDER)
 
 
 def data_problems(deck: Deck) -> Iterator[DeckProblem]:
