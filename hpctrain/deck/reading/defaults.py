@@ -28,7 +28,7 @@ from hpctrain.deck.sections.policy import fill_policy, fill_rewards
 
 @dataclass(frozen=True)
 class Filled:
-    """Full names, such as "model.layers", of the keys that `fill` added, by the origin of their values.
+    """Full names, such as "model.layers", of the keys that `fill_defaults` added, by the origin of their values.
 
     Attributes:
         preset: Keys whose values are from the preset.
@@ -40,7 +40,7 @@ class Filled:
     others: set[str]
 
 
-def fill(
+def fill_defaults(
     tables: Tables,
     deck_name: str,
     source: Mapping[str, object],
@@ -120,7 +120,7 @@ def is_default(tables: Tables, key: str) -> bool:
     """
     without = deepcopy(tables)
     remove(without, key)
-    followed = fill(without, "", {}).others
+    followed = fill_defaults(without, "", {}).others
     return key in followed and look_up(without, key) == look_up(tables, key)
 
 

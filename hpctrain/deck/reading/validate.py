@@ -17,7 +17,7 @@ from hpctrain.deck.key_messages import expected_value, unknown_key, unknown_sect
 from hpctrain.deck.presets import preset_named
 from hpctrain.deck.problem import DeckProblem
 from hpctrain.deck.reading.deck_input import DeckInput
-from hpctrain.deck.reading.defaults import fill
+from hpctrain.deck.reading.defaults import fill_defaults
 from hpctrain.deck.reading.nested import Tables, choices_in, leaf_names, look_up, remove, table_in
 from hpctrain.deck.reading.old_keys import is_choice, rename_keys
 from hpctrain.deck.rows import place_and_message, row_problems
@@ -236,7 +236,7 @@ class DeckValidator:
         """Return the deck if it is valid, and pydantic's error type, such as "missing", of each wrong key."""
         resolved = deepcopy(tables)
         places = dict(self.places)
-        filled = fill(resolved, self.deck_input.name, self.source, self.completed)
+        filled = fill_defaults(resolved, self.deck_input.name, self.source, self.completed)
         origins = [("preset", "from the preset", filled.preset), ("from", "from model.from", filled.source)]
         for origin, note, keys in origins:
             for key in keys:
