@@ -27,7 +27,7 @@ from hpctrain.deck.sections.policy import fill_policy, fill_rewards
 
 
 @dataclass(frozen=True)
-class Filled:
+class FilledKeys:
     """Full names, such as "model.layers", of the keys that `fill_defaults` added, by the origin of their values.
 
     Attributes:
@@ -45,7 +45,7 @@ def fill_defaults(
     deck_name: str,
     source: Mapping[str, object],
     completed: CompletedWork = CompletedWork(),  # noqa: B008
-) -> Filled:
+) -> FilledKeys:
     """Add all defaults that depend on other keys to the tables in place, and return which keys were added.
 
     A default is left out if the keys that it depends on are missing or have a wrong type. Names of files with
@@ -58,7 +58,7 @@ def fill_defaults(
         completed: Work that the resumed run has completed.
     """
     batch = tables["batch"]
-    filled = Filled(set(), set(), set())
+    filled = FilledKeys(set(), set(), set())
     preset = preset_named(tables["model"].get("preset"))
     if preset is not None:
         model = tables["model"]
