@@ -14,7 +14,7 @@ import pytest
 from hpctrain.deck.check import check_deck, check_world, data_ranks
 from hpctrain.deck.problem import divisors, nearest_numbers
 from hpctrain.deck.read import parse_deck
-from hpctrain.deck.sections.optimizer import UPDATES_MATRICES, LionTable
+from hpctrain.deck.sections.optimizer import MATRIX_OPTIMIZERS, LionTable
 from hpctrain.deck.toml_text import deck_text
 from hpctrain.errors import HpctrainError
 
@@ -294,7 +294,7 @@ def test_what_fits(overrides: list[str]) -> None:
                     for key in ("optimizer", "parameters")
                 ],
             )
-            for name in UPDATES_MATRICES
+            for name in MATRIX_OPTIMIZERS
         ),
         (
             ["optimizer.name=muon", "memory.parameters=disk", "layout.zero=3"],

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
-from hpctrain.deck.sections.optimizer import UPDATES_MATRICES
+from hpctrain.deck.sections.optimizer import MATRIX_OPTIMIZERS
 from hpctrain.engine.build import make_mesh
 from hpctrain.engine.rules import RULES
 from hpctrain.engine.sizes import on_one_rank
@@ -35,7 +35,7 @@ from tests.engines import LLAMA, Trainer, by_rank_0, reference, small_deck, trai
 from tests.train.test_run import contents
 
 NAMES = sorted(RULES)
-BY_ELEMENT = [name for name in NAMES if name not in UPDATES_MATRICES]
+BY_ELEMENT = [name for name in NAMES if name not in MATRIX_OPTIMIZERS]
 KEYS: Mapping[str, tuple[str, ...]] = {
     "adam-mini": ("optimizer.epsilon=1e-3",),
     "adamw": ("optimizer.epsilon=1e-3",),
@@ -82,7 +82,7 @@ def layouts() -> list[tuple[str, str]]:
         (name, layout)
         for name in NAMES
         for layout in LAYOUTS
-        if layout not in (("hybrid",) if name in UPDATES_MATRICES else OF_MATRICES)
+        if layout not in (("hybrid",) if name in MATRIX_OPTIMIZERS else OF_MATRICES)
         or (name, layout) == ("schedule-free", "experts")
     ]
 
@@ -280,8 +280,8 @@ def test_what_is_frozen_stays(world: World, name: str) -> None:
 def test_state_elsewhere_is_for_elements(name: str) -> None:
     """Or refused in a sentence, and not advised."""
     deck = small_deck(f"optimizer.name={name}")
-    assert isinstance(RULES[name](deck), MatrixRules) == (name in UPDATES_MATRICES)
-    if name not in UPDATES_MATRICES:
+    assert isinstance(RULES[name](deck), MatrixRules) == (name in MATRIX_OPTIMIZERS)
+    if name not in MATRIX_OPTIMIZERS:
         small_deck(f"optimizer.name={name}", "memory.optimizer=disk")
         return
     with pytest.raises(HpctrainError, match=r"memory.optimizer=disk: conflicts with optimizer.name"):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from hpctrain.deck.key import Bytes, PathText, Section, key
 from hpctrain.deck.problem import DeckProblem
 from hpctrain.deck.relations import Conflicts, OtherThan, Relations, Requires
-from hpctrain.deck.sections.optimizer import UPDATES_MATRICES
+from hpctrain.deck.sections.optimizer import MATRIX_OPTIMIZERS
 
 if TYPE_CHECKING:
     from hpctrain.deck.schema import Deck
@@ -86,13 +86,13 @@ RELATIONS: Relations = (
     Requires("memory.accumulate", "layout.zero", (2, 3)),
     Conflicts("memory.accumulate", "model.module", because="each micro-batch must use all parameters"),
     Conflicts(_OPTIMIZER, "run.device", ("host",), ("cpu",), because="its memory is the host's"),
-    Conflicts(_OPTIMIZER, "optimizer.name", None, UPDATES_MATRICES, because=_BY_MATRIX),
+    Conflicts(_OPTIMIZER, "optimizer.name", None, MATRIX_OPTIMIZERS, because=_BY_MATRIX),
     Conflicts(_OPTIMIZER, "communication.server.mode", because=_TOGETHER),
     Conflicts(_PARAMETERS, "run.device", ("host",), ("cpu",), because="its memory is the host's"),
     Conflicts(_PARAMETERS, "communication.server.mode", because=_TOGETHER),
     Requires(_PARAMETERS, "layout.zero", (3,), because="only ZeRO-3 gathers parameters when they are needed"),
     (
-        Conflicts(_PARAMETERS, "optimizer.name", None, UPDATES_MATRICES, because=_BY_MATRIX),
+        Conflicts(_PARAMETERS, "optimizer.name", None, MATRIX_OPTIMIZERS, because=_BY_MATRIX),
         Requires(_PARAMETERS, _OPTIMIZER, ("host", "disk"), because="parameters are updated where they are"),
     ),
 )

@@ -13,7 +13,7 @@ from hpctrain.text import either
 if TYPE_CHECKING:
     from hpctrain.deck.schema import Deck
 
-UPDATES_MATRICES = "muon", "adafactor", "adam-mini"
+MATRIX_OPTIMIZERS = "muon", "adafactor", "adam-mini"
 """The optimizers that update parameters by whole matrices or rows, not element by element."""
 
 
@@ -134,7 +134,7 @@ class OptimizerSection(Section):
 _NAME, _SERVER, _COMPRESS = "optimizer.name", "communication.server.mode", "communication.compress"
 
 RELATIONS: Relations = (
-    Conflicts(_NAME, _SERVER, UPDATES_MATRICES, GIVEN, because="servers divide matrices"),
+    Conflicts(_NAME, _SERVER, MATRIX_OPTIMIZERS, GIVEN, because="servers divide matrices"),
     Conflicts(
         _NAME,
         "communication.server",
@@ -164,7 +164,7 @@ def optimizer_problems(deck: Deck) -> Iterator[DeckProblem]:
     if name == "schedule-free" and local_steps is not None and local_steps.has_outer_model:
         sentence = 'conflicts with local steps: each replica would have its own average ("adamw" would do)'
         yield DeckProblem(_NAME, sentence, ("layout.local_steps",))
-    if name in UPDATES_MATRICES and deck.layout.tensor > 1 and deck.model.module is not None:
+    if name in MATRIX_OPTIMIZERS and deck.layout.tensor > 1 and deck.model.module is not None:
         would = either([f'"{each}"' for each in ("adamw", "sgd", "lion", "schedule-free")])
         sentence = f"updates whole matrices, which the plan of a module may have split ({would} would do)"
         yield DeckProblem(_NAME, sentence, ("layout.tensor", "model.module"))
