@@ -12,7 +12,7 @@ import torch
 
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
-from hpctrain.deck.sections.memory import NO_HOST
+from hpctrain.deck.sections.memory import HOST_REFUSAL
 from hpctrain.engine.rules import RULES
 from hpctrain.errors import HpctrainError
 from hpctrain.host.device import choose_device, empty_host_tensor, gpu_count, on_host
@@ -48,7 +48,7 @@ def open_offload(deck: Deck, world: World, sizes: Mapping[str, int]) -> OffloadS
     with world.agreement():
         refused = [key for key in where if where[key] == "host" and on_host(world.device)]
         if refused:
-            raise HpctrainError([deck.problem(f"memory.{key}", NO_HOST) for key in refused])
+            raise HpctrainError([deck.problem(f"memory.{key}", HOST_REFUSAL) for key in refused])
     on_disk = [key for key in where if where[key] == "disk"]
     scratch = open_scratch(deck, world, sum(sizes[key] for key in on_disk)) if on_disk else None
     stores: dict[str, Store] = {key: host_store for key in where if where[key] == "host"}

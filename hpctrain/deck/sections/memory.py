@@ -63,7 +63,7 @@ class Memory(Section):
     )
 
 
-NO_HOST = 'is for GPUs; on the CPU the device is the host ("device" or "disk" would do)'
+HOST_REFUSAL = 'is for GPUs; on the CPU the device is the host ("device" or "disk" would do)'
 NO_HOST_ACTIVATIONS = 'is for GPUs; on the CPU they are in host memory anyway ("keep" or "disk" would do)'
 
 _OPTIMIZER, _PARAMETERS = "memory.optimizer", "memory.parameters"
