@@ -7,7 +7,7 @@ from math import ceil
 
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
-from hpctrain.deck.sections.memory import NO_HOST_ACTIVATIONS
+from hpctrain.deck.sections.memory import HOST_ACTIVATIONS_REFUSAL
 from hpctrain.engine.offload_settings import open_scratch
 from hpctrain.errors import HpctrainError
 from hpctrain.host.device import on_host
@@ -29,7 +29,7 @@ def make_recompute(deck: Deck, world: World) -> Recompute:
     """The deck's choice; HpctrainError where the device cannot do it. `open_shelf` gives it its place."""
     memory = deck.memory
     if memory.activations == "host" and on_host(world.device):
-        raise HpctrainError(deck.problem("memory.activations", NO_HOST_ACTIVATIONS))
+        raise HpctrainError(deck.problem("memory.activations", HOST_ACTIVATIONS_REFUSAL))
     plain = memory.activations == "keep" and memory.activation_format == "exact"
     store = None if plain else ActivationStore(memory.activation_format)
     return Recompute(memory.recompute, store, world.ledger.recomputing)

@@ -64,7 +64,9 @@ class Memory(Section):
 
 
 HOST_REFUSAL = 'is for GPUs; on the CPU the device is the host ("device" or "disk" would do)'
-NO_HOST_ACTIVATIONS = 'is for GPUs; on the CPU they are in host memory anyway ("keep" or "disk" would do)'
+HOST_ACTIVATIONS_REFUSAL = (
+    'is for GPUs; on the CPU they are in host memory anyway ("keep" or "disk" would do)'
+)
 
 _OPTIMIZER, _PARAMETERS = "memory.optimizer", "memory.parameters"
 _BY_MATRIX = "it updates whole matrices, but offloaded state is updated element by element"
