@@ -147,7 +147,7 @@ def expert_layout_problems(deck: Deck) -> Iterator[DeckProblem]:
         yield DeckProblem("layout.tensor", sentence, others)
 
 
-def expert_world_problems(deck: Deck, of_stage: int) -> Iterator[DeckProblem]:
+def expert_world_problems(deck: Deck, stage_ranks: int) -> Iterator[DeckProblem]:
     """Yield the problem of expert axes that do not fit the ranks of a pipeline stage; at most one.
 
     The problem may also be a group of ZeRO that does not divide the ranks with the same experts.
@@ -160,22 +160,24 @@ def expert_world_problems(deck: Deck, of_stage: int) -> Iterator[DeckProblem]:
     if experts is None:
         return
     expert, split = layout.expert, layout.expert_tensor
-    among = f"the {counted(of_stage, 'rank')} of a pipeline stage"
+    among = f"the {counted(stage_ranks, 'rank')} of a pipeline stage"
     axes = ("layout.data", "layout.tensor", "layout.context", "layout.pipeline")
-    if of_stage % (expert * split):
-        if of_stage % split:
-            would = nearest_numbers(split, divisors(gcd(of_stage, experts.mlp)))
+    if stage_ranks % (expert * split):
+        if stage_ranks % split:
+            would = nearest_numbers(split, divisors(gcd(stage_ranks, experts.mlp)))
             sentence = f"must divide {among} ({either(would)} would)"
             yield DeckProblem("layout.expert_tensor", sentence, ("model.experts.mlp", *axes))
             return
-        would = nearest_numbers(expert, divisors(gcd(of_stage // split, experts.count)))
-        over = f" / layout.expert_tensor = {of_stage} / {split} = {of_stage // split}" if split > 1 else ""
+        would = nearest_numbers(expert, divisors(gcd(stage_ranks // split, experts.count)))
+        over = (
+            f" / layout.expert_tensor = {stage_ranks} / {split} = {stage_ranks // split}" if split > 1 else ""
+        )
         sentence = f"must divide {among}{over} ({either(would)} would)"
         yield DeckProblem("layout.expert", sentence, ("layout.expert_tensor", "model.experts.count", *axes))
         return
-    copies, group = of_stage // (expert * split), layout.zero_group
+    copies, group = stage_ranks // (expert * split), layout.zero_group
     if layout.zero and isinstance(group, int) and group > 0 and copies % group:
-        these = either(nearest_numbers(group, divisors(gcd(copies, of_stage // layout.tensor))))
+        these = either(nearest_numbers(group, divisors(gcd(copies, stage_ranks // layout.tensor))))
         holders = f"the {counted(copies, 'rank')} that hold the same experts"
         sentence = f"must divide {holders}, over which it cuts these ({these} would)"
         yield DeckProblem("layout.zero_group", sentence, ("layout.expert", "layout.expert_tensor", *axes))

@@ -87,7 +87,7 @@ def local_step_problems(deck: Deck) -> Iterator[DeckProblem]:
         )
 
 
-def replica_world_problems(deck: Deck, data: int, of_stage: int) -> Iterator[DeckProblem]:
+def replica_world_problems(deck: Deck, data: int, stage_ranks: int) -> Iterator[DeckProblem]:
     """Yield the problem of replicas that the ranks cannot form; at most one.
 
     Replicas of a single data rank also conflict with the compression of gradients.
@@ -97,7 +97,7 @@ def replica_world_problems(deck: Deck, data: int, of_stage: int) -> Iterator[Dec
         data: Number of data ranks.
         of_stage: Number of ranks of a pipeline stage.
     """
-    replicas, fitting = deck.layout.replicas, fitting_replicas(deck, data, of_stage)
+    replicas, fitting = deck.layout.replicas, fitting_replicas(deck, data, stage_ranks)
     if fitting and replicas not in fitting:
         would = either(nearest_numbers(replicas, fitting))
         whole = "context and expert groups" if deck.model.experts else "context groups"
@@ -111,7 +111,7 @@ def replica_world_problems(deck: Deck, data: int, of_stage: int) -> Iterator[Dec
         yield DeckProblem("communication.compress", form, (_REPLICAS, "layout.data", "layout.context"))
 
 
-def fitting_replicas(deck: Deck, data: int, of_stage: int) -> list[int]:
+def fitting_replicas(deck: Deck, data: int, stage_ranks: int) -> list[int]:
     """Return the possible numbers of replicas in ascending order; none if the experts do not fit the ranks.
 
     Args:
@@ -121,4 +121,4 @@ def fitting_replicas(deck: Deck, data: int, of_stage: int) -> list[int]:
     """
     layout = deck.layout
     experts = layout.expert * layout.expert_tensor if deck.model.experts else 1
-    return [] if of_stage % experts else divisors(gcd(data, of_stage // experts))
+    return [] if stage_ranks % experts else divisors(gcd(data, stage_ranks // experts))
