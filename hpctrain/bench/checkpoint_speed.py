@@ -325,7 +325,7 @@ def _show(
     console = stdout_console()
     stored = next(row.bytes for row in rows if row.name == PLAIN_WRITE)
     console.print(
-        f"{deck.run.title}: a checkpoint of {format_bytes(stored)}, {deck.precision.words}, zero "
+        f"{deck.run.title}: a checkpoint of {format_bytes(stored)}, {deck.precision.format_name}, zero "
         f"{deck.layout.zero}, {world.size} ranks, {wish.rounds} rounds; what is read "
         + ("may be in the page cache" if wish.warm else "is not in the page cache")
     )

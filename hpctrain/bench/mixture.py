@@ -203,7 +203,7 @@ def _exchange(deck: Deck, shape: ModelShape, mesh: Mesh, device: torch.device) -
 def _show(deck: Deck, world: World, figures: MixtureFigures) -> None:
     tokens = deck.batch.global_size * deck.batch.sequence
     ranks = "1 rank" if world.size == 1 else f"{world.size} ranks"
-    print(f"{deck.run.title}: {deck.precision.words}, {ranks}, {tokens} tokens a step")
+    print(f"{deck.run.title}: {deck.precision.format_name}, {ranks}, {tokens} tokens a step")
     rows = [["ms", "median", "lowest", "highest"]]
     timed = {
         "a step, experts as the deck says": figures.step_s,

@@ -48,7 +48,7 @@ class Setting:
         return Setting(
             title=deck.run.title,
             model=f"{name}, {format_count(count(made).parameters)} parameters",
-            precision=deck.precision.words,
+            precision=deck.precision.format_name,
             ranks=world.size,
             batch=deck.batch.global_size,
             sequence=deck.batch.sequence,

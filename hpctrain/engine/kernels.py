@@ -67,7 +67,7 @@ def choose_kernels(deck: Deck, world: World, mesh: Mesh) -> Deck:
     common = set.intersection(*world.everyone.all_gather_object(here))
     if wish != "auto" and wish not in common:
         have = ", ".join(f'"{name}"' for name in KERNELS if name in common)
-        sentence = f"is not what all ranks can multiply {deck.precision.words} with ({have} would do)"
+        sentence = f"is not what all ranks can multiply {deck.precision.format_name} with ({have} would do)"
         raise HpctrainError(deck.problem("machine.products", sentence))
     asked = len(common) > 1 and are_measured(deck, world.device)
     wanted = {name_of(each, deck): each for each in products_of(deck, mesh, world.device)} if asked else {}

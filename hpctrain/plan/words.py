@@ -45,7 +45,7 @@ def plan_text(plan: DeckPlan) -> str:
     ranks = ", ".join(starmap(_role, memory.roles)) or sizes_text(memory.sizes)
     lines = [
         f"{deck.run.title}: {plan.title}, {format_count(memory.parameters_total)} parameters, {active}"
-        f"{deck.precision.words}, {counted(plan.ranks, 'rank')} ({ranks}), "
+        f"{deck.precision.format_name}, {counted(plan.ranks, 'rank')} ({ranks}), "
         f"layout.zero = {deck.layout.zero}",
         "",
         *memory_table(memory),

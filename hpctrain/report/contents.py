@@ -56,7 +56,7 @@ def contents(structure: CheckpointIndex, tensors: bool = False) -> Contents:
         "objective": deck.objective.kind if deck else None,
         "sequence": deck.batch.sequence if deck and deck.data.dataset is None else None,
         "dataset": deck.data.dataset if deck else None,
-        "precision": deck.precision.words if deck else None,
+        "precision": deck.precision.format_name if deck else None,
         "deck_problem": problem,
         "ranks": state.get("ranks"),
         "layout": last.layout if last else None,

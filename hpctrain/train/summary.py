@@ -55,7 +55,7 @@ def introduction(
     active = active_words(numbers.parameters, numbers.active_parameters)
     lines = [
         f"{deck.run.title}: {architecture.title}, {format_count(numbers.parameters)} parameters, {active}"
-        f"{deck.precision.words}, {ranks or engine_ranks} "
+        f"{deck.precision.format_name}, {ranks or engine_ranks} "
         f"on {counted(world.nodes, 'node')}",
         f"{_material(corpus, deck)}; a step takes "
         f"{format_count(deck.batch.global_size * deck.batch.sequence)}, {counted(deck.run.steps, 'step')} "

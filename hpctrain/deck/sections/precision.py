@@ -77,7 +77,7 @@ class PrecisionSection(Section):
     )
 
     @property
-    def words(self) -> str:
+    def format_name(self) -> str:
         """Format of computation, with the scaling of fp8, such as `bf16` or `fp8 (delayed)`."""
         return f"fp8 ({self.fp8})" if self.compute == "fp8" else self.compute
 

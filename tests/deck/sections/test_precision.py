@@ -175,7 +175,7 @@ def test_the_deck_knows_every_recipe_and_the_blocks_that_it_has() -> None:
     for name in RECIPES:
         for form in GRADIENT_FORMS:
             keys = [f"precision.fp8={name}", f"precision.fp8_gradients={form}"]
-            assert parse_deck(DECK, [*FP8, *keys]).precision.words == f"fp8 ({name})"
+            assert parse_deck(DECK, [*FP8, *keys]).precision.format_name == f"fp8 ({name})"
 
 
 @pytest.mark.parametrize("scale", ["6e-5", "16777217", "1e300"])
