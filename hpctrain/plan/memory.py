@@ -192,7 +192,7 @@ def plan_memory(
         # they lie where nodes cut stages.
         begins = number * of_stage % per_node if of_stage % per_node and per_node % of_stage else 0
         kind: object = begins, tuple((*kinds[s.first : s.last], s.embeds, s.predicts) for s in spans)
-        if deck.model.freezes or deck.model.module is not None:
+        if deck.model.has_frozen_parameters or deck.model.module is not None:
             kind = number
         if kind not in planned:
             mesh = planned_mesh(number)

@@ -166,7 +166,7 @@ def plan_traffic(deck: Deck, ranks: int, vocabulary: int, ranks_per_node: int = 
             ends and number,
             tuple((*kinds[s.first : s.last], s.embeds, s.predicts) for s in spans),
         )
-        if deck.model.freezes or deck.model.module is not None:
+        if deck.model.has_frozen_parameters or deck.model.module is not None:
             kind = number
         if kind not in planned:
             listener = _Listener()

@@ -185,7 +185,7 @@ class Model(Section):
     )
 
     @property
-    def freezes(self) -> bool:
+    def has_frozen_parameters(self) -> bool:
         """True if some parameters are not trained."""
         return bool(self.frozen) or self.adapters is not None
 

@@ -75,7 +75,7 @@ class RankProgrammes:
         found: list[object] = []
         for number in range(self.schedule.stage_count):
             spans = spans_of(self.schedule, self.split, number)
-            ends = number in {0, self.schedule.stage_count - 1} or self.deck.model.freezes
+            ends = number in {0, self.schedule.stage_count - 1} or self.deck.model.has_frozen_parameters
             parts = tuple((*layers[s.first : s.last], s.embeds, s.predicts) for s in spans)
             found.append((ends and number, parts))
         return found

@@ -184,7 +184,7 @@ class LayerBytes:
             part.shared_bytes(at),
             memory.recompute,
             host,
-            deck.model.freezes,
+            deck.model.has_frozen_parameters,
         )
 
     def _part(self, deck: Deck) -> ModelPart:
@@ -266,7 +266,7 @@ class StateBytes:
         stored = itemsize if deck.memory.parameters == "device" else 0
         # What is gathered may be of 8 bits, and what ranks have in common needs no memory to be gathered in.
         gathered = 0 if common or deck.precision.fp8_gather else itemsize
-        if deck.model.freezes:
+        if deck.model.has_frozen_parameters:
             return StateBytes(stored, 0, 0, gathered, common)
         return StateBytes(stored, formats.gradient.itemsize, masters + kept, gathered, common)
 
