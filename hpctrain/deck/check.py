@@ -76,7 +76,7 @@ def check_deck(deck: Deck, ranks: int | None = None) -> list[DeckProblem]:
         *run.length_problems(deck),
         *run.noise_scale_problems(deck),
         *data.dataset_problems(deck),
-        *mixture.data_problems(deck),
+        *mixture.token_file_problems(deck),
         *objective.objective_problems(deck),
         *policy.policy_problems(deck),
         *evaluation.evaluation_problems(deck),

@@ -105,7 +105,7 @@ def fill_mixture(tables: Mapping[str, dict[str, Any]]) -> None:
     tables["data"].setdefault("tokens", PLACEHOLDER)
 
 
-def data_problems(deck: Deck) -> Iterator[DeckProblem]:
+def token_file_problems(deck: Deck) -> Iterator[DeckProblem]:
     """Yield the problems of keys that name token files. Files are not read."""
     entries = deck.data.mixture
     if entries is None:
