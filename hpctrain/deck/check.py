@@ -98,7 +98,7 @@ def _transformer_problems(deck: Deck) -> list[DeckProblem]:
     return [
         *model.head_problems(deck),
         *model.parametrization_problems(deck),
-        *experts.mixture_problems(deck),
+        *experts.expert_problems(deck),
         *layout.transformer_layout_problems(deck),
     ]
 

@@ -125,7 +125,7 @@ RELATIONS: Relations = (
 """Relations of keys that only transformers have."""
 
 
-def mixture_problems(deck: Deck) -> Iterator[DeckProblem]:
+def expert_problems(deck: Deck) -> Iterator[DeckProblem]:
     """Yield the problems of the mixtures of a deck, among them keys that have no effect."""
     experts = deck.model.experts
     if experts is not None:
