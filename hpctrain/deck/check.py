@@ -162,7 +162,9 @@ def _world_problems(deck: Deck, ranks: int) -> list[DeckProblem]:
     if deck.communication.server is not None and ranks <= reserved:
         return [server.no_worker(deck, ranks)]
     ranks_left = ranks - reserved
-    if wrong := [*policy.world_division_problems(deck, ranks)] or layout.axis_problems(deck, ranks_left):
+    if wrong := [*policy.dedicated_rank_world_problems(deck, ranks)] or layout.axis_problems(
+        deck, ranks_left
+    ):
         return wrong
     data_size = ranks_left // layout.model_ranks(deck)
     of_stage = ranks_left // deck.layout.pipeline

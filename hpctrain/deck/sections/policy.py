@@ -297,7 +297,7 @@ def reward_weights(keys: PolicySection) -> tuple[float, ...]:
     return keys.weights or (1.0,) * len(keys.reward)
 
 
-def world_division_problems(deck: Deck, ranks: int) -> Iterator[DeckProblem]:
+def dedicated_rank_world_problems(deck: Deck, ranks: int) -> Iterator[DeckProblem]:
     """Yield problems of dedicated ranks in a run of `ranks` ranks: missing ones, or none for the policy."""
     for model, own in dedicated_ranks(deck).items():
         if own[-1] >= ranks:
