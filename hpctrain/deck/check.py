@@ -160,7 +160,7 @@ def _with_choice(deck: Deck, problem: DeckProblem) -> DeckProblem:
 def _world_problems(deck: Deck, ranks: int) -> list[DeckProblem]:
     reserved = server.server_ranks(deck) + count_dedicated_ranks(deck)
     if deck.communication.server is not None and ranks <= reserved:
-        return [server.no_worker(deck, ranks)]
+        return [server.missing_worker_problem(deck, ranks)]
     ranks_left = ranks - reserved
     if wrong := [*policy.dedicated_rank_world_problems(deck, ranks)] or layout.axis_problems(
         deck, ranks_left

@@ -57,7 +57,7 @@ def server_ranks(deck: Deck) -> int:
     return 0 if deck.communication.server is None else deck.communication.server.ranks
 
 
-def no_worker(deck: Deck, ranks: int) -> DeckProblem:
+def missing_worker_problem(deck: Deck, ranks: int) -> DeckProblem:
     """Return the problem of a run with too few ranks for a worker."""
     need = server_ranks(deck) + count_dedicated_ranks(deck) + 1
     sentence = f"leaves no worker of {counted(ranks, 'rank')} (start {need} or more)"
