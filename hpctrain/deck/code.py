@@ -56,7 +56,7 @@ class NamedCode:
 
     Attributes:
         target: Its name, such as "train.py:build" or "package.module:Class".
-        refusal: The error message if it may not be called; "" if it may.
+        refusal_message: The error message if it may not be called; "" if it may.
     """
 
     target: str
@@ -156,7 +156,7 @@ def code_entries(tables: Mapping[str, object], deck_name: str) -> frozenset[Code
     return frozenset(names)
 
 
-def refusal(names: Iterable[CodeEntry], file: str) -> str:
+def refusal_message(names: Iterable[CodeEntry], file: str) -> str:
     """Return the error message about code that only the deck in `file` names."""
     listed = ", ".join(map(str, sorted(names)))
     return (

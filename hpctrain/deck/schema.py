@@ -14,7 +14,7 @@ from typing import Any, cast
 from pydantic import BaseModel, PrivateAttr
 from pydantic.fields import FieldInfo
 
-from hpctrain.deck.code import CodeEntry, NamedCode, UntrustedCodeError, code_entries, refusal
+from hpctrain.deck.code import CodeEntry, NamedCode, UntrustedCodeError, code_entries, refusal_message
 from hpctrain.deck.key import Section, key_name, table_class
 from hpctrain.deck.runtime_choices import RuntimeChoices
 from hpctrain.deck.sections.batch import Batch
@@ -94,7 +94,7 @@ class Deck(Section):
             target: Value of the key, such as "train.py:build".
         """
         untrusted = self._untrusted_in("model", "data", "policy")
-        return NamedCode(target, refusal(untrusted, self.sources.name) if untrusted else "")
+        return NamedCode(target, refusal_message(untrusted, self.sources.name) if untrusted else "")
 
     def _untrusted_in(self, *names: str) -> frozenset[CodeEntry]:
         trusted = self.sources.trusted_code
@@ -155,7 +155,7 @@ class Deck(Section):
 def require_trusted_code(deck: Deck, file: object) -> None:
     """Raise `UntrustedCodeError` if a deck that is stored in `file` names code that may not be called."""
     if untrusted := deck.untrusted_code:
-        raise UntrustedCodeError(refusal(untrusted, str(file)))
+        raise UntrustedCodeError(refusal_message(untrusted, str(file)))
 
 
 @cache
