@@ -56,7 +56,7 @@ class NamedCode:
 
     Attributes:
         target: Its name, such as "train.py:build" or "package.module:Class".
-        refusal_message: The error message if it may not be called; "" if it may.
+        refusal: The error message if it may not be called; "" if it may.
     """
 
     target: str

@@ -65,13 +65,13 @@ def table(text: str, *, selected_by: str = "", derived: str = "none", **field_ar
 
     Args:
         text: One line of help.
-        selecting_key: Key of the same section that has the name of this table as its value if, and only if, the
+        selected_by: Key of the same section that has the name of this table as its value if, and only if, the
             deck has the table. "" for a table that a deck may have or not.
         derived: Description of what an absent table means.
         field_arguments: Further arguments of `pydantic.Field`, such as `alias`.
     """
     derived = "" if selected_by else derived
-    stored: dict[str, JsonValue] = {"unit": "", "derived": derived, "chosen_by": selected_by}
+    stored: dict[str, JsonValue] = {"unit": "", "derived": derived, "selected_by": selected_by}
     return Field(None, description=text, json_schema_extra=stored, **field_arguments)
 
 
@@ -171,4 +171,4 @@ def table_class(field: FieldInfo) -> type[Section] | None:
 def selecting_key(field: FieldInfo) -> str:
     """Return the key of the same table whose value selects the table that this key holds; "" if none does."""
     stored = field.json_schema_extra
-    return str(stored.get("chosen_by", "")) if isinstance(stored, dict) else ""
+    return str(stored.get("selected_by", "")) if isinstance(stored, dict) else ""

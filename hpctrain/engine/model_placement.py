@@ -24,7 +24,7 @@ Found = TypeVar("Found")
 @dataclass(frozen=True)
 class ModelPlacement:
     """A rank's place among `whole`, the ranks of a run. `deck`, `world` and `mesh` are of ranks that have the
-    policy, or of all others, whose engine has no parts (`idle`). In an without_dedicated_ranks run they are the run's. The
+    policy, or of all others, whose engine has no parts (`idle`). In an undivided run they are the run's. The
     policy's pipeline has so many `stages`.
     """
 

@@ -154,7 +154,7 @@ def expert_world_problems(deck: Deck, stage_ranks: int) -> Iterator[DeckProblem]
 
     Args:
         deck: The deck; there are none if its model has no experts.
-        of_stage: Number of ranks of a pipeline stage.
+        stage_ranks: Number of ranks of a pipeline stage.
     """
     layout, experts = deck.layout, deck.model.experts
     if experts is None:

@@ -95,7 +95,7 @@ def replica_world_problems(deck: Deck, data: int, stage_ranks: int) -> Iterator[
     Args:
         deck: The deck.
         data: Number of data ranks.
-        of_stage: Number of ranks of a pipeline stage.
+        stage_ranks: Number of ranks of a pipeline stage.
     """
     replicas, fitting = deck.layout.replicas, fitting_replicas(deck, data, stage_ranks)
     if fitting and replicas not in fitting:
@@ -117,7 +117,7 @@ def fitting_replicas(deck: Deck, data: int, stage_ranks: int) -> list[int]:
     Args:
         deck: The deck.
         data: Number of data ranks.
-        of_stage: Number of ranks of a pipeline stage.
+        stage_ranks: Number of ranks of a pipeline stage.
     """
     layout = deck.layout
     experts = layout.expert * layout.expert_tensor if deck.model.experts else 1

@@ -253,8 +253,8 @@ def policy_problems(deck: Deck) -> Iterator[DeckProblem]:
             "policy.stops", "has an empty text, which would end every answer at once (leave it out)"
         )
     yield from _sizes(deck)
-    judged_by_models = not all(map(_reads_texts, keys.reward))
-    yield from dedicated_rank_problems(deck, judged_by_models, referred=deck.objective.beta > 0)
+    has_reward_models = not all(map(_reads_texts, keys.reward))
+    yield from dedicated_rank_problems(deck, has_reward_models, has_reference=deck.objective.beta > 0)
 
 
 def _sizes(deck: Deck) -> Iterator[DeckProblem]:
@@ -319,13 +319,15 @@ _ALONE: tuple[tuple[str, object, str], ...] = (
 """Keys with the only value that dedicated ranks allow, and the reason why others are refused."""
 
 
-def dedicated_rank_problems(deck: Deck, judged_by_models: bool, referred: bool) -> Iterator[DeckProblem]:
+def dedicated_rank_problems(
+    deck: Deck, has_reward_models: bool, has_reference: bool
+) -> Iterator[DeckProblem]:
     """Yield the problems of dedicated ranks, and of keys that exclude them, if a deck trains with rewards.
 
     Args:
         deck: The deck.
-        judged_by_models: True if reward models compute some of the rewards.
-        referred: True if the loss depends on a reference model.
+        has_reward_models: True if reward models compute some of the rewards.
+        has_reference: True if the loss depends on a reference model.
     """
     own = dedicated_ranks(deck)
     for model, ranks in own.items():
@@ -338,8 +340,12 @@ def dedicated_rank_problems(deck: Deck, judged_by_models: bool, referred: bool) 
             "objective.kind",
             'is for objective.kind = "ppo", which has a critic',
         ),
-        REFERENCE: (referred, "objective.beta", "has no effect with objective.beta = 0"),
-        REWARD: (judged_by_models, "policy.reward", "has no effect without the checkpoint of a reward model"),
+        REFERENCE: (has_reference, "objective.beta", "has no effect with objective.beta = 0"),
+        REWARD: (
+            has_reward_models,
+            "policy.reward",
+            "has no effect without the checkpoint of a reward model",
+        ),
     }
     for model, (used, other, sentence) in vain.items():
         if model in own and not used:
