@@ -28,7 +28,7 @@ from hpctrain.deck.sections.policy import fill_policy, fill_rewards
 
 @dataclass(frozen=True)
 class FilledKeys:
-    """Full names, such as "model.layers", of the keys that `fill_defaults` added, by the origin of their values.
+    """Full names of keys that `fill_defaults` added, such as "model.layers", by the origin of their values.
 
     Attributes:
         preset: Keys whose values are from the preset.
