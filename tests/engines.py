@@ -60,7 +60,7 @@ def small_deck(*overrides: str) -> Deck:
 
 def alone(world: World) -> LayerContext:
     """The groups of a layout of one rank."""
-    mesh = Mesh(world.alone(), {})
+    mesh = Mesh(world.single_rank_world(), {})
     return LayerContext(tensor=mesh.group("tensor"), context=mesh.group("context"))
 
 
@@ -106,7 +106,7 @@ def trainer(world: World, deck: Deck, masked: float = 0.2) -> Trainer:
 
 def reference(world: World, deck: Deck, masked: float = 0.2) -> Trainer:
     """The same deck on one rank; every rank that calls this computes it by itself."""
-    return trainer(world.alone(), on_one_rank(deck), masked)
+    return trainer(world.single_rank_world(), on_one_rank(deck), masked)
 
 
 def by_rank_0(world: World, compute: Callable[[], Result]) -> Result:

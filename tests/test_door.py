@@ -63,7 +63,7 @@ def test_the_import_brings_nothing_heavy() -> None:
 @pytest.fixture
 def tokens(world: World, tmp_path: Path) -> Path:
     (tmp_path / "text.txt").write_text("".join(f"{n * n % 997} lines of text\n" for n in range(600)))
-    prepare(world.alone(), tmp_path / "tokens.h5", [str(tmp_path / "text.txt")])
+    prepare(world.single_rank_world(), tmp_path / "tokens.h5", [str(tmp_path / "text.txt")])
     return tmp_path / "tokens.h5"
 
 
@@ -91,7 +91,7 @@ def test_a_world_serves_several_decks(world: World, tokens: Path, tmp_path: Path
     for seed in (1, 2):
         changes = {"run.seed": seed, "run.dir": str(tmp_path / f"{seed}"), "run.evaluate_every": 0}
         deck = hpctrain.make_deck(base, ranks=1, changes=changes)
-        hpctrain.run(deck, world=world.alone(), changes={"run.steps": 2})
+        hpctrain.run(deck, world=world.single_rank_world(), changes={"run.steps": 2})
     losses = [hpctrain.metrics(tmp_path / f"{seed}")["loss"] for seed in (1, 2)]
     assert [len(each) for each in losses] == [2, 2] and losses[0][0] != losses[1][0]
 

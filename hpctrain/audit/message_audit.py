@@ -49,7 +49,7 @@ class MessageAudit(TransportDecorator):
         return host, accelerator
 
     @override
-    def for_part(self) -> MessageAudit:
+    def for_subworld(self) -> MessageAudit:
         return MessageAudit(self.depth, self.ledger)
 
     def collect_faults(self) -> list[DetectedFault]:

@@ -93,7 +93,7 @@ def bench(world: World, operations: str, least: str, most: str, gloo: bool) -> l
             raise HpctrainError("bench collectives needs two ranks or more: mpirun -n 2 hpctrain bench ...")
     if gloo:
         start_gloo(world)
-    group = world.split(("world",), tuple(range(world.size)), choose_transport(world, "auto"))
+    group = world.new_group(("world",), tuple(range(world.size)), choose_transport(world, "auto"))
     rows = []
     sizes = list(takewhile(lambda size: size <= last, (first * 4**power for power in count())))
     with _progress(world, len(names) * len(sizes)) as progress:

@@ -124,7 +124,7 @@ def _ratio(above: Sequence[float], below: Sequence[float]) -> float:
 
 
 def _one_rank(world: World) -> LayerContext:
-    mesh = Mesh(world.alone(), {})
+    mesh = Mesh(world.single_rank_world(), {})
     return LayerContext(tensor=mesh.group("tensor"), context=mesh.group("context"))
 
 

@@ -247,7 +247,7 @@ def shared_out(
 
 def _trainer(world: World, deck: Deck, batches: Batches) -> Trainer:
     """A trainer of this rank alone."""
-    alone = world.alone()
+    alone = world.single_rank_world()
     return Trainer(deck, build_engine(deck, alone, Mesh(alone, {})), batches)
 
 

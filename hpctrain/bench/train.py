@@ -116,7 +116,7 @@ def bench_train(
                 processes.callback(peer.close)
                 variants.append(_rival(name, deck, world, peer))
             elif name == "no-sync":
-                alone = world.alone()
+                alone = world.single_rank_world()
                 plain = on_one_rank(deck)
                 variants.append(own_variant(name, plain, alone, Mesh(alone, {}), world.size, alike=False))
             elif name == "data-parallel":

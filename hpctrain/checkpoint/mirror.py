@@ -53,7 +53,7 @@ class Mirror:
         Collective. HpctrainError on all ranks where a node has no room.
         """
         self.world, self.newest = world, -1
-        self._group = world.split(("mirror",), tuple(range(world.size)), "mpi")
+        self._group = world.new_group(("mirror",), tuple(range(world.size)), "mpi")
         self.token = self._group.broadcast_object(new_token())
         mine = SlotContents.of(entries).room(told if world.rank == 0 else {})
         self._sizes: list[int] = self._group.all_gather_object(mine)

@@ -48,7 +48,7 @@ class TransportDecorator(ABC):
         """
 
     @abstractmethod
-    def for_part(self) -> TransportDecorator:
+    def for_subworld(self) -> TransportDecorator:
         """Return the decorator of a world that consists of some ranks of this one. Local."""
 
 

@@ -49,7 +49,7 @@ class GroupSource(ABC):
     def _make_group(self, axes: tuple[str, ...], ranks: tuple[int, ...], parent: Group | None) -> Group:
         """Make a group of these ranks. Collective over the group `parent`; None stands for all ranks."""
 
-    def part(self, axis: str, size: int) -> Group:
+    def new_subgroup(self, axis: str, size: int) -> Group:
         """Make groups of `size` consecutive ranks along an axis. Return that of this rank.
 
         Collective over the ranks along the axis. Each call makes new groups.
@@ -63,7 +63,7 @@ class GroupSource(ABC):
         first = along.rank // size * size
         return self._make_group((axis,), along.ranks[first : first + size], along)
 
-    def cut(self, group: Group, size: int, across: str = "replicas") -> tuple[Group, Group]:
+    def split_group(self, group: Group, size: int, across: str = "replicas") -> tuple[Group, Group]:
         """Make groups of parts of a group, and groups across these parts. Collective over the group.
 
         The group itself stays as it is.
@@ -112,7 +112,7 @@ class Mesh(GroupSource):
         along = expert_sizes(self.sizes)
         self._groups: dict[tuple[str, ...], Group] = {(axis,): self._make_along((axis,)) for axis in AXES}
         # Axes of experts that have size 1 share a group of this rank alone.
-        alone = world.split(("expert",), (world.rank,), self.transport)
+        alone = world.new_group(("expert",), (world.rank,), self.transport)
         for axis in EXPERT_AXES[1:]:
             if along[axis] == 1:
                 self._groups[axis,] = alone
@@ -151,7 +151,7 @@ class Mesh(GroupSource):
         return self._make_group(axes, ranks_along(self.sizes, axes, self.rank), None)
 
     def _make_group(self, axes: tuple[str, ...], ranks: tuple[int, ...], parent: Group | None) -> Group:
-        return self.world.split(axes, ranks, self.transport, parent)
+        return self.world.new_group(axes, ranks, self.transport, parent)
 
 
 def choose_transport(world: World, requested: str) -> str:

@@ -57,7 +57,7 @@ class World:
 
     Args:
         communicator: Communicator of all ranks.
-        parent: World that this one is a part of (`part`), whose ledger and settings it uses; None for others.
+        parent: World that this one is a part of (`subworld`), whose ledger and settings it uses, or None.
 
     Attributes:
         rank: Rank of this process in this world.
@@ -203,7 +203,7 @@ class World:
         transports = self.groups.make_transports(self.communicator, self.groups.ranks, "mpi")
         self.everyone.host, self.everyone.accelerator = transports
 
-    def alone(self) -> World:
+    def single_rank_world(self) -> World:
         """Return a new World of size 1 whose only rank is this process. Local.
 
         It has the same device, and a ledger of its own.
@@ -212,7 +212,7 @@ class World:
         world.device = world.everyone.device = self.device
         return world
 
-    def part(self, ranks: Sequence[int]) -> World:
+    def subworld(self, ranks: Sequence[int]) -> World:
         """Return a new World of some ranks of this one. It uses the ledger and settings of this world.
 
         Collective over this world: each rank calls this with the ranks of its own part, and parts do not
@@ -227,7 +227,7 @@ class World:
         world = World(communicator, self)
         world.compare_calls(self.groups.checks is not None)
         decorator = self.groups.decorator
-        world.decorate_transports(None if decorator is None else decorator.for_part())
+        world.decorate_transports(None if decorator is None else decorator.for_subworld())
         return world
 
     def share_memory(self) -> str:
@@ -258,21 +258,21 @@ class World:
         foreign_bytes = sum(memory.foreign_bytes() for memory in self.groups.memories)
         return max(0, peak_bytes(self.device) - foreign_bytes)
 
-    def split(
-        self, axes: tuple[str, ...], ranks: tuple[int, ...], transport: str, among: Group | None = None
+    def new_group(
+        self, axes: tuple[str, ...], ranks: tuple[int, ...], transport: str, parent: Group | None = None
     ) -> Group:
         """Make a group of some ranks.
 
-        Collective over `among`: each rank calls this with the ranks of its own group, and groups do not
+        Collective over `parent`: each rank calls this with the ranks of its own group, and groups do not
         overlap.
 
         Args:
             axes: Names of its axes.
             ranks: Ranks of this world, in rising order, with this one among them.
             transport: Name of the transport.
-            among: Group that is split; `everyone` if None.
+            parent: Group that is split; `everyone` if None.
         """
-        communicator = communicator_of((among or self.everyone).objects).Split(ranks[0], self.rank)
+        communicator = communicator_of((parent or self.everyone).objects).Split(ranks[0], self.rank)
         assert isinstance(communicator, MPI.Intracomm)
         return self.groups.make(axes, ranks, communicator, transport, self.device)
 

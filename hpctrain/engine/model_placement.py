@@ -58,7 +58,9 @@ class ModelPlacement:
             return None if self.idle else self.world
         own = self.division.own[model]
         here = self.whole.rank in own
-        part = self.whole.part(own if here else [rank for rank in range(self.whole.size) if rank not in own])
+        part = self.whole.subworld(
+            own if here else [rank for rank in range(self.whole.size) if rank not in own]
+        )
         return part if here else None
 
     def agreement(self) -> AbstractContextManager[None]:
@@ -89,7 +91,7 @@ def take_seat(deck: Deck, world: World) -> ModelPlacement:
     with world.agreement():
         check_world(deck, world.size)
     transport, idle = choose_link(deck, world), world.rank in division.other_ranks
-    part = world.part(division.other_ranks if idle else division.policy)
+    part = world.subworld(division.other_ranks if idle else division.policy)
     own = without_dedicated_ranks(deck)
     if idle:
         stability = {"check_parameters": False}

@@ -15,7 +15,7 @@ from hpctrain.sharding.replication import OTHER_TOKENS, MeshQueries, NodePeers
 class NodeMesh(MeshQueries, Protocol):
     """What is asked of a mesh, or of a planned one."""
 
-    def cut(self, group: Group, size: int, across: str = "replicas") -> tuple[Group, Group]:
+    def split_group(self, group: Group, size: int, across: str = "replicas") -> tuple[Group, Group]:
         """Of a group's parts of `size` neighbours this rank's, and its peers in all parts, along an axis of
         that name. Collective.
         """
@@ -51,4 +51,4 @@ def cut_by_node(deck: Deck, mesh: NodeMesh) -> Callable[[Group], NodePeers | Non
                 deck.problem(f"communication.{deck.communication.compress}.between", sentence)
             )
     size_of = dict(zip(groups, sizes, strict=True))
-    return lambda group: NodePeers(*mesh.cut(group, size_of[group], "nodes"))
+    return lambda group: NodePeers(*mesh.split_group(group, size_of[group], "nodes"))

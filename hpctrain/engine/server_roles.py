@@ -102,7 +102,7 @@ class ServerRoles:
         ranks = range(self.servers) if self.serves(world.rank) else range(self.servers, world.size)
         own = serving(deck) if self.serves(world.rank) else deck
         transport = choose_link(deck, world)
-        part = world.part(ranks)
+        part = world.subworld(ranks)
         return own, part, Mesh(part, {"data": part.size}, transport)
 
     def stage(self, rank: int) -> Callable[..., TrainedStage]:

@@ -189,13 +189,15 @@ def make_replications(deck: Deck, mesh: NodeMesh) -> Replications:
         whole = size == 1 and everyone is not dense and deck.memory.parameters == "device"
         if parted:
             return ZeroSharding(
-                0 if whole else deck.layout.zero, *mesh.cut(everyone, size), apart, nodes(everyone)
+                0 if whole else deck.layout.zero, *mesh.split_group(everyone, size), apart, nodes(everyone)
             )
         if whole:
-            return ZeroSharding(0, everyone, mesh.part("data", 1))
+            return ZeroSharding(0, everyone, mesh.new_subgroup("data", 1))
         if size == everyone.size:
-            return ZeroSharding(deck.layout.zero, everyone, mesh.part("data", 1), nodes=nodes(everyone))
-        return ZeroSharding(deck.layout.zero, *mesh.cut(everyone, size), apart)
+            return ZeroSharding(
+                deck.layout.zero, everyone, mesh.new_subgroup("data", 1), nodes=nodes(everyone)
+            )
+        return ZeroSharding(deck.layout.zero, *mesh.split_group(everyone, size), apart)
 
     return Replications(mesh, shard)
 

@@ -29,7 +29,7 @@ class MeshQueries(Protocol):
     def group(self, *axes: str) -> Group:
         """Return this rank's group along one axis or several joined axes."""
 
-    def part(self, axis: str, size: int) -> Group:
+    def new_subgroup(self, axis: str, size: int) -> Group:
         """Return this rank's group of `size` neighbours along an axis. Collective over the axis."""
 
 
@@ -148,7 +148,7 @@ class Replications:
     @staticmethod
     def uncut(mesh: MeshQueries) -> Replications:
         """Return replications without ZeRO sharding."""
-        return Replications(mesh, lambda everyone: ZeroSharding(0, everyone, mesh.part("data", 1)))
+        return Replications(mesh, lambda everyone: ZeroSharding(0, everyone, mesh.new_subgroup("data", 1)))
 
     @staticmethod
     def alone(group: Group) -> Replications:
@@ -169,7 +169,7 @@ class Replications:
         holders = self._mesh.group(SAME_TOKENS)
         if SAME_TOKENS in shard.split:
             if shard.copies not in self._sharing:
-                self._sharing[shard.copies] = self._mesh.part(SAME_TOKENS, shard.copies)
+                self._sharing[shard.copies] = self._mesh.new_subgroup(SAME_TOKENS, shard.copies)
             holders = self._sharing[shard.copies]
         return Replication(
             sharding,
@@ -193,7 +193,7 @@ class Replications:
         """That of experts' pieces, which are all cut alike."""
         if self._experts is None:
             everyone = self._mesh.group("expert_data")
-            alone = self._mesh.part("expert_data", 1)
+            alone = self._mesh.new_subgroup("expert_data", 1)
             pieces = self._mesh.group(EXPERTS[1])
             self._experts = Replication(self._cut(everyone), alone, False, pieces, None, 0, 1)
         return self._experts
@@ -208,5 +208,5 @@ class _OneRank:
     def group(self, *_: str) -> Group:
         return self.only
 
-    def part(self, *_: object) -> Group:
+    def new_subgroup(self, *_: object) -> Group:
         return self.only

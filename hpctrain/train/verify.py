@@ -127,7 +127,7 @@ def compare(
     expected: dict[str, _Computed] = {}
     beside: dict[str, str] = {}
     if world.rank == 0:
-        only = world.alone()
+        only = world.single_rank_world()
         plain = on_one_rank(deck if one_rank is None else one_rank.with_keys(batch=batch))
         whole = tiny_trainer(plain.with_keys(memory={"recompute": "none"}), only, Mesh(only, {}))
         outputs, own = _of_own_code(whole, mesh.size("data")) if deck.model.module is not None else ({}, {})
@@ -202,7 +202,7 @@ def probe_module(small: Deck, world: World) -> list[ProbeFinding]:
     found: list[ProbeFinding] = []
     with world.agreement():
         if world.rank == 0 and small.model.module is not None:
-            alone = world.alone()
+            alone = world.single_rank_world()
             trainer = tiny_trainer(on_one_rank(small), alone, Mesh(alone, {}))
             weights = {shard.name: piece for shard, piece in _pieces(trainer.engine, gradients=False)}
             found += shared_memory(bare_module(trainer.engine, small.run.seed))

@@ -35,10 +35,12 @@ def test_all_are_timed_in_turns(
 def test_texts_longer_than_the_window_are_refused(world: World, tmp_path: Path) -> None:
     (tmp_path / "deck.toml").write_text(DECK)
     with pytest.raises(HpctrainError, match=r"batch\.sequence = 32: must be at least 41"):
-        bench_generate(world.alone(), tmp_path / "deck.toml", [], 2, 32, 1, None)
+        bench_generate(world.single_rank_world(), tmp_path / "deck.toml", [], 2, 32, 1, None)
 
 
 def test_models_that_write_nothing_are_refused(world: World, tmp_path: Path) -> None:
     (tmp_path / "deck.toml").write_text(DECK)
     with pytest.raises(HpctrainError, match=r"kind=reward: has a head of scores, which writes nothing"):
-        bench_generate(world.alone(), tmp_path / "deck.toml", ["objective.kind=reward"], 2, 8, 1, None)
+        bench_generate(
+            world.single_rank_world(), tmp_path / "deck.toml", ["objective.kind=reward"], 2, 8, 1, None
+        )

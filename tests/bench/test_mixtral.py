@@ -35,7 +35,7 @@ def test_its_step_trains_every_tensor(world: World, rival: str, monkeypatch: pyt
 
     made = []
     monkeypatch.setattr(module, "mixtral", lambda *args: made.append(mixtral(*args)) or made[0])
-    step = peer(rival, small_deck(*MIXTURE), world.alone(), ())
+    step = peer(rival, small_deck(*MIXTURE), world.single_rank_world(), ())
     before = {name: p.detach().clone() for name, p in made[0].named_parameters()}
     step()
     assert all(not torch.equal(before[name], p) for name, p in made[0].named_parameters())
@@ -51,13 +51,13 @@ def test_its_step_trains_every_tensor(world: World, rival: str, monkeypatch: pyt
 )
 def test_what_it_cannot_be_is_refused(world: World, changes: tuple[str, ...], told: str) -> None:
     with pytest.raises(HpctrainError, match=told):
-        peer("transformers-eager", small_deck(*changes), world.alone(), ())
+        peer("transformers-eager", small_deck(*changes), world.single_rank_world(), ())
 
 
 def test_it_takes_turns_with_ours(world: World, tmp_path: Path) -> None:
     deck, figures = tmp_path / "deck.toml", tmp_path / "figures.json"
     deck.write_text(DECK)
     wish = TrainingBenchOptions(1, 1, against=("transformers-eager",))
-    assert bench_train(world.alone(), deck, MIXTURE, wish, figures) == 0
+    assert bench_train(world.single_rank_world(), deck, MIXTURE, wish, figures) == 0
     names = [row["name"] for row in json.loads(figures.read_text())["rows"]]
     assert names == ["one rank", "transformers-eager"]

@@ -55,4 +55,4 @@ def test_what_cannot_be_timed_is_refused(
     deck = tmp_path / "deck.toml"
     deck.write_text(DECK)
     with pytest.raises(HpctrainError, match=told):
-        bench_mixture(world.alone(), deck, changes, 1, 1, None)
+        bench_mixture(world.single_rank_world(), deck, changes, 1, 1, None)

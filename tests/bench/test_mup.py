@@ -154,7 +154,7 @@ def test_ranks_share_the_trainings_out(world: World, mpi_tmp_path: Path) -> None
     wish = WidthBenchOptions((32, 64), 2, 1, (0.001, 0.01), (32, 64))
     bench_mup(world, path, keys, wish, folder / "figures.json", folder / "widths.png")
     if world.rank == 0:
-        bench_mup(world.alone(), path, keys, wish, folder / "alone.json", None)
+        bench_mup(world.single_rank_world(), path, keys, wish, folder / "alone.json", None)
         figures = json.loads((folder / "figures.json").read_text())
         assert figures == json.loads((folder / "alone.json").read_text())
         assert (folder / "widths.png").read_bytes()[1:4] == b"PNG"

@@ -26,11 +26,11 @@ def test_it_is_no_rank() -> None:
 def test_what_it_cannot_begin_is_told_by_the_rank(world: World) -> None:
     pytest.importorskip("transformers")
     with pytest.raises(HpctrainError, match="needs a mixture of experts"):
-        PeerProcess("transformers-eager", small_deck(*LLAMA), world.alone(), ())
+        PeerProcess("transformers-eager", small_deck(*LLAMA), world.single_rank_world(), ())
 
 
 def test_it_has_its_environment_and_its_end_is_an_error(world: World) -> None:
-    peer = PeerProcess("ddp-kept", small_deck("model.dropout=0"), world.alone(), ())
+    peer = PeerProcess("ddp-kept", small_deck("model.dropout=0"), world.single_rank_world(), ())
     assert peer.step() > 0
     variables = Path(f"/proc/{peer.process.pid}/environ").read_text().split("\0")
     assert {"MALLOC_MMAP_MAX_=0", "RANK=0", "WORLD_SIZE=1"} <= {*variables}

@@ -40,7 +40,7 @@ SGD = ("optimizer.name=sgd", "optimizer.sgd.momentum=0", "optimizer.weight_decay
 def test_updates_have_the_rates_that_are_told(world: World) -> None:
     """Of plain SGD an update is as long as the gradient, times the rate; the deck's warm-up is left out."""
     deck = steady(small_deck(*SGD, "learning_rate.warmup=3"))
-    trained = trainer(world.alone(), deck)
+    trained = trainer(world.single_rank_world(), deck)
     lengths, norms = [], []
     before = {name: values.clone() for name, values in trained.parameters().items()}
     real = trained.train_step
@@ -76,7 +76,9 @@ def test_any_layout_finds_the_same(layout: str, world: World) -> None:
 
 
 def test_it_ends_where_the_loss_diverges(world: World) -> None:
-    figures = rise(trainer(world.alone(), steady(small_deck(*SGD))), RateBenchOptions(1e-2, 1000, 40))
+    figures = rise(
+        trainer(world.single_rank_world(), steady(small_deck(*SGD))), RateBenchOptions(1e-2, 1000, 40)
+    )
     assert "diverged at rate" in figures.ended or "not finite at rate" in figures.ended
     assert len(figures.points) < 40 and figures.suggestion is not None
     assert 1e-2 <= figures.suggestion < figures.points[-1].rate
@@ -170,7 +172,7 @@ def test_a_deck_is_tried_and_nothing_is_left(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("".join(f"{n * n % 997} lines of text\n" for n in range(600)))
-    prepare(world.alone(), tmp_path / "tokens.h5", [str(tmp_path / "text.txt")])
+    prepare(world.single_rank_world(), tmp_path / "tokens.h5", [str(tmp_path / "text.txt")])
     (tmp_path / "deck.toml").write_text(
         '[run]\nsteps = 5\ntitle = "tried"\n[model]\nfamily = "gpt2"\nlayers = 1\nhidden = 16\nheads = 2\n'
         '[data]\ntokens = "tokens.h5"\n[batch]\nglobal_size = 4\nmicro_size = 2\nsequence = 16\n'
@@ -179,7 +181,9 @@ def test_a_deck_is_tried_and_nothing_is_left(
     capsys.readouterr()
     before = {*tmp_path.iterdir()}
     wish = RateBenchOptions(1e-4, 1.0, 20)
-    bench_rate(world.alone(), Path("deck.toml"), ["run.seed=3"], wish, Path("a.json"), Path("a.png"))
+    bench_rate(
+        world.single_rank_world(), Path("deck.toml"), ["run.seed=3"], wish, Path("a.json"), Path("a.png")
+    )
     assert {path.name for path in {*tmp_path.iterdir()} - before} == {"a.json", "a.png"}
     figures = json.loads((tmp_path / "a.json").read_text())
     shown = capsys.readouterr().out
@@ -199,10 +203,15 @@ def test_a_deck_is_tried_and_nothing_is_left(
         RateBenchOptions(1e-3, 0.1, 10, figure="validation/bits_per_byte"),
         ["data.validation=0.1"],
     )
-    bench_rate(world.alone(), Path("deck.toml"), held_out, wish, Path("b.json"), None)
+    bench_rate(world.single_rank_world(), Path("deck.toml"), held_out, wish, Path("b.json"), None)
     bits = [point["loss"] for point in json.loads((tmp_path / "b.json").read_text())["points"]]
     bench_rate(
-        world.alone(), Path("deck.toml"), held_out, replace(wish, figure="validation"), Path("c.json"), None
+        world.single_rank_world(),
+        Path("deck.toml"),
+        held_out,
+        replace(wish, figure="validation"),
+        Path("c.json"),
+        None,
     )
     losses = [point["loss"] for point in json.loads((tmp_path / "c.json").read_text())["points"]]
     ratios = [one / other for one, other in zip(bits, losses, strict=True)]

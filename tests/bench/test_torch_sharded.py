@@ -69,7 +69,7 @@ def test_rivals_train_what_one_rank_of_ours_does(world: World, name: str, change
     with steps_of(name, deck, world) as step:
         rows = [world.everyone.all_gather_object(step()) for _ in range(4)]
     losses = [fmean(loss for loss in row if loss is not None) for row in rows]
-    alone = world.alone()
+    alone = world.single_rank_world()
     own = own_variant("own", on_one_rank(deck), alone, Mesh(alone, {}))
     rounding = 1e-5 if deck.precision.compute == "fp32" else 2e-3
     assert losses == pytest.approx([own.step() for _ in range(4)], rel=rounding)

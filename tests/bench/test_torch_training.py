@@ -22,7 +22,7 @@ from tests.model.foreign.test_whole import gpt2
 
 @pytest.mark.parametrize("changes", [(), LLAMA, ("model.tied=false",)], ids=["gpt2", "llama", "untied"])
 def test_peers_begin_with_our_weights(world: World, changes: tuple[str, ...]) -> None:
-    alone, deck = world.alone(), small_deck("model.dropout=0", "model.layers=3", *changes)
+    alone, deck = world.single_rank_world(), small_deck("model.dropout=0", "model.layers=3", *changes)
     engine = build_engine(deck, alone, Mesh(alone, {}))
     ours = {p.shard.name: p.detach() for model in engine.models for p in model.parameters()}
     training = TorchTraining(deck)
@@ -43,7 +43,7 @@ def test_peers_begin_with_our_weights(world: World, changes: tuple[str, ...]) ->
 
 
 def test_a_module_begins_with_the_weights_of_a_run(world: World) -> None:
-    alone, deck = world.alone(), gpt2()
+    alone, deck = world.single_rank_world(), gpt2()
     engine = build_engine(deck, alone, Mesh(alone, {}))
     ours = {p.shard.name: p.detach() for layer in engine.model.layers for p in layer.own}
     training = TorchTraining(deck)

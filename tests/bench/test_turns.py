@@ -22,7 +22,9 @@ def test_every_second_round_is_mirrored(world: World) -> None:
 
         return TimedVariant(name, step, 8.0, lambda: {"forward": 2.0})
 
-    first, second = take_turns(world.alone(), [step_of("a", 1.0), step_of("b", 7.0)], steps=2, rounds=3)
+    first, second = take_turns(
+        world.single_rank_world(), [step_of("a", 1.0), step_of("b", 7.0)], steps=2, rounds=3
+    )
     assert "".join(order) == "ab" + "aabb" + "bbaa" + "aabb"
     assert first.losses == [1, 2, 3, 4, 5, 6, 7]
     assert second.losses[-1] == 13

@@ -34,7 +34,7 @@ KINDS = (torch.uint8, torch.bfloat16, torch.float32, torch.float64)
 
 @pytest.fixture
 def group(world: World) -> Group:
-    return world.alone().everyone
+    return world.single_rank_world().everyone
 
 
 @pytest.fixture

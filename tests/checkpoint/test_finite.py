@@ -84,7 +84,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_import_refuses_a_nonfinite_weight(world: World, model: Path, tmp_path: Path) -> None:
     with pytest.raises(InputOutputError) as caught:
-        import_model(world.alone(), model, tmp_path / "model.h5")
+        import_model(world.single_rank_world(), model, tmp_path / "model.h5")
     assert caught.value.exit_code == EXIT_INPUT_OUTPUT
     assert caught.value.problems == (
         f"{model}/model.safetensors: {NAME} is nan at [3, 5]: weights must be finite numbers (download or "

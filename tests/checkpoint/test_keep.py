@@ -265,7 +265,7 @@ def test_killed_while_writing(
     script.write_text(KILLED)
     done = launch(2, script, folder, mode, place, who, timeout=60)
     assert done.returncode not in (0, 2, 3), done.stderr
-    group = world.alone().everyone
+    group = world.single_rank_world().everyone
     # Only when all is done it has its name.
     newest = 2 if place == "publish" else 1
     good = [checkpoint_path(folder, step) for step in range(1, newest + 1)]
@@ -318,7 +318,7 @@ def test_what_a_run_does_not_write_is_kept(world: World, mpi_tmp_path: Path) -> 
 def test_what_a_run_can_do_without_is_a_warning(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    group = world.alone().everyone
+    group = world.single_rank_world().everyone
     for step in (1, 2, 3):
         save(checkpoint_path(tmp_path, step), group, [entry("a", torch.ones(3))], {"step": step})
 

@@ -28,7 +28,7 @@ HISTORY = {
 
 @pytest.fixture
 def path(world: World, tmp_path: Path, tensors: Tensors) -> Path:
-    alone = world.alone()
+    alone = world.single_rank_world()
     save(tmp_path / "a.h5", alone.everyone, whole(tensors, 0, 1), {"step": 7, "history": [HISTORY]})
     return tmp_path / "a.h5"
 

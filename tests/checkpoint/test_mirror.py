@@ -248,7 +248,7 @@ def test_any_ranks_on_any_nodes_write_it(
     save(mpi_tmp_path / "a.h5", world.everyone, held, {**STATE, "step": 4})
     mirror = mirror_of(world, memory, held, nodes)
     make(mirror, held, 4)
-    alone = world.alone()
+    alone = world.single_rank_world()
     for lost in (0, 1):
         if world.rank == 0:
             shutil.move(folder_of(mirror.token) / f"node-{lost}", memory / "away")

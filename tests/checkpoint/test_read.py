@@ -61,9 +61,9 @@ def test_fewer_ranks_read_what_more_wrote(world: World, mpi_tmp_path: Path, tens
     path = mpi_tmp_path / "a.h5"
     save(path, world.everyone, columns(tensors, world.rank, world.size), {})
     # Each rank alone, then pairs of ranks, each pair by itself, reading the same file.
-    alone = world.alone().everyone
+    alone = world.single_rank_world().everyone
     ranks = tuple(r for r in range(world.size) if r // 2 == world.rank // 2)
-    for group in (alone, world.split(("data",), ranks, "mpi")):
+    for group in (alone, world.new_group(("data",), ranks, "mpi")):
         for layout in (whole, rows):
             expected = layout(tensors, group.rank, group.size)
             found = emptied(expected)
@@ -103,7 +103,7 @@ def test_reads_only_what_is_asked_for(world: World, mpi_tmp_path: Path, tensors:
 def test_every_piece_that_a_range_touches_is_verified(
     damaged: int, world: World, tmp_path: Path, flip: Flip
 ) -> None:
-    group = world.alone().everyone
+    group = world.single_rank_world().everyone
     path = tmp_path / "a.h5"
     held = entry("a", torch.ones(2 * PIECE + 1000, dtype=torch.uint8))
     save(path, group, [held], {})
@@ -158,13 +158,13 @@ def test_another_model_is_refused(world: World, mpi_tmp_path: Path, tensors: Ten
 def small(world: World, tmp_path: Path) -> Path:
     path = tmp_path / "small.h5"
     held = [entry("a", torch.arange(1.0, 40.0)), entry("b.c", torch.ones(3, 4).bfloat16())]
-    save(path, world.alone().everyone, held, {"step": 12, "deck": "[run]\nseed = 3\n"})
+    save(path, world.single_rank_world().everyone, held, {"step": 12, "deck": "[run]\nseed = 3\n"})
     return path
 
 
 def test_one_flipped_byte_anywhere(world: World, small: Path, flip: Flip) -> None:
     """Noticed in all that is stored; elsewhere at worst harmless. Never another error or other values."""
-    group = world.alone().everyone
+    group = world.single_rank_world().everyone
     good = small.read_bytes()
     state = read_state(small)
     with h5py.File(small, "r") as file:
@@ -203,7 +203,9 @@ def test_a_folder_whose_names_cannot_be_read(
 ) -> None:
     """HDF5, asked for them in order, frees what it never filled: in memory full of noise it crashes."""
     path = tmp_path / "many.h5"
-    save(path, world.alone().everyone, [entry(f"tensor {n}", torch.ones(3)) for n in range(40)], {})
+    save(
+        path, world.single_rank_world().everyone, [entry(f"tensor {n}", torch.ones(3)) for n in range(40)], {}
+    )
     content = path.read_bytes()
     place = content.index(b"FHDB") + 5  # a block of names tells where its header lies
     path.write_bytes(content[:place] + b"\xff\xff" + content[place + 2 :])
@@ -227,7 +229,7 @@ def test_truncated(kept: float, world: World, small: Path) -> None:
 @pytest.mark.parametrize("value", [[1, 2], "text of any length"])
 def test_an_attribute_of_wrong_type(value: object, world: World, tmp_path: Path) -> None:
     path = tmp_path / "a.h5"
-    save(path, world.alone().everyone, [entry("a", torch.ones(3, dtype=torch.bfloat16))], {})
+    save(path, world.single_rank_world().everyone, [entry("a", torch.ones(3, dtype=torch.bfloat16))], {})
     with h5py.File(path, "r+") as file:
         file["/model/a"].attrs["dtype"] = value
     with pytest.raises(InputOutputError, match=r"a.h5: damaged .*: the attribute dtype is not a text"):
@@ -255,13 +257,13 @@ def test_a_state_of_other_types_is_refused(key: str, value: object, world: World
     path = tmp_path / "a.h5"
     held = [entry("a", torch.ones(3))]
     with pytest.raises(InputOutputError, match=rf"a\.h5: damaged .*: its state has a wrong value of {key}"):
-        save(path, world.alone().everyone, held, {key: value})
+        save(path, world.single_rank_world().everyone, held, {key: value})
     assert not path.exists()
 
 
 def test_checksums_that_lie_elsewhere_are_not_followed(world: World, tmp_path: Path) -> None:
     path = tmp_path / "a.h5"
-    save(path, world.alone().everyone, [entry("a", torch.ones(3))], {})
+    save(path, world.single_rank_world().everyone, [entry("a", torch.ones(3))], {})
     with h5py.File(path, "r+") as file:
         layout = h5py.VirtualLayout((1,), "<u8")
         layout[:] = h5py.VirtualSource(".", "checksums", (1,))
@@ -272,7 +274,7 @@ def test_checksums_that_lie_elsewhere_are_not_followed(world: World, tmp_path: P
 
 
 def test_datasets_of_other_types_are_damage(world: World, tmp_path: Path) -> None:
-    path, group = tmp_path / "a.h5", world.alone().everyone
+    path, group = tmp_path / "a.h5", world.single_rank_world().everyone
     save(path, group, [entry("a", torch.ones(3, dtype=torch.float64))], {})
     with pytest.raises(InputOutputError, match=r"a\.h5: /model/a: holds float64, expected float32"):
         load(path, group, [entry("a", torch.ones(3))])
@@ -281,7 +283,7 @@ def test_datasets_of_other_types_are_damage(world: World, tmp_path: Path) -> Non
 @pytest.mark.parametrize("marked", [None, b"bool", b"float32"])
 def test_a_type_that_is_not_marked_right(marked: bytes | None, world: World, tmp_path: Path) -> None:
     path = tmp_path / "a.h5"
-    save(path, world.alone().everyone, [entry("a", torch.ones(3, dtype=torch.bfloat16))], {})
+    save(path, world.single_rank_world().everyone, [entry("a", torch.ones(3, dtype=torch.bfloat16))], {})
     with h5py.File(path, "r+") as file:
         del file["/model/a"].attrs["dtype"]
         if marked is not None:
@@ -292,7 +294,7 @@ def test_a_type_that_is_not_marked_right(marked: bytes | None, world: World, tmp
 
 
 def test_truncated_while_it_is_read(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    group = world.alone().everyone
+    group = world.single_rank_world().everyone
     path = tmp_path / "a.h5"
     held = [entry("a", torch.ones(100_000))]
     save(path, group, held, {})
@@ -318,7 +320,7 @@ def test_not_ours(world: World, mpi_tmp_path: Path) -> None:
         text.write_text("step = 100, and some more text")
         with h5py.File(other, "w") as file:
             file["model"] = [1, 2]
-        save(newer, world.alone().everyone, [entry("a", torch.ones(3))], {})
+        save(newer, world.single_rank_world().everyone, [entry("a", torch.ones(3))], {})
         shutil.copy(newer, unfinished)
         shutil.copy(newer, linked)
         with h5py.File(newer, "r+") as file:
@@ -351,7 +353,7 @@ def test_not_ours(world: World, mpi_tmp_path: Path) -> None:
 
 def test_state_comes_back(world: World, tmp_path: Path) -> None:
     state = {"step": 5, "samples": 10**12, "nested": {"losses": [1.5, None, "é\n"]}, "deck": "é = 1\n\n"}
-    save(tmp_path / "a.h5", world.alone().everyone, [], state)
+    save(tmp_path / "a.h5", world.single_rank_world().everyone, [], state)
     found = read_state(tmp_path / "a.h5")
     assert found.pop("versions")["hpctrain"]
     assert found == state

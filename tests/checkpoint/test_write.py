@@ -82,7 +82,7 @@ def test_one_rank_needs_no_parallel_hdf5(
     world: World, tmp_path: Path, tensors: Tensors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(h5py, "get_config", NoMpi)
-    group = world.alone().everyone
+    group = world.single_rank_world().everyone
     save(tmp_path / "a.h5", group, whole(tensors, 0, 1), STATE)
     state = read_state(tmp_path / "a.h5")
     assert state.pop("versions").keys() >= {"hpctrain", "torch", "h5py", "hdf5"}
@@ -226,11 +226,11 @@ def test_an_unwritable_folder_is_said(world: World, tmp_path: Path, tensors: Ten
     with pytest.raises(
         InputOutputError, match=r"file/a.h5: cannot write a checkpoint of .* MB: (Not a dir|File exists)"
     ):
-        save(tmp_path / "file" / "a.h5", world.alone().everyone, whole(tensors, 0, 1), STATE)
+        save(tmp_path / "file" / "a.h5", world.single_rank_world().everyone, whole(tensors, 0, 1), STATE)
 
 
 def test_leftovers_of_crashed_saves_are_removed(world: World, tmp_path: Path) -> None:
-    group = world.alone().everyone
+    group = world.single_rank_world().everyone
     temporary_name(tmp_path / "step-00000003.h5").write_bytes(b"half")
     (tmp_path / "other.txt").write_text("mine")
     save(tmp_path / "step-00000004.h5", group, [entry("a", torch.ones(3))], {})
@@ -238,6 +238,6 @@ def test_leftovers_of_crashed_saves_are_removed(world: World, tmp_path: Path) ->
 
 
 def test_no_tensors_and_no_state(world: World, tmp_path: Path) -> None:
-    group = world.alone().everyone
+    group = world.single_rank_world().everyone
     save(tmp_path / "a.h5", group, [], {})
     assert load(tmp_path / "a.h5", group, []).keys() == {"versions"}

@@ -35,7 +35,7 @@ def test_the_system_hears_of_large_writes(
     written: list[tuple[int, int]] = []
     monkeypatch.setattr(draft, "start_writing", lambda _, *span: written.append(span))
     path = tmp_path / "a.h5"
-    save(path, world.alone().everyone, held, {})
+    save(path, world.single_rank_world().everyone, held, {})
     places = [stored.offset for stored in examine(path).datasets.values()]
     assert written == [(place, 8 * size) for place in places]
 

@@ -28,7 +28,7 @@ def run_dir(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that has learned TEXT by heart."""
     folder = tmp_path_factory.mktemp("generate")
     (folder / "text.txt").write_text(TEXT * 100)
-    alone = world.alone()
+    alone = world.single_rank_world()
     prepare(alone, folder / "tokens.h5", [str(folder / "text.txt")], train_bpe=270)
     deck = small_deck(
         f"run.dir={folder / 'run'}",

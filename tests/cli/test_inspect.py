@@ -19,8 +19,8 @@ Launch = Callable[..., subprocess.CompletedProcess[str]]
 def checkpoints(world: World, tmp_path: Path) -> tuple[Path, Path]:
     """Two files whose tensors differ in two elements."""
     one, other = tmp_path / "one.h5", tmp_path / "other.h5"
-    write(world.alone().everyone, one)
-    write(world.alone().everyone, other, grown=1.0)
+    write(world.single_rank_world().everyone, one)
+    write(world.single_rank_world().everyone, other, grown=1.0)
     return one, other
 
 

@@ -132,7 +132,7 @@ def test_started_operations_are_compared_and_done(checked: World) -> None:
 def test_nothing_is_between_a_group_and_its_transport_without_the_check(checked: World) -> None:
     assert isinstance(checked.everyone.comparer, CallComparer)
     checked.compare_calls(False)
-    fresh = checked.split(("fresh",), tuple(range(checked.size)), "mpi")
+    fresh = checked.new_group(("fresh",), tuple(range(checked.size)), "mpi")
     for group in (checked.everyone, fresh):
         assert group.comparer is None
         assert isinstance(group.host, MpiTransport)

@@ -1,6 +1,6 @@
 """Letters from whoever sends, what the ledger counts of them, and parts of a world.
 
-Tests of comm/mailbox.py and of `World.part`.
+Tests of comm/mailbox.py and of `World.subworld`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def fail(here: bool) -> None:
 
 
 def mailbox(world: World) -> Mailbox:
-    return Mailbox(world.split(("letters",), tuple(range(world.size)), "mpi"))
+    return Mailbox(world.new_group(("letters",), tuple(range(world.size)), "mpi"))
 
 
 @pytest.mark.mpi(min_size=2)
@@ -97,7 +97,7 @@ def test_who_waits_for_letters_gives_no_sign_of_life_and_a_report_says_so(
 def test_a_part_of_a_world_communicates_and_agrees_by_itself(world: World) -> None:
     """The first rank is one part, the others are another one; the ledger is that of the whole."""
     mine = range(1) if world.rank == 0 else range(1, world.size)
-    part = world.part(mine)
+    part = world.subworld(mine)
     assert (part.rank, part.size, part.ledger) == (world.rank - mine.start, len(mine), world.ledger)
     assert part.everyone.all_gather_object(world.rank) == list(mine)
     mesh = Mesh(part, {"data": part.size})

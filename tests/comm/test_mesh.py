@@ -87,7 +87,7 @@ def test_experts_fold_the_ranks_of_a_stage_in_their_own_way(world: World) -> Non
             group = mesh.group(axis)
             assert list(group.ranks) == expected
             assert group.all_gather(torch.tensor([world.rank])).tolist() == expected
-            assert mesh.part(axis, 1).ranks == (world.rank,)
+            assert mesh.new_subgroup(axis, 1).ranks == (world.rank,)
 
 
 def test_a_mesh_without_experts_has_no_groups_for_them(world: World) -> None:
@@ -111,7 +111,7 @@ def test_experts_are_named_where_they_are_split() -> None:
 
 def test_parts_of_an_axis(world: World) -> None:
     mesh = Mesh(world, {"tensor": world.size})
-    part = mesh.part("tensor", world.size // 2 or 1)
+    part = mesh.new_subgroup("tensor", world.size // 2 or 1)
     size = part.size
     first = world.rank // size * size
     assert part.ranks == tuple(range(first, first + size))

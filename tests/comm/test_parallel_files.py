@@ -21,7 +21,7 @@ from hpctrain.errors import InputOutputError
 
 
 def test_check_leaves_the_folder_empty(world: World, tmp_path: Path) -> None:
-    require_parallel_files(world.alone(), tmp_path)
+    require_parallel_files(world.single_rank_world(), tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -32,13 +32,13 @@ def test_error_contains_the_message_of_mpi(
     opens = f"{tmp_path}: MPI_File_open cannot open a file on all ranks \\(MPI_ERR_[^)]*\\)"
     monkeypatch.setattr(parallel_files.MPI, "MODE_RDWR", 0)
     with pytest.raises(InputOutputError, match=f"{opens}$"):
-        require_parallel_files(world.alone(), tmp_path)
+        require_parallel_files(world.single_rank_world(), tmp_path)
     monkeypatch.setattr(parallel_files, "SHARED_MEMORY", missing)
     monkeypatch.setattr(parallel_files.MPI, "get_vendor", lambda: ("Open MPI", (4, 1, 4)))
     with pytest.raises(
         InputOutputError, match=f"{opens}; {missing} cannot be written to on this node: .*sharedfp"
     ):
-        require_parallel_files(world.alone(), tmp_path)
+        require_parallel_files(world.single_rank_world(), tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -57,7 +57,7 @@ def test_full_shared_memory_is_reported_before_a_file_is_opened(
     monkeypatch.setattr(parallel_files.os, "statvfs", lambda _: full)
     monkeypatch.delenv("OMPI_MCA_sharedfp", raising=False)
     with pytest.raises(InputOutputError, match=r"/dev/shm is full on this node: .*OMPI_MCA_sharedfp=.sm"):
-        require_parallel_files(world.alone(), tmp_path)
+        require_parallel_files(world.single_rank_world(), tmp_path)
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)

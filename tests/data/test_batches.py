@@ -22,7 +22,7 @@ TOKENS = torch.tensor([*TEXT, 256])
 @pytest.fixture
 def file(world: World, tmp_path: Path) -> TokenFile:
     (tmp_path / "a.txt").write_bytes(TEXT)
-    prepare(world.alone(), tmp_path / "a.h5", [str(tmp_path / "a.txt")])
+    prepare(world.single_rank_world(), tmp_path / "a.h5", [str(tmp_path / "a.txt")])
     return TokenFile(tmp_path / "a.h5")
 
 

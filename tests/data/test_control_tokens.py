@@ -255,7 +255,12 @@ def test_error_names_the_file_that_cannot_be_encoded(world: World, tmp_path: Pat
     for name, text in (("good", "abba"), ("bad", "abxab"), ("other", "ab y")):
         (tmp_path / f"{name}.txt").write_text(text)
     with pytest.raises(HpctrainError) as caught:
-        prepare(world.alone(), tmp_path / "o.h5", [str(tmp_path)], tokenizer=str(tmp_path / "few.json"))
+        prepare(
+            world.single_rank_world(),
+            tmp_path / "o.h5",
+            [str(tmp_path)],
+            tokenizer=str(tmp_path / "few.json"),
+        )
     bad, other = caught.value.problems
     assert bad.startswith(f"{tmp_path / 'bad.txt'}: tokenizer = ") and "'x' (U+0078)" in bad
     assert other.startswith(f"{tmp_path / 'other.txt'}: ") and "' ' (U+0020)" in other
@@ -267,7 +272,7 @@ def test_lossy_rules_and_unknown_words_give_warnings(world: World, tmp_path: Pat
     (tmp_path / "a.txt").write_text("old cheap new")
     warnings: list[str] = []
     prepare(
-        world.alone(),
+        world.single_rank_world(),
         tmp_path / "a.h5",
         [str(tmp_path / "a.txt")],
         tokenizer=str(folder),
@@ -367,7 +372,7 @@ def test_control_tokens_have_no_bytes() -> None:
 
 def test_token_file_stores_settings_and_serves_as_tokenizer(world: World, tmp_path: Path) -> None:
     """`--tokenizer corpus.h5` encodes as for this file, and uses its chat template."""
-    alone = world.alone()
+    alone = world.single_rank_world()
     folder = bpe(tmp_path / "t", BUILT_IN["chatml"], {"bos_token": "<|im_start|>", "model_max_length": 9})
     (tmp_path / "a.txt").write_text("two and two <|im_end|>")
     prepare(alone, tmp_path / "a.h5", [str(tmp_path / "a.txt")], tokenizer=str(folder))
@@ -392,7 +397,7 @@ def test_token_file_without_settings(world: World, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("two and two")
     folder = bpe(tmp_path / "t")
     prepare(
-        world.alone(), tmp_path / "a.h5", [str(tmp_path / "a.txt")], tokenizer=str(folder),
+        world.single_rank_world(), tmp_path / "a.h5", [str(tmp_path / "a.txt")], tokenizer=str(folder),
         end_of_document="<|im_start|>",
     )  # fmt: skip
     with h5py.File(tmp_path / "a.h5", "r+") as file:
@@ -404,7 +409,7 @@ def test_token_file_without_settings(world: World, tmp_path: Path) -> None:
 
 
 def test_trained_tokenizer_is_written_next_to_the_tokens(world: World, tmp_path: Path) -> None:
-    alone, out = world.alone(), tmp_path / "a.h5"
+    alone, out = world.single_rank_world(), tmp_path / "a.h5"
     for name, text in (("a", "to be or not to be\n"), ("b", "quite another text\n")):
         (tmp_path / f"{name}.txt").write_text(text * 9)
     prepare(alone, out, [str(tmp_path / "a.txt")], train_bpe=270)

@@ -46,11 +46,11 @@ def folder(world: World, tmp_path: Path) -> Path:
     """Files of each kind, of bytes, by the template `raw`."""
     for kind, rows in (("chat", CHATS), ("preferences", PAIRS), ("prompts", PROMPTS)):
         source = write_rows(tmp_path / f"{kind}.jsonl", rows)
-        prepare_rows(world.alone(), tmp_path / f"{kind}.h5", [source], kind=kind, template="raw")
+        prepare_rows(world.single_rank_world(), tmp_path / f"{kind}.h5", [source], kind=kind, template="raw")
     half = write_rows(tmp_path / "half.jsonl", CHATS[:11])
-    prepare_rows(world.alone(), tmp_path / "half.h5", [half], kind="chat", template="raw")
+    prepare_rows(world.single_rank_world(), tmp_path / "half.h5", [half], kind="chat", template="raw")
     (tmp_path / "text.txt").write_text("some text " * 40)
-    prepare(world.alone(), tmp_path / "text.h5", [str(tmp_path / "text.txt")])
+    prepare(world.single_rank_world(), tmp_path / "text.h5", [str(tmp_path / "text.txt")])
     return tmp_path
 
 
@@ -176,7 +176,9 @@ def test_what_is_left_out_is_counted_and_told(world: World, tmp_path: Path) -> N
     rows = [{"prompt": "p" * 30, "response": "yes"}] * 4 + [{"prompt": "p", "response": "no"}] * 3
     for name, taken in (("both", rows), ("none", rows[:4])):
         source = write_rows(tmp_path / f"{name}.jsonl", taken)
-        prepare_rows(world.alone(), tmp_path / f"{name}.h5", [source], kind="chat", template="raw")
+        prepare_rows(
+            world.single_rank_world(), tmp_path / f"{name}.h5", [source], kind="chat", template="raw"
+        )
 
     def deck_of(name: str, sequence: int) -> Deck:
         keys = f"data.tokens={tmp_path / name}.h5", f"batch.sequence={sequence}", "model.vocabulary=257"

@@ -27,7 +27,7 @@ def file(world: World, tmp_path: Path) -> TokenFile:
     """Documents of 1 to 14 bytes and their ends."""
     for length in range(1, 15):
         (tmp_path / f"{length:02}.txt").write_bytes(bytes(range(65, 65 + length)))
-    prepare(world.alone(), tmp_path / "tokens.h5", [str(tmp_path)])
+    prepare(world.single_rank_world(), tmp_path / "tokens.h5", [str(tmp_path)])
     return TokenFile(tmp_path / "tokens.h5")
 
 

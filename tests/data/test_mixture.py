@@ -39,7 +39,7 @@ def trained(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sp
     for number, (name, size) in enumerate(SIZES.items()):
         random = np.random.default_rng(number)
         Path(f"{name}.txt").write_bytes(random.integers(32, 127, size).astype("u1").tobytes())
-        prepare(world.alone(), Path(f"{name}.h5"), [f"{name}.txt"])
+        prepare(world.single_rank_world(), Path(f"{name}.h5"), [f"{name}.txt"])
     deck = parse_deck(SMALL, KEYS)
     return SplitDatasets.of(deck, open_entries(deck))
 

@@ -17,7 +17,7 @@ from hpctrain.errors import HpctrainError
 
 def test_second_process_is_refused(world: World, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some text")
-    out, alone = tmp_path / "out.h5", world.alone()
+    out, alone = tmp_path / "out.h5", world.single_rank_world()
 
     def prepare_output() -> None:
         prepare_any(alone, out, [str(tmp_path / "a.txt")], {}, lambda _: None, lambda *_: None)
@@ -36,7 +36,7 @@ def test_second_process_is_refused(world: World, tmp_path: Path) -> None:
 def test_lock_file_of_a_dead_process_does_not_block(world: World, tmp_path: Path) -> None:
     out = tmp_path / "out.h5"
     lock_path(out).write_text("process 1 on elsewhere")
-    with lock_output(world.alone(), out, pytest.fail):
+    with lock_output(world.single_rank_world(), out, pytest.fail):
         assert lock_path(out).read_text().startswith(f"process {os.getpid()} on ")
 
 
@@ -49,5 +49,5 @@ def test_file_system_without_locks_gives_a_warning(
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     warnings: list[str] = []
-    with lock_output(world.alone(), tmp_path / "out.h5", warnings.append):
+    with lock_output(world.single_rank_world(), tmp_path / "out.h5", warnings.append):
         assert [f"does not support locks ({os.strerror(code)})" in line for line in warnings] == [True]

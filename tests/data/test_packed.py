@@ -24,7 +24,7 @@ def tokens_of(texts: list[str]) -> list[int]:
 
 def prepared(world: World, folder: Path, *names: str, **options: Any) -> list[int]:
     out = folder / "out.h5"
-    prepare(world.alone(), out, [str(folder / name) for name in names], replace=True, **options)
+    prepare(world.single_rank_world(), out, [str(folder / name) for name in names], replace=True, **options)
     file = TokenFile(out)
     return [int(token) for token in file.read(0, file.tokens)]
 

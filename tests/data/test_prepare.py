@@ -81,7 +81,7 @@ def test_the_file_does_not_depend_on_the_ranks(
     options = {"text_key": "body", "train_bpe": bpe, "piece_bytes": 64, "binary": True}
     prepare(world, mpi_tmp_path / "all.h5", [folder], **options)
     if world.rank == 0:
-        prepare(world.alone(), mpi_tmp_path / "one.h5", [folder], **options)
+        prepare(world.single_rank_world(), mpi_tmp_path / "one.h5", [folder], **options)
         with h5py.File(mpi_tmp_path / "all.h5") as many, h5py.File(mpi_tmp_path / "one.h5") as one:
             names = {"tokens", "document_ends", "tokenizer", "tokenizer_settings", "checksums"}
             assert set(many) == set(one) == names

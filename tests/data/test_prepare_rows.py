@@ -53,7 +53,13 @@ def test_a_file_is_what_its_rows_are_on_any_ranks(
     if world.rank == 0:
         bpe(folder, CHATML)
         write_rows(source, KINDS[kind])
-        prepare_rows(world.alone(), mpi_tmp_path / "one.h5", [str(source)], kind=kind, tokenizer=str(folder))
+        prepare_rows(
+            world.single_rank_world(),
+            mpi_tmp_path / "one.h5",
+            [str(source)],
+            kind=kind,
+            tokenizer=str(folder),
+        )
     world.everyone.barrier()
     made = prepare_rows(world, out, [str(source)], kind=kind, tokenizer=str(folder), piece_bytes=300)
     world.everyone.barrier()
@@ -84,7 +90,7 @@ def test_a_file_is_what_its_rows_are_on_any_ranks(
 
 def test_of_text_nothing_changes(world: World, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
-    prepare(world.alone(), tmp_path / "t.h5", [str(tmp_path / "a.txt")])
+    prepare(world.single_rank_world(), tmp_path / "t.h5", [str(tmp_path / "a.txt")])
     file = TokenFile(tmp_path / "t.h5")
     assert file.contents == Contents() and file.kind == "text" and file.learned(0, 5).all()
     with h5py.File(tmp_path / "t.h5") as stored:
@@ -96,7 +102,9 @@ def said_of(world: World, out: Path, source: str, **choices: Any) -> list[str]:
     """All that `hpctrain prepare` says."""
     said: list[str] = []
     usual = {"train_bpe": None, "text_key": "text", "binary": False, "globs": (), "tokenizer": "bytes"}
-    made = prepare_any(world.alone(), out, [source], {**usual, **choices}, said.append, lambda *_: None)
+    made = prepare_any(
+        world.single_rank_world(), out, [source], {**usual, **choices}, said.append, lambda *_: None
+    )
     return [*said, made_text(made)]
 
 
@@ -161,7 +169,7 @@ def test_bad_rows(world: World, tmp_path: Path, kind: str, lines: list[str], wan
     source = tmp_path / "rows.jsonl"
     source.write_text("\n".join(lines))
     with pytest.raises(HpctrainError) as caught:
-        prepare_rows(world.alone(), tmp_path / "o.h5", [str(source)], kind=kind, template="plain")
+        prepare_rows(world.single_rank_world(), tmp_path / "o.h5", [str(source)], kind=kind, template="plain")
     assert wanted in str(caught.value) and str(source) in str(caught.value)
     assert len(caught.value.problems) == 1
     assert [each.name for each in tmp_path.iterdir()] == ["rows.jsonl"]
@@ -178,13 +186,17 @@ def test_what_a_template_refuses_names_the_line(
     )
     source = write_rows(tmp_path / "a.jsonl", [CHATS[0], {"messages": talk("a", "b", system="s")}])
     with pytest.raises(HpctrainError, match=r"a.jsonl:2: --template .*t.jinja: must begin with a user"):
-        prepare_rows(world.alone(), tmp_path / "o.h5", [source], kind="chat", template=str(template))
+        prepare_rows(
+            world.single_rank_world(), tmp_path / "o.h5", [source], kind="chat", template=str(template)
+        )
     endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     of_one = f"{{% if messages[0].content == 's' %}}{endless}{{% endif %}}{{{{ messages | string }}}}"
     for text, where in ((endless, "^"), (of_one, "a.jsonl:2: ")):
         template.write_text(text)
         with pytest.raises(HpctrainError, match=rf"{where}--template .*t.jinja: takes more than 500 ms"):
-            prepare_rows(world.alone(), tmp_path / "o.h5", [source], kind="chat", template=str(template))
+            prepare_rows(
+                world.single_rank_world(), tmp_path / "o.h5", [source], kind="chat", template=str(template)
+            )
 
 
 def test_compressed_files_and_tables(world: World, tmp_path: Path) -> None:
@@ -202,7 +214,7 @@ def test_compressed_files_and_tables(world: World, tmp_path: Path) -> None:
     files = []
     for path in paths:
         out = tmp_path / f"{path}.h5"
-        prepare_rows(world.alone(), out, [str(tmp_path / path)], kind="chat", template="plain")
+        prepare_rows(world.single_rank_world(), out, [str(tmp_path / path)], kind="chat", template="plain")
         files.append(documents(TokenFile(out)))
     assert all(each == files[0] for each in files)
 
@@ -211,7 +223,7 @@ def test_compressed_files_and_tables(world: World, tmp_path: Path) -> None:
 def test_what_changes_is_noticed(world: World, tmp_path: Path, dataset: str) -> None:
     source = write_rows(tmp_path / "a.jsonl", PAIRS)
     made = tmp_path / "o.h5"
-    prepare_rows(world.alone(), made, [source], kind="preferences", template="plain")
+    prepare_rows(world.single_rank_world(), made, [source], kind="preferences", template="plain")
     before = TokenFile(made).fingerprint
     with h5py.File(made, "r+") as file:
         values = np.array(file[dataset])
@@ -225,13 +237,13 @@ def test_what_changes_is_noticed(world: World, tmp_path: Path, dataset: str) -> 
     other = tmp_path / "other.h5"
     own = tmp_path / "own.jinja"
     own.write_text("{% for m in messages %}{{ m.role | capitalize }}: {{ m.content }}\n{% endfor %}")
-    prepare_rows(world.alone(), other, [source], kind="preferences", template=str(own))
+    prepare_rows(world.single_rank_world(), other, [source], kind="preferences", template=str(own))
     assert TokenFile(other).fingerprint != before
 
 
 def test_a_conversation_of_a_file_is_that_of_memory(world: World, tmp_path: Path) -> None:
     source = write_rows(tmp_path / "a.jsonl", CHATS[:1])
-    prepare_rows(world.alone(), tmp_path / "o.h5", [source], kind="chat", template="raw")
+    prepare_rows(world.single_rank_world(), tmp_path / "o.h5", [source], kind="chat", template="raw")
     template = ChatTemplate.of("raw", "bytes", "<|endoftext|>")
     messages: Any = CHATS[0]["messages"]
     made = ChatTokenizer(Tokenizer("bytes"), template).conversation(Conversation(messages))

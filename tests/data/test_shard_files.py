@@ -130,6 +130,6 @@ def test_what_was_killed_goes_on(world: World, tmp_path: Path, kind: str, number
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("goes on where it was ended: ")
     paths = [str(tmp_path / name) for name in ("a.jsonl", "b.txt", "c.jsonl")]
-    prepare(world.alone(), tmp_path / "one.h5", paths)
+    prepare(world.single_rank_world(), tmp_path / "one.h5", paths)
     same(open_tokens([str(tmp_path / "out-*.h5")], "data.tokens"), TokenFile(tmp_path / "one.h5"))
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]

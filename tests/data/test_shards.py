@@ -28,7 +28,7 @@ def folder(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     for name, text in TEXTS.items():
         Path(f"{name}.txt").write_text(text)
         Path("more.jsonl").write_text('{"text": "x y"}\n{"text": "z"}\n')
-        prepare(world.alone(), Path(f"{name}.h5"), [f"{name}.txt", "more.jsonl"])
+        prepare(world.single_rank_world(), Path(f"{name}.h5"), [f"{name}.txt", "more.jsonl"])
     return tmp_path
 
 
@@ -77,7 +77,7 @@ def test_what_names_no_files(folder: Path) -> None:
 
 def test_files_of_other_tokenizers_are_refused(world: World, folder: Path) -> None:
     Path("long.txt").write_text("the quick brown fox jumps over the lazy dog. " * 20)
-    prepare(world.alone(), Path("bpe.h5"), ["long.txt"], train_bpe=270)
+    prepare(world.single_rank_world(), Path("bpe.h5"), ["long.txt"], train_bpe=270)
     with pytest.raises(
         HpctrainError, match=r"its tokenizer is not that of data.tokens = a.h5: it is BPE"
     ) as caught:

@@ -102,7 +102,7 @@ class KilledError(BaseException):
 
 def test_prepare_goes_on(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ended after any piece, it makes the same file, of what is not yet tokens alone."""
-    alone, text, out = world.alone(), tmp_path / "a.txt", tmp_path / "out.h5"
+    alone, text, out = world.single_rank_world(), tmp_path / "a.txt", tmp_path / "out.h5"
     text.write_text("".join(f"line {n}\n" for n in range(300)))
     rows = tmp_path / "b.jsonl"
     rows.write_text("".join(f'{{"text": "row {n}"}}\n' for n in range(100)))
@@ -150,10 +150,10 @@ def test_a_wrong_line_is_told_again(world: World, tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(preparation, "read_piece", ending)
     with pytest.raises(KilledError):
-        prepare(world.alone(), tmp_path / "out.h5", [str(rows)], piece_bytes=500)
+        prepare(world.single_rank_world(), tmp_path / "out.h5", [str(rows)], piece_bytes=500)
     monkeypatch.setattr(preparation, "read_piece", read)
     with pytest.raises(HpctrainError, match=r"b.jsonl:1: the line is no JSON"):
-        prepare(world.alone(), tmp_path / "out.h5", [str(rows)], piece_bytes=500)
+        prepare(world.single_rank_world(), tmp_path / "out.h5", [str(rows)], piece_bytes=500)
 
 
 def test_a_killed_process_leaves_no_output(tmp_path: Path) -> None:

@@ -34,13 +34,13 @@ def path(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(write, "PIECE_TOKENS", 16)
     for i, word in enumerate(WORDS):
         (tmp_path / f"{i}.txt").write_bytes(word)
-    prepare(world.alone(), tmp_path / "tokens.h5", [str(tmp_path)])
+    prepare(world.single_rank_world(), tmp_path / "tokens.h5", [str(tmp_path)])
     return tmp_path / "tokens.h5"
 
 
 def test_reading_leaves_no_pages_in_the_process(world: World, tmp_path: Path) -> None:
     (tmp_path / "long.txt").write_bytes(b"some text\n" * 3_000_000)
-    prepare(world.alone(), tmp_path / "tokens.h5", [str(tmp_path)])
+    prepare(world.single_rank_world(), tmp_path / "tokens.h5", [str(tmp_path)])
     file = TokenFile(tmp_path / "tokens.h5")
     file.read(0, 1)
     before = resident_bytes()
@@ -243,7 +243,7 @@ def test_a_disk_that_fails_is_told(path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_a_fingerprint_is_of_the_tokens(world: World, path: Path, tmp_path: Path) -> None:
     texts = [str(tmp_path / f"{i}.txt") for i in range(len(WORDS))]
     for name, paths in (("same.h5", texts), ("other.h5", texts[::-1])):
-        prepare(world.alone(), tmp_path / name, paths)
+        prepare(world.single_rank_world(), tmp_path / name, paths)
     marks = [TokenFile(file).fingerprint for file in (path, tmp_path / "same.h5", tmp_path / "other.h5")]
     assert marks[0] == marks[1] != marks[2]
 

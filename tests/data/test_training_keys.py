@@ -25,7 +25,7 @@ def said_of(world: World, folder: Path, rows: list[Any], kind: str = "chat") -> 
     said: list[str] = []
     source, out = write_rows(folder / "rows.jsonl", rows), folder / "out.h5"
     choices = {"kind": kind, "template": "raw"}
-    prepare_any(world.alone(), out, [source], choices, said.append, lambda *_: None)
+    prepare_any(world.single_rank_world(), out, [source], choices, said.append, lambda *_: None)
     return [line.replace(f"{folder}/", "") for line in said], TokenFile(out).contents.rows
 
 

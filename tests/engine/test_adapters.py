@@ -103,7 +103,7 @@ def test_all_but_adapters_stay_as_they_are(world: World, zero: int, compute: str
 
 
 def test_new_adapters_change_no_bit(world: World) -> None:
-    lone, tokens = world.alone(), torch.arange(32).view(1, -1)
+    lone, tokens = world.single_rank_world(), torch.arange(32).view(1, -1)
     decks = small_deck(*LLAMA), small_deck(*LLAMA, *ADAPTERS)
     bare, adapted = (build_engine(deck, lone, make_mesh(deck, lone)) for deck in decks)
     assert torch.equal(logits_of(bare.model, tokens), logits_of(adapted.model, tokens))

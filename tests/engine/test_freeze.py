@@ -45,8 +45,8 @@ def test_frozen_parameters_stay_and_the_others_train_as_on_one_rank(
 def test_gradients_of_the_others_are_those_without_freezing(world: World) -> None:
     deck = (*LLAMA, "optimizer.clip=0")
     free, frozen = (
-        trainer(world.alone(), small_deck(*deck)),
-        trainer(world.alone(), small_deck(*deck, FROZEN)),
+        trainer(world.single_rank_world(), small_deck(*deck)),
+        trainer(world.single_rank_world(), small_deck(*deck, FROZEN)),
     )
     free.train(1), frozen.train(1)
     expected = free.gradients()
@@ -68,14 +68,14 @@ def test_gradients_of_the_others_are_those_without_freezing(world: World) -> Non
 def test_what_cannot_be_frozen(world: World, patterns: list[str], told: str) -> None:
     names = ", ".join(f'"{pattern}"' for pattern in patterns)
     with pytest.raises(HpctrainError) as caught:
-        trainer(world.alone(), small_deck(f"model.frozen=[{names}]"))
+        trainer(world.single_rank_world(), small_deck(f"model.frozen=[{names}]"))
     assert told in str(caught.value.problems[0])
 
 
 @pytest.mark.parametrize("where", ["memory.optimizer=device", "memory.optimizer=disk"])
 def test_what_is_frozen_when_a_run_goes_on_stays(world: World, tmp_path: Path, where: str) -> None:
     deck = (*LLAMA, where, f"memory.offload_dir={tmp_path}")
-    alone, path = world.alone(), tmp_path / "step.h5"
+    alone, path = world.single_rank_world(), tmp_path / "step.h5"
     free, frozen = trainer(alone, small_deck(*deck)), trainer(alone, small_deck(*deck, FROZEN))
     free.train(2)
     save(path, alone.everyone, training_entries(free.engine.state()), {})

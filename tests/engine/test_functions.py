@@ -70,7 +70,7 @@ def compiled(deck: Deck, world: World) -> Deck:
 @pytest.mark.mpi(max_size=1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_training_is_that_of_torch_to_rounding(world: World, family: str) -> None:
-    one = world.alone()
+    one = world.single_rank_world()
     for form, bound in (("fp32", 2e-5), ("bf16", 3e-2)):
         keys = (*FAMILIES[family], f"precision.compute={form}", "machine.products=library")
         own, other = (trainer(one, small_deck(*keys, *more)) for more in ((COMPILE,), ()))
@@ -300,7 +300,7 @@ def test_gpus_and_other_decks_are_refused(world: World) -> None:
     ):
         with pytest.raises(HpctrainError, match=sentence):
             small_deck(COMPILE, *keys)
-    deck, one = small_deck(COMPILE), world.alone()
+    deck, one = small_deck(COMPILE), world.single_rank_world()
     one.device = torch.device("cuda")
     with pytest.raises(HpctrainError, match=r"machine\.compile=true: is for runs on CPUs"):
         with_functions(deck, one)

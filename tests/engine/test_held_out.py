@@ -128,7 +128,7 @@ def test_a_name_under_which_ranks_find_other_tokens(
     monkeypatch.chdir(tmp_path_factory.mktemp("own"))
     for each in ("a", "b"):
         Path(f"{each}.txt").write_text(TEXT.replace("text", f"tex{world.rank if each == name else 0}"))
-        prepare(world.alone(), Path(f"{each}.h5"), [f"{each}.txt"])
+        prepare(world.single_rank_world(), Path(f"{each}.h5"), [f"{each}.txt"])
     table = '[[evaluation]]\nname = "other"\ntokens = "b.h5"\n'
     deck = parse_deck(SMALL + table, ["data.tokens=a.h5", "batch.sequence=16"])
     key = "data.tokens = a.h5" if name == "a" else "evaluation.tokens of other = b.h5"

@@ -186,7 +186,7 @@ def test_plans_count_what_such_processors_multiply_by(
 ) -> None:
     measuring.seconds = {"forward": {"fp32": 0.1}, "weight_gradient": {"fp32-onednn": 0.1}}
     bf16 = "precision.compute=bf16"
-    deck, one = small_deck(bf16), world.alone()
+    deck, one = small_deck(bf16), world.single_rank_world()
     unknown = with_kept_kernels(deck, 1)
     assert (unknown.runtime_choices.kernels, unknown.runtime_choices.kernels_note.split(" until")[0]) == (
         {},
@@ -298,7 +298,7 @@ def test_training_is_the_same_to_rounding(world: World, named: str) -> None:
     losses = {}
     for name, compute in (("library", "fp32"), ("library", form), (named, form)):
         training = trainer(
-            world.alone(), small_deck(f"machine.products={name}", f"precision.compute={compute}")
+            world.single_rank_world(), small_deck(f"machine.products={name}", f"precision.compute={compute}")
         )
         assert training.engine.groups.kernels.of("forward", 32, 32).name == name
         losses[name, compute] = [step.loss for step in training.train(3)]

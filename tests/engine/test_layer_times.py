@@ -73,7 +73,7 @@ def by_feed_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("two_kinds", "by_feed_forwards")
 def test_each_kind_is_measured_and_told(world: World) -> None:
     deck = ("model.layers=4", "model.hidden=256", "batch.micro_size=4")
-    times = measure(world.alone(), *deck)
+    times = measure(world.single_rank_world(), *deck)
     assert list(times.of_kind) == ["block", "wide block", "embedding", "head"]
     assert [each.forward for each in times.of_kind.values()] == [1, 2, 0, 0]
     assert "measured, a micro-batch: block " in str(Placement(lambda _: generate("1f1b", 1, 1), (4,), times))
@@ -85,7 +85,7 @@ def test_each_kind_is_measured_and_told(world: World) -> None:
 
 @pytest.mark.parametrize("family", [(), LLAMA], ids=["gpt2", "llama"])
 def test_work_takes_time(world: World, family: tuple[str, ...]) -> None:
-    alone = world.alone()
+    alone = world.single_rank_world()
     small = measure(alone, *family)
     # 256 times the weights and a mlp that dwarfs attention: no machine does that in twice the time.
     large = measure(alone, *family, "model.hidden=512", "model.mlp=2048", "batch.micro_size=4")
@@ -106,16 +106,16 @@ def test_nothing_is_left(world: World) -> None:
         return sum(type(item) is Bucket for item in gc.get_objects())
 
     before = buckets()
-    measure(world.alone())
+    measure(world.single_rank_world())
     assert buckets() == before
 
 
 def test_neither_measured_nor_drawn_at_random_where_it_does_not_matter(world: World) -> None:
     state = torch.get_rng_state()
-    engine = trainer(world.alone(), small_deck("layout.split=balanced", "model.layers=3")).engine
+    engine = trainer(world.single_rank_world(), small_deck("layout.split=balanced", "model.layers=3")).engine
     assert engine.placement.split == (3,)
     assert engine.placement.times is None
-    measure(world.alone())
+    measure(world.single_rank_world())
     assert torch.equal(state, torch.get_rng_state())
 
 

@@ -110,7 +110,7 @@ def test_biases_are_frozen_without_their_weights_but_not_without_each_other() ->
 
 def test_a_run_tells_all_of_them(world: World) -> None:
     keys = 'model.frozen=["a"]', 'optimizer.muon.matrices=["b"]', 'precision.fp8_exclude=["c"]'
-    deck, alone = small_deck(*ALL, *keys), world.alone()
+    deck, alone = small_deck(*ALL, *keys), world.single_rank_world()
     told = tuple(deck.problem(each.key, each.sentence) for each in named_problems(deck))
     assert len(told) == 3
     for start in (lambda: trainer(alone, deck), lambda: verify_layout(deck, alone, Mesh(alone, {}))):
@@ -121,7 +121,7 @@ def test_a_run_tells_all_of_them(world: World) -> None:
 
 def test_a_miniature_without_what_patterns_name_is_no_reason_to_refuse(world: World) -> None:
     deck = small_deck(*ALL, "model.layers=5", 'optimizer.muon.matrices=["blocks.1.*"]')
-    verify_layout(deck, world.alone(), Mesh(world.alone(), {}))
+    verify_layout(deck, world.single_rank_world(), Mesh(world.single_rank_world(), {}))
     assert miniature(deck).value("optimizer.muon.matrices") == ("blocks.*",)
 
 

@@ -84,7 +84,7 @@ def compare(world: World, path: Path, theirs: Any, functions: LayerFunctions, si
     """Greedy text of a model on a mesh of these sizes."""
     if world.rank == 0:
         theirs.save_pretrained(path / "theirs")
-        import_model(world.alone(), path / "theirs", path / "model.h5")
+        import_model(world.single_rank_world(), path / "theirs", path / "model.h5")
     world.everyone.barrier()
     mesh = Mesh(world, sizes)
     pipeline, tensor = mesh.group("pipeline"), mesh.group("tensor")

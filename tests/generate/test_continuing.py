@@ -118,7 +118,7 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(
     logits = torch.full((BYTES.vocabulary,), -100.0)
     logits[:4] = chances.log()
     sampling = Sampling(tokens=4000, temperature=1.0, top_k=top_k, top_p=top_p, seed=5)
-    group = world.alone().everyone
+    group = world.single_rank_world().everyone
     [drawn] = continued_by(lambda context: logits.expand(len(context), -1), [[0]], sampling, group)
     expected = chances if top_k is top_p is None else chances * torch.tensor([1, 1, 1, 0])
     counts = torch.bincount(torch.tensor(drawn), minlength=4)
@@ -173,7 +173,7 @@ def test_the_model_sees_the_last_tokens_of_its_window(
         seen.extend(context.tolist())
         return follow(context)
 
-    sampling, group = Sampling(tokens=3, temperature=0.0), world.alone().everyone
+    sampling, group = Sampling(tokens=3, temperature=0.0), world.single_rank_world().everyone
     assert continued_by(windowed, [prompt], sampling, group, window=4) == [[10, 11, 12]]
     assert seen == expected
 
@@ -294,7 +294,7 @@ def test_neither_ranks_nor_other_texts_change_what_is_drawn(world: World, temper
     texts = [GeneratedText([0] * (1 + number % 4), 5, number, number % 3) for number in range(20)]
     sampling = Sampling(temperature=temperature, seed=4)
     together = KeyedSampler(sampling, 257, "model", world.everyone)(texts, logits)
-    alone = KeyedSampler(sampling, 257, "model", world.alone().everyone)
+    alone = KeyedSampler(sampling, 257, "model", world.single_rank_world().everyone)
     assert together == [alone([text], logits[n : n + 1])[0] for n, text in enumerate(texts)]
     assert together[0] == 5 or temperature
     if temperature:

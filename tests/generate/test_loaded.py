@@ -41,7 +41,7 @@ def test_any_layout_loads_on_one_rank(layout: str, world: World, mpi_tmp_path: P
     path = mpi_tmp_path / "a.h5"
     make_checkpoint(world, path, *LAYOUTS[layout])
     one = [each for each in LAYOUTS[layout] if not each.startswith("layout.")]
-    trained = make_checkpoint(world.alone(), mpi_tmp_path / f"{world.rank}.h5", *one)
+    trained = make_checkpoint(world.single_rank_world(), mpi_tmp_path / f"{world.rank}.h5", *one)
     model = hpctrain.load(path, device="cpu")
     tokens = torch.randint(0, 257, (3, 20), generator=torch.Generator().manual_seed(1))
     assert torch.equal(model.logits(tokens), logits_of(trained, tokens).float())
@@ -49,7 +49,7 @@ def test_any_layout_loads_on_one_rank(layout: str, world: World, mpi_tmp_path: P
 
 
 def test_logits_of_rows_and_of_batches(world: World, tmp_path: Path) -> None:
-    trained = make_checkpoint(world.alone(), tmp_path / "a.h5", step=5)
+    trained = make_checkpoint(world.single_rank_world(), tmp_path / "a.h5", step=5)
     model = hpctrain.load(tmp_path / "a.h5", device="cpu")
     assert (model.step, model.window, model.vocabulary) == (5, 32, VOCABULARY)
     assert model.deck.model.hidden == 32 and model.tokenizer.vocabulary == 257
@@ -62,7 +62,7 @@ def test_logits_of_rows_and_of_batches(world: World, tmp_path: Path) -> None:
 
 
 def test_text_is_that_of_the_command(world: World, tmp_path: Path) -> None:
-    alone, path = world.alone(), tmp_path / "a.h5"
+    alone, path = world.single_rank_world(), tmp_path / "a.h5"
     make_checkpoint(alone, path)
     threads = torch.get_num_threads()
     model = hpctrain.load(path, device="cpu")
@@ -75,7 +75,7 @@ def test_text_is_that_of_the_command(world: World, tmp_path: Path) -> None:
 
 def test_every_option_is_that_of_the_command(world: World, tmp_path: Path) -> None:
     """Several prompts, too, of which each begins with the seed, as its own command would."""
-    alone, path = world.alone(), tmp_path / "a.h5"
+    alone, path = world.single_rank_world(), tmp_path / "a.h5"
     make_checkpoint(alone, path)
     model = hpctrain.load(path, device="cpu")
     options: list[Drawn] = [
@@ -123,7 +123,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def bare(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint."""
     path = tmp_path_factory.mktemp("bare") / "a.h5"
-    make_checkpoint(world.alone(), path)
+    make_checkpoint(world.single_rank_world(), path)
     return path
 
 
@@ -147,7 +147,7 @@ TOKENS: dict[str, Any] = {
 
 
 def test_what_will_not_do_is_told(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_checkpoint(world.alone(), tmp_path / "a.h5", tokenizer=None)
+    make_checkpoint(world.single_rank_world(), tmp_path / "a.h5", tokenizer=None)
     model = hpctrain.load(tmp_path / "a.h5", device="cpu")
     for told, tokens in TOKENS.items():
         with pytest.raises(HpctrainError, match=told):
@@ -169,7 +169,7 @@ def test_what_will_not_do_is_told(world: World, tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_model_without_room_is_told(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_checkpoint(world.alone(), tmp_path / "a.h5")
+    make_checkpoint(world.single_rank_world(), tmp_path / "a.h5")
     monkeypatch.setattr("hpctrain.generate.text.resident_bytes", lambda: 1 << 60)
     with pytest.raises(HpctrainError, match=r"a\.h5: does not fit into memory: 1 rank needs"):
         hpctrain.load(tmp_path / "a.h5", device="cpu")
@@ -177,7 +177,7 @@ def test_a_model_without_room_is_told(world: World, tmp_path: Path, monkeypatch:
 
 def test_a_process_begins_and_ends_mpi_itself(world: World, tmp_path: Path) -> None:
     """As a script without mpirun; after a run that ended MPI there is a sentence."""
-    make_checkpoint(world.alone(), tmp_path / "a.h5")
+    make_checkpoint(world.single_rank_world(), tmp_path / "a.h5")
     program = f"""
 import hpctrain
 model = hpctrain.load({str(tmp_path / "a.h5")!r}, device="cpu")

@@ -128,7 +128,7 @@ def test_by_torch_they_agree(world: World, family: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("compute", ["bf16", "fp16"])
 def test_by_torch_in_16_bits_they_are_as_exact_as_whole_texts(world: World, compute: str) -> None:
-    alone = world.alone()
+    alone = world.single_rank_world()
     model, exact = (model_of(alone, *LLAMA, f"precision.compute={each}") for each in (compute, "fp32"))
     for parameter, rounded in zip(exact.parameters(), model.parameters(), strict=True):
         parameter.data.copy_(rounded)
@@ -146,7 +146,7 @@ def test_by_torch_in_16_bits_they_are_as_exact_as_whole_texts(world: World, comp
 def test_neither_batch_nor_order_nor_layout_changes_a_text(
     world: World, compiled: LayerFunctions, by: str
 ) -> None:
-    alone, functions = world.alone(), compiled if by == "compiled" else TORCH
+    alone, functions = world.single_rank_world(), compiled if by == "compiled" else TORCH
     one = model_of(alone, *LLAMA, functions=functions)
     expected, _ = grown_by(one, places=3, rows=200)
     for places, rows, order in ((1, 7, range(9)), (9, 33, (4, 0, 8, 2, 6, 1, 3, 7, 5))):
@@ -213,7 +213,7 @@ def sampled(
 
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 def test_some_rows_are_multiplied_as_many_are(world: World, compute: str) -> None:
-    model = model_of(world.alone(), f"precision.compute={compute}")
+    model = model_of(world.single_rank_world(), f"precision.compute={compute}")
     least = least_rows(model)
     assert least in {1, 2, 4, 8, 16, 32, 64}
     with torch.no_grad():
@@ -261,7 +261,7 @@ def test_more_rows_are_filled_up_than_there_are_positions(
     world: World, compiled: LayerFunctions, by: str, family: tuple[str, ...]
 ) -> None:
     functions = compiled if by == "compiled" else TORCH
-    model = model_of(world.alone(), *family, "batch.sequence=8", functions=functions)
+    model = model_of(world.single_rank_world(), *family, "batch.sequence=8", functions=functions)
     found = []
     for least in (64, 1):
         passes = CachedPasses(model, CachePlan.of(model, 2, 8), least)
@@ -295,5 +295,5 @@ def test_a_few_are_multiplied_by_a_compiled_function(
 
 
 def test_experts_that_drop_tokens_have_no_cache(world: World) -> None:
-    assert can_cache(model_of(world.alone(), *MIXTURE))
-    assert not can_cache(model_of(world.alone(), *MIXTURE, "model.experts.capacity=1.0"))
+    assert can_cache(model_of(world.single_rank_world(), *MIXTURE))
+    assert not can_cache(model_of(world.single_rank_world(), *MIXTURE, "model.experts.capacity=1.0"))

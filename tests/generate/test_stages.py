@@ -163,7 +163,7 @@ def test_the_verb_shows_the_texts_of_one_rank(
     source, sampling = PromptOptions(json_lines=str(lines)), Sampling(tokens=9, samples=2, seed=3)
     layouts = [(None, 1), (1, world.size)] if world.size < 4 else [(2, 2), (1, 2), (None, 4)]
     expected: list[str] = []
-    generate(world.alone(), path, source, sampling, expected.append, live=False)
+    generate(world.single_rank_world(), path, source, sampling, expected.append, live=False)
     assert len(expected) == len(set(expected)) == 14
     for tensor, pipeline in layouts:
         shown: list[str] = []
@@ -172,7 +172,14 @@ def test_the_verb_shows_the_texts_of_one_rank(
     live: list[str] = []
     generate(world, path, PromptOptions("ab"), Sampling(tokens=50, seed=3), live.append, True, 1, world.size)
     alone: list[str] = []
-    generate(world.alone(), path, PromptOptions("ab"), Sampling(tokens=50, seed=3), alone.append, live=True)
+    generate(
+        world.single_rank_world(),
+        path,
+        PromptOptions("ab"),
+        Sampling(tokens=50, seed=3),
+        alone.append,
+        live=True,
+    )
     assert live == (alone if world.rank == 0 else [])
     model, tokenizer = load_model(world, path, 1, 1, pipeline=3 if world.size == 3 else 2)
     writer = TextModel(world, path, model, tokenizer)

@@ -104,7 +104,7 @@ def test_ties_leave_no_more_than_k_tokens_and_the_first_is_the_likeliest() -> No
 )
 def test_greedy_is_the_argmax_of_the_logits(world: World, tmp_path: Path, keys: tuple[str, ...]) -> None:
     """In 16 bits logits are often alike: by torch's functions theirs depend on how many rows a pass has."""
-    alone = world.alone()
+    alone = world.single_rank_world()
     trained = make_checkpoint(alone, tmp_path / "a.h5", *keys)
     ids = BYTES.encode("def ")
     for _ in range(GREEDY.tokens):  # 44 tokens do not fit into the window of 32
@@ -119,7 +119,7 @@ def test_greedy_is_the_argmax_of_the_logits(world: World, tmp_path: Path, keys: 
 
 
 def test_the_seed_fixes_the_text(world: World, tmp_path: Path) -> None:
-    alone, path = world.alone(), tmp_path / "a.h5"
+    alone, path = world.single_rank_world(), tmp_path / "a.h5"
     make_checkpoint(alone, path)
 
     def text(seed: int | None, samples: int = 1) -> list[str]:
@@ -134,7 +134,7 @@ def test_the_seed_fixes_the_text(world: World, tmp_path: Path) -> None:
 
 
 def test_what_is_shown_live_is_the_same_text(world: World, tmp_path: Path) -> None:
-    alone, path = world.alone(), tmp_path / "a.h5"
+    alone, path = world.single_rank_world(), tmp_path / "a.h5"
     make_checkpoint(alone, path)
     sampling = Sampling(tokens=60, temperature=1.5, seed=1)
     pieces = texts(alone, path, "x = ", sampling, live=True)
@@ -144,7 +144,7 @@ def test_what_is_shown_live_is_the_same_text(world: World, tmp_path: Path) -> No
 
 
 def test_padding_of_the_vocabulary_is_never_drawn(world: World, tmp_path: Path) -> None:
-    alone, path = world.alone(), tmp_path / "a.h5"
+    alone, path = world.single_rank_world(), tmp_path / "a.h5"
 
     def favour_padding(model: Transformer) -> None:
         model.layers[-1].head.table.data[BYTES.vocabulary :] *= 10
@@ -157,14 +157,14 @@ def test_padding_of_the_vocabulary_is_never_drawn(world: World, tmp_path: Path) 
 
 
 def test_an_empty_prompt_begins_a_document(world: World, tmp_path: Path) -> None:
-    alone, path = world.alone(), tmp_path / "a.h5"
+    alone, path = world.single_rank_world(), tmp_path / "a.h5"
     trained = make_checkpoint(alone, path)
     first = int(logits_of(trained, torch.tensor([[END]]))[0, -1, :257].argmax())
     assert texts(alone, path, "", Sampling(tokens=1, temperature=0.0)) == [BYTES.decode([first]) + "\n"]
 
 
 def test_only_the_parameters_take_memory(world: World, tmp_path: Path) -> None:
-    alone, path = world.alone(), tmp_path / "a.h5"
+    alone, path = world.single_rank_world(), tmp_path / "a.h5"
     trained = make_checkpoint(alone, path)
     model, _ = load_model(alone, path)
     for mine, other in zip(model.parameters(), trained.parameters(), strict=True):
@@ -207,7 +207,7 @@ def test_a_stream_keeps_the_blanks_between_words() -> None:
 def test_every_wrong_option_is_told_at_once(world: World, tmp_path: Path) -> None:
     wrong = Sampling(0, float("nan"), 0, 1.5, -1, 0)
     with pytest.raises(HpctrainError) as caught:
-        texts(world.alone(), tmp_path, "", wrong)
+        texts(world.single_rank_world(), tmp_path, "", wrong)
     assert [problem.split()[0] for problem in caught.value.problems] == [
         "--tokens", "--temperature", "--top-k", "--top-p", "--seed", "--samples",
     ]  # fmt: skip
@@ -229,14 +229,14 @@ def test_every_wrong_option_is_told_at_once(world: World, tmp_path: Path) -> Non
 def test_a_checkpoint_that_will_not_do(
     world: World, tmp_path: Path, state: dict[str, Any], sentence: str
 ) -> None:
-    make_checkpoint(world.alone(), tmp_path / "a.h5", **state)
+    make_checkpoint(world.single_rank_world(), tmp_path / "a.h5", **state)
     with pytest.raises(HpctrainError) as caught:
-        texts(world.alone(), tmp_path / "a.h5", "", GREEDY)
+        texts(world.single_rank_world(), tmp_path / "a.h5", "", GREEDY)
     assert sentence in str(caught.value)
 
 
 def test_logits_that_are_not_finite_are_a_sentence(world: World, tmp_path: Path) -> None:
-    alone, path = world.alone(), tmp_path / "a.h5"
+    alone, path = world.single_rank_world(), tmp_path / "a.h5"
 
     def ruin(model: Transformer) -> None:
         for parameter in model.parameters():
@@ -255,7 +255,7 @@ def test_ranks_give_the_text_of_one(world: World, mpi_tmp_path: Path, family: tu
     make_checkpoint(world, path, *family)
     greedy = Sampling(tokens=12, temperature=0.0)
     shown = texts(world, path, "def ", greedy)
-    expected = texts(world.alone(), path, "def ", greedy)
+    expected = texts(world.single_rank_world(), path, "def ", greedy)
     assert shown == (expected if world.rank == 0 else [])
     model, _ = load_model(world, path)
     assert blocks_of(model)[0].feed_forward.down.weights[0].shape[1] * world.size in (48, 128)
@@ -293,7 +293,7 @@ def test_mixtures_give_the_text_of_one_rank(world: World, mpi_tmp_path: Path, mo
     greedy = Sampling(tokens=12, temperature=0.0)
     for prompt in ("", "d", "def f(x): return x + 1  # and a comment"):
         shown = texts(world, path, prompt, greedy)
-        expected = texts(world.alone(), path, prompt, greedy)
+        expected = texts(world.single_rank_world(), path, prompt, greedy)
         assert shown == (expected if world.rank == 0 else [])
     model, _ = load_model(world, path)
     mixture = blocks_of(model)[1].feed_forward
@@ -313,7 +313,7 @@ def test_copies_of_the_model_share_the_prompts(world: World, mpi_tmp_path: Path)
     world.everyone.barrier()
     source, sampling = PromptOptions(json_lines=str(lines)), Sampling(tokens=9, samples=2, seed=3)
     found = []
-    for ranks, tensor in ((world, None), (world, 1), (world, world.size), (world.alone(), None)):
+    for ranks, tensor in ((world, None), (world, 1), (world, world.size), (world.single_rank_world(), None)):
         shown: list[str] = []
         generate(ranks, path, source, sampling, shown.append, live=False, tensor=tensor)
         found.append(shown)

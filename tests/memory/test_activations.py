@@ -103,7 +103,7 @@ def one_loss(training: Trainer) -> torch.Tensor:
 
 @pytest.mark.mpi(max_size=1)
 def test_only_the_last_segments_stay_in_memory(world: World, disk: DiskOffloadStore) -> None:
-    training = storing(world.alone(), small_deck(*SIZES, "model.layers=8"), in_file(disk))
+    training = storing(world.single_rank_world(), small_deck(*SIZES, "model.layers=8"), in_file(disk))
     loss = one_loss(training)
     held = living()
     of_segment = {id(stored.segment): 0 for stored in held}
@@ -122,7 +122,7 @@ def test_only_the_last_segments_stay_in_memory(world: World, disk: DiskOffloadSt
 
 @pytest.mark.mpi(max_size=1)
 def test_a_file_that_is_cut_short_ends_backward_with_a_sentence(world: World, disk: DiskOffloadStore) -> None:
-    training = storing(world.alone(), small_deck(*SIZES), in_file(disk))
+    training = storing(world.single_rank_world(), small_deck(*SIZES), in_file(disk))
     loss = one_loss(training)
     for file in disk.scratch.folder.iterdir():
         os.truncate(file, 100)

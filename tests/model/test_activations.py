@@ -88,7 +88,7 @@ MODELS: dict[str, tuple[Callable[[str], Any], str, str, Callable[[dict[str, Tens
 
 @pytest.mark.parametrize("model", MODELS)
 def test_loss_and_gradients_equal_transformers(model: str, world: World) -> None:
-    compare_with_transformers(model, world.alone())
+    compare_with_transformers(model, world.single_rank_world())
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)

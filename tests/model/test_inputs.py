@@ -71,13 +71,13 @@ def layouts(ranks: int) -> list[tuple[str, ...]]:
 def test_terms_reach_figures_and_gradients_on_every_layout(world: World) -> None:
     """One rank against differences of what it lessens, the layouts against one rank."""
     sizes = ("model.layers=4", "batch.global_size=8", "data.tokens=none", *LARGE)
-    alone = trainer(world.alone(), small_deck(*sizes))
+    alone = trainer(world.single_rank_world(), small_deck(*sizes))
     expected = alone.train(1)[0]
     gradients = {name: values.double() for name, values in alone.gradients().items()}
     assert expected.figures["size"] > 0.02 * expected.loss
     slopes = []
     for way in (1e-3, -1e-3):
-        moved = trainer(world.alone(), small_deck(*sizes))
+        moved = trainer(world.single_rank_world(), small_deck(*sizes))
         for name, values in moved.parameters().items():
             values.add_(gradients[name].float(), alpha=way)
         figures = moved.train(1)[0].figures

@@ -269,7 +269,7 @@ def test_replicas_have_state_of_their_own_and_meet(world: World, name: str) -> N
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_frozen_stays(world: World, name: str) -> None:
     """Nor is anything else updated that depends on it."""
-    training = trainer(world.alone(), small_deck(*keys_of(name), 'model.frozen=["blocks.0.*"]'))
+    training = trainer(world.single_rank_world(), small_deck(*keys_of(name), 'model.frozen=["blocks.0.*"]'))
     before = {name: values.clone() for name, values in training.parameters().items()}
     training.train(2)
     same = {name for name, values in training.parameters().items() if torch.equal(values, before[name])}

@@ -38,7 +38,7 @@ def test_what_is_kept_is_what_is_stored(
 
     found = []
     for keeps in (True, False):
-        training = trainer(world.alone(), small_deck(*THROUGH, *more))
+        training = trainer(world.single_rank_world(), small_deck(*THROUGH, *more))
         kernels = training.engine.groups.kernels
         assert kernels.keeps
         kernels.keeps = keeps
@@ -70,7 +70,7 @@ def test_matrices_that_come_and_go_are_not_kept(world: World) -> None:
 @pytest.mark.mpi(max_size=1)
 def test_they_are_planned(world: World) -> None:
     deck = small_deck(*THROUGH)
-    one, mesh = world.alone(), make_mesh(deck, world.alone())
+    one, mesh = world.single_rank_world(), make_mesh(deck, world.single_rank_world())
     engine, plan = build_within_memory(deck, one, mesh)
     elements = sum(h * w for h, w in (product.shape for product in products(engine.model.layers)))
     without = plan_memory(small_deck(THROUGH[0]), 1, 61)

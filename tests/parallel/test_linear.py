@@ -45,7 +45,7 @@ def test_weight_gradients_may_wait(world: World, local: bool) -> None:
 
 
 def test_several_outputs_are_one_product(world: World) -> None:
-    run = trainer(world.alone(), small_deck(*LLAMA))
+    run = trainer(world.single_rank_world(), small_deck(*LLAMA))
     inner = blocks_of(run.engine.model)[0].attention.inner
     whole = inner.product.weight()
     assert whole.shape == (32 + 2 * 8, 32)

@@ -68,11 +68,11 @@ class Rounded(Matmul):
 
 def test_another_format_is_one_class_and_one_choice(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     deck = small_deck("precision.compute=bf16")
-    exact = [step.loss for step in trainer(world.alone(), deck).train(2)]
+    exact = [step.loss for step in trainer(world.single_rank_world(), deck).train(2)]
     monkeypatch.setitem(PRODUCTS, torch.float8_e4m3fn, Rounded)
     eight = Precision(torch.bfloat16, torch.float8_e4m3fn, torch.float32)
     monkeypatch.setattr(Precision, "of", staticmethod(lambda _: eight))
-    training = trainer(world.alone(), deck)
+    training = trainer(world.single_rank_world(), deck)
     rounded = [step.loss for step in training.train(2)]
     assert rounded != exact
     assert rounded == pytest.approx(exact, rel=2e-2)

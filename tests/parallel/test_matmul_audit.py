@@ -252,7 +252,7 @@ class Found:
 
     def __init__(self, world: World, *overrides: str) -> None:
         one_thread()
-        self.run = trainer(world.alone(), small_deck(FULL, "batch.global_size=4", *overrides))
+        self.run = trainer(world.single_rank_world(), small_deck(FULL, "batch.global_size=4", *overrides))
         self.kernel = Flipping()
         self.run.engine.groups.kernels.other = self.kernel
         audit = self.run.engine.groups.audit

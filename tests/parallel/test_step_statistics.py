@@ -90,7 +90,7 @@ LAYOUTS = {
 @pytest.mark.usefixtures("watching")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_all_ranks_agree_on_what_one_rank_would_note(world: World, layout: str) -> None:
-    expected = trained(world.alone())
+    expected = trained(world.single_rank_world())
     assert len(expected) == STEPS and len(expected[0]) == 4 * 4 * 3 + 3
     ranks = world.everyone.all_gather_object(trained(world, *LAYOUTS[layout]))
     shared = ranks[0][0].keys() & ranks[1][0].keys()

@@ -59,7 +59,9 @@ def prepare_copying(world: World, folder: Path, count: int = 32) -> None:
                 word = "".join(draw.choices("abcd", k=3))
                 rows.append({"prompt": f"{word}>", "answer": word})
             source: Sequence[Path] = [write_rows(folder / "prompts.jsonl", rows)]
-            prepare_rows(world.alone(), folder / "prompts.h5", source, kind="prompts", template="raw")
+            prepare_rows(
+                world.single_rank_world(), folder / "prompts.h5", source, kind="prompts", template="raw"
+            )
             (folder / "deck.toml").write_text(COPYING.format(folder=folder), encoding="utf-8")
 
 
@@ -99,6 +101,6 @@ def prepare_judge(world: World, folder: Path, name: str, layers: int) -> Path:
             source: Sequence[Path] = [write_rows(folder / "pairs.jsonl", rows)]
             pairs = folder / "pairs.h5"
             pairs.unlink(missing_ok=True)
-            prepare_rows(world.alone(), pairs, source, kind="preferences", template="raw")
+            prepare_rows(world.single_rank_world(), pairs, source, kind="preferences", template="raw")
             deck.write_text(JUDGE.format(folder=folder, name=name, layers=layers), encoding="utf-8")
     return deck

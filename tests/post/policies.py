@@ -58,7 +58,9 @@ def write_prompts(world: World, folder: Path, count: int = 200) -> None:
     if world.rank == 0:
         rows = [{"prompt": f"{word}>", "answer": word} for word in words(count, 1)]
         source = write_rows(folder / "prompts.jsonl", rows)
-        prepare_rows(world.alone(), folder / "prompts.h5", [source], kind="prompts", template="raw")
+        prepare_rows(
+            world.single_rank_world(), folder / "prompts.h5", [source], kind="prompts", template="raw"
+        )
     world.everyone.barrier()
 
 
@@ -85,7 +87,7 @@ def half_right(world: World, folder: Path) -> Path:
             copied = "".join(each if draw.random() < 0.4 else draw.choice(LETTERS) for each in word)
             rows.append({"prompt": f"{word}>", "response": copied})
         source = write_rows(folder / "copies.jsonl", rows)
-        prepare_rows(world.alone(), folder / "copies.h5", [source], kind="chat", template="raw")
+        prepare_rows(world.single_rank_world(), folder / "copies.h5", [source], kind="chat", template="raw")
     world.everyone.barrier()
     deck = write_deck(
         world, folder, "start", START, tokens="copies", steps=150, size=64, micro=16, rate="5e-3"

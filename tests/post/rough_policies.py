@@ -84,7 +84,9 @@ def prompts(world: World, folder: Path) -> Path:
     if world.rank == 0:
         rows = [{"prompt": "what comes?"[: 2 + 5 * number % 9], "answer": "b"} for number in range(24)]
         source = write_rows(folder / "prompts.jsonl", rows)
-        prepare_rows(world.alone(), folder / "prompts.h5", [source], kind="prompts", template="raw")
+        prepare_rows(
+            world.single_rank_world(), folder / "prompts.h5", [source], kind="prompts", template="raw"
+        )
     world.everyone.barrier()
     return folder
 

@@ -37,7 +37,7 @@ TOGETHER = ["policy.critic_ranks=policy", "policy.reference_ranks=policy", "poli
 def by_rank_0(world: World, verb: Callable[[World], int]) -> None:
     """What rank 0 does alone; the others wait."""
     with world.agreement():
-        assert world.rank or verb(world.alone()) == 0
+        assert world.rank or verb(world.single_rank_world()) == 0
 
 
 def judge(world: World, folder: Path) -> Path:
@@ -45,7 +45,9 @@ def judge(world: World, folder: Path) -> Path:
     if world.rank == 0:
         rows = [{"prompt": f"{word}>", "chosen": word, "rejected": word[::-1]} for word in ("abc", "fde")] * 8
         source = write_rows(folder / "pairs.jsonl", rows)
-        prepare_rows(world.alone(), folder / "pairs.h5", [source], kind="preferences", template="raw")
+        prepare_rows(
+            world.single_rank_world(), folder / "pairs.h5", [source], kind="preferences", template="raw"
+        )
     world.everyone.barrier()
     deck = write_deck(world, folder, "judge", 'kind = "reward"\n', tokens="pairs", steps=2, size=8)
     by_rank_0(world, lambda alone: run_deck(alone, deck, ["data.validation=0"]))

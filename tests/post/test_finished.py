@@ -85,7 +85,7 @@ def test_the_model_is_read_without_its_critic(world: World, run: Path) -> None:
     if world.rank == 0:
         text.write_text("abc>abc" * 50, encoding="utf-8")
         (folder / "task.jsonl").write_text('{"prompt": "abc>", "answer": "abc"}\n', encoding="utf-8")
-        prepare(world.alone(), folder / "text.h5", [str(text)])
+        prepare(world.single_rank_world(), folder / "text.h5", [str(text)])
     world.everyone.barrier()
     [task] = told(world, evaluate_task, path, [folder / "task.jsonl"])["tasks"]
     assert task["rows"] == 1

@@ -287,11 +287,11 @@ class Expected:
 def expected(world: World, deck: Deck) -> Expected:
     """By plain torch, of answers that a run on one rank writes, which makes no step."""
     deck = on_one_rank(deck).with_keys(machine={"compile": False})
-    trainer = policy_trainer(world.alone(), deck)
+    trainer = policy_trainer(world.single_rank_world(), deck)
     assert trainer.experience is not None
     answers = trainer.experience.gather(0).answers
     models = {name: plain(each) for name, each in engines(trainer).items()}
-    reference = plain(first_engine(world.alone(), trainer.deck))[0]
+    reference = plain(first_engine(world.single_rank_world(), trainer.deck))[0]
     rates = {"policy": RATE, CRITIC: 2 * RATE if deck.policy.critic else RATE}
     learners = {name: Learner(*each, rates[name]) for name, each in models.items()}
     policy, critic = learners["policy"].model, learners[CRITIC].model if CRITIC in learners else None

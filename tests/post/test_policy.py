@@ -81,7 +81,7 @@ def test_every_layout_writes_and_learns_the_same(
     deck = write_deck(world, mpi_tmp_path, "all", policy(kind, more=more), steps=8, size=16)
     # Adam moves what has next to no gradient by the sign of rounding.
     keys = ["run.evaluate_every=8", "optimizer.name=sgd", "learning_rate.peak=0.1"]
-    alone = world.alone()
+    alone = world.single_rank_world()
     if world.rank == 0:
         run_deck(alone, deck, [*keys, f"run.dir={mpi_tmp_path}/one"], make=make_trainer)
     world.everyone.barrier()
@@ -228,7 +228,9 @@ def test_a_reward_model_judges(world: World, mpi_tmp_path: Path) -> None:
             {"prompt": f"{word}>", "chosen": word, "rejected": word[::-1]} for word in ("abc", "bca", "fde")
         ] * 8
         source = write_rows(mpi_tmp_path / "pairs.jsonl", rows)
-        prepare_rows(world.alone(), mpi_tmp_path / "pairs.h5", [source], kind="preferences", template="raw")
+        prepare_rows(
+            world.single_rank_world(), mpi_tmp_path / "pairs.h5", [source], kind="preferences", template="raw"
+        )
     world.everyone.barrier()
     pairs = write_deck(world, mpi_tmp_path, "judge", 'kind = "reward"\n', tokens="pairs", steps=2, size=8)
     assert run_deck(world, pairs, ["data.validation=0"]) == 0

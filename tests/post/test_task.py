@@ -179,7 +179,7 @@ def test_rows_that_will_not_do(tmp_path: Path, text: str, told: str) -> None:
 
 
 def test_what_a_task_cannot_be_tried_on(world: World, tmp_path: Path) -> None:
-    make_checkpoint(world.alone(), path := tmp_path / "a.h5")
+    make_checkpoint(world.single_rank_world(), path := tmp_path / "a.h5")
     with pytest.raises(InputOutputError, match="cannot be read"):
         read_rows(tmp_path / "none.jsonl")
     long = write(tmp_path / "long.jsonl", [{"prompt": "a", "choices": ["b" * 33, "c"], "answer": 0}])

@@ -25,7 +25,7 @@ MODELS = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_checkpoints_of_runs_are_accepted(world: World, tmp_path: Path, name: str) -> None:
-    make_checkpoint(world.alone(), tmp_path / "a.h5", *MODELS[name])
+    make_checkpoint(world.single_rank_world(), tmp_path / "a.h5", *MODELS[name])
     require_described_model(examine(tmp_path / "a.h5"))
 
 
@@ -40,7 +40,7 @@ def test_checkpoints_of_runs_are_accepted(world: World, tmp_path: Path, name: st
 def test_deck_of_another_model_is_refused(
     world: World, tmp_path: Path, old: str, new: str, message: str
 ) -> None:
-    make_checkpoint(world.alone(), tmp_path / "a.h5")
+    make_checkpoint(world.single_rank_world(), tmp_path / "a.h5")
     structure = examine(tmp_path / "a.h5")
     deck = structure.state["deck"]
     assert deck.count(f"\n{old}\n") == 1

@@ -66,7 +66,7 @@ def as_json(group: Group, target: Path, **wish: Any) -> tuple[int, dict[str, Any
 
 @pytest.fixture
 def group(world: World) -> Group:
-    return world.alone().everyone
+    return world.single_rank_world().everyone
 
 
 def test_what_a_file_holds(group: Group, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from tests.data.chats import talk, write_rows
 
 def told(world: World, path: Path, **wish: bool) -> str:
     said: list[str] = []
-    assert inspect(world.alone().everyone, path, InspectOptions(**wish), said.append) == 0
+    assert inspect(world.single_rank_world().everyone, path, InspectOptions(**wish), said.append) == 0
     return "\n".join(said)
 
 
@@ -33,21 +33,21 @@ def test_what_is_told(world: World, tmp_path: Path) -> None:
         ("prompts", "a token file of prompts: 3 prompts, 3 tokens\n"),
     ]:
         path = tmp_path / f"{kind}.h5"
-        prepare_rows(world.alone(), path, [source], kind=kind, template="raw")
+        prepare_rows(world.single_rank_world(), path, [source], kind=kind, template="raw")
         text = told(world, path, verify=True)
         assert wanted in text and "vocabulary 257 (bytes), token 256 ends a document" in text
         assert "chat template:\n  {% for message in messages %}" in text and "equals its checksums" in text
         found = json.loads(told(world, path, as_json=True))
         assert (found["kind"], found["rows"]) == (kind, 3)
     (tmp_path / "t.txt").write_text("text")
-    prepare(world.alone(), tmp_path / "t.h5", [str(tmp_path / "t.txt")])
+    prepare(world.single_rank_world(), tmp_path / "t.h5", [str(tmp_path / "t.txt")])
     assert "a token file of text: 1 document, 5 tokens\n" in told(world, tmp_path / "t.h5")
 
 
 def test_what_is_damaged_or_not_asked_of_tokens(world: World, tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_text("text" * 100)
     path = tmp_path / "t.h5"
-    prepare(world.alone(), path, [str(tmp_path / "t.txt")])
+    prepare(world.single_rank_world(), path, [str(tmp_path / "t.txt")])
     with pytest.raises(HpctrainError, match=r"t.h5: is a token file, of which --tensors tells nothing"):
         told(world, path, tensors=True)
     content = bytearray(path.read_bytes())

@@ -32,7 +32,7 @@ class Share(Batches):
 
 def singles(world: World, deck: Deck, batches: Batches, replicas: int) -> list[Trainer]:
     """Trainers of one rank, each of the samples of one of so many replicas."""
-    deck, one = on_one_rank(deck), world.alone()
+    deck, one = on_one_rank(deck), world.single_rank_world()
     return [
         Trainer(
             deck,

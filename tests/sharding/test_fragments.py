@@ -57,6 +57,6 @@ def test_every_trained_element_is_in_one_fragment(world: World, count: int) -> N
     world.everyone.all_reduce(counted)
     assert counted.item() == sum(
         parameter.numel()
-        for parameter in trainer(world.alone(), small_deck(*keys[:6])).engine.model.parameters()
+        for parameter in trainer(world.single_rank_world(), small_deck(*keys[:6])).engine.model.parameters()
         if parameter.requires_grad
     )

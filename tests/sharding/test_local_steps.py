@@ -310,7 +310,7 @@ def test_other_numbers_of_replicas_begin_from_the_outer_model(world: World, mpi_
     momentum = velocity(training)
     assert any(bool(flat.any()) for flat in momentum)
 
-    alone = restored(world.alone(), one, path)
+    alone = restored(world.single_rank_world(), one, path)
     assert_equal(alone.parameters(), outer)
     assert_equal(outer_of(alone), outer)
     assert all(torch.equal(*pair) for pair in zip(velocity(alone), momentum, strict=True))

@@ -46,7 +46,7 @@ class Anywhere(MeshQueries):
     def group(self, *axes: str):  # type: ignore[no-untyped-def]
         return planned_group(axes, 0, self.size if "data" in axes else 1, Ledger())
 
-    def part(self, axis: str, size: int):  # type: ignore[no-untyped-def]
+    def new_subgroup(self, axis: str, size: int):  # type: ignore[no-untyped-def]
         return planned_group((axis,), 0, size, Ledger())
 
 
@@ -55,7 +55,7 @@ def layouts(ranks: int, zero: int, count: int = 12) -> list[BucketLayout]:
     made: list[ZeroSharding] = []
 
     def cut(_: object) -> ZeroSharding:
-        made.append(made[0] if made else ZeroSharding(zero, mesh.group("data"), mesh.part("data", 1)))
+        made.append(made[0] if made else ZeroSharding(zero, mesh.group("data"), mesh.new_subgroup("data", 1)))
         return made[0]
 
     return list(bucket_layouts(blocks(count), Replications(mesh, cut), 8 * H * H * 4))

@@ -63,7 +63,7 @@ def test_what_changes_after_its_sum_is_found(world: World, layout: str) -> None:
 
 def test_what_is_nobodys_has_no_gradient(world: World) -> None:
     """It is summed with the rest: what once came into it would grow with every step."""
-    run = trainer(world.alone(), small_deck())
+    run = trainer(world.single_rank_world(), small_deck())
     gaps = [(bucket, gap) for bucket in run.engine.buckets for gap in bucket.layout.gaps]
     for bucket, gap in gaps:
         bucket.gradients[gap] = 1.0

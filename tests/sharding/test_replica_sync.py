@@ -65,7 +65,7 @@ class OneShare(Batches):
 
 def alone_with(world: World, rank: int, batches: Batches) -> Trainer:
     """A trainer of one rank, of the samples of data rank `rank` alone."""
-    deck, one = on_one_rank(small_deck(*KEYS)), world.alone()
+    deck, one = on_one_rank(small_deck(*KEYS)), world.single_rank_world()
     engine = build_engine(deck, one, make_mesh(deck, one), roughness=ROUGHNESS)
     return Trainer(deck, engine, OneShare(batches, rank))
 

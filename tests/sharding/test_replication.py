@@ -45,7 +45,7 @@ class MeshAt:
             self.made[axes] = planned_group(axes, rank, size, Ledger())
         return self.made[axes]
 
-    def part(self, axis: str, size: int) -> Group:
+    def new_subgroup(self, axis: str, size: int) -> Group:
         return planned_group((axis,), along(dict(self.place))[axis] % size, size, Ledger())
 
 

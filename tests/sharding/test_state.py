@@ -218,7 +218,7 @@ def test_state_comes_back_on_any_layout(world: World, mpi_tmp_path: Path, layout
         cut = layout in {"zero-0", "zero-1", "tensor"}
         other = ("layout.zero=3",) if cut else ("layout.zero=0", "memory.optimizer=disk")
         expect_same(world, mpi_tmp_path / "c", source, expected, (*other, *tied))
-    alone = world.alone()
+    alone = world.single_rank_world()
     with world.agreement():
         if world.rank == 0:
             expect_same(alone, mpi_tmp_path / "d", source, expected, ("layout.zero=1", *tied))

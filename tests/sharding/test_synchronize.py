@@ -145,7 +145,7 @@ def test_buckets_start_while_backward_goes_on_and_only_once_a_step(
 
 def test_buckets_have_the_size_asked_for(world: World) -> None:
     groups: LayerContext = alone(world)
-    shape = trainer(world.alone(), small_deck()).engine.shape
+    shape = trainer(world.single_rank_world(), small_deck()).engine.shape
     model = Transformer(shape, groups)
     limit = 30_000
     buckets = make_buckets(model.units(), Replications.alone(groups.tensor), torch.float32, limit)

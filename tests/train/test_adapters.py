@@ -45,7 +45,7 @@ def test_heads_of_scores_are_trained_beside_them(world: World) -> None:
             assert torch.equal(values, before[name]) != trained, name
         return [(each.loss, each.grad_norm) for each in done]
 
-    right = by_rank_0(world, lambda: steps(world.alone(), on_one_rank(small_deck(*keys))))
+    right = by_rank_0(world, lambda: steps(world.single_rank_world(), on_one_rank(small_deck(*keys))))
     split = "layout.tensor=2", "layout.sequence_parallel=true"
     for layout in (split, ("layout.zero=3",), ("layout.pipeline=2",)):
         for found, expected in zip(steps(world, small_deck(*keys, *layout)), right, strict=True):

@@ -241,7 +241,9 @@ def test_what_a_reference_made_of_samples_rounds_otherwise_on_another_layout(
             {"prompt": f"{word}>", "chosen": word, "rejected": word[::-1]} for word in policies.words(200, 3)
         ]
         source = write_rows(mpi_tmp_path / "pairs.jsonl", rows)
-        prepare_rows(world.alone(), mpi_tmp_path / "pairs.h5", [source], kind="preferences", template="raw")
+        prepare_rows(
+            world.single_rank_world(), mpi_tmp_path / "pairs.h5", [source], kind="preferences", template="raw"
+        )
     world.everyone.barrier()
     for name, keys in (("one", []), ("other", ["layout.tensor=2"])):
         deck = policies.write_deck(world, mpi_tmp_path, name, 'kind = "dpo"\n', tokens="pairs", size=16)

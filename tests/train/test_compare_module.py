@@ -35,7 +35,7 @@ def steps_of(world: World, deck: Deck, gradient: str = "") -> list[StepPrints]:
 @pytest.mark.mpi(min_size=2, max_size=2)
 def test_what_blocks_of_a_module_give_is_compared(world: World) -> None:
     kind, recomputed = "gpt", "memory.recompute=full"
-    alone = steps_of(world.alone(), deck_of(kind, recomputed))
+    alone = steps_of(world.single_rank_world(), deck_of(kind, recomputed))
     steps = steps_of(world, deck_of(kind, recomputed, "layout.zero=3"))
     comparison = StepComparison(ROUNDING["fp32"], alike=False, exact=False)
     for one, other in zip(alone, steps, strict=True):

@@ -63,7 +63,7 @@ def prepared(world: World, folder: Path) -> str:
     path = folder / "chat.h5"
     if world.rank == 0:
         source = write_rows(folder / "chat.jsonl", CHATS)
-        prepare_rows(world.alone(), path, [source], kind="chat", template="raw")
+        prepare_rows(world.single_rank_world(), path, [source], kind="chat", template="raw")
     world.everyone.barrier()
     return f"data.tokens={path}"
 
@@ -89,7 +89,7 @@ def separate(file: TokenFile, documents: set[int]) -> Iterator[tuple[Tensor, Ten
 def expected(world: World, deck: Deck) -> tuple[float, int, dict[str, Tensor]]:
     """Loss, predicted tokens and gradients of the first step by plain torch, of the weights of a run."""
     alone = on_one_rank(deck).with_keys(machine={"compile": False})
-    trainer = make_trainer(world.alone(), alone)
+    trainer = make_trainer(world.single_rank_world(), alone)
     weights = {shard.name: piece for shard, piece in _pieces(trainer.engine, gradients=False)}
     model = TorchModel(trainer.engine.shape).double()
     names = {"embedding.weight": "embedding.tokens.weight", "positions.weight": "embedding.positions.weight"}
@@ -164,7 +164,7 @@ def test_other_rows_are_not_trained_on(world: World, mpi_tmp_path: Path, kind: s
     path = mpi_tmp_path / "x.h5"
     if world.rank == 0:
         source = write_rows(mpi_tmp_path / "x.jsonl", rows)
-        prepare_rows(world.alone(), path, [source], kind=kind, template="plain")
+        prepare_rows(world.single_rank_world(), path, [source], kind=kind, template="plain")
     world.everyone.barrier()
     with pytest.raises(HpctrainError) as caught:
         open_corpus(small_deck(*KEYS, f"data.tokens={path}"), world)

@@ -19,7 +19,7 @@ ALL = (*OF_STATE, "updates", "loss_scale", "good_steps")
 @pytest.fixture
 def engine(world: World) -> Engine:
     """One whose loss has a scale."""
-    return trainer(world.alone(), small_deck("precision.compute=fp16")).engine
+    return trainer(world.single_rank_world(), small_deck("precision.compute=fp16")).engine
 
 
 def place(engine: Engine, state: TrainState, name: str) -> tuple[object, str]:

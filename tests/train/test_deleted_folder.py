@@ -21,7 +21,7 @@ def test_deleted_folder_ends_the_run(
     monkeypatch.setattr(control, "SECONDS_PER_LOOK", 0.0)
     folder = tmp_path / "run"
     folder.mkdir()
-    run_control = Control(world.alone(), folder, Signals(), str)
+    run_control = Control(world.single_rank_world(), folder, Signals(), str)
     assert not run_control.agree().stop
     folder.rename(tmp_path / "away")
     if replaced:
@@ -38,7 +38,7 @@ def test_folder_may_be_invisible_for_a_moment(
     monkeypatch.setattr(control, "SECONDS_PER_LOOK", 0.0)
     folder = tmp_path / "run"
     folder.mkdir()
-    run_control = Control(world.alone(), folder, Signals(), str)
+    run_control = Control(world.single_rank_world(), folder, Signals(), str)
     for _ in range(3):
         shutil.move(folder, tmp_path / "away")
         assert not run_control.agree().stop

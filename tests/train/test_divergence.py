@@ -160,7 +160,7 @@ def test_the_first_difference_is_named(world: World, name: str) -> None:
 def test_layouts_of_one_deck_do_not_part(world: World, name: str) -> None:
     model, layout = ALIKE[name]
     deck = small_deck(*model)
-    whole = steps_of(world.alone(), model)
+    whole = steps_of(world.single_rank_world(), model)
     steps, again = (steps_of(world, (*model, *layout)) for _ in range(2))
     assert parted(steps, again, alike=True) is None
     comparison = StepComparison(Rounding.of(deck), alike=False, exact=False)

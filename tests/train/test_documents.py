@@ -117,7 +117,7 @@ def separate(micro_batches: list[MicroBatch]) -> Iterator[tuple[Tensor, Tensor]]
 
 def expected(world: World, deck: Deck) -> tuple[float, int, dict[str, Tensor]]:
     """Loss, predicted tokens and gradients of the first step by plain torch, of the weights of a run."""
-    trainer = make_trainer(world.alone(), on_one_rank(deck).with_keys(machine={"compile": False}))
+    trainer = make_trainer(world.single_rank_world(), on_one_rank(deck).with_keys(machine={"compile": False}))
     weights = {shard.name: piece for shard, piece in _pieces(trainer.engine, gradients=False)}
     model = TorchModel(trainer.engine.shape).double()
     names = {"embedding.weight": "embedding.tokens.weight", "positions.weight": "embedding.positions.weight"}

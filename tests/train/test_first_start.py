@@ -110,14 +110,14 @@ def tokens(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with a token file for each objective."""
     folder = tmp_path_factory.mktemp("tokens")
     (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
-    prepare(world.alone(), folder / "text.h5", [str(folder / "text.txt")])
+    prepare(world.single_rank_world(), folder / "text.h5", [str(folder / "text.txt")])
     rows: dict[str, list[dict[str, Any]]] = {
         "preferences": [{"prompt": f"p{n}", "chosen": "yes", "rejected": "no"} for n in range(10)],
         "prompts": [{"prompt": f"p{n}", "answer": "a"} for n in range(10)],
     }
     for kind, each in rows.items():
         source = write_rows(folder / f"{kind}.jsonl", each)
-        prepare_rows(world.alone(), folder / f"{kind}.h5", [source], kind=kind, template="raw")
+        prepare_rows(world.single_rank_world(), folder / f"{kind}.h5", [source], kind=kind, template="raw")
     return folder
 
 
@@ -125,7 +125,7 @@ def tokens(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_killed_first_start_can_be_repeated(kind: str, world: World, tokens: Path, tmp_path: Path) -> None:
     path, folder = tmp_path / "deck.toml", tmp_path / "run"
     path.write_text(DECK.format(folder=tmp_path, tokens=tokens / TOKENS.get(kind, "text.h5")) + KINDS[kind])
-    deck, single = read_deck(path, (), 1), world.alone()
+    deck, single = read_deck(path, (), 1), world.single_rank_world()
     with copy_states(folder, tmp_path / "states") as states:
         assert run_deck(single, path, [], make=make_trainer) == 0
     first = [state for state in states if not any((state / "checkpoints").glob("step-*"))]
@@ -157,7 +157,7 @@ def test_killed_resume_into_another_folder_can_be_repeated(
     """A resume into another folder is killed before the first checkpoint there, and then repeated."""
     path, folder = tmp_path / "deck.toml", tmp_path / "other"
     path.write_text(DECK.format(folder=tmp_path, tokens=tokens / TOKENS["dpo"]) + KINDS["dpo"])
-    single = world.alone()
+    single = world.single_rank_world()
     assert run_deck(single, path, []) == 0
     checkpoint, keys = tmp_path / "run/checkpoints/step-00000001.h5", [f"run.dir={folder}", "run.steps=2"]
     with copy_states(folder, tmp_path / "states") as states:

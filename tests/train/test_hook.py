@@ -35,7 +35,7 @@ class Note(Hook):
 
 
 def test_hooks_are_called_in_their_order(world: World) -> None:
-    training, calls = trainer(world.alone(), small_deck()), list[str]()
+    training, calls = trainer(world.single_rank_world(), small_deck()), list[str]()
     first, second = Note("a", calls), Note("b", calls)
     training.hooks += [first, second]
     result = training.train_step()
@@ -63,7 +63,7 @@ def test_they_are_told_what_the_ledger_counts_of_the_step(world: World) -> None:
 
 
 def test_a_skipped_update_is_no_update(world: World) -> None:
-    training, calls = trainer(world.alone(), small_deck()), list[str]()
+    training, calls = trainer(world.single_rank_world(), small_deck()), list[str]()
     training.hooks.append(Note("a", calls))
     values = training.engine.buckets[0].values
     assert values is not None

@@ -40,7 +40,7 @@ activations = "disk"
 
 def test_peak_resident_memory_is_the_planned_one(world: World, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_bytes(b"some text\n" * 2000)
-    prepare(world.alone(), tmp_path / "tokens.h5", [str(tmp_path)])
+    prepare(world.single_rank_world(), tmp_path / "tokens.h5", [str(tmp_path)])
     (tmp_path / "deck.toml").write_text(SEVENTEEN_MILLION, encoding="utf-8")
     # A process of its own, which has held nothing before.
     command = [sys.executable, "-m", "hpctrain", "run", "deck.toml"]

@@ -196,7 +196,7 @@ def test_on_another_number_of_ranks_losses_are_equal_to_rounding(
     drop(world, memory, 0)
     lose(None)
     if world.rank == 0:
-        alone = world.alone()
+        alone = world.single_rank_world()
         run_deck(alone, deck_file, [f"run.dir={run}", *MIRRORED, "checkpoint.every=6"], again=True)
         assert "no neighbour node is left: this run goes on without a mirror" in said(run)
         assert "takes step 8 from the memory" in said(run)

@@ -157,7 +157,7 @@ def test_experts_summed_over_the_ranks_of_dense_parameters(
         assert "as on one rank" in verified(world, *layout)
 
     def as_dense(self: Replications) -> Replication:
-        everyone, alone = self._mesh.group("data", "context"), self._mesh.part("data", 1)
+        everyone, alone = self._mesh.group("data", "context"), self._mesh.new_subgroup("data", 1)
         if everyone not in self._shardings:
             self._shardings[everyone] = self._cut(everyone)
         return Replication(self._shardings[everyone], alone, False, None, None, 0, 1)

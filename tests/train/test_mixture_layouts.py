@@ -155,7 +155,7 @@ def steps(run: Trainer, world: World) -> list[Step]:
 
 def expected_steps(world: World, deck: Deck) -> list[Step]:
     """Those of one rank."""
-    alone = world.alone() if world.rank == 0 else None
+    alone = world.single_rank_world() if world.rank == 0 else None
     return by_rank_0(world, lambda: steps(reference(world, deck), alone or world))
 
 

@@ -69,7 +69,7 @@ class Steps:
 
 
 def trainer_of(world: World, deck: Deck, source: SequenceSource) -> Trainer:
-    single = world.alone()
+    single = world.single_rank_world()
     engine = build_engine(deck, single, make_mesh(deck, single), roughness=ROUGHNESS)
     return Trainer(deck, engine, Batches(source, 1))
 
@@ -201,7 +201,7 @@ def prepare_conversations(world: World, folder: Path) -> Path:
     """Prepare a token file of eight conversations of several lengths."""
     rows = [{"prompt": f"question {n}?", "response": f"answer {n} {'x' * n}"} for n in range(8)]
     source = write_rows(folder / "c.jsonl", rows)
-    prepare_rows(world.alone(), folder / "c.h5", [source], kind="chat", template="raw")
+    prepare_rows(world.single_rank_world(), folder / "c.h5", [source], kind="chat", template="raw")
     return folder / "c.h5"
 
 
@@ -218,7 +218,7 @@ def test_recorded_routing_has_no_choices_for_padding(world: World, tmp_path: Pat
     for name, replayed in (("first", None), ("second", tmp_path / "first" / ROUTING_FILE)):
         folder = tmp_path / name
         arguments = [*keys, f"run.dir={folder}"]
-        assert run_deck(world.alone(), tmp_path / "deck.toml", arguments, replayed=replayed) == 0
+        assert run_deck(world.single_rank_world(), tmp_path / "deck.toml", arguments, replayed=replayed) == 0
         actual = RoutingFile.read(folder / ROUTING_FILE)
         assert actual.choices.shape == (2, 8, 40, 2)
         real = (actual.choices >= 0).all(3).sum(2)
@@ -238,7 +238,7 @@ def test_balance_loss_does_not_depend_on_row_length(world: World, tmp_path: Path
     for length in (40, 160):
         deck = small_deck(*keys, f"batch.sequence={length}")
         conversations = ConversationSource(TokenFile(path), length, 0.0, "train", pack)
-        single = world.alone()
+        single = world.single_rank_world()
         run = Trainer(deck, build_engine(deck, single, make_mesh(deck, single)), Batches(conversations, 5))
         if length == 160 and not pack:
             reference = mixtral(run.engine.shape, "eager")

@@ -88,7 +88,7 @@ def test_every_layout_learns_what_one_rank_does(world: World, tmp_path: Path, na
     assert steps[-1].loss < steps[0].loss - 1e-3
 
     def alone() -> list[tuple[float, float]]:
-        one = learner(world.alone(), on_one_rank(deck), folder / "one")
+        one = learner(world.single_rank_world(), on_one_rank(deck), folder / "one")
         return [(step.loss, step.grad_norm) for step in one.train(4)]
 
     expected = by_rank_0(world, alone)
@@ -138,7 +138,9 @@ def prepared_pairs(world: World, folder: Path) -> list[str]:
     if world.rank == 0:
         rows = [{"prompt": f"{n}>", "chosen": str(n), "rejected": str(n + 1)} for n in range(8)]
         source = write_rows(folder / "pairs.jsonl", rows)
-        prepare_rows(world.alone(), folder / "pairs.h5", [source], kind="preferences", template="raw")
+        prepare_rows(
+            world.single_rank_world(), folder / "pairs.h5", [source], kind="preferences", template="raw"
+        )
     world.everyone.barrier()
     of_data = (f"data.tokens={folder}/pairs.h5", "model.vocabulary=257", "run.steps=2")
     return [*DPO, *of_data, "checkpoint.every=1"]

@@ -146,7 +146,7 @@ def batch_of(trainer: Trainer, deck: Deck) -> MicroBatch:
 
 def expected_reward(world: World, deck: Deck) -> Expected:
     """Pair by pair, by the papers."""
-    trainer = make_trainer(world.alone(), on_one_rank(deck).with_keys(machine={"compile": False}))
+    trainer = make_trainer(world.single_rank_world(), on_one_rank(deck).with_keys(machine={"compile": False}))
     model, parameters = plain_model(trainer)
     batch = batch_of(trainer, deck)
     pairs: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -176,7 +176,7 @@ def expected_reward(world: World, deck: Deck) -> Expected:
 def expected_value(world: World, deck: Deck) -> Expected:
     """Token by token."""
     alone = on_one_rank(deck).with_keys(machine={"compile": False})
-    trainer = make_trainer(world.alone(), alone, ClippedValue(CLIP))
+    trainer = make_trainer(world.single_rank_world(), alone, ClippedValue(CLIP))
     model, parameters = plain_model(trainer)
     batch = batch_of(trainer, deck)
     values = model(batch.tokens)[..., 0]

@@ -83,7 +83,11 @@ def folder(world: World, mpi_tmp_path: Path) -> Path:
         if world.rank == 0:
             source = write_rows(mpi_tmp_path / f"{name}.jsonl", pairs(count, len(name)))
             prepare_rows(
-                world.alone(), mpi_tmp_path / f"{name}.h5", [source], kind="preferences", template="raw"
+                world.single_rank_world(),
+                mpi_tmp_path / f"{name}.h5",
+                [source],
+                kind="preferences",
+                template="raw",
             )
     if world.rank == 0:
         (mpi_tmp_path / "deck.toml").write_text(DECK.format(folder=mpi_tmp_path))

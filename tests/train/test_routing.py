@@ -82,12 +82,12 @@ def alone(world: World, deck_file: Path) -> Path:
     """
     folder = deck_file.parent
     if world.rank == 0:
-        assert run_deck(world.alone(), deck_file, [*KEYS, f"run.dir={folder}/free"]) == 0
+        assert run_deck(world.single_rank_world(), deck_file, [*KEYS, f"run.dir={folder}/free"]) == 0
         found = RoutingFile.read(folder / "free" / ROUTING_FILE)
         choices = ((found.choices[:, :3] + 1) % 4).astype(np.int32)
         RoutingFile(4, found.blocks, np.array(GIVEN), choices).write(folder / "others.h5")
         keys = [*KEYS, *MORE, f"run.dir={folder}/followed"]
-        assert run_deck(world.alone(), deck_file, keys, replayed=folder / "others.h5") == 0
+        assert run_deck(world.single_rank_world(), deck_file, keys, replayed=folder / "others.h5") == 0
     world.everyone.barrier()
     return folder
 

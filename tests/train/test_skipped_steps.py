@@ -53,7 +53,7 @@ def folder(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with a token file."""
     made = tmp_path_factory.mktemp("updates")
     (made / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
-    prepare(world.alone(), made / "tokens.h5", [str(made / "text.txt")])
+    prepare(world.single_rank_world(), made / "tokens.h5", [str(made / "text.txt")])
     return made
 
 
@@ -96,7 +96,7 @@ def test_run_with_nan_gradients_ends(
     """It ends after `max_skipped_steps` steps, with a checkpoint."""
     before_step(lambda _, state: math.nan if state.step >= 5 else 1.0)
     with pytest.raises(HpctrainError) as caught:
-        run_deck(world.alone(), deck, [])
+        run_deck(world.single_rank_world(), deck, [])
     (problem,) = caught.value.problems
     begin = (
         f"{tmp_path}/run: the last 3 steps made no update (stability.max_skipped_steps = 3); step 8: loss "
@@ -109,7 +109,7 @@ def test_run_with_nan_gradients_ends(
     # Steps of the next job count on: one more is too many.
     before_step(lambda *_: math.nan)
     with pytest.raises(HpctrainError, match=r"the last 4 steps made no update"):
-        resume(world.alone(), tmp_path / "run", [])
+        resume(world.single_rank_world(), tmp_path / "run", [])
 
 
 def test_infinite_weight_is_named_and_not_loaded(
@@ -130,24 +130,24 @@ def test_infinite_weight_is_named_and_not_loaded(
 
     before_step(spoil)
     with pytest.raises(HpctrainError) as caught:
-        run_deck(world.alone(), deck, ["checkpoint.every=6"])
+        run_deck(world.single_rank_world(), deck, ["checkpoint.every=6"])
     assert caught.value.problems[0].endswith("; /model/embedding.tokens.weight is inf at [116, 7]")
     before_step(lambda *_: 1.0)
     with pytest.raises(InputOutputError) as caught:
-        resume(world.alone(), tmp_path / "run", [])
+        resume(world.single_rank_world(), tmp_path / "run", [])
     path = tmp_path / "run" / "checkpoints" / "step-00000006.h5"
     assert caught.value.problems == (
         f"{path}: /model/embedding.tokens.weight is inf at [116, 7]: weights must be finite numbers (go on "
         "from an earlier checkpoint by `hpctrain resume CHECKPOINT`, or begin again)",
     )
     with pytest.raises(InputOutputError) as caught:
-        run_deck(world.alone(), deck, [f"run.dir={tmp_path}/other", f"model.from={path}"])
+        run_deck(world.single_rank_world(), deck, [f"run.dir={tmp_path}/other", f"model.from={path}"])
     found = f"{path}: /model/embedding.tokens.weight is inf at [116, 7]: weights must be finite numbers"
     begin, _, remedy = caught.value.problems[0].partition(" (")
     assert (begin, remedy) == (found, "start from an earlier checkpoint, or from another model)")
     caplog.clear()
     load(path, device="cpu")  # it can still be looked at
-    evaluate(world.alone(), path, [folder / "tokens.h5"], 2, [], True, output.append, print)
+    evaluate(world.single_rank_world(), path, [folder / "tokens.h5"], 2, [], True, output.append, print)
     assert [record.message.partition(" (")[0] for record in caplog.records] == [found, found]
     assert json.loads(output[0])["evaluations"][0]["loss"] is None
 
@@ -156,8 +156,8 @@ def test_run_without_any_update_fails(world: World, deck: Path, tmp_path: Path) 
     """The loss scale is still too large after the last step. A resume continues from the stored one."""
     keys = ["precision.compute=fp16", "precision.initial_loss_scale=16777216.0", "run.steps=2"]
     with pytest.raises(HpctrainError, match=r"none of its 2 steps made an update; step 2: loss 5\.\d+ or"):
-        run_deck(world.alone(), deck, keys)
-    assert resume(world.alone(), tmp_path / "run", ["run.steps=20"]) == 0
+        run_deck(world.single_rank_world(), deck, keys)
+    assert resume(world.single_rank_world(), tmp_path / "run", ["run.steps=20"]) == 0
 
 
 @pytest.mark.parametrize("max_skipped_steps", [0, 50])
@@ -166,14 +166,19 @@ def test_deck_may_allow_skipped_steps(
 ) -> None:
     before_step(lambda _, state: math.nan if state.step else 1.0)
     assert (
-        run_deck(world.alone(), deck, [f"stability.max_skipped_steps={max_skipped_steps}", "run.steps=6"])
+        run_deck(
+            world.single_rank_world(),
+            deck,
+            [f"stability.max_skipped_steps={max_skipped_steps}", "run.steps=6"],
+        )
         == 0
     )
 
 
 def test_steps_that_lower_the_loss_scale_do_not_count(world: World) -> None:
     run = trainer(
-        world.alone(), small_deck("precision.compute=fp16", "precision.initial_loss_scale=16777216.0")
+        world.single_rank_world(),
+        small_deck("precision.compute=fp16", "precision.initial_loss_scale=16777216.0"),
     )
     skipped = []
     while not run.engine.optimizer.updates:
@@ -190,7 +195,7 @@ def test_steps_that_lower_the_loss_scale_do_not_count(world: World) -> None:
 
 def test_step_without_learned_tokens(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no weight decay. An evaluation without tokens has no loss."""
-    run = trainer(world.alone(), small_deck("optimizer.weight_decay=0.5"))
+    run = trainer(world.single_rank_world(), small_deck("optimizer.weight_decay=0.5"))
     nothing = torch.zeros(32, dtype=torch.int64), torch.full((32,), MASKED)
     monkeypatch.setattr(type(run.step.batches.source), "sequence", lambda *_: nothing)
     before = {name: values.clone() for name, values in run.parameters().items()}

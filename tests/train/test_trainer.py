@@ -158,7 +158,7 @@ def test_runs_from_rough_weights_are_those_of_one_rank(world: World, mpi_tmp_pat
     keys = ["model.vocabulary=260"]
     for rank in range(world.size):  # one rank's run, by one rank: its folder is its own
         if rank == 0 == world.rank:
-            run_deck(world.alone(), path, [*keys, f"run.dir={mpi_tmp_path / 'one'}"])
+            run_deck(world.single_rank_world(), path, [*keys, f"run.dir={mpi_tmp_path / 'one'}"])
     world.everyone.barrier()
     expected, last = figures_of(world, mpi_tmp_path / "one"), weights(world, mpi_tmp_path / "one", 4)
     assert len(expected) == 4 and expected[0] != expected[1]

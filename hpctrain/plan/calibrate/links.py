@@ -62,7 +62,7 @@ def measure_links(clock: Clock, most: int) -> Links:
             if together == 1:
                 between = measure_link(group, across(group.size), sizes, clock)
         world.everyone.barrier()
-    everyone = world.split(("world",), tuple(range(world.size)), choose_transport(world, "auto"))
+    everyone = world.new_group(("world",), tuple(range(world.size)), choose_transport(world, "auto"))
     overlap = measure_overlap(everyone, min(_SUM, most), True, clock)
     layer_overlap = measure_overlap(everyone, min(_LAYER_SUM, most), False, clock)
     waits = measure_waits(everyone, min(_LAYER_SUM, most), clock)
@@ -89,7 +89,7 @@ def group_of_node(world: World) -> Group:
     """This rank and all others of its node. Collective."""
     nodes = world.nodes_of(range(world.size))
     ranks = tuple(rank for rank, node in enumerate(nodes) if node == nodes[world.rank])
-    return world.split(("world",), ranks, choose_transport(world, "auto"))
+    return world.new_group(("world",), ranks, choose_transport(world, "auto"))
 
 
 def groups_between_nodes(world: World) -> Iterator[tuple[int, Group | None]]:
@@ -103,7 +103,7 @@ def groups_between_nodes(world: World) -> Iterator[tuple[int, Group | None]]:
     while len(set(nodes)) > 1 and together <= least:
         inside = [rank for rank, place in enumerate(places) if place < together]
         ranks = tuple(inside) if world.rank in inside else (world.rank,)
-        group = world.split(("world",), ranks, transport)
+        group = world.new_group(("world",), ranks, transport)
         yield together, group if world.rank in inside else None
         together *= 2
 

@@ -177,14 +177,14 @@ class RecordedMesh(PlannedMesh):
         return group
 
     @override
-    def part(self, axis: str, size: int) -> Group:
-        group = super().part(axis, size)
+    def new_subgroup(self, axis: str, size: int) -> Group:
+        group = super().new_subgroup(axis, size)
         self.recorder.name(group, f"{axis}/{size}")
         return group
 
     @override
-    def cut(self, group: Group, size: int, across: str = "replicas") -> tuple[Group, Group]:
-        part, peers = super().cut(group, size, across)
+    def split_group(self, group: Group, size: int, across: str = "replicas") -> tuple[Group, Group]:
+        part, peers = super().split_group(group, size, across)
         self.recorder.name(part, f"{group.name}/{size}")
         self.recorder.name(peers, f"{across} of {group.name}/{size}")
         return part, peers

@@ -50,7 +50,7 @@ class ServedTrainer(Trainer):
         self._world = world
         self.roles = roles = ServerRoles.of(deck, world.size)
         everyone = tuple(range(world.size))
-        self.mailbox = Mailbox(world.split(("server",), everyone, "mpi"))
+        self.mailbox = Mailbox(world.new_group(("server",), everyone, "mpi"))
         self.server: Server | None = None
         self.worker: Worker | None = None
         serves = roles.serves(world.rank)

@@ -39,10 +39,10 @@ class Collectives:
     def __init__(self, world: World, place: StressRank, large: int, look: Look) -> None:
         self.world, self.place, self.look = world, place, look
         transport = choose_transport(world, "auto")
-        everyone = world.split(("stress",), tuple(range(world.size)), transport)
+        everyone = world.new_group(("stress",), tuple(range(world.size)), transport)
         nodes = world.everyone.all_gather_object(world.node)
         here = tuple(rank for rank in range(world.size) if nodes[rank] == world.node)
-        node = world.split(("node",), here, transport)
+        node = world.new_group(("node",), here, transport)
         self._members = [
             [rank for rank in range(world.size) if nodes[rank] == each] for each in range(world.nodes)
         ]

@@ -131,7 +131,7 @@ class Tuned:
 @pytest.fixture(scope="module")
 def tuned(world: World, tmp_path_factory: pytest.TempPathFactory) -> Tuned:
     """Base model that was trained on conversations with the chat template of Llama 3."""
-    folder, alone, before = tmp_path_factory.mktemp("tuned"), world.alone(), Path.cwd()
+    folder, alone, before = tmp_path_factory.mktemp("tuned"), world.single_rank_world(), Path.cwd()
     make_base(folder / "base")
     os.chdir(folder)
     try:
@@ -146,7 +146,11 @@ def tuned(world: World, tmp_path_factory: pytest.TempPathFactory) -> Tuned:
 
 
 def test_special_tokens_of_a_list_and_wrong_ids(world: World, tmp_path: Path) -> None:
-    base, out, alone = make_base(tmp_path / "base", eos_token_id=9999), tmp_path / "out", world.alone()
+    base, out, alone = (
+        make_base(tmp_path / "base", eos_token_id=9999),
+        tmp_path / "out",
+        world.single_rank_world(),
+    )
     config = json.dumps({**CONFIG, "eos_token": ["<|end_of_text|>", "<|eot_id|>"]})
     (base / "tokenizer_config.json").write_text(config)
     warning, made = import_model(alone, base, tmp_path / "base.h5").splitlines()
@@ -201,7 +205,7 @@ def test_transformers_chats_with_the_exported_model(tuned: Tuned) -> None:
 
 def test_import_and_export_again(tuned: Tuned, world: World, tmp_path: Path) -> None:
     """The second export is equal to the first one in every file."""
-    alone = world.alone()
+    alone = world.single_rank_world()
     import_model(alone, tuned.folder / "out", tmp_path / "again.h5")
     state = read_state(tmp_path / "again.h5")
     tokenizer = tokenizer_of_state(state, tmp_path / "again.h5")
@@ -231,20 +235,34 @@ def test_generated_text_ends_with_the_turn(
     (tmp_path / "lines.jsonl").write_text('{"prompt": "hello"}\n{"prompt": "two"}\n')
     texts: list[str] = []
     source, sampling = PromptOptions(json_lines="lines.jsonl"), Sampling(tokens=30, temperature=0)
-    generate(world.alone(), tuned.checkpoint, source, sampling, texts.append, False, chat=True)
+    generate(world.single_rank_world(), tuned.checkpoint, source, sampling, texts.append, False, chat=True)
     answers = [json.loads(each) for each in texts]
     assert [each["ended"] for each in answers] == ["end", "end"] and answers[0]["text"] == "hello there"
     texts.clear()
     generate(
-        world.alone(), tuned.checkpoint, PromptOptions("hello"), sampling, texts.append, False, chat=True
+        world.single_rank_world(),
+        tuned.checkpoint,
+        PromptOptions("hello"),
+        sampling,
+        texts.append,
+        False,
+        chat=True,
     )
     assert texts == ["hello there\n"]
 
 
 def test_a_model_without_a_template_cannot_chat(tuned: Tuned, world: World, tmp_path: Path) -> None:
-    import_model(world.alone(), tuned.folder / "base", tmp_path / "base.h5")
+    import_model(world.single_rank_world(), tuned.folder / "base", tmp_path / "base.h5")
     with pytest.raises(HpctrainError, match=r"--chat: .*base.h5: has no chat template; train on") as caught:
-        generate(world.alone(), tmp_path / "base.h5", PromptOptions("a"), Sampling(), print, False, chat=True)
+        generate(
+            world.single_rank_world(),
+            tmp_path / "base.h5",
+            PromptOptions("a"),
+            Sampling(),
+            print,
+            False,
+            chat=True,
+        )
     assert caught.value.exit_code == 2
 
 
@@ -253,7 +271,7 @@ def test_resumed_run_keeps_the_settings(
 ) -> None:
     """The imported folder no longer exists, and the resumed run trains on plain text."""
     monkeypatch.chdir(tuned.folder)
-    alone = world.alone()
+    alone = world.single_rank_world()
     (tmp_path / "a.txt").write_text("hello there two plus two " * 30)
     prepare(alone, tmp_path / "a.h5", [str(tmp_path / "a.txt")], tokenizer="base")
     (tuned.folder / "base").rename(tmp_path / "gone")
@@ -273,7 +291,7 @@ def test_template_of_the_token_file_is_exported(
 ) -> None:
     """The template and the special tokens are those of the token file, without an imported model."""
     monkeypatch.chdir(tmp_path)
-    alone = world.alone()
+    alone = world.single_rank_world()
     make_base(tmp_path / "base")
     (tmp_path / "own.jinja").write_text(CUSTOM_TEMPLATE)
     source = write_rows(tmp_path / "chat.jsonl", ROWS)
@@ -300,7 +318,7 @@ def test_shorter_sequences_keep_the_context_of_earlier_runs(
 ) -> None:
     """The second run starts from a checkpoint that has no imported model."""
     monkeypatch.chdir(tmp_path)
-    alone = world.alone()
+    alone = world.single_rank_world()
     shutil.copy(tuned.folder / "chat.h5", tmp_path)
     llama_deck = DECK.replace('from = "base"', 'family = "llama"\nlayers = 1\nhidden = 16\nheads = 2')
     Path("deck.toml").write_text(llama_deck.replace("= 30", "= 1").replace("sequence = 32", "sequence = 40"))
@@ -319,8 +337,8 @@ def test_named_templates_are_exported(tuned: Tuned, world: World, tmp_path: Path
     (folder / "chat_template.jinja").write_text(CUSTOM_TEMPLATE)
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates/tool_use.jinja").write_text("tools")
-    import_model(world.alone(), folder, tmp_path / "several.h5")
-    export_model(world.alone(), tmp_path / "several.h5", tmp_path / "out", None, 10**9)
+    import_model(world.single_rank_world(), folder, tmp_path / "several.h5")
+    export_model(world.single_rank_world(), tmp_path / "several.h5", tmp_path / "out", None, 10**9)
     for path in (folder, tmp_path / "out"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(path)
         assert tokenizer.chat_template == {"default": CUSTOM_TEMPLATE, "tool_use": "tools"}, path
@@ -340,7 +358,7 @@ def test_learned_positions_limit_the_context(
 ) -> None:
     """A run that uses fewer learned positions exports a model with this shorter context."""
     monkeypatch.chdir(tmp_path)
-    alone = world.alone()
+    alone = world.single_rank_world()
     sizes = {"vocab_size": 257, "n_positions": 64, "n_embd": 16, "n_layer": 1, "n_head": 2}
     config = transformers.GPT2Config(**sizes, bos_token_id=256, eos_token_id=256)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "base")

@@ -121,7 +121,7 @@ def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> N
 
 def our_model(path: Path, world: World) -> Transformer:
     """The model of a checkpoint, on one rank."""
-    lone = world.alone()
+    lone = world.single_rank_world()
     mesh = Mesh(lone, {})
     groups = LayerContext(tensor=mesh.group("tensor"), context=mesh.group("context"))
     model = Transformer(source_shape(path), groups)
@@ -143,7 +143,7 @@ def rewritten(path: Path, out: Path, state: dict[str, Any], world: World) -> Non
         TensorRange(f"/model/{name}", Shard.whole(name, tuple(tensor.shape)), tensor.reshape(-1))
         for name, tensor in found.items()
     ]
-    save(out, world.alone().everyone, entries, state)
+    save(out, world.single_rank_world().everyone, entries, state)
 
 
 TOKENS = torch.randint(0, 61, (2, 24), generator=torch.Generator().manual_seed(1))
@@ -220,7 +220,7 @@ def test_what_a_layout_saved_is_what_transformers_computes(
         for name, tensor in tensors_of(mpi_tmp_path / "single").items():
             assert rounded[name].dtype == (torch.bfloat16 if half else torch.float32)
             assert torch.equal(tensor.to(rounded[name].dtype), rounded[name]), name
-        import_model(world.alone(), mpi_tmp_path / "single", mpi_tmp_path / "again.h5")
+        import_model(world.single_rank_world(), mpi_tmp_path / "single", mpi_tmp_path / "again.h5")
         with torch.no_grad():
             logits = logits_of(our_model(path if not half else mpi_tmp_path / "again.h5", world), TOKENS)
             torch.testing.assert_close(logits, exact(TOKENS).logits, rtol=1e-5, atol=1e-5)

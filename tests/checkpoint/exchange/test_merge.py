@@ -70,7 +70,7 @@ def adapted(family: str, factors: dict[str, Tensor]) -> dict[str, Tensor]:
 def test_gradients_are_those_of_plain_torch_and_exports_merged(
     world: World, tmp_path: Path, family: str
 ) -> None:
-    lone = world.alone()
+    lone = world.single_rank_world()
     base, run = (trainer(lone, small_deck(*FAMILIES[family], *more)) for more in ((), ADAPTERS))
     save(tmp_path / "base.h5", lone.everyone, training_entries(base.engine.state()), deck_state(base.deck))
     export_model(lone, tmp_path / "base.h5", tmp_path / "base", "fp32", 1 << 30)
@@ -110,7 +110,7 @@ def test_gradients_are_those_of_plain_torch_and_exports_merged(
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("targets", ['["*"]', '["value", "blocks.1.feed_forward.up"]'])
 def test_adapters_alone_are_those_of_peft(world: World, tmp_path: Path, family: str, targets: str) -> None:
-    lone, keys = world.alone(), (*ADAPTERS, f"model.adapters.targets={targets}")
+    lone, keys = world.single_rank_world(), (*ADAPTERS, f"model.adapters.targets={targets}")
     base, run = (trainer(lone, small_deck(*FAMILIES[family], *more)) for more in ((), keys))
     for each, name in ((base, "base"), (run, "run")):
         path = tmp_path / f"{name}.h5"
@@ -144,7 +144,7 @@ def test_adapters_alone_are_those_of_peft(world: World, tmp_path: Path, family: 
 
 
 def test_damaged_adapters_are_not_merged(world: World, tmp_path: Path) -> None:
-    lone, path = world.alone(), tmp_path / "run.h5"
+    lone, path = world.single_rank_world(), tmp_path / "run.h5"
     run = trainer(lone, small_deck(*ADAPTERS))
     save(path, lone.everyone, training_entries(run.engine.state()), deck_state(run.deck))
     with h5py.File(path) as file:

@@ -93,7 +93,7 @@ def reference(name: str, **changes: Any) -> torch.nn.Module:
 
 def our_model(path: Path, world: World) -> ModelPart:
     """The model of a checkpoint, on one rank, with the state of its routers, as `generate` loads it."""
-    deck, lone = stored_deck(read_state(path), path), world.alone()
+    deck, lone = stored_deck(read_state(path), path), world.single_rank_world()
     mesh = Mesh(lone, {})
     groups = make_groups(deck, mesh, SavedPolicy(), lone.device)
     model = build_model(source_shape(path), groups)

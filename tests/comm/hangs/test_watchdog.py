@@ -71,7 +71,7 @@ main()
 def hang(launch: Launch, world: World, tmp_path: Path) -> Callable[..., tuple[str, Path]]:
     """A run of two ranks, one of which goes astray in its 20th call: stderr, and the run's folder."""
     write_small_work(tmp_path, run={"title": "hanging", "steps": 100}, stability={"hang_seconds": 2})
-    prepare(world.alone(), tmp_path / "tokens.h5", [str(tmp_path / "text.txt")])
+    prepare(world.single_rank_world(), tmp_path / "tokens.h5", [str(tmp_path / "text.txt")])
 
     def run(name: str, rank: int, act: str, *overrides: str) -> tuple[str, Path]:
         (tmp_path / "program.py").write_text(HOOK.format(name=name, rank=rank, act=act))
@@ -212,7 +212,7 @@ def test_reports_stay_once_they_are_judged(
 
     monkeypatch.setattr(World, "abort", abort)
     monkeypatch.setattr(watchdog, "_exit_after", lambda _: threading.Timer(0, ended.clear))
-    own = world.alone()
+    own = world.single_rank_world()
     watch_training(own, tmp_path, 1.0)
     own.hang.training = True
     Watchdog(own)._report_hang(1.0)
@@ -231,7 +231,7 @@ def test_where_rank_0_is_stopped_the_lowest_rank_tells_of_all_that_answer(
     monkeypatch.setattr(World, "abort", abort)
     monkeypatch.setattr(watchdog, "_exit_after", lambda _: threading.Timer(0, told.clear))
     monkeypatch.setattr(watchdog.os, "_exit", lambda _: None)  # of a rank that nobody ends in time
-    own = world.alone()
+    own = world.single_rank_world()
     own.rank, own.size = 1, 4
     watch_training(own, tmp_path, 1.0, told.append)
     own.hang.training = True
@@ -247,7 +247,7 @@ def test_where_rank_0_is_stopped_the_lowest_rank_tells_of_all_that_answer(
 
 
 def test_a_report_is_read_as_it_was_written(world: World, tmp_path: Path) -> None:
-    own = World(world.communicator.Dup()) if world.size > 1 else world.alone()
+    own = World(world.communicator.Dup()) if world.size > 1 else world.single_rank_world()
     group = own.ledger.calls.group("data", (0, 4, 8))
     group.enter(Call("all_reduce", torch.zeros(20, dtype=torch.bfloat16)))
     group.leave()
@@ -344,7 +344,7 @@ def test_of_thousands_of_ranks_a_few_lines_tell() -> None:
 def test_several_nodes_report_into_a_folder_that_they_share(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    own = world.alone()
+    own = world.single_rank_world()
     own.nodes = 2
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")

@@ -98,7 +98,7 @@ def test_a_call_that_returns_on_no_rank_is_named() -> None:
 
 
 def test_the_reason_of_a_failed_call_is_reported(world: World) -> None:
-    own = world.alone()
+    own = world.single_rank_world()
     with pytest.raises(OSError, match="no reason"), own.everyone.watched_call("open_file", Path("a.h5")):
         raise OSError("no reason")
     note = take_report(own, "token", 0.0).recent[-1]
@@ -108,7 +108,7 @@ def test_the_reason_of_a_failed_call_is_reported(world: World) -> None:
 def test_a_disk_is_waited_for_longer_except_where_all_ranks_open_a_file(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = world.alone()
+    own = world.single_rank_world()
     own.hang.set_limit(2.0)
     dog = Watchdog(own)
     assert dog._patience() == 2.0

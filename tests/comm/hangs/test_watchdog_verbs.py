@@ -97,8 +97,8 @@ def folder(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokens = {"tokens": str(folder / "tokens.h5")}
     write_small_work(folder, run={"title": "stopped"}, data=tokens, stability={"hang_seconds": 1.5})
     (folder / "program.py").write_text(PROGRAM)
-    prepare(world.alone(), folder / "tokens.h5", [str(folder / "text.txt")])
-    run_deck(world.alone(), folder / "deck.toml", [f"run.dir={folder / 'done'}"])
+    prepare(world.single_rank_world(), folder / "tokens.h5", [str(folder / "text.txt")])
+    run_deck(world.single_rank_world(), folder / "deck.toml", [f"run.dir={folder / 'done'}"])
     return folder
 
 

@@ -163,7 +163,7 @@ def test_no_bit_changes_on_emulated_nodes(world: World) -> None:
 
 
 def test_a_link_is_for_one_machine(world: World) -> None:
-    own = world.alone()
+    own = world.single_rank_world()
     own.nodes = 2
     deck = small_deck("communication.emulate=100 Mbit/s, 20 ms")
     with pytest.raises(HpctrainError, match=r"communication.emulate=.* needs the clock of one machine, but"):

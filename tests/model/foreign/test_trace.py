@@ -221,7 +221,7 @@ def test_what_goes_by_its_own_values_is_unknown_in_a_sentence(world: World) -> N
     assert plan.unknown is not None and plan.unknown.startswith(told) and "\n" not in plan.unknown
     # Products are counted all the same: with matrices that are not looked up.
     assert count(architecture_of(deck, VOCABULARY)).flops_per_token == 6 * 8 * VOCABULARY
-    trainer(world.alone(), deck).train(1)
+    trainer(world.single_rank_world(), deck).train(1)
 
 
 def shapes_kept(compute: Callable[[], Tensor]) -> list[tuple[torch.Size, torch.dtype]]:

@@ -196,7 +196,7 @@ def gpt2(*overrides: str) -> Deck:
 
 @pytest.mark.mpi(max_size=1)
 def test_converted_matrices_are_planned(world: World) -> None:
-    one, deck = world.alone(), gpt2(*THROUGH)
+    one, deck = world.single_rank_world(), gpt2(*THROUGH)
     engine, plan = build_within_memory(deck, one, make_mesh(deck, one))
     matrices = [32 * 96, 32 * 32, 32 * 128, 128 * 32] * 2 + [61 * 32]
     without = plan_memory(gpt2(THROUGH[0], "machine.products=library"), 1, 61)
@@ -214,7 +214,7 @@ def test_converted_matrices_are_planned(world: World) -> None:
 def test_what_is_measured_is_what_is_multiplied(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hpctrain.engine.kernels.LEAST_FLOPS", 0)
     deck = gpt2()
-    found = products_of(deck, make_mesh(deck, world.alone()), world.device)
+    found = products_of(deck, make_mesh(deck, world.single_rank_world()), world.device)
     # Conv1D has its matrices transposed, and what is forward of one is an input gradient of that.
     sizes = [(32, 96), (32, 32), (32, 128), (128, 32), (61, 32)]
     passes = ("forward", "input_gradient", "weight_gradient")
@@ -267,5 +267,7 @@ micro_size = 4
 def test_rows_are_those_of_the_samples(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hpctrain.engine.kernels.LEAST_FLOPS", 0)
     deck = parse_deck(PICTURES)
-    found = by_rank_0(world, lambda: products_of(deck, make_mesh(deck, world.alone()), world.device))
+    found = by_rank_0(
+        world, lambda: products_of(deck, make_mesh(deck, world.single_rank_world()), world.device)
+    )
     assert {each[1:] for each in found} == {(20, 12, 16), (4, 3, 60)}

@@ -59,7 +59,7 @@ def maxima_as_sums(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def maxima_of_this_rank(monkeypatch: pytest.MonkeyPatch, world: World) -> None:
     """Ranks do not agree on maxima."""
-    agree, alone = StepStatistics.agree, world.alone().everyone
+    agree, alone = StepStatistics.agree, world.single_rank_world().everyone
 
     def by_itself(self: StepStatistics, everyone: Group) -> dict[str, Tensor]:
         return agree(self, alone)
@@ -87,7 +87,7 @@ def test_what_is_remembered_or_noted_twice_is_found_by_recomputation(
 def test_maxima_of_each_rank_alone_are_found_by_any_data_rank(
     world: World, request: pytest.FixtureRequest
 ) -> None:
-    expected = maxima_of(world.alone())
+    expected = maxima_of(world.single_rank_world())
     assert alike(maxima_of(world), expected)
     request.getfixturevalue("maxima_of_this_rank")
     found = world.everyone.all_gather_object(alike(maxima_of(world), expected))
@@ -181,7 +181,7 @@ def test_a_maximum_over_no_group_or_a_wrong_one_is_found_by_parts(
     world: World, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = ("precision.fp8=tensor", *STILL)
-    expected = scales_of(world.alone(), *keys)
+    expected = scales_of(world.single_rank_world(), *keys)
     monkeypatch.setattr(QuantizedMatmul, "_holders", lambda *_: None)
     assert scales_of(world, *keys, layout) != expected
     other = "context" if "tensor" in layout else "tensor"

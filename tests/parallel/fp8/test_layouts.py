@@ -71,7 +71,7 @@ def on_layouts(layouts: dict[str, tuple[int, tuple[str, ...]]]) -> Callable[...,
 
 @on_layouts(SAME_BITS)
 def test_maxima_of_steps_are_those_of_one_rank(world: World, layout: tuple[str, ...]) -> None:
-    expected = by_rank_0(world, lambda: maxima_of(world.alone()))
+    expected = by_rank_0(world, lambda: maxima_of(world.single_rank_world()))
     found = maxima_of(world, *layout)
     assert len(expected) == 3 * 4 * 4
     assert len(found) == len(expected) // (2 if "layout.pipeline=2" in layout else 1)
@@ -88,7 +88,7 @@ def test_maxima_of_steps_do_not_see_micro_batches(world: World, size: int) -> No
 @pytest.mark.parametrize("recipe", ["row", "block"])
 def test_every_scale_is_one_of_one_rank(world: World, layout: tuple[str, ...], recipe: str) -> None:
     keys = f"precision.fp8={recipe}"
-    expected = by_rank_0(world, lambda: scales_of(world.alone(), keys))
+    expected = by_rank_0(world, lambda: scales_of(world.single_rank_world(), keys))
     assert scales_of(world, keys, *layout) == expected
 
 
@@ -106,7 +106,7 @@ def in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("in_fp32")
 @on_layouts(IN_FP32)
 def test_scales_of_steps_are_those_of_one_rank(world: World, layout: tuple[str, ...]) -> None:
-    expected = by_rank_0(world, lambda: maxima_of(world.alone(), *STILL))
+    expected = by_rank_0(world, lambda: maxima_of(world.single_rank_world(), *STILL))
     assert alike(maxima_of(world, *STILL, *layout), expected, exactly=False)
 
 
@@ -114,7 +114,7 @@ def test_scales_of_steps_are_those_of_one_rank(world: World, layout: tuple[str, 
 @on_layouts({name: (SAME_BITS | IN_FP32)[name] for name in ("split backward", "sequence", "context")})
 def test_scales_of_padded_rows_are_those_of_one_rank(world: World, layout: tuple[str, ...]) -> None:
     keys = (*STILL, "data.pack=false")
-    expected = by_rank_0(world, lambda: maxima_of(world.alone(), *keys))
+    expected = by_rank_0(world, lambda: maxima_of(world.single_rank_world(), *keys))
     assert alike(maxima_of(world, *keys, *layout), expected, exactly=False)
 
 
@@ -122,7 +122,7 @@ def test_scales_of_padded_rows_are_those_of_one_rank(world: World, layout: tuple
 @on_layouts({name: layout for name, layout in IN_FP32.items() if name != "all axes but one"})
 def test_a_tensor_has_one_scale_on_all_its_ranks(world: World, layout: tuple[str, ...]) -> None:
     keys = ("precision.fp8=tensor", *STILL)
-    expected = by_rank_0(world, lambda: scales_of(world.alone(), *keys))
+    expected = by_rank_0(world, lambda: scales_of(world.single_rank_world(), *keys))
     assert scales_of(world, *keys, *layout) == expected
 
 
@@ -140,7 +140,7 @@ def test_a_run_goes_on_by_the_same_scales_on_another_layout(
 ) -> None:
     def whole() -> tuple[Maxima, Maxima, Path]:
         deck = small_deck(*KEYS, *DELAYED, f"run.dir={mpi_tmp_path}")
-        run = trainer(world.alone(), deck)
+        run = trainer(world.single_rank_world(), deck)
         before = maxima(run, 2)
         path = saved(run)
         return before, maxima(run, 2), path

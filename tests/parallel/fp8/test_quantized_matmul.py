@@ -171,8 +171,8 @@ def scales(operand: QuantizedTensor) -> Tensor:
 @pytest.mark.mpi(min_size=1, max_size=1)
 def test_a_delayed_product_begins_as_stored_and_goes_on_in_8_bits(world: World) -> None:
     stored = small_deck(*KEYS, *DELAYED).with_keys(precision={"compute": "bf16"})
-    exact = [step.loss for step in trainer(world.alone(), stored).train(3)]
-    found = [step.loss for step in trainer(world.alone(), small_deck(*KEYS, *DELAYED)).train(3)]
+    exact = [step.loss for step in trainer(world.single_rank_world(), stored).train(3)]
+    found = [step.loss for step in trainer(world.single_rank_world(), small_deck(*KEYS, *DELAYED)).train(3)]
     assert found[0] == exact[0] and found[1] != exact[1]
     assert found == pytest.approx(exact, rel=2e-2)
 

@@ -70,7 +70,7 @@ def test_a_line_has_shares_and_scales_by_kind_of_layer() -> None:
     noted.begin(1)
     note(0, "inputs", torch.tensor([[1e-9, 448.0, 0, 448]]), torch.tensor([[448.0]]))
     note(0, "gradients", torch.zeros(3, 4), torch.zeros(3, 1))
-    row = watched_row(noted.agree(World.start("cpu").alone().everyone))
+    row = watched_row(noted.agree(World.start("cpu").single_rank_world().everyone))
     assert row is not None
     assert row["layers"] == ["a.up"]
     # Of 20 inputs a row of four has a maximum half as large, and one is too small.
@@ -141,6 +141,6 @@ def test_steps_are_watched_as_a_deck_says(world: World) -> None:
 def test_ranks_tell_what_one_rank_tells(world: World, keys: tuple[str, ...]) -> None:
     """In the first step that is watched; a learning rate of nothing, as sums have other last bits."""
     still = "learning_rate.peak=1e-9"
-    _, _, expected = steps(world.alone(), True, still)
+    _, _, expected = steps(world.single_rank_world(), True, still)
     _, _, found = steps(world, True, still, *keys)
     assert found == expected and found[1] is not None

@@ -90,7 +90,7 @@ def test_it_says_how_long_it_takes_and_warns_of_figures_that_differ(
     monkeypatch.setattr(Clock, "spread", lambda _: spread)
     said = list[str]()
     wish = quick(tmp_path / "tiny.toml", formats="fp32")
-    calibrate(world.alone(), tmp_path / "machine.toml", wish, said.append)
+    calibrate(world.single_rank_world(), tmp_path / "machine.toml", wish, said.append)
     assert "this takes about a minute" in said[0]
     assert [each for each in said if each.startswith("warning")] == [
         "warning: products: the slow measurements took 2.4 times as long as the quick ones, more than 1.5: "
@@ -174,7 +174,7 @@ def test_shapes_are_those_that_plans_ask_for(world: World) -> None:
     assert split == {(48, 32), (32, 16), (64, 32), (32, 64)}
     told = list(variants(small_deck("batch.micro_size=4", "batch.global_size=8"), 2))
     assert [(tokens, tensor) for _, tokens, tensor in told] == [(128, 1), (64, 1), (32, 1), (128, 2)]
-    times = measure_products([deck], Clock(world.alone(), 0.0))
+    times = measure_products([deck], Clock(world.single_rank_world(), 0.0))
     assert {each.kind for each in times} >= {"forward", "input_gradient", "weight_gradient", "logits"}
     assert all(each.seconds > 0 for each in times)
     for whole in (96 * 32, 32 * 32, 61 * 32):
@@ -184,7 +184,7 @@ def test_shapes_are_those_that_plans_ask_for(world: World) -> None:
 
 @pytest.mark.parametrize("keys", [(), LLAMA], ids=["gpt2", "llama"])
 def test_every_kind_of_element_is_timed(world: World, keys: tuple[str, ...]) -> None:
-    found = measure_elementwise([small_deck(*keys)], Clock(world.alone(), 0.0))
+    found = measure_elementwise([small_deck(*keys)], Clock(world.single_rank_world(), 0.0))
     assert set(found) == set(PASSES)
     assert all(forward > 0 for forward, _ in found.values())
     assert all(backward > 0 for kind, (_, backward) in found.items() if kind != "loss")
@@ -200,15 +200,15 @@ def test_every_kind_of_element_is_timed(world: World, keys: tuple[str, ...]) -> 
 )
 def test_wishes_that_cannot_be(world: World, tmp_path: Path, wish: CalibrateOptions, sentence: str) -> None:
     with pytest.raises(HpctrainError, match=sentence):
-        calibrate(world.alone(), tmp_path / "machine.toml", wish)
+        calibrate(world.single_rank_world(), tmp_path / "machine.toml", wish)
     assert not list(tmp_path.iterdir())
 
 
 def test_files_that_cannot_be(world: World, tmp_path: Path) -> None:
     with pytest.raises(InputOutputError, match="cannot be written"):
-        calibrate(world.alone(), tmp_path / "no" / "machine.toml", quick())
+        calibrate(world.single_rank_world(), tmp_path / "no" / "machine.toml", quick())
     with pytest.raises(InputOutputError, match=r"none\.toml"):
-        calibrate(world.alone(), tmp_path / "machine.toml", quick(tmp_path / "none.toml"))
+        calibrate(world.single_rank_world(), tmp_path / "machine.toml", quick(tmp_path / "none.toml"))
     eight = tmp_path / "eight.toml"
     eight.write_text(DECK + '[precision]\ncompute = "fp8"\n')
     with pytest.raises(HpctrainError, match=r'precision\.compute.*is not measured \("bf16" would be\)'):

@@ -42,7 +42,9 @@ SHAPES: Mapping[str, tuple[int, ...]] = {
 def bucket_of(world: World, shapes: Mapping[str, tuple[int, ...]] = SHAPES, zero: int = 0) -> Bucket:
     """One bucket of parameters of these shapes on all ranks."""
     mesh = Mesh(world, {"data": world.size})
-    replications = Replications(mesh, lambda everyone: ZeroSharding(zero, everyone, mesh.part("data", 1)))
+    replications = Replications(
+        mesh, lambda everyone: ZeroSharding(zero, everyone, mesh.new_subgroup("data", 1))
+    )
     parameters = [Parameter(Shard.whole(name, shape)) for name, shape in shapes.items()]
     (bucket,) = make_buckets([[parameters]], replications, torch.float32, 1 << 30)
     return bucket

@@ -72,5 +72,5 @@ def by_itself(world: World, deck: Deck, steps: int) -> tuple[list[StepResult], d
 def part_of(world: World, size: int) -> World | None:
     """The first `size` ranks; None on the others. Collective."""
     mine = range(size) if world.rank < size else range(size, world.size)
-    part = world.part(mine)
+    part = world.subworld(mine)
     return part if world.rank < size else None

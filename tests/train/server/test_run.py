@@ -82,7 +82,7 @@ def test_one_worker_and_a_server_are_a_run_of_one_rank(world: World, mpi_tmp_pat
     assert run_deck(world, path, [f"run.dir={served}"]) == 0
     without = ["communication.server=none", "batch.micro_size=2"]
     if world.rank == 0:
-        assert run_deck(world.alone(), path, [f"run.dir={alone}", *without]) == 0
+        assert run_deck(world.single_rank_world(), path, [f"run.dir={alone}", *without]) == 0
         assert rows(served) == rows(alone)
         assert [row["step"] for row in rows(served) if "validation_loss" in row] == [3, 6]
         names = sorted(each.name for each in (served / "checkpoints").glob("step-*"))
@@ -96,7 +96,7 @@ def test_one_worker_and_a_server_are_a_run_of_one_rank(world: World, mpi_tmp_pat
         assert layout_text(layout) == "one rank, servers 1"
         assert {row["axis"] for row in json.loads((served / "ledger.json").read_text())} >= {"server"}
         # Each goes on from the other's.
-        assert resume(world.alone(), served, [*without, "run.steps=8"]) == 0
+        assert resume(world.single_rank_world(), served, [*without, "run.steps=8"]) == 0
     world.everyone.barrier()
     more = ["communication.server.mode=async", "run.steps=8", f"run.dir={back}"]
     assert resume(world, alone / "checkpoints" / "step-00000006.h5", more) == 0

@@ -64,7 +64,7 @@ def deck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def tokens(deck: Path, world: World) -> Path:
     Path("text.txt").write_text("".join(f"{n * n % 997} lines of text\n" for n in range(600)))
-    prepare(world.alone(), Path("tokens.h5"), ["text.txt"])
+    prepare(world.single_rank_world(), Path("tokens.h5"), ["text.txt"])
     return Path("tokens.h5")
 
 
