@@ -58,7 +58,7 @@ def check_output(path: Path, replace: bool) -> None:
         raise HpctrainError(f"{escaped(str(path))}: {problem}")
 
 
-def identity(path: str | Path) -> object:
+def file_identity(path: str | Path) -> object:
     """Return a hashable key that is equal for all names and links of one file or folder.
 
     The key is the device and inode, or the real path if the file cannot be examined, as when it is missing.
@@ -74,7 +74,7 @@ def distinct(paths: Iterable[Path]) -> list[Path]:
     """Return the paths without those that lead to the same file or folder as an earlier one."""
     first: dict[object, Path] = {}
     for path in paths:
-        first.setdefault(identity(path), path)
+        first.setdefault(file_identity(path), path)
     return list(first.values())
 
 
@@ -239,7 +239,7 @@ def write_text(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
 
 
-def synchronize(path: Path) -> None:
+def flush_to_disk(path: Path) -> None:
     """Flush what this node has written of a file or folder to the disk. Raises OSError with its name."""
     with naming(path), descriptor_of(path) as descriptor:
         os.fsync(descriptor)

@@ -18,8 +18,8 @@ from hpctrain.audit.start_order import OrderedOperation
 from hpctrain.audit.transfer_check import TransferRecord, run_transfer
 from hpctrain.comm.calls import Call
 from hpctrain.comm.transports.reduction import (
-    BLOCK,
-    ROUND_BYTES,
+    HOST_ROUND_BYTES,
+    REDUCTION_BLOCK,
     SIGNED,
     SMALL_BYTES,
     ReductionScratch,
@@ -189,7 +189,7 @@ class AuditedReduction:
         if flipped:
             whole = output.view(SIGNED[output.dtype])
             parts = [_flip_first_bit(part.view(whole.dtype)) for part in parts]
-        step = BLOCK if whole.is_cpu else max(1, len(whole))
+        step = REDUCTION_BLOCK if whole.is_cpu else max(1, len(whole))
         spare = whole.new_empty(min(step, len(whole)))
         for begin in range(0, len(whole), step):
             blocks = [part[begin : begin + step] for part in parts]
@@ -212,7 +212,7 @@ class AuditedReduction:
 
 def piece_elements(tensor: Tensor, size: int) -> int:
     """Return the number of elements that a rank adds in one round."""
-    return max(1, ROUND_BYTES // tensor.itemsize // size)
+    return max(1, HOST_ROUND_BYTES // tensor.itemsize // size)
 
 
 def audited_scratch_bytes(elements: int, itemsize: int, size: int, scattered: bool) -> int:
@@ -227,7 +227,7 @@ def audited_scratch_bytes(elements: int, itemsize: int, size: int, scattered: bo
     if elements * itemsize * size <= SMALL_BYTES:
         return 0
     share = -(-elements // size)
-    piece = min(share, max(1, ROUND_BYTES // itemsize // size))
+    piece = min(share, max(1, HOST_ROUND_BYTES // itemsize // size))
     rounds = -(-share // piece)
     held = min(2, rounds) * size * piece * itemsize * (2 if scattered and rounds > 1 else 1)
     return 1 << (held - 1).bit_length()

@@ -38,7 +38,7 @@ from hpctrain.comm.transports.transport import ElementRange
 _WORD = 4
 _CHUNK_ELEMENTS = 1 << 18  # fits into the second-level cache of a processor
 
-BLOCK, HALVES_BLOCK = 1 << 18, 1 << 13  # elements of a block; of 16-bit types
+SUM_BLOCK, HALVES_BLOCK = 1 << 18, 1 << 13  # elements of a block; of 16-bit types
 MOST_BLOCKS = 1024  # blocks of the data of one rank; larger tensors have larger blocks
 COLUMN = 8  # elements that are added in fp32 before fp64 is used
 
@@ -80,7 +80,7 @@ def can_compare_sums(dtype: torch.dtype) -> bool:
 
 def block_elements(longest: int, dtype: torch.dtype) -> int:
     """Return the number of elements of a block if the longest span has `longest` elements."""
-    block = HALVES_BLOCK if dtype in HALVES else BLOCK
+    block = HALVES_BLOCK if dtype in HALVES else SUM_BLOCK
     while ceil(longest / block) > MOST_BLOCKS:
         block *= 2
     return block

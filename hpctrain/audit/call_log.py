@@ -21,7 +21,7 @@ from hpctrain.comm.transports.mpi import MpiRequests, split_buffer
 from hpctrain.host.mpi_library import MPI
 from hpctrain.units import format_bytes
 
-UNSETTLED = 4096
+CALLS_PER_EXCHANGE = 4096
 """Number of calls after which ranks exchange their records even without a call of `collect_faults`."""
 
 
@@ -102,13 +102,13 @@ class AuditLog(ABC, Generic[AnyRecord]):
     def open(self, record: AnyRecord) -> None:
         """Add the record of a call that starts now.
 
-        All ranks of the group call this for the same calls in the same order. Once in UNSETTLED calls it
-        starts an exchange of the earlier records. Before that it waits for the previous exchange, if one is
-        not finished, and compares its records. Differences do not raise an error: they are collected in
-        `faults`.
+        All ranks of the group call this for the same calls in the same order. It is collective once in
+        CALLS_PER_EXCHANGE calls, otherwise local. Then it starts an exchange of the earlier records. Before
+        that it waits for the previous exchange, if one is not finished, and compares its records. Differences
+        do not raise an error: they are collected in `faults`.
         """
         self._since += 1
-        if self._since > UNSETTLED:
+        if self._since > CALLS_PER_EXCHANGE:
             self.start_exchange()
         self._records.append(record)
 

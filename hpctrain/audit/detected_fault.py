@@ -39,7 +39,7 @@ class DetectedFault:
         return asdict(self) | {"ranks": list(self.ranks)}
 
     @staticmethod
-    def of(row: dict[str, Any]) -> DetectedFault:
+    def from_row(row: dict[str, Any]) -> DetectedFault:
         """Return the fault that a `row` describes."""
         values = {field.name: row[field.name] for field in fields(DetectedFault)}
         return DetectedFault(**values | {"ranks": tuple(row["ranks"])})

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from hpctrain.errors import InputOutputError
-from hpctrain.files import descriptor_of, synchronize
+from hpctrain.files import descriptor_of, flush_to_disk
 from hpctrain.host.memory import peak_rss_bytes, resident_bytes
 
 BLOCK_BYTES = 16 << 20
@@ -39,7 +39,7 @@ def forget(folder: Path) -> None:
     """Bring the files of a folder to the disk, and take them out of this node's page cache."""
     for path in folder.rglob("*"):
         if path.is_file():
-            synchronize(path)
+            flush_to_disk(path)
             with descriptor_of(path) as descriptor:
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 

@@ -29,7 +29,7 @@ from hpctrain.checkpoint.writeback import start_writing
 from hpctrain.comm.error_messages import error_reason, with_final_name
 from hpctrain.comm.group import Group
 from hpctrain.errors import InputOutputError
-from hpctrain.files import naming, synchronize
+from hpctrain.files import flush_to_disk, naming
 
 PIECE_BYTES = 4 << 20
 """Bytes of one rank that are written at a time, at most: they stay in the cache while they are added up."""
@@ -151,10 +151,10 @@ class Draft:
     def publish(self, total: Sums) -> None:
         """Complete the file, look at it as a reader would, and give it its name; alone, on rank 0."""
         complete(self.temporary, total)
-        synchronize(self.temporary)
+        flush_to_disk(self.temporary)
         examine(self.temporary)
         self.temporary.replace(self.path)
-        synchronize(self.path.parent)
+        flush_to_disk(self.path.parent)
 
     def reported(self) -> AbstractContextManager[None]:
         """Errors tell the name the file will have, not the temporary one."""

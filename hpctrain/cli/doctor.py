@@ -63,7 +63,7 @@ def command(
     from hpctrain.host.doctor import examine_machine
 
     with examine_machine() as report:
-        if report.fit:  # else torch may be what is broken
+        if report.can_run:  # else torch may be what is broken
             from hpctrain.comm.transports.node_memory import examine_node_memory
             from hpctrain.parallel.found_kernels import found_kernels
             from hpctrain.parallel.fp8.found import found_products
@@ -71,17 +71,17 @@ def command(
             local_rank = report.ranks[report.rank].local_rank
             findings = [] if report.world is None else examine_node_memory(report.world)
             report.add([*findings, found_kernels(local_rank), found_products(local_rank)])
-        if deck is not None and report.fit:  # else what reads decks may be what is broken
+        if deck is not None and report.can_run:  # else what reads decks may be what is broken
             from hpctrain.plan.coordinates import map_deck
 
             map_deck(report, deck, overrides)
         if report.rank == 0:
             show(report)
-        if wish is not None and report.fit:
+        if wish is not None and report.can_run:
             from hpctrain.comm.verb import run_verb
 
             run_verb(lambda world: test_nodes(world, wish))
-    sys.exit(0 if report.fit else 1)
+    sys.exit(0 if report.can_run else 1)
 
 
 def test_nodes(world: World, wish: StressOptions) -> int:
@@ -124,7 +124,7 @@ def show(report: DoctorReport) -> None:
     if len(report.ranks) > MOST_RANKS:
         click.echo(f"and {len(report.ranks) - MOST_RANKS} more ranks")
     print_findings([finding for finding in report.findings if finding.remedy])
-    click.echo("A run can start here." if report.fit else "A run could not start here.")
+    click.echo("A run can start here." if report.can_run else "A run could not start here.")
 
 
 def print_findings(findings: list[DoctorFinding]) -> None:

@@ -124,7 +124,7 @@ class CallHistory:
         self.groups: list[GroupCalls] = []
         self._indices: defaultdict[tuple[str, tuple[int, ...]], Iterator[int]] = defaultdict(count)
 
-    def group(self, name: str, ranks: tuple[int, ...]) -> GroupCalls:
+    def add_group(self, name: str, ranks: tuple[int, ...]) -> GroupCalls:
         """Make the log of a new group, and return it. Local.
 
         Groups with the same name and ranks get the numbers 0, 1, ... in the order in which they are made,

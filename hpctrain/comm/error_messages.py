@@ -14,7 +14,7 @@ from pathlib import Path
 from hpctrain.errors import EXIT_INPUT_OUTPUT, EXIT_UNREAD, HpctrainError, InputOutputError
 from hpctrain.text import ranges
 
-MOST_PROBLEMS = 50
+MOST_PRINTED_PROBLEMS = 50
 """Largest number of messages that one error prints."""
 
 # Start of messages of HDF5, and what parts of them mean.
@@ -116,8 +116,11 @@ def combine_errors(failures: Sequence[tuple[int, Sequence[str]]]) -> HpctrainErr
     """
     code = failures[0][0]
     problems = list(dict.fromkeys(problem for _, each in failures for problem in each))
-    if len(problems) > MOST_PROBLEMS:
-        problems = [*problems[:MOST_PROBLEMS], f"and {len(problems) - MOST_PROBLEMS} more problems"]
+    if len(problems) > MOST_PRINTED_PROBLEMS:
+        problems = [
+            *problems[:MOST_PRINTED_PROBLEMS],
+            f"and {len(problems) - MOST_PRINTED_PROBLEMS} more problems",
+        ]
     error = InputOutputError(problems) if code == EXIT_INPUT_OUTPUT else HpctrainError(problems)
     error.exit_code = code
     return error

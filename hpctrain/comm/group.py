@@ -130,7 +130,7 @@ class Group:
         self.size = self.objects.size
         self.device = self.computes_on = device
         self.ledger = ledger
-        self.calls = ledger.calls.group(self.name, root_world_ranks or ranks)
+        self.calls = ledger.calls.add_group(self.name, root_world_ranks or ranks)
         self.comparer: CallComparer | None = None
         self._in_flight = in_flight
 

@@ -149,7 +149,8 @@ class GroupFactory:
         pair = TRANSPORTS[transport].make(TransportSetting(communicator, nodes, self.scratch, memory))
         if self.link is not None:
             times = communicator.Dup()
-            link_nodes = nodes if self.topology.per_node else list(range(len(root_world_ranks)))
+            emulates_nodes = self.topology.emulated_ranks_per_node is not None
+            link_nodes = nodes if emulates_nodes else list(range(len(root_world_ranks)))
             host, accelerator = pair
             pair = (
                 EmulatedTransport(host, times, self.link, link_nodes),

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hpctrain.comm.calls import Call
 from hpctrain.comm.group import Group
-from hpctrain.comm.transports.shared import MESSAGE_BYTES
+from hpctrain.comm.transports.shared import LEAST_MESSAGE_BYTES
 from hpctrain.comm.work import Work
 from hpctrain.host.mpi_library import MPI, communicator_of
 
@@ -70,7 +70,7 @@ class Mailbox:
             ValueError: The header has more numbers than one MPI message of this kind may have.
         """
         header = torch.tensor(numbers, dtype=torch.float64)
-        if header.nbytes >= MESSAGE_BYTES:
+        if header.nbytes >= LEAST_MESSAGE_BYTES:
             raise ValueError(f"a header of {len(numbers)} numbers is too long for one MPI message")
         self._sending[receiver].append(self.group.start_send(header, receiver, _NUMBERS))
         self.send_tensors(receiver, *tensors)

@@ -14,9 +14,8 @@ from hpctrain.comm.calls import Call
 from hpctrain.comm.group import Group, GroupTransports
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.mesh import GroupSource, rank_count, ranks_along
-from hpctrain.comm.transports import hierarchical
-from hpctrain.comm.transports.hierarchical import is_common, is_hierarchical
-from hpctrain.comm.transports.mpi import scratch_bytes
+from hpctrain.comm.transports.hierarchical import hierarchical_scratch_bytes, is_common, is_hierarchical
+from hpctrain.comm.transports.mpi import mpi_scratch_bytes
 from hpctrain.comm.transports.shared import SHARED_BYTES
 from hpctrain.comm.transports.traffic import Traffic, traffic_of
 from hpctrain.comm.transports.transport import Transport, TransportWork
@@ -100,8 +99,8 @@ class PlannedTransport(Transport):
         if local > 1 and elements * itemsize >= SHARED_BYTES:
             if local == self.size:
                 return 0
-            return hierarchical.scratch_bytes(elements, itemsize, self.size // local, local, scattered)
-        return scratch_bytes(elements, itemsize, self.size, scattered)
+            return hierarchical_scratch_bytes(elements, itemsize, self.size // local, local, scattered)
+        return mpi_scratch_bytes(elements, itemsize, self.size, scattered)
 
     def allgather(self, value: Any, /) -> list[Any]:
         """Return the object of this rank as that of every rank."""

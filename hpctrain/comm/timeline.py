@@ -61,26 +61,26 @@ class Timeline:
     """Record of the spans of the last steps. All methods are local.
 
     Times are those of the host: on a GPU, when work was started, not when it ran. Nothing is recorded before
-    the first `begin`, and between `pause` and the next `begin`.
+    the first `begin_step`, and between `pause` and the next `begin_step`.
 
     Args:
         steps: Number of steps that are kept.
-        most: Maximum number of spans of a step. Beyond it, only actions of training are recorded.
+        max_spans: Maximum number of spans of a step. Beyond it, only actions of training are recorded.
     """
 
-    def __init__(self, steps: int, most: int) -> None:
+    def __init__(self, steps: int, max_spans: int) -> None:
         assert steps > 0
-        self.most = most
+        self.max_spans = max_spans
         self.steps: deque[StepSpans] = deque(maxlen=steps)
         self._current: StepSpans | None = None
 
-    def begin(self, step: int) -> None:
+    def begin_step(self, step: int) -> None:
         """Begin a step, to which all spans belong from now on. Drop the oldest step if there are too many."""
         self._current = StepSpans(step)
         self.steps.append(self._current)
 
     def pause(self) -> None:
-        """Record nothing until the next `begin`."""
+        """Record nothing until the next `begin_step`."""
         self._current = None
 
     def record(self, row: str, name: str, start: float, end: float, bytes: int = 0) -> TimelineSpan | None:  # noqa: A002
@@ -99,14 +99,14 @@ class Timeline:
         current = self._current
         if current is None:
             return None
-        if len(current.spans) >= self.most and row != SCHEDULE:
+        if len(current.spans) >= self.max_spans and row != SCHEDULE:
             current.dropped += 1
             return None
         span = TimelineSpan(row, name, start, end, bytes, end - start)
         current.spans.append(span)
         return span
 
-    def action(self, name: str, start: float, training: bool) -> None:
+    def record_action(self, name: str, start: float, training: bool) -> None:
         """Add an action of a pipeline schedule that ends now.
 
         Args:

@@ -100,7 +100,7 @@ class World:
         self._control = communicator.Dup()
         root_rank = self.rank if parent is None else parent.groups.ranks[parent.rank]
         self.groups.ranks = tuple(communicator.allgather(root_rank))
-        self._agreements = self.ledger.calls.group("world", self.groups.ranks)
+        self._agreements = self.ledger.calls.add_group("world", self.groups.ranks)
         self._agreed: HpctrainError | None = None
         self._marker: SegmentMarker | None = None
         self.removed_segments: list[str] = []

@@ -9,7 +9,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.mixture import DatasetEntry, dataset_entries, tokens_title
 from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError
-from hpctrain.files import identity
+from hpctrain.files import file_identity
 
 
 def open_entries(deck: Deck) -> tuple[Tokens, ...]:
@@ -46,7 +46,7 @@ def require_apart(deck: Deck, tokens: Sequence[Tokens]) -> None:
     problems = []
     for entry, each in zip(entries, tokens, strict=True):
         for path in map(str, paths_of(each)):
-            before = first.setdefault(identity(path), entry)
+            before = first.setdefault(file_identity(path), entry)
             if before is not entry:
                 both = f"entries {toml_value(before.name)} and {toml_value(entry.name)} both name it"
                 would = "one alone, with the sum of their weights, would do"

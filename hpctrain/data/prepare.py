@@ -47,7 +47,7 @@ from hpctrain.data.tokenizer_argument import read_tokenizer, tokenizer_warnings
 from hpctrain.data.tokenizer_settings import TokenizerSettings
 from hpctrain.data.write import Report, write_files, write_tokens
 from hpctrain.errors import HpctrainError, failing_as
-from hpctrain.files import JSON_BYTES, check_output, read_text, synchronize, write_text
+from hpctrain.files import JSON_BYTES, check_output, flush_to_disk, read_text, write_text
 from hpctrain.text import counted
 
 if TYPE_CHECKING:
@@ -314,7 +314,7 @@ def _write_tokenizer(world: World, path: Path, tokenizer: Tokenizer) -> None:
             temporary = path.with_name(f".{path.name}.partial")
             with failing_as(f"{path}: cannot be written"):
                 write_text(temporary, tokenizer.text)
-                synchronize(temporary)
+                flush_to_disk(temporary)
                 temporary.replace(path)
 
 

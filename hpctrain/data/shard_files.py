@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from hpctrain.data.token_part import TokenPart
 from hpctrain.errors import HpctrainError
-from hpctrain.files import check_output, delete_files, files_named, synchronize
+from hpctrain.files import check_output, delete_files, files_named, flush_to_disk
 
 if TYPE_CHECKING:
     from hpctrain.comm.world import World
@@ -69,7 +69,7 @@ class ShardFiles:
         read them, too.
         """
         self._note.touch()
-        synchronize(self.folder)
+        flush_to_disk(self.folder)
         placed: list[Path] = []
         try:
             for old in reversed(self._following(len(paths))):
@@ -77,7 +77,7 @@ class ShardFiles:
             for made, path in zip(temporary, paths, strict=True):
                 made.replace(path)
                 placed.append(path)
-            synchronize(self.folder)
+            flush_to_disk(self.folder)
         except OSError:
             for path in placed:
                 path.unlink()

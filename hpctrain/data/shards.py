@@ -26,7 +26,7 @@ from hpctrain.data.tokenizer_settings import TokenizerSettings
 from hpctrain.data.tokens import TokenFile
 from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError, InputOutputError
-from hpctrain.files import identity
+from hpctrain.files import file_identity
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -138,7 +138,7 @@ def token_paths(names: Sequence[str], key: str) -> list[str]:
             if not found:
                 problems.append(InputOutputError(f"{key} = {name}: no file matches this pattern"))
         for path in found:
-            real = identity(path)
+            real = file_identity(path)
             if real in seen:
                 same = "" if seen[real] == path else f", as {seen[real]}"
                 problems.append(HpctrainError(f"{key}: {path} is named twice{same}: each file is read once"))

@@ -33,7 +33,7 @@ from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.data.tokenizer_settings import SETTINGS
 from hpctrain.data.tokens import ENDS, PIECE_TOKENS, Header, TokenFile
 from hpctrain.errors import HpctrainError, InputOutputError
-from hpctrain.files import descriptor_of, synchronize
+from hpctrain.files import descriptor_of, flush_to_disk
 from hpctrain.hdf5 import open_for_writing
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def write_tokens(
 
     def place(temporary: Sequence[Path], paths: Sequence[Path]) -> None:
         temporary[0].replace(paths[0])
-        synchronize(out.parent)
+        flush_to_disk(out.parent)
 
     [header] = write_files(world, [out], [part], tokenizer, source, report, place, rows)
     return header
@@ -131,7 +131,7 @@ def write_files(
                 headers.append(_write(world, temporary, part, tokenizer, source, report, rows))
                 with world.agreement():
                     if world.local_rank == 0:
-                        synchronize(temporary)
+                        flush_to_disk(temporary)
                 with world.agreement():
                     TokenFile(temporary, "written file").verify(world.rank, world.size)
         with with_final_name(made[0], outs[0]), world.agreement():

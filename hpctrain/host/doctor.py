@@ -107,7 +107,7 @@ class DoctorReport:
         self.findings += _merge(self.world.allgather(findings) if self.world is not None else [findings])
 
     @property
-    def fit(self) -> bool:
+    def can_run(self) -> bool:
         """True if no finding is fatal, so that a run can start."""
         return not any(finding.fatal for finding in self.findings)
 

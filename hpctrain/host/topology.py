@@ -13,26 +13,26 @@ class Topology:
         machine: Node of each rank in the machine.
 
     Attributes:
-        machine: Node of each rank in the machine.
+        machine_nodes: Node of each rank in the machine.
         nodes: Node of each rank as groups and memory use it.
-        per_node: Ranks of an emulated node; None if nodes are not emulated.
+        emulated_ranks_per_node: Number of ranks of an emulated node; None if nodes are not emulated.
     """
 
     def __init__(self, machine: Sequence[int]) -> None:
-        self.machine = self.nodes = tuple(machine)
-        self.per_node: int | None = None
+        self.machine_nodes = self.nodes = tuple(machine)
+        self.emulated_ranks_per_node: int | None = None
 
-    def emulate(self, per_node: int | None) -> None:
+    def emulate(self, ranks_per_node: int | None) -> None:
         """Divide each node of the machine into nodes of so many ranks; None ends the emulation. Local."""
-        self.per_node = per_node
-        if per_node is None:
-            self.nodes = self.machine
+        self.emulated_ranks_per_node = ranks_per_node
+        if ranks_per_node is None:
+            self.nodes = self.machine_nodes
             return
         ranks_before: defaultdict[int, int] = defaultdict(int)
         numbers: dict[tuple[int, int], int] = {}
         nodes = []
-        for node in self.machine:
-            block = node, ranks_before[node] // per_node
+        for node in self.machine_nodes:
+            block = node, ranks_before[node] // ranks_per_node
             ranks_before[node] += 1
             nodes.append(numbers.setdefault(block, len(numbers)))
         self.nodes = tuple(nodes)
@@ -40,7 +40,7 @@ class Topology:
     @property
     def ranks_per_node(self) -> int:
         """Ranks per node: the emulated number, or the mean over the nodes of the machine, rounded down."""
-        return self.per_node or max(1, len(self.nodes) // len(set(self.nodes)))
+        return self.emulated_ranks_per_node or max(1, len(self.nodes) // len(set(self.nodes)))
 
 
 def ranks_per_node_of(nodes: Sequence[int]) -> int:

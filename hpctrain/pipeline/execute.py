@@ -144,7 +144,7 @@ class _Pass:
             passed_on = self._compute(action, received)
             # Before its sending, so that it is over where its message arrives.
             if ledger.timeline is not None:
-                ledger.timeline.action(str(action), began, training)
+                ledger.timeline.record_action(str(action), began, training)
             if passed_on is not None:
                 self._send(action, passed_on)
             self.sends = [send for send in self.sends if not send[0].test()]

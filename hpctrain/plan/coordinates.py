@@ -44,7 +44,8 @@ def map_deck(report: DoctorReport, path: Path, overrides: Sequence[str]) -> None
 
 def ways(topology: Topology, places: Sequence[Mapping[str, int]]) -> str:
     """How the ranks along each axis of a mesh reach each other, in words: `places` are their coordinates."""
-    texts = [f"{counted(len(set(topology.nodes)), 'node')}{', emulated' * (topology.per_node is not None)}"]
+    emulation = "" if topology.emulated_ranks_per_node is None else ", emulated"
+    texts = [f"{counted(len(set(topology.nodes)), 'node')}{emulation}"]
     for axis in places[0]:
         groups: dict[tuple[int, ...], list[int]] = {}
         for node, place in zip(topology.nodes, places, strict=True):

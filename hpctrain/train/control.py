@@ -16,7 +16,7 @@ import torch
 from hpctrain.audit.bits import COPIES, majority
 from hpctrain.comm.world import World
 from hpctrain.errors import InputOutputError
-from hpctrain.files import identity
+from hpctrain.files import file_identity
 from hpctrain.train.signals import Signals
 from hpctrain.watch.run_files import CHECKPOINT_FILE, STOP_FILE, is_request
 
@@ -53,7 +53,7 @@ class Control:
         self.world, self.folder, self.signals, self.out_of_time = world, folder, signals, out_of_time
         self._looked = -float("inf")
         self._unremovable: set[str] = set()
-        self._identity = identity(folder)
+        self._identity = file_identity(folder)
         self._looks_without_folder = 0
         self._seen: set[object] = set()
 
@@ -113,7 +113,7 @@ class Control:
         if now - self._looked >= SECONDS_PER_LOOK:
             self._looked = now
             self._seen = set(self._files())
-            there = identity(self.folder) == self._identity
+            there = file_identity(self.folder) == self._identity
             self._looks_without_folder = 0 if there else self._looks_without_folder + 1
         came |= self._seen
         if self._looks_without_folder >= _LOOKS_TO_BE_GONE:

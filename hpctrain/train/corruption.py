@@ -127,7 +127,7 @@ class Guard(StepGuard, Hook):
         if not any(each.bit_count() > _WORD.bit_count() // 2 for each in words):
             return
         rows = everyone.all_gather_object([[fault.row for fault in own], digest, spoilt and bool(own)])
-        faults = [DetectedFault.of(row) for row_of in rows for row in row_of[0]]
+        faults = [DetectedFault.from_row(row) for row_of in rows for row in row_of[0]]
         if not faults and not totals:
             return  # it was only told wrong, which is for those who look at messages to tell
         if not faults:

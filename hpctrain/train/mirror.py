@@ -118,6 +118,6 @@ def require_neighbour(world: World, deck: Deck) -> None:
 
 def nodes_of(world: World, deck: Deck) -> tuple[int, ...]:
     """The node of every rank, as the deck has it emulated."""
-    topology = Topology(world.topology.machine)
+    topology = Topology(world.topology.machine_nodes)
     topology.emulate(deck.communication.ranks_per_node)
     return topology.nodes

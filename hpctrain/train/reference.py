@@ -29,7 +29,7 @@ from hpctrain.data.stored import StoredArray
 from hpctrain.engine.corpus import Corpus
 from hpctrain.engine.held_out import HeldOut
 from hpctrain.errors import InputOutputError, failing_as
-from hpctrain.files import open_regular, synchronize
+from hpctrain.files import flush_to_disk, open_regular
 from hpctrain.objective.dpo import REFERENCE
 from hpctrain.train.scored import log_probabilities_of
 from hpctrain.train.step import Step
@@ -55,9 +55,9 @@ def bring_references(world: World, origin: Path, folder: Path) -> None:
                 partial = there.with_name(f".{there.name}.partial")
                 with open_regular(path) as read, partial.open("wb") as written:
                     shutil.copyfileobj(read, written)
-                synchronize(partial)
+                flush_to_disk(partial)
                 partial.replace(there)
-                synchronize(folder)
+                flush_to_disk(folder)
 
 
 def require_same_reference(world: World, path: str | Path, found: str, checkpoint: Path | None) -> None:
@@ -209,6 +209,6 @@ def _store(step: Step, batches: Batches, path: Path) -> None:
                     file.write(rows.tobytes())
     with world.agreement(), failing_as(f"{path}: cannot be written"):
         if first:
-            synchronize(partial)
+            flush_to_disk(partial)
             partial.replace(path)
-            synchronize(path.parent)
+            flush_to_disk(path.parent)

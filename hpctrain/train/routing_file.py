@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from hpctrain.comm.error_messages import error_reason
 from hpctrain.deck.sections.experts import RECORDED_BYTES
 from hpctrain.errors import HpctrainError, InputOutputError, failing_as
-from hpctrain.files import open_regular, synchronize
+from hpctrain.files import flush_to_disk, open_regular
 from hpctrain.hdf5 import DAMAGE, CheckedFile, open_checked
 from hpctrain.model.shape import ModelShape
 
@@ -85,9 +85,9 @@ class RoutingFile:
         try:
             with failing_as(f"{path}: cannot be written"):
                 temporary.write_bytes(content)
-                synchronize(temporary)
+                flush_to_disk(temporary)
                 temporary.replace(path)
-                synchronize(path.parent)
+                flush_to_disk(path.parent)
         finally:
             with suppress(OSError):
                 temporary.unlink()

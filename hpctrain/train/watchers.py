@@ -97,7 +97,7 @@ class TraceRecorder(Hook):
 
     def around_step(self, step: int) -> AbstractContextManager[object]:
         """What comes from here on belongs to the step."""
-        self.timeline.begin(step)
+        self.timeline.begin_step(step)
         return nullcontext()
 
     def after_save(self) -> None:

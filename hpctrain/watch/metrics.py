@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hpctrain.deck.sections.evaluation import VALIDATION
 from hpctrain.errors import HpctrainError, failing_as
-from hpctrain.files import strict_json, synchronize
+from hpctrain.files import flush_to_disk, strict_json
 from hpctrain.report.rows import Row, scan_metrics
 
 
@@ -147,4 +147,4 @@ def cut_rows(path: Path, last_step: int) -> None:
         rows.flush()
         os.fsync(rows.fileno())
     shorter.replace(path)
-    synchronize(path.parent)
+    flush_to_disk(path.parent)

@@ -69,7 +69,7 @@ def same(one: Tensor | None, other: Tensor | None) -> bool:
 def everyones(group: Group, audit: MessageAudit) -> list[DetectedFault]:
     """Return the faults that all ranks have found. Collective."""
     rows = group.all_gather_object([fault.row for fault in audit.collect_faults()])
-    return [DetectedFault.of(row) for each in rows for row in each]
+    return [DetectedFault.from_row(row) for each in rows for row in each]
 
 
 @pytest.mark.mpi(min_size=2)
@@ -99,7 +99,7 @@ def test_large_sums_in_several_rounds_have_the_same_bits(
     world: World, depth: Depth, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Several rounds are in flight at the same time."""
-    monkeypatch.setattr("hpctrain.audit.audited_reduction.ROUND_BYTES", 100_000)
+    monkeypatch.setattr("hpctrain.audit.audited_reduction.HOST_ROUND_BYTES", 100_000)
     plain, checked, audit = groups(world, "shared", depth)
     for seed in range(3):
         calls: dict[str, Any] = {
@@ -242,7 +242,7 @@ def test_records_are_bounded_if_nobody_asks_for_faults(
     world: World, depth: Depth, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Faults that were found meanwhile are reported later."""
-    monkeypatch.setattr("hpctrain.audit.call_log.UNSETTLED", 10)
+    monkeypatch.setattr("hpctrain.audit.call_log.CALLS_PER_EXCHANGE", 10)
     _, checked, audit = groups(world, "mpi", depth)
     host = inner_of(checked)
     host.inner = FlippingTransport(host.inner, Flip(1, 0, 5))

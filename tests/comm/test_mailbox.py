@@ -111,5 +111,5 @@ def test_a_part_of_a_world_communicates_and_agrees_by_itself(world: World) -> No
         with pytest.raises(HpctrainError, match="of the last") as caught, part.agreement():
             fail(part.rank == part.size - 1)
         assert part.is_agreed(caught.value)
-    nested = part.part((part.rank,))
+    nested = part.subworld((part.rank,))
     assert nested.everyone.calls.ranks == (world.rank,)

@@ -21,21 +21,21 @@ def test_only_the_newest_steps_are_kept() -> None:
     timeline = Timeline(2, 100)
     timeline.record("data", "early", 0.0, 1.0)
     for step in (5, 6, 7):
-        timeline.begin(step)
-        timeline.action(f"F{step}", perf_counter(), training=True)
+        timeline.begin_step(step)
+        timeline.record_action(f"F{step}", perf_counter(), training=True)
     timeline.pause()
-    timeline.action("late", perf_counter(), training=True)
+    timeline.record_action("late", perf_counter(), training=True)
     assert names(timeline) == [(6, "F6"), (7, "F7")]
 
 
 def test_too_many_spans_are_counted_and_no_action_is_lost() -> None:
     timeline = Timeline(2, 3)
     for step in (1, 2):
-        timeline.begin(step)
+        timeline.begin_step(step)
         for index in range(5):
             timeline.record("tensor", "all_reduce", index, index + 0.5)
-        timeline.action("F0", 9.0, training=True)
-        timeline.action("F1", 9.0, training=False)
+        timeline.record_action("F0", 9.0, training=True)
+        timeline.record_action("F1", 9.0, training=False)
     kept = [span.row for _, span in timeline.spans()]
     assert kept == ["tensor", "tensor", "tensor", SCHEDULE] * 2
     assert timeline.dropped == 2 * 3
@@ -43,15 +43,15 @@ def test_too_many_spans_are_counted_and_no_action_is_lost() -> None:
 
 def test_evaluation_has_a_row_of_its_own() -> None:
     timeline = Timeline(1, 10)
-    timeline.begin(1)
-    timeline.action("F0", perf_counter(), training=False)
+    timeline.begin_step(1)
+    timeline.record_action("F0", perf_counter(), training=False)
     assert [span.row for _, span in timeline.spans()] == [EVALUATION]
 
 
 def test_phases_are_recorded_once_however_often_they_are_set() -> None:
     ledger = Ledger()
     ledger.timeline = Timeline(1, 10)
-    ledger.timeline.begin(1)
+    ledger.timeline.begin_step(1)
     for phase in ("forward", "forward", "backward", "other"):
         ledger.phase = phase
     spans = [span for _, span in ledger.timeline.spans()]
@@ -95,7 +95,7 @@ def test_a_started_operation_lasts_until_it_is_seen_complete() -> None:
 def test_every_call_of_every_group_is_recorded(world: World) -> None:
     mesh = Mesh(world, {"data": world.size})
     group, timeline = mesh.group("data"), Timeline(1, 100)
-    timeline.begin(3)
+    timeline.begin_step(3)
     world.ledger.timeline = timeline
     try:
         group.all_reduce(torch.ones(8))

@@ -215,7 +215,7 @@ def test_a_large_trace_is_gathered_in_pieces(
 ) -> None:
     monkeypatch.setattr(trace, "_PIECE", 100)
     mesh, timeline = Mesh(world, {"pipeline": world.size}), Timeline(1, 100)
-    timeline.begin(1)
+    timeline.begin_step(1)
     for index in range(5 * (world.rank + 1)):
         timeline.record("data", f"call {index}", index + 0.25, index + 2.0, 8)
     path = mpi_tmp_path / "trace.json"

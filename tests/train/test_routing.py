@@ -195,7 +195,7 @@ def test_where_the_disk_is_full_the_run_ends(
     def refuse(path: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    monkeypatch.setattr(routing_file, "synchronize", refuse)
+    monkeypatch.setattr(routing_file, "flush_to_disk", refuse)
     with pytest.raises(InputOutputError, match=r"routing.h5: cannot be written: No space left on device$"):
         train("run")
     assert not list((mpi_tmp_path / "run").glob("*routing*"))

@@ -178,7 +178,7 @@ def test_doctor_reports_threads_without_cores(tmp_path: Path) -> None:
     (tmp_path / "deck.toml").write_text(DECK)
     report = DoctorReport(ranks=[RankPlacement(rank, "n", 0, rank, (rank,), 0) for rank in range(2)])
     map_deck(report, tmp_path / "deck.toml", ["run.threads=4"])
-    assert report.fit and "rank 0 may use only 1 core" in report.findings[-1].remedy
+    assert report.can_run and "rank 0 may use only 1 core" in report.findings[-1].remedy
     map_deck(report, tmp_path / "deck.toml", [])
     assert not report.findings[-1].remedy
 
@@ -194,7 +194,7 @@ def test_the_doctor_tells_of_a_tensor_axis_across_nodes(tmp_path: Path) -> None:
     )
     map_deck(report, tmp_path / "deck.toml", ["layout.tensor=2", "batch.global_size=12"])
     assert report.coordinates[3] == {"pipeline": 0, "data": 1, "context": 0, "tensor": 1}
-    assert report.fit
+    assert report.can_run
     assert "over the network in every layer" in report.findings[0].remedy
     report = DoctorReport(
         ranks=[RankPlacement(rank, f"n{rank // 2}", rank // 2, rank % 2, (), 0) for rank in range(6)]

@@ -43,7 +43,7 @@ def test_a_thousand_kills_at_any_byte_of_the_last_row(
 ) -> None:
     """A write that was cut off at some byte; then reading, and going on behind a whole row."""
     monkeypatch.setattr(module.os, "fsync", lambda _: None)  # no machine dies here
-    monkeypatch.setattr(module, "synchronize", lambda _: None)
+    monkeypatch.setattr(module, "flush_to_disk", lambda _: None)
     draw = random.Random(21)
     whole = tmp_path / "whole.jsonl"
     with closing(MetricsWriter(whole)) as writer:

@@ -51,7 +51,7 @@ from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError, InputOutputError
-from hpctrain.files import check_output, delete_folder, files_named, synchronize
+from hpctrain.files import check_output, delete_folder, files_named, flush_to_disk
 from hpctrain.memory.scratch import Flat, ScratchSlice
 from hpctrain.model.count import count
 from hpctrain.model.precision import DTYPES
@@ -120,9 +120,9 @@ def export_model(world: World, checkpoint: Path, folder: Path, dtype: str | None
                         texts[INDEX] = json.dumps(index_of(files), indent=2) + "\n"
                     for name, content in texts.items():
                         write_text(temporary / name, content)
-                    synchronize(temporary)
+                    flush_to_disk(temporary)
                     temporary.replace(folder)
-                    synchronize(folder.absolute().parent)
+                    flush_to_disk(folder.absolute().parent)
     finally:
         if group.rank == 0:
             with suppress(HpctrainError, OSError):

@@ -28,7 +28,7 @@ from hpctrain.comm.error_messages import with_final_name
 from hpctrain.comm.world import World
 from hpctrain.deck.sections.adapters import Adapters
 from hpctrain.errors import HpctrainError
-from hpctrain.files import delete_folder, files_named, synchronize
+from hpctrain.files import delete_folder, files_named, flush_to_disk
 from hpctrain.text import counted
 
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -64,9 +64,9 @@ def export_adapters(world: World, checkpoint: Path, folder: Path, base: str) -> 
                 _write(temporary / _TENSORS, found)
                 config = _config(adapters, found, base, architecture.family == "gpt2")
                 write_text(temporary / _CONFIG, json.dumps(config, indent=2) + "\n")
-                synchronize(temporary)
+                flush_to_disk(temporary)
                 temporary.replace(folder)
-                synchronize(folder.absolute().parent)
+                flush_to_disk(folder.absolute().parent)
     finally:
         if group.rank == 0 and temporary.exists():
             with suppress(HpctrainError, OSError):

@@ -24,7 +24,7 @@ from torch import Tensor
 from hpctrain.checkpoint.finite import NonFiniteWeight, nonfinite_element, nonfinite_sentence
 from hpctrain.comm.error_messages import describe_os_error
 from hpctrain.errors import HpctrainError, InputOutputError
-from hpctrain.files import JSON_BYTES, open_regular, parse_json, read_text, synchronize
+from hpctrain.files import JSON_BYTES, flush_to_disk, open_regular, parse_json, read_text
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
@@ -229,7 +229,7 @@ def new_file(path: Path, tensors: Sequence[NewTensor]) -> Iterator[tuple[str, ND
         at = start + header[tensor.name]["data_offsets"][0]
         bits = np.dtype(f"<u{TYPES[tensor.kind].itemsize}")
         yield tensor.name, np.memmap(path, bits, "r+", at, tensor.shape)
-    synchronize(path)
+    flush_to_disk(path)
     written = _open(path)
     for tensor in tensors:
         shape = tuple(written.get_slice(tensor.name).get_shape())
@@ -242,4 +242,4 @@ def new_file(path: Path, tensors: Sequence[NewTensor]) -> Iterator[tuple[str, ND
 def write_text(path: Path, text: str) -> None:
     """A new text file, on the disk when this returns."""
     path.write_text(text, encoding="utf-8")
-    synchronize(path)
+    flush_to_disk(path)

@@ -130,11 +130,11 @@ class HangReport:
             return f"in no communication call, at {self.where}"
         return f"in {self.current} for {self.current.seconds:.1f} s, at {self.where}"
 
-    def entered(self, key: GroupKey) -> int:
+    def entered_calls(self, key: GroupKey) -> int:
         """Return the number of collective calls of a group that the rank has entered."""
         return next((group.entered for group in self.groups if group.key == key), 0)
 
-    def called(self, key: GroupKey, number: int) -> CallNote | None:
+    def find_call(self, key: GroupKey, number: int) -> CallNote | None:
         """Return this rank's collective call with a number in a group; None if it is not in `recent`.
 
         Args:
@@ -277,7 +277,7 @@ def _disagreements(reports: Mapping[int, HangReport]) -> Iterator[str]:
     for key, number in _waiting(reports, pairs=False):
         calls: dict[tuple[str, int, str], tuple[CallNote, list[int]]] = {}
         for rank in key[1]:
-            note = reports[rank].called(key, number) if rank in reports else None
+            note = reports[rank].find_call(key, number) if rank in reports else None
             if note is not None:
                 size = 0 if note.operation == "all_to_all" else note.bytes  # ranks may pass different sizes
                 calls.setdefault((note.operation, size, note.dtype), (note, []))[1].append(rank)
@@ -290,7 +290,7 @@ def _failed(reports: Mapping[int, HangReport]) -> Iterator[str]:
     """Yield a sentence for each rank on which a call failed in which other ranks still wait."""
     for (key, number), waiting in _waiting(reports, pairs=False).items():
         for rank in key[1]:
-            note = reports[rank].called(key, number) if rank in reports and rank not in waiting else None
+            note = reports[rank].find_call(key, number) if rank in reports and rank not in waiting else None
             if note is not None and note.error:
                 yield (
                     f"{note} failed on {_on_nodes([rank], reports)} ({note.error}), and "
@@ -319,7 +319,7 @@ def _absent(reports: Mapping[int, HangReport]) -> Iterator[str]:
     """
     lines = []
     for (key, number), waiting in _waiting(reports, pairs=False).items():
-        absent = [rank for rank in key[1] if rank in reports and reports[rank].entered(key) < number]
+        absent = [rank for rank in key[1] if rank in reports and reports[rank].entered_calls(key) < number]
         if absent:
             calls = [call for rank in waiting if (call := reports[rank].current) is not None]
             have = f"{name_ranks(waiting)} {'has' if len(waiting) == 1 else 'have'} waited"
@@ -362,7 +362,7 @@ def _fewer_calls(reports: Mapping[int, HangReport]) -> Iterator[str]:
         if least < most:
             behind = [rank for rank, count in counts.items() if count == least]
             ahead = [rank for rank, count in counts.items() if count > least]
-            note = reports[ahead[0]].called(key, least + 1)
+            note = reports[ahead[0]].find_call(key, least + 1)
             call = note or f"call {least + 1} of {key[0]} ({name_ranks(key[1])})"
             yield f"{_on_nodes(behind, reports)} never entered {call}, which {name_ranks(ahead)} entered"
 

@@ -31,8 +31,7 @@ from hpctrain.comm.transports.internode import (
     NodeLinks,
     piece_elements,
 )
-from hpctrain.comm.transports.mpi import MpiTransport
-from hpctrain.comm.transports.mpi import scratch_bytes as mpi_scratch_bytes
+from hpctrain.comm.transports.mpi import MpiTransport, mpi_scratch_bytes
 from hpctrain.comm.transports.node_memory import NodeMemory
 from hpctrain.comm.transports.node_messages import NodeMessages
 from hpctrain.comm.transports.reduction import HALVES
@@ -45,10 +44,10 @@ from hpctrain.comm.transports.transport import (
 )
 from hpctrain.host.mpi_library import MPI
 
-MESSAGE_BYTES = 60 * 1024
+TCP_MESSAGE_BYTES = 60 * 1024
 """Bytes that Open MPI sends over TCP at once. Longer messages halve the speed if both sides send."""
 
-PIECE_BYTES = 8 * MESSAGE_BYTES
+PIECE_BYTES = 8 * TCP_MESSAGE_BYTES
 """Bytes of a rank's slice that are added at a time."""
 
 
@@ -75,7 +74,7 @@ class HierarchicalTransport(Transport):
         local, across = mpi.communicator.Split(node), mpi.communicator.Split(place)
         assert isinstance(local, MPI.Intracomm) and isinstance(across, MPI.Intracomm)
         shared = SharedTransport(MpiTransport(local, mpi.scratch), memory)
-        self.links = NodeLinks(shared, MpiTransport(across, mpi.scratch, MESSAGE_BYTES))
+        self.links = NodeLinks(shared, MpiTransport(across, mpi.scratch, TCP_MESSAGE_BYTES))
         self.messages = NodeMessages(mpi.communicator, memory)
 
     @override
@@ -116,7 +115,9 @@ class HierarchicalTransport(Transport):
     def scratch_bytes(self, elements: int, itemsize: int, scattered: bool = False) -> int:
         if elements * itemsize < self.least_bytes:
             return self.mpi.scratch_bytes(elements, itemsize, scattered)
-        return scratch_bytes(elements, itemsize, self.links.nodes, self.links.local_size, scattered)
+        return hierarchical_scratch_bytes(
+            elements, itemsize, self.links.nodes, self.links.local_size, scattered
+        )
 
 
 def is_hierarchical(call: Call, nodes: int, local_size: int, least_bytes: int = SHARED_BYTES) -> bool:
@@ -151,7 +152,9 @@ def is_common(length: int, dtype: torch.dtype, least_bytes: int = SHARED_BYTES) 
     return length * dtype.itemsize >= least_bytes
 
 
-def scratch_bytes(elements: int, itemsize: int, nodes: int, local_size: int, scattered: bool = False) -> int:
+def hierarchical_scratch_bytes(
+    elements: int, itemsize: int, nodes: int, local_size: int, scattered: bool = False
+) -> int:
     """Return the host memory, in bytes, that a sum takes for partial sums and keeps.
 
     The other arguments are those of `is_hierarchical` and of `Transport.scratch_bytes`.

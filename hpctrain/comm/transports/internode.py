@@ -16,8 +16,8 @@ from typing_extensions import override
 from hpctrain.comm.calls import Call, Reduction
 from hpctrain.comm.transports.mpi import MpiRequests, MpiTransport
 from hpctrain.comm.transports.node_operation import NodeOperation, rounds_of
-from hpctrain.comm.transports.progress_counters import ROUND_BYTES, STAGED_ROUNDS
-from hpctrain.comm.transports.reduction import BLOCK, FUNCTIONS, HALVES, equal_counts
+from hpctrain.comm.transports.progress_counters import COPY_ROUND_BYTES, STAGED_ROUNDS
+from hpctrain.comm.transports.reduction import FUNCTIONS, HALVES, REDUCTION_BLOCK, equal_counts
 from hpctrain.comm.transports.shared import SharedTransport
 from hpctrain.comm.transports.transport import (
     ConditionWork,
@@ -58,7 +58,7 @@ class NodeLinks:
 
 def piece_elements(piece_bytes: int, itemsize: int, local_size: int) -> int:
     """Return the largest number of elements of a piece. The copy of a round holds a piece per rank."""
-    return max(1, min(piece_bytes, ROUND_BYTES // local_size) // itemsize)
+    return max(1, min(piece_bytes, COPY_ROUND_BYTES // local_size) // itemsize)
 
 
 class InternodeOperation(NodeOperation):
@@ -346,7 +346,7 @@ def _add_parts(
     """
     function = FUNCTIONS[reduction]
     results = partial_sum if target is None else target
-    tensors = (part.split(BLOCK) for part in (*parts, partial_sum, results))
+    tensors = (part.split(REDUCTION_BLOCK) for part in (*parts, partial_sum, results))
     for *blocks, sums, result in zip(*tensors, strict=True):
         total = None if is_first else sums
         for index, block in enumerate(blocks):

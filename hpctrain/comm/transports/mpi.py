@@ -158,7 +158,7 @@ class MpiTransport(Transport):
 
     @override
     def scratch_bytes(self, elements: int, itemsize: int, scattered: bool = False) -> int:
-        return scratch_bytes(elements, itemsize, self.size, scattered)
+        return mpi_scratch_bytes(elements, itemsize, self.size, scattered)
 
     def _issue(self, call: Call, name: str, *messages: Sequence[object]) -> TransportWork | None:
         """Call the MPI function `name`, or its non-blocking form, with the arguments of each message."""
@@ -371,7 +371,7 @@ class StagedTransport(Transport):
             output.detach().copy_(target, non_blocking=True)
 
 
-def scratch_bytes(elements: int, itemsize: int, size: int, scattered: bool = False) -> int:
+def mpi_scratch_bytes(elements: int, itemsize: int, size: int, scattered: bool = False) -> int:
     """Return the host memory, in bytes, that a started sum over `size` ranks takes and keeps. Local.
 
     MPI's own sums need none. The other arguments are those of `Transport.scratch_bytes`.

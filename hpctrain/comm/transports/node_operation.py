@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hpctrain.comm.transports.node_memory import MemoryLocation, NodeMemory
 from hpctrain.comm.transports.progress_counters import (
-    ROUND_BYTES,
+    COPY_ROUND_BYTES,
     ROUNDS,
     STAGED_ROUNDS,
     CounterWork,
@@ -90,7 +90,7 @@ class NodeOperation:
         if location is None:
             self._staging = _take_staging(self.memory)
             staged = self._staging.view(tensor.dtype)
-            self._staged: Sequence[Tensor] = staged.split(ROUND_BYTES // tensor.itemsize)
+            self._staged: Sequence[Tensor] = staged.split(COPY_ROUND_BYTES // tensor.itemsize)
             location = self.memory.find(self._staging)
             assert location is not None
             is_one_piece = len(set(pieces)) == 1
@@ -187,7 +187,7 @@ def _take_staging(memory: NodeMemory) -> Tensor:
     """
     if memory.free_staging:
         return memory.free_staging.pop()
-    staging = memory.empty((STAGED_ROUNDS * ROUND_BYTES,), torch.uint8)
+    staging = memory.empty((STAGED_ROUNDS * COPY_ROUND_BYTES,), torch.uint8)
     if staging is None:
         raise MemoryError("the node has no memory left to copy through")
     return staging

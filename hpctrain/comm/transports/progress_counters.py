@@ -25,7 +25,7 @@ _ROUND_BITS = 20
 ROUNDS = (1 << _ROUND_BITS) - 1
 """Number that is larger than the rounds of any operation."""
 
-ROUND_BYTES = 4 << 20
+COPY_ROUND_BYTES = 4 << 20
 """Bytes of a tensor that are copied in one round."""
 
 STAGED_ROUNDS = 2
@@ -43,7 +43,7 @@ class PieceLayout(NamedTuple):
         location: Location to which the offsets are relative.
         elements: Number of elements of a piece in one round.
         is_copy: True if pieces are copied round by round. The copy of round i starts (i mod STAGED_ROUNDS) *
-            ROUND_BYTES bytes after that of the first one.
+            COPY_ROUND_BYTES bytes after that of the first one.
         offsets: Offset in bytes of the piece of the first round for each rank.
     """
 
@@ -54,7 +54,7 @@ class PieceLayout(NamedTuple):
 
     def at(self, rank: int, index: int) -> MemoryLocation:
         """Return where the piece for a rank in a round starts; round 0 if pieces are not copied."""
-        later = index % STAGED_ROUNDS * ROUND_BYTES if self.is_copy else 0
+        later = index % STAGED_ROUNDS * COPY_ROUND_BYTES if self.is_copy else 0
         return MemoryLocation(self.location.owner, self.location.offset + self.offsets[rank] + later)
 
 

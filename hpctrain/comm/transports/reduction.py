@@ -30,13 +30,13 @@ from hpctrain.comm.transports.transport import (
 SMALL_BYTES = 32 * 1024
 """Largest size of all ranks' tensors together, in bytes, for which every rank receives them all and adds."""
 
-ROUND_BYTES = 8 * 1024 * 1024
+HOST_ROUND_BYTES = 8 * 1024 * 1024
 """Bytes that a rank receives in one round in CPU memory. Two rounds are in flight."""
 
 DEVICE_ROUND_BYTES = 64 * 1024 * 1024
 """The same on a GPU."""
 
-BLOCK = 64 * 1024
+REDUCTION_BLOCK = 64 * 1024
 """Elements that are added at a time, so that the sums stay in the processor's cache."""
 
 FUNCTIONS: Mapping[Reduction, Callable[..., Tensor]] = {
@@ -244,11 +244,11 @@ def reduce_parts(parts: Sequence[Tensor], output: Tensor, reduction: Reduction, 
         output_part: Index of the part that may share memory with `output`.
     """
     elements = output.numel()
-    if elements <= BLOCK or not output.is_cpu:
+    if elements <= REDUCTION_BLOCK or not output.is_cpu:
         reduce_block(parts, output, reduction, output_part)
         return
-    for begin in range(0, elements, BLOCK):
-        end = begin + BLOCK
+    for begin in range(0, elements, REDUCTION_BLOCK):
+        end = begin + REDUCTION_BLOCK
         reduce_block([part[begin:end] for part in parts], output[begin:end], reduction, output_part)
 
 
@@ -311,10 +311,10 @@ def reduction_scratch_bytes(elements: int, itemsize: int, size: int) -> int:
     if elements * itemsize * size <= SMALL_BYTES:
         return 0
     share = -(-elements // size)
-    piece = min(share, max(1, ROUND_BYTES // itemsize // (size - 1)))
+    piece = min(share, max(1, HOST_ROUND_BYTES // itemsize // (size - 1)))
     received = min(2, -(-share // piece)) * (size - 1) * piece * itemsize
     return 1 << (received - 1).bit_length()
 
 
 def _round_elements(tensor: Tensor) -> int:
-    return max(1, (ROUND_BYTES if tensor.is_cpu else DEVICE_ROUND_BYTES) // tensor.itemsize)
+    return max(1, (HOST_ROUND_BYTES if tensor.is_cpu else DEVICE_ROUND_BYTES) // tensor.itemsize)

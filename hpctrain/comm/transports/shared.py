@@ -20,13 +20,13 @@ from hpctrain.comm.transports.node_memory import NodeMemory
 from hpctrain.comm.transports.node_messages import NodeMessages
 from hpctrain.comm.transports.node_operation import NodeOperation, rounds_of
 from hpctrain.comm.transports.progress_counters import (
-    ROUND_BYTES,
+    COPY_ROUND_BYTES,
     ROUNDS,
     SLOTS,
     STAGED_ROUNDS,
     ProgressCounters,
 )
-from hpctrain.comm.transports.reduction import BLOCK, equal_counts, reduce_block
+from hpctrain.comm.transports.reduction import REDUCTION_BLOCK, equal_counts, reduce_block
 from hpctrain.comm.transports.small_messages import SmallOperations
 from hpctrain.comm.transports.transport import (
     ElementRange,
@@ -47,10 +47,10 @@ SHARED_BYTES = 256 * 1024
 MOVED_BYTES = 4 << 20
 """Smallest call of MOVEMENTS, in bytes, through shared memory. Below it, MPI is as fast."""
 
-MESSAGE_BYTES = 16 * 1024
+LEAST_MESSAGE_BYTES = 16 * 1024
 """Smallest message, in bytes, through shared memory. Shorter ones arrive even while the sender computes."""
 
-MESSAGE_MOST_BYTES = 64 << 20
+MOST_MESSAGE_BYTES = 64 << 20
 """Largest message, in bytes, through shared memory. The copy of a larger one would take too much memory."""
 
 VISIBLE_BYTES = 64 * 1024
@@ -73,13 +73,13 @@ class SharedTransport(Transport):
         small_operations: Operations on small tensors.
         least_bytes: Value of SHARED_BYTES (tests set others, as for the next four).
         least_moved_bytes: Value of MOVED_BYTES.
-        least_message_bytes: Value of MESSAGE_BYTES.
+        least_message_bytes: Value of LEAST_MESSAGE_BYTES.
         least_visible_bytes: Value of VISIBLE_BYTES.
-        round_bytes: Value of ROUND_BYTES. Ranks report progress after each round.
+        round_bytes: Value of COPY_ROUND_BYTES. Ranks report progress after each round.
     """
 
-    least_bytes, least_moved_bytes, least_message_bytes = SHARED_BYTES, MOVED_BYTES, MESSAGE_BYTES
-    least_visible_bytes, round_bytes = VISIBLE_BYTES, ROUND_BYTES
+    least_bytes, least_moved_bytes, least_message_bytes = SHARED_BYTES, MOVED_BYTES, LEAST_MESSAGE_BYTES
+    least_visible_bytes, round_bytes = VISIBLE_BYTES, COPY_ROUND_BYTES
 
     def __init__(self, mpi: MpiTransport, memory: NodeMemory) -> None:
         self.mpi, self.memory = mpi, memory
@@ -154,7 +154,7 @@ class SharedTransport(Transport):
 
     def takes_message(self, call: Call) -> bool:
         """Return True if a call is a message that uses shared memory; the same on sender and receiver."""
-        return call.operation in MESSAGES and self.least_message_bytes <= call.bytes <= MESSAGE_MOST_BYTES
+        return call.operation in MESSAGES and self.least_message_bytes <= call.bytes <= MOST_MESSAGE_BYTES
 
     def _uses_memory(self, call: Call) -> bool:
         """Return True if a call goes through shared memory; the same on all ranks."""
@@ -196,8 +196,8 @@ class SharedTransport(Transport):
         self, parts: Sequence[Tensor], target: Tensor, reduction: Reduction, write_to_peers: bool
     ) -> None:
         """Reduce the ranks' parts in rank order into `target`, and write it over the peers' if asked."""
-        spare = target.new_empty(min(BLOCK, len(target))) if self.rank > 1 else None
-        for *blocks, result in zip(*(part.split(BLOCK) for part in (*parts, target)), strict=True):
+        spare = target.new_empty(min(REDUCTION_BLOCK, len(target))) if self.rank > 1 else None
+        for *blocks, result in zip(*(part.split(REDUCTION_BLOCK) for part in (*parts, target)), strict=True):
             reduce_block(blocks, result, reduction, self.rank, spare)
             for rank in self._peers if write_to_peers else ():
                 blocks[rank].copy_(result)

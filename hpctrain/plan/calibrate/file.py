@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from hpctrain.files import synchronize
+from hpctrain.files import flush_to_disk
 from hpctrain.plan.time.machine_rates import MachineRates
 from hpctrain.text import escaped
 
@@ -113,4 +113,4 @@ def write_whole(path: Path, text: str) -> None:
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
-    synchronize(path.parent)
+    flush_to_disk(path.parent)

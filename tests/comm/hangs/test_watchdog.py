@@ -248,7 +248,7 @@ def test_where_rank_0_is_stopped_the_lowest_rank_tells_of_all_that_answer(
 
 def test_a_report_is_read_as_it_was_written(world: World, tmp_path: Path) -> None:
     own = World(world.communicator.Dup()) if world.size > 1 else world.single_rank_world()
-    group = own.ledger.calls.group("data", (0, 4, 8))
+    group = own.ledger.calls.add_group("data", (0, 4, 8))
     group.enter(Call("all_reduce", torch.zeros(20, dtype=torch.bfloat16)))
     group.leave()
     group.enter(Call("recv", None, torch.zeros(5), peer=2))

@@ -165,7 +165,7 @@ def test_short_and_very_long_messages_use_mpi(world: World, monkeypatch: pytest.
     assert isinstance(group.host, SharedTransport)
     memory = memory_of(group)
     memory.message_buffers.clear()
-    monkeypatch.setattr("hpctrain.comm.transports.shared.MESSAGE_MOST_BYTES", 100_000)
+    monkeypatch.setattr("hpctrain.comm.transports.shared.MOST_MESSAGE_BYTES", 100_000)
     for size, ours in ((16_000, False), (20_000, True), (100_001, False)):
         tensor = torch.full((size,), 7, dtype=torch.uint8)
         if group.rank == 0:
