@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help run shell test test-full cluster-test browser-test link-bench install lint format bench clean
+.PHONY: help run shell test test-full cluster-test browser-test link-bench install lint format bench guide clean
 
 RANKS ?= 1 2 4 8
 ARGS ?=
@@ -54,6 +54,7 @@ help:
 	@echo "make browser-test  reports of runs in headless Chromium, which comes through apt where it may"
 	@echo "make link-bench  as root: tokens/s over a link of 100 Mbit/s between two virtual nodes, measured and planned"
 	@echo "make install   virtual environment with torch, mpi4py and parallel h5py; MPI and HDF5 through apt where it may"
+	@echo "make guide     the user guide as a site, in build/guide/site"
 	@echo "make lint      ruff, rules of style (tests/style.py), mypy, import-linter"
 	@echo "make format    ruff's formatter and its safe fixes"
 	@echo "make bench     benchmarks of collectives and of training (inputs/bench/), on 2 ranks"
@@ -121,6 +122,11 @@ bench: install
 	@$(LAUNCHER); $$launch 2 $(HPCTRAIN) bench collectives; \
 	for deck in inputs/bench/*-17m.toml; do echo "== $$deck"; $$launch 2 $(HPCTRAIN) bench train "$$deck"; done
 
+guide: install
+	@$(PYTHON_HERE) -m pip install -q '.[docs]'
+	@$(HPCTRAIN) guide --write build/guide/docs
+	@$(PYTHON_HERE) -m mkdocs build --quiet --strict -f hpctrain/guide/mkdocs.yml
+
 lint: install
 	@$(PYTHON_HERE) -m ruff check
 	@$(PYTHON_HERE) -m ruff format --check
@@ -137,7 +143,7 @@ clean:
 	@rm -f $(QUICK)-data/tokens.h5; if [ -d $(QUICK)-data ]; then rmdir --ignore-fail-on-non-empty $(QUICK)-data; fi
 	@if [ -e .venv/pyvenv.cfg ]; then rm -rf .venv; fi
 	@for each in .venv .venv-*; do if [ -e "$$each/hpctrain.env" ]; then rm -rf "$$each"; fi; done
-	rm -rf build/lib build/bdist.* hpctrain.egg-info
+	rm -rf build/lib build/bdist.* build/guide hpctrain.egg-info
 	@if [ -d build ]; then rmdir --ignore-fail-on-non-empty build; fi
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find hpctrain tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -41,6 +41,7 @@ VERBS = {
     "schedule": ("schedule", "Draw, cost and check a pipeline schedule."),
     "sweep": ("sweep", "Train a deck with every combination of some values."),
     "bench": ("bench", "Measure collectives and training."),
+    "guide": ("guide", "Show the pages of the user guide, or search them."),
     "doctor": ("doctor", "Tell whether a run could start here, and what is wrong."),
 }
 
