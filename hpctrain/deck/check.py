@@ -146,10 +146,10 @@ def world_problems(deck: Deck, ranks: int) -> list[DeckProblem]:
         deck: The deck.
         ranks: Number of ranks of the run, parameter servers and dedicated ranks included.
     """
-    return [_with_choice(deck, problem) for problem in _world_problems(deck, ranks)]
+    return [_with_layout_hint(deck, problem) for problem in _world_problems(deck, ranks)]
 
 
-def _with_choice(deck: Deck, problem: DeckProblem) -> DeckProblem:
+def _with_layout_hint(deck: Deck, problem: DeckProblem) -> DeckProblem:
     keys = {problem.key, *problem.others} & set(deck.layout.chosen)
     if all(deck.sources.place(key).override is not None for key in keys):
         return problem
@@ -167,12 +167,12 @@ def _world_problems(deck: Deck, ranks: int) -> list[DeckProblem]:
     ):
         return wrong
     data_size = ranks_left // layout.model_ranks(deck)
-    of_stage = ranks_left // deck.layout.pipeline
+    stage_ranks = ranks_left // deck.layout.pipeline
     return [
         *batch.batch_size_problems(deck, data_size),
         *batch.micro_batch_problems(deck, data_size),
         *layout.zero_group_problems(deck, data_size),
-        *local_steps.replica_world_problems(deck, data_size, of_stage),
-        *experts.expert_world_problems(deck, of_stage),
+        *local_steps.replica_world_problems(deck, data_size, stage_ranks),
+        *experts.expert_world_problems(deck, stage_ranks),
         *run.noise_scale_world_problems(deck, data_size),
     ]

@@ -86,7 +86,7 @@ class DeckValidator:
         self._add_config_arguments(tables["model"])
         self._count_epochs(tables)
         explicit_keys = {*leaf_names(tables)}
-        self._refuse_idle_preset(explicit_keys)
+        self._refuse_preset_without_effect(explicit_keys)
         deck, wrong = self._build(tables)
         self._report(tables, wrong, bad)
         if deck is None:
@@ -117,10 +117,10 @@ class DeckValidator:
     def _rename_keys(self) -> None:
         """Rename keys of older versions to their present names, and report those that have no effect."""
         preset = preset_named(look_up(self.deck_input.values, "model.preset"))
-        brought = ("model.experts",) if preset is not None and preset.experts else ()
+        preset_tables = ("model.experts",) if preset is not None and preset.experts else ()
 
         def has_table(table: str) -> bool:
-            return any(f"{name}.".startswith(f"{table}.") for name in (*brought, *self.source))
+            return any(f"{name}.".startswith(f"{table}.") for name in (*preset_tables, *self.source))
 
         for renamed in rename_keys(self.deck_input.values, self.places, has_table):
             if renamed.problem and (self.deck_input.includes or renamed.place.override is not None):
@@ -223,7 +223,7 @@ class DeckValidator:
             except HpctrainError as error:
                 self.deck_input.report_error(place, error, f"{place.prefix}: {subject}")
 
-    def _refuse_idle_preset(self, keys: set[str]) -> None:
+    def _refuse_preset_without_effect(self, keys: set[str]) -> None:
         """Report a preset in `--set` that has no effect, since the deck has all sizes already."""
         place = self.places.get("model.preset")
         if place is None or place.override is None or not {f"model.{name}" for name in _SHAPE} <= keys:

@@ -45,41 +45,41 @@ RELATIONS: Relations = (
 
 
 def batch_size_problems(
-    deck: Deck, data: int, sizes: Mapping[str, int] | None = None
+    deck: Deck, data_ranks: int, sizes: Mapping[str, int] | None = None
 ) -> Iterator[DeckProblem]:
     """Yield the problems of batch sizes that do not divide into micro-batches on `data` data ranks.
 
     Args:
         deck: The deck.
-        data: Number of data ranks.
+        data_ranks: Number of data ranks.
         sizes: Sizes by the full names of their keys; None for those of the section [batch].
     """
     batch = deck.batch
-    unit = batch.micro_size * data
+    unit = batch.micro_size * data_ranks
     sizes = sizes or {"batch.global_size": batch.global_size, "batch.ramp_from": batch.ramp_from}
     for name, size in sizes.items():
         if size % unit:
             yield DeckProblem(
                 name,
-                f"must be a multiple of batch.micro_size x data ranks = {batch.micro_size} x {data} = {unit} "
-                f"({multiples(size, unit)} would)",
+                f"must be a multiple of batch.micro_size x data ranks = {batch.micro_size} x {data_ranks} = "
+                f"{unit} ({multiples(size, unit)} would)",
                 ("batch.micro_size", "layout.data"),
             )
 
 
-def micro_batch_problems(deck: Deck, data: int) -> Iterator[DeckProblem]:
+def micro_batch_problems(deck: Deck, data_ranks: int) -> Iterator[DeckProblem]:
     """Yield a problem if a step has more micro-batches than a schedule can list; at most one.
 
     Args:
         deck: The deck.
-        data: Number of data ranks, by which the global batch is divided.
+        data_ranks: Number of data ranks, by which the global batch is divided.
     """
     batch, parts = deck.batch, deck.layout.pipeline * deck.layout.chunks
-    unit, most = batch.micro_size * data, min(MOST_MICRO_BATCHES, MOST_PASSES // parts)
+    unit, most = batch.micro_size * data_ranks, min(MOST_MICRO_BATCHES, MOST_PASSES // parts)
     if batch.global_size > most * unit:
         yield DeckProblem(
             "batch.global_size",
             f"makes {batch.global_size // unit} micro-batches of batch.micro_size x data ranks = "
-            f"{batch.micro_size} x {data} = {unit}; must make at most {most} ({most * unit} would do)",
+            f"{batch.micro_size} x {data_ranks} = {unit}; must make at most {most} ({most * unit} would do)",
             ("batch.micro_size", "layout.data", "layout.pipeline", "layout.chunks"),
         )

@@ -95,7 +95,7 @@ def evaluation_problems(deck: Deck) -> Iterator[DeckProblem]:
 def _sets(deck: Deck) -> Iterator[DeckProblem]:
     sets = deck.evaluation.sets
     times = Counter(each.name for each in sets)
-    told: set[str] = set()
+    earlier_names: set[str] = set()
     for number, each in enumerate(sets):
         at = (number, "name")
         if not _NAME.fullmatch(each.name):
@@ -104,9 +104,9 @@ def _sets(deck: Deck) -> Iterator[DeckProblem]:
         elif each.name == VALIDATION:
             sentence = "is the share that data.validation holds out: a set has another name"
             yield DeckProblem(_SETS, sentence, row=at)
-        elif each.name in told and (count := times.pop(each.name, 0)):
+        elif each.name in earlier_names and (count := times.pop(each.name, 0)):
             yield DeckProblem(_SETS, f"{count} sets are called so: each has a name of its own", row=at)
-        told.add(each.name)
+        earlier_names.add(each.name)
         if problem := control_problem(each.tokens):
             yield DeckProblem(_SETS, problem, row=(number, "tokens"))
 

@@ -340,15 +340,15 @@ def axis_problems(deck: Deck, ranks: int) -> list[DeckProblem]:
     return []
 
 
-def zero_group_problems(deck: Deck, data: int) -> Iterator[DeckProblem]:
+def zero_group_problems(deck: Deck, data_ranks: int) -> Iterator[DeckProblem]:
     """Yield the problem of groups of ZeRO that the ranks cannot form; at most one.
 
     Args:
         deck: The deck.
-        data: Number of data ranks. With their context ranks they form the groups.
+        data_ranks: Number of data ranks. With their context ranks they form the groups.
     """
     layout = deck.layout
-    ranks = max(1, data * layout.context // layout.replicas)
+    ranks = max(1, data_ranks * layout.context // layout.replicas)
     among = counted(ranks, "data x context rank") + " of a replica" * (layout.replicas > 1)
     size = max(1, layout.zero_group) if isinstance(layout.zero_group, int) else ranks
     if ranks % size:

@@ -87,38 +87,42 @@ def local_step_problems(deck: Deck) -> Iterator[DeckProblem]:
         )
 
 
-def replica_world_problems(deck: Deck, data: int, stage_ranks: int) -> Iterator[DeckProblem]:
+def replica_world_problems(deck: Deck, data_ranks: int, stage_ranks: int) -> Iterator[DeckProblem]:
     """Yield the problem of replicas that the ranks cannot form; at most one.
 
     Replicas of a single data rank also conflict with the compression of gradients.
 
     Args:
         deck: The deck.
-        data: Number of data ranks.
+        data_ranks: Number of data ranks.
         stage_ranks: Number of ranks of a pipeline stage.
     """
-    replicas, fitting = deck.layout.replicas, fitting_replicas(deck, data, stage_ranks)
+    replicas, fitting = deck.layout.replicas, fitting_replicas(deck, data_ranks, stage_ranks)
     if fitting and replicas not in fitting:
         would = either(nearest_numbers(replicas, fitting))
         whole = "context and expert groups" if deck.model.experts else "context groups"
-        sentence = f"must divide the {counted(data, 'data rank')} into replicas with whole {whole}"
+        sentence = f"must divide the {counted(data_ranks, 'data rank')} into replicas with whole {whole}"
         axes = ("layout.data", "layout.context", "layout.tensor", "layout.expert", "layout.expert_tensor")
         yield DeckProblem(_REPLICAS, f"{sentence} ({would} would)", axes)
-    elif replicas > 1 and deck.communication.compress != "none" and data * deck.layout.context == replicas:
+    elif (
+        replicas > 1
+        and deck.communication.compress != "none"
+        and data_ranks * deck.layout.context == replicas
+    ):
         form = (
             f'sums gradients within a replica, and each of the {replicas} has one data rank ("none" would do)'
         )
         yield DeckProblem("communication.compress", form, (_REPLICAS, "layout.data", "layout.context"))
 
 
-def fitting_replicas(deck: Deck, data: int, stage_ranks: int) -> list[int]:
+def fitting_replicas(deck: Deck, data_ranks: int, stage_ranks: int) -> list[int]:
     """Return the possible numbers of replicas in ascending order; none if the experts do not fit the ranks.
 
     Args:
         deck: The deck.
-        data: Number of data ranks.
+        data_ranks: Number of data ranks.
         stage_ranks: Number of ranks of a pipeline stage.
     """
     layout = deck.layout
     experts = layout.expert * layout.expert_tensor if deck.model.experts else 1
-    return [] if stage_ranks % experts else divisors(gcd(data, stage_ranks // experts))
+    return [] if stage_ranks % experts else divisors(gcd(data_ranks, stage_ranks // experts))

@@ -167,15 +167,15 @@ def noise_scale_problems(deck: Deck) -> Iterator[DeckProblem]:
                 break
 
 
-def noise_scale_world_problems(deck: Deck, data: int) -> Iterator[DeckProblem]:
+def noise_scale_world_problems(deck: Deck, data_ranks: int) -> Iterator[DeckProblem]:
     """Yield the problem of a noise scale that cannot be measured on a single data rank; at most one.
 
     Args:
         deck: The deck.
-        data: Number of data ranks.
+        data_ranks: Number of data ranks.
     """
     layout, batch = deck.layout, deck.batch
-    if not deck.run.noise_scale_steps or data > 1:
+    if not deck.run.noise_scale_steps or data_ranks > 1:
         return
     if layout.tensor > 1 or layout.pipeline > 1:
         sentence = "compares data ranks with all of them together, but there is one (0 would do)"

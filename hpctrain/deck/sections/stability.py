@@ -100,10 +100,10 @@ def stability_problems(deck: Deck) -> Iterator[DeckProblem]:
         yield DeckProblem("stability.straggler_factor", sentence)
     if keys.spike == "off":
         return
-    judged = steps - deck.learning_rate.warmup
+    examined_steps = steps - deck.learning_rate.warmup
     if keys.spike_window >= steps:
         sentence = f"is no shorter than the run, of run.steps = {steps}, and no step would be judged"
-        would = f" ({judged // 2} would)" if judged // 2 >= 8 else ""
+        would = f" ({examined_steps // 2} would)" if examined_steps // 2 >= 8 else ""
         yield DeckProblem("stability.spike_window", sentence + would, ("run.steps",))
     if keys.spike != "rollback":
         return
