@@ -1,4 +1,4 @@
-"""Checks of keys against each other."""
+"""Checks of the keys of a deck against each other, and against the number of ranks. All calls are local."""
 
 from __future__ import annotations
 
@@ -63,9 +63,12 @@ TRANSFORMER_RELATIONS: Relations = (*model.TRANSFORMER_RELATIONS, *experts.RELAT
 
 
 def check_deck(deck: Deck, ranks: int | None = None) -> list[DeckProblem]:
-    """Return the problems of a deck that do not depend on the number of ranks.
+    """Return the problems of a deck that do not depend on the number of ranks; empty if it has none. Local.
 
-    If `ranks` is given, problems of batch sizes that depend on it are left to `world_problems`.
+    Args:
+        deck: The deck, whose keys all have values of the right types and ranges.
+        ranks: Number of ranks; None if it is not known. If it is given, problems of batch sizes are left to
+            `world_problems`.
     """
     is_transformer = deck.model.module is None
     return [
@@ -116,17 +119,27 @@ def _texts(deck: Deck) -> Iterator[DeckProblem]:
 
 
 def check_world(deck: Deck, ranks: int) -> None:
-    """Raise `HpctrainError` with all problems of the deck on this number of ranks."""
+    """Raise an error if a deck does not fit a number of ranks; otherwise do nothing. Local.
+
+    Args:
+        deck: The deck, which has passed `check_deck`.
+        ranks: Number of ranks of the run, parameter servers and dedicated ranks included.
+
+    Raises:
+        HpctrainError: `world_problems` has problems; all are reported.
+    """
     problems = world_problems(deck, ranks)
     if problems:
         raise HpctrainError([deck.problem(problem.key, problem.sentence) for problem in problems])
 
 
 def data_ranks(deck: Deck, ranks: int) -> int:
-    """Return the size of the data axis, the ranks that other axes leave. Local.
+    """Return the size of the data axis: the number of copies of the model that the ranks hold. Local.
+
+    Parameter servers and dedicated ranks of other models are not counted.
 
     Args:
-        deck: The deck.
+        deck: The deck, which has passed `check_deck`.
         ranks: Number of ranks of the run, parameter servers and dedicated ranks included.
 
     Raises:
@@ -138,12 +151,13 @@ def data_ranks(deck: Deck, ranks: int) -> int:
 
 
 def world_problems(deck: Deck, ranks: int) -> list[DeckProblem]:
-    """Return the problems of a deck that depend on the number of ranks; empty if it fits.
+    """Return the problems of a deck that depend on the number of ranks; empty if it fits. Local.
 
-    The message about a layout that was chosen for another number of ranks says how to choose a new one.
+    If the axes of the layout do not fit, other keys are not checked. The message about a layout that was
+    chosen for another number of ranks says how to choose a new one.
 
     Args:
-        deck: The deck.
+        deck: The deck, which has passed `check_deck`.
         ranks: Number of ranks of the run, parameter servers and dedicated ranks included.
     """
     return [_with_layout_hint(deck, problem) for problem in _world_problems(deck, ranks)]

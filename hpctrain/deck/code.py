@@ -64,11 +64,11 @@ class NamedCode:
 
     @property
     def title(self) -> str:
-        """The target without the folder of its file."""
+        """The target without the folder of its file, such as "train.py:build"."""
         return self.target.rpartition("/")[2]
 
     def require_trusted(self) -> None:
-        """Raise `UntrustedCodeError` if the code may not be called."""
+        """Raise `UntrustedCodeError` with the message `refusal` if the code may not be called."""
         if self.refusal:
             raise UntrustedCodeError(self.refusal)
 
@@ -106,27 +106,34 @@ class Overrides(tuple[str, ...]):
 
 
 def trust_of(overrides: Iterable[str]) -> CodeTrust:
-    """Return the trust of `Overrides`; for any other arguments, one that trusts nothing."""
+    """Return the `trust` of `Overrides`; for any other arguments, a CodeTrust that trusts no code."""
     return overrides.trust if isinstance(overrides, Overrides) else CodeTrust()
 
 
 def is_target(target: str | None) -> bool:
-    """Return True for None, and for text that has the form "FILE.py:FUNCTION" or "PACKAGE:FUNCTION"."""
+    """Return True if a text has the form "FILE.py:FUNCTION" or "PACKAGE:FUNCTION", and for None and "".
+
+    Only the form is checked: neither the file nor the function need exist.
+    """
     home, _, function = (target or "x:x").rpartition(":")
     return bool(home) and function.replace(".", "_").isidentifier()
 
 
 def is_file_target(target: str) -> bool:
-    """Return True if a target has the form "FILE.py:FUNCTION", and False for any other text."""
+    """Return True if a target has the form "FILE.py:FUNCTION", and False for any other text.
+
+    Only the form is checked: the file need not exist.
+    """
     return target.rpartition(":")[0].endswith(".py")
 
 
 def resolve_target(target: str, deck_name: str) -> str:
-    """Return a target with an absolute path of its file; "PACKAGE:FUNCTION" is returned as it is.
+    """Return a target with the absolute path of its file; any other text is returned as it is.
 
     Args:
-        target: The target, such as "~/train.py:build".
-        deck_name: Path of the deck, to whose folder the path of the file is relative.
+        target: The target, such as "~/train.py:build". A text without a file is "package.module:Class".
+        deck_name: Path of the deck, to whose folder the path of the file is relative. The file need not
+            exist.
     """
     if not is_file_target(target):
         return target
@@ -157,7 +164,12 @@ def code_entries(tables: Mapping[str, object], deck_name: str) -> frozenset[Code
 
 
 def refusal_message(names: Iterable[CodeEntry], file: str) -> str:
-    """Return the error message about code that only the deck in `file` names."""
+    """Return the error message about code that only the deck in `file` names. Nothing is raised.
+
+    Args:
+        names: Entries of the deck that may not be called. The message lists all of them in order.
+        file: Name of the deck in the message.
+    """
     listed = ", ".join(map(str, sorted(names)))
     return (
         f"{file} names code that runs only if you allow it: {listed}; repeat these keys with --set, "
@@ -167,11 +179,13 @@ def refusal_message(names: Iterable[CodeEntry], file: str) -> str:
 
 
 def remote_code(key: str, value: object) -> Iterator[CodeEntry]:
-    """Yield the arguments in a value that let a library such as `transformers` download code and run it.
+    """Yield a CodeEntry for each argument that lets a library (`transformers`) download code and run it.
 
     Args:
-        key: Full name of the key, such as "model.arguments".
-        value: Its value, which is searched at all depths.
+        key: Full name of the key that holds the arguments, such as "model.arguments". The entries have longer
+            names, such as "model.arguments.trust_remote_code".
+        value: Value of the key, which is searched at all depths. Nothing is yielded for a value that is not a
+            table or a list.
     """
     if isinstance(value, list | tuple):
         for each in value:

@@ -30,7 +30,10 @@ Whole = Annotated[
 
 
 def expand_user_path(path: str) -> str:
-    """Return a path with "~" or "~user" at its beginning replaced by the home folder, as shells do."""
+    """Return a path with "~" or "~user" at its beginning replaced by the home folder, as shells do.
+
+    Other paths, and those of unknown users, are returned as they are. The path need not exist.
+    """
     return os.path.expanduser(path) if path.startswith("~") else path  # noqa: PTH111 - "~" alone stays text
 
 
@@ -48,26 +51,28 @@ LinkText = Annotated[str, AfterValidator(_link)]
 
 
 def key(text: str, default: Any = ..., *, unit: str = "", derived: str = "", **bounds: Any) -> Any:
-    """Declare a key of a section.
+    """Return the pydantic field of a key, which is assigned to an attribute of a Section class.
 
     Args:
-        text: One line of help.
-        default: Default of the key; leave it out for a required key.
-        unit: Unit of the value.
-        derived: Description of a default that follows from other keys.
+        text: One line of help for `hpctrain deck --reference`.
+        default: Default of the key. Leave it out for a key that a deck must give, and for a key whose default
+            follows from other keys: `reading/defaults.py` computes that value before the validation.
+        unit: Unit of the value in words, such as "steps"; "" if it has none.
+        derived: Default that follows from other keys, or the meaning of the default None, in words for the
+            reference; "" for other keys.
         bounds: Bounds (`ge`, `gt`, `le`, `lt`), and `alias` if the key's name is not a Python identifier.
     """
     return Field(default, description=text, json_schema_extra={"unit": unit, "derived": derived}, **bounds)
 
 
 def table(text: str, *, selected_by: str = "", derived: str = "none", **field_arguments: Any) -> Any:
-    """Declare a key that holds a table with keys of its own, or None.
+    """Return the pydantic field of a key that holds a table with keys of its own, or None, its default.
 
     Args:
-        text: One line of help.
+        text: One line of help for `hpctrain deck --reference`.
         selected_by: Key of the same section that has the name of this table as its value if, and only if, the
             deck has the table. "" for a table that a deck may have or not.
-        derived: Description of what an absent table means.
+        derived: Description of what an absent table means. It is ignored if `selected_by` is given.
         field_arguments: Further arguments of `pydantic.Field`, such as `alias`.
     """
     derived = "" if selected_by else derived
@@ -82,7 +87,12 @@ class Section(BaseModel):
 
     @classmethod
     def choices(cls) -> dict[str, dict[str, str]]:
-        """Return the tables that a key selects: name of the key -> {name of the table: its attribute}."""
+        """Return the tables among which keys of this section select; empty if none does.
+
+        Returns:
+            For the name of each such key, the attributes of the tables by their names in the deck. For
+            [optimizer] it is {"name": {"adamw": "adamw", ..., "schedule-free": "schedule_free"}}.
+        """
         found: dict[str, dict[str, str]] = {}
         for attribute, field in cls.model_fields.items():
             if choice := selecting_key(field):
@@ -93,7 +103,10 @@ class Section(BaseModel):
         """Return the table that the value of a key selects; None if that value has no table.
 
         Args:
-            choice: Name of the key, one of `choices()`.
+            choice: Name of the key, such as "name" in [optimizer].
+
+        Raises:
+            KeyError: The key does not select tables.
         """
         attribute = self.choices()[choice].get(getattr(self, choice))
         return None if attribute is None else getattr(self, attribute)
@@ -129,7 +142,7 @@ class Section(BaseModel):
         """Return a copy in which the key `choice` has the value `name`. Neither names nor values are checked.
 
         Args:
-            choice: Name of a key that selects tables.
+            choice: Name of a key that selects tables, such as "name" in [optimizer].
             name: Its new value.
             table: Table that this value selects, which is not made here; None for a value without a table.
                 The other tables of the key become None.
@@ -150,18 +163,34 @@ class Section(BaseModel):
 
 
 def field_text(field: FieldInfo, name: Literal["unit", "derived"]) -> str:
-    """Return the unit of a key, or the default that follows from other keys in words; "" if it has none."""
+    """Return a text that was declared with a key: its unit, or the default that follows from other keys.
+
+    Args:
+        field: Field that `key` or `table` returned.
+        name: "unit", or "derived" for the default in words.
+
+    Returns:
+        The text; "" if the key has no unit, or no such default.
+    """
     stored = field.json_schema_extra
     return str(stored[name]) if isinstance(stored, dict) else ""
 
 
 def key_name(attribute: str, field: FieldInfo) -> str:
-    """Return the name in the deck of a key that is an attribute of its section."""
+    """Return the name of a key in decks: the alias of its field if it has one, otherwise `attribute`.
+
+    Args:
+        attribute: Name of the attribute of the section, such as "source".
+        field: Field of this attribute, whose alias may be "from".
+    """
     return field.alias or attribute
 
 
 def table_class(field: FieldInfo) -> type[Section] | None:
-    """Return the class of the table that a key holds, such as that of [model.adapters]; None for a value."""
+    """Return the class of the table that a key holds, such as `Adapters` for [model.adapters].
+
+    The result is None for a key with any other value, also if it holds a list of tables.
+    """
     is_union = get_origin(field.annotation) in {Union, UnionType}
     kinds = get_args(field.annotation) if is_union else (field.annotation,)
     kind = next((kind for kind in kinds if kind is not type(None)), None)
@@ -169,6 +198,10 @@ def table_class(field: FieldInfo) -> type[Section] | None:
 
 
 def selecting_key(field: FieldInfo) -> str:
-    """Return the key of the same table whose value selects the table that this key holds; "" if none does."""
+    """Return the name of the key whose value selects the table that a field holds; "" if none does.
+
+    That key is in the same table as the field: "name" for [optimizer.adamw]. The result is "" for optional
+    tables, such as [model.adapters], and for fields that hold no table.
+    """
     stored = field.json_schema_extra
     return str(stored.get("selected_by", "")) if isinstance(stored, dict) else ""

@@ -57,7 +57,10 @@ def _unconstrained(kind: Any) -> Any:
 
 
 def value_type(field: FieldInfo) -> Any:
-    """Return the first type of values that a key allows, without constraints."""
+    """Return the first type of values that a key allows other than None, without constraints.
+
+    It is a class such as int, or a type such as `Literal[...]`, `tuple[...]` or `dict[...]`.
+    """
     return _types(field)[0]
 
 
@@ -67,7 +70,10 @@ def accepts_list(field: FieldInfo) -> bool:
 
 
 def row_section(field: FieldInfo) -> type[Section] | None:
-    """Return the class of the tables in a list of tables that a key holds; None for other keys."""
+    """Return the class of the tables in a list of tables that a key holds, such as `EvaluationSet`.
+
+    The result is None for keys that hold something else, also for a single table.
+    """
     kind = value_type(field)
     row = get_args(kind)[0] if get_origin(kind) is tuple else None
     return row if isinstance(row, type) and issubclass(row, Section) else None
@@ -135,7 +141,7 @@ def unknown_key(table: str, name: str) -> str:
 
 
 def unknown_section(section: str, names: list[str]) -> str:
-    """Return the end of a message about a section that does not exist.
+    """Return the end of a message about a section that does not exist: "unknown section (did you mean ...?)".
 
     Args:
         section: Its name.

@@ -40,7 +40,7 @@ class Preset:
 
 @cache
 def presets() -> Mapping[str, Preset]:
-    """Return all presets by name."""
+    """Return all presets by name, in the order of `presets.toml`. Do not change the mapping."""
     return {name: Preset(**keys) for name, keys in read_data_file("presets.toml").items()}
 
 

@@ -38,22 +38,38 @@ def divisors(number: int) -> list[int]:
 
 
 def nearest_numbers(number: int, candidates: Iterable[int], count: int = 4) -> list[int]:
-    """Return the candidates that are nearest to a number, at most `count`, in ascending order."""
+    """Return the candidates that are nearest to a number, in ascending order.
+
+    Args:
+        number: The number.
+        candidates: Numbers to choose from.
+        count: Largest length of the result. Of two equally near candidates the smaller one comes first.
+    """
     return sorted(sorted(candidates, key=lambda candidate: (abs(candidate - number), candidate))[:count])
 
 
 def multiples(number: int, unit: int) -> str:
-    """Return in words the largest positive multiple of `unit` up to `number`, and the next one: "8 or 16"."""
+    """Return in words the multiples of `unit` around a number, such as "8 or 16".
+
+    They are the largest one up to `number`, unless that is 0, and the next one above it.
+
+    Args:
+        number: Number that is at least 0.
+        unit: Positive number.
+    """
     below = number // unit * unit
     return either([size for size in (below, below + unit) if size])
 
 
 def must_divide(key: str, size: int, number: int) -> str:
-    """Return the end of a sentence: a number must divide the value of `key`, with near numbers that do.
+    """Return the end of a sentence that says that a number must divide the value of a key.
+
+    An example is "must divide model.heads = 12 (2, 3, 4 or 6 would)". Up to four divisors near the number are
+    named.
 
     Args:
         key: Full name of the key.
-        size: Its value.
+        size: Its value, a positive number.
         number: The number that does not divide it.
     """
     return f"must divide {key} = {size} ({either(nearest_numbers(number, divisors(size)))} would)"

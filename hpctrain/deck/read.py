@@ -40,14 +40,17 @@ def read_deck(
     check_files: FileCheck | None = None,
     for_search: bool = False,
 ) -> Deck:
-    """Read and validate the deck in a file.
+    """Read and validate the deck in a file, and return it with all defaults. Local.
+
+    Old names of keys are logged as warnings on rank 0, once per process.
 
     Args:
         path: Path of the file, which may include others.
         overrides: `--set` arguments, such as "batch.micro_size=4", which take precedence over the files.
         ranks: Number of ranks that the deck is checked against; None if it is not known.
         read_source: Reader of the model that `model.from` names; None to take that key as it is.
-        check_files: Check of the files that a valid deck names.
+        check_files: Check of the files that a valid deck names, which is called only if there are no
+            problems.
         for_search: True to ignore problems of keys that a search chooses and the deck does not give.
 
     Raises:
@@ -70,7 +73,9 @@ def parse_deck(
     includes: bool = True,
     completed: tuple[int, int] = (0, 0),
 ) -> Deck:
-    """Parse and validate the text of a deck.
+    """Parse and validate the text of a deck, and return the deck with all defaults. Local.
+
+    Old names of keys are logged as warnings on rank 0, once per process, unless `includes` is False.
 
     Args:
         text: Text of the deck.
@@ -104,7 +109,7 @@ def parse_stored_deck(
     completed: tuple[int, int],
     defaults_written: bool,
 ) -> Deck:
-    """Parse and validate the deck of a checkpoint, without checks that depend on the number of ranks.
+    """Parse and validate the deck of a checkpoint, without checks that depend on the number of ranks. Local.
 
     Old keys in the text get their new names without a warning. Code that the deck may not call is no problem
     here: it is in `untrusted_code` of the result.
@@ -131,7 +136,10 @@ def parse_stored_deck(
 
 
 def read_stored_deck(path: Path, trust: CodeTrust, read_source: SourceReader | None = None) -> Deck:
-    """Read and validate the `deck.toml` that a run left in its folder.
+    """Read and validate the `deck.toml` that a run left in its folder. Local.
+
+    It is not checked against a number of ranks. Old keys get their new names without a warning. Code that the
+    deck may not call is no problem here: it is in `untrusted_code` of the result.
 
     Args:
         path: Path of the file.
@@ -150,9 +158,9 @@ def read_stored_deck(path: Path, trust: CodeTrust, read_source: SourceReader | N
 
 
 def read_code_entries(path: Path) -> frozenset[CodeEntry]:
-    """Return the code that the user's deck in a file, and files that it includes, name.
+    """Return the code that the user's deck in a file, and files that it includes, name. Local.
 
-    Nothing else of the deck is checked.
+    Nothing else of the deck is checked, and the code is not imported.
 
     Raises:
         HpctrainError: The file cannot be parsed.
@@ -172,13 +180,14 @@ def changed_deck(
     read_source: SourceReader | None = None,
     from_user: bool = False,
 ) -> Deck:
-    """Return a deck with other values of keys, which is validated anew. `deck` itself is not changed.
+    """Return a deck with other values of keys, which is validated anew. `deck` itself is not changed. Local.
 
-    Code that the deck may not call stays so. The result has no runtime choices.
+    Defaults that follow from changed keys change with them. Code that the deck may not call stays so. The
+    result has no runtime choices.
 
     Args:
         deck: The deck to change.
-        changes: Values of keys in the form of `--set`.
+        changes: Values of keys in the form of `--set`, such as "batch.micro_size=4".
         ranks: Number of ranks that the deck is checked against; None if it is not known.
         name: Name of the deck in messages.
         read_source: Reader of the model that `model.from` names; None to take that key as it is.

@@ -39,9 +39,12 @@ _PRESET_KEYS = ("family", "layers", "hidden", "heads", "key_value_heads", "mlp",
 
 
 def reference_text(section: str | None = None, width: int = _WIDTH) -> str:
-    """Return every section and key, or those of one section, with type, default, unit and help.
+    """Return the text of `hpctrain deck --reference`: keys with type, default, unit and help.
 
-    Lines have at most 100 columns. If `width` is less, lists replace the tables.
+    Args:
+        section: Name of the section to describe; None for all sections, preceded by an introduction.
+        width: Columns of the terminal. Lines have at most so many, but never more than 100. Below 100, lists
+            replace the tables.
 
     Raises:
         HpctrainError: There is no such section.

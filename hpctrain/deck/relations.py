@@ -240,7 +240,10 @@ Relations = tuple[Relation | tuple[Relation, ...], ...]
 
 
 def relation_problems(deck: Deck, relations: Relations) -> Iterator[DeckProblem]:
-    """Yield the problem of each relation that does not hold in a deck."""
+    """Yield a problem for each relation that does not hold in a deck, in the order of the relations.
+
+    Of a tuple of relations, only the first one that does not hold is reported.
+    """
     for entry in relations:
         chain = entry if isinstance(entry, tuple) else (entry,)
         if broken := next((each for each in chain if each.is_violated(deck)), None):
@@ -252,13 +255,15 @@ def relation_problems(deck: Deck, relations: Relations) -> Iterator[DeckProblem]
 
 
 def flattened(relations: Relations) -> Iterator[Relation]:
-    """Yield each relation, with those in tuples."""
+    """Yield each relation one by one, also those in tuples, in their order."""
     for entry in relations:
         yield from entry if isinstance(entry, tuple) else (entry,)
 
 
 def relations_text(key: str, relations: Relations) -> str:
     """Return the relations of a key as one sentence for the reference; "" if it has none.
+
+    An example is "Requires layout.zero = 3." for memory.keep_gathered.
 
     Args:
         key: Full name of the key.
@@ -273,7 +278,13 @@ def relations_text(key: str, relations: Relations) -> str:
 
 
 def value_of(deck: Deck, key: str) -> object:
-    """Return the value of a key by its full name; None if the deck does not have its table."""
+    """Return the value of a key by its full name; None if the deck does not have its table.
+
+    For the name of a table it is the Section.
+
+    Raises:
+        KeyError: The schema has no such key, also if the deck does not have its table.
+    """
     value: object = deck
     for attribute in _path(type(deck), key)[0]:
         value = getattr(value, attribute, None)

@@ -8,23 +8,31 @@ from hpctrain.text import counted
 
 
 def may_diverge(deck: Deck) -> bool:
-    """Return True if a deck has local steps, so that replicas may diverge, even if only one is left."""
+    """Return True if a deck has local steps with which replicas may diverge, even if only one is left.
+
+    It is False without [layout.local_steps], and if that table has one replica, one step and no outer
+    optimizer.
+    """
     return deck.layout.local_steps is not None and (
         has_outer_model(deck) or deck.layout.steps_between_syncs > 1
     )
 
 
 def fit_continued_replicas(deck: Deck, before: Deck, ranks_before: int, ranks: int) -> tuple[Deck, str]:
-    """Return the deck of a continued run with the number of replicas that its ranks form, and a message.
+    """Return the deck of a continued run with as many replicas as its ranks form, and a message. Local.
 
-    A replica keeps its number of ranks. If the ranks do not form whole replicas, the deck is not changed,
-    and its checks report the problem. The message is "" if the number of replicas does not change.
+    A replica keeps its number of ranks. With the number of replicas, `layout.data` and batch sizes that the
+    new data ranks cannot divide change, too. The deck is returned unchanged if replicas cannot diverge, or if
+    the ranks do not form whole replicas, which its checks report.
 
     Args:
         deck: The deck of the continued run.
         before: The deck of the run so far.
         ranks_before: Number of ranks of the run so far.
         ranks: Number of ranks of the continued run.
+
+    Returns:
+        The deck, and a message for the log; "" if the number of replicas does not change.
     """
     of_replica, rest = divmod(ranks_before, before.layout.replicas)
     if rest or not (may_diverge(deck) and may_diverge(before)):
@@ -41,14 +49,18 @@ def fit_continued_replicas(deck: Deck, before: Deck, ranks_before: int, ranks: i
 
 
 def fit_initial_replicas(deck: Deck, ranks: int) -> tuple[Deck, str]:
-    """Return the deck of a new run with the largest number of replicas that its ranks allow, and a message.
+    """Return the deck of a new run with as many replicas as its ranks allow, and a message. Local.
 
-    The number is at most that of the deck. The message is "" if the number does not change. A deck without
-    local steps, or whose axes do not fit the ranks, is returned as it is.
+    The number is at most that of the deck. With it, `layout.data` and batch sizes that the data ranks cannot
+    divide change, too. A deck whose replicas cannot diverge, or whose axes do not fit the ranks, is returned
+    unchanged.
 
     Args:
         deck: The deck, which is not changed.
         ranks: Number of ranks of the run.
+
+    Returns:
+        The deck, and a message for the log; "" if the number of replicas does not change.
     """
     model_ranks = deck.layout.pipeline * deck.layout.tensor * deck.layout.context
     if not may_diverge(deck) or ranks % model_ranks:

@@ -19,7 +19,10 @@ from hpctrain.deck.toml import read_data_file
 Policy = Literal["free", "fresh optimizer", "refused"]
 
 PARAMETERS = "changes its parameters"
+"""Reason of a refusal: the new value changes the parameters of the model."""
+
 FUNCTION = "changes what its parameters compute"
+"""Reason of a refusal: the new value changes the function that the model computes."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,17 @@ from hpctrain.text import nearest
 
 
 def row_problems(key: str, field: FieldInfo, value: object, sources: Sources) -> Iterator[tuple[Place, str]]:
-    """Yield place and message of each problem in the list of tables of a key; nothing for other keys."""
+    """Yield place and message of each problem in the list of tables that a key holds.
+
+    Unknown, missing and wrong keys of the tables are problems. Items that are not tables are skipped. Nothing
+    is yielded for keys that hold something else, and for a value that is not a list.
+
+    Args:
+        key: Full name of the key, such as "evaluation.sets".
+        field: Its field.
+        value: Its value as the deck has it, before validation.
+        sources: Places of the deck's keys.
+    """
     row = row_section(field)
     if row is None or not isinstance(value, list):
         return
@@ -34,7 +44,10 @@ def row_problems(key: str, field: FieldInfo, value: object, sources: Sources) ->
 
 
 def place_and_message(deck: Deck, problem: DeckProblem) -> tuple[Place, str]:
-    """Return the place of a problem and its whole message."""
+    """Return the place of a problem, by which problems are sorted, and its whole message.
+
+    The message is of the form `deck.toml:14: layout.tensor = 3: must divide ...`.
+    """
     if problem.row is None:
         return deck.sources.place(problem.key), deck.problem(problem.key, problem.sentence)
     return (
@@ -44,7 +57,19 @@ def place_and_message(deck: Deck, problem: DeckProblem) -> tuple[Place, str]:
 
 
 def row_message(deck: Deck, key: str, number: int, name: str, sentence: str) -> str:
-    """Return the message about key `name` in table `number`, counted from 0, of a list of tables."""
+    """Return a message about a key in a list of tables: `deck.toml:9: evaluation.tokens = "a.h5": ...`.
+
+    Args:
+        deck: The deck.
+        key: Full name of the key that holds the list, such as "evaluation.sets".
+        number: Index of the table in the list, counted from 0.
+        name: Name of the key in that table.
+        sentence: End of the message after the key and its value.
+
+    Raises:
+        IndexError: The list has no such table.
+        AttributeError: The table has no such key.
+    """
     value = getattr(deck.value(key)[number], name)  # type: ignore[index]
     return _message(_place_of_row(deck.sources, key, number, name), key, name, value, sentence)
 

@@ -20,7 +20,8 @@ def steps_for_samples(
     """Return the smallest number of steps of a run that trains on at least `samples` samples.
 
     Args:
-        samples: Samples to train on after the completed steps; negative if the run has trained on too many.
+        samples: Samples to train on after the completed steps. If it is negative, since the run has trained
+            on too many, the result may be below `steps_done`.
         global_size: Batch size in samples after the ramp.
         ramp_from: Batch size of the first step; 0 without a ramp.
         ramp_steps: Number of steps of the ramp.

@@ -1,6 +1,6 @@
 """Every key of the deck: its type, bounds, default, unit and one line of help.
 
-The models are frozen. Keys whose default depends on other keys have none here: `defaults.fill`
+The models are frozen. Keys whose default depends on other keys have none here: `defaults.fill_defaults`
 writes their values before validation, and `derived` says in words what they will be.
 """
 
@@ -62,7 +62,7 @@ class Deck(Section):
     _runtime_choices: RuntimeChoices = PrivateAttr(default_factory=RuntimeChoices)
 
     def model_post_init(self, context: Any) -> None:
-        """Take the `Sources` that were given as the context of the validation."""
+        """Store the `Sources` that were given as the context of the validation. Pydantic calls this."""
         if isinstance(context, Sources):
             self._sources = context
 
@@ -78,9 +78,10 @@ class Deck(Section):
 
     @property
     def untrusted_code(self) -> frozenset[CodeEntry]:
-        """Code that the deck names but may not call (see `hpctrain.deck.code`).
+        """Code that the deck names but may not call; empty if it may call all of its code.
 
-        Rewards are left out if the objective uses none, for example if a policy is only evaluated.
+        Only a stored deck has such code. Rewards are left out if the objective uses none, for example if a
+        policy is only evaluated.
         """
         policy = ("policy",) if self.objective.kind in POLICY_KINDS else ()
         return self._untrusted_in("model", "data", *policy)
@@ -88,7 +89,8 @@ class Deck(Section):
     def code(self, target: str) -> NamedCode:
         """Return the function or class that a key names, with the decision whether it may be called.
 
-        It may be called only if all code that the deck names may be called.
+        It may be called only if all code that the deck names may be called. Nothing is imported or raised:
+        `import_function` does both.
 
         Args:
             target: Value of the key, such as "train.py:build".
@@ -148,26 +150,51 @@ class Deck(Section):
         return self.model_copy(update=changed)
 
     def problem(self, name: str, sentence: str) -> str:
-        """Return a message about a key, such as `deck.toml:14: layout.tensor = 3: must divide ...`."""
+        """Return a message about a key, such as `deck.toml:14: layout.tensor = 3: must divide ...`.
+
+        Nothing is raised or recorded.
+
+        Args:
+            name: Full name of the key.
+            sentence: End of the message after the key and its value.
+
+        Raises:
+            KeyError: The deck has no such key, as for `value`.
+        """
         return self.sources.sentence(name, self.value(name), sentence)
 
 
 def require_trusted_code(deck: Deck, file: object) -> None:
-    """Raise `UntrustedCodeError` if a deck that is stored in `file` names code that may not be called."""
+    """Raise an error if a deck names code that it may not call; otherwise do nothing.
+
+    Args:
+        deck: Deck of a checkpoint or a run folder.
+        file: Its file, which the message names.
+
+    Raises:
+        UntrustedCodeError: `deck.untrusted_code` is not empty.
+    """
     if untrusted := deck.untrusted_code:
         raise UntrustedCodeError(refusal_message(untrusted, str(file)))
 
 
 @cache
 def sections() -> Mapping[str, type[Section]]:
-    """Return the sections of a deck by name, in the order of the schema."""
+    """Return the class of each section of a deck by name, in the order of the schema.
+
+    Tables in sections, such as [optimizer.muon], are not among them: `tables` has all.
+    """
     kinds = {name: field.annotation for name, field in Deck.model_fields.items()}
     return MappingProxyType(cast("dict[str, type[Section]]", kinds))
 
 
 @cache
 def tables() -> Mapping[str, type[Section]]:
-    """Return all tables of a deck by full name ("optimizer", "optimizer.muon"), each before those in it."""
+    """Return the class of each table of a deck by full name, such as "optimizer" or "optimizer.muon".
+
+    Sections are tables, too. Each table comes before those in it. Tables that a deck need not have are
+    included, tables in lists, such as [[evaluation]], are not.
+    """
 
     def within(name: str, kind: type[Section]) -> Iterator[tuple[str, type[Section]]]:
         yield name, kind

@@ -99,15 +99,24 @@ class Sources:
         return Sources, (self.name, {}, self.defaulted, self.trusted_code)
 
     def place(self, key: str) -> Place:
-        """Return the place of a key, or the deck as a whole for a key that was not given."""
+        """Return the place of a key.
+
+        For a key that was not given, it is a Place with the name of the deck, no line and the note "default".
+
+        Args:
+            key: Full name of the key; names that the schema does not have are not refused.
+        """
         return self.places.get(key, Place(self.name, note="default"))
 
     def sentence(self, key: str, value: object, problem: str) -> str:
         """Return a message about a key, such as `deck.toml:14: layout.tensor = 3: must divide ...`.
 
+        A key of a `--set` argument is shown as in that argument: `--set layout.tensor=3: must divide ...`.
+
         Args:
             key: Full name of the key.
-            value: Its value, which the message shows if the place does not have the written value.
+            value: Its value, which the message shows if the place does not have the written value; None to
+                show none.
             problem: End of the sentence.
         """
         place = self.place(key)
@@ -127,7 +136,8 @@ def clipped(text: str) -> str:
 def toml_value(value: object) -> str:
     """Return a value in TOML notation on one line.
 
-    Values of types that TOML does not have, such as None, are returned as `str` writes them.
+    A Section becomes an inline table without keys that are None. Values of types that TOML does not have,
+    such as None, are returned as `str` writes them.
     """
     match value:
         case bool():

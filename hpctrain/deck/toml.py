@@ -35,7 +35,10 @@ DEEPEST = 32
 """Largest number of names in a path; nested lists count as well."""
 
 MOST_KEYS = 1000
+"""Largest number of keys and table headers of a file."""
+
 MOST_VALUES = 20_000
+"""Largest number of values of a file, those in lists and tables included."""
 
 LONGEST_TEXT = 4096
 """Largest number of characters of a text or name, as of a file's path."""
@@ -88,7 +91,8 @@ def parse_toml(text: str) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     """Parse the text of a deck.
 
     Returns:
-        The values, and the line number of each key and table by its path, such as ("batch", "micro_size").
+        The values as Python's TOML parser returns them, and the line number (counted from 1) of each key and
+        table by its path, such as ("batch", "micro_size").
 
     Raises:
         TomlError: The text is not TOML or exceeds a bound. No other exception is raised.
@@ -112,6 +116,8 @@ def parse_toml(text: str) -> tuple[dict[str, Any], dict[KeyPath, int]]:
 def parse_argument(text: str) -> object:
     """Parse the value of a `--set` argument as TOML. Text that is not TOML is returned as it is.
 
+    So "4" becomes the number 4, "[1, 2]" a list, and both "adamw" and '"adamw"' the text adamw.
+
     Raises:
         TomlError: The text is not UTF-8 or exceeds a bound.
     """
@@ -134,6 +140,8 @@ def parse_argument(text: str) -> object:
 def read_data_file(name: str) -> dict[str, Any]:
     """Return the content of a TOML file in this package, which is read once per process.
 
+    All calls for a file return the same dictionary, so do not change it.
+
     Args:
         name: Path of the file relative to the package, such as "presets.toml".
     """
@@ -142,7 +150,11 @@ def read_data_file(name: str) -> dict[str, Any]:
 
 
 def is_utf8(text: str) -> bool:
-    """Return True if a text can be encoded; arguments of a process may contain bytes that are not UTF-8."""
+    """Return True if a text can be encoded as UTF-8.
+
+    Arguments of a process may contain other bytes, which Python represents by characters that cannot be
+    encoded.
+    """
     return re.search("[\ud800-\udfff]", text) is None
 
 
@@ -183,7 +195,13 @@ def key_lines(text: str) -> dict[KeyPath, int]:
 
 
 def first_repeated(text: str) -> tuple[KeyPath, int, int] | None:
-    """Return the path of the first key or table that occurs twice with both lines, or None if none does."""
+    """Return the first key or table that a text gives a second time; None if there is none.
+
+    The result is None, too, if the text is not TOML for another reason, or exceeds a bound.
+
+    Returns:
+        Its path, the line of its first occurrence and that of the second one, counted from 1.
+    """
     seen: dict[KeyPath, int] = {}
     with suppress(ValueError):
         for path, line in key_mentions(text):
@@ -194,7 +212,10 @@ def first_repeated(text: str) -> tuple[KeyPath, int, int] | None:
 
 
 def key_mentions(text: str) -> list[tuple[KeyPath, int]]:
-    """Return the path and the line of each key and table header in the order of the text.
+    """Return the path of each key and table header with its line, counted from 1, in the order of the text.
+
+    A path that occurs several times is in the result several times. Keys of inline tables are included,
+    tables that are only implied (`a.b = 1` implies `a`) are not.
 
     Raises:
         BoundError: The text exceeds a bound, or contains an integer of more than 64 bits.
@@ -219,7 +240,12 @@ class _Scanner:
         self.items: dict[KeyPath, int] = {}
 
     def document(self) -> None:
-        """Read the whole text and record the lines of its keys in `mentions`."""
+        """Read the whole text and record the lines of its keys in `mentions`.
+
+        Raises:
+            BoundError: The text exceeds a bound.
+            ValueError: The text is not TOML.
+        """
         table: KeyPath = ()
         while self._skip(_BLANK):
             if self.text.startswith("[", self.at):

@@ -24,17 +24,18 @@ from hpctrain.text import kind_of
 
 
 def deck_text(deck: Deck, ranks: int | None = None) -> str:
-    """Return the resolved deck as TOML with all sections and keys. Parsing it returns an equal deck.
+    """Return the resolved deck as TOML. Parsing the text returns an equal deck. Local.
 
     Keys without a value are comments that tell what replaces it. Keys whose defaults depend on other keys are
-    comments as well, so that they follow other values of those keys when the text is parsed.
+    comments as well, so that they follow other values of those keys when the text is parsed. Keys that the
+    deck does not use, such as those of a transformer in a deck with `model.module`, are left out.
 
     Args:
         deck: The deck.
         ranks: Number of ranks, for the comment about layout.data; None to omit it.
 
     Raises:
-        HpctrainError: The deck has problems on this number of ranks.
+        HpctrainError: `ranks` is given, and the deck has problems on this number of ranks.
     """
     values: Tables = deck.model_dump(by_alias=True, exclude_none=True)
     has = (
@@ -82,12 +83,14 @@ def deck_text(deck: Deck, ranks: int | None = None) -> str:
 def toml_compatible(name: str, value: object) -> Any:
     """Return a value with the types of TOML: paths become text, tuples lists, and NumPy scalars numbers.
 
+    Items of lists and dictionaries are converted, too. `value` itself is not changed.
+
     Args:
         name: Name of the value, with which messages begin.
         value: The value; None stands for a key that the deck does not have, and is returned as it is.
 
     Raises:
-        HpctrainError: TOML has no such type.
+        HpctrainError: TOML has no such type, or an item of a list or dictionary is None.
     """
     if value is None or isinstance(value, str | bool | int | float):
         return value
@@ -113,14 +116,16 @@ def _compatible_item(name: str, value: object) -> Any:
 
 
 def tables_to_toml(deck: Mapping[str, object]) -> str:
-    """Return a deck as TOML text.
+    """Return a deck that a Python program has as a dictionary as TOML text.
+
+    Whether sections and keys exist is not checked. `toml_compatible` converts the values.
 
     Args:
         deck: Sections with their keys, {"run": {"steps": 10}}, or full names of keys, {"run.steps": 10}, or
-            both. A key whose value is None is left out.
+            both. A key whose value is None is left out. A list of dictionaries becomes tables [[name]].
 
     Raises:
-        HpctrainError: A name or value cannot be in a deck.
+        HpctrainError: A name is not text, or a value has a type that TOML does not have.
     """
     if not all(isinstance(name, str) for name in deck):
         raise HpctrainError(

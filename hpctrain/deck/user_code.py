@@ -53,8 +53,9 @@ def _standard_folders() -> frozenset[Path]:
 def run_user_code(activity: str) -> Iterator[None]:
     """Return a context manager that reports exceptions of the user's code as errors of the user.
 
-    Exceptions that hpctrain raises, and those for lack of memory, pass unchanged. A TypeError, ValueError or
-    OverflowError of the call itself counts as one of the user's code, whose object does not fit.
+    HpctrainErrors, exceptions that hpctrain's own code raises, and those for lack of memory pass unchanged. A
+    TypeError, ValueError or OverflowError of the call itself counts as one of the user's code, whose object
+    does not fit.
 
     Args:
         activity: Beginning of the message, such as "train.py fails to load".
@@ -173,7 +174,11 @@ def _is_part(module: ModuleType, place: str) -> bool:
 
 
 def is_loaded_file(name: str) -> bool:
-    """Return True if a module of this name was loaded from a file that a deck names."""
+    """Return True if a name is one that `import_function` gives to the module of a file.
+
+    Args:
+        name: Name of a module, such as a key of `sys.modules`.
+    """
     return name.startswith(_PREFIX)
 
 

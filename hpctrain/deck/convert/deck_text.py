@@ -26,11 +26,13 @@ _WIDTH = 100
 
 
 def converted_deck(source: str) -> str:
-    """Convert a DeepSpeed configuration or Megatron-LM arguments to a deck. Local; the deck is not checked.
+    """Convert a DeepSpeed configuration or Megatron-LM arguments to a deck, and return its text. Local.
+
+    The deck is not checked. A shell script is not executed.
 
     Args:
-        source: Path of the JSON file, or of a shell script or text file with arguments. If it starts
-            with "--", it is taken as the arguments themselves.
+        source: Path of the JSON file, or of a shell script or text file with arguments. If it starts with
+            "--", it is taken as the arguments themselves.
 
     Returns:
         The deck as TOML. Comments at the top list the options that no key expresses, with reasons. Required

@@ -24,15 +24,18 @@ _DECAYS = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": 
 
 
 def deepspeed_table() -> RuleTable:
-    """Load the table of rules for DeepSpeed."""
+    """Return the rules for the settings of DeepSpeed, which are in `deepspeed.toml`."""
     return load_table("deepspeed.toml", "DeepSpeed", globals())
 
 
 def convert_configuration(configuration: Mapping[str, object]) -> Conversion:
-    """Convert the content of a DeepSpeed configuration, which is not changed.
+    """Convert the content of a DeepSpeed configuration to deck keys. Local.
 
     Settings that no deck key expresses raise no error. The Conversion lists them as unsupported with a
     reason, among them all settings whose value is "auto".
+
+    Args:
+        configuration: Content of the JSON file, with tables in tables. It is not changed.
     """
     table = deepspeed_table()
     settings = dict(_flatten(configuration, table.tables))

@@ -15,18 +15,18 @@ _BALANCE_OVER = {"aux_loss": "micro_batch", "seq_aux_loss": "sequence"}
 
 
 def megatron_table() -> RuleTable:
-    """Load the table of rules for Megatron-LM."""
+    """Return the rules for the arguments of Megatron-LM, which are in `megatron.toml`."""
     return load_table("megatron.toml", "Megatron-LM", globals())
 
 
 def convert_script(script: str) -> Conversion:
-    """Convert the arguments that the text of a script or of a file of arguments contains.
+    """Convert the arguments of Megatron-LM that a text contains to deck keys. Local; nothing is executed.
 
     Arguments that no deck key expresses raise no error. The Conversion lists them as unsupported with a
     reason.
 
     Args:
-        script: The text, not the path of a file.
+        script: Text of a shell script or of a file of arguments, not its path.
     """
     table = megatron_table()
     explicit = parse_arguments(script)

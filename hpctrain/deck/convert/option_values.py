@@ -59,7 +59,11 @@ def integer_above_1(value: object) -> int | None:
 
 
 def minutes(value: object) -> str:
-    """Return a whole number of minutes as a deck writes it, such as "90 min". Raises as `integer`."""
+    """Return a number of minutes in the notation of a deck, such as "90 min". Raises as `integer`.
+
+    Args:
+        value: Whole number of minutes, as `integer` takes it.
+    """
     return f"{integer(value)} min"
 
 
@@ -122,7 +126,10 @@ def _unknown(value: object) -> str:
 
 
 def is_switched(value: object, on: bool) -> bool:
-    """Return True if a flag has the state `on`, as a boolean or as "true" or "false" in any case."""
+    """Return True if a flag has the state `on`, as a boolean or as "true" or "false" in any case.
+
+    It is False for every other value, whatever `on` is.
+    """
     return value is on or str(value).lower() == str(on).lower()
 
 

@@ -102,14 +102,17 @@ class Rule:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Deck keys that the option sets, with "{optimizer}" for the name of the deck's optimizer."""
+        """Full names of the deck keys that the option sets; empty if it sets none.
+
+        A name may have "{optimizer}" in place of the name of the deck's optimizer.
+        """
         return tuple(self.row.get("keys") or ([self.row["key"]] if "key" in self.row else []))
 
     def apply(self, value: object, options: SourceOptions) -> dict[str, object]:
         """Return the values of the deck keys that the option sets, by their names in `keys`.
 
         Keys that the value does not set are left out. The result is empty if the option needs no key, or if
-        the condition of the row does not hold.
+        the condition of the row does not hold. The values are not checked against the schema of the deck.
 
         Args:
             value: Value of the option, given by the user or by default.
@@ -175,11 +178,11 @@ class Conversion:
 
 
 def apply_rules(options: SourceOptions, table: RuleTable) -> Conversion:
-    """Convert all options of a program, and its defaults for those that are not given.
+    """Convert all options of a program, and its defaults for those that are not given. Local.
 
-    What cannot be converted raises no error: the Conversion lists it as unsupported, with a reason. If two
-    options set the same key, the first keeps it, explicit options come before defaults, and a contradiction
-    between explicit ones is reported.
+    What cannot be converted raises no error: the Conversion lists it as unsupported, with a reason. So are
+    values that the deck key does not allow. If two options set the same key, the first keeps it, explicit
+    options come before defaults, and a contradiction between explicit ones is reported.
 
     Args:
         options: Options of the program; they are not changed.
@@ -256,7 +259,8 @@ class RuleTable:
     def applicable_defaults(self, explicit: Mapping[str, object]) -> dict[str, object]:
         """Return the defaults of the other trainer by option, from all groups whose condition holds.
 
-        The result may contain options that the user set, which `SourceOptions` then ignores.
+        If several of these groups have an option, the last one counts. The result may contain options that
+        the user set, which `SourceOptions` then ignores.
 
         Args:
             explicit: Options that the user set, on which the conditions depend.
@@ -267,11 +271,11 @@ class RuleTable:
 
 
 def load_table(name: str, program: str, functions: Mapping[str, Any]) -> RuleTable:
-    """Load the rules in a TOML file of this package; README.md explains its rows.
+    """Return the rules in a TOML file of this package, whose rows README.md explains.
 
     Args:
-        name: Name of the file.
-        program: Name of the other trainer.
+        name: Name of the file, such as "megatron.toml".
+        program: Name of the other trainer, as messages call it.
         functions: Functions by name, such as the globals of a module. Rows name them without the underscore
             with which their names begin.
     """

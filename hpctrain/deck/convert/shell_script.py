@@ -44,7 +44,7 @@ _LARGEST = 1 << 63
 
 
 def parse_arguments(script: str) -> dict[str, object]:
-    """Return the arguments that a text contains. Nothing is executed.
+    """Return the arguments that a text contains. Nothing is executed or raised.
 
     Args:
         script: Text of a shell script, or of a file of arguments.
@@ -52,7 +52,8 @@ def parse_arguments(script: str) -> dict[str, object]:
     Returns:
         The value of each argument as text, or True for a flag without a value, by a name with hyphens, such
         as "--num-layers". Several values are joined by blanks. The last one counts where an argument occurs
-        more than once. Variables that the script sets are expanded; others stay ("$NODES").
+        more than once. Variables that the script sets are expanded; others stay ("$NODES"). It is empty if
+        the text has no arguments.
     """
     reader = _ScriptReader()
     reader.read(script)

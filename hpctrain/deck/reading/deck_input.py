@@ -85,7 +85,7 @@ class DeckInput:
         self.add_problem(self.sources.place(key), self.sources.sentence(key, value, sentence))
 
     def report_error(self, place: Place, error: HpctrainError, subject: str = "") -> None:
-        """Add each problem of an error.
+        """Add each problem of an error to `problems`. The error is not raised.
 
         Args:
             place: Place by which the problems are sorted.
@@ -98,7 +98,7 @@ class DeckInput:
 
     @property
     def sources(self) -> Sources:
-        """Places of the keys, which forms messages about keys."""
+        """Sources with the present `places`, which form messages about keys."""
         return Sources(self.name, self.places)
 
     def raise_problems(self) -> None:
@@ -282,7 +282,11 @@ class DeckInput:
             del self.places[key]
 
     def apply_override(self, argument: str) -> None:
-        """Apply a `--set` argument to the keys so far; problems are added and not raised.
+        """Apply a `--set` argument to the keys so far. Problems are added and not raised.
+
+        The argument is also added to `arguments`. A key gets the new value, which takes precedence over all
+        files and earlier arguments. The argument may have an old name of the key. If it selects a table,
+        tables that the files have for other values are removed.
 
         Args:
             argument: "section.key=value", "section.key=", which removes the key so that it gets its default,

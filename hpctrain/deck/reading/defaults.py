@@ -49,12 +49,14 @@ def fill_defaults(
     """Add all defaults that depend on other keys to the tables in place, and return which keys were added.
 
     A default is left out if the keys that it depends on are missing or have a wrong type. Names of files with
-    the user's functions become absolute, and tables with the value "none" are removed.
+    the user's functions become absolute, and tables with the value "none" are removed. Defaults that do not
+    depend on other keys are not added, except for those of keys that select a table, and these tables.
+    Nothing is read or validated.
 
     Args:
         tables: Sections of the deck; all of them must be there.
-        deck_name: Name of the deck's file.
-        source: Keys that the model in `model.from` determines, by full name.
+        deck_name: Name of the deck's file, to whose folder files with functions are relative.
+        source: Keys that the model in `model.from` determines, by full name; empty without such a model.
         completed: Work that the resumed run has completed.
     """
     batch = tables["batch"]
@@ -125,7 +127,7 @@ def is_default(tables: Tables, key: str) -> bool:
 
 
 def default_decay(optimizer: object) -> str:
-    """Return the default of learning_rate.decay with the optimizer of that name."""
+    """Return the default of learning_rate.decay for a value of optimizer.name, which need not be valid."""
     return "constant" if optimizer == "schedule-free" else "cosine"
 
 

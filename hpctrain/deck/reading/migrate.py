@@ -18,15 +18,16 @@ _KEY = re.compile(r"(\s*)[\"']?([\w.\-]+)[\"']?(\s*=)")
 
 
 def migrated_text(path: Path) -> str:
-    """Return the text of a deck's file with present names of keys; all other lines stay as they are.
+    """Return the text of a deck's file with present names of keys; all other lines stay as they are. Local.
 
     Keys whose old form has no effect are left out. Nothing is written, and files that the deck includes keep
-    their old keys.
+    their old keys. Keys of a new table are moved to it, with the comments above them.
 
     Raises:
         HpctrainError: The deck cannot be parsed, an old key has no effect or contradicts another one, an old
             key stands in an inline table, or the result would not have the values of the deck.
-        InputOutputError: The file, or one that it includes, cannot be read.
+        InputOutputError: A file that it includes cannot be read.
+        OSError: The file itself cannot be read.
     """
     original = path.read_text(encoding="utf-8-sig")
     values, renamed_keys = _present_values(original, path)
@@ -70,7 +71,13 @@ class _Text:
     emptied: set[str] = field(default_factory=set)
 
     def move(self, renamed: RenamedKey) -> None:
-        """Take the lines of an old key out, and keep them for its new table."""
+        """Move the lines of an old key to its present table, or change them in place if the table stays.
+
+        Lines that go to another table are kept in `moved` until `joined` is called.
+
+        Raises:
+            HpctrainError: The key does not begin a line of its own.
+        """
         number = renamed.place.line
         first = None if number is None else _KEY.match(self.lines[number - 1])
         name = renamed.old.rpartition(".")[2]

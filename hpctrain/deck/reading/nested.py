@@ -12,7 +12,10 @@ Tables = dict[str, dict[str, Any]]
 
 
 def look_up(values: Mapping[str, Any], key: str, default: Any = None) -> Any:
-    """Return the value of a key by its full name; the default if the key, or its table, is missing."""
+    """Return the value of a key or table by its full name; the default if it, or its table, is missing.
+
+    The value is not copied.
+    """
     found: Any = values
     for part in key.split("."):
         if not isinstance(found, Mapping) or part not in found:
@@ -35,7 +38,10 @@ def table_in(values: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def remove(values: Mapping[str, Any], key: str) -> None:
-    """Remove a key or a table by its full name, in place; do nothing if it is missing or a section."""
+    """Remove a key, or a table in a section, by its full name, in place. Do nothing if it is missing.
+
+    The name of a section, such as "optimizer", removes nothing.
+    """
     path, _, name = key.rpartition(".")
     table = look_up(values, path)
     if isinstance(table, dict):

@@ -65,7 +65,7 @@ class DeckValidator:
 
     @property
     def places(self) -> dict[str, Place]:
-        """Place of each section and key."""
+        """Place of each section and key: `places` of the DeckInput itself, not a copy."""
         return self.deck_input.places
 
     def validate(self, ranks: int | None) -> Deck | None:

@@ -41,7 +41,10 @@ class Adapters(Section):
 
 
 def matches_pattern(pattern: str, name: str) -> bool:
-    """Return True if a shell pattern matches the name of a layer, or the end of it after a dot."""
+    """Return True if a shell pattern matches the name of a layer, or the end of it after a dot.
+
+    So "query" and "attention.*" match "blocks.0.attention.query". Case counts.
+    """
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 

@@ -47,12 +47,13 @@ RELATIONS: Relations = (
 def batch_size_problems(
     deck: Deck, data_ranks: int, sizes: Mapping[str, int] | None = None
 ) -> Iterator[DeckProblem]:
-    """Yield the problems of batch sizes that do not divide into micro-batches on `data` data ranks.
+    """Yield a problem for each batch size that does not divide into micro-batches on `data_ranks` data ranks.
 
     Args:
-        deck: The deck.
+        deck: The deck, whose batch.micro_size counts.
         data_ranks: Number of data ranks.
-        sizes: Sizes by the full names of their keys; None for those of the section [batch].
+        sizes: Sizes in sequences by the full names of their keys; None for batch.global_size and
+            batch.ramp_from of the deck.
     """
     batch = deck.batch
     unit = batch.micro_size * data_ranks

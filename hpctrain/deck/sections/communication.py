@@ -117,7 +117,10 @@ class Communication(Section):
 
     @property
     def requested_transport(self) -> str:
-        """Transport of tensors that the deck requests; "mpi" if it emulates links of ranks, not of nodes."""
+        """Transport of tensors that the deck requests: "auto", "shared", "mpi" or "nccl".
+
+        It is the value of `transport`, but "mpi" if the deck emulates links of ranks, not of nodes.
+        """
         return self.transport if self.emulate is None or self.ranks_per_node else "mpi"
 
     @property
@@ -163,7 +166,11 @@ RELATIONS: Relations = (
 
 
 def communication_problems(deck: Deck) -> Iterator[DeckProblem]:
-    """Yield the problems of an emulated network, and of exact first steps if all steps are exact."""
+    """Yield the problems of the keys `emulate` and `warmup` that no relation in RELATIONS describes.
+
+    These are an emulated network with a transport that it cannot delay, and exact first steps if all steps
+    are exact.
+    """
     keys = deck.communication
     delayed = {"auto", "mpi", "shared"} if keys.ranks_per_node else {"auto", "mpi"}
     if keys.emulate is not None and keys.transport not in delayed:

@@ -87,6 +87,8 @@ RELATIONS: Relations = (
 def fill_dataset(tables: Mapping[str, dict[str, Any]], deck_name: str) -> None:
     """Make the files of a dataset's functions absolute, and set placeholders for missing keys, in place.
 
+    The placeholders are those of PLACEHOLDERS. The files need not exist.
+
     Args:
         tables: Sections of a deck with `data.dataset`.
         deck_name: Path of the deck, to whose folder the files are relative.
@@ -101,7 +103,11 @@ def fill_dataset(tables: Mapping[str, dict[str, Any]], deck_name: str) -> None:
 
 
 def dataset_problems(deck: Deck) -> Iterator[DeckProblem]:
-    """Yield the problems of keys about a dataset, which is not loaded."""
+    """Yield the problems of a deck with `data.dataset`; none for other decks. Nothing is imported.
+
+    These are functions that are not named as FILE.py:FUNCTION or PACKAGE:FUNCTION, and keys about token files
+    that the deck gives in addition.
+    """
     if deck.data.dataset is None:
         return
     for name in ("dataset", "collate"):

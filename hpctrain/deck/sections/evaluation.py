@@ -69,7 +69,10 @@ NOTHING_EVALUATED = (
 
 
 def evaluation_set_names(deck: Deck) -> list[str]:
-    """Return the names of the deck's evaluation sets, the held-out share first."""
+    """Return the names of the deck's evaluation sets; empty if nothing is evaluated.
+
+    The held-out part of the training data, "validation", comes first if `data.validation` is above 0.
+    """
     return [VALIDATION] * bool(deck.data.validation) + [each.name for each in deck.evaluation.sets]
 
 
@@ -82,7 +85,10 @@ def monitored_set(deck: Deck) -> str:
 
 
 def evaluation_problems(deck: Deck) -> Iterator[DeckProblem]:
-    """Yield the problems of the evaluation sets of a deck. Token files are not read."""
+    """Yield the problems of a deck's evaluation sets, and of keys that depend on losses of such sets.
+
+    These keys are run.evaluate_every, run.patience and checkpoint.keep_best. Token files are not read.
+    """
     run, names = deck.run, evaluation_set_names(deck)
     if run.evaluate_every and not names:
         sentence = "evaluates on held-out sequences, but data.validation = 0 holds none out"
@@ -130,7 +136,7 @@ def unknown_set_message(name: str, names: list[str]) -> str:
 
     Args:
         name: The wrong name.
-        names: Names of all evaluation sets.
+        names: Names of all evaluation sets, at least one.
     """
     near = nearest(name, names)
     would = f"did you mean {toml_value(near)}?" if near else f"{either(list(map(toml_value, names)))} is"

@@ -126,7 +126,11 @@ RELATIONS: Relations = (
 
 
 def expert_problems(deck: Deck) -> Iterator[DeckProblem]:
-    """Yield the problems of the mixtures of a deck, among them keys that have no effect."""
+    """Yield the problems of [model.experts] that do not depend on the layout; none without that table.
+
+    These are mixtures that no block has, groups of the router that do not fit the experts, a balance_over
+    without effect, a capacity below one token, and too many recorded samples. RELATIONS are not checked here.
+    """
     experts = deck.model.experts
     if experts is not None:
         yield from _blocks(deck, experts)
@@ -154,7 +158,7 @@ def expert_world_problems(deck: Deck, stage_ranks: int) -> Iterator[DeckProblem]
 
     Args:
         deck: The deck; there are none if its model has no experts.
-        stage_ranks: Number of ranks of a pipeline stage.
+        stage_ranks: Number of ranks of a pipeline stage, which is data x context x tensor.
     """
     layout, experts = deck.layout, deck.model.experts
     if experts is None:
@@ -184,7 +188,10 @@ def expert_world_problems(deck: Deck, stage_ranks: int) -> Iterator[DeckProblem]
 
 
 def has_dense_blocks(deck: Deck) -> bool:
-    """Return True if some blocks of the model are dense; also if it has no experts, so that all are."""
+    """Return True if some blocks of the model are dense: blocks without experts.
+
+    It is also True for a model without experts, in which all blocks are dense.
+    """
     experts = deck.model.experts
     return experts is None or experts.dense_first > 0 or experts.every > 1
 

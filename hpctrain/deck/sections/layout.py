@@ -167,12 +167,17 @@ RELATIONS: Relations = (
 
 
 def layout_problems(deck: Deck) -> list[DeckProblem]:
-    """Return the problems of the layout of a deck with its transformer."""
+    """Return the problems of the layout of a deck with a transformer; empty if it has none.
+
+    Problems that depend on the number of ranks are not among them. Only the keys of tensor, context, pipeline
+    and expert ranks are checked, against each other and the model. A search for a layout calls this for each
+    candidate.
+    """
     return [*relation_problems(deck, _SHAPE_RELATIONS), *transformer_layout_problems(deck)]
 
 
 def transformer_layout_problems(deck: Deck) -> list[DeckProblem]:
-    """Return the problems of `layout_problems` that are not in `RELATIONS`."""
+    """Return the problems of `layout_problems` except for those of relations that are in `RELATIONS`."""
     return [*_tensor(deck), *_context(deck), *_pipeline(deck), *expert_layout_problems(deck)]
 
 
@@ -278,7 +283,10 @@ def _pipeline(deck: Deck) -> Iterator[DeckProblem]:
 
 
 def schedule_problems(deck: Deck) -> Iterator[DeckProblem]:
-    """Yield the problems of stages and chunks of a schedule, which do not depend on the model."""
+    """Yield the problem of stages and chunks that the pipeline schedule does not allow; at most one.
+
+    It does not depend on the model. Schedules in files are not read.
+    """
     layout = deck.layout
     if layout.schedule in TWO_CHUNKS and (layout.chunks < 2 or layout.pipeline < 2):
         key = "layout.chunks" if layout.chunks < 2 else "layout.pipeline"
@@ -296,7 +304,10 @@ def schedule_problems(deck: Deck) -> Iterator[DeckProblem]:
 
 
 def zero_problems(deck: Deck) -> Iterator[DeckProblem]:
-    """Yield the problem of the size of groups of ZeRO, which does not depend on the model."""
+    """Yield the problem of layout.zero_group that depends neither on the model nor on the ranks; at most one.
+
+    It is a number below 1, or a group without layout.zero.
+    """
     group = deck.layout.zero_group
     if isinstance(group, int) and group < 1:
         yield DeckProblem("layout.zero_group", 'must be a number of ranks, 1 or more, or "node"')
@@ -312,12 +323,14 @@ def _shares(heads: int, ranks: int) -> bool:
 
 
 def model_ranks(deck: Deck) -> int:
-    """Return the number of ranks that hold one copy of the model."""
+    """Return the number of ranks that hold one copy of the model: pipeline x tensor x context."""
     return deck.layout.pipeline * deck.layout.tensor * deck.layout.context
 
 
 def axis_problems(deck: Deck, ranks: int) -> list[DeckProblem]:
     """Return the problem of axes that do not fit the number of ranks; at most one, and none if they fit.
+
+    The product of the axes other than data must divide the ranks, and layout.data, if given, be the quotient.
 
     Args:
         deck: The deck.

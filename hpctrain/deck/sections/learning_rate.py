@@ -82,7 +82,10 @@ RELATIONS: Relations = (
 
 
 def learning_rate_problems(deck: Deck) -> Iterator[DeckProblem]:
-    """Yield the problems of steps of the decay that do not fit each other, or that its form does not use."""
+    """Yield the problem of a warm-up or cooldown that decay_steps does not leave room for, at most one.
+
+    A decay_steps that the form of the decay does not use is another one. RELATIONS are not checked here.
+    """
     rate, others = deck.learning_rate, ("learning_rate.decay", "learning_rate.decay_steps", "run.steps")
     form = DECAYS[rate.decay]
     # A warm-up or ramp longer than the run is no mistake: a trial run stops early.

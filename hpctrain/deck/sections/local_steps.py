@@ -66,12 +66,18 @@ RELATIONS: Relations = (
 
 
 def has_outer_model(deck: Deck) -> bool:
-    """Return True if there is an outer model: replicas diverge, or the only one makes outer steps."""
+    """Return True if a deck has local steps with an outer model.
+
+    Then replicas diverge, or the only replica makes outer steps.
+    """
     return deck.layout.local_steps is not None and deck.layout.local_steps.has_outer_model
 
 
 def local_step_problems(deck: Deck) -> Iterator[DeckProblem]:
-    """Yield the problems of local steps that do not depend on the number of ranks."""
+    """Yield the problems of [layout.local_steps] that do not depend on the number of ranks; none without it.
+
+    These are a table without effect, since its only replica makes no outer steps, and too many fragments.
+    """
     keys, layers = deck.layout.local_steps, deck.model.layers
     if keys is None:
         return
@@ -94,7 +100,7 @@ def replica_world_problems(deck: Deck, data_ranks: int, stage_ranks: int) -> Ite
 
     Args:
         deck: The deck.
-        data_ranks: Number of data ranks.
+        data_ranks: Number of data ranks of all replicas together.
         stage_ranks: Number of ranks of a pipeline stage.
     """
     replicas, fitting = deck.layout.replicas, fitting_replicas(deck, data_ranks, stage_ranks)
@@ -119,8 +125,8 @@ def fitting_replicas(deck: Deck, data_ranks: int, stage_ranks: int) -> list[int]
     """Return the possible numbers of replicas in ascending order; none if the experts do not fit the ranks.
 
     Args:
-        deck: The deck.
-        data_ranks: Number of data ranks.
+        deck: The deck, whose own number of replicas does not count.
+        data_ranks: Number of data ranks of all replicas together.
         stage_ranks: Number of ranks of a pipeline stage.
     """
     layout = deck.layout

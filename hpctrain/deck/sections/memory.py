@@ -64,9 +64,12 @@ class Memory(Section):
 
 
 HOST_REFUSAL = 'is for GPUs; on the CPU the device is the host ("device" or "disk" would do)'
+"""End of a message about memory.optimizer or memory.parameters = "host" on the CPU."""
+
 HOST_ACTIVATIONS_REFUSAL = (
     'is for GPUs; on the CPU they are in host memory anyway ("keep" or "disk" would do)'
 )
+"""End of a message about memory.activations = "host" on the CPU."""
 
 _OPTIMIZER, _PARAMETERS = "memory.optimizer", "memory.parameters"
 _BY_MATRIX = "it updates whole matrices, but offloaded state is updated element by element"
@@ -101,7 +104,10 @@ RELATIONS: Relations = (
 
 
 def recompute_problems(deck: Deck) -> Iterator[DeckProblem]:
-    """Yield the problem of recomputed blocks that the model, or the module of the user, does not have."""
+    """Yield the problem of recomputed blocks that the model does not have; at most one.
+
+    A module of the user can recompute whole blocks only, which model.blocks has to name.
+    """
     layout, recompute = deck.layout, deck.memory.recompute
     if deck.model.module is not None:
         if recompute not in {"none", "full"}:

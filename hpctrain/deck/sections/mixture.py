@@ -56,13 +56,21 @@ class DatasetEntry:
 
 
 def patterns_in_value(tokens: object) -> tuple[str, ...]:
-    """Return the names and patterns of token files in a key's value, a text or a list, with "~" expanded."""
+    """Return the names and patterns of token files in a value of `data.tokens`, in order, with "~" expanded.
+
+    Args:
+        tokens: A valid value: text, or a list of texts.
+    """
     names: Iterable[str] = (tokens,) if isinstance(tokens, str) else tokens  # type: ignore[assignment]
     return tuple(map(expand_user_path, names))
 
 
 def dataset_entries(deck: Deck) -> tuple[DatasetEntry, ...]:
-    """Return the entries of a valid deck's mixture, or one entry with its token files if it has none."""
+    """Return the entries of a valid deck's mixture in order, whose shares add up to 1. No file is read.
+
+    A deck without a mixture has one entry with the files of data.tokens, whose name is that of the first
+    file. Do not call this for a deck with a dataset.
+    """
     if deck.data.mixture is None:
         names = patterns_in_value(deck.data.tokens)
         return (DatasetEntry(PurePath(names[0]).stem, names, Fraction(1)),)
@@ -74,7 +82,7 @@ def dataset_entries(deck: Deck) -> tuple[DatasetEntry, ...]:
 
 
 def token_file_patterns(deck: Deck) -> tuple[str, ...]:
-    """Return the names and patterns of all token files of a deck; empty if it has a dataset."""
+    """Return the names and patterns of all token files of a deck in order; empty if it has a dataset."""
     if deck.data.dataset is not None:
         return ()
     return tuple(name for entry in dataset_entries(deck) for name in entry.tokens)
@@ -89,24 +97,37 @@ def token_files(deck: Deck) -> list[str]:
 
 
 def tokens_exist(deck: Deck) -> bool:
-    """Return True if each name and pattern of token files of a deck has a file, or if it has none. Local."""
+    """Return True if each name and pattern of token files of a deck has a file. Local.
+
+    It is also True for a deck with a dataset, which has no token files.
+    """
     return all(os.path.lexists(name) or glob(name) for name in token_file_patterns(deck))  # noqa: PTH207
 
 
 def tokens_title(deck: Deck, entry: DatasetEntry) -> str:
-    """Return the name by which messages call the token files of an entry."""
+    """Return the words with which messages name the token files of an entry.
+
+    They are "data.tokens", or such as 'data.mixture, entry "web": tokens'.
+    """
     if deck.data.mixture is None:
         return "data.tokens"
     return f"data.mixture, entry {toml_value(entry.name)}: tokens"
 
 
 def fill_mixture(tables: Mapping[str, dict[str, Any]]) -> None:
-    """Set the placeholder of data.tokens, if that is missing, in the tables of a deck with a mixture."""
+    """Set data.tokens to PLACEHOLDER, if it is missing, in place.
+
+    Args:
+        tables: Sections of a deck with `data.mixture`.
+    """
     tables["data"].setdefault("tokens", PLACEHOLDER)
 
 
 def token_file_problems(deck: Deck) -> Iterator[DeckProblem]:
-    """Yield the problems of keys that name token files. Files are not read."""
+    """Yield the problems of data.tokens, or of the entries of data.mixture. Files are not read.
+
+    A deck with a dataset and without a mixture has none.
+    """
     entries = deck.data.mixture
     if entries is None:
         if deck.data.dataset is None and (wrong := _wrong_tokens(deck.data.tokens)):

@@ -186,14 +186,19 @@ class Model(Section):
 
     @property
     def has_frozen_parameters(self) -> bool:
-        """True if some parameters are not trained."""
+        """True if some parameters are not trained: those of model.frozen, or all but those of adapters."""
         return bool(self.frozen) or self.adapters is not None
 
 
 def source_problems(deck: Deck, source: Mapping[str, object]) -> list[DeckProblem]:
-    """Return the problems of keys that contradict the model of `model.from`, which has the keys `source`.
+    """Return the problems of keys that contradict the model of `model.from`; empty if there are none.
 
     The vocabulary may be larger. With learned positions the sequence may be shorter, otherwise it is free.
+
+    Args:
+        deck: The deck.
+        source: Keys that this model determines, by full name, as a SourceReader returns them. Empty if the
+            deck has no such model, or if it was not read; then there are no problems.
     """
     name = f"model.from = {toml_value(deck.model.source)}"
     problems = []
@@ -263,7 +268,7 @@ TRANSFORMER_RELATIONS: Relations = (
 
 
 def head_problems(deck: Deck) -> Iterator[DeckProblem]:
-    """Yield the problem of a number or a size of attention heads that does not fit the other sizes."""
+    """Yield the problem of a number or size of attention heads that does not fit other sizes; at most one."""
     model, heads_divide = deck.model, "model.head_size" in deck.sources.defaulted
     if not heads_divide and model.family == "llama" and model.head_size % 2:
         sentence = f"must be even for rotary positions ({model.head_size + 1} would)"
@@ -287,7 +292,11 @@ MUP_OPTIMIZERS = ("adafactor", "adam-mini", "adamw", "lion", "muon", "schedule-f
 
 
 def parametrization_problems(deck: Deck) -> Iterator[DeckProblem]:
-    """Yield the problems of muP: sizes of the base model, and matrices without a known rule."""
+    """Yield the problems of model.parametrization = "mup"; none for "standard".
+
+    These are missing or contradictory sizes of the base model, and an optimizer, matrices or norms of queries
+    and keys for which no rule is known.
+    """
     model, optimizer = deck.model, deck.optimizer.name
     by = ("model.parametrization",)
     if model.parametrization == "standard":

@@ -34,6 +34,8 @@ PLACEHOLDERS: Mapping[str, Any] = {"family": "gpt2", "layers": 1, "hidden": 2, "
 def fill_module(model: dict[str, Any], deck_name: str) -> None:
     """Make the files of a module's functions absolute, and set placeholders for missing keys, in place.
 
+    The placeholders are those of PLACEHOLDERS. The files need not exist.
+
     Args:
         model: Table [model] of a deck with `model.module`.
         deck_name: Path of the deck, to whose folder the files are relative.
@@ -87,6 +89,8 @@ def is_in_resolved_deck(
 def model_keys(model: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of [model] that have an effect, with their values.
 
+    For a deck with a module of the user, they are those of MODULE_KEYS; for other decks, all.
+
     Args:
         model: All keys of the section by name, `module` among them.
     """
@@ -98,7 +102,11 @@ _WITH = ("model.module",)
 
 
 def module_problems(deck: Deck) -> Iterator[DeckProblem]:
-    """Yield the problems of a deck with a module of the user, which is not loaded."""
+    """Yield the problems of a deck with a module of the user, which is not imported.
+
+    These are names of functions that are none, keys of built-in transformers, and keys of pipeline stages and
+    tensor ranks that contradict each other or model.blocks and model.plan.
+    """
     for key in TARGETS:
         if not is_target(getattr(deck.model, key)):
             yield DeckProblem(f"model.{key}", 'must be "FILE.py:FUNCTION" or "PACKAGE:FUNCTION"')

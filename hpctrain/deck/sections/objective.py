@@ -127,7 +127,11 @@ RELATIONS: Relations = (
 
 
 def objective_problems(deck: Deck) -> Iterator[DeckProblem]:
-    """Yield the problems of pairs of answers, and of replicas of a policy."""
+    """Yield the problems of the objective that no relation in RELATIONS describes.
+
+    These are replicas of a policy, and with pairs of answers odd batch sizes, and smoothing of the loss
+    "ipo".
+    """
     keys, batch = deck.objective, deck.batch
     if keys.kind in POLICY_KINDS and deck.layout.replicas > 1:
         sentence = "conflicts with [layout.local_steps]: the model learns from its own answers"

@@ -127,7 +127,7 @@ class OptimizerSection(Section):
 
     @property
     def rule(self) -> OptimizerTable:
-        """The table of the chosen update rule, such as [optimizer.adamw], with its keys."""
+        """The table of the chosen update rule, such as [optimizer.adamw], which a deck always has."""
         return cast("OptimizerTable", self.selected_table("name"))
 
 
@@ -156,7 +156,10 @@ RELATIONS: Relations = (
 
 
 def optimizer_problems(deck: Deck) -> Iterator[DeckProblem]:
-    """Yield the problems of an optimizer that the layout or the model does not allow."""
+    """Yield the problems of an optimizer that local steps or the plan of a module do not allow.
+
+    A muon.matrices that names nothing is another one. RELATIONS are not checked here.
+    """
     name, rule, local_steps = deck.optimizer.name, deck.optimizer.rule, deck.layout.local_steps
     if isinstance(rule, MuonTable) and not rule.matrices:
         sentence = 'must name the matrices that Muon updates (["blocks.*"] would do)'

@@ -162,10 +162,10 @@ RELATIONS: Relations = tuple(
 
 
 def fill_rewards(policy: dict[str, Any], deck_name: str) -> None:
-    """Make paths of files with reward functions absolute, in place.
+    """Make paths of files with reward functions absolute, in place. Other rewards stay as they are.
 
     Args:
-        policy: Table [policy] of a deck.
+        policy: Table [policy] of a deck. A reward of a wrong type is left to the validation.
         deck_name: Path of the deck, to whose folder the files are relative.
     """
     given = policy.get("reward")
@@ -184,10 +184,10 @@ def _reads_texts(reward: str) -> bool:
 
 
 def fill_policy(tables: dict[str, dict[str, Any]], default: Callable[[str, str, object], None]) -> None:
-    """Set the defaults of [policy] that depend on other keys, if the deck trains a policy.
+    """Set the defaults of [policy] that depend on other keys. Do nothing if the deck does not train a policy.
 
     Args:
-        tables: Sections of the deck.
+        tables: Sections of the deck, which are changed only by `default`.
         default: Function that takes the name of a table, the name of a key in it and a value, and sets the
             key if it is missing.
     """
@@ -204,7 +204,10 @@ def fill_policy(tables: dict[str, dict[str, Any]], default: Callable[[str, str, 
 
 
 def steps_per_rollout(deck: Deck) -> int:
-    """Return the number of optimizer steps on one rollout, in all of its epochs together."""
+    """Return the number of optimizer steps on one rollout, in all of its epochs together.
+
+    It is rounded down; in a valid deck nothing remains. The objective of the deck should train a policy.
+    """
     rollout = deck.policy.rollout or deck.batch.global_size
     return rollout * deck.policy.epochs // deck.batch.global_size
 
@@ -227,7 +230,10 @@ def sequences_per_sample(deck: Deck) -> int:
 
 
 def policy_problems(deck: Deck) -> Iterator[DeckProblem]:
-    """Yield the problems of rewards, sizes of rollouts and dedicated ranks, if a deck trains a policy."""
+    """Yield the problems of [policy]: rewards, sizes of rollouts and dedicated ranks; none without a policy.
+
+    What depends on the number of ranks is left to `dedicated_rank_world_problems`.
+    """
     keys = deck.policy
     if deck.objective.kind not in POLICY_KINDS:
         return
@@ -298,7 +304,12 @@ def reward_weights(keys: PolicySection) -> tuple[float, ...]:
 
 
 def dedicated_rank_world_problems(deck: Deck, ranks: int) -> Iterator[DeckProblem]:
-    """Yield problems of dedicated ranks in a run of `ranks` ranks: missing ones, or none for the policy."""
+    """Yield problems of dedicated ranks in a run of `ranks` ranks: missing ones, or none for the policy.
+
+    Args:
+        deck: The deck; there are none if it has no dedicated ranks.
+        ranks: Number of ranks of the run, dedicated ones included.
+    """
     for model, own in dedicated_ranks(deck).items():
         if own[-1] >= ranks:
             there = f"there {'is' if ranks == 1 else 'are'} {counted(ranks, 'rank')}, from 0 on"

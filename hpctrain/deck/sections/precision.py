@@ -78,7 +78,7 @@ class PrecisionSection(Section):
 
     @property
     def format_name(self) -> str:
-        """Format of computation, with the scaling of fp8, such as `bf16` or `fp8 (delayed)`."""
+        """Name of the format of computation, with the scaling of fp8, such as `bf16` or `fp8 (delayed)`."""
         return f"fp8 ({self.fp8})" if self.compute == "fp8" else self.compute
 
 
@@ -126,7 +126,10 @@ RELATIONS: Relations = (
 
 
 def precision_problems(deck: Deck) -> Iterator[DeckProblem]:
-    """Yield the problems of scales in 8 bits that the layout, or steps of single workers, do not allow."""
+    """Yield the problems of scales in 8 bits that parameter servers or the layout do not allow.
+
+    There are none unless precision.compute is "fp8". RELATIONS are not checked here.
+    """
     if deck.precision.compute != "fp8":
         return
     if deck.precision.fp8 == "delayed" and deck.communication.server is not None:

@@ -70,7 +70,7 @@ class RankPartition:
 
     @staticmethod
     def of(deck: Deck, ranks: int) -> RankPartition:
-        """Return the partition that a deck makes of a number of ranks.
+        """Return the partition that a deck makes of a number of ranks. Local; no groups are made.
 
         Args:
             deck: The deck, whose dedicated ranks should be below `ranks`; this is not checked.
@@ -80,12 +80,12 @@ class RankPartition:
 
     @property
     def policy(self) -> tuple[int, ...]:
-        """Ranks that hold the policy."""
+        """Ranks that hold the policy, in ascending order: all that are not dedicated to another model."""
         return tuple(rank for rank in range(self.ranks) if not any(rank in own for own in self.own.values()))
 
     @property
     def other_ranks(self) -> tuple[int, ...]:
-        """Ranks that do not hold the policy."""
+        """Ranks that do not hold the policy, in ascending order; empty if no model has dedicated ranks."""
         return tuple(sorted({rank for own in self.own.values() for rank in own}))
 
     def of_model(self, model: str) -> Sequence[int]:
@@ -111,7 +111,10 @@ class RankPartition:
         return [SharedRanks((POLICY, *beside), self.policy), *(SharedRanks(*each) for each in found.items())]
 
     def rank_set_index(self, rank: int) -> int:
-        """Return the index of the set in `parties` that contains a rank, which must be one of the run."""
+        """Return the index of the set in `rank_sets` that contains a rank, which must be one of the run.
+
+        It is 0 for ranks that hold the policy.
+        """
         return next(number for number, each in enumerate(self.rank_sets) if rank in each.ranks)
 
 
@@ -132,11 +135,14 @@ def without_dedicated_ranks(deck: Deck) -> Deck:
 
 
 def require_no_dedicated_ranks(deck: Deck, why: str) -> None:
-    """Raise HpctrainError if models have dedicated ranks. Local.
+    """Raise an error if models have dedicated ranks; otherwise do nothing. Local.
 
     Args:
         deck: The deck.
         why: Reason that the message gives, as the end of a sentence about a key such as policy.critic_ranks.
+
+    Raises:
+        HpctrainError: The deck trains a policy, and a model has dedicated ranks.
     """
     apart = [
         deck.problem(f"policy.{RANK_KEYS[model]}", f'{why} ("{POLICY}" would do here)')

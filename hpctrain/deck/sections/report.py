@@ -26,6 +26,9 @@ class ReportSection(Section):
 
     @property
     def packages(self) -> dict[str, str]:
-        """Python package that each enabled key needs, by the full name of the key."""
+        """Python package that each enabled key needs, by the full name of the key; empty if none needs one.
+
+        An example is {"report.wandb": "wandb"}. The packages need not be installed.
+        """
         enabled = {"tensorboard": self.tensorboard, "wandb": self.wandb != "off", "trackio": self.trackio}
         return {f"report.{name}": name for name, on in enabled.items() if on}

@@ -114,7 +114,7 @@ RELATIONS: Relations = (
 
 
 def title_problems(deck: Deck) -> Iterator[DeckProblem]:
-    """Yield the problems of a title, which must be usable as the name of a folder, a file and a job."""
+    """Yield the problem of a title that cannot be the name of a folder, a file and a job; at most one."""
     title, why = deck.run.title, ""
     if "/" in title or title == "." or ".." in title:
         why = 'names a folder, so it must not be "." or contain "/" or ".."'
@@ -127,7 +127,10 @@ def title_problems(deck: Deck) -> Iterator[DeckProblem]:
 
 
 def length_problems(deck: Deck) -> Iterator[DeckProblem]:
-    """Yield the problems of several keys that give the length of the run."""
+    """Yield the problems of several keys that give the length of the run.
+
+    Of run.steps, run.tokens and run.epochs, each one after the first that the deck gives is a problem.
+    """
     run = deck.run
     given = [f"run.{name}" for name in ("tokens", "epochs") if getattr(run, name) is not None]
     if "run.steps" in deck.sources.places and not deck.sources.place("run.steps").note:
@@ -138,7 +141,11 @@ def length_problems(deck: Deck) -> Iterator[DeckProblem]:
 
 
 def noise_scale_problems(deck: Deck) -> Iterator[DeckProblem]:
-    """Yield the problems of the noise scale that do not depend on the number of ranks."""
+    """Yield the problems of run.noise_scale_steps that do not depend on the number of ranks; none if it is 0.
+
+    These are servers, replicas, compressions, sliced accumulation and layouts with which the noise scale
+    cannot be measured.
+    """
     if not deck.run.noise_scale_steps:
         return
     layout, keys = deck.layout, deck.communication

@@ -53,19 +53,24 @@ RELATIONS: Relations = (
 
 
 def server_ranks(deck: Deck) -> int:
-    """Return the number of ranks that are parameter servers."""
+    """Return the number of ranks that are parameter servers; 0 without [communication.server]."""
     return 0 if deck.communication.server is None else deck.communication.server.ranks
 
 
 def missing_worker_problem(deck: Deck, ranks: int) -> DeckProblem:
-    """Return the problem of a run with too few ranks for a worker."""
+    """Return the problem of a run that has too few ranks for a worker. Whether it has is not checked here.
+
+    Args:
+        deck: A deck with parameter servers.
+        ranks: Number of ranks of the run, which the message names.
+    """
     need = server_ranks(deck) + count_dedicated_ranks(deck) + 1
     sentence = f"leaves no worker of {counted(ranks, 'rank')} (start {need} or more)"
     return DeckProblem("communication.server.ranks", sentence, (_MODE,))
 
 
 def server_problems(deck: Deck) -> Iterator[DeckProblem]:
-    """Yield the problem of a correction of stale gradients if no gradient is stale."""
+    """Yield the problem of a correction of stale gradients if no gradient is stale; at most one."""
     keys = deck.communication.server
     if keys is not None and keys.mode == "stale" and not keys.staleness and keys.correction != "none":
         sentence = f"has no effect with {_STALENESS} = 0, where nothing is stale (leave it out)"

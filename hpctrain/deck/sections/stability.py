@@ -93,7 +93,11 @@ RELATIONS: Relations = (
 
 
 def stability_problems(deck: Deck) -> Iterator[DeckProblem]:
-    """Yield the problems of reports of slow ranks, and of the reaction to spikes."""
+    """Yield the problems of straggler_factor, and of the reaction to spikes.
+
+    The latter are a spike_window that is not shorter than the run, and a rollback without checkpoints or
+    copies that are old enough. RELATIONS are not checked here.
+    """
     keys, checkpoint, steps = deck.stability, deck.checkpoint, deck.run.steps
     if 0 < keys.straggler_factor <= 1:
         sentence = "must be above 1, or 0 to name no rank: half of all ranks take longer than the median"
