@@ -36,7 +36,11 @@ class CallChecks:
         self.communicators: dict[tuple[int, ...], MPI.Intracomm] = {}
 
     def check_group(self, group: Group) -> None:
-        """Compare the calls of a group's ranks from now on. Collective over the group."""
+        """Compare the calls of a group's ranks from now on, by setting `group.comparer`.
+
+        Collective over the group. Nothing happens for a group of one rank, or if its calls are already
+        compared.
+        """
         if group.size == 1 or group.comparer is not None:
             return
         if group.ranks not in self.communicators:

@@ -94,7 +94,7 @@ class Call:
         return self.output if self.tensor is None else self.tensor
 
     def with_memory(self, tensor: Tensor | None, output: Tensor | None) -> Call:
-        """Return the same call on other tensors."""
+        """Return a copy of this call whose `tensor` and `output` are others; sizes, dtype and number stay."""
         other = copy(self)
         other.tensor, other.output = tensor, output
         return other
@@ -159,7 +159,10 @@ class GroupCalls:
         self.received: dict[int, int] = {}
 
     def enter(self, call: Call) -> None:
-        """Record that this rank begins a call: set its number and its group, and make it the current call."""
+        """Record that this rank begins a call: set its number and its group, and make it the current call.
+
+        Local. Collective calls of the group are counted together, messages for each peer and direction.
+        """
         call.group = self
         peer = call.peer
         if peer < 0:
@@ -172,5 +175,8 @@ class GroupCalls:
         calls.recent.append(call)
 
     def leave(self) -> None:
-        """Record that this rank is no longer inside a call: it has started the operation, or completed it."""
+        """Record that this rank is no longer inside any call: the CallHistory's `current` becomes None.
+
+        Local.
+        """
         self.calls.current = None

@@ -29,7 +29,7 @@ _MEANINGS = (
 
 
 def describe_os_error(error: OSError) -> str:
-    """Return one sentence about an error of the operating system."""
+    """Return "file: reason" for a system error; "input/output: reason" if it names no file."""
     return f"{'input/output' if error.filename is None else error.filename}: {error_reason(error)}"
 
 
@@ -99,20 +99,21 @@ def to_hpctrain_error(error: HpctrainError | OSError) -> HpctrainError:
 
 
 def silent_error(code: int) -> HpctrainError:
-    """Return an error with this exit code and no message."""
+    """Return (not raise) an HpctrainError with this exit code and without any message."""
     error = HpctrainError([])
     error.exit_code = code
     return error
 
 
 def combine_errors(failures: Sequence[tuple[int, Sequence[str]]]) -> HpctrainError:
-    """Return one error that reports the errors of several ranks.
+    """Return (not raise) one error that reports the errors of several ranks. Local.
 
     Args:
-        failures: Exit code and messages of each failing rank, in rank order.
+        failures: Exit code and messages of each failing rank, in rank order; at least one.
 
     Returns:
-        An error with the exit code of the first failing rank and all distinct messages.
+        An error with the exit code of the first failing rank and all distinct messages, at most
+        MOST_PRINTED_PROBLEMS and a line that counts the rest. It is an InputOutputError if that code is 3.
     """
     code = failures[0][0]
     problems = list(dict.fromkeys(problem for _, each in failures for problem in each))
@@ -127,7 +128,7 @@ def combine_errors(failures: Sequence[tuple[int, Sequence[str]]]) -> HpctrainErr
 
 
 def print_problems(problems: Sequence[str]) -> None:
-    """Print each message on a line of stderr."""
+    """Print each message on a line of stderr, after "hpctrain: error: ". Local."""
     for problem in problems:
         print_error(f"hpctrain: error: {problem}")
 
@@ -152,6 +153,6 @@ def flush_output() -> None:
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
-    """Return "rank 3", or "ranks 0-2, 5"."""
+    """Return the ranks in words, sorted and with ranges: "rank 3", or "ranks 0-2, 5"; "ranks " for none."""
     text = ranges(ranks, ", ")
     return f"rank {text}" if text.isdecimal() else f"ranks {text}"

@@ -138,7 +138,10 @@ class Group:
         return f"Group({self.name}, rank {self.rank} of {self.size})"
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return uninitialized memory on `device` that the transport can use without a copy. Local."""
+        """Return an uninitialized tensor of this shape on `device` that the transport can use without a copy.
+
+        Local. If the transport has no special memory, or the tensor is small, it is an ordinary tensor.
+        """
         return self._device_transport.empty(shape, dtype, self.device)
 
     @property
@@ -149,7 +152,11 @@ class Group:
     def common_zeros(self, length: int, dtype: torch.dtype) -> Tensor | None:
         """Return zeros [length] that are the same memory on the `sharers` ranks of a node. Collective.
 
-        `Transport.common_zeros` says when ranks may read and write them. None if there is no such memory.
+        Writes of other ranks may be read after a barrier, or after an `all_gather` into the whole tensor;
+        they may be overwritten after another one of these.
+
+        Returns:
+            The tensor; None on all ranks if there is no such memory.
         """
         return self._device_transport.common_zeros(length, dtype, self.device)
 

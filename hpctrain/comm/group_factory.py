@@ -110,7 +110,10 @@ class GroupFactory:
         return self.memory if isinstance(self.memory, str) else ""
 
     def close_memories(self) -> None:
-        """Close all memories of nodes, before MPI is finalized. Local."""
+        """Free the MPI windows of all memories of nodes, before MPI is finalized. Local.
+
+        Tensors in them stay valid.
+        """
         for memory in self.memories:
             memory.close()
         self.memories.clear()
@@ -143,7 +146,18 @@ class GroupFactory:
     def make_transports(
         self, communicator: MPI.Intracomm, root_world_ranks: tuple[int, ...], transport: str
     ) -> TransportPair:
-        """Make the transports of a group. Collective over its communicator."""
+        """Make the two transports of a group, with the emulated link and the decorator if there are any.
+
+        Collective over `communicator`.
+
+        Args:
+            communicator: Communicator of the group's ranks.
+            root_world_ranks: Ranks of the group in the world of all processes.
+            transport: Name of the transport, one of TRANSPORTS.
+
+        Returns:
+            Transport of tensors in CPU memory, and transport of tensors in GPU memory.
+        """
         nodes = [self.topology.nodes[rank] for rank in root_world_ranks]
         memory = self.memory if isinstance(self.memory, NodeMemory) else None
         pair = TRANSPORTS[transport].make(TransportSetting(communicator, nodes, self.scratch, memory))

@@ -97,16 +97,17 @@ class Ledger:
         return self._activity if self._phase == "other" else f"{self._activity} ({self._phase})"
 
     def enter(self, axis: str, operation: str, bytes: int, seconds: float) -> LedgerEntry:  # noqa: A002
-        """Add one call in the current phase.
+        """Add one call in the current phase to the totals of its group, operation and phase.
 
         Args:
             axis: Name of the group.
             operation: Name of the operation.
             bytes: Payload of the call.
-            seconds: Time that this rank has spent in the call so far.
+            seconds: Time that this rank has spent in the call so far, which also counts in `call_seconds`.
 
         Returns:
-            The entry, to which `add_seconds` adds the time of waiting for a started operation.
+            The entry with the totals (not a copy), to which `add_seconds` adds the time of waiting for a
+            started operation.
         """
         key = (axis, operation, self._phase)
         entry = self._entries.get(key)
@@ -118,7 +119,12 @@ class Ledger:
         return entry
 
     def add_seconds(self, entry: LedgerEntry, seconds: float) -> None:
-        """Add time that this rank has just spent in calls of an entry."""
+        """Add time that this rank has just spent in calls of an entry, to the entry and to the current phase.
+
+        Args:
+            entry: Entry that `enter` has returned. Its own phase may be an earlier one.
+            seconds: The time.
+        """
         entry.seconds += seconds
         self.call_seconds[self._phase] = self.call_seconds.get(self._phase, 0.0) + seconds
 
@@ -134,17 +140,17 @@ class Ledger:
         self.recompute_seconds += perf_counter() - start - in_calls
 
     def seconds_by_entry(self) -> Mapping[tuple[str, str, str], float]:
-        """Return the seconds of all entries, by axis, operation and phase."""
+        """Return the seconds of all entries since the last `reset`, by (axis, operation, phase)."""
         return {key: entry.seconds for key, entry in self._entries.items()}
 
     @property
     def seconds(self) -> float:
-        """Time that this rank has spent inside calls, over all entries."""
+        """Seconds that this rank has spent inside calls, over all entries since the last `reset`."""
         return sum(entry.seconds for entry in self._entries.values())
 
     @property
     def bytes(self) -> int:
-        """Payload of all entries, in bytes."""
+        """Payload of all entries since the last `reset`, in bytes."""
         return sum(entry.bytes for entry in self._entries.values())
 
     def rows(self) -> list[LedgerEntry]:
@@ -152,7 +158,10 @@ class Ledger:
         return [LedgerEntry(**asdict(self._entries[key])) for key in sorted(self._entries)]
 
     def reset(self) -> None:
-        """Clear all entries and times. Phase, activity, timeline and log of calls stay."""
+        """Clear all entries and times, and let the current phase start now.
+
+        Phase, activity, timeline and log of calls stay.
+        """
         self._entries.clear()
         self.phase_seconds.clear()
         self.call_seconds.clear()
@@ -160,6 +169,10 @@ class Ledger:
         self._phase_start = perf_counter()
 
     def write(self, path: str | Path) -> None:
-        """Write the rows of this rank to a file as a JSON list of objects."""
+        """Write the rows of this rank to a file as a JSON list of objects, one for each entry.
+
+        Raises:
+            OSError: The file cannot be written. The error names it.
+        """
         text = json.dumps([asdict(row) for row in self.rows()], indent=1)
         write_text(Path(path), text + "\n")

@@ -59,12 +59,15 @@ class Mailbox:
         self._sending: dict[int, list[Work[Any]]] = {rank: [] for rank in range(group.size)}
 
     def send(self, receiver: int, numbers: Sequence[float], *tensors: Tensor) -> None:
-        """Start to send a message. Local.
+        """Start to send a message, after which this returns at once. Local.
+
+        Earlier sends to the same receiver make progress. Completed ones are forgotten.
 
         Args:
             receiver: Rank of the group.
             numbers: Header of the message, sent in fp64.
-            tensors: Tensors that follow the header.
+            tensors: Tensors that follow the header, which must not change until `sends_complete(receiver)`
+                returns True. Empty ones are not sent.
 
         Raises:
             ValueError: The header has more numbers than one MPI message of this kind may have.
@@ -76,18 +79,23 @@ class Mailbox:
         self.send_tensors(receiver, *tensors)
 
     def send_tensors(self, receiver: int, *tensors: Tensor) -> None:
-        """Start to send tensors that the receiver expects, in this order. Local. Empty tensors are not sent.
+        """Start to send tensors without a header, which the receiver expects in this order.
+
+        Local; does not wait.
 
         Args:
             receiver: Rank of the group.
-            tensors: Tensors, which must not change until `sends_complete(receiver)` returns True.
+            tensors: Tensors, which must not change until `sends_complete(receiver)` returns True. Empty ones
+                are not sent.
         """
         self.sends_complete(receiver)
         sending = [self.group.start_send(each, receiver, _TENSORS) for each in tensors if each.numel()]
         self._sending[receiver] += sending
 
     def sends_complete(self, receiver: int | None = None) -> bool:
-        """Let sends make progress, and return True if all data has left the memory of this rank. Local.
+        """Let sends make progress, and return True if all tensors that were sent may be changed again. Local.
+
+        It does not wait. True does not mean that the receiver has received them.
 
         Args:
             receiver: Rank of the group to which the sends go; None for the sends to all ranks.
@@ -99,7 +107,7 @@ class Mailbox:
         return True
 
     def wait_for_sends(self) -> None:
-        """Wait until all sent data has left the memory of this rank. Local."""
+        """Wait until all tensors that were sent to any rank may be changed again. Local."""
         for works in self._sending.values():
             for work in works:
                 work.wait()
@@ -148,6 +156,10 @@ class Mailbox:
         """Wait for the next tensor of `sender`, receive it into `tensor`, and return `tensor`. Local.
 
         An empty tensor is returned at once, since it is not sent.
+
+        Args:
+            sender: Rank of the group.
+            tensor: Contiguous tensor with as many elements and the same dtype as the tensor that is sent.
         """
         self.received_bytes += tensor.nbytes
         return self.group.recv(tensor, sender, _TENSORS) if tensor.numel() else tensor

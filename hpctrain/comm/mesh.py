@@ -39,20 +39,32 @@ class GroupSource(ABC):
 
     @abstractmethod
     def group(self, *axes: str) -> Group:
-        """Return this rank's group along one axis, or along several in the mesh's order of axes. Local."""
+        """Return this rank's group along one axis, or along several in the mesh's order of axes. Local.
+
+        Repeated calls return the same group.
+
+        Args:
+            axes: Names of the axes. A `Mesh` has each of AXES, those of JOINED, and with experts each of
+                EXPERT_AXES and JOINED_OF_EXPERTS; it fails with an AssertionError for others. Axes of experts
+                whose size is 1 exist without experts, too. A `PlannedMesh` has all.
+        """
 
     @abstractmethod
     def nodes(self, group: Group) -> list[int]:
-        """Return the node of each rank of a group. Local."""
+        """Return the node of each rank of a group, by rank of the group. Local.
+
+        Emulated nodes count as nodes.
+        """
 
     @abstractmethod
     def _make_group(self, axes: tuple[str, ...], ranks: tuple[int, ...], parent: Group | None) -> Group:
         """Make a group of these ranks. Collective over the group `parent`; None stands for all ranks."""
 
     def new_subgroup(self, axis: str, size: int) -> Group:
-        """Make groups of `size` consecutive ranks along an axis. Return that of this rank.
+        """Split the ranks along an axis into groups of `size` consecutive ranks.
 
-        Collective over the ranks along the axis. Each call makes new groups.
+        Return the group of this rank. Collective over the ranks along the axis. Each call makes new groups;
+        those of `group` stay.
 
         Args:
             axis: Name of the axis.
@@ -64,18 +76,19 @@ class GroupSource(ABC):
         return self._make_group((axis,), along.ranks[first : first + size], along)
 
     def split_group(self, group: Group, size: int, across: str = "replicas") -> tuple[Group, Group]:
-        """Make groups of parts of a group, and groups across these parts. Collective over the group.
+        """Split a group into parts of consecutive ranks, and make groups of these and across them.
 
-        The group itself stays as it is.
+        Collective. All ranks of `group` call it. The group itself stays as it is, and each call makes new
+        groups.
 
         Args:
             group: Group that this rank belongs to.
-            size: Number of consecutive ranks of each part, which divides the size of the group.
+            size: Number of ranks of each part, which divides the size of the group.
             across: Name of the axis of the second result.
 
         Returns:
-            The part that this rank belongs to, and the group of the ranks that have the same number in their
-            part.
+            The part that this rank belongs to, with the axes of `group`; and the group of the ranks that have
+            the same number in their part, along the axis `across`.
         """
         first = group.rank // size * size
         part = self._make_group(group.axes, group.ranks[first : first + size], group)
@@ -124,27 +137,42 @@ class Mesh(GroupSource):
         self._groups[JOINED_OF_EXPERTS] = joined
 
     def size(self, axis: str) -> int:
-        """Return the number of ranks along one of AXES or EXPERT_AXES. Local."""
+        """Return the number of ranks along one of AXES or EXPERT_AXES. Local.
+
+        Without experts, "expert" and "expert_tensor" have size 1, and "expert_data" has all ranks of a stage.
+        """
         return self.sizes[axis] if axis in self.sizes else expert_sizes(self.sizes)[axis]
 
     def coordinate(self, axis: str) -> int:
-        """Return this rank's coordinate along one axis, from 0. Local.
+        """Return this rank's coordinate along one of AXES or EXPERT_AXES, from 0. Local.
 
-        The axis "expert_data" is only known in a mesh with experts.
+        Raises:
+            KeyError: There is no such axis. In a mesh without experts, "expert_data" is none if a pipeline
+                stage has more than one rank.
         """
         return self._coordinates[axis] if axis in self._coordinates else self._groups[axis,].rank
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return the coordinates of a rank along all axes, including those of experts if there are any."""
+        """Return the coordinates of any rank of the world along AXES. Local.
+
+        If there are experts, those along EXPERT_AXES are added.
+        """
         return coordinates(self.sizes, rank)
 
     def group(self, *axes: str) -> Group:
-        """Return this rank's group along one axis, or along several in the mesh's order of axes. Local."""
+        """Return this rank's group along one axis, or along several in the mesh's order of axes. Local.
+
+        The groups were made by the constructor: one for each of AXES, those of JOINED, and with experts those
+        of EXPERT_AXES and JOINED_OF_EXPERTS. Any other name is an AssertionError.
+        """
         assert axes in self._groups, f"no group {axes}; there are {list(self._groups)}"
         return self._groups[axes]
 
     def nodes(self, group: Group) -> list[int]:
-        """Return the node of each rank of a group. Local."""
+        """Return the node of each rank of a group, by rank of the group. Local.
+
+        Emulated nodes count as nodes.
+        """
         return self.world.nodes_of(group.ranks)
 
     def _make_along(self, axes: tuple[str, ...]) -> Group:
@@ -191,7 +219,7 @@ def choose_transport(world: World, requested: str) -> str:
 
 
 def rank_count(sizes: Mapping[str, int]) -> int:
-    """Return the number of ranks of a mesh with these sizes."""
+    """Return the number of ranks of a mesh: the product of its sizes along all of AXES."""
     return prod(sizes[axis] for axis in AXES)
 
 
@@ -243,8 +271,12 @@ def sizes_text(sizes: Mapping[str, int], least: int = 1) -> str:
     """Return the sizes of a mesh in words, such as "data 4 x tensor 2, experts expert_data 2 x expert 2".
 
     Args:
-        sizes: Number of ranks along each axis.
-        least: Smallest size of an axis that is mentioned.
+        sizes: Number of ranks along each of AXES, and of experts if there are any.
+        least: Smallest size of one of AXES that is mentioned. Of the axes of experts, "expert" and
+            "expert_tensor" are mentioned from 2 on, with "expert_data".
+
+    Returns:
+        The text; "" if no axis is as large.
     """
     text = " x ".join(f"{axis} {sizes[axis]}" for axis in AXES if sizes[axis] >= least)
     split = [f"{axis} {sizes[axis]}" for axis in ("expert", "expert_tensor") if sizes.get(axis, 1) > 1]

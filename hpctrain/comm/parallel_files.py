@@ -32,7 +32,13 @@ WITHOUT_SHARED_MEMORY = "OMPI_MCA_sharedfp=^sm"
 
 
 def require_parallel_files(world: World, folder: Path) -> None:
-    """Check that MPI can open one file on all ranks by creating and removing a file in `folder`. Collective.
+    """Check that MPI can open one file on all ranks, before a run needs that. Collective over the world.
+
+    It creates a file with a hidden, random name in `folder`, opens it on all ranks, and removes it.
+
+    Args:
+        world: The world.
+        folder: Existing folder that all ranks see.
 
     Raises:
         InputOutputError: A rank cannot open the file, or MPI cannot. The error is raised on all ranks.
@@ -128,7 +134,10 @@ def open_on_all_ranks(path: Path, group: Group) -> Iterator[FileID]:
 
 
 def descriptors_of(path: Path) -> set[int]:
-    """Return this process's descriptors of a file; an empty set if the system does not list them."""
+    """Return this process's open file descriptors that refer to a file. Local.
+
+    The set is empty if the file does not exist, is not open, or the system does not list descriptors.
+    """
     descriptors = set[int]()
     with suppress(OSError):
         identity = path.stat()

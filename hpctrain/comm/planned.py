@@ -103,11 +103,11 @@ class PlannedTransport(Transport):
         return mpi_scratch_bytes(elements, itemsize, self.size, scattered)
 
     def allgather(self, value: Any, /) -> list[Any]:
-        """Return the object of this rank as that of every rank."""
+        """Return a list with the value of this rank, `size` times. Local."""
         return [value] * self.size
 
     def bcast(self, value: Any, root: int, /) -> Any:  # noqa: ARG002
-        """Return the object of this rank."""
+        """Return the value of this rank, whichever rank is `root`. Local."""
         return value
 
 

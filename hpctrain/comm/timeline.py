@@ -75,16 +75,22 @@ class Timeline:
         self._current: StepSpans | None = None
 
     def begin_step(self, step: int) -> None:
-        """Begin a step, to which all spans belong from now on. Drop the oldest step if there are too many."""
+        """Begin a step, to which all spans belong that are recorded from now on.
+
+        The oldest step is dropped if more than the maximum number of steps would be kept.
+
+        Args:
+            step: Number of the step.
+        """
         self._current = StepSpans(step)
         self.steps.append(self._current)
 
     def pause(self) -> None:
-        """Record nothing until the next `begin_step`."""
+        """Record nothing until the next `begin_step`. What is recorded stays."""
         self._current = None
 
     def record(self, row: str, name: str, start: float, end: float, bytes: int = 0) -> TimelineSpan | None:  # noqa: A002
-        """Add a span of the current step. Return it, so that a later end can be entered.
+        """Add a span to the current step, and return it, so that the caller can set a later `end`.
 
         Args:
             row: Name of a group, or one of SCHEDULE, EVALUATION and PHASES.
@@ -94,7 +100,9 @@ class Timeline:
             bytes: Payload of a call.
 
         Returns:
-            The span; None if it is not recorded, since there is no current step or it has too many spans.
+            The span; None if it is not recorded, because there is no current step, or because the step
+            already has the maximum number of spans (then it counts in `dropped`). Spans of SCHEDULE are
+            recorded even then.
         """
         current = self._current
         if current is None:
@@ -107,7 +115,7 @@ class Timeline:
         return span
 
     def record_action(self, name: str, start: float, training: bool) -> None:
-        """Add an action of a pipeline schedule that ends now.
+        """Record an action of a pipeline schedule that ends now, under the conditions of `record`.
 
         Args:
             name: Name of the action.
@@ -117,12 +125,12 @@ class Timeline:
         self.record(SCHEDULE if training else EVALUATION, name, start, perf_counter())
 
     def spans(self) -> Iterator[tuple[int, TimelineSpan]]:
-        """Yield all spans, each with the number of its step."""
+        """Return an iterator over (number of the step, span) for all kept spans, the first recorded first."""
         return ((step.step, span) for step in self.steps for span in step.spans)
 
     @property
     def dropped(self) -> int:
-        """Number of spans of the kept steps that were not recorded because there were too many."""
+        """Number of spans of the kept steps that were not recorded because their step had too many."""
         return sum(step.dropped for step in self.steps)
 
 

@@ -66,13 +66,14 @@ def run_verb_of_script(verb: Callable[[World], int | None], expected: Collection
 def single_world(device: str = "auto") -> World:
     """Return a World of this process alone, whatever other ranks there are. Local.
 
-    MPI is started if it is not running, and is then finalized when the process ends.
+    MPI is started if it is not running, and is then finalized when the process ends. If a launcher has
+    started several ranks, starting MPI waits for all of them.
 
     Args:
         device: Device, as in `World.start`.
 
     Raises:
-        HpctrainError: MPI cannot be started, or was finalized.
+        HpctrainError: MPI cannot be started, or was finalized, or there is no such device.
     """
     if MPI.Is_finalized():
         raise HpctrainError(ENDED)
@@ -95,9 +96,9 @@ def require_running() -> None:
 
 
 def finalize_at_exit() -> None:
-    """Finalize MPI when this process ends. Local. Further calls have no effect.
+    """Register MPI_Finalize for the end of this process, unless it was called before then.
 
-    MPI_Finalize is collective, so all ranks must end.
+    Local; returns at once. Further calls have no effect. MPI_Finalize is collective, so all ranks must end.
     """
     atexit.unregister(_end)
     atexit.register(_end)

@@ -38,11 +38,11 @@ class Work(Generic[Result]):
         self._result = result
 
     def wait(self) -> Result:
-        """Wait until the operation is complete. Return its result."""
+        """Wait until the operation is complete, and return its result; at once if it is already complete."""
         return self._result
 
     def test(self) -> bool:
-        """Let the operation make progress, without waiting. Return True if it is complete."""
+        """Let the operation make progress, without waiting. Return True if it is complete. Local."""
         return True
 
     def proceed(self) -> None:

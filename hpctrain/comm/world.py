@@ -152,7 +152,17 @@ class World:
         node.Free()
 
     def use_device(self, name: str) -> None:
-        """Choose the device as `start` does, before any Mesh is made. Collective."""
+        """Set the device on which this rank and `everyone` compute, and prepare the process for it.
+
+        Collective. `start` calls it. It may be called again before any Mesh is made, since groups that exist
+        keep their device.
+
+        Args:
+            name: "auto", "cpu", "cuda" or "cuda:N", as `start` takes it.
+
+        Raises:
+            HpctrainError: There is no such device on some rank. It is raised on all ranks.
+        """
         with self.agreement():
             self.device = choose_device(name, self.local_rank, gpu_count())
         prepare_device(self.device)
@@ -163,7 +173,11 @@ class World:
 
         While it is on, each call is compared before it runs: if the ranks of a group make different calls,
         they raise a MismatchError; for messages, only the receiver does. The switch acts on `everyone` and on
-        groups that are made later. Other groups that exist already stay as they are.
+        groups that are made later. Other groups that exist already stay as they are. Nothing changes if it
+        already has that state.
+
+        Args:
+            enabled: True to switch the comparison on. All ranks pass the same value.
         """
         if not enabled:
             self.groups.checks = None
@@ -175,14 +189,22 @@ class World:
     def emulate_nodes(self, ranks: int | None) -> None:
         """Divide each node into nodes of `ranks` ranks, for groups and memory that are made later. Local.
 
-        All ranks must pass the same number. None ends the emulation.
+        `node`, `nodes`, `local_rank` and `local_size` of this world stay those of the machine; `topology`
+        changes.
+
+        Args:
+            ranks: Number of ranks of an emulated node, the same on all ranks; None ends the emulation.
         """
         self.topology.emulate(ranks)
 
     def emulate_link(self, link: Link | None) -> None:
         """Make transfers of `everyone`, and of groups that are made later, as slow as over a link.
 
-        Collective. All ranks must be on one machine, since they compare their clocks.
+        Collective. Other groups that exist already stay as they are. All ranks must be on one machine, since
+        they compare their clocks.
+
+        Args:
+            link: Speed and latency of the link of a rank; None ends the emulation. All ranks pass the same.
         """
         if link is None and self.groups.link is None:
             return
@@ -191,9 +213,12 @@ class World:
         self._remake_transports()
 
     def decorate_transports(self, decorator: TransportDecorator | None) -> None:
-        """Wrap the transports of `everyone`, and of groups that are made later. None ends this.
+        """Wrap the transports of `everyone`, and of groups that are made later. Collective.
 
-        Collective.
+        Other groups that exist already stay as they are. Nothing changes if `decorator` is the present one.
+
+        Args:
+            decorator: This rank's decorator; None ends the wrapping on all ranks.
         """
         if decorator is not self.groups.decorator:
             self.groups.decorator = decorator
@@ -204,22 +229,24 @@ class World:
         self.everyone.host, self.everyone.accelerator = transports
 
     def single_rank_world(self) -> World:
-        """Return a new World of size 1 whose only rank is this process. Local.
+        """Return a new World of size 1 whose only rank is this process. Local: other ranks need not call it.
 
-        It has the same device, and a ledger of its own.
+        It computes on the same device. Its ledger, watchdog settings and groups are new, so that nothing that
+        this world compares, emulates or checks applies to it.
         """
         world = World(MPI.COMM_SELF)
         world.device = world.everyone.device = self.device
         return world
 
     def subworld(self, ranks: Sequence[int]) -> World:
-        """Return a new World of some ranks of this one. It uses the ledger and settings of this world.
+        """Return a new World of some ranks of this one, renumbered from 0 in the same order. Collective.
 
-        Collective over this world: each rank calls this with the ranks of its own part, and parts do not
-        overlap.
+        All ranks of this world call it, each with the ranks of its own subworld; subworlds do not overlap.
+        The result uses the device, ledger, watchdog settings and node memory of this world, and compares or
+        checks calls if this world does.
 
         Args:
-            ranks: Ranks of this world that form the part, in rising order; this rank is among them.
+            ranks: Ranks of this world that form the subworld, in rising order; this rank is among them.
         """
         assert self.rank in ranks, (self.rank, ranks)
         communicator = self.communicator.Split(min(ranks), self.rank)
@@ -244,32 +271,37 @@ class World:
         return next((each for each in self._control.allgather(reason) if each), "")
 
     def nodes_of(self, ranks: Sequence[int]) -> list[int]:
-        """Return the node of each of these ranks of this world, as groups use them. Local."""
+        """Return the node of each of these ranks of this world, in the order of `ranks`. Local.
+
+        Nodes are numbered as groups use them: while smaller nodes are emulated, these are counted.
+        """
         return [self.topology.nodes[self.groups.ranks[rank]] for rank in ranks]
 
     @property
     def buffer_bytes(self) -> int:
-        """Largest host memory, in bytes, that reductions have received into."""
+        """Peak size, in bytes, of the host memory that this rank keeps for reductions; never reset."""
         return self.groups.scratch.peak_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """Largest memory, in bytes, that this rank has used, without memory of other ranks that it sees."""
+        """Peak of the memory, in bytes, that this rank has used on its device (on a CPU: resident memory).
+
+        Memory of other ranks that this rank sees is subtracted, as far as it is resident now.
+        """
         foreign_bytes = sum(memory.foreign_bytes() for memory in self.groups.memories)
         return max(0, peak_bytes(self.device) - foreign_bytes)
 
     def new_group(
         self, axes: tuple[str, ...], ranks: tuple[int, ...], transport: str, parent: Group | None = None
     ) -> Group:
-        """Make a group of some ranks.
+        """Make a group of some ranks of this world, with communicators of its own, and return it. Collective.
 
-        Collective over `parent`: each rank calls this with the ranks of its own group, and groups do not
-        overlap.
+        All ranks of `parent` call it, each with the ranks of its own group; groups do not overlap.
 
         Args:
-            axes: Names of its axes.
+            axes: Names of its axes, by which logs and the ledger name it.
             ranks: Ranks of this world, in rising order, with this one among them.
-            transport: Name of the transport.
+            transport: Name of the transport, one of TRANSPORTS; "auto" is not allowed.
             parent: Group that is split; `everyone` if None.
         """
         communicator = communicator_of((parent or self.everyone).objects).Split(ranks[0], self.rank)
@@ -310,7 +342,10 @@ class World:
             raise self._agreed from error
 
     def is_agreed(self, error: HpctrainError) -> bool:
-        """Return True if `agreement` has raised this very error, so that all ranks have it. Local."""
+        """Return True if `error` is the last error that `agreement` has raised, so that all ranks have it.
+
+        Local.
+        """
         return error is self._agreed
 
     def finish(
@@ -323,12 +358,15 @@ class World:
         MPI_Finalize of this library is not reliable between nodes, end the processes instead of returning.
 
         Args:
-            code: Exit code of this rank, if it has no error. The result is that of the lowest rank that
-                failed.
-            error: Error of this rank, whose exit code replaces `code`.
+            code: Exit code of this rank, if it has no error.
+            error: Error of this rank, whose exit code replaces `code`; None without an error.
             keep_mpi_after: Exit codes after which MPI keeps running, for scripts that go on. In a job of
                 several ranks, an uncaught exception then still ends all of them. Otherwise they would wait
                 for the failed rank when MPI is finalized.
+
+        Returns:
+            The code of the lowest rank whose code is not 0 or that has an error; 0 if there is none. It is
+            the same on all ranks.
         """
         code = self._await_all(code, error)
         leaves_unfinalized = self.nodes > 1 and not finalizes_between_nodes()

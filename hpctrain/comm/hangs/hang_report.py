@@ -131,7 +131,7 @@ class HangReport:
         return f"in {self.current} for {self.current.seconds:.1f} s, at {self.where}"
 
     def entered_calls(self, key: GroupKey) -> int:
-        """Return the number of collective calls of a group that the rank has entered."""
+        """Return the number of collective calls of a group that the rank has entered; 0 if it has none."""
         return next((group.entered for group in self.groups if group.key == key), 0)
 
     def find_call(self, key: GroupKey, number: int) -> CallNote | None:
@@ -151,7 +151,9 @@ def _report_type() -> TypeAdapter[HangReport]:
 
 
 def take_report(world: World, token: str, silent: float) -> HangReport:
-    """Return a report of this rank's current position. Call it from a thread other than the main one.
+    """Return a report of this rank's current position. Local; communicates with no rank and writes nothing.
+
+    It is called from a thread other than the main one, whose position it reports.
 
     Args:
         world: The world of this rank.
@@ -177,12 +179,17 @@ def take_report(world: World, token: str, silent: float) -> HangReport:
 
 
 def write_report(path: Path, report: HangReport, size: int) -> None:
-    """Write a report as text with the stacks of all threads, and as JSON in its last line.
+    """Write a report as text with the stacks of all threads of this process, and as JSON in its last line.
+
+    Local.
 
     Args:
         path: File to write; it appears complete or not at all.
         report: The report.
         size: Number of ranks of the world.
+
+    Raises:
+        OSError: The file cannot be written.
     """
     lines = [
         f"rank {report.rank} of {size} on {report.hostname}, {time.strftime('%Y-%m-%d %H:%M:%S')}: "
@@ -205,11 +212,14 @@ def write_report(path: Path, report: HangReport, size: int) -> None:
 
 
 def read_report(path: Path, token: str) -> HangReport | None:
-    """Return the report of another rank; None if there is none that is complete and of this job.
+    """Return the report in a file of another rank. Local; does not wait.
 
     Args:
         path: File of the report.
         token: Identity of this job.
+
+    Returns:
+        The report; None if there is no file, or its report is not complete or of another job.
     """
     try:
         report = _report_type().validate_json(path.read_text(encoding="utf-8").rstrip().rpartition("\n")[2])
@@ -221,10 +231,12 @@ def read_report(path: Path, token: str) -> HangReport | None:
 def diagnose(
     reports: Mapping[int, HangReport], size: int, stopped: Collection[int] = frozenset()
 ) -> list[str]:
-    """Return sentences that say why the job hangs: first any causes, then where each rank is.
+    """Return sentences that say why the job hangs: first any causes, then where the ranks are. Local.
+
+    Nothing is printed. Sentences name the ranks and have no full stop.
 
     Args:
-        reports: Reports by rank; ranks that could not write one are missing.
+        reports: Reports by rank, at least one; ranks that could not write one are missing.
         size: Number of ranks of the world.
         stopped: Ranks whose processes are stopped according to the kernel.
     """

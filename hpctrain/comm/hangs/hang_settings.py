@@ -52,20 +52,27 @@ class HangSettings:
         self.changed.set()
 
     def report_to(self, folder: Path, on_hang: Callable[[str], None]) -> None:
-        """Set the folder for reports, which all ranks must see, and the function that is called on a hang.
+        """Set the folder for reports and the function that is called on a hang, for use at once.
 
-        All ranks set the same folder.
+        Args:
+            folder: Existing folder that all ranks see; all ranks set the same one.
+            on_hang: Function that the rank that ends the job calls, in the watchdog's thread, with a
+                diagnosis in one sentence.
         """
         self.folder, self.on_hang = folder, on_hang
         self.changed.set()
 
     def disable_on_hang(self) -> None:
-        """Stop calling `on_hang`; reports are still written into the same folder."""
+        """Forget the function of `report_to`. Reports still go into the same folder."""
         self.on_hang = None
 
     @contextmanager
     def training_steps(self) -> Iterator[None]:
-        """Mark the block as training steps: only communication and disk traffic are signs of life in it."""
+        """Return a context manager that sets `training` in its block and clears it at the end.
+
+        In the block only communication, phases and disk traffic are signs of life, and processor time is
+        none. A job of one rank is watched, too.
+        """
         self.training = True
         self.changed.set()
         try:
@@ -75,7 +82,11 @@ class HangSettings:
 
     @contextmanager
     def allow_silence(self) -> Iterator[None]:
-        """Exempt this rank from the time limit in the block, while it waits for a person or a program."""
+        """Return a context manager in whose block this rank never counts as hanging.
+
+        It is for waits for a person or another program. At the end of the block, also after an error, the
+        time limit holds again.
+        """
         self.waits_outside = True
         try:
             yield
@@ -84,7 +95,13 @@ class HangSettings:
 
 
 def default_seconds(environment: Mapping[str, str]) -> float:
-    """Return the time limit, in seconds, until a deck has been read, and for verbs without a deck.
+    """Return the time limit, in seconds, until a deck has been read, and for verbs without a deck. Local.
+
+    It is the time in HPCTRAIN_HANG_SECONDS, such as "90" or "2 min"; without that variable or if it is empty,
+    600. 0 turns the watchdog off.
+
+    Args:
+        environment: Environment variables.
 
     Raises:
         HpctrainError: The value of HPCTRAIN_HANG_SECONDS is not a time.

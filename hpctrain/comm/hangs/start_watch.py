@@ -32,14 +32,15 @@ _SECONDS_FOR_LOWEST = 10.0
 
 @contextmanager
 def watch_start(seconds: float) -> Iterator[None]:
-    """End the job with exit code 70 if the block, in which the ranks start MPI together, takes too long.
+    """Return a context manager that ends the job if its block, which starts MPI, takes too long.
 
-    A start may be slow, for example because modules are imported from a busy file system. So the job ends
-    after `seconds` only if a process of this node is stopped, and otherwise after LONG_START_SECONDS, or
-    after `seconds` if that is longer.
+    A thread watches the block. On a hang it prints the reason and ends this process with exit code 70, after
+    which the launcher ends the others. A start may be slow, for example because modules are imported from a
+    busy file system. So the job ends after `seconds` only if a process of this node is stopped, and otherwise
+    after LONG_START_SECONDS, or after `seconds` if that is longer.
 
     Args:
-        seconds: Time limit; 0 turns this off.
+        seconds: Time limit; 0 turns this off. A job of one rank is not watched.
     """
     if seconds <= 0 or launched_size(os.environ) == 1:
         yield
@@ -75,7 +76,7 @@ def _watch(seconds: float, over: threading.Event) -> None:
 
 
 def describe_start(stopped: frozenset[int], seconds: float, rank: int) -> list[str]:
-    """Return the sentences about a start that hangs.
+    """Return one or two sentences about a start that hangs, without a full stop. Nothing is printed. Local.
 
     Args:
         stopped: Ranks of this node whose processes are stopped.

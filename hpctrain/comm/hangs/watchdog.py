@@ -119,7 +119,11 @@ class Watchdog:
 
     @property
     def folder(self) -> Path | None:
-        """Folder for the reports, visible to all ranks; None if there is none yet."""
+        """Folder for the reports, visible to all ranks; None if no folder is known that all nodes share.
+
+        Before `HangSettings.report_to` sets one, it is a folder of the watchdog's own, which a rank makes
+        when it hangs.
+        """
         return self.settings.folder or self._default_folder
 
     def _watch(self) -> None:
