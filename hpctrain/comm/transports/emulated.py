@@ -55,13 +55,17 @@ class EmulatedLink:
         self._free_to_send = self._free_to_receive = float("-inf")
 
     def reserve(self, traffic: Traffic, start: float) -> float:
-        """Queue a transfer on the link behind earlier ones, and return the time at which it ends.
+        """Queue a transfer on this rank's link behind earlier ones, and return the time at which it ends.
 
-        It does not wait. The time is in seconds of `clock`.
+        Local. It does not wait.
 
         Args:
             traffic: Bytes and rounds of the transfer.
-            start: Earliest time at which it can start.
+            start: Earliest time at which it can start, in seconds of `clock`.
+
+        Returns:
+            Time of the end, in seconds of `clock`. It includes the latency of all rounds, during which the
+            link is free for others.
         """
         ends = [start]
         if traffic.sent:

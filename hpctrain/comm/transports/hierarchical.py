@@ -121,11 +121,14 @@ class HierarchicalTransport(Transport):
 
 
 def is_hierarchical(call: Call, nodes: int, local_size: int, least_bytes: int = SHARED_BYTES) -> bool:
-    """Return True if a HierarchicalTransport lets a call cross links once; the same on all ranks.
+    """Return True if a HierarchicalTransport runs a call so that each byte crosses links once. Local.
+
+    The result is the same on all ranks. It is False for small calls, for operations other than all_reduce,
+    reduce_scatter and all_gather, and for sums with which a node would send more bytes than by messages.
 
     Args:
         call: The call.
-        nodes: Number of nodes.
+        nodes: Number of nodes of the group.
         local_size: Number of ranks on each node.
         least_bytes: Size from which on calls cross links once.
     """
@@ -155,9 +158,16 @@ def is_common(length: int, dtype: torch.dtype, least_bytes: int = SHARED_BYTES) 
 def hierarchical_scratch_bytes(
     elements: int, itemsize: int, nodes: int, local_size: int, scattered: bool = False
 ) -> int:
-    """Return the host memory, in bytes, that a sum takes for partial sums and keeps.
+    """Return the host memory, in bytes, that a sum takes on each rank for partial sums and keeps. Local.
 
-    The other arguments are those of `is_hierarchical` and of `Transport.scratch_bytes`.
+    If a node would send more bytes in this way than by MPI, it is what MpiTransport takes.
+
+    Args:
+        elements: Number of elements of the tensor that each rank gives.
+        itemsize: Bytes per element.
+        nodes: Number of nodes of the group.
+        local_size: Number of ranks on each node.
+        scattered: True for a reduce-scatter, False for an all-reduce.
     """
     if not _sends_less(scattered, itemsize == 2, nodes, local_size):
         return mpi_scratch_bytes(elements, itemsize, nodes * local_size, scattered)

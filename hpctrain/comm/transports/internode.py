@@ -57,7 +57,16 @@ class NodeLinks:
 
 
 def piece_elements(piece_bytes: int, itemsize: int, local_size: int) -> int:
-    """Return the largest number of elements of a piece. The copy of a round holds a piece per rank."""
+    """Return the largest number of elements of a piece, at least 1.
+
+    A piece has at most `piece_bytes`, and so few that the pieces of all ranks of the node fit into
+    COPY_ROUND_BYTES.
+
+    Args:
+        piece_bytes: Size of a piece in bytes.
+        itemsize: Bytes of an element.
+        local_size: Number of ranks on each node.
+    """
     return max(1, min(piece_bytes, COPY_ROUND_BYTES // local_size) // itemsize)
 
 
@@ -87,28 +96,46 @@ class InternodeOperation(NodeOperation):
         self._sends: list[MpiRequests] = []
 
     def piece_length(self, index: int) -> int:
-        """Return the number of elements of this rank's piece in a round."""
+        """Return the number of elements of this rank's piece in round `index`, perhaps 0."""
         return self.rounds[index].pieces[self.rank][1]
 
     def send(self, part: Tensor, node: int) -> MpiRequests:
-        """Start to send a tensor to the peer on another node, which must have invited it. Local."""
+        """Start to send a tensor to this rank's peer on another node, and return its handle.
+
+        Local; does not wait. `until_invited(node)` must be complete before. `finish` waits for all sends.
+
+        Args:
+            part: Contiguous tensor, which must not change until the handle is complete.
+            node: Number of the other node in the group.
+        """
         sent = self._message(part, node, self.tag, sends=True)
         self._sends = [*(each for each in self._sends if not each.test()), sent]
         return sent
 
     def receive(self, target: Tensor, node: int) -> MpiRequests:
-        """Start to receive into `target` from the peer on another node. Local."""
+        """Start to receive from this rank's peer on another node, and return its handle.
+
+        Local; does not wait.
+
+        Args:
+            target: Contiguous tensor that the message fills. It may be read when the handle is complete.
+            node: Number of the other node in the group.
+        """
         return self._message(target, node, self.tag, sends=False)
 
     def invite(self, node: int) -> None:
-        """Tell the peer on another node that this rank has posted a receive for its next message. Local.
+        """Tell this rank's peer on a node that this rank is ready to receive from it. Local; does not wait.
 
-        Without an invitation a peer sends nothing, so no large message arrives before its memory is known.
+        The caller invites after `receive`. A peer that awaits an invitation (`until_invited`) sends nothing
+        before, so that no large message arrives before its memory is known.
         """
         self._sends.append(self._message(_SIGNAL, node, self._invitation_tag, sends=True))
 
     def until_invited(self, node: int) -> MpiRequests:
-        """Return a handle that is complete when the next invitation from the peer on a node has arrived."""
+        """Return a handle that is complete when the next invitation of the peer on a node has arrived. Local.
+
+        Each call stands for one invitation.
+        """
         return self._message(torch.empty_like(_SIGNAL), node, self._invitation_tag, sends=False)
 
     def _message(self, part: Tensor, node: int, tag: int, sends: bool) -> MpiRequests:
@@ -152,7 +179,11 @@ class InternodeSum(InternodeOperation):
         self._results: dict[int, MpiRequests] = {}
 
     def steps(self) -> Steps:
-        """Return the steps of the operation, which all ranks of the group run."""
+        """Return the steps of the operation, which all ranks of the group run.
+
+        Nothing happens before the first one. After them, `output` has this rank's sums, or `tensor` has all
+        of them.
+        """
         size = max((length for each in self.rounds for _, length in each.pieces), default=0)
         pieces = min(PIECES_IN_FLIGHT, len(self.rounds))
         scratch = self.links.across.scratch
@@ -273,7 +304,11 @@ class InternodeGather(InternodeOperation):
         self._free_rounds = STAGED_ROUNDS
 
     def steps(self) -> Steps:
-        """Return the steps of the operation, which all ranks of the group run."""
+        """Return the steps of the operation, which all ranks of the group run.
+
+        Nothing is sent before the first one. After them, the output of the call has the elements of all
+        ranks.
+        """
         links = self.links
         arriving = {
             index: self.receive(self.local_piece(index), each.owner)

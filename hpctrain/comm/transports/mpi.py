@@ -100,14 +100,22 @@ class MpiRequests:
 
 
 def buffer_of(tensor: Tensor) -> Buffer:
-    """Return the MPI buffer of a whole contiguous tensor, which must outlive it. Local."""
+    """Return the MPI buffer of a whole contiguous tensor: (memory, number of elements, MPI type). Local.
+
+    Nothing is copied, so the tensor must outlive the buffer. It has at most MESSAGE_LIMIT elements.
+    """
     return address(tensor.data_ptr(), tensor.nbytes), tensor.numel(), MPI_TYPES[tensor.dtype]
 
 
 def split_buffer(tensor: Tensor, counts: Sequence[int] | None, size: int) -> Buffer:
-    """Return the MPI buffer of a contiguous tensor that consists of a piece for each rank.
+    """Return the MPI buffer of a contiguous tensor that consists of a piece for each rank, without a copy.
 
-    `counts` are the elements of each piece; None stands for pieces of equal size.
+    Local.
+
+    Args:
+        tensor: The tensor, which must outlive the buffer.
+        counts: Number of elements of each rank's piece; None if all pieces have the same size.
+        size: Number of ranks.
     """
     elements = tensor.numel() // size if counts is None else (counts, offsets_of(counts))
     return address(tensor.data_ptr(), tensor.nbytes), elements, MPI_TYPES[tensor.dtype]
@@ -283,15 +291,20 @@ class MpiTransport(Transport):
     # PieceMover
 
     def next_tag(self) -> int:
-        """Return the message tag of the next operation, for `exchange` and `share`. All ranks call this."""
+        """Return a message tag for the `exchange` and `share` of one operation. Local: nothing is sent.
+
+        Each call counts further, from USER_TAGS to 2 USER_TAGS - 1 and around. All ranks call it once per
+        operation, in the same order, so that they get the same tag.
+        """
         self._operations += 1
         return USER_TAGS + self._operations % USER_TAGS
 
     def start_message(self, tensor: Tensor, peer: int, tag: int, sends: bool) -> MpiRequests:
-        """Start to send or to receive a contiguous tensor. Local.
+        """Start to send or to receive a contiguous tensor, and return its handle. Local; does not wait.
 
         Args:
-            tensor: Tensor that is sent or received into.
+            tensor: Tensor that is sent or received into. It must not change, or be read, until the handle is
+                complete.
             peer: Rank to or from which the message goes.
             tag: Tag that `next_tag` has returned on both ranks.
             sends: True if this rank sends, False if it receives.
@@ -300,13 +313,25 @@ class MpiTransport(Transport):
         return MpiRequests([start(part, peer, tag) for part in self._messages(tensor)], tensor)
 
     def collect(self, tensor: Tensor, output: Tensor, blocking: bool) -> TransportWork | None:
-        """Gather pieces of equal size from all ranks into `output`, as `PieceMover` says. Collective."""
+        """Gather pieces of equal size from all ranks into `output`, in rank order. Collective.
+
+        Returns:
+            None if `blocking`; otherwise the handle, which keeps both tensors alive.
+        """
         return self._move_pieces(Call("all_gather", tensor, output, blocking=blocking, start=0.0))
 
     def exchange(self, pieces: PieceExchange, tag: int) -> MpiRequests:
-        """Start to send a piece to each rank, and to receive a piece from each rank. Collective.
+        """Start to send a piece to each rank, and to receive a piece from each rank.
 
-        Each pair of ranks exchanges messages, so that ranks need not start their operations in one order.
+        Collective; does not wait. Each pair of ranks exchanges messages, so that ranks need not start their
+        operations in one order. The piece that this rank keeps is copied at once.
+
+        Args:
+            pieces: Tensors, and the ranges for each rank.
+            tag: Tag of `next_tag`, the same on all ranks.
+
+        Returns:
+            Handle, which keeps both tensors alive. Never None.
         """
         source, sends, target, receives = pieces
         requests = []
@@ -333,7 +358,18 @@ class MpiTransport(Transport):
     def share(
         self, tensor: Tensor, ranges: list[ElementRange], tag: int, blocking: bool
     ) -> TransportWork | None:
-        """Gather the ranges of `tensor` from their ranks, in place on all ranks. Collective."""
+        """Gather the ranges of `tensor` from their ranks, in place on all ranks. Collective.
+
+        Args:
+            tensor: Flat tensor.
+            ranges: For each rank the range of `tensor` that it has; they follow each other.
+            tag: Tag of `next_tag`, the same on all ranks.
+            blocking: True if the caller waits at once.
+
+        Returns:
+            None if it is complete, as it is if `blocking` and the tensor fits into one message. Otherwise the
+            handle, for which the caller waits even if `blocking`.
+        """
         if blocking and tensor.numel() <= self.limit:
             counts = [count for _, count in ranges]
             self.communicator.Allgatherv(MPI.IN_PLACE, split_buffer(tensor, counts, self.size))
@@ -372,9 +408,18 @@ class StagedTransport(Transport):
 
 
 def mpi_scratch_bytes(elements: int, itemsize: int, size: int, scattered: bool = False) -> int:
-    """Return the host memory, in bytes, that a started sum over `size` ranks takes and keeps. Local.
+    """Return the host memory, in bytes, that a started sum of an MpiTransport takes on each rank and keeps.
 
-    MPI's own sums need none. The other arguments are those of `Transport.scratch_bytes`.
+    Local.
+
+    Args:
+        elements: Number of elements of the tensor that each rank gives.
+        itemsize: Bytes per element. From 4 bytes on, fp32 or fp64 is assumed.
+        size: Number of ranks.
+        scattered: True for a reduce-scatter, False for an all-reduce.
+
+    Returns:
+        The memory; 0 if MPI itself adds, or if the sum is so small that every rank receives all inputs.
     """
     most_bytes, _ = SUM_BYTES["reduce_scatter" if scattered else "all_reduce"]
     if size == 1 or (size == 2 and itemsize >= 4 and elements * itemsize <= most_bytes):

@@ -114,6 +114,15 @@ class NcclTransport(Transport):
 
     @override
     def run(self, call: Call) -> TransportWork | None:
+        """Run or start a call of a Group on GPU tensors. Collective over the group; the host does not wait.
+
+        "send" and "recv" are local, except that the first call of a transport, and its first started message,
+        make NCCL communicators, which is collective over all ranks of the group.
+
+        Returns:
+            None if the call is blocking: later work of the current stream can use the result. Otherwise the
+            handle of the work on a side stream, whose `wait` makes the then current stream wait for it.
+        """
         operation, blocking = call.operation, call.blocking
         if operation in {"send", "recv"} and not blocking:
             return self._start(call)
@@ -213,16 +222,17 @@ class NcclTransport(Transport):
     def collect(self, tensor: Tensor, output: Tensor, blocking: bool) -> TransportWork | None:  # noqa: ARG002
         """Queue a gather of pieces of equal size into `output` on the current stream. Collective.
 
-        The result is None, since later work of that stream can use `output`. The host does not wait.
+        The result is always None, whatever `blocking` is, since later work of that stream can use `output`.
+        The host does not wait.
         """
         if output.numel():
             self._nccl().allgather(_bytes(tensor), _bytes(output), stream=current_stream())
         return None
 
     def exchange(self, pieces: PieceExchange, tag: int) -> TransportWork | None:  # noqa: ARG002
-        """Queue the exchange of a piece with each rank on the current stream. Collective.
+        """Queue the exchange of a piece with each rank on the current stream. Collective. `tag` is not used.
 
-        The result is None, since later work of that stream can use the target. The host does not wait.
+        The result is always None, since later work of that stream can use the target. The host does not wait.
         """
         source, sends, target, receives = pieces
         sent, received = source.detach().view(-1), target.detach().view(-1)
@@ -248,7 +258,14 @@ class NcclTransport(Transport):
     ) -> TransportWork | None:
         """Queue a gather of the ranges of `tensor`, in place, on the current stream. Collective.
 
-        The result is None, since later work of that stream can use `tensor`. The host does not wait.
+        The result is always None, whatever `blocking` is, since later work of that stream can use `tensor`.
+        The host does not wait.
+
+        Args:
+            tensor: Flat tensor.
+            ranges: For each rank the range of `tensor` that it has; they follow each other.
+            tag: Not used.
+            blocking: Not used.
         """
         begin, count = ranges[self.rank]
         if all(each[1] == count for each in ranges):

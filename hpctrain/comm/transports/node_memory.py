@@ -148,7 +148,15 @@ class NodeMemory:
             raise ValueError("it is the memory of another process")
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-        """Return uninitialized memory that the peers see as long as the tensor exists; None if that fails."""
+        """Return an uninitialized tensor that the peers see as long as it exists.
+
+        Args:
+            shape: Shape of the tensor.
+            dtype: Its type.
+
+        Returns:
+            The tensor; None if there is not enough memory.
+        """
         elements = prod(shape)
         begin = self.take(elements * dtype.itemsize)
         if begin is None:
@@ -159,9 +167,16 @@ class NodeMemory:
         return torch.frombuffer(memory, dtype=dtype, count=elements).view(tuple(shape))
 
     def take(self, size: int) -> int | None:
-        """Allocate zeros in this rank's file. Return the offset of the first byte; None if that fails.
+        """Allocate whole pages of zeros in this rank's file, and return the offset of their first byte.
 
-        The pages are allocated at once: a page that is missing later would end the process without a message.
+        They are allocated at once: a page that is missing later would end the process without a message. They
+        are never freed by themselves; `empty`, `reuse` and `take_common` see to that.
+
+        Args:
+            size: Size of the memory in bytes.
+
+        Returns:
+            Offset in bytes; None if there is not enough memory.
         """
         self._collect()
         length = _pages(size)
@@ -236,7 +251,12 @@ class NodeMemory:
         return torch.frombuffer(memory, dtype=dtype, count=elements)
 
     def is_common(self, tensor: Tensor, users: tuple[int, ...]) -> bool:
-        """Return True if a tensor is a part of common memory of these users."""
+        """Return True if a tensor is a part of common memory of exactly these users.
+
+        Args:
+            tensor: The tensor.
+            users: Ranks of the world, in the order in which they were passed to `common_tensor`.
+        """
         common = self._common.get(tensor.untyped_storage().data_ptr())
         return common is not None and common.users == users
 
@@ -273,7 +293,7 @@ class NodeMemory:
         self._free.insert(index, (begin, end))
 
     def find(self, tensor: Tensor) -> MemoryLocation | None:
-        """Return where a tensor begins in the memory of the node; None if it is elsewhere."""
+        """Return where a tensor begins in the memory of the node; None if it is not in that memory."""
         address = tensor.data_ptr()
         for owner, start in self._addresses.items():
             if start <= address < start + self.file_bytes:
@@ -281,7 +301,13 @@ class NodeMemory:
         return None
 
     def tensor_at(self, location: MemoryLocation, elements: int, dtype: torch.dtype) -> Tensor:
-        """Return a flat view of so many elements at a location, which its owner must not free."""
+        """Return a flat tensor on the memory of any rank of the node, without a copy.
+
+        Args:
+            location: Start of the tensor. Its owner must not free the memory as long as the tensor is used.
+            elements: Number of elements.
+            dtype: Their type.
+        """
         return torch.frombuffer(
             self._maps[location.owner], dtype=dtype, count=elements, offset=location.offset
         )
@@ -306,7 +332,10 @@ class NodeMemory:
         return in_common + sum(1024 * int(size) for start, size in resident if int(start, 16) in starts)
 
     def close(self) -> None:
-        """Free the MPI window, before MPI is finalized. Tensors in the memory stay valid."""
+        """Free the MPI window, before MPI is finalized; afterwards `fence` must not be called. Local.
+
+        Tensors in the memory stay valid.
+        """
         self._window.Unlock_all()
         self._window.Free()
 

@@ -54,7 +54,13 @@ class MessageBuffer:
         return self._received[0] >= self.sent
 
     def until_received(self, memory: NodeMemory) -> CounterWork:
-        """Return a handle that is complete when all messages that used the buffer were received."""
+        """Return a handle that is complete when all messages sent so far with this buffer were received.
+
+        Local.
+
+        Args:
+            memory: Memory of the node.
+        """
         return CounterWork([(self._received, 0, self.sent)], memory)
 
 
@@ -65,7 +71,20 @@ class NodeMessages:
         self._communicator, self._memory = communicator, memory
 
     def run(self, call: Call) -> TransportWork | None:
-        """Run or start a "send" or "recv" call, as `Transport.run` does. Local."""
+        """Run or start a "send" or "recv" between ranks of this node.
+
+        Local: one call on each of the two ranks.
+
+        Args:
+            call: The call, with its tensors in host memory.
+
+        Returns:
+            None if the call is blocking: a receive has arrived then, and the tensor of a send may be changed.
+            Otherwise the handle of the started operation.
+
+        Raises:
+            MemoryError: The node has no memory left for the copy of a sent tensor.
+        """
         steps = self._send(call) if call.operation == "send" else self._receive(call)
         return run_steps(steps, call.blocking)
 

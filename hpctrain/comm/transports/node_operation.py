@@ -35,12 +35,16 @@ class PieceRound(NamedTuple):
 
 
 def rounds_of(slices: Sequence[ElementRange], elements: int, owner: int = -1) -> Iterator[PieceRound]:
-    """Yield the rounds in which slices are handled in pieces of so many elements. Local.
+    """Yield the rounds in which slices are handled in pieces of at most `elements` elements. Local.
 
     Args:
-        slices: Range of a tensor for each rank of the node.
+        slices: Range of a tensor for each rank of the node, as (first index, number of elements).
         elements: Largest number of elements of a piece.
         owner: Node whose ranks get the result; -1 if all ranks get it.
+
+    Yields:
+        The rounds, as many as the longest slice needs; none if all slices are empty. Pieces of shorter slices
+        are empty in the last rounds.
     """
     longest = max(count for _, count in slices)
     if 0 < longest <= elements:
@@ -101,30 +105,50 @@ class NodeOperation:
         self.counters.set_layout(PieceLayout(location, elements, self.is_copy, offsets))
 
     def piece(self, index: int, owner: int) -> Tensor:
-        """Return the piece of a rank in this rank's tensor."""
+        """Return a view of one rank's piece of a round in this rank's own tensor. Local.
+
+        Args:
+            index: Number of the round, from 0.
+            owner: Rank of the node whose piece it is.
+        """
         begin, length = self.rounds[index].pieces[owner]
         return self.tensor[begin : begin + length]
 
     def local_piece(self, index: int) -> Tensor:
-        """Return this rank's piece in its own tensor."""
+        """Return a view of this rank's own piece of round `index` in its own tensor. Local."""
         return self.piece(index, self.rank)
 
     def staged_piece(self, index: int, owner: int) -> Tensor:
-        """Return the memory for a copy of the piece of a rank, which other ranks see."""
+        """Return this rank's memory for the copy of a piece of a round, which other ranks see. Local.
+
+        It exists only if `is_copy`. A later round uses the same memory (`reuse_copies`).
+
+        Args:
+            index: Number of the round, from 0.
+            owner: Rank of the node whose piece it is.
+        """
         start, length = self._starts[owner], self.rounds[index].pieces[owner][1]
         return self._staged[index % STAGED_ROUNDS][start : start + length]
 
     def layout_of(self, peer: int) -> PieceLayout:
-        """Return where the pieces of another rank are. A round of that rank must be ready."""
+        """Return the addresses of the pieces of the tensor of another rank of the node, or of their copies.
+
+        Local. That rank must have made a round ready (`until_ready`); before, the result is meaningless.
+        """
         layout = self._layouts.get(peer)
         if layout is None:
             layout = self._layouts[peer] = self.counters.layout_of(peer)
         return layout
 
     def location_at(self, peer: int, index: int, owner: int) -> MemoryLocation:
-        """Return where the piece of the rank `owner` is in the tensor of the rank `peer`, or in its copy.
+        """Return where the piece of a rank starts in the tensor of a rank, or in the copy of that piece.
 
-        All ranks must have the same rounds, and this round of `peer` must be ready.
+        Local. All ranks must have the same rounds, and this round of `peer` must be ready.
+
+        Args:
+            peer: Rank of the node that has the tensor.
+            index: Number of the round, from 0.
+            owner: Rank of the node whose piece it is.
         """
         layout = self.layout_of(peer)
         if layout.is_copy:
@@ -133,9 +157,10 @@ class NodeOperation:
         return MemoryLocation(layout.location.owner, layout.location.offset + begin * self.tensor.itemsize)
 
     def pieces_of_ranks(self, index: int) -> list[Tensor]:
-        """Return this rank's piece in the tensor of each rank, or in its copy, in the order of the ranks.
+        """Return views of this rank's piece of round `index` in the tensors of all ranks, by rank. Local.
 
-        All ranks must have the same rounds, and this round must be ready on all of them.
+        For ranks whose tensors are copied, it is the piece in the copy; for this rank, always that in its own
+        tensor. All ranks must have the same rounds, and this round must be ready on all of them.
         """
         own, take = self.local_piece(index), self.memory.tensor_at
         locations = [self.location_at(peer, index, self.rank) for peer in self.peers]
@@ -143,22 +168,33 @@ class NodeOperation:
         return [*pieces[: self.rank], own, *pieces[self.rank :]]
 
     def until_ready(self, index: int) -> CounterWork:
-        """Return a handle that is complete when the other ranks have made a round ready."""
+        """Return a handle that is complete when all other ranks of the node have made round `index` ready.
+
+        Local.
+        """
         return self.counters.until_ready(self.peers, index + 1)
 
     def publish(self) -> None:
-        """Let the other ranks use the first STAGED_ROUNDS rounds if they are copied, otherwise all. Local."""
+        """Let the other ranks of the node use this rank's tensor. Local; does not wait.
+
+        If it is copied, this copies the pieces of the first STAGED_ROUNDS rounds; `reuse_copies` publishes
+        the later ones. Otherwise all rounds are published.
+        """
         for index in range(STAGED_ROUNDS if self.is_copy else 0):
             self._copy_round(index)
         if not self.is_copy:
             self.counters.set_ready(len(self.rounds))
 
     def reuse_copies(self, index: int, copy_back: bool) -> Steps:
-        """Return the steps that wait until all have finished a round, and copy a later one into its memory.
+        """Return the steps that wait until all ranks have finished a round, and reuse its memory.
+
+        The later round is STAGED_ROUNDS after it, if there is one; its pieces are copied and published. It is
+        for operations with `is_copy`, and called for each round in turn.
 
         Args:
-            index: Index of the round.
-            copy_back: True if the other ranks have written into the copies, which become part of the tensor.
+            index: Number of the round that must be finished.
+            copy_back: True if the other ranks have written results into the copies, which are then first
+                copied into this rank's tensor.
         """
         yield self.counters.until_finished(self.peers, index + 1)
         for owner in self._copied if copy_back else ():
@@ -172,7 +208,11 @@ class NodeOperation:
             self.counters.set_ready(index + 1)
 
     def finish(self) -> Steps:
-        """Return the steps that wait until no rank needs this rank's tensor or its copies any more."""
+        """Return the steps that declare this rank finished, and wait until all other ranks are.
+
+        After them no rank uses this rank's tensor or its copies any more, and the memory of the copies is
+        free.
+        """
         self.counters.set_finished()
         yield self.counters.until_finished(self.peers)
         if self.is_copy:

@@ -53,7 +53,13 @@ class PieceLayout(NamedTuple):
     offsets: Sequence[int]
 
     def at(self, rank: int, index: int) -> MemoryLocation:
-        """Return where the piece for a rank in a round starts; round 0 if pieces are not copied."""
+        """Return where the piece of this tensor for a rank starts. Local.
+
+        Args:
+            rank: Rank of the group that the piece is for.
+            index: Number of the round, from 0. It matters only if pieces are copied; otherwise the result is
+                always the start of the piece of the first round.
+        """
         later = index % STAGED_ROUNDS * COPY_ROUND_BYTES if self.is_copy else 0
         return MemoryLocation(self.location.owner, self.location.offset + self.offsets[rank] + later)
 
@@ -126,11 +132,15 @@ class ProgressCounters:
 
     @property
     def next_slot(self) -> int:
-        """Number of the slot of the next operation, which an operation SLOTS before it has used."""
+        """Number of the slot that `open` uses next, from 0 to SLOTS - 1. Reading it changes nothing."""
         return (self._count[0] + 1) % SLOTS
 
     def open(self) -> OperationCounters:
-        """Return the counters of the next operation. All ranks call this in the same order of operations."""
+        """Return the counters of the next operation.
+
+        Local, but all ranks open their operations in the same order. The operation that used `next_slot`
+        before must be complete on this rank, which this does not check.
+        """
         begin = _LINE + self.next_slot * self._slot_words
         self._count[0] = number = self._count[0] + 1
         slots = [row[begin : begin + self._slot_words] for row in self._rows]
@@ -155,9 +165,9 @@ class OperationCounters:
         self._slots, self._bases, self._memory = slots, bases, memory
 
     def set_layout(self, layout: PieceLayout) -> None:
-        """Write where this rank's pieces are.
+        """Write for the other ranks where this rank's pieces are.
 
-        Call it before the first `set_ready`, which makes it visible to the other ranks.
+        Call it once, before the first `set_ready`, which makes it visible to the other ranks.
         """
         slot = self._slot
         slot[_LOCATION : _LOCATION + 4] = array("q", [*layout.location, layout.elements, layout.is_copy])
@@ -174,21 +184,37 @@ class OperationCounters:
         return PieceLayout(MemoryLocation(owner, offset), elements, bool(is_copy), offsets)
 
     def set_ready(self, rounds: int) -> None:
-        """Tell the other ranks that so many rounds of this rank's pieces are ready for them."""
+        """Tell the other ranks that the first `rounds` rounds of this rank's pieces are ready for them.
+
+        All writes of this rank before this call are visible to ranks that see the count.
+        """
         self._memory.fence()
         self._slot[_READY] = self._base + rounds
 
     def set_finished(self, rounds: int = ROUNDS) -> None:
-        """Tell the other ranks that this one has read and written so many rounds, by default all."""
+        """Tell the other ranks that this one has finished its first `rounds` rounds, by default all.
+
+        It neither reads nor writes their pieces of these rounds any more.
+        """
         self._memory.fence()
         self._slot[_FINISHED] = self._base + rounds
 
     def until_ready(self, ranks: Iterable[int], rounds: int) -> CounterWork:
-        """Return a handle that is complete when so many rounds of these ranks are ready."""
+        """Return a handle that is complete when each of these ranks has made its first `rounds` rounds ready.
+
+        Args:
+            ranks: Ranks of the group.
+            rounds: Number of rounds.
+        """
         return self._until(ranks, _READY, rounds)
 
     def until_finished(self, ranks: Iterable[int], rounds: int = ROUNDS) -> CounterWork:
-        """Return a handle that is complete when these ranks have finished so many rounds."""
+        """Return a handle that is complete when each of these ranks has finished its first `rounds` rounds.
+
+        Args:
+            ranks: Ranks of the group.
+            rounds: Number of rounds; by default all.
+        """
         return self._until(ranks, _FINISHED, rounds)
 
     def _until(self, ranks: Iterable[int], index: int, rounds: int) -> CounterWork:

@@ -66,9 +66,11 @@ class ReductionScratch:
         self.bytes = self.peak_bytes = 0
 
     def take(self, elements: int, like: Tensor) -> Tensor:
-        """Borrow a flat tensor with at least so many elements, with the dtype and device of `like`. Local.
+        """Borrow a flat tensor with at least `elements` elements, with the dtype and device of `like`. Local.
 
-        Its values are arbitrary. The caller passes it to `give` afterwards.
+        Its values are arbitrary. It may be longer than asked for. The caller passes the same tensor to `give`
+        when the operation is complete. On a GPU it is a new tensor from torch's own allocator, which is not
+        counted.
         """
         if not like.is_cpu:
             return torch.empty(elements, dtype=like.dtype, device=like.device)
@@ -87,7 +89,12 @@ class ReductionScratch:
         return block.view(like.dtype)
 
     def give(self, tensor: Tensor) -> None:
-        """Give a tensor that `take` has returned back, so that later operations can borrow its memory."""
+        """Give back a tensor that `take` has returned, or a view of its beginning.
+
+        Later operations may then borrow the memory.
+
+        A tensor on a GPU is ignored. Local.
+        """
         if tensor.is_cpu:
             insort(self._free, self._borrowed.pop(tensor.data_ptr()), key=Tensor.numel)
 
@@ -134,14 +141,22 @@ class PieceMover(Protocol):
         """
 
     def next_tag(self) -> int:
-        """Return the message tag of the next operation, for `exchange` and `share`. All ranks call this."""
+        """Return the message tag of the next operation, for its `exchange` and `share`. It sends nothing.
+
+        All ranks call it once per operation, in the same order of operations.
+        """
 
 
 def reduce_in_rank_order(mover: PieceMover, call: Call) -> Steps:
     """Return the steps of an all_reduce, a reduce or a reduce_scatter. Collective over the ranks of `mover`.
 
-    The output of a reduce_scatter may be this rank's elements of the tensor. A reduce does not change the
-    tensors of other ranks than the root.
+    Nothing happens before the first step is taken. The results are in the tensors of the call: `call.output`
+    of a reduce_scatter, which may be this rank's elements of the tensor, otherwise `call.tensor`. A reduce
+    does not change the tensors of other ranks than the root.
+
+    Args:
+        mover: Transport that moves the pieces.
+        call: The call, with its tensors.
     """
     tensor, reduction, rank, size = flat_view(call.tensor), call.reduction, mover.rank, mover.size
     assert reduction is not None
@@ -293,7 +308,10 @@ def reduce_block(
 
 
 def equal_counts(elements: int, size: int) -> list[int]:
-    """Return how many of the elements each of `size` ranks owns; the first ranks own one more if need be."""
+    """Return the number of elements that each of `size` ranks owns, by rank.
+
+    The first ranks own one more if need be.
+    """
     share, rest = divmod(elements, size)
     return [share + (rank < rest) for rank in range(size)]
 

@@ -110,9 +110,16 @@ class SharedTransport(Transport):
         return self.start(steps, call.blocking)
 
     def start(self, steps: Steps, blocking: bool) -> TransportWork | None:
-        """Run or start the steps of an operation that opens counters, as `run_steps` does. Collective.
+        """Run or start the steps of an operation that opens counters. Collective.
 
-        It first waits for the operation that has used the same slot before.
+        It first waits for the operation that used the same slot before, if that is still in flight.
+
+        Args:
+            steps: Steps of an operation that opens the counters of this transport when its first step runs.
+            blocking: True to wait.
+
+        Returns:
+            None if `blocking`, otherwise the handle of the operation.
         """
         slot = self.counters.next_slot
         before = self._in_flight[slot]
@@ -153,7 +160,11 @@ class SharedTransport(Transport):
         return self._uses_memory(call) or self.mpi.adds_at_owner(call)
 
     def takes_message(self, call: Call) -> bool:
-        """Return True if a call is a message that uses shared memory; the same on sender and receiver."""
+        """Return True if a call is a message that uses shared memory; the same on sender and receiver. Local.
+
+        These are sends and receives of `least_message_bytes` to MOST_MESSAGE_BYTES. Whether the peer is on
+        this node is not checked.
+        """
         return call.operation in MESSAGES and self.least_message_bytes <= call.bytes <= MOST_MESSAGE_BYTES
 
     def _uses_memory(self, call: Call) -> bool:
@@ -248,7 +259,13 @@ class SharedTransport(Transport):
 
 
 def memory_barrier(memory: NodeMemory, mpi: MpiTransport, call: Call) -> Steps:
-    """Return the steps of a barrier that also orders reads and writes of shared memory. Collective."""
+    """Return the steps of a barrier that also orders reads and writes of shared memory. Collective.
+
+    Args:
+        memory: Memory of the node.
+        mpi: Transport that runs the barrier.
+        call: The barrier. If it is blocking, the first step waits.
+    """
     memory.fence()
     yield mpi.run(call)
     memory.fence()

@@ -64,9 +64,14 @@ class SmallOperations:
         self._operations = 0
 
     def run(self, call: Call) -> bool:
-        """Run a call if it is small and blocking. Otherwise return False. Collective, as the call.
+        """Run a call if it is small and blocking, and return True; otherwise do nothing and return False.
 
-        The first call that it runs allocates memory; it returns False if a rank cannot get any.
+        Collective. It waits for all ranks. The result is the same on all of them. The first call that it runs
+        allocates memory; if a rank cannot get any, this and all later calls return False.
+
+        Args:
+            call: A call of the group, on tensors in host memory. Operations other than those of
+                SMALL_OPERATIONS, and reductions of integers, are never run.
         """
         if not call.blocking or call.bytes > self.most_bytes or call.operation not in SMALL_OPERATIONS:
             return False
@@ -138,5 +143,8 @@ class SmallOperations:
 
 
 def small_operation_bytes(size: int) -> int:
-    """Return the largest tensor of each rank, in bytes, that SmallOperations of `size` ranks take. Local."""
+    """Return the largest `Call.bytes` that SmallOperations of `size` ranks run, the same for each operation.
+
+    Local.
+    """
     return SMALL_OPERATION_BYTES // size // _ALIGNMENT * _ALIGNMENT

@@ -46,7 +46,10 @@ class Traffic(NamedTuple):
     rounds: int = 0
 
     def seconds(self, link: Link) -> float:
-        """Return the seconds of a transfer over a link that nothing else uses, in both directions at once."""
+        """Return the seconds of this transfer over a link that nothing else uses, in both directions at once.
+
+        It is the larger number of bytes at the speed of the link, and its latency for each round.
+        """
         return max(self.sent, self.received) / link.bytes_per_second + self.rounds * link.latency
 
 

@@ -58,7 +58,10 @@ class Transport:
         return work
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return uninitialized memory that this transport can use without a copy, if there is such memory."""
+        """Return an uninitialized tensor of this shape that this transport can use without a copy. Local.
+
+        If the transport has no special memory, the tensor is an ordinary one.
+        """
         return torch.empty(tuple(shape), dtype=dtype, device=device)
 
     def common_zeros(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:  # noqa: ARG002
@@ -74,17 +77,21 @@ class Transport:
         return None
 
     def crosses_links_once(self, call: Call) -> bool:  # noqa: ARG002
-        """Return True if the ranks of a node share the traffic of this call with other nodes.
+        """Return True if the ranks of a node share the traffic of this call with other nodes. Local.
 
         Then each byte passes the link of a node once per direction, and not once for each rank of the node.
+        The result is the same on all ranks of the group.
         """
         return False
 
     def adds_at_owner(self, call: Call) -> bool:  # noqa: ARG002
-        """Return True if in this all-reduce each piece is added by one rank for all ranks.
+        """Return True if in this all-reduce each piece is added by one rank for all ranks. Local.
 
-        The pieces are those of `reduction.equal_counts`, and rank r adds piece r. Otherwise
-        several ranks add each piece, or it is unknown which one does.
+        The pieces are those of `reduction.equal_counts`, and rank r adds piece r. False means that several
+        ranks add each piece, or that it is unknown which one does, as in MPI's own sums.
+
+        Args:
+            call: An all_reduce.
         """
         return False
 
@@ -181,7 +188,7 @@ class ConditionWork:
         self.test = condition
 
     def wait(self) -> None:
-        """Wait until the condition holds."""
+        """Call the condition repeatedly until it returns True."""
         wait_until(self.test)
 
 
@@ -222,9 +229,12 @@ def wait_until(
 
 
 def run_steps(steps: Steps, blocking: bool) -> TransportWork | None:
-    """Run all steps and return None. If not `blocking`, start the first step and return a handle of all.
+    """Run steps to their end and return None, or start them and return a handle. Collective if the steps are.
 
-    It is collective if the steps are.
+    Args:
+        steps: Steps of one operation.
+        blocking: True to wait for each step in turn and return None. False to start the first step only and
+            return a handle, whose `test` and `wait` run the others.
     """
     if not blocking:
         return SteppedWork(steps)
@@ -235,18 +245,28 @@ def run_steps(steps: Steps, blocking: bool) -> TransportWork | None:
 
 
 def flat_view(tensor: Tensor | None) -> Tensor:
-    """Return a flat view, which autograd does not track, of a contiguous tensor, which must not be None."""
+    """Return a flat view [elements] of a tensor, on the same memory and outside of autograd. Local.
+
+    Args:
+        tensor: A contiguous tensor. None is an AssertionError.
+    """
     assert tensor is not None
     return tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().view(-1)
 
 
 def offsets_of(counts: Sequence[int]) -> list[int]:
-    """Return each rank's first index if the ranks' `counts[rank]` elements follow each other."""
+    """Return each rank's first index, by rank, if the ranks' `counts[rank]` elements follow each other."""
     return list(accumulate(counts, initial=0))[:-1]
 
 
 def ranges_of_ranks(counts: Sequence[int] | None, tensor: Tensor, size: int) -> list[ElementRange]:
-    """Return the range of each rank's elements in `tensor`; equal ranges if `counts` is None."""
+    """Return the (first index, number of elements) of each rank's piece of a tensor. Local.
+
+    Args:
+        counts: Number of elements of each rank's piece; None if the ranks have equal pieces.
+        tensor: Tensor that the pieces form, one behind the other. It is used only if `counts` is None.
+        size: Number of ranks, used only if `counts` is None. Elements beyond equal pieces are in none.
+    """
     if counts is None:
         share = tensor.numel() // size
         return [(rank * share, share) for rank in range(size)]
@@ -270,7 +290,14 @@ class PieceExchange(NamedTuple):
 
 
 def pairwise_ranges(call: Call, size: int) -> PieceExchange:
-    """Return what this rank exchanges with each of `size` ranks in a call without a reduction. Local."""
+    """Return what this rank sends to and receives from each rank in a call without a reduction. Local.
+
+    Nothing is sent. The piece that a rank keeps for itself is among the ranges.
+
+    Args:
+        call: The call, with its tensors. An unknown operation is treated as an all_to_all.
+        size: Number of ranks of the group.
+    """
     source, target = call.memory, call.tensor if call.output is None else call.output
     assert source is not None and target is not None
     nothing = [(0, 0)] * size
